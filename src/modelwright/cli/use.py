@@ -1,0 +1,82 @@
+"""The verbs that use a run: ask, compare, gate."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or its name under runs/.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verbs to the command."""
+    for verb in (ask, compare, gate):
+        app.command(verb.__name__)(verb)
+
+
+def ask(
+    run: Run,
+    question: Annotated[str, typer.Argument(help="What to ask.")],
+    base: Annotated[bool, typer.Option("--base", help="Ask the model as it was before training.")] = False,
+    both: Annotated[bool, typer.Option("--both", help="Ask before and after, one below the other.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Put a question to the model of a run, with the prompt it was trained with."""
+    import json
+
+    from modelwright.report.lines import plain
+    from modelwright.runs.caches import prepare_environment
+
+    prepare_environment()
+    from modelwright.stages.answer import answers
+
+    given = answers(run, question, base=base or both, tuned=not base)
+    if as_json:
+        print(json.dumps({"question": question, **given}, ensure_ascii=False))
+    elif len(given) == 1:
+        print(*(plain(text) for text in given.values()))
+    else:
+        for name, text in given.items():
+            print(f"{name}: {plain(text)}\n")
+
+
+def compare(run: Run, as_json: Json = False) -> None:
+    """Show the same questions answered before and after."""
+    import json
+
+    from modelwright.errors import UsageError
+    from modelwright.report.lines import line_of
+    from modelwright.runs.folder import open_run, read_json
+
+    path = open_run(run).demo_outputs / "before_after.json"
+    if not path.exists():
+        raise UsageError(f"{run} has no before and after yet; finish it with: modelwright run")
+    kept = read_json(path)
+    if as_json:
+        print(json.dumps({key: kept[key] for key in ("metrics", "answers", "notice")}, ensure_ascii=False))
+        return
+    print(line_of({"event": "answers", **kept}))
+
+
+def gate(
+    run: Run,
+    stage: Annotated[str | None, typer.Argument(help="One stage; without it, every stage that was measured.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Judge a run's stages again, by the thresholds its recipe has now, without training."""
+    import json
+
+    from modelwright.errors import GateClosed
+    from modelwright.stages.gate import judge_again
+
+    verdicts = judge_again(run, stage)
+    if as_json:
+        print(json.dumps({verdict.stage: verdict.as_json() for verdict in verdicts}, ensure_ascii=False))
+    else:
+        for verdict in verdicts:
+            print(verdict.letter)
+    closed = [verdict for verdict in verdicts if not verdict.open]
+    if closed:
+        raise GateClosed(closed[0].letter)

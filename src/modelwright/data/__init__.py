@@ -1,0 +1,1 @@
+"""Data: rows with a known origin, conversations with true masks, batches in an order that is a function."""

@@ -1,0 +1,141 @@
+"""Decide which tokens train: the assistant's words and its end of turn, found by rendering differences.
+
+No generation tags are needed in the chat template, pad never hides eos (masks go by position, not by id),
+and a set in which nothing, or no end of turn, is trained is an error before the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from os.path import commonprefix
+from typing import Any
+
+import numpy as np
+
+from modelwright.data.conversations import Conversation, Message
+from modelwright.errors import DataError, Problem
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One row of tokens and which of them train."""
+
+    tokens: np.ndarray[Any, np.dtype[np.int32]]
+    """Token ids: [length] int32."""
+    trained: np.ndarray[Any, np.dtype[np.bool_]]
+    """Whether the model learns to say this token: [length] bool."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass
+class EncodedSet:
+    """All rows of one side, with what was cut and why."""
+
+    rows: list[Encoded] = field(default_factory=list)
+    truncated_rows: int = 0
+    lost_tokens: int = 0
+    dropped_rows: int = 0
+
+    def facts(self) -> dict[str, int]:
+        """The numbers of the data manifest."""
+        return {
+            "rows": len(self.rows),
+            "tokens": sum(len(row) for row in self.rows),
+            "trained_tokens": int(sum(row.trained.sum() for row in self.rows)),
+            "truncated_rows": self.truncated_rows,
+            "lost_tokens": self.lost_tokens,
+            "dropped_rows": self.dropped_rows,
+        }
+
+
+def encode_all(
+    conversations: Iterable[Conversation],
+    tokenizer: Any,
+    max_length: int,
+    assistant_only: bool = True,
+    stop_tokens: Collection[int] = (),
+) -> EncodedSet:
+    """Encode every conversation; what does not fit is cut, counted, and dropped when no trained token is left."""
+    stops = {*stop_tokens, tokenizer.eos_token_id} - {None}
+    encoded = EncodedSet()
+    seen, stopping = 0, 0
+    for conversation in conversations:
+        for row in encode(conversation, tokenizer, assistant_only):
+            seen += 1
+            stopping += any(int(token) in stops for token in row.tokens[row.trained])
+            cut = len(row) - max_length
+            if cut > 0:
+                encoded.truncated_rows += 1
+                encoded.lost_tokens += cut
+                row = Encoded(row.tokens[:max_length], row.trained[:max_length])
+            if row.trained[1:].any():  # the first token has nothing before it to be foretold from
+                encoded.rows.append(row)
+            else:
+                encoded.dropped_rows += 1
+    if seen and not encoded.rows:
+        letter = f"no row has a trained token within max_length {max_length}; raise max_length"
+        raise DataError([Problem("data", letter)])
+    if seen and not stopping:
+        letter = "the chat template ends no answer with an end-of-text token, so the model would never learn to stop"
+        raise DataError([Problem("data", letter)])
+    return encoded
+
+
+def encode(conversation: Conversation, tokenizer: Any, assistant_only: bool = True) -> list[Encoded]:
+    """Encode one conversation; a template that rewrites earlier turns gives one row for each answer."""
+    messages = list(conversation.messages)
+    if not tokenizer.chat_template:
+        return [_encode_plain(conversation, tokenizer, assistant_only)]
+    whole = _render(tokenizer, messages)
+    spans: list[tuple[int, int]] = []
+    for end, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        after = _render(tokenizer, messages[: end + 1])
+        if not whole.startswith(after):
+            answers = [i + 1 for i, turn in enumerate(messages) if turn["role"] == "assistant"]
+            return [_encode_last(tokenizer, messages[:stop], assistant_only) for stop in answers]
+        spans.append((_answer_start(tokenizer, messages[:end], after), len(after)))
+    return [_encode_spans(tokenizer, whole, spans if assistant_only else [(0, len(whole))])]
+
+
+def _encode_last(tokenizer: Any, messages: Sequence[Message], assistant_only: bool) -> Encoded:
+    text = _render(tokenizer, messages)
+    start = _answer_start(tokenizer, messages[:-1], text) if assistant_only else 0
+    return _encode_spans(tokenizer, text, [(start, len(text))])
+
+
+def _answer_start(tokenizer: Any, before: Sequence[Message], text: str) -> int:
+    """Where the answer begins: the end of what is shared with the prompt that asks for it."""
+    return len(commonprefix([_render(tokenizer, before, ask=True), text]))
+
+
+def _render(tokenizer: Any, messages: Sequence[Message], ask: bool = False) -> str:
+    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=ask)
+    return str(text)
+
+
+def _encode_spans(tokenizer: Any, text: str, spans: Sequence[tuple[int, int]]) -> Encoded:
+    # the template writes its own special tokens: adding more would double the first (alignment-handbook#127)
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    starts = np.array([start for start, _ in encoding["offset_mapping"]])
+    trained = np.zeros(len(starts), dtype=np.bool_)
+    for begin, end in spans:
+        trained |= (starts >= begin) & (starts < end)
+    return Encoded(np.array(encoding["input_ids"], dtype=np.int32), trained)
+
+
+def _encode_plain(conversation: Conversation, tokenizer: Any, assistant_only: bool) -> Encoded:
+    roles = [message["role"] for message in conversation.messages]
+    if roles != ["user", "assistant"]:
+        letter = f"the tokenizer has no chat template, which the turns {', '.join(roles)} need; use an instruct model"
+        raise DataError([Problem(conversation.where, letter)])
+    prompt, answer = (message["content"] for message in conversation.messages)
+    before = tokenizer(prompt)["input_ids"]
+    tokens = [*before, *tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    trained = np.ones(len(tokens), dtype=np.bool_)
+    trained[: len(before) if assistant_only else 0] = False
+    return Encoded(np.array(tokens, dtype=np.int32), trained)

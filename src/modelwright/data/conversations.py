@@ -1,0 +1,186 @@
+"""Turn rows into conversations by the parts their columns play, and hold some out by question."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from modelwright.data.sources import Row, read_training, read_validation
+from modelwright.errors import DataError, Problem
+from modelwright.recipe.schema import Data
+
+MOST_SHOWN = 20
+"""Problems named one by one; the rest are counted."""
+ROLES = ("system", "user", "assistant", "tool")
+GUESSES = {
+    "question": "prompt", "instruction": "prompt", "input": "prompt", "query": "prompt", "full-question": "prompt",
+    "answer": "completion", "output": "completion", "response": "completion", "conversations": "messages",
+}  # fmt: skip
+"""What a column of that name most often is: used in letters, never silently."""
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages to learn from, or to measure by."""
+
+    where: str
+    """Where the row was found."""
+    messages: tuple[Message, ...]
+    """Role and content of each turn; the last is the assistant's."""
+    group: str
+    """Conversations of one group stay on one side of the split."""
+
+    @property
+    def question(self) -> str:
+        """The last thing the user said."""
+        return next(message["content"] for message in reversed(self.messages) if message["role"] == "user")
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """What the model learns from and what is held out, with the facts that go into the data manifest."""
+
+    train: list[Conversation]
+    """Rows that move the weights."""
+    held_out: list[Conversation]
+    """Rows that only measure."""
+    fingerprint: str
+    """Hash of every message on both sides, in order."""
+
+    def manifest(self, data: Data) -> dict[str, Any]:
+        """What the model sees, in numbers."""
+        train_groups = {item.group for item in self.train}
+        return {
+            "source": data.dataset_name or data.train_file,
+            "validation": data.validation_file,
+            "train_rows": len(self.train),
+            "held_out_rows": len(self.held_out),
+            "groups_on_both_sides": len(train_groups & {item.group for item in self.held_out}),
+            "fingerprint": self.fingerprint,
+        }
+
+
+def load(data: Data, seed: int, beside: Path) -> Conversations:
+    """Read, check and split the data of a recipe; every problem is told at once."""
+    everything = converse(read_training(data, beside), data)
+    if data.validation_file:
+        train, held_out = everything, converse(read_validation(data, beside), data)
+    else:
+        train, held_out = split(everything, data, seed)
+    if not train:
+        raise DataError([Problem(str(data.dataset_name or data.train_file), "no row is left to train on")])
+    digest = xxhash.xxh3_128()
+    for side in (train, held_out):
+        for item in side:
+            digest.update(json.dumps(item.messages, ensure_ascii=False, sort_keys=True).encode())
+        digest.update(b"\0")
+    return Conversations(train, held_out, digest.hexdigest())
+
+
+def converse(rows: Sequence[Row], data: Data) -> list[Conversation]:
+    """Make each row a conversation; a row that cannot be one is a problem with its place."""
+    if not rows:
+        return []
+    parts = columns_by_part(rows[0], data.columns)
+    conversations: list[Conversation] = []
+    problems: list[Problem] = []
+    for row in rows:
+        found = _messages(row, parts, data.system_prompt)
+        if isinstance(found, str):
+            problems.append(Problem(row.where, found))
+            continue
+        group = row.values.get(data.split_by) if data.split_by else _question(found)
+        if data.split_by and data.split_by not in row.values:
+            problems.append(Problem(row.where, f"there is no column {data.split_by!r} to split by; {_seen(row)}"))
+            continue
+        conversations.append(Conversation(row.where, tuple(found), " ".join(str(group).lower().split())))
+    if problems:
+        more = len(problems) - MOST_SHOWN
+        tail = [Problem(f"{more} more rows", "have problems like these")] if more > 0 else []
+        raise DataError([*problems[:MOST_SHOWN], *tail])
+    return conversations
+
+
+def columns_by_part(row: Row, columns: dict[str, Any]) -> dict[str, str]:
+    """Which column plays which part: as the recipe says, or as the names say when they are the parts themselves."""
+    named = {part: column for column, part in columns.items()}
+    parts = named or {part: part for part in ("messages", "prompt", "completion", "system") if part in row.values}
+    missing = [column for column in parts.values() if column not in row.values]
+    if missing:
+        raise DataError([Problem(row.where, f"there is no column {missing[0]!r}; {_seen(row)}")])
+    if "messages" not in parts and not {"prompt", "completion"} <= set(parts):
+        guessed = {column: GUESSES[column] for column in row.values if column in GUESSES}
+        wish = guessed if {"prompt", "completion"} <= set(guessed.values()) else {"QUESTION": "prompt", "ANSWER": "completion"}
+        line = ", ".join(f"{column}: {part}" for column, part in wish.items())
+        raise DataError([Problem(row.where, f"no messages, nor prompt and completion; {_seen(row)}; "
+                                            f"say which is which in the recipe: data.columns: {{{line}}}")])  # fmt: skip
+    return parts
+
+
+def split(items: Sequence[Conversation], data: Data, seed: int) -> tuple[list[Conversation], list[Conversation]]:
+    """Hold out whole groups, chosen by a hash of the seed and the group, so that nothing stands on both sides."""
+    groups = sorted({item.group for item in items}, key=lambda group: (xxhash.xxh3_64_intdigest(f"{seed}:{group}".encode()), group))
+    count = data.test_size.of(len(groups))
+    if count >= len(groups):
+        letter = f"test_size holds out {count} of {len(groups)} distinct groups, which leaves none to train on"
+        raise DataError([Problem(str(data.dataset_name or data.train_file), letter)])
+    chosen = set(groups[:count])
+    return [i for i in items if i.group not in chosen], [i for i in items if i.group in chosen]
+
+
+def ask(question: str, system_prompt: str | None) -> list[Message]:
+    """The messages that put a question, the same in training and in asking."""
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    return [*system, {"role": "user", "content": question}]
+
+
+def _messages(row: Row, parts: dict[str, str], system_prompt: str | None) -> list[Message] | str:
+    """The row's messages, or what is wrong with it."""
+    if "messages" in parts:
+        messages = _turns(row.values[parts["messages"]])
+    else:
+        prompt, completion = row.values[parts["prompt"]], row.values[parts["completion"]]
+        for name, value in (("prompt", prompt), ("completion", completion)):
+            if value is None or value == [] or (isinstance(value, str) and not value.strip()):
+                return f"{parts[name]!r} is empty; it wants text"
+            if not isinstance(value, str | list):
+                return f"{parts[name]!r} is {value!r}; it wants text"
+        turns = [[{"role": role, "content": value}] if isinstance(value, str) else value
+                 for role, value in (("user", prompt), ("assistant", completion))]  # fmt: skip
+        messages = _turns([*turns[0], *turns[1]])
+    if isinstance(messages, str):
+        return messages
+    system = row.values.get(parts["system"]) if "system" in parts else system_prompt
+    if system and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": str(system)}, *messages]
+    return messages
+
+
+def _turns(value: Any) -> list[Message] | str:
+    if not isinstance(value, list) or not value:
+        return "messages is empty or no list; it wants a list of {role, content}"
+    turns: list[Message] = []
+    for turn in value:
+        if not isinstance(turn, dict) or not isinstance(turn.get("content"), str) or turn.get("role") not in ROLES:
+            return f"a turn is {str(turn)[:60]!r}; it wants a role of {', '.join(ROLES)} and a text content"
+        turns.append({"role": turn["role"], "content": turn["content"]})
+    if turns[-1]["role"] != "assistant" or not turns[-1]["content"].strip():
+        return "the last turn is not an answer of the assistant; there is nothing to learn"
+    if not any(turn["role"] == "user" for turn in turns):
+        return "no turn is the user's; it wants a question before the answer"
+    return turns
+
+
+def _question(messages: Iterable[Message]) -> str:
+    return next(message["content"] for message in messages if message["role"] == "user")
+
+
+def _seen(row: Row) -> str:
+    return f"the columns are {', '.join(map(str, row.values))}"

@@ -1,0 +1,193 @@
+"""A checkpoint is complete and verified, or absent.
+
+Staged folder → files → fsync → manifest with size and hash of each → fsync → rename → fsync of the parent.
+Loading goes from the newest to the oldest, verifies, sets bad ones aside and says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from modelwright import __version__
+from modelwright.engine import tensors
+from modelwright.engine.tensors import Lazy
+from modelwright.errors import Diverged, StorageError
+from modelwright.runs.folder import sync_folder
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything that a checkpoint holds, before it is written."""
+
+    step: int
+    """Steps done."""
+    state: dict[str, Any]
+    """Cursor, guard, scaler, evaluations, fingerprints: plain values."""
+    files: dict[str, list[Lazy]]
+    """Tensors by file name."""
+
+
+class Checkpoints:
+    """The checkpoints of one stage."""
+
+    def __init__(self, folder: Path, keep: int, say: Say) -> None:
+        """Keep so many, besides the best; `say` is told what was set aside."""
+        self._folder, self._keep, self._say = folder, keep, say
+
+    def save(self, snapshot: Snapshot, writes: bool, best_step: int | None = None) -> None:
+        """Write a checkpoint; ranks that do not write only bring their shards."""
+        if not writes:
+            for tensor in (tensor for file in snapshot.files.values() for tensor in file):
+                tensor.fetch()
+            return
+        final = self._folder / _name(snapshot.step)
+        staged = final.with_name(f".{final.name}.partial")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._clear_partials()
+            self._need_room(snapshot)
+            self._write(staged, snapshot)
+            if final.exists():  # left by a run that was rolled back: the new one replaces it
+                self._set_aside(final, "it is written again")
+            staged.rename(final)
+            sync_folder(self._folder)
+        except OSError as error:
+            shutil.rmtree(staged, ignore_errors=True)
+            raise StorageError(
+                f"checkpoint {final.name} could not be written ({error.strerror}); earlier ones are unharmed, "
+                "and the same command continues once there is room"
+            ) from None
+        except Diverged:
+            shutil.rmtree(staged, ignore_errors=True)
+            raise
+        if reason := verify(final):
+            raise StorageError(f"checkpoint {final.name} reads back damaged ({reason}); earlier ones are kept")
+        self._rotate(best_step)
+
+    def newest_good(self) -> Path | None:
+        """The newest checkpoint that verifies; bad ones before it are set aside."""
+        for folder in sorted(self._present(), reverse=True):
+            reason = verify(folder)
+            if reason is None:
+                return folder
+            self._set_aside(folder, reason)
+        return None
+
+    def at(self, step: int) -> Path | None:
+        """The checkpoint of one step, where it is there and good."""
+        folder = self._folder / _name(step)
+        return folder if folder.exists() and verify(folder) is None else None
+
+    def _present(self) -> Iterator[Path]:
+        return self._folder.glob("step-????????") if self._folder.exists() else iter(())
+
+    def _write(self, staged: Path, snapshot: Snapshot) -> None:
+        staged.mkdir()
+        files: dict[str, dict[str, Any]] = {}
+        for name, content in snapshot.files.items():
+            digest = tensors.write(staged / name, content)
+            files[name] = {"size": (staged / name).stat().st_size, "xxh3": digest}
+        text = json.dumps(snapshot.state, indent=1, allow_nan=False).encode()
+        _write_bytes(staged / STATE, text)
+        files[STATE] = {"size": len(text), "xxh3": xxhash.xxh3_128_hexdigest(text)}
+        _write_bytes(staged / MANIFEST, _sealed({"step": snapshot.step, "modelwright": __version__, "files": files}))
+        sync_folder(staged)
+
+    def _need_room(self, snapshot: Snapshot) -> None:
+        needed = sum(tensors.size_of(file) for file in snapshot.files.values()) + 65536
+        free = shutil.disk_usage(self._folder).free
+        if free < needed:
+            raise StorageError(
+                f"checkpoint {_name(snapshot.step)} needs {needed / 1e9:.2f} GB and {self._folder} has {free / 1e9:.2f} GB "
+                "free; earlier ones are unharmed, and the same command continues once there is room"
+            )
+
+    def _rotate(self, best_step: int | None) -> None:
+        """Forget the oldest, now that the newest has verified; never the best."""
+        kept = {_name(best_step)} if best_step is not None else set()
+        for folder in sorted(self._present(), reverse=True)[self._keep :]:
+            if folder.name not in kept:
+                doomed = folder.with_name(f".{folder.name}.partial")
+                folder.rename(doomed)  # so that a kill here leaves no half checkpoint under a good name
+                shutil.rmtree(doomed, ignore_errors=True)
+
+    def _clear_partials(self) -> None:
+        for left in self._folder.glob(".step-*.partial"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def _set_aside(self, folder: Path, reason: str) -> None:
+        aside = self._folder / "set-aside"
+        aside.mkdir(exist_ok=True)
+        shutil.rmtree(aside / folder.name, ignore_errors=True)
+        folder.rename(aside / folder.name)
+        self._say(f"checkpoint {folder.name} is set aside: {reason}")
+
+
+def verify(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, or None."""
+    try:
+        raw = (folder / MANIFEST).read_bytes()
+    except OSError:
+        return "it has no manifest"
+    try:
+        manifest = json.loads(raw)
+        files = manifest["files"]
+        if _sealed({key: value for key, value in manifest.items() if key != "seal"}) != raw:
+            return "its manifest is damaged"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "its manifest is damaged"
+    present = {path.name for path in folder.iterdir()} - {MANIFEST}
+    if present != set(files):
+        missing = sorted(set(files) - present)
+        return f"{missing[0]} is missing" if missing else f"{sorted(present - set(files))[0]} does not belong to it"
+    for name, facts in files.items():
+        path = folder / name
+        if path.is_symlink() or path.stat().st_size != facts["size"]:
+            return f"{name} has {path.stat().st_size} bytes, not {facts['size']}"
+        if hash_file(path) != facts["xxh3"]:
+            return f"{name} is damaged (its hash differs)"
+    return None
+
+
+def hash_file(path: Path) -> str:
+    """The xxh3 hash of a file's bytes."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 24):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The plain values of a checkpoint."""
+    state: dict[str, Any] = json.loads((folder / STATE).read_bytes())
+    return state
+
+
+def _sealed(body: dict[str, Any]) -> bytes:
+    """The manifest's exact bytes, with a hash over itself: a flipped bit anywhere in it shows."""
+    seal = xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
+    return json.dumps({**body, "seal": seal}, sort_keys=True, indent=1).encode()
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _write_bytes(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,54 @@
+"""Judge every step before the weights move: a bad one is skipped, and never reaches a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from statistics import median
+from typing import Any, Literal
+
+Health = Literal["ok", "not finite", "spike", "overflow"]
+"""Only an ok step moves the weights; an overflow is fp16's loss scale finding its size, and no illness."""
+
+WINDOW = 64
+"""Good steps remembered."""
+FEWEST = 16
+"""Good steps needed before a spike can be told from the noise of the start."""
+LOSS_RISE = 1.5
+"""A large gradient counts as a spike only with a loss so many times its median."""
+LOSS_LEAP = 4.0
+"""A loss so many times its median is a spike whatever the gradient."""
+
+
+class Guard:
+    """Remembers what loss and gradient are like, and says when a step is not like that."""
+
+    def __init__(self, spike_factor: float) -> None:
+        self._factor = spike_factor
+        self._losses: deque[float] = deque(maxlen=WINDOW)
+        self._norms: deque[float] = deque(maxlen=WINDOW)
+
+    def judge(self, loss: float, norm: float, scaled: bool = False) -> Health:
+        """Say whether the weights may move; only good steps are remembered. `scaled`: the loss scale can still shrink."""
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            return "overflow" if scaled and math.isfinite(loss) else "not finite"
+        if len(self._losses) >= FEWEST and self._is_spike(loss, norm):
+            return "spike"
+        self._losses.append(loss)
+        self._norms.append(norm)
+        return "ok"
+
+    def _is_spike(self, loss: float, norm: float) -> bool:
+        usual_loss, usual_norm = max(median(self._losses), 0.1), median(self._norms)
+        if loss > LOSS_LEAP * usual_loss:
+            return True
+        return norm > self._factor * usual_norm and loss > LOSS_RISE * usual_loss
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, so that a resumed run judges as the uninterrupted one would."""
+        return {"losses": list(self._losses), "norms": list(self._norms)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Remember what the checkpoint remembers."""
+        self._losses = deque(state["losses"], maxlen=WINDOW)
+        self._norms = deque(state["norms"], maxlen=WINDOW)

@@ -1,0 +1,159 @@
+"""The one loop: take a global batch, add up its gradients, judge, move the weights, tell the caller.
+
+    for report in engine.steps():
+        ...          # the caller decides about logging, measuring, saving and stopping
+
+The loss is summed over trained tokens and divided by their count over all ranks and micro-batches, so that
+accumulation equals a large batch and two ranks equal one. Random numbers are a function of seed, step and
+micro-batch, so that a resumed run draws what the uninterrupted one would.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import xxhash
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+
+from modelwright.data.stream import Order, share
+from modelwright.engine.guard import Guard, Health
+from modelwright.engine.optim import build_optimizer, build_schedule, set_learning_rate
+from modelwright.engine.precision import Precision
+from modelwright.engine.shard import accumulating, shard, whole
+from modelwright.engine.task import Batch, Task
+from modelwright.engine.world import World
+from modelwright.plan.stage import StagePlan
+from modelwright.recipe.schema import Sft
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Where training stands."""
+
+    step: int = 0
+    """Global batches taken."""
+    tokens: int = 0
+    """Tokens seen, padding not counted."""
+    trained_tokens: int = 0
+    """Tokens learnt from."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step did."""
+
+    step: int
+    """Steps done, this one counted."""
+    epoch: float
+    """Times the rows have been seen."""
+    loss: float
+    """Mean loss over the trained tokens of the global batch."""
+    grad_norm: float
+    """Length of the gradient before clipping."""
+    learning_rate: float
+    """The rate used."""
+    tokens: int
+    """Tokens in the global batch, padding not counted."""
+    batch: str
+    """Hash of the row numbers in the global batch: two runs with equal hashes saw equal data."""
+    seconds: float
+    """Time it took."""
+    health: Health
+    """Whether the weights moved, and if not, why."""
+    stop_asked: bool
+    """Whether some rank was asked to stop."""
+
+
+class Engine:
+    """Trains one task on this rank's share of the world."""
+
+    def __init__(self, task: Task, settings: Sft, plan: StagePlan, world: World, seed: int) -> None:
+        self.task, self.plan, self.world = task, plan, world
+        self.cursor = Cursor()
+        self.order = Order(plan.rows, plan.global_batch, plan.total_rows, seed)
+        self.seed = seed
+        self._clip = settings.max_grad_norm
+        self._eval_rows = settings.per_device_eval_batch_size
+        self.precision = Precision(plan.precision, world.device)
+        self._module = task.module.to(world.device)
+        self._forward = shard(self._module, world, plan.sharding, self.precision.compute)
+        self.weights = {name: w for name, w in self._module.named_parameters() if w.requires_grad}
+        self.optimizer = build_optimizer(self._module, settings, world.device)
+        self._learning_rate = build_schedule(settings, plan)
+        self.guard = Guard(settings.spike_factor)
+
+    def steps(self, stop_asked: Callable[[], bool] = lambda: False) -> Iterator[StepReport]:
+        """Train to the end of the plan, telling the caller about every step."""
+        while self.cursor.step < self.plan.steps:
+            yield self._step(stop_asked())
+
+    def _step(self, stop_asked: bool) -> StepReport:
+        began = time.perf_counter()
+        step, learning_rate = self.cursor.step, self._learning_rate(self.cursor.step)
+        rows = sorted(self.order.at(step), key=self.task.length)
+        mine = share(rows, self.world.rank, self.world.size, self.plan.per_device)
+        batches = [self.task.batch(rows) for rows in mine]
+        tokens, trained, stops = self.world.sum(
+            sum(batch.tokens for batch in batches), sum(batch.trained for batch in batches), stop_asked
+        )
+        self._module.train()
+        loss = self._accumulate(batches, trained)
+        self.precision.unscale(self.optimizer)
+        norm = self._gradient_norm()
+        health = self.guard.judge(loss, norm, self.precision.overflows_are_normal)
+        set_learning_rate(self.optimizer, learning_rate)
+        self.precision.step(self.optimizer, sound=health == "ok")
+        self.optimizer.zero_grad(set_to_none=True)
+        before = self.cursor
+        self.cursor = Cursor(step + 1, before.tokens + int(tokens), before.trained_tokens + int(trained))
+        return StepReport(
+            step=step + 1,
+            epoch=self.order.epoch(step + 1),
+            loss=loss,
+            grad_norm=norm,
+            learning_rate=learning_rate,
+            tokens=int(tokens),
+            batch=xxhash.xxh3_64_hexdigest(str(sorted(rows)).encode()),
+            seconds=time.perf_counter() - began,
+            health=health,
+            stop_asked=stops > 0,
+        )
+
+    def _accumulate(self, batches: Sequence[Batch], trained: float) -> float:
+        """Add up the gradients of a step; returns the mean loss over every trained token in the world."""
+        total = torch.zeros((), device=self.world.device)
+        for turn, batch in enumerate(batches):
+            self._draw_for(turn)
+            with accumulating(self._forward, last=turn == len(batches) - 1):
+                with self.precision.autocast():
+                    summed: Tensor = self._forward(**batch.on(self.world.device))
+                # ranks average their gradients: times the size, over the count, makes that the global mean
+                self.precision.backward(summed * (self.world.size / trained))
+            total += summed.detach()
+        return self.world.sum(float(total))[0] / trained
+
+    def _draw_for(self, turn: int) -> None:
+        """Seed the random numbers of one micro-batch by its place in the run, whatever the world's size."""
+        place = turn * self.world.size + self.world.rank
+        torch.manual_seed(xxhash.xxh3_64_intdigest(f"{self.seed}:{self.cursor.step}:{place}".encode()) >> 1)
+
+    def _gradient_norm(self) -> float:
+        norm = clip_grad_norm_(self.weights.values(), self._clip or float("inf"))
+        return float(whole(norm))
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss over every held-out token."""
+        self._module.eval()
+        summed, trained = torch.zeros((), device=self.world.device), 0
+        for rows in share(range(self.task.held_out_rows), self.world.rank, self.world.size, self._eval_rows):
+            batch = self.task.held_out_batch(rows)
+            with self.precision.autocast():
+                summed += self._forward(**batch.on(self.world.device))
+            trained += batch.trained
+        loss, count = self.world.sum(float(summed), trained)
+        return loss / count

@@ -1,0 +1,45 @@
+"""Measure a run as it goes: speed by the median of recent steps, time left, memory, share of the hardware's peak."""
+
+from __future__ import annotations
+
+import resource
+from collections import deque
+from statistics import median
+
+import torch
+
+from modelwright.engine.loop import StepReport
+
+WINDOW = 32
+
+
+class Meter:
+    """Turns step reports into the numbers a person watches."""
+
+    def __init__(self, steps: int, flops_per_token: float, peak_flops: float | None) -> None:
+        self._steps, self._flops, self._peak = steps, flops_per_token, peak_flops
+        self._seconds: deque[float] = deque(maxlen=WINDOW)
+        self._rates: deque[float] = deque(maxlen=WINDOW)
+        self._first = True
+
+    def record(self, report: StepReport) -> dict[str, float | int | None]:
+        """The speed, time left and memory after a step; the first step of a process only warms up."""
+        if not self._first or self._steps == 1:
+            self._seconds.append(report.seconds)
+            self._rates.append(report.tokens / max(report.seconds, 1e-9))
+        self._first = False
+        rate = median(self._rates) if self._rates else None
+        left = (self._steps - report.step) * median(self._seconds) if self._seconds else None
+        return {
+            "tokens_per_second": round(rate, 1) if rate else None,
+            "mfu": round(rate * self._flops / self._peak, 4) if rate and self._peak else None,
+            "eta_seconds": round(left, 1) if left is not None else None,
+            "memory_bytes": memory_in_use(),
+        }
+
+
+def memory_in_use() -> int:
+    """The most memory this process has held: on the GPU where there is one, else in RAM."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

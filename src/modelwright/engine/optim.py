@@ -1,0 +1,71 @@
+"""How the weights move: AdamW, and the learning rate as a function of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from modelwright.plan.stage import StagePlan
+from modelwright.recipe.schema import Optimizer
+
+Schedule = Callable[[int], float]
+
+
+def build_optimizer(module: nn.Module, settings: Optimizer, device: torch.device) -> torch.optim.AdamW:
+    """AdamW over the weights that move; vectors (norms, biases) are not pulled towards zero."""
+    moving = [weight for weight in module.parameters() if weight.requires_grad]
+    groups = [
+        {"params": [weight for weight in moving if weight.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [weight for weight in moving if weight.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.learning_rate,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        eps=settings.adam_epsilon,
+        fused=device.type == "cuda" or None,
+        foreach=device.type != "cuda" or None,
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Use this rate in the next step."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def build_schedule(settings: Optimizer, plan: StagePlan) -> Schedule:
+    """The learning rate at each step, by the formulas of Hugging Face's schedules."""
+    peak, warmup, steps = settings.learning_rate, plan.warmup, plan.steps
+    fall = max(1, steps - warmup)
+
+    def linear(step: int) -> float:
+        return max(0.0, (steps - step) / fall)
+
+    def cosine(step: int) -> float:
+        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / fall)))
+
+    def constant(step: int) -> float:
+        return 1.0
+
+    def stable_then_decay(step: int) -> float:
+        left = (steps - step) / max(1, plan.decay)
+        return 0.5 * (1.0 - math.cos(math.pi * min(1.0, max(0.0, left))))
+
+    shapes = {
+        "linear": linear,
+        "cosine": cosine,
+        "constant": constant,
+        "constant_with_warmup": constant,
+        "warmup_stable_decay": stable_then_decay,
+    }
+    shape = shapes[settings.lr_scheduler_type]
+    rises = settings.lr_scheduler_type != "constant"
+
+    def learning_rate(step: int) -> float:
+        return peak * (step / warmup if rises and step < warmup else shape(step))
+
+    return learning_rate

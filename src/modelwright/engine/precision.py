@@ -1,0 +1,59 @@
+"""What the arithmetic is done in: fp32, bf16 over fp32 weights, or fp16 with a loss scaler."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Precision:
+    """Casts the forward pass, scales the backward pass, and moves the weights; the weights stay fp32."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name = name
+        self.compute = DTYPES[name]
+        self._device = device
+        self._scaler = torch.amp.GradScaler(device.type, init_scale=2.0**14) if name == "fp16" else None
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Do matrix products in the compute type."""
+        if self.compute is None:
+            return nullcontext()
+        return torch.autocast(self._device.type, dtype=self.compute)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add to the gradients."""
+        (self._scaler.scale(loss) if self._scaler else loss).backward()  # type: ignore[no-untyped-call]
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring the gradients back to their own size, ready to be measured and clipped."""
+        if self._scaler:
+            self._scaler.unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, sound: bool) -> None:
+        """Move the weights if the step is sound; the scaler learns from an overflow either way."""
+        if self._scaler:
+            if sound:
+                self._scaler.step(optimizer)
+            self._scaler.update()
+        elif sound:
+            optimizer.step()
+
+    @property
+    def overflows_are_normal(self) -> bool:
+        """Whether a non-finite gradient may only mean that the loss scale is too large."""
+        return self._scaler is not None and self._scaler.get_scale() > 1.0
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return self._scaler.state_dict() if self._scaler else {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on with a checkpoint's scale."""
+        if self._scaler and state:
+            self._scaler.load_state_dict(state)

@@ -1,0 +1,78 @@
+"""One door for one device, DDP and FSDP2: the loop never asks which it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from modelwright.engine.world import World
+
+BUCKET_MEGABYTES = 25
+
+
+def shard(module: nn.Module, world: World, how: str, compute: torch.dtype | None) -> nn.Module:
+    """Spread a module over the world; what comes back is called in its place."""
+    if how == "fsdp":
+        mesh = init_device_mesh(world.device.type, (world.size,)) if world.size > 1 else _lone_mesh(world)
+        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+        for layer in layers_of(module):
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        return module
+    if world.size == 1:
+        return module
+    return DistributedDataParallel(
+        module,
+        device_ids=[world.device] if world.device.type == "cuda" else None,
+        bucket_cap_mb=BUCKET_MEGABYTES,
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,
+    )
+
+
+@contextmanager
+def accumulating(module: nn.Module, last: bool) -> Iterator[None]:
+    """Exchange gradients only in the last micro-batch of a step."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(last)
+    held: Any = module.no_sync() if isinstance(module, DistributedDataParallel) and not last else nullcontext()
+    with held:
+        yield
+
+
+def layers_of(module: nn.Module) -> list[nn.Module]:
+    """The repeated layers of a model: the members of its longest list of modules of one kind."""
+    lists = [found for found in module.modules() if isinstance(found, nn.ModuleList) and len({type(m) for m in found}) == 1]
+    return list(max(lists, key=len)) if lists else []
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor of a shard; every rank must ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def place(full: Tensor, like: Tensor) -> Tensor:
+    """A full tensor laid out as another one is."""
+    if isinstance(like, DTensor):
+        return distribute_tensor(full.to(like.device, like.dtype), like.device_mesh, like.placements)
+    return full.to(like.device, like.dtype)
+
+
+def _lone_mesh(world: World) -> Any:
+    import os
+    import tempfile
+
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        store = dist.FileStore(os.path.join(tempfile.mkdtemp(), "store"), 1)
+        dist.init_process_group("gloo" if world.device.type == "cpu" else "nccl", store=store, rank=0, world_size=1)
+    return init_device_mesh(world.device.type, (1,))

@@ -1,0 +1,174 @@
+"""Find and load language models: a folder before the hub, the embedded one by name, always a pinned revision."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from modelwright.errors import ModelError
+from modelwright.models import smollm2
+from modelwright.recipe.schema import Model
+
+WEIGHTS = (".safetensors",)
+FORWARD_TOLERANCE = 2e-2
+"""Relative difference of logits that two orders of arithmetic may make in low precision; a leak makes 0.3 and more."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A model on this machine, and where it came from."""
+
+    name: str
+    """As the recipe calls it."""
+    path: Path
+    """The folder that holds it."""
+    revision: str | None = None
+    """The hub commit, where it came from the hub."""
+
+    def fingerprint(self) -> str:
+        """Hash of the configuration, the tokenizer and the sizes and heads of the weights: quick, yet a swap shows."""
+        digest = xxhash.xxh3_128()
+        for file in sorted(self.path.iterdir()):
+            if file.suffix in WEIGHTS:
+                with file.open("rb") as opened:
+                    digest.update(f"{file.name}:{file.stat().st_size}:".encode() + opened.read(1 << 20))
+                    opened.seek(max(0, file.stat().st_size - (1 << 20)))
+                    digest.update(opened.read())
+            elif file.suffix in (".json", ".jinja", ".txt", ".model") and file.is_file():
+                digest.update(file.name.encode() + file.read_bytes())
+        return digest.hexdigest()
+
+
+def find(model: Model, beside: Path) -> Found:
+    """Bring the model to this machine; every miss is one letter with the nearest names."""
+    name = model.model_name_or_path
+    if name == smollm2.NAME:
+        return Found(name, smollm2.folder())
+    for folder in (Path(name), beside / name):
+        if (folder / "config.json").exists():
+            return Found(name, folder)
+        if folder.is_dir():
+            raise ModelError(f"model: the folder {folder} has no config.json; it wants a folder that from_pretrained reads")
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise ModelError(_no_such_model(name, beside))
+    return _from_hub(name, model.revision, beside)
+
+
+def _from_hub(name: str, revision: str | None, beside: Path) -> Found:
+    from huggingface_hub import snapshot_download
+
+    try:
+        path = snapshot_download(name, revision=revision, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5"])
+    except Exception as error:  # the hub client raises many kinds; each becomes one letter
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(
+            f"{_no_such_model(name, beside)}, and the hub did not give it ({reason}); "
+            "check the name, the network, and HF_TOKEN for a gated model"
+        ) from None
+    return Found(name, Path(path), Path(path).name)  # the cache names its folders by commit
+
+
+def _no_such_model(name: str, beside: Path) -> str:
+    folder = (beside / name).parent
+    around = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    close = difflib.get_close_matches(Path(name).name, [*around, smollm2.NAME], n=2)
+    hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+    return f"model: there is no folder or embedded model {name!r}{hint}"
+
+
+def load_tokenizer(path: Path) -> Any:
+    """The tokenizer of a model folder."""
+    from transformers import AutoTokenizer
+
+    _be_quiet()
+    return AutoTokenizer.from_pretrained(path)
+
+
+def load_model(path: Path, attention: str = "auto") -> Any:
+    """The model of a folder with fp32 weights; an adapter folder gives its base with the adapter put on."""
+    from transformers import AutoModelForCausalLM
+
+    _be_quiet()
+    if (path / "adapter_config.json").exists():
+        from peft import PeftModel
+
+        base = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+        return PeftModel.from_pretrained(load_model(Path(base), attention), path)
+    implementation = "sdpa" if attention == "auto" else attention
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=implementation)
+    except (ValueError, OSError, ImportError) as error:
+        raise ModelError(f"model: {path} could not be loaded ({str(error).strip().splitlines()[0]})") from None
+    model.config.use_cache = False  # with the cache on, packed documents see each other in silence (FACTS)
+    return model
+
+
+def hidden_states(model: Any, tokens: Tensor, positions: Tensor) -> Tensor:
+    """What the model thinks at each place, before its head: [rows, length, width].
+
+    Positions that begin anew separate packed documents; with the cache on that separation is lost in silence.
+    """
+    hidden: Tensor = _bare(model).base_model(input_ids=tokens, position_ids=positions, use_cache=False)[0]
+    return hidden
+
+
+def logits_of(model: Any, hidden: Tensor) -> Tensor:
+    """The head's answer for chosen places, with what some families do to it afterwards. hidden: [places, width]."""
+    bare = _bare(model)
+    logits: Tensor = bare.get_output_embeddings()(hidden)
+    if cap := getattr(bare.config, "final_logit_softcapping", None):
+        logits = torch.tanh(logits / cap) * cap
+    if divisor := getattr(bare.config, "logits_scaling", None):
+        logits = logits / divisor
+    if factor := getattr(bare.config, "logit_scale", None):
+        logits = logits * factor
+    return logits
+
+
+@torch.no_grad()
+def check_forward(model: Any) -> None:
+    """Hold our way through the model against its own, and packed documents apart, before anything is trained.
+
+    A model family that does something else after its head, or a backend that lets documents see each other,
+    is refused here rather than trained on wrongly.
+    """
+    words = min(model.config.get_text_config().vocab_size, 1000)
+    device = next(model.parameters()).device
+    tokens = torch.arange(3, 27, device=device).remainder(words).unsqueeze(0)
+    positions = torch.arange(12, device=device).repeat(2).unsqueeze(0)
+    was_training = model.training
+    model.eval()
+    alone = model(input_ids=tokens[:, 12:], use_cache=False).logits[0]
+    ours = logits_of(model, hidden_states(model, tokens, positions)[0, 12:])
+    model.train(was_training)
+    gap = float((alone.float() - ours.float()).abs().max() / alone.float().abs().max().clamp(min=1e-6))
+    if gap > FORWARD_TOLERANCE:
+        raise ModelError(
+            f"model: packed documents see each other, or the head does more than we know of (logits differ by {gap:.1e}); "
+            "this family cannot be trained here yet"
+        )
+
+
+def stop_tokens(model: Any) -> list[int]:
+    """The tokens that end an answer, by the model's own generation settings."""
+    ends = model.generation_config.eos_token_id
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+
+def _bare(model: Any) -> Any:
+    """The language model under an adapter wrapper; the adapters stay in its layers."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _be_quiet() -> None:
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

@@ -1,0 +1,92 @@
+"""Say which weights move: all, named parts, or low-rank matrices beside frozen ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from modelwright.errors import ModelError
+from modelwright.recipe.schema import Parts
+
+
+@dataclass(frozen=True)
+class Share:
+    """How much of a model moves."""
+
+    trained: int
+    """Parameters that move."""
+    total: int
+    """Parameters in all."""
+
+    def __str__(self) -> str:
+        return f"{self.trained / 1e6:,.1f} M of {self.total / 1e6:,.1f} M parameters move ({self.trained / self.total:.2%})"
+
+
+def set_trainable(model: Any, parts: Parts) -> Any:
+    """Freeze what does not move; returns the model to train, wrapped where LoRA is asked for."""
+    if parts.trainable.untie_head:
+        untie_head(model)
+    if parts.trainable.lora:
+        return _add_lora(model, parts)
+    if parts.trainable.partial:
+        model.requires_grad_(False)
+        for module in _moving_parts(model, parts):
+            module.requires_grad_(True)
+    return model
+
+
+def share(model: nn.Module) -> Share:
+    """Count what moves; weights that are shared count once."""
+    weights = list(model.parameters())
+    return Share(sum(w.numel() for w in weights if w.requires_grad), sum(w.numel() for w in weights))
+
+
+def untie_head(model: Any) -> None:
+    """Give the head its own copy of the weights it shares with the embeddings."""
+    head = model.get_output_embeddings()
+    if head is None or not model.config.tie_word_embeddings:
+        return
+    head.weight = nn.Parameter(head.weight.detach().clone())
+    model.config.tie_word_embeddings = False
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The transformer layers, in order."""
+    wanted = getattr(getattr(model, "config", None), "num_hidden_layers", None)
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == wanted:
+            return module
+    raise ModelError("model: its transformer layers were not found, so last_layers cannot be chosen; use trainable: all")
+
+
+def _moving_parts(model: Any, parts: Parts) -> list[nn.Module]:
+    wish = parts.trainable
+    moving: list[nn.Module] = []
+    if wish.last_layers:
+        layers = decoder_layers(model)
+        if wish.last_layers > len(layers):
+            raise ModelError(f"model: trainable.last_layers is {wish.last_layers}, but the model has {len(layers)} layers")
+        moving += list(layers[len(layers) - wish.last_layers :])
+    if wish.head:
+        moving.append(model.get_output_embeddings())
+    if wish.norms:
+        moving += [module for module in model.modules() if "norm" in type(module).__name__.lower()]
+    return moving
+
+
+def _add_lora(model: Any, parts: Parts) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(
+        r=parts.lora_r,
+        lora_alpha=parts.lora_alpha,
+        lora_dropout=parts.lora_dropout,
+        target_modules=parts.lora_target_modules,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return get_peft_model(model, settings)
+    except ValueError as error:
+        raise ModelError(f"model: LoRA could not be added ({str(error).splitlines()[0]})") from None

@@ -1,0 +1,1 @@
+"""The plan: recipe and hardware facts become numbers, by arithmetic alone."""

@@ -1,0 +1,107 @@
+"""The arithmetic of one training stage: batch, steps, precision, each with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from modelwright.plan.facts import Facts
+from modelwright.recipe.schema import Sft
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Every number the engine needs, none of which a person had to write."""
+
+    rows: int
+    """Rows in one epoch (packed rows, where packing is on)."""
+    total_rows: int
+    """Rows over all epochs."""
+    world: int
+    """Devices that share the work."""
+    per_device: int
+    """Rows a device takes at once."""
+    accumulation: int
+    """Times it does so in a step."""
+    global_batch: int
+    """Rows in a step over all devices."""
+    steps: int
+    """Steps in the stage."""
+    warmup: int
+    """Steps of rising learning rate."""
+    decay: int
+    """Steps of falling learning rate at the end, for warmup_stable_decay."""
+    save_every: int
+    """Steps between checkpoints."""
+    eval_every: int
+    """Steps between measurements."""
+    precision: str
+    """What the arithmetic is done in."""
+    sharding: str
+    """How devices share the model."""
+    reasons: tuple[str, ...] = ()
+    """What was chosen or changed, and why."""
+
+    @property
+    def arithmetic(self) -> str:
+        """The batch as a sum a person can check."""
+        parts = f"{self.per_device} per device × {self.world} device{'s' * (self.world > 1)} × {self.accumulation} accumulation"
+        return f"batch {self.global_batch} = {parts}"
+
+    def as_json(self) -> dict[str, Any]:
+        """The plan for plan.json."""
+        return {**asdict(self), "arithmetic": self.arithmetic}
+
+
+def plan_stage(settings: Sft, rows: int, world: int, facts: Facts, kept_batch: int | None = None) -> StagePlan:
+    """Plan a stage; a batch kept from an earlier start of the run holds at any world size."""
+    reasons: list[str] = []
+    per_device, accumulation = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
+    wished = kept_batch or settings.global_batch_size
+    if wished and wished != per_device * accumulation * world:
+        per_device, accumulation = solve(wished, per_device, world)
+        source = "this run's earlier start" if kept_batch else "global_batch_size"
+        reasons.append(f"{per_device} rows per device, {accumulation} times, keep the batch of {wished} ({source})")
+        if empty := per_device * accumulation * world - wished:
+            reasons.append(f"{empty} of {wished + empty} places in each step stay empty: {world} do not divide {wished}")
+    batch = wished or per_device * accumulation * world
+    total = max(1, round(settings.num_train_epochs * rows))
+    if settings.max_steps is not None:
+        total = settings.max_steps * batch
+    steps = -(-total // batch)
+    precision = settings.precision
+    if precision == "auto":
+        precision, reason = choose_precision(facts)
+        reasons.append(reason)
+    return StagePlan(
+        rows=rows,
+        total_rows=total,
+        world=world,
+        per_device=per_device,
+        accumulation=accumulation,
+        global_batch=batch,
+        steps=steps,
+        warmup=settings.warmup_steps.of(steps),
+        decay=settings.decay_steps.of(steps),
+        save_every=max(1, settings.save_steps.of(steps)),
+        eval_every=max(1, settings.eval_steps.of(steps)) if settings.eval_steps else steps,
+        precision=precision,
+        sharding="ddp" if settings.sharding == "auto" else settings.sharding,
+        reasons=tuple(reasons),
+    )
+
+
+def solve(batch: int, per_device: int, world: int) -> tuple[int, int]:
+    """Rows per device and accumulation for a batch: the most rows at once, up to per_device, that come out even."""
+    share = -(-batch // world)
+    rows = next(count for count in range(min(per_device, share), 0, -1) if share % count == 0)
+    return rows, share // rows
+
+
+def choose_precision(facts: Facts) -> tuple[str, str]:
+    """The fastest arithmetic that this device does well, over fp32 weights."""
+    if facts.fast_bf16:
+        return "bf16", f"bf16 arithmetic over fp32 weights: {facts.name} multiplies bf16 fast"
+    if facts.device == "cuda":
+        return "fp16", f"fp16 arithmetic with a loss scaler: {facts.name} has no fast bf16"
+    return "fp32", f"fp32: {facts.name} gain nothing from bf16"

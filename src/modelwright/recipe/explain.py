@@ -1,0 +1,140 @@
+"""Explain a recipe: every setting, its value, who set it and what it means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from modelwright.errors import UsageError
+from modelwright.recipe.aliases import aliases_of, names_in, other_names, our_key
+from modelwright.recipe.load import LoadedRecipe
+from modelwright.recipe.schema import NAME_PATTERN, Recipe
+from modelwright.recipe.settings import Setting, children, find, sections
+from modelwright.recipe.tree import DEFAULT, Origin
+from modelwright.recipe.unknown import nearest
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting of one recipe."""
+
+    key: str
+    """Dotted name."""
+    value: Any
+    """What it is, as plain data."""
+    origin: Origin
+    """Who set it."""
+    sentence: str
+    """What it means."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Everything there is to say about one setting."""
+
+    row: Row
+    """Its value in the recipe, and who set it."""
+    wants: str
+    """What values would do, in words."""
+    default: Any
+    """What it is when nobody says it."""
+    required: bool
+    """Whether a recipe must say it."""
+    choices: tuple[str, ...]
+    """The words it may be, where they are few."""
+    aliases: tuple[str, ...]
+    """What other tools call it; accepted with a note."""
+
+
+def rows(loaded: LoadedRecipe, section: str = "") -> tuple[Row, ...]:
+    """Every setting of a recipe, or of one section, in the order of the schema."""
+    start = find(tuple(section.split(".")) if section else ())
+    assert start is not None
+    return tuple(_rows(start, _value(loaded, section), loaded.origins))
+
+
+def explanation(loaded: LoadedRecipe, key: str) -> Explanation:
+    """One setting at length."""
+    setting = find(tuple(key.split(".")))
+    assert setting is not None
+    row = Row(key, _value(loaded, key), loaded.origins.get(key, DEFAULT), setting.sentence)
+    wants = setting.wants + (", or null" if setting.optional else "")
+    default = _plain_default(setting)
+    return Explanation(row, wants, default, setting.required, setting.choices, tuple(other_names(key)))
+
+
+def resolve_key(key: str) -> str:
+    """The full key that a person means by a dotted key, a bare name or another tool's name."""
+    if find(tuple(key.split("."))) is not None:
+        return key
+    if our_key(key) != key:
+        return our_key(key)
+    bare: dict[str, str] = {}
+    for name, meant in _bare_names():
+        bare.setdefault(name, meant)
+    if key in bare:
+        return bare[key]
+    known = {setting.key: setting.key for section in sections().values() for setting in children(section)}
+    alike = nearest(key, {**bare, **known}, cutoff=0.6)
+    close = {**bare, **known}[alike] if alike else None
+    hint = f"did you mean {close}?" if close else f"sections are {', '.join(filter(None, sections()))}"
+    raise UsageError(f"{key} is no setting; {hint}")
+
+
+def is_section(key: str) -> bool:
+    """Whether a key has settings of its own below it."""
+    setting = find(tuple(key.split(".")))
+    return setting is not None and (bool(setting.section) or setting.wants == "a mapping")
+
+
+def editor_schema() -> dict[str, Any]:
+    """JSON Schema of a recipe file, for editors and agents."""
+    schema = Recipe.model_json_schema()
+    needed = schema.pop("required")
+    base = {"type": "string", "description": "A recipe that this one builds on: a path beside it, or a shipped name."}
+    schema["properties"] = {"base": base, **schema["properties"]}
+    schema["anyOf"] = [{"required": ["base"]}, {"required": needed}]
+    definitions = schema["$defs"]
+    words = {"enum": ["all", "lora"]}
+    definitions["Trainable"] = {"anyOf": [words, definitions["Trainable"]], "description": "Which weights move."}
+    for definition in definitions.values():  # a child recipe may leave to its base what is required
+        definition.pop("required", None)
+    schema["properties"]["name"]["pattern"] = NAME_PATTERN
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _value(loaded: LoadedRecipe, key: str) -> Any:
+    """What a key is in a recipe, as plain data; nothing where the recipe does not go so far."""
+    value: Any = loaded.recipe.model_dump()
+    for step in key.split(".") if key else ():
+        value = value.get(step) if isinstance(value, dict) else None
+    return value
+
+
+def _rows(setting: Setting, value: Any, origins: dict[str, Origin]) -> Iterator[Row]:
+    if setting.section and isinstance(value, dict):
+        for child in children(setting):
+            yield from _rows(child, value.get(child.key.rpartition(".")[2]), origins)
+    elif isinstance(value, dict) and value:
+        for name, item in value.items():
+            entry = find((*setting.key.split("."), name))
+            assert entry is not None
+            yield from _rows(entry, item, origins)
+    elif value is not None or setting.key in origins:
+        yield Row(setting.key, value, origins.get(setting.key, DEFAULT), setting.sentence)
+
+
+def _bare_names() -> Iterator[tuple[str, str]]:
+    """Every name without its section, ours before others', and the key it means."""
+    for section in sections():
+        prefix = f"{section}." if section else ""
+        yield from ((name, prefix + name) for name in names_in(section))
+    for section in sections():
+        prefix = f"{section}." if section else ""
+        yield from ((name, prefix + alias.canonical) for name, alias in aliases_of(section).items())
+
+
+def _plain_default(setting: Setting) -> Any:
+    default = setting.default
+    return default.model_dump() if hasattr(default, "model_dump") else getattr(default, "text", default)

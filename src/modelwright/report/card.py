@@ -1,0 +1,49 @@
+"""The card that ends a run: what was measured, the verdict, where the files are, what to type next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from modelwright.report.lines import duration, number
+from modelwright.runs import journal
+from modelwright.runs.folder import RunFolder
+
+
+def facts_of(folder: RunFolder) -> dict[str, Any]:
+    """The last verdict, metrics and time of a run, from its journal."""
+    facts: dict[str, Any] = {"folder": str(folder.path)}
+    for event in journal.read(folder.journal):
+        if event["event"] == "verdict":
+            facts |= {"stage": event["stage"], "open": event["open"], "letter": event["letter"], "metrics": event["metrics"]}
+        elif event["event"] == "done":
+            facts["seconds"] = event["seconds"]
+    return facts
+
+
+def card(folder: RunFolder) -> str:
+    """Ten lines that are enough."""
+    facts = facts_of(folder)
+    metrics = facts.get("metrics", {})
+    lines = ["", f"── {folder.path} " + "─" * max(0, 66 - len(str(folder.path)))]
+    for label, before, after in (
+        ("held-out loss", "base_eval_loss", "eval_loss"),
+        ("style score", "base_style_score", "style_score"),
+        ("words an answer", "base_answer_words", "answer_words"),
+    ):
+        if metrics.get(after) is not None:
+            change = _change(metrics.get(before), metrics[after]) if after == "eval_loss" else ""
+            lines.append(f"  {label:<16} {number(metrics.get(before))} → {number(metrics[after])}{change}")
+    lines.append(f"  {'verdict':<16} {'open' if facts.get('open') else 'closed'}")
+    trained = f"{metrics.get('steps', 0):.0f} steps, {metrics.get('tokens', 0):,.0f} tokens"
+    lines.append(f"  {'time':<16} {duration(facts.get('seconds', 0))} in all; {trained} in {duration(metrics.get('seconds', 0))}")
+    lines.append(f"  {'model':<16} {folder.best_model}")
+    lines.append(f"  {'before / after':<16} {folder.demo_outputs / 'before_after.md'}")
+    lines += ["", "next:"]
+    lines.append(f'  modelwright ask {folder.path} "How do I dry wet boots?" --both')
+    lines.append(f"  modelwright compare {folder.path}")
+    lines.append(f"  modelwright gate {folder.path}")
+    return "\n".join(lines)
+
+
+def _change(before: float | None, after: float) -> str:
+    return f"  ({after / before - 1:+.0%})" if before else ""

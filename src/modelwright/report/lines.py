@@ -1,0 +1,98 @@
+"""Say a journal event in one line, for logs, pipes and files."""
+
+from __future__ import annotations
+
+from modelwright.runs.journal import Event
+
+
+def line_of(event: Event) -> str | None:
+    """The event as a line, or None where a line would only repeat another."""
+    writer = LINES.get(event["event"])
+    return writer(event) if writer else None
+
+
+def step_line(event: Event) -> str:
+    """Everything about a step that a person scans a log for."""
+    speed, left, memory = event.get("tokens_per_second"), event.get("eta_seconds"), event.get("memory_bytes")
+    parts = [
+        f"{event['stage']} step {event['step']}/{event['steps']}",
+        f"loss {number(event['loss'])}",
+        f"grad {number(event['grad_norm'])}",
+        f"lr {event['learning_rate']:.2e}",
+        f"{speed:,.0f} tok/s" if speed else "",
+        f"mfu {event['mfu']:.1%}" if event.get("mfu") else "",
+        f"mem {memory / 1e9:.1f} GB" if memory else "",
+        f"eta {duration(left)}" if left is not None else "",
+        "" if event["health"] == "ok" else f"[{event['health']}]",
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def number(value: float | None) -> str:
+    """A metric with four digits; what was no number is said so."""
+    return "not finite" if value is None else f"{value:.4g}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them: 45 s, 3 min 20 s, 2 h 05 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def _data(event: Event) -> str:
+    train, held_out = event["train"], event["held_out"]
+    cut = f", {train['lost_tokens']} tokens cut from {train['truncated_rows']} rows" if train["truncated_rows"] else ""
+    packed = f" packed into {event['packed_rows']}" if event.get("packed_rows") else ""
+    return (
+        f"data: {event['source']}: {train['rows']} rows{packed} to train on ({train['trained_tokens']:,} of "
+        f"{train['tokens']:,} tokens trained{cut}), {held_out['rows']} held out, "
+        f"{event['groups_on_both_sides']} questions on both sides"
+    )
+
+
+def _plan(event: Event) -> str:
+    reasons = "".join(f"\nplan: {reason}" for reason in event["reasons"])
+    return f"plan: {event['steps']} steps, {event['arithmetic']}, {event['precision']}, on {event['device']}{reasons}"
+
+
+def _evaluation(event: Event) -> str:
+    when = "before the first step" if event["step"] == 0 else f"after step {event['step']}"
+    return f"{event['stage']} held-out loss {number(event['eval_loss'])} {when}"
+
+
+def _answers(event: Event) -> str:
+    lines = []
+    for pair in event["answers"]:
+        lines += ["", f"question: {plain(pair['question'])}", f"  before: {plain(pair['before'])}", f"  after:  {plain(pair['after'])}"]
+    return "\n".join([*lines, "", plain(event["notice"])])
+
+
+def plain(text: str) -> str:
+    """Model text as one line that no terminal acts upon: control characters are taken out."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
+LINES = {
+    "run": lambda e: f"run {e['folder']}: {e['recipe']}, {' → '.join(e['stages'])}",
+    "gathering": lambda e: f"model: {e['model']} (the embedded one is converted on first use, about 40 s)"
+    if e["model"].startswith("smollm2") else f"model: {e['model']}",
+    "model": lambda e: f"model: {e['share']}",
+    "data": _data,
+    "plan": _plan,
+    "stage": lambda e: f"stage {e['stage']}",
+    "resumed": lambda e: f"{e['stage']} goes on from step {e['step']} of {e['steps']}",
+    "step": step_line,
+    "evaluation": _evaluation,
+    "saved": lambda e: f"{e['stage']} checkpoint of step {e['step']} saved and verified in {e['seconds']:.1f} s",
+    "skipped": lambda e: e["message"],
+    "note": lambda e: f"note: {e['message']}",
+    "answering": lambda e: f"asking both models {e['questions']} questions",
+    "answers": _answers,
+    "verdict": lambda e: e["letter"],
+    "stopped": lambda e: None,
+}  # fmt: skip
+"""How each event reads; the letter of a stop is written once, by the command itself."""

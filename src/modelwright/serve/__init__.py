@@ -1,0 +1,1 @@
+"""Use a model: put questions to it the way it was trained."""

@@ -1,0 +1,88 @@
+"""Answer the same questions before and after, with the same prompt and decoding, and measure the voice."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from statistics import mean
+from typing import Any
+
+import xxhash
+
+from modelwright.data.conversations import ask
+from modelwright.runs.folder import read_json, write_json, write_text
+from modelwright.serve.ask import Answerer
+from modelwright.stages.context import Context, Ingredients
+
+NOTICE = "These answers show what training changed; they are a demonstration and no advice."
+METRICS = ("style_score", "base_style_score", "answer_words", "base_answer_words")
+
+
+def compare(context: Context, found: Ingredients, stage: str) -> dict[str, float | None]:
+    """Write demo_outputs and return its metrics; answers that stand already for these models are kept."""
+    wish = context.recipe.compare
+    questions = questions_of(context, found)
+    if not questions:
+        return {}
+    result = read_json(context.folder.result(stage))
+    key = xxhash.xxh3_128_hexdigest(repr([found.base.fingerprint(), result["files"], questions, wish.model_dump()]).encode())
+    path = context.folder.demo_outputs / "before_after.json"
+    kept = read_json(path) if path.exists() else {}
+    if kept.get("key") != key:
+        context.journal.add("answering", stage=stage, questions=len(questions))
+        before = _answers(context, questions, found.base.path)
+        after = _answers(context, questions, context.folder.model(stage))
+        pairs = [{"question": q, "before": b, "after": a} for q, b, a in zip(questions, before, after, strict=True)]
+        kept = {"key": key, "notice": NOTICE, "system_prompt": context.recipe.data.system_prompt,
+                "metrics": measure(pairs, wish.style), "answers": pairs}  # fmt: skip
+        write_json(path, kept)
+        write_text(path.with_suffix(".md"), as_markdown(kept))
+    context.journal.add("answers", stage=stage, **{name: kept[name] for name in ("metrics", "answers", "notice")})
+    metrics: dict[str, float | None] = kept["metrics"]
+    return metrics
+
+
+def questions_of(context: Context, found: Ingredients) -> list[str]:
+    """The recipe's questions, then held-out ones that the model never trained on."""
+    wish = context.recipe.compare
+    held_out = [item.question for item in found.data.held_out if len(item.messages) <= 3]
+    return [*wish.prompts, *dict.fromkeys(held_out)][: len(wish.prompts) + wish.held_out_prompts]
+
+
+def measure(pairs: Sequence[dict[str, str]], style: Sequence[str]) -> dict[str, float | None]:
+    """The voice and the length of the answers, before and after."""
+    before, after = [pair["before"] for pair in pairs], [pair["after"] for pair in pairs]
+    return {
+        "base_style_score": style_score(before, style),
+        "style_score": style_score(after, style),
+        "base_answer_words": round(mean(len(answer.split()) for answer in before), 1),
+        "answer_words": round(mean(len(answer.split()) for answer in after), 1),
+    }
+
+
+def style_score(answers: Sequence[str], style: Sequence[str]) -> float | None:
+    """The mean share of the voice's patterns found in an answer; None where no voice is described."""
+    if not style:
+        return None
+    patterns = [re.compile(pattern, re.DOTALL) for pattern in style]
+    return round(mean(mean(bool(pattern.search(answer)) for pattern in patterns) for answer in answers), 4)
+
+
+def as_markdown(kept: dict[str, Any]) -> str:
+    """The comparison as a page; model text is quoted, so that nothing in it acts as markup."""
+    lines = ["# Before and after", "", f"> {kept['notice']}", ""]
+    for pair in kept["answers"]:
+        lines += [f"## {_quiet(pair['question'])}", ""]
+        for name in ("before", "after"):
+            lines += [f"**{name.capitalize()}**", "", *(f"    {line}" for line in pair[name].splitlines() or [""]), ""]
+    return "\n".join(lines)
+
+
+def _quiet(text: str) -> str:
+    return re.sub(r"([\\`*_{}\[\]<>#|!])", r"\\\1", " ".join(text.split()))
+
+
+def _answers(context: Context, questions: Sequence[str], folder: Any) -> list[str]:
+    wish = context.recipe.compare
+    answerer = Answerer(folder, wish.max_new_tokens, wish.temperature, context.recipe.seed)
+    return answerer.answer([ask(question, context.recipe.data.system_prompt) for question in questions])

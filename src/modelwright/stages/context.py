@@ -1,0 +1,53 @@
+"""What every stage is handed: the recipe, the run folder, the journal and the world."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from modelwright.data.conversations import Conversations
+from modelwright.engine.world import World
+from modelwright.models.text import Found
+from modelwright.plan.facts import Facts
+from modelwright.recipe.load import LoadedRecipe
+from modelwright.recipe.schema import Recipe
+from modelwright.runs.folder import RunFolder
+from modelwright.runs.journal import Journal
+
+
+@dataclass(frozen=True)
+class Context:
+    """One run, as its stages see it."""
+
+    loaded: LoadedRecipe
+    """The recipe, and where each setting came from."""
+    folder: RunFolder
+    """Where everything is kept."""
+    journal: Journal
+    """Where everything is told."""
+    world: World
+    """Who is computing."""
+    facts: Facts
+    """What this machine can do."""
+    overrides: frozenset[str] = frozenset()
+    """Settings that may differ from those the run was started with."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe itself."""
+        return self.loaded.recipe
+
+    @property
+    def beside(self) -> Path:
+        """The folder of the recipe file, where its relative paths may point."""
+        return self.loaded.path.parent
+
+
+@dataclass(frozen=True)
+class Ingredients:
+    """What the stages of a run work with, found once."""
+
+    base: Found
+    """The model as it was before any training."""
+    data: Conversations
+    """What it learns from and is measured by."""

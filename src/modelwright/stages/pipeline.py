@@ -1,0 +1,135 @@
+"""Run a recipe: every stage in order, each behind its gate; what is finished is verified and skipped."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from modelwright import __version__
+from modelwright.data import conversations
+from modelwright.engine.checkpoint import hash_file
+from modelwright.engine.world import joined
+from modelwright.errors import GateClosed, ModelwrightError, StorageError
+from modelwright.models import text
+from modelwright.plan import facts
+from modelwright.recipe.load import LoadedRecipe, dump
+from modelwright.runs import lock
+from modelwright.runs.folder import RunFolder, read_json, write_json, write_text
+from modelwright.runs.journal import Journal, Watcher
+from modelwright.stages import record
+from modelwright.stages.compare import METRICS as COMPARED
+from modelwright.stages.compare import compare
+from modelwright.stages.context import Context, Ingredients
+from modelwright.stages.gate import verdict_on
+from modelwright.stages.signals import Stopper
+from modelwright.stages.train import Training
+from modelwright.stages.wishes import refuse_changes, wishes_of
+
+
+def run(loaded: LoadedRecipe, watch: Watcher | None = None, overrides: Collection[str] = ()) -> RunFolder:
+    """Run a recipe in its folder, from wherever it stands."""
+    folder, stopper = RunFolder(Path(loaded.recipe.run_dir)), Stopper()
+    with stopper.listening(), joined() as world, ExitStack() as held:
+
+        def take_folder() -> str | None:
+            folder.create()
+            return held.enter_context(lock.hold(folder.lock))
+
+        dead_holder = world.first(take_folder)
+        journal = Journal(folder.journal if world.is_main else None, watch if world.is_main else None)
+        held.callback(journal.close)
+        context = Context(loaded, folder, journal, world, facts.probe(), frozenset(overrides))
+        try:
+            _run_stages(context, stopper, dead_holder)
+        except ModelwrightError as error:
+            _tell_end(journal, error)
+            raise
+    return folder
+
+
+def _run_stages(context: Context, stopper: Stopper, dead_holder: str | None) -> None:
+    began = time.monotonic()
+    recipe, journal = context.recipe, context.journal
+    journal.add("run", recipe=recipe.name, folder=str(context.folder.path), stages=list(recipe.stages),
+                world=context.world.size, device=context.facts.name, modelwright=__version__)  # fmt: skip
+    for line in (*context.loaded.notes, *([dead_holder] if dead_holder else [])):
+        journal.add("note", message=line)
+    found = _gather(context)
+    for stage in recipe.stages:
+        result = context.world.first(lambda stage=stage: finished(context, stage, found))  # type: ignore[misc]
+        if result is None:
+            journal.add("stage", stage=stage)
+            Training(context, found, stage, stopper).run()
+        else:
+            journal.add("note", stage=stage, message=f"{stage} is finished and verified; nothing is trained again")
+        context.world.first(lambda stage=stage: _promote(context, stage, found))  # type: ignore[misc]
+    journal.add("done", folder=str(context.folder.path), seconds=round(time.monotonic() - began, 1))
+
+
+def _gather(context: Context) -> Ingredients:
+    """Find the model and read the data; the main rank first, so that nothing is fetched or converted twice."""
+    context.journal.add("gathering", model=context.recipe.model.model_name_or_path)
+    context.world.first(lambda: str(text.find(context.recipe.model, context.beside).path))
+    base = text.find(context.recipe.model, context.beside)
+    data = conversations.load(context.recipe.data, context.recipe.seed, context.beside)
+    if context.world.is_main:
+        write_text(context.folder.recipe, dump(context.recipe))
+    return Ingredients(base, data)
+
+
+def finished(context: Context, stage: str, found: Ingredients) -> dict[str, Any] | None:
+    """The result of a stage that is done, verified file by file; None where there is still something to do."""
+    path = context.folder.result(stage)
+    if not path.exists():
+        return None
+    result: dict[str, Any] = read_json(path)
+    now = wishes_of(context.recipe, stage, found.data.fingerprint, found.base.fingerprint())
+    if refuse_changes(result["wishes"], now, context.overrides):
+        return None
+    model = context.folder.model(stage)
+    for name, digest in result["files"].items():
+        if not (model / name).is_file() or hash_file(model / name) != digest:
+            context.journal.add("note", stage=stage, message=f"{name} of the {stage} model is damaged; it is made again")
+            return None
+    return result
+
+
+def _promote(context: Context, stage: str, found: Ingredients) -> None:
+    """Compare, judge, record; a closed gate ends the run here."""
+    result = read_json(context.folder.result(stage))
+    metrics: dict[str, float | None] = dict(result["metrics"])
+    last = list(context.recipe.stages)[-1]
+    if stage == last or set(context.recipe.gates.get(stage, {})) & set(COMPARED):
+        metrics |= compare(context, found, stage)
+    verdict = verdict_on(context.loaded, stage, metrics)
+    write_json(context.folder.gate(stage), {**verdict.as_json(), "metrics": metrics})
+    record.write_history(context, stage)
+    record.write_summary(context, stage, result, metrics, verdict)
+    record.write_card(context, stage, found.base, metrics, verdict)
+    context.journal.add("verdict", stage=stage, open=verdict.open, letter=verdict.letter, metrics=metrics)
+    if not verdict.open:
+        raise GateClosed(verdict.letter)
+    _point_to(context.folder.best_model, context.folder.model(stage))
+
+
+def _point_to(link: Path, target: Path) -> None:
+    """Make best_model mean this folder, in one movement."""
+    fresh = link.with_name(".best_model.partial")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(os.path.relpath(target, link.parent))
+    fresh.replace(link)
+
+
+def _tell_end(journal: Journal, error: ModelwrightError) -> None:
+    """Write down why the run ended; a full disk may not even take that."""
+    with suppress(StorageError):
+        journal.add("stopped", exit_code=error.exit_code, message=str(error))
+
+
+def speaks() -> bool:
+    """Whether this process is the one that prints."""
+    return os.environ.get("RANK", "0") == "0"

@@ -1,0 +1,83 @@
+"""What a run leaves for people and scripts: history, summary and the model's card, all from what was measured."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+from modelwright import __version__
+from modelwright.models.text import Found
+from modelwright.runs import journal
+from modelwright.runs.folder import write_json, write_text
+from modelwright.stages.context import Context
+from modelwright.stages.gate import Verdict
+
+STEP_FACTS = ("step", "epoch", "loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second", "memory_bytes")
+
+
+def write_history(context: Context, stage: str) -> None:
+    """Step by step, each step once: what was redone after a kill counts in its last form."""
+    steps: dict[int, dict[str, Any]] = {}
+    for event in journal.read(context.folder.journal):
+        if event.get("stage") == stage and event["event"] in ("step", "evaluation"):
+            known = steps.setdefault(event["step"], {})
+            known.update({key: event[key] for key in STEP_FACTS if key in event})
+    write_json(context.folder.history, [steps[step] for step in sorted(steps)])
+
+
+def write_summary(context: Context, stage: str, result: dict[str, Any], metrics: dict[str, Any], verdict: Verdict) -> None:
+    """Settings and results in one file."""
+    import torch
+    import transformers
+
+    write_json(
+        context.folder.summary,
+        {
+            "recipe": context.recipe.name,
+            "stage": stage,
+            "model": context.recipe.model.model_name_or_path,
+            "data": context.recipe.data.dataset_name or context.recipe.data.train_file,
+            "settings": context.recipe.stages[stage].model_dump(mode="json"),
+            "batch": result["plan"]["arithmetic"],
+            "plan": result["plan"],
+            "metrics": metrics,
+            "verdict": verdict.as_json(),
+            "hardware": context.facts.name,
+            "world": context.world.size,
+            "versions": {
+                "modelwright": __version__,
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "python": platform.python_version(),
+            },
+        },
+    )
+
+
+def write_card(context: Context, stage: str, base: Found, metrics: dict[str, Any], verdict: Verdict) -> None:
+    """A model card that says only what is so."""
+    recipe = context.recipe
+    measured = "\n".join(f"| {name} | {value:.4g} |" for name, value in metrics.items() if value is not None)
+    revision = f" at `{base.revision}`" if base.revision else ""
+    card = f"""---
+library_name: {"peft" if recipe.stages[stage].trainable.lora else "transformers"}
+tags: [modelwright, {stage}]
+---
+
+# {recipe.name}
+
+{recipe.description}
+
+Base model: `{base.name}`{revision}. Stage: {stage}. Data: `{recipe.data.dataset_name or recipe.data.train_file}`.
+Trained with Modelwright {__version__}; `recipe.yaml` in the run folder makes it again.
+
+| measured | value |
+|---|---|
+{measured}
+
+{verdict.letter}.
+
+Before and after: `demo_outputs/before_after.md` in the run folder. No claim is made beyond these measurements.
+The licence of the base model and of the data hold for this model too.
+"""
+    write_text(context.folder.model(stage) / "README.md", card)

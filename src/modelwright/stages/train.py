@@ -1,0 +1,219 @@
+"""Train one stage: the engine steps, this decides about measuring, saving, going back and stopping."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from modelwright.engine import state
+from modelwright.engine.checkpoint import Checkpoints, hash_file, read_state
+from modelwright.engine.loop import Engine, StepReport
+from modelwright.engine.meter import Meter
+from modelwright.engine.shard import whole
+from modelwright.errors import Diverged, Interrupted
+from modelwright.models import text, trainable
+from modelwright.models.export import save_model
+from modelwright.plan.stage import plan_stage
+from modelwright.runs.folder import read_json, write_json
+from modelwright.stages.context import Context, Ingredients
+from modelwright.stages.signals import Stopper
+from modelwright.stages.wishes import refuse_changes, wishes_of
+from modelwright.tasks.sft import SftTask
+
+TASKS = {"sft": SftTask}
+
+
+class Training:
+    """One training stage of a run."""
+
+    def __init__(self, context: Context, found: Ingredients, stage: str, stopper: Stopper) -> None:
+        self.context, self.stage, self.stopper = context, stage, stopper
+        self.settings = context.recipe.stages[stage]
+        self.wishes = wishes_of(context.recipe, stage, found.data.fingerprint, found.base.fingerprint())
+        self.checkpoints = Checkpoints(
+            context.folder.checkpoints(stage), self.settings.save_total_limit, lambda line: self._note(line)
+        )
+        resumed = self._newest_step()
+        kept = self._kept_batch(resumed)
+        self.tokenizer = text.load_tokenizer(found.base.path)
+        self.model = self._load(found)
+        stops = text.stop_tokens(self.model)
+        self.task = TASKS[stage](self.model, self.tokenizer, found.data, self.settings, stops)
+        self._tell_data(found)
+        self.plan = plan_stage(self.settings, self.task.rows, context.world.size, context.facts, kept)
+        self._tell_plan()
+        self.engine = Engine(self.task, self.settings, self.plan, context.world, context.recipe.seed)
+        self.evaluations: list[dict[str, Any]] = []
+        self.saved_at = 0
+        self.bad_steps, self.went_back_from = 0, 0
+        if resumed is not None:
+            self._go_on_from(resumed)
+
+    def run(self) -> dict[str, float | None]:
+        """Train to the end, or to the next order to stop; returns the metrics."""
+        if self.task.held_out_rows and not self.evaluations:
+            self._measure()
+        meter = Meter(self.plan.steps, self._flops_per_token(), self.context.facts.peak_flops)
+        began = time.monotonic()
+        with self.stopper.waiting():
+            for report in self.engine.steps(self.stopper.asked):
+                self._tell_step(report, meter)
+                if report.health not in ("ok", "overflow"):
+                    self._skip_or_go_back(report)
+                else:
+                    self._keep(report)
+                if report.stop_asked:
+                    raise Interrupted(f"stopped after step {report.step} of {self.plan.steps}; the same command continues")
+        return self._finish(time.monotonic() - began)
+
+    def _keep(self, report: StepReport) -> None:
+        """After a good step: measure and save when it is time."""
+        self.bad_steps = 0
+        last = report.step == self.plan.steps
+        if self.task.held_out_rows and (last or report.step % self.plan.eval_every == 0):
+            self._measure()
+        if last or report.stop_asked or report.step % self.plan.save_every == 0 or self._best_step() == report.step:
+            self._save()
+
+    def _skip_or_go_back(self, report: StepReport) -> None:
+        """After a bad step: the weights have not moved; when that does not end it, go back once, then stop."""
+        self.bad_steps += 1
+        told = f"step {report.step} is skipped: {report.health} (loss {report.loss:.4g}, gradient {report.grad_norm:.4g})"
+        self.context.journal.add("skipped", stage=self.stage, step=report.step, health=report.health, message=told)
+        if self.bad_steps <= self.settings.max_skipped_steps:
+            return
+        good = self._newest_step()
+        if good is None or report.step <= self.went_back_from:
+            raise Diverged(
+                f"{self.stage} diverged at step {report.step}: {report.health} {self.bad_steps} steps in a row, "
+                + ("again after going back" if good is not None else "and there is no checkpoint to go back to")
+                + "; the last good checkpoint is kept. A lower learning_rate is the first thing to try"
+            )
+        self.went_back_from, self.bad_steps = report.step, 0
+        self._go_on_from(good)
+        self._note(f"went back from step {report.step} to the checkpoint of step {good}")
+
+    def _measure(self) -> None:
+        loss = self.engine.evaluate()
+        self.evaluations.append({"step": self.engine.cursor.step, "eval_loss": loss})
+        self.context.journal.add("evaluation", stage=self.stage, step=self.engine.cursor.step, eval_loss=loss)
+
+    def _save(self) -> None:
+        if self.saved_at == self.engine.cursor.step:
+            return
+        began = time.monotonic()
+        beside = {"wishes": self.wishes, "global_batch": self.plan.global_batch, "evaluations": self.evaluations}
+        taken = state.snapshot(self.engine, **beside)
+        self.checkpoints.save(taken, self.context.world.is_main, self._best_step())
+        self.saved_at = self.engine.cursor.step
+        self.context.journal.add("saved", stage=self.stage, step=self.saved_at, seconds=round(time.monotonic() - began, 3))
+
+    def _newest_step(self) -> int | None:
+        """The newest good checkpoint, agreed by all ranks."""
+
+        def look() -> int | None:
+            folder = self.checkpoints.newest_good()
+            return None if folder is None else int(folder.name.split("-")[1])
+
+        return self.context.world.first(look)
+
+    def _kept_batch(self, step: int | None) -> int | None:
+        """The batch this run was started with; refuses if anything that decides the weights has changed since."""
+        if step is None:
+            return None
+        kept = read_state(self._folder_of(step))
+        for change in refuse_changes(kept["wishes"], self.wishes, self.context.overrides):
+            self._note(f"goes on although {change}")
+        changed_batch = any("batch" in key or "accumulation" in key for key in self.context.overrides)
+        return None if changed_batch else int(kept["global_batch"])
+
+    def _go_on_from(self, step: int) -> None:
+        kept = state.restore(self.engine, self._folder_of(step))
+        self.evaluations = list(kept["evaluations"])
+        self.saved_at = step
+        self.context.journal.add("resumed", stage=self.stage, step=step, steps=self.plan.steps)
+
+    def _folder_of(self, step: int) -> Any:
+        return self.context.folder.checkpoints(self.stage) / f"step-{step:08d}"
+
+    def _best_step(self) -> int | None:
+        """The step with the lowest held-out loss, of those that training itself reached."""
+        reached = [item for item in self.evaluations if item["step"] > 0]
+        if not reached or not self.settings.load_best_model_at_end:
+            return None
+        return int(min(reached, key=lambda item: item["eval_loss"])["step"])
+
+    def _finish(self, seconds: float) -> dict[str, float | None]:
+        """Take the best weights, write the model folder, and only then the result that says the stage is done."""
+        best = self._best_step()
+        if best is not None and best != self.engine.cursor.step:
+            state.restore_weights(self.engine, self._folder_of(best))
+            self._note(f"the weights of step {best} have the lowest held-out loss and are kept")
+        final = next((item["eval_loss"] for item in self.evaluations if item["step"] == best), None)
+        metrics: dict[str, float | None] = {
+            "eval_loss": final if best is not None else (self.evaluations[-1]["eval_loss"] if self.evaluations else None),
+            "base_eval_loss": self.evaluations[0]["eval_loss"] if self.evaluations else None,
+            "steps": self.engine.cursor.step,
+            "tokens": self.engine.cursor.tokens,
+            "trained_tokens": self.engine.cursor.trained_tokens,
+            "seconds": round(seconds, 2),
+        }
+        weights = {name: whole(tensor) for name, tensor in self.model.state_dict().items()}
+        self.context.world.first(lambda: self._write_result(weights, metrics))
+        return metrics
+
+    def _write_result(self, weights: dict[str, Any], metrics: dict[str, float | None]) -> None:
+        folder = self.context.folder.model(self.stage)
+        save_model(self.model, self.tokenizer, weights, folder)
+        files = {path.name: hash_file(path) for path in sorted(folder.iterdir()) if path.name != "README.md"}
+        result = {"metrics": metrics, "wishes": self.wishes, "plan": self.plan.as_json(), "files": files}
+        write_json(self.context.folder.result(self.stage), result)
+
+    def _load(self, found: Ingredients) -> Any:
+        model = text.load_model(found.base.path, self.context.recipe.model.attn_implementation)
+        text.check_forward(model)
+        model = trainable.set_trainable(model, self.settings)
+        if self.settings.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.enable_input_require_grads()
+        share = trainable.share(model)
+        self.context.journal.add(
+            "model", stage=self.stage, name=found.base.name, revision=found.base.revision, share=str(share),
+            trained_parameters=share.trained, parameters=share.total,
+        )  # fmt: skip
+        return model
+
+    def _flops_per_token(self) -> float:
+        """Six operations a parameter and token, four where the weight is frozen; attention and padding not counted."""
+        share = trainable.share(self.model)
+        return 4.0 * share.total + 2.0 * share.trained
+
+    def _tell_data(self, found: Ingredients) -> None:
+        facts = {
+            **found.data.manifest(self.context.recipe.data),
+            "train": self.task.train_set.facts(),
+            "held_out": self.task.held_out_set.facts(),
+            "packed_rows": self.task.rows if self.settings.packing else None,
+        }
+        self.context.journal.add("data", stage=self.stage, **facts)
+        if self.context.world.is_main:
+            write_json(self.context.folder.data_manifest, facts)
+
+    def _tell_plan(self) -> None:
+        told = self.plan.as_json()
+        self.context.journal.add("plan", stage=self.stage, device=self.context.facts.name, **told)
+        if self.context.world.is_main:
+            path = self.context.folder.plan
+            write_json(path, {**(read_json(path) if path.exists() else {}), self.stage: told})
+
+    def _tell_step(self, report: StepReport, meter: Meter) -> None:
+        speed = meter.record(report)
+        if report.step % self.settings.logging_steps == 0 or report.step in (1, self.plan.steps):
+            self.context.journal.add(
+                "step", stage=self.stage, step=report.step, steps=self.plan.steps, epoch=round(report.epoch, 4),
+                loss=report.loss, grad_norm=report.grad_norm, learning_rate=report.learning_rate, tokens=report.tokens,
+                batch=report.batch, seconds=round(report.seconds, 4), health=report.health, **speed,
+            )  # fmt: skip
+
+    def _note(self, line: str) -> None:
+        self.context.journal.add("note", stage=self.stage, message=line)

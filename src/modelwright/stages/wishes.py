@@ -1,0 +1,55 @@
+"""What decides the weights of a stage, so that resuming with something else is noticed and named."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from modelwright.errors import Refused
+from modelwright.recipe.schema import Recipe
+
+FREE = frozenset({
+    "logging_steps", "save_steps", "eval_steps", "save_total_limit", "per_device_eval_batch_size", "sharding",
+    "gradient_checkpointing",
+})  # fmt: skip
+"""Settings that may change between two starts of one run: they do not decide what is learnt."""
+
+CONTENTS = ("data.contents", "model.contents")
+"""What the files themselves hold, by fingerprint."""
+
+
+def wishes_of(recipe: Recipe, stage: str, data_fingerprint: str, model_fingerprint: str) -> dict[str, Any]:
+    """Every setting that decides the weights, by its dotted name."""
+    settings = recipe.stages[stage].model_dump(mode="json")
+    kept = {f"{stage}.{key}": value for key, value in settings.items() if key not in FREE}
+    return {
+        **_flat(kept),
+        "seed": recipe.seed,
+        CONTENTS[0]: data_fingerprint,
+        CONTENTS[1]: model_fingerprint,
+    }
+
+
+def refuse_changes(before: Mapping[str, Any], now: Mapping[str, Any], allowed: Collection[str]) -> list[str]:
+    """Refuse to go on with other wishes; returns the changes that were allowed, to be recorded."""
+    changed = [key for key in [*before, *(key for key in now if key not in before)] if before.get(key) != now.get(key)]
+    refused = [key for key in changed if key not in allowed]
+    if refused:
+        named = "; ".join(_told(key, before.get(key), now.get(key)) for key in refused)
+        options = " ".join(f"--override {key}" for key in refused)
+        raise Refused(f"this run was started otherwise: {named}. Choose another output_dir, put it back, or add {options}")
+    return [_told(key, before.get(key), now.get(key)) for key in changed]
+
+
+def _told(key: str, before: Any, now: Any) -> str:
+    return f"{key} changed" if key in CONTENTS else f"{key} was {before}, now {now}"
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -1,0 +1,129 @@
+"""The verbs that look at recipes: letters on stderr, one JSON object on stdout, and the right exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from modelwright.cli.main import main
+
+BROKEN = Path(__file__).parents[1] / "recipe" / "broken"
+
+
+def run(*arguments: str) -> int:
+    """Run a command in this process and return its exit code."""
+    with pytest.raises(SystemExit) as stop:
+        main(list(arguments))
+    return int(stop.value.code or 0)
+
+
+def test_a_good_recipe_is_ok(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("check", "quickstart") == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("ok  quickstart: smollm2-135m-instruct learns field-guide by sft")
+    assert printed.err == ""
+
+
+def test_notes_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("check", "quickstart", "--set", "sft.lr=1e-4", "--json") == 0
+    printed = capsys.readouterr()
+    assert printed.err == "--set: sft.lr is read as learning_rate\n"
+    assert json.loads(printed.out)["notes"] == ["--set: sft.lr is read as learning_rate"]
+
+
+def test_problems_are_told_on_stderr_without_a_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(BROKEN)
+    assert run("check", "many_at_once.yaml") == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == (BROKEN / "many_at_once.txt").read_text(encoding="utf-8")
+
+
+def test_problems_as_json_have_file_line_key_and_message(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(BROKEN)
+    assert run("check", "value_precision.yaml", "--json") == 2
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {
+        "ok": False,
+        "problems": [
+            {
+                "where": "value_precision.yaml:7",
+                "file": "value_precision.yaml",
+                "line": 7,
+                "key": "sft.precision",
+                "message": "sft.precision is 'bf8'; it wants one of auto, fp32, bf16, fp16",
+            }
+        ],
+    }
+    assert printed.err == ""
+
+
+def test_a_missing_recipe_as_json_is_a_problem_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("check", "quikstart", "--json") == 2
+    [problem] = json.loads(capsys.readouterr().out)["problems"]
+    assert problem["message"] == "no such recipe file; did you mean quickstart?"
+    assert problem["line"] is None
+
+
+def test_debug_shows_the_traceback() -> None:
+    from modelwright.errors import RecipeError
+
+    with pytest.raises(RecipeError):
+        main(["check", "--debug", "nowhere.yaml"])
+
+
+def test_shipped_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("recipes", "--json") == 0
+    found = {each["name"]: each for each in json.loads(capsys.readouterr().out)["recipes"]}
+    assert found["quickstart"]["description"]
+    assert all(each["problem"] is None for each in found.values())
+    assert run("recipes") == 0
+    assert "quickstart" in capsys.readouterr().out
+
+
+def test_explain_prints_one_line_for_each_setting_to_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("explain", "quickstart", "sft", "--set", "sft.seed_of_doubt=1") == 2
+    capsys.readouterr()
+    assert run("explain", "quickstart", "sft") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith("sft.") for line in lines)
+    assert any("quickstart.yaml:" in line for line in lines)
+
+
+def test_explain_one_setting_in_words_and_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("explain", "quickstart", "lr") == 0
+    words = capsys.readouterr().out
+    assert words.startswith("sft.learning_rate\n  Peak learning rate")
+    assert "also called lr" in words
+    assert run("explain", "quickstart", "lr", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert isinstance(told["value"], float)
+    assert told["default"] == 2e-5
+
+
+def test_an_unknown_key_verb_or_option_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("explain", "quickstart", "sft.learning_rat") == 2
+    assert capsys.readouterr().err == "sft.learning_rat is no setting; did you mean sft.learning_rate?\n"
+    assert run("chek", "quickstart") == 2
+    assert "'check'" in capsys.readouterr().err
+    assert run("check", "quickstart", "--jsn") == 2
+    assert "--json" in capsys.readouterr().err
+
+
+def test_the_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("schema") == 0
+    assert json.loads(capsys.readouterr().out)["title"] == "Recipe"
+
+
+def test_control_c_leaves_with_the_code_of_what_can_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("modelwright.recipe.load.load", interrupt)
+    assert run("check", "quickstart") == 75

@@ -1,0 +1,175 @@
+"""Other tools' names: each leads to a setting that exists, is noted once, and never decides silently."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from modelwright.errors import RecipeError
+from modelwright.recipe.aliases import NAMES, TRANSLATED, VALUES, aliases_of, names_in
+from modelwright.recipe.load import LoadedRecipe, load
+from modelwright.recipe.schema import Sft
+from modelwright.recipe.settings import find, sections
+from modelwright.recipe.unknown import HINTS, SECTION_NAMES
+
+HEAD = "name: x\nmodel: {model_name_or_path: m}\ndata: {dataset_name: d}\n"
+
+
+def read(tmp_path: Path, text: str, *sets: str) -> LoadedRecipe:
+    """Load a recipe from text."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    return load(path, sets, {})
+
+
+def test_every_other_name_leads_to_a_setting_that_exists() -> None:
+    for table, section in (("", ""), ("model", "model"), ("data", "data"), ("training", "sft"), ("compare", "compare")):
+        named = {*NAMES.get(table, {}), *(alias.canonical for alias in TRANSLATED.get(table, {}).values())}
+        assert named <= set(names_in(section))
+
+
+def test_no_other_name_is_also_a_name_of_ours_or_stands_twice() -> None:
+    for section in sections():
+        assert not set(aliases_of(section)) & set(names_in(section))
+    for names in NAMES.values():
+        others = [name for group in names.values() for name in group]
+        assert len(others) == len(set(others))
+
+
+def test_every_word_for_a_value_leads_to_a_value_that_is_allowed() -> None:
+    for name, words in VALUES.items():
+        setting = find(("sft", name)) or find(("model", name))
+        assert setting is not None
+        for ours in words.values():
+            assert ours is None or not setting.choices or ours in setting.choices
+
+
+def test_hints_and_section_names_are_not_settings_of_ours() -> None:
+    ours = {name for section in sections() for name in names_in(section)}
+    assert not ours & (set(HINTS) - {"lora"})  # lora alone is asked for in more places than it is a setting
+    assert not ours & set(SECTION_NAMES)
+
+
+@pytest.mark.parametrize(
+    ("written", "key", "value"),
+    [
+        ("lr: 1e-4", "learning_rate", 1e-4),
+        ("epochs: 3", "num_train_epochs", 3),
+        ("num_epochs: 3", "num_train_epochs", 3),
+        ("micro_batch_size: 2", "per_device_train_batch_size", 2),
+        ("effective_batch_size: 64", "global_batch_size", 64),
+        ("max_seq_length: 128", "max_length", 128),
+        ("sequence_len: 128", "max_length", 128),
+        ("cutoff_len: 128", "max_length", 128),
+        ("max_seq_len: 128", "max_length", 128),
+        ("sample_packing: true", "packing", True),
+        ("lr_scheduler: linear", "lr_scheduler_type", "linear"),
+        ("bf16: true", "precision", "bf16"),
+        ("bf16: yes", "precision", "bf16"),
+        ("fp16: true", "precision", "fp16"),
+        ("bf16: false", "precision", "auto"),
+        ("precision: bfloat16", "precision", "bf16"),
+        ("mixed_precision: no", "precision", "fp32"),
+        ("lora_rank: 8", "lora_r", 8),
+        ("lora_target: all", "lora_target_modules", "all-linear"),
+        ("lora_target: q_proj, v_proj", "lora_target_modules", ["q_proj", "v_proj"]),
+        ("train_on_inputs: true", "assistant_only_loss", False),
+        ("max_steps: -1", "max_steps", None),
+    ],
+)
+def test_another_name_is_read_as_ours_with_one_note(tmp_path: Path, written: str, key: str, value: object) -> None:
+    loaded = read(tmp_path, f"{HEAD}sft:\n  {written}\n")
+    assert getattr(loaded.recipe.sft, key) == value
+    assert loaded.notes
+    assert loaded.notes[0].startswith(f"{tmp_path}/mine.yaml:5: sft.{written.partition(':')[0]}")
+    assert loaded.origins[f"sft.{key}"].line == 5
+
+
+@pytest.mark.parametrize("written", ["use_peft: true", "adapter: lora", "finetuning_type: lora", "trainable: lora"])
+def test_lora_is_asked_for_in_four_ways(tmp_path: Path, written: str) -> None:
+    recipe = read(tmp_path, f"{HEAD}sft:\n  {written}\n").recipe
+    assert recipe.sft is not None
+    assert recipe.sft.trainable.lora
+
+
+def test_a_ratio_of_warm_up_is_a_share(tmp_path: Path) -> None:
+    recipe = read(tmp_path, f"{HEAD}sft:\n  warmup_ratio: 0.1\n").recipe
+    assert recipe.sft is not None
+    assert recipe.sft.warmup_steps.of(200) == 20
+
+
+def test_a_file_may_say_that_the_other_precision_is_off(tmp_path: Path) -> None:
+    loaded = read(tmp_path, f"{HEAD}sft:\n  fp16: false\n  bf16: true\n")
+    assert loaded.recipe.sft is not None
+    assert loaded.recipe.sft.precision == "bf16"
+    assert [note.partition(": ")[2] for note in loaded.notes] == [
+        "sft.fp16: false is left out",
+        "sft.bf16: true is read as precision: bf16",
+    ]
+
+
+def test_a_later_layer_may_use_another_name_for_what_an_earlier_one_said(tmp_path: Path) -> None:
+    (tmp_path / "low.yaml").write_text(f"{HEAD}sft:\n  precision: bf16\n  max_length: 512\n")
+    loaded = read(tmp_path, "base: low.yaml\nname: y\nsft:\n  fp16: true\n", "sft.max_seq_length=128")
+    assert loaded.recipe.sft is not None
+    assert (loaded.recipe.sft.precision, loaded.recipe.sft.max_length) == ("fp16", 128)
+    assert str(loaded.origins["sft.max_length"]) == "--set"
+    assert "--set: sft.max_seq_length is read as max_length" in loaded.notes
+
+
+def test_switching_bf16_off_undoes_the_base(tmp_path: Path) -> None:
+    (tmp_path / "low.yaml").write_text(f"{HEAD}sft:\n  bf16: true\n")
+    loaded = read(tmp_path, "base: low.yaml\nname: y\nsft:\n  bf16: false\n")
+    assert loaded.recipe.sft is not None
+    assert loaded.recipe.sft.precision == "auto"
+
+
+def test_flash_attention_is_a_setting_of_the_model(tmp_path: Path) -> None:
+    text = HEAD.replace("{model_name_or_path: m}", "{base_model: m, use_flash_attention: true}")
+    model = read(tmp_path, f"{text}sft: {{}}\n").recipe.model
+    assert (model.model_name_or_path, model.attn_implementation) == ("m", "flash_attention_2")
+
+
+def test_our_own_files_use_our_own_names(tmp_path: Path) -> None:
+    assert load("quickstart", (), {}).notes == ()
+
+
+def test_two_names_for_one_setting_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"sft\.lr is another name for learning_rate \(line 5\)"):
+        read(tmp_path, f"{HEAD}sft:\n  learning_rate: 1\n  lr: 2\n")
+
+
+OURS_ALONE = {
+    "precision",  # theirs is bf16 and fp16; ours also says fp32 and auto
+    "sharding",  # theirs is a launcher's file
+    "max_skipped_steps",
+    "spike_factor",
+    "decay_steps",
+    "global_batch_size",
+    "trainable",
+}
+
+
+def fields_of(module: str, class_name: str) -> set[str]:
+    """The annotated names in a class of an installed package, read without importing it."""
+    package, _, inside = module.partition(".")
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip(f"{package} is not installed")
+    source = Path(spec.submodule_search_locations[0]) / f"{inside.replace('.', '/')}.py"
+    classes = [node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)]
+    body = next(node.body for node in classes if node.name == class_name)
+    return {node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+
+
+def test_our_names_for_training_are_those_of_trl_and_transformers() -> None:
+    theirs = (
+        fields_of("trl.trainer.sft_config", "SFTConfig")
+        | fields_of("trl.trainer.base_config", "_BaseConfig")
+        | fields_of("trl.trainer.model_config", "ModelConfig")
+        | fields_of("transformers.training_args", "TrainingArguments")
+    )
+    assert set(Sft.model_fields) - theirs == OURS_ALONE

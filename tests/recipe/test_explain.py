@@ -1,0 +1,93 @@
+"""Explaining: every setting is there, with its value, who set it, and a sentence."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from modelwright.errors import UsageError
+from modelwright.recipe.explain import editor_schema, explanation, is_section, resolve_key, rows
+from modelwright.recipe.load import load
+from modelwright.recipe.schema import Sft
+from modelwright.recipe.settings import children, sample, sections
+
+
+def test_every_setting_has_a_sentence_that_ends_and_says_what_it_wants() -> None:
+    for section in sections().values():
+        for setting in children(section):
+            assert setting.sentence.endswith("."), setting.key
+            assert setting.wants, setting.key
+
+
+def test_some_value_of_every_setting_would_do() -> None:
+    for setting in children(sections()["sft"]):
+        Sft.model_validate({setting.key.partition(".")[2]: sample(setting)})
+
+
+def test_every_setting_of_a_recipe_is_shown_once_with_who_set_it() -> None:
+    loaded = load("quickstart", ("sft.max_length=128",), {"EPOCHS": "2"})
+    shown = {row.key: row for row in rows(loaded)}
+    assert len(shown) == len(rows(loaded))
+    assert {f"sft.{name}" for name in Sft.model_fields if name != "trainable"} <= set(shown)
+    assert (shown["sft.max_length"].value, str(shown["sft.max_length"].origin)) == (128, "--set")
+    assert str(shown["sft.num_train_epochs"].origin) == "environment EPOCHS"
+    assert str(shown["sft.weight_decay"].origin) == "default"
+    assert str(shown["gates.sft.style_score.at_least"].origin).startswith("quickstart.yaml:")
+    json.dumps([row.value for row in shown.values()])
+
+
+def test_one_word_for_a_section_sets_all_of_it() -> None:
+    shown = {row.key: row for row in rows(load("quickstart", ("sft.trainable=lora",), {}), "sft.trainable")}
+    assert shown["sft.trainable.lora"].value is True
+    assert {str(row.origin) for row in shown.values()} == {"--set"}
+
+
+def test_one_setting_is_explained_at_length() -> None:
+    told = explanation(load("quickstart", (), {}), "sft.precision")
+    assert told.choices == ("auto", "fp32", "bf16", "fp16")
+    assert told.wants == "one of auto, fp32, bf16, fp16"
+    assert {"bf16", "fp16"} <= set(told.aliases)
+    assert (told.default, told.required) == ("auto", False)
+    assert explanation(load("quickstart", (), {}), "sft.save_steps").default == "25%"
+    assert explanation(load("quickstart", (), {}), "name").required
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ("sft.learning_rate", "sft.learning_rate"),
+        ("learning_rate", "sft.learning_rate"),
+        ("lr", "sft.learning_rate"),
+        ("sft.max_seq_length", "sft.max_length"),
+        ("out_dir", "output_dir"),
+        ("sft", "sft"),
+        ("gates.sft.eval_loss.at_most", "gates.sft.eval_loss.at_most"),
+    ],
+)
+def test_a_key_may_be_bare_or_another_tools(asked: str, meant: str) -> None:
+    assert resolve_key(asked) == meant
+
+
+def test_an_unknown_key_is_answered_with_the_nearest() -> None:
+    with pytest.raises(UsageError, match=r"^sft.learnin_rate is no setting; did you mean sft.learning_rate\?$"):
+        resolve_key("sft.learnin_rate")
+    with pytest.raises(UsageError, match=r"did you mean sft.learning_rate\?"):
+        resolve_key("lerning_rate")
+    with pytest.raises(UsageError, match="sections are model, data, sft"):
+        resolve_key("zzzzzz")
+
+
+def test_sections_are_told_from_settings() -> None:
+    assert [is_section(key) for key in ("sft", "gates", "sft.trainable", "sft.lora_r", "name")] == [True] * 3 + [
+        False
+    ] * 2
+
+
+def test_the_schema_for_editors_knows_base_words_and_every_section() -> None:
+    schema = editor_schema()
+    assert {"base", "name", "model", "data", "sft", "gates"} <= set(schema["properties"])
+    assert {"required": ["base"]} in schema["anyOf"]
+    assert schema["additionalProperties"] is False
+    assert {"enum": ["all", "lora"]} in schema["$defs"]["Trainable"]["anyOf"]
+    assert schema["$defs"]["Sft"]["properties"]["learning_rate"]["description"].startswith("Peak learning rate")
