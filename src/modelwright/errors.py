@@ -11,6 +11,8 @@ class ModelwrightError(Exception):
     """A problem told as a letter: where, what was found, what would do."""
 
     exit_code = 2
+    told_elsewhere = False
+    """Whether another process has written the letter already."""
 
 
 class UsageError(ModelwrightError):

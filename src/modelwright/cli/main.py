@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from modelwright import __version__
-from modelwright.cli import recipes
-from modelwright.errors import Interrupted, ModelwrightError
+from modelwright.cli import recipes, run, use
+from modelwright.errors import Interrupted, ModelwrightError, StorageError, is_storage_failure
 
 CONTROL_C = 130
 """What typer makes of Ctrl-C; ours is the code of everything that stops early and can go on."""
@@ -41,7 +41,8 @@ def _options(
     """One file, a recipe, becomes a trained model."""
 
 
-recipes.register(app)
+for verbs in (recipes, run, use):
+    verbs.register(app)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -53,9 +54,17 @@ def main(arguments: list[str] | None = None) -> None:
     except ModelwrightError as error:
         if debug:
             raise
-        print(error, file=sys.stderr)
+        if not error.told_elsewhere:
+            print(error, file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(Interrupted.exit_code)
     except SystemExit as stop:
         sys.exit(Interrupted.exit_code if stop.code == CONTROL_C else stop.code)
+    except Exception as error:
+        if debug:
+            raise
+        print(
+            f"{type(error).__name__}: {error}\nThis was not foreseen; --debug shows where it happened", file=sys.stderr
+        )
+        sys.exit(StorageError.exit_code if isinstance(error, OSError) and is_storage_failure(error) else 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,7 +13,6 @@ from modelwright.errors import Problem, RecipeError, UsageError
 if TYPE_CHECKING:
     from modelwright.recipe.explain import Explanation, Row
     from modelwright.recipe.load import LoadedRecipe
-    from modelwright.recipe.schema import Recipe
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped one.")]
 SetOption = Annotated[
@@ -59,7 +57,7 @@ def check(recipe: RecipeArgument, sets: SetOption = None, as_json: JsonOption = 
 
     try:
         loaded = load(recipe, sets or ())
-        problems = data_problems(loaded.recipe, loaded.path.parent)
+        problems = data_problems(loaded)
         if problems:
             raise RecipeError(problems)
     except RecipeError as error:
@@ -107,11 +105,22 @@ def schema() -> None:
     _print_json(editor_schema())
 
 
-def data_problems(recipe: Recipe, base_dir: Path) -> list[Problem]:
-    """Look at the first rows of the recipe's data, from the folder of its file, without importing torch.
+def data_problems(loaded: LoadedRecipe) -> list[Problem]:
+    """Everything wrong with the data a recipe names; a hub data set is not fetched for a check."""
+    from modelwright.data import conversations, sources
+    from modelwright.errors import DataError
 
-    It will tell of missing files, columns that are not there and empty rows, once ``modelwright.data.sources`` can.
-    """
+    recipe, beside = loaded.recipe, loaded.path.parent
+    key = "data.dataset_name" if recipe.data.dataset_name else "data.train_file"
+    name = recipe.data.dataset_name or recipe.data.train_file or ""
+    if sources.is_hub_name(name, beside):
+        return []
+    try:
+        conversations.load(recipe.data, recipe.seed, beside)
+    except DataError as error:
+        return list(error.problems)
+    except UsageError as error:
+        return [Problem(loaded.origins[key].where, str(error))]
     return []
 
 

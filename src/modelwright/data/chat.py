@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -110,7 +109,8 @@ def _encode_last(tokenizer: Any, messages: Sequence[Message], assistant_only: bo
 
 def _answer_start(tokenizer: Any, before: Sequence[Message], text: str) -> int:
     """Where the answer begins: the end of what is shared with the prompt that asks for it."""
-    return len(commonprefix([_render(tokenizer, before, ask=True), text]))
+    prompt = _render(tokenizer, before, ask=True)
+    return next((place for place, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(prompt))
 
 
 def _render(tokenizer: Any, messages: Sequence[Message], ask: bool = False) -> str:

@@ -117,16 +117,22 @@ def columns_by_part(row: Row, columns: dict[str, Any]) -> dict[str, str]:
         raise DataError([Problem(row.where, f"there is no column {missing[0]!r}; {_seen(row)}")])
     if "messages" not in parts and not {"prompt", "completion"} <= set(parts):
         guessed = {column: GUESSES[column] for column in row.values if column in GUESSES}
-        wish = guessed if {"prompt", "completion"} <= set(guessed.values()) else {"QUESTION": "prompt", "ANSWER": "completion"}
+        wish = (
+            guessed
+            if {"prompt", "completion"} <= set(guessed.values())
+            else {"QUESTION": "prompt", "ANSWER": "completion"}
+        )
         line = ", ".join(f"{column}: {part}" for column, part in wish.items())
-        raise DataError([Problem(row.where, f"no messages, nor prompt and completion; {_seen(row)}; "
-                                            f"say which is which in the recipe: data.columns: {{{line}}}")])  # fmt: skip
+        letter = f"no messages, nor prompt and completion; {_seen(row)}; say which is which: data.columns: {{{line}}}"
+        raise DataError([Problem(row.where, letter)])
     return parts
 
 
 def split(items: Sequence[Conversation], data: Data, seed: int) -> tuple[list[Conversation], list[Conversation]]:
     """Hold out whole groups, chosen by a hash of the seed and the group, so that nothing stands on both sides."""
-    groups = sorted({item.group for item in items}, key=lambda group: (xxhash.xxh3_64_intdigest(f"{seed}:{group}".encode()), group))
+    groups = sorted(
+        {item.group for item in items}, key=lambda group: (xxhash.xxh3_64_intdigest(f"{seed}:{group}".encode()), group)
+    )
     count = data.test_size.of(len(groups))
     if count >= len(groups):
         letter = f"test_size holds out {count} of {len(groups)} distinct groups, which leaves none to train on"

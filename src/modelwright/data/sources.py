@@ -46,11 +46,17 @@ def local_path(name: str, beside: Path) -> Path | None:
     return None
 
 
+def is_hub_name(name: str, beside: Path) -> bool:
+    """Whether a name can only mean a data set on the hub: owner/name, and nothing of that name here."""
+    if name in EMBEDDED or local_path(name, beside) is not None:
+        return False
+    return name.count("/") == 1 and Path(name).suffix not in SUFFIXES and not name.startswith((".", "/", "~"))
+
+
 def _read(name: str, config: str | None, beside: Path) -> Iterator[Row]:
     path = EMBEDDED.get(name) or local_path(name, beside)
     if path is None:
-        looks_local = Path(name).suffix in SUFFIXES or name.startswith((".", "/", "~"))
-        if looks_local or name.count("/") != 1:
+        if not is_hub_name(name, beside):
             raise UsageError(_no_such_source(name, beside))
         yield from _read_hub(name, config)
     elif path.is_dir():
@@ -136,7 +142,9 @@ def _read_csv(name: str, text: str) -> Iterator[Row]:
     for values in reader:
         if None in values or None in values.values():
             count = len(reader.fieldnames or [])
-            raise DataError([Problem(f"{name}:{reader.line_num}", f"this line has not the {count} columns of the head")])
+            raise DataError(
+                [Problem(f"{name}:{reader.line_num}", f"this line has not the {count} columns of the head")]
+            )
         yield Row(f"{name}:{reader.line_num}", dict(values))
 
 

@@ -34,7 +34,9 @@ class Order:
     def at(self, step: int) -> list[int]:
         """The rows of one global batch."""
         start, stop = step * self.batch, min((step + 1) * self.batch, self.total)
-        return [int(_shuffle(self.seed, place // self.rows, self.rows)[place % self.rows]) for place in range(start, stop)]
+        return [
+            int(_shuffle(self.seed, place // self.rows, self.rows)[place % self.rows]) for place in range(start, stop)
+        ]
 
     def epoch(self, step: int) -> float:
         """How many times the rows have been seen once this many steps are done."""

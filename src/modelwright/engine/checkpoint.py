@@ -110,8 +110,8 @@ class Checkpoints:
         free = shutil.disk_usage(self._folder).free
         if free < needed:
             raise StorageError(
-                f"checkpoint {_name(snapshot.step)} needs {needed / 1e9:.2f} GB and {self._folder} has {free / 1e9:.2f} GB "
-                "free; earlier ones are unharmed, and the same command continues once there is room"
+                f"checkpoint {_name(snapshot.step)} needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free in "
+                f"{self._folder}; earlier ones are unharmed, and the same command continues once there is room"
             )
 
     def _rotate(self, best_step: int | None) -> None:

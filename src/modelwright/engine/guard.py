@@ -29,7 +29,10 @@ class Guard:
         self._norms: deque[float] = deque(maxlen=WINDOW)
 
     def judge(self, loss: float, norm: float, scaled: bool = False) -> Health:
-        """Say whether the weights may move; only good steps are remembered. `scaled`: the loss scale can still shrink."""
+        """Say whether the weights may move; `scaled` says that the loss scale can still shrink.
+
+        Only good steps are remembered.
+        """
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return "overflow" if scaled and math.isfinite(loss) else "not finite"
         if len(self._losses) >= FEWEST and self._is_spike(loss, norm):

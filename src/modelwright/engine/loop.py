@@ -82,7 +82,7 @@ class Engine:
         self._module = task.module.to(world.device)
         self._forward = shard(self._module, world, plan.sharding, self.precision.compute)
         self.weights = {name: w for name, w in self._module.named_parameters() if w.requires_grad}
-        self.optimizer = build_optimizer(self._module, settings, world.device)
+        self.optimizer = build_optimizer(self._module, settings)
         self._learning_rate = build_schedule(settings, plan)
         self.guard = Guard(settings.spike_factor)
 

@@ -7,7 +7,9 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -50,8 +52,8 @@ def accumulating(module: nn.Module, last: bool) -> Iterator[None]:
 
 def layers_of(module: nn.Module) -> list[nn.Module]:
     """The repeated layers of a model: the members of its longest list of modules of one kind."""
-    lists = [found for found in module.modules() if isinstance(found, nn.ModuleList) and len({type(m) for m in found}) == 1]
-    return list(max(lists, key=len)) if lists else []
+    lists = [list(found) for found in module.modules() if isinstance(found, nn.ModuleList)]
+    return max((found for found in lists if len({type(layer) for layer in found}) == 1), key=len, default=[])
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -67,12 +69,7 @@ def place(full: Tensor, like: Tensor) -> Tensor:
 
 
 def _lone_mesh(world: World) -> Any:
-    import os
-    import tempfile
-
-    import torch.distributed as dist
-
     if not dist.is_initialized():
-        store = dist.FileStore(os.path.join(tempfile.mkdtemp(), "store"), 1)
-        dist.init_process_group("gloo" if world.device.type == "cpu" else "nccl", store=store, rank=0, world_size=1)
+        backend = "gloo" if world.device.type == "cpu" else "nccl"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     return init_device_mesh(world.device.type, (1,))

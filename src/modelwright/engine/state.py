@@ -35,7 +35,10 @@ def snapshot(engine: Engine, **beside: Any) -> Snapshot:
         "precision": engine.precision.state(),
         **beside,
     }
-    files = {MODEL: [_lazy(*item) for item in engine.weights.items()], OPTIMIZER: [_lazy(*item) for item in parts.items()]}
+    files = {
+        MODEL: [_lazy(*item) for item in engine.weights.items()],
+        OPTIMIZER: [_lazy(*item) for item in parts.items()],
+    }
     return Snapshot(engine.cursor.step, state, files)
 
 
@@ -48,7 +51,9 @@ def restore(engine: Engine, folder: Path) -> dict[str, Any]:
         for key in stored.keys():  # noqa: SIM118 (this is no dict)
             name, part = key.rsplit(".", 1)
             weight, value = engine.weights[name], stored.get_tensor(key)
-            engine.optimizer.state[weight][part] = place(value, weight) if value.ndim else value.to(_count_device(weight))
+            engine.optimizer.state[weight][part] = (
+                place(value, weight) if value.ndim else value.to(_count_device(weight))
+            )
     engine.guard.restore(state["guard"])
     engine.precision.restore(state["precision"])
     engine.cursor = Cursor(**state["cursor"])
@@ -65,8 +70,3 @@ def restore_weights(engine: Engine, folder: Path) -> None:
 
 def _lazy(name: str, tensor: Tensor) -> Lazy:
     return Lazy(name, tuple(tensor.shape), tensor.dtype, lambda: whole(tensor))
-
-
-def _count_device(weight: Tensor) -> torch.device:
-    """AdamW counts its steps on the device where it is fused, else on the host."""
-    return weight.device if weight.device.type == "cuda" else torch.device("cpu")

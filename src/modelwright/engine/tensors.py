@@ -70,7 +70,7 @@ def write(path: Path, tensors: list[Lazy]) -> str:
             data = tensor.fetch().to("cpu").contiguous()
             if data.is_floating_point() and not bool(torch.isfinite(data).all()):
                 raise Diverged(f"{tensor.name} holds a number that is not finite; no checkpoint is written with it")
-            view = memoryview(data.reshape(-1).view(torch.uint8).numpy()) if data.numel() else memoryview(b"")
+            view = data.reshape(-1).view(torch.uint8).numpy().data if data.numel() else memoryview(b"")
             file.write(view)
             digest.update(view)
         file.flush()

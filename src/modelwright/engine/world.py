@@ -16,8 +16,8 @@ import torch.distributed as dist
 from modelwright import errors
 from modelwright.errors import ModelwrightError, UsageError
 
-
 T = TypeVar("T")
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class World:
     """This process's number."""
     size: int = 1
     """Processes in all."""
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     """Where this process computes."""
 
     @property
@@ -77,6 +77,8 @@ class World:
 class OtherRankFailed(ModelwrightError):
     """The main rank has written the letter; this one only leaves with the same code."""
 
+    told_elsewhere = True
+
     def __init__(self, letter: str, exit_code: int) -> None:
         super().__init__(letter)
         self.exit_code = exit_code
@@ -89,7 +91,7 @@ def joined(timeout_seconds: float = 600.0) -> Iterator[World]:
     local_rank = _number("LOCAL_RANK", rank if not torch.cuda.is_available() else 0)
     if not 0 <= rank < size:
         raise UsageError(f"RANK is {rank} and WORLD_SIZE {size}; it wants a rank from 0 to {size - 1}")
-    device = torch.device("cpu")
+    device = CPU
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)

@@ -30,7 +30,9 @@ def save_model(model: Any, tokenizer: Any, weights: dict[str, Tensor], folder: P
     except Exception as error:
         shutil.rmtree(partial, ignore_errors=True)
         if (isinstance(error, OSError) and is_storage_failure(error)) or "os error 28" in str(error):
-            raise StorageError(f"{folder}: the model could not be written ({error}); the checkpoints are unharmed") from None
+            raise StorageError(
+                f"{folder}: the model could not be written ({error}); the checkpoints are unharmed"
+            ) from None
         raise
 
 

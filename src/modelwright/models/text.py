@@ -17,6 +17,8 @@ from modelwright.models import smollm2
 from modelwright.recipe.schema import Model
 
 WEIGHTS = (".safetensors",)
+NOT_FETCHED = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5", "*.onnx"]
+"""Pickles, and other forms of the same weights."""
 FORWARD_TOLERANCE = 2e-2
 """Relative difference of logits that two orders of arithmetic may make in low precision; a leak makes 0.3 and more."""
 
@@ -55,7 +57,9 @@ def find(model: Model, beside: Path) -> Found:
         if (folder / "config.json").exists():
             return Found(name, folder)
         if folder.is_dir():
-            raise ModelError(f"model: the folder {folder} has no config.json; it wants a folder that from_pretrained reads")
+            raise ModelError(
+                f"model: the folder {folder} has no config.json; it wants a folder that from_pretrained reads"
+            )
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise ModelError(_no_such_model(name, beside))
     return _from_hub(name, model.revision, beside)
@@ -65,7 +69,7 @@ def _from_hub(name: str, revision: str | None, beside: Path) -> Found:
     from huggingface_hub import snapshot_download
 
     try:
-        path = snapshot_download(name, revision=revision, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5"])
+        path = snapshot_download(name, revision=revision, ignore_patterns=NOT_FETCHED)
     except Exception as error:  # the hub client raises many kinds; each becomes one letter
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(
@@ -151,8 +155,8 @@ def check_forward(model: Any) -> None:
     gap = float((alone.float() - ours.float()).abs().max() / alone.float().abs().max().clamp(min=1e-6))
     if gap > FORWARD_TOLERANCE:
         raise ModelError(
-            f"model: packed documents see each other, or the head does more than we know of (logits differ by {gap:.1e}); "
-            "this family cannot be trained here yet"
+            f"model: packed documents see each other, or the head does more than we know of (logits differ by "
+            f"{gap:.1e}); this family cannot be trained here yet"
         )
 
 

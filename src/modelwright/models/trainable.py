@@ -21,7 +21,8 @@ class Share:
     """Parameters in all."""
 
     def __str__(self) -> str:
-        return f"{self.trained / 1e6:,.1f} M of {self.total / 1e6:,.1f} M parameters move ({self.trained / self.total:.2%})"
+        millions = f"{self.trained / 1e6:,.1f} M of {self.total / 1e6:,.1f} M"
+        return f"{millions} parameters move ({self.trained / self.total:.2%})"
 
 
 def set_trainable(model: Any, parts: Parts) -> Any:
@@ -58,7 +59,9 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == wanted:
             return module
-    raise ModelError("model: its transformer layers were not found, so last_layers cannot be chosen; use trainable: all")
+    raise ModelError(
+        "model: its transformer layers were not found, so last_layers cannot be chosen; use trainable: all"
+    )
 
 
 def _moving_parts(model: Any, parts: Parts) -> list[nn.Module]:
@@ -67,7 +70,9 @@ def _moving_parts(model: Any, parts: Parts) -> list[nn.Module]:
     if wish.last_layers:
         layers = decoder_layers(model)
         if wish.last_layers > len(layers):
-            raise ModelError(f"model: trainable.last_layers is {wish.last_layers}, but the model has {len(layers)} layers")
+            raise ModelError(
+                f"model: trainable.last_layers is {wish.last_layers}, but the model has {len(layers)} layers"
+            )
         moving += list(layers[len(layers) - wish.last_layers :])
     if wish.head:
         moving.append(model.get_output_embeddings())

@@ -45,8 +45,10 @@ class StagePlan:
     @property
     def arithmetic(self) -> str:
         """The batch as a sum a person can check."""
-        parts = f"{self.per_device} per device × {self.world} device{'s' * (self.world > 1)} × {self.accumulation} accumulation"
-        return f"batch {self.global_batch} = {parts}"
+        devices = f"{self.world} device{'s' * (self.world > 1)}"
+        return (
+            f"batch {self.global_batch} = {self.per_device} per device × {devices} × {self.accumulation} accumulation"
+        )
 
     def as_json(self) -> dict[str, Any]:
         """The plan for plan.json."""
@@ -63,13 +65,15 @@ def plan_stage(settings: Sft, rows: int, world: int, facts: Facts, kept_batch: i
         source = "this run's earlier start" if kept_batch else "global_batch_size"
         reasons.append(f"{per_device} rows per device, {accumulation} times, keep the batch of {wished} ({source})")
         if empty := per_device * accumulation * world - wished:
-            reasons.append(f"{empty} of {wished + empty} places in each step stay empty: {world} do not divide {wished}")
+            reasons.append(
+                f"{empty} of {wished + empty} places in each step stay empty: {world} do not divide {wished}"
+            )
     batch = wished or per_device * accumulation * world
     total = max(1, round(settings.num_train_epochs * rows))
     if settings.max_steps is not None:
         total = settings.max_steps * batch
     steps = -(-total // batch)
-    precision = settings.precision
+    precision: str = settings.precision
     if precision == "auto":
         precision, reason = choose_precision(facts)
         reasons.append(reason)

@@ -252,7 +252,7 @@ class Recipe(Frozen):
     """Supervised fine-tuning."""
     compare: Compare = Compare()
     """Questions answered before and after."""
-    gates: dict[Literal["sft"], dict[str, Threshold]] = {}
+    gates: dict[str, dict[str, Threshold]] = {}
     """For each stage, what its metrics must be for the result to be promoted."""
     environment: dict[str, str] = {}
     """Environment variables that may set something, such as EPOCHS: sft.num_train_epochs."""

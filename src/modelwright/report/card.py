@@ -14,7 +14,12 @@ def facts_of(folder: RunFolder) -> dict[str, Any]:
     facts: dict[str, Any] = {"folder": str(folder.path)}
     for event in journal.read(folder.journal):
         if event["event"] == "verdict":
-            facts |= {"stage": event["stage"], "open": event["open"], "letter": event["letter"], "metrics": event["metrics"]}
+            facts |= {
+                "stage": event["stage"],
+                "open": event["open"],
+                "letter": event["letter"],
+                "metrics": event["metrics"],
+            }
         elif event["event"] == "done":
             facts["seconds"] = event["seconds"]
     return facts
@@ -35,7 +40,9 @@ def card(folder: RunFolder) -> str:
             lines.append(f"  {label:<16} {number(metrics.get(before))} → {number(metrics[after])}{change}")
     lines.append(f"  {'verdict':<16} {'open' if facts.get('open') else 'closed'}")
     trained = f"{metrics.get('steps', 0):.0f} steps, {metrics.get('tokens', 0):,.0f} tokens"
-    lines.append(f"  {'time':<16} {duration(facts.get('seconds', 0))} in all; {trained} in {duration(metrics.get('seconds', 0))}")
+    lines.append(
+        f"  {'time':<16} {duration(facts.get('seconds', 0))} in all; {trained} in {duration(metrics.get('seconds', 0))}"
+    )
     lines.append(f"  {'model':<16} {folder.best_model}")
     lines.append(f"  {'before / after':<16} {folder.demo_outputs / 'before_after.md'}")
     lines += ["", "next:"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from modelwright.runs.journal import Event
 
 
@@ -67,7 +69,12 @@ def _evaluation(event: Event) -> str:
 def _answers(event: Event) -> str:
     lines = []
     for pair in event["answers"]:
-        lines += ["", f"question: {plain(pair['question'])}", f"  before: {plain(pair['before'])}", f"  after:  {plain(pair['after'])}"]
+        lines += [
+            "",
+            f"question: {plain(pair['question'])}",
+            f"  before: {plain(pair['before'])}",
+            f"  after:  {plain(pair['after'])}",
+        ]
     return "\n".join([*lines, "", plain(event["notice"])])
 
 
@@ -76,7 +83,7 @@ def plain(text: str) -> str:
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
-LINES = {
+LINES: dict[str, Callable[[Event], str | None]] = {
     "run": lambda e: f"run {e['folder']}: {e['recipe']}, {' → '.join(e['stages'])}",
     "gathering": lambda e: f"model: {e['model']} (the embedded one is converted on first use, about 40 s)"
     if e["model"].startswith("smollm2") else f"model: {e['model']}",

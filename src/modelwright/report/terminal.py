@@ -80,7 +80,9 @@ class _Panel:
         left, speed, memory = event.get("eta_seconds"), event.get("tokens_per_second"), event.get("memory_bytes")
         head = f"step {event['step']}/{event['steps']}  epoch {event['epoch']:.2f}"
         head += f"  {duration(left)} left" if left is not None else ""
-        held_out = f"  held-out {number(self._held_out[-1])} (best {number(min(self._held_out))})" if self._held_out else ""
+        held_out = (
+            f"  held-out {number(self._held_out[-1])} (best {number(min(self._held_out))})" if self._held_out else ""
+        )
         curve = sparkline(list(self._losses)) if self._losses else ""
         facts = f"lr {event['learning_rate']:.2e}  grad {number(event['grad_norm'])}"
         facts += f"  {speed:,.0f} tok/s" if speed else ""

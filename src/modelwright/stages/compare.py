@@ -25,7 +25,9 @@ def compare(context: Context, found: Ingredients, stage: str) -> dict[str, float
     if not questions:
         return {}
     result = read_json(context.folder.result(stage))
-    key = xxhash.xxh3_128_hexdigest(repr([found.base.fingerprint(), result["files"], questions, wish.model_dump()]).encode())
+    key = xxhash.xxh3_128_hexdigest(
+        repr([found.base.fingerprint(), result["files"], questions, wish.model_dump()]).encode()
+    )
     path = context.folder.demo_outputs / "before_after.json"
     kept = read_json(path) if path.exists() else {}
     if kept.get("key") != key:

@@ -71,7 +71,11 @@ def judge(
         for word, limit in (("at most", threshold.at_most), ("at least", threshold.at_least)):
             if limit is not None:
                 bound, wants = _bound(word, limit, threshold.times, metrics)
-                holds = value is not None and bound is not None and (value <= bound if word == "at most" else value >= bound)
+                holds = (
+                    value is not None
+                    and bound is not None
+                    and (value <= bound if word == "at most" else value >= bound)
+                )
                 checks.append(Check(metric, value, wants, holds, (lines or {}).get(metric)))
     return Verdict(stage, all(check.passed for check in checks), tuple(checks))
 

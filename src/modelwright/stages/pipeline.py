@@ -93,7 +93,9 @@ def finished(context: Context, stage: str, found: Ingredients) -> dict[str, Any]
     model = context.folder.model(stage)
     for name, digest in result["files"].items():
         if not (model / name).is_file() or hash_file(model / name) != digest:
-            context.journal.add("note", stage=stage, message=f"{name} of the {stage} model is damaged; it is made again")
+            context.journal.add(
+                "note", stage=stage, message=f"{name} of the {stage} model is damaged; it is made again"
+            )
             return None
     return result
 
@@ -108,7 +110,7 @@ def _promote(context: Context, stage: str, found: Ingredients) -> None:
     verdict = verdict_on(context.loaded, stage, metrics)
     write_json(context.folder.gate(stage), {**verdict.as_json(), "metrics": metrics})
     record.write_history(context, stage)
-    record.write_summary(context, stage, result, metrics, verdict)
+    record.write_summary(context, stage, result["plan"], metrics, verdict)
     record.write_card(context, stage, found.base, metrics, verdict)
     context.journal.add("verdict", stage=stage, open=verdict.open, letter=verdict.letter, metrics=metrics)
     if not verdict.open:

@@ -12,6 +12,7 @@ from modelwright.runs.folder import write_json, write_text
 from modelwright.stages.context import Context
 from modelwright.stages.gate import Verdict
 
+Metrics = dict[str, float | None]
 STEP_FACTS = ("step", "epoch", "loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second", "memory_bytes")
 
 
@@ -25,7 +26,7 @@ def write_history(context: Context, stage: str) -> None:
     write_json(context.folder.history, [steps[step] for step in sorted(steps)])
 
 
-def write_summary(context: Context, stage: str, result: dict[str, Any], metrics: dict[str, Any], verdict: Verdict) -> None:
+def write_summary(context: Context, stage: str, plan: dict[str, Any], metrics: Metrics, verdict: Verdict) -> None:
     """Settings and results in one file."""
     import torch
     import transformers
@@ -38,8 +39,8 @@ def write_summary(context: Context, stage: str, result: dict[str, Any], metrics:
             "model": context.recipe.model.model_name_or_path,
             "data": context.recipe.data.dataset_name or context.recipe.data.train_file,
             "settings": context.recipe.stages[stage].model_dump(mode="json"),
-            "batch": result["plan"]["arithmetic"],
-            "plan": result["plan"],
+            "batch": plan["arithmetic"],
+            "plan": plan,
             "metrics": metrics,
             "verdict": verdict.as_json(),
             "hardware": context.facts.name,
@@ -54,7 +55,7 @@ def write_summary(context: Context, stage: str, result: dict[str, Any], metrics:
     )
 
 
-def write_card(context: Context, stage: str, base: Found, metrics: dict[str, Any], verdict: Verdict) -> None:
+def write_card(context: Context, stage: str, base: Found, metrics: Metrics, verdict: Verdict) -> None:
     """A model card that says only what is so."""
     recipe = context.recipe
     measured = "\n".join(f"| {name} | {value:.4g} |" for name, value in metrics.items() if value is not None)

@@ -13,7 +13,7 @@ AT_ONCE = "stopped; the same command continues from the last checkpoint"
 
 
 class Stopper:
-    """Hears SIGTERM and Ctrl-C. While training it waits for the step to end; elsewhere nothing is lost by stopping now."""
+    """Hears SIGTERM and Ctrl-C: while training it waits for the step to end, elsewhere it stops at once."""
 
     def __init__(self) -> None:
         self._asked = False

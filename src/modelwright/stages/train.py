@@ -63,7 +63,9 @@ class Training:
                 else:
                     self._keep(report)
                 if report.stop_asked:
-                    raise Interrupted(f"stopped after step {report.step} of {self.plan.steps}; the same command continues")
+                    raise Interrupted(
+                        f"stopped after step {report.step} of {self.plan.steps}; the same command continues"
+                    )
         return self._finish(time.monotonic() - began)
 
     def _keep(self, report: StepReport) -> None:
@@ -78,7 +80,9 @@ class Training:
     def _skip_or_go_back(self, report: StepReport) -> None:
         """After a bad step: the weights have not moved; when that does not end it, go back once, then stop."""
         self.bad_steps += 1
-        told = f"step {report.step} is skipped: {report.health} (loss {report.loss:.4g}, gradient {report.grad_norm:.4g})"
+        told = (
+            f"step {report.step} is skipped: {report.health} (loss {report.loss:.4g}, gradient {report.grad_norm:.4g})"
+        )
         self.context.journal.add("skipped", stage=self.stage, step=report.step, health=report.health, message=told)
         if self.bad_steps <= self.settings.max_skipped_steps:
             return
@@ -106,7 +110,9 @@ class Training:
         taken = state.snapshot(self.engine, **beside)
         self.checkpoints.save(taken, self.context.world.is_main, self._best_step())
         self.saved_at = self.engine.cursor.step
-        self.context.journal.add("saved", stage=self.stage, step=self.saved_at, seconds=round(time.monotonic() - began, 3))
+        self.context.journal.add(
+            "saved", stage=self.stage, step=self.saved_at, seconds=round(time.monotonic() - began, 3)
+        )
 
     def _newest_step(self) -> int | None:
         """The newest good checkpoint, agreed by all ranks."""
@@ -149,10 +155,10 @@ class Training:
         if best is not None and best != self.engine.cursor.step:
             state.restore_weights(self.engine, self._folder_of(best))
             self._note(f"the weights of step {best} have the lowest held-out loss and are kept")
-        final = next((item["eval_loss"] for item in self.evaluations if item["step"] == best), None)
+        losses = {item["step"]: item["eval_loss"] for item in self.evaluations}
         metrics: dict[str, float | None] = {
-            "eval_loss": final if best is not None else (self.evaluations[-1]["eval_loss"] if self.evaluations else None),
-            "base_eval_loss": self.evaluations[0]["eval_loss"] if self.evaluations else None,
+            "eval_loss": losses.get(self.engine.cursor.step if best is None else best),
+            "base_eval_loss": losses.get(0),
             "steps": self.engine.cursor.step,
             "tokens": self.engine.cursor.tokens,
             "trained_tokens": self.engine.cursor.trained_tokens,

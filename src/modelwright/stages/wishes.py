@@ -37,7 +37,9 @@ def refuse_changes(before: Mapping[str, Any], now: Mapping[str, Any], allowed: C
     if refused:
         named = "; ".join(_told(key, before.get(key), now.get(key)) for key in refused)
         options = " ".join(f"--override {key}" for key in refused)
-        raise Refused(f"this run was started otherwise: {named}. Choose another output_dir, put it back, or add {options}")
+        raise Refused(
+            f"this run was started otherwise: {named}. Choose another output_dir, put it back, or add {options}"
+        )
     return [_told(key, before.get(key), now.get(key)) for key in changed]
 
 

@@ -39,11 +39,13 @@ class SftTask:
     """Conversations as rows, packed or padded."""
 
     def __init__(self, model: Any, tokenizer: Any, data: Conversations, settings: Sft, stops: Collection[int]) -> None:
-        self.module = AnswerLoss(model)
+        self.module: nn.Module = AnswerLoss(model)
         self.train_set = self._encode(data.train, tokenizer, settings, stops)
         self.held_out_set = self._encode(data.held_out, tokenizer, settings, stops) if data.held_out else EncodedSet()
         lengths = [len(row) for row in self.train_set.rows]
-        self._groups = pack(lengths, settings.max_length) if settings.packing else [[row] for row in range(len(lengths))]
+        self._groups = (
+            pack(lengths, settings.max_length) if settings.packing else [[row] for row in range(len(lengths))]
+        )
 
     @staticmethod
     def _encode(conversations: Any, tokenizer: Any, settings: Sft, stops: Collection[int]) -> EncodedSet:
@@ -89,7 +91,10 @@ def collate(groups: Sequence[Sequence[Encoded]]) -> Batch:
         positions[row, start:] = np.arange(length - start)
     places = np.concatenate(learnt) if learnt else np.zeros(0, dtype=np.int64)
     return Batch(
-        inputs={name: torch.from_numpy(value) for name, value in (("tokens", tokens), ("positions", positions), ("learnt", places))},
+        inputs={
+            name: torch.from_numpy(value)
+            for name, value in (("tokens", tokens), ("positions", positions), ("learnt", places))
+        },
         trained=len(places),
         tokens=sum(len(document) for group in groups for document in group),
     )

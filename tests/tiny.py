@@ -1,0 +1,121 @@
+"""Real but tiny: a tokenizer, a language model and a recipe, made the same way each time, in seconds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from modelwright.data.sources import EMBEDDED
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+WORDS = 400
+"""Tokens the tokenizer knows, its special ones among them."""
+SFT = {
+    "max_steps": 12,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 1e-3,
+    "max_length": 64,
+    "precision": "fp32",
+    "save_steps": 3,
+    "eval_steps": 6,
+}
+"""What the recipe's sft section says unless told otherwise."""
+
+
+def tiny_tokenizer(folder: Path) -> Any:
+    """A byte-level BPE learnt from the field guide, with ChatML; pad is eos on purpose, which must do no harm."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=WORDS,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(EMBEDDED["field-guide"].read_text(encoding="utf-8").splitlines(), trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def tiny_model(folder: Path, layers: int = 2, tied: bool = True, seed: int = 0) -> Path:
+    """A Llama of width 64 with random weights and the tiny tokenizer, as a folder that from_pretrained reads."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = tiny_tokenizer(folder)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    return folder
+
+
+def tiny_rows(count: int) -> list[dict[str, str]]:
+    """Questions with answers of many lengths, no two alike."""
+    kinds = ["rope", "tent", "map", "fire", "knot", "boot", "stove"]
+    return [
+        {
+            "question": f"What is {number} and {number % 7}, in {kinds[number % 7]}s?",
+            "answer": f"Sum: {number + number % 7}." + " Count again." * (number % 3),
+        }
+        for number in range(count)
+    ]
+
+
+def tiny_recipe(folder: Path, model: Path, rows: int = 40, **sft_settings: Any) -> Path:
+    """A recipe in the folder that tunes the model on rows.jsonl beside it; its run is folder/run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(row) for row in tiny_rows(rows)]
+    (folder / "rows.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    sections: dict[str, Any] = {
+        "name": "tiny",
+        "output_dir": str(folder / "run"),
+        "model": {"model_name_or_path": str(model)},
+        "data": {
+            "train_file": "rows.jsonl",
+            "columns": {"question": "prompt", "answer": "completion"},
+            "test_size": 4,
+        },
+        "sft": {**SFT, **sft_settings},
+        "compare": {"prompts": ["What is 3 and 4, in tents?"], "max_new_tokens": 4},
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(_as_yaml(sections), encoding="utf-8")
+    return path
+
+
+def _as_yaml(sections: dict[str, Any]) -> str:
+    """Sections as YAML, a setting a line, so that letters have lines to name."""
+    lines: list[str] = []
+    for name, value in sections.items():
+        if isinstance(value, dict):
+            lines.append(f"{name}:")
+            lines += [f"  {key}: {json.dumps(setting)}" for key, setting in value.items()]
+        else:
+            lines.append(f"{name}: {json.dumps(value)}")
+    return "\n".join(lines) + "\n"
