@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from modelwright.data.conversations import Conversation, Message
 from modelwright.errors import DataError, Problem
@@ -85,19 +86,26 @@ def encode_all(
 
 def encode(conversation: Conversation, tokenizer: Any, assistant_only: bool = True) -> list[Encoded]:
     """Encode one conversation; a template that rewrites earlier turns gives one row for each answer."""
-    messages = list(conversation.messages)
     if not tokenizer.chat_template:
         return [_encode_plain(conversation, tokenizer, assistant_only)]
+    try:
+        return _encode_turns(list(conversation.messages), tokenizer, assistant_only)
+    except TemplateError as error:
+        roles = ", ".join(message["role"] for message in conversation.messages)
+        letter = f"the model's chat template does not take the turns {roles} ({error})"
+        raise DataError([Problem(conversation.where, letter)]) from None
+
+
+def _encode_turns(messages: list[Message], tokenizer: Any, assistant_only: bool) -> list[Encoded]:
     whole = _render(tokenizer, messages)
+    # a greeting that opens the conversation was not asked for: it is read, not learnt
+    answers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant" and turn > 0]
     spans: list[tuple[int, int]] = []
-    for end, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        after = _render(tokenizer, messages[: end + 1])
+    for turn in answers:
+        after = _render(tokenizer, messages[: turn + 1])
         if not whole.startswith(after):
-            answers = [i + 1 for i, turn in enumerate(messages) if turn["role"] == "assistant"]
-            return [_encode_last(tokenizer, messages[:stop], assistant_only) for stop in answers]
-        spans.append((_answer_start(tokenizer, messages[:end], after), len(after)))
+            return [_encode_last(tokenizer, messages[: turn + 1], assistant_only) for turn in answers]
+        spans.append((_answer_start(tokenizer, messages[:turn], after), len(after)))
     return [_encode_spans(tokenizer, whole, spans if assistant_only else [(0, len(whole))])]
 
 
@@ -132,6 +140,9 @@ def _encode_plain(conversation: Conversation, tokenizer: Any, assistant_only: bo
     roles = [message["role"] for message in conversation.messages]
     if roles != ["user", "assistant"]:
         letter = f"the tokenizer has no chat template, which the turns {', '.join(roles)} need; use an instruct model"
+        raise DataError([Problem(conversation.where, letter)])
+    if tokenizer.eos_token_id is None:
+        letter = "the tokenizer has neither a chat template nor an end-of-text token; use an instruct model"
         raise DataError([Problem(conversation.where, letter)])
     prompt, answer = (message["content"] for message in conversation.messages)
     before = tokenizer(prompt)["input_ids"]

@@ -69,13 +69,12 @@ class Conversations:
 
 def load(data: Data, seed: int, beside: Path) -> Conversations:
     """Read, check and split the data of a recipe; every problem is told at once."""
-    everything = converse(read_training(data, beside), data)
-    if data.validation_file:
-        train, held_out = everything, converse(read_validation(data, beside), data)
-    else:
-        train, held_out = split(everything, data, seed)
-    if not train:
-        raise DataError([Problem(str(data.dataset_name or data.train_file), "no row is left to train on")])
+    train, held_out = converse(read_training(data, beside), data), converse(read_validation(data, beside), data)
+    for items, source in ((train, data.dataset_name or data.train_file), (held_out, data.validation_file)):
+        if source and not items:
+            raise DataError([Problem(source, "there is no row in it")])
+    if not data.validation_file:
+        train, held_out = split(train, data, seed)
     digest = xxhash.xxh3_128()
     for side in (train, held_out):
         for item in side:
@@ -150,22 +149,26 @@ def ask(question: str, system_prompt: str | None) -> list[Message]:
 def _messages(row: Row, parts: dict[str, str], system_prompt: str | None) -> list[Message] | str:
     """The row's messages, or what is wrong with it."""
     if "messages" in parts:
-        messages = _turns(row.values[parts["messages"]])
+        messages = _turns(row.values.get(parts["messages"]))
     else:
-        prompt, completion = row.values[parts["prompt"]], row.values[parts["completion"]]
+        prompt, completion = row.values.get(parts["prompt"]), row.values.get(parts["completion"])
         for name, value in (("prompt", prompt), ("completion", completion)):
             if value is None or value == [] or (isinstance(value, str) and not value.strip()):
                 return f"{parts[name]!r} is empty; it wants text"
             if not isinstance(value, str | list):
                 return f"{parts[name]!r} is {value!r}; it wants text"
-        turns = [[{"role": role, "content": value}] if isinstance(value, str) else value
-                 for role, value in (("user", prompt), ("assistant", completion))]  # fmt: skip
+        turns: list[Any] = [
+            [{"role": role, "content": value}] if isinstance(value, str) else value
+            for role, value in (("user", prompt), ("assistant", completion))
+        ]
         messages = _turns([*turns[0], *turns[1]])
     if isinstance(messages, str):
         return messages
     system = row.values.get(parts["system"]) if "system" in parts else system_prompt
     if system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": str(system)}, *messages]
+    if any("\ud800" <= letter <= "\udfff" for message in messages for letter in message["content"]):
+        return "the text holds half a character (a lone surrogate), which no tokenizer takes"
     return messages
 
 

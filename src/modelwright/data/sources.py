@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import difflib
+import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -78,7 +79,11 @@ def _read_folder(path: Path) -> Iterator[Row]:
         from datasets import DatasetDict, load_from_disk
 
         stored = load_from_disk(str(path))
-        yield from _rows_of(stored["train"] if isinstance(stored, DatasetDict) else stored, path.name)
+        if isinstance(stored, DatasetDict):
+            if "train" not in stored:
+                raise UsageError(f"data: {path} has no split 'train'; its splits are {', '.join(stored)}")
+            stored = stored["train"]
+        yield from _rows_of(stored, path.name)
         return
     files = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES)
     train = [p for p in files if p.stem.startswith("train")]
@@ -138,7 +143,8 @@ def _read_json(name: str, text: str) -> Iterator[Row]:
 
 
 def _read_csv(name: str, text: str) -> Iterator[Row]:
-    reader = csv.DictReader(text.splitlines(keepends=True))
+    csv.field_size_limit(max(len(text), 131_072))  # the library's own limit, which one long document passes
+    reader = csv.DictReader(io.StringIO(text, newline=""))  # splitlines would also cut at U+2028 and the like
     for values in reader:
         if None in values or None in values.values():
             count = len(reader.fieldnames or [])

@@ -36,7 +36,6 @@ def shard(module: nn.Module, world: World, how: str, compute: torch.dtype | None
         device_ids=[world.device] if world.device.type == "cuda" else None,
         bucket_cap_mb=BUCKET_MEGABYTES,
         gradient_as_bucket_view=True,
-        broadcast_buffers=False,
     )
 
 

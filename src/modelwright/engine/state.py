@@ -51,9 +51,8 @@ def restore(engine: Engine, folder: Path) -> dict[str, Any]:
         for key in stored.keys():  # noqa: SIM118 (this is no dict)
             name, part = key.rsplit(".", 1)
             weight, value = engine.weights[name], stored.get_tensor(key)
-            engine.optimizer.state[weight][part] = (
-                place(value, weight) if value.ndim else value.to(_count_device(weight))
-            )
+            is_count = part == "step"  # AdamW counts on the weight's own device where it is fused
+            engine.optimizer.state[weight][part] = value.to(weight.device) if is_count else place(value, weight)
     engine.guard.restore(state["guard"])
     engine.precision.restore(state["precision"])
     engine.cursor = Cursor(**state["cursor"])

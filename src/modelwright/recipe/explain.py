@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,21 @@ from modelwright.recipe.schema import NAME_PATTERN, Recipe
 from modelwright.recipe.settings import Setting, children, find, sections
 from modelwright.recipe.tree import DEFAULT, Origin
 from modelwright.recipe.unknown import nearest
+
+REFERENCE_HEAD = """\
+# Recipe reference
+
+<!-- Made from src/modelwright/recipe/schema.py by reference_markdown(); a test holds it to that. To make it anew:
+     UPDATE_GOLDEN=1 pytest tests/recipe/test_reference.py -->
+
+Every setting a recipe may have. `base: NAME` at the top builds on another recipe, by path or by the name of a
+shipped one. Names in the last column are what other tools say: they are read with a one-line note. A setting
+marked **required** has no default. For the values in your own recipe, and who set each:
+
+```bash
+modelwright explain quickstart
+```
+"""
 
 
 @dataclass(frozen=True)
@@ -102,6 +118,29 @@ def editor_schema() -> dict[str, Any]:
         definition.pop("required", None)
     schema["properties"]["name"]["pattern"] = NAME_PATTERN
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def reference_markdown() -> str:
+    """Every setting as a page, section by section: the text of docs/reference/recipe.md."""
+    threshold = find(("gates", "STAGE", "METRIC"))
+    assert threshold is not None
+    parts = [REFERENCE_HEAD]
+    for section in (*sections().values(), threshold):
+        title = f"`{section.key}`" if section.key else "The recipe"
+        table = ["| setting | wants | default | meaning | also called |", "|---|---|---|---|---|"]
+        table += [_reference_row(setting) for setting in children(section)]
+        parts.append("\n".join([f"## {title}", "", section.sentence, "", *table, ""]))
+    return "\n".join(parts)
+
+
+def _reference_row(setting: Setting) -> str:
+    name = setting.key.rpartition(".")[2]
+    wants = setting.wants + (", or null" if setting.optional else "")
+    default = "" if setting.section else f"`{json.dumps(_plain_default(setting), ensure_ascii=False)}`"
+    default = "**required**" if setting.required else default
+    others = ", ".join(f"`{other}`" for other in other_names(setting.key))
+    cells = [f"`{name}`", wants, default, setting.sentence, others]
+    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
 
 
 def _value(loaded: LoadedRecipe, key: str) -> Any:

@@ -1,0 +1,51 @@
+"""The verb that measures: bench, against a peer on the same machine."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Annotated
+
+import typer
+
+Save = Annotated[bool, typer.Option("--save", help="Keep the figures in bench/results.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the command."""
+    bench = typer.Typer(help="Measure against a peer, in one run on this machine.", no_args_is_help=True)
+    bench.command("start")(start)
+    bench.command("sft")(sft)
+    app.add_typer(bench, name="bench")
+
+
+def start(save: Save = False, as_json: Json = False) -> None:
+    """CPU-seconds of help and of a typing mistake, beside the command of TRL."""
+    from modelwright.bench import start as benchmark
+
+    _measure(benchmark, "start", save, as_json)
+
+
+def sft(save: Save = False, as_json: Json = False) -> None:
+    """Tokens per second of our SFT loop, beside TRL's SFTTrainer."""
+    from modelwright.bench import sft as benchmark
+    from modelwright.runs.caches import prepare_environment
+
+    prepare_environment()
+    _measure(benchmark, "sft", save, as_json)
+
+
+def _measure(benchmark: ModuleType, name: str, save: bool, as_json: bool) -> None:
+    """Measure, tell and keep."""
+    import json
+    import sys
+    from contextlib import redirect_stdout
+
+    from modelwright.bench import results
+
+    with redirect_stdout(sys.stderr):  # the peer prints while it trains; ours is the only object on stdout
+        figures = benchmark.measure()
+    measured = results.result(name, figures)
+    print(json.dumps(measured, ensure_ascii=False) if as_json else "\n".join(benchmark.lines(figures)))
+    if save:
+        print(f"kept in {results.save(measured)}", file=sys.stderr)

@@ -1,0 +1,216 @@
+"""Which tokens train, held against the public bugs of those who went before us.
+
+Every template here is one that is in use somewhere: ChatML, one with a BOS of its own, one that strips earlier
+thinking, one that forgets to end a turn.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from modelwright.data.chat import Encoded, encode, encode_all
+from modelwright.data.conversations import Conversation
+from modelwright.errors import DataError
+from tiny import CHATML
+
+BOS_TEMPLATE = "<|endoftext|>" + CHATML
+STRIPS_THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' and not loop.last and '</think>' in m['content'] %}"
+    "{{ m['content'].split('</think>')[-1] }}{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+NEVER_ENDS = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+ASKS_FOR_THOUGHT = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
+
+
+def conversation(*turns: str, system: str | None = None) -> Conversation:
+    """Turns of user and assistant in alternation."""
+    messages = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(turns)]
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    return Conversation("rows.jsonl:1", tuple(messages), turns[0])
+
+
+def with_template(tokenizer: Any, template: str | None) -> Any:
+    changed = copy.deepcopy(tokenizer)
+    changed.chat_template = template
+    return changed
+
+
+def trained_text(tokenizer: Any, row: Encoded) -> list[str]:
+    """The stretches of text that train."""
+    stretches: list[list[int]] = [[]]
+    for token, trains in zip(row.tokens.tolist(), row.trained.tolist(), strict=True):
+        if trains:
+            stretches[-1].append(token)
+        elif stretches[-1]:
+            stretches.append([])
+    return [tokenizer.decode(stretch) for stretch in stretches if stretch]
+
+
+def test_trl_1623_eos_is_trained_although_pad_is_the_same_token(tokenizer: Any) -> None:
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    [row] = encode(conversation("Why?", "So."), tokenizer)
+    trained = row.tokens[row.trained].tolist()
+    assert trained.count(tokenizer.eos_token_id) == 1
+    assert trained_text(tokenizer, row) == ["So.<|im_end|>\n"]
+
+
+def test_trl_4879_a_template_without_generation_tags_trains_the_assistant_alone(tokenizer: Any) -> None:
+    assert "generation %}" not in tokenizer.chat_template
+    [row] = encode(conversation("Why?", "So.", system="Be brief."), tokenizer)
+    assert tokenizer.decode(row.tokens) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n"
+        "<|im_start|>assistant\nSo.<|im_end|>\n"
+    )
+    assert trained_text(tokenizer, row) == ["So.<|im_end|>\n"]
+
+
+def test_trl_3728_every_assistant_turn_of_a_long_conversation_trains(tokenizer: Any) -> None:
+    [row] = encode(conversation("One?", "First.", "Two?", "Second.", "Three?", "Third."), tokenizer)
+    assert trained_text(tokenizer, row) == ["First.<|im_end|>\n", "Second.<|im_end|>\n", "Third.<|im_end|>\n"]
+
+
+def test_trl_3728_the_assistant_only_mask_is_kept_when_rows_are_packed(tokenizer: Any) -> None:
+    from modelwright.data.pack import pack
+    from modelwright.tasks.sft import collate
+
+    talks = [conversation(f"Number {n}?", f"It is {n}.") for n in range(5)]
+    rows = encode_all(talks, tokenizer, max_length=64).rows
+    groups = pack([len(row) for row in rows], 64)
+    assert len(groups) < len(rows)
+    for group in groups:
+        batch = collate([[rows[member] for member in group]])
+        learnt = batch.inputs["tokens"].flatten()[batch.inputs["learnt"] + 1]
+        said = "".join(tokenizer.decode(rows[member].tokens[rows[member].trained]) for member in group)
+        assert tokenizer.decode(learnt) == said
+        assert batch.trained == sum(int(rows[member].trained.sum()) for member in group)
+
+
+def test_alignment_handbook_127_the_first_token_is_not_doubled(tokenizer: Any) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    doubling = with_template(tokenizer, BOS_TEMPLATE)
+    doubling.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    assert doubling("x")["input_ids"][0] == 0, "this tokenizer puts a BOS before whatever it reads"
+    [row] = encode(conversation("Why?", "So."), doubling)
+    assert row.tokens.tolist().count(0) == 1
+    assert row.tokens[0] == 0
+
+
+def test_a_question_that_contains_the_answer_does_not_train(tokenizer: Any) -> None:
+    [row] = encode(conversation("So.", "So.", "So.", "So."), tokenizer)
+    assert trained_text(tokenizer, row) == ["So.<|im_end|>\n", "So.<|im_end|>\n"]
+
+
+def test_letters_of_many_bytes_train_whole(tokenizer: Any) -> None:
+    [row] = encode(conversation("Was? 🏕", "Ähm, 森の火 🔥."), tokenizer)
+    assert trained_text(tokenizer, row) == ["Ähm, 森の火 🔥.<|im_end|>\n"]
+
+
+def test_a_generation_prompt_that_opens_a_thought_does_not_swallow_the_answer(tokenizer: Any) -> None:
+    [row] = encode(conversation("Why?", "So."), with_template(tokenizer, ASKS_FOR_THOUGHT))
+    assert trained_text(tokenizer, row) == ["So.<|im_end|>\n"]
+    [row] = encode(conversation("Why?", "<think>\nHm.</think>So."), with_template(tokenizer, ASKS_FOR_THOUGHT))
+    assert trained_text(tokenizer, row) == ["Hm.</think>So.<|im_end|>\n"]
+
+
+def test_a_template_that_rewrites_history_gives_one_row_for_each_answer(tokenizer: Any) -> None:
+    strips = with_template(tokenizer, STRIPS_THINKING)
+    rows = encode(conversation("One?", "<think>a</think>First.", "Two?", "<think>b</think>Second."), strips)
+    assert [trained_text(strips, row) for row in rows] == [
+        ["<think>a</think>First.<|im_end|>\n"],
+        ["<think>b</think>Second.<|im_end|>\n"],
+    ]
+    assert "<think>a" not in strips.decode(rows[1].tokens), "the second row sees history as it will be shown"
+
+
+def test_a_template_that_would_rewrite_history_leaves_plain_conversations_whole(tokenizer: Any) -> None:
+    assert (
+        len(encode(conversation("One?", "First.", "Two?", "Second."), with_template(tokenizer, STRIPS_THINKING))) == 1
+    )
+
+
+def test_a_greeting_that_nobody_asked_for_is_read_and_not_learnt(tokenizer: Any) -> None:
+    asked = conversation("Why?", "So.")
+    greeting = ({"role": "assistant", "content": "Hello!"}, *asked.messages)
+    [row] = encode(Conversation("x", greeting, "why?"), tokenizer)
+    assert "Hello!" in tokenizer.decode(row.tokens)
+    assert trained_text(tokenizer, row) == ["So.<|im_end|>\n"]
+
+
+def test_a_template_that_refuses_a_role_is_one_letter(tokenizer: Any) -> None:
+    refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    with pytest.raises(DataError) as caught:
+        encode(conversation("Why?", "So.", system="Be brief."), with_template(tokenizer, refuses + CHATML))
+    assert str(caught.value) == (
+        "rows.jsonl:1: the model's chat template does not take the turns system, user, assistant "
+        "(System role not supported)"
+    )
+
+
+def test_without_assistant_only_every_token_trains(tokenizer: Any) -> None:
+    [row] = encode(conversation("Why?", "So."), tokenizer, assistant_only=False)
+    assert row.trained.all()
+
+
+def test_a_tokenizer_without_a_template_takes_question_and_answer(tokenizer: Any) -> None:
+    plain = with_template(tokenizer, None)
+    [row] = encode(conversation("Why? ", "So."), plain)
+    assert plain.decode(row.tokens) == "Why? So.<|im_end|>"
+    assert trained_text(plain, row) == ["So.<|im_end|>"]
+
+
+def test_a_tokenizer_without_a_template_takes_no_other_turns(tokenizer: Any) -> None:
+    with pytest.raises(DataError, match=r"no chat template, which the turns system, user, assistant need"):
+        encode(conversation("Why?", "So.", system="Be brief."), with_template(tokenizer, None))
+
+
+def test_a_tokenizer_without_template_and_end_is_refused(tokenizer: Any) -> None:
+    bare = with_template(tokenizer, None)
+    bare.eos_token = None
+    with pytest.raises(DataError, match="neither a chat template nor an end-of-text token"):
+        encode(conversation("Why?", "So."), bare)
+
+
+def test_a_template_that_never_ends_a_turn_is_an_error(tokenizer: Any) -> None:
+    with pytest.raises(DataError, match="the model would never learn to stop"):
+        encode_all([conversation("Why?", "So.")], with_template(tokenizer, NEVER_ENDS), max_length=64)
+
+
+def test_a_turn_may_end_with_a_stop_token_that_is_not_eos(tokenizer: Any) -> None:
+    other = copy.deepcopy(tokenizer)
+    other.eos_token = "<|endoftext|>"
+    stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert encode_all([conversation("Why?", "So.")], other, max_length=64, stop_tokens=[stop]).rows
+    with pytest.raises(DataError, match="never learn to stop"):
+        encode_all([conversation("Why?", "So.")], other, max_length=64)
+
+
+def test_truncation_is_counted_and_rows_with_nothing_left_to_learn_are_dropped(tokenizer: Any) -> None:
+    talks = [conversation("Why?", "So."), conversation("Why?", "word " * 50), conversation("word " * 50, "So.")]
+    whole = [len(encode(talk, tokenizer)[0]) for talk in talks]
+    facts = encode_all(talks, tokenizer, max_length=40).facts()
+    assert facts["rows"] == 2
+    assert facts["dropped_rows"] == 1
+    assert facts["truncated_rows"] == 2
+    assert facts["lost_tokens"] == whole[1] + whole[2] - 80
+    assert facts["tokens"] == whole[0] + 40
+
+
+def test_no_trained_token_at_all_is_an_error(tokenizer: Any) -> None:
+    with pytest.raises(DataError, match="no row has a trained token within max_length 8; raise max_length"):
+        encode_all([conversation("A long question, is it not?", "So.")], tokenizer, max_length=8)
+
+
+def test_no_conversation_is_no_error(tokenizer: Any) -> None:
+    assert encode_all([], tokenizer, max_length=8).rows == []

@@ -1,0 +1,229 @@
+"""Rows become conversations by the parts their columns play, and no question stands on both sides of the split."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelwright.data.conversations import Conversation, ask, converse, load, split
+from modelwright.data.sources import Row, read_training
+from modelwright.errors import DataError
+from modelwright.recipe.schema import Data
+
+PARTS = {"question": "prompt", "answer": "completion"}
+
+
+def rows_of(*values: dict[str, Any]) -> list[Row]:
+    return [Row(f"rows.jsonl:{number}", value) for number, value in enumerate(values, 1)]
+
+
+def data_of(**settings: Any) -> Data:
+    return Data(train_file="rows.jsonl", **settings)
+
+
+def letters(rows: list[Row], **settings: Any) -> list[str]:
+    with pytest.raises(DataError) as caught:
+        converse(rows, data_of(**settings))
+    return str(caught.value).splitlines()
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def questions(count: int, repeats: int = 1) -> list[Row]:
+    return rows_of(*({"question": f"Q{n}", "answer": f"A{n}-{k}"} for n in range(count) for k in range(repeats)))
+
+
+def test_a_question_and_an_answer_become_two_turns() -> None:
+    [found] = converse(rows_of({"question": "Why?", "answer": "So."}), data_of(columns=PARTS))
+    assert found.messages == (turn("user", "Why?"), turn("assistant", "So."))
+    assert (found.where, found.question) == ("rows.jsonl:1", "Why?")
+
+
+def test_columns_that_are_called_what_they_are_need_no_mapping() -> None:
+    turns = [turn("user", "Why?"), turn("assistant", "So.")]
+    for row in (
+        {"prompt": "Why?", "completion": "So."},
+        {"messages": turns},
+        {"prompt": turns[:1], "completion": turns[1:]},
+    ):
+        [found] = converse(rows_of(row), data_of())
+        assert found.messages == tuple(turns)
+
+
+def test_a_system_message_comes_from_the_recipe_or_from_a_column() -> None:
+    row = {"question": "Why?", "answer": "So.", "voice": "Be brief."}
+    [ours] = converse(rows_of(row), data_of(columns=PARTS, system_prompt="You are a ranger."))
+    [theirs] = converse(rows_of(row), data_of(columns={**PARTS, "voice": "system"}))
+    assert ours.messages[0] == turn("system", "You are a ranger.")
+    assert theirs.messages[0] == turn("system", "Be brief.")
+    assert list(ours.messages[:2]) == ask("Why?", "You are a ranger.")
+
+
+def test_a_conversation_that_has_a_system_message_keeps_its_own() -> None:
+    turns = [turn("system", "Mine."), turn("user", "Why?"), turn("assistant", "So.")]
+    [found] = converse(rows_of({"messages": turns}), data_of(system_prompt="Yours."))
+    assert found.messages[0] == turn("system", "Mine.")
+
+
+def test_unmapped_columns_are_answered_with_the_line_that_maps_them() -> None:
+    [letter] = letters(rows_of({"topic": "x", "question": "Why?", "answer": "So."}))
+    assert letter == (
+        "rows.jsonl:1: no messages, nor prompt and completion; the columns are topic, question, answer; "
+        "say which is which: data.columns: {question: prompt, answer: completion}"
+    )
+
+
+def test_columns_that_nobody_can_guess_are_answered_with_an_example() -> None:
+    [letter] = letters(rows_of({"left": "Why?", "right": "So."}))
+    assert letter.endswith("say which is which: data.columns: {QUESTION: prompt, ANSWER: completion}")
+
+
+def test_a_column_that_is_not_there_is_told_with_those_that_are() -> None:
+    [letter] = letters(rows_of({"query": "Why?", "answer": "So."}), columns=PARTS)
+    assert letter == "rows.jsonl:1: there is no column 'question'; the columns are query, answer"
+
+
+def test_a_column_that_only_a_later_row_lacks_is_told_with_its_line() -> None:
+    rows = rows_of({"question": "Why?", "answer": "So."}, {"question": "Why not?"})
+    assert letters(rows, columns=PARTS) == ["rows.jsonl:2: 'answer' is empty; it wants text"]
+
+
+def test_every_row_that_cannot_be_learnt_from_is_told_at_once() -> None:
+    rows = rows_of(
+        {"question": "Why?", "answer": "  "},
+        {"question": "Why?", "answer": "So."},
+        {"question": None, "answer": "So."},
+        {"question": 7, "answer": "So."},
+    )
+    assert letters(rows, columns=PARTS) == [
+        "rows.jsonl:1: 'answer' is empty; it wants text",
+        "rows.jsonl:3: 'question' is empty; it wants text",
+        "rows.jsonl:4: 'question' is 7; it wants text",
+    ]
+
+
+def test_after_twenty_problems_the_rest_are_counted() -> None:
+    told = letters(rows_of(*({"question": "", "answer": "So."} for _ in range(25))), columns=PARTS)
+    assert len(told) == 21
+    assert told[-1] == "5 more rows: have problems like these"
+
+
+@pytest.mark.parametrize(
+    ("turns", "letter"),
+    [
+        ([], "messages is empty or no list; it wants a list of {role, content}"),
+        ("Why?", "messages is empty or no list; it wants a list of {role, content}"),
+        (None, "messages is empty or no list; it wants a list of {role, content}"),
+        ([turn("user", "Why?")], "the last turn is not an answer of the assistant; there is nothing to learn"),
+        ([turn("assistant", "So.")], "no turn is the user's; it wants a question before the answer"),
+        (
+            [{"from": "human", "value": "Why?"}],
+            "a turn is \"{'from': 'human', 'value': 'Why?'}\"; it wants a role of system, user, assistant, tool "
+            "and a text content",
+        ),
+    ],
+)
+def test_turns_that_are_no_conversation_are_told(turns: Any, letter: str) -> None:
+    assert letters(rows_of({"messages": turns})) == [f"rows.jsonl:1: {letter}"]
+
+
+def test_half_a_character_is_told_and_reaches_no_tokenizer() -> None:
+    [letter] = letters(rows_of({"question": json.loads('"cut \\ud83d"'), "answer": "So."}), columns=PARTS)
+    assert letter == "rows.jsonl:1: the text holds half a character (a lone surrogate), which no tokenizer takes"
+
+
+def test_the_column_to_split_by_must_be_there() -> None:
+    [letter] = letters(questions(1), columns=PARTS, split_by="topic")
+    assert letter == "rows.jsonl:1: there is no column 'topic' to split by; the columns are question, answer"
+
+
+def test_no_question_stands_on_both_sides() -> None:
+    items = converse(questions(50, repeats=4), data_of(columns=PARTS))
+    train, held_out = split(items, data_of(test_size="20%"), seed=1)
+    assert len(train) == 160
+    assert len(held_out) == 40
+    assert not {item.group for item in train} & {item.group for item in held_out}
+
+
+def test_questions_that_differ_in_case_and_spaces_are_one_question() -> None:
+    rows = rows_of({"question": "Why  NOT?", "answer": "a"}, {"question": " why not? ", "answer": "b"})
+    assert len({item.group for item in converse(rows, data_of(columns=PARTS))}) == 1
+
+
+def test_whole_topics_can_be_held_out() -> None:
+    rows = rows_of(*({"topic": f"t{n % 5}", "question": f"Q{n}", "answer": "A"} for n in range(25)))
+    data = data_of(columns=PARTS, split_by="topic", test_size=2)
+    train, held_out = split(converse(rows, data), data, seed=0)
+    assert (len(train), len(held_out)) == (15, 10)
+
+
+def test_the_split_is_the_same_whatever_the_order_of_rows() -> None:
+    items = converse(questions(60, repeats=2), data_of(columns=PARTS))
+    mixed = random.Random(3).sample(items, len(items))
+    sides = [split(order, data_of(test_size=10), seed=5) for order in (items, mixed)]
+    for ours, theirs in zip(*sides, strict=True):
+        assert {item.where for item in ours} == {item.where for item in theirs}
+
+
+def test_another_seed_holds_out_other_questions() -> None:
+    items = converse(questions(60), data_of(columns=PARTS))
+    held_out = [{item.group for item in split(items, data_of(test_size=10), seed=seed)[1]} for seed in (1, 2)]
+    assert held_out[0] != held_out[1]
+
+
+def test_one_more_question_moves_few_others_across_the_split() -> None:
+    fewer, more = (converse(questions(count), data_of(columns=PARTS)) for count in (100, 101))
+    held_out = [{item.group for item in split(items, data_of(test_size=10), seed=1)[1]} for items in (fewer, more)]
+    assert len(held_out[0] & held_out[1]) >= 9
+
+
+def test_holding_everything_out_is_an_error() -> None:
+    items = converse(questions(3, repeats=2), data_of(columns=PARTS))
+    told = "rows.jsonl: test_size holds out 3 of 3 distinct groups, which leaves none to train on"
+    with pytest.raises(DataError, match=told):
+        split(items, data_of(test_size=3), seed=0)
+
+
+def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"rows.jsonl: there is no row in it"):
+        load(data_of(columns=PARTS), 0, tmp_path)
+
+
+def test_the_fingerprint_shows_one_changed_letter_and_the_manifest_counts(tmp_path: Path) -> None:
+    lines = [json.dumps(row.values) for row in questions(20)]
+    found = []
+    for text in ("\n".join(lines), "\n".join(lines).replace("A7-0", "A7-1")):
+        (tmp_path / "rows.jsonl").write_text(text, encoding="utf-8")
+        found.append(load(data_of(columns=PARTS, test_size=5), 0, tmp_path))
+    assert found[0].fingerprint != found[1].fingerprint
+    facts = found[0].manifest(data_of())
+    assert (facts["train_rows"], facts["held_out_rows"], facts["groups_on_both_sides"]) == (15, 5, 0)
+
+
+def test_a_validation_file_is_held_out_whole_and_shared_questions_are_counted(tmp_path: Path) -> None:
+    for name, rows in (("rows.jsonl", questions(6)), ("held.jsonl", questions(2))):
+        (tmp_path / name).write_text("\n".join(json.dumps(row.values) for row in rows), encoding="utf-8")
+    data = data_of(columns=PARTS, validation_file="held.jsonl")
+    facts = load(data, 0, tmp_path).manifest(data)
+    assert (facts["train_rows"], facts["held_out_rows"], facts["groups_on_both_sides"]) == (6, 2, 2)
+
+
+def test_a_random_split_of_the_practical_skills_would_leak_and_ours_does_not(shared: Path) -> None:
+    folder = shared / "data" / "practical-skills-qa"
+    data = Data(train_file="qa_dataset.parquet", columns={"full-question": "prompt", "answer": "completion"})
+    items = converse(read_training(data, folder), data)
+    mixed = random.Random(0).sample(items, len(items))
+    held = len(items) // 10
+    assert on_both_sides(mixed[held:], mixed[:held]) > 100
+    assert on_both_sides(*split(items, data, seed=42)) == 0
+
+
+def on_both_sides(train: list[Conversation], held_out: list[Conversation]) -> int:
+    return len({item.group for item in train} & {item.group for item in held_out})

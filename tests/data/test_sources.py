@@ -1,0 +1,220 @@
+"""Rows are read from every kind of source, and every miss is one letter that names file, line and remedy."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from modelwright.data.sources import Row, is_hub_name, read_training, read_validation
+from modelwright.errors import DataError, UsageError
+from modelwright.recipe.schema import Data
+
+ROWS = [{"question": f"What is {n}?", "answer": f"It is {n}, naïvely."} for n in range(5)]
+
+
+def read(path: Path, **settings: Any) -> list[Row]:
+    return read_training(Data(dataset_name=path.name, **settings), path.parent)
+
+
+def values(rows: list[Row]) -> list[dict[str, Any]]:
+    return [row.values for row in rows]
+
+
+def write_lines(path: Path, lines: list[str]) -> Path:
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def test_a_jsonl_file_gives_its_rows_with_their_lines(tmp_path: Path) -> None:
+    lines = [json.dumps(row) for row in ROWS]
+    path = write_lines(tmp_path / "rows.jsonl", [lines[0], "", *lines[1:]])
+    rows = read(path)
+    assert values(rows) == ROWS
+    assert [row.where for row in rows] == ["rows.jsonl:1", *(f"rows.jsonl:{n}" for n in range(3, 7))]
+
+
+def test_a_line_separator_inside_a_text_does_not_break_a_jsonl_line(tmp_path: Path) -> None:
+    row = {"question": "one\u2028two", "answer": "three\x85four"}
+    path = write_lines(tmp_path / "rows.jsonl", [json.dumps(row, ensure_ascii=False)])
+    assert values(read(path)) == [row]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(ROWS[0]).encode())
+    assert values(read(tmp_path / "rows.jsonl")) == ROWS[:1]
+
+
+def test_a_json_file_is_a_list_of_rows_or_an_object_that_holds_one(tmp_path: Path) -> None:
+    (tmp_path / "list.json").write_text(json.dumps(ROWS), encoding="utf-8")
+    (tmp_path / "held.json").write_text(json.dumps({"version": "1", "data": ROWS}), encoding="utf-8")
+    assert values(read(tmp_path / "list.json")) == ROWS == values(read(tmp_path / "held.json"))
+    assert read(tmp_path / "list.json")[2].where == "list.json row 3"
+
+
+def test_a_csv_file_keeps_commas_quotes_and_lines_inside_its_fields(tmp_path: Path) -> None:
+    odd = [{"question": 'He said "go", then?', "answer": "one\ntwo"}, {"question": "a\u2028b", "answer": "c\x0bd"}]
+    with (tmp_path / "rows.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, ["question", "answer"])
+        writer.writeheader()
+        writer.writerows(odd)
+    assert values(read(tmp_path / "rows.csv")) == odd
+
+
+def test_a_parquet_file_gives_its_rows(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    rows = read(tmp_path / "rows.parquet")
+    assert values(rows) == ROWS
+    assert rows[0].where == "rows.parquet row 1"
+
+
+def test_a_folder_gives_its_files_in_order_of_name(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    write_lines(folder / "b.jsonl", [json.dumps(ROWS[1])])
+    write_lines(folder / "a.jsonl", [json.dumps(ROWS[0])])
+    write_lines(folder / "notes.txt", ["not data"])
+    assert values(read(folder)) == ROWS[:2]
+
+
+def test_a_folder_with_a_train_file_leaves_its_test_file_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    write_lines(folder / "train.jsonl", [json.dumps(ROWS[0])])
+    write_lines(folder / "test.jsonl", [json.dumps(ROWS[1])])
+    assert values(read(folder)) == ROWS[:1]
+
+
+def test_a_folder_that_datasets_saved_gives_its_train_split(tmp_path: Path) -> None:
+    from datasets import Dataset, DatasetDict
+
+    Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
+    DatasetDict({"train": Dataset.from_list(ROWS[:3]), "test": Dataset.from_list(ROWS[3:])}).save_to_disk(
+        tmp_path / "split"
+    )
+    assert values(read(tmp_path / "one")) == ROWS
+    assert values(read(tmp_path / "split")) == ROWS[:3]
+
+
+def test_a_dataset_without_a_train_split_is_answered_with_the_splits_it_has(tmp_path: Path) -> None:
+    from datasets import Dataset, DatasetDict
+
+    DatasetDict({"test": Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "odd")
+    with pytest.raises(UsageError, match=r"odd has no split 'train'; its splits are test"):
+        read(tmp_path / "odd")
+
+
+def test_the_embedded_field_guide_is_found_by_name(tmp_path: Path) -> None:
+    rows = read_training(Data(dataset_name="field-guide"), tmp_path)
+    assert len(rows) >= 300
+    assert {"topic", "question", "answer"} <= set(rows[0].values)
+
+
+def test_only_the_first_rows_are_taken_when_max_rows_says_so(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "rows.jsonl", [json.dumps(row) for row in ROWS])
+    assert values(read(path, max_rows=2)) == ROWS[:2]
+
+
+def test_a_validation_file_is_read_beside_the_recipe(tmp_path: Path) -> None:
+    write_lines(tmp_path / "held.jsonl", [json.dumps(ROWS[0])])
+    data = Data(dataset_name="field-guide", validation_file="held.jsonl")
+    assert values(read_validation(data, tmp_path)) == ROWS[:1]
+    assert read_validation(Data(dataset_name="field-guide"), tmp_path) == []
+
+
+def test_a_missing_file_is_answered_with_the_nearest_name(tmp_path: Path) -> None:
+    write_lines(tmp_path / "answers.jsonl", [json.dumps(ROWS[0])])
+    with pytest.raises(UsageError) as caught:
+        read(tmp_path / "anwsers.jsonl")
+    told = "data: there is no file, folder or embedded set 'anwsers.jsonl'; did you mean answers.jsonl?"
+    assert str(caught.value) == told
+
+
+def test_a_misspelt_embedded_set_is_answered_with_its_name(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"did you mean field-guide\?"):
+        read(tmp_path / "fieldguide")
+
+
+def test_owner_and_name_mean_the_hub_unless_something_of_that_name_is_here(tmp_path: Path) -> None:
+    assert is_hub_name("owner/name", tmp_path)
+    assert not is_hub_name("owner/rows.jsonl", tmp_path)
+    assert not is_hub_name("./owner", tmp_path)
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    assert not is_hub_name("owner/name", tmp_path)
+
+
+def test_a_set_that_the_hub_does_not_give_is_one_letter(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_training(Data(dataset_name="nobody/nothing-of-that-name"), tmp_path)
+    told = str(caught.value)
+    assert told.startswith(
+        "data: 'nobody/nothing-of-that-name' is no local file or folder, and the hub gave no data set"
+    )
+    assert told.endswith("check the name, the network, and HF_TOKEN for a gated set")
+    assert "\n" not in told
+
+
+def test_a_file_of_an_unknown_kind_is_answered_with_the_kinds_we_read(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "rows.xlsx", ["?"])
+    with pytest.raises(UsageError, match=r"rows.xlsx ends in .xlsx; it wants one of .jsonl, .json, .csv, .parquet"):
+        read(path)
+
+
+def test_a_folder_without_data_says_what_it_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match=r"empty holds no .jsonl, .json, .csv, .parquet file"):
+        read(tmp_path / "empty")
+
+
+def test_every_broken_json_line_is_told_at_once(tmp_path: Path) -> None:
+    good = json.dumps(ROWS[0])
+    path = write_lines(tmp_path / "rows.jsonl", [good, '{"question": ', good, "[1, 2]"])
+    with pytest.raises(DataError) as caught:
+        read(path)
+    assert str(caught.value).splitlines() == [
+        "rows.jsonl:2: this is no JSON (Expecting value at column 14)",
+        "rows.jsonl:4: this is a JSON list; it wants an object with columns",
+    ]
+
+
+def test_a_broken_json_file_is_told_with_its_line(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "rows.json", ["[", '{"question": "a"},', "oops", "]"])
+    with pytest.raises(DataError, match=r"^rows.json:3: this is no JSON"):
+        read(path)
+
+
+def test_a_json_file_of_something_else_says_what_it_wants(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "rows.json", ['{"question": "a", "answer": "b"}'])
+    with pytest.raises(DataError, match=r"^rows.json: it wants a JSON list of objects, each a row$"):
+        read(path)
+
+
+def test_bytes_that_are_no_utf8_are_told_with_their_line(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b'{"question": "a"}\n{"question": "caf\xe9"}\n')
+    with pytest.raises(DataError) as caught:
+        read(tmp_path / "rows.jsonl")
+    assert str(caught.value) == "rows.jsonl:2: these bytes are not UTF-8; save the file as UTF-8"
+
+
+def test_a_csv_line_with_a_column_too_many_is_told(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "rows.csv", ["question,answer", "a,b", "c,d,e"])
+    with pytest.raises(DataError, match=r"^rows.csv:3: this line has not the 2 columns of the head$"):
+        read(path)
+
+
+def test_a_csv_field_may_be_a_whole_document(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "rows.csv", ["question,answer", f"a,{'x' * 200_000}"])
+    assert values(read(path)) == [{"question": "a", "answer": "x" * 200_000}]
+
+
+def test_a_truncated_parquet_file_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"^rows.parquet: this is no whole Parquet file \("):
+        read(path)

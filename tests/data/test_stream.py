@@ -1,0 +1,73 @@
+"""The order of data is a function of seed and step: the same on one device and many, before and after a kill."""
+
+from __future__ import annotations
+
+import pytest
+
+from modelwright.data.stream import Order, share
+
+
+def test_the_order_is_a_function_of_seed_and_step() -> None:
+    first, second = Order(rows=50, batch=8, total=200, seed=7), Order(rows=50, batch=8, total=200, seed=7)
+    forwards = [first.at(step) for step in range(first.steps)]
+    backwards = [second.at(step) for step in reversed(range(second.steps))]
+    assert forwards == backwards[::-1]
+
+
+def test_another_seed_and_another_epoch_give_other_orders() -> None:
+    order = Order(rows=32, batch=32, total=64, seed=1)
+    assert order.at(0) != order.at(1)
+    assert order.at(0) != Order(rows=32, batch=32, total=64, seed=2).at(0)
+
+
+def test_the_order_does_not_change_between_releases() -> None:
+    assert Order(rows=10, batch=5, total=20, seed=42).at(0) == [2, 4, 5, 0, 9]
+
+
+@pytest.mark.parametrize(("rows", "batch"), [(10, 4), (7, 7), (5, 8), (1, 3), (100, 1)])
+def test_every_row_is_seen_once_in_each_epoch(rows: int, batch: int) -> None:
+    order = Order(rows=rows, batch=batch, total=3 * rows, seed=0)
+    line = [row for step in range(order.steps) for row in order.at(step)]
+    assert len(line) == 3 * rows
+    for epoch in range(3):
+        assert sorted(line[epoch * rows : (epoch + 1) * rows]) == list(range(rows))
+
+
+def test_a_batch_may_hold_the_end_of_one_epoch_and_the_start_of_the_next() -> None:
+    order = Order(rows=5, batch=4, total=10, seed=0)
+    assert [len(order.at(step)) for step in range(order.steps)] == [4, 4, 2]
+
+
+def test_only_the_last_batch_may_be_short() -> None:
+    order = Order(rows=10, batch=4, total=10, seed=0)
+    assert order.steps == 3
+    assert [len(order.at(step)) for step in range(3)] == [4, 4, 2]
+
+
+def test_the_epoch_is_the_share_of_rows_that_were_seen() -> None:
+    order = Order(rows=10, batch=4, total=25, seed=0)
+    assert [order.epoch(step) for step in (0, 5, order.steps)] == [0.0, 2.0, 2.5]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("per_device", [1, 2, 5])
+@pytest.mark.parametrize("count", [1, 7, 16])
+def test_the_ranks_together_take_each_row_of_a_batch_once(size: int, per_device: int, count: int) -> None:
+    batch = list(range(100, 100 + count))
+    shares = [share(batch, rank, size, per_device) for rank in range(size)]
+    assert sorted(row for micro_batches in shares for rows in micro_batches for row in rows) == batch
+    assert all(len(rows) <= per_device for micro_batches in shares for rows in micro_batches)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", [1, 7, 16])
+def test_every_rank_has_as_many_micro_batches_as_the_others(size: int, count: int) -> None:
+    counts = {len(share(list(range(count)), rank, size, per_device=2)) for rank in range(size)}
+    assert len(counts) == 1
+
+
+def test_one_rank_and_four_see_the_same_micro_batches_in_the_same_places() -> None:
+    batch = list(range(16))
+    alone = share(batch, 0, 1, per_device=2)
+    together = [share(batch, rank, 4, per_device=2) for rank in range(4)]
+    assert [together[place % 4][place // 4] for place in range(8)] == alone

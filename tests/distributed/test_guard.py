@@ -1,0 +1,139 @@
+"""Engine rule 6: a bad step moves no weight, reaches no checkpoint and passes no gate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rig import Rig, steps_of, told, trace
+from tiny import tiny_recipe
+
+SICK = """
+import torch
+from modelwright.engine.loop import Engine
+from modelwright.tasks.sft import AnswerLoss
+well, engines = Engine._step, []
+times = {times}
+def sick(self, stop_asked):
+    global times
+    if self.cursor.step + 1 in {steps} and times > 0:
+        times -= 1
+        {illness}
+    return well(self, stop_asked)
+Engine._step = sick
+"""
+DIES_AT_STEP_9 = """
+import os, signal
+from modelwright.engine.loop import Engine
+step = Engine._step
+def dying(self, stop_asked):
+    if self.cursor.step == 8:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, stop_asked)
+Engine._step = dying
+"""
+POISON_A_WEIGHT = "next(iter(self.weights.values())).data.view(-1)[0] = float('nan')"
+GROW_THE_WEIGHTS = "[weight.data.mul_(30) for weight in self.weights.values()]"
+POISON_THE_LOSS = """
+        class NotANumber(torch.nn.Module):
+            def __init__(self, inner): super().__init__(); self.inner = inner
+            def forward(self, **inputs): return self.inner(**inputs) * float('nan')
+        healthy, self._forward = self._forward, NotANumber(self._forward)
+        try: return well(self, stop_asked)
+        finally: self._forward = healthy"""
+
+
+def fault(illness: str, steps: list[int], times: int) -> str:
+    return SICK.replace("{illness}", illness).replace("{steps}", repr(steps)).replace("{times}", str(times))
+
+
+def checkpoints_are_finite(run: Path) -> bool:
+    files = list((run / "stages/sft/checkpoints").glob("step-*/*.safetensors"))
+    return bool(files) and all(bool(torch.isfinite(t).all()) for file in files for t in load_file(file).values())
+
+
+def test_a_nan_that_comes_back_stops_with_76_and_no_checkpoint_holds_it(
+    rig: Rig, model_folder: Path, tmp_path: Path
+) -> None:
+    recipe = tiny_recipe(tmp_path, model_folder)
+    code, output = rig.run(["run", str(recipe)], tmp_path, first=fault(POISON_A_WEIGHT, [8], times=2))
+    assert code == 76, output
+    assert told(tmp_path / "run", "skipped")[0]["step"] == 8, "the very step reacts"
+    assert "went back from step 11 to the checkpoint of step 6" in output
+    assert "diverged at step 11" in output
+    assert checkpoints_are_finite(tmp_path / "run")
+    assert not (tmp_path / "run/best_model").exists()
+    assert not (tmp_path / "run/gates/sft.json").exists(), "what diverged is never judged, so no gate opens"
+
+
+def test_a_nan_that_came_once_is_rolled_back_and_leaves_no_trace(
+    rig: Rig, uninterrupted: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    recipe = tiny_recipe(tmp_path, model_folder)
+    code, output = rig.run(["run", str(recipe)], tmp_path, first=fault(POISON_A_WEIGHT, [8], times=1))
+    assert code == 0, output
+    assert trace(tmp_path / "run") == trace(uninterrupted)
+
+
+def test_one_bad_batch_is_skipped_and_training_goes_on(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, model_folder)
+    code, output = rig.run(["run", str(recipe)], tmp_path, first=fault(POISON_THE_LOSS, [5], times=1))
+    assert code == 0, output
+    steps = steps_of(tmp_path / "run")
+    assert [step for step, record in steps.items() if record["health"] != "ok"] == [5]
+    assert steps[5]["loss"] is None, "what is no number is written as null"
+    assert "step 5 is skipped: not finite" in output
+    assert checkpoints_are_finite(tmp_path / "run")
+
+
+def test_weights_that_grew_thirtyfold_are_noticed_and_rolled_back(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
+    # long enough for the guard to know what is usual
+    whole, hurt = tmp_path / "whole", tmp_path / "hurt"
+    assert rig.run(["run", str(tiny_recipe(whole, model_folder, max_steps=30))], whole)[0] == 0
+    recipe = tiny_recipe(hurt, model_folder, max_steps=30)
+    code, output = rig.run(["run", str(recipe)], hurt, first=fault(GROW_THE_WEIGHTS, [23], times=1))
+    assert code == 0, output
+    assert "step 23 is skipped: spike" in output
+    assert trace(hurt / "run") == trace(whole / "run")
+
+
+def test_a_gate_refuses_a_metric_that_is_no_number(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, model_folder)
+    gate = ["--set", "gates={sft: {eval_loss: {at_most: 9}, style_score: {at_least: 0.5}}}"]
+    code, output = rig.run(["run", str(recipe), *gate], tmp_path)
+    assert code == 3, output
+    assert "gate sft is closed: style_score was not measured or is not finite, needs at least 0.5" in output
+    assert json.loads((tmp_path / "run/gates/sft.json").read_text())["open"] is False
+    assert rig.run(["gate", "run"], tmp_path)[0] == 3, "judging again changes nothing"
+
+
+def test_a_closed_gate_keeps_the_model_from_being_called_best(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, model_folder)
+    gate = ["--set", "gates={sft: {eval_loss: {at_most: 0.5, times: base_eval_loss}}}"]
+    code, output = rig.run(["run", str(recipe), *gate], tmp_path)
+    assert code == 3, output
+    assert not (tmp_path / "run/best_model").exists()
+    steps = len(told(tmp_path / "run", "step"))
+    assert rig.run(["run", str(recipe), *gate], tmp_path)[0] == 3
+    assert len(told(tmp_path / "run", "step")) == steps, "a closed gate trains nothing again"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_learns_over_fp32_weights_and_resumes_exactly(
+    rig: Rig, model_folder: Path, tmp_path: Path, precision: str
+) -> None:
+    whole, halved = tmp_path / "whole", tmp_path / "halved"
+    for folder in (whole, halved):
+        tiny_recipe(folder, model_folder, precision=precision)
+    code, output = rig.run(["run", str(whole / "recipe.yaml")], whole)
+    assert code == 0, output
+    assert rig.run(["run", str(halved / "recipe.yaml")], halved, first=DIES_AT_STEP_9)[0] == -9
+    code, output = rig.run(["run", str(halved / "recipe.yaml")], halved)
+    assert code == 0, output
+    assert trace(halved / "run") == trace(whole / "run")
+    steps = steps_of(whole / "run")
+    assert steps[12]["loss"] < steps[1]["loss"] - 0.5

@@ -1,0 +1,97 @@
+"""Nothing that was read can act: no pickles, no eval, no foreign code; and the environment has few doors."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "src" / "modelwright"
+FILES = sorted(PACKAGE.rglob("*.py"))
+PICKLERS = {"pickle", "cPickle", "_pickle", "dill", "joblib", "cloudpickle", "shelve", "marshal"}
+CALLS = {
+    *("torch.load", "torch.save", "torch.hub.load", "numpy.load", "np.load", "eval", "exec", "compile"),
+    *("yaml.load", "yaml.unsafe_load", "yaml.full_load", "os.system", "os.popen"),
+    *("dist.broadcast_object_list", "dist.all_gather_object", "dist.gather_object", "dist.scatter_object_list"),
+    *("dist.send_object_list", "dist.recv_object_list"),  # these send pickles between ranks
+}
+TRUSTING = {"trust_remote_code", "allow_pickle", "shell"}
+READ_THE_ENVIRONMENT = {"runs/caches.py", "engine/world.py", "recipe/load.py", "stages/pipeline.py"}
+
+
+def name_of(file: Path) -> str:
+    return file.relative_to(PACKAGE).as_posix()
+
+
+def dotted(node: ast.AST) -> str:
+    """A name as it is written: ``torch.load``; what is no name is a question mark, as in ``load_model().eval``."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
+
+
+def dangers(text: str) -> list[str]:
+    """What could run code that came with data, with its line."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found += [f"{node.lineno}: {name.name}" for name in node.names if name.name.split(".")[0] in PICKLERS]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{name.name}" for name in node.names]
+            found += [f"{node.lineno}: {name}" for name in names if name.split(".")[0] in PICKLERS or name in CALLS]
+        elif isinstance(node, ast.Call):
+            found += [f"{node.lineno}: {dotted(node.func)}"] if dotted(node.func) in CALLS else []
+            found += [f"{node.lineno}: {word.arg}" for word in node.keywords if trusts(word)]
+    return found
+
+
+def trusts(word: ast.keyword) -> bool:
+    """Whether an argument lets what is read run code; one that is decided elsewhere counts."""
+    value = word.value.value if isinstance(word.value, ast.Constant) else "decided elsewhere"
+    return (word.arg in TRUSTING and value is not False) or (word.arg == "typ" and value == "unsafe")
+
+
+def environment_uses(text: str) -> list[int]:
+    """Lines that read or write an environment variable."""
+    names = {"os.environ", "os.getenv", "os.putenv", "environ", "getenv"}
+    return sorted({node.lineno for node in ast.walk(ast.parse(text))
+                   if isinstance(node, ast.Attribute | ast.Name) and dotted(node) in names
+                   and not isinstance(node.ctx, ast.Store)})  # fmt: skip
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_nothing_that_is_read_can_act(file: Path) -> None:
+    found = dangers(file.read_text(encoding="utf-8"))
+    assert not found, "\n".join(f"{name_of(file)}:{line}" for line in found)
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_the_environment_is_read_in_few_places(file: Path) -> None:
+    if name_of(file) in READ_THE_ENVIRONMENT:
+        return
+    lines = environment_uses(file.read_text(encoding="utf-8"))
+    assert not lines, f"{name_of(file)}:{lines[0]} reads the environment; hand the value down instead"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "from joblib import load",
+        "from torch import load",
+        "import torch\ntorch.load('x')",
+        "eval('1')",
+        "AutoModel.from_pretrained('x', trust_remote_code=True)",
+        "AutoModel.from_pretrained('x', trust_remote_code=wish)",
+        "YAML(typ='unsafe')",
+        "dist.broadcast_object_list([1])",
+    ],
+)
+def test_a_danger_is_noticed(text: str) -> None:
+    assert dangers(text)
+
+
+@pytest.mark.parametrize("text", ["import os\nos.environ['X']", "import os\nos.getenv('X')"])
+def test_a_look_at_the_environment_is_noticed(text: str) -> None:
+    assert environment_uses(text) == [2]

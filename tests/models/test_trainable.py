@@ -1,0 +1,159 @@
+"""Which weights move: all, named parts or low-rank matrices; counted, printed, and kept when the head is untied."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from modelwright.errors import ModelError
+from modelwright.models.export import save_model
+from modelwright.models.text import hidden_states, load_model, logits_of
+from modelwright.models.trainable import decoder_layers, set_trainable, share
+from modelwright.recipe.schema import Parts
+
+TOKENS = torch.arange(20).unsqueeze(0)
+PLACES = torch.arange(20).unsqueeze(0)
+
+
+def moving(model: nn.Module) -> set[str]:
+    return {name for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+def trained(folder: Path, **wish: Any) -> Any:
+    return set_trainable(load_model(folder), Parts(trainable=wish))
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    return logits_of(model.eval(), hidden_states(model, TOKENS, PLACES))
+
+
+def train_a_little(model: Any) -> None:
+    """Two steps of plain descent, so that what moves has moved."""
+    for _ in range(2):
+        loss = logits_of(model.train(), hidden_states(model, TOKENS, PLACES)).logsumexp(-1).square().mean()
+        loss.backward()
+        for weight in model.parameters():
+            if weight.grad is not None:
+                weight.data -= 0.5 * weight.grad
+                weight.grad = None
+
+
+def test_by_default_everything_moves(model_folder: Path) -> None:
+    model = set_trainable(load_model(model_folder), Parts())
+    found = share(model)
+    assert found.trained == found.total == sum(weight.numel() for weight in model.parameters())
+
+
+def test_the_last_layer_moves_and_nothing_else(model_folder: Path) -> None:
+    model = trained(model_folder, last_layers=1)
+    assert moving(model)
+    assert all(name.startswith("model.layers.1.") for name in moving(model))
+
+
+def test_the_head_of_an_untied_model_moves_alone(untied_model_folder: Path) -> None:
+    assert moving(trained(untied_model_folder, head=True)) == {"lm_head.weight"}
+
+
+def test_a_tied_head_moves_with_its_embeddings(model_folder: Path) -> None:
+    assert moving(trained(model_folder, head=True)) == {"model.embed_tokens.weight"}
+
+
+def test_untying_leaves_the_embeddings_where_they_are(model_folder: Path) -> None:
+    model = trained(model_folder, head=True, untie_head=True)
+    assert moving(model) == {"lm_head.weight"}
+    assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+    train_a_little(model)
+    assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+
+
+def test_untying_alone_lets_everything_move_and_counts_the_copy(model_folder: Path) -> None:
+    tied, untied = share(load_model(model_folder)), share(trained(model_folder, untie_head=True))
+    assert untied.total == tied.total + 400 * 64
+    assert untied.trained == untied.total
+
+
+def test_untying_a_head_of_its_own_changes_nothing(untied_model_folder: Path) -> None:
+    plain = share(load_model(untied_model_folder))
+    assert share(trained(untied_model_folder, untie_head=True)).total == plain.total
+
+
+def test_every_norm_moves(model_folder: Path) -> None:
+    assert moving(trained(model_folder, norms=True)) == {
+        "model.norm.weight",
+        *(f"model.layers.{n}.{part}_layernorm.weight" for n in (0, 1) for part in ("input", "post_attention")),
+    }
+
+
+def test_more_layers_than_there_are_is_a_letter(model_folder: Path) -> None:
+    with pytest.raises(ModelError, match=r"trainable.last_layers is 3, but the model has 2 layers"):
+        trained(model_folder, last_layers=3)
+
+
+def test_a_model_without_layers_we_know_is_a_letter() -> None:
+    with pytest.raises(ModelError, match="its transformer layers were not found"):
+        decoder_layers(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "gemma3_text", "gpt2"])
+def test_the_layers_of_other_families_are_found(name: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name))
+    assert len(decoder_layers(model)) == model.config.num_hidden_layers
+
+
+def test_two_layers_and_the_head_of_smollm3_are_13_62_percent() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):  # the real 3 B model, without its 12 GB
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("smollm3"))
+    found = share(set_trainable(model, Parts(trainable={"last_layers": 2, "head": True})))
+    assert str(found) == "418.9 M of 3,075.1 M parameters move (13.62%)"
+
+
+def test_lora_moves_its_own_matrices_alone(model_folder: Path) -> None:
+    model = set_trainable(load_model(model_folder), Parts(trainable="lora", lora_r=4))
+    assert all("lora_" in name for name in moving(model))
+    # rank 4 beside q, k, v, o, gate, up and down of each layer: 4 × (in + out)
+    per_layer = 4 * (128 + 96 + 96 + 128 + 192 + 192 + 192)
+    assert share(model).trained == 2 * per_layer
+
+
+def test_lora_starts_as_the_model_it_sits_on(model_folder: Path) -> None:
+    with_adapters = set_trainable(load_model(model_folder), Parts(trainable="lora"))
+    assert torch.equal(logits(with_adapters), logits(load_model(model_folder)))
+
+
+def test_lora_beside_named_layers(model_folder: Path) -> None:
+    model = set_trainable(load_model(model_folder), Parts(trainable="lora", lora_target_modules=["q_proj"]))
+    assert all(".q_proj.lora_" in name for name in moving(model))
+
+
+def test_lora_beside_layers_that_are_not_there_is_a_letter(model_folder: Path) -> None:
+    with pytest.raises(ModelError, match="LoRA could not be added"):
+        set_trainable(load_model(model_folder), Parts(trainable="lora", lora_target_modules=["no_such_layer"]))
+
+
+@pytest.mark.parametrize("wish", [{"untie_head": True, "head": True}, {"last_layers": 1}, {"lora": True}, {}])
+def test_a_trained_model_is_saved_and_loaded_equal(
+    wish: dict[str, Any], model_folder: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = trained(model_folder, **wish)
+    train_a_little(model)
+    assert not torch.equal(logits(model), logits(load_model(model_folder)))
+    weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    save_model(model, tokenizer, weights, tmp_path / "model")
+    torch.testing.assert_close(logits(load_model(tmp_path / "model")), logits(model), atol=0, rtol=0)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(TOKENS).logits, logits(model), atol=1e-6, rtol=1e-6)
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template == tokenizer.chat_template
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"], "nothing half-written is left beside it"

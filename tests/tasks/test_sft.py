@@ -1,0 +1,265 @@
+"""Packed documents cannot see each other, and the loss is the model's own: over families, backends and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from modelwright.data.chat import Encoded
+from modelwright.data.conversations import load
+from modelwright.engine.task import Batch
+from modelwright.errors import ModelError
+from modelwright.models.text import check_forward, hidden_states, load_model, logits_of, stop_tokens
+from modelwright.models.trainable import set_trainable
+from modelwright.recipe.load import load as load_recipe
+from modelwright.recipe.schema import Parts, Sft
+from modelwright.tasks.sft import AnswerLoss, SftTask, collate
+from tiny import tiny_recipe
+
+FAMILIES = ("llama", "gpt_neox", "gemma3_text", "smollm3")
+BACKENDS = ("sdpa", "eager")
+SIZES = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+         "max_position_embeddings": 128}  # fmt: skip
+MORE: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 2, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "gpt_neox": {"num_hidden_layers": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    "gemma3_text": {"num_hidden_layers": 6, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8},
+    "smollm3": {"num_hidden_layers": 4, "num_key_value_heads": 2, "no_rope_layer_interval": 2, "pad_token_id": 0},
+}  # gemma's sixth layer sees everything, the others eight tokens; every second layer of smollm3 has no positions
+PACKED = (11, 7, 9)
+"""Lengths of the documents in the packed row."""
+
+
+@cache
+def family(name: str, backend: str = "sdpa") -> Any:
+    """A tiny model of a family with random weights large enough for a leak to show."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(name, **SIZES, **MORE[name], initializer_range=0.2)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=backend).eval()
+    model.config.use_cache = False
+    return model
+
+
+def documents(*lengths: int, seed: int = 0) -> list[Encoded]:
+    """Random documents whose second half is trained."""
+    dice = np.random.default_rng(seed)
+    return [
+        Encoded(dice.integers(3, 300, length, dtype=np.int32), np.arange(length) >= length // 2) for length in lengths
+    ]
+
+
+@torch.no_grad()
+def logits(model: Any, batch: Batch) -> Tensor:
+    return logits_of(model, hidden_states(model, batch.inputs["tokens"], batch.inputs["positions"]))
+
+
+def gradients(module: torch.nn.Module) -> dict[str, Tensor]:
+    found = {name: weight.grad.clone() for name, weight in module.named_parameters() if weight.grad is not None}
+    module.zero_grad(set_to_none=True)
+    return found
+
+
+def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) -> None:
+    assert set(ours) == set(theirs)
+    for name, gradient in ours.items():
+        scale = theirs[name].abs().max().clamp(min=1e-6)
+        assert (gradient - theirs[name]).abs().max() / scale < tolerance, name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("changed", range(len(PACKED)))
+def test_changing_one_packed_document_moves_no_logit_of_another(name: str, backend: str, changed: int) -> None:
+    model, group = family(name, backend), documents(*PACKED)
+    other = [*group[:changed], documents(PACKED[changed], seed=9)[0], *group[changed + 1 :]]
+    before, after = logits(model, collate([group])), logits(model, collate([other]))
+    start = sum(PACKED[:changed])
+    inside = torch.zeros(sum(PACKED), dtype=torch.bool)
+    inside[start : start + PACKED[changed]] = True
+    assert torch.equal(before[0, ~inside], after[0, ~inside])
+    assert (before[0, inside] - after[0, inside]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_packed_document_says_what_it_says_alone(name: str, backend: str) -> None:
+    model, group = family(name, backend), documents(*PACKED)
+    packed, start = logits(model, collate([group]))[0], 0
+    for document in group:
+        alone = model(input_ids=torch.from_numpy(document.tokens[None].astype(np.int64)), use_cache=False).logits[0]
+        torch.testing.assert_close(packed[start : start + len(document)], alone, atol=2e-5, rtol=1e-5)
+        start += len(document)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_padded_batch_equals_its_rows_one_by_one(name: str, backend: str) -> None:
+    module, rows = AnswerLoss(family(name, backend)), documents(5, 23, 12, 2)
+    together = collate([[row] for row in rows])
+    module(**together.inputs).backward()
+    at_once = gradients(module)
+    alone = [collate([[row]]) for row in rows]
+    losses = [module(**batch.inputs) for batch in alone]
+    sum(losses).backward()  # type: ignore[union-attr]
+    assert together.trained == sum(batch.trained for batch in alone)
+    assert_close(at_once, gradients(module), 1e-5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_head_on_trained_places_gives_the_model_s_own_loss(name: str) -> None:
+    model, rows = family(name), documents(17, 9, 21)
+    batch = collate([[row] for row in rows])
+    labels = torch.full_like(batch.inputs["tokens"], -100)
+    seen = torch.zeros_like(labels)
+    for place, row in enumerate(rows):
+        labels[place, : len(row)] = torch.from_numpy(np.where(row.trained, row.tokens, -100).astype(np.int64))
+        seen[place, : len(row)] = 1
+    theirs = model(input_ids=batch.inputs["tokens"], attention_mask=seen, labels=labels, use_cache=False).loss
+    theirs.backward()
+    their_gradients = gradients(model)
+    ours = AnswerLoss(model)(**batch.inputs) / batch.trained
+    ours.backward()
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+    assert_close(gradients(model), their_gradients, 1e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_trl_2175_accumulation_equals_one_large_batch(packed: bool) -> None:
+    module, rows = AnswerLoss(family("llama")), documents(5, 23, 12, 9, 30, 2)
+    groups = [rows[:2], rows[2:4], rows[4:]] if packed else [[row] for row in rows]
+    whole = collate(groups)
+    (module(**whole.inputs) / whole.trained).backward()
+    at_once = gradients(module)
+    for group in groups:
+        batch = collate([group])
+        (module(**batch.inputs) / whole.trained).backward()
+    assert_close(gradients(module), at_once, 1e-6)
+
+
+def test_a_blank_batch_trains_nothing_and_still_has_a_graph() -> None:
+    module = AnswerLoss(family("llama"))
+    blank = collate([])
+    assert (blank.trained, blank.tokens) == (0, 0)
+    loss = module(**blank.inputs)
+    loss.backward()
+    found = gradients(module)
+    assert loss.item() == 0.0
+    assert set(found) == {name for name, _ in module.named_parameters()}, "ranks exchange every gradient or hang"
+    assert all(bool((gradient == 0).all()) for gradient in found.values())
+
+
+def test_the_first_token_of_a_document_is_foretold_by_no_other() -> None:
+    every = [Encoded(row.tokens, np.ones(len(row), dtype=np.bool_)) for row in documents(4, 3)]
+    batch = collate([every])
+    assert batch.inputs["learnt"].tolist() == [0, 1, 2, 4, 5]
+    assert batch.trained == 5
+
+
+def test_positions_begin_anew_with_each_document_and_with_the_padding() -> None:
+    rows = documents(3, 2, 4)
+    assert collate([rows[:2], rows[2:]]).inputs["positions"].tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 0]]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_check_forward_lets_every_family_pass_that_keeps_documents_apart(name: str, backend: str) -> None:
+    check_forward(family(name, backend))
+
+
+def test_check_forward_refuses_a_model_whose_documents_see_each_other(model_folder: Path) -> None:
+    model = load_model(model_folder)
+    inner = model.model.forward
+    # the cache loses the mask of packed documents in silence: this is what a leaking family looks like
+    model.model.forward = lambda **inputs: inner(**{**inputs, "use_cache": True})
+    with pytest.raises(ModelError, match="packed documents see each other, or the head does more than we know of"):
+        check_forward(model)
+
+
+def test_check_forward_refuses_a_head_that_does_more_than_we_know_of(model_folder: Path) -> None:
+    model = load_model(model_folder)
+    inner = model.forward
+
+    def scaled(**inputs: Any) -> Any:
+        answer = inner(**inputs)
+        answer.logits = answer.logits * 2
+        return answer
+
+    model.forward = scaled
+    with pytest.raises(ModelError, match="the head does more than we know of"):
+        check_forward(model)
+
+
+def test_check_forward_knows_of_soft_caps_and_scales() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    families: dict[str, dict[str, Any]] = {
+        "gemma2": {"final_logit_softcapping": 5.0, "head_dim": 16},
+        "granite": {"logits_scaling": 8.0},
+        "cohere": {"logit_scale": 0.5},
+    }
+    for name, more in families.items():
+        settings = {**SIZES, "num_hidden_layers": 2, "num_key_value_heads": 2, "initializer_range": 0.2, **more}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **settings)).eval()
+        check_forward(model)
+
+
+def test_a_model_with_lora_goes_the_same_way_and_only_the_adapters_move(model_folder: Path) -> None:
+    model = set_trainable(load_model(model_folder), Parts(trainable="lora", lora_r=4))
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    check_forward(model)
+    rows = documents(13, 8)
+    module, batch = AnswerLoss(model), collate([rows])
+    labels = [torch.from_numpy(np.where(row.trained, row.tokens, -100).astype(np.int64))[None] for row in rows]
+    tokens = [torch.from_numpy(row.tokens.astype(np.int64))[None] for row in rows]
+    theirs = sum(
+        model(input_ids=ids, labels=wanted, use_cache=False).loss * int((wanted[:, 1:] != -100).sum())
+        for ids, wanted in zip(tokens, labels, strict=True)
+    )
+    loss = module(**batch.inputs)
+    loss.backward()
+    torch.testing.assert_close(loss, theirs, atol=0, rtol=1e-5)
+    found = gradients(module)
+    assert found
+    assert all("lora_" in name for name in found)
+
+
+def task_of(folder: Path, model_folder: Path, tokenizer: Any, **settings: Any) -> SftTask:
+    loaded = load_recipe(tiny_recipe(folder, model_folder, **settings), environ={})
+    data = load(loaded.recipe.data, loaded.recipe.seed, folder)
+    model = load_model(model_folder)
+    sft: Sft = loaded.recipe.stages["sft"]
+    return SftTask(model, tokenizer, data, sft, stop_tokens(model))
+
+
+def everything(task: SftTask, rows: Sequence[int]) -> tuple[int, int]:
+    batch = task.batch(rows)
+    return batch.trained, batch.tokens
+
+
+def test_the_task_packs_or_pads_the_same_rows(tmp_path: Path, model_folder: Path, tokenizer: Any) -> None:
+    padded = task_of(tmp_path / "padded", model_folder, tokenizer)
+    packed = task_of(tmp_path / "packed", model_folder, tokenizer, packing=True, max_length=128)
+    assert (padded.rows, padded.held_out_rows) == (36, 4)
+    assert packed.rows < padded.rows
+    assert everything(padded, range(padded.rows)) == everything(packed, range(packed.rows))
+    assert max(packed.length(row) for row in range(packed.rows)) <= 128
+    assert padded.held_out_batch([]).trained == 0
+
+
+def test_the_loss_of_packed_rows_is_the_loss_of_padded_rows(tmp_path: Path, model_folder: Path, tokenizer: Any) -> None:
+    padded = task_of(tmp_path / "padded", model_folder, tokenizer)
+    packed = task_of(tmp_path / "packed", model_folder, tokenizer, packing=True, max_length=128)
+    with torch.no_grad():
+        losses = [task.module(**task.batch(range(task.rows)).inputs).item() for task in (padded, packed)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
