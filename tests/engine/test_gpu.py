@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +33,7 @@ def run(folder: Path, model: Path, stop_after: int | None = None, **settings: An
 
     def watch(event: dict[str, Any]) -> None:
         if event["event"] == "step" and event["step"] == stop_after:
-            raise Interrupted("stopped by the test")
+            os.kill(os.getpid(), signal.SIGTERM)
 
     pipeline.run(load(recipe, environ={}), watch)
     return folder / "run"
@@ -67,10 +71,6 @@ def test_parts_train_on_the_gpu(model_folder: Path, tmp_path: Path, trainable: A
 @pytest.fixture
 def cpu_losses(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of the same run in a process that sees no GPU."""
-    import os
-    import subprocess
-    import sys
-
     folder = tmp_path_factory.mktemp("cpu")
     recipe = tiny_recipe(folder, model_folder)
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -37,8 +38,12 @@ def sparkline(values: list[float]) -> str:
 
 
 def _print(line: str | None, stream: TextIO) -> None:
-    if line is not None:
+    if line is None:
+        return
+    try:
         print(line, file=stream, flush=True)
+    except BrokenPipeError:  # as with `| head`: the reader has enough, the run goes on without one
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class _Panel:
