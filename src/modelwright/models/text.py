@@ -55,7 +55,7 @@ def find(model: Model, beside: Path) -> Found:
         return Found(name, smollm2.folder())
     for folder in (Path(name), beside / name):
         if (folder / "config.json").exists():
-            return Found(name, folder)
+            return Found(name, folder.resolve())  # an adapter names its base by this path, from wherever it is read
         if folder.is_dir():
             raise ModelError(
                 f"model: the folder {folder} has no config.json; it wants a folder that from_pretrained reads"
@@ -71,9 +71,8 @@ def _from_hub(name: str, revision: str | None, beside: Path) -> Found:
     try:
         path = snapshot_download(name, revision=revision, ignore_patterns=NOT_FETCHED)
     except Exception as error:  # the hub client raises many kinds; each becomes one letter
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(
-            f"{_no_such_model(name, beside)}, and the hub did not give it ({reason}); "
+            f"{_no_such_model(name, beside)}, and the hub did not give it ({_first_line(error)}); "
             "check the name, the network, and HF_TOKEN for a gated model"
         ) from None
     return Found(name, Path(path), Path(path).name)  # the cache names its folders by commit
@@ -92,7 +91,10 @@ def load_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     _be_quiet()
-    return AutoTokenizer.from_pretrained(path)
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # the library raises many kinds; each becomes one letter
+        raise ModelError(f"model: the tokenizer of {path} could not be loaded ({_first_line(error)})") from None
 
 
 def load_model(path: Path, attention: str = "auto") -> Any:
@@ -107,9 +109,13 @@ def load_model(path: Path, attention: str = "auto") -> Any:
         return PeftModel.from_pretrained(load_model(Path(base), attention), path)
     implementation = "sdpa" if attention == "auto" else attention
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=implementation)
-    except (ValueError, OSError, ImportError) as error:
-        raise ModelError(f"model: {path} could not be loaded ({str(error).strip().splitlines()[0]})") from None
+        model, read = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation=implementation, output_loading_info=True
+        )
+    except Exception as error:  # the library raises many kinds; each becomes one letter
+        raise ModelError(f"model: {path} could not be loaded ({_first_line(error)})") from None
+    if missing := sorted(read["missing_keys"]):  # the library would fill them with random numbers
+        raise ModelError(f"model: {path} lacks {len(missing)} weights that its config.json asks for, such as {missing[0]}")
     model.config.use_cache = False  # with the cache on, packed documents see each other in silence (FACTS)
     return model
 
@@ -169,6 +175,10 @@ def stop_tokens(model: Any) -> list[int]:
 def _bare(model: Any) -> Any:
     """The language model under an adapter wrapper; the adapters stay in its layers."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _be_quiet() -> None:

@@ -1,0 +1,53 @@
+"""Find a place for caches that can really be written, before any library looks for its own.
+
+In a container with a random user id and an unwritable home every library fails in its own way
+(``/.cache``, ``/.triton``, ``getpass``); one look here mends them all.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import tempfile
+from pathlib import Path
+
+
+def cache_dir() -> Path:
+    """The folder for models we convert: MODELWRIGHT_CACHE, the user's cache, or a temporary one."""
+    wishes = [os.environ.get("MODELWRIGHT_CACHE"), _under(os.environ.get("XDG_CACHE_HOME")), _under(_home_cache())]
+    for wish in wishes:
+        if wish and _writable(Path(wish)):
+            return Path(wish)
+    fallback = Path(tempfile.gettempdir()) / f"modelwright-{os.getuid()}"
+    fallback.mkdir(parents=True, exist_ok=True)
+    return fallback
+
+
+def prepare_environment() -> None:
+    """Point the libraries' caches at a folder that can be written, where their own cannot."""
+    try:
+        pwd.getpwuid(os.getuid())
+    except KeyError:
+        os.environ.setdefault("USER", f"uid{os.getuid()}")
+    if _writable(Path(os.environ.get("HF_HOME") or _home_cache())):
+        return
+    place = cache_dir()
+    for name, folder in (("HF_HOME", "huggingface"), ("XDG_CACHE_HOME", "."), ("TRITON_CACHE_DIR", "triton"),
+                         ("TORCHINDUCTOR_CACHE_DIR", "inductor")):  # fmt: skip
+        if not _writable(Path(os.environ.get(name) or "/")):
+            os.environ[name] = str(place / folder)
+
+
+def _home_cache() -> str:
+    return str(Path(os.environ.get("HOME") or "/") / ".cache")
+
+
+def _under(cache: str | None) -> str | None:
+    return str(Path(cache) / "modelwright") if cache else None
+
+
+def _writable(path: Path) -> bool:
+    """Whether the folder, or the nearest one above it that exists, takes new files."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path.is_dir() and os.access(path, os.W_OK | os.X_OK)

@@ -1,0 +1,126 @@
+"""The run folder: one place that knows every name in it."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from modelwright.errors import StorageError, UsageError, is_storage_failure
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where a run keeps its recipe, plan, journal, checkpoints, verdicts and comparison."""
+
+    path: Path
+    """The folder itself."""
+
+    @property
+    def recipe(self) -> Path:
+        return self.path / "recipe.yaml"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal.jsonl"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / ".lock"
+
+    @property
+    def best_model(self) -> Path:
+        return self.path / "best_model"
+
+    @property
+    def history(self) -> Path:
+        return self.path / "training_history.json"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "training_summary.json"
+
+    @property
+    def demo_outputs(self) -> Path:
+        return self.path / "demo_outputs"
+
+    @property
+    def data_manifest(self) -> Path:
+        return self.path / "data" / "manifest.json"
+
+    def stage(self, name: str) -> Path:
+        return self.path / "stages" / name
+
+    def checkpoints(self, stage: str) -> Path:
+        return self.stage(stage) / "checkpoints"
+
+    def model(self, stage: str) -> Path:
+        return self.stage(stage) / "model"
+
+    def result(self, stage: str) -> Path:
+        """Written last: a stage with a result is finished."""
+        return self.stage(stage) / "result.json"
+
+    def gate(self, stage: str) -> Path:
+        return self.path / "gates" / f"{stage}.json"
+
+    def create(self) -> None:
+        """Make the folder, and find out now rather than at the first checkpoint that it cannot be written."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe = self.path / f".probe-{os.getpid()}"
+            probe.write_bytes(b"ok")
+            probe.unlink()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise StorageError(f"{self.path}: the run folder cannot be written ({reason}); choose another output_dir") from None
+
+
+def open_run(path: str | Path) -> RunFolder:
+    """Find a run that exists, by its folder or by its name under runs/."""
+    for candidate in (Path(path), Path("runs") / path):
+        if (candidate / "journal.jsonl").exists():
+            return RunFolder(candidate)
+    raise UsageError(f"{path} is no run folder (no journal.jsonl in it); start one with: modelwright run RECIPE")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a JSON file in one movement: a reader sees the old one or the new one, never half."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a text file in one movement."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        if is_storage_failure(error):
+            raise StorageError(f"{path}: {error.strerror}; nothing that was there is lost") from None
+        raise
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file that this program wrote."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
