@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import resource
-import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +12,6 @@ import pytest
 from modelwright.errors import StorageError
 from modelwright.models.export import save_model
 from modelwright.models.text import load_model
-
-SAVE_WITH_A_LIMIT = """
-import resource, signal, sys
-from pathlib import Path
-from modelwright.errors import StorageError
-from modelwright.models.export import save_model
-from modelwright.models.text import load_model, load_tokenizer
-base, target = Path(sys.argv[1]), Path(sys.argv[2])
-model, tokenizer = load_model(base), load_tokenizer(base)
-os_limit = int(sys.argv[3])
-"""
 
 
 def test_every_file_may_be_read_by_others(model_folder: Path, tokenizer: Any, tmp_path: Path) -> None:
@@ -43,3 +29,25 @@ def test_saving_again_replaces_what_was_there(model_folder: Path, tokenizer: Any
     save_model(model, tokenizer, model.state_dict(), target)
     assert not (target / "old.txt").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts")
+def test_a_full_disk_is_told_and_the_model_that_was_there_stays(
+    model_folder: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"mount is not allowed here: {mounted.stderr.decode().strip()}")
+    try:
+        (disk / "model").mkdir()
+        (disk / "model" / "config.json").write_text("{}", encoding="utf-8")
+        model = load_model(model_folder)
+        with pytest.raises(StorageError, match=r"the model could not be written \(.*\); the checkpoints are unharmed"):
+            save_model(model, tokenizer, model.state_dict(), disk / "model")
+        assert [path.name for path in disk.iterdir()] == ["model"]
+        assert (disk / "model" / "config.json").read_text(encoding="utf-8") == "{}"
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import tiny_model
 
 from modelwright.errors import ModelError
 from modelwright.models.export import save_model
 from modelwright.models.text import Found, find, load_model, load_tokenizer, stop_tokens
 from modelwright.models.trainable import set_trainable
 from modelwright.recipe.schema import Model, Parts
+from tiny import tiny_model
 
 
 def named(name: str) -> Model:
@@ -101,13 +101,13 @@ def test_weights_that_are_not_there_are_told_and_never_made_up(copied: Path) -> 
 
 def test_a_family_that_nobody_knows_is_told(copied: Path) -> None:
     set_config(copied, model_type="nonesuch")
-    with pytest.raises(ModelError, match="could not be loaded .*nonesuch"):
+    with pytest.raises(ModelError, match=r"could not be loaded .*nonesuch"):
         load_model(copied)
 
 
 def test_a_broken_tokenizer_is_told(copied: Path) -> None:
     (copied / "tokenizer.json").write_text("{", encoding="utf-8")
-    with pytest.raises(ModelError, match="the tokenizer of .*copied could not be loaded"):
+    with pytest.raises(ModelError, match=r"the tokenizer of .*copied could not be loaded"):
         load_tokenizer(copied)
 
 

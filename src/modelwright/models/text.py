@@ -115,7 +115,9 @@ def load_model(path: Path, attention: str = "auto") -> Any:
     except Exception as error:  # the library raises many kinds; each becomes one letter
         raise ModelError(f"model: {path} could not be loaded ({_first_line(error)})") from None
     if missing := sorted(read["missing_keys"]):  # the library would fill them with random numbers
-        raise ModelError(f"model: {path} lacks {len(missing)} weights that its config.json asks for, such as {missing[0]}")
+        raise ModelError(
+            f"model: {path} lacks {len(missing)} weights that its config.json asks for, such as {missing[0]}"
+        )
     model.config.use_cache = False  # with the cache on, packed documents see each other in silence (FACTS)
     return model
 

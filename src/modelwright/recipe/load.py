@@ -64,7 +64,7 @@ def load(reference: str | Path, sets: Sequence[str] = (), environ: Mapping[str, 
 
 
 def dump(recipe: Recipe) -> str:
-    """Write a recipe as YAML that loads as the same recipe: model, data and whatever differs from the defaults.
+    """Write a recipe as YAML that loads as the same recipe, every setting in it, so that no later default changes it.
 
     The environment map is left out: its variables have had their say, and a second run must not hear others.
     """
@@ -73,7 +73,7 @@ def dump(recipe: Recipe) -> str:
     writer.sort_base_mapping_type_on_output = False
     writer.allow_unicode = True
     writer.width = 110
-    said = recipe.model_dump(exclude_defaults=True, exclude={"environment"})
+    said = recipe.model_dump(exclude_none=True, exclude={"environment"})
     text = io.StringIO()
     writer.dump({key: said[key] for key in type(recipe).model_fields if key in said}, text)
     return f"{RESOLVED}\n{text.getvalue()}"

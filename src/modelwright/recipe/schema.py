@@ -252,7 +252,7 @@ class Recipe(Frozen):
     """Supervised fine-tuning."""
     compare: Compare = Compare()
     """Questions answered before and after."""
-    gates: dict[str, dict[str, Threshold]] = {}
+    gates: dict[Literal["sft"], dict[str, Threshold]] = {}
     """For each stage, what its metrics must be for the result to be promoted."""
     environment: dict[str, str] = {}
     """Environment variables that may set something, such as EPOCHS: sft.num_train_epochs."""
@@ -271,6 +271,10 @@ class Recipe(Frozen):
     def stages(self) -> dict[str, Sft]:
         """The training stages this recipe asks for, in order."""
         return {name: section for name in TRAINING_STAGES if (section := getattr(self, name)) is not None}
+
+    def gate_of(self, stage: str) -> dict[str, Threshold]:
+        """What is asked of a stage, by metric; nothing where it has no gate."""
+        return next((asked for name, asked in self.gates.items() if name == stage), {})
 
     @property
     def run_dir(self) -> str:

@@ -55,7 +55,7 @@ class _Panel:
 
         self._console = Console(file=stream, highlight=False)
         self._live = Live(console=self._console, refresh_per_second=4, transient=True)
-        self._losses: deque[float] = deque(maxlen=40)
+        self._losses: deque[float] = deque(maxlen=32)  # with both losses beside it, as much as a line holds
         self._held_out: list[float] = []
 
     def __enter__(self) -> _Panel:
@@ -77,6 +77,7 @@ class _Panel:
             self._console.print(line, markup=False)
 
     def _draw(self, event: Event) -> Any:
+        from rich.align import Align
         from rich.console import Group
         from rich.panel import Panel
         from rich.progress_bar import ProgressBar
@@ -95,7 +96,7 @@ class _Panel:
         facts += f"  memory {memory / 1e9:.1f} GB" if memory else ""
         lines = Group(
             Text(head),
-            ProgressBar(total=event["steps"], completed=event["step"], width=60),
+            Align.left(ProgressBar(total=event["steps"], completed=event["step"], width=60)),  # a bar ends no line
             Text(f"loss {number(event['loss'])} {curve}{held_out}"),
             Text(facts, style="dim"),
         )

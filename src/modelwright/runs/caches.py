@@ -29,12 +29,11 @@ def prepare_environment() -> None:
         pwd.getpwuid(os.getuid())
     except KeyError:
         os.environ.setdefault("USER", f"uid{os.getuid()}")
-    if _writable(Path(os.environ.get("HF_HOME") or _home_cache())):
-        return
-    place = cache_dir()
+    place, home_works = cache_dir(), _writable(Path(_home_cache()))
     for name, folder in (("HF_HOME", "huggingface"), ("XDG_CACHE_HOME", "."), ("TRITON_CACHE_DIR", "triton"),
                          ("TORCHINDUCTOR_CACHE_DIR", "inductor")):  # fmt: skip
-        if not _writable(Path(os.environ.get(name) or "/")):
+        wish = os.environ.get(name)
+        if not (_writable(Path(wish)) if wish else home_works):
             os.environ[name] = str(place / folder)
 
 

@@ -79,7 +79,9 @@ class RunFolder:
             probe.unlink()
         except OSError as error:
             reason = error.strerror or str(error)
-            raise StorageError(f"{self.path}: the run folder cannot be written ({reason}); choose another output_dir") from None
+            raise StorageError(
+                f"{self.path}: the run folder cannot be written ({reason}); choose another output_dir"
+            ) from None
 
 
 def open_run(path: str | Path) -> RunFolder:

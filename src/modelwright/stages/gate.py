@@ -98,7 +98,7 @@ def judge_again(run: str, stage: str | None) -> list[Verdict]:
 
 def verdict_on(loaded: LoadedRecipe, stage: str, metrics: Mapping[str, float | None]) -> Verdict:
     """Hold a stage's metrics against its gate, with the line of each limit."""
-    thresholds = dict(loaded.recipe.gates).get(stage, {})
+    thresholds = loaded.recipe.gate_of(stage)
     lines = {}
     for metric, threshold in thresholds.items():
         for limit in ("at_most", "at_least"):

@@ -16,7 +16,8 @@ from modelwright.engine.world import joined
 from modelwright.errors import GateClosed, ModelwrightError, StorageError
 from modelwright.models import text
 from modelwright.plan import facts
-from modelwright.recipe.load import LoadedRecipe, dump
+from modelwright.recipe.load import LoadedRecipe, dump, load
+from modelwright.recipe.schema import Model
 from modelwright.runs import lock
 from modelwright.runs.folder import RunFolder, read_json, write_json, write_text
 from modelwright.runs.journal import Journal, Watcher
@@ -73,12 +74,24 @@ def _run_stages(context: Context, stopper: Stopper, dead_holder: str | None) -> 
 def _gather(context: Context) -> Ingredients:
     """Find the model and read the data; the main rank first, so that nothing is fetched or converted twice."""
     context.journal.add("gathering", model=context.recipe.model.model_name_or_path)
-    context.world.first(lambda: str(text.find(context.recipe.model, context.beside).path))
-    base = text.find(context.recipe.model, context.beside)
+    wish = _pinned(context)
+    context.world.first(lambda: str(text.find(wish, context.beside).path))
+    base = text.find(wish, context.beside)
     data = conversations.load(context.recipe.data, context.recipe.seed, context.beside)
     if context.world.is_main:
-        write_text(context.folder.recipe, dump(context.recipe))
+        pinned = wish.model_copy(update={"revision": base.revision or wish.revision})
+        write_text(context.folder.recipe, dump(context.recipe.model_copy(update={"model": pinned})))
     return Ingredients(base, data)
+
+
+def _pinned(context: Context) -> Model:
+    """The model as this run first found it: a hub name means the same commit at every start."""
+    wish = context.recipe.model
+    if wish.revision is None and context.folder.recipe.exists():
+        before = load(context.folder.recipe, environ={}).recipe.model
+        if before.model_name_or_path == wish.model_name_or_path:
+            return before
+    return wish
 
 
 def finished(context: Context, stage: str, found: Ingredients) -> dict[str, Any] | None:
@@ -105,7 +118,7 @@ def _promote(context: Context, stage: str, found: Ingredients) -> None:
     result = read_json(context.folder.result(stage))
     metrics: dict[str, float | None] = dict(result["metrics"])
     last = list(context.recipe.stages)[-1]
-    if stage == last or set(context.recipe.gates.get(stage, {})) & set(COMPARED):
+    if stage == last or set(context.recipe.gate_of(stage)) & set(COMPARED):
         metrics |= compare(context, found, stage)
     verdict = verdict_on(context.loaded, stage, metrics)
     write_json(context.folder.gate(stage), {**verdict.as_json(), "metrics": metrics})

@@ -1,0 +1,186 @@
+"""What the pages tell a person to type works: every command parses, the quick ones run, the others run on a tiny model.
+
+A block of `bash` holds commands, and `# exits 77` after one says how it ends when that is not 0; a `text` block right
+after such a line is what it then says. `<!-- file: NAME -->` before a block makes it a file that the commands find.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.main import get_command
+
+from modelwright.cli.main import app, main
+from modelwright.recipe.load import dump, load
+from modelwright.recipe.schema import Threshold
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(
+    r"^(?:<!-- file: (?P<file>\S+) -->\n)?```(?P<kind>\w+)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+COLD = ("check", "explain", "recipes", "schema", "--help", "--version")
+WARM = ("run", "ask", "compare", "gate")
+EMBEDDED_MODEL = "smollm2-135m-instruct"
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a page."""
+
+    where: str
+    """Page and line."""
+    words: tuple[str, ...]
+    """The words after `modelwright`."""
+    environ: dict[str, str]
+    """Variables set before it."""
+    exit_code: int
+    """How it ends."""
+    says: str
+    """What it says on stderr, where the page shows it."""
+
+    @property
+    def verb(self) -> str:
+        return self.words[0]
+
+
+def commands() -> Iterator[Command]:
+    """Every `modelwright ...` of every page, in the order of reading."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        blocks = list(BLOCK.finditer(text))
+        for block, after in zip(blocks, [*blocks[1:], None], strict=True):
+            if block["kind"] != "bash":
+                continue
+            first = text[: block.start("body")].count("\n") + 1
+            says = (
+                after["body"]
+                if after and after["kind"] == "text" and not text[block.end() : after.start()].strip()
+                else ""
+            )
+            for number, line in enumerate(block["body"].splitlines(), first):
+                if command := command_of(line, f"{page.relative_to(ROOT)}:{number}", says):
+                    yield command
+
+
+def command_of(line: str, where: str, says: str = "") -> Command | None:
+    """A line as a command, if it is one of ours."""
+    words = shlex.split(line, comments=True)
+    is_variable = [bool(re.fullmatch(r"[A-Z_]+=.*", word)) for word in words]
+    start = is_variable.index(False) if False in is_variable else len(words)
+    if words[start : start + 1] != ["modelwright"]:
+        return None
+    ending = re.search(r"# exits (\d+)", line)
+    environ = dict(word.split("=", 1) for word in words[:start])
+    return Command(where, tuple(words[start + 1 :]), environ, int(ending[1]) if ending else 0, says if ending else "")
+
+
+def files() -> dict[str, str]:
+    """The files that the pages write out."""
+    found = {}
+    for page in PAGES:
+        for block in BLOCK.finditer(page.read_text(encoding="utf-8")):
+            if block["file"]:
+                found[block["file"]] = block["body"]
+    return found
+
+
+ALL = list(commands())
+where = [command.where for command in ALL]
+
+
+@pytest.mark.parametrize("command", ALL, ids=where)
+def test_a_command_of_the_pages_has_a_verb_and_options_that_exist(command: Command) -> None:
+    found: Any = get_command(app)
+    rest = list(command.words)
+    while hasattr(found, "commands") and rest and not rest[0].startswith("-"):
+        assert rest[0] in found.commands, f"{command.where}: there is no command {rest[0]}"
+        found = found.commands[rest.pop(0)]
+    with contextlib.suppress(typer.Exit):  # --help prints and leaves
+        found.make_context("modelwright", rest)
+
+
+@pytest.mark.parametrize("command", [each for each in ALL if each.verb in COLD], ids=lambda each: each.where)
+def test_a_quick_command_of_the_pages_runs(command: Command, tmp_path: Path) -> None:
+    for name, body in files().items():
+        (tmp_path / name).write_text(body, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "modelwright", *command.words],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT / "src"), "PATH": os.defpath, **command.environ},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == command.exit_code, f"{command.where}: {done.stderr}"
+    assert done.stderr.split() == command.says.split() or not command.says, command.where
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+    """A folder where every recipe of the pages has been run, each with a tiny model in place of the embedded one.
+
+    A file goes before a shipped recipe of its name, so that `modelwright run quickstart` means the tiny one here.
+    """
+    folder = tmp_path_factory.mktemp("reader")
+    for name, body in files().items():
+        (folder / name).write_text(body.replace(EMBEDDED_MODEL, str(model_folder)), encoding="utf-8")
+    wishes = [f"model.model_name_or_path={model_folder}", "compare.max_new_tokens=8"]
+    recipe = load("quickstart", wishes, {}).recipe
+    gates = {"sft": {"eval_loss": Threshold(at_most=1.0, times="base_eval_loss")}}
+    (folder / "quickstart").write_text(dump(recipe.model_copy(update={"gates": gates})), encoding="utf-8")
+    started = dict.fromkeys(command.words[1] for command in ALL if command.verb == "run")
+    for name in started:
+        assert run(folder, "run", name) == 0
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [each for each in ALL if each.verb in WARM], ids=lambda each: each.where)
+def test_a_command_of_the_pages_works_on_a_finished_run(
+    command: Command, workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in command.environ.items():
+        monkeypatch.setenv(name, value)
+    assert run(workspace, *command.words) == command.exit_code, command.where
+    assert capsys.readouterr().err.split() == command.says.split() or not command.says, command.where
+
+
+def run(folder: Path, *arguments: str) -> int:
+    """Run a command in this process, standing in a folder, and return its exit code."""
+    with contextlib.chdir(folder), pytest.raises(SystemExit) as stop:
+        main(list(arguments))
+    return int(stop.value.code or 0)
+
+
+def test_the_pages_show_every_verb_that_a_person_needs_first() -> None:
+    shown = {command.verb for command in ALL if command.where.startswith("README.md")}
+    assert {"check", "explain", "run", "ask", "compare", "gate"} <= shown
+
+
+def test_make_targets_of_the_pages_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for page in PAGES:
+        for target in re.findall(r"^make ([\w-]+)", page.read_text(encoding="utf-8"), re.MULTILINE):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name}: make {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+        assert (page.parent / link).exists(), f"{page.name} links to {link}"
+    known = {file.name for folder in ("src", "tests") for file in (ROOT / folder).rglob("*.py")}
+    for name in re.findall(r"`((?:(?:src|tests|docs|recipes|bench)/[\w/.-]+)|\w+\.py)`", text):
+        assert (ROOT / name).exists() if "/" in name else name in known, f"{page.name} names {name}"

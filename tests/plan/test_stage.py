@@ -1,0 +1,112 @@
+"""The arithmetic of a stage: batches that come out even, steps that can be checked by hand, reasons for each choice."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from modelwright.plan.facts import Facts, probe
+from modelwright.plan.stage import StagePlan, choose_precision, plan_stage, solve
+from modelwright.recipe.schema import Sft
+
+LAPTOP = Facts("cpu", "2 CPU threads", 8 << 30, fast_bf16=False)
+H100 = Facts("cuda", "NVIDIA H100", 80 << 30, fast_bf16=True, peak_flops=989e12)
+V100 = Facts("cuda", "Tesla V100", 16 << 30, fast_bf16=False)
+
+
+def plan(rows: int = 100, world: int = 1, kept: int | None = None, facts: Facts = LAPTOP, **settings: Any) -> StagePlan:
+    return plan_stage(Sft(**settings), rows, world, facts, kept)
+
+
+def test_the_batch_is_a_sum_that_a_person_can_check() -> None:
+    found = plan(world=4, per_device_train_batch_size=8, gradient_accumulation_steps=2)
+    assert found.arithmetic == "batch 64 = 8 per device × 4 devices × 2 accumulation"
+    assert plan(per_device_train_batch_size=8).arithmetic == "batch 8 = 8 per device × 1 device × 1 accumulation"
+
+
+@pytest.mark.parametrize(
+    ("rows", "epochs", "batch", "steps"),
+    [(100, 1, 8, 13), (96, 1, 8, 12), (100, 2, 8, 25), (100, 0.5, 8, 7), (3, 1, 8, 1)],
+)
+def test_epochs_become_steps(rows: int, epochs: float, batch: int, steps: int) -> None:
+    found = plan(rows, num_train_epochs=epochs, per_device_train_batch_size=batch)
+    assert (found.steps, found.total_rows) == (steps, round(rows * epochs))
+
+
+def test_max_steps_says_more_than_epochs() -> None:
+    found = plan(100, max_steps=5, num_train_epochs=9, per_device_train_batch_size=8)
+    assert (found.steps, found.total_rows) == (5, 40)
+
+
+def test_a_global_batch_is_solved_for_each_world() -> None:
+    shapes = {}
+    for world in (1, 2, 4, 8):
+        found = plan(world=world, global_batch_size=32, per_device_train_batch_size=8)
+        assert found.per_device * found.accumulation * world == found.global_batch == 32
+        shapes[world] = (found.per_device, found.accumulation)
+    assert shapes == {1: (8, 4), 2: (8, 2), 4: (8, 1), 8: (4, 1)}
+
+
+def test_a_world_that_does_not_divide_the_batch_says_how_many_places_stay_empty() -> None:
+    found = plan(world=3, global_batch_size=32, per_device_train_batch_size=8)
+    assert found.global_batch == 32
+    assert "1 of 33 places in each step stay empty: 3 do not divide 32" in found.reasons
+
+
+def test_a_run_keeps_the_batch_it_was_started_with() -> None:
+    started = plan(world=4, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    resumed = plan(world=2, kept=started.global_batch, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    assert (resumed.global_batch, resumed.steps, resumed.total_rows) == (32, started.steps, started.total_rows)
+    assert (resumed.per_device, resumed.accumulation) == (4, 4)
+    assert resumed.reasons[0] == "4 rows per device, 4 times, keep the batch of 32 (this run's earlier start)"
+
+
+@pytest.mark.parametrize("batch", [1, 2, 6, 7, 12, 32])
+@pytest.mark.parametrize("per_device", [1, 3, 8])
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_a_solved_batch_holds_every_row_and_no_device_takes_too_many(batch: int, per_device: int, world: int) -> None:
+    rows, times = solve(batch, per_device, world)
+    assert 1 <= rows <= per_device
+    assert batch <= rows * times * world < batch + world
+
+
+def test_shares_of_a_length_become_steps() -> None:
+    found = plan(
+        400, per_device_train_batch_size=4, warmup_steps="5%", decay_steps="20%", save_steps="25%", eval_steps=10
+    )
+    assert (found.steps, found.warmup, found.decay, found.save_every, found.eval_every) == (100, 5, 20, 25, 10)
+
+
+def test_without_eval_steps_a_stage_is_measured_at_its_end() -> None:
+    found = plan(400, per_device_train_batch_size=4)
+    assert found.eval_every == found.steps
+
+
+def test_a_save_every_zero_steps_is_one_every_step() -> None:
+    assert plan(save_steps=0).save_every == 1
+
+
+@pytest.mark.parametrize(("facts", "precision"), [(LAPTOP, "fp32"), (H100, "bf16"), (V100, "fp16")])
+def test_precision_is_what_the_device_does_well(facts: Facts, precision: str) -> None:
+    assert choose_precision(facts)[0] == precision
+    assert facts.name in choose_precision(facts)[1]
+    assert plan(facts=facts).precision == precision
+
+
+def test_a_wished_precision_is_taken_without_a_word() -> None:
+    found = plan(precision="bf16")
+    assert (found.precision, found.reasons) == ("bf16", ())
+
+
+def test_a_plan_is_plain_json() -> None:
+    told = json.loads(json.dumps(plan().as_json()))
+    assert told["arithmetic"] == plan().arithmetic
+    assert told["steps"] == 13
+
+
+def test_this_machine_is_probed() -> None:
+    facts = probe()
+    assert facts.memory > 1 << 28
+    assert facts.name

@@ -1,0 +1,112 @@
+"""Every event of a journal reads as one plain line, and no model's text can act on a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from modelwright.report.lines import LINES, duration, line_of, number, plain
+
+STEP = {
+    "event": "step", "stage": "sft", "step": 3, "steps": 12, "epoch": 0.5, "loss": 2.41234, "grad_norm": 1.5,
+    "learning_rate": 2e-4, "health": "ok", "tokens_per_second": 1234.5, "mfu": 0.431, "eta_seconds": 83.0,
+    "memory_bytes": 5_000_000_000,
+}  # fmt: skip
+DATA = {
+    "event": "data", "source": "rows.jsonl", "groups_on_both_sides": 0, "packed_rows": None,
+    "train": {"rows": 36, "tokens": 1856, "trained_tokens": 679, "truncated_rows": 0, "lost_tokens": 0},
+    "held_out": {"rows": 4},
+}  # fmt: skip
+PLAN = {"event": "plan", "steps": 9, "arithmetic": "batch 4 = 2 per device × 1 device × 2 accumulation",
+        "precision": "fp32", "device": "2 CPU threads", "reasons": ["fp32: because"]}  # fmt: skip
+PAIR = {"question": "Why?\n", "before": "\x1b[31mred\x1b[0m\rhidden", "after": "So."}
+
+CASES: list[tuple[dict[str, Any], str | None]] = [
+    ({"event": "run", "folder": "runs/tiny", "recipe": "tiny", "stages": ["sft"]}, "run runs/tiny: tiny, sft"),
+    ({"event": "gathering", "model": "owner/name"}, "model: owner/name"),
+    ({"event": "model", "share": "1 M of 2 M parameters move (50%)"}, "model: 1 M of 2 M parameters move (50%)"),
+    (DATA, "data: rows.jsonl: 36 rows to train on (679 of 1,856 tokens trained), 4 held out, 0 questions on both sides"),
+    (PLAN, f"plan: 9 steps, {PLAN['arithmetic']}, fp32, on 2 CPU threads\nplan: fp32: because"),
+    ({"event": "stage", "stage": "sft"}, "stage sft"),
+    ({"event": "resumed", "stage": "sft", "step": 3, "steps": 12}, "sft goes on from step 3 of 12"),
+    (STEP, "sft step 3/12  loss 2.412  grad 1.5  lr 2.00e-04  1,234 tok/s  mfu 43.1%  mem 5.0 GB  eta 1 min 23 s"),
+    ({"event": "evaluation", "stage": "sft", "step": 0, "eval_loss": 5.5}, "sft held-out loss 5.5 before the first step"),
+    ({"event": "evaluation", "stage": "sft", "step": 6, "eval_loss": None}, "sft held-out loss not finite after step 6"),
+    (
+        {"event": "saved", "stage": "sft", "step": 6, "seconds": 0.24},
+        "sft checkpoint of step 6 saved and verified in 0.2 s",
+    ),
+    ({"event": "skipped", "message": "step 4 is skipped: spike"}, "step 4 is skipped: spike"),
+    ({"event": "note", "message": "a word"}, "note: a word"),
+    ({"event": "answering", "questions": 8}, "asking both models 8 questions"),
+    (
+        {"event": "answers", "answers": [PAIR], "notice": "No advice."},
+        "\nquestion: Why?\n  before: [31mred [0m hidden\n  after:  So.\n\nNo advice.",
+    ),
+    ({"event": "verdict", "letter": "gate sft is open: nothing was asked of it"}, "gate sft is open: nothing was asked of it"),
+    ({"event": "stopped", "message": "told by the command itself"}, None),
+    ({"event": "done", "seconds": 3.0}, None),
+    ({"event": "something of a later release"}, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("event", "line"), CASES, ids=lambda value: value["event"] if isinstance(value, dict) else "")
+def test_an_event_reads_as_a_line(event: dict[str, Any], line: str | None) -> None:
+    assert line_of(event) == line
+
+
+def test_every_event_that_has_a_line_is_read_here() -> None:
+    assert set(LINES) <= {event["event"] for event, _ in CASES}
+
+
+def test_what_was_cut_and_packed_is_said() -> None:
+    train = {**DATA["train"], "truncated_rows": 2, "lost_tokens": 31}  # type: ignore[dict-item]
+    line = line_of({**DATA, "train": train, "packed_rows": 12})
+    assert line is not None
+    assert "36 rows packed into 12 to train on" in line
+    assert "31 tokens cut from 2 rows" in line
+
+
+def test_a_bad_step_says_so_and_what_is_not_known_is_left_out() -> None:
+    unknown = {"tokens_per_second": None, "mfu": None, "eta_seconds": None, "memory_bytes": None}
+    line = line_of({**STEP, **unknown, "loss": None, "health": "not finite"})
+    assert line == "sft step 3/12  loss not finite  grad 1.5  lr 2.00e-04  [not finite]"
+
+
+def test_the_embedded_model_s_first_conversion_is_announced() -> None:
+    assert "about 40 s" in str(line_of({"event": "gathering", "model": "smollm2-135m-instruct"}))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\x1b[2J\x1b[H",  # clears a screen
+        "\x1b]0;title\x07",  # renames a window
+        "\x9b31m",  # the same introducer in one character
+        "a\rb",  # writes over itself
+        "a\u202eb",  # reads backwards
+        "a\u2028b\x0bc",  # breaks the line
+        "\x00\x08\x7f",
+    ],
+)
+def test_no_text_of_a_model_acts_on_the_terminal(text: str) -> None:
+    assert plain(text).isprintable()
+
+
+def test_letters_of_all_scripts_pass() -> None:
+    assert plain("Füße, 森の火 🔥") == "Füße, 森の火 🔥"
+
+
+def test_durations_are_said_as_people_say_them() -> None:
+    said = [duration(seconds) for seconds in (0, 45.4, 59.6, 200, 3599.9, 7500)]
+    assert said == ["0 s", "45 s", "1 min 00 s", "3 min 20 s", "1 h 00 min", "2 h 05 min"]
+
+
+def test_numbers_have_four_digits() -> None:
+    assert [number(value) for value in (2.41234, 12345.6, 0.00012345, None)] == [
+        "2.412",
+        "1.235e+04",
+        "0.0001234",
+        "not finite",
+    ]

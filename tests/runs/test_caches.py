@@ -1,0 +1,89 @@
+"""Caches land where they can be written: in a container with a random user and an unwritable home too."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from modelwright.runs.caches import cache_dir, prepare_environment
+
+CACHES = ("HF_HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "MODELWRIGHT_CACHE", "HOME")
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in CACHES:
+        monkeypatch.setenv(name, "")  # so that whatever the test sets is taken back
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home in which nothing can be written, not even by root: it is a file."""
+    home = tmp_path / "home"
+    home.touch()
+    monkeypatch.setenv("HOME", str(home))
+    return home
+
+
+def test_the_cache_is_where_it_is_asked_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_dir() == tmp_path / ".cache" / "modelwright"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_dir() == tmp_path / "xdg" / "modelwright"
+    monkeypatch.setenv("MODELWRIGHT_CACHE", str(tmp_path / "ours"))
+    assert cache_dir() == tmp_path / "ours"
+
+
+def test_an_unwritable_wish_is_passed_over(no_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODELWRIGHT_CACHE", str(no_home / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_dir() == tmp_path / "xdg" / "modelwright"
+
+
+def test_without_a_home_the_cache_is_a_folder_of_our_own_in_the_temporary_one(no_home: Path) -> None:
+    found = cache_dir()
+    assert found == Path(tempfile.gettempdir()) / f"modelwright-{os.getuid()}"
+    assert found.is_dir()
+
+
+def test_a_home_that_can_be_written_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    prepare_environment()
+    assert not set(CACHES[:4]) & set(os.environ)
+
+
+def test_without_a_home_the_libraries_are_pointed_to_a_place_that_works(no_home: Path) -> None:
+    prepare_environment()
+    for name in CACHES[:4]:
+        folder = Path(os.environ[name])
+        folder.mkdir(parents=True, exist_ok=True)
+        assert os.access(folder, os.W_OK), name
+
+
+def test_a_cache_that_somebody_chose_and_can_write_is_kept(no_home: Path, tmp_path: Path) -> None:
+    os.environ["TRITON_CACHE_DIR"] = str(tmp_path / "triton")
+    prepare_environment()
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
+
+
+def test_a_cache_of_one_library_does_not_stand_for_the_others(no_home: Path, tmp_path: Path) -> None:
+    os.environ["HF_HOME"] = str(tmp_path / "hub")
+    prepare_environment()
+    assert os.environ["HF_HOME"] == str(tmp_path / "hub")
+    assert str(no_home) not in os.environ["TRITON_CACHE_DIR"]
+
+
+def test_the_hub_s_own_cache_moves_away_from_a_home_that_is_none(no_home: Path) -> None:
+    code = (
+        "from modelwright.runs.caches import prepare_environment; prepare_environment();"
+        "from huggingface_hub import constants; print(constants.HF_HUB_CACHE)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert str(no_home) not in done.stdout

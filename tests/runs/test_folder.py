@@ -1,0 +1,74 @@
+"""The run folder: files replaced in one movement, and a folder that cannot be written told at once."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from modelwright.errors import StorageError, UsageError
+from modelwright.runs.folder import RunFolder, open_run, read_json, write_json, write_text
+
+
+def test_a_json_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "facts.json"
+    for value in ({"a": 1}, {"a": "Füße"}):
+        write_json(path, value)
+        assert read_json(path) == value
+    assert [file.name for file in path.parent.iterdir()] == ["facts.json"]
+
+
+def test_a_number_that_is_no_number_is_never_written_as_json(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(tmp_path / "facts.json", {"loss": math.nan})
+    assert not (tmp_path / "facts.json").exists()
+
+
+def test_a_failed_replacement_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "facts.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(ValueError):
+        write_json(path, {"a": math.inf})
+    assert read_json(path) == {"a": 1}
+
+
+def test_every_place_is_inside_the_folder(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    places = [folder.recipe, folder.plan, folder.journal, folder.best_model, folder.history, folder.summary,
+              folder.demo_outputs, folder.data_manifest, folder.gate("sft"), folder.model("sft"),
+              folder.result("sft"), folder.checkpoints("sft")]  # fmt: skip
+    assert len(set(places)) == len(places)
+    assert all(tmp_path / "run" in place.parents for place in places)
+
+
+def test_a_folder_is_made_and_left_empty(tmp_path: Path) -> None:
+    RunFolder(tmp_path / "a" / "b").create()
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"the run folder cannot be written \(.*\); choose another output_dir"):
+        RunFolder(tmp_path / "file" / "run").create()
+
+
+def test_a_run_is_opened_by_its_folder_or_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_text(tmp_path / "runs" / "tiny" / "journal.jsonl", "")
+    monkeypatch.chdir(tmp_path)
+    assert open_run("tiny").path == Path("runs/tiny")
+    assert open_run(tmp_path / "runs" / "tiny").journal.exists()
+
+
+def test_a_folder_that_is_no_run_is_told_with_the_way_to_start_one(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"is no run folder \(no journal.jsonl in it\); start one with"):
+        open_run(tmp_path)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")  # noqa: PTH110
+def test_a_failing_disk_is_told_with_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "facts.json"
+    path.with_name(".facts.json.partial").symlink_to("/dev/full")
+    with pytest.raises(StorageError, match=r"facts.json: No space left on device; nothing that was there is lost"):
+        write_text(path, "text")

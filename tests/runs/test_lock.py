@@ -1,0 +1,136 @@
+"""One writer for each run: a second is refused fast, a dead one's place is taken, another machine is watched."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from modelwright.errors import Refused, StorageError
+from modelwright.runs.lock import WATCH_SECONDS, hold
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from modelwright.runs.lock import hold
+with hold(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(120)
+"""
+BEATS_ELSEWHERE = """
+import json, sys, time
+from pathlib import Path
+path, beat = Path(sys.argv[1]), 0
+while True:
+    path.write_text(json.dumps({"host": "elsewhere", "pid": 7, "beat": beat}).ljust(256))
+    if beat == 0:
+        print("held", flush=True)
+    beat += 1
+    time.sleep(0.5)
+"""
+
+
+@contextmanager
+def started(program: str, path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the lock, in its own way."""
+    process = subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_free_run_is_held_and_left_without_a_trace_of_the_holder(tmp_path: Path) -> None:
+    with hold(tmp_path / ".lock") as note:
+        assert note is None
+        holder = json.loads((tmp_path / ".lock").read_text(encoding="utf-8"))
+        assert (holder["host"], holder["pid"]) == (socket.gethostname(), os.getpid())
+    assert (tmp_path / ".lock").read_bytes() == b""
+    with hold(tmp_path / ".lock") as note:
+        assert note is None
+
+
+def test_a_second_process_is_refused_fast_and_told_by_whom(tmp_path: Path) -> None:
+    with started(HOLDS, tmp_path / ".lock") as holder:
+        began = time.monotonic()
+        with pytest.raises(Refused) as caught, hold(tmp_path / ".lock"):
+            pass
+        assert time.monotonic() - began < 1.0
+        assert str(caught.value) == (
+            f"{tmp_path} is in use by process {holder.pid} on {socket.gethostname()}; "
+            "wait for it, stop it, or choose another output_dir"
+        )
+        assert caught.value.exit_code == 77
+
+
+def test_a_refused_process_leaves_the_holder_s_lock_alone(tmp_path: Path) -> None:
+    with started(HOLDS, tmp_path / ".lock"):
+        for _ in range(2):
+            with pytest.raises(Refused), hold(tmp_path / ".lock"):
+                pass
+
+
+def test_the_place_of_a_killed_process_is_taken_over_at_once(tmp_path: Path) -> None:
+    with started(HOLDS, tmp_path / ".lock") as holder:
+        os.kill(holder.pid, signal.SIGKILL)
+        holder.wait()
+        began = time.monotonic()
+        with hold(tmp_path / ".lock") as note:
+            assert time.monotonic() - began < 1.0
+            assert note == (
+                f"process {holder.pid} on {socket.gethostname()} died without finishing; its place is taken over"
+            )
+
+
+def test_a_holder_on_another_machine_whose_beat_stands_still_is_taken_over(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text(json.dumps({"host": "elsewhere", "pid": 7, "beat": 3}), encoding="utf-8")
+    began = time.monotonic()
+    with hold(tmp_path / ".lock") as note:
+        assert note == "process 7 on elsewhere died without finishing; its place is taken over"
+    assert WATCH_SECONDS <= time.monotonic() - began < 5.0
+
+
+def test_a_holder_on_another_machine_whose_beat_moves_is_left_alone(tmp_path: Path) -> None:
+    with started(BEATS_ELSEWHERE, tmp_path / ".lock"):
+        began = time.monotonic()
+        with pytest.raises(Refused, match="in use by process 7 on elsewhere"), hold(tmp_path / ".lock"):
+            pass
+        assert time.monotonic() - began < 5.0
+
+
+def test_where_the_file_system_has_no_locks_a_living_holder_is_still_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with started(HOLDS, tmp_path / ".lock") as holder:
+        monkeypatch.setattr(fcntl, "flock", no_locks)  # no such file system can be mounted everywhere tests run
+        with pytest.raises(Refused, match=f"process {holder.pid}"), hold(tmp_path / ".lock"):
+            pass
+
+
+def test_a_lock_that_holds_rubbish_is_taken(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_bytes(b"\xff\xfe{")
+    with hold(tmp_path / ".lock") as note:
+        assert note is None
+
+
+def test_a_lock_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="the lock cannot be written"), hold(tmp_path / "missing" / ".lock"):
+        pass
