@@ -59,16 +59,12 @@ def commands() -> Iterator[Command]:
     """Every `modelwright ...` of every page, in the order of reading."""
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        blocks = list(BLOCK.finditer(text))
-        for block, after in zip(blocks, [*blocks[1:], None], strict=True):
+        for block in BLOCK.finditer(text):
             if block["kind"] != "bash":
                 continue
             first = text[: block.start("body")].count("\n") + 1
-            says = (
-                after["body"]
-                if after and after["kind"] == "text" and not text[block.end() : after.start()].strip()
-                else ""
-            )
+            after = BLOCK.match(text, block.end() + len("\n\n"))
+            says = after["body"] if after and after["kind"] == "text" else ""
             for number, line in enumerate(block["body"].splitlines(), first):
                 if command := command_of(line, f"{page.relative_to(ROOT)}:{number}", says):
                     yield command
@@ -97,10 +93,9 @@ def files() -> dict[str, str]:
 
 
 ALL = list(commands())
-where = [command.where for command in ALL]
 
 
-@pytest.mark.parametrize("command", ALL, ids=where)
+@pytest.mark.parametrize("command", ALL, ids=lambda each: each.where)
 def test_a_command_of_the_pages_has_a_verb_and_options_that_exist(command: Command) -> None:
     found: Any = get_command(app)
     rest = list(command.words)

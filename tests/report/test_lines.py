@@ -20,19 +20,23 @@ DATA = {
 }  # fmt: skip
 PLAN = {"event": "plan", "steps": 9, "arithmetic": "batch 4 = 2 per device × 1 device × 2 accumulation",
         "precision": "fp32", "device": "2 CPU threads", "reasons": ["fp32: because"]}  # fmt: skip
+EVALUATION = {"event": "evaluation", "stage": "sft"}
 PAIR = {"question": "Why?\n", "before": "\x1b[31mred\x1b[0m\rhidden", "after": "So."}
 
 CASES: list[tuple[dict[str, Any], str | None]] = [
     ({"event": "run", "folder": "runs/tiny", "recipe": "tiny", "stages": ["sft"]}, "run runs/tiny: tiny, sft"),
     ({"event": "gathering", "model": "owner/name"}, "model: owner/name"),
     ({"event": "model", "share": "1 M of 2 M parameters move (50%)"}, "model: 1 M of 2 M parameters move (50%)"),
-    (DATA, "data: rows.jsonl: 36 rows to train on (679 of 1,856 tokens trained), 4 held out, 0 questions on both sides"),
+    (
+        DATA,
+        "data: rows.jsonl: 36 rows to train on (679 of 1,856 tokens trained), 4 held out, 0 questions on both sides",
+    ),
     (PLAN, f"plan: 9 steps, {PLAN['arithmetic']}, fp32, on 2 CPU threads\nplan: fp32: because"),
     ({"event": "stage", "stage": "sft"}, "stage sft"),
     ({"event": "resumed", "stage": "sft", "step": 3, "steps": 12}, "sft goes on from step 3 of 12"),
     (STEP, "sft step 3/12  loss 2.412  grad 1.5  lr 2.00e-04  1,234 tok/s  mfu 43.1%  mem 5.0 GB  eta 1 min 23 s"),
-    ({"event": "evaluation", "stage": "sft", "step": 0, "eval_loss": 5.5}, "sft held-out loss 5.5 before the first step"),
-    ({"event": "evaluation", "stage": "sft", "step": 6, "eval_loss": None}, "sft held-out loss not finite after step 6"),
+    ({**EVALUATION, "step": 0, "eval_loss": 5.5}, "sft held-out loss 5.5 before the first step"),
+    ({**EVALUATION, "step": 6, "eval_loss": None}, "sft held-out loss not finite after step 6"),
     (
         {"event": "saved", "stage": "sft", "step": 6, "seconds": 0.24},
         "sft checkpoint of step 6 saved and verified in 0.2 s",
@@ -44,7 +48,7 @@ CASES: list[tuple[dict[str, Any], str | None]] = [
         {"event": "answers", "answers": [PAIR], "notice": "No advice."},
         "\nquestion: Why?\n  before: [31mred [0m hidden\n  after:  So.\n\nNo advice.",
     ),
-    ({"event": "verdict", "letter": "gate sft is open: nothing was asked of it"}, "gate sft is open: nothing was asked of it"),
+    ({"event": "verdict", "letter": "gate sft is open: nothing was asked"}, "gate sft is open: nothing was asked"),
     ({"event": "stopped", "message": "told by the command itself"}, None),
     ({"event": "done", "seconds": 3.0}, None),
     ({"event": "something of a later release"}, None),

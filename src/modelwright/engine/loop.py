@@ -96,7 +96,7 @@ class Engine:
         step, learning_rate = self.cursor.step, self._learning_rate(self.cursor.step)
         rows = sorted(self.order.at(step), key=self.task.length)
         mine = share(rows, self.world.rank, self.world.size, self.plan.per_device)
-        batches = [self.task.batch(rows) for rows in mine]
+        batches = [self.task.batch(rows, step) for rows in mine]
         tokens, trained, stops = self.world.sum(
             sum(batch.tokens for batch in batches), sum(batch.trained for batch in batches), stop_asked
         )
@@ -130,7 +130,7 @@ class Engine:
             self._draw_for(turn)
             with accumulating(self._forward, last=turn == len(batches) - 1):
                 with self.precision.autocast():
-                    summed: Tensor = self._forward(**batch.on(self.world.device))
+                    summed: Tensor = self._forward(**batch.on(self.world.device)).flatten()[0]
                 # ranks average their gradients: times the size, over the count, makes that the global mean
                 self.precision.backward(summed * (self.world.size / trained))
             total += summed.detach()
@@ -146,14 +146,15 @@ class Engine:
         return float(whole(norm))
 
     @torch.no_grad()
-    def evaluate(self) -> float:
-        """Mean loss over every held-out token."""
+    def evaluate(self) -> dict[str, float]:
+        """What the task measures, as means over everything held out: eval_loss, and others by their name."""
         self._module.eval()
-        summed, trained = torch.zeros((), device=self.world.device), 0
+        names = self.task.measures
+        summed, trained = torch.zeros(len(names), device=self.world.device), 0
         for rows in share(range(self.task.held_out_rows), self.world.rank, self.world.size, self._eval_rows):
             batch = self.task.held_out_batch(rows)
             with self.precision.autocast():
-                summed += self._forward(**batch.on(self.world.device))
+                summed += self._forward(**batch.on(self.world.device)).flatten()
             trained += batch.trained
-        loss, count = self.world.sum(float(summed), trained)
-        return loss / count
+        *sums, count = self.world.sum(*summed.tolist(), trained)
+        return {f"eval_{name}": total / count for name, total in zip(names, sums, strict=True)}

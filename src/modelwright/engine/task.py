@@ -30,7 +30,9 @@ class Task(Protocol):
     """What is learnt: rows, batches and the loss. The loop knows nothing else."""
 
     module: nn.Module
-    """Its forward takes a batch's inputs and returns the loss summed over what is trained."""
+    """Its forward takes a batch's inputs and returns sums over what is trained: the loss, then what else is measured."""
+    measures: tuple[str, ...]
+    """What those sums are called; the first is "loss"."""
 
     @property
     def rows(self) -> int:
@@ -43,8 +45,8 @@ class Task(Protocol):
     def length(self, row: int) -> int:
         """How long a training row is: rows of like length share a micro-batch, which saves padding."""
 
-    def batch(self, rows: Sequence[int]) -> Batch:
-        """The batch of these training rows; no rows give a blank batch that trains nothing."""
+    def batch(self, rows: Sequence[int], step: int) -> Batch:
+        """The batch of these training rows at a step; no rows give a blank batch that trains nothing."""
 
     def held_out_batch(self, rows: Sequence[int]) -> Batch:
         """The batch of these held-out rows; no rows give a blank batch."""

@@ -108,4 +108,4 @@ def choose_precision(facts: Facts) -> tuple[str, str]:
         return "bf16", f"bf16 arithmetic over fp32 weights: {facts.name} multiplies bf16 fast"
     if facts.device == "cuda":
         return "fp16", f"fp16 arithmetic with a loss scaler: {facts.name} has no fast bf16"
-    return "fp32", f"fp32: {facts.name} gain nothing from bf16"
+    return "fp32", "fp32: this processor multiplies bf16 no faster"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelwright.report.lines import duration, number
+from modelwright.report.lines import duration, number, plain
 from modelwright.runs import journal
 from modelwright.runs.folder import RunFolder
 
@@ -20,6 +20,8 @@ def facts_of(folder: RunFolder) -> dict[str, Any]:
                 "letter": event["letter"],
                 "metrics": event["metrics"],
             }
+        elif event["event"] == "answers" and event["answers"]:
+            facts["question"] = plain(event["answers"][0]["question"]).replace('"', "'")
         elif event["event"] == "done":
             facts["seconds"] = event["seconds"]
     return facts
@@ -46,7 +48,8 @@ def card(folder: RunFolder) -> str:
     lines.append(f"  {'model':<16} {folder.best_model}")
     lines.append(f"  {'before / after':<16} {folder.demo_outputs / 'before_after.md'}")
     lines += ["", "next:"]
-    lines.append(f'  modelwright ask {folder.path} "How do I dry wet boots?" --both')
+    question = facts.get("question", "What should I pack?")
+    lines.append(f'  modelwright ask {folder.path} "{question}" --both')
     lines.append(f"  modelwright compare {folder.path}")
     lines.append(f"  modelwright gate {folder.path}")
     return "\n".join(lines)

@@ -98,9 +98,9 @@ class Training:
         self._note(f"went back from step {report.step} to the checkpoint of step {good}")
 
     def _measure(self) -> None:
-        loss = self.engine.evaluate()
-        self.evaluations.append({"step": self.engine.cursor.step, "eval_loss": loss})
-        self.context.journal.add("evaluation", stage=self.stage, step=self.engine.cursor.step, eval_loss=loss)
+        measured = {"step": self.engine.cursor.step, **self.engine.evaluate()}
+        self.evaluations.append(measured)
+        self.context.journal.add("evaluation", stage=self.stage, **measured)
 
     def _save(self) -> None:
         if self.saved_at == self.engine.cursor.step:

@@ -38,6 +38,8 @@ class AnswerLoss(nn.Module):
 class SftTask:
     """Conversations as rows, packed or padded."""
 
+    measures: tuple[str, ...] = ("loss",)
+
     def __init__(self, model: Any, tokenizer: Any, data: Conversations, settings: Sft, stops: Collection[int]) -> None:
         self.module: nn.Module = AnswerLoss(model)
         self.train_set = self._encode(data.train, tokenizer, settings, stops)
@@ -59,7 +61,7 @@ class SftTask:
     def held_out_rows(self) -> int:
         return len(self.held_out_set.rows)
 
-    def batch(self, rows: Sequence[int]) -> Batch:
+    def batch(self, rows: Sequence[int], step: int = 0) -> Batch:
         return collate([[self.train_set.rows[member] for member in self._groups[row]] for row in rows])
 
     def held_out_batch(self, rows: Sequence[int]) -> Batch:

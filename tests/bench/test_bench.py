@@ -1,0 +1,56 @@
+"""Benchmarks measure what they say, and their figures carry what they stand on."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from modelwright.bench import results, sft, start
+
+
+def test_a_result_carries_day_commit_and_machine_but_not_its_name() -> None:
+    found = results.result("start", {"help": 1.0})
+    assert found["date"].endswith("+00:00")
+    assert set(found["machine"]) >= {"architecture", "cpu", "cores", "python", "torch"}
+    assert socket.gethostname() not in json.dumps(found["machine"])
+
+
+def test_a_result_is_kept_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "checkout", lambda: tmp_path)
+    path = results.save(results.result("start", {"help": 1.0}))
+    assert path == tmp_path / "bench" / "results" / "start.json"
+    assert json.loads(path.read_text(encoding="utf-8"))["figures"] == {"help": 1.0}
+
+
+def test_the_cost_of_a_command_is_its_cpu_time_and_its_last_words() -> None:
+    idle = start.cost([sys.executable, "-c", "import time; time.sleep(0.3); print('slept')"])
+    busy = start.cost([sys.executable, "-c", "sum(range(20_000_000)); raise SystemExit('summed')"])
+    assert idle["cpu_seconds"] < busy["cpu_seconds"]
+    assert (idle["last_line"], idle["exit_code"]) == ("slept", 0)
+    assert (busy["last_line"], busy["exit_code"]) == ("summed", 1)
+
+
+def test_a_missing_peer_is_said() -> None:
+    alone = {"help": {"modelwright": {"cpu_seconds": 0.2}}}
+    assert start.lines(alone) == [
+        "help: modelwright 0.20 CPU-s; trl is not installed, so there is nothing to hold it against"
+    ]
+    beside = {"help": {"modelwright": {"cpu_seconds": 0.2}, "trl": {"cpu_seconds": 8.0}, "ratio": 40.0}}
+    assert start.lines(beside) == ["help: modelwright 0.20 CPU-s, trl sft 8.00 CPU-s, 40 times as much"]
+
+
+@pytest.mark.slow
+def test_both_sides_of_the_sft_benchmark_do_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trl")
+    for name, value in (("WARM_UP", 1), ("TIMED", 1), ("STEPS", 2), ("ROUNDS", 1)):
+        monkeypatch.setattr(sft, name, value)
+    figures = sft.measure()
+    ours, theirs = figures["modelwright"], figures["trl"]
+    assert ours["tokens"] == theirs["tokens"] > 0
+    assert ours["mean_loss"] == pytest.approx(theirs["mean_loss"], rel=1e-4)
+    assert figures["ratio"] > 0
+    assert len(sft.lines(figures)) == 3

@@ -1,0 +1,48 @@
+"""The card that ends a run says what was measured, and nothing that was not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from modelwright.report.card import card, facts_of
+from modelwright.runs.folder import RunFolder
+from modelwright.runs.journal import Journal
+
+METRICS = {
+    "base_eval_loss": 4.0, "eval_loss": 2.0, "base_style_score": 0.125, "style_score": 0.9, "steps": 41,
+    "tokens": 31240, "seconds": 200.0,
+}  # fmt: skip
+
+
+def finished_run(folder: Path, metrics: dict[str, float]) -> RunFolder:
+    run = RunFolder(folder / "run")
+    journal = Journal(run.journal)
+    journal.add("verdict", stage="sft", open=False, letter="gate sft is closed", metrics={})
+    journal.add("verdict", stage="sft", open=True, letter="gate sft is open", metrics=metrics)
+    journal.add("done", seconds=250.0)
+    journal.close()
+    return run
+
+
+def test_the_card_shows_before_after_verdict_and_time(tmp_path: Path) -> None:
+    lines = card(finished_run(tmp_path, METRICS)).splitlines()
+    assert "  held-out loss    4 → 2  (-50%)" in lines
+    assert "  style score      0.125 → 0.9" in lines
+    assert "  verdict          open" in lines
+    assert "  time             4 min 10 s in all; 41 steps, 31,240 tokens in 3 min 20 s" in lines
+    assert not any("words an answer" in line for line in lines), "what was not measured is not shown"
+
+
+def test_the_card_ends_with_three_commands(tmp_path: Path) -> None:
+    commands = card(finished_run(tmp_path, METRICS)).split("next:")[1].strip().splitlines()
+    assert [command.split()[1] for command in commands] == ["ask", "compare", "gate"]
+
+
+def test_the_last_verdict_counts(tmp_path: Path) -> None:
+    facts = facts_of(finished_run(tmp_path, METRICS))
+    assert facts["open"] is True
+    assert facts["seconds"] == 250.0
+
+
+def test_a_run_without_held_out_rows_has_a_card_too(tmp_path: Path) -> None:
+    assert "held-out loss" not in card(finished_run(tmp_path, {"steps": 1, "tokens": 2, "seconds": 3.0}))

@@ -1,0 +1,54 @@
+"""The voice is measured by the patterns that describe it, and model text acts as markup nowhere."""
+
+from __future__ import annotations
+
+import pytest
+
+from modelwright.stages.compare import NOTICE, as_markdown, measure, style_score
+
+STYLE = [r"^Field Note\.", r"\(1\) .+\(2\) .+", "Caution: [A-Z]", r"Ranger's rule: .+\.$"]
+FULL = "Field Note. (1) Look.\n(2) Go. Caution: Mind the step. Ranger's rule: Slow is smooth."
+
+
+def test_the_style_score_is_the_share_of_patterns_found() -> None:
+    assert style_score([FULL], STYLE) == 1.0
+    assert style_score(["Well, it depends."], STYLE) == 0.0
+    assert style_score(["Field Note. Just go."], STYLE) == 0.25
+
+
+def test_the_style_score_is_the_mean_over_answers() -> None:
+    assert style_score([FULL, "Well."], STYLE) == 0.5
+
+
+def test_a_pattern_may_reach_over_lines_and_the_end_means_the_end() -> None:
+    assert style_score(["(1) a\n(2) b"], [STYLE[1]]) == 1.0
+    assert style_score([f"{FULL}\nAnd more"], [STYLE[3]]) == 0.0
+
+
+def test_without_a_voice_there_is_no_score() -> None:
+    assert style_score([FULL], []) is None
+
+
+def test_before_and_after_are_measured_alike() -> None:
+    pairs = [{"question": "?", "before": "Well.", "after": FULL}, {"question": "?", "before": "", "after": FULL}]
+    assert measure(pairs, STYLE) == {
+        "base_style_score": 0.0,
+        "style_score": 1.0,
+        "base_answer_words": 0.5,
+        "answer_words": len(FULL.split()),
+    }
+
+
+@pytest.mark.parametrize("text", ["*loud*", "<script>alert(1)</script>", "[link](http://x)", "![image](y)", "a|b"])
+def test_model_text_is_quoted_in_the_page(text: str) -> None:
+    page = as_markdown({"notice": NOTICE, "answers": [{"question": text, "before": text, "after": f"x\n{text}"}]})
+    heading = next(line for line in page.splitlines() if line.startswith("## "))
+    assert text not in heading
+    assert all(line.startswith("    ") for line in page.splitlines() if text in line)
+    assert NOTICE in page
+
+
+def test_an_empty_answer_is_shown_as_empty() -> None:
+    page = as_markdown({"notice": NOTICE, "answers": [{"question": "Why?", "before": "", "after": "So."}]})
+    assert "**Before**" in page
+    assert "    So." in page

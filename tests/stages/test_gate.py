@@ -1,0 +1,116 @@
+"""A gate opens on measured, finite metrics alone, and its letter says what was found, what was wanted, and where."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from modelwright.errors import UsageError
+from modelwright.recipe.load import LoadedRecipe, load
+from modelwright.recipe.schema import Threshold
+from modelwright.runs.folder import RunFolder, write_json, write_text
+from modelwright.stages.gate import judge, judge_again, verdict_on
+from tiny import tiny_recipe
+
+AT_MOST = {"eval_loss": Threshold(at_most=2.2)}
+
+
+def recipe_with_gate(folder: Path, *lines: str) -> LoadedRecipe:
+    """A recipe whose gate starts at line 51."""
+    path = tiny_recipe(folder, folder / "model")
+    head = path.read_text(encoding="utf-8").splitlines()
+    text = [*head, *[""] * (48 - len(head)), "gates:", "  sft:", *lines]
+    path.write_text("\n".join(text) + "\n", encoding="utf-8")
+    return load(path, environ={})
+
+
+def test_the_letter_of_a_closed_gate_says_what_it_found_what_it_needs_and_where_that_is_written(tmp_path: Path) -> None:
+    loaded = recipe_with_gate(tmp_path, "    eval_loss: {at_most: 2.2}")
+    verdict = verdict_on(loaded, "sft", {"eval_loss": 2.41})
+    assert verdict.letter == "gate sft is closed: eval_loss 2.41, needs at most 2.2 (recipe line 51)"
+    assert not verdict.open
+
+
+def test_the_letter_of_an_open_gate_says_what_holds() -> None:
+    assert judge("sft", AT_MOST, {"eval_loss": 2.0}).letter == "gate sft is open: eval_loss 2, holds at most 2.2"
+
+
+def test_a_metric_at_its_limit_passes() -> None:
+    assert judge("sft", AT_MOST, {"eval_loss": 2.2}).open
+    assert judge("sft", {"style_score": Threshold(at_least=0.8)}, {"style_score": 0.8}).open
+
+
+def test_a_metric_that_was_not_measured_closes_the_gate() -> None:
+    verdict = judge("sft", AT_MOST, {})
+    assert not verdict.open
+    assert verdict.letter == "gate sft is closed: eval_loss was not measured or is not finite, needs at most 2.2"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None])
+@pytest.mark.parametrize("threshold", [Threshold(at_most=2.2), Threshold(at_least=-1e9)])
+def test_a_metric_that_is_not_finite_closes_the_gate(value: float | None, threshold: Threshold) -> None:
+    verdict = judge("sft", {"eval_loss": threshold}, {"eval_loss": value})
+    assert not verdict.open
+    json.dumps(verdict.as_json(), allow_nan=False)
+
+
+def test_a_limit_may_be_a_multiple_of_another_metric() -> None:
+    threshold = {"eval_loss": Threshold(at_most=0.7, times="base_eval_loss")}
+    assert judge("sft", threshold, {"eval_loss": 2.0, "base_eval_loss": 4.0}).open
+    closed = judge("sft", threshold, {"eval_loss": 3.0, "base_eval_loss": 4.0})
+    assert closed.letter == "gate sft is closed: eval_loss 3, needs at most 2.8 = 0.7 × base_eval_loss 4"
+
+
+@pytest.mark.parametrize("base", [None, math.nan])
+def test_a_multiple_of_something_unmeasured_closes_the_gate(base: float | None) -> None:
+    threshold = {"eval_loss": Threshold(at_most=0.7, times="base_eval_loss")}
+    verdict = judge("sft", threshold, {"eval_loss": 0.1, "base_eval_loss": base})
+    assert not verdict.open
+    assert "0.7 × base_eval_loss, which was not measured" in verdict.letter
+
+
+def test_only_what_failed_is_in_a_closed_letter_and_everything_in_the_record() -> None:
+    wishes = {**AT_MOST, "style_score": Threshold(at_least=0.8)}
+    verdict = judge("sft", wishes, {"eval_loss": 2.0, "style_score": 0.5})
+    assert verdict.letter == "gate sft is closed: style_score 0.5, needs at least 0.8"
+    assert [check["passed"] for check in verdict.as_json()["checks"]] == [True, False]
+
+
+def test_a_gate_that_asks_nothing_is_open_and_says_so() -> None:
+    assert judge("sft", {}, {}).letter == "gate sft is open: nothing was asked of it"
+
+
+@pytest.mark.xfail(reason="verdict_on keeps one line for each metric, not one for each limit")
+def test_each_limit_of_a_metric_is_named_by_its_own_line(tmp_path: Path) -> None:
+    loaded = recipe_with_gate(tmp_path, "    eval_loss:", "      at_most: 2.2", "      at_least: 1.5")
+    assert "needs at most 2.2 (recipe line 52)" in verdict_on(loaded, "sft", {"eval_loss": 3.0}).letter
+    assert "needs at least 1.5 (recipe line 53)" in verdict_on(loaded, "sft", {"eval_loss": 1.0}).letter
+
+
+def test_a_stage_without_a_gate_is_open(tmp_path: Path) -> None:
+    loaded = load(tiny_recipe(tmp_path, tmp_path / "model"), environ={})
+    assert verdict_on(loaded, "sft", {"eval_loss": 2.0}).open
+
+
+def test_a_run_is_judged_again_by_the_thresholds_it_has_now(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    loaded = recipe_with_gate(tmp_path, "    eval_loss: {at_most: 2.2}")
+    write_text(run.recipe, loaded.path.read_text(encoding="utf-8"))
+    write_text(run.journal, "")
+    write_json(run.gate("sft"), {"metrics": {"eval_loss": 2.41}})
+    assert [verdict.open for verdict in judge_again(str(run.path), None)] == [False]
+    write_text(run.recipe, run.recipe.read_text(encoding="utf-8").replace("2.2", "2.5"))
+    assert [verdict.open for verdict in judge_again(str(run.path), "sft")] == [True]
+
+
+def test_a_stage_that_was_never_measured_has_no_verdict(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    write_text(run.recipe, tiny_recipe(tmp_path, tmp_path / "model").read_text(encoding="utf-8"))
+    write_text(run.journal, "")
+    with pytest.raises(UsageError, match="has no verdict yet; finish it with: modelwright run"):
+        judge_again(str(run.path), None)
+    with pytest.raises(UsageError, match="has no verdict on 'dpo'; stages that were measured: none yet"):
+        judge_again(str(run.path), "dpo")
