@@ -99,7 +99,6 @@ class Rig:
         arguments: Sequence[str],
         folder: Path,
         size: int,
-        environ: Mapping[str, str] | None = None,
         first: str = "",
     ) -> list[tuple[int, str]]:
         """Start one process per rank, as torchrun would, and wait for all."""
@@ -111,7 +110,6 @@ class Rig:
         arguments: Sequence[str],
         folder: Path,
         size: int,
-        environ: Mapping[str, str] | None = None,
         first: str = "",
     ) -> list[Trial]:
         """Start one process per rank with the standard variables."""
@@ -119,7 +117,6 @@ class Rig:
             "WORLD_SIZE": str(size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
-            **(environ or {}),
         }
         return [
             self.start(arguments, folder, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, first)

@@ -43,6 +43,15 @@ def test_a_missing_peer_is_said() -> None:
     assert start.lines(beside) == ["help: modelwright 0.20 CPU-s, trl sft 8.00 CPU-s, 40 times as much"]
 
 
+def test_an_answer_to_another_question_is_held_against_nothing() -> None:
+    ours, theirs = start.cost([sys.executable, "-c", "print('learning_rat is unknown')"]), {"cpu_seconds": 9.0}
+    elsewhere = {**theirs, "last_line": "there is no GPU"}
+    found = {"typo": {"modelwright": ours, "trl": elsewhere, "ratio": start._ratio(ours, elsewhere, "learning_rat")}}
+    assert found["typo"]["ratio"] is None
+    assert "there is no GPU" in start.lines(found)[0]
+    assert start._ratio(ours, {**theirs, "last_line": "unrecognized: --learning_rat"}, "learning_rat")
+
+
 @pytest.mark.slow
 def test_both_sides_of_the_sft_benchmark_do_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trl")

@@ -108,3 +108,17 @@ def reachable() -> str:
                 f"mkdir -p {inside} && mount --bind $held {inside} && "
             )
     return ""
+
+
+@is_root
+@pytest.mark.root
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+def test_a_full_disk_ends_both_ranks_with_78_and_neither_waits(
+    rig: Rig, model_folder: Path, tmp_path: Path, small_disk: Path, sharding: str
+) -> None:
+    recipe = tiny_recipe(tmp_path, model_folder, sharding=sharding, gradient_accumulation_steps=1)
+    began = time.monotonic()
+    command = ["run", str(recipe), "--set", f"output_dir={small_disk / 'run'}"]
+    ranks = rig.run_ranks(command, tmp_path, 2, first=UNSUSPECTING)
+    assert [code for code, _ in ranks] == [78, 78], ranks
+    assert time.monotonic() - began < 30

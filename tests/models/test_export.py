@@ -22,6 +22,15 @@ def test_every_file_may_be_read_by_others(model_folder: Path, tokenizer: Any, tm
     assert set(modes.values()) == {0o644}
 
 
+def test_the_configuration_that_was_loaded_is_the_one_that_is_saved(
+    model_folder: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    model = load_model(model_folder)
+    save_model(model, tokenizer, model.state_dict(), tmp_path / "model")
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / "model" / name).read_bytes() == (model_folder / name).read_bytes(), name
+
+
 def test_saving_again_replaces_what_was_there(model_folder: Path, tokenizer: Any, tmp_path: Path) -> None:
     target, model = tmp_path / "model", load_model(model_folder)
     target.mkdir()

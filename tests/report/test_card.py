@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 from modelwright.report.card import card, facts_of
@@ -36,6 +37,18 @@ def test_the_card_shows_before_after_verdict_and_time(tmp_path: Path) -> None:
 def test_the_card_ends_with_three_commands(tmp_path: Path) -> None:
     commands = card(finished_run(tmp_path, METRICS)).split("next:")[1].strip().splitlines()
     assert [command.split()[1] for command in commands] == ["ask", "compare", "gate"]
+
+
+def test_a_question_from_the_data_does_nothing_in_a_shell(tmp_path: Path) -> None:
+    run = finished_run(tmp_path / "with space", METRICS)
+    journal = Journal(run.journal)
+    journal.add("answers", answers=[{"question": 'Is "this" $(touch x) `touch y` safe!\\'}])
+    journal.close()
+    [asked] = [line for line in card(run).splitlines() if "modelwright ask" in line]
+    command = asked.replace("modelwright ask", "printf %s\\\\n")
+    shown = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path, check=True).stdout
+    assert shown.splitlines() == [str(run.path), "Is 'this' (touch x) 'touch y' safe", "--both"]
+    assert [path.name for path in tmp_path.iterdir()] == ["with space"]
 
 
 def test_the_last_verdict_counts(tmp_path: Path) -> None:

@@ -53,28 +53,28 @@ def machine() -> dict[str, Any]:
 
 
 def cpu_model() -> str | None:
-    """What the processor calls itself."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
+    """What the processor calls itself (on ARM only lscpu knows)."""
+    lines = _output(["lscpu"]).splitlines()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("Model name")), None)
 
 
 def commit() -> str | None:
     """The commit of the checkout, with ``-dirty`` where files differ from it; None outside of one."""
     folder = checkout()
-    if folder is None:
-        return None
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
+    return (
+        _output(["git", "describe", "--always", "--dirty", "--exclude=*"], folder).strip() or None if folder else None
+    )
 
 
 def checkout() -> Path | None:
     """The repository this package runs from, where it does."""
     package = Path(__file__).resolve().parents[1]
     return package.parents[1] if package.parent.name == "src" else None
+
+
+def _output(command: list[str], folder: Path | None = None) -> str:
+    """What a command prints; nothing where it fails or is not there."""
+    try:
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""

@@ -17,7 +17,9 @@ model: {model_name_or_path: smollm2-135m-instruct}
 data: {dataset_name: field-guide, columns: {question: prompt, answer: completion}}
 sft: {learning_rat: 1e-4}
 """
-THEIRS_MISTYPED = "model_name_or_path: some/model\ndataset_name: some/data\nlearning_rat: 1e-4\n"
+MISTAKE = "learning_rat"
+# without use_cpu a machine without a GPU is answered about that, and the mistake is never seen
+THEIRS_MISTYPED = "model_name_or_path: some/model\ndataset_name: some/data\nuse_cpu: true\nlearning_rat: 1e-4\n"
 
 
 def measure() -> dict[str, Any]:
@@ -35,8 +37,7 @@ def measure() -> dict[str, Any]:
             figures[name] = {"modelwright": cost(us)}
             if Path(theirs[0]).exists():
                 figures[name]["trl"] = cost(them)
-                pair = [figures[name][side]["cpu_seconds"] for side in ("trl", "modelwright")]
-                figures[name]["ratio"] = round(pair[0] / pair[1], 1)
+                figures[name]["ratio"] = _ratio(**figures[name], mistake=MISTAKE if name == "typo" else "")
     return figures
 
 
@@ -48,18 +49,29 @@ def cost(command: Sequence[str]) -> dict[str, Any]:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         least = min(least, _children_seconds() - before)
     said = (done.stderr.strip() or done.stdout.strip()).splitlines() or [""]
-    return {"cpu_seconds": round(least, 3), "exit_code": done.returncode, "last_line": said[-1].strip()}
+    last = said[-1].replace(f"{tempfile.gettempdir()}/", "").strip()
+    return {"cpu_seconds": round(least, 3), "exit_code": done.returncode, "last_line": last}
 
 
 def lines(figures: dict[str, Any]) -> list[str]:
     """The figures as sentences."""
-    told = []
-    for name, found in figures.items():
-        line = f"{name}: modelwright {found['modelwright']['cpu_seconds']:.2f} CPU-s"
-        peer = found.get("trl")
-        beside = f", trl sft {peer['cpu_seconds']:.2f} CPU-s, {found['ratio']:.0f} times as much" if peer else ""
-        told.append(line + (beside or "; trl is not installed, so there is nothing to hold it against"))
-    return told
+    return [f"{name}: modelwright {found['modelwright']['cpu_seconds']:.2f} CPU-s{_beside(found)}"
+            for name, found in figures.items()]  # fmt: skip
+
+
+def _beside(found: dict[str, Any]) -> str:
+    peer = found.get("trl")
+    if peer is None:
+        return "; trl is not installed, so there is nothing to hold it against"
+    if found["ratio"] is None:
+        return f"; trl sft said something else ({peer['last_line']}), so the two cannot be held against each other"
+    return f", trl sft {peer['cpu_seconds']:.2f} CPU-s, {found['ratio']:.0f} times as much"
+
+
+def _ratio(modelwright: dict[str, Any], trl: dict[str, Any], mistake: str) -> float | None:
+    """How many times as much theirs takes; None where one of them did not answer the mistake."""
+    answered = all(mistake in side["last_line"] for side in (modelwright, trl))
+    return round(trl["cpu_seconds"] / modelwright["cpu_seconds"], 1) if answered else None
 
 
 def _children_seconds() -> float:

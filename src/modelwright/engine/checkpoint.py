@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import xxhash
+from torch import Tensor
 
 from modelwright import __version__
 from modelwright.engine import tensors
@@ -38,6 +40,15 @@ class Snapshot:
     files: dict[str, list[Lazy]]
     """Tensors by file name."""
 
+    def fetching_from(self, waiting: deque[Lazy]) -> Snapshot:
+        """The same, but each tensor leaves the line of those still waiting as it is fetched."""
+
+        def fetch() -> Tensor:
+            return waiting.popleft().fetch()
+
+        files = {name: [replace(tensor, fetch=fetch) for tensor in file] for name, file in self.files.items()}
+        return replace(self, files=files)
+
 
 class Checkpoints:
     """The checkpoints of one stage."""
@@ -48,10 +59,17 @@ class Checkpoints:
 
     def save(self, snapshot: Snapshot, writes: bool, best_step: int | None = None) -> None:
         """Write a checkpoint; ranks that do not write only bring their shards."""
+        waiting = deque(tensor for file in snapshot.files.values() for tensor in file)
         if not writes:
-            for tensor in (tensor for file in snapshot.files.values() for tensor in file):
-                tensor.fetch()
+            _bring(waiting)
             return
+        try:
+            self._save(snapshot.fetching_from(waiting), best_step)
+        except Exception:
+            _bring(waiting)  # the other ranks bring theirs too: nobody is left waiting for the one that failed
+            raise
+
+    def _save(self, snapshot: Snapshot, best_step: int | None) -> None:
         final = self._folder / _name(snapshot.step)
         staged = final.with_name(f".{final.name}.partial")
         try:
@@ -133,6 +151,12 @@ class Checkpoints:
         shutil.rmtree(aside / folder.name, ignore_errors=True)
         folder.rename(aside / folder.name)
         self._say(f"checkpoint {folder.name} is set aside: {reason}")
+
+
+def _bring(waiting: deque[Lazy]) -> None:
+    """Fetch what is left and let it go: sharded tensors come only when every rank asks."""
+    while waiting:
+        waiting.popleft().fetch()
 
 
 def verify(folder: Path) -> str | None:

@@ -30,7 +30,7 @@ class Task(Protocol):
     """What is learnt: rows, batches and the loss. The loop knows nothing else."""
 
     module: nn.Module
-    """Its forward takes a batch's inputs and returns sums over what is trained: the loss, then what else is measured."""
+    """Its forward takes a batch's inputs and returns sums over what is trained: the loss, then other measures."""
     measures: tuple[str, ...]
     """What those sums are called; the first is "loss"."""
 

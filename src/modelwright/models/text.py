@@ -118,7 +118,6 @@ def load_model(path: Path, attention: str = "auto") -> Any:
         raise ModelError(
             f"model: {path} lacks {len(missing)} weights that its config.json asks for, such as {missing[0]}"
         )
-    model.config.use_cache = False  # with the cache on, packed documents see each other in silence (FACTS)
     return model
 
 

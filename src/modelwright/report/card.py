@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from modelwright.report.lines import duration, number, plain
 from modelwright.runs import journal
 from modelwright.runs.folder import RunFolder
+
+QUIET = str.maketrans('"`', "''", "$\\!")
+"""Takes out of a question what a shell would act upon between double quotes."""
 
 
 def facts_of(folder: RunFolder) -> dict[str, Any]:
@@ -21,7 +25,7 @@ def facts_of(folder: RunFolder) -> dict[str, Any]:
                 "metrics": event["metrics"],
             }
         elif event["event"] == "answers" and event["answers"]:
-            facts["question"] = plain(event["answers"][0]["question"]).replace('"', "'")
+            facts["question"] = plain(event["answers"][0]["question"]).translate(QUIET)
         elif event["event"] == "done":
             facts["seconds"] = event["seconds"]
     return facts
@@ -48,10 +52,10 @@ def card(folder: RunFolder) -> str:
     lines.append(f"  {'model':<16} {folder.best_model}")
     lines.append(f"  {'before / after':<16} {folder.demo_outputs / 'before_after.md'}")
     lines += ["", "next:"]
-    question = facts.get("question", "What should I pack?")
-    lines.append(f'  modelwright ask {folder.path} "{question}" --both')
-    lines.append(f"  modelwright compare {folder.path}")
-    lines.append(f"  modelwright gate {folder.path}")
+    question, place = facts.get("question", "What should I pack?"), shlex.quote(str(folder.path))
+    lines.append(f'  modelwright ask {place} "{question}" --both')
+    lines.append(f"  modelwright compare {place}")
+    lines.append(f"  modelwright gate {place}")
     return "\n".join(lines)
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from modelwright.engine import state
 from modelwright.engine.checkpoint import Checkpoints, hash_file, read_state
 from modelwright.engine.loop import Engine, StepReport
 from modelwright.engine.meter import Meter
 from modelwright.engine.shard import whole
-from modelwright.errors import Diverged, Interrupted
+from modelwright.errors import Diverged, Interrupted, ModelwrightError, UsageError
 from modelwright.models import text, trainable
 from modelwright.models.export import save_model
-from modelwright.plan.stage import plan_stage
+from modelwright.plan.stage import StagePlan, plan_stage
 from modelwright.runs.folder import read_json, write_json
 from modelwright.stages.context import Context, Ingredients
 from modelwright.stages.signals import Stopper
@@ -21,6 +25,25 @@ from modelwright.stages.wishes import refuse_changes, wishes_of
 from modelwright.tasks.sft import SftTask
 
 TASKS = {"sft": SftTask}
+
+
+@contextmanager
+def _memory_told(plan: StagePlan) -> Iterator[None]:
+    """Say what would fit when the device's memory does not hold a step."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        half = max(1, plan.per_device // 2)
+        raise UsageError(
+            f"the device is out of memory with {plan.per_device} rows at once; the same batch in smaller bites: "
+            f"per_device_train_batch_size: {half} with global_batch_size: {plan.global_batch}, "
+            "or gradient_checkpointing: true"
+        ) from None
+
+
+def _raise(failure: ModelwrightError | None) -> None:
+    if failure is not None:
+        raise failure
 
 
 class Training:
@@ -55,7 +78,7 @@ class Training:
             self._measure()
         meter = Meter(self.plan.steps, self._flops_per_token(), self.context.facts.peak_flops)
         began = time.monotonic()
-        with self.stopper.waiting():
+        with self.stopper.waiting(), _memory_told(self.plan):
             for report in self.engine.steps(self.stopper.asked):
                 self._tell_step(report, meter)
                 if report.health not in ("ok", "overflow"):
@@ -108,7 +131,12 @@ class Training:
         began = time.monotonic()
         beside = {"wishes": self.wishes, "global_batch": self.plan.global_batch, "evaluations": self.evaluations}
         taken = state.snapshot(self.engine, **beside)
-        self.checkpoints.save(taken, self.context.world.is_main, self._best_step())
+        failure: ModelwrightError | None = None
+        try:
+            self.checkpoints.save(taken, self.context.world.is_main, self._best_step())
+        except ModelwrightError as error:
+            failure = error
+        self.context.world.first(lambda: _raise(failure))
         self.saved_at = self.engine.cursor.step
         self.context.journal.add(
             "saved", stage=self.stage, step=self.saved_at, seconds=round(time.monotonic() - began, 3)
