@@ -121,7 +121,7 @@ def test_a_server_that_keeps_failing_is_told(serve: Any, tmp_path: Path) -> None
 
 def test_a_file_that_is_not_there_is_told_at_once(serve: Any, tmp_path: Path) -> None:
     server = serve("404")
-    with pytest.raises(DataError, match="the server answers 404 Not Found; put set.tar.gz beside the recipe"):
+    with pytest.raises(DataError, match=r"the server answers 404 Not Found; put set\.tar\.gz beside the recipe"):
         bring(server, tmp_path)
     assert len(server.ranges) == 1
 

@@ -148,6 +148,7 @@ OURS_ALONE = {
     "max_skipped_steps",
     "spike_factor",
     "decay_steps",
+    "momentum",
     "global_batch_size",
     "trainable",
 }

@@ -83,7 +83,6 @@ def test_a_gate_that_asks_nothing_is_open_and_says_so() -> None:
     assert judge("sft", {}, {}).letter == "gate sft is open: nothing was asked of it"
 
 
-@pytest.mark.xfail(reason="verdict_on keeps one line for each metric, not one for each limit")
 def test_each_limit_of_a_metric_is_named_by_its_own_line(tmp_path: Path) -> None:
     loaded = recipe_with_gate(tmp_path, "    eval_loss:", "      at_most: 2.2", "      at_least: 1.5")
     assert "needs at most 2.2 (recipe line 52)" in verdict_on(loaded, "sft", {"eval_loss": 3.0}).letter

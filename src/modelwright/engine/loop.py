@@ -23,11 +23,11 @@ from modelwright.data.stream import Order, share
 from modelwright.engine.guard import Guard, Health
 from modelwright.engine.optim import build_optimizer, build_schedule, set_learning_rate
 from modelwright.engine.precision import Precision
-from modelwright.engine.shard import accumulating, shard, whole
+from modelwright.engine.shard import accumulating, layers_of, persistent_buffers, shard, whole
 from modelwright.engine.task import Batch, Task
 from modelwright.engine.world import World
 from modelwright.plan.stage import StagePlan
-from modelwright.recipe.schema import Sft
+from modelwright.recipe.schema import Training
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class StepReport:
 class Engine:
     """Trains one task on this rank's share of the world."""
 
-    def __init__(self, task: Task, settings: Sft, plan: StagePlan, world: World, seed: int) -> None:
+    def __init__(self, task: Task, settings: Training, plan: StagePlan, world: World, seed: int) -> None:
         self.task, self.plan, self.world = task, plan, world
         self.cursor = Cursor()
         self.order = Order(plan.rows, plan.global_batch, plan.total_rows, seed)
@@ -80,8 +80,12 @@ class Engine:
         self._eval_rows = settings.per_device_eval_batch_size
         self.precision = Precision(plan.precision, world.device)
         self._module = task.module.to(world.device)
+        if settings.torch_compile:
+            for part in layers_of(self._module) or [self._module]:
+                part.compile()
         self._forward = shard(self._module, world, plan.sharding, self.precision.compute)
         self.weights = {name: w for name, w in self._module.named_parameters() if w.requires_grad}
+        self.buffers = persistent_buffers(self._module)
         self.optimizer = build_optimizer(self._module, settings)
         self._learning_rate = build_schedule(settings, plan)
         self.guard = Guard(settings.spike_factor)

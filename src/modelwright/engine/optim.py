@@ -12,17 +12,23 @@ from modelwright.plan.stage import StagePlan
 from modelwright.recipe.schema import Optimizer
 
 Schedule = Callable[[int], float]
+CYCLE_START, CYCLE_END = 0.04, 0.001
+"""Where a one_cycle schedule begins and ends, as shares of its peak; it rises in a line and falls along a cosine."""
 
 
-def build_optimizer(module: nn.Module, settings: Optimizer) -> torch.optim.AdamW:
-    """AdamW over the weights that move; vectors (norms, biases) are not pulled towards zero."""
+def build_optimizer(module: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
+    """The optimizer over the weights that move; vectors (norms, biases) are not pulled towards zero."""
     moving = [weight for weight in module.parameters() if weight.requires_grad]
     groups = [
         {"params": [weight for weight in moving if weight.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [weight for weight in moving if weight.ndim < 2], "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]]
+    if settings.optim == "sgd":
+        nesterov = settings.momentum > 0
+        return torch.optim.SGD(groups, settings.learning_rate, settings.momentum, nesterov=nesterov, fused=True)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        groups,
         lr=settings.learning_rate,
         betas=(settings.adam_beta1, settings.adam_beta2),
         eps=settings.adam_epsilon,
@@ -54,7 +60,11 @@ def build_schedule(settings: Optimizer, plan: StagePlan) -> Schedule:
         left = (steps - step) / max(1, plan.decay)
         return 0.5 * (1.0 - math.cos(math.pi * min(1.0, max(0.0, left))))
 
+    def one_cycle(step: int) -> float:
+        return CYCLE_END + (1.0 - CYCLE_END) * cosine(step)
+
     shapes = {
+        "one_cycle": one_cycle,
         "linear": linear,
         "cosine": cosine,
         "constant": constant,
@@ -63,8 +73,9 @@ def build_schedule(settings: Optimizer, plan: StagePlan) -> Schedule:
     }
     shape = shapes[settings.lr_scheduler_type]
     rises = settings.lr_scheduler_type != "constant"
+    start = CYCLE_START if settings.lr_scheduler_type == "one_cycle" else 0.0
 
     def learning_rate(step: int) -> float:
-        return peak * (step / warmup if rises and step < warmup else shape(step))
+        return peak * (start + (1.0 - start) * step / warmup if rises and step < warmup else shape(step))
 
     return learning_rate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,6 +19,8 @@ class Precision:
         self.name = name
         self.compute = DTYPES[name]
         self._device = device
+        # on a processor without bf16 torch tells at length, once, that it takes the slow way; the plan chose otherwise
+        warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
         self._scaler = torch.amp.GradScaler(device.type, init_scale=2.0**14) if name == "fp16" else None
 
     def autocast(self) -> AbstractContextManager[Any]:

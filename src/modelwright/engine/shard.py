@@ -55,6 +55,12 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
     return max((found for found in lists if len({type(layer) for layer in found}) == 1), key=len, default=[])
 
 
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """What a module keeps besides its weights, such as the running statistics of batch norms."""
+    weights = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    return {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if name not in weights}
+
+
 def whole(tensor: Tensor) -> Tensor:
     """The full tensor of a shard; every rank must ask."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()

@@ -36,7 +36,7 @@ def snapshot(engine: Engine, **beside: Any) -> Snapshot:
         **beside,
     }
     files = {
-        MODEL: [_lazy(*item) for item in engine.weights.items()],
+        MODEL: [_lazy(*item) for item in {**engine.weights, **engine.buffers}.items()],
         OPTIMIZER: [_lazy(*item) for item in parts.items()],
     }
     return Snapshot(engine.cursor.step, state, files)
@@ -63,8 +63,8 @@ def restore(engine: Engine, folder: Path) -> dict[str, Any]:
 def restore_weights(engine: Engine, folder: Path) -> None:
     """Take the weights of a verified checkpoint and nothing else."""
     with safe_open(folder / MODEL, "pt") as stored:
-        for name, weight in engine.weights.items():
-            weight.copy_(place(stored.get_tensor(name), weight))
+        for name, tensor in {**engine.weights, **engine.buffers}.items():
+            tensor.copy_(place(stored.get_tensor(name), tensor))
 
 
 def _lazy(name: str, tensor: Tensor) -> Lazy:

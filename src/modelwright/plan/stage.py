@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from modelwright.plan.facts import Facts
-from modelwright.recipe.schema import Sft
+from modelwright.recipe.schema import Training
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class StagePlan:
         return {**asdict(self), "arithmetic": self.arithmetic}
 
 
-def plan_stage(settings: Sft, rows: int, world: int, facts: Facts, kept_batch: int | None = None) -> StagePlan:
+def plan_stage(settings: Training, rows: int, world: int, facts: Facts, kept_batch: int | None = None) -> StagePlan:
     """Plan a stage; a batch kept from an earlier start of the run holds at any world size."""
     reasons: list[str] = []
     per_device, accumulation = settings.per_device_train_batch_size, settings.gradient_accumulation_steps

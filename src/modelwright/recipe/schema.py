@@ -12,14 +12,14 @@ from pydantic_core import PydanticCustomError
 
 from modelwright.recipe.values import Frozen, Regex, Steps
 
-TRAINING_STAGES = ("sft",)
+TRAINING_STAGES = ("sft", "classify")
 """The stages that move weights, in the order they happen."""
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]*$"
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Sharding = Literal["auto", "ddp", "fsdp"]
-Scheduler = Literal["linear", "cosine", "constant", "constant_with_warmup", "warmup_stable_decay"]
+Scheduler = Literal["linear", "cosine", "constant", "constant_with_warmup", "warmup_stable_decay", "one_cycle"]
 
 
 class Model(Frozen):
@@ -31,6 +31,8 @@ class Model(Frozen):
     """Branch, tag or commit of a hub model; the commit it means is pinned in the run."""
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """How attention is computed; auto is sdpa."""
+    width: PositiveInt = 64
+    """Channels of resnet18's first layers; 64 is the full model."""
 
 
 class Data(Frozen):
@@ -74,6 +76,11 @@ class Batch(Frozen):
     """Rows per step over all devices; accumulation is then solved for."""
     per_device_eval_batch_size: PositiveInt = 8
     """Rows a device takes at once when measuring."""
+
+
+class Text(Frozen):
+    """How conversations become tokens."""
+
     max_length: Annotated[int, Field(ge=8)] = 1024
     """Longest row in tokens; what is cut is counted and reported."""
     packing: bool = False
@@ -82,9 +89,26 @@ class Batch(Frozen):
     """Learn the assistant's words only; false learns the prompts too."""
 
 
+class Images(Frozen):
+    """How images are shown to the model, and what is asked of it."""
+
+    crop_padding: NonNegativeInt = 4
+    """Pixels of black around a training image out of which a crop of its own size is taken."""
+    horizontal_flip: bool = True
+    """Mirror half of the training images."""
+    label_smoothing_factor: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the target that is spread over all classes, in training only."""
+    test_time_flip: bool = False
+    """Judge held-out images by the mean over them and their mirror images."""
+
+
 class Optimizer(Frozen):
     """How the weights move."""
 
+    optim: Literal["adamw_torch", "sgd"] = "adamw_torch"
+    """AdamW, or stochastic gradient descent with momentum."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Memory of sgd, in Nesterov's form."""
     learning_rate: PositiveFloat = 2e-5
     """Peak learning rate, reached after warm-up."""
     lr_scheduler_type: Scheduler = "cosine"
@@ -121,7 +145,9 @@ class Length(Frozen):
     save_total_limit: Annotated[int, Field(ge=2)] = 2
     """Checkpoints kept besides the best; at least 2, so that a damaged one has a good one behind it."""
     load_best_model_at_end: bool = True
-    """Keep the weights with the lowest held-out loss rather than the last ones."""
+    """Keep the best weights rather than the last ones."""
+    metric_for_best_model: Literal["eval_loss", "eval_accuracy"] = "eval_loss"
+    """What makes weights the best: the lowest held-out loss, or the highest accuracy."""
 
 
 class Numerics(Frozen):
@@ -133,6 +159,8 @@ class Numerics(Frozen):
     """How several devices share the work; auto is ddp."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a quarter more time."""
+    torch_compile: bool = False
+    """Compile the layers: slower to start, faster to run on a GPU."""
     max_skipped_steps: NonNegativeInt = 3
     """Bad steps in a row that are skipped before the run goes back to its last checkpoint."""
     spike_factor: Annotated[float, Field(gt=1)] = 10.0
@@ -193,8 +221,19 @@ class Parts(Frozen):
     """The layers they sit beside; all-linear is every linear layer but the head."""
 
 
-class Sft(Parts, Batch, Optimizer, Length, Numerics):
+class Training(Batch, Optimizer, Length, Numerics):
+    """What every stage that moves weights may say."""
+
+
+class Sft(Parts, Text, Training):
     """Supervised fine-tuning: the model learns to answer as the data answers."""
+
+
+class Classify(Images, Training):
+    """Image classification: the model learns which class an image shows."""
+
+    metric_for_best_model: Literal["eval_loss", "eval_accuracy"] = "eval_accuracy"
+    """What makes weights the best: the lowest held-out loss, or the highest accuracy."""
 
 
 class Compare(Frozen):
@@ -250,9 +289,11 @@ class Recipe(Frozen):
     """What it learns from."""
     sft: Sft | None = None
     """Supervised fine-tuning."""
+    classify: Classify | None = None
+    """Image classification."""
     compare: Compare = Compare()
     """Questions answered before and after."""
-    gates: dict[Literal["sft"], dict[str, Threshold]] = {}
+    gates: dict[Literal["sft", "classify"], dict[str, Threshold]] = {}
     """For each stage, what its metrics must be for the result to be promoted."""
     environment: dict[str, str] = {}
     """Environment variables that may set something, such as EPOCHS: sft.num_train_epochs."""
@@ -260,7 +301,9 @@ class Recipe(Frozen):
     @model_validator(mode="after")
     def _gates_have_stages(self) -> Self:
         if not self.stages:
-            raise PydanticCustomError("no_stage", "has no stage; it wants a section sft")
+            raise PydanticCustomError("no_stage", "has no stage; it wants a section sft or classify")
+        if self.sft and self.classify:
+            raise PydanticCustomError("two_kinds", "has both sft and classify; it wants text or images")
         for stage in self.gates:
             if stage not in self.stages:
                 found = "has gates.{stage} but no section {stage}"
@@ -268,7 +311,7 @@ class Recipe(Frozen):
         return self
 
     @property
-    def stages(self) -> dict[str, Sft]:
+    def stages(self) -> dict[str, Training]:
         """The training stages this recipe asks for, in order."""
         return {name: section for name in TRAINING_STAGES if (section := getattr(self, name)) is not None}
 

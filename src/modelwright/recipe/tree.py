@@ -137,15 +137,17 @@ class Located:
             yield from node.walk((*path, key))
 
 
+ONE_BATCH = {
+    "global_batch_size": ("gradient_accumulation_steps",),
+    "gradient_accumulation_steps": ("global_batch_size",),
+}
 GIVES_WAY: Mapping[Path, Mapping[str, tuple[str, ...]]] = {
     ("data",): {
         "train_file": ("dataset_name", "dataset_config_name"),
         "dataset_name": ("train_file",),
     },
-    ("sft",): {
-        "global_batch_size": ("gradient_accumulation_steps",),
-        "gradient_accumulation_steps": ("global_batch_size",),
-    },
+    ("sft",): ONE_BATCH,
+    ("classify",): ONE_BATCH,
     ("sft", "trainable"): {
         "lora": ("last_layers", "head", "norms", "untie_head"),
         "last_layers": ("lora",),

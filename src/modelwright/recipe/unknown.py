@@ -31,19 +31,18 @@ SECTION_NAMES = {other: ours for ours, others in SECTIONS.items() for other in o
 """What other files call our sections."""
 
 ADVICE = {
-    "AdamW is the optimizer; leave it out": ("optim", "optimizer", "optimizer_type"),
     "the run keeps its own journal; leave it out": ("report_to", "logging_dir", "wandb_project"),
     "a run resumes by itself; leave it out": ("resume_from_checkpoint", "resume", "auto_resume"),
     "eval_steps decides alone; leave it out": ("eval_strategy", "evaluation_strategy", "do_eval"),
     "save_steps decides alone; leave it out": ("save_strategy",),
     "logging_steps decides alone; leave it out": ("logging_strategy",),
-    "the best is the lowest held-out loss; leave it out": ("metric_for_best_model", "greater_is_better"),
+    "the metric knows which way is better; leave it out": ("greater_is_better",),
     "a section sft is trained; leave it out": ("do_train",),
     "a run is resumed or refused, never overwritten; leave it out": ("overwrite_output_dir",),
     "the device is found by itself; leave it out": ("use_cpu", "no_cuda", "device", "device_map"),
     "several devices share the work by sharding: ddp or fsdp": ("fsdp", "fsdp_config", "deepspeed", "distributed"),
     "weights are not quantised here; leave it out": ("load_in_4bit", "load_in_8bit", "quantization_bit"),
-    "it is not offered; leave it out": ("torch_compile", "push_to_hub", "hub_model_id", "trust_remote_code"),
+    "it is not offered; leave it out": ("push_to_hub", "hub_model_id", "trust_remote_code"),
     "data.columns maps columns, as {question: prompt}": ("dataset_text_field", "text_column", "formatting"),
     "the tokenizer brings its chat template; leave it out": ("chat_template", "template"),
     "it is not needed here; leave it out": (
@@ -111,6 +110,7 @@ def _elsewhere(name: str, section: str) -> Answer | None:
     if places:
         first = places[0][0]
         under = f"under {first}" if first else "at the top level"
+        under = "to a stage" if len(places) > 1 else under
         keys = " or ".join(_join(other, ours) for other, ours in places)
         return Answer(f"{key} belongs {under}: {keys}", tuple(_join(first, name).split(".")))
     for other in others:

@@ -38,6 +38,7 @@ def card(folder: RunFolder) -> str:
     lines = ["", f"── {folder.path} " + "─" * max(0, 66 - len(str(folder.path)))]
     for label, before, after in (
         ("held-out loss", "base_eval_loss", "eval_loss"),
+        ("accuracy", "base_eval_accuracy", "eval_accuracy"),
         ("style score", "base_style_score", "style_score"),
         ("words an answer", "base_answer_words", "answer_words"),
     ):

@@ -46,6 +46,9 @@ def duration(seconds: float) -> str:
 
 
 def _data(event: Event) -> str:
+    if "classes" in event:
+        rows = f"{event['train_rows']:,} images to train on, {event['held_out_rows']:,} held out"
+        return f"data: {event['source']}: {rows}, {len(event['classes'])} classes"
     train, held_out = event["train"], event["held_out"]
     cut = f", {train['lost_tokens']} tokens cut from {train['truncated_rows']} rows" if train["truncated_rows"] else ""
     packed = f" packed into {event['packed_rows']}" if event.get("packed_rows") else ""
@@ -63,7 +66,8 @@ def _plan(event: Event) -> str:
 
 def _evaluation(event: Event) -> str:
     when = "before the first step" if event["step"] == 0 else f"after step {event['step']}"
-    return f"{event['stage']} held-out loss {number(event['eval_loss'])} {when}"
+    accuracy = f", accuracy {event['eval_accuracy']:.2%}" if event.get("eval_accuracy") is not None else ""
+    return f"{event['stage']} held-out loss {number(event['eval_loss'])}{accuracy} {when}"
 
 
 def _answers(event: Event) -> str:
@@ -99,6 +103,7 @@ LINES: dict[str, Callable[[Event], str | None]] = {
     "note": lambda e: f"note: {e['message']}",
     "answering": lambda e: f"asking both models {e['questions']} questions",
     "answers": _answers,
+    "mistakes": lambda e: f"accuracy {e['accuracy']:.2%} on {e['source']} (its mistakes: demo_outputs/mistakes.json)",
     "verdict": lambda e: e["letter"],
     "stopped": lambda e: None,
 }  # fmt: skip

@@ -10,9 +10,11 @@ from typing import Any
 import xxhash
 
 from modelwright.data.conversations import ask
+from modelwright.report.lines import plain
 from modelwright.runs.folder import read_json, write_json, write_text
 from modelwright.serve.ask import Answerer
-from modelwright.stages.context import Context, Ingredients
+from modelwright.stages.context import Context
+from modelwright.stages.kinds import Ingredients
 
 NOTICE = "These answers show what training changed; they are a demonstration and no advice."
 METRICS = ("style_score", "base_style_score", "answer_words", "base_answer_words")
@@ -26,13 +28,13 @@ def compare(context: Context, found: Ingredients, stage: str) -> dict[str, float
         return {}
     result = read_json(context.folder.result(stage))
     key = xxhash.xxh3_128_hexdigest(
-        repr([found.base.fingerprint(), result["files"], questions, wish.model_dump()]).encode()
+        repr([found.model_fingerprint, result["files"], questions, wish.model_dump()]).encode()
     )
     path = context.folder.demo_outputs / "before_after.json"
     kept = read_json(path) if path.exists() else {}
     if kept.get("key") != key:
         context.journal.add("answering", stage=stage, questions=len(questions))
-        before = _answers(context, questions, found.base.path)
+        before = _answers(context, questions, found.model.path)
         after = _answers(context, questions, context.folder.model(stage))
         pairs = [{"question": q, "before": b, "after": a} for q, b, a in zip(questions, before, after, strict=True)]
         kept = {"key": key, "notice": NOTICE, "system_prompt": context.recipe.data.system_prompt,
@@ -76,7 +78,12 @@ def as_markdown(kept: dict[str, Any]) -> str:
     for pair in kept["answers"]:
         lines += [f"## {_quiet(pair['question'])}", ""]
         for name in ("before", "after"):
-            lines += [f"**{name.capitalize()}**", "", *(f"    {line}" for line in pair[name].splitlines() or [""]), ""]
+            lines += [
+                f"**{name.capitalize()}**",
+                "",
+                *(f"    {plain(line)}" for line in pair[name].splitlines() or [""]),
+                "",
+            ]
     return "\n".join(lines)
 
 

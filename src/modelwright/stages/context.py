@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from modelwright.data.conversations import Conversations
 from modelwright.engine.world import World
-from modelwright.models.text import Found
 from modelwright.plan.facts import Facts
 from modelwright.recipe.load import LoadedRecipe
 from modelwright.recipe.schema import Recipe
@@ -41,13 +39,3 @@ class Context:
     def beside(self) -> Path:
         """The folder of the recipe file, where its relative paths may point."""
         return self.loaded.path.parent
-
-
-@dataclass(frozen=True)
-class Ingredients:
-    """What the stages of a run work with, found once."""
-
-    base: Found
-    """The model as it was before any training."""
-    data: Conversations
-    """What it learns from and is measured by."""

@@ -62,7 +62,7 @@ def judge(
     stage: str,
     thresholds: Mapping[str, Threshold],
     metrics: Mapping[str, float | None],
-    lines: Mapping[str, int] | None = None,
+    lines: Mapping[str, int | None] | None = None,
 ) -> Verdict:
     """Hold every metric against its limits; a missing or non-finite one never passes."""
     checks = []
@@ -76,7 +76,8 @@ def judge(
                     and bound is not None
                     and (value <= bound if word == "at most" else value >= bound)
                 )
-                checks.append(Check(metric, value, wants, holds, (lines or {}).get(metric)))
+                line = (lines or {}).get(f"{metric}.{word.replace(' ', '_')}")
+                checks.append(Check(metric, value, wants, holds, line))
     return Verdict(stage, all(check.passed for check in checks), tuple(checks))
 
 
@@ -98,14 +99,9 @@ def judge_again(run: str, stage: str | None) -> list[Verdict]:
 
 def verdict_on(loaded: LoadedRecipe, stage: str, metrics: Mapping[str, float | None]) -> Verdict:
     """Hold a stage's metrics against its gate, with the line of each limit."""
-    thresholds = loaded.recipe.gate_of(stage)
-    lines = {}
-    for metric, threshold in thresholds.items():
-        for limit in ("at_most", "at_least"):
-            origin = loaded.origins.get(f"gates.{stage}.{metric}.{limit}")
-            if getattr(threshold, limit) is not None and origin is not None and origin.line:
-                lines[metric] = origin.line
-    return judge(stage, thresholds, metrics, lines)
+    start = f"gates.{stage}."
+    lines = {key.removeprefix(start): origin.line for key, origin in loaded.origins.items() if key.startswith(start)}
+    return judge(stage, loaded.recipe.gate_of(stage), metrics, lines)
 
 
 def _bound(word: str, limit: float, times: str | None, metrics: Mapping[str, float | None]) -> tuple[float | None, str]:

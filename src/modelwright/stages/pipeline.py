@@ -10,25 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from modelwright import __version__
-from modelwright.data import conversations
 from modelwright.engine.checkpoint import hash_file
 from modelwright.engine.world import joined
 from modelwright.errors import GateClosed, ModelwrightError, StorageError
-from modelwright.models import text
 from modelwright.plan import facts
-from modelwright.recipe.load import LoadedRecipe, dump, load
-from modelwright.recipe.schema import Model
+from modelwright.recipe.load import LoadedRecipe, dump
 from modelwright.runs import lock
 from modelwright.runs.folder import RunFolder, read_json, write_json, write_text
 from modelwright.runs.journal import Journal, Watcher
 from modelwright.stages import record
-from modelwright.stages.compare import METRICS as COMPARED
-from modelwright.stages.compare import compare
-from modelwright.stages.context import Context, Ingredients
+from modelwright.stages.context import Context
 from modelwright.stages.gate import verdict_on
+from modelwright.stages.kinds import Ingredients, Kind
 from modelwright.stages.signals import Stopper
+from modelwright.stages.text import TextKind
 from modelwright.stages.train import Training
+from modelwright.stages.vision import VisionKind
 from modelwright.stages.wishes import refuse_changes, wishes_of
+
+KINDS: dict[str, Kind] = {"sft": TextKind(), "classify": VisionKind()}
 
 
 def run(loaded: LoadedRecipe, watch: Watcher | None = None, overrides: Collection[str] = ()) -> RunFolder:
@@ -59,39 +59,27 @@ def _run_stages(context: Context, stopper: Stopper, dead_holder: str | None) -> 
                 world=context.world.size, device=context.facts.name, modelwright=__version__)  # fmt: skip
     for line in (*context.loaded.notes, *([dead_holder] if dead_holder else [])):
         journal.add("note", message=line)
-    found = _gather(context)
+    kind = KINDS[next(iter(recipe.stages))]
+    found = _gather(context, kind)
     for stage in recipe.stages:
         result = context.world.first(lambda stage=stage: finished(context, stage, found))  # type: ignore[misc]
         if result is None:
             journal.add("stage", stage=stage)
-            Training(context, found, stage, stopper).run()
+            Training(context, kind, found, stage, stopper).run()
         else:
             journal.add("note", stage=stage, message=f"{stage} is finished and verified; nothing is trained again")
-        context.world.first(lambda stage=stage: _promote(context, stage, found))  # type: ignore[misc]
+        context.world.first(lambda stage=stage: _promote(context, kind, stage, found))  # type: ignore[misc]
     journal.add("done", folder=str(context.folder.path), seconds=round(time.monotonic() - began, 1))
 
 
-def _gather(context: Context) -> Ingredients:
-    """Find the model and read the data; the main rank first, so that nothing is fetched or converted twice."""
+def _gather(context: Context, kind: Kind) -> Ingredients:
+    """Find the model and read the data, and keep the recipe as it is now meant."""
     context.journal.add("gathering", model=context.recipe.model.model_name_or_path)
-    wish = _pinned(context)
-    context.world.first(lambda: str(text.find(wish, context.beside).path))
-    base = text.find(wish, context.beside)
-    data = conversations.load(context.recipe.data, context.recipe.seed, context.beside)
+    found = kind.gather(context)
     if context.world.is_main:
-        pinned = wish.model_copy(update={"revision": base.revision or wish.revision})
+        pinned = context.recipe.model.model_copy(update={"revision": found.revision})
         write_text(context.folder.recipe, dump(context.recipe.model_copy(update={"model": pinned})))
-    return Ingredients(base, data)
-
-
-def _pinned(context: Context) -> Model:
-    """The model as this run first found it: a hub name means the same commit at every start."""
-    wish = context.recipe.model
-    if wish.revision is None and context.folder.recipe.exists():
-        before = load(context.folder.recipe, environ={}).recipe.model
-        if before.model_name_or_path == wish.model_name_or_path:
-            return before
-    return wish
+    return found
 
 
 def finished(context: Context, stage: str, found: Ingredients) -> dict[str, Any] | None:
@@ -100,7 +88,7 @@ def finished(context: Context, stage: str, found: Ingredients) -> dict[str, Any]
     if not path.exists():
         return None
     result: dict[str, Any] = read_json(path)
-    now = wishes_of(context.recipe, stage, found.data.fingerprint, found.base.fingerprint())
+    now = wishes_of(context.recipe, stage, found.data_fingerprint, found.model_fingerprint)
     if refuse_changes(result["wishes"], now, context.overrides):
         return None
     model = context.folder.model(stage)
@@ -113,18 +101,18 @@ def finished(context: Context, stage: str, found: Ingredients) -> dict[str, Any]
     return result
 
 
-def _promote(context: Context, stage: str, found: Ingredients) -> None:
+def _promote(context: Context, kind: Kind, stage: str, found: Ingredients) -> None:
     """Compare, judge, record; a closed gate ends the run here."""
     result = read_json(context.folder.result(stage))
     metrics: dict[str, float | None] = dict(result["metrics"])
     last = list(context.recipe.stages)[-1]
-    if stage == last or set(context.recipe.gate_of(stage)) & set(COMPARED):
-        metrics |= compare(context, found, stage)
+    if stage == last or set(context.recipe.gate_of(stage)) & kind.shown:
+        metrics |= kind.show(context, found, stage)
     verdict = verdict_on(context.loaded, stage, metrics)
     write_json(context.folder.gate(stage), {**verdict.as_json(), "metrics": metrics})
     record.write_history(context, stage)
     record.write_summary(context, stage, result["plan"], metrics, verdict)
-    record.write_card(context, stage, found.base, metrics, verdict)
+    record.write_card(context, stage, found, metrics, verdict)
     context.journal.add("verdict", stage=stage, open=verdict.open, letter=verdict.letter, metrics=metrics)
     if not verdict.open:
         raise GateClosed(verdict.letter)

@@ -6,14 +6,17 @@ import platform
 from typing import Any
 
 from modelwright import __version__
-from modelwright.models.text import Found
+from modelwright.recipe.schema import Sft
 from modelwright.runs import journal
 from modelwright.runs.folder import write_json, write_text
 from modelwright.stages.context import Context
 from modelwright.stages.gate import Verdict
+from modelwright.stages.kinds import Ingredients, Metrics
 
-Metrics = dict[str, float | None]
-STEP_FACTS = ("step", "epoch", "loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second", "memory_bytes")
+STEP_FACTS = (
+    *("step", "epoch", "loss", "eval_loss", "eval_accuracy", "learning_rate", "grad_norm"),
+    *("tokens_per_second", "memory_bytes"),
+)
 
 
 def write_history(context: Context, stage: str) -> None:
@@ -55,13 +58,17 @@ def write_summary(context: Context, stage: str, plan: dict[str, Any], metrics: M
     )
 
 
-def write_card(context: Context, stage: str, base: Found, metrics: Metrics, verdict: Verdict) -> None:
+def write_card(context: Context, stage: str, found: Ingredients, metrics: Metrics, verdict: Verdict) -> None:
     """A model card that says only what is so."""
     recipe = context.recipe
+    settings, data = recipe.stages[stage], recipe.data.dataset_name or recipe.data.train_file
+    library = "modelwright"
+    if isinstance(settings, Sft):
+        library = "peft" if settings.trainable.lora else "transformers"
     measured = "\n".join(f"| {name} | {value:.4g} |" for name, value in metrics.items() if value is not None)
-    revision = f" at `{base.revision}`" if base.revision else ""
+    revision = f" at `{found.revision}`" if found.revision else ""
     card = f"""---
-library_name: {"peft" if recipe.stages[stage].trainable.lora else "transformers"}
+library_name: {library}
 tags: [modelwright, {stage}]
 ---
 
@@ -69,7 +76,7 @@ tags: [modelwright, {stage}]
 
 {recipe.description}
 
-Base model: `{base.name}`{revision}. Stage: {stage}. Data: `{recipe.data.dataset_name or recipe.data.train_file}`.
+Base model: `{found.model_name}`{revision}. Stage: {stage}. Data: `{data}`.
 Trained with Modelwright {__version__}; `recipe.yaml` in the run folder makes it again.
 
 | measured | value |

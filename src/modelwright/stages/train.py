@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,16 +16,12 @@ from modelwright.engine.loop import Engine, StepReport
 from modelwright.engine.meter import Meter
 from modelwright.engine.shard import whole
 from modelwright.errors import Diverged, Interrupted, ModelwrightError, UsageError
-from modelwright.models import text, trainable
-from modelwright.models.export import save_model
 from modelwright.plan.stage import StagePlan, plan_stage
 from modelwright.runs.folder import read_json, write_json
-from modelwright.stages.context import Context, Ingredients
+from modelwright.stages.context import Context
+from modelwright.stages.kinds import Ingredients, Kind
 from modelwright.stages.signals import Stopper
 from modelwright.stages.wishes import refuse_changes, wishes_of
-from modelwright.tasks.sft import SftTask
-
-TASKS = {"sft": SftTask}
 
 
 @contextmanager
@@ -49,20 +46,18 @@ def _raise(failure: ModelwrightError | None) -> None:
 class Training:
     """One training stage of a run."""
 
-    def __init__(self, context: Context, found: Ingredients, stage: str, stopper: Stopper) -> None:
+    def __init__(self, context: Context, kind: Kind, found: Ingredients, stage: str, stopper: Stopper) -> None:
         self.context, self.stage, self.stopper = context, stage, stopper
         self.settings = context.recipe.stages[stage]
-        self.wishes = wishes_of(context.recipe, stage, found.data.fingerprint, found.base.fingerprint())
+        self.wishes = wishes_of(context.recipe, stage, found.data_fingerprint, found.model_fingerprint)
         self.checkpoints = Checkpoints(
             context.folder.checkpoints(stage), self.settings.save_total_limit, lambda line: self._note(line)
         )
         resumed = self._newest_step()
         kept = self._kept_batch(resumed)
-        self.tokenizer = text.load_tokenizer(found.base.path)
-        self.model = self._load(found)
-        stops = text.stop_tokens(self.model)
-        self.task = TASKS[stage](self.model, self.tokenizer, found.data, self.settings, stops)
-        self._tell_data(found)
+        self.built = kind.build(context, found, stage)
+        self.task = self.built.task
+        self._tell_model_and_data(found)
         self.plan = plan_stage(self.settings, self.task.rows, context.world.size, context.facts, kept)
         self._tell_plan()
         self.engine = Engine(self.task, self.settings, self.plan, context.world, context.recipe.seed)
@@ -76,7 +71,7 @@ class Training:
         """Train to the end, or to the next order to stop; returns the metrics."""
         if self.task.held_out_rows and not self.evaluations:
             self._measure()
-        meter = Meter(self.plan.steps, self._flops_per_token(), self.context.facts.peak_flops)
+        meter = Meter(self.plan.steps, self.built.flops_per_token, self.context.facts.peak_flops)
         began = time.monotonic()
         with self.stopper.waiting(), _memory_told(self.plan):
             for report in self.engine.steps(self.stopper.asked):
@@ -122,6 +117,11 @@ class Training:
 
     def _measure(self) -> None:
         measured = {"step": self.engine.cursor.step, **self.engine.evaluate()}
+        if bad := [name for name, value in measured.items() if not math.isfinite(value)]:
+            raise Diverged(
+                f"{self.stage} diverged by step {measured['step']}: {bad[0]} is not finite; the last good checkpoint "
+                "is kept. A lower learning_rate is the first thing to try"
+            )
         self.evaluations.append(measured)
         self.context.journal.add("evaluation", stage=self.stage, **measured)
 
@@ -171,64 +171,47 @@ class Training:
         return self.context.folder.checkpoints(self.stage) / f"step-{step:08d}"
 
     def _best_step(self) -> int | None:
-        """The step with the lowest held-out loss, of those that training itself reached."""
+        """The step with the best measure, of those that training itself reached."""
         reached = [item for item in self.evaluations if item["step"] > 0]
         if not reached or not self.settings.load_best_model_at_end:
             return None
-        return int(min(reached, key=lambda item: item["eval_loss"])["step"])
+        metric = self.settings.metric_for_best_model
+        sign = -1.0 if metric == "eval_accuracy" else 1.0
+        return int(min(reached, key=lambda item: sign * item[metric])["step"])
 
     def _finish(self, seconds: float) -> dict[str, float | None]:
         """Take the best weights, write the model folder, and only then the result that says the stage is done."""
         best = self._best_step()
         if best is not None and best != self.engine.cursor.step:
             state.restore_weights(self.engine, self._folder_of(best))
-            self._note(f"the weights of step {best} have the lowest held-out loss and are kept")
-        losses = {item["step"]: item["eval_loss"] for item in self.evaluations}
+            self._note(f"the weights of step {best} have the best {self.settings.metric_for_best_model} and are kept")
+        measured = {item["step"]: item for item in self.evaluations}
+        kept, base = measured.get(self.engine.cursor.step if best is None else best, {}), measured.get(0, {})
         metrics: dict[str, float | None] = {
-            "eval_loss": losses.get(self.engine.cursor.step if best is None else best),
-            "base_eval_loss": losses.get(0),
+            **{name: value for name, value in kept.items() if name != "step"},
+            **{f"base_{name}": value for name, value in base.items() if name != "step"},
             "steps": self.engine.cursor.step,
             "tokens": self.engine.cursor.tokens,
             "trained_tokens": self.engine.cursor.trained_tokens,
             "seconds": round(seconds, 2),
         }
-        weights = {name: whole(tensor) for name, tensor in self.model.state_dict().items()}
+        weights = {name: whole(tensor) for name, tensor in self.built.model.state_dict().items()}
         self.context.world.first(lambda: self._write_result(weights, metrics))
         return metrics
 
     def _write_result(self, weights: dict[str, Any], metrics: dict[str, float | None]) -> None:
         folder = self.context.folder.model(self.stage)
-        save_model(self.model, self.tokenizer, weights, folder)
+        self.built.save(weights, folder)
         files = {path.name: hash_file(path) for path in sorted(folder.iterdir()) if path.name != "README.md"}
         result = {"metrics": metrics, "wishes": self.wishes, "plan": self.plan.as_json(), "files": files}
         write_json(self.context.folder.result(self.stage), result)
 
-    def _load(self, found: Ingredients) -> Any:
-        model = text.load_model(found.base.path, self.context.recipe.model.attn_implementation)
-        text.check_forward(model)
-        model = trainable.set_trainable(model, self.settings)
-        if self.settings.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            model.enable_input_require_grads()
-        share = trainable.share(model)
+    def _tell_model_and_data(self, found: Ingredients) -> None:
+        share, facts = self.built.share, self.built.data_facts
         self.context.journal.add(
-            "model", stage=self.stage, name=found.base.name, revision=found.base.revision, share=str(share),
+            "model", stage=self.stage, name=found.model_name, revision=found.revision, share=str(share),
             trained_parameters=share.trained, parameters=share.total,
         )  # fmt: skip
-        return model
-
-    def _flops_per_token(self) -> float:
-        """Six operations a parameter and token, four where the weight is frozen; attention and padding not counted."""
-        share = trainable.share(self.model)
-        return 4.0 * share.total + 2.0 * share.trained
-
-    def _tell_data(self, found: Ingredients) -> None:
-        facts = {
-            **found.data.manifest(self.context.recipe.data),
-            "train": self.task.train_set.facts(),
-            "held_out": self.task.held_out_set.facts(),
-            "packed_rows": self.task.rows if self.settings.packing else None,
-        }
         self.context.journal.add("data", stage=self.stage, **facts)
         if self.context.world.is_main:
             write_json(self.context.folder.data_manifest, facts)

@@ -17,25 +17,12 @@ from torch import Tensor, nn
 
 from modelwright.data.image_set import Array, ImageSplit
 from modelwright.engine.task import Batch
+from modelwright.recipe.schema import Images
 
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 """What most published recipes normalise CIFAR-10 by."""
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-LOSS, CORRECT = "loss", "correct"
-
-
-@dataclass(frozen=True)
-class ClassifySettings:
-    """How images are shown to the model, and what is asked of it."""
-
-    crop_padding: int = 4
-    """Pixels of black around an image out of which a crop of its own size is taken; 0 takes the image as it is."""
-    horizontal_flip: bool = True
-    """Whether half of the training images are mirrored."""
-    label_smoothing: float = 0.0
-    """Share of the target that is spread over all classes, in training only."""
-    test_time_flip: bool = False
-    """Whether held-out images are judged by the mean of their logits and those of their mirror image."""
+LOSS, ACCURACY = "loss", "accuracy"
 
 
 @dataclass(frozen=True)
@@ -76,7 +63,7 @@ class ClassifyLoss(nn.Module):
     scale: Tensor
     offset: Tensor
 
-    def __init__(self, model: nn.Module, images: ImageSplit, pixels: Pixels, settings: ClassifySettings) -> None:
+    def __init__(self, model: nn.Module, images: ImageSplit, pixels: Pixels, settings: Images) -> None:
         super().__init__()
         self.model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.settings = settings
@@ -103,7 +90,7 @@ class ClassifyLoss(nn.Module):
         if shifts is None or flips is None:
             return _sums(self._judge(self.test_images[rows]), self.test_labels[rows])
         images = augment(self.train_images[rows], shifts, flips, self.settings.crop_padding)
-        return _sums(self.model(self.normalise(images)), self.train_labels[rows], self.settings.label_smoothing)
+        return _sums(self.model(self.normalise(images)), self.train_labels[rows], self.settings.label_smoothing_factor)
 
     def normalise(self, images: Tensor) -> Tensor:
         """images: [n, height, width, channels] uint8; returns [n, channels, height, width] float, channels last."""
@@ -152,11 +139,11 @@ class ClassifyLoss(nn.Module):
 class ClassifyTask:
     """Images as rows."""
 
-    measures: tuple[str, ...] = (LOSS, CORRECT)
-    """What the forward returns, in order; each is a sum over the rows."""
+    measures: tuple[str, ...] = (LOSS, ACCURACY)
+    """What the forward sums over the rows, in order: as means they are the loss and the accuracy."""
 
     def __init__(
-        self, model: nn.Module, images: ImageSplit, settings: ClassifySettings, seed: int, pixels: Pixels | None = None
+        self, model: nn.Module, images: ImageSplit, settings: Images, seed: int, pixels: Pixels | None = None
     ) -> None:
         """Normalised by the training images' own mean and deviation where `pixels` does not say otherwise."""
         self.pixels = pixels or Pixels(*images.train.mean_and_std())
@@ -184,7 +171,7 @@ class ClassifyTask:
         return _batch(rows)
 
 
-def draw(seed: int, step: int, rows: Sequence[int], settings: ClassifySettings) -> tuple[Array, Array]:
+def draw(seed: int, step: int, rows: Sequence[int], settings: Images) -> tuple[Array, Array]:
     """The crop and the flip of each row in a step: [n, 2] int64 in 0 to twice the padding, and [n] bool.
 
     Each is a hash of seed, step and row: 0.1 ms for 1,024 rows, where a generator per row would take 10 ms.

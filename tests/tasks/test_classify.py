@@ -1,0 +1,291 @@
+"""What an image looks like depends on seed, step and row alone, and the loss is a sum over rows that adds up."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from modelwright.data.image_set import ImageSet, ImageSplit
+from modelwright.engine.task import Batch
+from modelwright.models.vision import resnet18
+from modelwright.tasks.classify import (
+    ClassifyLoss,
+    ClassifyTask,
+    Images,
+    Mistake,
+    Pixels,
+    augment,
+    confusion,
+    draw,
+    worst_mistakes,
+)
+
+CLASSES = ("a", "b", "c")
+
+
+def image_set(count: int, seed: int = 0, size: int = 16) -> ImageSet:
+    dice = np.random.default_rng(seed)
+    images = dice.integers(0, 256, (count, size, size, 3), dtype=np.uint8)
+    return ImageSet(images, np.arange(count) % 3, CLASSES, "noise")
+
+
+def task(seed: int = 5, **settings: Any) -> ClassifyTask:
+    torch.manual_seed(1)
+    split = ImageSplit(image_set(40), image_set(12, seed=1))
+    return ClassifyTask(resnet18(classes=3, width=4), split, Images(**settings), seed)
+
+
+def run(task: ClassifyTask, batch: Batch) -> Tensor:
+    sums: Tensor = task.module(**batch.on(torch.device("cpu")))
+    return sums
+
+
+def statistics(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in module.state_dict().items() if "running" in name or "num_" in name}
+
+
+def slow_augment(images: Any, shifts: Any, flips: Any, padding: int) -> Any:
+    """One image after another, as a person would write it."""
+    made = np.zeros_like(images)
+    height, width = images.shape[1:3]
+    for row, image in enumerate(images):
+        framed = np.zeros((height + 2 * padding, width + 2 * padding, image.shape[2]), image.dtype)
+        framed[padding : padding + height, padding : padding + width] = image
+        down, across = shifts[row]
+        crop = framed[down : down + height, across : across + width]
+        made[row] = crop[:, ::-1] if flips[row] else crop
+    return made
+
+
+@pytest.mark.parametrize("padding", [0, 2, 4])
+def test_crop_and_flip_are_those_of_a_slow_loop(padding: int) -> None:
+    dice = np.random.default_rng(3)
+    images = dice.integers(0, 256, (50, 12, 10, 3), dtype=np.uint8)
+    shifts, flips = dice.integers(0, 2 * padding + 1, (50, 2)), dice.random(50) < 0.5
+    made = augment(*(torch.from_numpy(value) for value in (images, shifts, flips)), padding)
+    assert np.array_equal(made.numpy(), slow_augment(images, shifts, flips, padding))
+
+
+def test_a_shift_of_the_padding_is_the_image_itself() -> None:
+    images = torch.from_numpy(image_set(5).images)
+    assert torch.equal(augment(images, torch.full((5, 2), 4), torch.zeros(5, dtype=torch.bool)), images)
+
+
+def test_draws_depend_on_seed_step_and_row_and_on_nothing_else() -> None:
+    settings, rows = Images(), list(range(200))
+    shifts, flips = draw(1, 7, rows, settings)
+    for part in (rows[::-1], rows[50:60], [3], []):
+        some_shifts, some_flips = draw(1, 7, part, settings)
+        assert np.array_equal(some_shifts, shifts[part])
+        assert np.array_equal(some_flips, flips[part])
+    for other in (draw(2, 7, rows, settings), draw(1, 8, rows, settings)):
+        assert not np.array_equal(other[0], shifts)
+        assert not np.array_equal(other[1], flips)
+
+
+def test_draws_are_spread_evenly_and_apart_from_each_other() -> None:
+    shifts, flips = (
+        np.concatenate(part) for part in zip(*(draw(9, step, range(5000), Images()) for step in range(10)), strict=True)
+    )
+    for axis in (0, 1):
+        shares = np.bincount(shifts[:, axis], minlength=9) / len(shifts)
+        assert len(shares) == 9
+        assert np.abs(shares - 1 / 9).max() < 0.006  # four deviations of 50,000 draws
+    assert abs(flips.mean() - 0.5) < 0.009
+    together = np.corrcoef(np.stack([shifts[:, 0], shifts[:, 1], flips, np.roll(shifts[:, 0], 1), np.roll(flips, 1)]))
+    assert np.abs(together - np.eye(5)).max() < 0.02
+
+
+def test_draws_stay_within_the_settings_and_take_no_time() -> None:
+    shifts, flips = draw(-3, 0, range(1000), Images(crop_padding=0, horizontal_flip=False))
+    assert not shifts.any()
+    assert not flips.any()
+    whole, best = task(), float("inf")
+    rows = list(range(1024))
+    for step in range(20):
+        began = time.perf_counter()
+        whole.batch(rows, step)
+        best = min(best, time.perf_counter() - began)
+    assert best < 1e-3
+
+
+def test_a_batch_is_the_same_whoever_asks_and_whenever() -> None:
+    rows = [3, 17, 8, 30]
+    first, again = task().batch(rows, step=2), task().batch(rows, step=2)
+    assert all(torch.equal(first.inputs[name], again.inputs[name]) for name in ("rows", "shifts", "flips"))
+    halves = [task().batch(part, step=2) for part in (rows[:2], rows[2:])]
+    for name, whole in first.inputs.items():
+        assert torch.equal(torch.cat([half.inputs[name] for half in halves]), whole)
+    assert (first.trained, first.tokens) == (4, 4)
+    assert not torch.equal(task().batch(rows, step=3).inputs["shifts"], first.inputs["shifts"])
+
+
+def test_the_loss_is_the_summed_cross_entropy_of_the_images_it_should_show() -> None:
+    made = task(label_smoothing_factor=0.1)
+    made.module.eval()  # the batch norms do not mix the rows
+    rows = list(range(10))
+    batch = made.batch(rows, step=4)
+    shown = slow_augment(
+        made.images.train.images[rows], batch.inputs["shifts"].numpy(), batch.inputs["flips"].numpy(), 4
+    )
+    pixels = (shown / 255.0 - np.array(made.pixels.mean)) / np.array(made.pixels.std)
+    with torch.no_grad():
+        logits = made.classifier.model(torch.from_numpy(pixels).float().permute(0, 3, 1, 2))
+        loss, correct = run(made, batch)
+    labels = torch.from_numpy(made.images.train.labels[rows])
+    assert float(loss) == pytest.approx(
+        float(F.cross_entropy(logits, labels, label_smoothing=0.1) * 10), rel=1e-5
+    )
+    assert int(correct) == int((logits.argmax(1) == labels).sum())
+    assert made.measures == ("loss", "accuracy")
+
+
+def test_the_model_sees_channels_last() -> None:
+    made = task()
+    shown = made.classifier.normalise(made.classifier.train_images[:4])
+    assert shown.is_contiguous(memory_format=torch.channels_last)
+    assert made.classifier.get_parameter("model.layer1.0.conv1.weight").is_contiguous(memory_format=torch.channels_last)
+    assert shown.dtype == torch.float32
+
+
+@torch.no_grad()
+def test_held_out_rows_are_shown_as_they_are_and_without_smoothing() -> None:
+    made = task(label_smoothing_factor=0.2)
+    made.module.eval()
+    halves = [run(made, made.held_out_batch(rows)) for rows in (range(5), range(5, 12))]
+    whole = run(made, made.held_out_batch(range(made.held_out_rows)))
+    images, labels = made.classifier.test_images, made.classifier.test_labels
+    logits = made.classifier.model(made.classifier.normalise(images))
+    assert torch.allclose(whole, torch.stack(halves).sum(0))
+    assert float(whole[0]) == pytest.approx(float(F.cross_entropy(logits, labels, reduction="sum")), rel=1e-5)
+    assert int(whole[1]) == int((logits.argmax(1) == labels).sum())
+
+
+@torch.no_grad()
+def test_a_test_time_flip_judges_by_the_mean_of_both_logits() -> None:
+    plain, flipped = task(), task(test_time_flip=True)
+    for made in (plain, flipped):
+        made.module.eval()
+    images = plain.classifier.normalise(plain.classifier.test_images)
+    logits = (plain.classifier.model(images) + plain.classifier.model(images.flip(3))) / 2
+    loss = F.cross_entropy(logits, plain.classifier.test_labels, reduction="sum")
+    assert float(run(flipped, flipped.held_out_batch(range(12)))[0]) == pytest.approx(float(loss), rel=1e-5)
+    assert torch.allclose(flipped.classifier.probabilities(5), logits.softmax(1), atol=1e-6)
+    assert float(run(plain, plain.held_out_batch(range(12)))[0]) != pytest.approx(float(loss), rel=1e-5)
+
+
+def test_gradients_reach_every_weight() -> None:
+    made = task()
+    run(made, made.batch(range(8)))[0].backward()  # type: ignore[no-untyped-call]
+    assert all(weight.grad is not None and bool(weight.grad.abs().sum() > 0) for weight in made.module.parameters())
+
+
+def test_a_blank_batch_adds_exactly_nothing_and_leaves_the_statistics_alone() -> None:
+    made = task(label_smoothing_factor=0.1)
+    run(made, made.batch(range(8)))
+    before = statistics(made.module)
+    for batch in (made.batch([], step=3), made.held_out_batch([])):
+        assert (batch.trained, batch.tokens) == (0, 0)
+        sums = run(made, batch)
+        assert sums.tolist() == [0.0, 0.0]
+        sums[0].backward()  # type: ignore[no-untyped-call]
+        for name, weight in made.module.named_parameters():
+            assert weight.grad is not None, name
+            assert not weight.grad.any(), name
+        made.module.zero_grad()
+    assert made.module.training
+    after = statistics(made.module)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_images_go_with_the_module_but_are_no_part_of_its_state() -> None:
+    made = task()
+    assert not [name for name in made.module.state_dict() if not name.startswith("model.")]
+    moved = made.module.to(torch.device("meta"))
+    assert moved.get_buffer("train_images").device.type == "meta"
+
+
+def test_ddp_does_not_send_the_images_around(tmp_path: Path) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        made = task()
+        wrapped = DistributedDataParallel(made.module)
+        sent = {buffer.data_ptr() for buffer in wrapped.modules_buffers}
+        held = {made.module.get_buffer(name).data_ptr() for name in ("train_images", "test_images", "train_labels")}
+        assert sent
+        assert not sent & held
+        sums = wrapped(**made.batch([]).on(torch.device("cpu")))
+        sums[0].backward()
+        assert not any(bool(weight.grad.any()) for weight in made.module.parameters() if weight.grad is not None)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_settled_statistics_are_a_function_of_the_weights_alone() -> None:
+    made, other = task(), task()
+    for step in range(3):
+        run(made, made.batch(range(step, step + 8), step))
+    was = [norm.momentum for norm in made.module.modules() if isinstance(norm, nn.BatchNorm2d)]
+    for one in (made, other):
+        one.classifier.settle(range(40), per_batch=20)
+    ours, theirs = statistics(made.module), statistics(other.module)
+    assert all(torch.allclose(ours[name], theirs[name]) for name in ours)
+    shown = made.classifier.normalise(made.classifier.train_images)
+    first = made.classifier.get_submodule("model.conv1")(shown)
+    assert torch.allclose(ours["model.bn1.running_mean"], first.mean((0, 2, 3)), atol=1e-5)
+    assert [norm.momentum for norm in made.module.modules() if isinstance(norm, nn.BatchNorm2d)] == was
+    assert made.module.training
+
+
+def test_a_few_steps_learn_a_colour() -> None:
+    labels = np.arange(48) % 3
+    images = np.zeros((48, 16, 16, 3), np.uint8)
+    images[np.arange(48), :, :, labels] = 200
+    side = ImageSet(images, labels, CLASSES, "colours")
+    torch.manual_seed(2)
+    made = ClassifyTask(resnet18(classes=3, width=4), ImageSplit(side, side), Images(), seed=1)
+    optimizer = torch.optim.SGD(made.module.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+    for step in range(12):
+        loss = run(made, made.batch(range(48), step))[0] / 48
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    made.classifier.settle(range(48))
+    made.module.eval()
+    assert int(run(made, made.held_out_batch(range(48)))[1]) == 48
+    assert torch.equal(
+        confusion(made.classifier.probabilities(), made.classifier.test_labels), 16 * torch.eye(3).long()
+    )
+
+
+def test_the_confusion_matrix_counts_truth_down_and_answers_across() -> None:
+    answers = F.one_hot(torch.tensor([0, 1, 1, 2, 0]), 3).float()
+    labels = torch.tensor([0, 0, 1, 2, 2])
+    assert confusion(answers, labels).tolist() == [[1, 1, 0], [0, 1, 0], [1, 0, 1]]
+
+
+def test_the_worst_mistakes_are_the_surest_first() -> None:
+    probabilities = torch.tensor([[0.6, 0.4], [0.9, 0.1], [0.2, 0.8], [0.3, 0.7]])
+    mistakes = worst_mistakes(probabilities, torch.tensor([1, 1, 1, 0]), count=2)
+    assert [(m.row, m.truth, m.answer) for m in mistakes] == [(1, 1, 0), (3, 0, 1)]
+    assert mistakes[0] == Mistake(1, 1, 0, pytest.approx(0.9))
+    assert worst_mistakes(probabilities, torch.tensor([0, 0, 1, 1])) == []
+
+
+def test_given_pixels_stand_for_the_sets_own() -> None:
+    split = ImageSplit(image_set(9), image_set(3))
+    made = ClassifyTask(resnet18(classes=3, width=4), split, Images(), 0, Pixels((0.5,) * 3, (0.25,) * 3))
+    shown = made.classifier.normalise(torch.full((1, 2, 2, 3), 255, dtype=torch.uint8))
+    assert torch.allclose(shown, torch.full((1, 3, 2, 2), 2.0))
+    assert isinstance(made.module, ClassifyLoss)
+    assert (made.rows, made.held_out_rows, made.length(3)) == (9, 3, 1)
