@@ -70,7 +70,7 @@ def test_it_begins_as_torchvision_does() -> None:
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             fan_out = module.out_channels * module.kernel_size[0] * module.kernel_size[1]
-            assert float(module.weight.std()) == pytest.approx((2 / fan_out) ** 0.5, rel=0.1)
+            assert float(module.weight.detach().std()) == pytest.approx((2 / fan_out) ** 0.5, rel=0.1)
         elif isinstance(module, nn.BatchNorm2d):
             assert bool((module.weight == 1).all())
             assert bool((module.bias == 0).all())

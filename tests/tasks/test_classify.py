@@ -141,9 +141,7 @@ def test_the_loss_is_the_summed_cross_entropy_of_the_images_it_should_show() -> 
         logits = made.classifier.model(torch.from_numpy(pixels).float().permute(0, 3, 1, 2))
         loss, correct = run(made, batch)
     labels = torch.from_numpy(made.images.train.labels[rows])
-    assert float(loss) == pytest.approx(
-        float(F.cross_entropy(logits, labels, label_smoothing=0.1) * 10), rel=1e-5
-    )
+    assert float(loss) == pytest.approx(float(F.cross_entropy(logits, labels, label_smoothing=0.1) * 10), rel=1e-5)
     assert int(correct) == int((logits.argmax(1) == labels).sum())
     assert made.measures == ("loss", "accuracy")
 

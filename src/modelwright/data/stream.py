@@ -32,11 +32,15 @@ class Order:
         return -(-self.total // self.batch)
 
     def at(self, step: int) -> list[int]:
-        """The rows of one global batch."""
+        """The rows of one global batch, in the order of the line."""
         start, stop = step * self.batch, min((step + 1) * self.batch, self.total)
-        return [
-            int(_shuffle(self.seed, place // self.rows, self.rows)[place % self.rows]) for place in range(start, stop)
-        ]
+        rows: list[int] = []
+        while start < stop:
+            epoch, first = divmod(start, self.rows)
+            taken = _shuffle(self.seed, epoch, self.rows)[first : first + stop - start]
+            rows += taken.tolist()
+            start += len(taken)
+        return rows
 
     def epoch(self, step: int) -> float:
         """How many times the rows have been seen once this many steps are done."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -68,6 +69,28 @@ class StepReport:
     """Whether some rank was asked to stop."""
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A rank's share of one global batch, ready for the device."""
+
+    step: int
+    """Which batch."""
+    rows_hash: str
+    """Hash of the whole global batch's row numbers."""
+    batches: list[Batch]
+    """This rank's micro-batches."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the share, padding not counted."""
+        return sum(batch.tokens for batch in self.batches)
+
+    @property
+    def trained(self) -> int:
+        """Tokens in the share that are learnt from."""
+        return sum(batch.trained for batch in self.batches)
+
+
 class Engine:
     """Trains one task on this rank's share of the world."""
 
@@ -89,6 +112,7 @@ class Engine:
         self.optimizer = build_optimizer(self._module, settings)
         self._learning_rate = build_schedule(settings, plan)
         self.guard = Guard(settings.spike_factor)
+        self._ahead: Prepared | None = None
 
     def steps(self, stop_asked: Callable[[], bool] = lambda: False) -> Iterator[StepReport]:
         """Train to the end of the plan, telling the caller about every step."""
@@ -98,16 +122,15 @@ class Engine:
     def _step(self, stop_asked: bool) -> StepReport:
         began = time.perf_counter()
         step, learning_rate = self.cursor.step, self._learning_rate(self.cursor.step)
-        rows = sorted(self.order.at(step), key=self.task.length)
-        mine = share(rows, self.world.rank, self.world.size, self.plan.per_device)
-        batches = [self.task.batch(rows, step) for rows in mine]
-        tokens, trained, stops = self.world.sum(
-            sum(batch.tokens for batch in batches), sum(batch.trained for batch in batches), stop_asked
-        )
+        now = self._ahead if self._ahead and self._ahead.step == step else self._prepare(step)
+        tokens, trained, stops = self.world.sum(now.tokens, now.trained, stop_asked)
         self._module.train()
-        loss = self._accumulate(batches, trained)
+        total = self._accumulate(now.batches, trained)
         self.precision.unscale(self.optimizer)
-        norm = self._gradient_norm()
+        length = whole(clip_grad_norm_(self.weights.values(), self._clip or float("inf")))
+        self._ahead = self._prepare(step + 1)  # while the device is still at work
+        summed, norm = torch.stack((total, length)).tolist()  # the one moment that waits for it
+        loss = self.world.sum(summed)[0] / trained
         health = self.guard.judge(loss, norm, self.precision.overflows_are_normal)
         set_learning_rate(self.optimizer, learning_rate)
         self.precision.step(self.optimizer, sound=health == "ok")
@@ -121,14 +144,21 @@ class Engine:
             grad_norm=norm,
             learning_rate=learning_rate,
             tokens=int(tokens),
-            batch=xxhash.xxh3_64_hexdigest(str(sorted(rows)).encode()),
+            batch=now.rows_hash,
             seconds=time.perf_counter() - began,
             health=health,
             stop_asked=stops > 0,
         )
 
-    def _accumulate(self, batches: Sequence[Batch], trained: float) -> float:
-        """Add up the gradients of a step; returns the mean loss over every trained token in the world."""
+    def _prepare(self, step: int) -> Prepared:
+        """This rank's share of a global batch; rows of like length share a micro-batch."""
+        rows = sorted(self.order.at(step), key=self.task.length)
+        mine = share(rows, self.world.rank, self.world.size, self.plan.per_device)
+        rows_hash = xxhash.xxh3_64_hexdigest(np.sort(rows).astype(np.int64).tobytes())
+        return Prepared(step, rows_hash, [self.task.batch(some, step) for some in mine])
+
+    def _accumulate(self, batches: Sequence[Batch], trained: float) -> Tensor:
+        """Add up the gradients of a step; returns this rank's summed loss, still on the device."""
         total = torch.zeros((), device=self.world.device)
         for turn, batch in enumerate(batches):
             self._draw_for(turn)
@@ -138,16 +168,12 @@ class Engine:
                 # ranks average their gradients: times the size, over the count, makes that the global mean
                 self.precision.backward(summed * (self.world.size / trained))
             total += summed.detach()
-        return self.world.sum(float(total))[0] / trained
+        return total
 
     def _draw_for(self, turn: int) -> None:
         """Seed the random numbers of one micro-batch by its place in the run, whatever the world's size."""
         place = turn * self.world.size + self.world.rank
         torch.manual_seed(xxhash.xxh3_64_intdigest(f"{self.seed}:{self.cursor.step}:{place}".encode()) >> 1)
-
-    def _gradient_norm(self) -> float:
-        norm = clip_grad_norm_(self.weights.values(), self._clip or float("inf"))
-        return float(whole(norm))
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:

@@ -70,7 +70,8 @@ def place(full: Tensor, like: Tensor) -> Tensor:
     """A full tensor laid out as another one is."""
     if isinstance(like, DTensor):
         return distribute_tensor(full.to(like.device, like.dtype), like.device_mesh, like.placements)
-    return full.to(like.device, like.dtype)
+    # in the other's own memory layout: fused optimizers walk memory, and a channels-last weight has another order
+    return torch.empty_like(like, requires_grad=False).copy_(full)
 
 
 def _lone_mesh(world: World) -> Any:
