@@ -169,3 +169,33 @@ def test_changed_data_is_refused(rig: Rig, model_folder: Path, tmp_path: Path) -
     code, output = rig.run(["run", str(recipe)], tmp_path)
     assert code == 77, output
     assert "data.contents changed" in output
+
+
+def test_the_saved_recipe_runs_from_anywhere_and_a_refused_one_does_not_replace_it(
+    rig: Rig, model_folder: Path, tmp_path: Path
+) -> None:
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    recipe = tiny_recipe(home, model_folder)
+    finish(rig, recipe)
+    saved = (home / "run/recipe.yaml").read_text()
+    assert rig.run(["run", str(recipe), "--set", "sft.learning_rate=1e-4"], home)[0] == 77
+    assert (home / "run/recipe.yaml").read_text() == saved
+    code, output = rig.run(["run", str(home / "run/recipe.yaml")], elsewhere)
+    assert (code, "finished and verified" in output) == (0, True), output
+    code, output = rig.run(["ask", str(home / "run"), "What is 3 and 4?", "--both", "--json"], elsewhere)
+    assert code == 0, output
+
+
+def test_a_gate_that_closes_later_takes_the_title_back_and_is_told_once(
+    rig: Rig, model_folder: Path, tmp_path: Path
+) -> None:
+    recipe = tiny_recipe(tmp_path, model_folder)
+    finish(rig, recipe)
+    assert (tmp_path / "run/best_model").exists()
+    strict = ["run", str(recipe), "--set", "gates={sft: {eval_loss: {at_most: 0.1}}}"]
+    code, output = rig.run(strict, tmp_path)
+    assert code == 3, output
+    assert output.count("gate sft is closed") == 1
+    assert "verdict          closed" in output
+    assert not (tmp_path / "run/best_model").exists()

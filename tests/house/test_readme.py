@@ -22,7 +22,7 @@ import typer
 from typer.main import get_command
 
 from modelwright.cli.main import app, main
-from modelwright.recipe.load import dump, load
+from modelwright.recipe.load import dump, load, shipped
 from modelwright.recipe.schema import Threshold
 
 ROOT = Path(__file__).parents[2]
@@ -162,6 +162,11 @@ def run(folder: Path, *arguments: str) -> int:
 def test_the_pages_show_every_verb_that_a_person_needs_first() -> None:
     shown = {command.verb for command in ALL if command.where.startswith("README.md")}
     assert {"check", "explain", "run", "ask", "compare", "gate"} <= shown
+
+
+def test_the_table_of_recipes_names_what_is_shipped_and_nothing_else() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^\| \[[\w-]+\]\(recipes/([\w-]+)\.yaml\)", readme, re.MULTILINE)) == sorted(shipped())
 
 
 def test_make_targets_of_the_pages_exist() -> None:

@@ -48,7 +48,12 @@ CASES: list[tuple[dict[str, Any], str | None]] = [
         {"event": "answers", "answers": [PAIR], "notice": "No advice."},
         "\nquestion: Why?\n  before: [31mred [0m hidden\n  after:  So.\n\nNo advice.",
     ),
-    ({"event": "verdict", "letter": "gate sft is open: nothing was asked"}, "gate sft is open: nothing was asked"),
+    ({"event": "verdict", "open": True, "letter": "gate sft is open"}, "gate sft is open"),
+    ({"event": "verdict", "open": False, "letter": "told by the command itself"}, None),
+    (
+        {"event": "mistakes", "accuracy": 0.9031, "source": "CIFAR-10, lossy JPEG npz"},
+        "accuracy 90.31% on CIFAR-10, lossy JPEG npz (its mistakes: demo_outputs/mistakes.json)",
+    ),
     ({"event": "stopped", "message": "told by the command itself"}, None),
     ({"event": "done", "seconds": 3.0}, None),
     ({"event": "something of a later release"}, None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,11 +24,12 @@ def run(
     ] = "auto",
 ) -> None:
     """Train by a recipe; a run that was stopped goes on by itself."""
-    from modelwright.errors import UsageError
+    from modelwright.errors import GateClosed, UsageError
     from modelwright.recipe.load import load
     from modelwright.report.card import card
     from modelwright.report.terminal import following
     from modelwright.runs.caches import prepare_environment
+    from modelwright.runs.folder import RunFolder
 
     if log_format not in ("auto", "plain", "json"):
         raise UsageError(f"--log-format is {log_format!r}; it wants auto, plain or json")
@@ -35,7 +37,13 @@ def run(
     prepare_environment()
     from modelwright.stages import pipeline
 
-    with following(log_format) as watch:  # type: ignore[arg-type]
-        folder = pipeline.run(loaded, watch, override or ())
+    closed: GateClosed | None = None
+    try:
+        with following(log_format) as watch:  # type: ignore[arg-type]
+            pipeline.run(loaded, watch, override or ())
+    except GateClosed as error:
+        closed = error
     if log_format != "json" and pipeline.speaks():
-        print(card(folder))
+        print(card(RunFolder(Path(loaded.recipe.run_dir))))
+    if closed:
+        raise closed

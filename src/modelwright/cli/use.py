@@ -77,6 +77,5 @@ def gate(
     else:
         for verdict in verdicts:
             print(verdict.letter)
-    closed = [verdict for verdict in verdicts if not verdict.open]
-    if closed:
-        raise GateClosed(closed[0].letter)
+    if not all(verdict.open for verdict in verdicts):
+        raise typer.Exit(GateClosed.exit_code)

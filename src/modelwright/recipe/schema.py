@@ -154,7 +154,7 @@ class Numerics(Frozen):
     """What the arithmetic is done in, and when it is not trusted."""
 
     precision: Precision = "auto"
-    """fp32, bf16 or fp16 arithmetic over fp32 weights; auto takes bf16 where it is fast, else fp32."""
+    """fp32, bf16 or fp16 arithmetic over fp32 weights; auto: bf16 where it is fast, fp16 on older GPUs, else fp32."""
     sharding: Sharding = "auto"
     """How several devices share the work; auto is ddp."""
     gradient_checkpointing: bool = False

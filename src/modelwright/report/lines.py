@@ -104,7 +104,7 @@ LINES: dict[str, Callable[[Event], str | None]] = {
     "answering": lambda e: f"asking both models {e['questions']} questions",
     "answers": _answers,
     "mistakes": lambda e: f"accuracy {e['accuracy']:.2%} on {e['source']} (its mistakes: demo_outputs/mistakes.json)",
-    "verdict": lambda e: e["letter"],
+    "verdict": lambda e: e["letter"] if e["open"] else None,
     "stopped": lambda e: None,
 }  # fmt: skip
-"""How each event reads; the letter of a stop is written once, by the command itself."""
+"""How each event reads; the letter of a stop or a closed gate is written once, by the command itself."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from modelwright import __version__
+from modelwright.data.sources import EMBEDDED, local_path
 from modelwright.engine.checkpoint import hash_file
 from modelwright.engine.world import joined
 from modelwright.errors import GateClosed, ModelwrightError, StorageError
@@ -65,21 +66,40 @@ def _run_stages(context: Context, stopper: Stopper, dead_holder: str | None) -> 
         result = context.world.first(lambda stage=stage: finished(context, stage, found))  # type: ignore[misc]
         if result is None:
             journal.add("stage", stage=stage)
-            Training(context, kind, found, stage, stopper).run()
+            training = Training(context, kind, found, stage, stopper)
+            _keep_recipe(context, found)
+            training.run()
         else:
+            _keep_recipe(context, found)
             journal.add("note", stage=stage, message=f"{stage} is finished and verified; nothing is trained again")
         context.world.first(lambda stage=stage: _promote(context, kind, stage, found))  # type: ignore[misc]
     journal.add("done", folder=str(context.folder.path), seconds=round(time.monotonic() - began, 1))
 
 
 def _gather(context: Context, kind: Kind) -> Ingredients:
-    """Find the model and read the data, and keep the recipe as it is now meant."""
+    """Find the model and read the data."""
     context.journal.add("gathering", model=context.recipe.model.model_name_or_path)
-    found = kind.gather(context)
+    return kind.gather(context)
+
+
+def _keep_recipe(context: Context, found: Ingredients) -> None:
+    """Write the recipe as this run means it: revision pinned, paths whole; only once nothing in it was refused."""
+    recipe, beside = context.recipe, context.beside
+    sources = ("dataset_name", "train_file", "validation_file")
+    data = {key: _whole_path(getattr(recipe.data, key), beside) for key in sources}
+    name = _whole_path(recipe.model.model_name_or_path, beside)
+    model = {"model_name_or_path": name, "revision": found.revision}
+    settled = recipe.model_copy(
+        update={"data": recipe.data.model_copy(update=data), "model": recipe.model.model_copy(update=model)}
+    )
     if context.world.is_main:
-        pinned = context.recipe.model.model_copy(update={"revision": found.revision})
-        write_text(context.folder.recipe, dump(context.recipe.model_copy(update={"model": pinned})))
-    return found
+        write_text(context.folder.recipe, dump(settled))
+
+
+def _whole_path(name: str | None, beside: Path) -> str | None:
+    """A local file's or folder's whole path, so that the saved recipe runs from anywhere; other names as they are."""
+    path = local_path(name, beside) if name and name not in EMBEDDED else None
+    return str(path.resolve()) if path else name
 
 
 def finished(context: Context, stage: str, found: Ingredients) -> dict[str, Any] | None:
@@ -115,6 +135,7 @@ def _promote(context: Context, kind: Kind, stage: str, found: Ingredients) -> No
     record.write_card(context, stage, found, metrics, verdict)
     context.journal.add("verdict", stage=stage, open=verdict.open, letter=verdict.letter, metrics=metrics)
     if not verdict.open:
+        _unpoint(context.folder.best_model, context.folder.model(stage))
         raise GateClosed(verdict.letter)
     _point_to(context.folder.best_model, context.folder.model(stage))
 
@@ -125,6 +146,12 @@ def _point_to(link: Path, target: Path) -> None:
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(os.path.relpath(target, link.parent))
     fresh.replace(link)
+
+
+def _unpoint(link: Path, target: Path) -> None:
+    """Take back what an earlier, kinder gate called best."""
+    if link.is_symlink() and link.resolve() == target.resolve():
+        link.unlink()
 
 
 def _tell_end(journal: Journal, error: ModelwrightError) -> None:

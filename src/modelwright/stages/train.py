@@ -62,7 +62,7 @@ class Training:
         self._tell_plan()
         self.engine = Engine(self.task, self.settings, self.plan, context.world, context.recipe.seed)
         self.evaluations: list[dict[str, Any]] = []
-        self.saved_at = 0
+        self.saved_at, self.seconds_before, self.began = 0, 0.0, time.monotonic()
         self.bad_steps, self.went_back_from = 0, 0
         if resumed is not None:
             self._go_on_from(resumed)
@@ -72,7 +72,7 @@ class Training:
         if self.task.held_out_rows and not self.evaluations:
             self._measure()
         meter = Meter(self.plan.steps, self.built.flops_per_token, self.context.facts.peak_flops)
-        began = time.monotonic()
+        self.began = time.monotonic()
         with self.stopper.waiting(), _memory_told(self.plan):
             for report in self.engine.steps(self.stopper.asked):
                 self._tell_step(report, meter)
@@ -84,7 +84,7 @@ class Training:
                     raise Interrupted(
                         f"stopped after step {report.step} of {self.plan.steps}; the same command continues"
                     )
-        return self._finish(time.monotonic() - began)
+        return self._finish()
 
     def _keep(self, report: StepReport) -> None:
         """After a good step: measure and save when it is time."""
@@ -129,7 +129,12 @@ class Training:
         if self.saved_at == self.engine.cursor.step:
             return
         began = time.monotonic()
-        beside = {"wishes": self.wishes, "global_batch": self.plan.global_batch, "evaluations": self.evaluations}
+        beside = {
+            "wishes": self.wishes,
+            "global_batch": self.plan.global_batch,
+            "evaluations": self.evaluations,
+            "seconds": self._seconds(),
+        }
         taken = state.snapshot(self.engine, **beside)
         failure: ModelwrightError | None = None
         try:
@@ -165,6 +170,7 @@ class Training:
         kept = state.restore(self.engine, self._folder_of(step))
         self.evaluations = list(kept["evaluations"])
         self.saved_at = step
+        self.seconds_before, self.began = float(kept["seconds"]), time.monotonic()
         self.context.journal.add("resumed", stage=self.stage, step=step, steps=self.plan.steps)
 
     def _folder_of(self, step: int) -> Any:
@@ -179,7 +185,11 @@ class Training:
         sign = -1.0 if metric == "eval_accuracy" else 1.0
         return int(min(reached, key=lambda item: sign * item[metric])["step"])
 
-    def _finish(self, seconds: float) -> dict[str, float | None]:
+    def _seconds(self) -> float:
+        """Time spent training, earlier starts of this run counted up to the checkpoint they left."""
+        return round(self.seconds_before + time.monotonic() - self.began, 2)
+
+    def _finish(self) -> dict[str, float | None]:
         """Take the best weights, write the model folder, and only then the result that says the stage is done."""
         best = self._best_step()
         if best is not None and best != self.engine.cursor.step:
@@ -193,7 +203,7 @@ class Training:
             "steps": self.engine.cursor.step,
             "tokens": self.engine.cursor.tokens,
             "trained_tokens": self.engine.cursor.trained_tokens,
-            "seconds": round(seconds, 2),
+            "seconds": self._seconds(),
         }
         weights = {name: whole(tensor) for name, tensor in self.built.model.state_dict().items()}
         self.context.world.first(lambda: self._write_result(weights, metrics))
