@@ -24,6 +24,7 @@ import xxhash
 from modelwright.data.fetch import Published, sha256_of
 from modelwright.data.image_set import Array, ImageSet, ImageSplit, cached, check
 from modelwright.errors import DataError, Problem, UsageError
+from modelwright.runs.folder import hash_file
 
 CIFAR10 = Published(
     "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
@@ -83,7 +84,7 @@ def read_binary_archive(path: Path, published: Published = CIFAR10) -> ImageSpli
             raise DataError([Problem(str(path), f"{letter}; bring it again, or unpack it and name the folder")])
         return _from_records(_members(path), CIFAR10_CLASSES, path)
 
-    return cached(_hash_of(path), unpack)
+    return cached(hash_file(path), unpack)
 
 
 def _members(path: Path) -> dict[str, bytes]:
@@ -135,7 +136,7 @@ def read_jpeg_npz(path: Path) -> ImageSplit:
             raise DataError([Problem(str(path), f"there is no array {', '.join(missing)}; the arrays are {found}")])
         return check(ImageSplit(_jpeg_side(arrays, "train", path), _jpeg_side(arrays, "test", path)), str(path))
 
-    return cached(_hash_of(path), decode)
+    return cached(hash_file(path), decode)
 
 
 def _array(stored: zipfile.ZipFile, name: str) -> Array:
@@ -283,11 +284,3 @@ def _decode(
         raise DataError([*problems[:MOST_SHOWN], *tail])
     images = [image for image in found if not isinstance(image, str)]
     return np.stack(images) if images else np.zeros((0, *shape), np.uint8)
-
-
-def _hash_of(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 22):
-            digest.update(piece)
-    return digest.hexdigest()

@@ -22,7 +22,7 @@ from modelwright import __version__
 from modelwright.engine import tensors
 from modelwright.engine.tensors import Lazy
 from modelwright.errors import Diverged, StorageError
-from modelwright.runs.folder import sync_folder
+from modelwright.runs.folder import hash_file, sync
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -80,7 +80,7 @@ class Checkpoints:
             if final.exists():  # left by a run that was rolled back: the new one replaces it
                 self._set_aside(final, "it is written again")
             staged.rename(final)
-            sync_folder(self._folder)
+            sync(self._folder)
         except OSError as error:
             shutil.rmtree(staged, ignore_errors=True)
             raise StorageError(
@@ -121,7 +121,7 @@ class Checkpoints:
         _write_bytes(staged / STATE, text)
         files[STATE] = {"size": len(text), "xxh3": xxhash.xxh3_128_hexdigest(text)}
         _write_bytes(staged / MANIFEST, _sealed({"step": snapshot.step, "modelwright": __version__, "files": files}))
-        sync_folder(staged)
+        sync(staged)
 
     def _need_room(self, snapshot: Snapshot) -> None:
         needed = sum(tensors.size_of(file) for file in snapshot.files.values()) + 65536
@@ -183,15 +183,6 @@ def verify(folder: Path) -> str | None:
         if hash_file(path) != facts["xxh3"]:
             return f"{name} is damaged (its hash differs)"
     return None
-
-
-def hash_file(path: Path) -> str:
-    """The xxh3 hash of a file's bytes."""
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 24):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def read_state(folder: Path) -> dict[str, Any]:

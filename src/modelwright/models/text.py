@@ -14,6 +14,7 @@ from torch import Tensor
 
 from modelwright.errors import ModelError
 from modelwright.models import smollm2
+from modelwright.models.quiet import be_quiet
 from modelwright.recipe.schema import Model
 
 WEIGHTS = (".safetensors",)
@@ -90,7 +91,7 @@ def load_tokenizer(path: Path) -> Any:
     """The tokenizer of a model folder."""
     from transformers import AutoTokenizer
 
-    _be_quiet()
+    be_quiet()
     try:
         return AutoTokenizer.from_pretrained(path)
     except Exception as error:  # the library raises many kinds; each becomes one letter
@@ -101,7 +102,7 @@ def load_model(path: Path, attention: str = "auto") -> Any:
     """The model of a folder with fp32 weights; an adapter folder gives its base with the adapter put on."""
     from transformers import AutoModelForCausalLM
 
-    _be_quiet()
+    be_quiet()
     if (path / "adapter_config.json").exists():
         from peft import PeftModel
 
@@ -180,10 +181,3 @@ def _bare(model: Any) -> Any:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _be_quiet() -> None:
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()

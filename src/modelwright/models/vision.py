@@ -7,8 +7,6 @@ is 3 × 3 with stride 1, and there is no max-pool. A torchvision resnet18 with t
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from modelwright.errors import ModelError, StorageError, is_storage_failure
-from modelwright.runs.folder import sync_folder
+from modelwright.errors import ModelError
+from modelwright.models.export import model_folder
 
 KIND = "modelwright-resnet18"
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -87,26 +85,9 @@ def save_vision(
     shape = {"classes": model.classes, "width": model.width, "channels": model.channels}
     text = json.dumps({**config, "model_type": KIND, **shape}, indent=2, ensure_ascii=False, allow_nan=False)
     stored = {name: value.detach().to("cpu").contiguous() for name, value in (weights or model.state_dict()).items()}
-    partial = folder.with_name(f".{folder.name}.partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+    with model_folder(folder) as partial:
         save_file(stored, partial / WEIGHTS, metadata={"format": "pt"})
         (partial / CONFIG).write_text(text + "\n", encoding="utf-8")
-        for path in partial.iterdir():
-            path.chmod(0o644)  # the writer makes weights private, which a shared volume's next reader cannot use
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-        sync_folder(folder.parent)
-    except Exception as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if (isinstance(error, OSError) and is_storage_failure(error)) or "os error 28" in str(error):
-            raise StorageError(
-                f"{folder}: the model could not be written ({error}); the checkpoints are unharmed"
-            ) from None
-        raise
 
 
 def load_vision(folder: Path) -> tuple[ResNet18, dict[str, Any]]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from modelwright.errors import StorageError, UsageError, is_storage_failure
 
 
@@ -107,7 +109,7 @@ def write_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-        sync_folder(path.parent)
+        sync(path.parent)
     except OSError as error:
         if is_storage_failure(error):
             raise StorageError(f"{path}: {error.strerror}; nothing that was there is lost") from None
@@ -119,10 +121,19 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder survive a power cut."""
+def sync(path: Path) -> None:
+    """Make a file's bytes, or the names in a folder, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def hash_file(path: Path) -> str:
+    """The xxh3 hash of a file's bytes."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 24):
+            digest.update(piece)
+    return digest.hexdigest()

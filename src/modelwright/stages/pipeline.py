@@ -11,13 +11,12 @@ from typing import Any
 
 from modelwright import __version__
 from modelwright.data.sources import EMBEDDED, local_path
-from modelwright.engine.checkpoint import hash_file
 from modelwright.engine.world import joined
 from modelwright.errors import GateClosed, ModelwrightError, StorageError
 from modelwright.plan import facts
 from modelwright.recipe.load import LoadedRecipe, dump
 from modelwright.runs import lock
-from modelwright.runs.folder import RunFolder, read_json, write_json, write_text
+from modelwright.runs.folder import RunFolder, hash_file, read_json, write_json, write_text
 from modelwright.runs.journal import Journal, Watcher
 from modelwright.stages import record
 from modelwright.stages.context import Context

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from modelwright.engine import state
-from modelwright.engine.checkpoint import Checkpoints, hash_file, read_state
+from modelwright.engine.checkpoint import Checkpoints, read_state
 from modelwright.engine.loop import Engine, StepReport
 from modelwright.engine.meter import Meter
 from modelwright.engine.shard import whole
 from modelwright.errors import Diverged, Interrupted, ModelwrightError, UsageError
 from modelwright.plan.stage import StagePlan, plan_stage
-from modelwright.runs.folder import read_json, write_json
+from modelwright.runs.folder import hash_file, read_json, write_json
 from modelwright.stages.context import Context
 from modelwright.stages.kinds import Ingredients, Kind
 from modelwright.stages.signals import Stopper
