@@ -89,3 +89,24 @@ def test_a_damaged_model_of_a_finished_stage_is_made_again(
     assert code == 0, output
     assert "model.safetensors of the sft model is damaged; it is made again" in output
     assert trace(tmp_path / "run") == trace(uninterrupted)
+
+
+def test_a_damaged_best_checkpoint_is_never_exported(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
+    # the first measurement is made the best by hand, its checkpoint damaged just before the end
+    first = """
+from modelwright.engine.loop import Engine
+from modelwright.stages.train import Training
+evaluate = Engine.evaluate
+Engine.evaluate = lambda self: {"eval_loss": 1.0 + self.cursor.step if self.cursor.step else 99.0}
+finish = Training._finish
+def damaged(self):
+    path = self._folder_of(6) / "model.safetensors"
+    data = bytearray(path.read_bytes()); data[-1] ^= 1; path.write_bytes(data)
+    return finish(self)
+Training._finish = damaged
+"""
+    recipe = tiny_recipe(tmp_path, model_folder)
+    code, output = rig.run(["run", str(recipe)], tmp_path, first=first)
+    assert code == 0, output
+    assert "the checkpoint of step 6, the best, is damaged; the next best is taken" in output
+    assert '"eval_loss": 13.0' in (tmp_path / "run/stages/sft/result.json").read_text()

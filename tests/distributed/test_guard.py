@@ -138,3 +138,14 @@ def test_low_precision_learns_over_fp32_weights_and_resumes_exactly(
     assert trace(halved / "run") == trace(whole / "run")
     steps = steps_of(whole / "run")
     assert steps[6]["loss"] < steps[1]["loss"] - 0.3
+
+
+def test_a_bad_last_step_leaves_the_weights_before_it_measured_and_saved(
+    rig: Rig, model_folder: Path, tmp_path: Path
+) -> None:
+    recipe = tiny_recipe(tmp_path, model_folder)
+    gate = ["--set", "gates={sft: {eval_loss: {at_most: 9}}}"]
+    code, output = rig.run(["run", str(recipe), *gate], tmp_path, first=fault(POISON_THE_LOSS, [12], times=1))
+    assert code == 0, output
+    assert told(tmp_path / "run", "evaluation")[-1]["step"] == 12
+    assert told(tmp_path / "run", "saved")[-1]["step"] == 12

@@ -199,3 +199,35 @@ def test_a_gate_that_closes_later_takes_the_title_back_and_is_told_once(
     assert output.count("gate sft is closed") == 1
     assert "verdict          closed" in output
     assert not (tmp_path / "run/best_model").exists()
+
+
+def test_a_lora_run_killed_before_its_first_checkpoint_begins_again_with_the_same_weights(
+    rig: Rig, model_folder: Path, tmp_path: Path
+) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    finish(rig, tiny_recipe(whole, model_folder, trainable="lora", lora_dropout=0.1))
+    recipe = tiny_recipe(killed, model_folder, trainable="lora", lora_dropout=0.1)
+    trial = rig.start(["run", str(recipe)], killed, first=SLOW)
+    wait_for_step(killed / "run", 2)
+    os.kill(trial.pid, signal.SIGKILL)
+    trial.wait()
+    finish(rig, recipe)
+    assert trace(killed / "run") == trace(whole / "run")
+
+
+def test_a_signal_while_the_model_is_looked_for_is_a_stop_and_no_mistake(
+    rig: Rig, model_folder: Path, tmp_path: Path
+) -> None:
+    recipe = tiny_recipe(tmp_path, model_folder)
+    slow_hub = "import huggingface_hub, time\nhuggingface_hub.snapshot_download = lambda *a, **k: time.sleep(60)"
+    trial = rig.start(["run", str(recipe), "--set", "model.model_name_or_path=a/model"], tmp_path, first=slow_hub)
+    deadline = time.monotonic() + 30
+    while not told_of(tmp_path / "run", "gathering") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    os.kill(trial.pid, signal.SIGTERM)
+    assert trial.wait() == 75, trial.output
+
+
+def told_of(run: Path, event: str) -> bool:
+    return (run / "journal.jsonl").exists() and bool(told(run, event))

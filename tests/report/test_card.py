@@ -19,6 +19,7 @@ def finished_run(folder: Path, metrics: dict[str, float]) -> RunFolder:
     run = RunFolder(folder / "run")
     journal = Journal(run.journal)
     journal.add("verdict", stage="sft", open=False, letter="gate sft is closed", metrics={})
+    journal.add("answers", answers=[{"question": "Why?", "before": "", "after": ""}])
     journal.add("verdict", stage="sft", open=True, letter="gate sft is open", metrics=metrics)
     journal.add("done", seconds=250.0)
     journal.close()
@@ -30,7 +31,7 @@ def test_the_card_shows_before_after_verdict_and_time(tmp_path: Path) -> None:
     assert "  held-out loss    4 → 2  (-50%)" in lines
     assert "  style score      0.125 → 0.9" in lines
     assert "  verdict          open" in lines
-    assert "  time             4 min 10 s in all; 41 steps, 31,240 tokens in 3 min 20 s" in lines
+    assert "  time             3 min 20 s for 41 steps, 31,240 tokens; 4 min 10 s in all since this start" in lines
     assert not any("words an answer" in line for line in lines), "what was not measured is not shown"
 
 

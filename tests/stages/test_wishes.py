@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from modelwright.errors import Refused
+from modelwright.errors import Refused, UsageError
 from modelwright.recipe.load import load
 from modelwright.stages.wishes import FREE, refuse_changes, wishes_of
 from tiny import tiny_recipe
@@ -65,3 +65,8 @@ def test_another_seed_is_another_run(tmp_path: Path) -> None:
     now = {**wishes(tmp_path), "seed": 43}
     with pytest.raises(Refused, match="seed was 42, now 43"):
         refuse_changes(wishes(tmp_path), now, ())
+
+
+def test_an_override_that_names_nothing_is_a_mistake() -> None:
+    with pytest.raises(UsageError, match="did you mean sft.learning_rate"):
+        refuse_changes({"sft.learning_rate": 1}, {"sft.learning_rate": 1}, ["sft.learnig_rate"])

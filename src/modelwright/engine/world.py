@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from modelwright.errors import ModelwrightError, UsageError
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
+PATIENCE = timedelta(hours=24)
 
 
 @dataclass(frozen=True)
@@ -66,10 +68,10 @@ class World:
         """Send JSON from the main rank to all (the library's own way would send pickles)."""
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         length = torch.tensor([len(text)])
-        dist.broadcast(length, 0)
+        dist.broadcast(length, 0, group=_patient())
         if not self.is_main:
             text = torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(text, 0)
+        dist.broadcast(text, 0, group=_patient())
         told: dict[str, Any] = json.loads(bytes(text.tolist()))
         return told
 
@@ -107,7 +109,14 @@ def joined(timeout_seconds: float = 600.0) -> Iterator[World]:
     try:
         yield World(rank, size, device)
     finally:
+        _patient.cache_clear()
         dist.destroy_process_group()
+
+
+@cache
+def _patient() -> Any:
+    """A group of all ranks for waiting on the main one, which may download or write for longer than any step takes."""
+    return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
 def _number(name: str, default: int) -> int:

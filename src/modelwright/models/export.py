@@ -29,8 +29,10 @@ def model_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
-        for path in partial.iterdir():
-            path.chmod(0o644)  # the writer makes weights private, which a shared volume's next reader cannot use
+        for path in partial.rglob("*"):
+            path.chmod(
+                0o755 if path.is_dir() else 0o644
+            )  # the writer makes weights private, which a shared volume's next reader cannot use
             sync(path)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)

@@ -16,6 +16,7 @@ from modelwright.errors import ModelError
 from modelwright.models import smollm2
 from modelwright.models.quiet import be_quiet
 from modelwright.recipe.schema import Model
+from modelwright.runs.folder import hash_file
 
 WEIGHTS = (".safetensors",)
 NOT_FETCHED = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5", "*.onnx"]
@@ -36,14 +37,11 @@ class Found:
     """The hub commit, where it came from the hub."""
 
     def fingerprint(self) -> str:
-        """Hash of the configuration, the tokenizer and the sizes and heads of the weights: quick, yet a swap shows."""
+        """Hash of the configuration, the tokenizer and every weight: 0.1 s for 135 M parameters."""
         digest = xxhash.xxh3_128()
         for file in sorted(self.path.iterdir()):
             if file.suffix in WEIGHTS:
-                with file.open("rb") as opened:
-                    digest.update(f"{file.name}:{file.stat().st_size}:".encode() + opened.read(1 << 20))
-                    opened.seek(max(0, file.stat().st_size - (1 << 20)))
-                    digest.update(opened.read())
+                digest.update(f"{file.name}:{hash_file(file)}".encode())
             elif file.suffix in (".json", ".jinja", ".txt", ".model") and file.is_file():
                 digest.update(file.name.encode() + file.read_bytes())
         return digest.hexdigest()

@@ -73,6 +73,8 @@ def plan_stage(settings: Training, rows: int, world: int, facts: Facts, kept_bat
     if settings.max_steps is not None:
         total = settings.max_steps * batch
     steps = -(-total // batch)
+    if batch > rows:
+        reasons.append(f"a step takes {batch} rows and there are {rows}: rows come several times in one step")
     precision: str = settings.precision
     if precision == "auto":
         precision, reason = choose_precision(facts)

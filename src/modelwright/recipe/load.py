@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 from modelwright.errors import Problem, RecipeError
 from modelwright.recipe.aliases import canonicalise, our_key
 from modelwright.recipe.letters import validate
-from modelwright.recipe.schema import Recipe
+from modelwright.recipe.schema import MEASURED, Recipe
 from modelwright.recipe.settings import Setting, children, find, sections
 from modelwright.recipe.source import read_file, read_value
 from modelwright.recipe.tree import DEFAULT, Located, Origin, RecipeProblem, merge, problem, without_nulls
@@ -59,8 +59,28 @@ def load(reference: str | Path, sets: Sequence[str] = (), environ: Mapping[str, 
     layers.problems += [each for each in problems if (each.key, each.where) not in told]
     if recipe is None or layers.problems:
         raise RecipeError(_in_order(layers.problems))
+    origins = _origins(recipe, tree)
+    if unmeasured := _unmeasured(recipe, origins):
+        raise RecipeError(_in_order(unmeasured))
     layers.note_name(tree)
-    return LoadedRecipe(recipe, _origins(recipe, tree), tuple(dict.fromkeys(layers.notes)), path, tuple(layers.files))
+    return LoadedRecipe(recipe, origins, tuple(dict.fromkeys(layers.notes)), path, tuple(layers.files))
+
+
+def _unmeasured(recipe: Recipe, origins: Mapping[str, Origin]) -> list[RecipeProblem]:
+    """Metrics that a gate asks for and no stage measures: better told now than after the training."""
+    problems = []
+    for stage, asked in recipe.gates.items():
+        known = MEASURED[stage]
+        for metric, threshold in asked.items():
+            key = f"gates.{stage}.{metric}"
+            origin = next(origin for name, origin in origins.items() if name.startswith(f"{key}."))
+            for name, word in ((key, metric), (f"{key}.times", threshold.times)):
+                if word is not None and word not in known:
+                    close = nearest(word, known)
+                    wish = f"did you mean {close}?" if close else f"it wants one of {', '.join(known)}"
+                    found = name if name == key else f"{name} is {word!r}, which"
+                    problems.append(problem(origins.get(name, origin), name, f"{found} is measured by nothing; {wish}"))
+    return problems
 
 
 def dump(recipe: Recipe) -> str:

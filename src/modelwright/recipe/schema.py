@@ -17,6 +17,13 @@ TRAINING_STAGES = ("sft", "classify")
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]*$"
 
+_OF_EVERY_STAGE = ("eval_loss", "base_eval_loss", "steps", "tokens", "trained_tokens", "seconds")
+MEASURED = {
+    "sft": (*_OF_EVERY_STAGE, "style_score", "base_style_score", "answer_words", "base_answer_words"),
+    "classify": (*_OF_EVERY_STAGE, "eval_accuracy", "base_eval_accuracy"),
+}
+"""What a gate may ask of each stage."""
+
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Sharding = Literal["auto", "ddp", "fsdp"]
 Scheduler = Literal["linear", "cosine", "constant", "constant_with_warmup", "warmup_stable_decay", "one_cycle"]
@@ -146,8 +153,8 @@ class Length(Frozen):
     """Checkpoints kept besides the best; at least 2, so that a damaged one has a good one behind it."""
     load_best_model_at_end: bool = True
     """Keep the best weights rather than the last ones."""
-    metric_for_best_model: Literal["eval_loss", "eval_accuracy"] = "eval_loss"
-    """What makes weights the best: the lowest held-out loss, or the highest accuracy."""
+    metric_for_best_model: Literal["eval_loss"] = "eval_loss"
+    """What makes weights the best: the lowest held-out loss."""
 
 
 class Numerics(Frozen):
@@ -232,7 +239,7 @@ class Sft(Parts, Text, Training):
 class Classify(Images, Training):
     """Image classification: the model learns which class an image shows."""
 
-    metric_for_best_model: Literal["eval_loss", "eval_accuracy"] = "eval_accuracy"
+    metric_for_best_model: Literal["eval_loss", "eval_accuracy"] = "eval_accuracy"  # type: ignore[assignment]
     """What makes weights the best: the lowest held-out loss, or the highest accuracy."""
 
 

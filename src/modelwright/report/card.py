@@ -47,15 +47,18 @@ def card(folder: RunFolder) -> str:
             lines.append(f"  {label:<16} {number(metrics.get(before))} → {number(metrics[after])}{change}")
     lines.append(f"  {'verdict':<16} {'open' if facts.get('open') else 'closed'}")
     trained = f"{metrics.get('steps', 0):.0f} steps, {metrics.get('tokens', 0):,.0f} tokens"
-    lines.append(
-        f"  {'time':<16} {duration(facts.get('seconds', 0))} in all; {trained} in {duration(metrics.get('seconds', 0))}"
-    )
-    lines.append(f"  {'model':<16} {folder.best_model}")
-    lines.append(f"  {'before / after':<16} {folder.demo_outputs / 'before_after.md'}")
+    whole, training = duration(facts.get("seconds", 0)), duration(metrics.get("seconds", 0))
+    lines.append(f"  {'time':<16} {training} for {trained}; {whole} in all since this start")
+    if facts.get("stage") and not facts.get("open"):
+        lines.append(f"  {'model':<16} {folder.model(facts['stage'])} (not promoted)")
+    for label, path in (("model", folder.best_model), ("before / after", folder.demo_outputs / "before_after.md")):
+        if path.exists():
+            lines.append(f"  {label:<16} {path}")
     lines += ["", "next:"]
-    question, place = facts.get("question", "What should I pack?"), shlex.quote(str(folder.path))
-    lines.append(f'  modelwright ask {place} "{question}" --both')
-    lines.append(f"  modelwright compare {place}")
+    place = shlex.quote(str(folder.path))
+    if "question" in facts:
+        lines.append(f'  modelwright ask {place} "{facts["question"]}" --both')
+        lines.append(f"  modelwright compare {place}")
     lines.append(f"  modelwright gate {place}")
     return "\n".join(lines)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Collection
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from modelwright import __version__
 from modelwright.data.sources import EMBEDDED, local_path
@@ -60,14 +63,13 @@ def _run_stages(context: Context, stopper: Stopper, dead_holder: str | None) -> 
     for line in (*context.loaded.notes, *([dead_holder] if dead_holder else [])):
         journal.add("note", message=line)
     kind = KINDS[next(iter(recipe.stages))]
-    found = _gather(context, kind)
+    journal.add("gathering", model=recipe.model.model_name_or_path)
+    found = kind.gather(context)
     for stage in recipe.stages:
         result = context.world.first(lambda stage=stage: finished(context, stage, found))  # type: ignore[misc]
         if result is None:
             journal.add("stage", stage=stage)
-            training = Training(context, kind, found, stage, stopper)
-            _keep_recipe(context, found)
-            training.run()
+            _train(context, kind, found, stage, stopper)
         else:
             _keep_recipe(context, found)
             journal.add("note", stage=stage, message=f"{stage} is finished and verified; nothing is trained again")
@@ -75,10 +77,15 @@ def _run_stages(context: Context, stopper: Stopper, dead_holder: str | None) -> 
     journal.add("done", folder=str(context.folder.path), seconds=round(time.monotonic() - began, 1))
 
 
-def _gather(context: Context, kind: Kind) -> Ingredients:
-    """Find the model and read the data."""
-    context.journal.add("gathering", model=context.recipe.model.model_name_or_path)
-    return kind.gather(context)
+def _train(context: Context, kind: Kind, found: Ingredients, stage: str, stopper: Stopper) -> None:
+    """Train a stage, and let go of its weights and moments before anything else needs the room."""
+    training = Training(context, kind, found, stage, stopper)
+    _keep_recipe(context, found)
+    training.run()
+    del training
+    gc.collect()
+    if context.world.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _keep_recipe(context: Context, found: Ingredients) -> None:
@@ -91,8 +98,7 @@ def _keep_recipe(context: Context, found: Ingredients) -> None:
     settled = recipe.model_copy(
         update={"data": recipe.data.model_copy(update=data), "model": recipe.model.model_copy(update=model)}
     )
-    if context.world.is_main:
-        write_text(context.folder.recipe, dump(settled))
+    context.world.first(lambda: write_text(context.folder.recipe, dump(settled)))
 
 
 def _whole_path(name: str | None, beside: Path) -> str | None:

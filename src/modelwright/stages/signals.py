@@ -12,6 +12,10 @@ from modelwright.errors import Interrupted
 AT_ONCE = "stopped; the same command continues from the last checkpoint"
 
 
+class StopNow(BaseException):
+    """Unwinds everything at once; no `except Exception` on the way takes it for a problem of its own."""
+
+
 class Stopper:
     """Hears SIGTERM and Ctrl-C: while training it waits for the step to end, elsewhere it stops at once."""
 
@@ -25,10 +29,12 @@ class Stopper:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Hear the signals inside the block."""
+        """Hear the signals inside the block; being stopped at once leaves it as an Interrupted."""
         before = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
+        except StopNow:
+            raise Interrupted(AT_ONCE) from None
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -45,5 +51,5 @@ class Stopper:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if not self._waits or self._asked:
             self._asked = True
-            raise Interrupted(AT_ONCE)
+            raise StopNow
         self._asked = True

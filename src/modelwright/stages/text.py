@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from modelwright.data import conversations
 from modelwright.models import text, trainable
 from modelwright.models.export import save_model
@@ -42,6 +44,7 @@ class TextKind:
         tokenizer = text.load_tokenizer(found.model.path)
         model = text.load_model(found.model.path, context.recipe.model.attn_implementation)
         text.check_forward(model)
+        torch.manual_seed(context.recipe.seed)  # new weights, such as LoRA's, begin the same at every start
         model = trainable.set_trainable(model, settings)
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -71,7 +71,7 @@ class Training:
         """Train to the end, or to the next order to stop; returns the metrics."""
         if self.task.held_out_rows and not self.evaluations:
             self._measure()
-        meter = Meter(self.plan.steps, self.built.flops_per_token, self.context.facts.peak_flops)
+        meter = Meter(self.plan.steps, self.built.flops_per_token, self._peak_flops())
         self.began = time.monotonic()
         with self.stopper.waiting(), _memory_told(self.plan):
             for report in self.engine.steps(self.stopper.asked):
@@ -84,7 +84,15 @@ class Training:
                     raise Interrupted(
                         f"stopped after step {report.step} of {self.plan.steps}; the same command continues"
                     )
+        self._measure_and_save_the_end()
         return self._finish()
+
+    def _measure_and_save_the_end(self) -> None:
+        """Where the last step was a bad one, the weights before it are the end: they too are measured and saved."""
+        measured = self.evaluations and self.evaluations[-1]["step"] == self.engine.cursor.step
+        if self.task.held_out_rows and not measured:
+            self._measure()
+        self._save()
 
     def _keep(self, report: StepReport) -> None:
         """After a good step: measure and save when it is time."""
@@ -181,9 +189,24 @@ class Training:
         reached = [item for item in self.evaluations if item["step"] > 0]
         if not reached or not self.settings.load_best_model_at_end:
             return None
-        metric = self.settings.metric_for_best_model
+        metric: str = self.settings.metric_for_best_model
         sign = -1.0 if metric == "eval_accuracy" else 1.0
         return int(min(reached, key=lambda item: sign * item[metric])["step"])
+
+    def _best_that_verifies(self) -> int | None:
+        """The best step whose checkpoint is still whole; a damaged one is passed over, and said."""
+        while (best := self._best_step()) not in (None, self.engine.cursor.step):
+            assert best is not None
+            if self.context.world.first(lambda best=best: self.checkpoints.at(best) is not None):  # type: ignore[misc]
+                return best
+            self._note(f"the checkpoint of step {best}, the best, is damaged; the next best is taken")
+            self.evaluations = [item for item in self.evaluations if item["step"] != best]
+        return best
+
+    def _peak_flops(self) -> float | None:
+        """What all devices together could do."""
+        peak = self.context.facts.peak_flops
+        return peak * self.context.world.size if peak else None
 
     def _seconds(self) -> float:
         """Time spent training, earlier starts of this run counted up to the checkpoint they left."""
@@ -191,7 +214,7 @@ class Training:
 
     def _finish(self) -> dict[str, float | None]:
         """Take the best weights, write the model folder, and only then the result that says the stage is done."""
-        best = self._best_step()
+        best = self._best_that_verifies()
         if best is not None and best != self.engine.cursor.step:
             state.restore_weights(self.engine, self._folder_of(best))
             self._note(f"the weights of step {best} have the best {self.settings.metric_for_best_model} and are kept")
@@ -205,14 +228,19 @@ class Training:
             "trained_tokens": self.engine.cursor.trained_tokens,
             "seconds": self._seconds(),
         }
-        weights = {name: whole(tensor) for name, tensor in self.built.model.state_dict().items()}
+        weights = {}
+        for name, tensor in self.built.model.state_dict().items():
+            full = whole(tensor)  # every rank must ask; only the main one keeps it
+            if self.context.world.is_main:
+                weights[name] = full.cpu()
         self.context.world.first(lambda: self._write_result(weights, metrics))
         return metrics
 
     def _write_result(self, weights: dict[str, Any], metrics: dict[str, float | None]) -> None:
         folder = self.context.folder.model(self.stage)
         self.built.save(weights, folder)
-        files = {path.name: hash_file(path) for path in sorted(folder.iterdir()) if path.name != "README.md"}
+        paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "README.md")
+        files = {str(path.relative_to(folder)): hash_file(path) for path in paths}
         result = {"metrics": metrics, "wishes": self.wishes, "plan": self.plan.as_json(), "files": files}
         write_json(self.context.folder.result(self.stage), result)
 
@@ -223,15 +251,17 @@ class Training:
             trained_parameters=share.trained, parameters=share.total,
         )  # fmt: skip
         self.context.journal.add("data", stage=self.stage, **facts)
-        if self.context.world.is_main:
-            write_json(self.context.folder.data_manifest, facts)
+        self.context.world.first(lambda: write_json(self.context.folder.data_manifest, facts))
 
     def _tell_plan(self) -> None:
         told = self.plan.as_json()
         self.context.journal.add("plan", stage=self.stage, device=self.context.facts.name, **told)
-        if self.context.world.is_main:
-            path = self.context.folder.plan
+        path = self.context.folder.plan
+
+        def write() -> None:
             write_json(path, {**(read_json(path) if path.exists() else {}), self.stage: told})
+
+        self.context.world.first(write)
 
     def _tell_step(self, report: StepReport, meter: Meter) -> None:
         speed = meter.record(report)

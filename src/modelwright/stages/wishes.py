@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from modelwright.errors import Refused
+from modelwright.errors import Refused, UsageError
 from modelwright.recipe.schema import Recipe
 
 FREE = frozenset({
@@ -32,6 +33,11 @@ def wishes_of(recipe: Recipe, stage: str, data_fingerprint: str, model_fingerpri
 
 def refuse_changes(before: Mapping[str, Any], now: Mapping[str, Any], allowed: Collection[str]) -> list[str]:
     """Refuse to go on with other wishes; returns the changes that were allowed, to be recorded."""
+    for key in allowed:
+        if key not in now:
+            close = difflib.get_close_matches(key, now, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise UsageError(f"--override {key} names nothing that decides the weights{hint}")
     changed = [key for key in [*before, *(key for key in now if key not in before)] if before.get(key) != now.get(key)]
     refused = [key for key in changed if key not in allowed]
     if refused:
