@@ -68,5 +68,5 @@ def test_another_seed_is_another_run(tmp_path: Path) -> None:
 
 
 def test_an_override_that_names_nothing_is_a_mistake() -> None:
-    with pytest.raises(UsageError, match="did you mean sft.learning_rate"):
+    with pytest.raises(UsageError, match=r"did you mean sft\.learning_rate"):
         refuse_changes({"sft.learning_rate": 1}, {"sft.learning_rate": 1}, ["sft.learnig_rate"])

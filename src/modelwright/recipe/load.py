@@ -77,7 +77,7 @@ def _unmeasured(recipe: Recipe, origins: Mapping[str, Origin]) -> list[RecipePro
             for name, word in ((key, metric), (f"{key}.times", threshold.times)):
                 if word is not None and word not in known:
                     close = nearest(word, known)
-                    wish = f"did you mean {close}?" if close else f"it wants one of {', '.join(known)}"
+                    wish = f"did you mean {close}?" if close else "it wants one such as eval_loss"
                     found = name if name == key else f"{name} is {word!r}, which"
                     problems.append(problem(origins.get(name, origin), name, f"{found} is measured by nothing; {wish}"))
     return problems
