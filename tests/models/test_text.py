@@ -13,7 +13,8 @@ from modelwright.errors import ModelError
 from modelwright.models.export import save_model
 from modelwright.models.text import Found, find, load_model, load_tokenizer, stop_tokens
 from modelwright.models.trainable import set_trainable
-from modelwright.recipe.schema import Model, Parts
+from modelwright.recipe.schema import Model
+from modelwright.recipe.training import Parts
 from tiny import tiny_model
 
 

@@ -13,7 +13,7 @@ from modelwright.errors import ModelError
 from modelwright.models.export import save_model
 from modelwright.models.text import hidden_states, load_model, logits_of
 from modelwright.models.trainable import decoder_layers, set_trainable, share
-from modelwright.recipe.schema import Parts
+from modelwright.recipe.training import Parts
 
 TOKENS = torch.arange(20).unsqueeze(0)
 PLACES = torch.arange(20).unsqueeze(0)

@@ -19,7 +19,8 @@ from modelwright.errors import ModelError
 from modelwright.models.text import check_forward, hidden_states, load_model, logits_of, stop_tokens
 from modelwright.models.trainable import set_trainable
 from modelwright.recipe.load import load as load_recipe
-from modelwright.recipe.schema import Parts, Sft
+from modelwright.recipe.schema import Sft
+from modelwright.recipe.training import Parts
 from modelwright.tasks.sft import AnswerLoss, SftTask, collate
 from tiny import tiny_recipe
 

@@ -28,7 +28,7 @@ from modelwright.engine.shard import accumulating, layers_of, persistent_buffers
 from modelwright.engine.task import Batch, Task
 from modelwright.engine.world import World
 from modelwright.plan.stage import StagePlan
-from modelwright.recipe.schema import Training
+from modelwright.recipe.training import Training
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from modelwright.plan.stage import StagePlan
-from modelwright.recipe.schema import Optimizer
+from modelwright.recipe.training import Optimizer
 
 Schedule = Callable[[int], float]
 CYCLE_START, CYCLE_END = 0.04, 0.001

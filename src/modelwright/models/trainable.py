@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from modelwright.errors import ModelError
-from modelwright.recipe.schema import Parts
+from modelwright.recipe.training import Parts
 
 
 @dataclass(frozen=True)

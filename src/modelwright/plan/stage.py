@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from modelwright.plan.facts import Facts
-from modelwright.recipe.schema import Training
+from modelwright.recipe.training import Training
 
 
 @dataclass(frozen=True)

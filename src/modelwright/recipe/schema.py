@@ -5,11 +5,12 @@ Names are those of Hugging Face ``TrainingArguments`` and TRL; ``aliases`` maps 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
+from modelwright.recipe.training import Images, Parts, Text, Training
 from modelwright.recipe.values import Frozen, Regex, Steps
 
 TRAINING_STAGES = ("sft", "classify")
@@ -23,10 +24,6 @@ MEASURED = {
     "classify": (*_OF_EVERY_STAGE, "eval_accuracy", "base_eval_accuracy"),
 }
 """What a gate may ask of each stage."""
-
-Precision = Literal["auto", "fp32", "bf16", "fp16"]
-Sharding = Literal["auto", "ddp", "fsdp"]
-Scheduler = Literal["linear", "cosine", "constant", "constant_with_warmup", "warmup_stable_decay", "one_cycle"]
 
 
 class Model(Frozen):
@@ -70,166 +67,6 @@ class Data(Frozen):
             found = "both dataset_name and train_file" if self.dataset_name else "neither dataset_name nor train_file"
             raise PydanticCustomError("one_source", "has {found}; it wants one of them", {"found": found})
         return self
-
-
-class Batch(Frozen):
-    """How rows become steps."""
-
-    per_device_train_batch_size: PositiveInt = 8
-    """Rows a device takes at once."""
-    gradient_accumulation_steps: PositiveInt = 1
-    """Times a device does so before the weights move."""
-    global_batch_size: PositiveInt | None = None
-    """Rows per step over all devices; accumulation is then solved for."""
-    per_device_eval_batch_size: PositiveInt = 8
-    """Rows a device takes at once when measuring."""
-
-
-class Text(Frozen):
-    """How conversations become tokens."""
-
-    max_length: Annotated[int, Field(ge=8)] = 1024
-    """Longest row in tokens; what is cut is counted and reported."""
-    packing: bool = False
-    """Put several short rows into one of max_length; they cannot see each other."""
-    assistant_only_loss: bool = True
-    """Learn the assistant's words only; false learns the prompts too."""
-
-
-class Images(Frozen):
-    """How images are shown to the model, and what is asked of it."""
-
-    crop_padding: NonNegativeInt = 4
-    """Pixels of black around a training image out of which a crop of its own size is taken."""
-    horizontal_flip: bool = True
-    """Mirror half of the training images."""
-    label_smoothing_factor: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the target that is spread over all classes, in training only."""
-    test_time_flip: bool = False
-    """Judge held-out images by the mean over them and their mirror images."""
-
-
-class Optimizer(Frozen):
-    """How the weights move."""
-
-    optim: Literal["adamw_torch", "sgd"] = "adamw_torch"
-    """AdamW, or stochastic gradient descent with momentum."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Memory of sgd, in Nesterov's form."""
-    learning_rate: PositiveFloat = 2e-5
-    """Peak learning rate, reached after warm-up."""
-    lr_scheduler_type: Scheduler = "cosine"
-    """Shape of the learning rate over the run."""
-    warmup_steps: Steps = Steps(0)
-    """Length of the linear rise from zero."""
-    decay_steps: Steps = Steps("20%")
-    """Length of the final fall of warmup_stable_decay."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Pull of matrices towards zero; vectors such as norms and biases are left alone."""
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Memory of the gradient."""
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    """Memory of the squared gradient."""
-    adam_epsilon: PositiveFloat = 1e-8
-    """Keeps the division finite."""
-    max_grad_norm: NonNegativeFloat = 1.0
-    """Longer gradients are shortened to this; 0 leaves them."""
-
-
-class Length(Frozen):
-    """How long a stage trains, and what it keeps."""
-
-    num_train_epochs: PositiveFloat = 1.0
-    """Times the training rows are seen."""
-    max_steps: PositiveInt | None = None
-    """Stop after so many steps, whatever num_train_epochs says."""
-    logging_steps: PositiveInt = 1
-    """Steps between two records in the journal."""
-    eval_steps: Steps | None = None
-    """Steps between two measurements of held-out loss; without it, before the first and after the last step."""
-    save_steps: Steps = Steps("25%")
-    """Steps between two checkpoints."""
-    save_total_limit: Annotated[int, Field(ge=2)] = 2
-    """Checkpoints kept besides the best; at least 2, so that a damaged one has a good one behind it."""
-    load_best_model_at_end: bool = True
-    """Keep the best weights rather than the last ones."""
-    metric_for_best_model: Literal["eval_loss"] = "eval_loss"
-    """What makes weights the best: the lowest held-out loss."""
-
-
-class Numerics(Frozen):
-    """What the arithmetic is done in, and when it is not trusted."""
-
-    precision: Precision = "auto"
-    """fp32, bf16 or fp16 arithmetic over fp32 weights; auto: bf16 where it is fast, fp16 on older GPUs, else fp32."""
-    sharding: Sharding = "auto"
-    """How several devices share the work; auto is ddp."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, a quarter more time."""
-    torch_compile: bool = False
-    """Compile the layers: slower to start, faster to run on a GPU."""
-    max_skipped_steps: NonNegativeInt = 3
-    """Bad steps in a row that are skipped before the run goes back to its last checkpoint."""
-    spike_factor: Annotated[float, Field(gt=1)] = 10.0
-    """A gradient so many times its recent median, with a loss half as high again, is a bad step."""
-
-
-class Trainable(Frozen):
-    """Which weights move. Written as `all`, `lora`, or a mapping of these."""
-
-    WANTS: ClassVar[str] = "all, lora, or a mapping such as {last_layers: 2, head: true}"
-
-    last_layers: PositiveInt | None = None
-    """Train only so many of the last transformer layers."""
-    head: bool = False
-    """Train the language-model head too."""
-    norms: bool = False
-    """Train every norm too."""
-    untie_head: bool = False
-    """Give a head that shares its weights with the embeddings its own copy."""
-    lora: bool = False
-    """Train small low-rank matrices beside the frozen weights (lora_r and friends)."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_word(cls, value: Any) -> Any:
-        words: dict[str, dict[str, bool]] = {"all": {}, "lora": {"lora": True}}
-        if isinstance(value, str):
-            if value not in words:
-                raise PydanticCustomError("trainable", "it wants {wants}", {"wants": cls.WANTS})
-            return words[value]
-        return value
-
-    @model_validator(mode="after")
-    def _one_way(self) -> Self:
-        if self.lora and (self.last_layers or self.head or self.norms):
-            found = "has lora beside last_layers, head or norms; it wants one way or the other"
-            raise PydanticCustomError("one_way", found)
-        return self
-
-    @property
-    def partial(self) -> bool:
-        """Whether named parts alone are trained."""
-        return bool(self.last_layers or self.head or self.norms)
-
-
-class Parts(Frozen):
-    """Which weights move, and the low-rank matrices where those are asked for."""
-
-    trainable: Trainable = Trainable()
-    """Which weights move: all, lora, or a mapping such as {last_layers: 2, head: true}."""
-    lora_r: PositiveInt = 16
-    """Rank of the low-rank matrices."""
-    lora_alpha: PositiveFloat = 32.0
-    """Their scale, divided by the rank."""
-    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of their inputs dropped in training."""
-    lora_target_modules: str | list[str] = "all-linear"
-    """The layers they sit beside; all-linear is every linear layer but the head."""
-
-
-class Training(Batch, Optimizer, Length, Numerics):
-    """What every stage that moves weights may say."""
 
 
 class Sft(Parts, Text, Training):

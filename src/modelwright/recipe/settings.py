@@ -11,7 +11,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from modelwright.recipe.schema import NAME_PATTERN, Recipe, Threshold, Trainable
+from modelwright.recipe.schema import NAME_PATTERN, Recipe, Threshold
+from modelwright.recipe.training import Trainable
 from modelwright.recipe.values import COMPILES, Steps
 
 NAME_WANTS = "lower-case letters, digits, dots and dashes"

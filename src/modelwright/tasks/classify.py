@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from modelwright.data.image_set import Array, ImageSplit
 from modelwright.engine.task import Batch
-from modelwright.recipe.schema import Images
+from modelwright.recipe.training import Images
 
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 """What most published recipes normalise CIFAR-10 by."""
