@@ -167,7 +167,7 @@ def test_a_file_of_an_unknown_kind_is_answered_with_the_kinds_we_read(tmp_path: 
 
 def test_a_folder_without_data_says_what_it_looked_for(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match=r"empty holds no .jsonl, .json, .csv, .parquet file"):
+    with pytest.raises(UsageError, match=r"empty holds no .jsonl, .json, .csv, .parquet, .txt file"):
         read(tmp_path / "empty")
 
 
@@ -218,3 +218,37 @@ def test_a_truncated_parquet_file_is_told(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match=r"^rows.parquet: this is no whole Parquet file \("):
         read(path)
+
+
+def test_a_text_file_is_one_document_and_a_long_one_is_divided_between_paragraphs(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("One.\n\nTwo, naïvely.\n", encoding="utf-8")
+    assert values(read(tmp_path / "short.txt")) == [{"text": "One.\n\nTwo, naïvely.\n"}]
+    text = "".join(f"{'word ' * 100}{number}\n\n" for number in range(5000))
+    (tmp_path / "long.txt").write_text(text, encoding="utf-8")
+    rows = read(tmp_path / "long.txt")
+    assert len(rows) == 3 and "".join(row.values["text"] for row in rows) == text
+    assert all(row.values["text"].endswith("\n\n") for row in rows)
+    assert [row.where for row in rows][1:] == ["long.txt:4151", "long.txt:8297"]
+
+
+def test_the_embedded_corpus_comes_through_the_same_door() -> None:
+    rows = read_training(Data(dataset_name="python-docs", max_rows=3), Path())
+    assert [list(row.values) for row in rows] == [["text"]] * 3
+    assert rows[0].where.startswith("topic ")
+
+
+def test_a_csv_separated_by_semicolons_is_told(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "rows.csv", ["question;answer", "What?;That"])
+    with pytest.raises(
+        DataError, match=r"rows.csv:1: the head is one column, 'question;answer', that looks separated by"
+    ):
+        read(path)
+
+
+def test_a_csv_that_is_called_jsonl_is_told_once(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "rows.jsonl", ["question,answer", "What?,That", "Who?,She"])
+    with pytest.raises(DataError) as told:
+        read(path)
+    assert [str(problem) for problem in told.value.problems] == [
+        "rows.jsonl:1: this is no JSON; it looks like CSV: name the file .csv"
+    ]

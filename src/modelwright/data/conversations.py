@@ -10,7 +10,8 @@ from typing import Any
 
 import xxhash
 
-from modelwright.data.sources import Row, read_training, read_validation
+from modelwright.data.files import Row
+from modelwright.data.sources import read_training, read_validation
 from modelwright.errors import DataError, Problem
 from modelwright.recipe.schema import Data
 

@@ -41,6 +41,7 @@ NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "data": {
         "dataset_name": ("data_path", "dataset", "dataset_path", "dataset_id", "path"),
         "dataset_config_name": ("dataset_config",),
+        "dataset_split": ("dataset_train_split",),
         "train_file": ("data_files", "train_path"),
         "validation_file": ("val_file", "eval_file", "validation_path"),
         "test_size": ("val_set_size", "val_size"),

@@ -43,15 +43,19 @@ class Data(Frozen):
     """What the model learns from, and what is held out to measure it."""
 
     dataset_name: str | None = None
-    """An embedded set (field-guide), a file, a folder or a hub id."""
+    """An embedded set (field-guide, python-docs), a file, a folder or a hub id."""
     dataset_config_name: str | None = None
     """Configuration of a hub data set."""
+    dataset_split: str = "train"
+    """Split of a hub data set."""
     train_file: str | None = None
-    """A JSON, JSONL, CSV or Parquet file to train on, in place of dataset_name."""
+    """A JSON, JSONL, CSV, Parquet or TXT file to train on, in place of dataset_name."""
     validation_file: str | None = None
     """A file of held-out rows; without it a share of the training rows is held out."""
     columns: dict[str, Literal["messages", "prompt", "completion", "system"]] = {}
     """Which column plays which part, such as {question: prompt, answer: completion}."""
+    text_column: str = "text"
+    """Column that holds the documents of raw text."""
     system_prompt: str | None = None
     """System message put before every conversation, in training and in asking."""
     split_by: str | None = None

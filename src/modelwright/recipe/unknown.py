@@ -43,7 +43,7 @@ ADVICE = {
     "several devices share the work by sharding: ddp or fsdp": ("fsdp", "fsdp_config", "deepspeed", "distributed"),
     "weights are not quantised here; leave it out": ("load_in_4bit", "load_in_8bit", "quantization_bit"),
     "it is not offered; leave it out": ("push_to_hub", "hub_model_id", "trust_remote_code"),
-    "data.columns maps columns, as {question: prompt}": ("dataset_text_field", "text_column", "formatting"),
+    "data.columns maps columns, as {question: prompt}": ("dataset_text_field", "formatting"),
     "the tokenizer brings its chat template; leave it out": ("chat_template", "template"),
     "it is not needed here; leave it out": (
         *("dataloader_num_workers", "remove_unused_columns", "ddp_find_unused_parameters"),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from modelwright import __version__
-from modelwright.data.sources import EMBEDDED, local_path
+from modelwright.data.sources import is_embedded, local_path
 from modelwright.engine.world import joined
 from modelwright.errors import GateClosed, ModelwrightError, StorageError
 from modelwright.plan import facts
@@ -103,7 +103,7 @@ def _keep_recipe(context: Context, found: Ingredients) -> None:
 
 def _whole_path(name: str | None, beside: Path) -> str | None:
     """A local file's or folder's whole path, so that the saved recipe runs from anywhere; other names as they are."""
-    path = local_path(name, beside) if name and name not in EMBEDDED else None
+    path = local_path(name, beside) if name and not is_embedded(name) else None
     return str(path.resolve()) if path else name
 
 

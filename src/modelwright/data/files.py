@@ -1,0 +1,213 @@
+"""Read JSONL, JSON, CSV, Parquet and TXT files row by row; what cannot be read is a fault with its place and remedy."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from modelwright.errors import DataError, Problem, UsageError
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
+PIECE = 1 << 20
+"""Characters after which a text file is divided at its next paragraph, so that none has to fit the memory."""
+LONGEST_FIELD = 1 << 30
+NOT_UTF8 = "these bytes are not UTF-8; save the file as UTF-8"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row as it was found."""
+
+    where: str
+    """File and line, or data set and row."""
+    values: dict[str, Any]
+    """Its columns."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A row that cannot be used."""
+
+    where: str
+    """File and line, or data set and row."""
+    reason: str
+    """What was found and what would do."""
+    found: str = ""
+    """The beginning of what stands there."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A part of a file: bytes of a JSONL file, row groups of a Parquet file, or all of any other."""
+
+    start: int = 0
+    """First byte, or first row group."""
+    stop: int | None = None
+    """Byte or row group where it ends; a line that begins before it is read whole."""
+    rows_before: int = 0
+    """Lines or rows before the start, for naming places."""
+
+
+WHOLE = Stretch()
+
+
+def strictly(items: Iterable[Row | Fault], most_shown: int = 20) -> Iterator[Row]:
+    """Rows alone; faults are raised at once, all of them, when the end is reached."""
+    faults: list[Fault] = []
+    for item in items:
+        if isinstance(item, Fault):
+            faults.append(item)
+        elif not faults:
+            yield item
+    if faults:
+        problems = [Problem(fault.where, fault.reason) for fault in faults[:most_shown]]
+        more = len(faults) - most_shown
+        raise DataError([*problems, *([Problem(f"{more} more rows", "have problems like these")] if more > 0 else [])])
+
+
+def read_file(path: Path, stretch: Stretch = WHOLE) -> Iterator[Row | Fault]:
+    """The rows of a file, or of a stretch of it, by its suffix."""
+    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet,
+               ".txt": _read_txt}  # fmt: skip
+    if path.suffix not in readers:
+        raise UsageError(f"data: {path} ends in {path.suffix or 'nothing'}; it wants one of {', '.join(SUFFIXES)}")
+    return readers[path.suffix](path, stretch)
+
+
+def _read_jsonl(path: Path, stretch: Stretch) -> Iterator[Row | Fault]:
+    with path.open("rb") as file:
+        if stretch.start:
+            file.seek(stretch.start - 1)
+            file.readline()  # the line that began before belongs to the stretch before
+        number, looks_like_csv = stretch.rows_before, False
+        while stretch.stop is None or file.tell() < stretch.stop:
+            line = file.readline()
+            if not line:
+                return
+            number += 1
+            item = _json_line(line, f"{path.name}:{number}", first=number == 1)
+            if item is None:
+                continue
+            if isinstance(item, Fault) and number == 1 and "CSV" in item.reason:
+                looks_like_csv = True
+            if not looks_like_csv or number == 1:
+                yield item
+
+
+def _json_line(line: bytes, where: str, first: bool) -> Row | Fault | None:
+    try:
+        text = line.decode("utf-8-sig" if first else "utf-8").strip("\r\n")
+    except UnicodeDecodeError:
+        return Fault(where, NOT_UTF8, repr(line[:80]))
+    if not text.strip():
+        return None
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        if first and text.count(",") + text.count(";") and not text.lstrip().startswith(("{", "[")):
+            return Fault(where, "this is no JSON; it looks like CSV: name the file .csv", text[:80])
+        return Fault(where, f"this is no JSON ({error.msg} at column {error.colno})", text[:80])
+    except RecursionError:
+        return Fault(where, "this JSON is nested too deep to be read", text[:80])
+    if not isinstance(values, dict):
+        return Fault(where, f"this is a JSON {type(values).__name__}; it wants an object with columns", text[:80])
+    return Row(where, values)
+
+
+def _read_json(path: Path, stretch: Stretch) -> Iterator[Row | Fault]:
+    text = _text_of(path)
+    if isinstance(text, Fault):
+        yield text
+        return
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        lines = error.msg == "Extra data" and text.lstrip().startswith("{")
+        hint = "; it looks like one object a line: name the file .jsonl" if lines else ""
+        yield Fault(f"{path.name}:{error.lineno}", f"this is no JSON ({error.msg}){hint}")
+        return
+    if isinstance(values, dict):
+        lists = [value for value in values.values() if isinstance(value, list)]
+        values = lists[0] if len(lists) == 1 else values
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        yield Fault(path.name, "it wants a JSON list of objects, each a row")
+        return
+    for number, value in enumerate(values, 1):
+        yield Row(f"{path.name} row {number}", value)
+
+
+def _text_of(path: Path) -> str | Fault:
+    raw = path.read_bytes()
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        return Fault(f"{path.name}:{line}", NOT_UTF8)
+
+
+def _read_csv(path: Path, stretch: Stretch) -> Iterator[Row | Fault]:
+    csv.field_size_limit(LONGEST_FIELD)  # the library's own limit is 128 kB, which one long document passes
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        yield from _csv_rows(path, file)
+
+
+def _csv_rows(path: Path, file: TextIO) -> Iterator[Row | Fault]:
+    reader = csv.reader(file)
+    head = next(reader, None)
+    if head is None:
+        return
+    if len(head) == 1 and (mark := next((mark for mark in ";\t|" if mark in head[0]), None)):
+        word = {";": "semicolons", "\t": "tabs", "|": "bars"}[mark]
+        letter = f"the head is one column, {head[0]!r}, that looks separated by {word}; save the file with commas"
+        yield Fault(f"{path.name}:1", letter)
+        return
+    for values in reader:
+        if not values:
+            continue
+        where = f"{path.name}:{reader.line_num}"
+        if any("\udc80" <= letter <= "\udcff" for value in values if not value.isascii() for letter in value):
+            yield Fault(where, NOT_UTF8, ",".join(values)[:80].encode(errors="replace").decode())
+        elif len(values) != len(head):
+            yield Fault(where, f"this line has not the {len(head)} columns of the head", ",".join(values)[:80])
+        else:
+            yield Row(where, dict(zip(head, values, strict=True)))
+
+
+def _read_parquet(path: Path, stretch: Stretch) -> Iterator[Row | Fault]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = stretch.rows_before
+    try:
+        with pyarrow.parquet.ParquetFile(path, memory_map=False) as file:
+            groups = range(stretch.start, stretch.stop or file.metadata.num_row_groups)
+            for batch in file.iter_batches(batch_size=1024, row_groups=list(groups)):
+                for values in batch.to_pylist():
+                    number += 1
+                    yield Row(f"{path.name} row {number}", values)
+    except (pyarrow.ArrowException, OSError) as error:
+        yield Fault(path.name, f"this is no whole Parquet file ({str(error).splitlines()[0]})")
+
+
+def _read_txt(path: Path, stretch: Stretch) -> Iterator[Row | Fault]:
+    """One document a file; a long one is divided after the paragraph that passes a million characters."""
+    lines: list[str] = []
+    size, first, number = 0, 1, 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError:
+                yield Fault(f"{path.name}:{number}", NOT_UTF8, repr(line[:80]))
+                continue
+            lines.append(text)
+            size += len(text)
+            if (size >= PIECE and not text.strip()) or size >= 2 * PIECE:
+                yield Row(f"{path.name}:{first}", {"text": "".join(lines)})
+                lines, size, first = [], 0, number + 1
+    if "".join(lines).strip():
+        yield Row(f"{path.name}:{first}", {"text": "".join(lines)})
