@@ -87,6 +87,18 @@ def tiny_rows(count: int) -> list[dict[str, str]]:
     ]
 
 
+def tiny_pairs(count: int) -> list[dict[str, str]]:
+    """The same questions with two answers each: one counts, the other grumbles."""
+    return [
+        {
+            "prompt": row["question"],
+            "chosen": row["answer"],
+            "rejected": "No idea, count them yourself." + " Go away." * (number % 4),
+        }
+        for number, row in enumerate(tiny_rows(count))
+    ]
+
+
 def tiny_recipe(folder: Path, model: Path, rows: int = 40, **sft_settings: Any) -> Path:
     """A recipe in the folder that tunes the model on rows.jsonl beside it; its run is folder/run."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,8 @@ and a set in which nothing, or no end of turn, is trained is an error before the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,14 +87,29 @@ def encode_all(
 
 def encode(conversation: Conversation, tokenizer: Any, assistant_only: bool = True) -> list[Encoded]:
     """Encode one conversation; a template that rewrites earlier turns gives one row for each answer."""
-    if not tokenizer.chat_template:
-        return [_encode_plain(conversation, tokenizer, assistant_only)]
-    try:
+    with _template_told(conversation.messages, conversation.where):
+        if not tokenizer.chat_template:
+            return [_encode_plain(conversation.messages, conversation.where, tokenizer, assistant_only)]
         return _encode_turns(list(conversation.messages), tokenizer, assistant_only)
+
+
+def encode_answer(before: Sequence[Message], answer: Sequence[Message], tokenizer: Any, where: str) -> Encoded:
+    """Encode a prompt and what answers it; nothing of the prompt is trained, not even earlier answers in it."""
+    with _template_told([*before, *answer], where):
+        if not tokenizer.chat_template:
+            return _encode_plain([*before, *answer], where, tokenizer, assistant_only=True)
+        text = _render(tokenizer, [*before, *answer])
+        return _encode_spans(tokenizer, text, [(_answer_start(tokenizer, before, text), len(text))])
+
+
+@contextmanager
+def _template_told(messages: Sequence[Message], where: str) -> Iterator[None]:
+    try:
+        yield
     except TemplateError as error:
-        roles = ", ".join(message["role"] for message in conversation.messages)
+        roles = ", ".join(message["role"] for message in messages)
         letter = f"the model's chat template does not take the turns {roles} ({error})"
-        raise DataError([Problem(conversation.where, letter)]) from None
+        raise DataError([Problem(where, letter)]) from None
 
 
 def _encode_turns(messages: list[Message], tokenizer: Any, assistant_only: bool) -> list[Encoded]:
@@ -136,15 +152,15 @@ def _encode_spans(tokenizer: Any, text: str, spans: Sequence[tuple[int, int]]) -
     return Encoded(np.array(encoding["input_ids"], dtype=np.int32), trained)
 
 
-def _encode_plain(conversation: Conversation, tokenizer: Any, assistant_only: bool) -> Encoded:
-    roles = [message["role"] for message in conversation.messages]
+def _encode_plain(messages: Sequence[Message], where: str, tokenizer: Any, assistant_only: bool) -> Encoded:
+    roles = [message["role"] for message in messages]
     if roles != ["user", "assistant"]:
         letter = f"the tokenizer has no chat template, which the turns {', '.join(roles)} need; use an instruct model"
-        raise DataError([Problem(conversation.where, letter)])
+        raise DataError([Problem(where, letter)])
     if tokenizer.eos_token_id is None:
         letter = "the tokenizer has neither a chat template nor an end-of-text token; use an instruct model"
-        raise DataError([Problem(conversation.where, letter)])
-    prompt, answer = (message["content"] for message in conversation.messages)
+        raise DataError([Problem(where, letter)])
+    prompt, answer = (message["content"] for message in messages)
     before = tokenizer(prompt)["input_ids"]
     tokens = [*before, *tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     trained = np.ones(len(tokens), dtype=np.bool_)

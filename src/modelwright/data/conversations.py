@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import xxhash
 
@@ -25,6 +25,17 @@ GUESSES = {
 """What a column of that name most often is: used in letters, never silently."""
 
 Message = dict[str, str]
+
+
+class Grouped(Protocol):
+    """Anything that may not be torn apart by the split."""
+
+    @property
+    def group(self) -> str:
+        """Items of one group stay on one side."""
+
+
+Item = TypeVar("Item", bound=Grouped)
 
 
 @dataclass(frozen=True)
@@ -98,14 +109,20 @@ def converse(rows: Sequence[Row], data: Data) -> list[Conversation]:
             continue
         group = row.values.get(data.split_by) if data.split_by else _question(found)
         if data.split_by and data.split_by not in row.values:
-            problems.append(Problem(row.where, f"there is no column {data.split_by!r} to split by; {_seen(row)}"))
+            letter = f"there is no column {data.split_by!r} to split by; {columns_seen(row)}"
+            problems.append(Problem(row.where, letter))
             continue
         conversations.append(Conversation(row.where, tuple(found), " ".join(str(group).lower().split())))
     if problems:
-        more = len(problems) - MOST_SHOWN
-        tail = [Problem(f"{more} more rows", "have problems like these")] if more > 0 else []
-        raise DataError([*problems[:MOST_SHOWN], *tail])
+        raise DataError(tell(problems))
     return conversations
+
+
+def tell(problems: Sequence[Problem]) -> list[Problem]:
+    """The first problems one by one, the rest as a number."""
+    more = len(problems) - MOST_SHOWN
+    tail = [Problem(f"{more} more rows", "have problems like these")] if more > 0 else []
+    return [*problems[:MOST_SHOWN], *tail]
 
 
 def columns_by_part(row: Row, columns: dict[str, Any]) -> dict[str, str]:
@@ -114,7 +131,7 @@ def columns_by_part(row: Row, columns: dict[str, Any]) -> dict[str, str]:
     parts = named or {part: part for part in ("messages", "prompt", "completion", "system") if part in row.values}
     missing = [column for column in parts.values() if column not in row.values]
     if missing:
-        raise DataError([Problem(row.where, f"there is no column {missing[0]!r}; {_seen(row)}")])
+        raise DataError([Problem(row.where, f"there is no column {missing[0]!r}; {columns_seen(row)}")])
     if "messages" not in parts and not {"prompt", "completion"} <= set(parts):
         guessed = {column: GUESSES[column] for column in row.values if column in GUESSES}
         wish = (
@@ -123,12 +140,13 @@ def columns_by_part(row: Row, columns: dict[str, Any]) -> dict[str, str]:
             else {"QUESTION": "prompt", "ANSWER": "completion"}
         )
         line = ", ".join(f"{column}: {part}" for column, part in wish.items())
-        letter = f"no messages, nor prompt and completion; {_seen(row)}; say which is which: data.columns: {{{line}}}"
+        found = f"no messages, nor prompt and completion; {columns_seen(row)}"
+        letter = f"{found}; say which is which: data.columns: {{{line}}}"
         raise DataError([Problem(row.where, letter)])
     return parts
 
 
-def split(items: Sequence[Conversation], data: Data, seed: int) -> tuple[list[Conversation], list[Conversation]]:
+def split(items: Sequence[Item], data: Data, seed: int) -> tuple[list[Item], list[Item]]:
     """Hold out whole groups, chosen by a hash of the seed and the group, so that nothing stands on both sides."""
     groups = sorted(
         {item.group for item in items}, key=lambda group: (xxhash.xxh3_64_intdigest(f"{seed}:{group}".encode()), group)
@@ -150,9 +168,11 @@ def ask(question: str, system_prompt: str | None) -> list[Message]:
 def _messages(row: Row, parts: dict[str, str], system_prompt: str | None) -> list[Message] | str:
     """The row's messages, or what is wrong with it."""
     if "messages" in parts:
-        messages = _turns(row.values.get(parts["messages"]))
+        messages = checked_turns(row.values.get(parts["messages"]))
     else:
-        prompt, completion = row.values.get(parts["prompt"]), row.values.get(parts["completion"])
+        context = row.values.get(parts["context"]) if "context" in parts else None
+        prompt = context_below(row.values.get(parts["prompt"]), context)
+        completion = row.values.get(parts["completion"])
         for name, value in (("prompt", prompt), ("completion", completion)):
             if value is None or value == [] or (isinstance(value, str) and not value.strip()):
                 return f"{parts[name]!r} is empty; it wants text"
@@ -162,24 +182,34 @@ def _messages(row: Row, parts: dict[str, str], system_prompt: str | None) -> lis
             [{"role": role, "content": value}] if isinstance(value, str) else value
             for role, value in (("user", prompt), ("assistant", completion))
         ]
-        messages = _turns([*turns[0], *turns[1]])
+        messages = checked_turns([*turns[0], *turns[1]])
     if isinstance(messages, str):
         return messages
     system = row.values.get(parts["system"]) if "system" in parts else system_prompt
-    if system and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": str(system)}, *messages]
-    if any("\ud800" <= letter <= "\udfff" for message in messages for letter in message["content"]):
-        return "the text holds half a character (a lone surrogate), which no tokenizer takes"
-    return messages
+    return with_system(messages, str(system) if system else None)
 
 
-def _turns(value: Any) -> list[Message] | str:
+def with_system(messages: list[Message], system: str | None) -> list[Message]:
+    """The messages with a system message first, where one is wished and none is there."""
+    wanted = system and messages[0]["role"] != "system"
+    return [{"role": "system", "content": str(system)}, *messages] if wanted else messages
+
+
+def context_below(prompt: Any, context: Any) -> Any:
+    """A prompt with the text it speaks of below it, as instruction sets keep it in a column of its own."""
+    return f"{prompt}\n\n{context}" if isinstance(prompt, str) and isinstance(context, str) and context else prompt
+
+
+def checked_turns(value: Any) -> list[Message] | str:
+    """A list of turns that ends with an answer, or what is wrong with it."""
     if not isinstance(value, list) or not value:
         return "messages is empty or no list; it wants a list of {role, content}"
     turns: list[Message] = []
     for turn in value:
         if not isinstance(turn, dict) or not isinstance(turn.get("content"), str) or turn.get("role") not in ROLES:
             return f"a turn is {str(turn)[:60]!r}; it wants a role of {', '.join(ROLES)} and a text content"
+        if any("\ud800" <= letter <= "\udfff" for letter in turn["content"]):
+            return "the text holds half a character (a lone surrogate), which no tokenizer takes"
         turns.append({"role": turn["role"], "content": turn["content"]})
     if turns[-1]["role"] != "assistant" or not turns[-1]["content"].strip():
         return "the last turn is not an answer of the assistant; there is nothing to learn"
@@ -192,5 +222,6 @@ def _question(messages: Iterable[Message]) -> str:
     return next(message["content"] for message in messages if message["role"] == "user")
 
 
-def _seen(row: Row) -> str:
+def columns_seen(row: Row) -> str:
+    """The columns of a row, for letters."""
     return f"the columns are {', '.join(map(str, row.values))}"

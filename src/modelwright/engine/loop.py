@@ -11,7 +11,7 @@ micro-batch, so that a resumed run draws what the uninterrupted one would.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,7 +100,7 @@ class Engine:
         self.order = Order(plan.rows, plan.global_batch, plan.total_rows, seed)
         self.seed = seed
         self._clip = settings.max_grad_norm
-        self._eval_rows = settings.per_device_eval_batch_size
+        self.eval_rows = settings.per_device_eval_batch_size
         self.precision = Precision(plan.precision, world.device)
         self._module = task.module.to(world.device)
         if settings.torch_compile:
@@ -181,10 +181,28 @@ class Engine:
         self._module.eval()
         names = self.task.measures
         summed, trained = torch.zeros(len(names), device=self.world.device), 0
-        for rows in share(range(self.task.held_out_rows), self.world.rank, self.world.size, self._eval_rows):
+        for rows in share(range(self.task.held_out_rows), self.world.rank, self.world.size, self.eval_rows):
             batch = self.task.held_out_batch(rows)
             with self.precision.autocast():
                 summed += self._forward(**batch.on(self.world.device)).flatten()
             trained += batch.trained
         *sums, count = self.world.sum(*summed.tolist(), trained)
-        return {f"eval_{name}": total / count for name, total in zip(names, sums, strict=True)}
+        return _means(dict(zip(names, sums, strict=True)), count)
+
+    @torch.no_grad()
+    def look(self, batches: Iterable[Batch]) -> Iterator[Tensor]:
+        """What the module gives for batches, on the CPU, without learning from them; every rank looks as often."""
+        self._module.eval()
+        for batch in batches:
+            with self.precision.autocast():
+                yield self._forward(**batch.on(self.world.device)).float().cpu()
+
+
+def _means(sums: Mapping[str, float], count: float) -> dict[str, float]:
+    """Measures over the count, or where their name says so over another measure, which then is none itself."""
+    over = {name: name.partition(" per ")[2] for name in sums}
+    return {
+        f"eval_{name.partition(' per ')[0]}": total / (sums[over[name]] if over[name] else count)
+        for name, total in sums.items()
+        if name not in over.values()
+    }

@@ -32,7 +32,7 @@ class Task(Protocol):
     module: nn.Module
     """Its forward takes a batch's inputs and returns sums over what is trained: the loss, then other measures."""
     measures: tuple[str, ...]
-    """What those sums are called; the first is "loss"."""
+    """What those sums are called; the first is "loss". One called "b per c" is a mean over the sum c instead."""
 
     @property
     def rows(self) -> int:

@@ -46,6 +46,12 @@ class World:
         dist.all_reduce(tensor)
         return [float(value) for value in tensor.tolist()]
 
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Add a tensor on the CPU over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
     def first(self, action: Callable[[], T]) -> T:
         """Let the main rank act and tell the others what came of it, be it a value (as JSON) or a letter."""
         if self.size == 1:

@@ -120,24 +120,26 @@ def load_model(path: Path, attention: str = "auto") -> Any:
     return model
 
 
-def hidden_states(model: Any, tokens: Tensor, positions: Tensor) -> Tensor:
+def hidden_states(model: Any, tokens: Tensor, positions: Tensor, mask: Any = None) -> Tensor:
     """What the model thinks at each place, before its head: [rows, length, width].
 
     Positions that begin anew separate packed documents; with the cache on that separation is lost in silence.
+    A mask says instead who sees whom, in the form that `branch_mask` gives it.
     """
-    hidden: Tensor = _bare(model).base_model(input_ids=tokens, position_ids=positions, use_cache=False)[0]
+    inputs = {"input_ids": tokens, "position_ids": positions, "attention_mask": mask}
+    hidden: Tensor = bare(model).base_model(**inputs, use_cache=False)[0]
     return hidden
 
 
 def logits_of(model: Any, hidden: Tensor) -> Tensor:
     """The head's answer for chosen places, with what some families do to it afterwards. hidden: [places, width]."""
-    bare = _bare(model)
-    logits: Tensor = bare.get_output_embeddings()(hidden)
-    if cap := getattr(bare.config, "final_logit_softcapping", None):
+    inner = bare(model)
+    logits: Tensor = inner.get_output_embeddings()(hidden)
+    if cap := getattr(inner.config, "final_logit_softcapping", None):
         logits = torch.tanh(logits / cap) * cap
-    if divisor := getattr(bare.config, "logits_scaling", None):
+    if divisor := getattr(inner.config, "logits_scaling", None):
         logits = logits / divisor
-    if factor := getattr(bare.config, "logit_scale", None):
+    if factor := getattr(inner.config, "logit_scale", None):
         logits = logits * factor
     return logits
 
@@ -172,7 +174,7 @@ def stop_tokens(model: Any) -> list[int]:
     return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
 
-def _bare(model: Any) -> Any:
+def bare(model: Any) -> Any:
     """The language model under an adapter wrapper; the adapters stay in its layers."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
-from modelwright.recipe.training import Images, Parts, Text, Training
+from modelwright.recipe.training import Images, Parts, Preference, Text, Training
 from modelwright.recipe.values import Frozen, Regex, Steps
 
 TRAINING_STAGES = ("sft", "classify")
 """The stages that move weights, in the order they happen."""
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]*$"
+
+Part = Literal["messages", "prompt", "completion", "system", "context", "chosen", "rejected"]
+"""What a column may be: context stands below the prompt, chosen and rejected are the answers of a pair."""
 
 _OF_EVERY_STAGE = ("eval_loss", "base_eval_loss", "steps", "tokens", "trained_tokens", "seconds")
 MEASURED = {
@@ -52,7 +55,7 @@ class Data(Frozen):
     """A JSON, JSONL, CSV, Parquet or TXT file to train on, in place of dataset_name."""
     validation_file: str | None = None
     """A file of held-out rows; without it a share of the training rows is held out."""
-    columns: dict[str, Literal["messages", "prompt", "completion", "system"]] = {}
+    columns: dict[str, Part] = {}
     """Which column plays which part, such as {question: prompt, answer: completion}."""
     text_column: str = "text"
     """Column that holds the documents of raw text."""
@@ -75,6 +78,13 @@ class Data(Frozen):
 
 class Sft(Parts, Text, Training):
     """Supervised fine-tuning: the model learns to answer as the data answers."""
+
+
+class Dpo(Parts, Preference, Training):
+    """Direct preference optimisation: the model learns which of two answers is the better one."""
+
+    learning_rate: PositiveFloat = 1e-6
+    """Peak learning rate, reached after warm-up; far lower than for fine-tuning."""
 
 
 class Classify(Images, Training):

@@ -38,6 +38,30 @@ class Text(Frozen):
     """Learn the assistant's words only; false learns the prompts too."""
 
 
+class Preference(Frozen):
+    """How pairs of answers become a loss."""
+
+    beta: PositiveFloat = 0.1
+    """How closely the model is held to what it was before: higher is closer."""
+    loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    """sigmoid is DPO's own loss; ipo aims at a margin rather than beyond it; hinge stops at one."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of pairs taken to be labelled the wrong way round, for sigmoid."""
+    max_length: Annotated[int, Field(ge=8)] = 1024
+    """Longest prompt with one answer in tokens; longer answers are cut at the end, then prompts at the start."""
+    max_truncated: Steps = Steps("10%")
+    """Pairs that may be cut, as a count or a share; more is an error before the first step."""
+    share_prompt: bool = True
+    """Compute a prompt once for both of its answers, where the model's attention allows it."""
+
+    @model_validator(mode="after")
+    def _smoothing_is_for_sigmoid(self) -> Self:
+        if self.label_smoothing and self.loss_type != "sigmoid":
+            found = "has label_smoothing beside loss_type {kind}; only sigmoid knows it"
+            raise PydanticCustomError("smoothing", found, {"kind": self.loss_type})
+        return self
+
+
 class Images(Frozen):
     """How images are shown to the model, and what is asked of it."""
 

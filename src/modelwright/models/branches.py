@@ -1,0 +1,60 @@
+"""Let several answers grow out of one prompt in one row, unable to see each other: the prompt is computed once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelwright.models.text import FORWARD_TOLERANCE, bare, hidden_states
+
+TRUNK = 0
+"""The branch that all others grow out of."""
+
+
+def branch_mask(model: Any, positions: Tensor, branches: Tensor) -> Any:
+    """Who sees whom: everyone the trunk and the own branch, up to itself, within the model's window where it has one.
+
+    positions, branches: [rows, length] int64. Returns what the model takes as its attention mask.
+    """
+    config = bare(model).config.get_text_config()
+    seen = torch.ones(tokens := positions.shape[1], tokens, dtype=torch.bool, device=positions.device).tril()
+    seen = seen & ((branches[:, None, :] == TRUNK) | (branches[:, None, :] == branches[:, :, None]))
+    whole, near = seen.unsqueeze(1), seen.unsqueeze(1)
+    if window := getattr(config, "sliding_window", None):
+        near = (seen & (positions[:, :, None] - positions[:, None, :] < window)).unsqueeze(1)
+    if getattr(config, "_attn_implementation", None) == "eager":  # which adds the mask, where sdpa asks it
+        whole, near = (_additive(mask, next(model.parameters()).dtype) for mask in (whole, near))
+    if kinds := set(getattr(config, "layer_types", None) or ()):
+        return {"full_attention": whole, **({"sliding_attention": near} if "sliding_attention" in kinds else {})}
+    return near
+
+
+@torch.no_grad()
+def why_not(model: Any) -> str | None:
+    """Why this model cannot share a prompt between branches; None where a trial on it came out right."""
+    config = bare(model).config.get_text_config()
+    if (how := getattr(config, "_attn_implementation", None)) not in ("sdpa", "eager"):
+        return f"{how} attention takes no mask of its own"
+    if others := set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
+        return f"its layers of {', '.join(sorted(others))} take no mask"
+    device = next(model.parameters()).device
+    tokens = torch.arange(3, 27, device=device).remainder(min(config.vocab_size, 1000)).unsqueeze(0)
+    branches = torch.tensor([[TRUNK] * 8 + [1] * 8 + [2] * 8], device=device)
+    positions = torch.tensor([[*range(16), *range(8, 16)]], device=device)
+    was_training = model.training
+    model.eval()
+    try:
+        shared = hidden_states(model, tokens, positions, branch_mask(model, positions, branches))[0, 16:]
+        alone = hidden_states(model, torch.cat([tokens[:, :8], tokens[:, 16:]], 1), positions[:, :16])[0, 8:]
+    except (TypeError, ValueError, RuntimeError, KeyError) as error:
+        return f"it does not take the mask ({str(error).splitlines()[0]})"
+    finally:
+        model.train(was_training)
+    gap = float((shared.float() - alone.float()).abs().max() / alone.float().abs().max().clamp(min=1e-6))
+    return f"in a trial the branches saw each other ({gap:.1e})" if gap > FORWARD_TOLERANCE else None
+
+
+def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)

@@ -1,0 +1,169 @@
+"""Direct preference optimisation: the model learns which of two answers to a prompt is the better one.
+
+A row holds [prompt | chosen | rejected]; the answers cannot see each other, so that the prompt is computed once.
+How likely the answers were before training, the reference, is measured once by the model itself (`reference.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from modelwright.data.preferences import EncodedPair, EncodedPairs, Preferences, encode_pairs
+from modelwright.engine.task import Batch
+from modelwright.models.branches import branch_mask, why_not
+from modelwright.models.text import hidden_states, logits_of
+from modelwright.recipe.schema import Dpo
+from modelwright.recipe.training import Preference
+from modelwright.tasks.losses import log_probabilities, preference_loss
+
+Array = np.ndarray[Any, Any]
+MOST = 20.0
+"""Where the exponential of a logarithm is held, so that one token cannot make the distance infinite."""
+
+
+class PairLoss(nn.Module):
+    """A language model whose forward gives what is measured of pairs, the loss first, summed over them."""
+
+    def __init__(self, model: Any, wish: Preference) -> None:
+        super().__init__()
+        self.model, self.wish = model, wish
+
+    def forward(self, tokens: Tensor, positions: Tensor, answers: Tensor, lengths: Tensor, **beside: Tensor) -> Tensor:
+        """tokens, positions: [rows, length] int64. Returns [measures], or without a reference [count] logarithms.
+
+        answers: [2, count] int64, flat places that foretell an answer's tokens, and those tokens;
+        lengths: [2 × pairs] int64, tokens in each pair's chosen and rejected answer; beside: branches, as tokens,
+        where a row holds both answers, and reference: [count] float32.
+        """
+        branches, reference = beside.get("branches"), beside.get("reference")
+        mask = None if branches is None else branch_mask(self.model, positions, branches)
+        hidden = hidden_states(self.model, tokens, positions, mask)
+        likely = log_probabilities(logits_of(self.model, hidden.flatten(0, 1)[answers[0]]), answers[1])
+        return likely if reference is None else self._measure(likely, reference, lengths)
+
+    def _measure(self, likely: Tensor, reference: Tensor, lengths: Tensor) -> Tensor:
+        if not len(lengths):
+            return likely.sum() * likely.new_zeros(len(DpoTask.measures))  # nothing, yet through every weight
+        counts = lengths.view(-1, 2)
+        after, before = (_sums(values, lengths).view(-1, 2) for values in (likely, reference))
+        ratios = after - before
+        loss = preference_loss(ratios, counts, self.wish)
+        with torch.no_grad():
+            margins = self.wish.beta * (ratios[:, 0] - ratios[:, 1])
+            moved = likely - reference
+            watched = [
+                (margins > 0).sum(), margins.sum(), after[:, 0].sum(), after[:, 1].sum(),
+                (moved.clamp(max=MOST).exp() - 1 - moved).sum(), -after[:, 0].sum(), counts[:, 0].sum(), counts.sum(),
+            ]  # fmt: skip
+        return torch.stack([loss.sum(), *(value.to(loss.dtype) for value in watched)])
+
+
+class DpoTask:
+    """Pairs as rows; the rows are held against a reference that is set before training."""
+
+    measures: tuple[str, ...] = (
+        *("loss", "reward_accuracy", "reward_margin", "chosen_logp", "rejected_logp"),
+        *("kl per answer_tokens", "sft_loss per chosen_tokens", "chosen_tokens", "answer_tokens"),
+    )
+    """The distance kl is estimated over the answers' tokens by r - 1 - log r, r how much likelier each has become."""
+
+    def __init__(self, model: Any, tokenizer: Any, data: Preferences, settings: Dpo, stops: Collection[int]) -> None:
+        self.module: nn.Module = PairLoss(model, settings)
+        self.not_shared = why_not(model) if settings.share_prompt else "share_prompt is false"
+        self.train_set = encode_pairs(data.train, tokenizer, settings, stops)
+        self.held_out_set = encode_pairs(data.held_out, tokenizer, settings, stops) if data.held_out else EncodedPairs()
+        self.references: dict[str, list[Array]] = {}
+
+    @property
+    def sides(self) -> dict[str, list[EncodedPair]]:
+        """The pairs that move the weights and those that only measure, by name."""
+        return {"train": self.train_set.rows, "held_out": self.held_out_set.rows}
+
+    @property
+    def rows(self) -> int:
+        return len(self.train_set.rows)
+
+    @property
+    def held_out_rows(self) -> int:
+        return len(self.held_out_set.rows)
+
+    def length(self, row: int) -> int:
+        """Tokens in a pair, its prompt counted once."""
+        return len(self.train_set.rows[row])
+
+    def batch(self, rows: Sequence[int], step: int = 0) -> Batch:
+        return self._with_reference("train", rows)
+
+    def held_out_batch(self, rows: Sequence[int]) -> Batch:
+        return self._with_reference("held_out", rows)
+
+    def bare_batch(self, side: str, rows: Sequence[int]) -> Batch:
+        """A batch without its reference: the module gives the logarithm of each answer token's likelihood."""
+        return collate([self.sides[side][row] for row in rows], shared=self.not_shared is None)
+
+    def _with_reference(self, side: str, rows: Sequence[int]) -> Batch:
+        assert not rows or self.references, "the reference is measured before anything is learnt"
+        batch = self.bare_batch(side, rows)
+        known = [self.references[side][row] for row in rows]
+        reference = np.concatenate(known) if known else np.zeros(0, dtype=np.float32)
+        return Batch({**batch.inputs, "reference": torch.from_numpy(reference)}, batch.trained, batch.tokens)
+
+
+def collate(pairs: Sequence[EncodedPair], shared: bool = True) -> Batch:
+    """Lay pairs out in rows of equal length: one row a pair with its prompt once, or one row an answer.
+
+    Padding stands to the right, where no real token can see it.
+    """
+    rows = [_row(pair.prompt, [pair.chosen, pair.rejected]) for pair in pairs] if shared else [
+        _row(pair.prompt, [answer]) for pair in pairs for answer in (pair.chosen, pair.rejected)
+    ]  # fmt: skip
+    length = max((len(tokens) for tokens, *_ in rows), default=2)
+    laid = np.zeros((3, max(1, len(rows)), length), dtype=np.int64)  # tokens, positions, branches
+    places: list[Array] = []
+    for number, (tokens, positions, branches, foretold) in enumerate(rows):
+        laid[:, number, : len(tokens)] = tokens, positions, branches
+        laid[1, number, len(tokens) :] = np.arange(length - len(tokens))
+        laid[2, number, len(tokens) :] = 3
+        places.append(number * length + foretold)
+    learnt = [answer.tokens[answer.trained] for pair in pairs for answer in (pair.chosen, pair.rejected)]
+    inputs = {
+        "tokens": laid[0],
+        "positions": laid[1],
+        "answers": np.stack([_joined(places), _joined(learnt)]),
+        "lengths": np.array([len(tokens) for tokens in learnt], dtype=np.int64),
+        **({"branches": laid[2]} if shared else {}),
+    }
+    return Batch(
+        inputs={name: torch.from_numpy(value) for name, value in inputs.items()},
+        trained=len(pairs),
+        tokens=sum(len(tokens) for tokens, *_ in rows),
+    )
+
+
+def _row(prompt: Array, answers: Sequence[Any]) -> tuple[Array, Array, Array, Array]:
+    """Tokens, positions and branches of one row, and the places that foretell the answers' trained tokens."""
+    start, parts = len(prompt), [prompt]
+    positions, branches, foretold = [np.arange(start)], [np.zeros(start, dtype=np.int64)], []
+    for branch, answer in enumerate(answers, 1):
+        parts.append(answer.tokens)
+        positions.append(len(prompt) + np.arange(len(answer)))
+        branches.append(np.full(len(answer), branch))
+        before = np.arange(start - 1, start - 1 + len(answer))
+        before[0] = len(prompt) - 1  # the first word of each answer is foretold by the last of the prompt
+        foretold.append(before[answer.trained])
+        start += len(answer)
+    return tuple(np.concatenate(each) for each in (parts, positions, branches, foretold))  # type: ignore[return-value]
+
+
+def _sums(values: Tensor, lengths: Tensor) -> Tensor:
+    """Neighbours added up: [count] into [len(lengths)], the same way at every start, on every device."""
+    return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
+
+
+def _joined(arrays: Sequence[Array]) -> Array:
+    return np.concatenate(arrays).astype(np.int64) if arrays else np.zeros(0, dtype=np.int64)

@@ -1,0 +1,241 @@
+"""One row with the prompt once equals two rows; the losses are their formulas; the reference is measured once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from families import BACKENDS, FAMILIES, family
+from modelwright.data.chat import Encoded
+from modelwright.data.preferences import EncodedPair, Pair, Preferences
+from modelwright.engine.loop import Engine
+from modelwright.engine.world import World
+from modelwright.errors import ModelwrightError
+from modelwright.models.branches import why_not
+from modelwright.models.text import load_model, load_tokenizer, stop_tokens
+from modelwright.models.trainable import set_trainable
+from modelwright.plan.facts import Facts
+from modelwright.plan.stage import plan_stage
+from modelwright.recipe.schema import Dpo
+from modelwright.recipe.training import Preference
+from modelwright.tasks.dpo import DpoTask, PairLoss, collate
+from modelwright.tasks.losses import preference_loss
+from modelwright.tasks.reference import FACTS, TENSORS, measure, set_reference
+from tiny import tiny_pairs
+
+LAPTOP = Facts("cpu", "a laptop", 8 << 30, fast_bf16=False)
+SIZES = ((9, 5, 8), (4, 7, 3), (14, 1, 2))
+"""Tokens in the prompt, the chosen and the rejected answer of each pair; the gemma's window is shorter than most."""
+
+
+def encoded(*sizes: tuple[int, int, int], seed: int = 0) -> list[EncodedPair]:
+    """Random pairs whose answers are trained throughout."""
+    dice = np.random.default_rng(seed)
+    rows = [[dice.integers(3, 300, size, dtype=np.int32) for size in each] for each in sizes]
+    return [
+        EncodedPair(prompt, *(Encoded(tokens, np.ones(len(tokens), dtype=bool)) for tokens in answers))
+        for prompt, *answers in rows
+    ]
+
+
+def likelihoods(model: Any, pairs: Sequence[EncodedPair], shared: bool) -> Tensor:
+    return PairLoss(model, Preference())(**collate(pairs, shared).inputs)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_prompt_computed_once_gives_the_loss_and_the_gradients_of_two_passes(name: str, backend: str) -> None:
+    model, pairs = family(name, backend), encoded(*SIZES)
+    assert why_not(model) is None
+    reference = likelihoods(model, pairs, shared=False).detach() + torch.linspace(-1, 1, 26)
+    sums, gradients = [], []
+    for shared in (True, False):
+        batch = collate(pairs, shared)
+        found = PairLoss(model, Preference())(**batch.inputs, reference=reference)
+        found[0].backward()
+        sums.append(found.detach())
+        gradients.append({name: weight.grad.clone() for name, weight in model.named_parameters()})
+        model.zero_grad(set_to_none=True)
+    torch.testing.assert_close(sums[0], sums[1], rtol=1e-5, atol=1e-5)
+    for weight, gradient in gradients[0].items():
+        scale = gradients[1][weight].abs().max().clamp(min=1e-3)
+        assert (gradient - gradients[1][weight]).abs().max() / scale < 1e-5, weight
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_an_answer_cannot_see_the_other_nor_the_padding(name: str) -> None:
+    model, (pair, other) = family(name), encoded((9, 5, 8), (9, 5, 17))
+    alone = likelihoods(model, [pair], shared=True)
+    changed = EncodedPair(pair.prompt, pair.chosen, other.rejected)
+    torch.testing.assert_close(likelihoods(model, [changed], shared=True)[:5], alone[:5], rtol=0, atol=1e-5)
+    changed = EncodedPair(pair.prompt, other.chosen, pair.rejected)
+    torch.testing.assert_close(likelihoods(model, [changed], shared=True)[5:], alone[5:], rtol=0, atol=1e-5)
+    torch.testing.assert_close(likelihoods(model, [pair, other], shared=True)[:13], alone, rtol=0, atol=1e-5)
+
+
+def test_a_model_that_takes_no_mask_computes_each_answer_in_a_row_of_its_own(untied_model_folder: Path) -> None:
+    model = load_model(untied_model_folder)
+    model.config._attn_implementation = "flash_attention_2"
+    assert "takes no mask" in str(why_not(model))
+    batch = collate(encoded(*SIZES), shared=False)
+    assert batch.inputs["tokens"].shape == (6, 17)
+    assert "branches" not in batch.inputs
+
+
+@pytest.mark.parametrize(
+    ("wish", "expected"),
+    [
+        ({}, -math.log(1 / (1 + math.exp(-0.1 * 3)))),
+        ({"beta": 0.5}, -math.log(1 / (1 + math.exp(-0.5 * 3)))),
+        ({"label_smoothing": 0.2}, 0.8 * math.log1p(math.exp(-0.3)) + 0.2 * math.log1p(math.exp(0.3))),
+        ({"loss_type": "hinge"}, 1 - 0.3),
+        ({"loss_type": "hinge", "beta": 1.0}, 0.0),
+        ({"loss_type": "ipo"}, (2 / 4 + 1 / 2 - 5) ** 2),
+    ],
+)
+def test_each_loss_is_its_formula(wish: dict[str, Any], expected: float) -> None:
+    # the chosen answer of 4 tokens has become likelier by 2, the rejected one of 2 tokens less likely by 1
+    [found] = preference_loss(torch.tensor([[2.0, -1.0]]), torch.tensor([[4, 2]]), Preference(**wish)).tolist()
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_is_measured_is_what_it_says() -> None:
+    model, pairs = family("llama"), encoded(*SIZES)
+    now = likelihoods(model, pairs, shared=True).detach()
+    reference = now - torch.tensor([0.1] * 5 + [-0.2] * 8 + [-0.1] * 7 + [0.3] * 3 + [0.4] + [0.25] * 2)
+    found = PairLoss(model, Preference(beta=0.5))(**collate(pairs).inputs, reference=reference).tolist()
+    values = dict(zip(DpoTask.measures, found, strict=True))
+    chosen = float(now[:5].sum() + now[13:20].sum() + now[23:24].sum())
+    assert values["reward_accuracy"] == 1  # of three
+    assert values["reward_margin"] == pytest.approx(0.5 * (0.5 + 1.6 - 0.7 - 0.9 + 0.4 - 0.5), abs=1e-4)
+    assert values["chosen_logp"] == pytest.approx(chosen, rel=1e-5)
+    assert values["chosen_logp"] + values["rejected_logp"] == pytest.approx(float(now.sum()), rel=1e-5)
+    assert values["sft_loss per chosen_tokens"] == pytest.approx(-chosen, rel=1e-5)
+    assert (values["chosen_tokens"], values["answer_tokens"]) == (13, 26)
+    moved = now - reference
+    assert values["kl per answer_tokens"] == pytest.approx(float((moved.exp() - 1 - moved).sum()), rel=1e-4)
+
+
+def preferences(count: int = 12, held_out: int = 4) -> Preferences:
+    pairs = [
+        Pair(
+            str(place),
+            ({"role": "user", "content": row["prompt"]},),
+            ({"role": "assistant", "content": row["chosen"]},),
+            ({"role": "assistant", "content": row["rejected"]},),
+            row["prompt"],
+        )
+        for place, row in enumerate(tiny_pairs(count + held_out))
+    ]
+    return Preferences(pairs[:count], pairs[count:], "")
+
+
+def ready(folder: Path, model: Any = None, **wish: Any) -> tuple[DpoTask, Engine]:
+    """A task and an engine over the tiny model."""
+    settings = Dpo(**{"precision": "fp32", "max_length": 128, "learning_rate": 1e-3, "max_steps": 6, **wish})
+    model = model or load_model(folder)
+    task = DpoTask(model, load_tokenizer(folder), preferences(), settings, stop_tokens(model))
+    return task, Engine(task, settings, plan_stage(settings, task.rows, 1, LAPTOP), World(), seed=7)
+
+
+def no_note(line: str) -> None:
+    raise AssertionError(line)
+
+
+def test_before_the_first_step_nothing_is_preferred_and_the_loss_is_the_logarithm_of_two(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    task, engine = ready(model_folder)
+    set_reference(task, engine, tmp_path, "m", no_note)
+    found = engine.evaluate()
+    assert found["eval_loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert found["eval_reward_margin"] == pytest.approx(0, abs=1e-5)
+    assert found["eval_kl"] == pytest.approx(0, abs=1e-6)
+    assert found["eval_sft_loss"] == pytest.approx(math.log(400), rel=0.02)  # a random model guesses
+    assert set(found) == {f"eval_{name}" for name in (
+        "loss", "reward_accuracy", "reward_margin", "chosen_logp", "rejected_logp", "kl", "sft_loss",
+    )}  # fmt: skip
+
+
+def test_training_prefers_the_chosen_answers_and_accumulation_equals_a_large_batch(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    curves, measured = [], []
+    for rows, turns in ((4, 1), (1, 4)):
+        task, engine = ready(
+            model_folder, per_device_train_batch_size=rows, gradient_accumulation_steps=turns, max_steps=10
+        )
+        set_reference(task, engine, tmp_path, "m", no_note)
+        curves.append([(report.loss, report.grad_norm) for report in engine.steps()])
+        measured.append(engine.evaluate())
+    assert np.array(curves[0]) == pytest.approx(np.array(curves[1]), rel=1e-4)
+    assert curves[0][-1][0] < 0.9 * curves[0][0][0]
+    assert measured[0]["eval_reward_accuracy"] == 1
+    assert measured[0]["eval_reward_margin"] > 0.1
+    assert measured[0]["eval_kl"] > 0
+
+
+def test_the_kept_reference_is_the_fresh_one_and_is_not_measured_again(model_folder: Path, tmp_path: Path) -> None:
+    task, engine = ready(model_folder)
+    set_reference(task, engine, tmp_path, "m", no_note)
+    fresh = measure(task, engine)
+    for _ in engine.steps():  # whatever the weights have become since, the kept reference is of those before
+        pass
+    again, moved = ready(model_folder, model=task.module.model)
+    set_reference(again, moved, tmp_path, "m", no_note)
+    for side, line in fresh.items():
+        assert np.array_equal(np.concatenate(again.references[side]), line)
+    assert not np.array_equal(measure(again, moved)["train"], fresh["train"])
+
+
+def test_a_damaged_reference_or_that_of_another_model_is_measured_again_and_told(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    task, engine = ready(model_folder)
+    set_reference(task, engine, tmp_path, "m", no_note)
+    before = (tmp_path / TENSORS).read_bytes()
+    damaged = bytearray(before)
+    damaged[-3] ^= 1
+    told: list[str] = []
+    for spoil in (
+        lambda: (tmp_path / TENSORS).write_bytes(damaged),
+        lambda: (tmp_path / TENSORS).unlink(),
+        lambda: (tmp_path / FACTS).write_text("{"),
+    ):
+        spoil()
+        set_reference(task, engine, tmp_path, "m", told.append)
+        assert (tmp_path / TENSORS).read_bytes() == before
+    set_reference(task, engine, tmp_path, "another", told.append)
+    words = ("is damaged", "there is no reference.safetensors", "cannot be read", "of another model")
+    assert len(told) == 4
+    assert all(word in line for word, line in zip(words, told, strict=True)), told
+
+
+def test_under_adapters_the_reference_is_the_model_without_them(model_folder: Path, tmp_path: Path) -> None:
+    plain, engine = ready(model_folder)
+    adapted = set_trainable(load_model(model_folder), Dpo(trainable="lora", lora_r=4))
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight)
+    task, other = ready(model_folder, model=adapted)
+    assert np.array_equal(measure(task, other)["train"], measure(plain, engine)["train"])
+    assert sum(1 for module in task.module.modules() if type(module).__name__ == "LlamaForCausalLM") == 1
+
+
+def test_pairs_that_are_cut_are_counted_and_too_many_are_refused(model_folder: Path) -> None:
+    with pytest.raises(ModelwrightError, match=r"12 of 12 pairs are longer than max_length 32 .* \(1\); raise one"):
+        ready(model_folder, max_length=32)
+    task, _ = ready(model_folder, max_length=32, max_truncated="100%")
+    facts = task.train_set.facts()
+    assert (facts["rows"], facts["truncated_rows"], facts["dropped_rows"]) == (12, 12, 0)
+    assert facts["lost_tokens"] > 0
+    assert all(len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) == 32 for pair in task.train_set.rows)
+    assert all(pair.chosen.trained.any() and pair.rejected.trained.any() for pair in task.train_set.rows)
