@@ -144,6 +144,7 @@ def test_two_names_for_one_setting_are_refused(tmp_path: Path) -> None:
 
 OURS_ALONE = {
     "precision",  # theirs is bf16 and fp16; ours also says fp32 and auto
+    "data",  # of one stage alone
     "sharding",  # theirs is a launcher's file
     "max_skipped_steps",
     "spike_factor",

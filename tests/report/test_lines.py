@@ -50,6 +50,12 @@ CASES: list[tuple[dict[str, Any], str | None]] = [
     ),
     ({"event": "verdict", "open": True, "letter": "gate sft is open"}, "gate sft is open"),
     ({"event": "verdict", "open": False, "letter": "told by the command itself"}, None),
+    ({"event": "verdict", "open": False, "letter": "gate sft is closed", "accepted": "a trial"},
+     "gate sft is closed; accepted: a trial"),
+    ({"event": "flow", "stages": [{"stage": "sft", "state": "done"}]}, None),
+    ({"event": "flow", "stages": [{"stage": "pretrain", "state": "done"}, {"stage": "sft", "state": "running"},
+                                  {"stage": "dpo", "state": "to come"}]},
+     "pipeline: pretrain ✔ → sft ▶ → dpo ·"),
     (
         {"event": "mistakes", "accuracy": 0.9031, "source": "CIFAR-10, lossy JPEG npz"},
         "accuracy 90.31% on CIFAR-10, lossy JPEG npz (its mistakes: demo_outputs/mistakes.json)",

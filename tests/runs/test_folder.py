@@ -37,7 +37,7 @@ def test_a_failed_replacement_leaves_the_old_file(tmp_path: Path) -> None:
 def test_every_place_is_inside_the_folder(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     places = [folder.recipe, folder.plan, folder.journal, folder.best_model, folder.history, folder.summary,
-              folder.demo_outputs, folder.data_manifest, folder.gate("sft"), folder.model("sft"),
+              folder.demo_outputs, folder.data_manifest("sft"), folder.gate("sft"), folder.model("sft"),
               folder.result("sft"), folder.checkpoints("sft")]  # fmt: skip
     assert len(set(places)) == len(places)
     assert all(tmp_path / "run" in place.parents for place in places)

@@ -9,7 +9,7 @@ import pytest
 
 from modelwright.errors import Refused, UsageError
 from modelwright.recipe.load import load
-from modelwright.stages.wishes import FREE, refuse_changes, wishes_of
+from modelwright.stages.wishes import FREE, check_overrides, refuse_changes, wishes_of
 from tiny import tiny_recipe
 
 
@@ -67,6 +67,8 @@ def test_another_seed_is_another_run(tmp_path: Path) -> None:
         refuse_changes(wishes(tmp_path), now, ())
 
 
-def test_an_override_that_names_nothing_is_a_mistake() -> None:
+def test_an_override_that_names_nothing_is_a_mistake(tmp_path: Path) -> None:
+    recipe = load(tiny_recipe(tmp_path, tmp_path / "model"), environ={}).recipe
+    check_overrides(recipe, ["sft.learning_rate", "data.contents"])
     with pytest.raises(UsageError, match=r"did you mean sft\.learning_rate"):
-        refuse_changes({"sft.learning_rate": 1}, {"sft.learning_rate": 1}, ["sft.learnig_rate"])
+        check_overrides(recipe, ["sft.learnig_rate"])

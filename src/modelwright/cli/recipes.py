@@ -20,6 +20,8 @@ SetOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
+CONVERSING = ("sft", "lora")
+"""Stages that learn from conversations."""
 WIDEST_VALUE = 44
 """Characters of a value in a table; --json has all of it."""
 
@@ -110,18 +112,21 @@ def data_problems(loaded: LoadedRecipe) -> list[Problem]:
     from modelwright.data import conversations, sources
     from modelwright.errors import DataError
 
-    recipe, beside = loaded.recipe, loaded.path.parent
-    key = "data.dataset_name" if recipe.data.dataset_name else "data.train_file"
-    name = recipe.data.dataset_name or recipe.data.train_file or ""
-    if sources.is_hub_name(name, beside):
-        return []
-    try:
-        conversations.load(recipe.data, recipe.seed, beside)
-    except DataError as error:
-        return list(error.problems)
-    except UsageError as error:
-        return [Problem(loaded.origins[key].where, str(error))]
-    return []
+    problems: dict[tuple[str, str], Problem] = {}
+    for stage, section in loaded.recipe.stages.items():
+        data = loaded.recipe.data_of(stage)
+        key = f"{stage}.data" if section.data else "data"
+        key = f"{key}.dataset_name" if data.dataset_name else f"{key}.train_file"
+        if stage not in CONVERSING or sources.is_hub_name(data.source, loaded.path.parent):
+            continue
+        try:
+            conversations.load(data, loaded.recipe.seed, loaded.path.parent)
+        except DataError as error:
+            problems |= {(each.where, each.message): each for each in error.problems}
+        except UsageError as error:
+            problem = Problem(loaded.origins[key].where, str(error))
+            problems[problem.where, problem.message] = problem
+    return list(problems.values())
 
 
 def _tell_notes(loaded: LoadedRecipe) -> None:
@@ -134,7 +139,7 @@ def _summary(loaded: LoadedRecipe) -> dict[str, Any]:
     return {
         "name": recipe.name,
         "model": recipe.model.model_name_or_path,
-        "data": recipe.data.dataset_name or recipe.data.train_file,
+        "data": ", ".join(dict.fromkeys(recipe.data_of(stage).source for stage in recipe.stages)),
         "stages": list(recipe.stages),
         "gates": [metric for metrics in recipe.gates.values() for metric in metrics],
         "run_dir": recipe.run_dir,

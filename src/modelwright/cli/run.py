@@ -19,6 +19,14 @@ def run(
     override: Annotated[
         list[str] | None, typer.Option("--override", metavar="KEY", help="Go on although this setting changed.")
     ] = None,
+    first: Annotated[
+        str | None, typer.Option("--from", metavar="STAGE", help="Begin here; what comes before must be finished.")
+    ] = None,
+    last: Annotated[str | None, typer.Option("--until", metavar="STAGE", help="End after this stage.")] = None,
+    accept_gate: Annotated[
+        list[str] | None, typer.Option("--accept-gate", metavar="STAGE", help="Go on although its gate is closed.")
+    ] = None,
+    reason: Annotated[str | None, typer.Option("--reason", help="Why, for --accept-gate; kept for ever.")] = None,
     log_format: Annotated[
         str, typer.Option("--log-format", help="auto (a live panel on a terminal), plain, or json.")
     ] = "auto",
@@ -36,11 +44,13 @@ def run(
     loaded = load(recipe, sets or ())
     prepare_environment()
     from modelwright.stages import pipeline
+    from modelwright.stages.context import Orders
 
+    orders = Orders(frozenset(override or ()), first, last, frozenset(accept_gate or ()), reason)
     closed: GateClosed | None = None
     try:
         with following(log_format) as watch:  # type: ignore[arg-type]
-            pipeline.run(loaded, watch, override or ())
+            pipeline.run(loaded, watch, orders)
     except GateClosed as error:
         closed = error
     if log_format != "json" and pipeline.speaks():

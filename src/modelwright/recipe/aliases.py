@@ -122,7 +122,7 @@ VALUES: Mapping[str, Mapping[str, Word]] = {
 @functools.cache
 def aliases_of(section: str) -> dict[str, Alias]:
     """The other names known in a section, by its key; the top level is the empty key."""
-    table = "training" if section in TRAINING_STAGES else section
+    table = "training" if section in TRAINING_STAGES else section.rpartition(".")[2]
     plain = {name: Alias(ours) for ours, names in NAMES.get(table, {}).items() for name in names}
     known = names_in(section)
     both = {**plain, **TRANSLATED.get(table, {})}

@@ -125,7 +125,8 @@ def reference_markdown() -> str:
     threshold = find(("gates", "STAGE", "METRIC"))
     assert threshold is not None
     parts = [REFERENCE_HEAD]
-    for section in (*sections().values(), threshold):
+    once = (section for key, section in sections().items() if not key.endswith(".data"))  # a stage's data are as data
+    for section in (*once, threshold):
         title = f"`{section.key}`" if section.key else "The recipe"
         table = ["| setting | wants | default | meaning | also called |", "|---|---|---|---|---|"]
         table += [_reference_row(setting) for setting in children(section)]

@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 from modelwright.errors import Problem, RecipeError
 from modelwright.recipe.aliases import canonicalise, our_key
 from modelwright.recipe.letters import validate
-from modelwright.recipe.schema import MEASURED, Recipe
+from modelwright.recipe.schema import Recipe
 from modelwright.recipe.settings import Setting, children, find, sections
 from modelwright.recipe.source import read_file, read_value
 from modelwright.recipe.tree import DEFAULT, Located, Origin, RecipeProblem, merge, problem, without_nulls
@@ -70,7 +70,7 @@ def _unmeasured(recipe: Recipe, origins: Mapping[str, Origin]) -> list[RecipePro
     """Metrics that a gate asks for and no stage measures: better told now than after the training."""
     problems = []
     for stage, asked in recipe.gates.items():
-        known = MEASURED[stage]
+        known = recipe.measured_in(stage)
         for metric, threshold in asked.items():
             key = f"gates.{stage}.{metric}"
             origin = next(origin for name, origin in origins.items() if name.startswith(f"{key}."))
@@ -277,9 +277,18 @@ def _origins(recipe: Recipe, tree: Located) -> dict[str, Origin]:
     origins = {}
     for key in fixed:
         whole = tree.at(key.split(".")[:-1])
-        if "." not in key or getattr(recipe, key.partition(".")[0]) is not None:
+        if _reached(recipe, key.split(".")[:-1]):
             origins[key] = whole.origin if whole is not None and isinstance(whole.value, str) else DEFAULT
     return {**origins, **said}
+
+
+def _reached(section: Any, path: Sequence[str]) -> bool:
+    """Whether a recipe has all the sections on the way to a setting."""
+    for step in path:
+        section = getattr(section, step)
+        if section is None:
+            return False
+    return True
 
 
 def _in_order(problems: Sequence[RecipeProblem]) -> list[RecipeProblem]:

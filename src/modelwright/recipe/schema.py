@@ -10,11 +10,12 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
-from modelwright.recipe.training import Images, Parts, Preference, Text, Training
+from modelwright.recipe.training import Images, Parts, Preference, Text, Trainable, Training
 from modelwright.recipe.values import Frozen, Regex, Steps
 
-TRAINING_STAGES = ("sft", "classify")
-"""The stages that move weights, in the order they happen."""
+TRAINING_STAGES = ("pretrain", "sft", "dpo", "lora", "classify")
+"""The stages that move weights, in the order they happen: each starts from the model of the one before it."""
+StageName = Literal["sft", "pretrain", "dpo", "lora", "classify"]
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]*$"
 
@@ -22,11 +23,15 @@ Part = Literal["messages", "prompt", "completion", "system", "context", "chosen"
 """What a column may be: context stands below the prompt, chosen and rejected are the answers of a pair."""
 
 _OF_EVERY_STAGE = ("eval_loss", "base_eval_loss", "steps", "tokens", "trained_tokens", "seconds")
+_OF_ANSWERS = ("style_score", "base_style_score", "answer_words", "base_answer_words")
 MEASURED = {
-    "sft": (*_OF_EVERY_STAGE, "style_score", "base_style_score", "answer_words", "base_answer_words"),
+    "pretrain": _OF_EVERY_STAGE,
+    "sft": (*_OF_EVERY_STAGE, *_OF_ANSWERS),
+    "dpo": (*_OF_EVERY_STAGE, *_OF_ANSWERS),
+    "lora": (*_OF_EVERY_STAGE, *_OF_ANSWERS),
     "classify": (*_OF_EVERY_STAGE, "eval_accuracy", "base_eval_accuracy"),
 }
-"""What a gate may ask of each stage."""
+"""What a gate may ask of each stage; with parent_ before it, what the stage before it measured in the end."""
 
 
 class Model(Frozen):
@@ -75,19 +80,45 @@ class Data(Frozen):
             raise PydanticCustomError("one_source", "has {found}; it wants one of them", {"found": found})
         return self
 
+    @property
+    def source(self) -> str:
+        """Where the rows come from."""
+        return self.dataset_name or self.train_file or ""
 
-class Sft(Parts, Text, Training):
+
+class Stage(Training):
+    """What every training stage of a recipe may say."""
+
+    data: Data | None = None
+    """Data of this stage alone; without it, the recipe's data."""
+
+
+class Pretrain(Parts, Stage):
+    """Pretraining: the model learns to go on with any text."""
+
+    max_length: Annotated[int, Field(ge=8)] = 2048
+    """Tokens in a row."""
+
+
+class Sft(Parts, Text, Stage):
     """Supervised fine-tuning: the model learns to answer as the data answers."""
 
 
-class Dpo(Parts, Preference, Training):
+class Dpo(Parts, Preference, Stage):
     """Direct preference optimisation: the model learns which of two answers is the better one."""
 
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate, reached after warm-up; far lower than for fine-tuning."""
 
 
-class Classify(Images, Training):
+class Lora(Sft):
+    """Adaptation: fine-tuning of small low-rank matrices beside the frozen weights."""
+
+    trainable: Trainable = Trainable(lora=True)
+    """Which weights move: all, lora, or a mapping such as {last_layers: 2, head: true}."""
+
+
+class Classify(Images, Stage):
     """Image classification: the model learns which class an image shows."""
 
     metric_for_best_model: Literal["eval_loss", "eval_accuracy"] = "eval_accuracy"  # type: ignore[assignment]
@@ -143,25 +174,39 @@ class Recipe(Frozen):
     """Decides the order of data, the split, and every random number."""
     model: Model
     """The model that is trained."""
-    data: Data
-    """What it learns from."""
+    data: Data | None = None
+    """What it learns from, in every stage that has no data of its own."""
     sft: Sft | None = None
     """Supervised fine-tuning."""
+    pretrain: Pretrain | None = None
+    """Pretraining on text, before sft."""
+    dpo: Dpo | None = None
+    """Preference tuning, after sft."""
+    lora: Lora | None = None
+    """Adaptation by low-rank matrices, last."""
     classify: Classify | None = None
     """Image classification."""
     compare: Compare = Compare()
     """Questions answered before and after."""
-    gates: dict[Literal["sft", "classify"], dict[str, Threshold]] = {}
+    gates: dict[StageName, dict[str, Threshold]] = {}
     """For each stage, what its metrics must be for the result to be promoted."""
     environment: dict[str, str] = {}
     """Environment variables that may set something, such as EPOCHS: sft.num_train_epochs."""
 
     @model_validator(mode="after")
-    def _gates_have_stages(self) -> Self:
+    def _stages_fit(self) -> Self:
         if not self.stages:
-            raise PydanticCustomError("no_stage", "has no stage; it wants a section sft or classify")
-        if self.sft and self.classify:
-            raise PydanticCustomError("two_kinds", "has both sft and classify; it wants text or images")
+            raise PydanticCustomError(
+                "no_stage", "has no stage; it wants a section sft, pretrain, dpo, lora or classify"
+            )
+        if self.classify and len(self.stages) > 1:
+            other = next(stage for stage in self.stages if stage != "classify")
+            found = "has both {other} and classify; it wants text or images"
+            raise PydanticCustomError("two_kinds", found, {"other": other})
+        for stage, section in self.stages.items():
+            if self.data is None and section.data is None:
+                found = "has no data for {stage}; it wants a section data"
+                raise PydanticCustomError("no_data", found, {"stage": stage})
         for stage in self.gates:
             if stage not in self.stages:
                 found = "has gates.{stage} but no section {stage}"
@@ -169,9 +214,26 @@ class Recipe(Frozen):
         return self
 
     @property
-    def stages(self) -> dict[str, Training]:
+    def stages(self) -> dict[str, Stage]:
         """The training stages this recipe asks for, in order."""
         return {name: section for name in TRAINING_STAGES if (section := getattr(self, name)) is not None}
+
+    def data_of(self, stage: str) -> Data:
+        """What a stage learns from: its own data, or the recipe's."""
+        data = self.stages[stage].data or self.data
+        assert data is not None
+        return data
+
+    def parent_of(self, stage: str) -> str | None:
+        """The stage whose model a stage starts from; None where it starts from the recipe's model."""
+        names = list(self.stages)
+        place = names.index(stage)
+        return names[place - 1] if place else None
+
+    def measured_in(self, stage: str) -> tuple[str, ...]:
+        """What a gate may ask of a stage."""
+        parent = self.parent_of(stage)
+        return (*MEASURED[stage], *(f"parent_{metric}" for metric in (MEASURED[parent] if parent else ())))
 
     def gate_of(self, stage: str) -> dict[str, Threshold]:
         """What is asked of a stage, by metric; nothing where it has no gate."""

@@ -14,7 +14,7 @@ from modelwright.recipe.tree import Path
 LIST_AT_MOST = 10
 """A section with more settings is not listed in a letter."""
 
-STAGES_TO_COME = ("prepare", "init", "pretrain", "dpo", "grpo", "orpo", "kto", "evaluate", "export")
+STAGES_TO_COME = ("prepare", "init", "grpo", "orpo", "kto", "evaluate", "export")
 
 SECTIONS = {
     "sft": (
@@ -50,7 +50,6 @@ ADVICE = {
         *("group_by_length", "tf32"),
     ),
     "the run is called by name, at the top level": ("run_name",),
-    "LoRA is a way to train a stage: sft.trainable: lora": ("lora",),
     "it wants per_device_train_batch_size (rows a device takes at once) or global_batch_size (rows per step)": (
         *("batch_size", "train_batch_size"),
     ),
@@ -89,6 +88,8 @@ def answer(path: Path, is_mapping: bool = False) -> Answer:
         return Answer(f"{key} is unknown; the stages are {', '.join(TRAINING_STAGES)} so far")
     if name in HINTS:
         return Answer(f"{key} is unknown; {HINTS[name]}")
+    if not parents and (exact := _elsewhere(name, section, alike=False)):
+        return exact
     synonym = SYNONYMS.get(name)
     close = synonym if synonym in known else nearest(name, [*known, *(["base"] if not parents else [])])
     if close is not None:
@@ -102,18 +103,18 @@ def answer(path: Path, is_mapping: bool = False) -> Answer:
     return Answer(f"{key} is unknown; modelwright explain quickstart {section} lists what is known")
 
 
-def _elsewhere(name: str, section: str) -> Answer | None:
+def _elsewhere(name: str, section: str, alike: bool = True) -> Answer | None:
     """The same name, or one like it, in another section."""
-    others = [other for other in sections() if other != section]
+    others = [other for other in sections() if other != section and not other.endswith(".data")]
     key = _join(section, name)
     places = [(other, _names(other)[name]) for other in others if name in _names(other)]
     if places:
-        first = places[0][0]
-        under = f"under {first}" if first else "at the top level"
-        under = "to a stage" if len(places) > 1 else under
-        keys = " or ".join(_join(other, ours) for other, ours in places)
-        return Answer(f"{key} belongs {under}: {keys}", tuple(_join(first, name).split(".")))
-    for other in others:
+        first, ours = next((place for place in places if place[0].startswith(f"{section}.")), places[0])
+        stages = {other for other, _ in places} & set(TRAINING_STAGES)
+        under = f"under {first}:" if first else "at the top level:"
+        under = "to a stage, such as" if first in stages and len(stages) > 1 else under
+        return Answer(f"{key} belongs {under} {_join(first, ours)}", tuple(_join(first, name).split(".")))
+    for other in others if alike else ():
         close = nearest(name, _names(other), cutoff=0.85) if len(name) > 4 else None
         if close is not None:
             ours = _join(other, _names(other)[close])

@@ -59,6 +59,22 @@ def _data(event: Event) -> str:
     )
 
 
+MARKS = {"done": "✔", "running": "▶", "closed": "✘", "accepted": "✔ (accepted)", "to come": "·"}
+"""How a stage stands, in the line of all stages."""
+
+
+def _flow(event: Event) -> str | None:
+    if len(event["stages"]) < 2:
+        return None
+    return "pipeline: " + " → ".join(f"{each['stage']} {MARKS[each['state']]}" for each in event["stages"])
+
+
+def _verdict(event: Event) -> str | None:
+    if event["open"]:
+        return str(event["letter"])
+    return f"{event['letter']}; accepted: {plain(event['accepted'])}" if event.get("accepted") else None
+
+
 def _plan(event: Event) -> str:
     reasons = "".join(f"\nplan: {reason}" for reason in event["reasons"])
     return f"plan: {event['steps']} steps, {event['arithmetic']}, {event['precision']}, on {event['device']}{reasons}"
@@ -104,7 +120,8 @@ LINES: dict[str, Callable[[Event], str | None]] = {
     "answering": lambda e: f"asking both models {e['questions']} questions",
     "answers": _answers,
     "mistakes": lambda e: f"accuracy {e['accuracy']:.2%} on {e['source']} (its mistakes: demo_outputs/mistakes.json)",
-    "verdict": lambda e: e["letter"] if e["open"] else None,
+    "flow": _flow,
+    "verdict": _verdict,
     "stopped": lambda e: None,
 }  # fmt: skip
 """How each event reads; the letter of a stop or a closed gate is written once, by the command itself."""

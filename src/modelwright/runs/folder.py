@@ -53,8 +53,12 @@ class RunFolder:
         return self.path / "demo_outputs"
 
     @property
-    def data_manifest(self) -> Path:
-        return self.path / "data" / "manifest.json"
+    def lineage(self) -> Path:
+        """Which model came from which, and which closed gates a person accepted."""
+        return self.path / "lineage.json"
+
+    def data_manifest(self, stage: str) -> Path:
+        return self.path / "data" / stage / "manifest.json"
 
     def stage(self, name: str) -> Path:
         return self.path / "stages" / name

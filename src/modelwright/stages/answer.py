@@ -24,7 +24,7 @@ def answers(run: str, question: str, base: bool, tuned: bool) -> dict[str, str]:
     if tuned:
         folders["after"] = _tuned(folder.best_model, [folder.model(stage) for stage in recipe.stages], run)
     wish = recipe.compare
-    messages = [ask(question, recipe.data.system_prompt)]
+    messages = [ask(question, recipe.data_of(list(recipe.stages)[-1]).system_prompt)]
     return {
         name: Answerer(path, wish.max_new_tokens, wish.temperature, recipe.seed).answer(messages)[0]
         for name, path in folders.items()

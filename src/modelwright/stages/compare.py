@@ -9,7 +9,7 @@ from typing import Any
 
 import xxhash
 
-from modelwright.data.conversations import ask
+from modelwright.data.conversations import Message, ask
 from modelwright.report.lines import plain
 from modelwright.runs.folder import read_json, write_json, write_text
 from modelwright.serve.ask import Answerer
@@ -23,7 +23,7 @@ METRICS = ("style_score", "base_style_score", "answer_words", "base_answer_words
 def compare(context: Context, found: Ingredients, stage: str) -> dict[str, float | None]:
     """Write demo_outputs and return its metrics; answers that stand already for these models are kept."""
     wish = context.recipe.compare
-    questions = questions_of(context, found)
+    questions, system_prompt = questions_of(context, found), context.recipe.data_of(stage).system_prompt
     if not questions:
         return {}
     result = read_json(context.folder.result(stage))
@@ -34,10 +34,11 @@ def compare(context: Context, found: Ingredients, stage: str) -> dict[str, float
     kept = read_json(path) if path.exists() else {}
     if kept.get("key") != key:
         context.journal.add("answering", stage=stage, questions=len(questions))
-        before = _answers(context, questions, found.model.path)
-        after = _answers(context, questions, context.folder.model(stage))
+        asked = [ask(question, system_prompt) for question in questions]
+        before = _answers(context, asked, found.model.path)
+        after = _answers(context, asked, context.folder.model(stage))
         pairs = [{"question": q, "before": b, "after": a} for q, b, a in zip(questions, before, after, strict=True)]
-        kept = {"key": key, "notice": NOTICE, "system_prompt": context.recipe.data.system_prompt,
+        kept = {"key": key, "notice": NOTICE, "system_prompt": system_prompt,
                 "metrics": measure(pairs, wish.style), "answers": pairs}  # fmt: skip
         write_json(path, kept)
         write_text(path.with_suffix(".md"), as_markdown(kept))
@@ -91,7 +92,7 @@ def _quiet(text: str) -> str:
     return re.sub(r"([\\`*_{}\[\]<>#|!])", r"\\\1", " ".join(text.split()))
 
 
-def _answers(context: Context, questions: Sequence[str], folder: Any) -> list[str]:
+def _answers(context: Context, asked: Sequence[list[Message]], folder: Any) -> list[str]:
     wish = context.recipe.compare
     answerer = Answerer(folder, wish.max_new_tokens, wish.temperature, context.recipe.seed)
-    return answerer.answer([ask(question, context.recipe.data.system_prompt) for question in questions])
+    return answerer.answer(asked)

@@ -14,6 +14,26 @@ from modelwright.runs.journal import Journal
 
 
 @dataclass(frozen=True)
+class Orders:
+    """What one start of a run is asked, beside its recipe."""
+
+    overrides: frozenset[str] = frozenset()
+    """Settings that may differ from those the run was started with."""
+    first: str | None = None
+    """The stage to begin with; those before it must be finished, and are only verified."""
+    last: str | None = None
+    """The stage to end with."""
+    accepted: frozenset[str] = frozenset()
+    """Stages whose closed gate a person accepts."""
+    reason: str | None = None
+    """Why it is accepted, in that person's words."""
+
+
+NO_ORDERS = Orders()
+"""Just the recipe."""
+
+
+@dataclass(frozen=True)
 class Context:
     """One run, as its stages see it."""
 
@@ -27,8 +47,8 @@ class Context:
     """Who is computing."""
     facts: Facts
     """What this machine can do."""
-    overrides: frozenset[str] = frozenset()
-    """Settings that may differ from those the run was started with."""
+    orders: Orders
+    """What this start was asked beside the recipe."""
 
     @property
     def recipe(self) -> Recipe:

@@ -15,16 +15,17 @@ from torch import Tensor, nn
 from modelwright.engine.task import Task
 from modelwright.models.trainable import Share
 from modelwright.stages.context import Context
+from modelwright.stages.lineage import Parent
 
 Metrics = dict[str, float | None]
 
 
 @dataclass(frozen=True)
 class Ingredients:
-    """What the stages of a run work with, found once."""
+    """What a stage works with."""
 
     model: Any
-    """Where the model comes from."""
+    """Where the model comes from that the stage starts from."""
     model_name: str
     """What it is called."""
     revision: str | None
@@ -61,8 +62,8 @@ class Kind(Protocol):
     shown: frozenset[str]
     """Metrics that only `show` measures."""
 
-    def gather(self, context: Context) -> Ingredients:
-        """Find the model and read the data."""
+    def gather(self, context: Context, stage: str, parent: Parent | None) -> Ingredients:
+        """Find the model, which is the parent's where there is one, and read the data."""
 
     def build(self, context: Context, found: Ingredients, stage: str) -> Built:
         """Make the task of a stage."""

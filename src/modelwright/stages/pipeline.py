@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Collection
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -15,27 +14,31 @@ import torch
 from modelwright import __version__
 from modelwright.data.sources import is_embedded, local_path
 from modelwright.engine.world import joined
-from modelwright.errors import GateClosed, ModelwrightError, StorageError
+from modelwright.errors import ModelwrightError, StorageError, UsageError
 from modelwright.plan import facts
 from modelwright.recipe.load import LoadedRecipe, dump
+from modelwright.recipe.schema import Data
 from modelwright.runs import lock
-from modelwright.runs.folder import RunFolder, hash_file, read_json, write_json, write_text
+from modelwright.runs.folder import RunFolder, read_json, write_text
 from modelwright.runs.journal import Journal, Watcher
-from modelwright.stages import record
-from modelwright.stages.context import Context
-from modelwright.stages.gate import verdict_on
+from modelwright.stages import lineage
+from modelwright.stages.context import NO_ORDERS, Context, Orders
+from modelwright.stages.flow import Flow
 from modelwright.stages.kinds import Ingredients, Kind
+from modelwright.stages.promote import promote
 from modelwright.stages.signals import Stopper
 from modelwright.stages.text import TextKind
 from modelwright.stages.train import Training
 from modelwright.stages.vision import VisionKind
-from modelwright.stages.wishes import refuse_changes, wishes_of
+from modelwright.stages.wishes import CONTENTS, check_overrides, refuse_changes, settings_of, wishes_of
 
-KINDS: dict[str, Kind] = {"sft": TextKind(), "classify": VisionKind()}
+KINDS: dict[str, Kind] = {"sft": TextKind(), "lora": TextKind(), "classify": VisionKind()}
+"""What each stage learns on."""
 
 
-def run(loaded: LoadedRecipe, watch: Watcher | None = None, overrides: Collection[str] = ()) -> RunFolder:
+def run(loaded: LoadedRecipe, watch: Watcher | None = None, orders: Orders = NO_ORDERS) -> RunFolder:
     """Run a recipe in its folder, from wherever it stands."""
+    _check_orders(loaded, orders)
     folder, stopper = RunFolder(Path(loaded.recipe.run_dir)), Stopper()
     with stopper.listening(), joined() as world, ExitStack() as held:
 
@@ -46,7 +49,7 @@ def run(loaded: LoadedRecipe, watch: Watcher | None = None, overrides: Collectio
         dead_holder = world.first(take_folder)
         journal = Journal(folder.journal if world.is_main else None, watch if world.is_main else None)
         held.callback(journal.close)
-        context = Context(loaded, folder, journal, world, facts.probe(), frozenset(overrides))
+        context = Context(loaded, folder, journal, world, facts.probe(), orders)
         try:
             _run_stages(context, stopper, dead_holder)
         except ModelwrightError as error:
@@ -55,26 +58,74 @@ def run(loaded: LoadedRecipe, watch: Watcher | None = None, overrides: Collectio
     return folder
 
 
+def _check_orders(loaded: LoadedRecipe, orders: Orders) -> None:
+    """Everything that the command line names must be there."""
+    stages = list(loaded.recipe.stages)
+    named = [("--from", orders.first), ("--until", orders.last), *(("--accept-gate", name) for name in orders.accepted)]
+    for option, stage in named:
+        if stage is not None and stage not in stages:
+            raise UsageError(f"{option} {stage}: the stages of this recipe are {', '.join(stages)}")
+    if orders.first and orders.last and stages.index(orders.first) > stages.index(orders.last):
+        raise UsageError(f"--from {orders.first} comes after --until {orders.last}; nothing would be done")
+    if orders.accepted and not (orders.reason or "").strip():
+        raise UsageError('--accept-gate wants a reason, which is kept for ever: --reason "..."')
+    check_overrides(loaded.recipe, orders.overrides)
+
+
 def _run_stages(context: Context, stopper: Stopper, dead_holder: str | None) -> None:
     began = time.monotonic()
-    recipe, journal = context.recipe, context.journal
+    recipe, journal, orders = context.recipe, context.journal, context.orders
     journal.add("run", recipe=recipe.name, folder=str(context.folder.path), stages=list(recipe.stages),
                 world=context.world.size, device=context.facts.name, modelwright=__version__)  # fmt: skip
     for line in (*context.loaded.notes, *([dead_holder] if dead_holder else [])):
         journal.add("note", message=line)
-    kind = KINDS[next(iter(recipe.stages))]
-    journal.add("gathering", model=recipe.model.model_name_or_path)
-    found = kind.gather(context)
-    for stage in recipe.stages:
-        result = context.world.first(lambda stage=stage: finished(context, stage, found))  # type: ignore[misc]
-        if result is None:
-            journal.add("stage", stage=stage)
-            _train(context, kind, found, stage, stopper)
-        else:
-            _keep_recipe(context, found)
-            journal.add("note", stage=stage, message=f"{stage} is finished and verified; nothing is trained again")
-        context.world.first(lambda stage=stage: _promote(context, kind, stage, found))  # type: ignore[misc]
+    context.world.first(lambda: _refuse_early(context))
+    flow, names = Flow(recipe.stages, journal), list(recipe.stages)
+    first = names.index(orders.first) if orders.first else 0
+    for stage in names[:first]:
+        context.world.first(lambda stage=stage: lineage.refuse_closed(context, stage))  # type: ignore[misc]
+        flow.mark(stage, "done")
+    for stage in names[first:]:
+        _run_stage(context, flow, stage, stopper)
+        if stage == orders.last:
+            break
     journal.add("done", folder=str(context.folder.path), seconds=round(time.monotonic() - began, 1))
+
+
+def _refuse_early(context: Context) -> None:
+    """Refuse changed settings of any finished stage before the first one is touched."""
+    for stage in context.recipe.stages:
+        if context.folder.result(stage).exists():
+            now = settings_of(context.recipe, stage)
+            kept = read_json(context.folder.result(stage))["wishes"]
+            refuse_changes({key: kept[key] for key in kept if key not in CONTENTS}, now, context.orders.overrides)
+
+
+def _run_stage(context: Context, flow: Flow, stage: str, stopper: Stopper) -> None:
+    """Train a stage unless that is done already, then judge it."""
+    flow.mark(stage, "running")
+    kind, journal = KINDS[stage], context.journal
+    before = context.recipe.parent_of(stage)
+    parent = lineage.parent_of(context.folder, before) if before else None
+    journal.add("gathering", stage=stage, model=f"the {before} model of this run" if before else _named(context))
+    found = kind.gather(context, stage, parent)
+    result = context.world.first(lambda: finished(context, stage, found))
+    if result is None:
+        journal.add("stage", stage=stage)
+        _train(context, kind, found, stage, stopper)
+    else:
+        _keep_recipe(context, found)
+        journal.add("note", stage=stage, message=f"{stage} is finished and verified; nothing is trained again")
+    try:
+        state = context.world.first(lambda: promote(context, kind, stage, found))
+    except ModelwrightError:
+        flow.mark(stage, "closed")
+        raise
+    flow.mark(stage, state)
+
+
+def _named(context: Context) -> str:
+    return context.recipe.model.model_name_or_path
 
 
 def _train(context: Context, kind: Kind, found: Ingredients, stage: str, stopper: Stopper) -> None:
@@ -91,14 +142,21 @@ def _train(context: Context, kind: Kind, found: Ingredients, stage: str, stopper
 def _keep_recipe(context: Context, found: Ingredients) -> None:
     """Write the recipe as this run means it: revision pinned, paths whole; only once nothing in it was refused."""
     recipe, beside = context.recipe, context.beside
-    sources = ("dataset_name", "train_file", "validation_file")
-    data = {key: _whole_path(getattr(recipe.data, key), beside) for key in sources}
     name = _whole_path(recipe.model.model_name_or_path, beside)
-    model = {"model_name_or_path": name, "revision": found.revision}
-    settled = recipe.model_copy(
-        update={"data": recipe.data.model_copy(update=data), "model": recipe.model.model_copy(update=model)}
-    )
-    context.world.first(lambda: write_text(context.folder.recipe, dump(settled)))
+    settled: dict[str, Any] = {
+        "model": recipe.model.model_copy(update={"model_name_or_path": name, "revision": found.revision}),
+        "data": _whole_paths(recipe.data, beside),
+        **{
+            stage: section.model_copy(update={"data": _whole_paths(section.data, beside)})
+            for stage, section in recipe.stages.items()
+        },
+    }
+    context.world.first(lambda: write_text(context.folder.recipe, dump(recipe.model_copy(update=settled))))
+
+
+def _whole_paths(data: Data | None, beside: Path) -> Data | None:
+    sources = ("dataset_name", "train_file", "validation_file")
+    return data and data.model_copy(update={key: _whole_path(getattr(data, key), beside) for key in sources})
 
 
 def _whole_path(name: str | None, beside: Path) -> str | None:
@@ -114,49 +172,12 @@ def finished(context: Context, stage: str, found: Ingredients) -> dict[str, Any]
         return None
     result: dict[str, Any] = read_json(path)
     now = wishes_of(context.recipe, stage, found.data_fingerprint, found.model_fingerprint)
-    if refuse_changes(result["wishes"], now, context.overrides):
+    if refuse_changes(result["wishes"], now, context.orders.overrides):
         return None
-    model = context.folder.model(stage)
-    for name, digest in result["files"].items():
-        if not (model / name).is_file() or hash_file(model / name) != digest:
-            context.journal.add(
-                "note", stage=stage, message=f"{name} of the {stage} model is damaged; it is made again"
-            )
-            return None
+    if name := lineage.damaged(context.folder, stage):
+        context.journal.add("note", stage=stage, message=f"{name} of the {stage} model is damaged; it is made again")
+        return None
     return result
-
-
-def _promote(context: Context, kind: Kind, stage: str, found: Ingredients) -> None:
-    """Compare, judge, record; a closed gate ends the run here."""
-    result = read_json(context.folder.result(stage))
-    metrics: dict[str, float | None] = dict(result["metrics"])
-    last = list(context.recipe.stages)[-1]
-    if stage == last or set(context.recipe.gate_of(stage)) & kind.shown:
-        metrics |= kind.show(context, found, stage)
-    verdict = verdict_on(context.loaded, stage, metrics)
-    write_json(context.folder.gate(stage), {**verdict.as_json(), "metrics": metrics})
-    record.write_history(context, stage)
-    record.write_summary(context, stage, result["plan"], metrics, verdict)
-    record.write_card(context, stage, found, metrics, verdict)
-    context.journal.add("verdict", stage=stage, open=verdict.open, letter=verdict.letter, metrics=metrics)
-    if not verdict.open:
-        _unpoint(context.folder.best_model, context.folder.model(stage))
-        raise GateClosed(verdict.letter)
-    _point_to(context.folder.best_model, context.folder.model(stage))
-
-
-def _point_to(link: Path, target: Path) -> None:
-    """Make best_model mean this folder, in one movement."""
-    fresh = link.with_name(".best_model.partial")
-    fresh.unlink(missing_ok=True)
-    fresh.symlink_to(os.path.relpath(target, link.parent))
-    fresh.replace(link)
-
-
-def _unpoint(link: Path, target: Path) -> None:
-    """Take back what an earlier, kinder gate called best."""
-    if link.is_symlink() and link.resolve() == target.resolve():
-        link.unlink()
 
 
 def _tell_end(journal: Journal, error: ModelwrightError) -> None:

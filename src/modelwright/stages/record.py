@@ -6,12 +6,14 @@ import platform
 from typing import Any
 
 from modelwright import __version__
-from modelwright.recipe.schema import Sft
+from modelwright.recipe.training import Parts
+from modelwright.report.lines import plain
 from modelwright.runs import journal
 from modelwright.runs.folder import write_json, write_text
 from modelwright.stages.context import Context
 from modelwright.stages.gate import Verdict
 from modelwright.stages.kinds import Ingredients, Metrics
+from modelwright.stages.lineage import ancestors
 
 STEP_FACTS = (
     *("step", "epoch", "loss", "eval_loss", "eval_accuracy", "learning_rate", "grad_norm"),
@@ -19,14 +21,16 @@ STEP_FACTS = (
 )
 
 
-def write_history(context: Context, stage: str) -> None:
+def write_history(context: Context) -> None:
     """Step by step, each step once: what was redone after a kill counts in its last form."""
-    steps: dict[int, dict[str, Any]] = {}
+    stages = list(context.recipe.stages)
+    steps: dict[tuple[int, int], dict[str, Any]] = {}
     for event in journal.read(context.folder.journal):
-        if event.get("stage") == stage and event["event"] in ("step", "evaluation"):
-            known = steps.setdefault(event["step"], {})
+        if event["event"] in ("step", "evaluation") and event.get("stage") in stages:
+            place = (stages.index(event["stage"]), event["step"])
+            known = steps.setdefault(place, {"stage": event["stage"]})
             known.update({key: event[key] for key in STEP_FACTS if key in event})
-    write_json(context.folder.history, [steps[step] for step in sorted(steps)])
+    write_json(context.folder.history, [steps[place] for place in sorted(steps)])
 
 
 def write_summary(context: Context, stage: str, plan: dict[str, Any], metrics: Metrics, verdict: Verdict) -> None:
@@ -40,12 +44,13 @@ def write_summary(context: Context, stage: str, plan: dict[str, Any], metrics: M
             "recipe": context.recipe.name,
             "stage": stage,
             "model": context.recipe.model.model_name_or_path,
-            "data": context.recipe.data.dataset_name or context.recipe.data.train_file,
+            "data": context.recipe.data_of(stage).source,
             "settings": context.recipe.stages[stage].model_dump(mode="json"),
             "batch": plan["arithmetic"],
             "plan": plan,
             "metrics": metrics,
             "verdict": verdict.as_json(),
+            "lineage": ancestors(context, stage),
             "hardware": context.facts.name,
             "world": context.world.size,
             "versions": {
@@ -61,9 +66,9 @@ def write_summary(context: Context, stage: str, plan: dict[str, Any], metrics: M
 def write_card(context: Context, stage: str, found: Ingredients, metrics: Metrics, verdict: Verdict) -> None:
     """A model card that says only what is so."""
     recipe = context.recipe
-    settings, data = recipe.stages[stage], recipe.data.dataset_name or recipe.data.train_file
+    settings, data = recipe.stages[stage], recipe.data_of(stage).source
     library = "modelwright"
-    if isinstance(settings, Sft):
+    if isinstance(settings, Parts):
         library = "peft" if settings.trainable.lora else "transformers"
     measured = "\n".join(f"| {name} | {value:.4g} |" for name, value in metrics.items() if value is not None)
     revision = f" at `{found.revision}`" if found.revision else ""
@@ -83,9 +88,18 @@ Trained with Modelwright {__version__}; `recipe.yaml` in the run folder makes it
 |---|---|
 {measured}
 
-{verdict.letter}.
+{_lineage(context, stage)}
 
 Before and after: `demo_outputs/before_after.md` in the run folder. No claim is made beyond these measurements.
 The licence of the base model and of the data hold for this model too.
 """
     write_text(context.folder.model(stage) / "README.md", card)
+
+
+def _lineage(context: Context, stage: str) -> str:
+    """How each gate on the way here stands, with the words of whoever accepted a closed one."""
+    lines = []
+    for known in ancestors(context, stage):
+        said = f" Accepted all the same, with this reason: {plain(known['reason'])}." if known["reason"] else ""
+        lines.append(f"- {known['letter']}.{said}")
+    return "\n".join(lines)

@@ -7,68 +7,93 @@ from typing import Any
 import torch
 
 from modelwright.data import conversations
+from modelwright.engine.task import Task
 from modelwright.models import text, trainable
 from modelwright.models.export import save_model
 from modelwright.recipe.load import load
-from modelwright.recipe.schema import Model, Sft
+from modelwright.recipe.schema import Dpo, Model, Pretrain, Sft
 from modelwright.stages.compare import METRICS, compare
 from modelwright.stages.context import Context
 from modelwright.stages.kinds import Built, Ingredients, Metrics
+from modelwright.stages.lineage import Parent
 from modelwright.tasks.sft import SftTask
+
+TextStage = Pretrain | Sft | Dpo
 
 
 class TextKind:
-    """Recipes that train a language model."""
+    """Stages that tune a language model on conversations."""
 
     shown = frozenset(METRICS)
 
-    def gather(self, context: Context) -> Ingredients:
-        """The main rank first, so that nothing is fetched or converted twice."""
-        wish = _pinned(context)
-        context.world.first(lambda: str(text.find(wish, context.beside).path))
-        base = text.find(wish, context.beside)
-        data = conversations.load(context.recipe.data, context.recipe.seed, context.beside)
-        return Ingredients(
-            model=base,
-            model_name=base.name,
-            revision=base.revision or wish.revision,
-            data=data,
-            model_fingerprint=base.fingerprint(),
-            data_fingerprint=data.fingerprint,
-        )
+    def gather(self, context: Context, stage: str, parent: Parent | None) -> Ingredients:
+        """The model to start from, and the conversations."""
+        data = conversations.load(context.recipe.data_of(stage), context.recipe.seed, context.beside)
+        return Ingredients(**start_of(context, parent), data=data, data_fingerprint=data.fingerprint)
 
     def build(self, context: Context, found: Ingredients, stage: str) -> Built:
         """Load the model, say what moves, encode the conversations."""
         settings = context.recipe.stages[stage]
         assert isinstance(settings, Sft)
-        tokenizer = text.load_tokenizer(found.model.path)
-        model = text.load_model(found.model.path, context.recipe.model.attn_implementation)
-        text.check_forward(model)
-        torch.manual_seed(context.recipe.seed)  # new weights, such as LoRA's, begin the same at every start
-        model = trainable.set_trainable(model, settings)
-        if settings.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            model.enable_input_require_grads()
+        model, tokenizer = ready_model(context, found, settings)
         task = SftTask(model, tokenizer, found.data, settings, text.stop_tokens(model))
-        share = trainable.share(model)
         facts: dict[str, Any] = {
-            **found.data.manifest(context.recipe.data),
+            **found.data.manifest(context.recipe.data_of(stage)),
             "train": task.train_set.facts(),
             "held_out": task.held_out_set.facts(),
             "packed_rows": task.rows if settings.packing else None,
         }
-        return Built(
-            task=task,
-            model=model,
-            share=share,
-            flops_per_token=4.0 * share.total + 2.0 * share.trained,  # attention and padding not counted
-            data_facts=facts,
-            save=lambda weights, folder: save_model(model, tokenizer, weights, folder),
-        )
+        return built(task, model, tokenizer, facts)
 
     def show(self, context: Context, found: Ingredients, stage: str) -> Metrics:
         """The same questions, before and after."""
         return compare(context, found, stage)
+
+
+def start_of(context: Context, parent: Parent | None) -> dict[str, Any]:
+    """Where a stage starts: the parent's model, or the recipe's own; the main rank fetches it first."""
+    wish = _pinned(context)
+    if parent is not None:
+        base = text.Found(f"the {parent.stage} model of this run", parent.path, wish.revision)
+        fingerprint = parent.fingerprint
+    else:
+        context.world.first(lambda: str(text.find(wish, context.beside).path))
+        base = text.find(wish, context.beside)
+        fingerprint = base.fingerprint()
+    return {
+        "model": base,
+        "model_name": base.name,
+        "revision": base.revision or wish.revision,
+        "model_fingerprint": fingerprint,
+    }
+
+
+def ready_model(context: Context, found: Ingredients, settings: TextStage) -> tuple[Any, Any]:
+    """The model and its tokenizer, checked, with what moves and what is frozen decided."""
+    tokenizer = text.load_tokenizer(found.model.path)
+    model = text.load_model(found.model.path, context.recipe.model.attn_implementation)
+    if hasattr(model, "merge_and_unload"):  # a parent that is an adapter: its matrices become part of the weights
+        model = model.merge_and_unload()
+    text.check_forward(model)
+    torch.manual_seed(context.recipe.seed)  # new weights, such as LoRA's, begin the same at every start
+    model = trainable.set_trainable(model, settings)
+    if settings.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    return model, tokenizer
+
+
+def built(task: Task, model: Any, tokenizer: Any, facts: dict[str, Any]) -> Built:
+    """A text stage ready to be trained."""
+    share = trainable.share(model)
+    return Built(
+        task=task,
+        model=model,
+        share=share,
+        flops_per_token=4.0 * share.total + 2.0 * share.trained,  # attention and padding not counted
+        data_facts=facts,
+        save=lambda weights, folder: save_model(model, tokenizer, weights, folder),
+    )
 
 
 def _pinned(context: Context) -> Model:

@@ -169,9 +169,9 @@ class Training:
         if step is None:
             return None
         kept = read_state(self._folder_of(step))
-        for change in refuse_changes(kept["wishes"], self.wishes, self.context.overrides):
+        for change in refuse_changes(kept["wishes"], self.wishes, self.context.orders.overrides):
             self._note(f"goes on although {change}")
-        changed_batch = any("batch" in key or "accumulation" in key for key in self.context.overrides)
+        changed_batch = any("batch" in key or "accumulation" in key for key in self.context.orders.overrides)
         return None if changed_batch else int(kept["global_batch"])
 
     def _go_on_from(self, step: int) -> None:
@@ -251,7 +251,7 @@ class Training:
             trained_parameters=share.trained, parameters=share.total,
         )  # fmt: skip
         self.context.journal.add("data", stage=self.stage, **facts)
-        self.context.world.first(lambda: write_json(self.context.folder.data_manifest, facts))
+        self.context.world.first(lambda: write_json(self.context.folder.data_manifest(self.stage), facts))
 
     def _tell_plan(self) -> None:
         told = self.plan.as_json()

@@ -15,6 +15,7 @@ from modelwright.recipe.schema import Classify
 from modelwright.runs.folder import read_json, write_json
 from modelwright.stages.context import Context
 from modelwright.stages.kinds import Built, Ingredients, Metrics
+from modelwright.stages.lineage import Parent
 from modelwright.tasks.classify import ClassifyLoss, ClassifyTask, Pixels, confusion, worst_mistakes
 
 RESNET = "resnet18"
@@ -27,16 +28,16 @@ class VisionKind:
 
     shown: frozenset[str] = frozenset()
 
-    def gather(self, context: Context) -> Ingredients:
+    def gather(self, context: Context, stage: str, parent: Parent | None) -> Ingredients:
         """Read the images; the main rank first, so that nothing is fetched or decoded twice."""
-        recipe = context.recipe
+        recipe, data = context.recipe, context.recipe.data_of(stage)
         if recipe.model.model_name_or_path != RESNET:
             raise ModelError(f"model: {recipe.model.model_name_or_path!r} classifies no images; it wants {RESNET}")
-        name = recipe.data.dataset_name or recipe.data.train_file or ""
+        name = data.dataset_name or data.train_file or ""
         context.world.first(lambda: len(read_images(name, context.beside).train))
         images = read_images(name, context.beside)
-        if recipe.data.max_rows:
-            images = replace(images, train=images.train.take(recipe.data.max_rows))
+        if data.max_rows:
+            images = replace(images, train=images.train.take(data.max_rows))
         return Ingredients(
             model=None,
             model_name=f"{RESNET}, width {recipe.model.width}, from scratch",

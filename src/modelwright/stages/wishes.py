@@ -21,23 +21,28 @@ CONTENTS = ("data.contents", "model.contents")
 
 def wishes_of(recipe: Recipe, stage: str, data_fingerprint: str, model_fingerprint: str) -> dict[str, Any]:
     """Every setting that decides the weights, by its dotted name."""
-    settings = recipe.stages[stage].model_dump(mode="json")
+    return {**settings_of(recipe, stage), CONTENTS[0]: data_fingerprint, CONTENTS[1]: model_fingerprint}
+
+
+def settings_of(recipe: Recipe, stage: str) -> dict[str, Any]:
+    """Those of the wishes that stand in the recipe itself; what data holds is known by its fingerprint alone."""
+    settings = recipe.stages[stage].model_dump(mode="json", exclude={"data"})
     kept = {f"{stage}.{key}": value for key, value in settings.items() if key not in FREE}
-    return {
-        **_flat(kept),
-        "seed": recipe.seed,
-        CONTENTS[0]: data_fingerprint,
-        CONTENTS[1]: model_fingerprint,
-    }
+    return {**_flat(kept), "seed": recipe.seed}
+
+
+def check_overrides(recipe: Recipe, allowed: Collection[str]) -> None:
+    """An override must name something that decides the weights of some stage."""
+    known = [*CONTENTS, *(key for stage in recipe.stages for key in settings_of(recipe, stage))]
+    for key in allowed:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise UsageError(f"--override {key} names nothing that decides the weights{hint}")
 
 
 def refuse_changes(before: Mapping[str, Any], now: Mapping[str, Any], allowed: Collection[str]) -> list[str]:
     """Refuse to go on with other wishes; returns the changes that were allowed, to be recorded."""
-    for key in allowed:
-        if key not in now:
-            close = difflib.get_close_matches(key, now, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise UsageError(f"--override {key} names nothing that decides the weights{hint}")
     changed = [key for key in [*before, *(key for key in now if key not in before)] if before.get(key) != now.get(key)]
     refused = [key for key in changed if key not in allowed]
     if refused:

@@ -1,0 +1,140 @@
+"""Stages in a row: each starts from the verified model of the one before it, behind that one's gate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from modelwright.errors import GateClosed, Refused, UsageError
+from modelwright.recipe.load import load
+from modelwright.runs.folder import RunFolder, read_json
+from modelwright.stages import pipeline
+from modelwright.stages.context import Orders
+from rig import told
+from tiny import SFT, tiny_recipe
+
+QUICK = {**SFT, "max_steps": 4, "save_steps": 2, "eval_steps": 2}
+CLOSED = "gates={sft: {eval_loss: {at_most: 0.1}}}"
+
+
+def chain(folder: Path, model: Path, *lines: str) -> Path:
+    """A recipe of two stages, sft then lora, the second with data of its own."""
+    path = tiny_recipe(
+        folder, model, **{key: value for key, value in QUICK.items() if key not in SFT or SFT[key] != value}
+    )
+    other = [json.dumps({"prompt": f"Say {n}.", "completion": f"{n}, said."}) for n in range(12)]
+    (folder / "other.jsonl").write_text("\n".join(other) + "\n", encoding="utf-8")
+    lora = [f"  {key}: {json.dumps(value)}" for key, value in QUICK.items()]
+    text = [path.read_text(encoding="utf-8"), "lora:", *lora, "  lora_r: 4"]
+    text += ["  data:", "    train_file: other.jsonl", "    test_size: 2", *lines]
+    path.write_text("\n".join(text) + "\n", encoding="utf-8")
+    return path
+
+
+def run(recipe: Path, *sets: str, **orders: object) -> RunFolder:
+    return pipeline.run(load(recipe, sets, {}), None, Orders(**orders))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+    """A finished chain; nobody writes into it."""
+    recipe = chain(tmp_path_factory.mktemp("chain"), model_folder)
+    run(recipe)
+    return recipe.parent / "run"
+
+
+def test_a_stage_starts_from_the_model_of_the_stage_before_it(done: Path) -> None:
+    lineage, folder = read_json(done / "lineage.json")["stages"], RunFolder(done)
+    assert [lineage[stage]["parent"] for stage in ("sft", "lora")] == [None, "sft"]
+    assert lineage["lora"]["parent_model"] == lineage["sft"]["model"]
+    adapter = read_json(folder.model("lora") / "adapter_config.json")
+    assert Path(adapter["base_model_name_or_path"]) == folder.model("sft").resolve()
+    before, after = read_json(folder.result("sft"))["metrics"], read_json(folder.gate("lora"))["metrics"]
+    assert after["parent_eval_loss"] == before["eval_loss"]
+
+
+def test_a_stage_has_data_of_its_own_or_the_recipes(done: Path) -> None:
+    sources = [Path(read_json(RunFolder(done).data_manifest(stage))["source"]).name for stage in ("sft", "lora")]
+    assert sources == ["rows.jsonl", "other.jsonl"]
+
+
+def test_the_flow_tells_what_is_done_running_and_to_come(done: Path) -> None:
+    flows = [[each["state"] for each in event["stages"]] for event in told(done, "flow")]
+    assert flows == [["running", "to come"], ["done", "to come"], ["done", "running"], ["done", "done"]]
+    assert (done / "best_model").resolve() == RunFolder(done).model("lora").resolve()
+
+
+def test_what_is_finished_is_verified_and_what_is_damaged_is_made_again(model_folder: Path, tmp_path: Path) -> None:
+    recipe = chain(tmp_path, model_folder)
+    folder = run(recipe)
+    before = read_json(folder.result("sft"))["files"]
+    weights = folder.model("sft") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
+    with pytest.raises(Refused, match=r"model\.safetensors of the sft model is damaged"):
+        run(recipe, first="lora")
+    run(recipe)
+    assert read_json(folder.result("sft"))["files"] == before
+    assert "lora is finished and verified; nothing is trained again" in told(folder.path, "note")[-1]["message"]
+
+
+def test_from_and_until_run_a_part(model_folder: Path, tmp_path: Path) -> None:
+    recipe = chain(tmp_path, model_folder)
+    with pytest.raises(Refused, match="stage sft was not judged yet; begin with it"):
+        run(recipe, first="lora")
+    folder = run(recipe, last="sft")
+    assert folder.result("sft").exists() and not folder.result("lora").exists()
+    run(recipe, first="lora")
+    assert folder.result("lora").exists()
+    assert len([event for event in told(folder.path, "stage") if event["stage"] == "sft"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("orders", "letter"),
+    [
+        ({"first": "dpo"}, "--from dpo: the stages of this recipe are sft, lora"),
+        ({"first": "lora", "last": "sft"}, "--from lora comes after --until sft"),
+        ({"accepted": frozenset({"sft"})}, "--accept-gate wants a reason"),
+        ({"accepted": frozenset({"sft"}), "reason": " "}, "--accept-gate wants a reason"),
+        ({"overrides": frozenset({"lora.lora_x"})}, r"did you mean lora\.lora_r"),
+    ],
+)
+def test_orders_that_cannot_be_followed_are_answered(
+    model_folder: Path, tmp_path: Path, orders: dict[str, object], letter: str
+) -> None:
+    with pytest.raises(UsageError, match=letter):
+        run(chain(tmp_path, model_folder), **orders)
+
+
+def test_nothing_is_trained_beyond_a_closed_gate_until_a_person_accepts_it_for_ever(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    recipe = chain(tmp_path, model_folder)
+    with pytest.raises(GateClosed):
+        run(recipe, CLOSED)
+    folder = RunFolder(tmp_path / "run")
+    assert not folder.stage("lora").exists()
+    assert told(folder.path, "flow")[-1]["stages"][0] == {"stage": "sft", "state": "closed"}
+    with pytest.raises(GateClosed):
+        run(recipe, CLOSED, first="lora")
+    run(recipe, CLOSED, accepted=frozenset({"sft"}), reason="a trial of the flow")
+    assert folder.result("lora").exists()
+    run(recipe, CLOSED)  # it was accepted for this model and these limits
+    lineage = read_json(folder.lineage)
+    assert [entry["reason"] for entry in lineage["accepted"]] == ["a trial of the flow"]
+    assert lineage["stages"]["sft"]["gate"] == "accepted"
+    assert read_json(folder.gate("sft"))["open"] is False
+    for stage in ("sft", "lora"):
+        assert "with this reason: a trial of the flow." in (folder.model(stage) / "README.md").read_text()
+    with pytest.raises(GateClosed):
+        run(recipe, CLOSED.replace("0.1", "0.2"))  # other limits are another question
+
+
+def test_a_changed_setting_of_any_finished_stage_is_refused_before_anything_is_touched(
+    done: Path, tmp_path: Path
+) -> None:
+    before = (done / "recipe.yaml").read_text()
+    with pytest.raises(Refused, match=r"lora\.learning_rate was 0\.001, now 0\.002"):
+        run(done / "recipe.yaml", "lora.learning_rate=0.002")
+    assert (done / "recipe.yaml").read_text() == before
