@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,16 @@ def tokenizer(model_folder: Path) -> Any:
     from modelwright.models.text import load_tokenizer
 
     return load_tokenizer(model_folder)
+
+
+@pytest.fixture(scope="session")
+def rig() -> Iterator[Any]:
+    """Starts real processes quickly: one preloaded interpreter for all trials."""
+    from rig import Rig
+
+    made = Rig()
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")

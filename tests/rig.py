@@ -137,10 +137,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def steps_of(run: Path) -> dict[int, dict[str, Any]]:
+def steps_of(run: Path, stage: str | None = None) -> dict[int, dict[str, Any]]:
     """The last record of each step in a run's journal: what was redone counts in its last form."""
-    records = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines() if line.strip()]
-    return {record["step"]: record for record in records if record["event"] == "step"}
+    return {record["step"]: record for record in told(run, "step") if stage in (None, record["stage"])}
 
 
 def told(run: Path, event: str) -> list[dict[str, Any]]:
@@ -149,10 +148,11 @@ def told(run: Path, event: str) -> list[dict[str, Any]]:
     return [record for record in records if record["event"] == event]
 
 
-def trace(run: Path) -> dict[str, Any]:
+def trace(run: Path, stage: str = "sft") -> dict[str, Any]:
     """What two runs must have in common to be the same run: loss, data and gradient of each step, and the weights."""
-    result = json.loads((run / "stages" / "sft" / "result.json").read_text())
-    steps = {step: (r["loss"], r["batch"], r["grad_norm"], r["learning_rate"]) for step, r in steps_of(run).items()}
+    result = json.loads((run / "stages" / stage / "result.json").read_text())
+    done = steps_of(run, stage).items()
+    steps = {step: (r["loss"], r["batch"], r["grad_norm"], r["learning_rate"]) for step, r in done}
     metrics = {key: value for key, value in result["metrics"].items() if key != "seconds"}
     return {"steps": steps, "files": result["files"], "metrics": metrics}
 

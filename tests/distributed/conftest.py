@@ -1,22 +1,13 @@
-"""One preloaded interpreter for all trials, and one uninterrupted run to hold every other against."""
+"""One uninterrupted run to hold every other against."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rig import Rig
 from tiny import tiny_recipe
-
-
-@pytest.fixture(scope="session")
-def rig() -> Iterator[Rig]:
-    """Starts real processes quickly."""
-    made = Rig()
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="session")

@@ -48,6 +48,8 @@ CASES: list[tuple[dict[str, Any], str | None]] = [
         {"event": "answers", "answers": [PAIR], "notice": "No advice."},
         "\nquestion: Why?\n  before: [31mred [0m hidden\n  after:  So.\n\nNo advice.",
     ),
+    ({"event": "initialised", "parameters": 950_000, "layers": 4, "hidden_size": 128},
+     "model: 0.95 M parameters from scratch, 4 layers of width 128"),
     ({"event": "verdict", "open": True, "letter": "gate sft is open"}, "gate sft is open"),
     ({"event": "verdict", "open": False, "letter": "told by the command itself"}, None),
     ({"event": "verdict", "open": False, "letter": "gate sft is closed", "accepted": "a trial"},

@@ -138,7 +138,7 @@ def _summary(loaded: LoadedRecipe) -> dict[str, Any]:
     recipe = loaded.recipe
     return {
         "name": recipe.name,
-        "model": recipe.model.model_name_or_path,
+        "model": recipe.model.name,
         "data": ", ".join(dict.fromkeys(recipe.data_of(stage).source for stage in recipe.stages)),
         "stages": list(recipe.stages),
         "gates": [metric for metrics in recipe.gates.values() for metric in metrics],

@@ -49,7 +49,7 @@ class Found:
 
 def find(model: Model, beside: Path) -> Found:
     """Bring the model to this machine; every miss is one letter with the nearest names."""
-    name = model.model_name_or_path
+    name = model.name
     if name == smollm2.NAME:
         return Found(name, smollm2.folder())
     for folder in (Path(name), beside / name):

@@ -5,11 +5,13 @@ Names are those of Hugging Face ``TrainingArguments`` and TRL; ``aliases`` maps 
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
+from modelwright.recipe.architecture import Architecture
 from modelwright.recipe.training import Images, Parts, Preference, Text, Trainable, Training
 from modelwright.recipe.values import Frozen, Regex, Steps
 
@@ -25,7 +27,7 @@ Part = Literal["messages", "prompt", "completion", "system", "context", "chosen"
 _OF_EVERY_STAGE = ("eval_loss", "base_eval_loss", "steps", "tokens", "trained_tokens", "seconds")
 _OF_ANSWERS = ("style_score", "base_style_score", "answer_words", "base_answer_words")
 MEASURED = {
-    "pretrain": _OF_EVERY_STAGE,
+    "pretrain": (*_OF_EVERY_STAGE, "eval_bits_per_byte", "base_eval_bits_per_byte"),
     "sft": (*_OF_EVERY_STAGE, *_OF_ANSWERS),
     "dpo": (*_OF_EVERY_STAGE, *_OF_ANSWERS),
     "lora": (*_OF_EVERY_STAGE, *_OF_ANSWERS),
@@ -35,16 +37,33 @@ MEASURED = {
 
 
 class Model(Frozen):
-    """The model that is trained."""
+    """The model that is trained: one that exists, or an architecture made from scratch."""
 
-    model_name_or_path: str
+    model_name_or_path: str | None = None
     """A folder, a hub id, or the embedded smollm2-135m-instruct; a folder is looked for first."""
+    architecture: Architecture | None = None
+    """Sizes of a model that is made from scratch, in place of model_name_or_path."""
+    tokenizer_name_or_path: str | None = None
+    """Folder of the tokenizer for an architecture; without it, the one that prepare trains."""
     revision: str | None = None
     """Branch, tag or commit of a hub model; the commit it means is pinned in the run."""
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """How attention is computed; auto is sdpa."""
     width: PositiveInt = 64
     """Channels of resnet18's first layers; 64 is the full model."""
+
+    @model_validator(mode="after")
+    def _one_model(self) -> Self:
+        if (self.model_name_or_path is None) == (self.architecture is None):
+            word = "both {0} and {1}" if self.architecture else "neither {0} nor {1}"
+            found = word.format("model_name_or_path", "architecture")
+            raise PydanticCustomError("one_model", "has {found}; it wants one of them", {"found": found})
+        return self
+
+    @property
+    def name(self) -> str:
+        """What letters call it."""
+        return self.model_name_or_path or "a model from scratch"
 
 
 class Data(Frozen):
@@ -98,6 +117,29 @@ class Pretrain(Parts, Stage):
 
     max_length: Annotated[int, Field(ge=8)] = 2048
     """Tokens in a row."""
+    curriculum: dict[PositiveInt, Steps] = {}
+    """Shorter rows first, as {512: 10%, 1024: 20%}: steps at each length, or their share; a step keeps its tokens."""
+
+    @model_validator(mode="after")
+    def _lengths_grow(self) -> Self:
+        lengths = [*self.curriculum, self.max_length]
+        for shorter, longer in pairwise(lengths):
+            if shorter >= longer:
+                found = "has a curriculum from {shorter} to {longer}; its lengths want to grow up to max_length"
+                raise PydanticCustomError("curriculum", found, {"shorter": shorter, "longer": longer})
+            if self.max_length % shorter:
+                found = "has a curriculum of {shorter}, which does not divide max_length {longest}"
+                raise PydanticCustomError("curriculum", found, {"shorter": shorter, "longest": self.max_length})
+        return self
+
+    def length_at(self, step: int, steps: int) -> int:
+        """Tokens in a row at a step, counted from 0, of so many."""
+        end = 0
+        for length, part in self.curriculum.items():
+            end += part.of(steps)
+            if step < end:
+                return length
+        return self.max_length
 
 
 class Sft(Parts, Text, Stage):
@@ -224,16 +266,21 @@ class Recipe(Frozen):
         assert data is not None
         return data
 
+    @property
+    def flow(self) -> tuple[str, ...]:
+        """Every stage that happens, in order: the training stages, and what stands around them."""
+        return (*(("init",) if self.model.architecture else ()), *self.stages)
+
     def parent_of(self, stage: str) -> str | None:
         """The stage whose model a stage starts from; None where it starts from the recipe's model."""
-        names = list(self.stages)
+        names = [*(("init",) if self.model.architecture else ()), *self.stages]
         place = names.index(stage)
         return names[place - 1] if place else None
 
     def measured_in(self, stage: str) -> tuple[str, ...]:
         """What a gate may ask of a stage."""
         parent = self.parent_of(stage)
-        return (*MEASURED[stage], *(f"parent_{metric}" for metric in (MEASURED[parent] if parent else ())))
+        return (*MEASURED[stage], *(f"parent_{metric}" for metric in MEASURED.get(parent or "", ())))
 
     def gate_of(self, stage: str) -> dict[str, Threshold]:
         """What is asked of a stage, by metric; nothing where it has no gate."""

@@ -49,6 +49,13 @@ def _data(event: Event) -> str:
     if "classes" in event:
         rows = f"{event['train_rows']:,} images to train on, {event['held_out_rows']:,} held out"
         return f"data: {event['source']}: {rows}, {len(event['classes'])} classes"
+    if "packed" in event:
+        packed, held_out = event["packed"], event["held_out"]
+        return (
+            f"data: {event['source']}: {packed['rows']:,} rows of {packed['length']:,} tokens to train on "
+            f"({packed['documents']:,} documents, {packed['lost_tokens']:,} tokens left over), "
+            f"{held_out['rows']:,} held out, {event['bytes_per_token']:g} bytes a token"
+        )
     train, held_out = event["train"], event["held_out"]
     cut = f", {train['lost_tokens']} tokens cut from {train['truncated_rows']} rows" if train["truncated_rows"] else ""
     packed = f" packed into {event['packed_rows']}" if event.get("packed_rows") else ""
@@ -82,8 +89,9 @@ def _plan(event: Event) -> str:
 
 def _evaluation(event: Event) -> str:
     when = "before the first step" if event["step"] == 0 else f"after step {event['step']}"
+    bits = f", {event['eval_bits_per_byte']:.3f} bits per byte" if event.get("eval_bits_per_byte") is not None else ""
     accuracy = f", accuracy {event['eval_accuracy']:.2%}" if event.get("eval_accuracy") is not None else ""
-    return f"{event['stage']} held-out loss {number(event['eval_loss'])}{accuracy} {when}"
+    return f"{event['stage']} held-out loss {number(event['eval_loss'])}{accuracy}{bits} {when}"
 
 
 def _answers(event: Event) -> str:
@@ -111,6 +119,8 @@ LINES: dict[str, Callable[[Event], str | None]] = {
     "data": _data,
     "plan": _plan,
     "stage": lambda e: f"stage {e['stage']}",
+    "initialised": lambda e: f"model: {e['parameters'] / 1e6:,.2f} M parameters from scratch, {e['layers']} layers of "
+    f"width {e['hidden_size']}",
     "resumed": lambda e: f"{e['stage']} goes on from step {e['step']} of {e['steps']}",
     "step": step_line,
     "evaluation": _evaluation,

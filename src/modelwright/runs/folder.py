@@ -57,8 +57,21 @@ class RunFolder:
         """Which model came from which, and which closed gates a person accepted."""
         return self.path / "lineage.json"
 
+    @property
+    def packed(self) -> Path:
+        """Shards that the stage prepare leaves."""
+        return self.data("packed")
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer that the stage prepare trains."""
+        return self.data("tokenizer")
+
+    def data(self, name: str) -> Path:
+        return self.path / "data" / name
+
     def data_manifest(self, stage: str) -> Path:
-        return self.path / "data" / stage / "manifest.json"
+        return self.data(stage) / "manifest.json"
 
     def stage(self, name: str) -> Path:
         return self.path / "stages" / name

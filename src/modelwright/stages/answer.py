@@ -20,7 +20,8 @@ def answers(run: str, question: str, base: bool, tuned: bool) -> dict[str, str]:
     recipe = load(folder.recipe, environ={}).recipe
     folders: dict[str, Path] = {}
     if base:
-        folders["before"] = text.find(recipe.model, folder.path).path
+        scratch = folder.model("init") if recipe.model.architecture else None
+        folders["before"] = scratch or text.find(recipe.model, folder.path).path
     if tuned:
         folders["after"] = _tuned(folder.best_model, [folder.model(stage) for stage in recipe.stages], run)
     wish = recipe.compare

@@ -54,6 +54,8 @@ class Built:
     """What the model sees, for the data manifest."""
     save: Callable[[dict[str, Tensor], Path], None]
     """Writes whole weights into a model folder."""
+    planned: Callable[[int], None] = lambda steps: None
+    """Told how many steps there will be, before the first one."""
 
 
 class Kind(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ from modelwright.recipe.schema import Data
 from modelwright.runs import lock
 from modelwright.runs.folder import RunFolder, read_json, write_text
 from modelwright.runs.journal import Journal, Watcher
-from modelwright.stages import lineage
+from modelwright.stages import init, lineage
 from modelwright.stages.context import NO_ORDERS, Context, Orders
 from modelwright.stages.flow import Flow
 from modelwright.stages.kinds import Ingredients, Kind
+from modelwright.stages.pretrain import PretrainKind
 from modelwright.stages.promote import promote
 from modelwright.stages.signals import Stopper
 from modelwright.stages.text import TextKind
@@ -32,8 +34,15 @@ from modelwright.stages.train import Training
 from modelwright.stages.vision import VisionKind
 from modelwright.stages.wishes import CONTENTS, check_overrides, refuse_changes, settings_of, wishes_of
 
-KINDS: dict[str, Kind] = {"sft": TextKind(), "lora": TextKind(), "classify": VisionKind()}
-"""What each stage learns on."""
+KINDS: dict[str, Kind] = {
+    "pretrain": PretrainKind(),
+    "sft": TextKind(),
+    "lora": TextKind(),
+    "classify": VisionKind(),
+}
+"""What each training stage learns on."""
+OTHERS: dict[str, Callable[[Context], None]] = {"init": init.run}
+"""Stages that train nothing; each leaves its result in the run, and knows by itself what of it stands already."""
 
 
 def run(loaded: LoadedRecipe, watch: Watcher | None = None, orders: Orders = NO_ORDERS) -> RunFolder:
@@ -60,7 +69,7 @@ def run(loaded: LoadedRecipe, watch: Watcher | None = None, orders: Orders = NO_
 
 def _check_orders(loaded: LoadedRecipe, orders: Orders) -> None:
     """Everything that the command line names must be there."""
-    stages = list(loaded.recipe.stages)
+    stages = list(loaded.recipe.flow)
     named = [("--from", orders.first), ("--until", orders.last), *(("--accept-gate", name) for name in orders.accepted)]
     for option, stage in named:
         if stage is not None and stage not in stages:
@@ -75,18 +84,24 @@ def _check_orders(loaded: LoadedRecipe, orders: Orders) -> None:
 def _run_stages(context: Context, stopper: Stopper, dead_holder: str | None) -> None:
     began = time.monotonic()
     recipe, journal, orders = context.recipe, context.journal, context.orders
-    journal.add("run", recipe=recipe.name, folder=str(context.folder.path), stages=list(recipe.stages),
+    journal.add("run", recipe=recipe.name, folder=str(context.folder.path), stages=list(recipe.flow),
                 world=context.world.size, device=context.facts.name, modelwright=__version__)  # fmt: skip
     for line in (*context.loaded.notes, *([dead_holder] if dead_holder else [])):
         journal.add("note", message=line)
     context.world.first(lambda: _refuse_early(context))
-    flow, names = Flow(recipe.stages, journal), list(recipe.stages)
+    flow, names = Flow(recipe.flow, journal), list(recipe.flow)
     first = names.index(orders.first) if orders.first else 0
     for stage in names[:first]:
-        context.world.first(lambda stage=stage: lineage.refuse_closed(context, stage))  # type: ignore[misc]
+        if stage in KINDS:
+            context.world.first(lambda stage=stage: lineage.refuse_closed(context, stage))  # type: ignore[misc]
         flow.mark(stage, "done")
     for stage in names[first:]:
-        _run_stage(context, flow, stage, stopper)
+        flow.mark(stage, "running")
+        if stage in OTHERS:
+            OTHERS[stage](context)
+            flow.mark(stage, "done")
+        else:
+            _run_stage(context, flow, stage, stopper)
         if stage == orders.last:
             break
     journal.add("done", folder=str(context.folder.path), seconds=round(time.monotonic() - began, 1))
@@ -103,7 +118,6 @@ def _refuse_early(context: Context) -> None:
 
 def _run_stage(context: Context, flow: Flow, stage: str, stopper: Stopper) -> None:
     """Train a stage unless that is done already, then judge it."""
-    flow.mark(stage, "running")
     kind, journal = KINDS[stage], context.journal
     before = context.recipe.parent_of(stage)
     parent = lineage.parent_of(context.folder, before) if before else None
@@ -125,7 +139,7 @@ def _run_stage(context: Context, flow: Flow, stage: str, stopper: Stopper) -> No
 
 
 def _named(context: Context) -> str:
-    return context.recipe.model.model_name_or_path
+    return context.recipe.model.name
 
 
 def _train(context: Context, kind: Kind, found: Ingredients, stage: str, stopper: Stopper) -> None:
@@ -142,9 +156,11 @@ def _train(context: Context, kind: Kind, found: Ingredients, stage: str, stopper
 def _keep_recipe(context: Context, found: Ingredients) -> None:
     """Write the recipe as this run means it: revision pinned, paths whole; only once nothing in it was refused."""
     recipe, beside = context.recipe, context.beside
-    name = _whole_path(recipe.model.model_name_or_path, beside)
+    model = {
+        key: _whole_path(getattr(recipe.model, key), beside) for key in ("model_name_or_path", "tokenizer_name_or_path")
+    }
     settled: dict[str, Any] = {
-        "model": recipe.model.model_copy(update={"model_name_or_path": name, "revision": found.revision}),
+        "model": recipe.model.model_copy(update={**model, "revision": found.revision}),
         "data": _whole_paths(recipe.data, beside),
         **{
             stage: section.model_copy(update={"data": _whole_paths(section.data, beside)})

@@ -41,7 +41,8 @@ def promote(context: Context, kind: Kind, stage: str, found: Ingredients) -> Sta
 def _of_parent(context: Context, stage: str) -> Metrics:
     """What the stage before measured in the end, by names that begin with parent_."""
     parent = context.recipe.parent_of(stage)
-    measured: Metrics = read_json(context.folder.gate(parent))["metrics"] if parent else {}
+    judged = parent is not None and context.folder.gate(parent).exists()
+    measured: Metrics = read_json(context.folder.gate(parent))["metrics"] if parent and judged else {}
     return {f"parent_{name}": value for name, value in measured.items() if not name.startswith(("base_", "parent_"))}
 
 

@@ -43,7 +43,7 @@ def write_summary(context: Context, stage: str, plan: dict[str, Any], metrics: M
         {
             "recipe": context.recipe.name,
             "stage": stage,
-            "model": context.recipe.model.model_name_or_path,
+            "model": context.recipe.model.name,
             "data": context.recipe.data_of(stage).source,
             "settings": context.recipe.stages[stage].model_dump(mode="json"),
             "batch": plan["arithmetic"],

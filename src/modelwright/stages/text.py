@@ -93,6 +93,7 @@ def built(task: Task, model: Any, tokenizer: Any, facts: dict[str, Any]) -> Buil
         flops_per_token=4.0 * share.total + 2.0 * share.trained,  # attention and padding not counted
         data_facts=facts,
         save=lambda weights, folder: save_model(model, tokenizer, weights, folder),
+        planned=getattr(task, "planned", lambda steps: None),
     )
 
 

@@ -60,6 +60,7 @@ class Training:
         self._tell_model_and_data(found)
         self.plan = plan_stage(self.settings, self.task.rows, context.world.size, context.facts, kept)
         self._tell_plan()
+        self.built.planned(self.plan.steps)
         self.engine = Engine(self.task, self.settings, self.plan, context.world, context.recipe.seed)
         self.evaluations: list[dict[str, Any]] = []
         self.saved_at, self.seconds_before, self.began = 0, 0.0, time.monotonic()

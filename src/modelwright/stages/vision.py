@@ -32,7 +32,7 @@ class VisionKind:
         """Read the images; the main rank first, so that nothing is fetched or decoded twice."""
         recipe, data = context.recipe, context.recipe.data_of(stage)
         if recipe.model.model_name_or_path != RESNET:
-            raise ModelError(f"model: {recipe.model.model_name_or_path!r} classifies no images; it wants {RESNET}")
+            raise ModelError(f"model: {recipe.model.name!r} classifies no images; it wants {RESNET}")
         name = data.dataset_name or data.train_file or ""
         context.world.first(lambda: len(read_images(name, context.beside).train))
         images = read_images(name, context.beside)

@@ -15,7 +15,7 @@ FREE = frozenset({
 })  # fmt: skip
 """Settings that may change between two starts of one run: they do not decide what is learnt."""
 
-CONTENTS = ("data.contents", "model.contents")
+CONTENTS = ("data.contents", "model.contents", "tokenizer.contents")
 """What the files themselves hold, by fingerprint."""
 
 
@@ -28,12 +28,14 @@ def settings_of(recipe: Recipe, stage: str) -> dict[str, Any]:
     """Those of the wishes that stand in the recipe itself; what data holds is known by its fingerprint alone."""
     settings = recipe.stages[stage].model_dump(mode="json", exclude={"data"})
     kept = {f"{stage}.{key}": value for key, value in settings.items() if key not in FREE}
-    return {**_flat(kept), "seed": recipe.seed}
+    return {**flat(kept), "seed": recipe.seed}
 
 
 def check_overrides(recipe: Recipe, allowed: Collection[str]) -> None:
     """An override must name something that decides the weights of some stage."""
-    known = [*CONTENTS, *(key for stage in recipe.stages for key in settings_of(recipe, stage))]
+    architecture = recipe.model.architecture
+    made = flat({"model.architecture": architecture.model_dump()}) if architecture else {}
+    known = [*CONTENTS, *made, *(key for stage in recipe.stages for key in settings_of(recipe, stage))]
     for key in allowed:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)
@@ -58,11 +60,12 @@ def _told(key: str, before: Any, now: Any) -> str:
     return f"{key} changed" if key in CONTENTS else f"{key} was {before}, now {now}"
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by their dotted names."""
+    found: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
+            found |= flat(value, f"{prefix}{key}.")
         else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+            found[f"{prefix}{key}"] = value
+    return found

@@ -1,0 +1,87 @@
+"""Pretraining: the model learns to go on with any text, in rows that may be short at first and grow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from modelwright.data.shards import Shards
+from modelwright.engine.task import Batch
+from modelwright.recipe.schema import Pretrain
+from modelwright.tasks.sft import AnswerLoss
+
+
+class TextLoss(AnswerLoss):
+    """A language model whose forward gives the loss summed over tokens, and the same in bits per byte of text."""
+
+    def __init__(self, model: Any, tokens_per_byte: float) -> None:
+        super().__init__(model)
+        self._bits = tokens_per_byte / math.log(2.0)
+
+    def forward(self, tokens: Tensor, positions: Tensor, learnt: Tensor) -> Tensor:
+        """As of answers, but two sums: [loss, loss in bits times tokens per byte]."""
+        summed = super().forward(tokens, positions, learnt)
+        return torch.stack((summed, summed.detach() * self._bits))
+
+
+class PretrainTask:
+    """Rows of packed shards.
+
+    A row is numbered at max_length whatever length it is shown at: while the curriculum asks for shorter rows, each
+    is laid out as several, so that a step holds the same tokens in the same order at any length.
+    """
+
+    measures: tuple[str, ...] = ("loss", "bits_per_byte")
+
+    def __init__(self, model: Any, train: Shards, held_out: Shards, settings: Pretrain) -> None:
+        self._train, self._held_out, self._settings = train, held_out, settings
+        measured = held_out if held_out.tokens else train
+        self.module: nn.Module = TextLoss(model, measured.tokens / max(1, measured.text_bytes))
+        self._steps = 0
+
+    def planned(self, steps: int) -> None:
+        """How many steps there will be, which decides when the rows grow."""
+        self._steps = steps
+
+    @property
+    def rows(self) -> int:
+        return self._train.rows(self._settings.max_length)
+
+    @property
+    def held_out_rows(self) -> int:
+        return self._held_out.rows(self._settings.max_length)
+
+    def length(self, row: int) -> int:
+        """Every row is full."""
+        return self._settings.max_length
+
+    def batch(self, rows: Sequence[int], step: int = 0) -> Batch:
+        return self._read(self._train, rows, self._settings.length_at(step, self._steps))
+
+    def held_out_batch(self, rows: Sequence[int]) -> Batch:
+        return self._read(self._held_out, rows, self._settings.max_length)
+
+    def _read(self, shards: Shards, rows: Sequence[int], length: int) -> Batch:
+        parts = self._settings.max_length // length
+        numbers = (np.asarray(rows, dtype=np.int64)[:, None] * parts + np.arange(parts)).ravel()
+        if not len(numbers):
+            return lay_out(np.zeros((1, length), dtype=np.int64), np.zeros((1, length), dtype=np.int64), 0)
+        return lay_out(*shards.read(numbers, length), numbers.size * length)
+
+
+def lay_out(tokens: np.ndarray[Any, Any], positions: np.ndarray[Any, Any], count: int) -> Batch:
+    """A batch in which each token is foretold from those before it in its document. tokens: [rows, length]."""
+    # the first word of a document has nothing before it, and the last place of a row nothing after it
+    follows = np.zeros(tokens.shape, dtype=np.bool_)
+    follows[:, :-1] = positions[:, 1:] != 0
+    learnt = np.flatnonzero(follows)
+    inputs = {
+        name: torch.from_numpy(value)
+        for name, value in (("tokens", tokens), ("positions", positions), ("learnt", learnt))
+    }
+    return Batch(inputs=inputs, trained=len(learnt), tokens=count)
