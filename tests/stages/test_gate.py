@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.errors import UsageError
-from modelwright.recipe.load import LoadedRecipe, load
+from modelwright.errors import RecipeError, UsageError
+from modelwright.recipe.load import LoadedRecipe, dump, load
 from modelwright.recipe.schema import Threshold
 from modelwright.runs.folder import RunFolder, write_json, write_text
 from modelwright.stages.gate import judge, judge_again, verdict_on
@@ -62,6 +62,41 @@ def test_a_limit_may_be_a_multiple_of_another_metric() -> None:
     assert judge("sft", threshold, {"eval_loss": 2.0, "base_eval_loss": 4.0}).open
     closed = judge("sft", threshold, {"eval_loss": 3.0, "base_eval_loss": 4.0})
     assert closed.letter == "gate sft is closed: eval_loss 3, needs at most 2.8 = 0.7 × base_eval_loss 4"
+
+
+def test_a_limit_may_be_so_much_above_what_the_parent_measured() -> None:
+    threshold = {"eval_loss": Threshold(at_most=0.2, plus="parent_eval_loss")}
+    assert judge("dpo", threshold, {"eval_loss": 2.1, "parent_eval_loss": 2.0}).open
+    closed = judge("dpo", threshold, {"eval_loss": 2.3, "parent_eval_loss": 2.0})
+    assert closed.letter == "gate dpo is closed: eval_loss 2.3, needs at most 2.2 = parent_eval_loss 2 + 0.2"
+    score = {"score": Threshold(at_least=-0.05, plus="base_score")}
+    assert judge("sft", score, {"score": 0.9, "base_score": 0.94}).open
+    assert "needs at least base_score - 0.05, which was not measured" in judge("sft", score, {"score": 0.9}).letter
+
+
+def test_gates_may_stand_in_a_file_beside_the_recipe_and_the_recipes_own_come_on_top(tmp_path: Path) -> None:
+    (tmp_path / "configs").mkdir()
+    gates = "sft:\n  eval_loss:\n    at_most: 2.2\n  steps: {at_least: 3}\n"
+    (tmp_path / "configs/promotion_gates.yaml").write_text(gates, encoding="utf-8")
+    path = tiny_recipe(tmp_path, tmp_path / "model")
+    text = path.read_text(encoding="utf-8") + "gates_file: configs/promotion_gates.yaml\n"
+    path.write_text(text + "gates:\n  sft:\n    steps: {at_least: 9}\n", encoding="utf-8")
+    loaded = load(path, environ={})
+    closed = verdict_on(loaded, "sft", {"eval_loss": 3.0, "steps": 5})
+    assert "needs at most 2.2 (" in closed.letter
+    assert "configs/promotion_gates.yaml:3)" in closed.letter
+    assert f"needs at least 9 (recipe line {len(text.splitlines()) + 3})" in closed.letter
+    (tmp_path / "saved.yaml").write_text(dump(loaded.recipe), encoding="utf-8")
+    assert load(tmp_path / "saved.yaml", environ={}).recipe.gates == loaded.recipe.gates
+
+
+def test_a_gates_file_that_is_not_there_or_asks_for_nothing_known_is_answered(tmp_path: Path) -> None:
+    path = tiny_recipe(tmp_path, tmp_path / "model")
+    with pytest.raises(RecipeError, match=r"gates_file is 'none\.yaml'; there is no such file beside the recipe"):
+        load(path, ["gates_file=none.yaml"], {})
+    (tmp_path / "gates.yaml").write_text("sft:\n  eval_los: {at_most: 2}\n", encoding="utf-8")
+    with pytest.raises(RecipeError, match=r"gates\.yaml:2: gates\.sft\.eval_los is measured by nothing; did you mean"):
+        load(path, ["gates_file=gates.yaml"], {})
 
 
 @pytest.mark.parametrize("base", [None, math.nan])

@@ -54,6 +54,8 @@ def load(reference: str | Path, sets: Sequence[str] = (), environ: Mapping[str, 
         tree = merge(tree, layer)
     for layer in arguments:
         tree = merge(tree, layer)
+    tree = layers.gates(path, tree)
+    layers.stop_if_unreadable()
     recipe, problems = validate(tree)
     told = {(each.key, each.where) for each in layers.problems}
     layers.problems += [each for each in problems if (each.key, each.where) not in told]
@@ -74,7 +76,7 @@ def _unmeasured(recipe: Recipe, origins: Mapping[str, Origin]) -> list[RecipePro
         for metric, threshold in asked.items():
             key = f"gates.{stage}.{metric}"
             origin = next(origin for name, origin in origins.items() if name.startswith(f"{key}."))
-            for name, word in ((key, metric), (f"{key}.times", threshold.times)):
+            for name, word in ((key, metric), (f"{key}.times", threshold.times), (f"{key}.plus", threshold.plus)):
                 if word is not None and word not in known:
                     close = nearest(word, known)
                     wish = f"did you mean {close}?" if close else "it wants one such as eval_loss"
@@ -86,14 +88,14 @@ def _unmeasured(recipe: Recipe, origins: Mapping[str, Origin]) -> list[RecipePro
 def dump(recipe: Recipe) -> str:
     """Write a recipe as YAML that loads as the same recipe, every setting in it, so that no later default changes it.
 
-    The environment map is left out: its variables have had their say, and a second run must not hear others.
+    The environment map and the gates_file are left out: they have had their say, and a second run must not hear others.
     """
     writer: Any = YAML(typ="safe", pure=True)
     writer.default_flow_style = False
     writer.sort_base_mapping_type_on_output = False
     writer.allow_unicode = True
     writer.width = 110
-    said = recipe.model_dump(exclude_none=True, exclude={"environment"})
+    said = recipe.model_dump(exclude_none=True, exclude={"environment", "gates_file"})
     text = io.StringIO()
     writer.dump({key: said[key] for key in type(recipe).model_fields if key in said}, text)
     return f"{RESOLVED}\n{text.getvalue()}"
@@ -180,6 +182,26 @@ class _Layers:
             circle = [*self.files[chain.index(found.resolve()) :], found]
             return self._without(base, f"base goes round in a circle: {' → '.join(file.name for file in circle)}")
         return self.file(found)
+
+    def gates(self, path: Path, tree: Located) -> Located:
+        """Lay the recipe's own gates over those of its gates_file."""
+        wish = tree.at(("gates_file",))
+        if wish is None or not isinstance(wish.value, str):
+            return tree
+        beside = [file.parent / wish.value for file in self.files]  # a base may be what names it
+        found = next((each for each in (*beside, Path(wish.value)) if each.is_file()), None)
+        if found is None:
+            message = f"gates_file is {wish.shown}; there is no such file beside the recipe"
+            self.problems.append(problem(wish.origin, "gates_file", message))
+            return tree
+        try:
+            gates, problems = read_file(found, Origin("base", shown_name(found)))
+        except RecipeError as error:
+            self.problems += [each for each in error.problems if isinstance(each, RecipeProblem)]
+            self.unreadable = True
+            return tree
+        self.problems += problems
+        return merge(Located({"gates": gates.entries.get("gates", gates)}, gates.origin), tree)
 
     def _without(self, base: Located, message: str) -> Located:
         self.problems.append(problem(base.origin, "base", message))

@@ -191,11 +191,15 @@ class Threshold(Frozen):
     """The metric may not be lower."""
     times: str | None = None
     """Name of another metric that the limits are multiples of, such as base_eval_loss."""
+    plus: str | None = None
+    """Name of another metric that the limits are added to, such as parent_eval_loss: no worse than it by so much."""
 
     @model_validator(mode="after")
     def _some_limit(self) -> Self:
         if self.at_most is None and self.at_least is None:
             raise PydanticCustomError("some_limit", "has no limit; it wants at_most or at_least")
+        if self.times is not None and self.plus is not None:
+            raise PydanticCustomError("one_yardstick", "has both times and plus; it wants one of them")
         if self.at_most is not None and self.at_least is not None and self.at_least > self.at_most:
             limits = {"least": self.at_least, "most": self.at_most}
             found = "has at_least {least} above at_most {most}; nothing could pass"
@@ -232,6 +236,8 @@ class Recipe(Frozen):
     """Questions answered before and after."""
     gates: dict[StageName, dict[str, Threshold]] = {}
     """For each stage, what its metrics must be for the result to be promoted."""
+    gates_file: str | None = None
+    """A file of gates beside the recipe, such as configs/promotion_gates.yaml; the recipe's own gates come on top."""
     environment: dict[str, str] = {}
     """Environment variables that may set something, such as EPOCHS: sft.num_train_epochs."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from modelwright.errors import Problem
+from modelwright.recipe.schema import TRAINING_STAGES
 
 Path = tuple[str, ...]
 """The way to a value: ``("sft", "learning_rate")``; list items go by their number as text."""
@@ -141,19 +142,17 @@ ONE_BATCH = {
     "global_batch_size": ("gradient_accumulation_steps",),
     "gradient_accumulation_steps": ("global_batch_size",),
 }
+ONE_SOURCE = {"train_file": ("dataset_name", "dataset_config_name"), "dataset_name": ("train_file",)}
+ONE_WAY = {
+    "lora": ("last_layers", "head", "norms", "untie_head"),
+    **dict.fromkeys(("last_layers", "head", "norms"), ("lora",)),
+}
 GIVES_WAY: Mapping[Path, Mapping[str, tuple[str, ...]]] = {
-    ("data",): {
-        "train_file": ("dataset_name", "dataset_config_name"),
-        "dataset_name": ("train_file",),
-    },
-    ("sft",): ONE_BATCH,
-    ("classify",): ONE_BATCH,
-    ("sft", "trainable"): {
-        "lora": ("last_layers", "head", "norms", "untie_head"),
-        "last_layers": ("lora",),
-        "head": ("lora",),
-        "norms": ("lora",),
-    },
+    ("data",): ONE_SOURCE,
+    ("model",): {"architecture": ("model_name_or_path",), "model_name_or_path": ("architecture",)},
+    **{(stage,): ONE_BATCH for stage in TRAINING_STAGES},
+    **{(stage, "data"): ONE_SOURCE for stage in TRAINING_STAGES},
+    **{(stage, "trainable"): ONE_WAY for stage in TRAINING_STAGES},
 }
 """Where a higher layer chooses the key, these of a lower layer give way: the later choice wins."""
 

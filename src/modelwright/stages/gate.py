@@ -25,12 +25,12 @@ class Check:
     """The limit in words, with its arithmetic."""
     passed: bool
     """Whether it holds."""
-    line: int | None = None
-    """Line of the recipe that asks for it."""
+    where: str | None = None
+    """Where it is asked for: a line of the recipe, or of its gates_file."""
 
     def __str__(self) -> str:
         found = "was not measured or is not finite" if self.value is None else f"{self.value:.4g}"
-        where = f" (recipe line {self.line})" if self.line and not self.passed else ""
+        where = f" ({self.where})" if self.where and not self.passed else ""
         return f"{self.metric} {found}, {'holds' if self.passed else 'needs'} {self.wants}{where}"
 
 
@@ -62,7 +62,7 @@ def judge(
     stage: str,
     thresholds: Mapping[str, Threshold],
     metrics: Mapping[str, float | None],
-    lines: Mapping[str, int | None] | None = None,
+    places: Mapping[str, str] | None = None,
 ) -> Verdict:
     """Hold every metric against its limits; a missing or non-finite one never passes."""
     checks = []
@@ -70,14 +70,14 @@ def judge(
         value = _finite(metrics.get(metric))
         for word, limit in (("at most", threshold.at_most), ("at least", threshold.at_least)):
             if limit is not None:
-                bound, wants = _bound(word, limit, threshold.times, metrics)
+                bound, wants = _bound(word, limit, threshold, metrics)
                 holds = (
                     value is not None
                     and bound is not None
                     and (value <= bound if word == "at most" else value >= bound)
                 )
-                line = (lines or {}).get(f"{metric}.{word.replace(' ', '_')}")
-                checks.append(Check(metric, value, wants, holds, line))
+                where = (places or {}).get(f"{metric}.{word.replace(' ', '_')}")
+                checks.append(Check(metric, value, wants, holds, where))
     return Verdict(stage, all(check.passed for check in checks), tuple(checks))
 
 
@@ -98,19 +98,34 @@ def judge_again(run: str, stage: str | None) -> list[Verdict]:
 
 
 def verdict_on(loaded: LoadedRecipe, stage: str, metrics: Mapping[str, float | None]) -> Verdict:
-    """Hold a stage's metrics against its gate, with the line of each limit."""
+    """Hold a stage's metrics against its gate, with the place of each limit."""
     start = f"gates.{stage}."
-    lines = {key.removeprefix(start): origin.line for key, origin in loaded.origins.items() if key.startswith(start)}
-    return judge(stage, loaded.recipe.gate_of(stage), metrics, lines)
+    places = {
+        key.removeprefix(start): f"recipe line {origin.line}" if origin.kind == "recipe" else origin.where
+        for key, origin in loaded.origins.items()
+        if key.startswith(start) and origin.line
+    }
+    return judge(stage, loaded.recipe.gate_of(stage), metrics, places)
 
 
-def _bound(word: str, limit: float, times: str | None, metrics: Mapping[str, float | None]) -> tuple[float | None, str]:
-    if times is None:
+def _bound(
+    word: str, limit: float, threshold: Threshold, metrics: Mapping[str, float | None]
+) -> tuple[float | None, str]:
+    """The limit as a number, and in words with its arithmetic."""
+    if threshold.times is None and threshold.plus is None:
         return limit, f"{word} {limit:g}"
-    other = _finite(metrics.get(times))
+    name = threshold.times or threshold.plus or ""
+    other = _finite(metrics.get(name))
     if other is None:
-        return None, f"{word} {limit:g} × {times}, which was not measured"
-    return limit * other, f"{word} {limit * other:.4g} = {limit:g} × {times} {other:.4g}"
+        sum_of = f"{limit:g} × {name}" if threshold.times else f"{name} {_signed(limit)}"
+        return None, f"{word} {sum_of}, which was not measured"
+    if threshold.times:
+        return limit * other, f"{word} {limit * other:.4g} = {limit:g} × {name} {other:.4g}"
+    return other + limit, f"{word} {other + limit:.4g} = {name} {other:.4g} {_signed(limit)}"
+
+
+def _signed(limit: float) -> str:
+    return f"{'-' if limit < 0 else '+'} {abs(limit):g}"
 
 
 def _finite(value: float | None) -> float | None:
