@@ -110,3 +110,13 @@ def test_this_machine_is_probed() -> None:
     facts = probe()
     assert facts.memory > 1 << 28
     assert facts.name
+
+
+def test_a_learning_rate_is_scaled_by_the_devices_the_batch_was_made_for_and_says_so() -> None:
+    wish = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "learning_rate": 5e-5}
+    assert plan(world=4, **wish).learning_rate == 5e-5
+    found = plan(world=4, scale_learning_rate_by_world=True, **wish)
+    assert found.learning_rate == pytest.approx(2e-4)
+    assert "learning rate 0.0002 = 5e-05 × 4 devices (scale_learning_rate_by_world)" in found.reasons
+    fewer = plan(world=2, kept=64, scale_learning_rate_by_world=True, **wish)
+    assert fewer.learning_rate == pytest.approx(2e-4), "a run that goes on with two of four devices keeps its rate"

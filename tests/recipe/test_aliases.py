@@ -152,6 +152,9 @@ OURS_ALONE = {
     "momentum",
     "global_batch_size",
     "trainable",
+    "keep_trunk",
+    "share_prefix",
+    "scale_learning_rate_by_world",
 }
 
 

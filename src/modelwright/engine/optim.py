@@ -44,7 +44,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 
 def build_schedule(settings: Optimizer, plan: StagePlan) -> Schedule:
     """The learning rate at each step, by the formulas of Hugging Face's schedules."""
-    peak, warmup, steps = settings.learning_rate, plan.warmup, plan.steps
+    peak, warmup, steps = plan.learning_rate, plan.warmup, plan.steps
     fall = max(1, steps - warmup)
 
     def linear(step: int) -> float:

@@ -125,8 +125,10 @@ def hidden_states(model: Any, tokens: Tensor, positions: Tensor, mask: Any = Non
 
     Positions that begin anew separate packed documents; with the cache on that separation is lost in silence.
     A mask says instead who sees whom, in the form that `branch_mask` gives it.
+    tokens: [rows, length] int64, or what stands in for their embeddings: [rows, length, width].
     """
-    inputs = {"input_ids": tokens, "position_ids": positions, "attention_mask": mask}
+    named = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
+    inputs = {named: tokens, "position_ids": positions, "attention_mask": mask}
     hidden: Tensor = bare(model).base_model(**inputs, use_cache=False)[0]
     return hidden
 

@@ -38,6 +38,16 @@ def set_trainable(model: Any, parts: Parts) -> Any:
     return model
 
 
+def recompute_activations(model: Any) -> None:
+    """Recompute activations in the backward pass.
+
+    The library also makes the embeddings ask for a gradient, which the old, reentrant form needed; it would drag the
+    backward pass through every frozen layer, so that is taken back.
+    """
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.disable_input_require_grads()
+
+
 def share(model: nn.Module) -> Share:
     """Count what moves; weights that are shared count once."""
     weights = list(model.parameters())

@@ -39,6 +39,8 @@ class StagePlan:
     """What the arithmetic is done in."""
     sharding: str
     """How devices share the model."""
+    learning_rate: float
+    """Peak learning rate, scaled where the recipe asks for it."""
     reasons: tuple[str, ...] = ()
     """What was chosen or changed, and why."""
 
@@ -75,6 +77,13 @@ def plan_stage(settings: Training, rows: int, world: int, facts: Facts, kept_bat
     steps = -(-total // batch)
     if batch > rows:
         reasons.append(f"a step takes {batch} rows and there are {rows}: rows come several times in one step")
+    learning_rate = settings.learning_rate
+    if settings.scale_learning_rate_by_world:
+        # by the batch, not by today's devices: a run that goes on with fewer of them keeps batch and rate
+        made_for = batch / (settings.per_device_train_batch_size * settings.gradient_accumulation_steps)
+        learning_rate *= made_for
+        scaled = f"learning rate {learning_rate:.3g} = {settings.learning_rate:.3g} × {made_for:g} devices"
+        reasons.append(f"{scaled} (scale_learning_rate_by_world)")
     precision: str = settings.precision
     if precision == "auto":
         precision, reason = choose_precision(facts)
@@ -93,6 +102,7 @@ def plan_stage(settings: Training, rows: int, world: int, facts: Facts, kept_bat
         eval_every=max(1, settings.eval_steps.of(steps)) if settings.eval_steps else steps,
         precision=precision,
         sharding="ddp" if settings.sharding == "auto" else settings.sharding,
+        learning_rate=learning_rate,
         reasons=tuple(reasons),
     )
 

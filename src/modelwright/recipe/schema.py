@@ -12,7 +12,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from pydantic_core import PydanticCustomError
 
 from modelwright.recipe.architecture import Architecture
-from modelwright.recipe.training import Images, Parts, Preference, Text, Trainable, Training
+from modelwright.recipe.training import Images, Parts, Preference, Savings, Text, Trainable, Training
 from modelwright.recipe.values import Frozen, Regex, Steps
 
 TRAINING_STAGES = ("pretrain", "sft", "dpo", "lora", "classify")
@@ -142,7 +142,7 @@ class Pretrain(Parts, Stage):
         return self.max_length
 
 
-class Sft(Parts, Text, Stage):
+class Sft(Parts, Savings, Text, Stage):
     """Supervised fine-tuning: the model learns to answer as the data answers."""
 
 

@@ -84,6 +84,8 @@ class Optimizer(Frozen):
     """Memory of sgd, in Nesterov's form."""
     learning_rate: PositiveFloat = 2e-5
     """Peak learning rate, reached after warm-up."""
+    scale_learning_rate_by_world: bool = False
+    """Multiply learning_rate by the number of devices that the batch was made for; the plan prints the product."""
     lr_scheduler_type: Scheduler = "cosine"
     """Shape of the learning rate over the run."""
     warmup_steps: Steps = Steps(0)
@@ -192,6 +194,15 @@ class Parts(Frozen):
     """Share of their inputs dropped in training."""
     lora_target_modules: str | list[str] = "all-linear"
     """The layers they sit beside; all-linear is every linear layer but the head."""
+
+
+class Savings(Frozen):
+    """Work that need not be done twice; what is learnt stays the same."""
+
+    keep_trunk: Literal["auto", "memory", "disk", "off"] = "auto"
+    """Compute frozen layers at the bottom once and keep what they say: in memory, or on disk where that is short."""
+    share_prefix: bool = True
+    """Compute the tokens that all rows begin with, such as a system prompt, once for many rows."""
 
 
 class Training(Batch, Optimizer, Length, Numerics):

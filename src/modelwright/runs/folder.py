@@ -82,6 +82,10 @@ class RunFolder:
     def model(self, stage: str) -> Path:
         return self.stage(stage) / "model"
 
+    def trunk(self, stage: str) -> Path:
+        """What the frozen layers say, where memory is too small for it."""
+        return self.stage(stage) / "trunk"
+
     def result(self, stage: str) -> Path:
         """Written last: a stage with a result is finished."""
         return self.stage(stage) / "result.json"

@@ -12,8 +12,10 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from modelwright.engine.loop import Engine
 from modelwright.engine.task import Task
 from modelwright.models.trainable import Share
+from modelwright.plan.stage import StagePlan
 from modelwright.stages.context import Context
 from modelwright.stages.lineage import Parent
 
@@ -56,6 +58,10 @@ class Built:
     """Writes whole weights into a model folder."""
     planned: Callable[[int], None] = lambda steps: None
     """Told how many steps there will be, before the first one."""
+    savings: Callable[[StagePlan], tuple[str, ...]] = lambda plan: ()
+    """What need not be computed twice under a plan, a line each."""
+    settle: Callable[[Engine, Path], str | None] = lambda engine, folder: None
+    """Computes, before the first step, what no step changes; it may use a folder, and tells in a line what it did."""
 
 
 class Kind(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from modelwright.stages.compare import METRICS, compare
 from modelwright.stages.context import Context
 from modelwright.stages.kinds import Built, Ingredients, Metrics
 from modelwright.stages.lineage import Parent
+from modelwright.tasks.savings import find_savings
 from modelwright.tasks.sft import SftTask
 
 TextStage = Pretrain | Sft | Dpo
@@ -43,7 +45,13 @@ class TextKind:
             "held_out": task.held_out_set.facts(),
             "packed_rows": task.rows if settings.packing else None,
         }
-        return built(task, model, tokenizer, facts)
+        saver = find_savings(task, model, settings)
+        return replace(
+            built(task, model, tokenizer, facts),
+            flops_per_token=saver.flops_per_token(trainable.share(model)),
+            savings=saver.lines,
+            settle=lambda engine, folder: saver.settle(engine, folder, found.model_fingerprint),
+        )
 
     def show(self, context: Context, found: Ingredients, stage: str) -> Metrics:
         """The same questions, before and after."""
@@ -78,8 +86,7 @@ def ready_model(context: Context, found: Ingredients, settings: TextStage) -> tu
     torch.manual_seed(context.recipe.seed)  # new weights, such as LoRA's, begin the same at every start
     model = trainable.set_trainable(model, settings)
     if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.enable_input_require_grads()
+        trainable.recompute_activations(model)
     return model, tokenizer
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,9 +61,12 @@ class Training:
         self.task = self.built.task
         self._tell_model_and_data(found)
         self.plan = plan_stage(self.settings, self.task.rows, context.world.size, context.facts, kept)
+        self.plan = replace(self.plan, reasons=(*self.plan.reasons, *self.built.savings(self.plan)))
         self._tell_plan()
         self.built.planned(self.plan.steps)
         self.engine = Engine(self.task, self.settings, self.plan, context.world, context.recipe.seed)
+        if told := self.built.settle(self.engine, context.folder.trunk(stage)):
+            self._note(told)
         self.evaluations: list[dict[str, Any]] = []
         self.saved_at, self.seconds_before, self.began = 0, 0.0, time.monotonic()
         self.bad_steps, self.went_back_from = 0, 0
@@ -244,6 +249,7 @@ class Training:
         files = {str(path.relative_to(folder)): hash_file(path) for path in paths}
         result = {"metrics": metrics, "wishes": self.wishes, "plan": self.plan.as_json(), "files": files}
         write_json(self.context.folder.result(self.stage), result)
+        shutil.rmtree(self.context.folder.trunk(self.stage), ignore_errors=True)  # nothing needs it any more
 
     def _tell_model_and_data(self, found: Ingredients) -> None:
         share, facts = self.built.share, self.built.data_facts

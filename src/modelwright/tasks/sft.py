@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,8 +12,12 @@ from modelwright.data.chat import Encoded, EncodedSet, encode_all
 from modelwright.data.conversations import Conversations
 from modelwright.data.pack import pack
 from modelwright.engine.task import Batch
+from modelwright.models.branches import branch_mask, why_not
 from modelwright.models.text import hidden_states, logits_of
+from modelwright.models.trunk import Trunk
 from modelwright.recipe.schema import Sft
+from modelwright.tasks.kept import KeptStates
+from modelwright.tasks.layout import ALIGNED, behind, lay_out, shared_beginning, side_by_side
 from modelwright.tasks.losses import summed_cross_entropy
 
 
@@ -27,27 +30,54 @@ class AnswerLoss(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+        self.kept: KeptStates | None = None
 
-    def forward(self, tokens: Tensor, positions: Tensor, learnt: Tensor) -> Tensor:
-        """tokens, positions: [rows, length] int64; learnt: [count] int64, flat places whose next token is trained."""
-        hidden = hidden_states(self.model, tokens, positions)
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        learnt: Tensor,
+        branches: Tensor | None = None,
+        places: Tensor | None = None,
+        states: Tensor | None = None,
+    ) -> Tensor:
+        """tokens, positions: [rows, length] int64; learnt: [count] int64, flat places whose next token is trained.
+
+        branches: [rows, length] int64, behind a shared beginning. What the frozen layers say is taken from `states`,
+        [rows, length, width], or from the kept ones by their `places`, [rows, length] int64, where they are given.
+        """
+        if places is not None:
+            assert self.kept is not None and self.kept.states is not None
+            states = self.kept.states[places]
+        if states is not None:
+            assert self.kept is not None
+            hidden = self.kept.trunk.above(states, positions, branches)
+        else:
+            mask = None if branches is None else branch_mask(self.model, positions, branches)
+            hidden = hidden_states(self.model, tokens, positions, mask)
         logits = logits_of(self.model, hidden.flatten(0, 1)[learnt])
         return summed_cross_entropy(logits, tokens.flatten()[learnt + 1])
 
 
 class SftTask:
-    """Conversations as rows, packed or padded."""
+    """Conversations as rows, packed or padded, or behind the beginning that all of them share."""
 
     measures: tuple[str, ...] = ("loss",)
 
     def __init__(self, model: Any, tokenizer: Any, data: Conversations, settings: Sft, stops: Collection[int]) -> None:
-        self.module: nn.Module = AnswerLoss(model)
+        self.answers = AnswerLoss(model)
+        self.module: nn.Module = self.answers
         self.train_set = self._encode(data.train, tokenizer, settings, stops)
         self.held_out_set = self._encode(data.held_out, tokenizer, settings, stops) if data.held_out else EncodedSet()
+        self.documents: list[Encoded] = [*self.train_set.rows, *self.held_out_set.rows]
         lengths = [len(row) for row in self.train_set.rows]
         self._groups = (
             pack(lengths, settings.max_length) if settings.packing else [[row] for row in range(len(lengths))]
         )
+        self.beginning = shared_beginning(self.documents) if settings.share_prefix else 0
+        if self.beginning and why_not(model):
+            self.beginning = 0
+        self._multiple = ALIGNED if settings.trainable.partial else 1
 
     @staticmethod
     def _encode(conversations: Any, tokenizer: Any, settings: Sft, stops: Collection[int]) -> EncodedSet:
@@ -61,42 +91,33 @@ class SftTask:
     def held_out_rows(self) -> int:
         return len(self.held_out_set.rows)
 
+    def keep(self, trunk: Trunk, device: torch.device) -> KeptStates:
+        """From now on take what the trunk says from kept states, which the caller fills."""
+        self.answers.kept = KeptStates(trunk, self.documents, self.beginning, device)
+        return self.answers.kept
+
     def batch(self, rows: Sequence[int], step: int = 0) -> Batch:
-        return collate([[self.train_set.rows[member] for member in self._groups[row]] for row in rows])
+        return self._lay_out([self._groups[row] for row in rows])
 
     def held_out_batch(self, rows: Sequence[int]) -> Batch:
-        return collate([[self.held_out_set.rows[row]] for row in rows])
+        return self._lay_out([[len(self.train_set.rows) + row] for row in rows])
 
     def length(self, row: int) -> int:
         """Tokens in a row, all its documents counted."""
         return sum(len(self.train_set.rows[member]) for member in self._groups[row])
 
+    def _lay_out(self, groups: Sequence[Sequence[int]]) -> Batch:
+        if self.beginning:
+            rows = behind(self.beginning, [member for group in groups for member in group], self.documents)
+        else:
+            rows = side_by_side(groups, self.documents)
+        if self.answers.kept is not None:
+            return self.answers.kept.batch(rows)
+        return lay_out(rows, self.documents, self.beginning, self._multiple)
+
 
 def collate(groups: Sequence[Sequence[Encoded]]) -> Batch:
-    """Lay documents out in rows of equal length: [rows, length].
-
-    Positions begin anew with each document, which keeps packed documents apart; padding stands to the right, where
-    no real token can see it, so that no mask is needed.
-    """
-    length = max((sum(len(document) for document in group) for group in groups), default=2)
-    tokens = np.zeros((max(1, len(groups)), length), dtype=np.int64)
-    positions = np.zeros_like(tokens)
-    learnt: list[np.ndarray[Any, Any]] = []
-    for row, group in enumerate(groups):
-        start = 0
-        for document in group:
-            stop = start + len(document)
-            tokens[row, start:stop] = document.tokens
-            positions[row, start:stop] = np.arange(len(document))
-            learnt.append(row * length + start + np.flatnonzero(document.trained[1:]))
-            start = stop
-        positions[row, start:] = np.arange(length - start)
-    places = np.concatenate(learnt) if learnt else np.zeros(0, dtype=np.int64)
-    return Batch(
-        inputs={
-            name: torch.from_numpy(value)
-            for name, value in (("tokens", tokens), ("positions", positions), ("learnt", places))
-        },
-        trained=len(places),
-        tokens=sum(len(document) for group in groups for document in group),
-    )
+    """Lay documents out in rows of equal length, each group in a row of its own (see `lay_out`)."""
+    documents = [document for group in groups for document in group]
+    numbers = iter(range(len(documents)))
+    return lay_out(side_by_side([[next(numbers) for _ in group] for group in groups], documents), documents)

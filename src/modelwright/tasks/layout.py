@@ -1,0 +1,124 @@
+"""Lay documents out for one forward pass: side by side in rows, or behind one beginning that all of them share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from modelwright.data.chat import Encoded
+from modelwright.engine.task import Batch
+
+ALIGNED = 16
+"""Rows of frozen models are padded to a multiple of this: attention on a CPU adds up the tail of a row that fills no
+whole vector in another order, and a kept state must be the one that any batch would give."""
+LEAST_SHARED = 16
+"""A shared beginning of fewer tokens is not worth a mask."""
+LONGEST_SHARED_ROW = 1536
+"""Tokens in a row behind a shared beginning; its mask grows with the square."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a document in a row."""
+
+    document: int
+    """Which document."""
+    start: int
+    """Its first token here."""
+    stop: int
+    """The token after its last one here."""
+
+
+Rows = Sequence[Sequence[Piece]]
+
+
+def shared_beginning(documents: Sequence[Encoded]) -> int:
+    """How many tokens all documents begin with, none of which foretells a trained one; 0 where it would not pay."""
+    if len(documents) < 2:
+        return 0
+    first = documents[0].tokens
+    shared = min(len(first), min(int(np.flatnonzero(document.trained)[0]) for document in documents) - 1)
+    for document in documents[1:]:
+        shared = min(shared, len(document))
+        differ = np.flatnonzero(document.tokens[:shared] != first[:shared])
+        shared = int(differ[0]) if len(differ) else shared
+    return shared if shared >= LEAST_SHARED else 0
+
+
+def side_by_side(groups: Sequence[Sequence[int]], documents: Sequence[Encoded]) -> Rows:
+    """Each group of documents in a row of its own, one document after the other."""
+    return [[Piece(number, 0, len(documents[number])) for number in group] for group in groups]
+
+
+def behind(beginning: int, numbers: Sequence[int], documents: Sequence[Encoded]) -> Rows:
+    """Documents behind their shared beginning, which stands once in each of as few even rows as their lengths allow."""
+    lengths = [len(documents[number]) - beginning for number in numbers]
+    even = sum(lengths) / shared_rows(beginning, sum(lengths)) if lengths else 0
+    rows: list[list[Piece]] = []
+    filled = 0
+    for number, length in zip(numbers, lengths, strict=True):
+        if not rows or filled >= even:
+            rows.append([Piece(number, 0, beginning)])
+            filled = 0
+        rows[-1].append(Piece(number, beginning, beginning + length))
+        filled += length
+    return rows
+
+
+def shared_rows(beginning: int, tokens: float) -> int:
+    """Rows that so many tokens take behind a shared beginning."""
+    return max(1, math.ceil(tokens / (max(LONGEST_SHARED_ROW, 2 * beginning) - beginning)))
+
+
+def lay_out(rows: Rows, documents: Sequence[Encoded], beginning: int = 0, multiple: int = 1) -> Batch:
+    """Rows of equal length: tokens, positions, learnt places, and branches where a beginning is shared.
+
+    Positions begin anew with each document, which keeps packed documents apart; padding stands to the right, where
+    no real token can see it, so that no mask is needed. Behind a shared beginning (branch 0) each document has its own
+    branch, and a mask is made of the branches.
+    """
+    longest = max((sum(piece.stop - piece.start for piece in row) for row in rows), default=2)
+    length = -(-longest // multiple) * multiple
+    tokens = np.zeros((max(1, len(rows)), length), dtype=np.int64)
+    positions, branches = np.zeros_like(tokens), np.zeros_like(tokens)
+    learnt: list[np.ndarray[Any, Any]] = []
+    for number, row in enumerate(rows):
+        start = 0
+        for branch, piece in enumerate(row):
+            document, stop = documents[piece.document], start + piece.stop - piece.start
+            tokens[number, start:stop] = document.tokens[piece.start : piece.stop]
+            positions[number, start:stop] = np.arange(piece.start, piece.stop)
+            branches[number, start:stop] = branch
+            learnt.append(number * length + start + np.flatnonzero(document.trained[piece.start + 1 : piece.stop]))
+            start = stop
+        positions[number, start:] = np.arange(length - start)
+        branches[number, start:] = len(row)
+    places = np.concatenate(learnt) if learnt else np.zeros(0, dtype=np.int64)
+    inputs = {"tokens": tokens, "positions": positions, "learnt": places}
+    if beginning:
+        inputs["branches"] = branches
+    seen = sum(len(documents[piece.document]) for row in rows for piece in row if piece.start or not beginning)
+    return Batch(
+        inputs={name: torch.from_numpy(value) for name, value in inputs.items()}, trained=len(places), tokens=seen
+    )
+
+
+def places_of(rows: Rows, starts: Sequence[int], shape: Sequence[int], beginning: int = 0) -> np.ndarray[Any, Any]:
+    """Where the state of each place is kept: [rows, length] int64; padding takes any.
+
+    starts: for each document, where its first token would stand; a shared beginning stands before all of them.
+    """
+    places = np.zeros(tuple(shape), dtype=np.int64)
+    for number, row in enumerate(rows):
+        start = 0
+        for piece in row:
+            stop = start + piece.stop - piece.start
+            first = 0 if beginning and not piece.start else starts[piece.document] + piece.start
+            places[number, start:stop] = np.arange(first, first + stop - start)
+            start = stop
+    return places

@@ -1,0 +1,264 @@
+"""What is computed once is what every step would compute: kept trunks to the last bit, shared beginnings to 1e-5."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from families import BACKENDS, FAMILIES, family
+from modelwright.data.chat import Encoded
+from modelwright.data.conversations import load
+from modelwright.engine.loop import Engine
+from modelwright.engine.world import World
+from modelwright.models.text import load_model, load_tokenizer, stop_tokens
+from modelwright.models.trainable import decoder_layers, recompute_activations, set_trainable
+from modelwright.models.trunk import Trunk, dropout_of, frozen_depth
+from modelwright.plan.facts import probe
+from modelwright.plan.stage import plan_stage
+from modelwright.recipe.load import load as load_recipe
+from modelwright.recipe.schema import Sft
+from modelwright.recipe.training import Parts
+from modelwright.runs.folder import read_json
+from modelwright.tasks.kept import TOKENS_AT_ONCE, Home, KeptStates, choose_home
+from modelwright.tasks.layout import behind, lay_out, shared_beginning, side_by_side
+from modelwright.tasks.savings import find_savings
+from modelwright.tasks.sft import AnswerLoss, SftTask
+from tiny import tiny_model, tiny_recipe
+
+SYSTEM = "You count ropes and tents and knots for a scout troop. Say the sum first, then whether to count again."
+LAST_LAYER = {"last_layers": 1, "head": True}
+
+
+@pytest.fixture(scope="module")
+def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four layers and a head of its own."""
+    return tiny_model(tmp_path_factory.mktemp("deep"), layers=4, tied=False)
+
+
+def documents(*lengths: int, seed: int = 0) -> list[Encoded]:
+    """Random documents whose second half is trained."""
+    dice = np.random.default_rng(seed)
+    return [
+        Encoded(dice.integers(3, 300, length, dtype=np.int32), np.arange(length) >= length // 2) for length in lengths
+    ]
+
+
+def gradients(module: torch.nn.Module) -> dict[str, Tensor]:
+    found = {name: weight.grad.clone() for name, weight in module.named_parameters() if weight.grad is not None}
+    module.zero_grad(set_to_none=True)
+    return found
+
+
+def with_one_beginning(*lengths: int) -> list[Encoded]:
+    """Random documents behind the same 20 tokens."""
+    first = documents(20, seed=5)[0].tokens
+    untrained = np.zeros(20, dtype=np.bool_)
+    return [
+        Encoded(np.concatenate([first, each.tokens]), np.concatenate([untrained, each.trained]))
+        for each in documents(*lengths)
+    ]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_shared_beginning_gives_the_loss_and_the_gradients_of_whole_rows(name: str, backend: str) -> None:
+    module, rows = AnswerLoss(family(name, backend)), with_one_beginning(40, 35, 50, 44)
+    beginning = shared_beginning(rows)
+    assert beginning == 20
+    plain = lay_out(side_by_side([[0], [1], [2], [3]], rows), rows)
+    shared = lay_out(behind(beginning, range(4), rows), rows, beginning)
+    assert (shared.trained, shared.tokens) == (plain.trained, plain.tokens)
+    assert shared.inputs["tokens"].numel() < plain.inputs["tokens"].numel()
+    losses, found = [], []
+    for batch in (plain, shared):
+        loss = module(**batch.inputs)
+        loss.backward()
+        losses.append(loss.item())
+        found.append(gradients(module))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    for name, gradient in found[0].items():
+        assert (gradient - found[1][name]).abs().max() < 1e-5 * gradient.abs().max(), name
+
+
+def test_many_documents_stand_in_even_rows_behind_copies_of_the_beginning() -> None:
+    rows = with_one_beginning(*[100] * 40)
+    laid = behind(20, range(40), rows)
+    assert [len(row) for row in laid] == [15, 15, 13]
+    assert sorted(piece.document for row in laid for piece in row[1:]) == list(range(40))
+    assert all((row[0].start, row[0].stop) == (0, 20) for row in laid)
+
+
+def test_nothing_is_shared_that_a_row_is_trained_on_or_that_is_short() -> None:
+    rows = with_one_beginning(30, 31)
+    assert shared_beginning(rows) == 20
+    early = [Encoded(row.tokens, np.arange(len(row)) >= 18) for row in rows]
+    assert shared_beginning(early) == 17, "place 17 foretells token 18, which is trained"
+    assert shared_beginning([Encoded(row.tokens, np.arange(len(row)) >= 9) for row in rows]) == 0
+    assert shared_beginning(rows[:1]) == 0
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_in_two_halves_is_the_model(name: str) -> None:
+    model = family(name)
+    for depth in range(1, len(decoder_layers(model)) + 1):
+        assert Trunk(model, depth).is_exact(), depth
+
+
+def task_of(folder: Path, model_folder: Path, model: Any = None, **settings: Any) -> tuple[SftTask, Any, Sft]:
+    wish = {"trainable": LAST_LAYER, "max_length": 128, "max_steps": 5, **settings}
+    recipe = load_recipe(tiny_recipe(folder, model_folder, **wish), environ={}).recipe
+    data = load(recipe.data.model_copy(update={"system_prompt": SYSTEM}), recipe.seed, folder)
+    sft = recipe.sft
+    assert sft is not None
+    model = set_trainable(load_model(model_folder) if model is None else model, sft)
+    return SftTask(model, load_tokenizer(model_folder), data, sft, stop_tokens(model)), model, sft
+
+
+def train(folder: Path, model_folder: Path, **settings: Any) -> tuple[list[float], dict[str, Tensor], Engine]:
+    """Losses before, in and after five steps, and the weights they leave."""
+    task, model, sft = task_of(folder, model_folder, **settings)
+    engine = Engine(task, sft, plan_stage(sft, task.rows, 1, probe()), World(), seed=3)
+    find_savings(task, model, sft).settle(engine, folder / "trunk", "model")
+    losses = [engine.evaluate()["eval_loss"]]
+    losses += [report.loss for report in engine.steps()]
+    return [*losses, engine.evaluate()["eval_loss"]], engine.weights, engine
+
+
+def test_a_kept_trunk_gives_the_run_without_it_to_the_last_bit(deep_model: Path, tmp_path: Path) -> None:
+    if not _rows_are_computed_alike():
+        pytest.skip("this processor's kernels add a row up in another order in another batch")
+    plain, weights, _ = train(tmp_path / "plain", deep_model, keep_trunk="off", share_prefix=False)
+    for where in ("memory", "disk"):
+        losses, moved, engine = train(tmp_path / where, deep_model, keep_trunk=where, share_prefix=False)
+        assert engine.task.answers.kept is not None  # type: ignore[attr-defined]
+        assert losses == plain
+        assert all(torch.equal(weights[name], weight) for name, weight in moved.items())
+
+
+def test_a_kept_trunk_behind_a_shared_beginning_gives_the_plain_losses(deep_model: Path, tmp_path: Path) -> None:
+    plain, _, engine = train(tmp_path / "plain", deep_model, keep_trunk="off", share_prefix=False)
+    assert engine.task.beginning == 0  # type: ignore[attr-defined]
+    for packing in (False, True):
+        both, _, engine = train(tmp_path / str(packing), deep_model, packing=packing)
+        assert engine.task.beginning > 16  # type: ignore[attr-defined]
+        if not packing:
+            assert both == pytest.approx(plain, rel=1e-5)
+        else:
+            assert both[0] == pytest.approx(plain[0], rel=1e-5)
+
+
+def _rows_are_computed_alike() -> bool:
+    inputs, weight = torch.randn(64, 128), torch.randn(64, 128)
+    heads = torch.randn(2, 4, 64, 16)
+    whole, part = (F.scaled_dot_product_attention(x, x, x, is_causal=True) for x in (heads, heads[:1, :, :32]))
+    linear = torch.equal(F.linear(inputs[:32], weight), F.linear(inputs, weight)[:32])
+    return linear and torch.equal(part, whole[:1, :, :32])
+
+
+def test_what_lies_below_the_first_moving_layer_keeps_no_gradient_no_activation_and_no_moment(
+    deep_model: Path, tmp_path: Path
+) -> None:
+    for checkpointing in (False, True):
+        task, model, sft = task_of(tmp_path, deep_model, keep_trunk="off")
+        if checkpointing:
+            recompute_activations(model)
+        model.train()
+        outputs: list[Tensor] = []
+        hooks = [layer.register_forward_hook(partial(_note_output, outputs)) for layer in decoder_layers(model)]
+        task.module(**task.batch([0, 1]).inputs).backward()
+        assert [output.requires_grad for output in outputs[:4]] == [False, False, False, True]
+        for hook in hooks:
+            hook.remove()
+        live = {name for name, weight in model.named_parameters() if weight.grad is not None}
+        assert live == {name for name, _ in model.named_parameters() if name.startswith(("model.layers.3.", "lm_head"))}
+    engine = Engine(task, sft, plan_stage(sft, task.rows, 1, probe()), World(), seed=3)
+    next(engine.steps())
+    assert len(engine.optimizer.state) == len(live)
+
+
+def _note_output(outputs: list[Tensor], _layer: torch.nn.Module, _given: Any, output: Tensor) -> None:
+    outputs.append(output)
+
+
+def states(folder: Path, task: SftTask, trunk: Trunk, fingerprint: str = "a") -> tuple[KeptStates, str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TOKENS_AT_ONCE, "cpu", 400)
+        kept = KeptStates(trunk, task.documents, task.beginning, torch.device("cpu"))
+    told = kept.fill(World(), torch.no_grad, Home("disk", folder, fingerprint))
+    return kept, told
+
+
+def test_states_on_disk_are_taken_again_and_what_is_damaged_is_computed_anew(deep_model: Path, tmp_path: Path) -> None:
+    task, model, _ = task_of(tmp_path, deep_model)
+    folder, trunk = tmp_path / "kept", Trunk(model, 3)
+    kept, told = states(folder, task, trunk)
+    parts = len(kept.parts)
+    assert parts > 1
+    assert f"{parts} of {parts} parts anew" in told
+    assert kept.states is not None
+    whole = kept.states.clone()
+    assert f"0 of {parts} parts anew" in states(folder, task, trunk)[1]
+    with (folder / "states.bin").open("r+b") as file:
+        file.seek(kept.parts[1].first * whole.shape[1] * 4 + 5)
+        file.write(b"\x77")
+    mended, told = states(folder, task, trunk)
+    assert f"1 of {parts} parts anew" in told
+    assert mended.states is not None
+    assert torch.equal(mended.states, whole)
+    assert f"{parts} of {parts} parts anew" in states(folder, task, trunk, fingerprint="another model")[1]
+    (folder / "states.bin").write_bytes(b"cut short")
+    assert f"{parts} of {parts} parts anew" in states(folder, task, trunk, fingerprint="another model")[1]
+    assert read_json(folder / "manifest.json")["parts"]
+
+
+def test_states_go_to_disk_where_memory_is_short() -> None:
+    assert choose_home(1000, World(), "auto") == "memory of the device"
+    assert choose_home(10**18, World(), "auto") == "disk"
+    assert choose_home(1000, World(), "disk") == "disk"
+
+
+def test_the_plan_says_what_is_saved_and_a_tied_head_what_it_costs(
+    deep_model: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    task, model, sft = task_of(tmp_path, deep_model, num_train_epochs=4, max_steps=None)
+    trunk, prefix = find_savings(task, model, sft).lines(plan_stage(sft, task.rows, 1, probe()))
+    assert trunk.startswith("3 of 4 layers are frozen with all below them: computed once and kept, about 1.")
+    assert "over 4 epochs" in trunk
+    assert prefix.startswith(f"{task.beginning} tokens begin every row: computed once for many rows, about 1.")
+    task, model, sft = task_of(tmp_path, model_folder)
+    (tied, _) = find_savings(task, model, sft).lines(plan_stage(sft, task.rows, 1, probe()))
+    assert "untie_head: true" in tied
+    assert frozen_depth(model) == 0
+
+
+def test_what_moves_decides_what_can_be_kept(deep_model: Path) -> None:
+    def depth(**wish: Any) -> int:
+        return frozen_depth(set_trainable(load_model(deep_model), Parts(trainable=wish)))
+
+    assert depth(last_layers=2) == 2
+    assert depth(head=True) == 4
+    assert depth(last_layers=1, norms=True) == 0
+    model = set_trainable(load_model(deep_model), Parts(trainable={"last_layers": 1}))
+    model.model.norm.requires_grad_(True)
+    assert frozen_depth(model) == 3
+    model.model.embed_tokens.requires_grad_(True)
+    assert frozen_depth(model) == 0
+
+
+def test_a_model_that_drops_out_at_random_keeps_nothing(deep_model: Path, tmp_path: Path) -> None:
+    model = load_model(deep_model)
+    assert dropout_of(model) is None
+    model.config.attention_dropout = 0.1
+    task, model, sft = task_of(tmp_path, deep_model, model)
+    saver = find_savings(task, model, sft)
+    assert saver.trunk is None
+    assert saver.why_not == (
+        "the frozen layers are computed in every step: the model drops out at random (attention_dropout)"
+    )
