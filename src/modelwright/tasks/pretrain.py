@@ -23,9 +23,9 @@ class TextLoss(AnswerLoss):
         super().__init__(model)
         self._bits = tokens_per_byte / math.log(2.0)
 
-    def forward(self, tokens: Tensor, positions: Tensor, learnt: Tensor) -> Tensor:
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:
         """As of answers, but two sums: [loss, loss in bits times tokens per byte]."""
-        summed = super().forward(tokens, positions, learnt)
+        summed = super().forward(*inputs, **named)
         return torch.stack((summed, summed.detach() * self._bits))
 
 
