@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import ModuleType
 from typing import Annotated
 
@@ -16,6 +17,7 @@ def register(app: typer.Typer) -> None:
     bench = typer.Typer(help="Measure against a peer, in one run on this machine.", no_args_is_help=True)
     bench.command("start")(start)
     bench.command("sft")(sft)
+    bench.command("plan")(plan)
     app.add_typer(bench, name="bench")
 
 
@@ -33,6 +35,37 @@ def sft(save: Save = False, as_json: Json = False) -> None:
 
     prepare_environment()
     _measure(benchmark, "sft", save, as_json)
+
+
+def plan(
+    only: Annotated[list[str] | None, typer.Option("--only", metavar="WORD", help="Settings with this word.")] = None,
+    into: Annotated[Path | None, typer.Option("--into", help="Write runs.json here after each setting.")] = None,
+    again: Annotated[Path | None, typer.Option("--from", help="Judge a runs.json again, and measure nothing.")] = None,
+    save: Save = False,
+    as_json: Json = False,
+) -> None:
+    """Memory and tokens per second as planned, beside what this machine measures."""
+    import json
+    import sys
+
+    from modelwright.bench import plan as benchmark
+    from modelwright.bench import results
+    from modelwright.runs.caches import prepare_environment
+
+    prepare_environment()
+    if into:
+        into.mkdir(parents=True, exist_ok=True)
+    if again:
+        figures = benchmark.judged(json.loads(again.read_text(encoding="utf-8")))
+    else:
+        figures = benchmark.measure(only or (), into)
+    measured = results.result("plan", figures)
+    if into:
+        (into / "plan.json").write_text(json.dumps(measured, indent=1), encoding="utf-8")
+    print(json.dumps(measured, ensure_ascii=False) if as_json else "\n".join(benchmark.lines(figures)))
+    if save:
+        kept = benchmark.keep(figures)
+        print(f"kept in {results.save(measured)}; the coefficients in {kept}", file=sys.stderr)
 
 
 def _measure(benchmark: ModuleType, name: str, save: bool, as_json: bool) -> None:

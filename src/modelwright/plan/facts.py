@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-PEAK_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A40": 150e12}
-"""Dense bf16 matrix rates in FLOP/s, by the vendors' data sheets: what MFU is counted against."""
+from modelwright.plan.gpus import GPUS, Gpu, named
 
 FAST_BF16 = {"amx_bf16", "avx512_bf16", "bf16"}
 """What x86 and ARM processors call it, of those where it pays; without it torch's bf16 is a hundred times slower."""
@@ -36,11 +35,27 @@ def probe() -> Facts:
 
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        peak = next((rate for key, rate in PEAK_BF16.items() if key in properties.name), None)
+        known = named(properties.name)
+        peak = (known.bf16 or known.fp16) if known else None
         return Facts("cuda", properties.name, properties.total_memory, properties.major >= 8, peak)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     flags, threads = _cpu_flags(), torch.get_num_threads()
     return Facts("cpu", f"{threads} CPU thread{'s' * (threads > 1)}", memory, bool(flags & FAST_BF16))
+
+
+def card(facts: Facts) -> Gpu:
+    """The device as the arithmetic knows it, with the memory it really has; an unknown one by cautious guesses."""
+    known = named(facts.name) if facts.device == "cuda" else None
+    if known:
+        return replace(known, memory=float(facts.memory))
+    if facts.device == "cuda":
+        return replace(
+            GPUS["A40"], name=facts.name, memory=float(facts.memory), source="unknown card, taken for an A40"
+        )
+    threads = int(facts.name.split()[0]) if facts.name[:1].isdigit() else 1
+    rate = 30e9 * threads
+    return Gpu("CPU", float(facts.memory), 10e9, rate, rate, 2 * rate if facts.fast_bf16 else rate / 50, rate / 50, 0.0,
+               1e9, (0, 0), "a guess; modelwright bench plan measures it")  # fmt: skip
 
 
 def _cpu_flags() -> set[str]:

@@ -23,6 +23,11 @@ def cache_dir() -> Path:
     return fallback
 
 
+def hub_cache() -> Path:
+    """Where the hub's client keeps the models it has fetched."""
+    return Path(os.environ.get("HF_HOME") or Path(_home_cache()) / "huggingface") / "hub"
+
+
 def prepare_environment() -> None:
     """Point the libraries' caches at a folder that can be written, where their own cannot."""
     try:

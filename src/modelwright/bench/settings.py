@@ -1,0 +1,94 @@
+"""The settings that the planner is judged by: from 0.1 B to 7 B, every way to train, long and short rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+LAST_TWO = {"last_layers": 2, "head": True}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One training that is predicted and measured."""
+
+    name: str
+    """What it is called in the table."""
+    model: str
+    """A shape the planner knows, or resnet18."""
+    rows: int
+    """Rows per device."""
+    length: int = 0
+    """Tokens in a row."""
+    stage: str = "sft"
+    """sft, dpo or classify."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """What the recipe's section says."""
+    smaller: dict[str, Any] = field(default_factory=dict)
+    """Keys of the shape that differ, for a trial on a small machine."""
+
+
+GPU_SETTINGS = (
+    Setting("135M full 512", "smollm2-135m", 16, 512),
+    Setting("135M full 2048 checkpointed", "smollm2-135m", 16, 2048, settings={"gradient_checkpointing": True}),
+    Setting("135M full 2048 fp32", "smollm2-135m", 4, 2048, settings={"precision": "fp32"}),
+    Setting("270M full 2048, 262k words", "gemma-3-270m", 4, 2048),
+    Setting("410M last 2 layers 1024", "pythia-410m", 24, 1024, settings={"trainable": {"last_layers": 2}}),
+    Setting("410M last 2 layers 512 fp16", "pythia-410m", 16, 512,
+            settings={"trainable": {"last_layers": 2}, "precision": "fp16", "gradient_accumulation_steps": 2}),
+    Setting("410M full 1024", "pythia-410m", 16, 1024, settings={"weights": "fp32"}),
+    Setting("3B last 2 + tied head 1024 checkpointed", "smollm3-3b", 8, 1024,
+            settings={"trainable": LAST_TWO, "gradient_checkpointing": True}),
+    Setting("3B last 2 + own head 1024", "smollm3-3b", 8, 1024,
+            settings={"trainable": {**LAST_TWO, "untie_head": True}}),
+    Setting("3B LoRA 2048", "smollm3-3b", 4, 2048, settings={"trainable": "lora"}),
+    Setting("3B full 2048 compiled", "smollm3-3b", 4, 2048, settings={"torch_compile": True}),
+    Setting("3B DPO LoRA 1024", "smollm3-3b", 4, 1024, "dpo", settings={"trainable": "lora"}),
+    Setting("6B full 2048 checkpointed", "llama-6b", 4, 2048,
+            settings={"gradient_checkpointing": True, "weights": "fp32"}),
+    Setting("6B full 2048 compiled", "llama-6b", 2, 2048, settings={"torch_compile": True}),
+    Setting("6B full 2048 compiled fp8", "llama-6b", 2, 2048,
+            settings={"torch_compile": True, "precision": "fp8"}),
+    Setting("7B LoRA 4096 checkpointed", "llama-7b", 4, 4096,
+            settings={"trainable": "lora", "gradient_checkpointing": True}),
+    Setting("ResNet-18 bf16", "resnet18", 512, stage="classify"),
+    Setting("ResNet-18 fp32", "resnet18", 128, stage="classify", settings={"precision": "fp32"}),
+)  # fmt: skip
+
+HELD_OUT = (
+    Setting("360M full 1024", "smollm2-360m", 8, 1024),
+    Setting("1.7B full 512 accumulated", "smollm2-1.7b", 8, 512, settings={"gradient_accumulation_steps": 4}),
+    Setting("1.7B LoRA 1024 compiled", "smollm2-1.7b", 8, 1024, settings={"trainable": "lora", "torch_compile": True}),
+    Setting("3B full 4096 checkpointed", "smollm3-3b", 2, 4096, settings={"gradient_checkpointing": True}),
+    Setting("6B last 2 layers 1024", "llama-6b", 8, 1024, settings={"trainable": {"last_layers": 2}}),
+    Setting("7B full 1024 checkpointed compiled", "llama-7b", 4, 1024,
+            settings={"gradient_checkpointing": True, "torch_compile": True}),
+    Setting("ResNet-18 bf16 1024", "resnet18", 1024, stage="classify"),
+)  # fmt: skip
+"""Never used to fit the coefficients."""
+
+_TINY = {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 384, "vocab_size": 2048,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}  # fmt: skip
+_FP32 = {"precision": "fp32"}
+CPU_SETTINGS = (
+    Setting("tiny full 128", "smollm2-135m", 8, 128, settings=_FP32, smaller=_TINY),
+    Setting("tiny full 256 checkpointed", "smollm2-135m", 4, 256,
+            settings={**_FP32, "gradient_checkpointing": True}, smaller=_TINY),
+    Setting("tiny last 2 layers 256", "pythia-410m", 8, 256,
+            settings={**_FP32, "trainable": {"last_layers": 2}}, smaller=_TINY),
+    Setting("tiny last 2 + tied head 128", "smollm3-3b", 8, 128,
+            settings={**_FP32, "trainable": LAST_TWO}, smaller=_TINY),
+    Setting("tiny LoRA 256", "smollm3-3b", 4, 256, settings={**_FP32, "trainable": "lora"}, smaller=_TINY),
+    Setting("tiny DPO 128", "smollm2-135m", 4, 128, "dpo", settings=_FP32, smaller=_TINY),
+    Setting("tiny Gemma 128", "gemma-3-270m", 8, 128, settings=_FP32, smaller=_TINY),
+    Setting("larger full 128", "smollm2-135m", 8, 128, settings=_FP32,
+            smaller={**_TINY, "num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 768}),
+    Setting("wide words 64", "smollm2-135m", 8, 64, settings=_FP32, smaller={**_TINY, "vocab_size": 16384}),
+    Setting("ResNet-18 of width 16", "resnet18", 32, stage="classify", settings=_FP32, smaller={"width": 16}),
+)  # fmt: skip
+CPU_HELD_OUT = (
+    Setting("tiny full 192, twice", "smollm2-135m", 4, 192,
+            settings={**_FP32, "gradient_accumulation_steps": 2}, smaller=_TINY),
+    Setting("larger LoRA 128", "smollm2-135m", 8, 128, settings={**_FP32, "trainable": "lora"},
+            smaller={**_TINY, "num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 512}),
+)  # fmt: skip

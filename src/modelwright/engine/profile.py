@@ -1,0 +1,136 @@
+"""Where the memory of a step goes: every tensor that comes and goes, by component, over time.
+
+The same log is kept from two sources: on a CPU each operation's new storages are watched, on a GPU the allocator
+writes its own history. What a storage was for is decided afterwards, when it is known who held it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+POINTS = 240
+"""Moments that the picture is drawn from."""
+
+
+@dataclass
+class MemoryLog:
+    """What came and went in one step."""
+
+    events: list[tuple[int, int]] = field(default_factory=list)
+    """Storage and bytes, negative where it went."""
+    steady: dict[str, int] = field(default_factory=dict)
+    """Bytes that were there before, by component."""
+    labels: dict[int, str] = field(default_factory=dict)
+    """What storages were for, where known; the others held activations."""
+    marks: list[tuple[int, str]] = field(default_factory=list)
+    """Where in the events each part of the step begins."""
+
+    def mark(self, part: str) -> None:
+        """A part of the step begins here."""
+        self.marks.append((len(self.events), part))
+
+    def as_json(self) -> dict[str, Any]:
+        """The components at the fullest moment and over time."""
+        now: dict[str, int] = dict(self.steady)
+        peak, peak_at, at_peak = sum(now.values()), 0, dict(now)
+        every = max(1, len(self.events) // POINTS)
+        timeline = [{"at": 0, **now}]
+        for place, (storage, size) in enumerate(self.events):
+            name = self.labels.get(storage, "activations")
+            now[name] = now.get(name, 0) + size
+            total = sum(now.values())
+            if total > peak:
+                peak, peak_at, at_peak = total, place, dict(now)
+            if place % every == 0:
+                timeline.append({"at": place, **now})
+        part = next((name for start, name in reversed(self.marks) if start <= peak_at), "")
+        return {
+            "peak_bytes": peak,
+            "peak_in": part,
+            "parts": {name: size for name, size in at_peak.items() if size},
+            "steady": self.steady,
+            "marks": [{"at": start, "part": name} for start, name in self.marks],
+            "timeline": timeline,
+        }
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down every storage that an operation makes, and when it goes."""
+
+    def __init__(self, log: MemoryLog, known: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._log, self._alive = log, dict.fromkeys(known, 0)
+        self._numbers: dict[int, int] = {}
+        self._next = 1 << 62  # storages come back at the same address; each life has a number of its own
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(made):
+            if isinstance(tensor, Tensor) and type(tensor) is Tensor:
+                self._see(tensor)
+        return made
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self._alive:
+            return
+        size, self._next = storage.nbytes(), self._next + 1
+        self._alive[address] = size
+        self._numbers[address] = number = self._next
+        self._log.events.append((number, size))
+        weakref.finalize(storage, self._gone, address, number, size)
+
+    def _gone(self, address: int, number: int, size: int) -> None:
+        self._alive.pop(address, None)
+        self._log.events.append((number, -size))
+
+    def number_of(self, tensor: Tensor) -> int:
+        """The life of a tensor's storage in the log."""
+        return self._numbers.get(tensor.untyped_storage()._cdata, 0)
+
+
+class Profiler:
+    """Watches one step of a module and its optimizer."""
+
+    def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._weights = list(module.parameters())
+        self._buffers = list(module.buffers())
+        self._states = [
+            value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
+        ]
+        self.log = MemoryLog(steady={
+            "weights": _bytes(self._weights), "optimizer": _bytes(self._states), "buffers": _bytes(self._buffers),
+            "gradients": _bytes([w.grad for w in self._weights if w.grad is not None]),
+        })  # fmt: skip
+        self._watch: _Watch | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[MemoryLog]:
+        """Watch what happens inside."""
+        held = [*self._weights, *self._buffers, *self._states]
+        held += [weight.grad for weight in self._weights if weight.grad is not None]
+        self._watch = _Watch(self.log, {tensor.untyped_storage()._cdata for tensor in held})
+        with self._watch:
+            yield self.log
+
+    def backward_done(self) -> None:
+        """The gradients stand now: what holds them is called so, back to when it was made."""
+        assert self._watch is not None
+        for weight in self._weights:
+            if weight.grad is not None and (number := self._watch.number_of(weight.grad)):
+                self.log.labels[number] = "gradients"
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    """Bytes of distinct storages."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())

@@ -1,0 +1,224 @@
+"""How much memory a step takes, by component and by moment: the peak is the fullest moment of a step.
+
+The counts are those of the tensors that autograd keeps for each kind of layer; a test holds them against a model
+that is really traced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from modelwright.plan.architecture import TextShape, VisionShape
+from modelwright.plan.work import Work
+
+MOMENT_BYTES = {"adamw_torch": 8, "sgd": 4}
+"""Bytes an optimizer keeps for each weight that moves, in fp32."""
+LOSS_BYTES, TOLD_BYTES = 12, 10
+"""Bytes per logit at the fullest moment of the loss: three fp32 copies backward; bf16 and two fp32 forward."""
+CONTEXT = 0.6e9
+"""Bytes a CUDA process takes before the first tensor: the context, the libraries' workspaces."""
+MARGIN = 0.03
+"""Share of a card that stays free in every plan, since the allocator leaves gaps."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What measured runs teach about memory: factors on what cannot be derived."""
+
+    compiled: float = 0.75
+    """Share of an eager layer's activations that a compiled one keeps."""
+    compiled_fp8: float = 0.55
+    """The same where matrices are multiplied in fp8."""
+    fixed: float = 0.1e9
+    """Bytes beside everything that is counted: workspaces of matrix products, small tensors."""
+
+
+GUESSED_MEMORY = Fitted()
+"""Before anything was measured."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The fullest moment of a step on one device."""
+
+    parts: dict[str, float]
+    """Bytes by component at that moment."""
+    moment: str
+    """When it is."""
+    moments: dict[str, float]
+    """Bytes in all at each moment that was looked at."""
+
+    @property
+    def total(self) -> float:
+        """Bytes of tensors at the peak."""
+        return sum(self.parts.values())
+
+    @property
+    def needed(self) -> float:
+        """Bytes a card must have: the tensors, the process, and room for the allocator."""
+        return (self.total + CONTEXT) * (1 + MARGIN)
+
+    def as_json(self) -> dict[str, Any]:
+        """For plan.json."""
+        return {
+            "bytes": round(self.total),
+            "needed_bytes": round(self.needed),
+            "at": self.moment,
+            "parts": {name: round(size) for name, size in self.parts.items() if size},
+            "moments": {name: round(size) for name, size in self.moments.items()},
+        }
+
+
+def memory(work: Work, fitted: Fitted = GUESSED_MEMORY) -> Memory:
+    """The components of a step's memory at its fullest moment."""
+    steady = _steady(work)
+    found = _vision_moments(work) if isinstance(work.shape, VisionShape) else _text_moments(work, fitted)
+    moments = {name: {**steady, **parts} for name, parts in found.items()}
+    for parts in moments.values():
+        parts["workspace"] = parts.get("workspace", 0.0) + fitted.fixed
+    totals = {name: sum(parts.values()) for name, parts in moments.items()}
+    fullest = max(totals, key=lambda name: totals[name])
+    return Memory(moments[fullest], fullest, totals)
+
+
+def _steady(work: Work) -> dict[str, float]:
+    """What is there at every moment."""
+    trained, frozen = work.moves.trained, work.moves.total - work.moves.trained
+    whole = trained * work.kept_width + frozen * (0.56 if work.four_bit else work.kept_width)
+    return {
+        "weights": whole / work.shards,
+        "optimizer": trained * _state_bytes(work) / work.shards,
+        "gradients": _gradients(work) if _gradients_stay(work) else 0.0,
+        "communication": _buffers(work),
+        "kept trunk": float(work.kept_trunk),
+        "data": float(work.resident),
+    }
+
+
+def _state_bytes(work: Work) -> float:
+    """Bytes of optimizer state for a weight: as wide as the weight itself."""
+    return MOMENT_BYTES[work.optimizer] * work.kept_width / 4
+
+
+def _gradients(work: Work) -> float:
+    return work.moves.trained * work.kept_width / work.shards
+
+
+def _gradients_stay(work: Work) -> bool:
+    """Whether gradients are there in the forward pass: under accumulation, and in DDP's buckets."""
+    return work.accumulation > 1 or (work.world > 1 and work.sharding == "ddp")
+
+
+def _buffers(work: Work) -> float:
+    """What sharding gathers: two layers in the computed width, their fp32 gradients, and head and embeddings."""
+    shape = work.shape
+    if work.sharding == "ddp" or not isinstance(shape, TextShape) or (work.shards == 1 and work.world == 1):
+        return 0.0
+    ends = shape.embedding * (1 if work.moves.tied else 2)
+    return (2 * shape.layer_parameters + ends) * work.width + shape.layer_parameters * 4.0
+
+
+def _text_moments(work: Work, fitted: Fitted) -> dict[str, dict[str, float]]:
+    """The moments at which a language model's step may be fullest."""
+    shape, moves = work.shape, work.moves
+    assert isinstance(shape, TextShape)
+    low = work.width < work.kept_width
+    copies = shape.layer_matrices * work.width if low else 0.0
+    head_copy = shape.embedding * work.width if low else 0.0
+    crossed, places = moves.crossed_layers, work.tokens * work.learnt
+    one_layer = layer_activations(work, fitted, trained=moves.trained_layers > 0)
+    kept, kept_copies = stream_activations(work, fitted), copies * crossed + head_copy
+    grown = 0.0 if _gradients_stay(work) else 1.0
+    gradients, logits = _gradients(work), places * shape.words
+    if work.checkpointing:
+        kept_copies = head_copy
+    told = _logits_chunk(work) if work.fused_loss else logits * TOLD_BYTES
+    lost = _logits_chunk(work) if work.fused_loss else logits * LOSS_BYTES
+    cached = moves.trained_layers * copies + head_copy if work.checkpointing else kept_copies
+    end = {"gradients": gradients, "activations": one_layer, "casts": copies if crossed else head_copy}
+    if moves.embeddings and moves.tied:
+        end["workspace"] = shape.embedding * 8.0  # the gradients of embeddings and head, and their sum
+    top = max(moves.trained_layers and shape.layer_parameters * 4.0, moves.head and shape.embedding * 6.0)
+    found = {
+        "forward": {"activations": kept, "casts": cached, "logits": told},
+        "loss": {"activations": kept, "casts": kept_copies, "logits": lost},
+        "backward begins": {"activations": kept + (one_layer if work.checkpointing else 0.0), "casts": kept_copies,
+                            "workspace": top * grown},
+        "backward ends": end,
+    }  # fmt: skip
+    if work.eval_rows:
+        seen = work.eval_rows * work.length
+        found["measuring"] = {"logits": seen * work.learnt * shape.words * TOLD_BYTES, "casts": head_copy + copies,
+                              "activations": seen * _transient(shape, work)}  # fmt: skip
+    return found
+
+
+def _logits_chunk(work: Work) -> float:
+    """A fused loss holds one chunk of logits and the head's gradient."""
+    shape = work.shape
+    assert isinstance(shape, TextShape)
+    chunk = min(work.tokens * work.learnt, 2048.0)
+    return chunk * shape.words * 10.0 + (shape.embedding * 4.0 if work.moves.head else 0.0)
+
+
+def _transient(shape: TextShape, work: Work) -> float:
+    """Bytes per token inside one layer when nothing is kept."""
+    return 3.0 * shape.inner * work.width + 3.0 * shape.width * work.kept_width
+
+
+def stream_activations(work: Work, fitted: Fitted) -> float:
+    """Bytes kept between forward and backward over all layers, and around the last norm."""
+    shape, moves = work.shape, work.moves
+    assert isinstance(shape, TextShape)
+    ends = work.tokens * shape.width * (2.0 * work.kept_width) + work.tokens * work.learnt * shape.width * (
+        work.kept_width + work.width
+    )
+    if work.checkpointing:
+        return ends + moves.crossed_layers * work.tokens * shape.width * work.kept_width
+    frozen = moves.crossed_layers - moves.trained_layers
+    return (
+        ends
+        + moves.trained_layers * layer_activations(work, fitted, trained=True)
+        + frozen * layer_activations(work, fitted, trained=False)
+    )
+
+
+def layer_activations(work: Work, fitted: Fitted, trained: bool) -> float:
+    """Bytes that one layer keeps for its backward pass; a frozen layer keeps no inputs of its matrices."""
+    shape = work.shape
+    assert isinstance(shape, TextShape)
+    stream, computed = work.kept_width, work.width
+    low, lora = computed < stream, work.moves.low_rank > 0
+    per_kv = shape.query_width if work.masked else shape.kv_width  # a mask makes keys and values as many as queries
+    attention = computed * (2 * shape.query_width + 2 * per_kv) + 4 * shape.heads
+    if shape.traits.fused_query:
+        inputs = (3 * shape.width if trained or lora else 0) * computed
+        inner = (2 if trained or lora else 1) * shape.inner * computed
+        bytes_per_token = stream * shape.width + inputs + 6 * computed * shape.width + 4 * shape.heads + inner
+    else:
+        norms = shape.traits.norms * shape.width * (2 if trained else 1) * stream
+        if shape.traits.head_norms:
+            norms += stream * (2 * shape.query_width + 4 * shape.kv_width)
+        inputs = computed * shape.width * (5 if low else 2) if trained or lora else 0
+        if lora:  # low-rank matrices keep the inputs of frozen ones, in copies of their own where types differ
+            inputs += computed * (shape.inner + (shape.query_width if low else 0))
+        inner = computed * shape.inner * ((4 if trained else 3) if shape.traits.gated else (2 if trained else 1))
+        bytes_per_token = norms + inputs + attention + inner
+    factor = 1.0
+    if work.compiled:
+        factor = fitted.compiled_fp8 if work.precision == "fp8" else fitted.compiled
+    return work.tokens * bytes_per_token * factor
+
+
+def _vision_moments(work: Work) -> dict[str, dict[str, float]]:
+    """A convolution keeps what came in and what came out; batch norm and ReLU keep one more."""
+    shape = work.shape
+    assert isinstance(shape, VisionShape)
+    copies = work.moves.trained * work.width if work.width < 4 else 0.0
+    kept = work.rows * (shape.outputs * 2.0 + shape.channels * shape.side**2) * work.width
+    widest = work.rows * shape.width * shape.side**2 * work.width
+    return {
+        "loss": {"activations": kept, "casts": copies, "workspace": 2 * widest},
+        "backward ends": {"gradients": _gradients(work), "casts": copies, "workspace": 3 * widest},
+    }

@@ -1,0 +1,120 @@
+"""Shapes from a config alone: the counts are those of the models that transformers builds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelwright.errors import ModelError
+from modelwright.plan.architecture import TextShape, VisionShape, movement, shape_of
+from modelwright.plan.shapes import KNOWN, find_shape
+from modelwright.recipe.schema import Recipe, Sft
+
+SMALL = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 128,
+         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+WAYS: list[Any] = [
+    "all", "lora", {"last_layers": 2}, {"last_layers": 2, "head": True}, {"head": True, "norms": True},
+    {"last_layers": 1, "head": True, "untie_head": True}, {"last_layers": 1, "norms": True},
+]  # fmt: skip
+
+
+def recipe(name: str, **more: Any) -> Recipe:
+    told = {"name": "r", "model": {"model_name_or_path": name}, "data": {"dataset_name": "x"}, "sft": {}, **more}
+    return Recipe.model_validate(told)
+
+
+def shape(name: str) -> TextShape:
+    return shape_of(KNOWN[name], name, "the table")
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("smollm2-135m", 134_515_008),
+        ("smollm3-3b", 3_075_098_624),
+        ("pythia-410m", 405_334_016),
+        ("gemma-3-270m", 268_098_176),
+        ("llama-6b", 6_083_055_616),
+        ("llama-7b", 7_391_678_464),
+    ],
+)
+def test_the_shipped_shapes_weigh_what_the_public_models_weigh(name: str, parameters: int) -> None:
+    assert shape(name).parameters == parameters
+
+
+def test_the_last_two_layers_and_the_head_of_smollm3_are_13_62_percent() -> None:
+    moves = movement(shape("smollm3-3b"), Sft.model_validate({"trainable": {"last_layers": 2, "head": True}}))
+    assert str(moves) == "418.9 M of 3,075.1 M parameters move (13.62%)"
+    assert moves.crossed_layers == 36, "a tied head sends the gradient through every layer"
+    untied = {"last_layers": 2, "head": True, "untie_head": True}
+    assert movement(shape("smollm3-3b"), Sft.model_validate({"trainable": untied})).crossed_layers == 2
+
+
+@pytest.mark.parametrize("family", ["llama", "smollm3", "qwen2", "qwen3", "gemma3_text", "gpt_neox", "mistral"])
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_what_moves_is_counted_as_the_real_model_counts_it(family: str, way: Any) -> None:
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    from modelwright.models.trainable import set_trainable, share
+
+    told = {**SMALL, "head_dim": 16, "tie_word_embeddings": family != "gpt_neox"}
+    if family == "gpt_neox":
+        told = {key: value for key, value in told.items() if key not in ("num_key_value_heads", "head_dim")}
+    config = CONFIG_MAPPING[family](**told, pad_token_id=0, bos_token_id=0, eos_token_id=0)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    settings = Sft.model_validate({"trainable": way, "lora_r": 4})
+    counted = share(set_trainable(model, settings))
+    moves = movement(shape_of({**told, "model_type": family}, family, "a test"), settings)
+    assert (moves.trained, moves.total) == (counted.trained, counted.total)
+
+
+def test_more_layers_than_there_are_is_refused() -> None:
+    with pytest.raises(ModelError, match="last_layers is 40, but the model has 36 layers"):
+        movement(shape("smollm3-3b"), Sft.model_validate({"trainable": {"last_layers": 40}}))
+
+
+def test_a_folder_with_a_config_alone_is_enough(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text(json.dumps({**SMALL, "model_type": "llama"}))
+    found = find_shape(recipe("mine"), tmp_path)
+    assert isinstance(found, TextShape)
+    assert (found.layers, found.words) == (3, 128)
+    assert found.source.endswith("config.json")
+
+
+def test_a_hub_model_in_the_cache_is_read_before_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = tmp_path / "hub" / "models--HuggingFaceTB--SmolLM3-3B" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps({**SMALL, "model_type": "smollm3"}))
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert find_shape(recipe("HuggingFaceTB/SmolLM3-3B"), tmp_path).layers == 3  # type: ignore[union-attr]
+
+
+def test_a_shape_says_where_it_came_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert "shipped with modelwright" in find_shape(recipe("EleutherAI/pythia-410m"), tmp_path).source
+    assert "shipped with modelwright" in find_shape(recipe("google/gemma-270m"), tmp_path).source
+
+
+def test_an_unknown_model_is_answered_with_what_would_do(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no config\.json of 'some/thing'.*config\.json alone is enough"):
+        find_shape(recipe("some/thing"), tmp_path)
+
+
+def test_a_config_of_something_else_names_what_it_lacks() -> None:
+    with pytest.raises(ModelError, match="says nothing of 'num_attention_heads'"):
+        shape_of({"model_type": "llama", "hidden_size": 64}, "x", "x/config.json")
+
+
+@pytest.mark.parametrize("width", [16, 64])
+def test_a_resnet_is_counted_as_it_is_built(width: int) -> None:
+    from modelwright.models.vision import resnet18
+
+    built = sum(weight.numel() for weight in resnet18(10, width, 3).parameters())
+    assert VisionShape("resnet18", "test", width=width).parameters == built
+    assert VisionShape("resnet18", "test").multiplications == pytest.approx(555.4e6, rel=0.01)
