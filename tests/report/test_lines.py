@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from modelwright.report.lines import LINES, duration, line_of, number, plain
+from modelwright.report.lines import LINES, counted, duration, line_of, number, plain
 
 STEP = {
     "event": "step", "stage": "sft", "step": 3, "steps": 12, "epoch": 0.5, "loss": 2.41234, "grad_norm": 1.5,
@@ -91,8 +91,20 @@ def test_a_bad_step_says_so_and_what_is_not_known_is_left_out() -> None:
     assert line == "sft step 3/12  loss not finite  grad 1.5  lr 2.00e-04  [not finite]"
 
 
-def test_the_embedded_model_s_first_conversion_is_announced() -> None:
-    assert "about 40 s" in str(line_of({"event": "gathering", "model": "smollm2-135m-instruct"}))
+def test_the_embedded_model_s_conversion_is_announced_when_it_happens() -> None:
+    found = {"event": "gathering", "model": "smollm2-135m-instruct"}
+    assert "about 40 s" in str(line_of({**found, "converts": True}))
+    assert line_of({**found, "converts": False}) == "model: smollm2-135m-instruct"
+
+
+def test_answers_that_stand_already_are_not_said_again() -> None:
+    line = line_of({"event": "answers", "answers": [PAIR], "notice": "No advice.", "again": True})
+    assert line == "the answers to 1 question stand as they were: modelwright compare shows them"
+
+
+def test_one_is_not_said_as_many() -> None:
+    assert str(line_of({**PLAN, "steps": 1})).startswith("plan: 1 step, batch")
+    assert [counted(count, "step") for count in (0, 1, 2, 1200)] == ["0 steps", "1 step", "2 steps", "1,200 steps"]
 
 
 @pytest.mark.parametrize(
@@ -116,8 +128,8 @@ def test_letters_of_all_scripts_pass() -> None:
 
 
 def test_durations_are_said_as_people_say_them() -> None:
-    said = [duration(seconds) for seconds in (0, 45.4, 59.6, 200, 3599.9, 7500)]
-    assert said == ["0 s", "45 s", "1 min 00 s", "3 min 20 s", "1 h 00 min", "2 h 05 min"]
+    said = [duration(seconds) for seconds in (0, 0.31, 45.4, 59.6, 200, 3599.9, 7500)]
+    assert said == ["0 s", "0.3 s", "45 s", "1 min 00 s", "3 min 20 s", "1 h 00 min", "2 h 05 min"]
 
 
 def test_numbers_have_four_digits() -> None:

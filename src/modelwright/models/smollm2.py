@@ -23,10 +23,19 @@ VERSION = 1
 
 def folder() -> Path:
     """The converted model, made now if it is not there yet."""
-    ready = cache_dir() / f"{NAME}-v{VERSION}"
+    ready = _place()
     if not (ready / "config.json").exists():
         _convert(_weights(), ready)
     return ready
+
+
+def converts(name: str) -> bool:
+    """Whether finding this model means converting it first."""
+    return name == NAME and not (_place() / "config.json").exists()
+
+
+def _place() -> Path:
+    return cache_dir() / f"{NAME}-v{VERSION}"
 
 
 def _weights() -> Path:

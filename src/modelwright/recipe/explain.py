@@ -70,6 +70,17 @@ def rows(loaded: LoadedRecipe, section: str = "") -> tuple[Row, ...]:
     return tuple(_rows(start, _value(loaded, section), loaded.origins))
 
 
+def differing(loaded: LoadedRecipe) -> tuple[tuple[Row, Any], ...]:
+    """The settings that are not at their default, each with that default."""
+    found = []
+    for row in rows(loaded):
+        setting = find(tuple(row.key.split(".")))
+        default = None if setting is None else _plain_default(setting)
+        if row.value != default:
+            found.append((row, default))
+    return tuple(found)
+
+
 def explanation(loaded: LoadedRecipe, key: str) -> Explanation:
     """One setting at length."""
     setting = find(tuple(key.split(".")))

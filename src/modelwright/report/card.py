@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from modelwright.report.lines import duration, number, plain
+from modelwright.report.lines import counted, duration, number, plain
 from modelwright.runs import journal
 from modelwright.runs.folder import RunFolder
 
@@ -46,12 +46,13 @@ def card(folder: RunFolder) -> str:
             change = _change(metrics.get(before), metrics[after]) if after == "eval_loss" else ""
             lines.append(f"  {label:<16} {number(metrics.get(before))} → {number(metrics[after])}{change}")
     lines.append(f"  {'verdict':<16} {'open' if facts.get('open') else 'closed'}")
-    trained = f"{metrics.get('steps', 0):.0f} steps, {metrics.get('tokens', 0):,.0f} tokens"
+    trained = f"{counted(metrics.get('steps', 0), 'step')}, {counted(metrics.get('tokens', 0), 'token')}"
     whole, training = duration(facts.get("seconds", 0)), duration(metrics.get("seconds", 0))
     lines.append(f"  {'time':<16} {training} for {trained}; {whole} in all since this start")
     if facts.get("stage") and not facts.get("open"):
         lines.append(f"  {'model':<16} {folder.model(facts['stage'])} (not promoted)")
-    for label, path in (("model", folder.best_model), ("before / after", folder.demo_outputs / "before_after.md")):
+    shown = folder.demo_outputs / "before_after.md"
+    for label, path in (("model", folder.best_model), ("before / after", shown), ("report", folder.report)):
         if path.exists():
             lines.append(f"  {label:<16} {path}")
     lines += ["", "next:"]

@@ -38,11 +38,18 @@ def number(value: float | None) -> str:
 def duration(seconds: float) -> str:
     """Seconds as a person says them: 45 s, 3 min 20 s, 2 h 05 min."""
     whole = round(seconds)
+    if 0 < seconds < 1:
+        return f"{seconds:.1f} s"
     if whole < 60:
         return f"{whole} s"
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def counted(count: float, noun: str) -> str:
+    """A number with its noun: 1 step, 2 steps."""
+    return f"{count:,.0f} {noun}{'' if count == 1 else 's'}"
 
 
 def _data(event: Event) -> str:
@@ -84,7 +91,8 @@ def _verdict(event: Event) -> str | None:
 
 def _plan(event: Event) -> str:
     reasons = "".join(f"\nplan: {reason}" for reason in event["reasons"])
-    return f"plan: {event['steps']} steps, {event['arithmetic']}, {event['precision']}, on {event['device']}{reasons}"
+    steps = counted(event["steps"], "step")
+    return f"plan: {steps}, {event['arithmetic']}, {event['precision']}, on {event['device']}{reasons}"
 
 
 def _evaluation(event: Event) -> str:
@@ -95,6 +103,9 @@ def _evaluation(event: Event) -> str:
 
 
 def _answers(event: Event) -> str:
+    if event.get("again"):
+        questions = counted(len(event["answers"]), "question")
+        return f"the answers to {questions} stand as they were: modelwright compare shows them"
     lines = []
     for pair in event["answers"]:
         lines += [
@@ -111,10 +122,10 @@ def plain(text: str) -> str:
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
+CONVERTING = " (converted on first use, about 40 s)"
 LINES: dict[str, Callable[[Event], str | None]] = {
     "run": lambda e: f"run {e['folder']}: {e['recipe']}, {' → '.join(e['stages'])}",
-    "gathering": lambda e: f"model: {e['model']} (the embedded one is converted on first use, about 40 s)"
-    if e["model"].startswith("smollm2") else f"model: {e['model']}",
+    "gathering": lambda e: f"model: {e['model']}{CONVERTING if e.get('converts') else ''}",
     "model": lambda e: f"model: {e['share']}",
     "data": _data,
     "plan": _plan,
@@ -127,7 +138,7 @@ LINES: dict[str, Callable[[Event], str | None]] = {
     "saved": lambda e: f"{e['stage']} checkpoint of step {e['step']} saved and verified in {e['seconds']:.1f} s",
     "skipped": lambda e: e["message"],
     "note": lambda e: f"note: {e['message']}",
-    "answering": lambda e: f"asking both models {e['questions']} questions",
+    "answering": lambda e: f"asking both models {counted(e['questions'], 'question')}",
     "answers": _answers,
     "mistakes": lambda e: f"accuracy {e['accuracy']:.2%} on {e['source']} (its mistakes: demo_outputs/mistakes.json)",
     "flow": _flow,

@@ -33,6 +33,10 @@ class RunFolder:
         return self.path / "journal.jsonl"
 
     @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
     def lock(self) -> Path:
         return self.path / ".lock"
 

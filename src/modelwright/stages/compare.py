@@ -32,7 +32,8 @@ def compare(context: Context, found: Ingredients, stage: str) -> dict[str, float
     )
     path = context.folder.demo_outputs / "before_after.json"
     kept = read_json(path) if path.exists() else {}
-    if kept.get("key") != key:
+    again = kept.get("key") == key
+    if not again:
         context.journal.add("answering", stage=stage, questions=len(questions))
         asked = [ask(question, system_prompt) for question in questions]
         before = _answers(context, asked, found.model.path)
@@ -42,7 +43,9 @@ def compare(context: Context, found: Ingredients, stage: str) -> dict[str, float
                 "metrics": measure(pairs, wish.style), "answers": pairs}  # fmt: skip
         write_json(path, kept)
         write_text(path.with_suffix(".md"), as_markdown(kept))
-    context.journal.add("answers", stage=stage, **{name: kept[name] for name in ("metrics", "answers", "notice")})
+    context.journal.add(
+        "answers", stage=stage, again=again, **{name: kept[name] for name in ("metrics", "answers", "notice")}
+    )
     metrics: dict[str, float | None] = kept["metrics"]
     return metrics
 

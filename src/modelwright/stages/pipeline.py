@@ -16,9 +16,11 @@ from modelwright import __version__
 from modelwright.data.sources import is_embedded, local_path
 from modelwright.engine.world import joined
 from modelwright.errors import ModelwrightError, StorageError, UsageError
+from modelwright.models import smollm2
 from modelwright.plan import facts
 from modelwright.recipe.load import LoadedRecipe, dump
 from modelwright.recipe.schema import Data
+from modelwright.report import page
 from modelwright.runs import lock
 from modelwright.runs.folder import RunFolder, read_json, write_text
 from modelwright.runs.journal import Journal, Watcher
@@ -63,7 +65,9 @@ def run(loaded: LoadedRecipe, watch: Watcher | None = None, orders: Orders = NO_
             _run_stages(context, stopper, dead_holder)
         except ModelwrightError as error:
             _tell_end(journal, error)
+            _leave_report(context)
             raise
+        _leave_report(context)
     return folder
 
 
@@ -121,7 +125,8 @@ def _run_stage(context: Context, flow: Flow, stage: str, stopper: Stopper) -> No
     kind, journal = KINDS[stage], context.journal
     before = context.recipe.parent_of(stage)
     parent = lineage.parent_of(context.folder, before) if before else None
-    journal.add("gathering", stage=stage, model=f"the {before} model of this run" if before else _named(context))
+    name = f"the {before} model of this run" if before else context.recipe.model.name
+    journal.add("gathering", stage=stage, model=name, converts=smollm2.converts(name))
     found = kind.gather(context, stage, parent)
     result = context.world.first(lambda: finished(context, stage, found))
     if result is None:
@@ -136,10 +141,6 @@ def _run_stage(context: Context, flow: Flow, stage: str, stopper: Stopper) -> No
         flow.mark(stage, "closed")
         raise
     flow.mark(stage, state)
-
-
-def _named(context: Context) -> str:
-    return context.recipe.model.name
 
 
 def _train(context: Context, kind: Kind, found: Ingredients, stage: str, stopper: Stopper) -> None:
@@ -200,6 +201,16 @@ def _tell_end(journal: Journal, error: ModelwrightError) -> None:
     """Write down why the run ended; a full disk may not even take that."""
     with suppress(StorageError):
         journal.add("stopped", exit_code=error.exit_code, message=str(error))
+
+
+def _leave_report(context: Context) -> None:
+    """Write report.html; training never depends on it, so whatever goes wrong is told and no more."""
+    if context.world.is_main:
+        try:
+            page.write(context.folder)
+        except Exception as error:
+            with suppress(StorageError):
+                context.journal.add("note", message=f"report.html was not written ({type(error).__name__}: {error})")
 
 
 def speaks() -> bool:

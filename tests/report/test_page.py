@@ -1,0 +1,141 @@
+"""The report is one small file that says what the run did; whatever a model or a row says in it stays text."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hostile import HOSTILE
+from modelwright.report import page
+from modelwright.runs.folder import RunFolder, write_json
+from modelwright.runs.journal import Journal
+
+
+class Tags(HTMLParser):
+    """Every tag and attribute of a page, and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def run_folder(folder: Path, steps: int = 20, texts: list[str] | None = None, name: str = "tiny") -> RunFolder:
+    """A run as its journal tells it, a second an event, with these texts as question, answers, notes and source."""
+    run = RunFolder(folder / "run")
+    pairs = [{"question": text, "before": text, "after": text} for text in texts or ["Why?"]]
+    said = pairs[0]["question"]
+    step = {"event": "step", "stage": "sft", "steps": steps, "grad_norm": 1.0, "learning_rate": 1e-3, "health": "ok",
+            "tokens_per_second": 100.0, "seconds": 1.0, "memory_bytes": 10**9}  # fmt: skip
+    events: list[dict[str, Any]] = [
+        {"event": "run", "recipe": name, "stages": ["sft"], "world": 1, "device": "2 CPU threads"},
+        {"event": "stage", "stage": "sft"},
+        *({**step, "step": number, "loss": 4 / number} for number in range(1, steps + 1)),
+        {"event": "answers", "stage": "sft", "answers": pairs, "notice": said},
+        *({"event": "note", "message": text} for text in texts or []),
+        {"event": "verdict", "stage": "sft", "open": True, "letter": said, "metrics": {"eval_loss": 1.0}},
+        {"event": "done", "seconds": 1.0},
+    ]
+    run.path.mkdir(parents=True)
+    lines = [json.dumps({"time": float(time), **event}) for time, event in enumerate(events)]
+    run.journal.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_json(run.data_manifest, {"source": said, "train": {"rows": 3}, "extra": said})
+    checks = [{"metric": "eval_loss", "value": 1.0, "wants": said, "passed": True}]
+    write_json(run.gate("sft"), {"open": True, "checks": checks, "metrics": {"eval_loss": 1.0}})
+    return run
+
+
+def test_a_page_asks_the_network_for_nothing_and_opens_from_disk(tmp_path: Path) -> None:
+    text = page.write(run_folder(tmp_path)).read_text(encoding="utf-8")
+    found = Tags(text)
+    assert not set(found.tags) & {"link", "iframe", "object", "embed", "form", "base", "a"}
+    assert not [
+        value for name, value in found.attributes if name in ("src", "href") and not str(value).startswith("data:")
+    ]
+    [policy] = [value for name, value in found.attributes if name == "content" and "default-src" in str(value)]
+    assert "default-src 'none'" in str(policy) and "connect-src 'none'" in str(policy)
+    assert not re.search(r"https?://", text)
+
+
+def test_a_page_says_what_the_run_did(tmp_path: Path) -> None:
+    text = Tags(page.write(run_folder(tmp_path)).read_text(encoding="utf-8")).text
+    for word in (
+        "tiny",
+        "finished",
+        "20 of 20 steps",
+        "open",
+        "Why?",
+        "Loss",
+        "Gradient norm",
+        "2 CPU threads",
+        "1 GB",
+    ):
+        assert word in text, word
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_a_hostile_text_stays_text(tmp_path: Path, text: str) -> None:
+    quiet = Tags(page.write(run_folder(tmp_path / "quiet", texts=["Why?"])).read_text(encoding="utf-8"))
+    folder = run_folder(tmp_path / "hostile", texts=[text], name=text)
+    written = page.write(folder).read_text(encoding="utf-8")
+    found = Tags(written)
+    assert found.tags == quiet.tags, "a text that makes a tag would make one more"
+    assert {name for name, _ in found.attributes} == {name for name, _ in quiet.attributes}
+    assert len(written) < 100_000
+    assert not set("\x00\x1b\u202e\u2066\x07\x08") & set(written)
+
+
+def test_a_run_that_has_only_begun_has_a_page_too(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    Journal(run.journal).add("run", recipe="x", folder="run", stages=["sft"])
+    text = Tags(page.write(run).read_text(encoding="utf-8")).text
+    assert "going on" in text and "not begun" in text
+
+
+def test_damaged_files_of_a_run_are_left_out(tmp_path: Path) -> None:
+    run = run_folder(tmp_path)
+    for path in (run.data_manifest, run.gate("sft"), run.plan, run.summary, run.recipe):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{ damaged", encoding="utf-8")
+    assert "Why?" in page.write(run).read_text(encoding="utf-8")
+
+
+def test_mistakes_of_an_image_classifier_are_shown_with_their_pictures(tmp_path: Path) -> None:
+    run = run_folder(tmp_path)
+    wrong = [{"row": 7, "truth": "cat", "answer": "dog", "confidence": 0.987}]
+    found: dict[str, Any] = {"accuracy": 0.9, "classes": ["cat", "dog"], "confusion": [[8, 2], [0, 10]]}
+    write_json(run.demo_outputs / "mistakes.json", {**found, "source": "pets", "surest_mistakes": wrong})
+    (run.demo_outputs / "mistakes").mkdir()
+    (run.demo_outputs / "mistakes" / "7.png").write_bytes(b"\x89PNG")
+    read = Tags(page.write(run).read_text(encoding="utf-8"))
+    assert "90.0% right on pets" in read.text and "taken for dog, 98.7%" in read.text
+    assert ("src", "data:image/png;base64,iVBORw==") in read.attributes
+
+
+def test_a_journal_of_100_000_steps_becomes_a_small_page_in_seconds(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    facts = {"event": "step", "stage": "sft", "steps": 100_000, "loss": 2.0, "grad_norm": 1.0, "learning_rate": 1e-4}
+    facts |= {"tokens_per_second": 9000.0, "memory_bytes": 10**9, "health": "ok", "seconds": 0.1, "batch": "0" * 16}
+    tail = json.dumps(facts)[1:]
+    with run.journal.open("w", encoding="utf-8") as file:
+        file.writelines(f'{{"time": {number}, "step": {number}, {tail}\n' for number in range(1, 100_001))
+    began = time.process_time()
+    size = page.write(run).stat().st_size
+    assert time.process_time() - began < 8, "2 quiet CPU-seconds, with room for a busy machine"
+    assert size < 200_000
