@@ -54,7 +54,7 @@ def run_folder(folder: Path, steps: int = 20, texts: list[str] | None = None, na
     run.path.mkdir(parents=True)
     lines = [json.dumps({"time": float(time), **event}) for time, event in enumerate(events)]
     run.journal.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    write_json(run.data_manifest, {"source": said, "train": {"rows": 3}, "extra": said})
+    write_json(run.data_manifest("sft"), {"source": said, "train": {"rows": 3}, "extra": said})
     checks = [{"metric": "eval_loss", "value": 1.0, "wants": said, "passed": True}]
     write_json(run.gate("sft"), {"open": True, "checks": checks, "metrics": {"eval_loss": 1.0}})
     return run
@@ -109,7 +109,7 @@ def test_a_run_that_has_only_begun_has_a_page_too(tmp_path: Path) -> None:
 
 def test_damaged_files_of_a_run_are_left_out(tmp_path: Path) -> None:
     run = run_folder(tmp_path)
-    for path in (run.data_manifest, run.gate("sft"), run.plan, run.summary, run.recipe):
+    for path in (run.data_manifest("sft"), run.gate("sft"), run.plan, run.summary, run.recipe):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{ damaged", encoding="utf-8")
     assert "Why?" in page.write(run).read_text(encoding="utf-8")

@@ -36,8 +36,8 @@ class View:
     """The verdicts, by stage."""
     plan: dict[str, Any] = field(default_factory=dict)
     """What was planned, by stage."""
-    data: dict[str, Any] = field(default_factory=dict)
-    """What the model saw."""
+    data: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What the model saw, by stage."""
     summary: dict[str, Any] = field(default_factory=dict)
     """Settings and results in one."""
     mistakes: dict[str, Any] = field(default_factory=dict)
@@ -110,7 +110,7 @@ def view_of(folder: RunFolder, story: Story) -> View:
         settings=differing(loaded) if loaded else (),
         gates={stage: found for stage in stages if (found := _json(folder.gate(stage)))},
         plan=_json(folder.plan),
-        data=_json(folder.data_manifest),
+        data={stage: found for stage in stages if (found := _json(folder.data_manifest(stage)))},
         summary=_json(folder.summary),
         mistakes=_json(folder.demo_outputs / "mistakes.json"),
         lineage=_json(folder.lineage),
