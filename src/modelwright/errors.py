@@ -76,6 +76,12 @@ class Refused(ModelwrightError):
     exit_code = 77
 
 
+class PeerLost(ModelwrightError):
+    """Another process of the run is gone, and this one cannot go on without it; whoever started it starts it again."""
+
+    exit_code = 1
+
+
 class StorageError(ModelwrightError):
     """The disk is full, read-only or broken."""
 

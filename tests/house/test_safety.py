@@ -17,7 +17,10 @@ CALLS = {
     *("dist.send_object_list", "dist.recv_object_list"),  # these send pickles between ranks
 }
 TRUSTING = {"trust_remote_code", "allow_pickle", "shell"}
-READ_THE_ENVIRONMENT = {"runs/caches.py", "engine/world.py", "recipe/load.py", "stages/pipeline.py"}
+READ_THE_ENVIRONMENT = {
+    *("runs/caches.py", "engine/world.py", "engine/place.py", "recipe/load.py", "stages/pipeline.py"),
+    *("launch/nodes.py", "launch/rank.py", "launch/supervisor.py"),  # these hand it on to other processes
+}
 
 
 def name_of(file: Path) -> str:

@@ -125,6 +125,7 @@ class Engine:
         now = self._ahead if self._ahead and self._ahead.step == step else self._prepare(step)
         tokens, trained, stops = self.world.sum(now.tokens, now.trained, stop_asked)
         self._module.train()
+        self.world.beat.at("computing")
         total = self._accumulate(now.batches, trained)
         self.precision.unscale(self.optimizer)
         length = whole(clip_grad_norm_(self.weights.values(), self._clip or float("inf")))
@@ -135,7 +136,8 @@ class Engine:
         set_learning_rate(self.optimizer, learning_rate)
         self.precision.step(self.optimizer, sound=health == "ok")
         self.optimizer.zero_grad(set_to_none=True)
-        before = self.cursor
+        before, seconds = self.cursor, time.perf_counter() - began
+        self.world.beat.stepped(step + 1, seconds)
         self.cursor = Cursor(step + 1, before.tokens + int(tokens), before.trained_tokens + int(trained))
         return StepReport(
             step=step + 1,
@@ -145,7 +147,7 @@ class Engine:
             learning_rate=learning_rate,
             tokens=int(tokens),
             batch=now.rows_hash,
-            seconds=time.perf_counter() - began,
+            seconds=seconds,
             health=health,
             stop_asked=stops > 0,
         )
@@ -182,6 +184,7 @@ class Engine:
         names = self.task.measures
         summed, trained = torch.zeros(len(names), device=self.world.device), 0
         for rows in share(range(self.task.held_out_rows), self.world.rank, self.world.size, self.eval_rows):
+            self.world.beat.at("measuring")
             batch = self.task.held_out_batch(rows)
             with self.precision.autocast():
                 summed += self._forward(**batch.on(self.world.device)).flatten()

@@ -6,16 +6,22 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from modelwright import errors
-from modelwright.errors import ModelwrightError, UsageError
+from modelwright.engine.exits import Exits, OtherRankFailed
+from modelwright.engine.place import attempt_of, place_in_world
+from modelwright.errors import ModelwrightError, PeerLost, UsageError
+from modelwright.runs.beat import Beat, die_with_parent
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -32,6 +38,8 @@ class World:
     """Processes in all."""
     device: torch.device = CPU
     """Where this process computes."""
+    beat: Beat = field(default_factory=Beat, compare=False)
+    """Tells whoever watches where this process stands."""
 
     @property
     def is_main(self) -> bool:
@@ -42,6 +50,7 @@ class World:
         """Add numbers over all ranks."""
         if self.size == 1:
             return list(values)
+        self.beat.at("waiting for the others")
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor)
         return [float(value) for value in tensor.tolist()]
@@ -63,6 +72,8 @@ class World:
                 answer = {"value": action()}
             except ModelwrightError as error:
                 failure, answer = error, {"letter": str(error), "kind": type(error).__name__}
+        else:
+            self.beat.at("waiting for rank 0")
         answer = self._tell(answer)
         if failure:
             raise failure
@@ -82,52 +93,61 @@ class World:
         return told
 
 
-class OtherRankFailed(ModelwrightError):
-    """The main rank has written the letter; this one only leaves with the same code."""
-
-    told_elsewhere = True
-
-    def __init__(self, letter: str, exit_code: int) -> None:
-        super().__init__(letter)
-        self.exit_code = exit_code
-
-
 @contextmanager
 def joined(timeout_seconds: float = 600.0) -> Iterator[World]:
     """Join the world that the standard variables describe (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT)."""
-    rank, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
-    local_rank = _number("LOCAL_RANK", rank if not torch.cuda.is_available() else 0)
-    if not 0 <= rank < size:
-        raise UsageError(f"RANK is {rank} and WORLD_SIZE {size}; it wants a rank from 0 to {size - 1}")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()  # a launcher that is killed leaves no rank behind
+    rank, size, local_rank = place_in_world(os.environ)
     device = CPU
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    if size == 1:
-        yield World(device=device)
-        return
+    beats = os.environ.get("MODELWRIGHT_BEATS")
+    beat = Beat(Path(beats) if beats else None, rank)
+    try:
+        if size == 1:
+            yield World(device=device, beat=beat)
+        else:
+            with _connected(rank, size, device, timeout_seconds) as exits, exits.heard():
+                yield World(rank, size, device, beat)
+    except BaseException as error:
+        words = str(error) if isinstance(error, ModelwrightError) else f"{type(error).__name__}: {error}"
+        beat.end(words, getattr(error, "exit_code", 1), isinstance(error, PeerLost | OtherRankFailed))
+        raise
+    finally:
+        beat.close()
+
+
+@contextmanager
+def _connected(rank: int, size: int, device: torch.device, timeout_seconds: float) -> Iterator[Exits]:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
             raise UsageError(f"WORLD_SIZE is {size} but {name} is not set; start the ranks with torchrun")
     # small facts travel by gloo whatever the device, so that telling them never waits for the GPU
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_seconds))
+    timeout = timedelta(seconds=timeout_seconds)
     try:
-        yield World(rank, size, device)
+        store = next(iter(rendezvous("env://", rank, size, timeout=timeout)))[0]
+        # the launcher's store outlives its ranks: what an earlier start wrote there must not be taken for ours
+        store = PrefixStore(f"modelwright/{attempt_of(os.environ)}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    except (RuntimeError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise PeerLost(
+            f"rank {rank} of {size} could not meet the others ({reason}); run modelwright doctor --nodes"
+        ) from None
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    exits = Exits(store, rank, size, hosts)
+    try:
+        yield exits
     finally:
         _patient.cache_clear()
         dist.destroy_process_group()
+        exits.wait_for_others()
 
 
 @cache
 def _patient() -> Any:
     """A group of all ranks for waiting on the main one, which may download or write for longer than any step takes."""
     return dist.new_group(backend="gloo", timeout=PATIENCE)
-
-
-def _number(name: str, default: int) -> int:
-    text = os.environ.get(name, "")
-    try:
-        return int(text) if text else default
-    except ValueError:
-        raise UsageError(f"{name} is {text!r}; it wants a whole number") from None

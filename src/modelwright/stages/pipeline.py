@@ -127,6 +127,7 @@ def _run_stage(context: Context, flow: Flow, stage: str, stopper: Stopper) -> No
     parent = lineage.parent_of(context.folder, before) if before else None
     name = f"the {before} model of this run" if before else context.recipe.model.name
     journal.add("gathering", stage=stage, model=name, converts=smollm2.converts(name))
+    context.world.beat.at("gathering")
     found = kind.gather(context, stage, parent)
     result = context.world.first(lambda: finished(context, stage, found))
     if result is None:

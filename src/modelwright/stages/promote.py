@@ -16,6 +16,7 @@ from modelwright.stages.kinds import Ingredients, Kind, Metrics
 
 def promote(context: Context, kind: Kind, stage: str, found: Ingredients) -> State:
     """Judge a finished stage by everything that was measured; says whether its gate is open or was accepted."""
+    context.world.beat.at("comparing")
     result = read_json(context.folder.result(stage))
     metrics: Metrics = {**result["metrics"], **_of_parent(context, stage)}
     last = list(context.recipe.stages)[-1]

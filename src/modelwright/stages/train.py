@@ -57,6 +57,7 @@ class Training:
         )
         resumed = self._newest_step()
         kept = self._kept_batch(resumed)
+        context.world.beat.at("loading")
         self.built = kind.build(context, found, stage)
         self.task = self.built.task
         self._tell_model_and_data(found)
@@ -143,6 +144,7 @@ class Training:
         if self.saved_at == self.engine.cursor.step:
             return
         began = time.monotonic()
+        self.context.world.beat.at("saving")
         beside = {
             "wishes": self.wishes,
             "global_batch": self.plan.global_batch,
@@ -234,6 +236,7 @@ class Training:
             "trained_tokens": self.engine.cursor.trained_tokens,
             "seconds": self._seconds(),
         }
+        self.context.world.beat.at("saving")
         weights = {}
         for name, tensor in self.built.model.state_dict().items():
             full = whole(tensor)  # every rank must ask; only the main one keeps it

@@ -1,0 +1,94 @@
+"""The verb that starts a recipe on many processes: launch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from modelwright.launch.nodes import Asked
+    from modelwright.recipe.load import LoadedRecipe
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the command."""
+    app.command("launch")(launch)
+
+
+def launch(
+    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped one.")],
+    more: Annotated[list[str] | None, typer.Argument(help="After --, anything else that run takes.")] = None,
+    on: Annotated[str, typer.Option("--on", help="local (this machine), nodes, or openshift.")] = "local",
+    sets: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one setting.")] = None,
+    override: Annotated[
+        list[str] | None, typer.Option("--override", metavar="KEY", help="Go on although this setting changed.")
+    ] = None,
+    per_node: Annotated[
+        str | None, typer.Option(help="Ranks on a node, or on each (4,2); without it one for each GPU, or one.")
+    ] = None,
+    nodes: Annotated[str | None, typer.Option(help="Nodes in all; 1:2 lets the second come and go.")] = None,
+    node_rank: Annotated[
+        int | None, typer.Option(help="Start this node; without it the command of each node is printed.")
+    ] = None,
+    main_address: Annotated[str | None, typer.Option(help="Node 0, as the others reach it.")] = None,
+    port: Annotated[int | None, typer.Option(help="Its port; 29500 without it.")] = None,
+    max_restarts: Annotated[int, typer.Option(help="Failures met with a restart before any step in between.")] = 3,
+    log_format: Annotated[
+        str, typer.Option("--log-format", help="auto (a live panel on a terminal), plain, or json.")
+    ] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="The nodes' commands as one JSON object.")] = False,
+) -> None:
+    """Start a recipe on all GPUs here, or on many nodes; watch over it, and start it again when something dies."""
+    from modelwright.errors import UsageError
+    from modelwright.launch.nodes import Asked, operator_variables
+    from modelwright.recipe.load import load
+
+    if on not in ("local", "nodes", "openshift"):
+        raise UsageError(f"--on is {on!r}; it wants local, nodes or openshift")
+    loaded = load(recipe, sets or ())
+    asked = Asked(nodes, node_rank, main_address, port, per_node)
+    if on == "local":
+        asked = Asked(per_node=per_node)
+    settings = [word for setting in sets or () for word in ("--set", setting)]
+    overrides = [word for key in override or () for word in ("--override", key)]
+    rest = (*settings, *overrides, *(more or ()))
+    if on == "nodes":
+        variables = operator_variables()
+        asked = asked.or_operator(variables)
+        if asked.node is None:
+            _print_commands(recipe, rest, asked, as_json)
+            return
+    command = ("run", recipe, *rest, "--log-format", log_format)
+    _start(loaded, command, asked, max_restarts)
+
+
+def _print_commands(recipe: str, rest: tuple[str, ...], asked: Asked, as_json: bool) -> None:
+    """One command for each node."""
+    import json
+
+    from modelwright.launch.nodes import commands, operator_variables
+
+    found = commands(recipe, rest, asked, operator_variables())
+    if as_json:
+        print(json.dumps({"nodes": found}))
+        return
+    for node in found:
+        print(f"# node {node['node']}\n{node['command']}")
+    print(f"# the same with torchrun, on node 0 for instance\n{found[0]['torchrun']}")
+
+
+def _start(loaded: LoadedRecipe, command: tuple[str, ...], asked: Asked, max_restarts: int) -> None:
+    """Run this node's part, and leave with its ranks' exit code."""
+    import sys
+
+    from modelwright.launch.nodes import wish_for
+    from modelwright.launch.supervisor import supervise
+    from modelwright.runs.caches import prepare_environment
+
+    prepare_environment()
+    code, letter = supervise(wish_for(loaded, command, asked, max_restarts))
+    if letter:
+        print(letter, file=sys.stderr)
+    if code:
+        raise typer.Exit(code)

@@ -1,0 +1,1 @@
+"""Starting a recipe on many processes and many nodes, and watching over them."""

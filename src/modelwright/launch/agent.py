@@ -1,0 +1,175 @@
+"""Run torch's elastic agent for one node; its ranks are forked from an interpreter that has everything loaded.
+
+`python -m modelwright.launch.agent WISH FOLDER PARENT`, started by the supervisor. The agent meets the other nodes,
+starts the ranks and starts them again; this file decides what is worth a restart, and says so once.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import signal
+import sys
+import uuid
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+from modelwright.errors import Diverged, GateClosed, Interrupted, Refused, StorageError, UsageError
+from modelwright.launch import rank as ranks
+from modelwright.launch.causes import Cause, find_cause
+from modelwright.launch.signs import Signs
+from modelwright.launch.wish import Wish
+from modelwright.runs.beat import die_with_parent, read_beats
+
+FINAL = {
+    *(UsageError.exit_code, GateClosed.exit_code, Interrupted.exit_code),
+    *(Diverged.exit_code, Refused.exit_code, StorageError.exit_code),
+}
+"""What a rank leaves with when starting it again would change nothing."""
+GRACE_SECONDS = 600
+"""How long ranks that are asked to stop may save; the supervisor sees to those that hang."""
+LAST_CALL_SECONDS, KEEP_ALIVE_SECONDS, KEEP_ALIVE_TRIES = 5, 3, 4
+"""When a node is lost: 12 s until it counts as lost, 5 s for late ones; torch's own are 15 and 30."""
+
+
+def main() -> None:
+    """Be one node of a launch."""
+    wish, signs = Wish.from_text(sys.argv[1]), Signs(Path(sys.argv[2]))
+    die_with_parent(int(sys.argv[3]))
+    multiprocessing.set_forkserver_preload(["modelwright.launch.mortal", *wish.preload])
+    forkserver.ensure_running()  # it imports while this process does
+    logging.disable(logging.CRITICAL)  # the child's error is told, not the launcher's
+    code, letter = _run(wish, signs)
+    signs.end(code, letter)
+    sys.exit(code)
+
+
+def _run(wish: Wish, signs: Signs) -> tuple[int, str | None]:
+    """Run the agent to its end: exit code, and a letter where no rank has written one."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
+
+    try:
+        agent = _build(wish, signs)
+    except RendezvousError as error:
+        where = f"{wish.address}:{wish.port}"
+        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        if wish.node == 0:
+            return 2, f"port {wish.port} cannot be opened here ({reason}); choose another with --port"
+        return 2, f"the main node does not answer at {where} ({reason}); is it started, and does the port get through?"
+    closes = True
+    try:
+        result = agent.run()
+    except SignalException:
+        closes = False
+        return Interrupted.exit_code, None
+    except RendezvousClosedError:
+        return (
+            Interrupted.exit_code,
+            "another node has ended the run; its output says why",
+        )
+    except RendezvousError as error:
+        return Interrupted.exit_code, f"the nodes did not meet again ({error}); the same command continues"
+    else:
+        if not result.is_failed():
+            return 0, None
+        closes = not (wish.nodes.elastic and signs.asked_to_stop)
+        return agent.cause.exit_code, agent.cause.letter(Path(wish.logs))
+    finally:
+        if closes:
+            agent.get_worker_group().spec.rdzv_handler.shutdown()
+
+
+def _build(wish: Wish, signs: Signs) -> Any:
+    """The agent, joined to the meeting point; an elastic agent of torch's own with a say about restarts."""
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+
+    alone = wish.nodes.most == 1
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint="127.0.0.1:0" if alone else f"{wish.address}:{wish.port}",
+        run_id="modelwright",
+        min_nodes=wish.nodes.fewest,
+        max_nodes=wish.nodes.most,
+        local_addr=wish.local_address,
+        is_host=wish.node == 0,
+        join_timeout=wish.join_seconds,
+        last_call_timeout=LAST_CALL_SECONDS,
+        keep_alive_interval=KEEP_ALIVE_SECONDS,
+        keep_alive_max_attempt=KEEP_ALIVE_TRIES,
+        timeout=wish.join_seconds,
+    )
+    variables = {"MODELWRIGHT_BEATS": str(signs.folder), "MODELWRIGHT_NODES": str(wish.nodes)}
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=wish.per_node,
+        rdzv_handler=registry.get_rendezvous_handler(parameters),
+        entrypoint=ranks.be_rank,
+        args=(wish.command, wish.logs, variables),
+        max_restarts=wish.max_restarts,
+        monitor_interval=0.2,
+        local_addr=wish.local_address,
+    )
+    return _agent_class()(spec, wish, signs, variables, logs_specs=DefaultLogsSpecs(), start_method="forkserver")
+
+
+def _agent_class() -> Any:
+    from torch.distributed.elastic.agent.server.api import WorkerState
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    class Agent(LocalElasticAgent):
+        """torch's agent; ours are the name of each attempt, what is worth a restart, and how ranks are asked to go."""
+
+        def __init__(self, spec: Any, wish: Wish, signs: Signs, variables: dict[str, str], **options: Any) -> None:
+            super().__init__(spec, shutdown_timeout=GRACE_SECONDS, **options)
+            self.wish, self.signs, self.variables = wish, signs, variables
+            self.cause = Cause()
+
+        def _rendezvous(self, worker_group: Any) -> None:
+            super()._rendezvous(worker_group)
+            store = worker_group.store
+            if worker_group.group_rank == 0:
+                store.set("modelwright/attempt", uuid.uuid4().hex)
+            self.variables["MODELWRIGHT_ATTEMPT"] = store.get("modelwright/attempt").decode()
+
+        def _start_workers(self, worker_group: Any) -> dict[int, Any]:
+            self.signs.clear()
+            pids: dict[int, Any] = super()._start_workers(worker_group)
+            self.signs.started({worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers})
+            return pids
+
+        def _stop_workers(self, worker_group: Any) -> None:
+            self.signs.stopping()
+            self._shutdown(signal.SIGTERM, GRACE_SECONDS)
+
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            result = super()._monitor_workers(worker_group)
+            if result.state == WorkerState.SUCCEEDED:
+                self.signs.finished()
+            elif result.is_failed():
+                exit_codes = {number: failure.exitcode for number, failure in result.failures.items()}
+                self._decide(find_cause(self.signs, read_beats(self.signs.folder), exit_codes))
+            return result
+
+        def _decide(self, cause: Cause) -> None:
+            """Start again, or not: not after a letter, not when the same thing happens twice in the same place."""
+            before, self.cause = self.cause, cause
+            budget = self._worker_group.spec.max_restarts
+            leaves_others = self.wish.nodes.elastic and not self.signs.asked_to_stop
+            final = cause.exit_code in FINAL and not (cause.exit_code == Interrupted.exit_code and leaves_others)
+            if final or self.signs.asked_to_stop or (cause.repeats(before) and not cause.killed):
+                self._remaining_restarts = 0
+            elif cause.step > before.step:
+                self._remaining_restarts = budget
+            if self._remaining_restarts > 0:
+                turn = budget - self._remaining_restarts + 1
+                self.signs.tell(f"{cause.told}; starting again from the last checkpoint ({turn} of {budget})")
+
+    return Agent
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""What each node of a run is told: by options, by an operator's variables, and as a command to type there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from modelwright.errors import UsageError
+from modelwright.launch.network import address_towards, interface_of
+from modelwright.launch.wish import PORT, Nodes, Wish, parse_nodes
+from modelwright.recipe.load import LoadedRecipe, dump
+
+Told = dict[str, str | int]
+GPUS = Path("/proc/driver/nvidia/gpus")
+EMBEDDED_FAMILY = {"smollm2-135m-instruct": "llama"}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a person wrote about nodes; None where nothing was written."""
+
+    nodes: str | None = None
+    """Nodes in all, as `2` or `1:2`."""
+    node: int | None = None
+    """This node's number."""
+    address: str | None = None
+    """Where the main node is reached."""
+    port: int | None = None
+    """Its port."""
+    per_node: str | None = None
+    """Ranks on each node: one number, or one for each node."""
+
+    def or_operator(self, environ: Mapping[str, str]) -> Asked:
+        """What was not written, from the variables that torchrun and the cluster's operators know."""
+        count = environ.get("PET_NPROC_PER_NODE")
+        return Asked(
+            nodes=self.nodes or environ.get("PET_NNODES"),
+            node=self.node if self.node is not None else _number(environ, "PET_NODE_RANK"),
+            address=self.address or environ.get("PET_MASTER_ADDR"),
+            port=self.port or _number(environ, "PET_MASTER_PORT"),
+            per_node=self.per_node or (count if count and count.isdigit() else None),
+        )
+
+
+def operator_variables() -> Mapping[str, str]:
+    """The variables of this process."""
+    return os.environ
+
+
+def ranks_here(asked: str | None, node: int = 0, environ: Mapping[str, str] | None = None) -> int:
+    """Ranks on a node: as asked, or one for each GPU, or one."""
+    if asked is None:
+        return max(1, count_gpus(os.environ if environ is None else environ))
+    counts = asked.split(",")
+    try:
+        count = int(counts[node] if len(counts) > 1 else counts[0])
+    except (ValueError, IndexError):
+        count = 0
+    if count < 1:
+        raise UsageError(f"--per-node is {asked!r}; it wants a number such as 2, or one for each node such as 4,2")
+    return count
+
+
+def count_gpus(environ: Mapping[str, str]) -> int:
+    """GPUs that ranks would see, without asking torch."""
+    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return len([each for each in chosen.split(",") if each.strip() not in ("", "-1")])
+    return len(list(GPUS.iterdir())) if GPUS.is_dir() else 0
+
+
+def wish_for(loaded: LoadedRecipe, command: tuple[str, ...], asked: Asked, max_restarts: int) -> Wish:
+    """This node's part, worked out."""
+    nodes = parse_nodes(asked.nodes or "1")
+    node, port = asked.node or 0, asked.port or PORT
+    local, interface, address = "127.0.0.1", None, asked.address or "127.0.0.1"
+    if nodes.most > 1:
+        address, local, interface = _met_at(asked.address, node, port)
+    return Wish(
+        command=command,
+        per_node=ranks_here(asked.per_node, node),
+        logs=str(_log_folder(loaded)),
+        nodes=nodes,
+        node=node,
+        address=address,
+        port=port,
+        local_address=local,
+        interface=interface,
+        max_restarts=max_restarts,
+        preload=modules_for(loaded),
+        fingerprint=_fingerprint(loaded),
+    )
+
+
+def commands(recipe: str, rest: tuple[str, ...], asked: Asked, environ: Mapping[str, str]) -> list[Told]:
+    """For every node the command to type there, and what torchrun and accelerate would be told instead."""
+    nodes, port = parse_nodes(asked.nodes or "2"), asked.port or PORT
+    address = asked.address or "MAIN_ADDRESS"
+    chosen = f"CUDA_VISIBLE_DEVICES={environ['CUDA_VISIBLE_DEVICES']} " if "CUDA_VISIBLE_DEVICES" in environ else ""
+    words = shlex.join((recipe, *rest))
+    number = str(nodes.most) if not nodes.elastic else str(nodes)
+    counts = [ranks_here(asked.per_node, node, environ) for node in range(nodes.most)]
+    return [
+        {
+            "node": node,
+            "command": f"{chosen}modelwright launch {words} --on nodes --nodes {number} --node-rank {node} "
+            f"--main-address {address} --port {port} --per-node {counts[node]}",
+            "torchrun": f"{chosen}torchrun --nnodes {number} --node-rank {node} --nproc-per-node {counts[node]} "
+            f"--master-addr {address} --master-port {port} -m modelwright run {words}",
+            "accelerate": f"{chosen}accelerate launch --multi_gpu --num_machines {nodes.most} --machine_rank {node} "
+            f"--num_processes {sum(counts)} --main_process_ip {address} --main_process_port {port} "
+            f"-m modelwright run {words}",
+        }
+        for node in range(nodes.most)
+    ]
+
+
+def modules_for(loaded: LoadedRecipe) -> tuple[str, ...]:
+    """What the ranks of a recipe will import, so that it is imported once for all of them and all their restarts."""
+    recipe = loaded.recipe
+    modules = ["modelwright.stages.pipeline"]
+    name = recipe.model.name
+    family = EMBEDDED_FAMILY.get(name) or _family(Path(name)) or _family(loaded.path.parent / name)
+    if family:
+        modules += ["transformers.tokenization_utils_tokenizers", f"transformers.models.{family}.modeling_{family}"]
+    if any(getattr(getattr(stage, "trainable", None), "lora", False) for stage in recipe.stages.values()):
+        modules.append("peft")
+    return tuple(modules)
+
+
+def _family(folder: Path) -> str | None:
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, str) and found.isidentifier() else None
+
+
+def _met_at(address: str | None, node: int, port: int) -> tuple[str, str, str | None]:
+    """The main node's address, this node's own, and the interface that leads there."""
+    if address is None:
+        raise UsageError("--main-address is missing; it wants the address of node 0, as the other nodes reach it")
+    try:
+        local = address_towards(address, port)
+    except OSError as error:
+        raise UsageError(f"--main-address {address} leads nowhere from here ({error.strerror or error})") from None
+    return address, local, interface_of(local)
+
+
+def _log_folder(loaded: LoadedRecipe) -> Path:
+    folder = Path(loaded.recipe.run_dir) / "logs"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return Path(os.devnull).parent / "shm" if Path("/dev/shm").is_dir() else Path("/tmp")
+    return folder.resolve()
+
+
+def _fingerprint(loaded: LoadedRecipe) -> str:
+    import xxhash
+
+    return xxhash.xxh3_64_hexdigest(dump(loaded.recipe).encode())
+
+
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name, "")
+    if text and not text.isdigit():
+        raise UsageError(f"{name} is {text!r}; it wants a whole number")
+    return int(text) if text else None
+
+
+__all__ = ["Asked", "Nodes", "commands", "modules_for", "operator_variables", "ranks_here", "wish_for"]

@@ -1,0 +1,135 @@
+"""One launch that never hangs and leaves no orphans, whatever is done to its processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from modelwright.runs.beat import process_state
+from rig import Rig, steps_of, told, trace
+from tiny import tiny_recipe
+
+SOURCE = Path(__file__).parents[2] / "src"
+GENEROUS = 120.0
+"""Seconds to wait for what takes a few on a quiet machine."""
+LONG = {"max_steps": 40, "save_steps": 5, "eval_steps": 40, "global_batch_size": 4, "gradient_accumulation_steps": 1}
+
+
+class Launched:
+    """A launch in a process of its own."""
+
+    def __init__(self, words: list[str], folder: Path) -> None:
+        self.log = folder / "launch.log"
+        environ = {**os.environ, "PYTHONPATH": str(SOURCE), "TMPDIR": str(folder), "HF_HUB_OFFLINE": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", *words], cwd=folder, env=environ, stdout=self.log.open("w"), stderr=subprocess.STDOUT
+        )
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def descendants(self) -> list[int]:
+        """Every process below the launcher."""
+        found, waiting = [], [self.process.pid]
+        while waiting:
+            pid = waiting.pop()
+            below = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout
+            waiting += [int(word) for word in below.split() if int(word) not in found]
+            found += [int(word) for word in below.split()]
+        return found
+
+    def wait(self) -> int:
+        return self.process.wait(timeout=GENEROUS)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Iterator[list[Launched]]:
+    """Launches that end with the test, whatever becomes of it."""
+    started: list[Launched] = []
+    yield started
+    for launch in started:
+        launch.end()
+
+
+def wait_until(condition: object, what: str, launch: Launched) -> None:
+    deadline = time.monotonic() + GENEROUS
+    while time.monotonic() < deadline:
+        if condition():  # type: ignore[operator]
+            return
+        assert launch.process.poll() is None, launch.output
+        time.sleep(0.1)
+    raise AssertionError(f"never: {what}\n{launch.output}")
+
+
+def reach(run: Path, step: int, launch: Launched) -> None:
+    there = run / "journal.jsonl"
+    wait_until(lambda: there.exists() and max(steps_of(run), default=0) >= step, f"step {step}", launch)
+
+
+def ranks_of(launch: Launched, folder: Path) -> dict[str, int]:
+    """The processes of the ranks that were started last."""
+    import json
+
+    place = next(folder.glob("modelwright-*/ranks.json"))
+    return dict(json.loads(place.read_text()))
+
+
+@pytest.mark.slow
+def test_a_killed_rank_a_stopped_rank_and_a_killed_launcher_change_nothing_and_leave_nobody(
+    rig: Rig, model_folder: Path, tmp_path: Path, launched: list[Launched]
+) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    ranks = rig.run_ranks(["run", str(tiny_recipe(whole, model_folder, **LONG))], whole, 2)
+    assert [code for code, _ in ranks] == [0, 0], ranks
+    recipe = tiny_recipe(broken, model_folder, **LONG)
+    launch = Launched(["modelwright.bench.node", str(recipe), '{"per_node": "2"}'], broken)
+    launched.append(launch)
+    reach(broken / "run", 7, launch)
+    os.kill(ranks_of(launch, broken)["1"], signal.SIGKILL)
+    reach(broken / "run", 14, launch)
+    assert launch.output.count("rank 1 was killed by SIGKILL") == 1
+    os.kill(ranks_of(launch, broken)["1"], signal.SIGSTOP)
+    reach(broken / "run", 21, launch)
+    assert "rank 1" in launch.output and "has been stopped for" in launch.output
+    below = launch.descendants()
+    assert len(below) >= 4, "agent, fork server and two ranks"
+    launch.process.kill()
+    launch.process.wait()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and any(process_state(pid) not in (None, "Z") for pid in below):
+        time.sleep(0.1)
+    assert [pid for pid in below if process_state(pid) not in (None, "Z")] == []
+    assert len(told(broken / "run", "resumed")) == 2
+    again = rig.run_ranks(["run", str(recipe)], broken, 2)
+    assert [code for code, _ in again] == [0, 0], again
+    assert trace(broken / "run") == trace(whole / "run")
+
+
+@pytest.mark.slow
+def test_a_letter_is_told_once_with_its_code_and_nothing_is_tried_again(
+    model_folder: Path, tmp_path: Path, launched: list[Launched]
+) -> None:
+    recipe = tiny_recipe(tmp_path, model_folder, **LONG)
+    words = ["modelwright", "launch", str(recipe), "--per-node", "2", "--set", "model.model_name_or_path=/nowhere"]
+    launch = Launched(words, tmp_path)
+    launched.append(launch)
+    assert launch.wait() == 2, launch.output
+    assert (
+        launch.output.count("/nowhere") == launch.output.count("no folder") + 1
+    )  # once as the model that is looked for
+    assert launch.output.count("no folder") == 1
+    assert "starting again" not in launch.output
+    assert "Traceback" not in launch.output and "ChildFailedError" not in launch.output

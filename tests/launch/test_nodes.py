@@ -1,0 +1,87 @@
+"""Each node gets its command; an operator's variables stand in for options; nothing here asks torch."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+from typer.main import get_command
+
+from modelwright.cli.main import app
+from modelwright.errors import UsageError
+from modelwright.launch.nodes import Asked, commands, count_gpus, ranks_here
+from modelwright.launch.wish import Nodes, Wish, parse_nodes
+
+
+def test_every_node_gets_a_command_that_this_program_takes() -> None:
+    told = commands("lyrics.yaml", ("--set", "sft.max_steps=3"), Asked("2", None, "10.0.0.1", None, "4,2"), {})
+    assert [node["node"] for node in told] == [0, 1]
+    for node in told:
+        words = shlex.split(str(node["command"]))
+        verb = get_command(app).commands[words[1]]  # type: ignore[attr-defined]
+        verb.make_context("modelwright", words[2:])
+    assert "--node-rank 1 --main-address 10.0.0.1 --port 29500 --per-node 2" in str(told[1]["command"])
+    assert "--nnodes 2 --node-rank 1 --nproc-per-node 2" in str(told[1]["torchrun"])
+    assert "--num_processes 6" in str(told[0]["accelerate"])
+
+
+def test_chosen_gpus_are_counted_and_handed_on() -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "2,3"}
+    told = commands("lyrics.yaml", (), Asked("2", None, "10.0.0.1"), environ)
+    assert str(told[0]["command"]).startswith("CUDA_VISIBLE_DEVICES=2,3 modelwright launch")
+    assert str(told[0]["command"]).endswith("--per-node 2")
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0
+    assert ranks_here(None, environ={"CUDA_VISIBLE_DEVICES": ""}) == 1
+
+
+def test_an_operators_variables_stand_in_for_options_and_options_go_before() -> None:
+    environ = {
+        "PET_NNODES": "3", "PET_NODE_RANK": "2", "PET_MASTER_ADDR": "job-node-0-0.job", "PET_MASTER_PORT": "23456",
+        "PET_NPROC_PER_NODE": "4",
+    }  # fmt: skip
+    assert Asked().or_operator(environ) == Asked("3", 2, "job-node-0-0.job", 23456, "4")
+    assert Asked(nodes="2", node=0).or_operator(environ).node == 0
+    assert Asked().or_operator({"PET_NPROC_PER_NODE": "auto"}) == Asked()
+
+
+def test_nodes_are_a_number_or_a_range() -> None:
+    assert (parse_nodes("2"), parse_nodes("1:4")) == (Nodes(2, 2), Nodes(1, 4))
+    for wrong in ("0", "two", "3:2", ""):
+        with pytest.raises(UsageError, match="--nodes"):
+            parse_nodes(wrong)
+
+
+def test_a_wish_travels_as_one_word() -> None:
+    wish = Wish(("run", "a b.yaml"), 2, "logs", Nodes(1, 2), preload=("json",))
+    assert Wish.from_text(wish.as_text()) == wish
+
+
+@pytest.mark.parametrize(
+    ("words", "letter"),
+    [
+        (["--on", "moon"], "--on is 'moon'"),
+        (["--on", "nodes", "--node-rank", "1", "--nodes", "2"], "--main-address is missing"),
+        (["--per-node", "none"], "--per-node is 'none'"),
+    ],
+)
+def test_a_mistake_is_a_letter(words: list[str], letter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=letter):
+        app(["launch", "quickstart", *words], standalone_mode=False)
+
+
+def test_without_a_node_rank_the_commands_are_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.MonkeyPatch.context() as clean:
+        clean.delenv("PET_NODE_RANK", raising=False)
+        try:
+            app(["launch", "quickstart", "--on", "nodes", "--main-address", "10.0.0.1"], standalone_mode=False)
+        except typer.Exit as stop:
+            assert stop.exit_code == 0
+    said = capsys.readouterr().out
+    assert said.count("modelwright launch quickstart --on nodes") == 2
+    assert list(tmp_path.iterdir()) == []

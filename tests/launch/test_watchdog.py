@@ -1,0 +1,66 @@
+"""The watchdog tells the stopped from the hanging, the left over from the busy, by watching beats change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from modelwright.launch.watchdog import FIRST_SECONDS, Watchdog, limit
+from modelwright.runs.beat import Standing
+
+AT_WORK = Standing(
+    rank=0, pid=100, count=1, moves=1, doing="waiting for the others", step=7, step_seconds=0.5, ending=None,
+    ended_at=0.0, exit_code=0, lost_others=False,
+)  # fmt: skip
+OTHER = replace(AT_WORK, rank=1, pid=101)
+
+
+def watch(seconds: float, *ranks: Standing, states: dict[int, str | None] | None = None, moving: bool = False) -> str:
+    """What the watchdog says first of ranks that beat for some seconds without moving, and when."""
+    dog, now = Watchdog(), 0.0
+    known = {100: "S", 101: "S"} | (states or {})
+    while now < seconds:
+        beat = int(now * 2)
+        beats = {at.rank: replace(at, count=beat, moves=beat if moving else at.moves) for at in ranks}
+        for finding in dog.look(beats, known, now):
+            return f"{now:.0f} s: rank {finding.rank} {finding.reason}"
+        now += 0.5
+    return "nothing"
+
+
+def test_a_rank_that_moves_is_left_alone() -> None:
+    assert watch(7200, AT_WORK, OTHER, moving=True) == "nothing"
+
+
+def test_a_rank_that_hangs_is_found_after_a_minute_where_steps_are_short() -> None:
+    assert watch(600, AT_WORK).startswith("60 s: rank 0 hangs: waiting for the others after step 7 for 60 s")
+
+
+def test_long_steps_are_given_twenty_times_their_median() -> None:
+    assert limit(replace(AT_WORK, step_seconds=30.0)) == 600.0
+
+
+@pytest.mark.parametrize("doing", ["loading", "saving", "waiting for rank 0", "gathering"])
+def test_what_may_take_long_is_given_half_an_hour(doing: str) -> None:
+    assert limit(replace(AT_WORK, doing=doing)) == FIRST_SECONDS
+
+
+def test_a_stopped_rank_is_found_in_seconds_and_the_one_that_waits_for_it_is_not_blamed() -> None:
+    assert watch(60, AT_WORK, OTHER, states={101: "T"}) == "8 s: rank 1 has been stopped for 8 s (SIGSTOP)"
+
+
+def test_a_rank_left_waiting_for_one_that_died_is_ended_after_ten_seconds() -> None:
+    found = watch(60, AT_WORK, OTHER, states={101: None})
+    assert found == "10 s: rank 0 is left waiting, waiting for the others, since others have gone"
+
+
+def test_a_rank_that_saves_while_another_died_may_finish() -> None:
+    assert watch(60, replace(AT_WORK, doing="saving"), OTHER, states={101: None}) == "nothing"
+
+
+def test_nobody_is_blamed_for_the_time_in_which_the_watcher_itself_was_stopped() -> None:
+    dog = Watchdog()
+    assert dog.look({0: AT_WORK}, {100: "S"}, 0.0) == []
+    assert dog.look({0: AT_WORK}, {100: "S"}, 3600.0) == []
+    assert dog.look({0: AT_WORK}, {100: "S"}, 3601.0) == []
