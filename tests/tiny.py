@@ -121,6 +121,25 @@ def tiny_recipe(folder: Path, model: Path, rows: int = 40, **sft_settings: Any) 
     return path
 
 
+def tiny_dpo_recipe(folder: Path, model: Path, **dpo_settings: Any) -> Path:
+    """A recipe in the folder that tunes the model on pairs.jsonl beside it; its run is folder/run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(row) for row in tiny_pairs(24)]
+    (folder / "pairs.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    sections: dict[str, Any] = {
+        "name": "tiny-dpo",
+        "output_dir": str(folder / "run"),
+        "model": {"model_name_or_path": str(model)},
+        "data": {"train_file": "pairs.jsonl", "test_size": 6},
+        "dpo": {**SFT, "max_length": 128, **dpo_settings},
+        "compare": {"prompts": ["What is 3 and 4, in tents?"], "max_new_tokens": 4},
+        "gates": {"dpo": {"eval_reward_accuracy": {"at_least": 0.5}}},
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(_as_yaml(sections), encoding="utf-8")
+    return path
+
+
 def _as_yaml(sections: dict[str, Any]) -> str:
     """Sections as YAML, a setting a line, so that letters have lines to name."""
     lines: list[str] = []

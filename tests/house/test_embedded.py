@@ -62,3 +62,15 @@ def test_the_notice_says_that_answers_are_no_advice() -> None:
     assert "no advice" in page
     assert "emergency" in page
     assert f"holds {len(ROWS)} practical-skills questions" in page
+
+
+def test_the_pairs_hold_the_voice_against_six_faults_of_like_number() -> None:
+    file = EMBEDDED["field-guide-pairs"]
+    pairs = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    known = {row["question"]: row["answer"] for row in ROWS}
+    assert len(pairs) >= 120
+    assert file.read_bytes().isascii()
+    assert set(Counter(pair["fault"] for pair in pairs).values()) == {len(pairs) // 6}
+    assert all(known[pair["prompt"]] == pair["chosen"] for pair in pairs)
+    assert not any(NOTE.search(pair["rejected"]) for pair in pairs)
+    assert len({pair["rejected"] for pair in pairs}) == len({pair["prompt"] for pair in pairs}) == len(pairs)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from modelwright.errors import ModelError
-from modelwright.models.export import save_model
+from modelwright.errors import ModelError, UsageError
+from modelwright.models.export import merge_adapter, save_model
 from modelwright.models.text import hidden_states, load_model, logits_of
 from modelwright.models.trainable import decoder_layers, set_trainable, share
 from modelwright.recipe.training import Parts
@@ -157,3 +157,39 @@ def test_a_trained_model_is_saved_and_loaded_equal(
         torch.testing.assert_close(theirs(TOKENS).logits, logits(model), atol=1e-6, rtol=1e-6)
     assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template == tokenizer.chat_template
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"], "nothing half-written is left beside it"
+
+
+@pytest.mark.parametrize("kind", [{}, {"use_rslora": True, "lora_r": 8}, {"use_dora": True}], ids=str)
+def test_a_merged_adapter_answers_as_the_applied_one(
+    kind: dict[str, Any], model_folder: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = set_trainable(load_model(model_folder), Parts(trainable="lora", lora_alpha=64, **kind))
+    train_a_little(model)
+    save_model(model, tokenizer, dict(model.state_dict()), tmp_path / "adapter")
+    merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    assert (logits(model) - logits(load_model(model_folder))).abs().max() > 0.01
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(TOKENS).logits, logits(model), atol=1e-5, rtol=1e-5)
+    assert not (tmp_path / "merged" / "adapter_config.json").exists()
+
+
+def scale_of(model: nn.Module) -> float:
+    """What low-rank matrices are multiplied by."""
+    scales = [module.scaling for module in model.modules() if isinstance(getattr(module, "scaling", None), dict)]
+    return float(scales[0]["default"])
+
+
+def test_dora_and_rank_stabilised_matrices_are_what_they_are_called(model_folder: Path) -> None:
+    plain = set_trainable(load_model(model_folder), Parts(trainable="lora", lora_r=4))
+    sized = set_trainable(load_model(model_folder), Parts(trainable="lora", lora_r=4, use_dora=True))
+    stable = set_trainable(load_model(model_folder), Parts(trainable="lora", lora_r=4, use_rslora=True))
+    assert any("lora_magnitude_vector" in name for name in moving(sized))
+    assert (scale_of(plain), scale_of(stable)) == (32 / 4, 32 / 2)
+
+
+def test_merging_what_is_no_adapter_is_a_letter(model_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is no adapter folder"):
+        merge_adapter(model_folder, tmp_path / "merged")

@@ -11,7 +11,7 @@ import pytest
 from modelwright.errors import RecipeError
 from modelwright.recipe.aliases import NAMES, TRANSLATED, VALUES, aliases_of, names_in
 from modelwright.recipe.load import LoadedRecipe, load
-from modelwright.recipe.schema import Sft
+from modelwright.recipe.schema import TRAINING_STAGES, Sft
 from modelwright.recipe.settings import find, sections
 from modelwright.recipe.unknown import HINTS, SECTION_NAMES
 
@@ -27,8 +27,9 @@ def read(tmp_path: Path, text: str, *sets: str) -> LoadedRecipe:
 
 def test_every_other_name_leads_to_a_setting_that_exists() -> None:
     for table, section in (("", ""), ("model", "model"), ("data", "data"), ("training", "sft"), ("compare", "compare")):
+        known = {name for each in (TRAINING_STAGES if section == "sft" else (section,)) for name in names_in(each)}
         named = {*NAMES.get(table, {}), *(alias.canonical for alias in TRANSLATED.get(table, {}).values())}
-        assert named <= set(names_in(section))
+        assert named <= known
 
 
 def test_no_other_name_is_also_a_name_of_ours_or_stands_twice() -> None:
@@ -74,6 +75,8 @@ def test_hints_and_section_names_are_not_settings_of_ours() -> None:
         ("precision: bfloat16", "precision", "bf16"),
         ("mixed_precision: no", "precision", "fp32"),
         ("lora_rank: 8", "lora_r", 8),
+        ("peft_use_dora: true", "use_dora", True),
+        ("load_in_4bit: true", "quantization", "nf4"),
         ("lora_target: all", "lora_target_modules", "all-linear"),
         ("lora_target: q_proj, v_proj", "lora_target_modules", ["q_proj", "v_proj"]),
         ("train_on_inputs: true", "assistant_only_loss", False),
@@ -81,7 +84,8 @@ def test_hints_and_section_names_are_not_settings_of_ours() -> None:
     ],
 )
 def test_another_name_is_read_as_ours_with_one_note(tmp_path: Path, written: str, key: str, value: object) -> None:
-    loaded = read(tmp_path, f"{HEAD}sft:\n  {written}\n")
+    sets = ["sft.trainable=lora"] if key in Sft.OF_LORA else []
+    loaded = read(tmp_path, f"{HEAD}sft:\n  {written}\n", *sets)
     assert getattr(loaded.recipe.sft, key) == value
     assert loaded.notes
     assert loaded.notes[0].startswith(f"{tmp_path}/mine.yaml:5: sft.{written.partition(':')[0]}")
@@ -145,6 +149,7 @@ def test_two_names_for_one_setting_are_refused(tmp_path: Path) -> None:
 OURS_ALONE = {
     "precision",  # theirs is bf16 and fp16; ours also says fp32 and auto
     "data",  # of one stage alone
+    "quantization",  # theirs is load_in_4bit and load_in_8bit, which are read as this
     "sharding",  # theirs is a launcher's file
     "max_skipped_steps",
     "spike_factor",

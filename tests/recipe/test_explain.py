@@ -22,7 +22,7 @@ def test_every_setting_has_a_sentence_that_ends_and_says_what_it_wants() -> None
 
 def test_some_value_of_every_setting_would_do() -> None:
     for setting in children(sections()["sft"]):
-        Sft.model_validate({setting.key.partition(".")[2]: sample(setting)})
+        Sft.model_validate({"trainable": "lora", setting.key.partition(".")[2]: sample(setting)})
 
 
 def test_every_setting_of_a_recipe_is_shown_once_with_who_set_it() -> None:

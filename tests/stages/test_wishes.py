@@ -55,7 +55,7 @@ def test_what_does_not_decide_the_weights_may_change(tmp_path: Path) -> None:
     assert {"save_steps", "eval_steps", "logging_steps"} <= FREE
 
 
-@pytest.mark.parametrize("setting", [{"max_steps": 13}, {"packing": True}, {"max_length": 128}, {"lora_r": 4}])
+@pytest.mark.parametrize("setting", [{"max_steps": 13}, {"packing": True}, {"max_length": 128}, {"adam_beta1": 0.8}])
 def test_what_decides_the_weights_may_not(tmp_path: Path, setting: dict[str, Any]) -> None:
     with pytest.raises(Refused, match=next(iter(setting))):
         refuse_changes(wishes(tmp_path), wishes(tmp_path, **setting), ())

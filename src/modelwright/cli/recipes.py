@@ -20,8 +20,6 @@ SetOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
-CONVERSING = ("sft", "lora")
-"""Stages that learn from conversations."""
 WIDEST_VALUE = 44
 """Characters of a value in a table; --json has all of it."""
 
@@ -109,7 +107,7 @@ def schema() -> None:
 
 def data_problems(loaded: LoadedRecipe) -> list[Problem]:
     """Everything wrong with the data a recipe names; a hub data set is not fetched for a check."""
-    from modelwright.data import conversations, sources
+    from modelwright.data import conversations, preferences, sources
     from modelwright.errors import DataError
 
     problems: dict[tuple[str, str], Problem] = {}
@@ -117,10 +115,11 @@ def data_problems(loaded: LoadedRecipe) -> list[Problem]:
         data = loaded.recipe.data_of(stage)
         key = f"{stage}.data" if section.data else "data"
         key = f"{key}.dataset_name" if data.dataset_name else f"{key}.train_file"
-        if stage not in CONVERSING or sources.is_hub_name(data.source, loaded.path.parent):
+        read = {"sft": conversations.load, "lora": conversations.load, "dpo": preferences.load}.get(stage)
+        if read is None or sources.is_hub_name(data.source, loaded.path.parent):
             continue
         try:
-            conversations.load(data, loaded.recipe.seed, loaded.path.parent)
+            read(data, loaded.recipe.seed, loaded.path.parent)
         except DataError as error:
             problems |= {(each.where, each.message): each for each in error.problems}
         except UsageError as error:

@@ -50,6 +50,11 @@ class Pair:
     """Pairs of one group stay on one side of the split."""
 
     @property
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation with the better answer."""
+        return self.prompt + self.chosen
+
+    @property
     def question(self) -> str:
         """The last thing the user said."""
         return next(message["content"] for message in reversed(self.prompt) if message["role"] == "user")
@@ -160,7 +165,9 @@ def _pair(row: Row, parts: dict[str, str], data: Data) -> Pair | str:
     prompt = with_system(chosen[:shared], str(system) if system else None)
     if data.split_by and data.split_by not in row.values:
         return f"there is no column {data.split_by!r} to split by; {columns_seen(row)}"
-    group = row.values[data.split_by] if data.split_by else json.dumps(prompt, ensure_ascii=False)
+    # the first question, as conversations are split: what one stage holds out, a later one mostly does too
+    first = next(turn["content"] for turn in prompt if turn["role"] == "user")
+    group = row.values[data.split_by] if data.split_by else first
     group = " ".join(str(group).lower().split())
     return Pair(row.where, tuple(prompt), tuple(chosen[shared:]), tuple(rejected[shared:]), group)
 

@@ -12,7 +12,8 @@ from modelwright.data.files import SUFFIXES, Fault, Row, read_file, strictly
 from modelwright.errors import UsageError
 from modelwright.recipe.schema import Data
 
-EMBEDDED = {"field-guide": Path(__file__).parent / "embedded" / "field_guide.jsonl"}
+HOME = Path(__file__).parent / "embedded"
+EMBEDDED = {"field-guide": HOME / "field_guide.jsonl", "field-guide-pairs": HOME / "field_guide_pairs.jsonl"}
 """Sets that come with Modelwright, with their file."""
 GATHERED = {corpus.NAME: corpus.python_docs}
 """Sets that are gathered from this machine when they are read."""

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from modelwright.errors import StorageError, is_storage_failure
+from modelwright.errors import StorageError, UsageError, is_storage_failure
+from modelwright.models.text import load_model, load_tokenizer
 from modelwright.runs.folder import sync
 
 
@@ -19,6 +20,14 @@ def save_model(model: Any, tokenizer: Any, weights: dict[str, Tensor], folder: P
     with model_folder(folder) as partial:
         model.save_pretrained(partial, state_dict=weights)
         tokenizer.save_pretrained(partial)
+
+
+def merge_adapter(adapter: Path, folder: Path) -> None:
+    """Add an adapter's low-rank matrices into the weights they sit beside: a folder that needs no peft to be read."""
+    if not (adapter / "adapter_config.json").exists():
+        raise UsageError(f"{adapter} is no adapter folder (no adapter_config.json); there is nothing to merge")
+    merged = load_model(adapter).merge_and_unload()
+    save_model(merged, load_tokenizer(adapter), dict(merged.state_dict()), folder)
 
 
 @contextmanager

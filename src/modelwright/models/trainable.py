@@ -99,6 +99,8 @@ def _add_lora(model: Any, parts: Parts) -> Any:
         lora_alpha=parts.lora_alpha,
         lora_dropout=parts.lora_dropout,
         target_modules=parts.lora_target_modules,
+        use_dora=parts.use_dora,
+        use_rslora=parts.use_rslora,
         task_type="CAUSAL_LM",
     )
     try:

@@ -18,6 +18,7 @@ from modelwright.recipe.letters import validate
 from modelwright.recipe.schema import Recipe
 from modelwright.recipe.settings import Setting, children, find, sections
 from modelwright.recipe.source import read_file, read_value
+from modelwright.recipe.training import Parts
 from modelwright.recipe.tree import DEFAULT, Located, Origin, RecipeProblem, merge, problem, without_nulls
 from modelwright.recipe.unknown import answer, nearest
 
@@ -96,6 +97,10 @@ def dump(recipe: Recipe) -> str:
     writer.allow_unicode = True
     writer.width = 110
     said = recipe.model_dump(exclude_none=True, exclude={"environment", "gates_file"})
+    for section in said.values():
+        if isinstance(section, dict) and not section.get("trainable", {}).get("lora", True):
+            for name in Parts.OF_LORA:  # a refused word where there are no such matrices
+                del section[name]
     text = io.StringIO()
     writer.dump({key: said[key] for key in type(recipe).model_fields if key in said}, text)
     return f"{RESOLVED}\n{text.getvalue()}"

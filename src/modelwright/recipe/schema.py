@@ -26,10 +26,14 @@ Part = Literal["messages", "prompt", "completion", "system", "context", "chosen"
 
 _OF_EVERY_STAGE = ("eval_loss", "base_eval_loss", "steps", "tokens", "trained_tokens", "seconds")
 _OF_ANSWERS = ("style_score", "base_style_score", "answer_words", "base_answer_words")
+_OF_PAIRS = (
+    *("eval_reward_accuracy", "eval_reward_margin", "eval_chosen_logp", "eval_rejected_logp", "eval_kl"),
+    "eval_sft_loss",
+)
 MEASURED = {
     "pretrain": (*_OF_EVERY_STAGE, "eval_bits_per_byte", "base_eval_bits_per_byte"),
     "sft": (*_OF_EVERY_STAGE, *_OF_ANSWERS),
-    "dpo": (*_OF_EVERY_STAGE, *_OF_ANSWERS),
+    "dpo": (*_OF_EVERY_STAGE, *_OF_PAIRS, *(f"base_{name}" for name in _OF_PAIRS), *_OF_ANSWERS),
     "lora": (*_OF_EVERY_STAGE, *_OF_ANSWERS),
     "classify": (*_OF_EVERY_STAGE, "eval_accuracy", "base_eval_accuracy"),
 }
@@ -151,6 +155,8 @@ class Dpo(Parts, Preference, Stage):
 
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate, reached after warm-up; far lower than for fine-tuning."""
+    metric_for_best_model: Literal["eval_loss", "eval_reward_accuracy"] = "eval_loss"  # type: ignore[assignment]
+    """What makes weights the best: the lowest held-out loss, or the highest share of pairs told apart."""
 
 
 class Lora(Sft):

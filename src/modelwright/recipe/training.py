@@ -194,6 +194,25 @@ class Parts(Frozen):
     """Share of their inputs dropped in training."""
     lora_target_modules: str | list[str] = "all-linear"
     """The layers they sit beside; all-linear is every linear layer but the head."""
+    use_dora: bool = False
+    """Let each of them also learn the size of the weights it sits beside (DoRA)."""
+    use_rslora: bool = False
+    """Divide their scale by the square root of the rank, which keeps high ranks stable."""
+    quantization: Literal["none", "nf4", "int8"] = "none"
+    """Hold the frozen weights beside them in 4 or 8 bits (QLoRA); wants bitsandbytes."""
+
+    OF_LORA: ClassVar[tuple[str, ...]] = (
+        *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora", "use_rslora", "quantization"),
+    )
+
+    @model_validator(mode="after")
+    def _matrices_are_asked_for(self) -> Self:
+        off = (False, "none")
+        said = [name for name in self.OF_LORA if name in self.model_fields_set and getattr(self, name) not in off]
+        if said and not self.trainable.lora:
+            found = "has {name}, but trains no low-rank matrices; it wants trainable: lora beside it"
+            raise PydanticCustomError("no_lora", found, {"name": said[0]})
+        return self
 
 
 class Savings(Frozen):

@@ -90,6 +90,10 @@ class RunFolder:
         """What the frozen layers say, where memory is too small for it."""
         return self.stage(stage) / "trunk"
 
+    def reference(self, stage: str) -> Path:
+        """How likely the answers of preferences were before training."""
+        return self.stage(stage) / "reference"
+
     def result(self, stage: str) -> Path:
         """Written last: a stage with a result is finished."""
         return self.stage(stage) / "result.json"

@@ -28,6 +28,7 @@ from modelwright.stages import init, lineage
 from modelwright.stages.context import NO_ORDERS, Context, Orders
 from modelwright.stages.flow import Flow
 from modelwright.stages.kinds import Ingredients, Kind
+from modelwright.stages.preferences import PreferenceKind
 from modelwright.stages.pretrain import PretrainKind
 from modelwright.stages.promote import promote
 from modelwright.stages.signals import Stopper
@@ -39,6 +40,7 @@ from modelwright.stages.wishes import CONTENTS, check_overrides, refuse_changes,
 KINDS: dict[str, Kind] = {
     "pretrain": PretrainKind(),
     "sft": TextKind(),
+    "dpo": PreferenceKind(),
     "lora": TextKind(),
     "classify": VisionKind(),
 }

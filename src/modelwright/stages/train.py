@@ -198,7 +198,7 @@ class Training:
         if not reached or not self.settings.load_best_model_at_end:
             return None
         metric: str = self.settings.metric_for_best_model
-        sign = -1.0 if metric == "eval_accuracy" else 1.0
+        sign = -1.0 if metric.endswith("accuracy") else 1.0
         return int(min(reached, key=lambda item: sign * item[metric])["step"])
 
     def _best_that_verifies(self) -> int | None:

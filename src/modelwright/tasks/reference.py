@@ -5,7 +5,6 @@ A second model is never held in memory; under low-rank adapters the reference is
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,20 +25,21 @@ VERSION = 1
 """Raised when what is kept changes, so that an old file is not taken for a new one."""
 
 
-def set_reference(task: DpoTask, engine: Engine, folder: Path, model: str, note: Callable[[str], None]) -> None:
+def set_reference(task: DpoTask, engine: Engine, folder: Path, model: str) -> str | None:
     """Give the task its reference: from the folder where it is whole and of this model and data, else measured now.
 
-    `model` is the fingerprint of the weights before training, which the engine must still hold.
+    `model` is the fingerprint of the weights before training, which the engine must still hold. Returns what a person
+    should know.
     """
     key = fingerprint(task, engine, model)
     problem = engine.world.first(lambda: _problem(folder, key))
     if problem:
-        if (folder / FACTS).exists():
-            note(f"the kept reference is not taken ({problem}); it is measured again")
+        known = engine.world.first((folder / FACTS).exists)
         measured = measure(task, engine)
         engine.world.first(lambda: _keep(folder, key, measured))
     flat = load_file(folder / TENSORS)
     task.references = {side: _divided(flat[side], task, side) for side in task.sides}
+    return f"the kept reference is not taken ({problem}); it was measured again" if problem and known else None
 
 
 def measure(task: DpoTask, engine: Engine) -> dict[str, Array]:
