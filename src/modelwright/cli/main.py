@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from modelwright import __version__
-from modelwright.cli import bench, launch, recipes, report, run, use
+from modelwright.cli import bench, data, launch, recipes, report, run, use
 from modelwright.errors import Interrupted, ModelwrightError, StorageError, is_storage_failure
 
 CONTROL_C = 130
@@ -41,7 +41,7 @@ def _options(
     """One file, a recipe, becomes a trained model."""
 
 
-for verbs in (recipes, run, launch, use, report, bench):
+for verbs in (recipes, run, launch, use, data, report, bench):
     verbs.register(app)
 
 

@@ -38,6 +38,8 @@ class Fault:
     """What was found and what would do."""
     found: str = ""
     """The beginning of what stands there."""
+    whole_file: bool = False
+    """Whether all of the file is lost with it."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def _read_jsonl(path: Path, stretch: Stretch) -> Iterator[Row | Fault]:
         if stretch.start:
             file.seek(stretch.start - 1)
             file.readline()  # the line that began before belongs to the stretch before
-        number, looks_like_csv = stretch.rows_before, False
+        number = stretch.rows_before
         while stretch.stop is None or file.tell() < stretch.stop:
             line = file.readline()
             if not line:
@@ -92,10 +94,9 @@ def _read_jsonl(path: Path, stretch: Stretch) -> Iterator[Row | Fault]:
             item = _json_line(line, f"{path.name}:{number}", first=number == 1)
             if item is None:
                 continue
-            if isinstance(item, Fault) and number == 1 and "CSV" in item.reason:
-                looks_like_csv = True
-            if not looks_like_csv or number == 1:
-                yield item
+            yield item
+            if isinstance(item, Fault) and item.whole_file:
+                return
 
 
 def _json_line(line: bytes, where: str, first: bool) -> Row | Fault | None:
@@ -109,7 +110,7 @@ def _json_line(line: bytes, where: str, first: bool) -> Row | Fault | None:
         values = json.loads(text)
     except json.JSONDecodeError as error:
         if first and text.count(",") + text.count(";") and not text.lstrip().startswith(("{", "[")):
-            return Fault(where, "this is no JSON; it looks like CSV: name the file .csv", text[:80])
+            return Fault(where, "this is no JSON; it looks like CSV: name the file .csv", text[:80], True)
         return Fault(where, f"this is no JSON ({error.msg} at column {error.colno})", text[:80])
     except RecursionError:
         return Fault(where, "this JSON is nested too deep to be read", text[:80])
@@ -128,13 +129,13 @@ def _read_json(path: Path, stretch: Stretch) -> Iterator[Row | Fault]:
     except json.JSONDecodeError as error:
         lines = error.msg == "Extra data" and text.lstrip().startswith("{")
         hint = "; it looks like one object a line: name the file .jsonl" if lines else ""
-        yield Fault(f"{path.name}:{error.lineno}", f"this is no JSON ({error.msg}){hint}")
+        yield Fault(f"{path.name}:{error.lineno}", f"this is no JSON ({error.msg}){hint}", whole_file=True)
         return
     if isinstance(values, dict):
         lists = [value for value in values.values() if isinstance(value, list)]
         values = lists[0] if len(lists) == 1 else values
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-        yield Fault(path.name, "it wants a JSON list of objects, each a row")
+        yield Fault(path.name, "it wants a JSON list of objects, each a row", whole_file=True)
         return
     for number, value in enumerate(values, 1):
         yield Row(f"{path.name} row {number}", value)
@@ -163,7 +164,7 @@ def _csv_rows(path: Path, file: TextIO) -> Iterator[Row | Fault]:
     if len(head) == 1 and (mark := next((mark for mark in ";\t|" if mark in head[0]), None)):
         word = {";": "semicolons", "\t": "tabs", "|": "bars"}[mark]
         letter = f"the head is one column, {head[0]!r}, that looks separated by {word}; save the file with commas"
-        yield Fault(f"{path.name}:1", letter)
+        yield Fault(f"{path.name}:1", letter, whole_file=True)
         return
     for values in reader:
         if not values:
@@ -190,7 +191,8 @@ def _read_parquet(path: Path, stretch: Stretch) -> Iterator[Row | Fault]:
                     number += 1
                     yield Row(f"{path.name} row {number}", values)
     except (pyarrow.ArrowException, OSError) as error:
-        yield Fault(path.name, f"this is no whole Parquet file ({str(error).splitlines()[0]})")
+        letter = f"this is no whole Parquet file ({str(error).splitlines()[0]})"
+        yield Fault(path.name, letter, whole_file=True)
 
 
 def _read_txt(path: Path, stretch: Stretch) -> Iterator[Row | Fault]:

@@ -27,6 +27,28 @@ FEWEST = 256 + 3
 """Every byte and the special tokens."""
 
 
+FILES = (
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "*.jinja",
+    "*.model",
+    "vocab.*",
+    "merges.txt",
+)
+"""What a tokenizer is made of, in the folder of a model."""
+
+
+def copy(source: Path, folder: Path) -> None:
+    """Lay the files of a tokenizer into another folder, byte by byte."""
+    if source.resolve() == folder.resolve():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for pattern in FILES:
+        for file in sorted(source.glob(pattern)):
+            (folder / file.name).write_bytes(file.read_bytes())
+
+
 def padded(vocab_size: int) -> int:
     """The vocabulary that a model is built with: the next multiple of 64."""
     return -(-vocab_size // MULTIPLE) * MULTIPLE

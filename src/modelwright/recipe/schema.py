@@ -12,6 +12,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from pydantic_core import PydanticCustomError
 
 from modelwright.recipe.architecture import Architecture
+from modelwright.recipe.preparing import Prepare
 from modelwright.recipe.training import Images, Parts, Preference, Savings, Text, Trainable, Training
 from modelwright.recipe.values import Frozen, Regex, Steps
 
@@ -95,18 +96,21 @@ class Data(Frozen):
     """Rows held out, as a count or a share of the distinct split_by values."""
     max_rows: PositiveInt | None = None
     """Use only the first rows, for a quick try."""
+    mix: dict[str, PositiveFloat] = {}
+    """Several sources of raw text with their weights, such as {wiki.jsonl: 2, python-docs: 1}, for prepare."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if (self.dataset_name is None) == (self.train_file is None):
-            found = "both dataset_name and train_file" if self.dataset_name else "neither dataset_name nor train_file"
+        named = [key for key in ("dataset_name", "train_file", "mix") if getattr(self, key)]
+        if len(named) != 1:
+            found = "both " + " and ".join(named) if named else "neither dataset_name nor train_file"
             raise PydanticCustomError("one_source", "has {found}; it wants one of them", {"found": found})
         return self
 
     @property
     def source(self) -> str:
         """Where the rows come from."""
-        return self.dataset_name or self.train_file or ""
+        return self.dataset_name or self.train_file or " and ".join(self.mix)
 
 
 class Stage(Training):
@@ -238,6 +242,8 @@ class Recipe(Frozen):
     """Adaptation by low-rank matrices, last."""
     classify: Classify | None = None
     """Image classification."""
+    prepare: Prepare | None = None
+    """From raw text to packed shards, before pretrain."""
     compare: Compare = Compare()
     """Questions answered before and after."""
     gates: dict[StageName, dict[str, Threshold]] = {}
@@ -249,7 +255,7 @@ class Recipe(Frozen):
 
     @model_validator(mode="after")
     def _stages_fit(self) -> Self:
-        if not self.stages:
+        if not self.stages and self.prepare is None:
             raise PydanticCustomError(
                 "no_stage", "has no stage; it wants a section sft, pretrain, dpo, lora or classify"
             )
@@ -257,6 +263,8 @@ class Recipe(Frozen):
             other = next(stage for stage in self.stages if stage != "classify")
             found = "has both {other} and classify; it wants text or images"
             raise PydanticCustomError("two_kinds", found, {"other": other})
+        if self.prepare and self.data is None and (self.pretrain is None or self.pretrain.data is None):
+            raise PydanticCustomError("no_data", "has no data for prepare; it wants a section data")
         for stage, section in self.stages.items():
             if self.data is None and section.data is None:
                 found = "has no data for {stage}; it wants a section data"
@@ -281,7 +289,15 @@ class Recipe(Frozen):
     @property
     def flow(self) -> tuple[str, ...]:
         """Every stage that happens, in order: the training stages, and what stands around them."""
-        return (*(("init",) if self.model.architecture else ()), *self.stages)
+        before = (("prepare", self.prepare), ("init", self.model.architecture))
+        return (*(name for name, section in before if section), *self.stages)
+
+    @property
+    def prepared_data(self) -> Data:
+        """What prepare works on: the data of pretrain, or the recipe's."""
+        data = (self.pretrain.data if self.pretrain else None) or self.data
+        assert data is not None
+        return data
 
     def parent_of(self, stage: str) -> str | None:
         """The stage whose model a stage starts from; None where it starts from the recipe's model."""

@@ -68,8 +68,8 @@ class RunFolder:
 
     @property
     def tokenizer(self) -> Path:
-        """The tokenizer that the stage prepare trains."""
-        return self.data("tokenizer")
+        """The tokenizer that the stage prepare trains or takes from the model."""
+        return self.packed / "tokenizer"
 
     def data(self, name: str) -> Path:
         return self.path / "data" / name

@@ -24,7 +24,7 @@ from modelwright.report import page
 from modelwright.runs import lock
 from modelwright.runs.folder import RunFolder, read_json, write_text
 from modelwright.runs.journal import Journal, Watcher
-from modelwright.stages import init, lineage
+from modelwright.stages import init, lineage, prepare
 from modelwright.stages.context import NO_ORDERS, Context, Orders
 from modelwright.stages.flow import Flow
 from modelwright.stages.kinds import Ingredients, Kind
@@ -45,7 +45,7 @@ KINDS: dict[str, Kind] = {
     "classify": VisionKind(),
 }
 """What each training stage learns on."""
-OTHERS: dict[str, Callable[[Context], None]] = {"init": init.run}
+OTHERS: dict[str, Callable[[Context], None]] = {"prepare": prepare.run, "init": init.run}
 """Stages that train nothing; each leaves its result in the run, and knows by itself what of it stands already."""
 
 

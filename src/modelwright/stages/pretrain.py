@@ -70,7 +70,7 @@ def _shards(context: Context, stage: str, model: Path) -> Path:
     """The folder of packed shards: what prepare left, what the recipe names, or what is made here."""
     settings = context.recipe.stages[stage]
     assert isinstance(settings, Pretrain)
-    if settings.data is None and (context.folder.packed / MANIFEST).exists():
+    if context.recipe.prepare is not None:
         return context.folder.packed
     data = context.recipe.data_of(stage)
     named = local_path(data.source, context.beside)

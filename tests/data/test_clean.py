@@ -1,0 +1,65 @@
+"""Cleaning brings text to one form, and says of each document that goes which rule it broke and by how much."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from modelwright.data.clean import clean, normalise, repeated_share
+from modelwright.data.shingles import shingle
+from modelwright.recipe.preparing import Prepare
+
+PROSE = "The ship left the harbour at dawn, and nobody on the pier knew where it was going.\n"
+
+
+def rule_of(text: str, **settings: Any) -> str | None:
+    drop = clean(text, Prepare(**settings)).drop
+    return drop.rule if drop else None
+
+
+def test_text_is_brought_to_one_form() -> None:
+    text = "\ufeffe\u0301te\u0301\r\n  indented \t\r\rzero\u200bwidth\x00\n\n\n\n\nend\u2028line  "
+    assert normalise(text, "NFC") == "été\n  indented\n\nzerowidth\n\nend\nline"
+    assert normalise("ﬁne", "NFKC") == "fine"
+    assert normalise("e\u0301", "none") == "e\u0301"
+
+
+def test_ordinary_prose_code_and_other_scripts_stay() -> None:
+    code = 'def read(path):\n    """Read a file."""\n    with open(path) as file:\n        return file.read()\n'
+    chinese = "天地玄黄，宇宙洪荒。日月盈昃，辰宿列张。" * 5
+    for text in (PROSE * 3, code, f"{chinese} 寒来暑往 秋收冬藏 闰余成岁 律吕调阳"):
+        assert rule_of(text, max_repeated_lines=1) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("too short", "min_words"),
+        (f"{'QUJDREVGR0hJSktMTU5PUFFSU1RVVldYWVo' * 4} " * 6, "max_mean_word_length"),
+        ("a | b | c | d -- ++ == <> <> {} {} [] [] ## ## !!", "max_symbol_share"),
+        ("12 345 6789 4321 998 1000 2000 x", "max_digit_share"),
+        ("\n".join(f"- item {number} of the list" for number in range(9)), "max_bullet_lines"),
+        ("\n".join(f"Read more about topic {number}..." for number in range(9)), "max_ellipsis_lines"),
+        (PROSE * 9, "max_repeated_lines"),
+    ],
+)
+def test_each_rule_finds_what_it_is_for(text: str, rule: str) -> None:
+    assert rule_of(text) == rule
+
+
+def test_boilerplate_lines_go_and_the_rest_stays() -> None:
+    cleaned = clean(
+        f"Share this on Facebook\n{PROSE}Privacy Policy\nPlease enable JavaScript to go on.\nThe end.", Prepare()
+    )
+    assert (cleaned.text, cleaned.lines_dropped) == (f"{PROSE}The end.", 3)
+
+
+def test_rules_of_ones_own_are_regular_expressions() -> None:
+    assert rule_of(f"CONFIDENTIAL {PROSE}", drop_documents={"secret": "CONFIDENTIAL"}) == "drop_documents.secret"
+    assert clean(f"page 3\n{PROSE}", Prepare(drop_lines=[r"page \d+"])).text == PROSE.strip()
+
+
+def test_text_that_repeats_itself_is_measured_by_its_word_runs() -> None:
+    shares = repeated_share(shingle([PROSE, "one two three four five six " * 20, "a b"], 5))
+    assert shares[0] == 0 and shares[1] > 0.9 and shares[2] == 0

@@ -1,0 +1,253 @@
+"""A preparation gives the same bytes whoever does the work and whenever it was killed, and says what it dropped."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from modelwright.data import units
+from modelwright.data.clean import clean
+from modelwright.data.corpus import python_docs
+from modelwright.data.plan import Plan, Wish
+from modelwright.data.prepare import prepare
+from modelwright.data.shards import Shards
+from modelwright.data.tokenizer import Encoder
+from modelwright.data.workers import Alone, Crew, Processes, Ranks, Ray
+from modelwright.errors import DataError
+from modelwright.recipe.preparing import Prepare
+from modelwright.recipe.schema import Data
+from modelwright.runs.folder import hash_file
+
+SETTINGS = {"row_length": 64, "vocab_size": 600, "shard_rows": 64, "tokenizer_sample_mb": 1}
+SOURCE = Path(__file__).parents[2] / "src"
+
+
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixty documents, ten of them again, five of them nearly again, and one that says nothing."""
+    texts = [text[:2000] for _, text in python_docs()[100:] if clean(text[:2000], Prepare()).drop is None][:60]
+    near = [f"{text} And something more is said." for text in texts[20:25]]
+    rows = [{"text": text, "kind": number % 7} for number, text in enumerate([*texts, *texts[:10], *near, "too short"])]
+    return write_rows(tmp_path_factory.mktemp("raw") / "raw.jsonl", rows)
+
+
+def plan(folder: Path, data: dict[str, Any], tokenizer: Path | None = None, **settings: Any) -> Plan:
+    wish = Wish(Data(**data), Prepare(**{**SETTINGS, **settings}), 42, folder, tokenizer)
+    return Plan.make(wish, folder)
+
+
+def done(folder: Path, data: dict[str, Any], crew: Crew | None = None, **settings: Any) -> dict[str, Any]:
+    """Prepare, and return the report."""
+    for _ in prepare(plan(folder, data, **settings), crew or Alone()):
+        pass
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return report
+
+
+def checksums(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): hash_file(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, raw: Path) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    done(folder, {"train_file": str(raw)})
+    return folder
+
+
+def test_the_report_says_what_became_of_every_document(whole: Path) -> None:
+    report = json.loads((whole / "report.json").read_text())
+    assert report["documents"] == {
+        "read": 76, "cleaned": 75, "train": 54, "held_out": 6, "exact_duplicates": 10, "near_duplicates": 5,
+    }  # fmt: skip
+    assert report["rules"]["min_words"]["documents"] == 1
+    assert report["rules"]["min_words"]["examples"][0] == {"where": "raw.jsonl:76", "found": 2, "text": "too short"}
+    assert report["clusters"] == {"2": 5}
+    assert sum(report["lengths"]["counts"]) == 60
+
+
+def test_the_shards_hold_the_kept_documents_in_their_order(whole: Path, raw: Path) -> None:
+    encoder, train, held_out = Encoder.open(whole / "tokenizer"), Shards.open(whole), Shards.open(whole, "held_out")
+    texts = encoder.backend.decode(train.read(range(train.rows()))[0].ravel().tolist(), skip_special_tokens=False)
+    found = texts.split("<|im_end|>")[:-1]
+    given = [clean(json.loads(line)["text"], Prepare()).text for line in raw.read_text().splitlines()]
+    places = [given.index(each) for each in found]
+    assert places == sorted(places) and len(set(places)) == len(places) >= 52
+    assert train.vocab_size == 640 and train.tokenizer_fingerprint == encoder.fingerprint
+    assert held_out.rows() > 0
+    train.verify()
+
+
+def test_several_workers_leave_the_same_bytes(
+    whole: Path, raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(units, "UNIT_BYTES", 20_000)
+    done(tmp_path / "one", {"train_file": str(raw)})
+    assert len(plan(tmp_path / "many", {"train_file": str(raw)}).units) > 4
+    for count in (2, 3):
+        crew = Processes(count)
+        done(tmp_path / f"many-{count}", {"train_file": str(raw)}, crew)
+        crew.close()
+        assert checksums(tmp_path / f"many-{count}") == checksums(tmp_path / "one")
+    texts = [Shards.open(folder).read([0, 5])[0].tolist() for folder in (tmp_path / "one", whole)]
+    assert texts[0] == texts[1]  # units are only pieces of work: the rows are the same
+
+
+def test_ranks_of_any_launcher_leave_the_same_bytes(whole: Path, raw: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[4]); from pathlib import Path; import test_prepare as t\n"
+        "from modelwright.data.workers import Ranks\n"
+        "t.done(Path(sys.argv[1]), {'train_file': sys.argv[2]}, Ranks(int(sys.argv[3]), 2))"
+    )
+    here = str(Path(__file__).parent)
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path), str(raw), str(rank), here],
+            env={**os.environ, "PYTHONPATH": f"{SOURCE}:{Path(__file__).parents[1]}"},
+        )
+        for rank in range(2)
+    ]
+    assert [process.wait() for process in started] == [0, 0]
+    assert checksums(tmp_path) == checksums(whole)
+    assert Ranks(1, 2).size == 2
+
+
+def test_ray_leaves_the_same_bytes(whole: Path, raw: Path, tmp_path: Path) -> None:
+    ray = pytest.importorskip("ray", reason="ray is an extra")
+    done(tmp_path, {"train_file": str(raw)}, Ray(2))
+    ray.shutdown()
+    assert checksums(tmp_path) == checksums(whole)
+
+
+def test_killed_at_random_moments_it_goes_on_and_leaves_the_same_bytes(
+    raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process forks for every trial, so that each dies in the middle of its work and not of its imports."""
+    monkeypatch.setattr(units, "UNIT_BYTES", 20_000)
+    begun = time.monotonic()
+    done(tmp_path / "whole", {"train_file": str(raw)}, fast_tokenizer=False)
+    took, chance, kills = time.monotonic() - begun, random.Random(5), 0
+    for trial in range(6):
+        folder = tmp_path / f"killed-{trial}"
+        while (code := _fork_and_kill(folder, raw, chance.uniform(0, took * 0.6))) != 0:
+            kills += code == -signal.SIGKILL
+            took *= 1.1
+        assert checksums(folder) == checksums(tmp_path / "whole")
+    assert kills >= 5
+
+
+def _fork_and_kill(folder: Path, raw: Path, after: float) -> int:
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            done(folder, {"train_file": str(raw)}, fast_tokenizer=False)
+            code = 0
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + after
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_second_start_does_nothing_and_a_changed_wish_starts_anew(raw: Path, tmp_path: Path) -> None:
+    done(tmp_path, {"train_file": str(raw)})
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.npy")}
+    done(tmp_path, {"train_file": str(raw)})
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.npy")} == before
+    fewer = done(tmp_path, {"train_file": str(raw)}, exact_dedup=False, near_dedup=False)
+    assert fewer["documents"]["near_duplicates"] == fewer["documents"]["exact_duplicates"] == 0
+
+
+def test_bad_rows_are_set_aside_with_their_place_and_too_many_end_it(tmp_path: Path, raw: Path) -> None:
+    lines = raw.read_text().splitlines()
+    bad = ['{"text": 3}', "not json", '{"other": "column"}', '{"text": "\\ud800 half a character is in here"}']
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes("\n".join([*lines, *bad]).encode() + b'\n{"text": "caf\xe9 au lait"}\n')
+    with pytest.raises(DataError, match=r"5 of 81 rows cannot be used, more than prepare.max_bad_share 0.01 allows"):
+        done(tmp_path / "strict", {"train_file": str(path)})
+    assert len((tmp_path / "strict" / "quarantine.jsonl").read_text().splitlines()) == 5
+    report = done(tmp_path / "lenient", {"train_file": str(path)}, max_bad_share=0.1)
+    assert report["unreadable"] == 5
+    told = [json.loads(line) for line in (tmp_path / "lenient" / "quarantine.jsonl").read_text().splitlines()]
+    assert [each["where"] for each in told] == [f"bad.jsonl:{line}" for line in range(77, 82)]
+    assert told[0]["reason"] == "'text' is '3'; it wants text"
+    assert told[2]["reason"] == "there is no column 'text'; the columns are other"
+    assert told[4]["reason"].startswith("these bytes are not UTF-8")
+
+
+def test_a_truncated_parquet_file_ends_it(tmp_path: Path, raw: Path) -> None:
+    rows = [json.loads(line) for line in raw.read_text().splitlines()]
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=10)
+    report = done(tmp_path / "good", {"train_file": str(path)})
+    assert report["documents"]["read"] == 76
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(DataError, match=r"rows\.parquet: this is no whole Parquet file"):
+        done(tmp_path / "cut", {"train_file": str(path)})
+
+
+def test_what_an_examination_asks_is_kept_out(tmp_path: Path, raw: Path) -> None:
+    texts = [json.loads(line)["text"] for line in raw.read_text().splitlines()]
+    asked = " ".join(texts[3].split()[10:30])
+    write_rows(tmp_path / "exam.jsonl", [{"question": asked, "answer": "yes"}, {"question": "What is it?"}])
+    report = done(tmp_path / "out", {"train_file": str(raw)}, decontaminate=[str(tmp_path / "exam.jsonl")])
+    assert report["rules"]["decontaminate"]["documents"] == 2  # the document and its copy
+    assert report["examination"] == {"sizes": [13], "texts": 3, "too_short": 2}
+
+
+def test_documents_of_one_group_stay_on_one_side(tmp_path: Path, raw: Path) -> None:
+    data = {"train_file": str(raw), "split_by": "kind", "test_size": 2}
+    wish = plan(tmp_path, data, keep_work=True)
+    for _ in prepare(wish, Alone()):
+        pass
+    decisions = np.asarray(wish.work.array(wish.decide, 0, "decisions"))
+    groups = np.asarray(wish.work.array(wish.clean, 0, "groups"))
+    assert set(groups[decisions == 1]) & set(groups[decisions == 0]) == set()
+    assert len(set(groups[decisions == 1])) == 2
+
+
+def test_a_held_out_file_wins_over_its_copies_in_the_training_file(tmp_path: Path, raw: Path) -> None:
+    rows = [json.loads(line) for line in raw.read_text().splitlines()]
+    held_out = write_rows(tmp_path / "held.jsonl", rows[30:40])
+    report = done(tmp_path / "out", {"train_file": str(raw), "validation_file": str(held_out)})
+    assert report["documents"]["held_out"] == 10
+    assert report["documents"]["train"] == 50
+
+
+def test_sources_are_kept_apart_for_mixing(tmp_path: Path, raw: Path) -> None:
+    other = write_rows(tmp_path / "other.jsonl", [{"text": text[:3000]} for _, text in python_docs()[200:220]])
+    done(tmp_path / "out", {"mix": {str(raw): 3.0, str(other): 1.0}})
+    shards = Shards.open(tmp_path / "out")
+    assert [source.name for source in shards.sources()] == [str(raw), str(other)]
+    assert all(source.rows > 10 for source in shards.sources())
+    assert shards.manifest["weights"] == {str(raw): 3.0, str(other): 1.0}
+
+
+def test_too_little_text_for_a_row_is_told(tmp_path: Path) -> None:
+    rows = [{"text": f"These are just a few words, number {number}."} for number in range(12)]
+    path = write_rows(tmp_path / "few.jsonl", rows)
+    with pytest.raises(DataError, match=r"too few for one row of 4096; lower prepare\.row_length"):
+        done(tmp_path / "out", {"train_file": str(path)}, row_length=4096, near_dedup=False, max_digit_share=1)
