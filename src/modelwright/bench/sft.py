@@ -129,14 +129,11 @@ def train_theirs(folder: Path, data: Any) -> Pace:
     return Pace(tokens, [after - before for before, after in pairwise(marks)], loss)
 
 
-def make_model(folder: Path, texts: list[str]) -> None:
-    """A Llama of 8 layers and width 256 with random weights, and a tokenizer learnt from the texts."""
-    import torch
+def make_tokenizer(folder: Path, texts: list[str]) -> Any:
+    """A tokenizer learnt from the texts, with ChatML."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-    from transformers.utils import logging
+    from transformers import PreTrainedTokenizerFast
 
-    logging.disable_progress_bar()
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     special = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
@@ -148,6 +145,17 @@ def make_model(folder: Path, texts: list[str]) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=special[2], pad_token=special[0])
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def make_model(folder: Path, texts: list[str]) -> None:
+    """A Llama of 8 layers and width 256 with random weights, and a tokenizer learnt from the texts."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    tokenizer = make_tokenizer(folder, texts)
     torch.manual_seed(SEED)
     config = LlamaConfig(
         vocab_size=WORDS, hidden_size=256, intermediate_size=688, num_hidden_layers=8, num_attention_heads=8,

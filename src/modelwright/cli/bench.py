@@ -18,6 +18,7 @@ def register(app: typer.Typer) -> None:
     bench.command("start")(start)
     bench.command("sft")(sft)
     bench.command("plan")(plan)
+    bench.command("survival")(survival)
     app.add_typer(bench, name="bench")
 
 
@@ -68,7 +69,24 @@ def plan(
         print(f"kept in {results.save(measured)}; the coefficients in {kept}", file=sys.stderr)
 
 
-def _measure(benchmark: ModuleType, name: str, save: bool, as_json: bool) -> None:
+def survival(
+    scene: Annotated[str, typer.Option("--scene", help="twin, smollm3 (wants a large GPU) or tiny.")] = "twin",
+    data: Annotated[Path | None, typer.Option("--data", help="Rows with full-question and answer.")] = None,
+    save: Save = False,
+    as_json: Json = False,
+) -> None:
+    """Rows per second of the survival fine-tune, frozen layers kept, beside TRL's SFTTrainer."""
+    from modelwright.bench import survival as benchmark
+    from modelwright.errors import UsageError
+    from modelwright.runs.caches import prepare_environment
+
+    prepare_environment()
+    if scene not in benchmark.SCENES:
+        raise UsageError(f"--scene is {scene!r}; it wants one of {', '.join(benchmark.SCENES)}")
+    _measure(benchmark, "survival", save, as_json, scene=scene, data=data)
+
+
+def _measure(benchmark: ModuleType, name: str, save: bool, as_json: bool, **wishes: object) -> None:
     """Measure, tell and keep."""
     import json
     import sys
@@ -77,7 +95,7 @@ def _measure(benchmark: ModuleType, name: str, save: bool, as_json: bool) -> Non
     from modelwright.bench import results
 
     with redirect_stdout(sys.stderr):  # the peer prints while it trains; ours is the only object on stdout
-        figures = benchmark.measure()
+        figures = benchmark.measure(**wishes)
     measured = results.result(name, figures)
     print(json.dumps(measured, ensure_ascii=False) if as_json else "\n".join(benchmark.lines(figures)))
     if save:
