@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import BaseModel
+
 from modelwright.errors import UsageError
 from modelwright.recipe.aliases import aliases_of, names_in, other_names, our_key
 from modelwright.recipe.load import LoadedRecipe
@@ -133,11 +135,11 @@ def editor_schema() -> dict[str, Any]:
 
 def reference_markdown() -> str:
     """Every setting as a page, section by section: the text of docs/reference/recipe.md."""
-    threshold = find(("gates", "STAGE", "METRIC"))
-    assert threshold is not None
+    threshold, volume = find(("gates", "STAGE", "METRIC")), find(("cluster", "volumes", "NAME"))
+    assert threshold is not None and volume is not None
     parts = [REFERENCE_HEAD]
     once = (section for key, section in sections().items() if not key.endswith(".data"))  # a stage's data are as data
-    for section in (*once, threshold):
+    for section in (*once, threshold, volume):
         title = f"`{section.key}`" if section.key else "The recipe"
         table = ["| setting | wants | default | meaning | also called |", "|---|---|---|---|---|"]
         table += [_reference_row(setting) for setting in children(section)]
@@ -188,4 +190,7 @@ def _bare_names() -> Iterator[tuple[str, str]]:
 
 def _plain_default(setting: Setting) -> Any:
     default = setting.default
-    return default.model_dump() if hasattr(default, "model_dump") else getattr(default, "text", default)
+    if isinstance(default, dict):
+        return {key: value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
+                for key, value in default.items()}  # fmt: skip
+    return default.model_dump() if isinstance(default, BaseModel) else getattr(default, "text", default)

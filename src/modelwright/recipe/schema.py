@@ -12,6 +12,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from pydantic_core import PydanticCustomError
 
 from modelwright.recipe.architecture import Architecture
+from modelwright.recipe.cluster import Cluster
 from modelwright.recipe.preparing import Prepare
 from modelwright.recipe.training import Images, Parts, Preference, Savings, Text, Trainable, Training
 from modelwright.recipe.values import Frozen, Regex, Steps
@@ -250,6 +251,8 @@ class Recipe(Frozen):
     """For each stage, what its metrics must be for the result to be promoted."""
     gates_file: str | None = None
     """A file of gates beside the recipe, such as configs/promotion_gates.yaml; the recipe's own gates come on top."""
+    cluster: Cluster | None = None
+    """What launch --on openshift asks of the cluster."""
     environment: dict[str, str] = {}
     """Environment variables that may set something, such as EPOCHS: sft.num_train_epochs."""
 

@@ -11,11 +11,13 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from modelwright.recipe.cluster import IS_AMOUNT, IS_LABEL, Volume
 from modelwright.recipe.schema import NAME_PATTERN, Recipe, Threshold
 from modelwright.recipe.training import Trainable
 from modelwright.recipe.values import COMPILES, Steps
 
 NAME_WANTS = "lower-case letters, digits, dots and dashes"
+LABEL_WANTS = "lower-case letters, digits and dashes"
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,8 @@ def _wants(annotation: Any, constraints: tuple[Any, ...]) -> str:
     """Say a type in words."""
     if COMPILES in constraints:
         return "a regular expression"
+    if IS_AMOUNT in constraints or IS_LABEL in constraints:
+        return "an amount such as 16Gi" if IS_AMOUNT in constraints else LABEL_WANTS
     if annotation in (int, float):
         return ("a whole number" if annotation is int else "a number") + _bounds(constraints)
     if _is_union(annotation):
@@ -198,6 +202,7 @@ def _wants(annotation: Any, constraints: tuple[Any, ...]) -> str:
         Steps: Steps.WANTS,
         Threshold: "limits, such as {at_most: 2.2}",
         Trainable: Trainable.WANTS,
+        Volume: "storage, such as {mount: /shared/models, size: 50Gi}",
     }
     return words.get(annotation, "a mapping of settings")
 
