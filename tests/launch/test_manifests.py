@@ -1,0 +1,278 @@
+"""A recipe becomes manifests that the real schemas take, that the restricted profiles take, and that a person can read.
+
+``UPDATE_GOLDEN=1`` writes the golden files anew.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from modelwright.errors import UsageError
+from modelwright.launch.fields import KINDS
+from modelwright.launch.manifests import Target, documents, job_name, measured_save, render
+from modelwright.launch.rules import check
+from modelwright.launch.shapes import AMOUNT, ANY, Field, Kind, ListOf, MapOf, Shape
+from modelwright.launch.stream import Remarks, read_text, write
+from modelwright.recipe.load import load
+from orders import SYSTEMS, order
+
+GOLDEN = Path(__file__).parent / "golden"
+TARGETS: tuple[Target, ...] = ("trainjob", "pytorchjob")
+CODES = ["image", "configmap", "git+https://git.example.com/team/modelwright@v0.1"]
+CRDS = {
+    "PyTorchJob": ["pytorchjob-1.9.4.json"],
+    "TrainJob": ["trainjob-2.1.0.json", "trainjob-2.3.0.json"],
+    "TrainingRuntime": ["trainingruntime-2.1.0.json", "trainingruntime-2.3.0.json"],
+}
+
+
+def schema_of(shared: Path, name: str) -> dict[str, Any]:
+    """The schema in a CRD, with unknown fields forbidden, as a strict server has it."""
+    definition = json.loads((shared / "crds" / name).read_text())
+    schema = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    schema["properties"]["metadata"] = {"type": "object"}
+
+    def forbid(node: Any) -> None:
+        if isinstance(node, dict):
+            if node.get("x-kubernetes-int-or-string"):
+                node.pop("type", None)
+            known = "properties" in node and "additionalProperties" not in node
+            if known and not node.get("x-kubernetes-preserve-unknown-fields"):
+                node["additionalProperties"] = False
+            for child in node.values():
+                forbid(child)
+        elif isinstance(node, list):
+            for child in node:
+                forbid(child)
+
+    forbid(schema)
+    return schema  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_real_schemas_take_what_is_rendered_of_each_system(shared: Path, system: str, target: Target) -> None:
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is in the dev extra")
+    seen = 0
+    for code in CODES if system == "survival" else CODES[:1]:
+        for document in documents(order(system, target, f"cluster.code={code}")):
+            for name in CRDS.get(document["kind"], ()):
+                validator = jsonschema.Draft202012Validator(schema_of(shared, name))
+                assert [error.message for error in validator.iter_errors(document)] == []
+                seen += 1
+    assert seen == (4 if target == "trainjob" else 1) * (3 if system == "survival" else 1)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("code", CODES)
+def test_no_rule_objects_to_what_is_rendered(system: str, target: Target, code: str) -> None:
+    letters = check(read_text(render(order(system, target, f"cluster.code={code}")), "job.yaml"))
+    assert [str(letter) for letter in letters if letter.serious] == []
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_stream_is_the_golden_one(target: Target) -> None:
+    text = render(order("survival", target, f"cluster.code={CODES[2]}", save_seconds=14.2))
+    path = GOLDEN / f"survival-{target}.yaml"
+    if os.environ.get("UPDATE_GOLDEN") == "1":
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    assert path.read_text(encoding="utf-8") == text
+
+
+def test_two_readers_of_yaml_read_what_was_meant() -> None:
+    words = [
+        "yes",
+        "on",
+        "1e3",
+        "0x10",
+        "12:30",
+        "a: b",
+        "# no",
+        "null",
+        "",
+        "x\ny\n",
+        " lead",
+        "tab\tbed",
+        "é",
+        "None",
+    ]
+    body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "x"}, "data": dict.fromkeys(words, "x")}
+    body["data"] |= {f"k{number}": word for number, word in enumerate(words)}
+    body["lists"] = [[1, "2"], [], [{"a": {}, "b": [True, None]}]]
+    text = write([body], Remarks("top\n", {"ConfigMap": "kind"}, {"data": "key", "a": "first in a list"}))
+    assert YAML(typ="safe", pure=True).load(text) == body
+    old = YAML(typ="safe", pure=True)
+    old.version = (1, 1)  # type: ignore[assignment]
+    assert old.load(text) == body
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_nodes_gpus_queue_and_token_reach_the_job(target: Target) -> None:
+    found = {document["kind"]: document for document in documents(order("survival", target))}
+    claims = [each for each in documents(order("survival", target)) if each["kind"] == "PersistentVolumeClaim"]
+    assert [claim["spec"]["accessModes"] for claim in claims] == [["ReadWriteMany"]] * 2
+    job = found["TrainJob" if target == "trainjob" else "PyTorchJob"]
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "default"
+    text = json.dumps(found)
+    assert '"nvidia.com/gpu.product": "NVIDIA-L40S"' in text
+    assert '"secretKeyRef": {"name": "hub-token", "key": "HF_TOKEN"}' in text
+    if target == "pytorchjob":
+        replicas = job["spec"]["pytorchReplicaSpecs"]
+        assert [(role, spec["replicas"]) for role, spec in replicas.items()] == [("Master", 1), ("Worker", 3)]
+        assert job["spec"]["nprocPerNode"] == "1"
+        assert job["spec"]["runPolicy"]["backoffLimit"] == 13
+    else:
+        assert job["spec"]["trainer"]["numNodes"] == 4
+        assert set(job["spec"]) == {"runtimeRef", "trainer"}, "an override field fits one dialect only"
+
+
+def test_one_node_needs_no_shared_storage_and_no_worker() -> None:
+    found = documents(order("vision", "pytorchjob"))
+    assert [each["spec"]["accessModes"] for each in found[:3]] == [["ReadWriteOnce"]] * 3
+    assert list(found[-1]["spec"]["pytorchReplicaSpecs"]) == ["Master"]
+
+
+def test_variables_of_the_recipe_stand_in_the_job_under_its_own_names() -> None:
+    job = documents(order("vision", "trainjob", "classify.num_train_epochs=3"))[-1]
+    values = {each["name"]: each["value"] for each in job["spec"]["trainer"]["env"]}
+    assert values["EPOCHS"] == "3"
+    assert values["OUTPUT_DIR"] == "/shared/models/resnet18-cifar10"
+
+
+def test_the_recipe_in_the_map_loads_and_still_listens_to_the_job(tmp_path: Path) -> None:
+    maps = [each for each in documents(order("vision", "trainjob")) if each["kind"] == "ConfigMap"]
+    path = tmp_path / "recipe.yaml"
+    path.write_text(maps[0]["data"]["recipe.yaml"], encoding="utf-8")
+    recipe = load(path, environ={"EPOCHS": "5"}).recipe
+    assert recipe.classify is not None and recipe.classify.num_train_epochs == 5
+    assert recipe.output_dir == "/shared/models/resnet18-cifar10"
+
+
+def test_the_grace_period_follows_the_longest_measured_save(tmp_path: Path) -> None:
+    events = [{"event": "saved", "seconds": 3.0}, {"event": "saved", "seconds": 41.5}, {"event": "step"}]
+    (tmp_path / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert measured_save(tmp_path) == 41.5
+    assert measured_save(tmp_path / "none") is None
+    assert order("vision", "trainjob", save_seconds=41.5).grace_seconds == 155
+    assert order("vision", "trainjob", save_seconds=0.1).grace_seconds == 60
+    assert "the longest save took 41.5 s" in render(order("vision", "trainjob", save_seconds=41.5))
+
+
+def small_recipe(folder: Path, data: str, more: str = "") -> Path:
+    path = folder / "mine.yaml"
+    path.write_text(f"name: my.recipe_2\nmodel: {{model_name_or_path: org/model}}\ndata: {data}\nsft: {{}}\n{more}")
+    return path
+
+
+def test_small_data_travel_in_the_map_whatever_their_bytes(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n', encoding="utf-8")
+    (tmp_path / "held.parquet").write_bytes(b"PAR1\xff\x00PAR1")
+    path = small_recipe(tmp_path, "{train_file: rows.jsonl, validation_file: held.parquet}")
+    from modelwright.launch.manifests import job_of
+
+    job = job_of(load(path, (), {}).recipe, tmp_path)
+    assert job.name == "my-recipe-2"
+    carried = next(each for each in documents(job) if each["kind"] == "ConfigMap")
+    assert carried["data"]["rows.jsonl"] == '{"messages": []}\n'
+    assert base64.b64decode(carried["binaryData"]["held.parquet"]) == b"PAR1\xff\x00PAR1"
+
+
+@pytest.mark.parametrize(
+    ("data", "sets", "letter"),
+    [
+        ("{train_file: big.jsonl}", [], "big.jsonl has 1,000,001 bytes, and a ConfigMap carries 1,000,000"),
+        ("{dataset_name: folder}", [], "data.dataset_name is the folder folder of this machine"),
+        (
+            "{dataset_name: field-guide}",
+            ["output_dir=/elsewhere/run"],
+            "output_dir is '/elsewhere/run', which is on no",
+        ),
+        ("{dataset_name: field-guide}", ["model.model_name_or_path=folder"], "model.model_name_or_path is the folder"),
+    ],
+)
+def test_what_the_pods_cannot_reach_is_told_before_it_is_sent(
+    tmp_path: Path, data: str, sets: list[str], letter: str
+) -> None:
+    from modelwright.launch.manifests import job_of
+
+    (tmp_path / "big.jsonl").write_bytes(b"x" * 1_000_001)
+    (tmp_path / "folder").mkdir()
+    recipe = load(small_recipe(tmp_path, data), sets, {}).recipe
+    with pytest.raises(UsageError, match=letter):
+        job_of(recipe, tmp_path)
+
+
+def test_the_program_in_a_map_is_this_program_and_the_same_bytes_each_time() -> None:
+    maps = [each for each in documents(order("vision", "trainjob", "cluster.code=configmap")) if "binaryData" in each]
+    content = base64.b64decode(maps[0]["binaryData"]["modelwright.zip"])
+    again = [each for each in documents(order("vision", "trainjob", "cluster.code=configmap")) if "binaryData" in each]
+    assert again == maps
+    names = zipfile.ZipFile(io.BytesIO(content)).namelist()
+    assert {"modelwright/cli/main.py", "modelwright/data/embedded/field_guide.jsonl"} <= set(names)
+    assert not [name for name in names if "__pycache__" in name]
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [("a.b_c", "a-b-c"), ("7b-llama", "run-7b-llama"), ("x" * 63, "x" * 48), ("end." + "-" * 50, "end")],
+)
+def test_any_recipe_name_becomes_a_name_that_kubernetes_takes(name: str, label: str) -> None:
+    assert job_name(name) == label
+
+
+def paths(field: Field, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Field]]:
+    """Every field of our schema, lists and free names as a star."""
+    yield path, field
+    if isinstance(field, Shape):
+        for name, child in field.fields.items():
+            yield from paths(child, (*path, name))
+    elif isinstance(field, ListOf | MapOf):
+        yield from paths(field.item if isinstance(field, ListOf) else field.value, (*path, "*"))
+
+
+TYPES = {"text": "string", "a whole number": "integer", "true or false": "boolean"}
+
+
+@pytest.mark.parametrize("kind", CRDS)
+def test_our_small_schema_says_what_the_real_ones_say(shared: Path, kind: str) -> None:
+    for name in CRDS[kind]:
+        real = schema_of(shared, name)
+        for path, ours in paths(KINDS[kind][1]):
+            if "metadata" in path:
+                continue
+            node = real
+            for step in path:
+                node = (
+                    node["properties"].get(step) if step != "*" else node.get("items") or node["additionalProperties"]
+                )
+                assert node is not None, f"{name} has no {'.'.join(path)}"
+            if isinstance(ours, Kind) and ours not in (ANY, AMOUNT) and "type" in node:
+                wants = TYPES.get(ours.wants, "integer")
+                assert node["type"] == wants, f"{name}: {'.'.join(path)} is {node['type']}, ours {ours.wants}"
+            if isinstance(ours, Shape):
+                assert set(ours.required) <= set(node.get("required", [])) | {*OURS_TO_ASK}, ".".join(path)
+                unknown = ours.others - set(node["properties"])
+                assert unknown <= OF_OTHER_VERSIONS, f"{name}: {'.'.join(path)} has no {unknown}"
+
+
+OURS_TO_ASK = {"apiVersion", "kind", "metadata", "spec", "name", "template", "containers", "runtimeRef"}
+"""What the operators ask for although their schemas do not."""
+OF_OTHER_VERSIONS = {
+    *("podTemplateOverrides", "runtimePatches", "podSpecOverrides", "activeDeadlineSeconds", "labels", "annotations"),
+    *("workloadRef", "hostnameOverride", "restartPolicyRules", "fileKeyRef", "flux", "jax", "xgboost", "resources"),
+    *("gitRepo", "image", "onJobFailureMessagePatterns", "seLinuxChangePolicy", "supplementalGroupsPolicy"),
+    *("recursiveReadOnly", "appArmorProfile", "preemptionPolicy", "schedulingGates", "status"),
+}
+"""Names that one version knows and another does not."""

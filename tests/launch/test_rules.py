@@ -1,0 +1,234 @@
+"""Mistakes that people make in manifests, each found, with the field named and what would do."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelwright.errors import ProblemsFound
+from modelwright.launch.manifests import Target, documents, render
+from modelwright.launch.rules import Letter, check
+from modelwright.launch.stream import Manifest, read, read_text
+from orders import order
+
+POD = "spec.pytorchReplicaSpecs.Master.template.spec"
+MAIN = f"{POD}.containers[0]"
+NODE = "spec.template.spec.replicatedJobs[0].template.spec.template.spec"
+PYTORCHJOB = [
+    ("  name: quickstart\n", "  name: Quick_Start\n", "metadata.name", "lower-case letter first"),
+    ("  name: quickstart\n", f"  name: {'q' * 60}\n", "metadata.name", "60 characters"),
+    ("      replicas: 1\n", "", "spec.pytorchReplicaSpecs.Master.replicas", "must be written"),
+    ("      replicas: 1\n", "      replicas: 2\n", "spec.pytorchReplicaSpecs.Master.replicas", "is 2"),
+    ("      replicas: 1\n", "      replica: 1\n", "spec.pytorchReplicaSpecs.Master.replica", "did you mean replicas?"),
+    ("      replicas: 1\n", "      replicas: one\n", "spec.pytorchReplicaSpecs.Master.replicas", "a whole number"),
+    ("      replicas: 3\n", "      replicas: 0\n", "spec.pytorchReplicaSpecs.Worker.replicas", "at least 1"),
+    ("    Worker:\n", "    Workers:\n", "spec.pytorchReplicaSpecs.Workers", "Master and Worker"),
+    ("    Master:\n", "    master:\n", "spec.pytorchReplicaSpecs", "Master is missing"),
+    ("- name: pytorch\n", "- name: trainer\n", f"{MAIN}.name", "called pytorch"),
+    ('nprocPerNode: "1"', "nprocPerNode: 1", "spec.nprocPerNode", 'in quotes: "1"'),
+    ('nprocPerNode: "1"', 'nprocPerNode: "2"', "spec.nprocPerNode", "each pod has 1 GPU"),
+    ("restartPolicy: OnFailure", "restartPolicy: Sometimes", "spec.pytorchReplicaSpecs.Master.restartPolicy",
+     "OnFailure"),
+    ("backoffLimit: 13", "backoffLimit: 3", "spec.runPolicy.backoffLimit", "it wants over 4"),
+    ("backoffLimit: 13", "backofLimit: 13", "spec.runPolicy.backofLimit", "did you mean backoffLimit?"),
+    ("cleanPodPolicy: None", "suspend: true", "spec.runPolicy.suspend", "Kueue sets it"),
+    ("[ReadWriteMany]", "[ReadWriteOnce]", "spec.accessModes", "4 pods mount it"),
+    ('sizeLimit: "4Gi"', 'sizeLimit: "64Gi"', f"{POD}.volumes[4].emptyDir.sizeLimit", "within the memory limit"),
+    ("- name: NCCL_DEBUG", "- name: WORLD_SIZE", f"{MAIN}.env[15].name", "overwritten"),
+    ("- name: NCCL_DEBUG", "- name: LOCAL_RANK", f"{MAIN}.env[15].name", "for each process"),
+    ("- name: NCCL_DEBUG", "- name: HOME", f"{MAIN}.env[15].name", "a second time"),
+    ("              value: INFO", "              value: 4", f"{MAIN}.env[15].value", 'in quotes: "4"'),
+    ("              value: INFO", "              value: hf_abcdefghijklmnop", f"{MAIN}.env[15].value", "secretKeyRef"),
+    ("- name: HOME\n", "- name: HOUSE\n", f"{MAIN}.env", "has no HOME"),
+    ("value: /workspace/huggingface", "value: /root/.cache", f"{MAIN}.env", "on no volume"),
+    ("            - name: workspace\n              mountPath", "            - name: work\n              mountPath",
+     f"{MAIN}.volumeMounts[2].name", "no volume of the pod"),
+    ("mountPath: /workspace", "mountPath: /shared/models", f"{MAIN}.volumeMounts[2].mountPath", "second time"),
+    ("volumeMounts:", "volumeMount:", f"{MAIN}.volumeMount", "did you mean volumeMounts?"),
+    ("claimName: workspace", "claimName: workspaces", f"{POD}.volumes[2].persistentVolumeClaim.claimName", "Pending"),
+    ("persistentVolumeClaim:\n              claimName: workspace", "hostPath:\n              path: /data",
+     f"{POD}.volumes[2].hostPath", "refuses it"),
+    ("runAsNonRoot: true", "runAsUser: 0", f"{POD}.securityContext.runAsUser", "own range"),
+    ("runAsNonRoot: true", "fsGroup: 1000", f"{POD}.securityContext.fsGroup", "own range"),
+    ("runAsNonRoot: true\n", "\n", f"{MAIN}.securityContext", "runAsNonRoot"),
+    ("automountServiceAccountToken: false", "hostNetwork: true", f"{POD}.hostNetwork", "refuses it"),
+    ("allowPrivilegeEscalation: false", "privileged: true", f"{MAIN}.securityContext.privileged", "no privilege"),
+    ("drop: [ALL]", "add: [SYS_ADMIN]", f"{MAIN}.securityContext.capabilities.add", "SYS_ADMIN"),
+    ("command: [python, -m, modelwright.launch.torchrun, -m, modelwright]", "command: [python, train.py]",
+     f"{MAIN}.command", "it wants torchrun"),
+    ("command: [python, -m, modelwright.launch.torchrun, -m, modelwright]", "command: [accelerate, launch, train.py]",
+     f"{MAIN}.command", "torchrun SCRIPT"),
+    ("command: [python, -m, modelwright.launch.torchrun, -m, modelwright]", "command: [torchrun, --nnodes=4, train.py]",
+     f"{MAIN}.command", "--nnodes"),
+    ("command: [python, -m, modelwright.launch.torchrun, -m, modelwright]", "command: torchrun train.py",
+     f"{MAIN}.command", "a list"),
+    ('                nvidia.com/gpu: "1"\n', '                nvidia.com/gpu: "2"\n',
+     f"{MAIN}.resources.requests.nvidia.com/gpu",
+     "must be equal"),
+    ('cpu: "6"', 'cpu: "60"', f"{MAIN}.resources.requests.cpu", "at most 6"),
+    ('memory: "20Gi"', 'memory: "20 GB"', f"{MAIN}.resources.requests.memory", "such as 16Gi"),
+    ("    kueue.x-k8s.io/queue-name: default\n  annotations:\n",
+     "  annotations:\n    kueue.x-k8s.io/queue-name: default\n",
+     "metadata.annotations.kueue.x-k8s.io/queue-name", "metadata.labels only"),
+    ("namespace: modelwright", "namespace: other", "metadata.namespace", "see only their own"),
+    ("apiVersion: kubeflow.org/v1\n", "apiVersion: kubeflow.org/v2\n", "apiVersion", "kubeflow.org/v1"),
+    ("resources:\n    requests:\n      storage", "storageClass: gp3\n  resources:\n    requests:\n      storage",
+     "spec.storageClass", "did you mean storageClassName?"),
+]  # fmt: skip
+TRAINJOB = [
+    ("numProcPerNode: 1", "numProcPerNode: auto", "spec.trainer.numProcPerNode", "it wants a number"),
+    ("numProcPerNode: 1", 'numProcPerNode: "1"', "spec.trainer.numProcPerNode", "without quotes"),
+    ("numProcPerNode: 1", "numProcPerNode: 2", "spec.trainer.numProcPerNode", "it wants 1"),
+    ("    numNodes: 4\n    numProc", "    numNode: 4\n    numProc", "spec.trainer.numNode", "did you mean numNodes?"),
+    ("    kind: TrainingRuntime\n", "", "spec.runtimeRef", "kind: TrainingRuntime"),
+    ("TrainingRuntime\n    name: quickstart", "TrainingRuntime\n    name: quick", "spec.runtimeRef.name",
+     "not in this file"),
+    ("  runtimeRef:\n", "  podTemplateOverrides: []\n  runtimeRef:\n", "spec.podTemplateOverrides", "Trainer 2.1"),
+    ("  runtimeRef:\n", "  runtimePatches: []\n  runtimeRef:\n", "spec.runtimePatches", "Trainer 2.2 and later"),
+    ("  runtimeRef:\n", "  suspend: true\n  runtimeRef:\n", "spec.suspend", "for ever"),
+    ("- name: EPOCHS", "- name: PET_NNODES", "spec.trainer.env[0].name", "refused"),
+    ("      - name: node\n", "      - name: trainer\n", "spec.template.spec.replicatedJobs", "called node"),
+    ("- name: node\n                  image", "- name: main\n                  image",
+     f"{NODE}.containers[0].name", "node"),
+    ("trainjob-ancestor-step: trainer", "trainjob-ancestor-step: main", "spec.template.spec.replicatedJobs[0].template",
+     "mark the trainer"),
+    ("restartPolicy: Never", "restartPolicy: OnFailure", f"{NODE}.restartPolicy", "podFailurePolicy wants Never"),
+    ("restartPolicy: Never", "restartPolicy: Always", f"{NODE}.restartPolicy", "Never or OnFailure"),
+    ("command: [python, -m, modelwright.launch.torchrun, -m, modelwright]", "command: [python, train.py]",
+     f"{NODE}.containers[0].command", "RANK is not set"),
+]  # fmt: skip
+MISTAKES = [("pytorchjob", *case) for case in PYTORCHJOB] + [("trainjob", *case) for case in TRAINJOB]
+
+
+def letters_of(text: str) -> list[Letter]:
+    return [letter for letter in check(read_text(text, "job.yaml")) if letter.serious]
+
+
+def sound(target: Target) -> str:
+    return render(order("survival", target))
+
+
+@pytest.fixture(scope="module")
+def streams() -> dict[str, str]:
+    return {target: sound(target) for target in ("pytorchjob", "trainjob")}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("target", "old", "new", "field", "words"), MISTAKES, ids=lambda value: str(value)[:40].strip()
+)
+def test_a_mistake_is_found_and_its_field_named(
+    streams: dict[str, str], target: str, old: str, new: str, field: str, words: str
+) -> None:
+    text = streams[target]
+    job = text.index("kind: PyTorchJob" if target == "pytorchjob" else "kind: TrainingRuntime") - 60
+    start = text.find(old, job)
+    start = start if start >= 0 else text.find(old)
+    assert start >= 0, f"{old!r} is not in the stream"
+    broken = text[:start] + new + text[start + len(old) :]
+    found = letters_of(broken)
+    right = [letter for letter in found if letter.field == field and words in letter.message]
+    assert right, f"wanted {field}: {words}; found " + "\n".join(f"{letter.field}: {letter}" for letter in found)
+    line = int(re.findall(r":(\d+)$", right[0].where)[0])
+    assert 0 < line <= broken.count("\n")
+
+
+def test_there_are_at_least_thirty_of_them() -> None:
+    assert len(MISTAKES) >= 60
+
+
+DOCUMENTS_OWN = """\
+apiVersion: kubeflow.org/v1
+kind: PyTorchJob
+metadata:
+  name: survival-expert
+  annotations: {metrics/enabled: "true"}
+spec:
+  pytorchReplicaSpecs:
+    Master:
+      replicas: 1
+      restartPolicy: OnFailure
+      template:
+        spec:
+          containers:
+          - name: pytorch
+            image: pytorch/pytorch
+            command: [python, /workspace/train.py]
+            env:
+            - {name: WORLD_SIZE, value: "4"}
+            - {name: HF_TOKEN, value: hf_0123456789abcdef}
+            resources: {limits: {nvidia.com/gpu: 1, memory: 20Gi}}
+            volumeMounts: [{name: models, mountPath: /shared/models}]
+          volumes: [{name: models, persistentVolumeClaim: {claimName: trained-models}}]
+    Worker:
+      replicas: 3
+      restartPolicy: OnFailure
+      template:
+        spec:
+          containers: [{name: pytorch, image: pytorch/pytorch, command: [python, /workspace/train.py]}]
+"""
+
+
+def test_a_manifest_as_people_write_them_is_told_all_its_mistakes_at_once() -> None:
+    letters = check(read_text(DOCUMENTS_OWN, "survival.yaml"))
+    told = "\n".join(map(str, letters))
+    for words in ("starts python on 4 nodes", "WORLD_SIZE, which is overwritten", "HF_TOKEN for all to read",
+                  "has no HOME", "allowPrivilegeEscalation is not said", "backoffLimit is missing",
+                  "no annotation makes a job appear", "no kueue.x-k8s.io/queue-name",
+                  "any GPU may be given"):  # fmt: skip
+        assert words in told, words
+    assert "survival.yaml:16: spec.pytorchReplicaSpecs.Master.template.spec.containers[0].command" in told
+    assert "hf_0123456789abcdef" not in told, "a letter must not repeat the token"
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("a: [b", "job.yaml:1: is not YAML"),
+        ("- 1\n", "no mapping"),
+        ("", "holds no document"),
+        ("kind: PyTorchJob\nkind: TrainJob\n", "is not YAML"),
+    ],
+)
+def test_what_is_no_manifest_is_told_without_a_traceback(text: str, letter: str) -> None:
+    with pytest.raises(ProblemsFound, match=re.escape(letter)):
+        read_text(text, "job.yaml")
+
+
+def test_a_file_that_is_not_there_and_one_without_a_job_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ProblemsFound, match="cannot be read"):
+        read(tmp_path / "none.yaml")
+    (tmp_path / "map.yaml").write_text("apiVersion: v1\nkind: ConfigMap\nmetadata: {name: x}\n")
+    assert "wants a PyTorchJob or a TrainJob" in str(check(read(tmp_path / "map.yaml"))[0])
+
+
+JUNK: list[Any] = [None, [], {}, 7, "text", [[]], {"a": {"b": [1, {}]}}]
+
+
+def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a document."""
+    yield path
+    for step, child in node.items() if isinstance(node, dict) else enumerate(node if isinstance(node, list) else ()):
+        yield from places(child, (*path, step))
+
+
+@pytest.mark.parametrize("target", ["pytorchjob", "trainjob"])
+def test_any_junk_in_any_place_is_told_and_never_a_crash(target: Target) -> None:
+    bodies = documents(order("survival", target))
+    tried = 0
+    for number, body in enumerate(bodies):
+        for path in [path for path in places(body) if path and "env" not in path[:-2]]:
+            for junk in JUNK[tried % 4 :: 4]:
+                broken = copy.deepcopy(body)
+                holder = broken
+                for step in path[:-1]:
+                    holder = holder[step]
+                holder[path[-1]] = junk
+                stream = [Manifest("job.yaml", broken if i == number else each, 1) for i, each in enumerate(bodies)]
+                check(stream)
+                tried += 1
+    assert tried > 200
