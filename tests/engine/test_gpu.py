@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from modelwright.bench import speed
 from modelwright.errors import Interrupted
+from modelwright.models import attention, text
 from modelwright.recipe.load import load
 from modelwright.stages import pipeline
 from rig import trace
@@ -77,3 +79,52 @@ def cpu_losses(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     done = subprocess.run([sys.executable, "-m", "modelwright", "run", str(recipe)], env=environ, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
     return [loss for loss, *_ in trace(folder / "run")["steps"].values()]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_bf16_weights_and_our_attention_learn_what_fp32_learns(
+    model_folder: Path, tmp_path: Path, packing: bool
+) -> None:
+    exact, halved = (
+        [
+            loss
+            for loss, *_ in trace(run(tmp_path / name, model_folder, packing=packing, precision=name))["steps"].values()
+        ]
+        for name in ("fp32", "bf16")
+    )
+    assert halved == pytest.approx(exact, rel=1e-2)
+    assert json.loads((tmp_path / "bf16/run/plan.json").read_text())["sft"]["weights"] == "bf16"
+
+
+@torch.no_grad()
+def test_packed_documents_are_apart_at_full_speed(model_folder: Path) -> None:
+    model = text.load_model(model_folder).eval()
+    text.move(model, torch.device("cuda"), "auto")
+    assert model.config._attn_implementation == attention.NAME
+    model.to(torch.bfloat16)
+    tokens = torch.arange(3, 27, device="cuda").unsqueeze(0)
+    positions = torch.arange(12, device="cuda").repeat(2).unsqueeze(0)
+    documents = torch.tensor([0, 12, 24, 24], dtype=torch.int32, device="cuda")
+    together = text.hidden_states(model, tokens, positions, documents=documents)[0, 12:]
+    alone = text.hidden_states(model, tokens[:, 12:], positions[:, 12:])[0]
+    assert (together - alone).abs().max() < 0.05 * alone.abs().max()
+    leaking = text.hidden_states(model, tokens, positions)[0, 12:]
+    assert (leaking - alone).abs().max() > 0.2 * alone.abs().max()
+
+
+def test_recorded_steps_compute_what_unrecorded_steps_compute() -> None:
+    work = speed.Work(2, 256, 512, 4, 2, rows=2, length=128, words=1024)
+    plain, recorded = (
+        speed.train_ours(work, speed.Way(when, {"precision": "bf16", "cuda_graphs": when}), 12)
+        for when in ("never", "always")
+    )
+    assert recorded.losses == pytest.approx(plain.losses, rel=2e-3)
+    assert recorded.losses[-1] < recorded.losses[0]
+
+
+def test_fp8_learns_what_bf16_learns() -> None:
+    pytest.importorskip("torchao")
+    work = speed.Work(2, 256, 512, 4, 2, rows=8, length=128, words=1024)
+    exact = speed.train_ours(work, speed.Way("bf16", {"precision": "bf16"}), 12)
+    eighth = speed.train_ours(work, speed.Way("fp8", {"precision": "fp8", "torch_compile": True}), 12)
+    assert eighth.losses == pytest.approx(exact.losses, rel=2e-2)

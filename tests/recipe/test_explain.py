@@ -45,8 +45,8 @@ def test_one_word_for_a_section_sets_all_of_it() -> None:
 
 def test_one_setting_is_explained_at_length() -> None:
     told = explanation(load("quickstart", (), {}), "sft.precision")
-    assert told.choices == ("auto", "fp32", "bf16", "fp16")
-    assert told.wants == "one of auto, fp32, bf16, fp16"
+    assert told.choices == ("auto", "fp32", "bf16", "fp16", "fp8")
+    assert told.wants == "one of auto, fp32, bf16, fp16, fp8"
     assert {"bf16", "fp16"} <= set(told.aliases)
     assert (told.default, told.required) == ("auto", False)
     assert explanation(load("quickstart", (), {}), "sft.save_steps").default == "25%"

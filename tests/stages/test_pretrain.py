@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from modelwright.data.shards import Shards
 from modelwright.errors import DataError, ModelError, Refused
@@ -21,6 +22,7 @@ from modelwright.recipe.values import Steps
 from modelwright.runs.folder import RunFolder, read_json
 from modelwright.stages import pipeline
 from modelwright.stages.context import Orders
+from modelwright.tasks.losses import IGNORED
 from modelwright.tasks.pretrain import PretrainTask
 from rig import SLOW, Rig, told, trace, wait_for_step
 
@@ -116,7 +118,9 @@ def test_a_document_is_foretold_from_itself_alone(done: Path, model_folder: Path
     settings = Pretrain(max_length=32)
     task = PretrainTask(load_model(model_folder), Shards.open(folder), Shards.open(folder, "held_out"), settings)
     batch = task.batch(range(4))
-    positions, learnt = batch.inputs["positions"].flatten(), batch.inputs["learnt"]
+    positions, targets = batch.inputs["positions"].flatten(), batch.inputs["targets"].flatten()
+    learnt = torch.from_numpy(np.flatnonzero(targets.numpy() != IGNORED))
+    assert torch.equal(targets[learnt], batch.inputs["tokens"].flatten()[learnt + 1])
     assert batch.trained == len(learnt) < 4 * 32
     assert (positions[learnt + 1] == positions[learnt] + 1).all()
     assert set(np.flatnonzero(positions.numpy()[1:] != 0)) == set(learnt.tolist())

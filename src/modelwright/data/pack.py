@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+STARTS_MULTIPLE = 64
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -27,3 +32,13 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         if left:
             insort(room, (left, group))
     return groups
+
+
+def document_starts(positions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Where documents begin in the flattened rows, and where the last ends. positions: [rows, length], 0 at each begin.
+
+    Filled up with the end to a multiple of 64, so that compiled code sees few different sizes.
+    """
+    starts = np.flatnonzero(positions.ravel() == 0)
+    size = -(-(len(starts) + 1) // STARTS_MULTIPLE) * STARTS_MULTIPLE
+    return np.concatenate((starts, np.full(size - len(starts), positions.size))).astype(np.int32)

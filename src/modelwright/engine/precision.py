@@ -1,4 +1,4 @@
-"""What the arithmetic is done in: fp32, bf16 over fp32 weights, or fp16 with a loss scaler."""
+"""What the arithmetic is done in: fp32, bf16 or fp8, or fp16 with a loss scaler; and what the weights are kept in."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
+"""What is not multiplied in fp8 is computed in bf16."""
 
 
 class Precision:
-    """Casts the forward pass, scales the backward pass, and moves the weights; the weights stay fp32."""
+    """Casts the forward pass where the weights are fp32, scales the backward pass, and moves the weights."""
 
-    def __init__(self, name: str, device: torch.device) -> None:
-        self.name = name
+    def __init__(self, name: str, device: torch.device, weights: str = "fp32") -> None:
+        self.name, self.weights = name, weights
         self.compute = DTYPES[name]
         self._device = device
         # on a processor without bf16 torch tells at length, once, that it takes the slow way; the plan chose otherwise
@@ -25,7 +26,7 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Do matrix products in the compute type."""
-        if self.compute is None:
+        if self.compute is None or self.weights == "bf16":
             return nullcontext()
         return torch.autocast(self._device.type, dtype=self.compute)
 
@@ -38,14 +39,17 @@ class Precision:
         if self._scaler:
             self._scaler.unscale_(optimizer)
 
-    def step(self, optimizer: torch.optim.Optimizer, sound: bool) -> None:
-        """Move the weights if the step is sound; the scaler learns from an overflow either way."""
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Move the weights."""
         if self._scaler:
-            if sound:
-                self._scaler.step(optimizer)
-            self._scaler.update()
-        elif sound:
+            self._scaler.step(optimizer)
+        else:
             optimizer.step()
+
+    def update(self) -> None:
+        """Let the scaler learn from the step, whether the weights moved or overflowed."""
+        if self._scaler:
+            self._scaler.update()
 
     @property
     def overflows_are_normal(self) -> bool:

@@ -67,11 +67,11 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def place(full: Tensor, like: Tensor) -> Tensor:
-    """A full tensor laid out as another one is."""
+    """A full tensor laid out as another one is, in its own type."""
     if isinstance(like, DTensor):
-        return distribute_tensor(full.to(like.device, like.dtype), like.device_mesh, like.placements)
+        return distribute_tensor(full.to(like.device), like.device_mesh, like.placements)
     # in the other's own memory layout: fused optimizers walk memory, and a channels-last weight has another order
-    return torch.empty_like(like, requires_grad=False).copy_(full)
+    return torch.empty_like(like, dtype=full.dtype, requires_grad=False).copy_(full)
 
 
 def _lone_mesh(world: World) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from modelwright.engine.checkpoint import Snapshot, read_state
 from modelwright.engine.loop import Cursor, Engine
+from modelwright.engine.masters import REST, join, split
 from modelwright.engine.shard import place, whole
 from modelwright.engine.tensors import Lazy
 
@@ -45,26 +46,44 @@ def snapshot(engine: Engine, **beside: Any) -> Snapshot:
 def restore(engine: Engine, folder: Path) -> dict[str, Any]:
     """Go on from a verified checkpoint; returns its plain values, those kept beside among them."""
     state = read_state(folder)
-    restore_weights(engine, folder)
+    rests = restore_weights(engine, folder)
     engine.optimizer.state.clear()
+    keeps_rests = engine.precision.weights == "bf16"
     with safe_open(folder / OPTIMIZER, "pt") as stored:
         for key in stored.keys():  # noqa: SIM118 (this is no dict)
             name, part = key.rsplit(".", 1)
             weight, value = engine.weights[name], stored.get_tensor(key)
+            if part == REST:
+                continue  # it went into the weights
             is_count = part == "step"  # AdamW counts on the weight's own device where it is fused
             engine.optimizer.state[weight][part] = value.to(weight.device) if is_count else place(value, weight)
+    if keeps_rests:
+        for name, rest in rests.items():
+            engine.optimizer.state[engine.weights[name]][REST] = place(rest, engine.weights[name])
     engine.guard.restore(state["guard"])
     engine.precision.restore(state["precision"])
     engine.cursor = Cursor(**state["cursor"])
+    engine.begin_anew()
     return state
 
 
 @torch.no_grad()
-def restore_weights(engine: Engine, folder: Path) -> None:
-    """Take the weights of a verified checkpoint and nothing else."""
-    with safe_open(folder / MODEL, "pt") as stored:
+def restore_weights(engine: Engine, folder: Path) -> dict[str, Tensor]:
+    """Take the weights of a verified checkpoint and nothing else; returns what bf16 weights lost of their masters.
+
+    A checkpoint of bf16 weights with rests gives fp32 weights where those are kept now, and the other way round.
+    """
+    rests: dict[str, Tensor] = {}
+    with safe_open(folder / MODEL, "pt") as stored, safe_open(folder / OPTIMIZER, "pt") as moments:
+        halves = {name.removesuffix(f".{REST}") for name in moments.keys() if name.endswith(f".{REST}")}  # noqa: SIM118
         for name, tensor in {**engine.weights, **engine.buffers}.items():
-            tensor.copy_(place(stored.get_tensor(name), tensor))
+            value = stored.get_tensor(name)
+            if name in halves:
+                value = join(value, moments.get_tensor(f"{name}.{REST}"))
+            if tensor.dtype is torch.bfloat16 and value.dtype is torch.float32:
+                value, rests[name] = split(value)
+            tensor.copy_(place(value, tensor))
+    return rests
 
 
 def _lazy(name: str, tensor: Tensor) -> Lazy:

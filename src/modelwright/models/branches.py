@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelwright.models import attention
 from modelwright.models.text import FORWARD_TOLERANCE, bare, hidden_states
 
 TRUNK = 0
@@ -35,7 +36,7 @@ def branch_mask(model: Any, positions: Tensor, branches: Tensor) -> Any:
 def why_not(model: Any) -> str | None:
     """Why this model cannot share a prompt between branches; None where a trial on it came out right."""
     config = bare(model).config.get_text_config()
-    if (how := getattr(config, "_attn_implementation", None)) not in ("sdpa", "eager"):
+    if (how := getattr(config, "_attn_implementation", None)) not in ("sdpa", "eager", attention.NAME):
         return f"{how} attention takes no mask of its own"
     if others := set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
         return f"its layers of {', '.join(sorted(others))} take no mask"

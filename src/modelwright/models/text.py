@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
 from modelwright.errors import ModelError
-from modelwright.models import smollm2
+from modelwright.models import attention, smollm2
 from modelwright.models.quiet import be_quiet
 from modelwright.recipe.schema import Model
 from modelwright.runs.folder import hash_file
@@ -21,6 +21,8 @@ from modelwright.runs.folder import hash_file
 WEIGHTS = (".safetensors",)
 NOT_FETCHED = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5", "*.onnx"]
 """Pickles, and other forms of the same weights."""
+AFTER_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+"""What some families do to the logits, by the names in their configuration."""
 FORWARD_TOLERANCE = 2e-2
 """Relative difference of logits that two orders of arithmetic may make in low precision; a leak makes 0.3 and more."""
 
@@ -96,7 +98,7 @@ def load_tokenizer(path: Path) -> Any:
         raise ModelError(f"model: the tokenizer of {path} could not be loaded ({_first_line(error)})") from None
 
 
-def load_model(path: Path, attention: str = "auto") -> Any:
+def load_model(path: Path, attending: str = "auto") -> Any:
     """The model of a folder with fp32 weights; an adapter folder gives its base with the adapter put on."""
     from transformers import AutoModelForCausalLM
 
@@ -105,8 +107,8 @@ def load_model(path: Path, attention: str = "auto") -> Any:
         from peft import PeftModel
 
         base = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
-        return PeftModel.from_pretrained(load_model(Path(base), attention), path)
-    implementation = "sdpa" if attention == "auto" else attention
+        return PeftModel.from_pretrained(load_model(Path(base), attending), path)
+    implementation = "sdpa" if attending == "auto" else attending
     try:
         model, read = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation=implementation, output_loading_info=True
@@ -120,17 +122,31 @@ def load_model(path: Path, attention: str = "auto") -> Any:
     return model
 
 
-def hidden_states(model: Any, tokens: Tensor, positions: Tensor, mask: Any = None) -> Tensor:
+def hidden_states(
+    model: Any, tokens: Tensor, positions: Tensor, mask: Any = None, documents: Tensor | None = None
+) -> Tensor:
     """What the model thinks at each place, before its head: [rows, length, width].
 
-    Positions that begin anew separate packed documents; with the cache on that separation is lost in silence.
-    A mask says instead who sees whom, in the form that `branch_mask` gives it.
+    Positions that begin anew separate packed documents; with the cache on that separation is lost in silence. Our own
+    attention separates them by `documents` instead: where each begins in the flattened rows, and where the last ends.
+    A mask says who sees whom, in the form that `branch_mask` gives it.
     tokens: [rows, length] int64, or what stands in for their embeddings: [rows, length, width].
     """
+    inner = bare(model)
     named = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
     inputs = {named: tokens, "position_ids": positions, "attention_mask": mask}
-    hidden: Tensor = bare(model).base_model(**inputs, use_cache=False)[0]
+    if documents is not None and inner.config._attn_implementation == attention.NAME:
+        inputs |= attention.documents_as_arguments(documents, tokens.shape[1])
+    hidden: Tensor = inner.base_model(**inputs, use_cache=False)[0]
     return hidden
+
+
+def plain_head(model: Any) -> Tensor | None:
+    """The head's weights, where the head is one matrix and nothing more: [words, width]."""
+    inner = bare(model)
+    head = inner.get_output_embeddings()
+    is_plain = type(head) is nn.Linear and head.bias is None
+    return head.weight if is_plain and not any(getattr(inner.config, name, None) for name in AFTER_HEAD) else None
 
 
 def logits_of(model: Any, hidden: Tensor) -> Tensor:
@@ -144,6 +160,20 @@ def logits_of(model: Any, hidden: Tensor) -> Tensor:
     if factor := getattr(inner.config, "logit_scale", None):
         logits = logits * factor
     return logits
+
+
+def move(model: Any, device: torch.device, wished: str) -> None:
+    """Bring a model to its device, with the fastest attention there that keeps documents apart."""
+    model.to(device)
+    if device.type == "cuda" and wished == "auto":
+        usual = model.config._attn_implementation
+        attention.install(model)
+        try:
+            check_forward(model)
+            return
+        except ModelError:  # a family whose attention does more than ours
+            model.set_attn_implementation(usual)
+    check_forward(model)
 
 
 @torch.no_grad()
@@ -160,7 +190,8 @@ def check_forward(model: Any) -> None:
     was_training = model.training
     model.eval()
     alone = model(input_ids=tokens[:, 12:], use_cache=False).logits[0]
-    ours = logits_of(model, hidden_states(model, tokens, positions)[0, 12:])
+    documents = torch.tensor([0, 12, 24], dtype=torch.int32, device=device)
+    ours = logits_of(model, hidden_states(model, tokens, positions, documents=documents)[0, 12:])
     model.train(was_training)
     gap = float((alone.float() - ours.float()).abs().max() / alone.float().abs().max().clamp(min=1e-6))
     if gap > FORWARD_TOLERANCE:

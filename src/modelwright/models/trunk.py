@@ -49,10 +49,12 @@ class Trunk:
             hook.remove()
         return left[0]
 
-    def above(self, states: Tensor, positions: Tensor, branches: Tensor | None = None) -> Tensor:
+    def above(
+        self, states: Tensor, positions: Tensor, branches: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
         """What the whole model thinks before its head, from what left the trunk. states: [rows, length, width]."""
         with _passed_over(self._layers[: self.depth], lambda *_, **__: self._out(states)):
-            return hidden_states(self.model, states, positions, self._mask(positions, branches))
+            return hidden_states(self.model, states, positions, self._mask(positions, branches), documents)
 
     def is_exact(self) -> bool:
         """Whether the two halves give the whole, to the last bit, on a few tokens."""

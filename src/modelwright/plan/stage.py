@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from modelwright.errors import UsageError
 from modelwright.plan.facts import Facts
 from modelwright.recipe.training import Training
 
@@ -37,6 +38,8 @@ class StagePlan:
     """Steps between measurements."""
     precision: str
     """What the arithmetic is done in."""
+    weights: str
+    """What the weights are kept in."""
     sharding: str
     """How devices share the model."""
     learning_rate: float
@@ -101,6 +104,7 @@ def plan_stage(settings: Training, rows: int, world: int, facts: Facts, kept_bat
         save_every=max(1, settings.save_steps.of(steps)),
         eval_every=max(1, settings.eval_steps.of(steps)) if settings.eval_steps else steps,
         precision=precision,
+        weights=choose_weights(settings, precision, facts),
         sharding="ddp" if settings.sharding == "auto" else settings.sharding,
         learning_rate=learning_rate,
         reasons=tuple(reasons),
@@ -112,6 +116,17 @@ def solve(batch: int, per_device: int, world: int) -> tuple[int, int]:
     share = -(-batch // world)
     rows = next(count for count in range(min(per_device, share), 0, -1) if share % count == 0)
     return rows, share // rows
+
+
+def choose_weights(settings: Training, precision: str, facts: Facts) -> str:
+    """bf16 weights with exact masters where a GPU computes in bf16; else fp32."""
+    suits = precision in ("bf16", "fp8") and settings.optim == "adamw_torch"
+    if settings.weights == "bf16" and not suits:
+        found = f"precision {precision} and optim {settings.optim}"
+        raise UsageError(f"weights: bf16 wants precision bf16 or fp8 with optim adamw_torch; here is {found}")
+    if settings.weights == "auto":
+        return "bf16" if suits and facts.device == "cuda" else "fp32"
+    return settings.weights
 
 
 def choose_precision(facts: Facts) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from modelwright.recipe.values import Frozen, Steps
 
-Precision = Literal["auto", "fp32", "bf16", "fp16"]
+Precision = Literal["auto", "fp32", "bf16", "fp16", "fp8"]
 Sharding = Literal["auto", "ddp", "fsdp"]
 Scheduler = Literal["linear", "cosine", "constant", "constant_with_warmup", "warmup_stable_decay", "one_cycle"]
 
@@ -98,6 +98,8 @@ class Optimizer(Frozen):
     """Memory of the gradient."""
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     """Memory of the squared gradient."""
+    exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
+    """What AdamW keeps the mean of the gradients in beside bf16 weights; bf16 saves two bytes a weight."""
     adam_epsilon: PositiveFloat = 1e-8
     """Keeps the division finite."""
     max_grad_norm: NonNegativeFloat = 1.0
@@ -129,13 +131,17 @@ class Numerics(Frozen):
     """What the arithmetic is done in, and when it is not trusted."""
 
     precision: Precision = "auto"
-    """fp32, bf16 or fp16 arithmetic over fp32 weights; auto: bf16 where it is fast, fp16 on older GPUs, else fp32."""
+    """What is computed in: fp32, bf16, fp16, or fp8 in the linear layers; auto: bf16 where fast, fp16 on older GPUs."""
+    weights: Literal["auto", "fp32", "bf16"] = "auto"
+    """What weights are kept in: fp32, or bf16 with the lost bits beside the optimizer (exact fp32 masters, faster)."""
     sharding: Sharding = "auto"
     """How several devices share the work; auto is ddp."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a quarter more time."""
     torch_compile: bool = False
     """Compile the layers: slower to start, faster to run on a GPU."""
+    cuda_graphs: Literal["auto", "always", "never"] = "auto"
+    """Record steps of one shape and replay them, on one GPU; auto: below two billion weights, where the host lags."""
     max_skipped_steps: NonNegativeInt = 3
     """Bad steps in a row that are skipped before the run goes back to its last checkpoint."""
     spike_factor: Annotated[float, Field(gt=1)] = 10.0

@@ -82,7 +82,7 @@ def ready_model(context: Context, found: Ingredients, settings: TextStage) -> tu
     model = text.load_model(found.model.path, context.recipe.model.attn_implementation)
     if hasattr(model, "merge_and_unload"):  # a parent that is an adapter: its matrices become part of the weights
         model = model.merge_and_unload()
-    text.check_forward(model)
+    text.move(model, context.world.device, context.recipe.model.attn_implementation)
     torch.manual_seed(context.recipe.seed)  # new weights, such as LoRA's, begin the same at every start
     model = trainable.set_trainable(model, settings)
     if settings.gradient_checkpointing:

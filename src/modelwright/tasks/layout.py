@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from modelwright.data.chat import Encoded
+from modelwright.data.pack import document_starts
 from modelwright.engine.task import Batch
 
 ALIGNED = 16
@@ -102,6 +103,8 @@ def lay_out(rows: Rows, documents: Sequence[Encoded], beginning: int = 0, multip
     inputs = {"tokens": tokens, "positions": positions, "learnt": places}
     if beginning:
         inputs["branches"] = branches
+    elif any(len(row) > 1 for row in rows):
+        inputs["documents"] = document_starts(positions)
     seen = sum(len(documents[piece.document]) for row in rows for piece in row if piece.start or not beginning)
     return Batch(
         inputs={name: torch.from_numpy(value) for name, value in inputs.items()}, trained=len(places), tokens=seen

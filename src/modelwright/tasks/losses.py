@@ -7,10 +7,13 @@ from torch import Tensor
 
 from modelwright.recipe.training import Preference
 
+IGNORED = -100
+"""Stands where no token comes next."""
+
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy summed over rows. logits: [rows, words]; targets: [rows] int64."""
-    return F.cross_entropy(logits.float(), targets, reduction="sum")
+    """Cross-entropy summed over rows. logits: [rows, words]; targets: [rows] int64, IGNORED for rows without one."""
+    return F.cross_entropy(logits.float(), targets, reduction="sum", ignore_index=IGNORED)
 
 
 def log_probabilities(logits: Tensor, targets: Tensor) -> Tensor:

@@ -10,22 +10,31 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from modelwright.data.pack import document_starts
 from modelwright.data.shards import Shards
 from modelwright.engine.task import Batch
+from modelwright.models.text import hidden_states
 from modelwright.recipe.schema import Pretrain
-from modelwright.tasks.sft import AnswerLoss
+from modelwright.tasks.losses import IGNORED
+from modelwright.tasks.sft import answer_loss
 
 
-class TextLoss(AnswerLoss):
+class TextLoss(nn.Module):
     """A language model whose forward gives the loss summed over tokens, and the same in bits per byte of text."""
 
     def __init__(self, model: Any, tokens_per_byte: float) -> None:
-        super().__init__(model)
+        super().__init__()
+        self.model = model
         self._bits = tokens_per_byte / math.log(2.0)
 
-    def forward(self, *inputs: Any, **named: Any) -> Tensor:
-        """As of answers, but two sums: [loss, loss in bits times tokens per byte]."""
-        summed = super().forward(*inputs, **named)
+    def forward(self, tokens: Tensor, positions: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
+        """tokens, positions, targets: [rows, length] int64. Returns [loss, loss in bits times tokens per byte].
+
+        targets: the token that comes next, IGNORED where none does: the shapes stay the same from step to step.
+        documents: where documents begin in the flattened rows, where some row holds several.
+        """
+        hidden = hidden_states(self.model, tokens, positions, documents=documents)
+        summed = answer_loss(self.model, hidden.flatten(0, 1), targets.flatten())
         return torch.stack((summed, summed.detach() * self._bits))
 
 
@@ -79,9 +88,9 @@ def lay_out(tokens: np.ndarray[Any, Any], positions: np.ndarray[Any, Any], count
     # the first word of a document has nothing before it, and the last place of a row nothing after it
     follows = np.zeros(tokens.shape, dtype=np.bool_)
     follows[:, :-1] = positions[:, 1:] != 0
-    learnt = np.flatnonzero(follows)
-    inputs = {
-        name: torch.from_numpy(value)
-        for name, value in (("tokens", tokens), ("positions", positions), ("learnt", learnt))
-    }
-    return Batch(inputs=inputs, trained=len(learnt), tokens=count)
+    targets = np.full_like(tokens, IGNORED)
+    targets[:, :-1][follows[:, :-1]] = tokens[:, 1:][follows[:, :-1]]
+    inputs = {"tokens": tokens, "positions": positions, "targets": targets}
+    if (positions[:, 1:] == 0).any():
+        inputs["documents"] = document_starts(positions)
+    return Batch({name: torch.from_numpy(value) for name, value in inputs.items()}, int(follows.sum()), count)

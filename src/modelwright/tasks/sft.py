@@ -13,9 +13,10 @@ from modelwright.data.conversations import Conversations
 from modelwright.data.pack import pack
 from modelwright.engine.task import Batch
 from modelwright.models.branches import branch_mask, why_not
-from modelwright.models.text import hidden_states, logits_of
+from modelwright.models.text import hidden_states, logits_of, plain_head
 from modelwright.models.trunk import Trunk
 from modelwright.recipe.schema import Sft
+from modelwright.tasks.head_loss import summed_head_loss
 from modelwright.tasks.kept import KeptStates
 from modelwright.tasks.layout import ALIGNED, behind, lay_out, shared_beginning, side_by_side
 from modelwright.tasks.losses import summed_cross_entropy
@@ -40,10 +41,12 @@ class AnswerLoss(nn.Module):
         branches: Tensor | None = None,
         places: Tensor | None = None,
         states: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """tokens, positions: [rows, length] int64; learnt: [count] int64, flat places whose next token is trained.
 
-        branches: [rows, length] int64, behind a shared beginning. What the frozen layers say is taken from `states`,
+        branches: [rows, length] int64, behind a shared beginning; documents: [count + 1] int32, where they begin in the
+        flattened rows, if a row holds several. What the frozen layers say is taken from `states`,
         [rows, length, width], or from the kept ones by their `places`, [rows, length] int64, where they are given.
         """
         if places is not None:
@@ -51,12 +54,19 @@ class AnswerLoss(nn.Module):
             states = self.kept.states[places]
         if states is not None:
             assert self.kept is not None
-            hidden = self.kept.trunk.above(states, positions, branches)
+            hidden = self.kept.trunk.above(states, positions, branches, documents)
         else:
             mask = None if branches is None else branch_mask(self.model, positions, branches)
-            hidden = hidden_states(self.model, tokens, positions, mask)
-        logits = logits_of(self.model, hidden.flatten(0, 1)[learnt])
-        return summed_cross_entropy(logits, tokens.flatten()[learnt + 1])
+            hidden = hidden_states(self.model, tokens, positions, mask, documents)
+        return answer_loss(self.model, hidden.flatten(0, 1)[learnt], tokens.flatten()[learnt + 1])
+
+
+def answer_loss(model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
+    """The loss summed over places. hidden: [places, width]; targets: [places] int64, the token that comes next."""
+    head = plain_head(model)
+    if head is not None:
+        return summed_head_loss(hidden, head, targets)
+    return summed_cross_entropy(logits_of(model, hidden), targets)
 
 
 class SftTask:

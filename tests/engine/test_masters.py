@@ -1,0 +1,89 @@
+"""bf16 weights with their lost bits kept learn exactly as fp32 masters do, and any checkpoint reads as either."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from modelwright.engine.masters import REST, SplitAdamW, halve, join, split
+from modelwright.errors import UsageError
+from modelwright.plan.facts import Facts
+from modelwright.plan.stage import plan_stage
+from modelwright.recipe.load import load
+from modelwright.recipe.schema import Sft
+from modelwright.stages import pipeline
+from rig import trace
+from tiny import tiny_recipe
+
+CPU = Facts("cpu", "2 CPU threads", 10**9, False)
+GPU = Facts("cuda", "NVIDIA H200", 10**11, True)
+
+
+def test_what_was_split_joins_to_the_very_same_bits() -> None:
+    torch.manual_seed(0)
+    numbers = torch.randn(50_000) * 10.0 ** torch.randint(-30, 30, (50_000,))
+    ties = (torch.randint(0x3F80, 0x4080, (500,)) * 65536 + 0x8000).to(torch.int32).view(torch.float32)
+    edges = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-40, 3e38])
+    master = torch.cat((numbers, ties, -ties, edges))
+    high, rest = split(master)
+    assert (high.dtype, rest.dtype) == (torch.bfloat16, torch.int16)
+    assert torch.equal(join(high, rest).view(torch.int32), master.view(torch.int32))
+    assert ((high.float() - master).abs() <= 2**-8 * master.abs() + 1e-38).all()
+
+
+def test_split_weights_move_as_adamw_moves_fp32_masters() -> None:
+    torch.manual_seed(0)
+    exact = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+    halved = copy.deepcopy(exact)
+    rests = halve(halved)
+    weights = dict(halved.named_parameters())
+    theirs = torch.optim.AdamW(exact.parameters(), lr=1e-3, weight_decay=0.1)
+    ours = SplitAdamW(
+        [{"params": list(weights.values()), "weight_decay": 0.1}],
+        {weights[name]: rest for name, rest in rests.items()},
+        torch.float32, lr=1e-3, betas=(0.9, 0.999), eps=1e-8,
+    )  # fmt: skip
+    for _ in range(50):
+        for master, weight in zip(exact.parameters(), halved.parameters(), strict=True):
+            weight.grad = torch.randn_like(master).bfloat16()
+            master.grad = weight.grad.float()
+        theirs.step()
+        ours.step()
+    for master, weight in zip(exact.parameters(), halved.parameters(), strict=True):
+        assert weight.dtype is torch.bfloat16
+        torch.testing.assert_close(join(weight.data, ours.state[weight][REST]), master.data, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("device", "expected"), [(CPU, "fp32"), (GPU, "bf16")])
+def test_a_gpu_that_computes_in_bf16_keeps_bf16_weights_by_itself(device: Facts, expected: str) -> None:
+    assert plan_stage(Sft(precision="bf16"), 10, 1, device).weights == expected
+    assert plan_stage(Sft(precision="fp32"), 10, 1, device).weights == "fp32"
+
+
+def test_bf16_weights_without_bf16_arithmetic_are_refused() -> None:
+    with pytest.raises(UsageError, match="weights: bf16 wants precision bf16 or fp8"):
+        plan_stage(Sft(precision="fp32", weights="bf16"), 10, 1, CPU)
+
+
+BRIEF = {"max_steps": 4, "save_steps": 2, "eval_steps": 4, "per_device_train_batch_size": 1, "max_length": 32}
+"""Short, because a processor without bf16 takes a hundred times as long for it."""
+
+
+def run(folder: Path, model: Path, weights: str) -> list[float]:
+    recipe = tiny_recipe(folder, model, precision="bf16", weights=weights, **BRIEF)
+    pipeline.run(load(recipe, environ={}), lambda event: None)
+    return [loss for loss, *_ in trace(folder / "run")["steps"].values()]
+
+
+def test_bf16_weights_learn_what_fp32_weights_learn_and_go_on_exactly(model_folder: Path, tmp_path: Path) -> None:
+    exact, halved = (run(tmp_path / weights, model_folder, weights) for weights in ("fp32", "bf16"))
+    assert halved == pytest.approx(exact, rel=5e-3)
+    stage = tmp_path / "bf16/run/stages/sft"
+    shutil.rmtree(max((stage / "checkpoints").glob("step-*")))
+    (stage / "result.json").unlink()
+    assert run(tmp_path / "bf16", model_folder, "bf16") == halved

@@ -1,0 +1,58 @@
+"""Our attention gives what transformers' own gives, keeps packed documents apart, and needs no mask to do so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from modelwright.data.pack import document_starts
+from modelwright.models import attention, text
+from modelwright.models.text import hidden_states
+
+
+def models(folder: Path) -> tuple[Any, Any]:
+    usual, ours = text.load_model(folder).eval(), text.load_model(folder).eval()
+    attention.install(ours)
+    return usual, ours
+
+
+@torch.no_grad()
+def test_packed_documents_are_apart_as_in_a_mask_written_out(model_folder: Path) -> None:
+    usual, ours = models(model_folder)
+    tokens = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(0))
+    positions = torch.stack([torch.cat([torch.arange(10), torch.arange(14)]), torch.arange(24)])
+    documents = torch.from_numpy(document_starts(positions.numpy()))
+    expected = hidden_states(usual, tokens, positions)
+    torch.testing.assert_close(hidden_states(ours, tokens, positions, documents=documents), expected)
+    leaking = hidden_states(ours, tokens, positions)
+    assert not torch.allclose(leaking, expected, atol=1e-3)
+
+
+@torch.no_grad()
+def test_rows_of_one_document_need_no_starts(model_folder: Path) -> None:
+    usual, ours = models(model_folder)
+    tokens = torch.arange(3, 51).view(2, 24)
+    positions = torch.arange(24).expand(2, 24)
+    torch.testing.assert_close(hidden_states(ours, tokens, positions), hidden_states(usual, tokens, positions))
+
+
+@pytest.mark.parametrize("heads", [4, 2])
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_window_and_fewer_key_heads_are_honoured(window: int | None, heads: int) -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1, 4, 12, 8), torch.randn(1, heads, 12, 8), torch.randn(1, heads, 12, 8)
+    found, _ = attention.attend(None, query, key, value, None, sliding_window=window)
+    scores = query @ key.repeat_interleave(4 // heads, 1).transpose(2, 3) / 8**0.5
+    behind = torch.arange(12)[:, None] - torch.arange(12)[None]
+    seen = (behind >= 0) & (behind < (window or 12))
+    shares = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    torch.testing.assert_close(found.transpose(1, 2), shares @ value.repeat_interleave(4 // heads, 1))
+
+
+def test_starts_of_documents_are_filled_up_to_few_sizes() -> None:
+    starts = document_starts(torch.tensor([[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]]).numpy())
+    assert starts[:5].tolist() == [0, 3, 5, 7, 10]
+    assert (len(starts), set(starts[5:].tolist())) == (64, {10})

@@ -1,0 +1,50 @@
+"""The loss taken a few places at a time is the loss of all of them, and so are its gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from modelwright.tasks import head_loss
+from modelwright.tasks.head_loss import summed_head_loss
+from modelwright.tasks.losses import IGNORED, summed_cross_entropy
+
+
+@pytest.fixture(autouse=True)
+def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_loss, "AT_ONCE", 16)
+
+
+def parts(places: int = 70) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    hidden, head = torch.randn(places, 32), torch.randn(50, 32)
+    targets = torch.randint(0, 50, (places,))
+    targets[3::7] = IGNORED
+    return hidden.requires_grad_(), head.requires_grad_(), targets
+
+
+@pytest.mark.parametrize("places", [8, 64, 70])
+def test_loss_and_gradients_equal_the_plain_way(places: int) -> None:
+    hidden, head, targets = parts(places)
+    plain = summed_cross_entropy(hidden @ head.T, targets)
+    expected = torch.autograd.grad(plain * 0.3, (hidden, head))
+    ours = summed_head_loss(hidden, head, targets)
+    found = torch.autograd.grad(ours * 0.3, (hidden, head))
+    torch.testing.assert_close(ours, plain)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_what_is_frozen_gets_no_gradient(frozen: int) -> None:
+    *weights, targets = parts()
+    weights[frozen].requires_grad_(False)
+    summed_head_loss(*weights, targets).backward()
+    assert weights[frozen].grad is None
+    assert weights[1 - frozen].grad is not None
+
+
+def test_measuring_keeps_nothing() -> None:
+    hidden, head, targets = parts()
+    with torch.no_grad():
+        assert not summed_head_loss(hidden, head, targets).requires_grad
