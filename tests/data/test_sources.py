@@ -136,7 +136,7 @@ def test_a_missing_file_is_answered_with_the_nearest_name(tmp_path: Path) -> Non
 
 
 def test_a_misspelt_embedded_set_is_answered_with_its_name(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"did you mean field-guide\?"):
+    with pytest.raises(UsageError, match=r"did you mean field-guide"):
         read(tmp_path / "fieldguide")
 
 

@@ -21,9 +21,87 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard 
 def register(app: typer.Typer) -> None:
     """Add the verbs to the command."""
     data = typer.Typer(help="Look at data, and prepare it, before training on it.", no_args_is_help=True)
-    for verb in (prepare,):
+    for verb in (audit, show, prepare, convert):
         data.command(verb.__name__)(verb)
     app.add_typer(data, name="data")
+
+
+def audit(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe, or a data file.")],
+    sets: SetOption = None,
+    quarantine: Annotated[
+        str, typer.Option("--quarantine", help="Where unusable rows are listed.")
+    ] = "quarantine.jsonl",
+    max_bad_share: Annotated[
+        float, typer.Option("--max-bad-share", help="Share of unusable rows from which the audit fails.")
+    ] = 0.0,
+    as_json: Json = False,
+) -> None:
+    """Tell every problem of the data by file and line, and what its numbers foretell."""
+    from modelwright.cli.data_words import audit_lines
+    from modelwright.data.auditing import audits
+
+    bad = False
+    told: dict[str, Any] = {}
+    for name, found in audits(recipe, sets or ()):
+        bad = bad or found.bad_share > max_bad_share or not found.facts
+        told[name] = found.as_json()
+        if found.faults:
+            found.write_quarantine(Path(quarantine))
+        if not as_json:
+            typer.echo("\n".join(audit_lines(name, told[name], quarantine)))
+    if as_json:
+        print(json.dumps({"ok": not bad, "data": told}, ensure_ascii=False))
+    if bad:
+        raise typer.Exit(2)
+
+
+def show(
+    recipe: RecipeArgument,
+    sets: SetOption = None,
+    count: Annotated[int, typer.Option("--count", min=1, help="How many samples.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Render a few samples as the model sees them, with what it learns coloured."""
+    from modelwright.cli.data_words import coloured
+    from modelwright.recipe.load import load
+    from modelwright.runs.caches import prepare_environment
+
+    loaded = load(recipe, sets or ())
+    prepare_environment()
+    from modelwright.stages.show import samples
+
+    found = samples(loaded, count)
+    if as_json:
+        told = {stage: [sample.as_json() for sample in some] for stage, some in found.items()}
+        print(json.dumps({"samples": told}, ensure_ascii=False))
+        return
+    for stage, some in found.items():
+        for sample in some:
+            head = f"{stage}: {sample.where}, {sample.trained} of {sample.tokens} tokens are learnt"
+            typer.echo(f"{head}\n{coloured(sample.pieces, sys.stdout.isatty())}\n")
+
+
+def convert(
+    source: Annotated[str, typer.Argument(help="A JSONL, JSON, CSV or Parquet file, or a recipe.")],
+    target: Annotated[str, typer.Argument(help="A .parquet file; for a recipe, a folder for load_from_disk.")],
+    full_question: Annotated[
+        str | None, typer.Option("--full-question", help='Makes that column, as in "For {topic}, {question}".')
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write rows as Parquet, or a recipe's conversations as a folder that load_from_disk reads."""
+    from modelwright.data.auditing import write_sets
+    from modelwright.data.files import SUFFIXES
+    from modelwright.data.sets import convert as write_parquet
+
+    if Path(source).suffix in SUFFIXES:
+        if not Path(source).is_file():
+            raise UsageError(f"{source}: there is no such file")
+        rows: Any = write_parquet(Path(source), Path(target), full_question)
+    else:
+        rows = write_sets(source, Path(target))
+    print(json.dumps({"target": target, "rows": rows}) if as_json else f"{target}: {rows} rows")
 
 
 def prepare(

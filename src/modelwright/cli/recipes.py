@@ -109,6 +109,7 @@ def data_problems(loaded: LoadedRecipe) -> list[Problem]:
     """Everything wrong with the data a recipe names; a hub data set is not fetched for a check."""
     from modelwright.data import conversations, preferences, sources
     from modelwright.errors import DataError
+    from modelwright.recipe.columns import name_lines
 
     problems: dict[tuple[str, str], Problem] = {}
     for stage, section in loaded.recipe.stages.items():
@@ -121,7 +122,8 @@ def data_problems(loaded: LoadedRecipe) -> list[Problem]:
         try:
             read(data, loaded.recipe.seed, loaded.path.parent)
         except DataError as error:
-            problems |= {(each.where, each.message): each for each in error.problems}
+            named = name_lines(error.problems, loaded, stage)
+            problems |= {(each.where, each.message): each for each in named}
         except UsageError as error:
             problem = Problem(loaded.origins[key].where, str(error))
             problems[problem.where, problem.message] = problem

@@ -19,6 +19,10 @@ GATHERED = {corpus.NAME: corpus.python_docs}
 """Sets that are gathered from this machine when they are read."""
 
 
+HELD_OUT_SPLITS = ("held_out", "validation", "test")
+"""What the held-out side of a stored set may be called."""
+
+
 def read_training(data: Data, beside: Path) -> list[Row]:
     """All rows to train on, before anything is held out."""
     rows = list(strictly(read(data.dataset_name or data.train_file or "", data, beside)))
@@ -59,7 +63,7 @@ def read(name: str, data: Data | None, beside: Path) -> Iterator[Row | Fault]:
         if not is_hub_name(name, beside):
             raise UsageError(_no_such_source(name, beside))
         return _read_hub(name, data)
-    return _read_folder(path) if path.is_dir() else read_file(path)
+    return _read_folder(path, data) if path.is_dir() else read_file(path)
 
 
 def _no_such_source(name: str, beside: Path) -> str:
@@ -84,15 +88,18 @@ def is_stored_set(path: Path) -> bool:
     return (path / "state.json").exists() or (path / "dataset_dict.json").exists()
 
 
-def _read_folder(path: Path) -> Iterator[Row | Fault]:
+def _read_folder(path: Path, data: Data | None) -> Iterator[Row | Fault]:
     if is_stored_set(path):
         from datasets import DatasetDict, load_from_disk
 
         stored = load_from_disk(str(path))
         if isinstance(stored, DatasetDict):
-            if "train" not in stored:
-                raise UsageError(f"data: {path} has no split 'train'; its splits are {', '.join(stored)}")
-            stored = stored["train"]
+            wanted = (data.dataset_split,) if data else HELD_OUT_SPLITS
+            split = next((name for name in wanted if name in stored), None)
+            if split is None:
+                wish = " or ".join(map(repr, wanted))
+                raise UsageError(f"data: {path} has no split {wish}; its splits are {', '.join(stored)}")
+            stored = stored[split]
         yield from _rows_of(stored, path.name)
         return
     for file in files_in(path):

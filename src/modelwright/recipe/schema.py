@@ -80,11 +80,11 @@ class Data(Frozen):
     dataset_config_name: str | None = None
     """Configuration of a hub data set."""
     dataset_split: str = "train"
-    """Split of a hub data set."""
+    """Split of a hub data set or of a folder that load_from_disk reads."""
     train_file: str | None = None
     """A JSON, JSONL, CSV, Parquet or TXT file to train on, in place of dataset_name."""
     validation_file: str | None = None
-    """A file of held-out rows; without it a share of the training rows is held out."""
+    """A file or folder of held-out rows; without it a share of the training rows is held out."""
     columns: dict[str, Part] = {}
     """Which column plays which part, such as {question: prompt, answer: completion}."""
     text_column: str = "text"

@@ -15,9 +15,10 @@ import torch
 from modelwright import __version__
 from modelwright.data.sources import is_embedded, local_path
 from modelwright.engine.world import joined
-from modelwright.errors import ModelwrightError, StorageError, UsageError
+from modelwright.errors import DataError, ModelwrightError, StorageError, UsageError
 from modelwright.models import smollm2
 from modelwright.plan import facts
+from modelwright.recipe.columns import name_lines
 from modelwright.recipe.load import LoadedRecipe, dump
 from modelwright.recipe.schema import Data
 from modelwright.report import page
@@ -130,7 +131,10 @@ def _run_stage(context: Context, flow: Flow, stage: str, stopper: Stopper) -> No
     name = f"the {before} model of this run" if before else context.recipe.model.name
     journal.add("gathering", stage=stage, model=name, converts=smollm2.converts(name))
     context.world.beat.at("gathering")
-    found = kind.gather(context, stage, parent)
+    try:
+        found = kind.gather(context, stage, parent)
+    except DataError as error:
+        raise DataError(name_lines(error.problems, context.loaded, stage)) from None
     result = context.world.first(lambda: finished(context, stage, found))
     if result is None:
         journal.add("stage", stage=stage)

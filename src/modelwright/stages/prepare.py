@@ -13,7 +13,8 @@ from modelwright.data.plan import Plan, Wish, finished
 from modelwright.data.prepare import REPORT, Told
 from modelwright.data.sources import local_path
 from modelwright.data.workers import Crew, Processes, Ranks
-from modelwright.errors import DataError, ModelError, Problem
+from modelwright.errors import DataError, ModelError
+from modelwright.recipe.columns import name_lines
 from modelwright.recipe.load import LoadedRecipe
 from modelwright.recipe.preparing import Prepare
 from modelwright.report.data_page import write_page
@@ -52,20 +53,11 @@ def prepare_shards(plan: Plan, crew: Crew, loaded: LoadedRecipe) -> Iterator[Tol
     try:
         yield from prepare.prepare(plan, crew)
     except DataError as error:
-        raise DataError([_with_line(problem, loaded) for problem in error.problems]) from None
+        raise DataError(name_lines(error.problems, loaded, "pretrain")) from None
     finally:
         crew.close()
     page = plan.folder / "report.html"
     crew.first(plan, page.exists, lambda: write_page(page, read_json(plan.folder / REPORT)))
-
-
-def _with_line(problem: Problem, loaded: LoadedRecipe) -> Problem:
-    """Name the line of the recipe where a letter is about one of its columns."""
-    for key in ("data.text_column", "data.split_by", "pretrain.data.text_column"):
-        origin = loaded.origins.get(key)
-        if origin is not None and "there is no column" in problem.message:
-            return Problem(problem.where, f"{problem.message} ({key}, {origin.where})")
-    return problem
 
 
 def plan_of(loaded: LoadedRecipe, folder: Path) -> Plan:

@@ -1,0 +1,158 @@
+"""An audit names every unusable row and foretells what training would meet; samples show what is learnt."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+
+from modelwright.cli.main import main
+from modelwright.data.audit import Frame, audit
+from modelwright.data.conversations import load
+from modelwright.data.sets import convert, save_set
+from modelwright.data.sources import read_training, read_validation
+from modelwright.errors import DataError, UsageError
+from modelwright.recipe.schema import Data
+from tiny import tiny_recipe
+
+GOOD = [{"prompt": f"What is {n} and {n}?", "completion": f"It is {2 * n}, as anyone can count."} for n in range(40)]
+SOURCE = Path(__file__).parents[2] / "src"
+FRAME = Frame("conversations", max_length=64, batch=4, seed=1)
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as stop:
+        main(["data", *arguments])
+    return int(stop.value.code or 0)
+
+
+def test_every_unusable_row_is_named_with_its_place_and_value(tmp_path: Path) -> None:
+    bad = [{"prompt": "Why?", "completion": " "}, {"prompt": 3, "completion": "x"}, {"prompt": "Why?"}]
+    path = write(tmp_path / "rows.jsonl", [*GOOD, *bad])
+    with path.open("ab") as file:
+        file.write(b'{"prompt": "caf\xe9"}\n{"prompt": "Why?", "completion": "Bec\n')
+    found = audit(Data(dataset_name=str(path)), FRAME, tmp_path)
+    assert (found.rows, len(found.faults)) == (45, 5)
+    assert [fault.where for fault in found.faults] == [f"rows.jsonl:{line}" for line in range(41, 46)]
+    assert [fault.reason.partition(";")[0] for fault in found.faults] == [
+        "'completion' is empty", "'prompt' is 3",
+        "no messages, nor prompt and completion", "these bytes are not UTF-8",
+        "this is no JSON (Unterminated string starting at at column 34)",
+    ]  # fmt: skip
+    assert '"completion": " "' in found.faults[0].found
+
+
+def test_the_numbers_foretell_cuts_copies_leaks_and_padding(tmp_path: Path) -> None:
+    long = {"prompt": "Tell me all.", "completion": "word " * 300}
+    again = [{**row, "completion": f"{row['completion']} Truly."} for row in GOOD[:20]]
+    path = write(tmp_path / "rows.jsonl", [*GOOD, *again, GOOD[0], long])
+    facts = audit(Data(dataset_name=str(path)), FRAME, tmp_path).facts
+    assert facts["truncated"]["rows"] == 1 and facts["truncated"]["lost_tokens"] > 300
+    assert facts["duplicates"]["exact"] == 1 and facts["duplicates"]["most_often"] == 2
+    assert facts["split"]["groups_on_both_sides"] == 0
+    assert facts["split"]["leak_of_a_random_split"] > 0.2
+    assert 0 < facts["padding"]["padded"] < 0.5 and 0 < facts["padding"]["packed"] < 0.5
+    assert sum(facts["lengths"]["counts"]) == 62
+
+
+def test_the_practical_skills_leak_in_a_random_split_and_not_in_ours(shared: Path) -> None:
+    path = shared / "data" / "practical-skills-qa" / "final_qa_data_unique.jsonl"
+    data = Data(dataset_name=str(path), columns={"question": "prompt", "answer": "completion"})
+    facts = audit(data, FRAME, shared).facts["split"]
+    assert facts["groups"] == 1727
+    assert facts["leak_of_a_random_split"] > 0.45
+    assert facts["groups_on_both_sides"] == facts["held_out_rows_seen_in_training"] == 0
+
+
+def test_the_verb_needs_no_torch_and_writes_the_quarantine(tmp_path: Path, model_folder: Path) -> None:
+    recipe = tiny_recipe(tmp_path, model_folder)
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"question": "Why?", "answer": ""}\n')
+    code = (
+        "import sys; from modelwright.cli.main import main\n"
+        "try: main(sys.argv[1:])\nexcept SystemExit as stop: code = stop.code\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\nsys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "data", "audit", str(recipe), "--json"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(SOURCE)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stdout, done.stderr
+    told = json.loads(done.stdout)
+    (facts,) = told["data"].values()
+    assert not told["ok"] and facts["bad"] == 1
+    assert facts["tokens_counted_by"] == "the model's tokenizer"
+    (row,) = [json.loads(line) for line in (tmp_path / "quarantine.jsonl").read_text().splitlines()]
+    assert row["where"] == "rows.jsonl:41" and "'answer' is empty" in row["reason"]
+
+
+def test_a_wrong_column_is_told_with_the_line_of_the_recipe(
+    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = tiny_recipe(tmp_path, model_folder)
+    recipe.write_text(recipe.read_text().replace('"question"', '"questoin"'))
+    monkeypatch.chdir(tmp_path)
+    line = next(n for n, text in enumerate(recipe.read_text().splitlines(), 1) if "questoin" in text)
+    with pytest.raises(SystemExit):
+        main(["check", "recipe.yaml"])
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "rows.jsonl:1: there is no column 'questoin'; the columns are question, answer "
+        f"(data.columns.questoin is asked for in recipe.yaml:{line})"
+    )
+
+
+def test_a_sample_shows_what_is_learnt(tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tiny_recipe(tmp_path, model_folder)
+    assert run("show", str(recipe), "--count", "2") == 0
+    said = capsys.readouterr().out
+    assert said.count("⟦") == 2
+    assert "<|im_start|>assistant\n⟦Sum: 4. Count again. Count again.<|im_end|>\n⟧" in said
+    assert run("show", str(recipe), "--count", "1", "--json") == 0
+    (sample,) = json.loads(capsys.readouterr().out)["samples"]["sft"]
+    assert sample["trained_tokens"] < sample["tokens"]
+    assert [piece["trained"] for piece in sample["pieces"]] == [False, True]
+
+
+def test_conversations_become_a_folder_that_load_from_disk_and_we_read(tmp_path: Path) -> None:
+    data = Data(dataset_name=str(write(tmp_path / "rows.jsonl", GOOD)), system_prompt="Count.")
+    made = load(data, 1, tmp_path)
+    assert save_set(made, tmp_path / "set") == {"train": 36, "held_out": 4}
+    stored = Data(dataset_name="set", validation_file="set")
+    again = load(stored, 1, tmp_path)
+    assert [item.messages for item in again.train] == [item.messages for item in made.train]
+    assert [item.messages for item in again.held_out] == [item.messages for item in made.held_out]
+    assert len(read_training(stored, tmp_path)) == 36 and len(read_validation(stored, tmp_path)) == 4
+
+
+def test_jsonl_becomes_parquet_with_the_full_question(tmp_path: Path) -> None:
+    rows = [{"topic": "Knots", "question": "How is a bowline tied?", "answer": "Up, around, down."}]
+    path = write(tmp_path / "rows.jsonl", rows)
+    assert convert(path, tmp_path / "rows.parquet", "For {topic}, {question}") == 1
+    assert pyarrow.parquet.read_table(tmp_path / "rows.parquet").to_pylist() == [
+        {"full-question": "For Knots, How is a bowline tied?", "answer": "Up, around, down."}
+    ]
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: there is no column 'subject'"):
+        convert(path, tmp_path / "rows.parquet", "For {subject}, {question}")
+    with pytest.raises(UsageError, match=r"it wants \.parquet"):
+        convert(path, tmp_path / "rows.arrow")
+
+
+def test_the_full_questions_are_those_of_the_published_parquet(shared: Path, tmp_path: Path) -> None:
+    folder = shared / "data" / "practical-skills-qa"
+    convert(folder / "final_qa_data_unique.jsonl", tmp_path / "made.parquet", "For {topic}, {question}")
+    ours = pyarrow.parquet.read_table(tmp_path / "made.parquet").to_pylist()
+    theirs = pyarrow.parquet.read_table(folder / "qa_dataset.parquet").to_pylist()
+    assert set(ours[0]) == set(theirs[0]) and len(ours) == len(theirs) == 2845
+    same = sum(one == other for one, other in zip(ours, theirs, strict=True))
+    assert same == 2845
