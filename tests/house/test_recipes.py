@@ -13,7 +13,7 @@ NAMES = sorted(shipped())
 
 
 def test_the_recipes_of_the_repository_are_the_shipped_ones() -> None:
-    assert [path.stem for path in sorted((ROOT / "recipes").glob("*.yaml"))] == NAMES
+    assert sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")) == NAMES
     assert NAMES, "nothing is shipped"
 
 

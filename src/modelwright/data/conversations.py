@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import xxhash
 
+from modelwright.data.derive import derive
 from modelwright.data.files import Row
 from modelwright.data.sources import read_training, read_validation
 from modelwright.errors import DataError, Problem
@@ -97,6 +98,7 @@ def load(data: Data, seed: int, beside: Path) -> Conversations:
 
 def converse(rows: Sequence[Row], data: Data) -> list[Conversation]:
     """Make each row a conversation; a row that cannot be one is a problem with its place."""
+    rows = list(derive(rows, data))
     if not rows:
         return []
     parts = columns_by_part(rows[0], data.columns)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,11 @@ from modelwright.errors import UsageError
 from modelwright.recipe.schema import Data
 
 HOME = Path(__file__).parent / "embedded"
-EMBEDDED = {"field-guide": HOME / "field_guide.jsonl", "field-guide-pairs": HOME / "field_guide_pairs.jsonl"}
+EMBEDDED = {
+    "field-guide": HOME / "field_guide.jsonl",
+    "field-guide-pairs": HOME / "field_guide_pairs.jsonl",
+    "songbook": HOME / "songbook.jsonl",
+}
 """Sets that come with Modelwright, with their file."""
 GATHERED = {corpus.NAME: corpus.python_docs}
 """Sets that are gathered from this machine when they are read."""
@@ -25,8 +30,8 @@ HELD_OUT_SPLITS = ("held_out", "validation", "test")
 
 def read_training(data: Data, beside: Path) -> list[Row]:
     """All rows to train on, before anything is held out."""
-    rows = list(strictly(read(data.dataset_name or data.train_file or "", data, beside)))
-    return rows[: data.max_rows] if data.max_rows else rows
+    rows = strictly(read(data.dataset_name or data.train_file or "", data, beside))
+    return list(islice(rows, data.max_rows))  # without max_rows, all
 
 
 def read_validation(data: Data, beside: Path) -> list[Row]:

@@ -76,7 +76,7 @@ class Data(Frozen):
     """What the model learns from, and what is held out to measure it."""
 
     dataset_name: str | None = None
-    """An embedded set (field-guide, python-docs), a file, a folder or a hub id."""
+    """An embedded set (field-guide, songbook, python-docs), a file, a folder or a hub id."""
     dataset_config_name: str | None = None
     """Configuration of a hub data set."""
     dataset_split: str = "train"
@@ -87,6 +87,10 @@ class Data(Frozen):
     """A file or folder of held-out rows; without it a share of the training rows is held out."""
     columns: dict[str, Part] = {}
     """Which column plays which part, such as {question: prompt, answer: completion}."""
+    derive: dict[str, str] = {}
+    """Columns made of others where they are not there yet, such as {full-question: "For {topic}, {question}"}."""
+    make_pairs: Literal["songs"] | None = None
+    """Make questions and answers for rows that have none: songs, from the columns lyrics and artist."""
     text_column: str = "text"
     """Column that holds the documents of raw text."""
     system_prompt: str | None = None
