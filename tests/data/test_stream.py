@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from modelwright.data.stream import Order, share
+from modelwright.data.stream import Mixed, Order, order_of, share
 
 
 def test_the_order_is_a_function_of_seed_and_step() -> None:
@@ -71,3 +72,29 @@ def test_one_rank_and_four_see_the_same_micro_batches_in_the_same_places() -> No
     alone = share(batch, 0, 1, per_device=2)
     together = [share(batch, rank, 4, per_device=2) for rank in range(4)]
     assert [together[place % 4][place // 4] for place in range(8)] == alone
+
+
+MIX = Mixed(rows=1100, batch=64, total=64 * 384, seed=7, sources=((1000, 1.0), (100, 3.0)))
+
+
+def test_a_mixture_keeps_its_weights_and_goes_through_each_source_in_epochs() -> None:
+    rows = np.array([row for step in range(384) for row in MIX.at(step)])
+    assert len(rows) == MIX.total
+    small = rows[rows >= 1000] - 1000
+    assert abs(len(small) / len(rows) - 0.75) < 0.002
+    assert set(np.bincount(small, minlength=100).tolist()) <= {184, 185}  # every row as often as any other
+    times = np.bincount(rows[rows < 1000], minlength=1000)
+    assert times.max() - times.min() <= 1
+    stretches = rows[: 6 * 4096].reshape(6, 4096)
+    assert all(abs((stretch >= 1000).mean() - 0.75) < 0.001 for stretch in stretches)
+
+
+def test_a_mixture_is_a_function_of_the_step() -> None:
+    steps = [MIX.at(step) for step in range(130)]
+    for step in (129, 63, 64, 0, 65):  # 64 steps fill a stretch: both sides of its edge
+        assert MIX.at(step) == steps[step]
+    assert MIX.at(3) != Mixed(1100, 64, 64 * 384, 8, MIX.sources).at(3)
+
+
+def test_a_task_that_names_no_mixture_has_the_plain_order() -> None:
+    assert type(order_of(object(), (10, 2, 20, 1))) is Order

@@ -20,7 +20,7 @@ import xxhash
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from modelwright.data.stream import Order, share
+from modelwright.data.stream import order_of, share
 from modelwright.engine import fp8
 from modelwright.engine.guard import Guard, Health
 from modelwright.engine.masters import halve
@@ -103,7 +103,7 @@ class Engine:
     def __init__(self, task: Task, settings: Training, plan: StagePlan, world: World, seed: int) -> None:
         self.task, self.plan, self.world = task, plan, world
         self.cursor = Cursor()
-        self.order = Order(plan.rows, plan.global_batch, plan.total_rows, seed)
+        self.order = order_of(task, (plan.rows, plan.global_batch, plan.total_rows, seed))
         self.seed = seed
         self._clip = settings.max_grad_norm
         self.eval_rows = settings.per_device_eval_batch_size

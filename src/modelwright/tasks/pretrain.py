@@ -65,6 +65,13 @@ class PretrainTask:
     def held_out_rows(self) -> int:
         return self._held_out.rows(self._settings.max_length)
 
+    @property
+    def mixture(self) -> list[tuple[int, float]]:
+        """Rows and weight of each source, where the recipe mixes several."""
+        weights: dict[str, float] = self._train.manifest.get("weights") or {}
+        sources = self._train.sources(self._settings.max_length) if weights else []
+        return [(source.rows, weights[source.name]) for source in sources]
+
     def length(self, row: int) -> int:
         """Every row is full."""
         return self._settings.max_length
