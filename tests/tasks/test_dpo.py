@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from modelwright.data.preferences import EncodedPair, Pair, Preferences
 from modelwright.engine.loop import Engine
 from modelwright.engine.world import World
 from modelwright.errors import ModelwrightError
-from modelwright.models.branches import why_not
+from modelwright.models.branches import branch_mask, why_not
 from modelwright.models.text import load_model, load_tokenizer, stop_tokens
 from modelwright.models.trainable import set_trainable
 from modelwright.plan.facts import Facts
@@ -67,6 +68,37 @@ def test_a_prompt_computed_once_gives_the_loss_and_the_gradients_of_two_passes(n
     for weight, gradient in gradients[0].items():
         scale = gradients[1][weight].abs().max().clamp(min=1e-3)
         assert (gradient - gradients[1][weight]).abs().max() / scale < 1e-5, weight
+
+
+def test_the_blocks_of_flex_attention_are_the_mask_of_the_others() -> None:
+    from torch.nn.attention.flex_attention import create_mask
+
+    batch = collate(encoded(*SIZES)).inputs
+    rows, length = batch["tokens"].shape
+    for name in ("llama", "gemma3_text"):
+        model = copy.deepcopy(family(name))
+        wanted = branch_mask(model, batch["positions"], batch["branches"])
+        model.config._attn_implementation = "flex_attention"
+        blocks = branch_mask(model, batch["positions"], batch["branches"])
+        for mask, block in (
+            zip(wanted.values(), blocks.values(), strict=True) if name != "llama" else [(wanted, blocks)]
+        ):
+            assert torch.equal(create_mask(block.mask_mod, rows, 1, length, length, device="cpu"), mask)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_flex_attention_gives_the_loss_and_the_gradients_of_sdpa() -> None:
+    model, pairs = copy.deepcopy(family("llama")).cuda(), encoded((130, 60, 66), (100, 120, 36))
+    found = []
+    for backend in ("sdpa", "flex_attention"):
+        model.set_attn_implementation(backend)
+        assert why_not(model) is None
+        inputs = {name: tensor.cuda() for name, tensor in collate(pairs).inputs.items()}
+        PairLoss(model, Preference())(**inputs).sum().backward()
+        found.append(torch.cat([weight.grad.flatten() for weight in model.parameters()]))
+        model.zero_grad(set_to_none=True)
+    assert (found[0] - found[1]).abs().max() / found[0].abs().max() < 1e-2
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -19,6 +19,7 @@ def register(app: typer.Typer) -> None:
     bench.command("sft")(sft)
     bench.command("plan")(plan)
     bench.command("survival")(survival)
+    bench.command("dpo")(dpo)
     app.add_typer(bench, name="bench")
 
 
@@ -84,6 +85,15 @@ def survival(
     if scene not in benchmark.SCENES:
         raise UsageError(f"--scene is {scene!r}; it wants one of {', '.join(benchmark.SCENES)}")
     _measure(benchmark, "survival", save, as_json, scene=scene, data=data)
+
+
+def dpo(save: Save = False, as_json: Json = False) -> None:
+    """Pairs per second of our DPO, beside TRL's DPOTrainer."""
+    from modelwright.bench import dpo as benchmark
+    from modelwright.runs.caches import prepare_environment
+
+    prepare_environment()
+    _measure(benchmark, "dpo", save, as_json)
 
 
 def _measure(benchmark: ModuleType, name: str, save: bool, as_json: bool, **wishes: object) -> None:

@@ -20,23 +20,23 @@ def branch_mask(model: Any, positions: Tensor, branches: Tensor) -> Any:
     positions, branches: [rows, length] int64. Returns what the model takes as its attention mask.
     """
     config = bare(model).config.get_text_config()
+    if config._attn_implementation == "flex_attention":
+        return _by_layer(config, _blocks(positions, branches, None), _blocks(positions, branches, _window(config)))
     seen = torch.ones(tokens := positions.shape[1], tokens, dtype=torch.bool, device=positions.device).tril()
     seen = seen & ((branches[:, None, :] == TRUNK) | (branches[:, None, :] == branches[:, :, None]))
     whole, near = seen.unsqueeze(1), seen.unsqueeze(1)
-    if window := getattr(config, "sliding_window", None):
+    if window := _window(config):
         near = (seen & (positions[:, :, None] - positions[:, None, :] < window)).unsqueeze(1)
-    if getattr(config, "_attn_implementation", None) == "eager":  # which adds the mask, where sdpa asks it
+    if config._attn_implementation == "eager":  # which adds the mask, where sdpa asks it
         whole, near = (_additive(mask, next(model.parameters()).dtype) for mask in (whole, near))
-    if kinds := set(getattr(config, "layer_types", None) or ()):
-        return {"full_attention": whole, **({"sliding_attention": near} if "sliding_attention" in kinds else {})}
-    return near
+    return _by_layer(config, whole, near)
 
 
 @torch.no_grad()
 def why_not(model: Any) -> str | None:
     """Why this model cannot share a prompt between branches; None where a trial on it came out right."""
     config = bare(model).config.get_text_config()
-    if (how := getattr(config, "_attn_implementation", None)) not in ("sdpa", "eager", attention.NAME):
+    if (how := config._attn_implementation) not in ("sdpa", "eager", "flex_attention", attention.NAME):
         return f"{how} attention takes no mask of its own"
     if others := set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
         return f"its layers of {', '.join(sorted(others))} take no mask"
@@ -55,6 +55,31 @@ def why_not(model: Any) -> str | None:
         model.train(was_training)
     gap = float((shared.float() - alone.float()).abs().max() / alone.float().abs().max().clamp(min=1e-6))
     return f"in a trial the branches saw each other ({gap:.1e})" if gap > FORWARD_TOLERANCE else None
+
+
+def _by_layer(config: Any, whole: Any, near: Any) -> Any:
+    """Masks for families whose layers see differently far; one mask for the others."""
+    if kinds := set(getattr(config, "layer_types", None) or ()):
+        return {"full_attention": whole, **({"sliding_attention": near} if "sliding_attention" in kinds else {})}
+    return near
+
+
+def _window(config: Any) -> int | None:
+    window: int | None = getattr(config, "sliding_window", None)
+    return window
+
+
+def _blocks(positions: Tensor, branches: Tensor, window: int | None) -> Any:
+    """The same as blocks, of which flex attention leaves out those in which nobody sees anybody."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def sees(row: Tensor, head: Tensor, who: Tensor, whom: Tensor) -> Tensor:
+        theirs = branches[row, whom]
+        seen = (who >= whom) & ((theirs == TRUNK) | (theirs == branches[row, who]))
+        return seen & (positions[row, who] - positions[row, whom] < window) if window else seen
+
+    rows, length = positions.shape
+    return create_block_mask(sees, rows, None, length, length, device=positions.device.type)
 
 
 def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:

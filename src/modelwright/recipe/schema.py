@@ -53,7 +53,7 @@ class Model(Frozen):
     """Folder of the tokenizer for an architecture; without it, the one that prepare trains."""
     revision: str | None = None
     """Branch, tag or commit of a hub model; the commit it means is pinned in the run."""
-    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = "auto"
     """How attention is computed; auto is sdpa."""
     width: PositiveInt = 64
     """Channels of resnet18's first layers; 64 is the full model."""

@@ -22,6 +22,8 @@ from modelwright.recipe.training import Preference
 from modelwright.tasks.losses import log_probabilities, preference_loss
 
 Array = np.ndarray[Any, Any]
+EVEN = 8
+"""Rows with a mask are a multiple of this long, without which a GPU's masked attention copies the mask."""
 MOST = 20.0
 """Where the exponential of a logarithm is held, so that one token cannot make the distance infinite."""
 
@@ -123,6 +125,7 @@ def collate(pairs: Sequence[EncodedPair], shared: bool = True) -> Batch:
         _row(pair.prompt, [answer]) for pair in pairs for answer in (pair.chosen, pair.rejected)
     ]  # fmt: skip
     length = max((len(tokens) for tokens, *_ in rows), default=2)
+    length = -(-length // EVEN) * EVEN if shared else length
     laid = np.zeros((3, max(1, len(rows)), length), dtype=np.int64)  # tokens, positions, branches
     places: list[Array] = []
     for number, (tokens, positions, branches, foretold) in enumerate(rows):
