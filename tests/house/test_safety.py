@@ -16,6 +16,8 @@ CALLS = {
     *("dist.broadcast_object_list", "dist.all_gather_object", "dist.gather_object", "dist.scatter_object_list"),
     *("dist.send_object_list", "dist.recv_object_list"),  # these send pickles between ranks
 }
+MAY_WRITE = {"models/pth.py": {"torch.save", "torch.load"}}
+"""Those who asked for .pth get it from here; it is read back with weights_only, which runs nothing."""
 TRUSTING = {"trust_remote_code", "allow_pickle", "shell"}
 READ_THE_ENVIRONMENT = {
     *("runs/caches.py", "engine/world.py", "engine/place.py", "recipe/load.py", "stages/pipeline.py"),
@@ -65,7 +67,8 @@ def environment_uses(text: str) -> list[int]:
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)
 def test_nothing_that_is_read_can_act(file: Path) -> None:
-    found = dangers(file.read_text(encoding="utf-8"))
+    allowed = MAY_WRITE.get(name_of(file), set())
+    found = [line for line in dangers(file.read_text(encoding="utf-8")) if line.split(": ")[1] not in allowed]
     assert not found, "\n".join(f"{name_of(file)}:{line}" for line in found)
 
 

@@ -23,23 +23,35 @@ def ask(
     both: Annotated[bool, typer.Option("--both", help="Ask before and after, one below the other.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Put a question to the model of a run, with the prompt it was trained with."""
+    """Put a question to the model of a run, with the prompt it was trained with; the answer comes as it is made."""
     import json
 
-    from modelwright.report.lines import plain
+    from modelwright.errors import UsageError
+    from modelwright.report.lines import quiet
     from modelwright.runs.caches import prepare_environment
+    from modelwright.runs.folder import open_run
 
+    if not question.strip():
+        raise UsageError("the question is empty; put it in quotes after the run")
+    folder = open_run(run)
     prepare_environment()
-    from modelwright.stages.answer import answers
+    from modelwright.stages.answer import Asker
 
-    given = answers(run, question, base=base or both, tuned=not base)
+    asker = Asker(folder)
+    names = ["before", "after"] if both else ["before"] if base else ["after"]
+    given: dict[str, str] = dict.fromkeys(names, "")
+    for name in names:
+        reply = asker.answerer(name).reply(asker.messages(question))
+        if both and not as_json:
+            print(f"{name}: ", end="")
+        for piece in reply:
+            given[name] += piece
+            if not as_json:
+                print(quiet(piece), end="", flush=True)
+        if not as_json:
+            print("\n" if both else "")
     if as_json:
         print(json.dumps({"question": question, **given}, ensure_ascii=False))
-    elif len(given) == 1:
-        print(*(plain(text) for text in given.values()))
-    else:
-        for name, text in given.items():
-            print(f"{name}: {plain(text)}\n")
 
 
 def compare(run: Run, as_json: Json = False) -> None:

@@ -122,6 +122,11 @@ def plain(text: str) -> str:
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
+def quiet(piece: str) -> str:
+    """A piece of model text as it comes, its lines kept, without anything that a terminal acts upon."""
+    return "".join(c if c.isprintable() or c == "\n" else " " for c in piece)
+
+
 CONVERTING = " (converted on first use, about 40 s)"
 LINES: dict[str, Callable[[Event], str | None]] = {
     "run": lambda e: f"run {e['folder']}: {e['recipe']}, {' → '.join(e['stages'])}",

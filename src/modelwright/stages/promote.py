@@ -29,7 +29,7 @@ def promote(context: Context, kind: Kind, stage: str, found: Ingredients) -> Sta
     lineage.record(context, verdict, found.model_name)
     record.write_history(context)
     record.write_summary(context, stage, result["plan"], metrics, verdict)
-    record.write_card(context, stage, found, metrics, verdict)
+    record.write_card(context, stage)
     context.journal.add("verdict", stage=stage, open=verdict.open, letter=verdict.letter, metrics=metrics,
                         accepted=acceptance and acceptance["reason"])  # fmt: skip
     if not (verdict.open or acceptance):

@@ -6,13 +6,12 @@ import platform
 from typing import Any
 
 from modelwright import __version__
-from modelwright.recipe.training import Parts
-from modelwright.report.lines import plain
+from modelwright.report.model_card import model_card
 from modelwright.runs import journal
 from modelwright.runs.folder import write_json, write_text
 from modelwright.stages.context import Context
 from modelwright.stages.gate import Verdict
-from modelwright.stages.kinds import Ingredients, Metrics
+from modelwright.stages.kinds import Metrics
 from modelwright.stages.lineage import ancestors
 
 STEP_FACTS = (
@@ -63,43 +62,6 @@ def write_summary(context: Context, stage: str, plan: dict[str, Any], metrics: M
     )
 
 
-def write_card(context: Context, stage: str, found: Ingredients, metrics: Metrics, verdict: Verdict) -> None:
+def write_card(context: Context, stage: str) -> None:
     """A model card that says only what is so."""
-    recipe = context.recipe
-    settings, data = recipe.stages[stage], recipe.data_of(stage).source
-    library = "modelwright"
-    if isinstance(settings, Parts):
-        library = "peft" if settings.trainable.lora else "transformers"
-    measured = "\n".join(f"| {name} | {value:.4g} |" for name, value in metrics.items() if value is not None)
-    revision = f" at `{found.revision}`" if found.revision else ""
-    card = f"""---
-library_name: {library}
-tags: [modelwright, {stage}]
----
-
-# {recipe.name}
-
-{recipe.description}
-
-Base model: `{found.model_name}`{revision}. Stage: {stage}. Data: `{data}`.
-Trained with Modelwright {__version__}; `recipe.yaml` in the run folder makes it again.
-
-| measured | value |
-|---|---|
-{measured}
-
-{_lineage(context, stage)}
-
-Before and after: `demo_outputs/before_after.md` in the run folder. No claim is made beyond these measurements.
-The licence of the base model and of the data hold for this model too.
-"""
-    write_text(context.folder.model(stage) / "README.md", card)
-
-
-def _lineage(context: Context, stage: str) -> str:
-    """How each gate on the way here stands, with the words of whoever accepted a closed one."""
-    lines = []
-    for known in ancestors(context, stage):
-        said = f" Accepted all the same, with this reason: {plain(known['reason'])}." if known["reason"] else ""
-        lines.append(f"- {known['letter']}.{said}")
-    return "\n".join(lines)
+    write_text(context.folder.model(stage) / "README.md", model_card(context.folder, stage))
