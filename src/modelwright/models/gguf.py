@@ -50,7 +50,8 @@ def write_gguf(source: Path, path: Path, kind: Kind, name: str) -> None:
     config = model.config
     family = FAMILIES[config.model_type]
     writer = gguf.GGUFWriter(str(path), family)
-    writer.add_name(name)
+    if "mistral" not in name:  # transformers takes a name with this word for another family
+        writer.add_name(name)
     _add_shape(writer, config, kind)
     _add_tokenizer(writer, tokenizer, config.vocab_size)
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, family.upper()), config.num_hidden_layers)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-FAMILIES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """The families whose layers GGUF knows and we have held against their source, by what GGUF calls them."""
 
 

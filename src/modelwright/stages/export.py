@@ -101,9 +101,11 @@ def _hf(asked: Order, partial: Path) -> tuple[None, str]:
 
 
 def _merged(asked: Order, partial: Path) -> tuple[None, str]:
-    from modelwright.models.export import merge_adapter
+    from modelwright.models.export import save_model
+    from modelwright.models.text import load_model, load_tokenizer
 
-    merge_adapter(asked.model, partial)
+    model = load_model(asked.model).merge_and_unload()
+    save_model(model, load_tokenizer(asked.model), dict(model.state_dict()), partial)
     return None, "The adapter's matrices are part of the weights: it needs no peft to be read."
 
 

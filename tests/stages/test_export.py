@@ -1,0 +1,201 @@
+"""A model is handed on in the form that is asked for, whole, with a true card; a wrong form is told before any work."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from modelwright.errors import UsageError
+from modelwright.models.gguf_names import pre_tokenizer, refusal
+from modelwright.models.text import load_model
+from modelwright.models.vision import resnet18
+from modelwright.recipe.load import load
+from modelwright.runs.folder import RunFolder
+from modelwright.stages import pipeline
+from modelwright.stages.export import SUMS, Exported, export, order
+from tiny import tiny_recipe
+
+LINE = torch.tensor([[5, 9, 17, 33, 8]])
+
+
+@pytest.fixture(scope="module")
+def tuned(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A finished run of the tiny model; exports go elsewhere."""
+    recipe = tiny_recipe(tmp_path_factory.mktemp("tuned"), model_folder, max_steps=3)
+    return pipeline.run(load(recipe, (), {}))
+
+
+@pytest.fixture(scope="module")
+def adapted(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A finished run that trained an adapter."""
+    recipe = tiny_recipe(tmp_path_factory.mktemp("adapted"), model_folder, max_steps=3, trainable="lora", lora_r=4)
+    return pipeline.run(load(recipe, (), {}))
+
+
+@pytest.fixture(scope="module")
+def classified(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A finished run of a narrow image classifier."""
+    folder, draw = tmp_path_factory.mktemp("classified"), np.random.default_rng(0)
+    for side, count in (("train", 8), ("test", 4)):
+        for kind, bright in (("dark", 0), ("light", 150)):
+            place = folder / "images" / side / kind
+            place.mkdir(parents=True)
+            for number in range(count):
+                pixels = draw.integers(0, 90, (32, 32, 3)) + bright
+                Image.fromarray(pixels.astype(np.uint8)).save(place / f"{number}.png")
+    sections = {
+        "name": "pictures", "output_dir": str(folder / "run"), "model": {"model_name_or_path": "resnet18", "width": 4},
+        "data": {"dataset_name": str(folder / "images")},
+        "classify": {"max_steps": 4, "per_device_train_batch_size": 4, "precision": "fp32", "save_steps": 2},
+    }  # fmt: skip
+    (folder / "recipe.yaml").write_text(json.dumps(sections), encoding="utf-8")
+    return pipeline.run(load(folder / "recipe.yaml", (), {}))
+
+
+def exported(run: RunFolder, folder: Path, form: str, kind: str = "f16") -> Exported:
+    done = export(order(str(run.path), form, kind, str(folder / form)))
+    lines = (done.path / SUMS).read_text(encoding="utf-8").splitlines()
+    assert {line.split("  ")[1] for line in lines} == {path.name for path in done.path.iterdir()} - {SUMS}
+    for line in lines:
+        digest, name = line.split("  ")
+        assert hashlib.sha256((done.path / name).read_bytes()).hexdigest() == digest
+    return done
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    found: torch.Tensor = model.eval()(input_ids=LINE, use_cache=False).logits
+    return found
+
+
+def test_a_folder_holds_the_very_model(tuned: RunFolder, tmp_path: Path) -> None:
+    done = exported(tuned, tmp_path, "hf")
+    assert torch.equal(logits(load_model(done.path)), logits(load_model(tuned.best_model)))
+
+
+def test_a_merged_adapter_answers_as_base_and_adapter_do(adapted: RunFolder, tmp_path: Path) -> None:
+    done = exported(adapted, tmp_path, "merged")
+    assert not (done.path / "adapter_config.json").exists()
+    assert torch.allclose(logits(load_model(done.path)), logits(load_model(adapted.best_model)), atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("f16", 1e-2), ("q8_0", 5e-2)])
+def test_gguf_is_held_against_its_source(tuned: RunFolder, tmp_path: Path, kind: str, most: float) -> None:
+    pytest.importorskip("gguf", reason="the extra gguf")
+    done = exported(tuned, tmp_path, "gguf", kind)
+    assert done.held is not None and done.held["largest"] < most
+    assert [path.suffix for path in done.path.iterdir() if path.stem.startswith("tiny")] == [".gguf"]
+
+
+def test_gguf_of_an_adapter_holds_base_and_adapter(adapted: RunFolder, tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="the extra gguf")
+    done = exported(adapted, tmp_path, "gguf")
+    assert done.held is not None and done.held["largest"] < 1e-2
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_other_families_become_gguf_too(family: str, tokenizer: Any, tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="the extra gguf")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from modelwright.models.gguf import hold_against, write_gguf
+
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    if family == "qwen3":
+        heads["head_dim"] = 128  # the reader knows no other for this family
+    config = AutoConfig.for_model(family, **sizes, **heads, eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config)
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(weight)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    assert refusal(tmp_path / "model") is None
+    write_gguf(tmp_path / "model", tmp_path / "x.gguf", "f16", family)
+    assert hold_against(tmp_path / "model", tmp_path / "x.gguf").largest < 1e-2
+
+
+def test_a_gguf_that_is_not_its_source_is_not_kept(
+    tuned: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gguf", reason="the extra gguf")
+    from modelwright.errors import ModelError
+    from modelwright.models import gguf
+
+    wrong = lambda name, weight, config: weight * (1.1 if "norm" in name else 1.0)  # noqa: E731
+    monkeypatch.setattr(gguf, "_ordered", wrong)
+    with pytest.raises(ModelError, match=r"logits are .*% off its source"):
+        exported(tuned, tmp_path, "gguf")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_pth_files_open_without_running_anything_in_them(classified: RunFolder, tmp_path: Path) -> None:
+    done = exported(classified, tmp_path, "pth")
+    found = {name: torch.load(done.path / f"{name}.pth", weights_only=True)
+             for name in ("best_model", "final_model", "checkpoint_latest")}  # fmt: skip
+    model = resnet18(2, 4)
+    for weights in (found["best_model"], found["final_model"], found["checkpoint_latest"]["model_state_dict"]):
+        model.load_state_dict(weights)
+    assert found["checkpoint_latest"]["step"] == 4
+    assert found["checkpoint_latest"]["class_names"] == ["dark", "light"]
+    assert found["checkpoint_latest"]["optimizer_state"]
+
+
+def test_the_card_says_what_was_measured_on_what(tuned: RunFolder, tmp_path: Path) -> None:
+    text = (exported(tuned, tmp_path, "hf").path / "README.md").read_text(encoding="utf-8")
+    fingerprint = json.loads(tuned.data_manifest("sft").read_text())["fingerprint"]
+    for said in ("| eval_loss |", fingerprint, "rows.jsonl", "gate sft is open", "| sft.learning_rate | `0.001` |",
+                 "What is 3 and 4, in tents?", "## Licence", "## Limits", "36 rows trained on"):  # fmt: skip
+        assert said in text, said
+    assert (tuned.model("sft") / "README.md").exists()
+
+
+WRONG = [
+    ("tuned", "pth", "trained a language model, which pth does not hold; it wants hf or merged or gguf"),
+    ("tuned", "merged", "trained no adapter, so there is nothing to merge; --format hf is the whole model"),
+    ("tuned", "onnx", "--format onnx is unknown; it wants one of hf, merged, gguf, pth"),
+    ("classified", "gguf", "trained an image classifier, which gguf does not hold; it wants pth"),
+]
+
+
+@pytest.mark.parametrize(("which", "form", "letter"), WRONG, ids=[f"{which} {form}" for which, form, _ in WRONG])
+def test_a_wrong_form_is_told(which: str, form: str, letter: str, request: pytest.FixtureRequest) -> None:
+    with pytest.raises(UsageError, match=letter):
+        order(str(request.getfixturevalue(which).path), form)
+
+
+def test_a_wrong_form_is_told_before_torch_is_loaded(tuned: RunFolder) -> None:
+    program = "import sys\nfrom modelwright.stages.export import order\n"
+    program += f"try: order({str(tuned.path)!r}, 'pth')\nexcept Exception as e: print(e)\nprint('torch' in sys.modules)"
+    source = str(Path(__file__).parents[2] / "src")
+    done = subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": source}, capture_output=True, text=True)
+    assert "which pth does not hold" in done.stdout
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_a_folder_that_is_not_ours_is_not_overwritten(tuned: RunFolder, tmp_path: Path) -> None:
+    (tmp_path / "precious.txt").write_text("mine", encoding="utf-8")
+    with pytest.raises(UsageError, match="is there already and is no export of ours"):
+        order(str(tuned.path), "hf", to=str(tmp_path))
+    exported(tuned, tmp_path, "hf")
+    exported(tuned, tmp_path, "hf")  # our own export is made anew
+
+
+def test_gguf_has_a_name_for_few_ways_of_cutting_words() -> None:
+    byte_level = {"type": "ByteLevel", "use_regex": True}
+    digits = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, byte_level]}
+    known = [pre_tokenizer({"model": {"type": "BPE"}, "pre_tokenizer": each}) for each in (byte_level, digits)]
+    assert known == ["gpt-2", "smollm"]
+    assert pre_tokenizer({"model": {"type": "Unigram"}, "pre_tokenizer": byte_level}) is None
+    assert pre_tokenizer({"model": {"type": "BPE"}, "pre_tokenizer": {"type": "Metaspace"}}) is None
