@@ -101,11 +101,9 @@ def _hf(asked: Order, partial: Path) -> tuple[None, str]:
 
 
 def _merged(asked: Order, partial: Path) -> tuple[None, str]:
-    from modelwright.models.export import save_model
-    from modelwright.models.text import load_model, load_tokenizer
+    from modelwright.models.export import merge_adapter
 
-    model = load_model(asked.model).merge_and_unload()
-    save_model(model, load_tokenizer(asked.model), dict(model.state_dict()), partial)
+    merge_adapter(asked.model, partial)
     return None, "The adapter's matrices are part of the weights: it needs no peft to be read."
 
 
