@@ -54,14 +54,21 @@ def ask(
         print(json.dumps({"question": question, **given}, ensure_ascii=False))
 
 
-def compare(run: Run, as_json: Json = False) -> None:
-    """Show the same questions answered before and after."""
+def compare(
+    run: Run,
+    other: Annotated[str | None, typer.Argument(metavar="[OTHER]", help="A second run, to hold against it.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show the same questions answered before and after; with a second run, hold the two against each other."""
     import json
 
     from modelwright.errors import UsageError
     from modelwright.report.lines import line_of
     from modelwright.runs.folder import open_run, read_json
 
+    if other is not None:
+        _two_runs(run, other, as_json)
+        return
     path = open_run(run).demo_outputs / "before_after.json"
     if not path.exists():
         raise UsageError(f"{run} has no before and after yet; finish it with: modelwright run")
@@ -70,6 +77,19 @@ def compare(run: Run, as_json: Json = False) -> None:
         print(json.dumps({key: kept[key] for key in ("metrics", "answers", "notice")}, ensure_ascii=False))
         return
     print(line_of({"event": "answers", **kept}))
+
+
+def _two_runs(run: str, other: str, as_json: bool) -> None:
+    import json
+
+    from modelwright.report.beside import beside, lines
+    from modelwright.report.story import story_of
+    from modelwright.report.view import view_of
+    from modelwright.runs.folder import open_run
+
+    folders = open_run(run), open_run(other)
+    found = beside(*(view_of(folder, story_of(folder)) for folder in folders))
+    print(json.dumps(found.as_json(), ensure_ascii=False) if as_json else "\n".join(lines(found)))
 
 
 def gate(

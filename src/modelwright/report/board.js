@@ -1,0 +1,48 @@
+"use strict";
+(() => {
+  const chosen = () => Object.fromEntries([...document.querySelectorAll("input[type=radio]:checked")].map((each) => [each.name, each.value]));
+  const events = new EventSource("events");
+  events.onmessage = (message) => {
+    for (const [name, part] of Object.entries(JSON.parse(message.data))) {
+      const section = document.getElementById(name);
+      if (!section || section.innerHTML === part) continue;
+      const open = [...section.querySelectorAll("details")].map((each) => each.open);
+      const kept = chosen();
+      section.innerHTML = part;
+      section.querySelectorAll("details").forEach((each, place) => { each.open = Boolean(open[place]); });
+      for (const [group, value] of Object.entries(kept)) {
+        const radio = [...section.querySelectorAll(`input[name=${group}]`)].find((each) => each.value === value);
+        if (radio) radio.checked = true;
+      }
+    }
+  };
+  const form = document.getElementById("ask");
+  if (!form) return;
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    const trouble = document.getElementById("trouble"), said = document.getElementById("said");
+    const button = form.querySelector("button");
+    trouble.hidden = true;
+    said.hidden = false;
+    button.disabled = true;
+    said.querySelectorAll(".said").forEach((each) => { each.textContent = ""; });
+    const tell = (value) => {
+      if (value.who) said.querySelector(`[data-who=${value.who}]`).textContent += value.text;
+      if (value.error) { trouble.textContent = value.error; trouble.hidden = false; }
+    };
+    try {
+      const question = new FormData(form).get("question");
+      const answer = await fetch("ask", {method: "POST", headers: {"Content-Type": "application/json"}, body: JSON.stringify({question})});
+      if (!answer.ok) throw new Error((await answer.json()).error || answer.statusText);
+      const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+      for (let rest = ""; ;) {
+        const {value, done} = await reader.read();
+        if (done) break;
+        const lines = (rest + value).split("\n\n");
+        rest = lines.pop();
+        lines.forEach((line) => tell(JSON.parse(line.replace(/^data: /, ""))));
+      }
+    } catch (error) { tell({error: String(error.message || error)}); }
+    button.disabled = false;
+  });
+})();
