@@ -168,6 +168,7 @@ def wait_for_step(run: Path, step: int) -> None:
 
 
 def _serve() -> None:
+    import peft  # noqa: F401
     import torch
     import transformers.models.llama.modeling_llama
     import transformers.tokenization_utils_tokenizers  # noqa: F401

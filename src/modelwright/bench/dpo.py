@@ -73,11 +73,11 @@ def measure(work: Work | None = None, ways: tuple[str, ...] = ()) -> dict[str, A
     gpu = torch.cuda.is_available()
     work = work or (BILLION if gpu else TINY)
     sides: dict[str, Callable[[Path], Pace]] = {
-        "modelwright": lambda place: train_ours(place, work, "sdpa", compiled=gpu),
+        "modelwright": lambda place: train_ours(place, work, "auto", compiled=gpu),
     }
     if gpu:
         sides["modelwright, flex attention"] = lambda place: train_ours(place, work, "flex_attention", compiled=True)
-        sides["modelwright, not compiled"] = lambda place: train_ours(place, work, "sdpa", compiled=False)
+        sides["modelwright, not compiled"] = lambda place: train_ours(place, work, "auto", compiled=False)
     if installed("trl") is not None:
         sides["trl"] = lambda place: train_theirs(place, work, cached=True)
         sides["trl, reference in memory"] = lambda place: train_theirs(place, work, cached=False)
@@ -118,7 +118,9 @@ def train_ours(folder: Path, work: Work, attention: str, compiled: bool) -> Pace
         Pair(str(row), said("user", prompt), said("assistant", chosen), said("assistant", rejected), prompt)
         for row, (prompt, chosen, rejected) in enumerate(_texts(work))
     ]
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     model = text.load_model(folder, attention)
+    text.move(model, device, attention)
     settings = Dpo(
         max_steps=WARM_UP + work.steps, per_device_train_batch_size=work.pairs, per_device_eval_batch_size=work.pairs,
         max_length=work.prompt + work.answer + 1, precision="auto" if torch.cuda.is_available() else "fp32",
@@ -126,7 +128,6 @@ def train_ours(folder: Path, work: Work, attention: str, compiled: bool) -> Pace
     )  # fmt: skip
     task = DpoTask(model, text.load_tokenizer(folder), Preferences(pairs, [], ""), settings, ())
     assert task.not_shared is None, task.not_shared
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     engine = Engine(task, settings, plan_stage(settings, task.rows, 1, probe()), World(device=device), SEED)
     began = _clock()
     set_reference(task, engine, folder / f"reference-{attention}-{compiled}", "random")
