@@ -1,0 +1,210 @@
+"""A rehearsal follows the operators' rules: names, variables, restarts, limits, signals, and what a pod may do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelwright.errors import UsageError
+from modelwright.launch.host import USER_ID, can_isolate
+from modelwright.launch.manifests import Target, documents, render
+from modelwright.launch.operators import plan
+from modelwright.launch.rehearsal import Disturbance, Outcome, Wish, rehearse
+from modelwright.launch.stream import Manifest, read_text
+from orders import order
+
+isolated = pytest.mark.skipif(not can_isolate(), reason="needs root and network namespaces")
+NETWORKS = Path("/run/netns")
+STEP = """echo '{"event": "step", "step": 5}' >> /shared/models/run/journal.jsonl"""
+"""What a run writes; a disturbance waits for it."""
+
+
+def job(target: Target, script: str, nodes: int = 1, **settings: Any) -> list[Manifest]:
+    """The rendered job of a system, with a small script in place of the training."""
+    sets = [f"cluster.{key}={value}" for key, value in settings.items()]
+    bodies = documents(order("vision", target, f"cluster.nodes={nodes}", "cluster.gpus_per_node=0", *sets))
+    for body in bodies:
+        for container in containers(body):
+            container["command"], container["args"] = ["sh", "-c", f"mkdir -p /shared/models/run; {script}"], []
+    return [Manifest("job.yaml", body, 1) for body in bodies]
+
+
+def containers(node: Any) -> list[dict[str, Any]]:
+    if isinstance(node, list):
+        return [found for item in node for found in containers(item)]
+    if not isinstance(node, dict):
+        return []
+    own = [each for each in node.get("containers", []) if "command" in each]
+    return own + [found for key, item in node.items() if key != "containers" for found in containers(item)]
+
+
+def play(place: Path, manifests: list[Manifest], *disturbances: Disturbance, root: bool = False) -> Outcome:
+    wish = Wish(place, {"HF_TOKEN": "canary-4711"}, disturbances, isolated=root, hurry=0.001)
+    return rehearse(manifests, wish)
+
+
+ONCE = "test -e /shared/models/seen && exit 0; touch /shared/models/seen; exit"
+"""Fails the first time with the code that follows."""
+
+
+def test_a_failed_container_starts_again_in_its_pod_and_keeps_its_scratch(tmp_path: Path) -> None:
+    script = f"echo $$ >> /scratch/starts; {ONCE} 1"
+    outcome = play(tmp_path, job("pytorchjob", script))
+    assert outcome.succeeded, outcome.events
+    starts = next(tmp_path.glob("pods/*/scratch/starts")).read_text().split()
+    assert len(starts) == 2
+    assert list(outcome.logs) == ["resnet18-cifar10-master-0-1", "resnet18-cifar10-master-0-2"]
+
+
+def test_a_job_that_always_fails_ends_at_its_backoff_limit(tmp_path: Path) -> None:
+    outcome = play(tmp_path, job("pytorchjob", "exit 1", restarts=1))
+    assert not outcome.succeeded
+    assert outcome.reason == "2 restarts reach backoffLimit 2; the last exit code was 1"
+
+
+def test_without_restarts_the_first_failure_is_the_last(tmp_path: Path) -> None:
+    outcome = play(tmp_path, job("pytorchjob", "exit 1", restarts=0))
+    assert outcome.reason == "resnet18-cifar10-master-0 ended with 1, and restartPolicy is Never"
+
+
+@pytest.mark.parametrize(("code", "succeeds"), [(1, False), (137, True)])
+def test_the_exit_code_policy_tries_again_from_128_on(tmp_path: Path, code: int, succeeds: bool) -> None:
+    manifests = job("pytorchjob", f"{ONCE} {code}")
+    for spec in manifests[-1].body["spec"]["pytorchReplicaSpecs"].values():
+        spec["restartPolicy"] = "ExitCode"
+    assert play(tmp_path, manifests).succeeded is succeeds
+
+
+def test_a_pytorchjob_succeeds_with_its_master_and_its_workers_wait_for_it(tmp_path: Path) -> None:
+    outcome = play(tmp_path, job("pytorchjob", 'test "$RANK" = 0 || exit 0', nodes=2))
+    assert outcome.succeeded
+    assert outcome.events[0] == "resnet18-cifar10-master-0: started"
+
+
+@pytest.mark.parametrize("code", [2, 3, 76, 77])
+def test_our_final_exit_codes_end_a_trainjob_at_once(tmp_path: Path, code: int) -> None:
+    outcome = play(tmp_path, job("trainjob", f"exit {code}"))
+    assert outcome.reason == f"resnet18-cifar10-node-0-0 ended with {code}, which podFailurePolicy says is final"
+
+
+def test_a_lost_pod_of_a_trainjob_makes_all_of_them_begin_anew(tmp_path: Path) -> None:
+    script = f'echo x >> /scratch/kept; test "$PET_NODE_RANK" = 1 || exec sleep 0.3; {ONCE} 1'
+    outcome = play(tmp_path, job("trainjob", script, nodes=2))
+    assert outcome.succeeded, outcome.events
+    assert "all pods begin anew, 1 of 3 times" in outcome.events
+    assert {path.read_text() for path in tmp_path.glob("pods/*/scratch/kept")} == {"x\n"}, "a new pod has a new scratch"
+
+
+def test_a_trainjob_ends_when_it_began_anew_often_enough(tmp_path: Path) -> None:
+    outcome = play(tmp_path, job("trainjob", "exit 1", restarts=1))
+    assert outcome.reason == "1 restarts are maxRestarts; the last exit code was 1"
+
+
+def test_an_evicted_pod_has_its_grace_and_its_signal(tmp_path: Path) -> None:
+    script = f'trap "echo saved > /shared/models/saved; exit 75" TERM; {STEP}; ' + "while :; do sleep 0.05; done"
+    script = f"test -e /shared/models/saved && exit 0; {script}"
+    outcome = play(tmp_path, job("trainjob", script), Disturbance("evict", 0, 5))
+    assert outcome.succeeded, outcome.events
+    assert "resnet18-cifar10-node-0-0: ended with 75" in outcome.events
+
+
+def test_the_operators_give_the_variables_that_are_documented() -> None:
+    _, pods = plan(job("pytorchjob", "true", nodes=3))
+    master, first, second = pods
+    assert [pod.name for pod in pods] == [f"resnet18-cifar10-{each}" for each in ("master-0", "worker-0", "worker-1")]
+    assert master.variables["RANK"] == master.variables["PET_NODE_RANK"] == "0"
+    assert second.variables == {
+        "PYTHONUNBUFFERED": "1", "PET_NPROC_PER_NODE": "1", "PET_NNODES": "3", "WORLD_SIZE": "3", "RANK": "2",
+        "MASTER_ADDR": "resnet18-cifar10-master-0", "MASTER_PORT": "23456", "PET_NODE_RANK": "2",
+        "PET_MASTER_ADDR": "resnet18-cifar10-master-0", "PET_MASTER_PORT": "23456",
+    }  # fmt: skip
+    assert "LOCAL_RANK" not in first.variables
+    _, pods = plan(job("trainjob", "true", nodes=2))
+    assert pods[1].name == "resnet18-cifar10-node-0-1"
+    assert pods[1].variables == {
+        "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "1",
+        "PET_MASTER_ADDR": "resnet18-cifar10-node-0-0.resnet18-cifar10", "PET_MASTER_PORT": "29500",
+    }  # fmt: skip
+
+
+def test_a_stream_without_one_job_cannot_be_rehearsed(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="0 jobs are in this stream"):
+        play(tmp_path, job("trainjob", "true")[:3])
+
+
+def test_the_program_in_a_map_is_unpacked_before_it_is_needed(tmp_path: Path) -> None:
+    manifests = job("trainjob", "test -e /code/modelwright/launch/rehearsal.py", code="configmap")
+    assert play(tmp_path, manifests).succeeded
+
+
+PROBE = """
+import json, os, pathlib, socket, sys
+rank, name = os.environ["PET_NODE_RANK"], socket.gethostname()
+def writes(place):
+    try:
+        (pathlib.Path(place) / f"probe{rank}").write_text("x")
+        return True
+    except OSError:
+        return False
+facts = {"uid": os.getuid(), "gid": os.getgid(), "groups": os.getgroups(), "home": os.environ["HOME"], "name": name,
+         "caps": [line.split()[1] for line in open("/proc/self/status") if line.startswith("CapEff")][0],
+         "writes": {place: writes(place) for place in ("/", "/etc", "/shared/models", "/scratch", "/dev/shm", "/root")}}
+port, address = 29500, os.environ["PET_MASTER_ADDR"]
+if rank == "0":
+    with socket.create_server(("", port)) as server:
+        facts["peer"] = server.accept()[1][0]
+else:
+    import time
+    for _ in range(100):
+        try:
+            socket.create_connection((address, port), timeout=1).close()
+            break
+        except OSError:
+            time.sleep(0.05)
+try:
+    socket.create_connection(("192.0.2.1", 80), timeout=1)
+    facts["leads out"] = True
+except OSError:
+    facts["leads out"] = False
+pathlib.Path(f"/shared/models/facts{rank}.json").write_text(json.dumps(facts))
+"""
+
+
+@isolated
+@pytest.mark.root
+def test_a_pod_is_a_random_user_without_rights_on_a_network_of_its_own(tmp_path: Path) -> None:
+    manifests = job("trainjob", "true", nodes=2, token_secret="hub-token")
+    for body in (manifest.body for manifest in manifests):
+        for container in containers(body):
+            container["command"] = ["python", "-c", PROBE]
+            container["env"] = [each for each in container["env"] if each["name"] != "HOME"]
+    outcome = play(tmp_path, manifests, root=True)
+    assert outcome.succeeded, "\n".join(path.read_text() for path in outcome.logs.values())
+    first, second = (json.loads((tmp_path / f"volumes/trained-models/facts{rank}.json").read_text()) for rank in (0, 1))
+    assert (first["uid"], first["gid"], first["groups"], first["home"]) == (USER_ID, 0, [], "/")
+    assert first["caps"] == "0000000000000000"
+    writable = {"/shared/models": True, "/scratch": True, "/dev/shm": True}
+    assert first["writes"] == {"/": False, "/etc": False, "/root": False, **writable}
+    assert (first["name"], second["name"]) == ("resnet18-cifar10-node-0-0", "resnet18-cifar10-node-0-1")
+    assert first["peer"] == "10.77.0.11"
+    assert not first["leads out"] and not second["leads out"]
+    assert (tmp_path / "volumes/trained-models/probe0").stat().st_uid == USER_ID
+    assert not list(Path("/etc").glob("probe*")) and not Path("/probe0").exists()
+    assert not Path("/scratch").exists(), "the pods' mounts must not appear on this machine"
+
+
+@isolated
+@pytest.mark.root
+def test_nothing_of_a_rehearsal_is_left_behind(tmp_path: Path) -> None:
+    before = set(NETWORKS.iterdir()) if NETWORKS.is_dir() else set()
+    outcome = play(tmp_path, job("trainjob", f"{STEP}; sleep 600", restarts=0), Disturbance("lose", 0, 5), root=True)
+    assert outcome.reason == "0 restarts are maxRestarts; the last exit code was 137"
+    assert set(NETWORKS.iterdir()) <= before
+
+
+def test_the_stream_that_is_rehearsed_is_the_stream_that_is_sent() -> None:
+    text = render(order("survival", "trainjob"))
+    assert [pod.name for pod in plan(read_text(text, "job.yaml"))[1]] == [f"quickstart-node-0-{n}" for n in range(4)]
