@@ -21,7 +21,12 @@ MAY_WRITE = {"models/pth.py": {"torch.save", "torch.load"}}
 TRUSTING = {"trust_remote_code", "allow_pickle", "shell"}
 READ_THE_ENVIRONMENT = {
     *("runs/caches.py", "engine/world.py", "engine/place.py", "recipe/load.py", "stages/pipeline.py"),
-    *("launch/nodes.py", "launch/rank.py", "launch/supervisor.py"),  # these hand it on to other processes
+    *(
+        "launch/nodes.py",
+        "launch/rank.py",
+        "launch/supervisor.py",
+        "launch/progress.py",
+    ),  # these hand it on to other processes
 }
 
 

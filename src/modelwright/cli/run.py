@@ -33,6 +33,7 @@ def run(
 ) -> None:
     """Train by a recipe; a run that was stopped goes on by itself."""
     from modelwright.errors import GateClosed, UsageError
+    from modelwright.launch.progress import shown
     from modelwright.recipe.load import load
     from modelwright.report.card import card
     from modelwright.report.terminal import following
@@ -49,7 +50,7 @@ def run(
     orders = Orders(frozenset(override or ()), first, last, frozenset(accept_gate or ()), reason)
     closed: GateClosed | None = None
     try:
-        with following(log_format) as watch:  # type: ignore[arg-type]
+        with following(log_format) as lines, shown(lines) as watch:  # type: ignore[arg-type]
             pipeline.run(loaded, watch, orders)
     except GateClosed as error:
         closed = error
