@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from modelwright.cli import openshift
+from modelwright.cli.openshift import Deeds, TargetOption, launch_there
 
 if TYPE_CHECKING:
     from modelwright.launch.nodes import Asked
@@ -12,8 +16,9 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the verb to the command."""
+    """Add the verb, and those that look after what it sent to a cluster."""
     app.command("launch")(launch)
+    openshift.register(app)
 
 
 def launch(
@@ -37,9 +42,18 @@ def launch(
     log_format: Annotated[
         str, typer.Option("--log-format", help="auto (a live panel on a terminal), plain, or json.")
     ] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="The nodes' commands as one JSON object.")] = False,
+    render: Annotated[bool, typer.Option("--render", help="openshift: print the manifests.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="openshift: check them.")] = False,
+    rehearse: Annotated[bool, typer.Option("--rehearse", help="openshift: run them on this machine.")] = False,
+    submit: Annotated[bool, typer.Option("--submit", help="openshift: send them.")] = False,
+    target: TargetOption = None,
+    place: Annotated[Path | None, typer.Option("--place", help="openshift: folder of a rehearsal.")] = None,
+    disturb: Annotated[
+        list[str] | None, typer.Option("--disturb", metavar="KIND:POD@STEP", help="openshift: such as kill:1@5.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Start a recipe on all GPUs here, or on many nodes; watch over it, and start it again when something dies."""
+    """Start a recipe on all GPUs here, on many nodes, or on a cluster; start it again when something dies."""
     from modelwright.errors import UsageError
     from modelwright.launch.nodes import Asked, operator_variables
     from modelwright.recipe.load import load
@@ -47,6 +61,9 @@ def launch(
     if on not in ("local", "nodes", "openshift"):
         raise UsageError(f"--on is {on!r}; it wants local, nodes or openshift")
     loaded = load(recipe, sets or ())
+    if on == "openshift":
+        launch_there(loaded, Deeds(render, check, rehearse, submit, target, place, tuple(disturb or ()), as_json))
+        return
     asked = Asked(nodes, node_rank, main_address, port, per_node)
     if on == "local":
         asked = Asked(per_node=per_node)

@@ -1,0 +1,102 @@
+"""launch --on openshift and job: what they print, how they end, and that the guide's commands work."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from modelwright.cli.main import main
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "openshift.md"
+JOB = ["launch", "quickstart", "--on", "openshift"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+def run(*words: str) -> int:
+    with pytest.raises(SystemExit) as stop:
+        main(list(words))
+    return int(stop.value.code or 0)
+
+
+def guide_commands() -> list[list[str]]:
+    blocks = re.findall(r"```bash\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
+    return [shlex.split(line, comments=True)[1:] for block in blocks for line in block.splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize(
+    "words", [each for each in guide_commands() if {"--render", "--check"} & set(each)], ids=" ".join
+)
+def test_the_guides_commands_work(words: list[str]) -> None:
+    assert run(*words) == 0
+
+
+def test_render_prints_yaml_or_a_list_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*JOB, "--render") == 0
+    documents = list(YAML(typ="safe", pure=True).load_all(capsys.readouterr().out))
+    assert run(*JOB, "--render", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["items"] == documents
+    assert [each["kind"] for each in documents][-2:] == ["TrainingRuntime", "TrainJob"]
+
+
+def test_check_tells_notes_and_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*JOB, "--check", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"] and not [each for each in told["problems"] if each["serious"]]
+
+
+def test_a_broken_file_ends_with_2_and_its_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*JOB, "--render", "--target", "pytorchjob") == 0
+    (tmp_path / "job.yaml").write_text(capsys.readouterr().out.replace("replicas: 1", "replica: 1"))
+    assert run("job", "check", "job.yaml") == 2
+    assert re.search(r"job\.yaml:\d+: spec\.pytorchReplicaSpecs\.Master\.replica is unknown", capsys.readouterr().err)
+    assert run("job", "check", "job.yaml", "--json") == 2
+    assert json.loads(capsys.readouterr().out)["ok"] is False
+
+
+@pytest.mark.parametrize(
+    ("words", "letter"),
+    [
+        (JOB, "wants one of --render, --check, --rehearse, --submit"),
+        ([*JOB, "--render", "--submit"], "wants one of"),
+        ([*JOB, "--render", "--target", "job"], "--target is 'job'; it wants trainjob or pytorchjob"),
+        ([*JOB, "--rehearse", "--disturb", "kill"], "such as kill:1@5"),
+        ([*JOB, "--submit"], "neither oc nor kubectl is on the PATH"),
+        (["job", "status", "quickstart"], "neither oc nor kubectl is on the PATH"),
+        (
+            [*JOB, "--render", "--set", "cluster.code=ftp"],
+            "cluster.code is 'ftp'; it wants image, configmap, or git+https",
+        ),
+        (
+            [*JOB, "--render", "--set", "cluster.memory=16GB"],
+            "cluster.memory is '16GB'; it wants an amount such as 16Gi",
+        ),
+        ([*JOB, "--render", "--set", "cluster.shared_memory=99Gi"], "less than memory"),
+    ],
+)
+def test_a_persons_mistake_is_a_letter(words: list[str], letter: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*words) == 2
+    assert letter in capsys.readouterr().err
+
+
+def test_the_measured_save_of_the_last_run_decides_the_grace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_folder = tmp_path / "runs" / "quickstart"
+    run_folder.mkdir(parents=True)
+    event: dict[str, Any] = {"event": "saved", "seconds": 30}
+    (run_folder / "journal.jsonl").write_text(json.dumps(event) + "\n")
+    with contextlib.suppress(SystemExit):
+        main([*JOB, "--render"])
+    assert "terminationGracePeriodSeconds: 120" in capsys.readouterr().out

@@ -1,0 +1,240 @@
+"""Sending, following and fetching a job: the commands that are run, and what comes back from a small API server.
+
+`kubectl` here is a script of ours that turns each command into the HTTP calls of the real one, against a server that
+keeps what it is given and checks what it is asked to create.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from modelwright.errors import UsageError
+from modelwright.launch import cluster
+from modelwright.launch.cluster import Client, ClusterError
+from modelwright.launch.manifests import Job, render
+from modelwright.launch.rules import check
+from modelwright.launch.stream import read_text
+from orders import order
+
+KUBECTL = """#!{python}
+import json, pathlib, subprocess, sys, urllib.error, urllib.request
+words = sys.argv[1:]
+with open({log!r}, "a") as log:
+    log.write(" ".join(words) + "\\n")
+namespace, words = words[1], words[2:]
+def call(method, path, body=None):
+    data = body.encode() if body is not None else None
+    request = urllib.request.Request("{server}/" + namespace + path, data, method=method)
+    try:
+        return urllib.request.urlopen(request).read().decode()
+    except urllib.error.HTTPError as error:
+        sys.exit("Error from server: " + error.read().decode())
+verb = words[0]
+if verb == "apply":
+    print(call("POST", "/apply" + ("?dry-run" if "--dry-run=server" in words else ""), sys.stdin.read()), end="")
+elif verb == "get":
+    name = words[2] if not words[2].startswith("-") else ""
+    print(call("GET", "/" + words[1] + "/" + name), end="")
+elif verb == "delete":
+    print(call("DELETE", "/" + words[1] + "/" + words[2]), end="")
+elif verb == "logs":
+    print(call("GET", "/logs/" + words[-1]), end="")
+elif verb == "exec":
+    here = words[words.index("--") + 1:]
+    sys.exit(subprocess.run([word.replace("/shared/models", {models!r}) for word in here]).returncode)
+"""
+
+
+class Server(ThreadingHTTPServer):
+    """A cluster's API in small."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.kept: dict[str, dict[str, Any]] = {}
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        text = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        bodies = list(YAML(typ="safe", pure=True).load_all(text))
+        jobs = [body for body in bodies if body["kind"] in ("TrainJob", "PyTorchJob")]
+        if jobs and any(letter.serious for letter in check(read_text(text, "sent"))):
+            self._say(422, "admission webhook denied the request")
+            return
+        dry = self.path.endswith("?dry-run")
+        for body in bodies:
+            key = f"{body['kind'].lower()}/{body['metadata']['name']}"
+            if not dry:
+                self.server.kept[key] = {**body, **({"status": {"phase": "Running"}} if body["kind"] == "Pod" else {})}
+        end = " created (server dry run)" if dry else " created"
+        self._say(200, "".join(f"{body['kind'].lower()}/{body['metadata']['name']}{end}\n" for body in bodies))
+
+    def do_GET(self) -> None:
+        _, _, kind, name = self.path.split("/", 3)
+        if kind == "logs":
+            self._say(200, f"log of {name}\n")
+        elif kind == "pods":
+            pods = [body for key, body in self.server.kept.items() if key.startswith("pod/")]
+            self._say(200, json.dumps({"items": pods}))
+        else:
+            found = self.server.kept.get(f"{kind.split('.')[0].rstrip('s')}/{name}")
+            self._say(200, json.dumps(found) if found else "")
+
+    def do_DELETE(self) -> None:
+        _, _, kind, name = self.path.split("/", 3)
+        gone = self.server.kept.pop(f"{kind.split('.')[0].rstrip('s')}/{name}", None)
+        self._say(200, f'{kind} "{name}" deleted\n' if gone else "")
+
+    def _say(self, code: int, text: str) -> None:
+        self.send_response(code)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    yield made
+    made.shutdown()
+    made.server_close()
+
+
+@pytest.fixture
+def oc(server: Server, tmp_path: Path) -> Client:
+    """A client whose program is our script."""
+    script = tmp_path / "bin" / "kubectl"
+    script.parent.mkdir()
+    values = {"python": sys.executable, "log": str(tmp_path / "commands"), "models": str(tmp_path / "models")}
+    text = KUBECTL.replace("{server}", f"http://127.0.0.1:{server.server_port}")
+    for name, value in values.items():
+        text = text.replace(f"{{{name}!r}}", repr(value)).replace(f"{{{name}}}", value)
+    script.write_text(text)
+    script.chmod(script.stat().st_mode | stat.S_IEXEC)
+    return cluster.client("modelwright", {"PATH": f"{script.parent}:{os.defpath}"})
+
+
+def commands(folder: Path) -> list[str]:
+    return (folder / "commands").read_text().splitlines()
+
+
+@pytest.fixture
+def survival() -> Job:
+    return order("survival", "trainjob")
+
+
+def test_a_job_is_tried_by_the_server_before_it_is_sent(
+    oc: Client, survival: Job, server: Server, tmp_path: Path
+) -> None:
+    said = cluster.submit(oc, render(survival), survival)
+    assert "trainjob/quickstart created (server dry run)" in said and "trainjob/quickstart created" in said
+    assert commands(tmp_path) == [
+        "--namespace modelwright apply --dry-run=server -f -",
+        "--namespace modelwright get trainjobs.trainer.kubeflow.org quickstart --ignore-not-found -o json",
+        "--namespace modelwright apply -f -",
+    ]
+    assert "trainingruntime/quickstart" in server.kept
+
+
+def test_what_the_server_refuses_is_told_and_nothing_is_sent(oc: Client, survival: Job, server: Server) -> None:
+    with pytest.raises(ClusterError, match="admission webhook denied"):
+        cluster.submit(oc, render(survival).replace("numProcPerNode: 1", "numProcPerNode: 2"), survival)
+    assert server.kept == {}
+
+
+def test_a_job_that_runs_is_not_replaced_and_one_that_is_over_is(oc: Client, survival: Job, server: Server) -> None:
+    cluster.submit(oc, render(survival), survival)
+    with pytest.raises(UsageError, match="quickstart is Pending on the cluster; cancel it first"):
+        cluster.submit(oc, render(survival), survival)
+    condition = {"type": "Failed", "status": "True", "message": "gate closed"}
+    server.kept["trainjob/quickstart"]["status"] = {"conditions": [condition]}
+    cluster.submit(oc, render(survival), survival)
+    assert "status" not in server.kept["trainjob/quickstart"]
+
+
+def test_status_tells_phase_pods_and_progress(oc: Client, survival: Job, server: Server) -> None:
+    with pytest.raises(UsageError, match="there is no trainjob quickstart in modelwright"):
+        cluster.status(oc, survival)
+    cluster.submit(oc, render(survival), survival)
+    assert cluster.status(oc, survival).phase == "Pending"
+    container = {"restartCount": 1, "state": {"running": {}}, "lastState": {"terminated": {"exitCode": 137}}}
+    state = {"phase": "Running", "containerStatuses": [container]}
+    server.kept["pod/one"] = {"metadata": {"name": "quickstart-node-0-0-x"}, "status": state}
+    told = {"trainer.opendatahub.io/trainerStatus": json.dumps({"progressPercentage": 40})}
+    server.kept["trainjob/quickstart"]["metadata"]["annotations"] |= told
+    found = cluster.status(oc, survival)
+    assert (found.phase, found.progress) == ("Running", {"progressPercentage": 40})
+    assert found.pods == {"quickstart-node-0-0-x": "Running, ended with 137, 1 restarts"}
+    server.kept["trainjob/quickstart"]["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
+    assert cluster.status(oc, survival).phase == "Succeeded"
+    server.kept["trainjob/quickstart"] |= {"spec": {"suspend": True}, "status": {}}
+    server.kept.pop("pod/one")
+    assert cluster.status(oc, survival).phase == "Suspended"
+
+
+def test_logs_are_those_of_the_first_pod(oc: Client, survival: Job, server: Server, capfd: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="has no pod yet"):
+        cluster.logs(oc, survival)
+    for name in ("quickstart-node-0-1-b", "quickstart-node-0-0-a"):
+        server.kept[f"pod/{name}"] = {"metadata": {"name": name}, "status": {"phase": "Running"}}
+    assert cluster.logs(oc, survival, follow=True) == 0
+    assert capfd.readouterr().out == "log of quickstart-node-0-0-a\n"
+    assert commands(tmp_path)[-1] == "--namespace modelwright logs -f quickstart-node-0-0-a"
+    assert cluster.first_pod(oc, order("survival", "pytorchjob")) == "quickstart-master-0"
+
+
+def test_cancel_leaves_the_volumes(oc: Client, survival: Job, server: Server) -> None:
+    cluster.submit(oc, render(survival), survival)
+    assert "trainjobs" in cluster.cancel(oc, survival)
+    assert sorted(key.split("/")[0] for key in server.kept) == [
+        "configmap",
+        "persistentvolumeclaim",
+        "persistentvolumeclaim",
+    ]
+
+
+def test_pull_brings_the_run_home_and_leaves_no_reader(
+    oc: Client, survival: Job, server: Server, tmp_path: Path
+) -> None:
+    run = tmp_path / "models" / "quickstart"
+    (run / "stages").mkdir(parents=True)
+    (run / "journal.jsonl").write_text("{}\n")
+    (run / "best_model").symlink_to("stages")
+    home = cluster.pull(oc, survival, tmp_path / "home")
+    assert (home / "journal.jsonl").read_text() == "{}\n"
+    assert (home / "best_model").is_symlink()
+    assert not [key for key in server.kept if key.startswith("pod/")]
+
+
+def test_a_run_that_is_not_there_is_told(oc: Client, survival: Job, server: Server, tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match=r"tar in quickstart-reader"):
+        cluster.pull(oc, survival, tmp_path / "home")
+    assert server.kept == {}
+
+
+def test_without_oc_and_kubectl_the_letter_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="neither oc nor kubectl is on the PATH"):
+        cluster.client("x", {"PATH": str(tmp_path)})
+
+
+def test_oc_goes_before_kubectl(tmp_path: Path) -> None:
+    for name in ("kubectl", "oc"):
+        shutil.copy("/bin/true", tmp_path / name)
+    assert Path(cluster.client("x", {"PATH": str(tmp_path)}).program).name == "oc"
