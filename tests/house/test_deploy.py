@@ -1,0 +1,50 @@
+"""What lies in deploy/ is what the recipes say now, and the image is one that OpenShift can run.
+
+``UPDATE_GOLDEN=1 pytest tests/house/test_deploy.py`` renders deploy/ anew.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from modelwright.launch.manifests import job_of, render
+from modelwright.launch.rules import check
+from modelwright.launch.stream import read
+from modelwright.recipe.load import load, shipped
+
+ROOT = Path(__file__).parents[2]
+DEPLOYED = [name for name, path in sorted(shipped().items()) if re.search(r"^cluster:", path.read_text(), re.MULTILINE)]
+FILES = [(name, target) for name in DEPLOYED for target in ("trainjob", "pytorchjob")]
+
+
+@pytest.mark.parametrize(("name", "target"), FILES)
+def test_a_deployed_job_is_its_recipe(name: str, target: str) -> None:
+    loaded = load(name, environ={})
+    text = render(job_of(loaded.recipe, loaded.path.parent, target))  # type: ignore[arg-type]
+    path = ROOT / "deploy" / f"{name}-{target}.yaml"
+    if os.environ.get("UPDATE_GOLDEN") == "1":
+        path.write_text(text, encoding="utf-8")
+    assert path.read_text(encoding="utf-8") == text
+    assert [str(letter) for letter in check(read(path)) if letter.serious] == []
+
+
+def test_nothing_else_is_deployed() -> None:
+    assert {path.name for path in (ROOT / "deploy").glob("*.yaml")} == {
+        f"{name}-{target}.yaml" for name, target in FILES
+    }
+    assert {"resnet18-cifar10", "lyrics-pythia", "survival-smollm3"} <= set(DEPLOYED)
+
+
+def test_the_image_is_run_by_any_user_and_its_sources_exist() -> None:
+    lines = [line.strip() for line in (ROOT / "Containerfile").read_text().replace("\\\n", " ").splitlines()]
+    users = [line.split()[1] for line in lines if line.startswith("USER ")]
+    assert users[-1] == "1001", "a name, or 0, is refused under runAsNonRoot"
+    copied = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
+    assert {"src", "recipes", "constraints.txt", "pyproject.toml"} <= set(copied)
+    assert all((ROOT / word).exists() for word in copied)
+    assert any("chgrp -R 0" in line and "chmod -R g=u" in line for line in lines)
+    assert not any("TOKEN" in line for line in lines)
