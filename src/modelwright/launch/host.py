@@ -7,6 +7,7 @@ image. Without root the same commands run as plain processes, with paths and nam
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -222,16 +223,21 @@ class PlainProcesses:
     )
 
     def start(self, order: Order, log: IO[bytes]) -> Container:
-        def local(text: str) -> str:
-            for mount in sorted(order.mounts, key=lambda each: -len(each.target)):
-                text = text.replace(mount.target, str(mount.source))
-            return text
+        places, copies = {mount.target: str(mount.source) for mount in order.mounts}, []
+        for number, mount in enumerate(order.mounts):
+            if mount.read_only:  # a ConfigMap: its files speak of the pods' paths, so each pod has its own
+                own = self.place / f"{order.pod}.map{number}"
+                shutil.rmtree(own, ignore_errors=True)
+                copies.append(shutil.copytree(mount.source, own))
+                places[mount.target] = str(own)
+        longest_first = sorted(map(re.escape, places), key=len, reverse=True)
+        pattern = re.compile(rf"(?<![\w./-])({'|'.join(longest_first) or '(?!)'})(?![\w.-])")
 
-        for mount in order.mounts:
-            if mount.read_only:  # a ConfigMap: its files speak of the pods' paths
-                for file in mount.source.iterdir():
-                    if file.suffix in (".yaml", ".yml"):
-                        file.write_text(local(file.read_text(encoding="utf-8")), encoding="utf-8")
+        def local(text: str) -> str:
+            return pattern.sub(lambda found: places[found[1]], text)
+
+        for file in (file for copy in copies for file in copy.glob("*.yaml")):
+            file.write_text(local(file.read_text(encoding="utf-8")), encoding="utf-8")
         names = dict.fromkeys(order.hosts, "127.0.0.1")
         values = {name: names.get(value, local(value)) for name, value in order.variables.items()}
         started = subprocess.Popen(
