@@ -1,8 +1,10 @@
-"""Recipes of the three cluster systems in small, and what is rendered of them."""
+"""Recipes of the three cluster systems in small, what is rendered of them, and the schemas of the real operators."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from modelwright.launch.manifests import Job, Target, job_of
 from modelwright.recipe.load import load
@@ -19,6 +21,11 @@ SYSTEMS = {
     "lyrics": ("quickstart", LYRICS),
     "survival": ("quickstart", SURVIVAL),
 }
+CRDS = {
+    "PyTorchJob": ["pytorchjob-1.9.4.json"],
+    "TrainJob": ["trainjob-2.1.0.json", "trainjob-2.3.0.json"],
+    "TrainingRuntime": ["trainingruntime-2.1.0.json", "trainingruntime-2.3.0.json"],
+}
 
 
 def order(system: str, target: Target, *more: str, save_seconds: float | None = None) -> Job:
@@ -26,3 +33,26 @@ def order(system: str, target: Target, *more: str, save_seconds: float | None = 
     recipe, sets = SYSTEMS[system]
     loaded = load(recipe, [*sets, *more], {})
     return job_of(loaded.recipe, Path.cwd(), target, save_seconds)
+
+
+def schema_of(shared: Path, name: str) -> dict[str, Any]:
+    """The schema in a CRD, with unknown fields forbidden, as a strict server has it."""
+    definition = json.loads((shared / "crds" / name).read_text())
+    schema = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    schema["properties"]["metadata"] = {"type": "object"}
+
+    def forbid(node: Any) -> None:
+        if isinstance(node, dict):
+            if node.get("x-kubernetes-int-or-string"):
+                node.pop("type", None)
+            known = "properties" in node and "additionalProperties" not in node
+            if known and not node.get("x-kubernetes-preserve-unknown-fields"):
+                node["additionalProperties"] = False
+            for child in node.values():
+                forbid(child)
+        elif isinstance(node, list):
+            for child in node:
+                forbid(child)
+
+    forbid(schema)
+    return schema  # type: ignore[no-any-return]

@@ -15,6 +15,7 @@ from modelwright.launch.manifests import job_of, render
 from modelwright.launch.rules import check
 from modelwright.launch.stream import read
 from modelwright.recipe.load import load, shipped
+from orders import CRDS, schema_of
 
 ROOT = Path(__file__).parents[2]
 DEPLOYED = [name for name, path in sorted(shipped().items()) if re.search(r"^cluster:", path.read_text(), re.MULTILINE)]
@@ -30,6 +31,18 @@ def test_a_deployed_job_is_its_recipe(name: str, target: str) -> None:
         path.write_text(text, encoding="utf-8")
     assert path.read_text(encoding="utf-8") == text
     assert [str(letter) for letter in check(read(path)) if letter.serious] == []
+
+
+@pytest.mark.parametrize(("name", "target"), FILES)
+def test_the_real_schemas_take_a_deployed_job(shared: Path, name: str, target: str) -> None:
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is in the dev extra")
+    seen = 0
+    for manifest in read(ROOT / "deploy" / f"{name}-{target}.yaml"):
+        for crd in CRDS.get(manifest.kind, ()):
+            validator = jsonschema.Draft202012Validator(schema_of(shared, crd))
+            assert [error.message for error in validator.iter_errors(manifest.body)] == []
+            seen += 1
+    assert seen == (4 if target == "trainjob" else 1)
 
 
 def test_nothing_else_is_deployed() -> None:

@@ -12,7 +12,6 @@ import os
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
@@ -24,39 +23,11 @@ from modelwright.launch.rules import check
 from modelwright.launch.shapes import AMOUNT, ANY, Field, Kind, ListOf, MapOf, Shape
 from modelwright.launch.stream import Remarks, read_text, write
 from modelwright.recipe.load import load
-from orders import SYSTEMS, order
+from orders import CRDS, SYSTEMS, order, schema_of
 
 GOLDEN = Path(__file__).parent / "golden"
 TARGETS: tuple[Target, ...] = ("trainjob", "pytorchjob")
 CODES = ["image", "configmap", "git+https://git.example.com/team/modelwright@v0.1"]
-CRDS = {
-    "PyTorchJob": ["pytorchjob-1.9.4.json"],
-    "TrainJob": ["trainjob-2.1.0.json", "trainjob-2.3.0.json"],
-    "TrainingRuntime": ["trainingruntime-2.1.0.json", "trainingruntime-2.3.0.json"],
-}
-
-
-def schema_of(shared: Path, name: str) -> dict[str, Any]:
-    """The schema in a CRD, with unknown fields forbidden, as a strict server has it."""
-    definition = json.loads((shared / "crds" / name).read_text())
-    schema = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-    schema["properties"]["metadata"] = {"type": "object"}
-
-    def forbid(node: Any) -> None:
-        if isinstance(node, dict):
-            if node.get("x-kubernetes-int-or-string"):
-                node.pop("type", None)
-            known = "properties" in node and "additionalProperties" not in node
-            if known and not node.get("x-kubernetes-preserve-unknown-fields"):
-                node["additionalProperties"] = False
-            for child in node.values():
-                forbid(child)
-        elif isinstance(node, list):
-            for child in node:
-                forbid(child)
-
-    forbid(schema)
-    return schema  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
