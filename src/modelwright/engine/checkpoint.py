@@ -21,7 +21,7 @@ from torch import Tensor
 from modelwright import __version__
 from modelwright.engine import tensors
 from modelwright.engine.tensors import Lazy
-from modelwright.errors import Diverged, StorageError
+from modelwright.errors import Diverged, StorageError, UsageError
 from modelwright.runs.folder import hash_file, sync
 
 MANIFEST = "manifest.json"
@@ -102,6 +102,19 @@ class Checkpoints:
                 return folder
             self._set_aside(folder, reason)
         return None
+
+    def take(self, folder: Path) -> int:
+        """Copy a good checkpoint from elsewhere; returns its step."""
+        if reason := verify(folder):
+            raise UsageError(f"resume_from_checkpoint: {folder} is no whole checkpoint: {reason}")
+        step = int(json.loads((folder / MANIFEST).read_bytes())["step"])
+        final = self._folder / _name(step)
+        staged = final.with_name(f".{final.name}.partial")
+        shutil.rmtree(staged, ignore_errors=True)
+        shutil.copytree(folder, staged)
+        staged.rename(final)
+        sync(self._folder)
+        return step
 
     def at(self, step: int) -> Path | None:
         """The checkpoint of one step, where it is there and good."""

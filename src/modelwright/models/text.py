@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ def find(model: Model, beside: Path) -> Found:
 def _from_hub(name: str, revision: str | None, beside: Path) -> Found:
     from huggingface_hub import snapshot_download
 
+    _ask_for_access(name)
     try:
         path = snapshot_download(name, revision=revision, ignore_patterns=NOT_FETCHED)
     except Exception as error:  # the hub client raises many kinds; each becomes one letter
@@ -77,6 +79,32 @@ def _from_hub(name: str, revision: str | None, beside: Path) -> Found:
             "check the name, the network, and HF_TOKEN for a gated model"
         ) from None
     return Found(name, Path(path), Path(path).name)  # the cache names its folders by commit
+
+
+def _ask_for_access(name: str) -> None:
+    """One question to the hub before anything is fetched: whether a gated model may be had with this token."""
+    from huggingface_hub import auth_check
+    from huggingface_hub.errors import GatedRepoError
+
+    try:
+        auth_check(name)
+    except GatedRepoError:
+        raise ModelError(
+            f"model: {name} is gated, and no token that may read it was found; nothing was downloaded. Ask for access "
+            f"on its page, {os.environ.get('HF_ENDPOINT', 'https://huggingface.co').rstrip('/')}/{name}, then set "
+            "HF_TOKEN or run: hf auth login"
+        ) from None
+    except Exception:  # the client raises many kinds
+        return  # no such name, no network, offline: the download tells, or the cache has it
+
+
+def grow_embeddings(model: Any, tokenizer: Any) -> int:
+    """Give the model a row for each token that its tokenizer knows and it does not; returns how many were new."""
+    words = int(model.get_input_embeddings().weight.shape[0])
+    if len(tokenizer) <= words:
+        return 0
+    model.resize_token_embeddings(len(tokenizer))
+    return len(tokenizer) - words
 
 
 def _no_such_model(name: str, beside: Path) -> str:
@@ -93,9 +121,12 @@ def load_tokenizer(path: Path) -> Any:
 
     be_quiet()
     try:
-        return AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:  # the library raises many kinds; each becomes one letter
         raise ModelError(f"model: the tokenizer of {path} could not be loaded ({_first_line(error)})") from None
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
+        tokenizer.pad_token = tokenizer.eos_token  # eos stays trained: what trains goes by place, never by token
+    return tokenizer
 
 
 def load_model(path: Path, attending: str = "auto") -> Any:

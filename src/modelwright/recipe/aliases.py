@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from modelwright.recipe.schema import TRAINING_STAGES
@@ -154,6 +154,18 @@ def our_key(key: str) -> str:
     section, _, name = key.rpartition(".")
     alias = aliases_of(section).get(name) if section in sections() else None
     return key if alias is None else f"{section}.{alias.canonical}".lstrip(".")
+
+
+def whole_key(key: str, present: Collection[str]) -> str:
+    """A bare name with its section, where just one section that the recipe may have or has knows it."""
+    if "." in key or key in names_in("") or key in aliases_of(""):
+        return key
+    homes = [
+        section
+        for section in ("model", "data", *(stage for stage in TRAINING_STAGES if stage in present))
+        if key in names_in(section) or key in aliases_of(section)
+    ]
+    return f"{homes[0]}.{key}" if len(homes) == 1 else key
 
 
 def canonicalise(tree: Located) -> tuple[Located, list[str], list[RecipeProblem]]:

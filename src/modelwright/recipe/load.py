@@ -13,7 +13,7 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from modelwright.errors import Problem, RecipeError
-from modelwright.recipe.aliases import canonicalise, our_key
+from modelwright.recipe.aliases import canonicalise, our_key, whole_key
 from modelwright.recipe.letters import validate
 from modelwright.recipe.schema import Recipe
 from modelwright.recipe.settings import Setting, children, find, sections
@@ -50,7 +50,7 @@ def load(reference: str | Path, sets: Sequence[str] = (), environ: Mapping[str, 
     layers = _Layers()
     tree = layers.file(path)
     layers.stop_if_unreadable()
-    arguments = [layer for text in sets if (layer := layers.argument(text)) is not None]
+    arguments = [layer for text in sets if (layer := layers.argument(text, tree)) is not None]
     for layer in layers.variables(tree, arguments, os.environ if environ is None else environ):
         tree = merge(tree, layer)
     for layer in arguments:
@@ -218,14 +218,14 @@ class _Layers:
         if self.unreadable:
             raise RecipeError(_in_order(self.problems))
 
-    def argument(self, text: str) -> Located | None:
-        """Read one ``--set key=value``."""
+    def argument(self, text: str, tree: Located) -> Located | None:
+        """Read one ``--set key=value``; a name without its section means the one section of the tree that has it."""
         origin = Origin("set")
         key, equals, written = (part.strip() for part in text.partition("="))
         if not equals or not re.fullmatch(r"[^.\s]+(\.[^.\s]+)*", key):
             self.problems.append(problem(origin, key, f"{text!r} is no setting; {SET_FORM}"))
             return None
-        return self._layer(key, written, origin)
+        return self._layer(whole_key(key, tree.entries), written, origin)
 
     def variables(self, tree: Located, arguments: Sequence[Located], environ: Mapping[str, str]) -> list[Located]:
         """Read the environment variables that the recipe maps to settings; others mean nothing to a recipe."""

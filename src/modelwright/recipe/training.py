@@ -119,6 +119,8 @@ class Length(Frozen):
     """Steps between two measurements of held-out loss; without it, before the first and after the last step."""
     save_steps: Steps = Steps("25%")
     """Steps between two checkpoints."""
+    resume_from_checkpoint: bool | str | None = None
+    """A checkpoint folder to begin from in a new run; a run resumes from its own by itself, whatever this says."""
     save_total_limit: Annotated[int, Field(ge=2)] = 2
     """Checkpoints kept besides the best; at least 2, so that a damaged one has a good one behind it."""
     load_best_model_at_end: bool = True

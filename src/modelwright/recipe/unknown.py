@@ -32,7 +32,7 @@ SECTION_NAMES = {other: ours for ours, others in SECTIONS.items() for other in o
 
 ADVICE = {
     "the run keeps its own journal; leave it out": ("report_to", "logging_dir", "wandb_project"),
-    "a run resumes by itself; leave it out": ("resume_from_checkpoint", "resume", "auto_resume"),
+    "a run resumes by itself; leave it out": ("resume", "auto_resume"),
     "eval_steps decides alone; leave it out": ("eval_strategy", "evaluation_strategy", "do_eval"),
     "save_steps decides alone; leave it out": ("save_strategy",),
     "logging_steps decides alone; leave it out": ("logging_strategy",),

@@ -70,8 +70,6 @@ class Answerer:
     def __init__(self, folder: Path, max_new_tokens: int = 128, temperature: float = 0.0, seed: int = 0) -> None:
         self._tokenizer = load_tokenizer(folder)
         self._tokenizer.padding_side = "left"
-        if self._tokenizer.pad_token_id is None:
-            self._tokenizer.pad_token = self._tokenizer.eos_token
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model = load_model(folder).eval().to(self._device)
         self._stops = sorted({*stop_tokens(self._model), self._tokenizer.eos_token_id})

@@ -9,7 +9,7 @@ from typing import Any
 from modelwright.data.shards import MANIFEST, Layout, Shards
 from modelwright.data.sources import local_path
 from modelwright.data.texts import pack_texts
-from modelwright.data.tokenizer import Encoder
+from modelwright.data.tokenizer import Encoder, padded
 from modelwright.errors import DataError, Problem
 from modelwright.recipe.schema import Pretrain
 from modelwright.stages.context import Context
@@ -47,7 +47,7 @@ class PretrainKind:
         assert isinstance(settings, Pretrain)
         model, tokenizer = ready_model(context, found, settings)
         train, held_out = found.data.train, found.data.held_out
-        if train.vocab_size > (words := model.config.get_text_config().vocab_size):
+        if train.vocab_size > padded(words := model.config.get_text_config().vocab_size):
             letter = f"its tokens go up to {train.vocab_size}, but the model knows {words}; prepare with its tokenizer"
             raise DataError([Problem(str(train.folder), letter)])
         task = PretrainTask(model, train, held_out, settings)

@@ -84,6 +84,9 @@ def ready_model(context: Context, found: Ingredients, settings: TextStage) -> tu
         model = model.merge_and_unload()
     text.move(model, context.world.device, context.recipe.model.attn_implementation)
     torch.manual_seed(context.recipe.seed)  # new weights, such as LoRA's, begin the same at every start
+    if grown := text.grow_embeddings(model, tokenizer):
+        told = f"the tokenizer knows {grown} tokens more than the model: its embeddings have grown to {len(tokenizer)}"
+        context.journal.add("note", message=told)
     model = trainable.set_trainable(model, settings)
     if settings.gradient_checkpointing:
         trainable.recompute_activations(model)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,6 +57,8 @@ class Training:
             context.folder.checkpoints(stage), self.settings.save_total_limit, lambda line: self._note(line)
         )
         resumed = self._newest_step()
+        if resumed is None and isinstance(self.settings.resume_from_checkpoint, str):
+            resumed = self._begin_from(Path(self.settings.resume_from_checkpoint))
         kept = self._kept_batch(resumed)
         context.world.beat.at("loading")
         self.built = kind.build(context, found, stage)
@@ -171,6 +174,16 @@ class Training:
             return None if folder is None else int(folder.name.split("-")[1])
 
         return self.context.world.first(look)
+
+    def _begin_from(self, folder: Path) -> int:
+        """Take a checkpoint of another run as this one's first."""
+
+        def take() -> int:
+            step = self.checkpoints.take(folder)
+            self._note(f"begins from step {step} of {folder} (resume_from_checkpoint)")
+            return step
+
+        return self.context.world.first(take)
 
     def _kept_batch(self, step: int | None) -> int | None:
         """The batch this run was started with; refuses if anything that decides the weights has changed since."""

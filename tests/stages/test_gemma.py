@@ -1,0 +1,178 @@
+"""Raw text by the flags of the usual script: their names, a gated model, more tokens than the model knew, a first step
+from another run's checkpoint."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from modelwright.data.chat import encode_all
+from modelwright.data.conversations import Conversation
+from modelwright.errors import UsageError
+from modelwright.models.text import grow_embeddings, load_model, load_tokenizer, stop_tokens
+from modelwright.recipe.load import load
+from modelwright.stages.pipeline import run
+from tiny import tiny_model, tiny_recipe
+
+FLAGS = {
+    "model_name_or_path": "some/folder", "dataset_name": "some/set", "dataset_config_name": "wikitext-2-raw-v1",
+    "text_column": "body", "max_seq_length": 512, "output_dir": "./outputs", "num_train_epochs": 1,
+    "per_device_train_batch_size": 2, "per_device_eval_batch_size": 3, "gradient_accumulation_steps": 4,
+    "learning_rate": 1e-5, "weight_decay": 0.02, "warmup_steps": 50, "bf16": "true", "gradient_checkpointing": "true",
+    "use_flash_attention": "true", "logging_steps": 5, "save_steps": 50, "eval_steps": 25, "save_total_limit": 2,
+    "resume_from_checkpoint": "some/checkpoint", "seed": 7,
+}  # fmt: skip
+
+
+def test_every_flag_of_the_usual_script_is_a_setting_of_that_name() -> None:
+    recipe = load("gemma-270m", [f"{name}={value}" for name, value in FLAGS.items()], environ={}).recipe
+    pretrain, data = recipe.pretrain, recipe.data
+    assert pretrain is not None and data is not None
+    assert (recipe.model.model_name_or_path, recipe.model.attn_implementation) == ("some/folder", "flash_attention_2")
+    assert (data.dataset_name, data.dataset_config_name, data.text_column) == ("some/set", "wikitext-2-raw-v1", "body")
+    assert (recipe.output_dir, recipe.seed) == ("./outputs", 7)
+    assert (pretrain.max_length, pretrain.precision, pretrain.gradient_checkpointing) == (512, "bf16", True)
+    assert (pretrain.learning_rate, pretrain.weight_decay, pretrain.save_total_limit) == (1e-5, 0.02, 2)
+    assert pretrain.resume_from_checkpoint == "some/checkpoint"
+    assert load("gemma-270m", ["fp16=true"], environ={}).recipe.stages["pretrain"].precision == "fp16"
+    files = load("gemma-270m", ["dataset_name=null", "train_file=a.txt", "validation_file=b.csv"], environ={}).recipe
+    assert files.data is not None
+    assert (files.data.train_file, files.data.validation_file) == ("a.txt", "b.csv")
+
+
+def test_the_defaults_of_the_script_are_the_recipe_s() -> None:
+    recipe = load("gemma-270m", environ={}).recipe
+    found = recipe.stages["pretrain"].model_dump(mode="json")
+    asked = {
+        "max_length": 2048, "num_train_epochs": 3, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4,
+        "gradient_accumulation_steps": 8, "learning_rate": 2e-5, "weight_decay": 0.01, "logging_steps": 10,
+        "save_total_limit": 3,
+    }  # fmt: skip
+    assert {name: found[name] for name in asked} == asked
+    assert (recipe.model.model_name_or_path, recipe.seed) == ("google/gemma-270m", 42)
+
+
+class Gate(http.server.BaseHTTPRequestHandler):
+    """A hub that knows one gated model and gives it to nobody."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        self.send_response(401)
+        self.send_header("X-Error-Code", "GatedRepo")
+        self.send_header("X-Error-Message", "Access to model google/gemma-270m is restricted.")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: Any) -> None:
+        """Quietly."""
+
+
+def test_a_gated_model_without_a_token_is_one_letter_before_anything_is_downloaded(tmp_path: Path) -> None:
+    Gate.asked.clear()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Gate)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    environ = {
+        **{name: value for name, value in os.environ.items() if name not in ("HF_TOKEN", "HF_HUB_OFFLINE")},
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HOME": str(tmp_path / "hub"),
+        "HF_TOKEN_PATH": str(tmp_path / "none"),
+        "NO_PROXY": "127.0.0.1",
+    }
+    command = [sys.executable, "-m", "modelwright", "run", "gemma-270m", "--set", f"output_dir={tmp_path / 'run'}"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    server.shutdown()
+    assert done.returncode == 2, done.stderr
+    assert "google/gemma-270m is gated, and no token that may read it was found; nothing was downloaded" in done.stderr
+    assert "HF_TOKEN" in done.stderr
+    assert "Traceback" not in done.stderr
+    about_it = [path for path in Gate.asked if "gemma" in path]
+    assert about_it == ["/api/models/google/gemma-270m/auth-check"]
+    assert not list((tmp_path / "hub").rglob("*.safetensors"))
+
+
+def text_recipe(folder: Path, model: Path, **settings: Any) -> Path:
+    """A recipe that goes on with raw text in a CSV file, held out by nothing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [
+        f'{number},"Rope {number} holds the tent, and knot {number % 7} holds the rope. It rains."'
+        for number in range(60)
+    ]
+    (folder / "notes.csv").write_text("\n".join(["id,body", *lines]) + "\n", encoding="utf-8")
+    wish = {"max_length": 32, "max_steps": 4, "per_device_train_batch_size": 2, "precision": "fp32", "save_steps": 2,
+            "learning_rate": 1e-3, **settings}  # fmt: skip
+    recipe = {
+        "name": "raw", "output_dir": str(folder / "run"), "model": {"model_name_or_path": str(model)},
+        "data": {"train_file": "notes.csv", "text_column": "body", "test_size": 0}, "pretrain": wish,
+    }  # fmt: skip
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(recipe), encoding="utf-8")
+    return path
+
+
+def events(run_folder: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (run_folder / "journal.jsonl").read_text(encoding="utf-8").splitlines()
+    return [event for line in lines if (event := json.loads(line))["event"] == kind]
+
+
+def test_raw_text_without_validation_data_is_trained_on_and_not_measured(model_folder: Path, tmp_path: Path) -> None:
+    folder = run(load(text_recipe(tmp_path, model_folder), environ={})).path
+    assert len(events(folder, "step")) == 4
+    assert events(folder, "evaluation") == []
+    assert (folder / "best_model" / "model.safetensors").exists()
+
+
+def test_a_new_run_begins_from_the_checkpoint_of_another_and_ends_as_it_does(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    whole = run(load(text_recipe(tmp_path / "whole", model_folder), environ={})).path
+    middle = whole / "stages" / "pretrain" / "checkpoints" / "step-00000002"
+    later = tmp_path / "later"
+    folder = run(load(text_recipe(later, model_folder, resume_from_checkpoint=str(middle)), environ={})).path
+    assert [event["step"] for event in events(folder, "step")] == [3, 4]
+    ends = [json.loads((each / "stages/pretrain/result.json").read_text())["files"] for each in (whole, folder)]
+    assert ends[0] == ends[1]
+    (middle / "state.json").write_text("{}")
+    with pytest.raises(UsageError, match="is no whole checkpoint"):
+        run(load(text_recipe(tmp_path / "broken", model_folder, resume_from_checkpoint=str(middle)), environ={}))
+
+
+def test_a_tokenizer_that_knows_more_grows_the_embeddings_and_keeps_what_was_there(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "model")
+    tokenizer, model = load_tokenizer(folder), load_model(folder)
+    before = model.get_input_embeddings().weight.detach().clone()
+    assert grow_embeddings(model, tokenizer) == 0
+    tokenizer.add_tokens(["<rope>", "<knot>"])
+    assert grow_embeddings(model, tokenizer) == 2
+    after = model.get_input_embeddings().weight
+    assert torch.equal(after[: len(before)], before)
+    assert model.get_output_embeddings().weight.shape[0] == len(tokenizer) == len(before) + 2
+    tokenizer.save_pretrained(folder)
+    told = run(load(tiny_recipe(tmp_path / "tune", folder, max_steps=1), environ={})).path
+    assert any("its embeddings have grown to" in note["message"] for note in events(told, "note"))
+
+
+def test_a_tokenizer_without_pad_borrows_eos_and_eos_is_still_learnt(model_folder: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(model_folder)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    again = load_tokenizer(tmp_path)
+    assert again.pad_token_id == again.eos_token_id is not None
+    turns = ({"role": "user", "content": "Rope?"}, {"role": "assistant", "content": "Knot."})
+    (row,) = encode_all(
+        [Conversation("a:1", turns, "rope")], again, 64, True, stop_tokens(load_model(model_folder))
+    ).rows
+    assert again.eos_token_id in row.tokens[np.flatnonzero(row.trained)]
