@@ -20,6 +20,7 @@ def register(app: typer.Typer) -> None:
     bench.command("plan")(plan)
     bench.command("survival")(survival)
     bench.command("dpo")(dpo)
+    bench.command("speed")(speed)
     app.add_typer(bench, name="bench")
 
 
@@ -94,6 +95,24 @@ def dpo(save: Save = False, as_json: Json = False) -> None:
 
     prepare_environment()
     _measure(benchmark, "dpo", save, as_json)
+
+
+def speed(
+    work: Annotated[str, typer.Option("--work", help="0.5b, 6b (wants a large GPU) or tiny; else what suits.")] = "",
+    ways: Annotated[list[str] | None, typer.Option("--way", metavar="WORD", help="Ways with this word.")] = None,
+    steps: Annotated[int, typer.Option("--steps", help="Steps of each way.")] = 12,
+    save: Save = False,
+    as_json: Json = False,
+) -> None:
+    """Tokens per second of pretraining on one GPU, beside the HF Trainer."""
+    from modelwright.bench import speed as benchmark
+    from modelwright.errors import UsageError
+    from modelwright.runs.caches import prepare_environment
+
+    prepare_environment()
+    if work and work not in benchmark.WORKS:
+        raise UsageError(f"--work is {work!r}; it wants one of {', '.join(benchmark.WORKS)}")
+    _measure(benchmark, "speed", save, as_json, work=work, ways=ways or (), steps=steps)
 
 
 def _measure(benchmark: ModuleType, name: str, save: bool, as_json: bool, **wishes: object) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -27,12 +28,14 @@ from modelwright.engine.masters import halve
 from modelwright.engine.optim import build_optimizer, build_schedule, set_learning_rate
 from modelwright.engine.precision import Precision
 from modelwright.engine.replay import Replay, Work
+from modelwright.engine.retreat import Compiled, smaller_bites
 from modelwright.engine.shard import accumulating, layers_of, persistent_buffers, place, shard, whole
 from modelwright.engine.task import Batch, Task
 from modelwright.engine.world import World
 from modelwright.plan.stage import StagePlan
 from modelwright.recipe.training import Training
 
+Result = TypeVar("Result")
 SMALL = 2_000_000_000
 """Weights below which a GPU waits for the host: 79 k tokens/s as they come, 140 k recorded, at half a billion."""
 
@@ -105,6 +108,7 @@ class Engine:
         self.cursor = Cursor()
         self.order = order_of(task, (plan.rows, plan.global_batch, plan.total_rows, seed))
         self.seed = seed
+        self.changes: list[str] = []
         self._clip = settings.max_grad_norm
         self.eval_rows = settings.per_device_eval_batch_size
         self.precision = Precision(plan.precision, world.device, plan.weights)
@@ -112,9 +116,7 @@ class Engine:
         rests = halve(self._module) if plan.weights == "bf16" else None
         if plan.precision == "fp8":
             fp8.convert(self._module)
-        if settings.torch_compile:
-            for part in layers_of(self._module) or [self._module]:
-                part.compile()
+        self._compiled = Compiled((layers_of(self._module) or [self._module]) if settings.torch_compile else [])
         self._forward = shard(self._module, world, plan.sharding, self.precision.compute)
         self.weights = {name: w for name, w in self._module.named_parameters() if w.requires_grad}
         self.buffers = persistent_buffers(self._module)
@@ -160,11 +162,11 @@ class Engine:
     def _step(self, stop_asked: bool) -> StepReport:
         began = time.perf_counter()
         step, learning_rate = self.cursor.step, self._learning_rate(self.cursor.step)
-        now = self._ahead if self._ahead and self._ahead.step == step else self._prepare(step)
+        now = self._share_of(step)
         tokens, trained, stops = self.world.sum(now.tokens, now.trained, stop_asked)
         self._module.train()
         self.world.beat.at("computing")
-        total = self._accumulate(now.batches, trained)
+        total = self._or_otherwise(lambda: self._accumulate(self._share_of(step).batches, trained))
         self.precision.unscale(self.optimizer)
         length = self._length()
         self._ahead = self._prepare(step + 1)  # while the device is still at work
@@ -193,12 +195,45 @@ class Engine:
             stop_asked=stops > 0,
         )
 
+    def _share_of(self, step: int) -> Prepared:
+        """This rank's share of a global batch, prepared ahead where it was."""
+        if self._ahead is None or self._ahead.step != step:
+            self._ahead = self._prepare(step)
+        return self._ahead
+
     def _prepare(self, step: int) -> Prepared:
         """This rank's share of a global batch; rows of like length share a micro-batch."""
         rows = sorted(self.order.at(step), key=self.task.length)
         mine = share(rows, self.world.rank, self.world.size, self.plan.per_device)
         rows_hash = xxhash.xxh3_64_hexdigest(np.sort(rows).astype(np.int64).tobytes())
         return Prepared(step, rows_hash, [self.task.batch(some, step) for some in mine])
+
+    def _or_otherwise(self, work: Callable[[], Result]) -> Result:
+        """Do work, if need be otherwise than planned; `changes` tells how."""
+        while True:
+            try:
+                return work()
+            except Exception as error:
+                if (told := self._retreat(error)) is None:
+                    raise
+                self.changes.append(told)
+            self._clear_gradients()
+            self.begin_anew()
+
+    def _retreat(self, error: Exception) -> str | None:
+        """Another way to the same step, where there is one; ranks among others keep to what was agreed."""
+        if self.world.size > 1:
+            return None
+        if not isinstance(error, torch.OutOfMemoryError):
+            return self._compiled.retreat(error)
+        if not self._module.training and self.eval_rows > 1:
+            self.eval_rows //= 2
+            return f"{2 * self.eval_rows} rows at once do not fit the memory; {self.eval_rows} are measured at once"
+        if (smaller := smaller_bites(self.plan)) is None or not self._module.training:
+            return None
+        told = f"{self.plan.per_device} rows at once do not fit the memory; {smaller.arithmetic} keeps the batch"
+        self.plan = smaller
+        return told
 
     def _accumulate(self, batches: Sequence[Batch], trained: float) -> Tensor:
         """Add up the gradients of a step; returns this rank's summed loss, still on the device."""
@@ -240,16 +275,20 @@ class Engine:
     def evaluate(self) -> dict[str, float]:
         """What the task measures, as means over everything held out: eval_loss, and others by their name."""
         self._module.eval()
-        names = self.task.measures
-        summed, trained = torch.zeros(len(names), device=self.world.device), 0
+        summed, trained = self._or_otherwise(self._held_out_sums)
+        *sums, count = self.world.sum(*summed.tolist(), trained)
+        return _means(dict(zip(self.task.measures, sums, strict=True)), count)
+
+    def _held_out_sums(self) -> tuple[Tensor, int]:
+        """This rank's share of what is held out: [measures], and how much was measured."""
+        summed, trained = torch.zeros(len(self.task.measures), device=self.world.device), 0
         for rows in share(range(self.task.held_out_rows), self.world.rank, self.world.size, self.eval_rows):
             self.world.beat.at("measuring")
             batch = self.task.held_out_batch(rows)
             with self.precision.autocast():
                 summed += self._forward(**batch.on(self.world.device)).flatten()
             trained += batch.trained
-        *sums, count = self.world.sum(*summed.tolist(), trained)
-        return _means(dict(zip(names, sums, strict=True)), count)
+        return summed, trained
 
     @torch.no_grad()
     def look(self, batches: Iterable[Batch]) -> Iterator[Tensor]:

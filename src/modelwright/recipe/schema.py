@@ -180,6 +180,8 @@ class Classify(Images, Stage):
 
     metric_for_best_model: Literal["eval_loss", "eval_accuracy"] = "eval_accuracy"  # type: ignore[assignment]
     """What makes weights the best: the lowest held-out loss, or the highest accuracy."""
+    weights: Literal["fp32"] = "fp32"
+    """What weights are kept in: fp32, which batch norms want."""
 
 
 class Compare(Frozen):

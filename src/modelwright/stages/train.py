@@ -86,6 +86,7 @@ class Training:
         with self.stopper.waiting(), _memory_told(self.plan):
             for report in self.engine.steps(self.stopper.asked):
                 self._tell_step(report, meter)
+                self._tell_changes()
                 if report.health not in ("ok", "overflow"):
                     self._skip_or_go_back(report)
                 else:
@@ -135,6 +136,7 @@ class Training:
 
     def _measure(self) -> None:
         measured = {"step": self.engine.cursor.step, **self.engine.evaluate()}
+        self._tell_changes()
         if bad := [name for name, value in measured.items() if not math.isfinite(value)]:
             raise Diverged(
                 f"{self.stage} diverged by step {measured['step']}: {bad[0]} is not finite; the last good checkpoint "
@@ -294,6 +296,14 @@ class Training:
                 loss=report.loss, grad_norm=report.grad_norm, learning_rate=report.learning_rate, tokens=report.tokens,
                 batch=report.batch, seconds=round(report.seconds, 4), health=report.health, **speed,
             )  # fmt: skip
+
+    def _tell_changes(self) -> None:
+        """What the engine had to do otherwise than planned."""
+        while self.engine.changes:
+            self._note(self.engine.changes.pop(0))
+        if self.plan is not self.engine.plan:
+            self.plan = self.engine.plan
+            self._tell_plan()
 
     def _note(self, line: str) -> None:
         self.context.journal.add("note", stage=self.stage, message=line)

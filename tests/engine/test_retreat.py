@@ -1,0 +1,77 @@
+"""A step that cannot be computed as planned is computed in another way, with the same batch, and the run says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from modelwright.engine.retreat import smaller_bites
+from modelwright.plan.facts import Facts
+from modelwright.plan.stage import plan_stage
+from modelwright.recipe.load import load
+from modelwright.recipe.schema import Sft
+from modelwright.stages import pipeline
+from modelwright.tasks.sft import AnswerLoss
+from rig import told, trace
+from tiny import tiny_recipe
+
+CPU = Facts("cpu", "2 CPU threads", 10**9, False)
+BRIEF = {"max_steps": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_length": 32}
+
+
+def run(folder: Path, model: Path, **settings: Any) -> dict[str, Any]:
+    recipe = tiny_recipe(folder, model, **BRIEF, **settings)
+    pipeline.run(load(recipe, environ={}), lambda event: None)
+    return trace(folder / "run")
+
+
+def test_memory_that_is_full_halves_the_rows_and_keeps_the_batch(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(tmp_path / "whole", model_folder)
+    forward = AnswerLoss.forward
+
+    def cramped(self: AnswerLoss, tokens: torch.Tensor, *others: Any, **more: Any) -> torch.Tensor:
+        if self.training and len(tokens) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(self, tokens, *others, **more)
+
+    monkeypatch.setattr(AnswerLoss, "forward", cramped)
+    halved = run(tmp_path / "halved", model_folder)
+    for step, (loss, *rest) in whole["steps"].items():
+        assert halved["steps"][step][0] == pytest.approx(loss, rel=1e-5)
+        assert halved["steps"][step][-1] == rest[-1]
+    notes = [event["message"] for event in told(tmp_path / "halved/run", "note")]
+    assert any("4 rows at once do not fit the memory" in note and "keeps the batch" in note for note in notes)
+    assert any("2 rows at once do not fit" in note for note in notes)
+
+
+def test_one_row_at_once_is_the_least() -> None:
+    plan = plan_stage(Sft(per_device_train_batch_size=6, gradient_accumulation_steps=2), 100, 1, CPU)
+    sizes = []
+    while plan is not None:
+        sizes.append((plan.per_device, plan.accumulation, plan.global_batch))
+        plan = smaller_bites(plan)
+    assert sizes == [(6, 2, 12), (3, 4, 12), (1, 12, 12)]
+
+
+def test_layers_that_do_not_compile_run_as_they_are(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(tmp_path / "whole", model_folder)
+
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    compile_with = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compile_with(self, backend=broken))
+    again = run(tmp_path / "again", model_folder, torch_compile=True)
+    assert [loss for loss, *_ in again["steps"].values()] == pytest.approx(
+        [loss for loss, *_ in whole["steps"].values()], rel=1e-6
+    )
+    notes = [event["message"] for event in told(tmp_path / "again/run", "note")]
+    assert any("tried again with a fresh cache" in note for note in notes)
+    assert any("the layers run as they are" in note for note in notes)
