@@ -26,6 +26,7 @@ READ_THE_ENVIRONMENT = {
         "launch/rank.py",
         "launch/supervisor.py",
         "launch/progress.py",
+        "launch/doctor.py",
     ),  # these hand it on to other processes
 }
 

@@ -155,6 +155,7 @@ OURS_ALONE = {
     "quantization",  # theirs is load_in_4bit and load_in_8bit, which are read as this
     "sharding",  # theirs is a launcher's file
     "max_skipped_steps",
+    "profile_memory",
     "spike_factor",
     "decay_steps",
     "momentum",

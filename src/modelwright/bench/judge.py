@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from modelwright.bench.settings import Setting
 from modelwright.plan.architecture import Movement, VisionShape, movement, shape_of
 from modelwright.plan.calibration import Calibration
+from modelwright.plan.estimate import SMALL
 from modelwright.plan.gpus import Gpu
 from modelwright.plan.memory import Fitted, memory
 from modelwright.plan.shapes import KNOWN
@@ -21,7 +22,7 @@ from modelwright.recipe.schema import Dpo, Sft
 
 Run = dict[str, Any]
 Coefficients = TypeVar("Coefficients", Pace, Fitted)
-ROUNDS = 4000
+ROUNDS = 12000
 
 
 def judge(runs: Sequence[Run], gpu: Gpu, fitted: Calibration) -> list[Run]:
@@ -31,7 +32,7 @@ def judge(runs: Sequence[Run], gpu: Gpu, fitted: Calibration) -> list[Run]:
 
 def compared(run: Run, gpu: Gpu, fitted: Calibration) -> Run:
     """What the planner says of a run, beside what was measured."""
-    work = work_of(Setting(**run["setting"]), run["plan"])
+    work = work_of(Setting(**run["setting"]), run["plan"], gpu.name != "CPU")
     peak, rate = memory(work, fitted.memory), step_time(work, gpu, fitted.pace).rate
     told = {
         "predicted_bytes": round(peak.total),
@@ -44,7 +45,14 @@ def compared(run: Run, gpu: Gpu, fitted: Calibration) -> Run:
     return {**told, "accelerate_error": round(peer / run["peak_bytes"] - 1, 4) if peer else None}
 
 
-def work_of(setting: Setting, plan: dict[str, Any]) -> Work:
+def _parameters(setting: Setting) -> int:
+    """Numbers in the model of a setting."""
+    if setting.stage == "classify":
+        return VisionShape("resnet18", "bench", width=setting.smaller.get("width", 64)).parameters
+    return shape_of({**KNOWN[setting.model], **setting.smaller}, setting.model, "bench").parameters
+
+
+def work_of(setting: Setting, plan: dict[str, Any], on_gpu: bool) -> Work:
     """The planner's view of a setting."""
     beside: dict[str, Any] = {
         "rows": plan["per_device"],
@@ -52,6 +60,8 @@ def work_of(setting: Setting, plan: dict[str, Any]) -> Work:
         "precision": plan["precision"],
         "weights": plan.get("weights", "fp32"),
         "compiled": bool(setting.settings.get("torch_compile")),
+        "on_gpu": on_gpu,
+        "recorded": on_gpu and plan["precision"] != "fp16" and _parameters(setting) < SMALL,
         "checkpointing": bool(setting.settings.get("gradient_checkpointing")),
     }
     if setting.stage == "classify":
@@ -64,7 +74,13 @@ def work_of(setting: Setting, plan: dict[str, Any]) -> Work:
     parts = kind(**{name: value for name, value in setting.settings.items() if name in kind.model_fields})
     paired = setting.stage == "dpo"
     return Work(
-        shape, movement(shape, parts), length=setting.length, learnt=0.5 if paired else 1.0, masked=paired, **beside
+        shape,
+        movement(shape, parts),
+        length=setting.length,
+        learnt=0.5 if paired else 1.0,
+        masked=paired,
+        chunked_loss=not paired,
+        **beside,
     )
 
 
@@ -72,7 +88,7 @@ def fit(runs: Sequence[Run], gpu: Gpu, before: Calibration) -> Calibration:
     """The coefficients that bring predictions nearest to the runs that are not held out."""
     good = [run for run in runs if "failed" not in run]
     taught = [run for run in good if not run["held_out"]] or good
-    works = [work_of(Setting(**run["setting"]), run["plan"]) for run in taught]
+    works = [work_of(Setting(**run["setting"]), run["plan"], gpu.name != "CPU") for run in taught]
     rates, peaks = [run["tokens_per_second"] for run in taught], [run["peak_bytes"] for run in taught]
 
     def slow(pace: Pace) -> float:
@@ -135,7 +151,9 @@ def accelerate_bytes(setting: Setting, precision: str) -> int | None:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config_of(setting))
         total, _ = calculate_maximum_sizes(model)
-        said = estimate_training_usage(total, {"fp32": "float32"}.get(precision, precision))
+        said = estimate_training_usage(
+            total, {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(precision, precision)
+        )
         return int(max(said.values()))
     except (ImportError, KeyError, ValueError, TypeError):
         return None

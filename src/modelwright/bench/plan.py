@@ -24,7 +24,7 @@ from modelwright.runs.folder import write_json
 
 __all__ = ["judged", "keep", "lines", "measure"]
 
-STEPS, WARM_UP, SEED = 9, 3, 42
+STEPS, WARM_UP, SEED = 12, 6, 42
 
 
 def measure(wanted: Sequence[str] = (), into: Path | None = None) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def measure_all(wanted: Sequence[str] = (), into: Path | None = None) -> dict[st
 
 
 def measure_one(setting: Setting) -> dict[str, Any]:
-    """A few steps of the real engine: peak memory once the optimizer has its moments, and the median step."""
+    """A few steps of the real engine: the peak of memory, and the median step once everything is warm."""
     import torch
 
     from modelwright.engine.loop import Engine
@@ -95,12 +95,13 @@ def measure_one(setting: Setting) -> dict[str, Any]:
     task, settings = _task(setting, device)
     plan = plan_stage(settings, task.rows, 1, probe())
     engine = Engine(task, settings, plan, World(device=device), SEED)
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
     marks, tokens, steps = [time.perf_counter()], [], engine.steps()
-    for step in range(1, STEPS):
+    for _ in range(1, STEPS):
         tokens.append(next(steps).tokens)
         marks.append(time.perf_counter())
-        if step == 2 and on_gpu:
-            torch.cuda.reset_peak_memory_stats()
     seconds = [after - before for before, after in pairwise(marks)][WARM_UP:]
     found: dict[str, Any] = {
         "plan": plan.as_json(),
@@ -114,7 +115,7 @@ def measure_one(setting: Setting) -> dict[str, Any]:
 
 
 def _device_peak(steps: Any) -> dict[str, int]:
-    """What the allocator of the GPU has seen since the optimizer had its moments."""
+    """What the allocator of the GPU has seen since the first step."""
     import torch
 
     next(steps)
@@ -132,7 +133,7 @@ def _watched_peak(engine: Any, steps: Any) -> dict[str, Any]:
     profiler = Profiler(engine.task.module, engine.optimizer)
     with profiler.watching():
         next(steps)
-    told = profiler.log.as_json()
+    told = profiler.as_json()
     return {"peak_bytes": told["peak_bytes"], "parts": told["parts"]}
 
 
@@ -169,14 +170,11 @@ def _model(setting: Setting, settings: Any, device: Any) -> Any:
     config = config_of(setting)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-    if move := getattr(text, "move", None):
-        move(model, device, "auto")
+    text.move(model, device, "auto")
     model = trainable.set_trainable(model, settings)
-    model.to(device)
     if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.enable_input_require_grads()
-    return model
+        trainable.recompute_activations(model)
+    return model.to(device)
 
 
 def config_of(setting: Setting) -> Any:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from modelwright import __version__
-from modelwright.cli import bench, data, export, launch, recipes, report, run, talk, use
+from modelwright.cli import bench, data, doctor, export, launch, plan, recipes, report, run, talk, use
 from modelwright.errors import Interrupted, ModelwrightError, StorageError, is_storage_failure
 
 CONTROL_C = 130
@@ -41,7 +41,7 @@ def _options(
     """One file, a recipe, becomes a trained model."""
 
 
-for verbs in (recipes, data, run, launch, use, talk, report, export, bench):
+for verbs in (recipes, data, run, launch, use, talk, report, export, bench, plan, doctor):
     verbs.register(app)
 
 

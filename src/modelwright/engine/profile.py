@@ -6,6 +6,7 @@ writes its own history. What a storage was for is decided afterwards, when it is
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -103,31 +104,94 @@ class Profiler:
     """Watches one step of a module and its optimizer."""
 
     def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._weights = list(module.parameters())
-        self._buffers = list(module.buffers())
+        self._module, self._optimizer = module, optimizer
+        self._weights, self._buffers = list(module.parameters()), list(module.buffers())
         self._states = [
             value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
         ]
+        self._gradients = [weight.grad for weight in self._weights if weight.grad is not None]
         self.log = MemoryLog(steady={
             "weights": _bytes(self._weights), "optimizer": _bytes(self._states), "buffers": _bytes(self._buffers),
-            "gradients": _bytes([w.grad for w in self._weights if w.grad is not None]),
+            "gradients": _bytes(self._gradients),
         })  # fmt: skip
+        self._on_gpu = any(weight.is_cuda for weight in self._weights)
         self._watch: _Watch | None = None
+        self._times: list[tuple[int, str]] = []
+        self._places: list[int] = []
 
     @contextmanager
     def watching(self) -> Iterator[MemoryLog]:
-        """Watch what happens inside."""
-        held = [*self._weights, *self._buffers, *self._states]
-        held += [weight.grad for weight in self._weights if weight.grad is not None]
+        """Watch what happens inside, which is one step."""
+        hooks = [
+            self._module.register_forward_pre_hook(lambda *_: self._mark("forward")),
+            self._module.register_forward_hook(lambda *_: self._mark("backward")),
+            self._optimizer.register_step_pre_hook(lambda *_: self._backward_done()),
+        ]
+        try:
+            with self._gpu_history() if self._on_gpu else self._cpu_history():
+                yield self.log
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def as_json(self) -> dict[str, Any]:
+        """The components at the fullest moment and over time."""
+        return self.log.as_json()
+
+    @contextmanager
+    def _cpu_history(self) -> Iterator[None]:
+        held = [*self._weights, *self._buffers, *self._states, *self._gradients]
         self._watch = _Watch(self.log, {tensor.untyped_storage()._cdata for tensor in held})
         with self._watch:
-            yield self.log
+            yield
 
-    def backward_done(self) -> None:
+    @contextmanager
+    def _gpu_history(self) -> Iterator[None]:
+        """The allocator's own list of what it gave and took back."""
+        torch.cuda.synchronize()
+        torch.cuda.memory._record_memory_history(context=None, max_entries=400_000)
+        try:
+            yield
+            torch.cuda.synchronize()
+            device = torch.cuda.current_device()
+            self._read_history(torch.cuda.memory._snapshot()["device_traces"][device])
+        finally:
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _read_history(self, trace: list[dict[str, Any]]) -> None:
+        lives: dict[int, tuple[int, int]] = {}  # of the storage at an address: its number and size
+        numbers: dict[int, int] = {}
+        marks = list(self._times)
+        for entry in trace:
+            while marks and entry.get("time_us", 0) >= marks[0][0]:
+                self.log.mark(marks.pop(0)[1])
+            if entry["action"] == "alloc":
+                number = len(self.log.events) + 1
+                lives[entry["addr"]] = (number, entry["size"])
+                numbers[entry["addr"]] = number
+                self.log.events.append((number, entry["size"]))
+            elif entry["action"] == "free_completed" and entry["addr"] in lives:
+                number, size = lives.pop(entry["addr"])
+                self.log.events.append((number, -size))
+        for place in self._places:
+            if place in numbers:
+                self.log.labels[numbers[place]] = "gradients"
+
+    def _mark(self, part: str) -> None:
+        if self._on_gpu:
+            self._times.append((time.time_ns() // 1000, part))
+        else:
+            self.log.mark(part)
+
+    def _backward_done(self) -> None:
         """The gradients stand now: what holds them is called so, back to when it was made."""
-        assert self._watch is not None
+        self._mark("optimizer")
         for weight in self._weights:
-            if weight.grad is not None and (number := self._watch.number_of(weight.grad)):
+            if weight.grad is None:
+                continue
+            if self._watch is None:
+                self._places.append(weight.grad.data_ptr())
+            elif number := self._watch.number_of(weight.grad):
                 self.log.labels[number] = "gradients"
 
 

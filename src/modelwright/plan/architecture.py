@@ -24,6 +24,8 @@ class Family:
     """Whether queries and keys are normed, each by one vector."""
     fused_query: bool = False
     """Whether queries, keys and values come out of one matrix."""
+    wide_norms: bool = False
+    """Whether norms are computed and kept in fp32, whatever the weights are."""
     biases: tuple[str, ...] = ()
     """Matrices that always have a bias."""
     tied: bool = False
@@ -38,7 +40,7 @@ FAMILIES = {
     "smollm3": Family(tied=True),
     "qwen2": Family(biases=ATTENTION[:3]),
     "qwen3": Family(head_norms=True),
-    "gemma3_text": Family(norms=4, head_norms=True, tied=True),
+    "gemma3_text": Family(norms=4, head_norms=True, wide_norms=True, tied=True),
     "gpt_neox": Family(gated=False, centred=True, fused_query=True, biases=NEOX),
 }
 """Model types whose arithmetic is known exactly; others are counted as a Llama would be, and that is said."""

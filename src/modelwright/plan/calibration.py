@@ -38,7 +38,7 @@ class Calibration:
     def sureness(self, gpu: Gpu) -> tuple[float, str]:
         """How far off a rate may be on this card, and why."""
         if not self.runs:
-            return UNMEASURED, "no run was measured on any card; modelwright bench plan measures this one"
+            return UNMEASURED, "a guess: no run was measured; modelwright bench plan --save measures this machine"
         if self.card == gpu.name:
             return max(0.05, self.spread), f"fitted to {self.runs} measured runs on {self.card}"
         return UNMEASURED, f"by the data sheet of {gpu.name} and what {self.card} reaches of its own"
@@ -60,7 +60,7 @@ def calibration_for(gpu: Gpu) -> Calibration:
     if gpu.name in known:
         return _of(gpu.name, known[gpu.name])
     if gpu.name == "CPU":
-        return Calibration("CPU")
+        return Calibration("CPU", memory=Fitted(fixed=1e5))
     measured = [name for name in known if name != "CPU"]
     best = max(measured, key=lambda name: int(known[name].get("runs", 0)), default=None)
     return _of(best, known[best]) if best else Calibration("none")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from modelwright.plan.gpus import GPUS, Gpu, named
+from modelwright.plan.gpus import GPUS, Gpu, Machines, named
 
 FAST_BF16 = {"amx_bf16", "avx512_bf16", "bf16"}
 """What x86 and ARM processors call it, of those where it pays; without it torch's bf16 is a hundred times slower."""
@@ -41,6 +42,23 @@ def probe() -> Facts:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     flags, threads = _cpu_flags(), torch.get_num_threads()
     return Facts("cpu", f"{threads} CPU thread{'s' * (threads > 1)}", memory, bool(flags & FAST_BF16))
+
+
+def here() -> Machines:
+    """This machine without asking torch: its driver names the cards, else its processor counts."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout.split("\n")
+        cards = [(name.strip(), int(memory) << 20) for name, memory in (line.rsplit(",", 1) for line in told if line)]
+    except (OSError, ValueError, subprocess.SubprocessError):
+        cards = []
+    if cards:
+        name, memory = cards[0]
+        known = named(name)
+        return Machines(1, len(cards), card(Facts("cuda", name, memory, known is None or known.bf16 > 0)))
+    threads = len(os.sched_getaffinity(0))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Machines(1, 1, card(Facts("cpu", f"{threads} CPU threads", memory, bool(_cpu_flags() & FAST_BF16))))
 
 
 def card(facts: Facts) -> Gpu:

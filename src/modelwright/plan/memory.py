@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from modelwright.plan.architecture import TextShape, VisionShape
-from modelwright.plan.work import Work
+from modelwright.plan.work import CHUNK, Work
 
 MOMENT_BYTES = {"adamw_torch": 8, "sgd": 4}
 """Bytes an optimizer keeps for each weight that moves, in fp32."""
@@ -26,10 +26,12 @@ MARGIN = 0.03
 class Fitted:
     """What measured runs teach about memory: factors on what cannot be derived."""
 
-    compiled: float = 0.75
+    compiled: float = 0.64
     """Share of an eager layer's activations that a compiled one keeps."""
-    compiled_fp8: float = 0.55
+    compiled_fp8: float = 0.44
     """The same where matrices are multiplied in fp8."""
+    compiled_lora: float = 0.8
+    """The same with low-rank matrices beside frozen ones."""
     fixed: float = 0.1e9
     """Bytes beside everything that is counted: workspaces of matrix products, small tensors."""
 
@@ -48,6 +50,8 @@ class Memory:
     """When it is."""
     moments: dict[str, float]
     """Bytes in all at each moment that was looked at."""
+    beside: float = 0.0
+    """Bytes of further recordings, for rows of other lengths."""
 
     @property
     def total(self) -> float:
@@ -57,7 +61,7 @@ class Memory:
     @property
     def needed(self) -> float:
         """Bytes a card must have: the tensors, the process, and room for the allocator."""
-        return (self.total + CONTEXT) * (1 + MARGIN)
+        return (self.total + self.beside + CONTEXT) * (1 + MARGIN)
 
     def as_json(self) -> dict[str, Any]:
         """For plan.json."""
@@ -79,7 +83,8 @@ def memory(work: Work, fitted: Fitted = GUESSED_MEMORY) -> Memory:
         parts["workspace"] = parts.get("workspace", 0.0) + fitted.fixed
     totals = {name: sum(parts.values()) for name, parts in moments.items()}
     fullest = max(totals, key=lambda name: totals[name])
-    return Memory(moments[fullest], fullest, totals)
+    passing = moments[fullest].get("activations", 0.0) + moments[fullest].get("logits", 0.0)
+    return Memory(moments[fullest], fullest, totals, passing * (work.recordings - 1) if work.recorded else 0.0)
 
 
 def _steady(work: Work) -> dict[str, float]:
@@ -91,14 +96,16 @@ def _steady(work: Work) -> dict[str, float]:
         "optimizer": trained * _state_bytes(work) / work.shards,
         "gradients": _gradients(work) if _gradients_stay(work) else 0.0,
         "communication": _buffers(work),
-        "kept trunk": float(work.kept_trunk),
+        "kept trunk": work.tokens * work.shape.width * 2.0 if work.kept_layers else 0.0,
         "data": float(work.resident),
     }
 
 
 def _state_bytes(work: Work) -> float:
-    """Bytes of optimizer state for a weight: as wide as the weight itself."""
-    return MOMENT_BYTES[work.optimizer] * work.kept_width / 4
+    """Bytes of optimizer state for a weight; beside bf16 weights stand the 16 bits they have lost."""
+    if work.weights == "bf16":
+        return 4 + work.mean_width + 2
+    return MOMENT_BYTES[work.optimizer]
 
 
 def _gradients(work: Work) -> float:
@@ -106,8 +113,8 @@ def _gradients(work: Work) -> float:
 
 
 def _gradients_stay(work: Work) -> bool:
-    """Whether gradients are there in the forward pass: under accumulation, and in DDP's buckets."""
-    return work.accumulation > 1 or (work.world > 1 and work.sharding == "ddp")
+    """Whether gradients are there in the forward pass: under accumulation, in DDP's buckets, in a recorded step."""
+    return work.accumulation > 1 or work.recorded or (work.world > 1 and work.sharding == "ddp")
 
 
 def _buffers(work: Work) -> float:
@@ -123,59 +130,58 @@ def _text_moments(work: Work, fitted: Fitted) -> dict[str, dict[str, float]]:
     """The moments at which a language model's step may be fullest."""
     shape, moves = work.shape, work.moves
     assert isinstance(shape, TextShape)
-    low = work.width < work.kept_width
+    low = work.width < work.stream
     copies = shape.layer_matrices * work.width if low else 0.0
     head_copy = shape.embedding * work.width if low else 0.0
-    crossed, places = moves.crossed_layers, work.tokens * work.learnt
+    crossed = moves.crossed_layers
     one_layer = layer_activations(work, fitted, trained=moves.trained_layers > 0)
     kept, kept_copies = stream_activations(work, fitted), copies * crossed + head_copy
     grown = 0.0 if _gradients_stay(work) else 1.0
-    gradients, logits = _gradients(work), places * shape.words
+    gradients, logits = _gradients(work), work.places * shape.words
     if work.checkpointing:
         kept_copies = head_copy
-    told = _logits_chunk(work) if work.fused_loss else logits * TOLD_BYTES
-    lost = _logits_chunk(work) if work.fused_loss else logits * LOSS_BYTES
+    told, lost = logits * TOLD_BYTES, logits * LOSS_BYTES
+    if work.chunked:
+        # logits and their gradient in bf16, and the gradient of the chunk before; then the head's own, twice
+        chunk, before = min(CHUNK, work.places) * shape.words * 2.0, 2.0 if work.places > CHUNK else 1.0
+        head = shape.embedding * 2.0 if moves.head else 0.0
+        told = max((1.0 + before) * chunk + 2 * head, chunk + 3 * head)
+        lost = shape.embedding * 10.0 if moves.head else 0.0
     cached = moves.trained_layers * copies + head_copy if work.checkpointing else kept_copies
-    end = {"gradients": gradients, "activations": one_layer, "casts": copies if crossed else head_copy}
-    if moves.embeddings and moves.tied:
-        end["workspace"] = shape.embedding * 8.0  # the gradients of embeddings and head, and their sum
+    of_embeddings = shape.embedding * work.kept_width if moves.embeddings else 0.0
+    first = {"gradients": gradients - of_embeddings * (0 if moves.tied else 1) * grown / work.shards,
+             "activations": one_layer, "casts": copies if crossed else head_copy}  # fmt: skip
+    # the gradients of embeddings and of a head that is the same matrix meet, and their sum is a third one
+    last = {"gradients": gradients, "workspace": 2.0 * of_embeddings if moves.tied else 0.0}
     top = max(moves.trained_layers and shape.layer_parameters * 4.0, moves.head and shape.embedding * 6.0)
     found = {
         "forward": {"activations": kept, "casts": cached, "logits": told},
         "loss": {"activations": kept, "casts": kept_copies, "logits": lost},
         "backward begins": {"activations": kept + (one_layer if work.checkpointing else 0.0), "casts": kept_copies,
                             "workspace": top * grown},
-        "backward ends": end,
+        "first layer": first,
+        "backward ends": last,
     }  # fmt: skip
     if work.eval_rows:
         seen = work.eval_rows * work.length
-        found["measuring"] = {"logits": seen * work.learnt * shape.words * TOLD_BYTES, "casts": head_copy + copies,
+        logits = told if work.chunked else seen * work.learnt * shape.words * TOLD_BYTES
+        found["measuring"] = {"logits": logits, "casts": head_copy + copies,
                               "activations": seen * _transient(shape, work)}  # fmt: skip
     return found
 
 
-def _logits_chunk(work: Work) -> float:
-    """A fused loss holds one chunk of logits and the head's gradient."""
-    shape = work.shape
-    assert isinstance(shape, TextShape)
-    chunk = min(work.tokens * work.learnt, 2048.0)
-    return chunk * shape.words * 10.0 + (shape.embedding * 4.0 if work.moves.head else 0.0)
-
-
 def _transient(shape: TextShape, work: Work) -> float:
     """Bytes per token inside one layer when nothing is kept."""
-    return 3.0 * shape.inner * work.width + 3.0 * shape.width * work.kept_width
+    return 3.0 * shape.inner * work.width + 3.0 * shape.width * work.stream
 
 
 def stream_activations(work: Work, fitted: Fitted) -> float:
     """Bytes kept between forward and backward over all layers, and around the last norm."""
     shape, moves = work.shape, work.moves
     assert isinstance(shape, TextShape)
-    ends = work.tokens * shape.width * (2.0 * work.kept_width) + work.tokens * work.learnt * shape.width * (
-        work.kept_width + work.width
-    )
+    ends = work.tokens * shape.width * 2.0 * work.stream + work.places * shape.width * (work.stream + work.width)
     if work.checkpointing:
-        return ends + moves.crossed_layers * work.tokens * shape.width * work.kept_width
+        return ends + moves.crossed_layers * work.tokens * shape.width * work.stream
     frozen = moves.crossed_layers - moves.trained_layers
     return (
         ends
@@ -188,18 +194,21 @@ def layer_activations(work: Work, fitted: Fitted, trained: bool) -> float:
     """Bytes that one layer keeps for its backward pass; a frozen layer keeps no inputs of its matrices."""
     shape = work.shape
     assert isinstance(shape, TextShape)
-    stream, computed = work.kept_width, work.width
+    stream, computed = work.stream, work.width
     low, lora = computed < stream, work.moves.low_rank > 0
     per_kv = shape.query_width if work.masked else shape.kv_width  # a mask makes keys and values as many as queries
     attention = computed * (2 * shape.query_width + 2 * per_kv) + 4 * shape.heads
+    if work.plain_attention:  # the table of who sees whom is written out, and keys and values are as many as queries
+        attention += 4 * shape.heads * work.length + computed * 2 * (shape.query_width - shape.kv_width)
     if shape.traits.fused_query:
         inputs = (3 * shape.width if trained or lora else 0) * computed
         inner = (2 if trained or lora else 1) * shape.inner * computed
         bytes_per_token = stream * shape.width + inputs + 6 * computed * shape.width + 4 * shape.heads + inner
     else:
-        norms = shape.traits.norms * shape.width * (2 if trained else 1) * stream
+        wide = 4 if shape.traits.wide_norms else stream
+        norms = shape.traits.norms * shape.width * (4 + (wide if trained else 0))  # normed in fp32 in any case
         if shape.traits.head_norms:
-            norms += stream * (2 * shape.query_width + 4 * shape.kv_width)
+            norms += wide * (2 * shape.query_width + 4 * shape.kv_width)
         inputs = computed * shape.width * (5 if low else 2) if trained or lora else 0
         if lora:  # low-rank matrices keep the inputs of frozen ones, in copies of their own where types differ
             inputs += computed * (shape.inner + (shape.query_width if low else 0))
@@ -207,7 +216,8 @@ def layer_activations(work: Work, fitted: Fitted, trained: bool) -> float:
         bytes_per_token = norms + inputs + attention + inner
     factor = 1.0
     if work.compiled:
-        factor = fitted.compiled_fp8 if work.precision == "fp8" else fitted.compiled
+        factor = fitted.compiled_lora if lora else fitted.compiled
+        factor = fitted.compiled_fp8 if work.precision == "fp8" else factor
     return work.tokens * bytes_per_token * factor
 
 

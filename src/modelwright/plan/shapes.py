@@ -64,6 +64,13 @@ def find_shape(recipe: Recipe, beside: Path) -> Shape:
     )
 
 
+def at_hand(name: str, beside: Path) -> bool:
+    """Whether a model lies on this machine, weights and all."""
+    return name in (RESNET, EMBEDDED) or any(
+        (folder / "config.json").is_file() and any(folder.glob("*.safetensors")) for folder in _folders(name, beside)
+    )
+
+
 def made_shape(wish: Architecture, name: str) -> TextShape:
     """The shape of a model that a recipe makes from scratch; a vocabulary it leaves open is taken for GPT-2's."""
     told = {**wish.model_dump(), "intermediate_size": wish.feed_forward, "num_key_value_heads": wish.key_value_heads}

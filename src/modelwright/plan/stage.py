@@ -7,7 +7,7 @@ from typing import Any
 
 from modelwright.errors import UsageError
 from modelwright.plan.facts import Facts
-from modelwright.recipe.training import Training
+from modelwright.recipe.training import Parts, Training
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,12 @@ class StagePlan:
     """How devices share the model."""
     learning_rate: float
     """Peak learning rate, scaled where the recipe asks for it."""
+    gradient_checkpointing: bool = False
+    """Whether activations are computed again in the backward pass."""
     reasons: tuple[str, ...] = ()
     """What was chosen or changed, and why."""
+    predicted: dict[str, Any] | None = None
+    """Memory and speed as foreseen, to be held against what is measured."""
 
     @property
     def arithmetic(self) -> str:
@@ -107,6 +111,7 @@ def plan_stage(settings: Training, rows: int, world: int, facts: Facts, kept_bat
         weights=choose_weights(settings, precision, facts),
         sharding="ddp" if settings.sharding == "auto" else settings.sharding,
         learning_rate=learning_rate,
+        gradient_checkpointing=settings.gradient_checkpointing,
         reasons=tuple(reasons),
     )
 
@@ -119,8 +124,8 @@ def solve(batch: int, per_device: int, world: int) -> tuple[int, int]:
 
 
 def choose_weights(settings: Training, precision: str, facts: Facts) -> str:
-    """bf16 weights with exact masters where a GPU computes in bf16; else fp32."""
-    suits = precision in ("bf16", "fp8") and settings.optim == "adamw_torch"
+    """bf16 weights with exact masters where a GPU computes text in bf16; else fp32, as batch norms want it."""
+    suits = precision in ("bf16", "fp8") and settings.optim == "adamw_torch" and isinstance(settings, Parts)
     if settings.weights == "bf16" and not suits:
         found = f"precision {precision} and optim {settings.optim}"
         raise UsageError(f"weights: bf16 wants precision bf16 or fp8 with optim adamw_torch; here is {found}")

@@ -13,8 +13,11 @@ from modelwright.plan.architecture import TextShape, VisionShape
 from modelwright.plan.gpus import Gpu
 from modelwright.plan.work import Work
 
-ADAM_BYTES = 32
-"""Bytes moved for each fp32 weight in an update: weight, gradient and two moments read, three written, and the norm."""
+ADAM_BYTES = {"fp32": 36, "bf16": 32}
+"""Bytes moved for each weight in an update: weight, moments and gradient read, all but the last written; the norm."""
+COMPILED_PIECES = 0.25
+"""Of the kernels of an eager layer, those that a compiled one has."""
+SHORT = 1024
 OVERLAP = 0.7
 """Share of the exchange of gradients that hides behind the backward pass."""
 
@@ -29,20 +32,28 @@ class Pace:
     """Share of the fp8 rate that products with their casts reach."""
     matrices_fp32: float = 0.75
     """Share of the fp32 rate."""
+    narrow: float = 200.0
+    """Width of a layer at which its products reach half of that."""
     attention: float = 0.30
-    """Share of the rate that attention reaches, both ways."""
+    """Share of the rate that attention over 1,024 tokens reaches, both ways."""
     traffic: float = 4.0
     """How often the kept activations of an eager layer pass through memory, both ways."""
     traffic_compiled: float = 2.0
     """The same for a compiled layer."""
+    lora_traffic: float = 16.0
+    """Bytes moved for each output of a matrix that has a low-rank one beside it, both ways."""
     loss_traffic: float = 40.0
     """Bytes moved for each logit, both ways."""
     optimizer: float = 0.8
     """Share of the memory rate that an update reaches."""
     host: float = 2.6e-3
     """Seconds the host needs to order one eager layer's work, both ways."""
+    host_lora: float = 3e-3
+    """The same for what low-rank matrices add to an eager layer."""
     host_compiled: float = 1.2e-3
     """The same for a compiled layer."""
+    kernels: float = 4e-4
+    """Seconds that the small pieces of an eager layer's work take on the device however little there is to do."""
     fixed: float = 6e-3
     """Seconds of every step besides."""
     convolution: float = 0.12
@@ -105,15 +116,18 @@ def step_time(
 ) -> StepTime:
     """The seconds of a step; `filled` is the share of places that hold no padding."""
     flops, device = _vision(work, gpu, pace) if isinstance(work.shape, VisionShape) else _text(work, gpu, pace)
-    layers = work.shape.layers if isinstance(work.shape, TextShape) else len(work.shape.convolutions)
-    host = layers * (pace.host_compiled if work.compiled else pace.host)
+    layers = work.shape.layers - work.kept_layers if isinstance(work.shape, TextShape) else len(work.shape.convolutions)
+    host = 0.0 if work.recorded else layers * (pace.host_compiled if work.compiled else pace.host)
+    if work.moves.low_rank and not work.recorded and not work.compiled:
+        host += layers * pace.host_lora
     if isinstance(work.shape, VisionShape):
         host /= 4.0  # a convolution with its norm is a quarter of a decoder layer's calls
-    elif work.moves.crossed_layers < work.shape.layers:
+    elif work.moves.crossed_layers < layers:
         host *= (layers + 2 * work.moves.crossed_layers) / (3 * layers)
     if work.checkpointing:
         host *= 4 / 3
-    update = work.moves.trained / work.shards * ADAM_BYTES * work.kept_width / 4 / (gpu.bandwidth * pace.optimizer)
+    moved = work.moves.trained / work.shards * ADAM_BYTES[work.weights]
+    update = moved / (gpu.bandwidth * pace.optimizer)
     return StepTime(
         device=device * work.accumulation,
         host=host * work.accumulation,
@@ -133,10 +147,11 @@ def operations(work: Work) -> tuple[float, float]:
     crossed = moves.crossed_layers
     low_rank = 3 * 2.0 * moves.low_rank * work.tokens
     again = crossed if work.checkpointing else 0
-    matrices = layer * (shape.layers + crossed + moves.trained_layers + again) + low_rank
-    matrices += head * (2 + (1 if moves.head else 0) + (1 if work.fused_loss else 0))
+    computed = shape.layers - work.kept_layers
+    matrices = layer * (computed + crossed + moves.trained_layers + again) + low_rank
+    matrices += head * (2 + (1 if moves.head else 0))
     attention = 2.0 * work.tokens * work.length * shape.query_width  # causal: half of two products
-    return matrices, attention * (shape.layers + 2.5 * crossed + again)
+    return matrices, attention * (computed + 2.5 * crossed + again)
 
 
 def _text(work: Work, gpu: Gpu, pace: Pace) -> tuple[float, float]:
@@ -150,14 +165,21 @@ def _text(work: Work, gpu: Gpu, pace: Pace) -> tuple[float, float]:
     kept = layer_activations(work, Fitted(compiled=1.0, compiled_fp8=1.0), trained=True)
     passes = pace.traffic_compiled if work.compiled else pace.traffic
     crossed = moves.crossed_layers
-    visits = (shape.layers + 2 * crossed + (crossed if work.checkpointing else 0)) / 3
+    computed = shape.layers - work.kept_layers
+    visits = (computed + 2 * crossed + (crossed if work.checkpointing else 0)) / 3
     casts = 0.0
-    if work.width < work.kept_width:  # every use of a weight reads it in fp32 and writes it in the computed width
-        casts = (shape.layers + crossed * (2 if work.checkpointing else 1)) * shape.layer_matrices * 6.0
+    if work.width < work.stream:  # every use of a weight reads it in fp32 and writes it in the computed width
+        casts = (computed + crossed * (2 if work.checkpointing else 1)) * shape.layer_matrices * 6.0
         casts += moves.trained_layers * shape.layer_matrices * 8.0  # and its gradient goes the other way
+    if moves.low_rank:
+        outputs = sum(size for _, size in shape.linears.values()) * (COMPILED_PIECES if work.compiled else 1.0)
+        casts += work.tokens * outputs * shape.layers * pace.lora_traffic
     moved = kept * passes * visits + work.tokens * work.learnt * shape.words * pace.loss_traffic + casts
-    computed = matrices / (gpu.rate(work.precision) * share) + attention / (wide * pace.attention)
-    return matrices + attention, computed + moved / gpu.bandwidth
+    reached = 2 * work.length / (work.length + SHORT)  # longer rows fill the kernel better; 1 at 1,024 tokens
+    share *= shape.width / (shape.width + pace.narrow)
+    products = matrices / (gpu.rate(work.precision) * share) + attention / (wide * pace.attention * reached)
+    pieces = pace.kernels * visits * (COMPILED_PIECES if work.compiled else 1.0)
+    return matrices + attention, products + moved / gpu.bandwidth + pieces
 
 
 def _vision(work: Work, gpu: Gpu, pace: Pace) -> tuple[float, float]:
@@ -165,7 +187,8 @@ def _vision(work: Work, gpu: Gpu, pace: Pace) -> tuple[float, float]:
     assert isinstance(shape, VisionShape)
     flops = 6.0 * shape.multiplications * work.rows
     moved = work.rows * shape.outputs * work.width * 2.0 * pace.traffic
-    return flops, flops / (gpu.rate(work.precision) * pace.convolution) + moved / gpu.bandwidth
+    rate = gpu.tf32 if work.precision == "fp32" else gpu.rate(work.precision)  # which torch allows in convolutions
+    return flops, flops / (rate * pace.convolution) + moved / gpu.bandwidth
 
 
 def _exchange(work: Work, link: float, backward: float) -> float:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from modelwright.plan.architecture import Movement, Shape
+from modelwright.plan.architecture import Movement, Shape, TextShape
 
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """Bytes of a number while it is computed with; fp8 products leave bf16 behind."""
+
+
+CHUNK = 4096
+"""Places whose logits stand in memory together, where the loss is computed in chunks."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +42,20 @@ class Work:
     """Whether activations are computed again in the backward pass."""
     compiled: bool = False
     """Whether layers are compiled."""
-    fused_loss: bool = False
-    """Whether the head and its loss are computed in chunks, so that the logits never stand whole."""
-    kept_trunk: int = 0
-    """Bytes of states of frozen layers that are kept on the device."""
+    chunked_loss: bool = True
+    """Whether the task computes the head's loss in chunks where there are many places, so that logits never stand."""
+    kept_layers: int = 0
+    """Frozen layers whose states were computed once and kept, so that no step computes them."""
     masked: bool = False
     """Whether attention is given a mask: pairs with a shared prompt, and packed rows where nothing better is there."""
+    on_gpu: bool = True
+    """Whether a GPU computes."""
+    recorded: bool = False
+    """Whether steps are recorded and replayed: the host has next to nothing to do, and gradients stay in place."""
+    recordings: int = 1
+    """Shapes of rows that are recorded, each with memory of its own."""
+    mean_width: int = 4
+    """Bytes of the gradients' mean that AdamW keeps."""
     four_bit: bool = False
     """Whether frozen matrices are kept in 4 bits."""
     sharding: str = "ddp"
@@ -61,14 +73,36 @@ class Work:
         return self.rows * self.length
 
     @property
+    def places(self) -> float:
+        """Places where the head runs."""
+        return self.tokens * self.learnt
+
+    @property
+    def chunked(self) -> bool:
+        """Whether the loss is computed in chunks: with many places, and not in fp16, whose gradients want scaling."""
+        return self.chunked_loss and self.places > (CHUNK // 4 if self.on_gpu else CHUNK) and self.precision != "fp16"
+
+    @property
+    def plain_attention(self) -> bool:
+        """Whether no fast kernel takes it: on a GPU in fp32 with fewer key heads than query heads."""
+        shape = self.shape
+        fewer = isinstance(shape, TextShape) and shape.kv_heads < shape.heads
+        return self.on_gpu and self.precision == "fp32" and fewer
+
+    @property
     def width(self) -> int:
         """Bytes of a computed number."""
         return WIDTHS[self.precision]
 
     @property
     def kept_width(self) -> int:
-        """Bytes of a weight, and of the stream between layers."""
+        """Bytes of a weight."""
         return WIDTHS[self.weights]
+
+    @property
+    def stream(self) -> int:
+        """Bytes of a number in the stream between layers: as wide as the weights that a layer is given."""
+        return self.kept_width if self.sharding == "ddp" else min(self.width, self.kept_width)
 
     @property
     def shards(self) -> int:

@@ -144,6 +144,8 @@ class Numerics(Frozen):
     """Compile the layers: slower to start, faster to run on a GPU."""
     cuda_graphs: Literal["auto", "always", "never"] = "auto"
     """Record steps of one shape and replay them, on one GPU; auto: below two billion weights, where the host lags."""
+    profile_memory: bool = False
+    """Watch the third step's memory by component: into memory.json of the stage, and as a picture into the report."""
     max_skipped_steps: NonNegativeInt = 3
     """Bad steps in a row that are skipped before the run goes back to its last checkpoint."""
     spike_factor: Annotated[float, Field(gt=1)] = 10.0

@@ -65,5 +65,19 @@ def confusion_of(view: View) -> str:
     return charts.shades("Confusion on the held-out images", [str(name) for name in names], table, note)
 
 
-PICTURES: dict[str, Callable[[View], str]] = {"curves": curves_of, "time": time_of, "confusion": confusion_of}
+def memory_of(view: View) -> str:
+    """What filled the memory at its fullest moment, of the stages that were watched."""
+    drawn = []
+    for stage in view.stages:
+        told = stage.facts.get("memory", {})
+        parts = told.get("parts")
+        if isinstance(parts, dict):
+            title = f"Memory of a step of {stage.name} at its fullest, in the {told.get('peak_in') or 'step'}"
+            shown = sorted(((str(name), float(size)) for name, size in parts.items()), key=lambda part: -part[1])
+            drawn.append(charts.stack(title, shown, charts.gigabytes))
+    return "".join(drawn)
+
+
+PICTURES: dict[str, Callable[[View], str]] = {"curves": curves_of, "time": time_of, "confusion": confusion_of,
+                                              "memory": memory_of}  # fmt: skip
 """By the name a template calls them."""

@@ -94,6 +94,10 @@ class RunFolder:
         """How likely the answers of preferences were before training."""
         return self.stage(stage) / "reference"
 
+    def memory(self, stage: str) -> Path:
+        """Where the memory of one step went, where the recipe asks for it."""
+        return self.stage(stage) / "memory.json"
+
     def result(self, stage: str) -> Path:
         """Written last: a stage with a result is finished."""
         return self.stage(stage) / "result.json"

@@ -22,6 +22,7 @@ from modelwright.errors import Diverged, Interrupted, ModelwrightError, UsageErr
 from modelwright.plan.stage import StagePlan, plan_stage
 from modelwright.runs.folder import hash_file, read_json, write_json
 from modelwright.stages.context import Context
+from modelwright.stages.foresee import foreseen, held_against, watched
 from modelwright.stages.kinds import Ingredients, Kind
 from modelwright.stages.signals import Stopper
 from modelwright.stages.wishes import refuse_changes, wishes_of
@@ -65,6 +66,7 @@ class Training:
         self.task = self.built.task
         self._tell_model_and_data(found)
         self.plan = plan_stage(self.settings, self.task.rows, context.world.size, context.facts, kept)
+        self.plan = foreseen(self.plan, stage, self.built, context)
         self.plan = replace(self.plan, reasons=(*self.plan.reasons, *self.built.savings(self.plan)))
         self._tell_plan()
         self.built.planned(self.plan.steps)
@@ -74,6 +76,7 @@ class Training:
         self.evaluations: list[dict[str, Any]] = []
         self.saved_at, self.seconds_before, self.began = 0, 0.0, time.monotonic()
         self.bad_steps, self.went_back_from = 0, 0
+        self.speed: dict[str, Any] = {}
         if resumed is not None:
             self._go_on_from(resumed)
 
@@ -84,7 +87,7 @@ class Training:
         meter = Meter(self.plan.steps, self.built.flops_per_token, self._peak_flops())
         self.began = time.monotonic()
         with self.stopper.waiting(), _memory_told(self.plan):
-            for report in self.engine.steps(self.stopper.asked):
+            for report in self._steps():
                 self._tell_step(report, meter)
                 self._tell_changes()
                 if report.health not in ("ok", "overflow"):
@@ -96,7 +99,13 @@ class Training:
                         f"stopped after step {report.step} of {self.plan.steps}; the same command continues"
                     )
         self._measure_and_save_the_end()
+        held_against(self.context, self.stage, self.plan, self.speed)
         return self._finish()
+
+    def _steps(self) -> Iterator[StepReport]:
+        """The engine's steps, one of them watched where the recipe asks for it."""
+        steps = self.engine.steps(self.stopper.asked)
+        return watched(self.engine, steps, self.context, self.stage) if self.settings.profile_memory else steps
 
     def _measure_and_save_the_end(self) -> None:
         """Where the last step was a bad one, the weights before it are the end: they too are measured and saved."""
@@ -289,7 +298,7 @@ class Training:
         self.context.world.first(write)
 
     def _tell_step(self, report: StepReport, meter: Meter) -> None:
-        speed = meter.record(report)
+        self.speed = speed = meter.record(report)
         if report.step % self.settings.logging_steps == 0 or report.step in (1, self.plan.steps):
             self.context.journal.add(
                 "step", stage=self.stage, step=report.step, steps=self.plan.steps, epoch=round(report.epoch, 4),

@@ -1,0 +1,51 @@
+"""The verb that looks at the machine: doctor."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from modelwright.cli.recipes import JsonOption, SetOption
+
+UNFIT = 2
+"""Exit code where something must be mended before the recipe can run."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the command."""
+    app.command("doctor")(doctor)
+
+
+def doctor(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="[RECIPE]", help="Whether this recipe can run here; else the machine alone.")
+    ] = None,
+    sets: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what this machine can do, and how to mend what it cannot; exit 0 only if the recipe can run."""
+    from modelwright.launch.doctor import examine
+    from modelwright.launch.patient import checks
+    from modelwright.recipe.load import load
+    from modelwright.runs.caches import prepare_environment
+
+    loaded = load(recipe, sets or ()) if recipe else None
+    prepare_environment()
+    found = examine(checks(loaded))
+    failed = [check for check in found if check.state == "fail"]
+    if as_json:
+        told = {"ok": not failed, "recipe": loaded.recipe.name if loaded else None,
+                "checks": [check.as_json() for check in found]}  # fmt: skip
+        typer.echo(json.dumps(told, indent=2, ensure_ascii=False))
+    else:
+        width = max(len(check.name) for check in found)
+        for check in found:
+            typer.echo(f"{check.state:<4}  {check.name:<{width}}  {check.found}")
+            if check.fix:
+                typer.echo(f"{'':<4}  {'':<{width}}  → {check.fix}")
+        whom = f"{loaded.recipe.name} " if loaded else "this machine "
+        typer.echo(f"\n{whom}{'cannot run yet: ' + ', '.join(c.name for c in failed) if failed else 'can run'}")
+    if failed:
+        raise typer.Exit(UNFIT)

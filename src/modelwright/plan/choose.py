@@ -1,0 +1,139 @@
+"""Choose micro-batch, accumulation, checkpointing, sharding and precision for the cards that are there.
+
+What a recipe asks for is kept where it fits. Where it does not, the global batch is kept and the fastest way that fits
+is taken; each change is one line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from modelwright.errors import ModelError
+from modelwright.plan.architecture import Shape, TextShape, VisionShape
+from modelwright.plan.calibration import Calibration, calibration_for
+from modelwright.plan.estimate import Estimate, Rows, estimate, moves_of, work_of
+from modelwright.plan.gpus import GPUS, Gpu, Machines
+from modelwright.plan.memory import Memory
+from modelwright.plan.stage import StagePlan
+from modelwright.plan.time import StepTime
+from modelwright.recipe.training import Parts, Trainable, Training
+
+
+def choose(plan: StagePlan, settings: Training, shape: Shape, rows: Rows, machines: Machines) -> Estimate:
+    """The plan as it can run on these machines, with what it takes; an unfit one says what would fit."""
+    calibration = calibration_for(machines.gpu)
+    asked = for_card(plan, settings, machines.gpu)
+    choice = _fastest(asked, settings, shape, rows, machines)
+    fits = choice is not None
+    chosen = choice or asked
+    memory, time = _estimated(chosen, settings, shape, rows, machines, calibration)
+    sure, why = calibration.sureness(machines.gpu)
+    return Estimate(
+        plan=replace(chosen, reasons=(*chosen.reasons, *changes(asked, chosen, machines))),
+        machines=machines,
+        moves=moves_of(shape, settings),
+        memory=memory,
+        time=time,
+        fits=fits,
+        mends=() if fits else mends(asked, settings, shape, rows, machines),
+        sure=sure,
+        why_sure=why,
+        price=None,
+        counted=rows.count is not None or settings.max_steps is not None,
+    )
+
+
+def for_card(plan: StagePlan, settings: Training, gpu: Gpu) -> StagePlan:
+    """The plan in a precision that the card has."""
+    lacks = {"bf16": not gpu.bf16, "fp8": not gpu.fp8}
+    if not lacks.get(plan.precision, False) or gpu.name == "CPU":
+        return plan
+    wide = "bf16" if gpu.bf16 else "fp16"
+    reason = f"{wide} instead of {plan.precision}: {gpu.name} has no {plan.precision}"
+    weights = plan.weights if wide == "bf16" else "fp32"
+    return replace(plan, precision=wide, weights=weights, reasons=(*plan.reasons, reason))
+
+
+def candidates(plan: StagePlan, settings: Training, machines: Machines) -> list[StagePlan]:
+    """The plan as asked, and every other way to the same global batch."""
+    share = plan.per_device * plan.accumulation
+    free = settings.global_batch_size is not None and "per_device_train_batch_size" not in settings.model_fields_set
+    most = share if free else plan.per_device
+    sizes = [size for size in range(most, 0, -1) if share % size == 0]
+    shardings = [plan.sharding]
+    if settings.sharding == "auto" and machines.world > 1 and plan.sharding == "ddp":
+        shardings.append("fsdp")
+    checkpointings = [plan.gradient_checkpointing]
+    if not plan.gradient_checkpointing and isinstance(settings, Parts):
+        checkpointings.append(True)
+    return [
+        replace(plan, per_device=size, accumulation=share // size, gradient_checkpointing=again, sharding=how)
+        for how in shardings
+        for again in checkpointings
+        for size in sizes
+    ]
+
+
+def changes(asked: StagePlan, chosen: StagePlan, machines: Machines) -> tuple[str, ...]:
+    """What differs from the wish, a line each."""
+    told = []
+    room = f"{machines.gpu.memory / 2**30:.0f} GiB of {machines.gpu.name}"
+    if asked.per_device != chosen.per_device:
+        told.append(
+            f"{chosen.per_device} rows at once × {chosen.accumulation} instead of {asked.per_device} × "
+            f"{asked.accumulation}, for the {room}; the batch of {chosen.global_batch} is kept"
+        )
+    if asked.gradient_checkpointing != chosen.gradient_checkpointing:
+        told.append(f"gradient checkpointing on: activations are computed again, for the {room}")
+    if asked.sharding != chosen.sharding:
+        told.append(f"{chosen.sharding} instead of {asked.sharding}: the weights are split over {machines.world} cards")
+    return tuple(told)
+
+
+def mends(plan: StagePlan, settings: Training, shape: Shape, rows: Rows, machines: Machines) -> tuple[str, ...]:
+    """The smallest changes that would make it fit: other weights that move, more cards, another card."""
+    found = []
+    if isinstance(shape, TextShape) and isinstance(settings, Parts) and not settings.trainable.lora:
+        lighter = settings.model_copy(update={"trainable": Trainable(lora=True)})
+        if _fastest(plan, lighter, shape, rows, machines):
+            found.append("trainable: lora")
+    cards = 2 * machines.world
+    while cards <= 64 and isinstance(shape, TextShape):
+        more = Machines(-(-cards // 8), min(cards, 8), machines.gpu)
+        spread = replace(plan, world=cards, sharding="fsdp", accumulation=max(1, plan.accumulation // 2))
+        if _fastest(spread, settings, shape, rows, more):
+            found.append(f"sharding: fsdp over {cards} × {machines.gpu.name}")
+            break
+        cards *= 2
+    for gpu in sorted(GPUS.values(), key=lambda each: each.memory):
+        if gpu.memory > machines.gpu.memory and _fastest(
+            for_card(plan, settings, gpu), settings, shape, rows, replace(machines, gpu=gpu)
+        ):
+            found.append(f"{machines.world} × {gpu.name}")
+            break
+    return tuple(found)
+
+
+def _fastest(plan: StagePlan, settings: Training, shape: Shape, rows: Rows, machines: Machines) -> StagePlan | None:
+    """The plan as asked where it fits, else the fastest candidate that does; None where nothing fits."""
+    calibration = calibration_for(machines.gpu)
+    best: tuple[float, StagePlan] | None = None
+    free = settings.global_batch_size is not None and "per_device_train_batch_size" not in settings.model_fields_set
+    for place, candidate in enumerate([plan, *candidates(plan, settings, machines)]):
+        memory, time = _estimated(candidate, settings, shape, rows, machines, calibration)
+        if memory.needed > machines.gpu.memory:
+            continue
+        if place == 0 and not free:
+            return candidate
+        if best is None or time.rate > best[0] * 1.01:
+            best = (time.rate, candidate)
+    return best[1] if best else None
+
+
+def _estimated(
+    plan: StagePlan, settings: Training, shape: Shape, rows: Rows, machines: Machines, calibration: Calibration
+) -> tuple[Memory, StepTime]:
+    if isinstance(shape, VisionShape) and isinstance(settings, Parts):
+        raise ModelError("model: a resnet is trained by classify, not by a text stage")
+    work = work_of(shape, settings, plan, rows, machines)
+    return estimate(work, rows, plan, machines, calibration)

@@ -1,0 +1,111 @@
+"""What a stage is foreseen to take on the machine that is really there, and afterwards what it took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from statistics import mean
+from typing import Any
+
+from modelwright.engine.loop import Engine, StepReport
+from modelwright.engine.profile import Profiler
+from modelwright.errors import ModelError
+from modelwright.models import trainable
+from modelwright.models.vision import ResNet18
+from modelwright.plan.architecture import Shape, VisionShape, shape_of
+from modelwright.plan.choose import choose
+from modelwright.plan.estimate import Estimate, Rows
+from modelwright.plan.facts import card
+from modelwright.plan.gpus import Machines
+from modelwright.plan.stage import StagePlan
+from modelwright.runs.folder import read_json, write_json
+from modelwright.stages.context import Context
+from modelwright.stages.kinds import Built
+
+MOST_LENGTHS = 20_000
+"""Rows whose length is asked for; of a longer set, every so many-th."""
+PROFILED = 3
+"""The step whose memory is watched, where that is asked for: by then the optimizer has its moments."""
+
+
+def foreseen(plan: StagePlan, stage: str, built: Built, context: Context) -> StagePlan:
+    """The plan as it can run here: what does not fit is changed, each change a line, and what it takes is foreseen."""
+    settings = context.recipe.stages[stage]
+    try:
+        shape = _shape(built)
+        machines = Machines(1, context.world.size, card(context.facts))
+        found = choose(plan, settings, shape, _rows(built, settings), machines)
+    except ModelError as error:  # a family whose config says too little can still be trained
+        return replace(plan, reasons=(*plan.reasons, f"memory and time are not foreseen: {error}"))
+    if found.plan.gradient_checkpointing and not plan.gradient_checkpointing:
+        trainable.recompute_activations(built.model)
+    lines = () if found.fits else (_not_fitting(found),)
+    return replace(found.plan, reasons=(*found.plan.reasons, *lines), predicted=found.predicted())
+
+
+def held_against(context: Context, stage: str, plan: StagePlan, speed: dict[str, Any]) -> None:
+    """Put what was measured beside what was foreseen: into the journal and into plan.json."""
+    if plan.predicted is None or speed.get("tokens_per_second") is None:
+        return
+    on_gpu = context.facts.device == "cuda"
+    peak, memory = speed["memory_bytes"], plan.predicted["memory"]["bytes"]
+    rate, foreseen_rate = speed["tokens_per_second"], plan.predicted["tokens_per_second"]
+    told = {
+        "tokens_per_second": {"foreseen": foreseen_rate, "measured": rate, "off": round(foreseen_rate / rate - 1, 4)},
+        "memory_bytes": {
+            "foreseen": memory,
+            "measured": peak,
+            # a process on a CPU holds its libraries too, so that only tensors on a GPU can be held against tensors
+            "off": round(memory / peak - 1, 4) if on_gpu else None,
+        },
+    }
+    context.journal.add("foreseen", stage=stage, **told)
+    path = context.folder.plan
+
+    def write() -> None:
+        kept = read_json(path)
+        write_json(path, {**kept, stage: {**kept.get(stage, {}), "measured": told}})
+
+    context.world.first(write)
+
+
+def watched(engine: Engine, steps: Iterator[StepReport], context: Context, stage: str) -> Iterator[StepReport]:
+    """The same steps, one of them watched: its memory by component goes into the stage's folder and the journal."""
+    for number, report in enumerate(steps, 1):
+        yield report
+        if number != min(PROFILED, engine.plan.steps) - 1:
+            continue
+        profiler = Profiler(engine.task.module, engine.optimizer)
+        with profiler.watching():
+            seen = next(steps, None)
+        if seen is None:
+            return
+        told = profiler.as_json()
+        context.world.first(lambda told=told: write_json(context.folder.memory(stage), told))  # type: ignore[misc]
+        context.journal.add("memory", stage=stage, peak_bytes=told["peak_bytes"], peak_in=told["peak_in"],
+                            parts=told["parts"], room=context.facts.memory)  # fmt: skip
+        yield seen
+
+
+def _shape(built: Built) -> Shape:
+    """The shape of the model that is really there."""
+    model: Any = built.model
+    if isinstance(model, ResNet18):
+        return VisionShape("resnet18", "the model itself", model.width, model.channels, model.classes)
+    return shape_of(model.config.to_dict(), "model", "the model itself")
+
+
+def _rows(built: Built, settings: Any) -> Rows:
+    """The rows as the task has them."""
+    task, facts = built.task, built.data_facts.get("train", {})
+    lengths = [task.length(row) for row in range(0, task.rows, max(1, task.rows // MOST_LENGTHS))]
+    longest = min(max(lengths), int(getattr(settings, "max_length", max(lengths))))
+    learnt = facts["trained_tokens"] / facts["tokens"] if facts.get("tokens") else 1.0
+    resident = sum(each.numel() * each.element_size() for each in task.module.buffers())
+    return Rows(task.rows, max(1, longest), max(1.0, mean(lengths)), learnt, "the rows themselves", resident)
+
+
+def _not_fitting(found: Estimate) -> str:
+    needed, room = found.memory.needed / 2**30, found.machines.gpu.memory / 2**30
+    mends = f"; would fit: {' | '.join(found.mends)}" if found.mends else ""
+    return f"foreseen to need {needed:.1f} GiB of {room:.1f}: it may run out of memory{mends}"

@@ -1,0 +1,88 @@
+"""The doctor tells what is there, what is missing and what mends it; its exit code is about the recipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from modelwright.launch import clock, doctor
+from modelwright.launch.doctor import Check, examine
+from modelwright.launch.patient import from_hub, stage_fits
+from modelwright.recipe.load import load
+
+RECIPE = """\
+name: patient
+output_dir: {out}
+model: {{model_name_or_path: {model}}}
+data: {{dataset_name: field-guide, columns: {{question: prompt, answer: completion}}}}
+sft: {{max_steps: 2}}
+"""
+
+
+def recipe(folder: Path, model: str) -> Path:
+    path = folder / "patient.yaml"
+    path.write_text(RECIPE.format(out=folder / "run", model=model), encoding="utf-8")
+    return path
+
+
+def ask(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "modelwright", "doctor", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environ})
+
+
+def test_a_recipe_that_can_run_is_told_so_as_json(tmp_path: Path, model_folder: Path) -> None:
+    done = ask(str(recipe(tmp_path, str(model_folder))), "--json", HF_HUB_OFFLINE="1")
+    told = json.loads(done.stdout)
+    assert done.returncode == 0 and told["ok"], done.stdout + done.stderr
+    names = [check["name"] for check in told["checks"]]
+    assert {"python", "torch", "devices", "fp32 products", "attention", "disk", "clock", "stage sft"} <= set(names)
+    assert next(check for check in told["checks"] if check["name"] == "fp32 products")["facts"]["flops"] > 1e6
+
+
+def test_a_model_that_is_only_on_a_hub_out_of_reach_is_a_failure_with_its_remedy(tmp_path: Path) -> None:
+    loaded = load(recipe(tmp_path, "HuggingFaceTB/SmolLM3-3B"), ())
+    assert from_hub(loaded) == "HuggingFaceTB/SmolLM3-3B"
+    found = doctor.hub("HuggingFaceTB/SmolLM3-3B")[-1]
+    assert found.state == "fail" and "put the files into a folder" in found.fix
+
+
+def test_a_recipe_that_does_not_fit_is_told_what_would(tmp_path: Path) -> None:
+    if os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") > 48e9:
+        pytest.skip("this machine holds what the test takes for too large")
+    found = stage_fits(load(recipe(tmp_path, "some/smollm3-3b"), ()), "sft")
+    assert found.state == "fail" and "trainable: lora" in found.fix
+
+
+def test_a_full_disk_is_seen_before_the_run(tmp_path: Path) -> None:
+    found = doctor.disk(tmp_path / "not" / "there", needed=1e18)
+    assert found.state == "fail" and "save_total_limit" in found.fix
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            taken.bind(("", doctor.PORTS[0]))
+        except OSError:
+            pytest.skip("somebody else holds the port")
+        taken.listen()
+        assert doctor.PORTS[0] in doctor.ports(needed=True).facts["taken"]
+
+
+def test_a_check_that_breaks_is_a_finding_and_the_others_go_on() -> None:
+    def broken() -> Check:
+        raise ImportError("libcudart.so.13: cannot open shared object file\nmore")
+
+    found = examine([broken, doctor.python])
+    assert [check.state for check in found] == ["fail", "ok"]
+    assert found[0].found == "ImportError: libcudart.so.13: cannot open shared object file"
+
+
+def test_the_kernel_is_asked_about_its_clock() -> None:
+    assert clock.synchronised() in (True, False, None)

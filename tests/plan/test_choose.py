@@ -1,0 +1,98 @@
+"""The plan follows the card that is there: what fits is kept, what does not is changed, each change in a line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from modelwright.plan.architecture import Shape, VisionShape, shape_of
+from modelwright.plan.choose import choose
+from modelwright.plan.estimate import Estimate, Rows
+from modelwright.plan.gpus import machines
+from modelwright.plan.shapes import KNOWN
+from modelwright.plan.sheet import facts_of, lines, stage_sheet
+from modelwright.plan.stage import plan_stage
+from modelwright.recipe.schema import Classify, Recipe, Sft
+
+LYRICS = {"trainable": {"last_layers": 2}, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 4,
+          "max_length": 2048, "keep_trunk": "off"}  # fmt: skip
+
+
+FP32 = {"weights": "fp32"}
+
+
+def shape(name: str) -> Shape:
+    return shape_of(KNOWN[name], name, "a test")
+
+
+def planned(name: str, on: str, length: int = 1024, **settings: Any) -> Estimate:
+    wish, where = Sft.model_validate(settings), machines(on)
+    rows = Rows(10_000, length, float(length))
+    return choose(plan_stage(wish, 10_000, where.world, facts_of(where)), wish, shape(name), rows, where)
+
+
+def test_what_fits_is_left_as_it_was_asked_for() -> None:
+    found = planned("pythia-410m", "1xL40S", 512, **LYRICS)
+    assert found.fits and (found.plan.per_device, found.plan.accumulation) == (16, 4)
+    assert not any("instead of" in line for line in found.plan.reasons)
+
+
+def test_from_l40s_to_l4_the_batch_is_kept_and_each_change_is_a_line() -> None:
+    asked = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 4}
+    large, small = planned("pythia-410m", "1xL40S", 2048, **asked), planned("pythia-410m", "1xL4", 2048, **asked)
+    assert large.fits and small.fits
+    assert large.plan.global_batch == small.plan.global_batch == 64
+    assert (large.plan.per_device, large.plan.accumulation) == (16, 4)
+    assert small.plan.per_device < 16 or small.plan.gradient_checkpointing
+    changed = [line for line in small.plan.reasons if "L4" in line and "for the" in line]
+    assert changed and all("\n" not in line for line in changed)
+    assert small.memory.needed <= small.machines.gpu.memory
+
+
+def test_a_card_without_bf16_computes_in_fp16() -> None:
+    found = planned("pythia-410m", "1xT4", 512, **{**LYRICS, "precision": "bf16"})
+    assert found.plan.precision == "fp16"
+    assert "fp16 instead of bf16: T4 has no bf16" in found.plan.reasons
+
+
+def test_seven_billion_fp32_masters_do_not_fit_80_gb_and_what_would_is_said() -> None:
+    found = planned("llama-7b", "1xA100-80", 2048, **FP32, per_device_train_batch_size=8)
+    assert not found.fits
+    assert found.mends == ("trainable: lora", "sharding: fsdp over 2 × A100-80", "1 × H200")
+
+
+def test_several_cards_split_what_one_cannot_hold() -> None:
+    found = planned("llama-7b", "8xA100-80", 2048, **FP32, per_device_train_batch_size=1)
+    assert found.fits and found.plan.sharding == "fsdp"
+    assert "fsdp instead of ddp: the weights are split over 8 cards" in found.plan.reasons
+
+
+def test_a_free_micro_batch_is_chosen_by_the_plan() -> None:
+    found = planned("smollm2-135m", "1xH200", 512, global_batch_size=64)
+    assert found.plan.per_device * found.plan.accumulation == 64
+    assert found.plan.per_device > 8, "one that nobody wrote down may grow to what the card does best"
+
+
+def test_images_are_planned_too() -> None:
+    wish, where = Classify(per_device_train_batch_size=512), machines("1xL4")
+    plan = plan_stage(wish, 50_000, 1, facts_of(where))
+    found = choose(plan, wish, VisionShape("resnet18", "a test"), Rows(50_000, 1, 1.0), where)
+    assert found.fits and found.time.rate > 1000
+
+
+def test_the_sheet_shows_machines_side_by_side_with_hours_and_cost() -> None:
+    told = {"name": "r", "model": {"model_name_or_path": "pythia-410m"}, "data": {"dataset_name": "x"}, "sft": LYRICS}
+    places = (machines("1xH200"), machines("4xL40S"))
+    rows = Rows(10_000_000, 512, 300.0, 1.0, "a test")
+    sheet = stage_sheet(Recipe.model_validate(told), "sft", shape("pythia-410m"), rows, places)
+    shown = "\n".join(lines(sheet))
+    assert "1xH200" in shown and "4xL40S" in shown and "64 = 16 × 1 × 4" in shown and "256 = 16 × 4 × 4" in shown
+    as_json = sheet.as_json()["on"]
+    assert as_json[1]["gpu_hours"] == pytest.approx(4 * as_json[1]["hours"], rel=0.01)
+    assert as_json[0]["cost"] == pytest.approx(as_json[0]["gpu_hours"] * 4.5, abs=0.01)
+
+
+def test_more_cards_are_faster_but_never_more_than_their_number() -> None:
+    one, four = planned("smollm3-3b", "1xL40S", 512), planned("smollm3-3b", "4xL40S", 512)
+    assert one.time.rate < four.time.rate <= 4 * one.time.rate * 1.001
