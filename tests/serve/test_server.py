@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import socket
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,69 +15,41 @@ pytest.importorskip("starlette", reason="serving needs the extra board")
 pytest.importorskip("uvicorn", reason="serving needs the extra board")
 
 from modelwright.data.conversations import ask
-from modelwright.report.guard import listen
 from modelwright.serve.ask import Answerer
 from modelwright.serve.server import Served, application
+from served import Running
 
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "Why?"}], "max_tokens": 4}
 
 
-class Running:
-    """A server in a thread of this process."""
+class Serving(Running):
+    """The tiny model, served."""
 
     def __init__(self, served: Served) -> None:
-        import uvicorn
-
         self.served = served
-        self._listening = listen("127.0.0.1", 0)
-        place = self._listening.__enter__()
-        self.port = int(place.url.rsplit(":", 1)[1])
-        self._server = uvicorn.Server(uvicorn.Config(application(served, place.hosts), log_level="error"))
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [place.held]}, daemon=True)
-        self._thread.start()
-        while not self._server.started:
-            time.sleep(0.01)
-
-    def close(self) -> None:
-        self._server.should_exit = True
-        self._thread.join()
-        self._listening.__exit__(None, None, None)
-
-    def raw(self, text: bytes) -> tuple[int, bytes]:
-        """Send bytes as they are; the status and the body that come back."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=20) as line:
-            answer = b""
-            with contextlib.suppress(ConnectionError):  # a server that has heard enough hangs up
-                line.sendall(text)
-                while piece := line.recv(65536):
-                    answer += piece
-        head, _, body = answer.partition(b"\r\n\r\n")
-        return int(head.split()[1]) if head else 0, body
+        super().__init__(lambda hosts: application(served, hosts))
 
     def ask(
         self, body: Any, method: str = "POST", path: str = "/v1/chat/completions", **headers: str
     ) -> tuple[int, bytes]:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        known = {"Host": f"127.0.0.1:{self.port}", "Authorization": f"Bearer {self.served.key}", "Connection": "close",
-                 "Content-Type": "application/json", "Content-Length": str(len(data))}  # fmt: skip
-        known |= {name.replace("_", "-"): value for name, value in headers.items()}
-        lines = "".join(f"{name}: {value}\r\n" for name, value in known.items() if value)
-        return self.raw(f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode() + data)
+        """A request with the key, unless told otherwise."""
+        told = {name.replace("_", "-"): value for name, value in headers.items()}
+        return self.send(method, path, {"Authorization": f"Bearer {self.served.key}", **told}, body)
 
 
 @pytest.fixture(scope="module")
-def server(model_folder: Path) -> Iterator[Running]:
-    running = Running(Served("tiny", Answerer(model_folder, max_new_tokens=8), "Be brief."))
+def server(model_folder: Path) -> Iterator[Serving]:
+    running = Serving(Served("tiny", Answerer(model_folder, max_new_tokens=8), "Be brief."))
     yield running
     running.close()
 
 
-def client(server: Running) -> Any:
+def client(server: Serving) -> Any:
     openai = pytest.importorskip("openai", reason="the real client is in the extra dev")
     return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key=server.served.key, max_retries=0)
 
 
-def test_a_real_client_lists_asks_and_streams(server: Running) -> None:
+def test_a_real_client_lists_asks_and_streams(server: Serving) -> None:
     found = client(server)
     assert [model.id for model in found.models.list()] == ["tiny"]
     wish: dict[str, Any] = {"model": "tiny", "messages": BODY["messages"], "max_tokens": 6}
@@ -94,7 +63,7 @@ def test_a_real_client_lists_asks_and_streams(server: Running) -> None:
     assert [piece.choices[0].finish_reason for piece in pieces if piece.choices][-1] == "length"
 
 
-def test_a_real_client_is_told_that_the_context_is_too_long(server: Running) -> None:
+def test_a_real_client_is_told_that_the_context_is_too_long(server: Serving) -> None:
     import openai
 
     with pytest.raises(openai.BadRequestError, match="has room for 256; shorten it") as told:
@@ -102,7 +71,7 @@ def test_a_real_client_is_told_that_the_context_is_too_long(server: Running) -> 
     assert told.value.code == "context_length_exceeded"
 
 
-def test_eight_clients_at_once_lose_no_answer(server: Running) -> None:
+def test_eight_clients_at_once_lose_no_answer(server: Serving) -> None:
     questions = [f"What is {number}?" for number in range(24)]
     alone = [server.served.answerer.answer([ask(question, "Be brief.")])[0] for question in questions]
 
@@ -115,7 +84,7 @@ def test_eight_clients_at_once_lose_no_answer(server: Running) -> None:
         assert list(pool.map(one, questions)) == alone
 
 
-def test_a_client_that_leaves_in_the_middle_frees_the_place(server: Running) -> None:
+def test_a_client_that_leaves_in_the_middle_frees_the_place(server: Serving) -> None:
     data = json.dumps({**BODY, "stream": True, "max_tokens": 200}).encode()
     head = (f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n"
             f"Authorization: Bearer {server.served.key}\r\nContent-Type: application/json\r\n"
@@ -154,13 +123,13 @@ BAD: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "wish"), BAD, ids=[name[:60] for name, _ in BAD])
-def test_a_bad_request_is_refused(server: Running, name: str, wish: dict[str, Any]) -> None:
+def test_a_bad_request_is_refused(server: Serving, name: str, wish: dict[str, Any]) -> None:
     status, body = server.ask(**{"body": BODY, **wish})
     assert status in (0, *range(400, 500)), f"{name}: {status}"
     assert b"choices" not in body and b"root:" not in body
 
 
-def test_a_body_that_grows_beyond_what_it_may_be_is_cut_off(server: Running) -> None:
+def test_a_body_that_grows_beyond_what_it_may_be_is_cut_off(server: Serving) -> None:
     head = (f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nConnection: close\r\n"
             f"Authorization: Bearer {server.served.key}\r\nContent-Type: application/json\r\n"
             "Transfer-Encoding: chunked\r\n\r\n").encode()  # fmt: skip

@@ -8,7 +8,15 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from modelwright.recipe.architecture import Architecture
@@ -259,8 +267,15 @@ class Recipe(Frozen):
     """A file of gates beside the recipe, such as configs/promotion_gates.yaml; the recipe's own gates come on top."""
     cluster: Cluster | None = None
     """What launch --on openshift asks of the cluster."""
+    report_to: list[Literal["tensorboard", "mlflow", "wandb", "trackio"]] = ["tensorboard"]
+    """Trackers that are told the numbers, as a word or a list; none for none. One that fails never stops a run."""
     environment: dict[str, str] = {}
     """Environment variables that may set something, such as EPOCHS: sft.num_train_epochs."""
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _from_word(cls, value: object) -> object:
+        return ([] if value == "none" else [value]) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _stages_fit(self) -> Self:

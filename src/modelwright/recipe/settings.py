@@ -191,6 +191,8 @@ def _wants(annotation: Any, constraints: tuple[Any, ...]) -> str:
         return f"one of {', '.join(map(str, get_args(annotation)))}"
     if get_origin(annotation) is list:
         item = _wants(*_bare(get_args(annotation)[0])[:2])
+        if item.startswith("one of "):
+            return f"a list of {item.removeprefix('one of ')}"
         return f"a list of {item}" if item == "text" else f"a list of {item.removeprefix('a ')}s"
     if get_origin(annotation) is dict:
         return "a mapping"

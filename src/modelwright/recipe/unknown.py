@@ -31,7 +31,7 @@ SECTION_NAMES = {other: ours for ours, others in SECTIONS.items() for other in o
 """What other files call our sections."""
 
 ADVICE = {
-    "the run keeps its own journal; leave it out": ("report_to", "logging_dir", "wandb_project"),
+    "the run keeps its own journal; leave it out": ("logging_dir", "wandb_project"),
     "a run resumes by itself; leave it out": ("resume", "auto_resume"),
     "eval_steps decides alone; leave it out": ("eval_strategy", "evaluation_strategy", "do_eval"),
     "save_steps decides alone; leave it out": ("save_strategy",),

@@ -66,6 +66,11 @@ class View:
         return [self.story.stages.get(name) or StageStory(name) for name in names]
 
     @property
+    def current(self) -> StageStory | None:
+        """The last stage that has begun."""
+        return next((stage for stage in reversed(self.stages) if stage.steps or stage.facts), None)
+
+    @property
     def metrics(self) -> dict[str, Any]:
         """What was measured last."""
         for stage in reversed(self.stages):

@@ -22,6 +22,7 @@ from modelwright.recipe.columns import name_lines
 from modelwright.recipe.load import LoadedRecipe, dump
 from modelwright.recipe.schema import Data
 from modelwright.report import page
+from modelwright.report.trackers import tracking
 from modelwright.runs import lock
 from modelwright.runs.folder import RunFolder, read_json, write_text
 from modelwright.runs.journal import Journal, Watcher
@@ -61,7 +62,8 @@ def run(loaded: LoadedRecipe, watch: Watcher | None = None, orders: Orders = NO_
             return held.enter_context(lock.hold(folder.lock))
 
         dead_holder = world.first(take_folder)
-        journal = Journal(folder.journal if world.is_main else None, watch if world.is_main else None)
+        told = held.enter_context(tracking(loaded.recipe, folder, watch)) if world.is_main else None
+        journal = Journal(folder.journal if world.is_main else None, told)
         held.callback(journal.close)
         context = Context(loaded, folder, journal, world, facts.probe(), orders)
         try:
