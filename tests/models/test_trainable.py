@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +194,24 @@ def test_dora_and_rank_stabilised_matrices_are_what_they_are_called(model_folder
 def test_merging_what_is_no_adapter_is_a_letter(model_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is no adapter folder"):
         merge_adapter(model_folder, tmp_path / "merged")
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
+def test_quantization_without_its_package_is_a_letter(model_folder: Path) -> None:
+    with pytest.raises(ModelError, match="nf4 wants bitsandbytes, which is not installed: pip install bitsandbytes"):
+        load_model(model_folder, quantization="nf4")
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="the extra quantization is not installed")
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_adapters_learn_beside_quantized_weights(kind: str, model_folder: Path, tokenizer: Any, tmp_path: Path) -> None:
+    model = set_trainable(load_model(model_folder, quantization=kind), Parts(trainable="lora", quantization=kind))
+    assert share(model).total == share(set_trainable(load_model(model_folder), Parts(trainable="lora"))).total
+    apart = (logits(model) - logits(load_model(model_folder))).abs().max()
+    assert 0 < apart < 0.2, "close to the exact weights, and not the same"
+    before = logits(model)
+    train_a_little(model)
+    assert (logits(model) - before).abs().max() > 0.01
+    save_model(model, tokenizer, dict(model.state_dict()), tmp_path / "adapter")
+    assert all("lora_" in name for name in moving(model))
+    assert (logits(load_model(tmp_path / "adapter")) - logits(model)).abs().max() < 0.3, "beside exact weights"

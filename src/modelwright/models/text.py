@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from modelwright.errors import ModelError
 from modelwright.models import attention, smollm2
+from modelwright.models.quantized import is_quantized, loading
 from modelwright.models.quiet import be_quiet
 from modelwright.recipe.schema import Model
 from modelwright.runs.folder import hash_file
 
+CPU = torch.device("cpu")
 WEIGHTS = (".safetensors",)
 NOT_FETCHED = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5", "*.onnx"]
 """Pickles, and other forms of the same weights."""
@@ -129,8 +131,11 @@ def load_tokenizer(path: Path) -> Any:
     return tokenizer
 
 
-def load_model(path: Path, attending: str = "auto") -> Any:
-    """The model of a folder with fp32 weights; an adapter folder gives its base with the adapter put on."""
+def load_model(path: Path, attending: str = "auto", quantization: str = "none", device: torch.device = CPU) -> Any:
+    """The model of a folder with fp32 weights; an adapter folder gives its base with the adapter put on.
+
+    A quantized model is read onto its device at once, since it cannot be moved there afterwards.
+    """
     from transformers import AutoModelForCausalLM
 
     be_quiet()
@@ -140,9 +145,10 @@ def load_model(path: Path, attending: str = "auto") -> Any:
         base = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
         return PeftModel.from_pretrained(load_model(Path(base), attending), path)
     implementation = "sdpa" if attending == "auto" else attending
+    quantized = loading(quantization, device)
     try:
         model, read = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation=implementation, output_loading_info=True
+            path, dtype=torch.float32, attn_implementation=implementation, output_loading_info=True, **quantized
         )
     except Exception as error:  # the library raises many kinds; each becomes one letter
         raise ModelError(f"model: {path} could not be loaded ({_first_line(error)})") from None
@@ -195,7 +201,8 @@ def logits_of(model: Any, hidden: Tensor) -> Tensor:
 
 def move(model: Any, device: torch.device, wished: str) -> None:
     """Bring a model to its device, with the fastest attention there that keeps documents apart."""
-    model.to(device)
+    if not is_quantized(model):
+        model.to(device)
     if device.type == "cuda" and wished == "auto":
         usual = model.config._attn_implementation
         attention.install(model)

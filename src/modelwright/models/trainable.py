@@ -51,7 +51,9 @@ def recompute_activations(model: Any) -> None:
 def share(model: nn.Module) -> Share:
     """Count what moves; weights that are shared count once."""
     weights = list(model.parameters())
-    return Share(sum(w.numel() for w in weights if w.requires_grad), sum(w.numel() for w in weights))
+    trained = sum(w.numel() for w in weights if w.requires_grad)
+    # two weights of four bits stand in one byte
+    return Share(trained, sum(w.numel() * (2 if type(w).__name__ == "Params4bit" else 1) for w in weights))
 
 
 def untie_head(model: Any) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from modelwright.data import conversations
 from modelwright.engine.task import Task
+from modelwright.errors import ModelError
 from modelwright.models import text, trainable
 from modelwright.models.export import save_model
 from modelwright.recipe.load import load
@@ -79,10 +80,17 @@ def start_of(context: Context, parent: Parent | None) -> dict[str, Any]:
 def ready_model(context: Context, found: Ingredients, settings: TextStage) -> tuple[Any, Any]:
     """The model and its tokenizer, checked, with what moves and what is frozen decided."""
     tokenizer = text.load_tokenizer(found.model.path)
-    model = text.load_model(found.model.path, context.recipe.model.attn_implementation)
+    is_adapter = (found.model.path / "adapter_config.json").exists()
+    if is_adapter and settings.quantization != "none":
+        raise ModelError(
+            f"quantization: {settings.quantization} wants a whole model to start from, and {found.model_name} is an "
+            "adapter; merge it first, or use quantization: none"
+        )
+    attending, device = context.recipe.model.attn_implementation, context.world.device
+    model = text.load_model(found.model.path, attending, settings.quantization, device)
     if hasattr(model, "merge_and_unload"):  # a parent that is an adapter: its matrices become part of the weights
         model = model.merge_and_unload()
-    text.move(model, context.world.device, context.recipe.model.attn_implementation)
+    text.move(model, device, attending)
     torch.manual_seed(context.recipe.seed)  # new weights, such as LoRA's, begin the same at every start
     if grown := text.grow_embeddings(model, tokenizer):
         told = f"the tokenizer knows {grown} tokens more than the model: its embeddings have grown to {len(tokenizer)}"
