@@ -222,7 +222,7 @@ def test_any_junk_in_any_place_is_told_and_never_a_crash(target: Target) -> None
     tried = 0
     for number, body in enumerate(bodies):
         for path in [path for path in places(body) if path and "env" not in path[:-2]]:
-            for junk in JUNK[tried % 4 :: 4]:
+            for junk in JUNK[tried % 7 :: 7]:
                 broken = copy.deepcopy(body)
                 holder = broken
                 for step in path[:-1]:
@@ -231,4 +231,4 @@ def test_any_junk_in_any_place_is_told_and_never_a_crash(target: Target) -> None
                 stream = [Manifest("job.yaml", broken if i == number else each, 1) for i, each in enumerate(bodies)]
                 check(stream)
                 tried += 1
-    assert tried > 200
+    assert tried > 100

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import io
 import zipfile
 from dataclasses import dataclass
@@ -135,6 +136,7 @@ def config_data(parcel: Parcel) -> dict[str, Any]:
     return {"data": texts, **({"binaryData": others} if others else {})}
 
 
+@functools.cache
 def program() -> bytes:
     """This package as a zip, the same bytes each time."""
     package = Path(modelwright.__file__).resolve().parent
