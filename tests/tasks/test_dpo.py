@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,15 @@ from modelwright.data.preferences import EncodedPair, Pair, Preferences
 from modelwright.engine.loop import Engine
 from modelwright.engine.world import World
 from modelwright.errors import ModelwrightError
-from modelwright.models.branches import branch_mask, why_not
+from modelwright.models import attention
+from modelwright.models.branches import branch_mask, takes_paths, why_not
 from modelwright.models.text import load_model, load_tokenizer, stop_tokens
 from modelwright.models.trainable import set_trainable
 from modelwright.plan.facts import Facts
 from modelwright.plan.stage import plan_stage
 from modelwright.recipe.schema import Dpo
 from modelwright.recipe.training import Preference
-from modelwright.tasks.dpo import DpoTask, PairLoss, collate
+from modelwright.tasks.dpo import DpoTask, PairLoss, collate, paths_of
 from modelwright.tasks.losses import preference_loss
 from modelwright.tasks.reference import FACTS, TENSORS, measure, set_reference
 from tiny import tiny_pairs
@@ -84,6 +86,41 @@ def test_the_blocks_of_flex_attention_are_the_mask_of_the_others() -> None:
             zip(wanted.values(), blocks.values(), strict=True) if name != "llama" else [(wanted, blocks)]
         ):
             assert torch.equal(create_mask(block.mask_mod, rows, 1, length, length, device="cpu"), mask)
+
+
+def by_documents(
+    query: Tensor, key: Tensor, value: Tensor, queries: Tensor, keys: Tensor, *lengths: int, scale: float, **more: Any
+) -> Tensor:
+    """What FlashAttention over documents of different lengths computes, written out."""
+    parts = []
+    for (first, last), (start, stop) in zip(pairwise(queries.tolist()), pairwise(keys.tolist()), strict=True):
+        seen = torch.ones(last - first, stop - start, dtype=torch.bool).tril(stop - start - (last - first))
+        q, k, v = (part.transpose(0, 1) for part in (query[first:last], key[start:stop], value[start:stop]))
+        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)
+        parts.append(attended.transpose(0, 1))
+    return torch.cat(parts)
+
+
+def test_documents_with_the_prompts_keys_say_what_the_mask_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "varlen_attn", by_documents)
+    model = copy.deepcopy(family("llama"))
+    attention.install(model)
+    module, batch = PairLoss(model, Preference()), collate(encoded(*SIZES))
+    monkeypatch.setattr(module, "_in_halves", lambda: True)
+    masked = module(**batch.inputs)
+    gradients = torch.autograd.grad(masked.sum(), list(model.parameters()))
+    found = module(**batch.inputs, **paths_of(batch.inputs["branches"]))
+    torch.testing.assert_close(found, masked, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(torch.autograd.grad(found.sum(), list(model.parameters())), gradients, strict=True):
+        assert (ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-3) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_documents_with_the_prompts_keys_are_taken_on_a_gpu() -> None:
+    model = copy.deepcopy(family("llama")).cuda()
+    attention.install(model)
+    assert takes_paths(model)
 
 
 @pytest.mark.gpu

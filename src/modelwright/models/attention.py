@@ -43,6 +43,15 @@ def documents_as_arguments(documents: Tensor, length: int) -> dict[str, Any]:
     return {"cu_seq_lens_q": documents, "cu_seq_lens_k": documents, "max_length_q": length, "max_length_k": length}
 
 
+def branches_as_arguments(places: Tensor, starts: Tensor, length: int) -> dict[str, Any]:
+    """The same for answers that grow out of one prompt: each is a document whose keys are the prompt's and its own.
+
+    places: [keys] int64, where in the flattened rows each key of each document stands; starts: [2, count + 1] int32,
+    where each document begins among queries and among keys, and where the last one ends.
+    """
+    return {**documents_as_arguments(starts[0], length), "cu_seq_lens_k": starts[1], "key_places": places}
+
+
 def attend(
     module: Any,
     query: Tensor,
@@ -61,10 +70,18 @@ def attend(
     documents: Tensor | None = more.get("cu_seq_lens_q")
     window: int | None = more.get("sliding_window")
     window = window if window is not None and window < length else None
+    places: Tensor | None = more.get("key_places")
+    if places is not None:
+        assert documents is not None
+        starts = (documents, more["cu_seq_lens_k"])
+        return _by_lengths(query, _taken(key, places), _taken(value, places), starts, window, scaling), None
     is_plain = documents is None and window is None
     if attention_mask is None and not is_plain:
         if query.is_cuda and query.dtype in HALVES and dropout == 0.0:
-            return _by_lengths(query, key, value, documents, window, scaling), None
+            if documents is None:
+                ends = (len(query) + 1) * length
+                documents = torch.arange(0, ends, length, dtype=torch.int32, device=query.device)
+            return _by_lengths(query, _flat(key), _flat(value), (documents, documents), window, scaling), None
         attention_mask = _mask(query, documents, window)
     is_causal = attention_mask is None and length == seen
     with sdpa_kernel(PREFERRED, set_priority=True):
@@ -76,25 +93,31 @@ def attend(
 
 
 def _by_lengths(
-    query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, window: int | None, scaling: float | None
+    query: Tensor, key: Tensor, value: Tensor, starts: tuple[Tensor, Tensor], window: int | None, scaling: float | None
 ) -> Tensor:
-    """FlashAttention over documents of different lengths: [rows, length, heads, depth]."""
+    """FlashAttention over documents: [rows, length, heads, depth]. key, value: [keys, heads, depth].
+
+    A document with fewer queries than keys has the queries of its last keys.
+    """
     rows, heads, length, depth = query.shape
-    if documents is None:
-        documents = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=query.device)
-
-    def flat(part: Tensor) -> Tensor:
-        return part.transpose(1, 2).reshape(rows * length, part.shape[1], depth)
-
     window_size = (-1 if window is None else window - 1, 0)
     # torch 2.11 takes fewer key heads as they are; later versions want to be told
     fewer: dict[str, Any] = {"enable_gqa": True} if key.shape[1] != heads and TOLD_OF_FEWER_HEADS else {}
     attended = varlen_attn(
-        flat(query), flat(key), flat(value), documents, documents, length, length,
-        scale=scaling, window_size=window_size, **fewer,
-    )  # fmt: skip
+        _flat(query), key, value, *starts, length, length, scale=scaling, window_size=window_size, **fewer
+    )
     assert isinstance(attended, Tensor)
     return attended.view(rows, length, heads, depth)
+
+
+def _flat(part: Tensor) -> Tensor:
+    """All rows in one line: [rows × length, heads, depth]."""
+    rows, heads, length, depth = part.shape
+    return part.transpose(1, 2).reshape(rows * length, heads, depth)
+
+
+def _taken(part: Tensor, places: Tensor) -> Tensor:
+    return _flat(part).index_select(0, places)
 
 
 def _mask(query: Tensor, documents: Tensor | None, window: int | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 from modelwright.models import attention
 from modelwright.models.text import FORWARD_TOLERANCE, bare, hidden_states
 
+HALF_TOLERANCE = 6e-2
+"""Relative difference that two orders of arithmetic may make in bf16; a leak makes 0.3 and more."""
 TRUNK = 0
 """The branch that all others grow out of."""
 
@@ -55,6 +58,36 @@ def why_not(model: Any) -> str | None:
         model.train(was_training)
     gap = float((shared.float() - alone.float()).abs().max() / alone.float().abs().max().clamp(min=1e-6))
     return f"in a trial the branches saw each other ({gap:.1e})" if gap > FORWARD_TOLERANCE else None
+
+
+def branched_states(model: Any, tokens: Tensor, positions: Tensor, places: Tensor, starts: Tensor) -> Tensor:
+    """What `hidden_states` gives with a branch mask, by our own attention and without one: [rows, length, width].
+
+    places, starts: as `attention.branches_as_arguments` wants them.
+    """
+    paths = attention.branches_as_arguments(places, starts, tokens.shape[1])
+    hidden: Tensor = bare(model).base_model(input_ids=tokens, position_ids=positions, **paths, use_cache=False)[0]
+    return hidden
+
+
+def takes_paths(model: Any) -> bool:
+    """Whether a GPU does `branched_states` for this model, by a trial against the mask in half precision."""
+    device = next(model.parameters()).device
+    if device.type != "cuda" or bare(model).config._attn_implementation != attention.NAME:
+        return False
+    tokens = torch.arange(3, 27, device=device).unsqueeze(0)
+    branches = torch.tensor([[TRUNK] * 8 + [1] * 8 + [2] * 8], device=device)
+    positions = torch.tensor([[*range(16), *range(8, 16)]], device=device)
+    places = torch.tensor([*range(16), *range(8), *range(16, 24)], device=device)
+    starts = torch.tensor([[0, 16, 24], [0, 16, 32]], dtype=torch.int32, device=device)
+    try:
+        with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
+            masked = hidden_states(model, tokens, positions, branch_mask(model, positions, branches))
+            found = branched_states(model, tokens, positions, places, starts)
+    except (TypeError, ValueError, RuntimeError) as error:
+        warnings.warn(f"branches are masked: {str(error).splitlines()[0]}", stacklevel=2)
+        return False
+    return float((masked - found).float().abs().max() / masked.float().abs().max()) < HALF_TOLERANCE
 
 
 def _by_layer(config: Any, whole: Any, near: Any) -> Any:

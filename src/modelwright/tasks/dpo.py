@@ -7,6 +7,7 @@ How likely the answers were before training, the reference, is measured once by 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 
 from modelwright.data.preferences import EncodedPair, EncodedPairs, Preferences, encode_pairs
 from modelwright.engine.task import Batch
-from modelwright.models.branches import branch_mask, why_not
+from modelwright.models.attention import HALVES
+from modelwright.models.branches import TRUNK, branch_mask, branched_states, takes_paths, why_not
 from modelwright.models.text import hidden_states, logits_of
 from modelwright.recipe.schema import Dpo
 from modelwright.recipe.training import Preference
@@ -40,13 +42,20 @@ class PairLoss(nn.Module):
 
         answers: [2, count] int64, flat places that foretell an answer's tokens, and those tokens;
         lengths: [2 × pairs] int64, tokens in each pair's chosen and rejected answer; beside: branches, as tokens,
-        where a row holds both answers, and reference: [count] float32.
+        where a row holds both answers, places and starts where attention needs no mask, reference: [count] float32.
         """
         branches, reference = beside.get("branches"), beside.get("reference")
-        mask = None if branches is None else branch_mask(self.model, positions, branches)
-        hidden = hidden_states(self.model, tokens, positions, mask)
+        if "places" in beside and self._in_halves():
+            hidden = branched_states(self.model, tokens, positions, beside["places"], beside["starts"])
+        else:
+            mask = None if branches is None else branch_mask(self.model, positions, branches)
+            hidden = hidden_states(self.model, tokens, positions, mask)
         likely = log_probabilities(logits_of(self.model, hidden.flatten(0, 1)[answers[0]]), answers[1])
         return likely if reference is None else self._measure(likely, reference, lengths)
+
+    def _in_halves(self) -> bool:
+        """Whether attention is computed in bf16 or fp16, which alone the way without a mask can."""
+        return torch.is_autocast_enabled("cuda") or next(self.model.parameters()).dtype in HALVES
 
     def _measure(self, likely: Tensor, reference: Tensor, lengths: Tensor) -> Tensor:
         if not len(lengths):
@@ -79,6 +88,7 @@ class DpoTask:
         self.not_shared = why_not(model) if settings.share_prompt else "share_prompt is false"
         self.train_set = encode_pairs(data.train, tokenizer, settings, stops)
         self.held_out_set = encode_pairs(data.held_out, tokenizer, settings, stops) if data.held_out else EncodedPairs()
+        self.paths = self.not_shared is None and takes_paths(model)
         self.references: dict[str, list[Array]] = {}
 
     @property
@@ -106,7 +116,8 @@ class DpoTask:
 
     def bare_batch(self, side: str, rows: Sequence[int]) -> Batch:
         """A batch without its reference: the module gives the logarithm of each answer token's likelihood."""
-        return collate([self.sides[side][row] for row in rows], shared=self.not_shared is None)
+        batch = collate([self.sides[side][row] for row in rows], shared=self.not_shared is None)
+        return replace(batch, inputs={**batch.inputs, **paths_of(batch.inputs["branches"])}) if self.paths else batch
 
     def _with_reference(self, side: str, rows: Sequence[int]) -> Batch:
         assert not rows or self.references, "the reference is measured before anything is learnt"
@@ -146,6 +157,23 @@ def collate(pairs: Sequence[EncodedPair], shared: bool = True) -> Batch:
         trained=len(pairs),
         tokens=sum(len(tokens) for tokens, *_ in rows),
     )
+
+
+def paths_of(branches: Tensor) -> dict[str, Tensor]:
+    """For attention without a mask: prompt and chosen answer are one document, the rejected one and padding another.
+
+    branches: [rows, length] int64. The second document's keys are the prompt's and its own.
+    """
+    length = branches.shape[1]
+    prompts, chosen = (branches == TRUNK).sum(1).tolist(), (branches == 1).sum(1).tolist()
+    places: list[Tensor] = []
+    queries, keys = [0], [0]
+    for row, (prompt, answer) in enumerate(zip(prompts, chosen, strict=True)):
+        flat, first = torch.arange(row * length, (row + 1) * length), prompt + answer
+        places += [flat[:first], flat[:prompt], flat[first:]]
+        queries += [row * length + first, (row + 1) * length]
+        keys += [keys[-1] + first, keys[-1] + first + prompt + length - first]
+    return {"places": torch.cat(places), "starts": torch.tensor([queries, keys], dtype=torch.int32)}
 
 
 def _row(prompt: Array, answers: Sequence[Any]) -> tuple[Array, Array, Array, Array]:
