@@ -28,6 +28,7 @@ from modelwright.launch.rules import check
 from modelwright.launch.stream import read_text
 from orders import order
 
+APPLY = "apply --server-side --field-manager=modelwright"
 KUBECTL = """#!{python}
 import json, pathlib, subprocess, sys, urllib.error, urllib.request
 words = sys.argv[1:]
@@ -146,9 +147,9 @@ def test_a_job_is_tried_by_the_server_before_it_is_sent(
     said = cluster.submit(oc, render(survival), survival)
     assert "trainjob/quickstart created (server dry run)" in said and "trainjob/quickstart created" in said
     assert commands(tmp_path) == [
-        "--namespace modelwright apply --dry-run=server -f -",
+        f"--namespace modelwright {APPLY} --dry-run=server -f -",
         "--namespace modelwright get trainjobs.trainer.kubeflow.org quickstart --ignore-not-found -o json",
-        "--namespace modelwright apply -f -",
+        f"--namespace modelwright {APPLY} -f -",
     ]
     assert "trainingruntime/quickstart" in server.kept
 

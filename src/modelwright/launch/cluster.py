@@ -19,6 +19,8 @@ from modelwright.launch.pods import SECURE, image
 from modelwright.launch.stream import write
 
 KINDS = {"trainjob": "trainjobs.trainer.kubeflow.org", "pytorchjob": "pytorchjobs.kubeflow.org"}
+# by the server: a client's own apply keeps a copy in an annotation, which ends at 256 KiB
+APPLY = ("apply", "--server-side", "--field-manager=modelwright")
 RUNTIMES = "trainingruntimes.trainer.kubeflow.org"
 WORDS = {"Complete": "Succeeded", "Succeeded": "Succeeded", "Failed": "Failed"}
 
@@ -71,7 +73,9 @@ def client(namespace: str, variables: Mapping[str, str] | None = None) -> Client
     for name in ("oc", "kubectl"):
         if found := shutil.which(name, path=path):
             return Client(found, namespace, variables)
-    raise UsageError("neither oc nor kubectl is on the PATH; --render writes what it would send, for oc apply -f")
+    raise UsageError(
+        "neither oc nor kubectl is on the PATH; --render writes what it would send, for oc apply --server-side -f"
+    )
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ class Status:
 
 def submit(cluster: Client, text: str, job: Job) -> list[str]:
     """Ask the server whether it would take the stream, then let it; a job that is over is put aside first."""
-    said = cluster.run("apply", "--dry-run=server", "-f", "-", given=text)
+    said = cluster.run(*APPLY, "--dry-run=server", "-f", "-", given=text)
     before = _job(cluster, job)
     if before is not None:
         status = _status_of(job.name, before, {})
@@ -105,7 +109,7 @@ def submit(cluster: Client, text: str, job: Job) -> list[str]:
                 f"{job.name} is {status.phase} on the cluster; cancel it first, or give the recipe another name"
             )
         cancel(cluster, job)
-    lines = cluster.run("apply", "-f", "-", given=text).splitlines()
+    lines = cluster.run(*APPLY, "-f", "-", given=text).splitlines()
     return [*(f"{line}" for line in said.splitlines()), *lines]
 
 
@@ -135,7 +139,7 @@ def pull(cluster: Client, job: Job, into: Path, patience: float = 300.0) -> Path
     """Bring the run folder home through a small pod that reads its volume; nothing of it overwrites a newer file."""
     reader = _reader(job)
     name = str(reader["metadata"]["name"])
-    cluster.run("apply", "-f", "-", given=write([reader]))
+    cluster.run(*APPLY, "-f", "-", given=write([reader]))
     try:
         _wait_for(cluster, name, patience)
         into.mkdir(parents=True, exist_ok=True)

@@ -270,8 +270,10 @@ def _claim(stream: Stream, manifest: Manifest) -> Iterator[Finding]:
 
 
 def _config_map(stream: Stream, manifest: Manifest) -> Iterator[Finding]:
-    parts = [get(manifest.body, key) for key in ("data", "binaryData")]
-    size = sum(len(str(value)) for part in parts if isinstance(part, dict) for value in part.values())
+    texts, others = get(manifest.body, "data") or {}, get(manifest.body, "binaryData") or {}
+    size = sum(len(str(text).encode()) for text in texts.values()) + sum(
+        len(str(text)) * 3 // 4 for text in others.values()
+    )
     if size > CONFIG_MAP_LIMIT:
         wants = f"a ConfigMap carries {CONFIG_MAP_LIMIT:,}; put the data on a volume"
         yield Finding(manifest, ("data",), f"data has {size:,} bytes; {wants}")
