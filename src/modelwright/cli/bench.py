@@ -21,6 +21,8 @@ def register(app: typer.Typer) -> None:
     bench.command("survival")(survival)
     bench.command("dpo")(dpo)
     bench.command("speed")(speed)
+    bench.command("data")(data)
+    bench.command("data-trials")(data_trials)
     app.add_typer(bench, name="bench")
 
 
@@ -38,6 +40,36 @@ def sft(save: Save = False, as_json: Json = False) -> None:
 
     prepare_environment()
     _measure(benchmark, "sft", save, as_json)
+
+
+def data(
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help="near_duplicates, quality, tokens or gpu; may be given often.")
+    ] = None,
+    datatrove: Annotated[
+        str | None, typer.Option("--datatrove", metavar="PYTHON", help="A Python that has datatrove.")
+    ] = None,
+    save: Save = False,
+    as_json: Json = False,
+) -> None:
+    """Near-duplicates, tokenizing, packing and reading, beside the peers."""
+    from modelwright.bench import data as benchmark
+
+    _measure(benchmark, "data", save, as_json, only=only or (), datatrove=datatrove)
+
+
+def data_trials(
+    gigabytes: Annotated[
+        list[float] | None, typer.Option("--gigabytes", help="Measure memory on so much; may be given often.")
+    ] = None,
+    megabytes: Annotated[float, typer.Option("--megabytes", help="Text for the kills.")] = 100.0,
+    save: Save = False,
+    as_json: Json = False,
+) -> None:
+    """Kill a preparation at twenty random moments, vary its workers, and measure its memory."""
+    from modelwright.bench import data_trials as benchmark
+
+    _measure(benchmark, "data-trials", save, as_json, gigabytes=gigabytes or (), megabytes=megabytes)
 
 
 def plan(

@@ -6,6 +6,7 @@ writer goes on after its last whole shard and the bytes are those of a writer th
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from modelwright.data.shards import Array, Layout, empty_part
 from modelwright.errors import StorageError, is_storage_failure
@@ -158,8 +160,13 @@ def _write_array(path: Path, array: Array) -> dict[str, Any]:
     """Write an array under a temporary name, make it last, then give it its own; returns its size and hash."""
     partial = path.with_name(f".{path.name}.partial")
     try:
+        head = io.BytesIO()
+        np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(array))
+        digest = xxhash.xxh3_128(head.getvalue())
+        digest.update(array.data)
         with partial.open("wb") as file:
-            np.lib.format.write_array(file, array, allow_pickle=False)
+            file.write(head.getvalue())
+            array.tofile(file)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
@@ -168,7 +175,7 @@ def _write_array(path: Path, array: Array) -> dict[str, Any]:
         if is_storage_failure(error):
             raise StorageError(f"{path}: {error.strerror}; the same command goes on once there is room") from None
         raise
-    return {"size": path.stat().st_size, "xxh3": hash_file(path)}
+    return {"size": path.stat().st_size, "xxh3": digest.hexdigest()}
 
 
 def _remembered(progress: Path, config: str, folder: Path) -> list[dict[str, Any]]:

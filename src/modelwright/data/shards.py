@@ -120,33 +120,31 @@ class Shards:
         length = length or self.length
         wanted = np.asarray(rows, dtype=np.int64)
         tokens = np.empty((len(wanted), length), dtype=np.int64)
-        begins = np.zeros((len(wanted), length), dtype=np.int64)
-        shards = np.searchsorted(self._first_rows * self._per_row(length), wanted, side="right") - 1
-        for shard in np.unique(shards):
-            places = np.flatnonzero(shards == shard)
-            inside = wanted[places] - self._first_rows[shard] * self._per_row(length)
+        positions = np.empty_like(tokens)
+        count = np.arange(length)
+        positions[:] = count
+        firsts = self._first_rows * self._per_row(length)
+        owners = firsts.searchsorted(wanted, side="right") - 1
+        for shard in dict.fromkeys(owners.tolist()):
+            places = np.flatnonzero(owners == shard)
+            inside = wanted[places] - firsts[shard]
             stored, starts = self._maps[shard]
             tokens[places] = stored.reshape(-1, length)[inside]
-            self._mark(begins, places, inside, starts)
-        np.maximum.accumulate(begins, axis=1, out=begins)
-        return tokens, np.subtract(np.arange(length), begins, out=begins)
-
-    @staticmethod
-    def _mark(begins: Array, places: Array, inside: Array, starts: Array) -> None:
-        """Write into each row where its documents begin."""
-        length = begins.shape[1]
-        edges = np.searchsorted(starts, np.stack([inside, inside + 1]) * length)
-        for place, row, first, stop in zip(places, inside, *edges, strict=True):
-            offsets = starts[first:stop] - row * length
-            begins[place, offsets] = offsets
+            begin, end = starts.searchsorted(inside * length), starts.searchsorted((inside + 1) * length)
+            for one in np.flatnonzero(end > begin).tolist():
+                line, offset = positions[places[one]], int(inside[one]) * length
+                for start in starts[begin[one] : end[one]].tolist():
+                    line[start - offset :] = count[: length - start + offset]
+        return tokens, positions
 
     @cached_property
     def _maps(self) -> list[tuple[Array, Array]]:
         maps: list[tuple[Array, Array]] = []
         for shard in self._facts["shards"]:
-            stored = np.lib.format.open_memmap(self.folder / shard["name"], mode="r")
-            starts = np.array(np.lib.format.open_memmap(self.folder / shard["starts"], mode="r"))
-            maps.append((stored, starts))
+            stored = np.asarray(np.lib.format.open_memmap(self.folder / shard["name"], mode="r"))
+            starts = np.lib.format.open_memmap(self.folder / shard["starts"], mode="r")
+            # searching in another type would copy them every time, and a memmap is slower to slice than an array
+            maps.append((stored, np.array(starts, dtype=np.int64)))
         return maps
 
     @cached_property
