@@ -152,6 +152,22 @@ def test_a_command_of_the_pages_works_on_a_finished_run(
     assert capsys.readouterr().err.split() == command.says.split() or not command.says, command.where
 
 
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+    """A folder with the files of the pages and a quickstart that means the tiny model; nothing has been run in it."""
+    folder = tmp_path_factory.mktemp("desk")
+    for name, body in files().items():
+        (folder / name).write_text(body, encoding="utf-8")
+    recipe = load("quickstart", [f"model.model_name_or_path={model_folder}"], {}).recipe
+    (folder / "quickstart").write_text(dump(recipe), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("command", [each for each in ALL if each.verb == "data"], ids=lambda each: each.where)
+def test_a_data_command_of_the_pages_works(command: Command, desk: Path) -> None:
+    assert run(desk, *command.words) == command.exit_code, command.where
+
+
 def run(folder: Path, *arguments: str) -> int:
     """Run a command in this process, standing in a folder, and return its exit code."""
     with contextlib.chdir(folder), pytest.raises(SystemExit) as stop:
