@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,8 @@ from orders import order
 
 isolated = pytest.mark.skipif(not can_isolate(), reason="needs root and network namespaces")
 NETWORKS = Path("/run/netns")
+SLEEP = f"4711.{os.getpid()}"
+"""A time that no other process sleeps."""
 STEP = """echo '{"event": "step", "step": 5}' >> /shared/models/run/journal.jsonl"""
 """What a run writes; a disturbance waits for it."""
 
@@ -203,6 +209,34 @@ def test_nothing_of_a_rehearsal_is_left_behind(tmp_path: Path) -> None:
     outcome = play(tmp_path, job("trainjob", f"{STEP}; sleep 600", restarts=0), Disturbance("lose", 0, 5), root=True)
     assert outcome.reason == "0 restarts are maxRestarts; the last exit code was 137"
     assert set(NETWORKS.iterdir()) <= before
+
+
+@isolated
+@pytest.mark.root
+def test_a_killed_rehearsal_takes_its_pods_with_it(tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            play(tmp_path, job("trainjob", f"{STEP}; exec sleep {SLEEP}"), root=True)
+        finally:
+            os._exit(1)
+    deadline = time.monotonic() + 30
+    while not sleepers() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert sleepers()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    while sleepers() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not sleepers()
+    for left in NETWORKS.glob(f"mw{child:x}*"):
+        subprocess.run(["ip", "netns", "del", left.name], check=True)
+
+
+def sleepers() -> list[str]:
+    """Pods of the test above."""
+    found = (path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists())
+    return [line.decode() for line in found if line.split(b"\0")[:2] == [b"sleep", SLEEP.encode()]]
 
 
 def test_the_stream_that_is_rehearsed_is_the_stream_that_is_sent() -> None:

@@ -143,9 +143,10 @@ class Namespaces:
     def start(self, order: Order, log: IO[bytes]) -> Container:
         script = self.place / f"{order.pod}.sh"
         script.write_text(self._script(order), encoding="utf-8")
+        mortal = ["setpriv", "--pdeathsig", "KILL"]  # a pod does not outlive the rehearsal, however that ends
         command = ["ip", "netns", "exec", self._space(order.number), "unshare", "--mount", "--uts", "--pid", "--fork"]
         started = subprocess.Popen(
-            [*command, "--kill-child", "bash", str(script)],
+            [*mortal, *command, "--kill-child", "bash", str(script)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -199,7 +200,7 @@ class Namespaces:
         for name in files:
             source = shlex.quote(str(self.place / f"{order.pod}.{name}"))
             lines.append(f"touch {root}/etc/{name} && mount --bind {source} {root}/etc/{name}")
-        drop = "--inh-caps=-all --ambient-caps=-all --bounding-set=-all --no-new-privs"
+        drop = "--inh-caps=-all --ambient-caps=-all --bounding-set=-all --no-new-privs --pdeathsig KILL"
         path = shlex.quote(f"PATH={order.variables.get('PATH', PATH)}")
         enter = ["sh", "-c", 'cd "$0" && umask 002 && exec "$@"', order.folder, *order.command]
         lines += [
