@@ -30,7 +30,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(
     r"^(?:<!-- file: (?P<file>\S+) -->\n)?```(?P<kind>\w+)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL
 )
-COLD = ("check", "explain", "recipes", "schema", "--help", "--version")
+COLD = ("check", "explain", "plan", "recipes", "schema", "--help", "--version")
 WARM = ("run", "ask", "compare", "gate")
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 

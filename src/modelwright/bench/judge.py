@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from modelwright.bench.settings import Setting
 from modelwright.plan.architecture import Movement, VisionShape, movement, shape_of
-from modelwright.plan.calibration import Calibration
+from modelwright.plan.calibration import Calibration, calibration_for
 from modelwright.plan.estimate import SMALL
 from modelwright.plan.gpus import Gpu
 from modelwright.plan.memory import Fitted, memory
@@ -82,6 +82,15 @@ def work_of(setting: Setting, plan: dict[str, Any], on_gpu: bool) -> Work:
         chunked_loss=not paired,
         **beside,
     )
+
+
+def most_rows(setting: Setting, gpu: Gpu) -> int:
+    """The most rows at once that the planner says fit: training with them must not run out of memory."""
+    fitted, rows = calibration_for(gpu), 1
+    plan = {"per_device": 1, "accumulation": 1, "precision": "bf16", "weights": "bf16"}
+    while memory(work_of(setting, {**plan, "per_device": rows + 1}, True), fitted.memory).needed <= gpu.memory:
+        rows += 1
+    return rows
 
 
 def fit(runs: Sequence[Run], gpu: Gpu, before: Calibration) -> Calibration:

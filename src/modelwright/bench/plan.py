@@ -7,13 +7,13 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from modelwright.bench.judge import accelerate_bytes, fit, judge, lines
+from modelwright.bench.judge import accelerate_bytes, fit, judge, lines, most_rows
 from modelwright.bench.random_rows import RandomRows, random_images
 from modelwright.bench.settings import CPU_HELD_OUT, CPU_SETTINGS, GPU_SETTINGS, HELD_OUT, Setting
 from modelwright.plan.calibration import OWN, calibration_for
@@ -64,6 +64,7 @@ def measure_all(wanted: Sequence[str] = (), into: Path | None = None) -> dict[st
         if wanted and not any(word in setting.name for word in wanted):
             continue
         began = time.perf_counter()
+        setting = setting if setting.rows else replace(setting, rows=most_rows(setting, card(facts)))
         try:
             run = measure_one(setting)
             run["accelerate_bytes"] = accelerate_bytes(setting, run["plan"]["precision"])

@@ -17,7 +17,7 @@ class Setting:
     model: str
     """A shape the planner knows, or resnet18."""
     rows: int
-    """Rows per device."""
+    """Rows per device; 0: as many as the planner says that fit."""
     length: int = 0
     """Tokens in a row."""
     stage: str = "sft"
@@ -64,6 +64,8 @@ HELD_OUT = (
     Setting("7B full 1024 checkpointed compiled", "llama-7b", 4, 1024,
             settings={"gradient_checkpointing": True, "torch_compile": True}),
     Setting("ResNet-18 bf16 1024", "resnet18", 1024, stage="classify"),
+    Setting("3B full 1024, as many rows as fit", "smollm3-3b", 0, 1024),
+    Setting("7B LoRA 2048, as many rows as fit", "llama-7b", 0, 2048, settings={"trainable": "lora"}),
 )  # fmt: skip
 """Never used to fit the coefficients."""
 

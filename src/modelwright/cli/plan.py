@@ -23,6 +23,7 @@ def plan(
         str | None, typer.Option("--on", metavar="MACHINES", help="Such as 1xH200,4xL40S,2x2xA40; else this machine.")
     ] = None,
     sets: SetOption = None,
+    count: Annotated[int | None, typer.Option("--rows", min=1, help="Rows of the data, where it is not here.")] = None,
     own_prices: Annotated[Path | None, typer.Option("--prices", help="JSON of dollars per GPU-hour by card.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -43,7 +44,7 @@ def plan(
     sheets = []
     for stage in loaded.recipe.stages:
         seen = size(loaded.recipe, stage, loaded.path.parent)
-        rows = Rows(seen.rows, seen.longest, seen.mean, seen.learnt, seen.source, seen.resident)
+        rows = Rows(count or seen.rows, seen.longest, seen.mean, seen.learnt, seen.source, seen.resident)
         sheets.append(sheet.stage_sheet(loaded.recipe, stage, shape, rows, places, own_prices))
     if as_json:
         told = {"recipe": loaded.recipe.name, "stages": [each.as_json() for each in sheets]}

@@ -86,6 +86,8 @@ class Machines:
     """Cards in each."""
     gpu: Gpu
     """What each card is."""
+    network: float = NETWORK
+    """Bytes per second between two machines."""
 
     @property
     def world(self) -> int:
@@ -95,7 +97,7 @@ class Machines:
     @property
     def link(self) -> float:
         """Bytes per second of the slowest link that gradients pass."""
-        return NETWORK if self.nodes > 1 else self.gpu.link
+        return self.network if self.nodes > 1 else self.gpu.link
 
     def __str__(self) -> str:
         return f"{self.nodes}x{self.per_node}x{self.gpu.name}" if self.nodes > 1 else f"{self.per_node}x{self.gpu.name}"

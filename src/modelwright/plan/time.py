@@ -196,10 +196,10 @@ def _exchange(work: Work, link: float, backward: float) -> float:
     if work.world == 1:
         return 0.0
     ring = 2.0 * (work.world - 1) / work.world
-    moved = work.moves.trained * 4.0 * ring
+    moved = work.moves.trained * work.kept_width * ring
     if work.sharding == "fsdp":
         moved = (work.moves.total * work.width * work.accumulation + work.moves.trained * 4.0 / 2) * ring
     elif work.sharding == "hsdp":
-        moved = work.moves.trained * 4.0 / work.per_node * ring
+        moved = work.moves.trained * work.kept_width / work.per_node * ring
     hidden = OVERLAP * backward * (2 / 3) * (work.accumulation if work.sharding == "fsdp" else 1)
     return max(0.05 * moved / link, moved / link - hidden)

@@ -1,0 +1,12 @@
+"""Plans are tested by the shipped coefficients, whatever this machine has measured for itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def no_coefficients_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODELWRIGHT_CACHE", str(tmp_path))

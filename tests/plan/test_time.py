@@ -1,0 +1,82 @@
+"""Seconds by arithmetic: more work takes longer, and measured runs come out as measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from modelwright.bench.judge import fit, judge
+from modelwright.plan.architecture import movement, shape_of
+from modelwright.plan.calibration import SHIPPED, Calibration, calibration_for
+from modelwright.plan.facts import Facts, card
+from modelwright.plan.gpus import GPUS, NETWORK
+from modelwright.plan.shapes import KNOWN
+from modelwright.plan.time import operations, step_time
+from modelwright.plan.work import Work
+from modelwright.recipe.schema import Sft
+
+RESULT = Path(__file__).parents[2] / "bench" / "results" / "plan.json"
+H200 = GPUS["H200"]
+
+
+def work(name: str = "smollm3-3b", way: object = "all", **more: object) -> Work:
+    shape = shape_of(KNOWN[name], name, "a test")
+    moves = movement(shape, Sft.model_validate({"trainable": way}))
+    return Work(shape, moves, **{"rows": 8, "length": 1024, **more})  # type: ignore[arg-type]
+
+
+def test_a_full_step_is_six_operations_a_parameter_and_token() -> None:
+    full = work("llama-6b")
+    matrices, attention = operations(full)
+    parameters = 6.083e9 - 50304 * 4096  # the embeddings are looked up, not multiplied
+    assert matrices == pytest.approx(6 * parameters * full.tokens, rel=0.001)
+    assert 0 < attention < 0.1 * matrices
+
+
+def test_each_wish_costs_what_it_should() -> None:
+    pace = calibration_for(H200).pace
+    plain = step_time(work(), H200, pace).seconds
+    assert 1.15 * plain < step_time(work(checkpointing=True), H200, pace).seconds < 1.5 * plain
+    assert step_time(work(compiled=True), H200, pace).seconds < plain
+    assert step_time(work(way={"last_layers": 2}), H200, pace).seconds < 0.5 * plain
+    kept = work(way={"last_layers": 2}, kept_layers=34)
+    assert step_time(kept, H200, pace).seconds < 0.5 * step_time(replace(kept, kept_layers=0), H200, pace).seconds
+    slow = step_time(work(world=4), H200, pace, link=NETWORK)
+    assert slow.exchange > 1.0 and slow.bound == "the network"
+
+
+@pytest.mark.skipif(not RESULT.exists(), reason="no measurement is kept")
+def test_the_shipped_coefficients_hold_for_the_kept_measurements() -> None:
+    figures = json.loads(RESULT.read_text(encoding="utf-8"))["figures"]
+    gpu = card(Facts(**figures["device"]))
+    judged = judge(figures["runs"], gpu, calibration_for(gpu))
+    taught, held_out = ([run for run in judged if run["held_out"] == held] for held in (False, True))
+    assert len(taught) >= 10 and len(held_out) >= 4
+    assert all(abs(run["memory_error"]) < 0.05 for run in judged), "memory within 5 %"
+    assert all(abs(run["rate_error"]) < 0.10 for run in taught), "tokens/s within 10 % of what was fitted"
+    assert all(abs(run["rate_error"]) < 0.20 for run in held_out), "and within 20 % of what was not"
+
+
+def test_a_fit_finds_the_coefficients_that_made_the_runs() -> None:
+    true = replace(calibration_for(H200).pace, matrices=0.5, host=5e-3)
+    settings = [("smollm2-135m", 8, 512), ("smollm3-3b", 4, 2048), ("llama-6b", 2, 2048), ("pythia-410m", 16, 1024)]
+    runs = []
+    for name, rows, length in settings:
+        made = work(name, rows=rows, length=length, weights="bf16")
+        made = replace(made, recorded=made.moves.total < 2e9)
+        plan = {"per_device": rows, "accumulation": 1, "precision": "bf16", "weights": "bf16"}
+        rate = step_time(made, H200, true).rate
+        runs.append({"setting": {"name": name, "model": name, "rows": rows, "length": length}, "plan": plan,
+                     "peak_bytes": 1e10, "tokens_per_second": rate, "held_out": False})  # fmt: skip
+    found = fit(runs, H200, Calibration("H200"))
+    assert found.spread < 0.05
+
+
+def test_the_shipped_file_names_what_it_was_measured_on() -> None:
+    told = json.loads(SHIPPED.read_text(encoding="utf-8"))
+    assert set(told) == {"H200"} and told["H200"]["runs"] >= 10
+    sure, why = calibration_for(GPUS["L4"]).sureness(GPUS["L4"])
+    assert sure > 0.2 and "H200" in why
