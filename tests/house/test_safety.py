@@ -27,6 +27,7 @@ READ_THE_ENVIRONMENT = {
         "launch/supervisor.py",
         "launch/progress.py",
         "launch/doctor.py",
+        "bench/cluster.py",
     ),  # these hand it on to other processes
 }
 

@@ -78,3 +78,16 @@ def _output(command: list[str], folder: Path | None = None) -> str:
         return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return ""
+
+
+def children_of(pid: int) -> list[int]:
+    """Every process below one, by the kernel's own list."""
+    found: list[int] = []
+    waiting = [pid]
+    while waiting:
+        parent = waiting.pop()
+        for tasks in Path(f"/proc/{parent}/task").glob("*/children"):
+            below = [int(word) for word in tasks.read_text(encoding="utf-8").split()]
+            found += below
+            waiting += below
+    return found

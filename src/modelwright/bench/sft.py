@@ -148,8 +148,8 @@ def make_tokenizer(folder: Path, texts: list[str]) -> Any:
     return tokenizer
 
 
-def make_model(folder: Path, texts: list[str]) -> None:
-    """A Llama of 8 layers and width 256 with random weights, and a tokenizer learnt from the texts."""
+def make_model(folder: Path, texts: list[str], layers: int = 8, width: int = 256) -> None:
+    """A Llama with random weights, and a tokenizer learnt from the texts."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
@@ -158,7 +158,8 @@ def make_model(folder: Path, texts: list[str]) -> None:
     tokenizer = make_tokenizer(folder, texts)
     torch.manual_seed(SEED)
     config = LlamaConfig(
-        vocab_size=WORDS, hidden_size=256, intermediate_size=688, num_hidden_layers=8, num_attention_heads=8,
+        vocab_size=WORDS, hidden_size=width, intermediate_size=width * 43 // 16, num_hidden_layers=layers,
+        num_attention_heads=8,
         num_key_value_heads=4, max_position_embeddings=LENGTH, tie_word_embeddings=True,
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip

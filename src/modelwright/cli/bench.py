@@ -15,7 +15,8 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard 
 def register(app: typer.Typer) -> None:
     """Add the verb to the command."""
     bench = typer.Typer(help="Measure against a peer, in one run on this machine.", no_args_is_help=True)
-    bench.command("start")(start)
+    for more in (start, faults):
+        bench.command(more.__name__)(more)
     bench.command("sft")(sft)
     bench.command("plan")(plan)
     bench.command("survival")(survival)
@@ -24,6 +25,15 @@ def register(app: typer.Typer) -> None:
     bench.command("data")(data)
     bench.command("data-trials")(data_trials)
     app.add_typer(bench, name="bench")
+
+
+def faults(save: Save = False, as_json: Json = False) -> None:
+    """What is done to two nodes, and how long until they train again, beside torchrun; needs root."""
+    from modelwright.bench import faults as benchmark
+    from modelwright.runs.caches import prepare_environment
+
+    prepare_environment()
+    _measure(benchmark, "faults", save, as_json)
 
 
 def start(save: Save = False, as_json: Json = False) -> None:

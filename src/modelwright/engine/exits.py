@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from modelwright.errors import ModelwrightError, PeerLost
 
+LISTEN_SECONDS = 0.3
 LINGER_SECONDS = 5.0
 """How long a rank that keeps the store stays after a failure, so that the others can read why."""
 
@@ -27,10 +30,15 @@ class OtherRankFailed(ModelwrightError):
 
 
 class Exits:
-    """Why a rank leaves is left in the store, so that the others, who only see it gone, can say so too."""
+    """Why a rank leaves is left in the store, where the others listen: in the middle of an exchange nobody can ask."""
 
     def __init__(self, store: Store, rank: int, size: int, hosts: bool) -> None:
-        self._store, self._rank, self._size, self._hosts, self._failed = store, rank, size, hosts, False
+        self._store, self._rank, self._size, self._hosts = store, rank, size, hosts
+        self._heard: dict[str, Any] | None = None
+        self._said = False
+        self._over = threading.Event()
+        self._ear = threading.Thread(target=self._listen, daemon=True, name="exits")
+        self._ear.start()
 
     @contextmanager
     def heard(self) -> Iterator[None]:
@@ -38,37 +46,42 @@ class Exits:
         try:
             yield
         except (PeerLost, OtherRankFailed):
-            self._failed = True
             raise
         except ModelwrightError as error:
-            self._failed = True
-            self._say(f"{error}", error.exit_code)
+            self._say(str(error), error.exit_code)
             raise
         except RuntimeError as error:
-            self._failed = True
             if not _is_lost_connection(error):
                 raise
             raise self._cause(error) from None
 
-    def wait_for_others(self) -> None:
-        """Where this rank keeps the store, stay until the others have read it, for a moment."""
+    def close(self) -> None:
+        """Stop listening; where this rank keeps the store and has said something, stay until the others heard it."""
+        self._over.set()
+        self._ear.join()
+        deadline = time.monotonic() + (LINGER_SECONDS if self._hosts and self._said else 0)
         with suppress(RuntimeError):
-            if self._failed:
-                self._store.add("left", 1)
-                deadline = time.monotonic() + (LINGER_SECONDS if self._hosts else 0)
-                while time.monotonic() < deadline and self._store.add("left", 0) < self._size:
-                    time.sleep(0.05)
+            while time.monotonic() < deadline and self._store.add("heard", 0) < self._size - 1:
+                time.sleep(0.05)
+
+    def _listen(self) -> None:
+        with suppress(RuntimeError):  # the store is gone, and its keeper with it
+            while not self._over.wait(LISTEN_SECONDS):
+                if not self._said and self._store.check(["ending"]):
+                    self._heard = json.loads(self._store.get("ending"))
+                    self._store.add("heard", 1)
+                    return
 
     def _say(self, letter: str, exit_code: int) -> None:
+        self._said = True
         with suppress(RuntimeError):
             self._store.set("ending", json.dumps({"rank": self._rank, "letter": letter, "exit_code": exit_code}))
 
     def _cause(self, error: RuntimeError) -> ModelwrightError:
-        with suppress(RuntimeError):
-            if self._store.check(["ending"]):
-                said = json.loads(self._store.get("ending"))
-                return OtherRankFailed(said["letter"], said["exit_code"])
-        reason = str(error).strip().splitlines()[0].rpartition("] ")[2]
+        self._ear.join(3 * LISTEN_SECONDS)
+        if self._heard is not None:
+            return OtherRankFailed(self._heard["letter"], self._heard["exit_code"])
+        reason = str(error).strip().splitlines()[0].rpartition("] ")[2].partition(". ")[0]
         return PeerLost(f"rank {self._rank} lost the others ({reason}); the same command continues")
 
 

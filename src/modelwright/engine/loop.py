@@ -26,6 +26,7 @@ from modelwright.engine import fp8
 from modelwright.engine.guard import Guard, Health
 from modelwright.engine.masters import halve
 from modelwright.engine.optim import build_optimizer, build_schedule, set_learning_rate
+from modelwright.engine.pace import HANGS_SECONDS, KNOWN_AFTER, TIMES_A_STEP, Stopwatch
 from modelwright.engine.precision import Precision
 from modelwright.engine.replay import Replay, Work
 from modelwright.engine.retreat import Compiled, smaller_bites
@@ -72,6 +73,8 @@ class StepReport:
     """Hash of the row numbers in the global batch: two runs with equal hashes saw equal data."""
     seconds: float
     """Time it took."""
+    seconds_alone: tuple[float, ...]
+    """For each rank, the time it worked before it had to wait for others."""
     health: Health
     """Whether the weights moved, and if not, why."""
     stop_asked: bool
@@ -117,7 +120,7 @@ class Engine:
         if plan.precision == "fp8":
             fp8.convert(self._module)
         self._compiled = Compiled((layers_of(self._module) or [self._module]) if settings.torch_compile else [])
-        self._forward = shard(self._module, world, plan.sharding, self.precision.compute)
+        self._forward = shard(self._module, world, plan.sharding, self.precision.compute, settings.ddp_bucket_cap_mb)
         self.weights = {name: w for name, w in self._module.named_parameters() if w.requires_grad}
         self.buffers = persistent_buffers(self._module)
         self.optimizer = build_optimizer(self._module, settings, self._beside_weights(rests))
@@ -139,6 +142,7 @@ class Engine:
         Recorded or not, a step has three parts. Recordings read and write fixed places, so gradients stay in theirs.
         """
         self._ahead: Prepared | None = None
+        self._watch, self._first_step = Stopwatch(self.world.device), 0
         self._micro: Work = self._micro_batch
         self._length: Work = self._clipped
         self._move: Work = self._moved
@@ -156,6 +160,7 @@ class Engine:
 
     def steps(self, stop_asked: Callable[[], bool] = lambda: False) -> Iterator[StepReport]:
         """Train to the end of the plan, telling the caller about every step."""
+        self._first_step = self.cursor.step
         while self.cursor.step < self.plan.steps:
             yield self._step(stop_asked())
 
@@ -166,12 +171,14 @@ class Engine:
         tokens, trained, stops = self.world.sum(now.tokens, now.trained, stop_asked)
         self._module.train()
         self.world.beat.at("computing")
+        self._watch.start()
         total = self._or_otherwise(lambda: self._accumulate(self._share_of(step).batches, trained))
         self.precision.unscale(self.optimizer)
         length = self._length()
         self._ahead = self._prepare(step + 1)  # while the device is still at work
         summed, norm = torch.stack((total, length)).tolist()  # the one moment that waits for it
-        loss = self.world.sum(summed)[0] / trained
+        loss, *alone = self.world.sum(summed, *self._watch.in_my_place(self.world.rank, self.world.size))
+        loss /= trained
         health = self.guard.judge(loss, norm, self.precision.overflows_are_normal)
         set_learning_rate(self.optimizer, learning_rate)
         if health == "ok":
@@ -181,6 +188,8 @@ class Engine:
         self.precision.update()
         before, seconds = self.cursor, time.perf_counter() - began
         self.world.beat.stepped(step + 1, seconds)
+        if step - self._first_step == KNOWN_AFTER:
+            self.world.wait_at_most(max(HANGS_SECONDS, TIMES_A_STEP * seconds))
         self.cursor = Cursor(step + 1, before.tokens + int(tokens), before.trained_tokens + int(trained))
         return StepReport(
             step=step + 1,
@@ -191,6 +200,7 @@ class Engine:
             tokens=int(tokens),
             batch=now.rows_hash,
             seconds=seconds,
+            seconds_alone=tuple(alone),
             health=health,
             stop_asked=stops > 0,
         )
@@ -250,6 +260,8 @@ class Engine:
         """Add one micro-batch to the gradients; returns its summed loss."""
         with self.precision.autocast():
             summed: Tensor = self._forward(**inputs).flatten()[0]
+        if self.world.size > 1:
+            self._watch.stop()  # from the last of these on gradients are exchanged, and the fast wait for the slow
         self.precision.backward(summed * scale)
         return summed.detach()
 

@@ -44,6 +44,11 @@ def _assert_nodes(environ: Mapping[str, str]) -> None:
             )
 
 
+def per_node(environ: Mapping[str, str], size: int) -> int:
+    """Processes on this node, as the launcher says; without one, all are on this machine."""
+    return _number(environ, "LOCAL_WORLD_SIZE", size)
+
+
 def attempt_of(environ: Mapping[str, str]) -> str:
     """A name for this start of the ranks, the same on all of them and new at each restart."""
     restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "") if environ.get("GROUP_WORLD_SIZE") == "1" else ""

@@ -1,7 +1,8 @@
-"""One door for one device, DDP and FSDP2: the loop never asks which it is."""
+"""One door for one device, DDP, FSDP2 and HSDP: the loop never asks which it is."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -17,13 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from modelwright.engine.world import World
 
-BUCKET_MEGABYTES = 25
 
-
-def shard(module: nn.Module, world: World, how: str, compute: torch.dtype | None) -> nn.Module:
+def shard(
+    module: nn.Module, world: World, how: str, compute: torch.dtype | None, bucket_megabytes: int = 25
+) -> nn.Module:
     """Spread a module over the world; what comes back is called in its place."""
-    if how == "fsdp":
-        mesh = init_device_mesh(world.device.type, (world.size,)) if world.size > 1 else _lone_mesh(world)
+    if how in ("fsdp", "hsdp"):
+        mesh = _mesh(world, how)
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
         for layer in layers_of(module):
             fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -31,10 +32,12 @@ def shard(module: nn.Module, world: World, how: str, compute: torch.dtype | None
         return module
     if world.size == 1:
         return module
+    buffers: dict[str, Any] = {_sends_buffers(): bool(persistent_buffers(module))}
     return DistributedDataParallel(
         module,
         device_ids=[world.device] if world.device.type == "cuda" else None,
-        bucket_cap_mb=BUCKET_MEGABYTES,
+        bucket_cap_mb=bucket_megabytes,
+        **buffers,  # what never changes need not be sent each time
         gradient_as_bucket_view=True,
     )
 
@@ -72,6 +75,20 @@ def place(full: Tensor, like: Tensor) -> Tensor:
         return distribute_tensor(full.to(like.device), like.device_mesh, like.placements)
     # in the other's own memory layout: fused optimizers walk memory, and a channels-last weight has another order
     return torch.empty_like(like, dtype=full.dtype, requires_grad=False).copy_(full)
+
+
+def _sends_buffers() -> str:
+    """What DDP calls its option to send buffers in every forward; torch 2.13 has renamed it."""
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    return "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+
+
+def _mesh(world: World, how: str) -> Any:
+    """One line of ranks that share the weights; for hsdp one line a node, each with a copy of its own."""
+    if world.size > 1 and how == "hsdp" and world.size % world.per_node == 0 and world.per_node > 1:
+        shape = (world.size // world.per_node, world.per_node)
+        return init_device_mesh(world.device.type, shape, mesh_dim_names=("copies", "shards"))
+    return init_device_mesh(world.device.type, (world.size,)) if world.size > 1 else _lone_mesh(world)
 
 
 def _lone_mesh(world: World) -> Any:

@@ -15,11 +15,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from modelwright import errors
 from modelwright.engine.exits import Exits, OtherRankFailed
-from modelwright.engine.place import attempt_of, place_in_world
+from modelwright.engine.place import attempt_of, per_node, place_in_world
 from modelwright.errors import ModelwrightError, PeerLost, UsageError
 from modelwright.runs.beat import Beat, die_with_parent
 
@@ -38,6 +39,8 @@ class World:
     """Processes in all."""
     device: torch.device = CPU
     """Where this process computes."""
+    per_node: int = 1
+    """Processes on this node."""
     beat: Beat = field(default_factory=Beat, compare=False)
     """Tells whoever watches where this process stands."""
 
@@ -81,6 +84,11 @@ class World:
             raise OtherRankFailed(answer["letter"], getattr(errors, answer["kind"], UsageError).exit_code)
         return answer["value"]  # type: ignore[no-any-return]
 
+    def wait_at_most(self, seconds: float) -> None:
+        """Give up on a step's exchange after so long, now that the length of a step is known."""
+        if self.size > 1:
+            set_group_timeout(timedelta(seconds=seconds), dist.group.WORLD)
+
     def _tell(self, value: dict[str, Any]) -> dict[str, Any]:
         """Send JSON from the main rank to all (the library's own way would send pickles)."""
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -110,7 +118,7 @@ def joined(timeout_seconds: float = 600.0) -> Iterator[World]:
             yield World(device=device, beat=beat)
         else:
             with _connected(rank, size, device, timeout_seconds) as exits, exits.heard():
-                yield World(rank, size, device, beat)
+                yield World(rank, size, device, per_node(os.environ, size), beat)
     except BaseException as error:
         words = str(error) if isinstance(error, ModelwrightError) else f"{type(error).__name__}: {error}"
         beat.end(words, getattr(error, "exit_code", 1), isinstance(error, PeerLost | OtherRankFailed))
@@ -143,8 +151,8 @@ def _connected(rank: int, size: int, device: torch.device, timeout_seconds: floa
         yield exits
     finally:
         _patient.cache_clear()
+        exits.close()
         dist.destroy_process_group()
-        exits.wait_for_others()
 
 
 @cache

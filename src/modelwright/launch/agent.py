@@ -11,13 +11,23 @@ import multiprocessing
 import signal
 import sys
 import uuid
+from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from modelwright.errors import Diverged, GateClosed, Interrupted, Refused, StorageError, UsageError
+from modelwright.errors import (
+    Diverged,
+    GateClosed,
+    Interrupted,
+    ModelwrightError,
+    Refused,
+    StorageError,
+    UsageError,
+)
 from modelwright.launch import rank as ranks
 from modelwright.launch.causes import Cause, find_cause
+from modelwright.launch.muster import Muster
 from modelwright.launch.signs import Signs
 from modelwright.launch.wish import Wish
 from modelwright.runs.beat import die_with_parent, read_beats
@@ -51,8 +61,11 @@ def _run(wish: Wish, signs: Signs) -> tuple[int, str | None]:
     from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
 
     try:
-        agent = _build(wish, signs)
-    except RendezvousError as error:
+        muster = _muster(wish, signs)
+        agent = _build(wish, signs, muster)
+    except ModelwrightError as error:
+        return error.exit_code, str(error)
+    except (RendezvousError, RuntimeError) as error:
         where = f"{wish.address}:{wish.port}"
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         if wish.node == 0:
@@ -81,7 +94,16 @@ def _run(wish: Wish, signs: Signs) -> tuple[int, str | None]:
             agent.get_worker_group().spec.rdzv_handler.shutdown()
 
 
-def _build(wish: Wish, signs: Signs) -> Any:
+def _muster(wish: Wish, signs: Signs) -> Muster | None:
+    """Meet the main node, where there are several."""
+    if wish.nodes.most == 1:
+        return None
+    muster = Muster(wish, signs)
+    muster.join()
+    return muster
+
+
+def _build(wish: Wish, signs: Signs, muster: Muster | None) -> Any:
     """The agent, joined to the meeting point; an elastic agent of torch's own with a say about restarts."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -113,7 +135,22 @@ def _build(wish: Wish, signs: Signs) -> Any:
         monitor_interval=0.2,
         local_addr=wish.local_address,
     )
-    return _agent_class()(spec, wish, signs, variables, logs_specs=DefaultLogsSpecs(), start_method="forkserver")
+    duties = Duties(wish, signs, variables, muster)
+    return _agent_class()(spec, duties, logs_specs=DefaultLogsSpecs(), start_method="forkserver")
+
+
+@dataclass(frozen=True)
+class Duties:
+    """What our agent has to do besides torch's."""
+
+    wish: Wish
+    """What it was started for."""
+    signs: Signs
+    """How it talks to the supervisor."""
+    variables: dict[str, str]
+    """What its ranks find in their environment."""
+    muster: Muster | None
+    """How it talks to the other nodes."""
 
 
 def _agent_class() -> Any:
@@ -123,9 +160,11 @@ def _agent_class() -> Any:
     class Agent(LocalElasticAgent):
         """torch's agent; ours are the name of each attempt, what is worth a restart, and how ranks are asked to go."""
 
-        def __init__(self, spec: Any, wish: Wish, signs: Signs, variables: dict[str, str], **options: Any) -> None:
+        def __init__(self, spec: Any, duties: Duties, **options: Any) -> None:
             super().__init__(spec, shutdown_timeout=GRACE_SECONDS, **options)
-            self.wish, self.signs, self.variables = wish, signs, variables
+            self.wish, self.signs, self.variables, self.muster = (
+                duties.wish, duties.signs, duties.variables, duties.muster,
+            )  # fmt: skip
             self.cause = Cause()
 
         def _rendezvous(self, worker_group: Any) -> None:
@@ -134,6 +173,10 @@ def _agent_class() -> Any:
             if worker_group.group_rank == 0:
                 store.set("modelwright/attempt", uuid.uuid4().hex)
             self.variables["MODELWRIGHT_ATTEMPT"] = store.get("modelwright/attempt").decode()
+            if self.muster:
+                store.set(f"modelwright/member/{worker_group.group_rank}", str(self.wish.node))
+                keys = [f"modelwright/member/{place}" for place in range(worker_group.group_world_size)]
+                self.muster.watch(tuple(int(store.get(key)) for key in keys))
 
         def _start_workers(self, worker_group: Any) -> dict[int, Any]:
             self.signs.clear()

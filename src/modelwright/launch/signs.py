@@ -70,6 +70,16 @@ class Signs:
         value = self._read(f"finding-{pid}.json")
         return value["reason"] if value else None
 
+    def pulse(self, turn: int, silences: dict[int, float]) -> None:
+        """The agent has reached the main node, and knows how long other nodes have been silent."""
+        self._write("pulse.json", {"turn": turn, "silences": {str(node): at for node, at in silences.items()}})
+
+    @property
+    def last_pulse(self) -> tuple[int, dict[int, float]] | None:
+        """The agent's last success in reaching the main node."""
+        value = self._read("pulse.json")
+        return (value["turn"], {int(node): at for node, at in value["silences"].items()}) if value else None
+
     def end(self, exit_code: int, letter: str | None) -> None:
         """The agent leaves."""
         self._write("ending.json", {"exit_code": exit_code, "letter": letter})

@@ -20,7 +20,7 @@ from types import FrameType
 
 from modelwright.errors import Interrupted
 from modelwright.launch.signs import Signs
-from modelwright.launch.watchdog import Finding, Watchdog
+from modelwright.launch.watchdog import Finding, Pulses, Watchdog
 from modelwright.launch.wish import Wish
 from modelwright.runs.beat import process_state, read_beats, wait_until_gone
 
@@ -48,7 +48,8 @@ class Supervisor:
 
     def __init__(self, wish: Wish, signs: Signs) -> None:
         self._wish, self._signs = wish, signs
-        self._watchdog = Watchdog()
+        self._watchdog, self._pulses = Watchdog(), Pulses()
+        self._lost: str | None = None
         self._times_asked = 0
         self._idle_since = time.monotonic()
         self._known: dict[int, int] = {}
@@ -86,8 +87,12 @@ class Supervisor:
         beats = {rank: at for rank, at in read_beats(self._signs.folder).items() if pids.get(rank) == at.pid}
         for finding in self._watchdog.look(beats, states, now, self._signs.is_stopping):
             self._end_rank(finding)
-        if any(state not in (None, "Z", "X") for state in states.values()):
+        alive = [rank for rank, pid in pids.items() if states[pid] not in (None, "Z", "X")]
+        if alive:
             self._idle_since = now
+            self._lost = self._pulses.lost(self._signs.last_pulse, now)
+            for rank in alive if self._lost else ():
+                self._end_rank(Finding(rank, pids[rank], f"cannot go on: {self._lost}"))
         return self._tired(now - self._idle_since)
 
     def _tired(self, idle: float) -> str | None:
@@ -102,7 +107,8 @@ class Supervisor:
             return late if idle > wish.join_seconds + IMPORT_SECONDS else None
         if idle > wish.rejoin_seconds:
             who = "the other nodes" if wish.node == 0 else f"the main node, {wish.address}:{wish.port},"
-            return f"{who} could not be met again within {wish.rejoin_seconds} s; the same command continues"
+            why = f"{self._lost}; " if self._lost else ""
+            return f"{why}{who} could not be met again within {wish.rejoin_seconds} s; the same command continues"
         return None
 
     def _end_rank(self, finding: Finding) -> None:

@@ -13,8 +13,10 @@ LEFT_OVER_SECONDS = 10.0
 """A rank that gets nowhere for so long after another has gone is waiting for it."""
 SILENT_SECONDS = 180.0
 """No beat at all: something holds the interpreter, or the kernel holds the process."""
-LEAST_SECONDS, TIMES_THE_MEDIAN = 60.0, 20.0
-"""A step may take so many times the median, and never less than this: a link that is cut for 40 s is waited for."""
+LEAST_SECONDS, TIMES_THE_MEDIAN = 180.0, 20.0
+"""A step may take so many times the median, and never less than this: compiling anew for longer rows takes minutes."""
+LOST_SECONDS = 60.0
+"""A node that is silent for so long is lost: a link that is cut for 40 s is waited for."""
 FIRST_SECONDS = 1800.0
 """What has no median yet: loading, compiling, the first steps, waiting for a download or a checkpoint."""
 PATIENT = ("starting", "waiting for rank 0", "gathering", "loading", "saving", "comparing")
@@ -40,6 +42,28 @@ class _Seen:
     beats_since: float
     moves_since: float
     stopped_since: float | None = None
+
+
+class Pulses:
+    """Knows from the agent's pulses which node has been silent for too long."""
+
+    def __init__(self) -> None:
+        self._turn = -1
+        self._since: float | None = None
+
+    def lost(self, pulse: tuple[int, Mapping[int, float]] | None, now: float) -> str | None:
+        """Who is silent, as half a sentence; the main node, where the agent itself cannot reach it."""
+        if pulse is None:
+            return None
+        turn, silences = pulse
+        if turn != self._turn:
+            self._turn, self._since = turn, now
+        silent = [node for node, seconds in silences.items() if seconds >= LOST_SECONDS]
+        if silent:
+            return f"node {silent[0]} has been silent for {silences[silent[0]]:.0f} s"
+        if silences and self._since is not None and now - self._since >= LOST_SECONDS:
+            return f"the main node has not answered for {now - self._since:.0f} s"
+        return None
 
 
 class Watchdog:

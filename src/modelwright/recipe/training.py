@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from modelwright.recipe.values import Frozen, Steps
 
 Precision = Literal["auto", "fp32", "bf16", "fp16", "fp8"]
-Sharding = Literal["auto", "ddp", "fsdp"]
+Sharding = Literal["auto", "ddp", "fsdp", "hsdp"]
 Scheduler = Literal["linear", "cosine", "constant", "constant_with_warmup", "warmup_stable_decay", "one_cycle"]
 
 
@@ -137,7 +137,9 @@ class Numerics(Frozen):
     weights: Literal["auto", "fp32", "bf16"] = "auto"
     """What weights are kept in: fp32, or bf16 with the lost bits beside the optimizer (exact fp32 masters, faster)."""
     sharding: Sharding = "auto"
-    """How several devices share the work; auto is ddp."""
+    """How devices share the work: ddp copies the model, fsdp splits it, hsdp splits it in each node; auto is ddp."""
+    ddp_bucket_cap_mb: PositiveInt = 25
+    """Megabytes of gradients that ddp exchanges at once."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a quarter more time."""
     torch_compile: bool = False

@@ -17,6 +17,7 @@ from modelwright.engine import state
 from modelwright.engine.checkpoint import Checkpoints, read_state
 from modelwright.engine.loop import Engine, StepReport
 from modelwright.engine.meter import Meter
+from modelwright.engine.pace import Stragglers
 from modelwright.engine.shard import whole
 from modelwright.errors import Diverged, Interrupted, ModelwrightError, UsageError
 from modelwright.plan.stage import StagePlan, plan_stage
@@ -85,11 +86,13 @@ class Training:
         if self.task.held_out_rows and not self.evaluations:
             self._measure()
         meter = Meter(self.plan.steps, self.built.flops_per_token, self._peak_flops())
-        self.began = time.monotonic()
+        self.began, stragglers = time.monotonic(), Stragglers()
         with self.stopper.waiting(), _memory_told(self.plan):
             for report in self._steps():
                 self._tell_step(report, meter)
                 self._tell_changes()
+                for line in stragglers.look(report.seconds_alone):
+                    self._note(line)
                 if report.health not in ("ok", "overflow"):
                     self._skip_or_go_back(report)
                 else:

@@ -52,7 +52,7 @@ class Saver:
         """Fill the kept states before the first step; returns a line about it."""
         if self.trunk is None:
             return None
-        if engine.plan.sharding == "fsdp":
+        if engine.plan.sharding in ("fsdp", "hsdp"):
             return "the frozen layers are computed in every step: with fsdp no device has them whole"
         kept = self.task.keep(self.trunk, engine.world.device)
         home = Home(self.settings.keep_trunk, folder, f"{fingerprint}:{engine.plan.precision}")
