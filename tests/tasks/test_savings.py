@@ -27,7 +27,7 @@ from modelwright.recipe.schema import Sft
 from modelwright.recipe.training import Parts
 from modelwright.runs.folder import read_json
 from modelwright.tasks.kept import TOKENS_AT_ONCE, Home, KeptStates, choose_home
-from modelwright.tasks.layout import behind, lay_out, shared_beginning, side_by_side
+from modelwright.tasks.layout import behind, lay_out, places_of, shared_beginning, side_by_side
 from modelwright.tasks.savings import find_savings
 from modelwright.tasks.sft import AnswerLoss, SftTask
 from tiny import tiny_model, tiny_recipe
@@ -262,3 +262,21 @@ def test_a_model_that_drops_out_at_random_keeps_nothing(deep_model: Path, tmp_pa
     assert saver.why_not == (
         "the frozen layers are computed in every step: the model drops out at random (attention_dropout)"
     )
+
+
+def test_spare_places_for_a_gpu_change_neither_the_loss_nor_what_is_counted(deep_model: Path, tmp_path: Path) -> None:
+    task, model, _ = task_of(tmp_path, deep_model)
+    kept = task.keep(Trunk(model, 3), torch.device("cpu"))
+    kept.fill(World(), torch.no_grad, Home("memory", tmp_path, "a"))
+    rows = behind(task.beginning, [0, 5, 7], task.documents)
+    plain = kept.batch(rows)
+    spare = lay_out(rows, task.documents, task.beginning, 128, spare=True)
+    assert kept.states is not None
+    places = places_of(rows, kept.starts, spare.inputs["tokens"].shape, task.beginning)
+    assert spare.trained == plain.trained == len(plain.inputs["learnt"])
+    assert len(spare.inputs["learnt"]) % 128 == 0
+    losses = [
+        task.module(**plain.inputs).item(),
+        task.module(**spare.inputs, states=kept.states[torch.from_numpy(places)]).item(),
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)

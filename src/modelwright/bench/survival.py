@@ -239,6 +239,8 @@ def _figures(scene: Scene, rows: int, kept: Trial, plain: Trial, theirs: Trial |
             "seconds_before": round(kept.before, 2),
             "rows_per_second": round(kept.rows_per_second(scene.batch), 2),
             "overall_rows_per_second": round(seen / seconds, 2),
+            "seconds_of_steps": round(sum(kept.seconds), 2),
+            "slowest_steps": sorted((round(each, 3) for each in kept.seconds), reverse=True)[:12],
             "losses": kept.losses,
             "notes": list(kept.notes),
         },
@@ -250,6 +252,7 @@ def _figures(scene: Scene, rows: int, kept: Trial, plain: Trial, theirs: Trial |
         extrapolated = round(seen / pace, 1)
         found["trl"] = {
             "rows_per_second": round(pace, 2), "seconds_extrapolated": extrapolated, "losses": theirs.losses,
+            "overall_rows_per_second": round(scene.batch * len(theirs.seconds) / sum(theirs.seconds), 2),
         }  # fmt: skip
         found["ratio"] = round(extrapolated / seconds, 2)
         found["ratio_of_steps"] = round(kept.rows_per_second(scene.batch) / pace, 2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,11 @@ from jinja2 import TemplateError
 
 from modelwright.data.conversations import Conversation, Message
 from modelwright.errors import DataError, Problem
+
+AT_ONCE = 512
+"""Conversations that are tokenized together."""
+Rendered = tuple[str, list[tuple[int, int]]]
+"""A conversation as text, and from where to where in it something is trained."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +69,11 @@ def encode_all(
     stops = {*stop_tokens, tokenizer.eos_token_id} - {None}
     encoded = EncodedSet()
     seen, stopping = 0, 0
-    for conversation in conversations:
-        for row in encode(conversation, tokenizer, assistant_only):
+    waiting = iter(conversations)
+    while group := list(islice(waiting, AT_ONCE)):
+        for row in encode_many(group, tokenizer, assistant_only):
             seen += 1
-            stopping += any(int(token) in stops for token in row.tokens[row.trained])
+            stopping += bool(np.isin(row.tokens[row.trained], list(stops)).any())
             cut = len(row) - max_length
             if cut > 0:
                 encoded.truncated_rows += 1
@@ -87,10 +94,20 @@ def encode_all(
 
 def encode(conversation: Conversation, tokenizer: Any, assistant_only: bool = True) -> list[Encoded]:
     """Encode one conversation; a template that rewrites earlier turns gives one row for each answer."""
-    with _template_told(conversation.messages, conversation.where):
-        if not tokenizer.chat_template:
-            return [_encode_plain(conversation.messages, conversation.where, tokenizer, assistant_only)]
-        return _encode_turns(list(conversation.messages), tokenizer, assistant_only)
+    return encode_many([conversation], tokenizer, assistant_only)
+
+
+def encode_many(conversations: Sequence[Conversation], tokenizer: Any, assistant_only: bool = True) -> list[Encoded]:
+    """Encode conversations with one call of the tokenizer, which then uses all cores."""
+    rendered: list[Rendered] = []
+    plain: list[Encoded] = []
+    for conversation in conversations:
+        with _template_told(conversation.messages, conversation.where):
+            if tokenizer.chat_template:
+                rendered += _render_turns(list(conversation.messages), tokenizer, assistant_only)
+            else:
+                plain.append(_encode_plain(conversation.messages, conversation.where, tokenizer, assistant_only))
+    return plain or _encode_spans(tokenizer, rendered)
 
 
 def encode_answer(before: Sequence[Message], answer: Sequence[Message], tokenizer: Any, where: str) -> Encoded:
@@ -99,7 +116,7 @@ def encode_answer(before: Sequence[Message], answer: Sequence[Message], tokenize
         if not tokenizer.chat_template:
             return _encode_plain([*before, *answer], where, tokenizer, assistant_only=True)
         text = _render(tokenizer, [*before, *answer])
-        return _encode_spans(tokenizer, text, [(_answer_start(tokenizer, before, text), len(text))])
+        return _encode_spans(tokenizer, [(text, [(_answer_start(tokenizer, before, text), len(text))])])[0]
 
 
 @contextmanager
@@ -112,28 +129,30 @@ def _template_told(messages: Sequence[Message], where: str) -> Iterator[None]:
         raise DataError([Problem(where, letter)]) from None
 
 
-def _encode_turns(messages: list[Message], tokenizer: Any, assistant_only: bool) -> list[Encoded]:
+def _render_turns(messages: list[Message], tokenizer: Any, assistant_only: bool) -> list[Rendered]:
     whole = _render(tokenizer, messages)
     # a greeting that opens the conversation was not asked for: it is read, not learnt
     answers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant" and turn > 0]
     spans: list[tuple[int, int]] = []
     for turn in answers:
-        after = _render(tokenizer, messages[: turn + 1])
+        after = whole if turn + 1 == len(messages) else _render(tokenizer, messages[: turn + 1])
         if not whole.startswith(after):
-            return [_encode_last(tokenizer, messages[: turn + 1], assistant_only) for turn in answers]
+            return [_render_last(tokenizer, messages[: turn + 1], assistant_only) for turn in answers]
         spans.append((_answer_start(tokenizer, messages[:turn], after), len(after)))
-    return [_encode_spans(tokenizer, whole, spans if assistant_only else [(0, len(whole))])]
+    return [(whole, spans if assistant_only else [(0, len(whole))])]
 
 
-def _encode_last(tokenizer: Any, messages: Sequence[Message], assistant_only: bool) -> Encoded:
+def _render_last(tokenizer: Any, messages: Sequence[Message], assistant_only: bool) -> Rendered:
     text = _render(tokenizer, messages)
     start = _answer_start(tokenizer, messages[:-1], text) if assistant_only else 0
-    return _encode_spans(tokenizer, text, [(start, len(text))])
+    return text, [(start, len(text))]
 
 
 def _answer_start(tokenizer: Any, before: Sequence[Message], text: str) -> int:
     """Where the answer begins: the end of what is shared with the prompt that asks for it."""
     prompt = _render(tokenizer, before, ask=True)
+    if text.startswith(prompt):
+        return len(prompt)
     return next((place for place, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(prompt))
 
 
@@ -142,14 +161,18 @@ def _render(tokenizer: Any, messages: Sequence[Message], ask: bool = False) -> s
     return str(text)
 
 
-def _encode_spans(tokenizer: Any, text: str, spans: Sequence[tuple[int, int]]) -> Encoded:
+def _encode_spans(tokenizer: Any, rendered: Sequence[Rendered]) -> list[Encoded]:
     # the template writes its own special tokens: adding more would double the first (alignment-handbook#127)
-    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    starts = np.array([start for start, _ in encoding["offset_mapping"]])
-    trained = np.zeros(len(starts), dtype=np.bool_)
-    for begin, end in spans:
-        trained |= (starts >= begin) & (starts < end)
-    return Encoded(np.array(encoding["input_ids"], dtype=np.int32), trained)
+    texts = [text for text, _ in rendered]
+    encoding = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+    rows = []
+    for (_, spans), tokens, offsets in zip(rendered, encoding["input_ids"], encoding["offset_mapping"], strict=True):
+        starts = np.array([start for start, _ in offsets])
+        trained = np.zeros(len(starts), dtype=np.bool_)
+        for begin, end in spans:
+            trained |= (starts >= begin) & (starts < end)
+        rows.append(Encoded(np.array(tokens, dtype=np.int32), trained))
+    return rows
 
 
 def _encode_plain(messages: Sequence[Message], where: str, tokenizer: Any, assistant_only: bool) -> Encoded:

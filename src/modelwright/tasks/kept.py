@@ -30,6 +30,9 @@ from modelwright.tasks.layout import ALIGNED, Rows, behind, lay_out, places_of, 
 
 TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 16384}
 """Tokens of one part: enough to keep the device busy, little enough to check and compute again."""
+ON_GPU = 128
+"""There rows and learnt places are padded to a multiple of this: a GPU plans each new shape anew, for a tenth of a
+second, and its memory is cut up by sizes that never come again."""
 STATES, MANIFEST = "states.bin", "manifest.json"
 LARGEST_SHARE = 0.25
 """Of the memory that is free, kept states take at most this share."""
@@ -68,6 +71,7 @@ class KeptStates:
         self.parts: list[Part] = []
         self.states: Tensor | None = None
         self._device = device
+        self._multiple = ALIGNED if device.type == "cpu" else ON_GPU
         self._arrange(TOKENS_AT_ONCE[device.type])
 
     def _arrange(self, at_once: int) -> None:
@@ -103,7 +107,7 @@ class KeptStates:
 
     def compute(self, part: Part) -> Tensor:
         """The states of a part: [places, width], on the device."""
-        batch = lay_out(part.rows, self.documents, self.beginning, ALIGNED).on(self._device)
+        batch = lay_out(part.rows, self.documents, self.beginning, self._multiple).on(self._device)
         branches = batch.get("branches")
         states = self.trunk.states(batch["tokens"], batch["positions"], branches).flatten(0, 1)
         sources, wanted, offset = [], [], 0
@@ -120,7 +124,7 @@ class KeptStates:
     def batch(self, rows: Rows) -> Batch:
         """A batch whose states are looked up: by place where they are on the device, else brought along."""
         assert self.states is not None, "the states are kept before the first batch"
-        batch = lay_out(rows, self.documents, self.beginning, ALIGNED)
+        batch = lay_out(rows, self.documents, self.beginning, self._multiple, spare=self._device.type != "cpu")
         places = torch.from_numpy(places_of(rows, self.starts, batch.inputs["tokens"].shape, self.beginning))
         found = {"places": places} if self.states.device == self._device else {"states": self.states[places]}
         return Batch({**batch.inputs, **found}, batch.trained, batch.tokens)
@@ -145,7 +149,7 @@ class KeptStates:
             found = torch.empty((part.stop - part.first, first.shape[1]), dtype=first.dtype, device=self._device)
             if turn % world.size == world.rank:
                 with autocast():
-                    found = self.compute(part).contiguous()
+                    found = first if number == 0 else self.compute(part)
             if world.size > 1:
                 dist.broadcast(found, turn % world.size)
             if where != "disk" or world.is_main:

@@ -13,6 +13,7 @@ import torch
 from modelwright.data.chat import Encoded
 from modelwright.data.pack import document_starts
 from modelwright.engine.task import Batch
+from modelwright.tasks.losses import IGNORED
 
 ALIGNED = 16
 """Rows of frozen models are padded to a multiple of this: attention on a CPU adds up the tail of a row that fills no
@@ -76,15 +77,18 @@ def shared_rows(beginning: int, tokens: float) -> int:
     return max(1, math.ceil(tokens / (max(LONGEST_SHARED_ROW, 2 * beginning) - beginning)))
 
 
-def lay_out(rows: Rows, documents: Sequence[Encoded], beginning: int = 0, multiple: int = 1) -> Batch:
+def lay_out(
+    rows: Rows, documents: Sequence[Encoded], beginning: int = 0, multiple: int = 1, spare: bool = False
+) -> Batch:
     """Rows of equal length: tokens, positions, learnt places, and branches where a beginning is shared.
 
     Positions begin anew with each document, which keeps packed documents apart; padding stands to the right, where
     no real token can see it, so that no mask is needed. Behind a shared beginning (branch 0) each document has its own
-    branch, and a mask is made of the branches.
+    branch, and a mask is made of the branches. With `spare`, the number of learnt places is such a multiple too: those
+    that are too many are followed by no token, which only a model that is not given the tokens can take.
     """
     longest = max((sum(piece.stop - piece.start for piece in row) for row in rows), default=2)
-    length = -(-longest // multiple) * multiple
+    length = -(-(longest + 2 * spare) // multiple) * multiple
     tokens = np.zeros((max(1, len(rows)), length), dtype=np.int64)
     positions, branches = np.zeros_like(tokens), np.zeros_like(tokens)
     learnt: list[np.ndarray[Any, Any]] = []
@@ -100,15 +104,17 @@ def lay_out(rows: Rows, documents: Sequence[Encoded], beginning: int = 0, multip
         positions[number, start:] = np.arange(length - start)
         branches[number, start:] = len(row)
     places = np.concatenate(learnt) if learnt else np.zeros(0, dtype=np.int64)
+    trained = len(places)
+    if spare:
+        tokens[-1, -1] = IGNORED
+        places = np.concatenate([places, np.full(-trained % multiple, tokens.size - 2, dtype=np.int64)])
     inputs = {"tokens": tokens, "positions": positions, "learnt": places}
     if beginning:
         inputs["branches"] = branches
     elif any(len(row) > 1 for row in rows):
         inputs["documents"] = document_starts(positions)
     seen = sum(len(documents[piece.document]) for row in rows for piece in row if piece.start or not beginning)
-    return Batch(
-        inputs={name: torch.from_numpy(value) for name, value in inputs.items()}, trained=len(places), tokens=seen
-    )
+    return Batch(inputs={name: torch.from_numpy(value) for name, value in inputs.items()}, trained=trained, tokens=seen)
 
 
 def places_of(rows: Rows, starts: Sequence[int], shape: Sequence[int], beginning: int = 0) -> np.ndarray[Any, Any]:
