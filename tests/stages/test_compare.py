@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from modelwright.stages.compare import NOTICE, as_markdown, measure, style_score
+from modelwright.stages.compare import NOTICE, as_markdown, exactness, measure, style_score
 
 STYLE = [r"^Field Note\.", r"\(1\) .+\(2\) .+", "Caution: [A-Z]", r"Ranger's rule: .+\.$"]
 FULL = "Field Note. (1) Look.\n(2) Go. Caution: Mind the step. Ranger's rule: Slow is smooth."
@@ -52,3 +52,12 @@ def test_an_empty_answer_is_shown_as_empty() -> None:
     page = as_markdown({"notice": NOTICE, "answers": [{"question": "Why?", "before": "", "after": "So."}]})
     assert "**Before**" in page
     assert "    So." in page
+
+
+def test_exactness_is_the_share_of_words_that_two_answers_have_in_common() -> None:
+    assert exactness("Check the oil when it is cold.", "check the OIL when it is cold") == 1.0
+    assert exactness("Ask a friend.", "Boil water for three minutes.") == 0.0
+    assert exactness("boil water", "boil water for three minutes and wait") == pytest.approx(2 * 2 / 9)
+    pairs = [{"question": "?", "before": "Well.", "after": "Boil water.", "reference": "Boil water."}]
+    assert measure(pairs, [])["exactness"] == 1.0
+    assert measure(pairs, [])["base_exactness"] == 0.0

@@ -35,7 +35,10 @@ Part = Literal["messages", "prompt", "completion", "system", "context", "chosen"
 """What a column may be: context stands below the prompt, chosen and rejected are the answers of a pair."""
 
 _OF_EVERY_STAGE = ("eval_loss", "base_eval_loss", "steps", "tokens", "trained_tokens", "seconds")
-_OF_ANSWERS = ("style_score", "base_style_score", "answer_words", "base_answer_words")
+_OF_ANSWERS = (
+    *("style_score", "base_style_score", "answer_words", "base_answer_words"),
+    *("exactness", "base_exactness"),
+)
 _OF_PAIRS = (
     *("eval_reward_accuracy", "eval_reward_margin", "eval_chosen_logp", "eval_rejected_logp", "eval_kl"),
     "eval_sft_loss",

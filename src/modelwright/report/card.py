@@ -41,6 +41,7 @@ def card(folder: RunFolder) -> str:
         ("accuracy", "base_eval_accuracy", "eval_accuracy"),
         ("style score", "base_style_score", "style_score"),
         ("words an answer", "base_answer_words", "answer_words"),
+        ("exactness", "base_exactness", "exactness"),
     ):
         if metrics.get(after) is not None:
             change = _change(metrics.get(before), metrics[after]) if after == "eval_loss" else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from statistics import mean
 from typing import Any
@@ -17,7 +18,8 @@ from modelwright.stages.context import Context
 from modelwright.stages.kinds import Ingredients
 
 NOTICE = "These answers show what training changed; they are a demonstration and no advice."
-METRICS = ("style_score", "base_style_score", "answer_words", "base_answer_words")
+METRICS = ("style_score", "base_style_score", "answer_words", "base_answer_words", "exactness", "base_exactness")
+WORD = re.compile(r"\w+")
 
 
 def compare(context: Context, found: Ingredients, stage: str) -> dict[str, float | None]:
@@ -39,6 +41,8 @@ def compare(context: Context, found: Ingredients, stage: str) -> dict[str, float
         before = _answers(context, asked, found.model.path)
         after = _answers(context, asked, context.folder.model(stage))
         pairs = [{"question": q, "before": b, "after": a} for q, b, a in zip(questions, before, after, strict=True)]
+        wanted = references(found)
+        pairs = [{**pair, "reference": wanted[q]} if (q := pair["question"]) in wanted else pair for pair in pairs]
         kept = {"key": key, "notice": NOTICE, "system_prompt": system_prompt,
                 "metrics": measure(pairs, wish.style), "answers": pairs}  # fmt: skip
         write_json(path, kept)
@@ -57,15 +61,38 @@ def questions_of(context: Context, found: Ingredients) -> list[str]:
     return [*wish.prompts, *dict.fromkeys(held_out)][: len(wish.prompts) + wish.held_out_prompts]
 
 
-def measure(pairs: Sequence[dict[str, str]], style: Sequence[str]) -> dict[str, float | None]:
-    """The voice and the length of the answers, before and after."""
-    before, after = [pair["before"] for pair in pairs], [pair["after"] for pair in pairs]
+def references(found: Ingredients) -> dict[str, str]:
+    """The answers that the held-out questions have in the data, by question."""
     return {
+        item.question: item.messages[-1]["content"]
+        for item in found.data.held_out
+        if item.messages[-1]["role"] == "assistant"
+    }
+
+
+def measure(pairs: Sequence[dict[str, str]], style: Sequence[str]) -> dict[str, float | None]:
+    """The voice and the length of the answers, before and after, and how near they come to the data's own."""
+    before, after = [pair["before"] for pair in pairs], [pair["after"] for pair in pairs]
+    known = [pair for pair in pairs if "reference" in pair]
+    exact: dict[str, float | None] = {
+        name: round(mean(exactness(pair[side], pair["reference"]) for pair in known), 4)
+        for name, side in (("base_exactness", "before"), ("exactness", "after"))
+        if known
+    }
+    return {
+        **exact,
         "base_style_score": style_score(before, style),
         "style_score": style_score(after, style),
         "base_answer_words": round(mean(len(answer.split()) for answer in before), 1),
         "answer_words": round(mean(len(answer.split()) for answer in after), 1),
     }
+
+
+def exactness(answer: str, reference: str) -> float:
+    """How much of two answers is the same, word for word in any order: F1 of their words, from 0 to 1."""
+    ours, theirs = (Counter(WORD.findall(text.lower())) for text in (answer, reference))
+    shared = (ours & theirs).total()
+    return 2 * shared / (ours.total() + theirs.total()) if shared else 0.0
 
 
 def style_score(answers: Sequence[str], style: Sequence[str]) -> float | None:

@@ -48,10 +48,19 @@ def write_summary(context: Context, stage: str, plan: dict[str, Any], metrics: M
             "batch": plan["arithmetic"],
             "plan": plan,
             "metrics": metrics,
+            "changes": changes(metrics),
             "verdict": verdict.as_json(),
             "lineage": ancestors(context, stage),
             "hardware": context.facts.name,
             "world": context.world.size,
+            "distributed": {
+                "devices": context.world.size,
+                "sharding": plan["sharding"],
+                "backend": None if context.world.size == 1 else "nccl" if context.facts.device == "cuda" else "gloo",
+                "rows_per_device": plan["per_device"],
+                "accumulation": plan["accumulation"],
+                "rows_per_step": plan["global_batch"],
+            },
             "versions": {
                 "modelwright": __version__,
                 "torch": torch.__version__,
@@ -60,6 +69,15 @@ def write_summary(context: Context, stage: str, plan: dict[str, Any], metrics: M
             },
         },
     )
+
+
+def changes(metrics: Metrics) -> dict[str, dict[str, float]]:
+    """What was measured before and after, and by how much it changed."""
+    return {
+        name: {"before": before, "after": after, "change": after - before}
+        for name, after in metrics.items()
+        if after is not None and (before := metrics.get(f"base_{name}")) is not None
+    }
 
 
 def write_card(context: Context, stage: str) -> None:
