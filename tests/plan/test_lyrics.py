@@ -1,0 +1,42 @@
+"""The lyrics recipe planned for one card lands on another: the batch of 64 is kept, and each change is a line."""
+
+from __future__ import annotations
+
+from modelwright.plan.architecture import shape_of
+from modelwright.plan.choose import choose
+from modelwright.plan.estimate import Estimate, Rows
+from modelwright.plan.gpus import machines
+from modelwright.plan.shapes import KNOWN
+from modelwright.plan.sheet import facts_of
+from modelwright.plan.stage import plan_stage
+from modelwright.recipe.load import load
+
+
+def planned(on: str, *sets: str) -> Estimate:
+    sft = load("lyrics-pythia", sets, environ={}).recipe.sft
+    assert sft is not None
+    where = machines(on)
+    rows = Rows(10_000, sft.max_length, float(sft.max_length))
+    shape = shape_of(KNOWN["pythia-410m"], "pythia-410m", "a test")
+    return choose(plan_stage(sft, 10_000, where.world, facts_of(where)), sft, shape, rows, where)
+
+
+def test_from_an_l40s_to_an_l4_the_recipe_goes_from_16_times_4_to_8_times_8() -> None:
+    large, small = planned("1xL40S"), planned("1xL4")
+    assert large.plan.precision == small.plan.precision == "fp16"
+    assert large.plan.arithmetic == "batch 64 = 16 per device × 1 device × 4 accumulation"
+    assert small.plan.arithmetic == "batch 64 = 8 per device × 1 device × 8 accumulation"
+    assert large.fits and small.fits
+    (line,) = [line for line in small.plan.reasons if "instead of" in line]
+    assert line == "8 rows at once × 8 instead of 16 × 4, for the 22 GiB of L4; the batch of 64 is kept"
+
+
+def test_a_card_without_bf16_gets_fp16_a_smaller_bite_and_the_same_batch() -> None:
+    found = planned("1xT4", "precision=bf16")
+    changed = [line for line in found.plan.reasons if "T4" in line]
+    assert found.plan.precision == "fp16"
+    assert found.plan.global_batch == 64
+    assert found.plan.per_device < 16
+    assert "fp16 instead of bf16: T4 has no bf16" in found.plan.reasons
+    assert len(changed) >= 2
+    assert all("\n" not in line for line in changed)
