@@ -63,3 +63,14 @@ def test_both_sides_of_the_sft_benchmark_do_the_same_work(monkeypatch: pytest.Mo
     assert ours["mean_loss"] == pytest.approx(theirs["mean_loss"], rel=1e-4)
     assert figures["ratio"] > 0
     assert len(sft.lines(figures)) == 3
+
+
+def test_every_stage_of_a_recipe_is_measured_at_the_shapes_it_has() -> None:
+    from modelwright.bench import stages
+
+    small = ["model.architecture.hidden_size=32", "model.architecture.intermediate_size=64"]
+    small += [f"{stage}.per_device_train_batch_size=1" for stage in ("pretrain", "sft", "dpo", "lora")]
+    figures = stages.measure("llama-tiny", 2, ["fp32"], small)
+    assert [row["stage"] for row in figures["stages"]] == ["pretrain", "sft", "dpo", "lora"]
+    assert all(row["tokens_per_second"] > 0 and row["health"] == ["ok"] for row in figures["stages"]), figures
+    assert len(stages.lines(figures)) == 5

@@ -22,8 +22,8 @@ import typer
 from typer.main import get_command
 
 from modelwright.cli.main import app, main
+from modelwright.recipe.judging import Threshold
 from modelwright.recipe.load import dump, load, shipped
-from modelwright.recipe.schema import Threshold
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -31,7 +31,16 @@ BLOCK = re.compile(
     r"^(?:<!-- file: (?P<file>\S+) -->\n)?```(?P<kind>\w+)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL
 )
 COLD = ("check", "explain", "plan", "recipes", "schema", "--help", "--version")
-WARM = ("run", "ask", "compare", "gate")
+WARM = ("run", "ask", "compare", "gate", "eval")
+BRIEF = [
+    *("gates_file=null", "pretrain.data.max_rows=30", "pretrain.data.test_size=4", "evaluate.max_rows=4"),
+    *("model.architecture.hidden_size=32", "model.architecture.intermediate_size=64", "prepare.vocab_size=512"),
+    *(f"{stage}.max_steps=2" for stage in ("pretrain", "sft", "dpo", "lora")),
+    *(f"{stage}.data.max_rows=12" for stage in ("sft", "dpo", "lora")),
+    *(f"{stage}.data.test_size=2" for stage in ("sft", "dpo", "lora")),
+    *("pretrain.eval_steps=null", "prepare.workers=1", "prepare.max_lost_share=1"),
+]
+"""What makes the pipeline's twin a matter of seconds."""
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 
 
@@ -135,6 +144,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> P
     recipe = load("quickstart", wishes, {}).recipe
     gates = {"sft": {"eval_loss": Threshold(at_most=1.0, times="base_eval_loss")}}
     (folder / "quickstart").write_text(dump(recipe.model_copy(update={"gates": gates})), encoding="utf-8")
+    (folder / "llama-tiny").write_text(dump(load("llama-tiny", BRIEF, {}).recipe), encoding="utf-8")
     started = dict.fromkeys(command.words[1] for command in ALL if command.verb == "run")
     for name in started:
         assert run(folder, "run", name) == 0

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from modelwright.errors import RecipeError, UsageError
+from modelwright.recipe.judging import Threshold
 from modelwright.recipe.load import LoadedRecipe, dump, load
-from modelwright.recipe.schema import Threshold
 from modelwright.runs.folder import RunFolder, write_json, write_text
 from modelwright.stages.gate import judge, judge_again, verdict_on
 from tiny import tiny_recipe

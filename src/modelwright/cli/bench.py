@@ -24,6 +24,7 @@ def register(app: typer.Typer) -> None:
     bench.command("speed")(speed)
     bench.command("data")(data)
     bench.command("data-trials")(data_trials)
+    bench.command("stages")(stages)
     app.add_typer(bench, name="bench")
 
 
@@ -155,6 +156,30 @@ def speed(
     if work and work not in benchmark.WORKS:
         raise UsageError(f"--work is {work!r}; it wants one of {', '.join(benchmark.WORKS)}")
     _measure(benchmark, "speed", save, as_json, work=work, ways=ways or (), steps=steps)
+
+
+def stages(
+    recipe: Annotated[str, typer.Argument(help="A recipe with an architecture.")] = "llama-7b",
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of each stage.")] = 20,
+    precision: Annotated[list[str] | None, typer.Option("--precision", help="May be given often.")] = None,
+    sets: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one setting.")] = None,
+    save: Save = False,
+    as_json: Json = False,
+) -> None:
+    """Tokens per second and memory of every training stage of a recipe, at its real shapes."""
+    import json
+    import sys
+
+    from modelwright.bench import results
+    from modelwright.bench import stages as benchmark
+    from modelwright.runs.caches import prepare_environment
+
+    prepare_environment()
+    figures = benchmark.measure(recipe, steps, precision or ["auto"], sets or ())
+    measured = results.result("stages", figures)
+    print(json.dumps(measured, ensure_ascii=False) if as_json else "\n".join(benchmark.lines(figures)))
+    if save:
+        print(f"kept in {results.save(measured)}", file=sys.stderr)
 
 
 def _measure(benchmark: ModuleType, name: str, save: bool, as_json: bool, **wishes: object) -> None:

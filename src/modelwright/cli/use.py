@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from modelwright.cli import evaluate
+
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or its name under runs/.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 
@@ -14,6 +16,7 @@ def register(app: typer.Typer) -> None:
     """Add the verbs to the command."""
     for verb in (ask, compare, gate):
         app.command(verb.__name__)(verb)
+    evaluate.register(app)
 
 
 def ask(

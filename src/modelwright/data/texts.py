@@ -44,16 +44,17 @@ def pack_texts(data: Data, seed: int, beside: Path, encoder: Encoder, layout: La
 
 def split(data: Data, seed: int, beside: Path) -> tuple[list[str], list[str]]:
     """The documents to train on and those held out, chosen by a hash of the seed and their text."""
-    train = _texts(read_training(data, beside), data)
+    train = texts_of(read_training(data, beside), data)
     if data.validation_file:
-        return train, _texts(read_validation(data, beside), data)
+        return train, texts_of(read_validation(data, beside), data)
     order = sorted(set(train), key=lambda text: (xxhash.xxh3_64_intdigest(f"{seed}:{text}".encode()), text))
     count = min(data.test_size.of(len(order)), len(order) - 1)
     chosen = set(order[:count])
     return [text for text in train if text not in chosen], [text for text in train if text in chosen]
 
 
-def _texts(rows: Sequence[Row], data: Data) -> list[str]:
+def texts_of(rows: Sequence[Row], data: Data) -> list[str]:
+    """The documents in the text column of rows; blank ones are passed over."""
     problems = []
     texts = []
     for row in rows:

@@ -10,7 +10,6 @@ from typing import Annotated, Literal, Self
 
 from pydantic import (
     Field,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -21,9 +20,11 @@ from pydantic_core import PydanticCustomError
 
 from modelwright.recipe.architecture import Architecture
 from modelwright.recipe.cluster import Cluster
+from modelwright.recipe.evaluation import Evaluate
+from modelwright.recipe.judging import Compare, Threshold
 from modelwright.recipe.preparing import Prepare
 from modelwright.recipe.training import Images, Parts, Preference, Savings, Text, Trainable, Training
-from modelwright.recipe.values import Frozen, Regex, Steps
+from modelwright.recipe.values import Frozen, Steps
 
 TRAINING_STAGES = ("pretrain", "sft", "dpo", "lora", "classify")
 """The stages that move weights, in the order they happen: each starts from the model of the one before it."""
@@ -195,46 +196,6 @@ class Classify(Images, Stage):
     """What weights are kept in: fp32, which batch norms want."""
 
 
-class Compare(Frozen):
-    """The same questions answered before and after."""
-
-    prompts: list[str] = []
-    """Questions asked every time."""
-    held_out_prompts: NonNegativeInt = 0
-    """So many held-out questions asked as well."""
-    max_new_tokens: PositiveInt = 128
-    """Longest answer in tokens."""
-    temperature: NonNegativeFloat = 0.0
-    """0 takes the likeliest token each time, so that answers can be compared."""
-    style: list[Regex] = []
-    """Regular expressions of the voice; style_score is the mean share of them found in an answer."""
-
-
-class Threshold(Frozen):
-    """What a metric must be."""
-
-    at_most: float | None = None
-    """The metric may not be higher."""
-    at_least: float | None = None
-    """The metric may not be lower."""
-    times: str | None = None
-    """Name of another metric that the limits are multiples of, such as base_eval_loss."""
-    plus: str | None = None
-    """Name of another metric that the limits are added to, such as parent_eval_loss: no worse than it by so much."""
-
-    @model_validator(mode="after")
-    def _some_limit(self) -> Self:
-        if self.at_most is None and self.at_least is None:
-            raise PydanticCustomError("some_limit", "has no limit; it wants at_most or at_least")
-        if self.times is not None and self.plus is not None:
-            raise PydanticCustomError("one_yardstick", "has both times and plus; it wants one of them")
-        if self.at_most is not None and self.at_least is not None and self.at_least > self.at_most:
-            limits = {"least": self.at_least, "most": self.at_most}
-            found = "has at_least {least} above at_most {most}; nothing could pass"
-            raise PydanticCustomError("empty_range", found, limits)
-        return self
-
-
 class Recipe(Frozen):
     """One file that becomes a trained model."""
 
@@ -264,6 +225,8 @@ class Recipe(Frozen):
     """From raw text to packed shards, before pretrain."""
     compare: Compare = Compare()
     """Questions answered before and after."""
+    evaluate: Evaluate | None = None
+    """Measurements of every stage's model in the same way."""
     gates: dict[StageName, dict[str, Threshold]] = {}
     """For each stage, what its metrics must be for the result to be promoted."""
     gates_file: str | None = None
@@ -317,7 +280,8 @@ class Recipe(Frozen):
     def flow(self) -> tuple[str, ...]:
         """Every stage that happens, in order: the training stages, and what stands around them."""
         before = (("prepare", self.prepare), ("init", self.model.architecture))
-        return (*(name for name, section in before if section), *self.stages)
+        after = ("evaluate",) if self.evaluate else ()
+        return (*(name for name, section in before if section), *self.stages, *after)
 
     @property
     def prepared_data(self) -> Data:
@@ -335,7 +299,10 @@ class Recipe(Frozen):
     def measured_in(self, stage: str) -> tuple[str, ...]:
         """What a gate may ask of a stage."""
         parent = self.parent_of(stage)
-        return (*MEASURED[stage], *(f"parent_{metric}" for metric in MEASURED.get(parent or "", ())))
+        same = self.evaluate.measured if self.evaluate else ()
+        of_parent = (*MEASURED[parent], *same) if parent in MEASURED else ()
+        own = (*MEASURED[stage], *same, *(f"base_{metric}" for metric in same))
+        return (*own, *(f"parent_{metric}" for metric in of_parent))
 
     def gate_of(self, stage: str) -> dict[str, Threshold]:
         """What is asked of a stage, by metric; nothing where it has no gate."""

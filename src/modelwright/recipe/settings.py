@@ -12,7 +12,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from modelwright.recipe.cluster import IS_AMOUNT, IS_LABEL, Volume
-from modelwright.recipe.schema import NAME_PATTERN, Recipe, Threshold
+from modelwright.recipe.judging import Threshold
+from modelwright.recipe.schema import NAME_PATTERN, Recipe
 from modelwright.recipe.training import Trainable
 from modelwright.recipe.values import COMPILES, Steps
 

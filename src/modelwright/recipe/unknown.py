@@ -14,7 +14,7 @@ from modelwright.recipe.tree import Path
 LIST_AT_MOST = 10
 """A section with more settings is not listed in a letter."""
 
-STAGES_TO_COME = ("init", "grpo", "orpo", "kto", "evaluate", "export")
+STAGES_TO_COME = ("init", "grpo", "orpo", "kto", "export")
 
 SECTIONS = {
     "sft": (

@@ -89,6 +89,23 @@ def _verdict(event: Event) -> str | None:
     return f"{event['letter']}; accepted: {plain(event['accepted'])}" if event.get("accepted") else None
 
 
+def _evaluated(event: Event) -> str:
+    measured = "  ".join(f"{name} {number(value)}" for name, value in event["metrics"].items())
+    lines = [f"evaluated {event['model']}: {measured or 'nothing was measured'}"]
+    return "\n".join([*lines, *(f"  {plain(s['prompt'])} … {plain(s['text'])}" for s in event["samples"])])
+
+
+def _comparison(event: Event) -> str:
+    """Models as rows, metrics as columns."""
+    names = list(dict.fromkeys(name for metrics in event["models"].values() for name in metrics))
+    rows = [["model", *names]]
+    rows += [[model, *(number(found.get(name)) for name in names)] for model, found in event["models"].items()]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
 def _plan(event: Event) -> str:
     reasons = "".join(f"\nplan: {reason}" for reason in event["reasons"])
     steps = counted(event["steps"], "step")
@@ -147,6 +164,9 @@ LINES: dict[str, Callable[[Event], str | None]] = {
     "answers": _answers,
     "mistakes": lambda e: f"accuracy {e['accuracy']:.2%} on {e['source']} (its mistakes: demo_outputs/mistakes.json)",
     "flow": _flow,
+    "evaluating": lambda e: None,
+    "evaluated": _evaluated,
+    "comparison": _comparison,
     "verdict": _verdict,
     "stopped": lambda e: None,
 }  # fmt: skip

@@ -105,6 +105,9 @@ class RunFolder:
     def gate(self, stage: str) -> Path:
         return self.path / "gates" / f"{stage}.json"
 
+    def evaluation(self, name: str) -> Path:
+        return self.path / "evaluations" / f"{name}.json"
+
     def create(self) -> None:
         """Make the folder, and find out now rather than at the first checkpoint that it cannot be written."""
         try:

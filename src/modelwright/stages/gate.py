@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from modelwright.errors import UsageError
+from modelwright.recipe.judging import Threshold
 from modelwright.recipe.load import LoadedRecipe, load
-from modelwright.recipe.schema import Threshold
 from modelwright.runs.folder import open_run, read_json
 
 

@@ -26,7 +26,7 @@ from modelwright.report.trackers import tracking
 from modelwright.runs import lock
 from modelwright.runs.folder import RunFolder, read_json, write_text
 from modelwright.runs.journal import Journal, Watcher
-from modelwright.stages import init, lineage, prepare
+from modelwright.stages import evaluate, init, lineage, prepare
 from modelwright.stages.context import NO_ORDERS, Context, Orders
 from modelwright.stages.flow import Flow
 from modelwright.stages.kinds import Ingredients, Kind
@@ -47,7 +47,7 @@ KINDS: dict[str, Kind] = {
     "classify": VisionKind(),
 }
 """What each training stage learns on."""
-OTHERS: dict[str, Callable[[Context], None]] = {"prepare": prepare.run, "init": init.run}
+OTHERS: dict[str, Callable[[Context], None]] = {"prepare": prepare.run, "init": init.run, "evaluate": evaluate.run}
 """Stages that train nothing; each leaves its result in the run, and knows by itself what of it stands already."""
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from modelwright.errors import GateClosed
 from modelwright.runs.folder import read_json, write_json
-from modelwright.stages import lineage, record
+from modelwright.stages import evaluate, lineage, record
 from modelwright.stages.context import Context
 from modelwright.stages.flow import State
 from modelwright.stages.gate import verdict_on
@@ -22,6 +22,7 @@ def promote(context: Context, kind: Kind, stage: str, found: Ingredients) -> Sta
     last = list(context.recipe.stages)[-1]
     if stage == last or set(context.recipe.gate_of(stage)) & kind.shown:
         metrics |= kind.show(context, found, stage)
+    metrics |= evaluate.metrics_of(context, stage)
     verdict = verdict_on(context.loaded, stage, metrics)
     acceptance = None if verdict.open else lineage.accepted(context, verdict)
     told = {**verdict.as_json(), "accepted": acceptance, "metrics": metrics}

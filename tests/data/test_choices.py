@@ -1,0 +1,86 @@
+"""Questions with options are read out of the columns that people use for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from modelwright.data.choices import Choice, choice, choices
+from modelwright.data.files import Row
+from modelwright.errors import DataError
+
+ASKED = "Question: What burns?\nAnswer:"
+WOOD = ("stone", "wood")
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "options", "answer"),
+    [
+        ({"question": "What burns?", "choices": ["stone", "wood"], "answer": 1}, ASKED, WOOD, 1),
+        ({"question": "What burns?", "choices": ["stone", "wood"], "answer": "B"}, ASKED, WOOD, 1),
+        ({"question": "What burns?", "options": ["stone", "wood"], "answer": "wood"}, ASKED, WOOD, 1),
+        (
+            {"question": "What burns?", "choices": {"text": ["stone", "wood"], "label": ["A", "B"]}, "answerKey": "B"},
+            ASKED,
+            WOOD,
+            1,
+        ),
+        (
+            {"question": "What burns?", "choices": {"text": ["stone", "wood"], "label": ["1", "2"]}, "answerKey": "2"},
+            ASKED,
+            WOOD,
+            1,
+        ),
+        (
+            {
+                "question": "What burns?",
+                "choices": [{"label": "A", "text": "stone"}, {"label": "B", "text": "wood"}],
+                "answerKey": "A",
+            },
+            ASKED,
+            WOOD,
+            0,
+        ),
+        ({"question": "What burns?", "A": "stone", "B": "wood", "answer": "B"}, ASKED, WOOD, 1),
+        ({"question": "What burns?", "option_a": "stone", "option_b": "wood", "answer": "b"}, ASKED, WOOD, 1),
+        ({"ctx": "He lit the", "endings": ["stone", "wood"], "label": "1"}, "He lit the", WOOD, 1),
+        ({"goal": "Make a fire", "sol1": "stone", "sol2": "wood", "label": 0}, "Make a fire", WOOD, 0),
+        (
+            {"premise": "It burnt", "question": "cause", "choice1": "stone", "choice2": "wood", "label": 1},
+            "It burnt because",
+            WOOD,
+            1,
+        ),
+        (
+            {"sentence": "He lit the _ with care.", "option1": "stone", "option2": "wood", "answer": "2"},
+            "He lit the",
+            ("stone with care.", "wood with care."),
+            1,
+        ),
+        (
+            {"passage": "Fire.", "question": "Does wood burn?", "answer": True},
+            "Fire.\nQuestion: Does wood burn?\nAnswer:",
+            ("no", "yes"),
+            1,
+        ),
+    ],
+)
+def test_the_usual_shapes(row: dict[str, Any], prompt: str, options: tuple[str, ...], answer: int) -> None:
+    assert choice(row) == Choice(prompt, options, answer)
+
+
+def test_what_is_no_question_is_told_with_its_place_and_columns() -> None:
+    rows = [
+        Row("q.jsonl:1", {"question": "What burns?", "answer": 1}),
+        Row("q.jsonl:2", {"question": "What burns?", "choices": ["a", "b"]}),
+        Row("q.jsonl:3", {"question": "What burns?", "choices": ["a", "b"], "answer": 7}),
+        Row("q.jsonl:4", {"choices": ["a", "b"], "answer": 0}),
+    ]
+    with pytest.raises(DataError) as caught:
+        choices(rows)
+    told = str(caught.value).splitlines()
+    assert "q.jsonl:1: there are no options to choose from; the columns are question, answer" in told[0]
+    assert "q.jsonl:2: there is no right answer" in told[1]
+    assert told[2] == "q.jsonl:3: answer is 7, which names none of the 2 options"
+    assert "q.jsonl:4: there is no question" in told[3]

@@ -1,0 +1,115 @@
+"""The whole pipeline, from raw text to the adapter: every stage happens, and kills anywhere in it leave no trace.
+
+More kills by hand: PIPELINE_KILLS=15 python -m pytest tests/distributed/test_pipeline.py -k kills
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelwright.data.shards import Shards
+from modelwright.runs.folder import RunFolder, read_json
+from rig import SLOW, Rig, told, trace
+
+KILLS = int(os.environ.get("PIPELINE_KILLS", "3"))
+SEED = 20261115
+STAGES = ("pretrain", "sft", "dpo", "lora")
+CUT = [
+    *("gates_file=null", "pretrain.data.max_rows=30", "pretrain.data.test_size=4", "evaluate.max_rows=2"),
+    *("model.architecture.hidden_size=32", "model.architecture.intermediate_size=64", "prepare.vocab_size=512"),
+    *("pretrain.max_steps=10", "sft.max_steps=4", "dpo.max_steps=4", "lora.max_steps=4"),
+    *(f"{stage}.save_steps=2" for stage in STAGES),
+    *(f"{stage}.data.max_rows=12" for stage in STAGES[1:]),
+    *(f"{stage}.data.test_size=2" for stage in STAGES[1:]),
+    *("prepare.workers=1", "prepare.max_lost_share=1", "compare.max_new_tokens=4"),
+]
+"""The twin's recipe with fewer steps, rows and weights: the same stages in seconds."""
+
+
+def command(folder: Path, *more: str) -> list[str]:
+    sets = [f"output_dir={folder / 'run'}", *CUT]
+    return ["run", "llama-tiny", *(word for each in sets for word in ("--set", each)), *more]
+
+
+def everything(run: Path) -> dict[str, Any]:
+    """What two runs of the pipeline must have in common."""
+    folder = RunFolder(run)
+    traces = {stage: trace(run, stage) for stage in STAGES}
+    del traces["lora"]["files"]["adapter_config.json"]  # it names the folder of the model that it adapts
+    adapter = read_json(folder.model("lora") / "adapter_config.json")
+    return {
+        "shards": Shards.open(folder.packed).fingerprint,
+        "init": read_json(folder.result("init"))["files"],
+        **traces,
+        "adapter": {**adapter, "base_model_name_or_path": None},
+        "evaluations": read_json(folder.evaluation("comparison")),
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """A run that nothing happened to, and how long it took."""
+    folder, began = tmp_path_factory.mktemp("whole"), time.monotonic()
+    code, output = rig.run(command(folder), folder, first=SLOW)
+    assert code == 0, output
+    return folder / "run", time.monotonic() - began
+
+
+@pytest.mark.slow
+def test_every_stage_happens_in_its_order_each_from_the_one_before(whole: tuple[Path, float]) -> None:
+    run, _ = whole
+    flow = ("prepare", "init", *STAGES, "evaluate")
+    assert told(run, "flow")[-1]["stages"] == [{"stage": stage, "state": "done"} for stage in flow]
+    lineage = read_json(RunFolder(run).lineage)["stages"]
+    for parent, stage in pairwise(STAGES):
+        assert lineage[stage]["parent_model"] == lineage[parent]["model"]
+    assert set(read_json(RunFolder(run).evaluation("comparison"))) == {"base", *STAGES}
+
+
+@pytest.mark.slow
+def test_random_kills_over_the_whole_pipeline_leave_no_trace(
+    rig: Rig, whole: tuple[Path, float], tmp_path: Path
+) -> None:
+    run, seconds = whole
+    draw, landed = random.Random(SEED), []
+    for _ in range(KILLS):
+        trial = rig.start(command(tmp_path), tmp_path, first=SLOW)
+        moment = draw.uniform(0.05, seconds * 2.0 / (KILLS + 1))
+        time.sleep(moment)
+        os.kill(trial.pid, signal.SIGKILL)
+        if trial.wait() == -signal.SIGKILL:
+            flows = told(tmp_path / "run", "flow") if (tmp_path / "run/journal.jsonl").exists() else []
+            landed.append((round(moment, 2), flows[-1]["stage"] if flows else "start"))
+    code, output = rig.run(command(tmp_path), tmp_path)
+    assert code == 0, output
+    assert everything(tmp_path / "run") == everything(run), f"seed {SEED}, kills {landed}"
+    print(f"{len(landed)} of {KILLS} kills landed: {landed}")
+    assert len(landed) >= KILLS // 2
+
+
+@pytest.mark.slow
+def test_a_gate_that_cannot_be_met_stops_the_line_with_3_until_it_is_accepted_with_a_reason(
+    rig: Rig, tmp_path: Path
+) -> None:
+    strict = ("--set", "gates={sft: {eval_loss: {at_most: 0.01}}}", "--until", "dpo")
+    code, output = rig.run(command(tmp_path, *strict), tmp_path)
+    folder = RunFolder(tmp_path / "run")
+    assert code == 3, output
+    assert "sft ✘ → dpo ·" in output
+    assert not folder.stage("dpo").exists()
+    assert read_json(folder.gate("sft"))["open"] is False
+    code, output = rig.run(command(tmp_path, *strict, "--from", "dpo"), tmp_path)
+    assert (code, folder.stage("dpo").exists()) == (3, False), output
+    code, output = rig.run(command(tmp_path, *strict, "--accept-gate", "sft", "--reason", "a trial"), tmp_path)
+    assert code == 0, output
+    assert "accepted: a trial" in output
+    assert "sft ✔ (accepted) → dpo ✔" in output
+    assert "with this reason: a trial." in (folder.model("dpo") / "README.md").read_text(encoding="utf-8")

@@ -1,0 +1,130 @@
+"""Every model of a run is measured in the same way, once, and gates may ask for it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from modelwright.cli.main import main
+from modelwright.data.choices import Choice
+from modelwright.data.tokenizer import Encoder
+from modelwright.errors import GateClosed, ModelError
+from modelwright.models.text import load_model, load_tokenizer
+from modelwright.recipe.load import load
+from modelwright.runs.folder import RunFolder, read_json
+from modelwright.stages import pipeline
+from modelwright.tasks.measure import accuracy_of_choices, loss_of_texts
+from rig import told
+from tiny import tiny_recipe
+
+TEXTS = ["The tent is dry.", "A map, a rope and a stove." * 6, "Boots."]
+QUESTION = {"question": "What is dry?", "choices": ["the tent", "the sea"], "answer": 0}
+
+
+def test_the_loss_of_texts_is_that_of_the_model_itself(model_folder: Path) -> None:
+    model, encoder = load_model(model_folder).eval(), Encoder.open(model_folder)
+    found = loss_of_texts(model, encoder, TEXTS, max_length=512)
+    summed, counted = 0.0, 0
+    for text in TEXTS:
+        tokens = torch.tensor(encoder.encode([text]).tokens.astype("int64"))[None]
+        with torch.no_grad():
+            summed += float(model(input_ids=tokens, labels=tokens).loss) * (tokens.numel() - 1)
+        counted += tokens.numel() - 1
+    assert found["text_loss"] == pytest.approx(summed / counted, rel=1e-5)
+    assert found["text_perplexity"] == pytest.approx(math.exp(summed / counted), rel=1e-4)
+    size = sum(len(text.encode()) for text in TEXTS)
+    assert found["text_bits_per_byte"] == pytest.approx(summed / math.log(2) / size, rel=1e-5)
+
+
+def test_the_likeliest_option_is_that_of_the_model_itself(model_folder: Path) -> None:
+    model, tokenizer = load_model(model_folder).eval(), load_tokenizer(model_folder)
+    options = ("wet boots", "a rope", "the long way round the lake", "no")
+    likely = []
+    for option in options:
+        before, after = tokenizer("Question: Why?\nAnswer:")["input_ids"], tokenizer(f" {option}")["input_ids"]
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([before + after])).logits[0].log_softmax(-1)
+        likely.append(sum(float(logits[len(before) + n - 1, token]) for n, token in enumerate(after)))
+    by_byte = [value / len(option.encode()) for value, option in zip(likely, options, strict=True)]
+    for scores, metric in ((likely, "choice_accuracy"), (by_byte, "choice_accuracy_norm")):
+        best = scores.index(max(scores))
+        for answer in range(len(options)):
+            found = accuracy_of_choices(model, tokenizer, [Choice("Question: Why?\nAnswer:", options, answer)], 64)
+            assert found[metric] == float(answer == best)
+
+
+def evaluated_recipe(folder: Path, model: Path, *lines: str) -> Path:
+    recipe = tiny_recipe(folder, model, max_steps=2)
+    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS) + "\n")
+    (folder / "quiz.jsonl").write_text(json.dumps(QUESTION) + "\n")
+    text = [
+        "evaluate:",
+        "  text: text.jsonl",
+        "  multiple_choice: quiz.jsonl",
+        "  prompts: [The tent]",
+        "  max_new_tokens: 3",
+    ]
+    recipe.write_text("\n".join([recipe.read_text(), *text, *lines]) + "\n")
+    return recipe
+
+
+def test_base_and_stages_are_measured_alike_and_a_gate_may_compare_them(model_folder: Path, tmp_path: Path) -> None:
+    gates = (
+        "gates:",
+        "  sft:",
+        "    text_loss: {at_most: 0.5, plus: base_text_loss}",
+        "    choice_accuracy: {at_least: 0}",
+    )
+    recipe = evaluated_recipe(tmp_path, model_folder, *gates)
+    folder = pipeline.run(load(recipe, environ={}))
+    metrics = read_json(folder.gate("sft"))["metrics"]
+    assert metrics["text_loss"] != metrics["base_text_loss"]
+    table = read_json(folder.evaluation("comparison"))
+    assert table["base"]["text_loss"] == metrics["base_text_loss"]
+    assert table["sft"]["text_loss"] == metrics["text_loss"]
+    assert [event["model"] for event in told(folder.path, "evaluated")] == ["base", "sft"]
+    assert told(folder.path, "flow")[-1]["stages"][-1] == {"stage": "evaluate", "state": "done"}
+    with pytest.raises(GateClosed, match=r"text_loss .*, needs at most .* = base_text_loss .* - 5"):
+        pipeline.run(load(recipe, ["gates={sft: {text_loss: {at_most: -5, plus: base_text_loss}}}"], {}))
+    assert len(told(folder.path, "evaluated")) == 2  # the measurements stood already
+
+
+def test_eval_measures_a_run_and_a_model_by_themselves(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = evaluated_recipe(tmp_path, model_folder)
+    pipeline.run(load(recipe, ["evaluate=null"], {}))
+    capsys.readouterr()
+    monkeypatch.chdir(tmp_path)
+    asked = ["--text", "text.jsonl", "--multiple-choice", "quiz.jsonl", "--json"]
+    run, model = (evaluated(["eval", target, *asked], capsys) for target in ("run", str(model_folder)))
+    assert run["base"]["metrics"] == model[str(model_folder)]["metrics"]
+    assert set(run) == {"base", "sft"}
+    with pytest.raises(SystemExit) as stop:
+        main(["eval", str(model_folder)])
+    assert stop.value.code == 2
+    assert "add --text, --multiple-choice, --prompt or --task" in capsys.readouterr().err
+
+
+def evaluated(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_tasks_without_lm_eval_are_one_letter(model_folder: Path, tmp_path: Path) -> None:
+    try:
+        import lm_eval  # noqa: F401
+    except ImportError:
+        with pytest.raises(ModelError, match=r"not installed: pip install 'modelwright\[eval\]'"):
+            pipeline.run(load(evaluated_recipe(tmp_path, model_folder), ["evaluate.tasks=[arc_easy]"], {}))
+        assert not RunFolder(tmp_path / "run").evaluation("base").exists()
+    else:
+        pytest.skip("lm-eval is installed here")
