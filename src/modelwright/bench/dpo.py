@@ -6,9 +6,11 @@ model in memory. On a GPU the model has the shape of Llama 1B; on a CPU it is sm
 
 from __future__ import annotations
 
+import json
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -66,7 +68,7 @@ class Pace:
     """Most memory held on the GPU, in bytes; 0 on a CPU."""
 
 
-def measure(work: Work | None = None, ways: tuple[str, ...] = ()) -> dict[str, Any]:
+def measure(work: Work | None = None, ways: Collection[str] = ()) -> dict[str, Any]:
     """Train every way in turn; a way that fails is told with its reason, and the others go on."""
     import torch
 
@@ -75,12 +77,12 @@ def measure(work: Work | None = None, ways: tuple[str, ...] = ()) -> dict[str, A
     sides: dict[str, Callable[[Path], Pace]] = {
         "modelwright": lambda place: train_ours(place, work, "auto", compiled=gpu),
     }
-    if gpu:
-        sides["modelwright, flex attention"] = lambda place: train_ours(place, work, "flex_attention", compiled=True)
-        sides["modelwright, not compiled"] = lambda place: train_ours(place, work, "auto", compiled=False)
     if installed("trl") is not None:
         sides["trl"] = lambda place: train_theirs(place, work, cached=True)
         sides["trl, reference in memory"] = lambda place: train_theirs(place, work, cached=False)
+    if gpu:
+        sides["modelwright, not compiled"] = lambda place: train_ours(place, work, "auto", compiled=False)
+        sides["modelwright, flex attention"] = lambda place: train_ours(place, work, "flex_attention", compiled=True)
     found: dict[str, Any] = {"setting": f"{work}, {'bf16 arithmetic' if gpu else 'fp32, pairs per CPU-second'}"}
     with tempfile.TemporaryDirectory() as place:
         make_model(Path(place), work)
@@ -91,6 +93,7 @@ def measure(work: Work | None = None, ways: tuple[str, ...] = ()) -> dict[str, A
                 found[name] = _side(train(Path(place)), work)
             except Exception as error:  # a peer that fails must not cost the other figures
                 found[name] = {"failed": f"{type(error).__name__}: {error}"[:400]}
+            print(json.dumps({name: found[name]}), file=sys.stderr, flush=True)  # a kill loses only what is to come
             if gpu:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()

@@ -131,13 +131,17 @@ def survival(
     _measure(benchmark, "survival", save, as_json, scene=scene, data=data)
 
 
-def dpo(save: Save = False, as_json: Json = False) -> None:
+def dpo(
+    ways: Annotated[list[str] | None, typer.Option("--way", help="Only this way, such as modelwright or trl.")] = None,
+    save: Save = False,
+    as_json: Json = False,
+) -> None:
     """Pairs per second of our DPO, beside TRL's DPOTrainer."""
     from modelwright.bench import dpo as benchmark
     from modelwright.runs.caches import prepare_environment
 
     prepare_environment()
-    _measure(benchmark, "dpo", save, as_json)
+    _measure(benchmark, "dpo", save, as_json, ways=ways or ())
 
 
 def speed(
