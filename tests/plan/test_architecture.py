@@ -73,6 +73,15 @@ def test_what_moves_is_counted_as_the_real_model_counts_it(family: str, way: Any
     assert (moves.trained, moves.total) == (counted.trained, counted.total)
 
 
+def test_dora_learns_a_length_for_each_output_too() -> None:
+    plain, dora = (
+        movement(shape("smollm3-3b"), Sft.model_validate({"trainable": "lora", "use_dora": wish}))
+        for wish in (False, True)
+    )
+    outputs = sum(size for _, size in shape("smollm3-3b").linears.values())
+    assert dora.trained - plain.trained == 36 * outputs
+
+
 def test_more_layers_than_there_are_is_refused() -> None:
     with pytest.raises(ModelError, match="last_layers is 40, but the model has 36 layers"):
         movement(shape("smollm3-3b"), Sft.model_validate({"trainable": {"last_layers": 40}}))

@@ -120,6 +120,13 @@ def test_checkpointing_sharding_and_bf16_weights_each_take_less() -> None:
     assert memory(replace(llama(), accumulation=4)).total >= plain, "gradients stay through accumulation"
 
 
+def test_quantised_layers_are_a_quarter_of_bf16_and_the_ends_stay() -> None:
+    shape = shape_of(KNOWN["llama-7b"], "llama-7b", "a test")
+    plain = Work(shape, movement(shape, Sft.model_validate({"trainable": "lora"})), 1, 512, weights="bf16")
+    saved = memory(plain).parts["weights"] - memory(replace(plain, quantization="nf4")).parts["weights"]
+    assert saved == pytest.approx(32 * shape.layer_matrices * (2 - 0.52))
+
+
 def test_sharding_over_a_machine_holds_more_than_over_all() -> None:
     over_all = memory(llama(sharding="fsdp", world=16, per_node=8)).total
     assert memory(llama(sharding="hsdp", world=16, per_node=8)).total > over_all

@@ -203,10 +203,11 @@ def _low_rank(shape: TextShape, parts: Parts) -> int:
     """Numbers in the low-rank matrices: rank times inputs and outputs of each matrix they sit beside."""
     wanted = parts.lora_target_modules
     names = set(shape.linears) if wanted == "all-linear" else {wanted} if isinstance(wanted, str) else set(wanted)
-    sizes = [sum(size) for name, size in shape.linears.items() if name in names]
-    if not sizes:
+    beside = [size for name, size in shape.linears.items() if name in names]
+    if not beside:
         raise ModelError(f"model: lora_target_modules names none of {', '.join(shape.linears)}")
-    return shape.layers * parts.lora_r * sum(sizes)
+    lengths = sum(outputs for _, outputs in beside) if parts.use_dora else 0  # DoRA also learns how long each row is
+    return shape.layers * (parts.lora_r * sum(map(sum, beside)) + lengths)
 
 
 def shape_of(config: Mapping[str, Any], name: str, source: str) -> TextShape:

@@ -15,7 +15,7 @@ from modelwright.plan.memory import Memory, memory
 from modelwright.plan.stage import StagePlan
 from modelwright.plan.time import StepTime, step_time
 from modelwright.plan.work import Work
-from modelwright.recipe.training import Images, Parts, Training
+from modelwright.recipe.training import Images, Parts, Preference, Training
 
 PRICES = Path(__file__).parent / "prices.json"
 SMALL, RECORDINGS = 2_000_000_000, 4
@@ -161,6 +161,8 @@ def work_of(shape: Shape, settings: Training, plan: StagePlan, rows: Rows, machi
         mean_width=2 if settings.exp_avg_dtype == "bf16" else 4,
         kept_layers=frozen,
         masked=bool(getattr(settings, "share_prompt", False)),
+        chunked_loss=not isinstance(settings, Preference),  # pairs are judged by logits that stand whole
+        quantization=getattr(settings, "quantization", "none"),
         sharding=plan.sharding,
         world=plan.world,
         per_node=per_node,

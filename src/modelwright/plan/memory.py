@@ -16,6 +16,8 @@ MOMENT_BYTES = {"adamw_torch": 8, "sgd": 4}
 """Bytes an optimizer keeps for each weight that moves, in fp32."""
 LOSS_BYTES, TOLD_BYTES = 12, 10
 """Bytes per logit at the fullest moment of the loss: three fp32 copies backward; bf16 and two fp32 forward."""
+QUANTISED = {"nf4": 0.52, "int8": 1.01}
+"""Bytes of a quantised number, with the scales of its block."""
 CONTEXT = 0.6e9
 """Bytes a CUDA process takes before the first tensor: the context, the libraries' workspaces."""
 MARGIN = 0.03
@@ -90,7 +92,10 @@ def memory(work: Work, fitted: Fitted = GUESSED_MEMORY) -> Memory:
 def _steady(work: Work) -> dict[str, float]:
     """What is there at every moment."""
     trained, frozen = work.moves.trained, work.moves.total - work.moves.trained
-    whole = trained * work.kept_width + frozen * (0.56 if work.four_bit else work.kept_width)
+    whole = float((trained + frozen) * work.kept_width)
+    if work.quantization in QUANTISED and isinstance(work.shape, TextShape):
+        matrices = work.shape.layers * work.shape.layer_matrices
+        whole -= matrices * (work.kept_width - QUANTISED[work.quantization])
     return {
         "weights": whole / work.shards,
         "optimizer": trained * _state_bytes(work) / work.shards,

@@ -56,8 +56,8 @@ class Work:
     """Shapes of rows that are recorded, each with memory of its own."""
     mean_width: int = 4
     """Bytes of the gradients' mean that AdamW keeps."""
-    four_bit: bool = False
-    """Whether frozen matrices are kept in 4 bits."""
+    quantization: str = "none"
+    """What frozen matrices of the layers are kept in: nf4, int8, or as the other weights."""
     sharding: str = "ddp"
     """How devices share the model: ddp keeps it whole, fsdp splits it over all, hsdp over each machine."""
     world: int = 1
