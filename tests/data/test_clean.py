@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -63,3 +64,10 @@ def test_rules_of_ones_own_are_regular_expressions() -> None:
 def test_text_that_repeats_itself_is_measured_by_its_word_runs() -> None:
     shares = repeated_share(shingle([PROSE, "one two three four five six " * 20, "a b"], 5))
     assert shares[0] == 0 and shares[1] > 0.9 and shares[2] == 0
+
+
+def test_a_line_of_a_hundred_thousand_letters_and_ten_thousand_empty_ones_cost_nothing() -> None:
+    long = f"{PROSE}{'x' * 100_000}\n{'- ' * 50_000}\n{'.' * 100_000}{chr(10) * 10_000}{PROSE}"
+    begun = time.process_time()
+    clean(long, Prepare())
+    assert time.process_time() - begun < 0.5

@@ -11,11 +11,11 @@ from modelwright.recipe.values import Frozen, Regex
 Share = Annotated[float, Field(ge=0, le=1)]
 
 BOILERPLATE = [
-    r"(?i)^\W*(please )?(enable|activate|turn on) (javascript|cookies)\b.*",
-    r"(?i)^\W*(this|our) (web ?)?site uses cookies\b.*",
-    r"(?i)^\W*(accept|manage|reject) (all )?cookies\W*$",
-    r"(?i)^\W*(terms (of|and) (use|service|conditions)|privacy policy|cookie policy|all rights reserved)\W*$",
-    r"(?i)^\W*(share|tweet|print|email|follow us)( this)?( on \w+)?\W*$",
+    r"(?i)[^\w\n]*(please )?(enable|activate|turn on) (javascript|cookies)\b.*",
+    r"(?i)[^\w\n]*(this|our) (web ?)?site uses cookies\b.*",
+    r"(?i)[^\w\n]*(accept|manage|reject) (all )?cookies[^\w\n]*",
+    r"(?i)[^\w\n]*(terms (of|and) (use|service|conditions)|privacy policy|cookie policy|all rights reserved)[^\w\n]*",
+    r"(?i)[^\w\n]*(share|tweet|print|email|follow us)( this)?( on \w+)?[^\w\n]*",
     r"(?i).*\blorem ipsum dolor\b.*",
 ]
 
