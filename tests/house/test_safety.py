@@ -28,6 +28,7 @@ READ_THE_ENVIRONMENT = {
         "launch/progress.py",
         "launch/doctor.py",
         "bench/cluster.py",
+        "launch/preflight.py",
     ),  # these hand it on to other processes
 }
 

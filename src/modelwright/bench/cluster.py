@@ -90,6 +90,33 @@ class Cluster:
         subprocess.run(["ip", "-n", self.names[0], "link", "set", "mw0", state], check=True)
 
 
+CLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <sys/time.h>
+#include <time.h>
+int clock_gettime(clockid_t id, struct timespec *at) {
+    static int (*real)(clockid_t, struct timespec *);
+    if (!real) real = (int (*)(clockid_t, struct timespec *))dlsym(RTLD_NEXT, "clock_gettime");
+    int code = real(id, at);
+    if (!code && (id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE)) at->tv_sec += SECONDS;
+    return code;
+}
+"""
+"""A clock that is wrong for whoever is started with it, and for nothing else that tells time."""
+
+
+def wrong_clock(folder: Path, seconds: int) -> tuple[str, ...] | None:
+    """Words to put before a command, so that its wall clock is ahead; None where there is no compiler."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        return None
+    source, library = folder / "clock.c", folder / "clock.so"
+    source.write_text(CLOCK.replace("SECONDS", str(seconds)), encoding="utf-8")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=True)
+    return ("env", f"LD_PRELOAD={library}")
+
+
 def environment(more: Mapping[str, str]) -> dict[str, str]:
     """What a node's processes find: this very package, one thread, no hub."""
     here = str(Path(__file__).resolve().parents[2])

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from modelwright.bench.cluster import ADDRESSES, Cluster, Process, cluster, environment, left_of, missing
+from modelwright.bench.cluster import ADDRESSES, Cluster, Process, cluster, environment, left_of, missing, wrong_clock
 from modelwright.runs import journal
 
 STEPS, PATIENCE_SECONDS = 120, 240.0
@@ -153,7 +153,9 @@ def lose_a_node(scene: Scene) -> dict[str, float]:
 
 def skew_a_clock(scene: Scene) -> dict[str, float]:
     """Start the second node 90 s ahead of its time."""
-    both = scene.start(("env", "FAKETIME_DONT_FAKE_MONOTONIC=1", "faketime", "-f", "+90s"))
+    prefix = wrong_clock(scene.folder, 90)
+    assert prefix is not None
+    both = scene.start(prefix)
     wait_for(lambda: all(node.popen.poll() is not None for node in both), "both are refused", scene.place)
     refused = [node for node in both if node.popen.returncode == 77 and "clock" in node.output]
     return {"clock_skew": float(len(refused))}
@@ -176,7 +178,7 @@ def measure(only: Sequence[str] = ()) -> dict[str, Any]:
             found |= _scene(Path(place) / "two", reference, faults, kept)
         if {"node_lost", "launcher_killed"} & chosen:
             found |= _scene(Path(place) / "elastic", reference, [lose_a_node], kept, nodes="1:2")
-        if "clock_skew" in chosen and shutil.which("faketime"):
+        if "clock_skew" in chosen and (shutil.which("cc") or shutil.which("gcc")):
             with cluster() as nodes:
                 found |= skew_a_clock(Scene(nodes, prepare(Path(place) / "skew")))
     return {"faults": {name: _judged(name, figure) for name, figure in found.items()}, "unchanged": kept}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,17 +24,27 @@ def doctor(
         str | None, typer.Argument(metavar="[RECIPE]", help="Whether this recipe can run here; else the machine alone.")
     ] = None,
     sets: SetOption = None,
+    nodes: Annotated[str | None, typer.Option(help="Look at so many nodes together; start it on each.")] = None,
+    node_rank: Annotated[int | None, typer.Option(help="With --nodes: this node's number.")] = None,
+    main_address: Annotated[str | None, typer.Option(help="With --nodes: node 0, as the others reach it.")] = None,
+    port: Annotated[int | None, typer.Option(help="With --nodes: its port; 29500 without it.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say what this machine can do, and how to mend what it cannot; exit 0 only if the recipe can run."""
     from modelwright.launch.doctor import examine
+    from modelwright.launch.nodes import Asked
     from modelwright.launch.patient import checks
+    from modelwright.launch.preflight import look_at_nodes
     from modelwright.recipe.load import load
     from modelwright.runs.caches import prepare_environment
 
     loaded = load(recipe, sets or ()) if recipe else None
     prepare_environment()
-    found = examine(checks(loaded))
+    if nodes:
+        shared = Path(loaded.recipe.run_dir) if loaded else None
+        found = look_at_nodes(Asked(nodes, node_rank, main_address, port), shared)
+    else:
+        found = examine(checks(loaded))
     failed = [check for check in found if check.state == "fail"]
     if as_json:
         told = {"ok": not failed, "recipe": loaded.recipe.name if loaded else None,
@@ -45,7 +56,7 @@ def doctor(
             typer.echo(f"{check.state:<4}  {check.name:<{width}}  {check.found}")
             if check.fix:
                 typer.echo(f"{'':<4}  {'':<{width}}  → {check.fix}")
-        whom = f"{loaded.recipe.name} " if loaded else "this machine "
+        whom = f"{loaded.recipe.name} " if loaded else "these nodes " if nodes else "this machine "
         typer.echo(f"\n{whom}{'cannot run yet: ' + ', '.join(c.name for c in failed) if failed else 'can run'}")
     if failed:
         raise typer.Exit(UNFIT)
