@@ -115,7 +115,7 @@ def test_packed_documents_are_apart_at_full_speed(model_folder: Path) -> None:
 def test_recorded_steps_compute_what_unrecorded_steps_compute() -> None:
     work = speed.Work(2, 256, 512, 4, 2, rows=2, length=128, words=1024)
     plain, recorded = (
-        speed.train_ours(work, speed.Way(when, {"precision": "bf16", "cuda_graphs": when}), 12)
+        speed.train_ours(work, speed.Way(when, {"precision": "bf16", "cuda_graphs": when}), speed.rows_of(work, 12))
         for when in ("never", "always")
     )
     assert recorded.losses == pytest.approx(plain.losses, rel=2e-3)
@@ -125,6 +125,8 @@ def test_recorded_steps_compute_what_unrecorded_steps_compute() -> None:
 def test_fp8_learns_what_bf16_learns() -> None:
     pytest.importorskip("torchao")
     work = speed.Work(2, 256, 512, 4, 2, rows=8, length=128, words=1024)
-    exact = speed.train_ours(work, speed.Way("bf16", {"precision": "bf16"}), 12)
-    eighth = speed.train_ours(work, speed.Way("fp8", {"precision": "fp8", "torch_compile": True}), 12)
+    exact = speed.train_ours(work, speed.Way("bf16", {"precision": "bf16"}), speed.rows_of(work, 12))
+    eighth = speed.train_ours(
+        work, speed.Way("fp8", {"precision": "fp8", "torch_compile": True}), speed.rows_of(work, 12)
+    )
     assert eighth.losses == pytest.approx(exact.losses, rel=2e-2)

@@ -11,12 +11,15 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from statistics import median
+from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
 
 SEED = 42
+LATE = 50
+"""Steps at the end whose mean loss is compared."""
 WORDS = 50_304
 
 
@@ -56,9 +59,12 @@ class Way:
     """TrainingArguments, where the HF Trainer does it."""
 
 
+EXACT = "ours, fp32 weights and autocast"
+"""What the other ways' losses are held against."""
 COMPILED = {"precision": "bf16", "torch_compile": True}
 WORKS = {
     "tiny": Work(2, 64, 128, 4, 2, rows=2, length=64, words=512),
+    "135m": Work(30, 576, 1536, 9, 3, rows=16, length=512),
     "0.5b": Work(14, 1536, 4096, 12, 4, rows=8, length=512),
     "6b": Work(32, 4096, 11008, 32, 8, rows=8, length=2048, accumulation=4),
 }
@@ -67,11 +73,18 @@ WAYS = {
         Way("ours, fp32", {"precision": "fp32"}),
         Way("HF Trainer, fp32", peer={"use_cpu": True}),
     ),
+    "135m": (
+        Way(EXACT, {**COMPILED, "weights": "fp32"}),
+        Way("ours, bf16", COMPILED),
+        Way("ours, bf16, mean in bf16", {**COMPILED, "exp_avg_dtype": "bf16"}),
+        Way("ours, fp8", {**COMPILED, "precision": "fp8"}),
+        Way("HF Trainer, bf16, eager", peer={"bf16": True}),
+    ),
     "0.5b": (
         Way("ours, bf16", COMPILED),
         Way("ours, bf16, not recorded", {**COMPILED, "cuda_graphs": "never"}),
         Way("ours, fp8", {**COMPILED, "precision": "fp8"}),
-        Way("ours, fp32 weights and autocast", {**COMPILED, "weights": "fp32"}),
+        Way(EXACT, {**COMPILED, "weights": "fp32"}),
         Way("HF Trainer, bf16, eager", peer={"bf16": True}),
         Way("HF Trainer, bf16, torch_compile", peer={"bf16": True, "torch_compile": True}),
     ),
@@ -97,8 +110,11 @@ class Pace:
     """Seconds before the second step began: loading, compiling, recording."""
 
 
-def measure(work: str = "", ways: Sequence[str] = (), steps: int = 12) -> dict[str, Any]:
-    """Each way in turn over the same rows; a way that fails tells why and the others go on."""
+def measure(work: str = "", ways: Sequence[str] = (), steps: int = 12, tokens: Path | None = None) -> dict[str, Any]:
+    """Each way in turn over the same rows; a way that fails tells why and the others go on.
+
+    tokens: an .npy of token numbers of real text, in place of made-up rows; then the curves can be held together.
+    """
     import torch
 
     work = work or ("0.5b" if torch.cuda.is_available() else "tiny")
@@ -112,10 +128,9 @@ def measure(work: str = "", ways: Sequence[str] = (), steps: int = 12) -> dict[s
             torch.cuda.reset_peak_memory_stats()
         torch._dynamo.reset()
         try:
-            pace = (
-                train_theirs(WORKS[work], way, steps) if way.peer is not None else train_ours(WORKS[work], way, steps)
-            )
-            told["ways"][way.name] = _figures(WORKS[work], pace)
+            rows = rows_of(WORKS[work], steps, tokens)
+            train = train_ours if way.peer is None else train_theirs
+            told["ways"][way.name] = _figures(WORKS[work], train(WORKS[work], way, rows))
         except Exception as error:  # one way must not take the others with it
             told["ways"][way.name] = {"failed": str(error).strip().splitlines()[:1] or [type(error).__name__]}
         print(way.name, told["ways"][way.name], flush=True)
@@ -133,13 +148,25 @@ def lines(figures: dict[str, Any]) -> Iterator[str]:
         yield (
             f"  {name}: {way['tokens_per_second']:,.0f} tokens/s{share}, {way['memory_gb']:.1f} GB, "
             f"{way['start_seconds']:.0f} s to start, loss {way['loss_first']:.3f} → {way['loss_last']:.3f}"
+            + gap_to_exact(figures, name)
         )
 
 
-def rows_of(work: Work, steps: int) -> np.ndarray[Any, Any]:
-    """Rows that can be learnt: [rows, length], a walk through the vocabulary whose next word often follows a rule."""
+def gap_to_exact(figures: dict[str, Any], name: str) -> str:
+    """How far a way's loss ends from that of exact fp32 weights, where those were measured for long enough."""
+    curves = {way: figures["ways"].get(way, {}).get("losses", [])[-LATE:] for way in (EXACT, name)}
+    if name == EXACT or figures["steps"] < 2 * LATE or not all(curves.values()):
+        return ""
+    exact, other = (mean(curve) for curve in curves.values())
+    return f", {other / exact - 1:+.2%} of exact weights' over the last {LATE} steps"
+
+
+def rows_of(work: Work, steps: int, tokens: Path | None = None) -> np.ndarray[Any, Any]:
+    """Rows that can be learnt: [rows, length]. Without text, a walk whose next word often follows a rule."""
     draw = np.random.default_rng(SEED)
     count = work.rows * work.accumulation * steps
+    if tokens is not None:
+        return np.resize(np.load(tokens).astype(np.int64), (count, work.length))
     words = draw.zipf(1.2, (count, work.length)).astype(np.int64) % (work.words - 1) + 1
     follows = draw.random(words.shape) < 0.5
     for place in range(1, work.length):
@@ -192,7 +219,7 @@ class Rows:
         return self.batch(rows, 0)
 
 
-def train_ours(work: Work, way: Way, steps: int) -> Pace:
+def train_ours(work: Work, way: Way, rows: np.ndarray[Any, Any]) -> Pace:
     """Our engine on one device."""
     from modelwright.engine.loop import Engine
     from modelwright.engine.world import World
@@ -201,7 +228,7 @@ def train_ours(work: Work, way: Way, steps: int) -> Pace:
     from modelwright.plan.stage import plan_stage
     from modelwright.recipe.schema import Pretrain
 
-    began = time.perf_counter()
+    began, steps = time.perf_counter(), len(rows) // (work.rows * work.accumulation)
     settings = Pretrain.model_validate({
         "max_steps": steps, "per_device_train_batch_size": work.rows, "learning_rate": 1e-4,
         "gradient_accumulation_steps": work.accumulation, "lr_scheduler_type": "constant", **way.settings,
@@ -209,7 +236,7 @@ def train_ours(work: Work, way: Way, steps: int) -> Pace:
     world = replace(World(), device=_torch_device())
     model = build(work)
     text.move(model, world.device, "auto")
-    task = Rows(model, rows_of(work, steps))
+    task = Rows(model, rows)
     engine = Engine(task, settings, plan_stage(settings, task.rows, 1, probe()), world, SEED)
     marks, losses = [time.perf_counter()], []
     for report in engine.steps():
@@ -218,7 +245,7 @@ def train_ours(work: Work, way: Way, steps: int) -> Pace:
     return _pace(marks, losses, began)
 
 
-def train_theirs(work: Work, way: Way, steps: int) -> Pace:
+def train_theirs(work: Work, way: Way, rows: np.ndarray[Any, Any]) -> Pace:
     """The HF Trainer on the same rows in our order."""
     from datasets import Dataset
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -240,7 +267,8 @@ def train_theirs(work: Work, way: Way, steps: int) -> Pace:
             if "loss" in logs:
                 losses.append(float(logs["loss"]))
 
-    rows, batch = rows_of(work, steps), work.rows * work.accumulation
+    batch = work.rows * work.accumulation
+    steps = len(rows) // batch
     order = Order(len(rows), batch, len(rows), SEED)
     turns = [rows[row].tolist() for step in range(steps) for row in order.at(step)]
     with tempfile.TemporaryDirectory() as place:

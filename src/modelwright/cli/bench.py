@@ -145,9 +145,10 @@ def dpo(
 
 
 def speed(
-    work: Annotated[str, typer.Option("--work", help="0.5b, 6b (wants a large GPU) or tiny; else what suits.")] = "",
+    work: Annotated[str, typer.Option("--work", help="135m, 0.5b, 6b (for a large GPU) or tiny.")] = "",
     ways: Annotated[list[str] | None, typer.Option("--way", metavar="WORD", help="Ways with this word.")] = None,
     steps: Annotated[int, typer.Option("--steps", help="Steps of each way.")] = 12,
+    tokens: Annotated[Path | None, typer.Option("--tokens", help="An .npy of tokens of real text.")] = None,
     save: Save = False,
     as_json: Json = False,
 ) -> None:
@@ -159,7 +160,7 @@ def speed(
     prepare_environment()
     if work and work not in benchmark.WORKS:
         raise UsageError(f"--work is {work!r}; it wants one of {', '.join(benchmark.WORKS)}")
-    _measure(benchmark, "speed", save, as_json, work=work, ways=ways or (), steps=steps)
+    _measure(benchmark, "speed", save, as_json, work=work, ways=ways or (), steps=steps, tokens=tokens)
 
 
 def stages(
