@@ -31,7 +31,7 @@ BLOCK = re.compile(
     r"^(?:<!-- file: (?P<file>\S+) -->\n)?```(?P<kind>\w+)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL
 )
 COLD = ("check", "explain", "plan", "recipes", "schema", "--help", "--version")
-WARM = ("run", "ask", "compare", "gate", "eval")
+WARM = ("run", "ask", "compare", "gate", "eval", "report", "export")
 BRIEF = [
     *("gates_file=null", "pretrain.data.max_rows=30", "pretrain.data.test_size=4", "evaluate.max_rows=4"),
     *("model.architecture.hidden_size=32", "model.architecture.intermediate_size=64", "prepare.vocab_size=512"),

@@ -37,6 +37,20 @@ def faults(save: Save = False, as_json: Json = False) -> None:
     _measure(benchmark, "faults", save, as_json)
 
 
+def pictures(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run that is photographed.")] = "runs/quickstart",
+    as_json: Json = False,
+) -> None:
+    """Make the pictures of docs/pictures anew: a run's report and the terminal."""
+    import json
+
+    from modelwright.bench import pictures as camera
+    from modelwright.runs.folder import open_run
+
+    told = camera.take(open_run(run))
+    print(json.dumps(told) if as_json else "\n".join(f"{size:>9,}  {name}" for name, size in told["bytes"].items()))
+
+
 def start(save: Save = False, as_json: Json = False) -> None:
     """CPU-seconds of help and of a typing mistake, beside the command of TRL."""
     from modelwright.bench import start as benchmark

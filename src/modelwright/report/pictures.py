@@ -23,16 +23,16 @@ def curves_of(view: View) -> str:
 
 
 def _curves(stage: StageStory) -> list[str]:
-    curve = stage.curves
+    curve, what = stage.curves, "Images" if stage.name == "classify" else "Tokens"
     loss = [_line(stage, "loss", "training"), _line(stage, "eval_loss", "held out", 2, dots=True)]
     return [
-        charts.curves("Loss", loss),
+        charts.curves("Loss", loss, None, "log" if _wide([point for line in loss for point in line.points]) else "fit"),
         charts.curves("Accuracy on held-out rows", [_line(stage, "eval_accuracy", "held out", 2, dots=True)],
                       charts.percent),
         charts.curves("Learning rate", [_line(stage, "learning_rate", "", 3)], None, "zero"),
         charts.curves("Gradient norm", [_line(stage, "grad_norm", "", 4)],
                       scale="log" if _wide(curve["grad_norm"].points) else "zero"),
-        charts.curves("Tokens a second", [_line(stage, "tokens_per_second", "", 5)], None, "zero",
+        charts.curves(f"{what} a second", [_line(stage, "tokens_per_second", "", 5)], None, "zero",
                       "median of recent steps"),
         charts.curves("Memory, most held", [_line(stage, "memory_bytes", "", 6)], charts.gigabytes, "zero"),
     ]  # fmt: skip

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -78,7 +80,9 @@ class VisionKind:
         files = read_json(context.folder.result(stage))["files"]
         path = context.folder.demo_outputs / "mistakes.json"
         if not path.exists() or read_json(path).get("model") != files:
-            write_json(path, {"model": files, **self._mistakes(context, found, stage)})
+            wrong = self._mistakes(context, found, stage)
+            _keep_pictures(path.with_suffix(""), found.data.test.images, wrong["surest_mistakes"])
+            write_json(path, {"model": files, **wrong})
         kept = read_json(path)
         context.journal.add("mistakes", stage=stage, accuracy=kept["accuracy"], source=kept["source"])
         return {}
@@ -102,3 +106,14 @@ class VisionKind:
                 for m in worst_mistakes(probabilities, labels)
             ],
         }
+
+
+def _keep_pictures(folder: Path, images: Any, mistakes: list[dict[str, Any]]) -> None:
+    """The images of the surest mistakes, for the report; those of another model go."""
+    from PIL import Image
+
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for mistake in mistakes:
+        pixels = images[mistake["row"]]
+        Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).save(folder / f"{mistake['row']}.png")
