@@ -11,7 +11,7 @@ import json
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,7 +151,8 @@ class Place:
 
         config = uvicorn.Config(application, log_level="warning", access_log=False, server_header=False,
                                 timeout_graceful_shutdown=1, h11_max_incomplete_event_size=64_000)  # fmt: skip
-        uvicorn.Server(config).run(sockets=[self.held])
+        with suppress(KeyboardInterrupt):  # how a person ends it
+            uvicorn.Server(config).run(sockets=[self.held])
 
 
 @contextmanager
