@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from modelwright.errors import ModelError
+from modelwright.models.convolution import Conv3x3
 from modelwright.models.export import model_folder
 
 KIND = "modelwright-resnet18"
@@ -29,9 +30,9 @@ class Block(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.conv1 = Conv3x3(inputs, outputs, stride)
         self.bn1 = nn.BatchNorm2d(outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.conv2 = Conv3x3(outputs, outputs)
         self.bn2 = nn.BatchNorm2d(outputs)
         self.downsample: nn.Module | None = None
         if stride != 1 or inputs != outputs:
@@ -50,7 +51,7 @@ class ResNet18(nn.Module):
     def __init__(self, classes: int, width: int, channels: int) -> None:
         super().__init__()
         self.classes, self.width, self.channels = classes, width, channels
-        self.conv1 = nn.Conv2d(channels, width, 3, stride=1, padding=1, bias=False)
+        self.conv1 = Conv3x3(channels, width)
         self.bn1 = nn.BatchNorm2d(width)
         self.layer1 = nn.Sequential(Block(width, width, 1), Block(width, width, 1))
         self.layer2 = nn.Sequential(Block(width, 2 * width, 2), Block(2 * width, 2 * width, 1))

@@ -1,0 +1,27 @@
+"""Our convolution learns what torch's learns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from modelwright.models.convolution import Conv3x3
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize(("inputs", "outputs", "size"), [(3, 8, 32), (8, 16, 16), (16, 4, 7)])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_gradients_equal_torchs(inputs: int, outputs: int, size: int, stride: int, layout: torch.memory_format) -> None:
+    torch.manual_seed(0)
+    ours = Conv3x3(inputs, outputs, stride)
+    theirs = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+    theirs.load_state_dict(ours.state_dict())
+    seen = torch.randn(5, inputs, size, size).to(memory_format=layout)
+    found = []
+    for convolution in (ours, theirs):
+        given = seen.clone(memory_format=layout).requires_grad_()
+        convolution(given).square().sum().backward()
+        found.append((given.grad, convolution.weight.grad))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
