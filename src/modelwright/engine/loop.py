@@ -23,6 +23,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from modelwright.data.stream import order_of, share
 from modelwright.engine import fp8
+from modelwright.engine.average import Average
 from modelwright.engine.guard import Guard, Health
 from modelwright.engine.masters import halve
 from modelwright.engine.optim import build_optimizer, build_schedule, set_learning_rate
@@ -125,6 +126,7 @@ class Engine:
         self.buffers = persistent_buffers(self._module)
         self.optimizer = build_optimizer(self._module, settings, self._beside_weights(rests))
         self._learning_rate = build_schedule(settings, plan)
+        self.average = Average({**self.weights, **self.buffers}, settings.ema_decay)
         self.guard = Guard(settings.spike_factor)
         self._records = world.device.type == "cuda" and world.size == 1 and plan.precision != "fp16"
         self._records = self._records and self._is_worth_recording(settings)
@@ -183,6 +185,7 @@ class Engine:
         set_learning_rate(self.optimizer, learning_rate)
         if health == "ok":
             self._move()
+            self.average.follow(step)
         else:
             self._clear_gradients()
         self.precision.update()
@@ -287,7 +290,8 @@ class Engine:
     def evaluate(self) -> dict[str, float]:
         """What the task measures, as means over everything held out: eval_loss, and others by their name."""
         self._module.eval()
-        summed, trained = self._or_otherwise(self._held_out_sums)
+        with self.average.shown():
+            summed, trained = self._or_otherwise(self._held_out_sums)
         *sums, count = self.world.sum(*summed.tolist(), trained)
         return _means(dict(zip(self.task.measures, sums, strict=True)), count)
 

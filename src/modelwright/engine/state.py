@@ -19,7 +19,7 @@ from modelwright.engine.masters import REST, join, split
 from modelwright.engine.shard import place, whole
 from modelwright.engine.tensors import Lazy
 
-MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+MODEL, OPTIMIZER, AVERAGE = "model.safetensors", "optimizer.safetensors", "average.safetensors"
 
 
 def snapshot(engine: Engine, **beside: Any) -> Snapshot:
@@ -40,6 +40,8 @@ def snapshot(engine: Engine, **beside: Any) -> Snapshot:
         MODEL: [_lazy(*item) for item in {**engine.weights, **engine.buffers}.items()],
         OPTIMIZER: [_lazy(*item) for item in parts.items()],
     }
+    if engine.average.held:
+        files[AVERAGE] = [_lazy(*item) for item in engine.average.held.items()]
     return Snapshot(engine.cursor.step, state, files)
 
 
@@ -69,7 +71,7 @@ def restore(engine: Engine, folder: Path) -> dict[str, Any]:
 
 @torch.no_grad()
 def restore_weights(engine: Engine, folder: Path) -> dict[str, Tensor]:
-    """Take the weights of a verified checkpoint and nothing else; returns what bf16 weights lost of their masters.
+    """Take the weights of a verified checkpoint, and their mean; returns what bf16 weights lost of their masters.
 
     A checkpoint of bf16 weights with rests gives fp32 weights where those are kept now, and the other way round.
     """
@@ -83,6 +85,10 @@ def restore_weights(engine: Engine, folder: Path) -> dict[str, Tensor]:
             if tensor.dtype is torch.bfloat16 and value.dtype is torch.float32:
                 value, rests[name] = split(value)
             tensor.copy_(place(value, tensor))
+    if engine.average.held:
+        with safe_open(folder / AVERAGE, "pt") as stored:
+            for name, mean in engine.average.held.items():
+                mean.copy_(place(stored.get_tensor(name), mean))
     return rests
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.grad import conv2d_input
 
 
 class Conv3x3(nn.Conv2d):
@@ -50,7 +51,7 @@ def _by_seen(upstream: Tensor, seen: Tensor, weight: Tensor, stride: int) -> Ten
     """The mirrored kernel over the gradient."""
     if stride == 1:
         return F.conv2d(upstream, weight.flip(2, 3).transpose(0, 1), None, 1, 1)
-    return torch.nn.grad.conv2d_input(seen.shape, weight, upstream, stride, 1)
+    return conv2d_input(list(seen.shape), weight, upstream, stride, 1)
 
 
 def _by_weight(upstream: Tensor, seen: Tensor, stride: int) -> Tensor:

@@ -102,6 +102,8 @@ class Optimizer(Frozen):
     """What AdamW keeps the mean of the gradients in beside bf16 weights; bf16 saves two bytes a weight."""
     adam_epsilon: PositiveFloat = 1e-8
     """Keeps the division finite."""
+    ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Measure and keep a running mean of the weights, of which each step keeps so much; 0 keeps the weights."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Longer gradients are shortened to this; 0 leaves them."""
 

@@ -253,6 +253,7 @@ class Training:
         if best is not None and best != self.engine.cursor.step:
             state.restore_weights(self.engine, self._folder_of(best))
             self._note(f"the weights of step {best} have the best {self.settings.metric_for_best_model} and are kept")
+        self.engine.average.settle()
         measured = {item["step"]: item for item in self.evaluations}
         kept, base = measured.get(self.engine.cursor.step if best is None else best, {}), measured.get(0, {})
         metrics: dict[str, float | None] = {

@@ -1,0 +1,54 @@
+"""The mean of the weights is what is measured and kept, and it goes on exactly after a restart."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from modelwright.engine.average import Average
+from modelwright.recipe.load import load
+from modelwright.stages import pipeline
+from rig import trace
+from tiny import tiny_recipe
+
+BRIEF = {"max_steps": 6, "save_steps": 2, "eval_steps": 3, "per_device_train_batch_size": 1, "max_length": 32}
+
+
+def run(folder: Path, model: Path, **settings: Any) -> dict[str, Any]:
+    recipe = tiny_recipe(folder, model, **BRIEF, **settings)
+    pipeline.run(load(recipe, environ={}), lambda event: None)
+    return trace(folder / "run")
+
+
+def test_the_mean_follows_the_weights_and_stands_in_for_them_only_for_a_while() -> None:
+    weight, count = torch.zeros(3), torch.tensor(7)
+    average = Average({"weight": weight, "count": count}, 0.5)
+    weight += 1.0
+    average.follow(100)
+    with average.shown():
+        assert weight.tolist() == [0.5] * 3
+    assert weight.tolist() == [1.0] * 3
+    average.settle()
+    assert weight.tolist() == [0.5] * 3
+    assert Average({"weight": weight}, 0.0).held == {}
+
+
+def test_a_run_keeps_the_mean_and_goes_on_with_it_exactly(model_folder: Path, tmp_path: Path) -> None:
+    plain, whole = run(tmp_path / "plain", model_folder), run(tmp_path / "whole", model_folder, ema_decay=0.9)
+    assert [loss for loss, *_ in whole["steps"].values()] == [loss for loss, *_ in plain["steps"].values()]
+    weights = [
+        load_file(tmp_path / name / "run/stages/sft/model/model.safetensors")["model.norm.weight"]
+        for name in ("plain", "whole")
+    ]
+    assert not torch.equal(*weights)
+    stage = tmp_path / "whole/run/stages/sft"
+    kept = load_file(max((stage / "checkpoints").glob("step-*")) / "average.safetensors")
+    assert any(torch.equal(weights[1], mean) for name, mean in kept.items() if name.endswith("model.norm.weight"))
+    shutil.rmtree(max((stage / "checkpoints").glob("step-*")))
+    (stage / "result.json").unlink()
+    again = run(tmp_path / "whole", model_folder, ema_decay=0.9)
+    assert again == whole
