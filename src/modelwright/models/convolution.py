@@ -51,7 +51,8 @@ def _by_seen(upstream: Tensor, seen: Tensor, weight: Tensor, stride: int) -> Ten
     """The mirrored kernel over the gradient."""
     if stride == 1:
         return F.conv2d(upstream, weight.flip(2, 3).transpose(0, 1), None, 1, 1)
-    return conv2d_input(list(seen.shape), weight, upstream, stride, 1)
+    found: Tensor = conv2d_input(list(seen.shape), weight, upstream, stride, 1)  # type: ignore[no-untyped-call]
+    return found
 
 
 def _by_weight(upstream: Tensor, seen: Tensor, stride: int) -> Tensor:
