@@ -91,10 +91,10 @@ def plan_stage(settings: Training, rows: int, world: int, facts: Facts, kept_bat
         learning_rate *= made_for
         scaled = f"learning rate {learning_rate:.3g} = {settings.learning_rate:.3g} × {made_for:g} devices"
         reasons.append(f"{scaled} (scale_learning_rate_by_world)")
-    precision: str = settings.precision
-    if precision == "auto":
-        precision, reason = choose_precision(facts)
-        reasons.append(reason)
+    precision, reason = choose_precision(facts) if settings.precision == "auto" else (settings.precision, "")
+    weights = choose_weights(settings, precision, facts)
+    if reason:
+        reasons.append(reason + ("; weights are kept in bf16 with exact masters" if weights == "bf16" else ""))
     return StagePlan(
         rows=rows,
         total_rows=total,
@@ -108,7 +108,7 @@ def plan_stage(settings: Training, rows: int, world: int, facts: Facts, kept_bat
         save_every=max(1, settings.save_steps.of(steps)),
         eval_every=max(1, settings.eval_steps.of(steps)) if settings.eval_steps else steps,
         precision=precision,
-        weights=choose_weights(settings, precision, facts),
+        weights=weights,
         sharding="ddp" if settings.sharding == "auto" else settings.sharding,
         learning_rate=learning_rate,
         gradient_checkpointing=settings.gradient_checkpointing,
@@ -135,9 +135,9 @@ def choose_weights(settings: Training, precision: str, facts: Facts) -> str:
 
 
 def choose_precision(facts: Facts) -> tuple[str, str]:
-    """The fastest arithmetic that this device does well, over fp32 weights."""
+    """The fastest arithmetic that this device does well; what the weights are kept in is chosen apart."""
     if facts.fast_bf16:
-        return "bf16", f"bf16 arithmetic over fp32 weights: {facts.name} multiplies bf16 fast"
+        return "bf16", f"bf16 arithmetic: {facts.name} multiplies bf16 fast"
     if facts.device == "cuda":
         return "fp16", f"fp16 arithmetic with a loss scaler: {facts.name} has no fast bf16"
     return "fp32", "fp32: this processor multiplies bf16 no faster"
