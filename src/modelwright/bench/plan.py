@@ -16,15 +16,17 @@ from typing import Any
 from modelwright.bench.judge import accelerate_bytes, fit, judge, lines, most_rows
 from modelwright.bench.random_rows import RandomRows, random_images
 from modelwright.bench.settings import CPU_HELD_OUT, CPU_SETTINGS, GPU_SETTINGS, HELD_OUT, Setting
+from modelwright.errors import UsageError
 from modelwright.plan.calibration import OWN, calibration_for
 from modelwright.plan.facts import Facts, card
 from modelwright.plan.shapes import KNOWN
 from modelwright.runs.caches import cache_dir
 from modelwright.runs.folder import write_json
 
-__all__ = ["judged", "keep", "lines", "measure"]
+__all__ = ["judged", "keep", "lines", "measure", "read_runs"]
 
 STEPS, WARM_UP, SEED = 12, 6, 42
+WANTED = "it wants a runs.json that bench plan --into FOLDER has written"
 
 
 def measure(wanted: Sequence[str] = (), into: Path | None = None) -> dict[str, Any]:
@@ -40,6 +42,18 @@ def judged(runs: dict[str, Any]) -> dict[str, Any]:
     after = fit(runs["runs"], gpu, before)
     told = {**runs, "before": judge(runs["runs"], gpu, before), "judged": judge(runs["runs"], gpu, after)}
     return {**told, "calibration": {after.card: after.as_json()}}
+
+
+def read_runs(path: Path) -> dict[str, Any]:
+    """What an earlier measurement wrote with --into."""
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"--from {path} could not be read ({reason}); {WANTED}") from None
+    if not isinstance(told, dict) or not {"device", "runs"} <= told.keys():
+        raise UsageError(f"--from {path} holds no measured runs; {WANTED}")
+    return told
 
 
 def keep(figures: dict[str, Any]) -> Path:

@@ -15,7 +15,7 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard 
 def register(app: typer.Typer) -> None:
     """Add the verb to the command."""
     bench = typer.Typer(help="Measure against a peer, in one run on this machine.", no_args_is_help=True)
-    for more in (start, faults):
+    for more in (start, faults, scale):
         bench.command(more.__name__)(more)
     bench.command("sft")(sft)
     bench.command("plan")(plan)
@@ -35,6 +35,24 @@ def faults(save: Save = False, as_json: Json = False) -> None:
 
     prepare_environment()
     _measure(benchmark, "faults", save, as_json)
+
+
+def scale(
+    ranks: Annotated[
+        list[int] | None, typer.Option("--ranks", min=1, help="CPU ranks to try; may be given often.")
+    ] = None,
+    cards: Annotated[list[str] | None, typer.Option("--card", help="A card on paper; may be given often.")] = None,
+    only_paper: Annotated[bool, typer.Option("--paper", help="Only the arithmetic; nothing is trained.")] = False,
+    save: Save = False,
+    as_json: Json = False,
+) -> None:
+    """How much faster several devices are: measured with CPU ranks, on paper for GPUs and their links."""
+    from modelwright.bench import scale as benchmark
+    from modelwright.runs.caches import prepare_environment
+
+    prepare_environment()
+    chosen = [benchmark.card(name) for name in cards or benchmark.CARDS]
+    _measure(benchmark, "scale", save, as_json, ranks=() if only_paper else ranks or benchmark.RANKS, cards=chosen)
 
 
 def pictures(
@@ -115,10 +133,7 @@ def plan(
     prepare_environment()
     if into:
         into.mkdir(parents=True, exist_ok=True)
-    if again:
-        figures = benchmark.judged(json.loads(again.read_text(encoding="utf-8")))
-    else:
-        figures = benchmark.measure(only or (), into)
+    figures = benchmark.judged(benchmark.read_runs(again)) if again else benchmark.measure(only or (), into)
     measured = results.result("plan", figures)
     if into:
         (into / "plan.json").write_text(json.dumps(measured, indent=1), encoding="utf-8")

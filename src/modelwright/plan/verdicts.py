@@ -19,6 +19,8 @@ from modelwright.recipe.training import Training
 GIB = 2**30
 CLAIMED = (("A100-80", "bf16", "45–50"), ("H100", "bf16", "35–40"), ("H100", "fp8", "25–30"))
 STEPS, BATCH, LENGTH = 100_000, 32, 2048
+LAST_TWO = {"last_layers": 2, "head": True}
+"""What moves in the survival expert."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,11 @@ coefficients were fitted to {known.runs} trainings measured on one {known.card};
 the {known.card} reaches of its own, so their hours may be off by a third; no verdict below hangs on less."""
 
 
-def _production(precision: str, **more: Any) -> Case:
+def production(precision: str, model: str = "llama-6b", **more: Any) -> Case:
+    """Pretraining of the production pipeline's model."""
     told = {"max_steps": STEPS, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4,
             "max_length": LENGTH, "torch_compile": True, "precision": precision, **more}  # fmt: skip
-    shape = shape_of(KNOWN["llama-6b"], "llama-6b", "the document")
+    shape = shape_of(KNOWN[model], model, "the document")
     return Case(shape, Pretrain.model_validate(told), Rows(STEPS * BATCH, LENGTH, float(LENGTH)))
 
 
@@ -77,7 +80,7 @@ def _production_hours() -> str:
     ]
     for name, precision, claim in CLAIMED:
         roomy = replace(GPUS[name], memory=1e15)
-        found = _production(precision).on(Machines(1, 1, roomy))
+        found = production(precision).on(Machines(1, 1, roomy))
         hours = (found.seconds or 0.0) / 3600
         longest = float(claim.split("–")[1])
         lines.append(
@@ -96,7 +99,7 @@ def _production_fit() -> str:
     )
     lines = ["## One 80 GB card holds it", "", "| way | needs | fits 80 GB | what would fit |", "|---|---|---|---|"]
     for told, more in wishes:
-        found = _production("bf16", gradient_checkpointing=True, **more).on("1xA100-80")
+        found = production("bf16", gradient_checkpointing=True, **more).on("1xA100-80")
         mends = " · ".join(found.mends) if found.mends else "–"
         fits = f"yes, {found.plan.per_device} rows at once" if found.fits else "no"
         lines.append(f"| {told} | {found.memory.needed / GIB:.0f} GiB of 79.1 | {fits} | {mends} |")
@@ -104,12 +107,16 @@ def _production_fit() -> str:
     return "\n".join([*lines, "", verdict])
 
 
+def survival(trainable: Any, **more: Any) -> Case:
+    """The fine-tune of the survival expert, with these weights moving."""
+    told = {"trainable": trainable, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2,
+            "num_train_epochs": 4, "gradient_checkpointing": True, **more}  # fmt: skip
+    shape = shape_of(KNOWN["smollm3-3b"], "smollm3-3b", "the document")
+    return Case(shape, Sft.model_validate(told), Rows(2845, 400, 370.0, 0.13))
+
+
 def _four_times() -> str:
-    told = {"trainable": {"last_layers": 2, "head": True}, "per_device_train_batch_size": 8,
-            "gradient_accumulation_steps": 2, "num_train_epochs": 4, "gradient_checkpointing": True}  # fmt: skip
-    rows = Rows(2845, 400, 370.0, 0.13)
-    case = Case(shape_of(KNOWN["smollm3-3b"], "smollm3-3b", "the document"), Sft.model_validate(told), rows)
-    own = {**told, "trainable": {"last_layers": 2, "head": True, "untie_head": True}}
+    cases = (survival(LAST_TWO), survival({**LAST_TWO, "untie_head": True}))
     lines = [
         "## SmolLM3-3B four times as fast on four L40S nodes",
         "",
@@ -121,7 +128,7 @@ def _four_times() -> str:
     ]
     for gigabits in (10, 25, 100, 200):
         cells = []
-        for each in (case, replace(case, settings=Sft.model_validate(own))):
+        for each in cases:
             four = each.on(replace(machines("4x1xL40S"), network=gigabits * 1e9 / 8))
             cells.append(f"{four.time.rate / each.on('1xL40S').time.rate:.1f} ×")
         lines.append(f"| {gigabits} Gbit/s | {cells[0]} | {cells[1]} |")
