@@ -15,7 +15,7 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard 
 def register(app: typer.Typer) -> None:
     """Add the verb to the command."""
     bench = typer.Typer(help="Measure against a peer, in one run on this machine.", no_args_is_help=True)
-    for more in (start, faults, scale):
+    for more in (start, faults, scale, pictures):
         bench.command(more.__name__)(more)
     bench.command("sft")(sft)
     bench.command("plan")(plan)
