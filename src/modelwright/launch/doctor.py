@@ -19,7 +19,7 @@ from modelwright.runs.caches import cache_dir, hub_cache
 State = Literal["ok", "warn", "fail", "skip"]
 OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 9)
 LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "datasets", "peft", "numpy", "pydantic")
-EXTRAS = {"torchao": "fp8", "liger-kernel": "kernels", "tensorboard": "track"}
+EXTRAS = {"torchao": "fp8", "bitsandbytes": "quantization", "tensorboard": "track"}
 PORTS = (29500, 23456)
 """Where torchrun and the documents' jobs meet."""
 HUB = ("huggingface.co", 443)
