@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.launch import clock, doctor
+from modelwright.launch import clock, devices, doctor
 from modelwright.launch.doctor import Check, examine
+from modelwright.launch.equipment import alike
 from modelwright.launch.patient import from_hub, stage_fits
 from modelwright.recipe.load import load
 
@@ -86,3 +87,46 @@ def test_a_check_that_breaks_is_a_finding_and_the_others_go_on() -> None:
 
 def test_the_kernel_is_asked_about_its_clock() -> None:
     assert clock.synchronised() in (True, False, None)
+
+
+L40S = {"kind": "cuda", "device": "NVIDIA L40S", "precision": "bf16"}
+OTHERS = [
+    (L40S, "ok", ""),
+    ({**L40S, "device": "NVIDIA A40"}, "warn", "waits for the slowest"),
+    ({"kind": "cuda", "device": "Tesla T4", "precision": "fp16"}, "fail", "precision: fp16"),
+    ({"kind": "cpu", "device": "8 CPU threads", "precision": "fp32"}, "fail", "CUDA_VISIBLE_DEVICES="),
+]
+
+
+@pytest.mark.parametrize(("other", "state", "fix"), OTHERS)
+def test_a_node_that_would_compute_otherwise_than_the_main_one_is_told_so(
+    other: dict[str, str], state: str, fix: str
+) -> None:
+    found = alike(L40S, other, 1)
+    assert found.state == state and fix in found.fix
+    assert other["device"] in found.found
+
+
+def test_bf16_is_tried_and_not_believed() -> None:
+    found = devices.bf16()
+    assert found.state == "ok" and found.found.startswith("works")
+
+
+@pytest.mark.slow
+def test_two_nodes_are_looked_at_together(tmp_path: Path, model_folder: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [str(recipe(tmp_path, str(model_folder))), "--nodes", "2", "--main-address", "127.0.0.1"]
+    command = [sys.executable, "-m", "modelwright", "doctor", *words, "--port", str(port), "--json", "--node-rank"]
+    nodes = [subprocess.Popen([*command, str(node)], stdout=subprocess.PIPE, text=True) for node in (0, 1)]
+    try:
+        told = [json.loads(node.communicate(timeout=120)[0]) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    names = [[check["name"] for check in each["checks"]] for each in told]
+    assert [node.returncode for node in nodes] == [0, 0], told
+    assert {"meeting", "shared folder", "all-reduce", "node 0: bf16", "node 1: bf16", "node 1: disk"} <= set(names[0])
+    assert {"node 1: devices", "node 1: disk", "node 1: like the main node"} <= set(names[1])
+    assert "node 0: disk" not in names[1]

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from modelwright.launch.doctor import OLDEST_TORCH, Check
+from modelwright.plan.facts import probe
 from modelwright.plan.gpus import named
 
 SECONDS = 0.3
@@ -53,6 +54,26 @@ def devices() -> list[Check]:
         fix = "another process holds its memory: nvidia-smi names it" if busy else ""
         found.append(Check(f"device {number}", "warn" if busy else "ok", told, fix))
     return [Check("devices", "ok", f"{len(cards)} GPU", facts={"gpus": cards}), *found]
+
+
+def bf16() -> Check:
+    """Whether products in bf16 come out right on every device, and are worth it."""
+    import torch
+
+    cards = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+    for device in cards or [torch.device("cpu")]:
+        try:
+            ones = torch.ones(64, 64, dtype=torch.bfloat16, device=device)
+            right = bool(((ones @ ones) == 64).all())
+        except RuntimeError as error:
+            right, told = False, str(error).splitlines()[0][:200]
+        else:
+            told = "products come out wrong"
+        if not right:
+            return Check("bf16", "warn", f"{device}: {told}", "precision: fp32, or fp16 on a GPU")
+    fast = probe().fast_bf16
+    told = "works, and pays" if fast else "works, and is slow here: precision auto takes another"
+    return Check("bf16", "ok", told, facts={"fast": fast})
 
 
 def speeds() -> list[Check]:

@@ -1,4 +1,4 @@
-"""Look at all nodes before anything is trained on them: do they meet, agree, share a folder, and talk fast enough."""
+"""Look at all nodes before they train: do they meet, agree, share a folder, compute alike, and talk fast."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from modelwright.errors import UsageError
 from modelwright.launch.doctor import Check
+from modelwright.launch.equipment import look_at_equipment
 from modelwright.launch.muster import facts_of, objections
 from modelwright.launch.network import address_towards, interface_of
 from modelwright.launch.nodes import Asked
@@ -30,7 +31,8 @@ def look_at_nodes(asked: Asked, shared: Path | None) -> list[Check]:
     except RuntimeError as error:
         return [_unreachable(wish, str(error).splitlines()[0])]
     reach = Check("meeting", "ok", f"node {wish.node} reaches {wish.address}:{wish.port} by {wish.interface}")
-    return [reach, *_agree(wish, store), _share(wish, store, shared), _bandwidth(wish, store)]
+    met = [reach, *_agree(wish, store), _share(wish, store, shared)]
+    return [*met, *look_at_equipment(wish, store, shared or Path()), _bandwidth(wish, store)]
 
 
 def _wish(asked: Asked) -> Wish:
