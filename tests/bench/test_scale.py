@@ -100,9 +100,9 @@ def test_the_tables_are_printed_and_told_as_json() -> None:
 
 
 def test_measured_ranks_are_told_with_what_disturbed_them() -> None:
-    rank = {"tokens_per_second": 500.0, "efficiency": 0.9, "efficiency_of_fastest_step": 0.95}
+    rank = {"tokens_per_second": 500.0, "efficiency": 0.9, "fastest_efficiency": 0.95}
     told = scale.lines({"measured": {"setting": "tiny", "load_before": 3.0, "ranks": {"2": rank}}, "paper": []})
-    assert told[1] == "2 ranks: 500 tokens/s, efficiency 90% (by the fastest step 95%)"
+    assert told[1] == "2 ranks: 500 tokens/s, efficiency 90% (by the fastest steps 95%)"
     assert told[2].startswith("the machine was busy (3 ")
 
 

@@ -142,10 +142,10 @@ def _measured(ranks: Sequence[int]) -> dict[str, Any]:
         make_model(Path(place) / "model", texts, layers=LAYERS, width=WIDTH)
         for count in ranks:
             found[str(count)] = _train(Path(place), count)
-    for name, seconds in (("efficiency", "step_seconds"), ("efficiency_of_fastest_step", "fastest_step_seconds")):
-        rates = {count: found[str(count)]["tokens_per_step"] / found[str(count)][seconds] / count for count in ranks}
+    for name, rate in (("efficiency", "tokens_per_second"), ("fastest_efficiency", "fastest_tokens_per_second")):
+        each = {count: found[str(count)][rate] / count for count in ranks}
         for count in ranks:
-            found[str(count)][name] = round(rates[count] / rates[ranks[0]], 3)
+            found[str(count)][name] = round(each[count] / each[ranks[0]], 3)
     return {
         "setting": f"{LAYERS}-layer Llama of width {WIDTH}, {ROWS} rows a rank, fp32, one thread a rank, gloo, ddp, "
         f"median of {STEPS - WARM_UP} steps",
@@ -174,14 +174,8 @@ sft: {{max_steps: {STEPS}, per_device_train_batch_size: {ROWS}, max_length: 128,
     if done.returncode:
         raise RuntimeError(f"{ranks} ranks could not train: {done.stdout[-1000:]}{done.stderr[-1000:]}")
     steps = [event for event in journal.read(run / "journal.jsonl") if event["event"] == "step"]
-    seconds = [event["seconds"] for event in steps if event["step"] > WARM_UP]
-    tokens = [event["tokens"] for event in steps if event["step"] > WARM_UP]
-    return {
-        "tokens_per_second": round(sum(tokens) / len(tokens) / median(seconds), 1),
-        "tokens_per_step": round(sum(tokens) / len(tokens), 1),
-        "step_seconds": round(median(seconds), 4),
-        "fastest_step_seconds": round(min(seconds), 4),
-    }
+    rates = [event["tokens"] / event["seconds"] for event in steps if event["step"] > WARM_UP]
+    return {"tokens_per_second": round(median(rates), 1), "fastest_tokens_per_second": round(max(rates), 1)}
 
 
 def lines(figures: dict[str, Any]) -> list[str]:
@@ -204,7 +198,7 @@ def _measured_lines(measured: dict[str, Any]) -> list[str]:
     for count, each in measured["ranks"].items():
         told.append(
             f"{count} rank{'s' * (count != '1')}: {each['tokens_per_second']:,.0f} tokens/s, "
-            f"efficiency {each['efficiency']:.0%} (by the fastest step {each['efficiency_of_fastest_step']:.0%})"
+            f"efficiency {each['efficiency']:.0%} (by the fastest steps {each['fastest_efficiency']:.0%})"
         )
     if measured["load_before"] > 0.5:
         told.append(f"the machine was busy ({measured['load_before']:g} processes running before): not to be relied on")
