@@ -59,7 +59,7 @@ def test_the_seconds_on_a_slow_link_are_those_of_the_gradients(paper: dict[tuple
 
 
 def test_the_guide_has_the_figures_of_today(paper: dict[tuple[str, str], dict[str, Any]]) -> None:
-    guide = GUIDE.read_text(encoding="utf-8")
+    guide = " ".join(GUIDE.read_text(encoding="utf-8").split())
     for name in scale.cases():
         rows = [paper[card, name] for card in ("L40S", "H200")]
         cells = [f"{row['four_times_from_bytes_per_second'] * 8 / 1e9:,.0f} Gbit/s" for row in rows]
