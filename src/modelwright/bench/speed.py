@@ -166,7 +166,7 @@ def rows_of(work: Work, steps: int, tokens: Path | None = None) -> np.ndarray[An
     draw = np.random.default_rng(SEED)
     count = work.rows * work.accumulation * steps
     if tokens is not None:
-        return np.resize(np.load(tokens).astype(np.int64), (count, work.length))
+        return np.resize(np.lib.format.open_memmap(tokens, mode="r").astype(np.int64), (count, work.length))
     words = draw.zipf(1.2, (count, work.length)).astype(np.int64) % (work.words - 1) + 1
     follows = draw.random(words.shape) < 0.5
     for place in range(1, work.length):

@@ -27,6 +27,9 @@ def run(
         list[str] | None, typer.Option("--accept-gate", metavar="STAGE", help="Go on although its gate is closed.")
     ] = None,
     reason: Annotated[str | None, typer.Option("--reason", help="Why, for --accept-gate; kept for ever.")] = None,
+    fp8: Annotated[
+        bool | None, typer.Option("--fp8/--no-fp8", help="Compute in fp8, or in bf16, whatever the stages say.")
+    ] = None,
     log_format: Annotated[
         str, typer.Option("--log-format", help="auto (a live panel on a terminal), plain, or json.")
     ] = "auto",
@@ -43,6 +46,9 @@ def run(
     if log_format not in ("auto", "plain", "json"):
         raise UsageError(f"--log-format is {log_format!r}; it wants auto, plain or json")
     loaded = load(recipe, sets or ())
+    if fp8 is not None:
+        wished = [f"{stage}.precision={'fp8' if fp8 else 'bf16'}" for stage in loaded.recipe.stages]
+        loaded = load(recipe, [*(sets or ()), *wished])
     prepare_environment()
     from modelwright.stages import pipeline
     from modelwright.stages.context import Orders

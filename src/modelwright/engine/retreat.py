@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +9,7 @@ import torch
 from torch import nn
 
 from modelwright.plan.stage import StagePlan, solve
+from modelwright.runs.caches import fresh_compile_cache
 
 COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
 
@@ -44,7 +43,7 @@ class Compiled:
         self._tries += 1
         torch._dynamo.reset()
         if self._tries == 1:
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="modelwright-compile-")
+            fresh_compile_cache()
             return f"compiling failed ({_first_line(error)}); it is tried again with a fresh cache"
         for part in self._parts:
             part.__dict__["_compiled_call_impl"] = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,6 +85,7 @@ def _from_hub(name: str, revision: str | None, beside: Path) -> Found:
 def _ask_for_access(name: str) -> None:
     """One question to the hub before anything is fetched: whether a gated model may be had with this token."""
     from huggingface_hub import auth_check
+    from huggingface_hub.constants import ENDPOINT
     from huggingface_hub.errors import GatedRepoError
 
     try:
@@ -93,7 +93,7 @@ def _ask_for_access(name: str) -> None:
     except GatedRepoError:
         raise ModelError(
             f"model: {name} is gated, and no token that may read it was found; nothing was downloaded. Ask for access "
-            f"on its page, {os.environ.get('HF_ENDPOINT', 'https://huggingface.co').rstrip('/')}/{name}, then set "
+            f"on its page, {ENDPOINT.rstrip('/')}/{name}, then set "
             "HF_TOKEN or run: hf auth login"
         ) from None
     except Exception:  # the client raises many kinds

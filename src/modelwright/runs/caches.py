@@ -55,3 +55,8 @@ def _writable(path: Path) -> bool:
     while not path.exists() and path != path.parent:
         path = path.parent
     return path.is_dir() and os.access(path, os.W_OK | os.X_OK)
+
+
+def fresh_compile_cache() -> None:
+    """Let torch compile into an empty folder from now on: the old one may hold what cannot be used."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="modelwright-compile-")

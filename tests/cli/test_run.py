@@ -1,0 +1,35 @@
+"""The verb that trains hands on what was asked of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelwright.cli.main import main
+from modelwright.stages import pipeline
+
+RECIPE = """\
+name: two-stages
+model: {model_name_or_path: some/model}
+data: {train_file: rows.jsonl}
+sft: {}
+lora: {precision: fp32}
+"""
+
+
+@pytest.mark.parametrize(("flag", "precision"), [("--fp8", "fp8"), ("--no-fp8", "bf16"), (None, "auto")])
+def test_fp8_is_forced_or_forbidden_in_every_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str | None, precision: str
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE, encoding="utf-8")
+    asked: list[Any] = []
+    monkeypatch.setattr(pipeline, "run", lambda loaded, *_: asked.append(loaded.recipe))
+    monkeypatch.setattr(pipeline, "speaks", lambda: False)
+    monkeypatch.setattr("sys.argv", ["modelwright", "run", str(tmp_path / "recipe.yaml"), *([flag] if flag else [])])
+    with pytest.raises(SystemExit) as ended:
+        raise SystemExit(main())
+    assert not ended.value.code
+    stages = {name: stage.precision for name, stage in asked[0].stages.items()}
+    assert stages == {"sft": precision, "lora": precision if flag else "fp32"}
