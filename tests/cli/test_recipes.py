@@ -57,7 +57,7 @@ def test_problems_as_json_have_file_line_key_and_message(
                 "file": "value_precision.yaml",
                 "line": 7,
                 "key": "sft.precision",
-                "message": "sft.precision is 'bf8'; it wants one of auto, fp32, bf16, fp16",
+                "message": "sft.precision is 'bf8'; it wants one of auto, fp32, bf16, fp16, fp8; did you mean 'fp8'?",
             }
         ],
     }

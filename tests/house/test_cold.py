@@ -69,3 +69,12 @@ def test_importing_a_cold_room_imports_nothing_heavy(room: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [], f"{room} imports {done.stdout.strip()}"
+
+
+def test_the_command_knows_where_each_verb_stands() -> None:
+    from modelwright.cli.main import ROOMS, command
+
+    for room, verbs in ROOMS.items():
+        app = command(verbs[0])
+        found = [told.name for told in (*app.registered_commands, *app.registered_groups)]
+        assert tuple(found) == verbs, room.__name__

@@ -21,7 +21,7 @@ import pytest
 import typer
 from typer.main import get_command
 
-from modelwright.cli.main import app, main
+from modelwright.cli.main import main
 from modelwright.recipe.judging import Threshold
 from modelwright.recipe.load import dump, load, shipped
 
@@ -106,7 +106,7 @@ ALL = list(commands())
 
 @pytest.mark.parametrize("command", ALL, ids=lambda each: each.where)
 def test_a_command_of_the_pages_has_a_verb_and_options_that_exist(command: Command) -> None:
-    found: Any = get_command(app)
+    found: Any = get_command(command())
     rest = list(command.words)
     while hasattr(found, "commands") and rest and not rest[0].startswith("-"):
         assert rest[0] in found.commands, f"{command.where}: there is no command {rest[0]}"

@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.main import get_command
 
-from modelwright.cli.main import app
+from modelwright.cli.main import command
 from modelwright.errors import UsageError
 from modelwright.launch.nodes import Asked, commands, count_gpus, ranks_here
 from modelwright.launch.wish import Nodes, Wish, parse_nodes
@@ -20,7 +20,7 @@ def test_every_node_gets_a_command_that_this_program_takes() -> None:
     assert [node["node"] for node in told] == [0, 1]
     for node in told:
         words = shlex.split(str(node["command"]))
-        verb = get_command(app).commands[words[1]]  # type: ignore[attr-defined]
+        verb = get_command(command()).commands[words[1]]  # type: ignore[attr-defined]
         verb.make_context("modelwright", words[2:])
     assert "--node-rank 1 --main-address 10.0.0.1 --port 29500 --per-node 2" in str(told[1]["command"])
     assert "--nnodes 2 --node-rank 1 --nproc-per-node 2" in str(told[1]["torchrun"])
@@ -69,7 +69,7 @@ def test_a_wish_travels_as_one_word() -> None:
 def test_a_mistake_is_a_letter(words: list[str], letter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=letter):
-        app(["launch", "quickstart", *words], standalone_mode=False)
+        command()(["launch", "quickstart", *words], standalone_mode=False)
 
 
 def test_without_a_node_rank_the_commands_are_printed(
@@ -79,7 +79,7 @@ def test_without_a_node_rank_the_commands_are_printed(
     with pytest.MonkeyPatch.context() as clean:
         clean.delenv("PET_NODE_RANK", raising=False)
         try:
-            app(["launch", "quickstart", "--on", "nodes", "--main-address", "10.0.0.1"], standalone_mode=False)
+            command()(["launch", "quickstart", "--on", "nodes", "--main-address", "10.0.0.1"], standalone_mode=False)
         except typer.Exit as stop:
             assert stop.exit_code == 0
     said = capsys.readouterr().out
