@@ -106,7 +106,7 @@ ALL = list(commands())
 
 @pytest.mark.parametrize("command", ALL, ids=lambda each: each.where)
 def test_a_command_of_the_pages_has_a_verb_and_options_that_exist(command: Command) -> None:
-    found: Any = get_command(command())
+    found: Any = get_command(whole_command())
     rest = list(command.words)
     while hasattr(found, "commands") and rest and not rest[0].startswith("-"):
         assert rest[0] in found.commands, f"{command.where}: there is no command {rest[0]}"
