@@ -21,6 +21,7 @@ import pytest
 import typer
 from typer.main import get_command
 
+from modelwright.cli.main import command as whole_command
 from modelwright.cli.main import main
 from modelwright.recipe.judging import Threshold
 from modelwright.recipe.load import dump, load, shipped
