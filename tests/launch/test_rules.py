@@ -45,7 +45,7 @@ PYTORCHJOB = [
     ("              value: INFO", "              value: 4", f"{MAIN}.env[15].value", 'in quotes: "4"'),
     ("              value: INFO", "              value: hf_abcdefghijklmnop", f"{MAIN}.env[15].value", "secretKeyRef"),
     ("- name: HOME\n", "- name: HOUSE\n", f"{MAIN}.env", "has no HOME"),
-    ("value: /workspace/huggingface", "value: /root/.cache", f"{MAIN}.env", "on no volume"),
+    ("value: /workspace/huggingface", "value: /nowhere/.cache", f"{MAIN}.env", "on no volume"),
     ("            - name: workspace\n              mountPath", "            - name: work\n              mountPath",
      f"{MAIN}.volumeMounts[2].name", "no volume of the pod"),
     ("mountPath: /workspace", "mountPath: /shared/models", f"{MAIN}.volumeMounts[2].mountPath", "second time"),
