@@ -123,8 +123,8 @@ def test_after_twenty_problems_the_rest_are_counted() -> None:
         ([turn("user", "Why?")], "the last turn is not an answer of the assistant; there is nothing to learn"),
         ([turn("assistant", "So.")], "no turn is the user's; it wants a question before the answer"),
         (
-            [{"from": "human", "value": "Why?"}],
-            "a turn is \"{'from': 'human', 'value': 'Why?'}\"; it wants a role of system, user, assistant, tool "
+            [{"from": "narrator", "value": "Why?"}],
+            "a turn is \"{'from': 'narrator', 'value': 'Why?'}\"; it wants a role of system, user, assistant, tool "
             "and a text content",
         ),
     ],

@@ -8,7 +8,7 @@ from types import ModuleType
 import typer
 
 from modelwright import __version__
-from modelwright.cli import bench, data, doctor, export, launch, plan, recipes, report, run, talk, use
+from modelwright.cli import bench, convert, data, doctor, export, launch, plan, recipes, report, run, talk, use
 from modelwright.errors import Interrupted, ModelwrightError, StorageError, is_storage_failure
 
 CONTROL_C = 130
@@ -16,6 +16,7 @@ CONTROL_C = 130
 
 ROOMS: dict[ModuleType, tuple[str, ...]] = {
     recipes: ("recipes", "check", "explain", "schema"),
+    convert: ("convert",),
     data: ("data",),
     run: ("run",),
     launch: ("launch", "job"),

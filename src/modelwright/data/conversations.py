@@ -19,6 +19,8 @@ from modelwright.recipe.schema import Data
 MOST_SHOWN = 20
 """Problems named one by one; the rest are counted."""
 ROLES = ("system", "user", "assistant", "tool")
+SHAREGPT = {"human": "user", "gpt": "assistant"}
+"""What ShareGPT calls the roles, in turns of from and value."""
 GUESSES = {
     "question": "prompt", "instruction": "prompt", "input": "prompt", "query": "prompt", "full-question": "prompt",
     "answer": "completion", "output": "completion", "response": "completion", "conversations": "messages",
@@ -207,7 +209,7 @@ def checked_turns(value: Any) -> list[Message] | str:
     if not isinstance(value, list) or not value:
         return "messages is empty or no list; it wants a list of {role, content}"
     turns: list[Message] = []
-    for turn in value:
+    for turn in map(_in_our_words, value):
         if not isinstance(turn, dict) or not isinstance(turn.get("content"), str) or turn.get("role") not in ROLES:
             return f"a turn is {str(turn)[:60]!r}; it wants a role of {', '.join(ROLES)} and a text content"
         if any("\ud800" <= letter <= "\udfff" for letter in turn["content"]):
@@ -218,6 +220,14 @@ def checked_turns(value: Any) -> list[Message] | str:
     if not any(turn["role"] == "user" for turn in turns):
         return "no turn is the user's; it wants a question before the answer"
     return turns
+
+
+def _in_our_words(turn: Any) -> Any:
+    """A turn of ShareGPT as role and content; any other as it is."""
+    if not isinstance(turn, dict) or set(turn) < {"from", "value"} or "role" in turn:
+        return turn
+    role = SHAREGPT.get(str(turn.get("from")), turn.get("from"))
+    return {"role": role, "content": turn.get("value")} if role in ROLES else turn
 
 
 def _question(messages: Iterable[Message]) -> str:
