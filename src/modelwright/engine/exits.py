@@ -36,7 +36,7 @@ class Exits:
         self._store, self._rank, self._size, self._hosts = store, rank, size, hosts
         self._heard: dict[str, Any] | None = None
         self._said = False
-        self._over = threading.Event()
+        self._over, self._wake = False, threading.Event()
         self._ear = threading.Thread(target=self._listen, daemon=True, name="exits")
         self._ear.start()
 
@@ -47,30 +47,34 @@ class Exits:
             yield
         except (PeerLost, OtherRankFailed):
             raise
-        except ModelwrightError as error:
-            self._say(str(error), error.exit_code)
-            raise
         except RuntimeError as error:
             if not _is_lost_connection(error):
                 raise
             raise self._cause(error) from None
+        except BaseException as error:
+            if hasattr(error, "exit_code"):  # a letter, or an order to stop
+                self._say(str(error), error.exit_code)
+            raise
 
     def close(self) -> None:
         """Stop listening; where this rank keeps the store and has said something, stay until the others heard it."""
-        self._over.set()
-        self._ear.join()
+        self._over = True
+        self._wake.set()
+        self._ear.join(LINGER_SECONDS)
         deadline = time.monotonic() + (LINGER_SECONDS if self._hosts and self._said else 0)
         with suppress(RuntimeError):
             while time.monotonic() < deadline and self._store.add("heard", 0) < self._size - 1:
                 time.sleep(0.05)
 
     def _listen(self) -> None:
+        """Look for word from time to time; woken up, once more."""
+        last = False
         with suppress(RuntimeError):  # the store is gone, and its keeper with it
-            while not self._over.wait(LISTEN_SECONDS):
-                if not self._said and self._store.check(["ending"]):
+            while not last and self._heard is None:
+                last = self._wake.wait(LISTEN_SECONDS)
+                if not self._over and not self._said and self._store.check(["ending"]):
                     self._heard = json.loads(self._store.get("ending"))
                     self._store.add("heard", 1)
-                    return
 
     def _say(self, letter: str, exit_code: int) -> None:
         self._said = True
@@ -78,7 +82,8 @@ class Exits:
             self._store.set("ending", json.dumps({"rank": self._rank, "letter": letter, "exit_code": exit_code}))
 
     def _cause(self, error: RuntimeError) -> ModelwrightError:
-        self._ear.join(3 * LISTEN_SECONDS)
+        self._wake.set()  # who leaves says so before it hangs up, so that one look is enough
+        self._ear.join(LINGER_SECONDS)
         if self._heard is not None:
             return OtherRankFailed(self._heard["letter"], self._heard["exit_code"])
         reason = str(error).strip().splitlines()[0].rpartition("] ")[2].partition(". ")[0]

@@ -120,7 +120,7 @@ def joined(timeout_seconds: float = 600.0) -> Iterator[World]:
             with _connected(rank, size, device, timeout_seconds) as exits, exits.heard():
                 yield World(rank, size, device, per_node(os.environ, size), beat)
     except BaseException as error:
-        words = str(error) if isinstance(error, ModelwrightError) else f"{type(error).__name__}: {error}"
+        words = str(error) if hasattr(error, "exit_code") else f"{type(error).__name__}: {error}"
         beat.end(words, getattr(error, "exit_code", 1), isinstance(error, PeerLost | OtherRankFailed))
         raise
     finally:

@@ -16,26 +16,15 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from modelwright.errors import (
-    Diverged,
-    GateClosed,
-    Interrupted,
-    ModelwrightError,
-    Refused,
-    StorageError,
-    UsageError,
-)
+from modelwright.errors import Interrupted, ModelwrightError
 from modelwright.launch import rank as ranks
-from modelwright.launch.causes import Cause, find_cause
+from modelwright.launch.causes import LETTERS, Cause, find_cause
 from modelwright.launch.muster import Muster
 from modelwright.launch.signs import Signs
 from modelwright.launch.wish import Wish
-from modelwright.runs.beat import die_with_parent, read_beats
+from modelwright.runs.beat import die_with_parent, is_gone, read_beats
 
-FINAL = {
-    *(UsageError.exit_code, GateClosed.exit_code, Interrupted.exit_code),
-    *(Diverged.exit_code, Refused.exit_code, StorageError.exit_code),
-}
+FINAL = {*LETTERS, Interrupted.exit_code}
 """What a rank leaves with when starting it again would change nothing."""
 GRACE_SECONDS = 600
 """How long ranks that are asked to stop may save; the supervisor sees to those that hang."""
@@ -75,7 +64,7 @@ def _run(wish: Wish, signs: Signs) -> tuple[int, str | None]:
     try:
         result = agent.run()
     except SignalException:
-        closes = False
+        closes = not wish.nodes.elastic
         return Interrupted.exit_code, None
     except RendezvousClosedError:
         return (
@@ -88,7 +77,9 @@ def _run(wish: Wish, signs: Signs) -> tuple[int, str | None]:
         if not result.is_failed():
             return 0, None
         closes = not (wish.nodes.elastic and signs.asked_to_stop)
-        return agent.cause.exit_code, agent.cause.letter(Path(wish.logs))
+        code = agent.cause.exit_code
+        stopped = signs.asked_to_stop and code not in FINAL  # it was stopped, however its ranks took it
+        return Interrupted.exit_code if stopped else code, agent.cause.letter(Path(wish.logs))
     finally:
         if closes:
             agent.get_worker_group().spec.rdzv_handler.shutdown()
@@ -106,6 +97,7 @@ def _muster(wish: Wish, signs: Signs) -> Muster | None:
 def _build(wish: Wish, signs: Signs, muster: Muster | None) -> Any:
     """The agent, joined to the meeting point; an elastic agent of torch's own with a say about restarts."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
@@ -135,8 +127,9 @@ def _build(wish: Wish, signs: Signs, muster: Muster | None) -> Any:
         monitor_interval=0.2,
         local_addr=wish.local_address,
     )
+    agent: Any = type("Agent", (Ours, LocalElasticAgent), {})
     duties = Duties(wish, signs, variables, muster)
-    return _agent_class()(spec, duties, logs_specs=DefaultLogsSpecs(), start_method="forkserver")
+    return agent(spec, duties, logs_specs=DefaultLogsSpecs(), start_method="forkserver")
 
 
 @dataclass(frozen=True)
@@ -153,65 +146,78 @@ class Duties:
     """How it talks to the other nodes."""
 
 
-def _agent_class() -> Any:
-    from torch.distributed.elastic.agent.server.api import WorkerState
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+Base: Any = object
+"""Stands for torch's LocalElasticAgent, which `_build` puts in its place: this module loads without torch."""
 
-    class Agent(LocalElasticAgent):
-        """torch's agent; ours are the name of each attempt, what is worth a restart, and how ranks are asked to go."""
 
-        def __init__(self, spec: Any, duties: Duties, **options: Any) -> None:
-            super().__init__(spec, shutdown_timeout=GRACE_SECONDS, **options)
-            self.wish, self.signs, self.variables, self.muster = (
-                duties.wish, duties.signs, duties.variables, duties.muster,
-            )  # fmt: skip
-            self.cause = Cause()
+class Ours(Base):  # type: ignore[misc]
+    """What torch's agent does otherwise here: names each attempt, judges what is worth a restart, and how ranks go."""
 
-        def _rendezvous(self, worker_group: Any) -> None:
-            super()._rendezvous(worker_group)
-            store = worker_group.store
-            if worker_group.group_rank == 0:
-                store.set("modelwright/attempt", uuid.uuid4().hex)
-            self.variables["MODELWRIGHT_ATTEMPT"] = store.get("modelwright/attempt").decode()
-            if self.muster:
-                store.set(f"modelwright/member/{worker_group.group_rank}", str(self.wish.node))
-                keys = [f"modelwright/member/{place}" for place in range(worker_group.group_world_size)]
-                self.muster.watch(tuple(int(store.get(key)) for key in keys))
+    def __init__(self, spec: Any, duties: Duties, **options: Any) -> None:
+        super().__init__(spec, shutdown_timeout=GRACE_SECONDS, **options)
+        self.wish, self.signs, self.variables, self.muster = (
+            duties.wish, duties.signs, duties.variables, duties.muster,
+        )  # fmt: skip
+        self.cause = Cause()
 
-        def _start_workers(self, worker_group: Any) -> dict[int, Any]:
-            self.signs.clear()
-            pids: dict[int, Any] = super()._start_workers(worker_group)
-            self.signs.started({worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers})
-            return pids
+    def _rendezvous(self, worker_group: Any) -> None:
+        super()._rendezvous(worker_group)
+        store = worker_group.store
+        if worker_group.group_rank == 0:
+            store.set("modelwright/attempt", uuid.uuid4().hex)
+        self.variables["MODELWRIGHT_ATTEMPT"] = store.get("modelwright/attempt").decode()
+        if self.muster:
+            store.set(f"modelwright/member/{worker_group.group_rank}", str(self.wish.node))
+            keys = [f"modelwright/member/{place}" for place in range(worker_group.group_world_size)]
+            self.muster.watch(tuple(int(store.get(key)) for key in keys))
 
-        def _stop_workers(self, worker_group: Any) -> None:
-            self.signs.stopping()
-            self._shutdown(signal.SIGTERM, GRACE_SECONDS)
+    def _initialize_workers(self, worker_group: Any) -> None:
+        from torch.distributed.elastic.multiprocessing import SignalException
 
-        def _monitor_workers(self, worker_group: Any) -> Any:
-            result = super()._monitor_workers(worker_group)
-            if result.state == WorkerState.SUCCEEDED:
-                self.signs.finished()
-            elif result.is_failed():
-                exit_codes = {number: failure.exitcode for number, failure in result.failures.items()}
-                self._decide(find_cause(self.signs, read_beats(self.signs.folder), exit_codes))
-            return result
+        if self.signs.asked_to_stop:
+            raise SignalException("asked to stop between two starts", signal.SIGTERM)
+        super()._initialize_workers(worker_group)
 
-        def _decide(self, cause: Cause) -> None:
-            """Start again, or not: not after a letter, not when the same thing happens twice in the same place."""
-            before, self.cause = self.cause, cause
-            budget = self._worker_group.spec.max_restarts
-            leaves_others = self.wish.nodes.elastic and not self.signs.asked_to_stop
-            final = cause.exit_code in FINAL and not (cause.exit_code == Interrupted.exit_code and leaves_others)
-            if final or self.signs.asked_to_stop or (cause.repeats(before) and not cause.killed):
-                self._remaining_restarts = 0
-            elif cause.step > before.step:
-                self._remaining_restarts = budget
-            if self._remaining_restarts > 0:
-                turn = budget - self._remaining_restarts + 1
-                self.signs.tell(f"{cause.told}; starting again from the last checkpoint ({turn} of {budget})")
+    def _start_workers(self, worker_group: Any) -> dict[int, Any]:
+        self.signs.clear()
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        self.signs.started({worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers})
+        return pids
 
-    return Agent
+    def _stop_workers(self, worker_group: Any) -> None:
+        self.signs.stopping()
+        self._shutdown(signal.SIGTERM, GRACE_SECONDS)
+
+    def _monitor_workers(self, worker_group: Any) -> Any:
+        gone = {worker.global_rank for worker in worker_group.workers if is_gone(worker.id)}
+        result = super()._monitor_workers(worker_group)  # where one has failed, this asks the rest to go
+        if result.state.name == "SUCCEEDED":
+            self.signs.finished()
+        elif result.is_failed():
+            told = {number: failure.exitcode for number, failure in result.failures.items()}
+            codes, beats = self._exit_codes(worker_group) | told, read_beats(self.signs.folder)
+            self._decide(find_cause(self.signs, beats, codes, gone | told.keys()))
+        return result
+
+    def _exit_codes(self, worker_group: Any) -> dict[int, int]:
+        """What every rank left with; the library tells one of them."""
+        processes = getattr(getattr(self._pcontext, "_pc", None), "processes", ())
+        pairs = zip(worker_group.workers, processes, strict=False)
+        return {worker.global_rank: each.exitcode for worker, each in pairs if each.exitcode is not None}
+
+    def _decide(self, cause: Cause) -> None:
+        """Start again, or not: not after a letter, not when the same thing happens twice in the same place."""
+        before, self.cause = self.cause, cause
+        budget = self._worker_group.spec.max_restarts
+        leaves_others = self.wish.nodes.elastic and not self.signs.asked_to_stop
+        final = cause.exit_code in FINAL and not (cause.exit_code == Interrupted.exit_code and leaves_others)
+        if final or self.signs.asked_to_stop or cause.repeats(before):
+            self._remaining_restarts = 0
+        elif cause.step > before.step:
+            self._remaining_restarts = budget
+        if self._remaining_restarts > 0:
+            turn = budget - self._remaining_restarts + 1
+            self.signs.tell(f"{cause.told}; starting again from the last checkpoint ({turn} of {budget})")
 
 
 if __name__ == "__main__":

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from modelwright.errors import Diverged, GateClosed, Interrupted, Refused, StorageError, UsageError
 from modelwright.launch.rank import last_words
 from modelwright.launch.signs import Signs
 from modelwright.runs.beat import Standing
 
 UNFORESEEN = 1
+LETTERS = {error.exit_code for error in (UsageError, GateClosed, Diverged, Refused, StorageError)}
+"""What a rank leaves with after a letter: starting it again would change nothing."""
+LETTER, RELAYED, KILLED, CRASHED, FOLLOWED, ENDED_BY_US = range(6)
+"""How much an end explains, the most telling first; who only followed others comes late, whom we ended last."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,10 @@ class Cause:
     """Steps that were done by then."""
     wrote: bool = False
     """Whether it said so itself, on stderr."""
+    relayed: str = ""
+    """The letter of a rank elsewhere, as this one was told it."""
+    lost: bool = False
+    """Whether it only lost the others."""
 
     @property
     def killed(self) -> bool:
@@ -41,30 +50,49 @@ class Cause:
 
     def repeats(self, before: Cause) -> bool:
         """Whether the same happened before in the same place, which is no accident."""
-        return (self.rank, self.reason, self.step) == (before.rank, before.reason, before.step)
+        by_itself = not self.killed and not self.lost
+        return by_itself and (self.rank, self.reason, self.step) == (before.rank, before.reason, before.step)
 
     def letter(self, logs: Path) -> str:
         """What the person is told at the end: the rank's own words, once, where it left any."""
-        said = last_words(logs, self.rank) if self.wrote else ""
+        said = last_words(logs, self.rank) if self.wrote else self.relayed
         return said or f"{self.told}; the same command continues"
 
 
-def find_cause(signs: Signs, beats: Mapping[int, Standing], exit_codes: Mapping[int, int]) -> Cause:
-    """Killed ranks come first, then those with a reason of their own, in the order they ended."""
+def find_cause(signs: Signs, beats: Mapping[int, Standing], exit_codes: Mapping[int, int], first: Set[int]) -> Cause:
+    """The most telling end; `first` are the ranks that had gone before the agent asked the rest to go."""
     step = max((at.step for at in beats.values()), default=0)
-    pids = signs.pids
-    silent = [rank for rank in sorted(pids) if rank not in beats or beats[rank].ending is None]
-    for rank in silent:
-        finding = signs.finding(pids[rank])
-        if finding is None or "left waiting" not in finding:
-            code = exit_codes.get(rank, -signal.SIGKILL)
-            return Cause(rank, finding or _died(code), code if code else UNFORESEEN, step, wrote=code > 0)
-    ended = sorted((at for at in beats.values() if at.ending), key=lambda at: (at.lost_others, at.ended_at))
-    if not ended:
-        return Cause(min(pids, default=0), "ended without a word", UNFORESEEN, step)
-    first = ended[0]
-    words = (first.ending or "").splitlines()[0]
-    return Cause(first.rank, f"ended ({words})", first.exit_code, step, wrote=True)
+    ends = []
+    for rank, pid in signs.pids.items():
+        at = beats.get(rank)
+        if at is None or at.ending is None:
+            weight, cause = _silent(rank, signs.finding(pid), exit_codes.get(rank, -signal.SIGKILL), rank in first)
+        else:
+            weight, cause = _spoken(at, signs.asked_to_stop)
+        ends.append((weight, rank not in first, at.ended_at if at else 0.0, rank, cause))
+    if not ends:
+        return Cause(0, "ended without a word", step=step)
+    found: Cause = min(ends, key=lambda end: end[:4])[-1]
+    return replace(found, step=step)
+
+
+def _silent(rank: int, finding: str | None, code: int, on_its_own: bool) -> tuple[int, Cause]:
+    """A rank without last words: killed, or ended before it could speak."""
+    left_over = finding is not None and "left waiting" in finding
+    weight = KILLED if (on_its_own or finding) and not left_over else ENDED_BY_US
+    return weight, Cause(rank, finding or _died(code), code or UNFORESEEN, wrote=code > 0)
+
+
+def _spoken(at: Standing, asked: bool) -> tuple[int, Cause]:
+    """A rank that said why it leaves; one that was asked to stop, or told of another's end, says little."""
+    words = (at.ending or "").splitlines()[0]
+    lost, relayed = at.lost_others and at.exit_code == UNFORESEEN, at.lost_others and at.exit_code != UNFORESEEN
+    cause = Cause(at.rank, f"ended ({words})", at.exit_code, wrote=not relayed, relayed=at.ending or "", lost=lost)
+    if at.exit_code in LETTERS:
+        return (RELAYED if relayed else LETTER), cause
+    if lost or (at.exit_code == Interrupted.exit_code and not asked):
+        return FOLLOWED, cause
+    return CRASHED, cause
 
 
 def _died(code: int) -> str:

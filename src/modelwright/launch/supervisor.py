@@ -22,7 +22,7 @@ from modelwright.errors import Interrupted
 from modelwright.launch.signs import Signs
 from modelwright.launch.watchdog import Finding, Pulses, Watchdog
 from modelwright.launch.wish import Wish
-from modelwright.runs.beat import process_state, read_beats, wait_until_gone
+from modelwright.runs.beat import is_gone, process_state, read_beats, wait_until_gone
 
 LOOK_SECONDS = 0.5
 STOP_SECONDS = 5.0
@@ -50,7 +50,7 @@ class Supervisor:
         self._wish, self._signs = wish, signs
         self._watchdog, self._pulses = Watchdog(), Pulses()
         self._lost: str | None = None
-        self._times_asked = 0
+        self._times_asked, self._asked = 0, set[int]()
         self._idle_since = time.monotonic()
         self._known: dict[int, int] = {}
         threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(_threads(wish.per_node))}
@@ -67,7 +67,7 @@ class Supervisor:
             with self._listening():
                 while self._agent.poll() is None:
                     if letter := self._look():
-                        return Interrupted.exit_code, letter
+                        return self._signs.ending or (Interrupted.exit_code, letter)
                     time.sleep(LOOK_SECONDS)
         finally:
             self._end_everything()
@@ -88,6 +88,8 @@ class Supervisor:
         for finding in self._watchdog.look(beats, states, now, self._signs.is_stopping):
             self._end_rank(finding)
         alive = [rank for rank, pid in pids.items() if states[pid] not in (None, "Z", "X")]
+        if self._times_asked:
+            self._ask([pids[rank] for rank in alive])  # also those that were being started when it came
         if alive:
             self._idle_since = now
             self._lost = self._pulses.lost(self._signs.last_pulse, now)
@@ -131,10 +133,15 @@ class Supervisor:
         """Asked once, ranks save and stop; asked twice, everything ends."""
         self._times_asked += 1
         self._signs.ask_to_stop()
-        alive = [pid for pid in self._signs.pids.values() if process_state(pid) not in (None, "Z", "X")]
+        alive = [pid for pid in self._signs.pids.values() if not is_gone(pid)]
         if self._times_asked > 1 or not alive:
             self._agent.kill()
-        for pid in alive if self._times_asked == 1 else ():
+        self._ask(alive)
+
+    def _ask(self, pids: list[int]) -> None:
+        """Ask ranks to save and stop, each once."""
+        for pid in set(pids) - self._asked:
+            self._asked.add(pid)
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from statistics import median
 
 BEAT_SECONDS = 0.5
-WIDTH = 1024
-"""Bytes of a beat file: one write of a fixed width is never seen by halves."""
+WIDTH, WORDS = 4096, 600
+"""Bytes of a beat file, since one write of a fixed width is never seen by halves; characters of last words in it."""
 WINDOW = 32
 PR_SET_PDEATHSIG = 1
 
@@ -118,7 +118,7 @@ class Beat:
         seconds = list(self._seconds)
         standing = Standing(
             self._rank, os.getpid(), self._count, self._moves, self._doing, self._step,
-            round(median(seconds), 4) if len(seconds) > 1 else None, (self._ending or "")[:600] or None,
+            round(median(seconds), 4) if len(seconds) > 1 else None, (self._ending or "")[:WORDS] or None,
             self._ended_at, self._exit_code, self._lost_others,
         )  # fmt: skip
         text = json.dumps(standing.__dict__).encode()
@@ -148,12 +148,17 @@ def process_state(pid: int) -> str | None:
         return None
 
 
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, be it that nobody has taken note yet."""
+    return process_state(pid) in (None, "Z", "X")
+
+
 def wait_until_gone(pids: list[int], seconds: float) -> list[int]:
     """Wait for processes to end; returns those still there."""
     deadline = time.monotonic() + seconds
     left = pids
     while left and time.monotonic() < deadline:
-        left = [pid for pid in left if process_state(pid) not in (None, "Z", "X")]
+        left = [pid for pid in left if not is_gone(pid)]
         if left:
             time.sleep(0.05)
     return left

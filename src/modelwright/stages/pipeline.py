@@ -68,9 +68,11 @@ def run(loaded: LoadedRecipe, watch: Watcher | None = None, orders: Orders = NO_
         context = Context(loaded, folder, journal, world, facts.probe(), orders)
         try:
             _run_stages(context, stopper, dead_holder)
-        except ModelwrightError as error:
-            _tell_end(journal, error)
-            _leave_report(context)
+        except Exception as error:
+            stopper.leave()
+            if isinstance(error, ModelwrightError):
+                _tell_end(journal, error)
+                _leave_report(context)
             raise
         _leave_report(context)
     return folder

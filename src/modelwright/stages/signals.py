@@ -15,6 +15,8 @@ AT_ONCE = "stopped; the same command continues from the last checkpoint"
 class StopNow(BaseException):
     """Unwinds everything at once; no `except Exception` on the way takes it for a problem of its own."""
 
+    exit_code = Interrupted.exit_code
+
 
 class Stopper:
     """Hears SIGTERM and Ctrl-C: while training it waits for the step to end, elsewhere it stops at once."""
@@ -48,8 +50,12 @@ class Stopper:
         finally:
             self._waits = False
 
+    def leave(self) -> None:
+        """An error is on its way out: who asks to stop now must not take its place, unless asked twice."""
+        self._waits, self._asked = True, False
+
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if not self._waits or self._asked:
             self._asked = True
-            raise StopNow
+            raise StopNow(AT_ONCE)
         self._asked = True

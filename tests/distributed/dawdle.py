@@ -1,0 +1,53 @@
+"""A launch of two ranks of which one dawdles on its way out: `python -m dawdle RECIPE RANK`.
+
+It has read or heard the letter, and goes on only when the agent, whom the other rank has left, asks it to go.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from dataclasses import replace
+from types import FrameType
+
+PATIENCE_SECONDS = 100.0
+
+
+def main() -> None:
+    """Launch, and leave with its exit code."""
+    from modelwright.launch.nodes import Asked, wish_for
+    from modelwright.launch.supervisor import supervise
+    from modelwright.recipe.load import load
+
+    recipe, os.environ["DAWDLER"] = sys.argv[1:]
+    wish = wish_for(load(recipe), ("run", recipe, "--log-format", "plain"), Asked(per_node="2"), 3)
+    code, letter = supervise(replace(wish, preload=("modelwright.stages.pipeline", "dawdle")))
+    print(letter, file=sys.stderr)
+    sys.exit(code)
+
+
+def dawdle() -> None:
+    """In a rank: hold the way out of one of them until it is asked to go."""
+    from modelwright.runs.journal import Journal
+    from modelwright.stages import pipeline
+    from modelwright.stages.signals import Stopper
+
+    asked, hear, tell_end = threading.Event(), Stopper._hear, pipeline._tell_end
+
+    def heard(self: Stopper, number: int, frame: FrameType | None) -> None:
+        asked.set()
+        hear(self, number, frame)
+
+    def held(journal: Journal, error: Exception) -> None:
+        if os.environ["RANK"] == os.environ["DAWDLER"]:
+            assert asked.wait(PATIENCE_SECONDS), "nobody asked this rank to go"
+        tell_end(journal, error)  # type: ignore[arg-type]
+
+    Stopper._hear, pipeline._tell_end = heard, held  # type: ignore[method-assign, assignment]
+
+
+if __name__ == "__main__":
+    main()
+else:
+    dawdle()
