@@ -28,6 +28,8 @@ READ_THE_ENVIRONMENT = {
         "launch/progress.py",
         "launch/doctor.py",
         "bench/cluster.py",
+        "bench/rig.py",
+        "bench/injections.py",
         "launch/preflight.py",
     ),  # these hand it on to other processes
 }

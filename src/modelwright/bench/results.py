@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from modelwright.runs.folder import write_json
+from modelwright.runs.folder import read_json, write_json
 
 PACKAGES = ("modelwright", "torch", "transformers", "trl")
 
@@ -24,6 +24,13 @@ def result(name: str, figures: dict[str, Any]) -> dict[str, Any]:
         "machine": machine(),
         "figures": figures,
     }
+
+
+def kept(name: str) -> dict[str, Any] | None:
+    """What was kept under a name before, where there is something."""
+    path = (checkout() or Path()) / "bench" / "results" / f"{name}.json"
+    found: dict[str, Any] | None = read_json(path) if path.exists() else None
+    return found
 
 
 def save(measured: dict[str, Any]) -> Path:

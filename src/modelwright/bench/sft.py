@@ -129,7 +129,7 @@ def train_theirs(folder: Path, data: Any) -> Pace:
     return Pace(tokens, [after - before for before, after in pairwise(marks)], loss)
 
 
-def make_tokenizer(folder: Path, texts: list[str]) -> Any:
+def make_tokenizer(folder: Path, texts: list[str], words: int = WORDS) -> Any:
     """A tokenizer learnt from the texts, with ChatML."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -139,7 +139,7 @@ def make_tokenizer(folder: Path, texts: list[str]) -> Any:
     special = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=WORDS, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=words, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     bpe.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=special[2], pad_token=special[0])
@@ -148,17 +148,17 @@ def make_tokenizer(folder: Path, texts: list[str]) -> Any:
     return tokenizer
 
 
-def make_model(folder: Path, texts: list[str], layers: int = 8, width: int = 256) -> None:
+def make_model(folder: Path, texts: list[str], layers: int = 8, width: int = 256, words: int = WORDS) -> None:
     """A Llama with random weights, and a tokenizer learnt from the texts."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    tokenizer = make_tokenizer(folder, texts)
+    tokenizer = make_tokenizer(folder, texts, words)
     torch.manual_seed(SEED)
     config = LlamaConfig(
-        vocab_size=WORDS, hidden_size=width, intermediate_size=width * 43 // 16, num_hidden_layers=layers,
+        vocab_size=words, hidden_size=width, intermediate_size=width * 43 // 16, num_hidden_layers=layers,
         num_attention_heads=8,
         num_key_value_heads=4, max_position_embeddings=LENGTH, tie_word_embeddings=True,
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,

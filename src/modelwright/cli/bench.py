@@ -15,7 +15,7 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard 
 def register(app: typer.Typer) -> None:
     """Add the verb to the command."""
     bench = typer.Typer(help="Measure against a peer, in one run on this machine.", no_args_is_help=True)
-    for more in (start, faults, scale, pictures):
+    for more in (start, faults, reliability, scale, pictures):
         bench.command(more.__name__)(more)
     bench.command("sft")(sft)
     bench.command("plan")(plan)
@@ -35,6 +35,44 @@ def faults(save: Save = False, as_json: Json = False) -> None:
 
     prepare_environment()
     _measure(benchmark, "faults", save, as_json)
+
+
+def reliability(
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="ID", help="Only these, as R3 or R1-R11; may be given often.")
+    ] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option("--skip", metavar="ID", help="Not these; may be given often.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="What is drawn at random, again.")] = None,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Few trials of each, without peers.")] = False,
+    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Do the same to the HF Trainer.")] = True,
+    listed: Annotated[
+        bool, typer.Option("--list", help="Only list the faults, and about how long each takes.")
+    ] = False,
+    save: Save = False,
+    as_json: Json = False,
+) -> None:
+    """What a run survives: every fault that this machine can inject, beside the HF Trainer and torchrun."""
+    import json
+    import sys
+    from contextlib import redirect_stdout
+
+    from modelwright.bench import results
+    from modelwright.bench.reliability import scorecard
+    from modelwright.runs.caches import prepare_environment
+
+    prepare_environment()
+    chosen = scorecard.choose(only or (), skip or ())
+    if listed:
+        print("\n".join(scorecard.listing()))
+        return
+    with redirect_stdout(sys.stderr):
+        figures = scorecard.measure(chosen, scorecard.SEED if seed is None else seed, smoke, peers)
+    measured = results.result("reliability", figures)
+    print(json.dumps(measured, ensure_ascii=False) if as_json else "\n".join(scorecard.lines(figures)))
+    if save:
+        print(f"kept in {results.save(scorecard.merged(measured))}", file=sys.stderr)
 
 
 def scale(

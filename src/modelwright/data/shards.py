@@ -79,6 +79,11 @@ class Shards:
         self._check(whole=True)
 
     @property
+    def bytes(self) -> int:
+        """What its files take."""
+        return sum(int(known["size"]) for known in files_of(self._facts).values())
+
+    @property
     def tokens(self) -> int:
         """Tokens in all rows."""
         return int(self._facts["tokens"])

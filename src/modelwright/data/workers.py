@@ -26,6 +26,10 @@ PATIENCE_SECONDS = 1800.0
 """How long one rank waits while nothing at all is finished by the others."""
 
 
+LIVES = 3
+"""Processes that may die over one piece before the preparation stops."""
+
+
 class Crew(Protocol):
     """Those at work."""
 
@@ -89,12 +93,20 @@ class Processes(Alone):
             self._workers.pop().end()
 
 
+class _Gone(Exception):
+    """The process at the other end has ended."""
+
+
 class _Worker:
     """One process at the other end of a pipe."""
 
     def __init__(self) -> None:
+        self._over = False
+        self._process = self._begin()
+
+    def _begin(self) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "modelwright.data.worker"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def work(
         self, folder: str, step: str, waiting: queue.SimpleQueue[int], answers: queue.SimpleQueue[int | Exception]
@@ -106,11 +118,24 @@ class _Worker:
             except queue.Empty:
                 return
             try:
-                self._ask({"folder": folder, "step": step, "number": number})
+                self._have_done({"folder": folder, "step": step, "number": number})
                 answers.put(number)
             except Exception as error:
                 answers.put(error)
                 return
+
+    def _have_done(self, piece: dict[str, Any]) -> None:
+        """Have a piece done; a process that dies over it is replaced, and the piece begun again."""
+        for life in range(LIVES):
+            try:
+                return self._ask(piece)
+            except _Gone:
+                self._let_go()
+                if not self._over and life + 1 < LIVES:
+                    self._process = self._begin()
+        raise Interrupted(
+            f"a worker of the preparation ended {LIVES} times over one piece; the same command goes on where it stopped"
+        )
 
     def _ask(self, piece: dict[str, Any]) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -121,13 +146,17 @@ class _Worker:
         except (BrokenPipeError, ValueError):
             line = ""
         if not line:
-            raise Interrupted("a worker of the preparation ended early; the same command goes on where it stopped")
+            raise _Gone
         answer = json.loads(line)
         if not answer["done"]:
             raise letter_of(answer)
 
     def end(self) -> None:
-        """Let it go."""
+        """Let it go, for good."""
+        self._over = True
+        self._let_go()
+
+    def _let_go(self) -> None:
         with suppress(OSError):
             if self._process.stdin:
                 self._process.stdin.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from modelwright.report.ledger import Ledger
 from modelwright.report.lines import counted, duration, number, plain
 from modelwright.runs import journal
 from modelwright.runs.folder import RunFolder
@@ -16,7 +17,9 @@ QUIET = str.maketrans('"`', "''", "$\\!")
 def facts_of(folder: RunFolder) -> dict[str, Any]:
     """The last verdict, metrics and time of a run, from its journal."""
     facts: dict[str, Any] = {"folder": str(folder.path)}
+    ledger = Ledger()
     for event in journal.read(folder.journal):
+        ledger.add(event)
         if event["event"] == "verdict":
             facts |= {
                 "stage": event["stage"],
@@ -28,7 +31,7 @@ def facts_of(folder: RunFolder) -> dict[str, Any]:
             facts["question"] = plain(event["answers"][0]["question"]).translate(QUIET)
         elif event["event"] == "done":
             facts["seconds"] = event["seconds"]
-    return facts
+    return {**facts, **ledger.as_json()}
 
 
 def card(folder: RunFolder) -> str:
@@ -50,6 +53,8 @@ def card(folder: RunFolder) -> str:
     trained = f"{counted(metrics.get('steps', 0), 'step')}, {counted(metrics.get('tokens', 0), 'token')}"
     whole, training = duration(facts.get("seconds", 0)), duration(metrics.get("seconds", 0))
     lines.append(f"  {'time':<16} {training} for {trained}; {whole} in all since this start")
+    if facts["goodput"] is not None:
+        lines.append(f"  {'goodput':<16} {facts['goodput']:.0%} of the run's time went into steps whose result is kept")
     if facts.get("stage") and not facts.get("open"):
         lines.append(f"  {'model':<16} {folder.model(facts['stage'])} (not promoted)")
     shown = folder.demo_outputs / "before_after.md"

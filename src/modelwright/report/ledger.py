@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from modelwright.runs import journal
+from modelwright.runs.folder import RunFolder
 from modelwright.runs.journal import Event
 
 KINDS = {
@@ -76,6 +80,14 @@ class Ledger:
         """The share of the time that was useful."""
         return self.parts["useful"] / self.whole if self.whole else None
 
+    def as_json(self) -> dict[str, Any]:
+        """The goodput, and the seconds by kind."""
+        goodput = self.goodput
+        return {
+            "goodput": round(goodput, 4) if goodput is not None else None,
+            "seconds_by_kind": {kind: round(seconds, 2) for kind, seconds in self.parts.items()},
+        }
+
     def _step(self, event: Event, stage: str, passed: float) -> None:
         if int(event["step"]) <= self._steps.get(stage, 0):  # begun anew without a checkpoint
             self._go_back(stage, 0)
@@ -106,3 +118,11 @@ class Ledger:
         kept = self._kept_at.get((stage, step), 0.0)
         self._booked["redo"] += max(0.0, self._useful.get(stage, 0.0) - kept)
         self._useful[stage] = min(kept, self._useful.get(stage, 0.0))
+
+
+def ledger_of(folder: RunFolder) -> Ledger:
+    """The ledger of a run as its journal stands."""
+    ledger = Ledger()
+    for event in journal.read(folder.journal):
+        ledger.add(event)
+    return ledger

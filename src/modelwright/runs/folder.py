@@ -132,7 +132,27 @@ def open_run(path: str | Path) -> RunFolder:
 
 def write_json(path: Path, value: Any) -> None:
     """Replace a JSON file in one movement: a reader sees the old one or the new one, never half."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_text(path, _as_bytes(value).decode())
+
+
+def write_sealed(path: Path, value: dict[str, Any]) -> None:
+    """Replace a JSON file that ends with a hash over itself: a flipped bit anywhere in it shows."""
+    write_json(path, {**value, "seal": _seal(value)})
+
+
+def is_sealed(path: Path) -> bool:
+    """Whether a file is, byte for byte, one that `write_sealed` wrote."""
+    try:
+        raw = path.read_bytes()
+        value = json.loads(raw)
+        seal = value.pop("seal")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return False
+    return bool(seal == _seal(value)) and raw == _as_bytes({**value, "seal": seal})
+
+
+def _seal(value: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
 def write_text(path: Path, text: str) -> None:
@@ -154,7 +174,16 @@ def write_text(path: Path, text: str) -> None:
 
 def read_json(path: Path) -> Any:
     """Read a JSON file that this program wrote."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError:
+        raise StorageError(
+            f"{path}: this file is damaged (it is no JSON any more); delete it, and the same command makes it again"
+        ) from None
+
+
+def _as_bytes(value: Any) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def sync(path: Path) -> None:

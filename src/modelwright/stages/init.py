@@ -10,7 +10,7 @@ import xxhash
 from modelwright.data.sources import local_path
 from modelwright.errors import ModelError
 from modelwright.models.scratch import write_scratch
-from modelwright.runs.folder import hash_file, read_json, write_json
+from modelwright.runs.folder import hash_file, read_json, write_sealed
 from modelwright.stages import lineage
 from modelwright.stages.context import Context
 from modelwright.stages.wishes import flat, refuse_changes
@@ -55,7 +55,7 @@ def _run(context: Context) -> None:
     parameters = write_scratch(architecture, source, recipe.seed, folder.model(STAGE))
     paths = sorted(path for path in folder.model(STAGE).rglob("*") if path.is_file())
     files = {str(path.relative_to(folder.model(STAGE))): hash_file(path) for path in paths}
-    write_json(folder.result(STAGE), {"metrics": {"parameters": parameters}, "wishes": wishes, "files": files})
+    write_sealed(folder.result(STAGE), {"metrics": {"parameters": parameters}, "wishes": wishes, "files": files})
     context.journal.add(
         "initialised",
         stage=STAGE,

@@ -24,7 +24,7 @@ from modelwright.recipe.schema import Data
 from modelwright.report import page
 from modelwright.report.trackers import tracking
 from modelwright.runs import lock
-from modelwright.runs.folder import RunFolder, read_json, write_text
+from modelwright.runs.folder import RunFolder, is_sealed, read_json, write_text
 from modelwright.runs.journal import Journal, Watcher
 from modelwright.stages import evaluate, init, lineage, prepare
 from modelwright.stages.context import NO_ORDERS, Context, Orders
@@ -120,11 +120,22 @@ def _run_stages(context: Context, stopper: Stopper, dead_holder: str | None) -> 
 
 def _refuse_early(context: Context) -> None:
     """Refuse changed settings of any finished stage before the first one is touched."""
+    _set_damaged_results_aside(context)
     for stage in context.recipe.stages:
         if context.folder.result(stage).exists():
             now = settings_of(context.recipe, stage)
             kept = read_json(context.folder.result(stage))["wishes"]
             refuse_changes({key: kept[key] for key in kept if key not in CONTENTS}, now, context.orders.overrides)
+
+
+def _set_damaged_results_aside(context: Context) -> None:
+    """A result that is not as it was written says nothing any more: its stage is finished again from what stands."""
+    for stage in context.recipe.flow:
+        path = context.folder.result(stage)
+        if path.exists() and not is_sealed(path):
+            path.replace(path.with_name("result.damaged.json"))
+            note = f"the result of {stage} is damaged; the stage is finished again from its last good checkpoint"
+            context.journal.add("note", stage=stage, message=note)
 
 
 def _run_stage(context: Context, flow: Flow, stage: str, stopper: Stopper) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from modelwright.data.shards import MANIFEST, Layout, Shards
+from modelwright.data.shards import MANIFEST, PARTS, Layout, Shards
 from modelwright.data.sources import local_path
 from modelwright.data.texts import pack_texts
 from modelwright.data.tokenizer import Encoder, padded
@@ -17,6 +17,9 @@ from modelwright.stages.kinds import Built, Ingredients, Metrics
 from modelwright.stages.lineage import Parent
 from modelwright.stages.text import built, ready_model, start_of
 from modelwright.tasks.pretrain import PretrainTask
+
+MOST_READ_BACK = 32 * 10**9
+"""Bytes of shards that are read back at every start; more would take minutes from a disk."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,9 @@ class PretrainKind:
     def gather(self, context: Context, stage: str, parent: Parent | None) -> Ingredients:
         """The model to start from, and the shards, made by the main rank where they are not there yet."""
         start = start_of(context, parent)
-        place = context.world.first(lambda: str(_shards(context, stage, start["model"].path)))
+        place = context.world.first(
+            lambda: str(_verified(context, stage, _shards(context, stage, start["model"].path)))
+        )
         packed = Packed(Shards.open(Path(place)), Shards.open(Path(place), "held_out"))
         return Ingredients(**start, data=packed, data_fingerprint=packed.train.fingerprint)
 
@@ -80,6 +85,19 @@ def _shards(context: Context, stage: str, model: Path) -> Path:
     folder = context.folder.data(stage) / "packed"
     layout = Layout(settings.max_length, encoder.vocab_size)
     pack_texts(data, context.recipe.seed, context.beside, encoder, layout, folder)
+    return folder
+
+
+def _verified(context: Context, stage: str, folder: Path) -> Path:
+    """Read shards back before they are learnt from: a flipped bit is another token, and nothing later would tell."""
+    parts = [Shards.open(folder, part) for part in PARTS]
+    size = sum(shards.bytes for shards in parts)
+    if size <= MOST_READ_BACK:
+        for shards in parts:
+            shards.verify()
+    else:
+        note = f"{size / 1e9:.0f} GB of shards have the sizes that their manifest says; they are not read back"
+        context.journal.add("note", stage=stage, message=note)
     return folder
 
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from modelwright.errors import GateClosed
-from modelwright.runs.folder import read_json, write_json
+from modelwright.runs.folder import read_json, sync, write_json
 from modelwright.stages import evaluate, lineage, record
 from modelwright.stages.context import Context
 from modelwright.stages.flow import State
@@ -54,6 +54,7 @@ def _point_to(link: Path, target: Path) -> None:
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(os.path.relpath(target, link.parent))
     fresh.replace(link)
+    sync(link.parent)
 
 
 def _unpoint(link: Path, target: Path) -> None:

@@ -6,6 +6,7 @@ import platform
 from typing import Any
 
 from modelwright import __version__
+from modelwright.report.ledger import ledger_of
 from modelwright.report.model_card import model_card
 from modelwright.runs import journal
 from modelwright.runs.folder import write_json, write_text
@@ -50,6 +51,7 @@ def write_summary(context: Context, stage: str, plan: dict[str, Any], metrics: M
             "metrics": metrics,
             "changes": changes(metrics),
             "verdict": verdict.as_json(),
+            "time": ledger_of(context.folder).as_json(),
             "lineage": ancestors(context, stage),
             "hardware": context.facts.name,
             "world": context.world.size,

@@ -21,7 +21,7 @@ from modelwright.engine.pace import Stragglers
 from modelwright.engine.shard import whole
 from modelwright.errors import Diverged, Interrupted, ModelwrightError, UsageError
 from modelwright.plan.stage import StagePlan, plan_stage
-from modelwright.runs.folder import hash_file, read_json, write_json
+from modelwright.runs.folder import hash_file, read_json, write_json, write_sealed
 from modelwright.stages.context import Context
 from modelwright.stages.foresee import foreseen, held_against, watched
 from modelwright.stages.kinds import Ingredients, Kind
@@ -279,7 +279,7 @@ class Training:
         paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "README.md")
         files = {str(path.relative_to(folder)): hash_file(path) for path in paths}
         result = {"metrics": metrics, "wishes": self.wishes, "plan": self.plan.as_json(), "files": files}
-        write_json(self.context.folder.result(self.stage), result)
+        write_sealed(self.context.folder.result(self.stage), result)
         shutil.rmtree(self.context.folder.trunk(self.stage), ignore_errors=True)  # nothing needs it any more
 
     def _tell_model_and_data(self, found: Ingredients) -> None:
