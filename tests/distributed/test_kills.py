@@ -111,14 +111,14 @@ def test_a_signal_saves_stops_with_75_and_loses_no_step(
 
 def test_ctrl_c_twice_stops_at_once(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, model_folder, max_steps=400)
-    trial = rig.start(["run", str(recipe)], tmp_path, first=SLOW.replace("0.08", "1.5"))
+    trial = rig.start(["run", str(recipe)], tmp_path, first=SLOW.replace("0.08", "20 if self.cursor.step else 0"))
     wait_for_step(tmp_path / "run", 1)
     for _ in range(2):
         os.kill(trial.pid, signal.SIGINT)
         time.sleep(0.2)
     began = time.monotonic()
     assert trial.wait() == 75, trial.output
-    assert time.monotonic() - began < 1.2
+    assert time.monotonic() - began < 15
 
 
 def test_a_finished_run_is_a_no_op(rig: Rig, model_folder: Path, tmp_path: Path) -> None:

@@ -157,6 +157,7 @@ OURS_ALONE = {
     "sharding",  # theirs is a launcher's file
     "max_skipped_steps",
     "profile_memory",
+    "save_in_background",
     "spike_factor",
     "decay_steps",
     "momentum",

@@ -74,6 +74,8 @@ class StepReport:
     """Hash of the row numbers in the global batch: two runs with equal hashes saw equal data."""
     seconds: float
     """Time it took."""
+    waited: float
+    """Of that, how long the device stood still until the next batch was prepared."""
     seconds_alone: tuple[float, ...]
     """For each rank, the time it worked before it had to wait for others."""
     health: Health
@@ -144,7 +146,7 @@ class Engine:
         Recorded or not, a step has three parts. Recordings read and write fixed places, so gradients stay in theirs.
         """
         self._ahead: Prepared | None = None
-        self._watch, self._first_step = Stopwatch(self.world.device), 0
+        self._watch, self._idle, self._first_step = Stopwatch(self.world.device), Stopwatch(self.world.device), 0
         self._micro: Work = self._micro_batch
         self._length: Work = self._clipped
         self._move: Work = self._moved
@@ -177,7 +179,9 @@ class Engine:
         total = self._or_otherwise(lambda: self._accumulate(self._share_of(step).batches, trained))
         self.precision.unscale(self.optimizer)
         length = self._length()
+        self._idle.start()
         self._ahead = self._prepare(step + 1)  # while the device is still at work
+        self._idle.stop()
         summed, norm = torch.stack((total, length)).tolist()  # the one moment that waits for it
         loss, *alone = self.world.sum(summed, *self._watch.in_my_place(self.world.rank, self.world.size))
         loss /= trained
@@ -203,6 +207,7 @@ class Engine:
             tokens=int(tokens),
             batch=now.rows_hash,
             seconds=seconds,
+            waited=self._idle.seconds,
             seconds_alone=tuple(alone),
             health=health,
             stop_asked=stops > 0,

@@ -1,4 +1,4 @@
-"""Measure a run as it goes: speed by the median of recent steps, time left, memory, share of the hardware's peak."""
+"""Measure a run as it goes: speed by the median of recent steps, shares of peak and of waiting, time left, memory."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class Meter:
         self._steps, self._flops, self._peak = steps, flops_per_token, peak_flops
         self._seconds: deque[float] = deque(maxlen=WINDOW)
         self._rates: deque[float] = deque(maxlen=WINDOW)
+        self._waits: deque[float] = deque(maxlen=WINDOW)
         self._first = True
 
     def record(self, report: StepReport) -> dict[str, float | int | None]:
@@ -27,12 +28,14 @@ class Meter:
         if not self._first or self._steps == 1:
             self._seconds.append(report.seconds)
             self._rates.append(report.tokens / max(report.seconds, 1e-9))
+            self._waits.append(report.waited / max(report.seconds, 1e-9))
         self._first = False
         rate = median(self._rates) if self._rates else None
         left = (self._steps - report.step) * median(self._seconds) if self._seconds else None
         return {
             "tokens_per_second": round(rate, 1) if rate else None,
             "mfu": round(rate * self._flops / self._peak, 4) if rate and self._peak else None,
+            "waiting": round(median(self._waits), 4) if self._waits else None,
             "eta_seconds": round(left, 1) if left is not None else None,
             "memory_bytes": memory_in_use(),
         }

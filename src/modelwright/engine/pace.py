@@ -44,10 +44,15 @@ class Stopwatch:
 
     def in_my_place(self, rank: int, size: int) -> list[float]:
         """The seconds in this rank's place and nothing in the others', so that a sum over ranks holds them all."""
-        seconds = self._ended - self._began
-        if self._on_gpu and self._ended > self._began:
-            seconds = max(seconds, self._events[0].elapsed_time(self._events[1]) / 1000)
+        seconds = max(self._ended - self._began, self.seconds)
         return [seconds if place == rank else 0.0 for place in range(size)]
+
+    @property
+    def seconds(self) -> float:
+        """The time that passed on the device: next to nothing where a GPU was still at work on what came before."""
+        if self._on_gpu and self._ended > self._began:
+            return float(self._events[0].elapsed_time(self._events[1])) / 1000
+        return self._ended - self._began
 
 
 class Stragglers:

@@ -82,3 +82,12 @@ def _cpu_flags() -> set[str]:
     except OSError:
         return set()
     return set(next((line.split(":", 1)[1] for line in lines if line.startswith(("flags", "Features"))), "").split())
+
+
+def free_memory() -> int:
+    """Bytes of this machine's memory that a process may still take."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

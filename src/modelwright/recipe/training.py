@@ -125,6 +125,8 @@ class Length(Frozen):
     """A checkpoint folder to begin from in a new run; a run resumes from its own by itself, whatever this says."""
     save_total_limit: Annotated[int, Field(ge=2)] = 2
     """Checkpoints kept besides the best; at least 2, so that a damaged one has a good one behind it."""
+    save_in_background: Literal["auto", "always", "never"] = "auto"
+    """Train on while a checkpoint is written from a copy, where memory holds one; auto: on a GPU."""
     load_best_model_at_end: bool = True
     """Keep the best weights rather than the last ones."""
     metric_for_best_model: Literal["eval_loss"] = "eval_loss"

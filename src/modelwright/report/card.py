@@ -50,7 +50,8 @@ def card(folder: RunFolder) -> str:
             change = _change(metrics.get(before), metrics[after]) if after == "eval_loss" else ""
             lines.append(f"  {label:<16} {number(metrics.get(before))} → {number(metrics[after])}{change}")
     lines.append(f"  {'verdict':<16} {'open' if facts.get('open') else 'closed'}")
-    trained = f"{counted(metrics.get('steps', 0), 'step')}, {counted(metrics.get('tokens', 0), 'token')}"
+    unit = "image" if metrics.get("eval_accuracy") is not None else "token"
+    trained = f"{counted(metrics.get('steps', 0), 'step')}, {counted(metrics.get('tokens', 0), unit)}"
     whole, training = duration(facts.get("seconds", 0)), duration(metrics.get("seconds", 0))
     lines.append(f"  {'time':<16} {training} for {trained}; {whole} in all since this start")
     if facts["goodput"] is not None:

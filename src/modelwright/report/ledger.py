@@ -11,7 +11,7 @@ from modelwright.runs.journal import Event
 KINDS = {
     "useful": "steps whose result is kept",
     "compile": "what the first step after a start takes beyond the next one: compiling, warming up",
-    "save": "writing and verifying checkpoints",
+    "save": "standing still for checkpoints",
     "measure": "held-out loss, answers, verdicts",
     "start": "finding model and data, loading, going on from a checkpoint",
     "redo": "steps done again after a stop or a bad step, and steps that were not trusted",
@@ -48,10 +48,12 @@ class Ledger:
             self._ended = self._training = False
         elif kind == "step":
             self._step(event, stage, passed)
-        elif kind == "saved":
-            saving = min(passed, float(event.get("seconds") or 0.0))
+        elif kind in ("saving", "saved"):
+            saving = min(passed, float(event.get("waited", event.get("seconds")) or 0.0))
             self._booked["save"] += saving
             self._add_useful(stage, passed - saving)
+            if event.get("background"):
+                return  # what is kept was copied when it was begun
             self._kept_at[stage, int(event["step"])] = self._useful.get(stage, 0.0)
             self._kept_at = dict(list(self._kept_at.items())[-1000:])
         elif kind == "resumed":

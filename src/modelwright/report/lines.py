@@ -13,6 +13,11 @@ def line_of(event: Event) -> str | None:
     return writer(event) if writer else None
 
 
+def unit_of(event: Event) -> str:
+    """What a step's speed counts."""
+    return "images" if event["stage"] == "classify" else "tok"
+
+
 def step_line(event: Event) -> str:
     """Everything about a step that a person scans a log for."""
     speed, left, memory = event.get("tokens_per_second"), event.get("eta_seconds"), event.get("memory_bytes")
@@ -21,7 +26,7 @@ def step_line(event: Event) -> str:
         f"loss {number(event['loss'])}",
         f"grad {number(event['grad_norm'])}",
         f"lr {event['learning_rate']:.2e}",
-        f"{speed:,.0f} tok/s" if speed else "",
+        f"{speed:,.0f} {unit_of(event)}/s" if speed else "",
         f"mfu {event['mfu']:.1%}" if event.get("mfu") else "",
         f"mem {memory / 1e9:.1f} GB" if memory else "",
         f"eta {duration(left)}" if left is not None else "",

@@ -118,7 +118,7 @@ class StageStory:
             self.resumed += 1
         elif kind == "saved":
             self.saved += 1
-        elif kind not in ("evaluation", "note", "skipped"):
+        elif kind not in ("evaluation", "note", "skipped", "saving"):
             self.facts[kind] = _short(event)
 
     def _go_back_to(self, step: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, TextIO
 
-from modelwright.report.lines import duration, line_of, number
+from modelwright.report.lines import duration, line_of, number, unit_of
 from modelwright.runs.journal import Event, Watcher
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -91,7 +91,7 @@ class _Panel:
         )
         curve = sparkline(list(self._losses)) if self._losses else ""
         facts = f"lr {event['learning_rate']:.2e}  grad {number(event['grad_norm'])}"
-        facts += f"  {speed:,.0f} tok/s" if speed else ""
+        facts += f"  {speed:,.0f} {unit_of(event)}/s" if speed else ""
         facts += f"  mfu {event['mfu']:.1%}" if event.get("mfu") else ""
         facts += f"  memory {memory / 1e9:.1f} GB" if memory else ""
         lines = Group(

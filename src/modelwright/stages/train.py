@@ -18,8 +18,9 @@ from modelwright.engine.checkpoint import Checkpoints, read_state
 from modelwright.engine.loop import Engine, StepReport
 from modelwright.engine.meter import Meter
 from modelwright.engine.pace import Stragglers
+from modelwright.engine.saving import Saver
 from modelwright.engine.shard import whole
-from modelwright.errors import Diverged, Interrupted, ModelwrightError, UsageError
+from modelwright.errors import Diverged, Interrupted, UsageError
 from modelwright.plan.stage import StagePlan, plan_stage
 from modelwright.runs.folder import hash_file, read_json, write_json, write_sealed
 from modelwright.stages.context import Context
@@ -43,11 +44,6 @@ def _memory_told(plan: StagePlan) -> Iterator[None]:
         ) from None
 
 
-def _raise(failure: ModelwrightError | None) -> None:
-    if failure is not None:
-        raise failure
-
-
 class Training:
     """One training stage of a run."""
 
@@ -58,6 +54,8 @@ class Training:
         self.checkpoints = Checkpoints(
             context.folder.checkpoints(stage), self.settings.save_total_limit, lambda line: self._note(line)
         )
+        wish, on_gpu = self.settings.save_in_background, context.world.device.type == "cuda"
+        self.saver = Saver(self.checkpoints, context.world, wish == "always" or (wish == "auto" and on_gpu))
         resumed = self._newest_step()
         if resumed is None and isinstance(self.settings.resume_from_checkpoint, str):
             resumed = self._begin_from(Path(self.settings.resume_from_checkpoint))
@@ -87,7 +85,7 @@ class Training:
             self._measure()
         meter = Meter(self.plan.steps, self.built.flops_per_token, self._peak_flops())
         self.began, stragglers = time.monotonic(), Stragglers()
-        with self.stopper.waiting(), _memory_told(self.plan):
+        with self.stopper.waiting(), _memory_told(self.plan), self.saver:
             for report in self._steps():
                 self._tell_step(report, meter)
                 self._tell_changes()
@@ -97,6 +95,8 @@ class Training:
                     self._skip_or_go_back(report)
                 else:
                     self._keep(report)
+                if self.saver.done() or report.stop_asked:
+                    self._settle()
                 if report.stop_asked:
                     raise Interrupted(
                         f"stopped after step {report.step} of {self.plan.steps}; the same command continues"
@@ -116,6 +116,7 @@ class Training:
         if self.task.held_out_rows and not measured:
             self._measure()
         self._save()
+        self._settle()
 
     def _keep(self, report: StepReport) -> None:
         """After a good step: measure and save when it is time."""
@@ -165,23 +166,29 @@ class Training:
         beside = {
             "wishes": self.wishes,
             "global_batch": self.plan.global_batch,
-            "evaluations": self.evaluations,
+            "evaluations": list(self.evaluations),
             "seconds": self._seconds(),
         }
-        taken = state.snapshot(self.engine, **beside)
-        failure: ModelwrightError | None = None
-        try:
-            self.checkpoints.save(taken, self.context.world.is_main, self._best_step())
-        except ModelwrightError as error:
-            failure = error
-        self.context.world.first(lambda: _raise(failure))
+        self._settle()
+        if self.saver.save(state.snapshot(self.engine, **beside), self._best_step()):
+            self.context.journal.add(
+                "saving", stage=self.stage, step=self.engine.cursor.step, seconds=round(time.monotonic() - began, 3)
+            )
+        else:
+            self._settle()
         self.saved_at = self.engine.cursor.step
-        self.context.journal.add(
-            "saved", stage=self.stage, step=self.saved_at, seconds=round(time.monotonic() - began, 3)
-        )
+
+    def _settle(self) -> None:
+        """Wait for the save under way, and tell of it."""
+        if saved := self.saver.settle():
+            self.context.journal.add(
+                "saved", stage=self.stage, step=saved.step, seconds=round(saved.seconds, 3),
+                waited=round(saved.waited, 3), background=saved.background,
+            )  # fmt: skip
 
     def _newest_step(self) -> int | None:
         """The newest good checkpoint, agreed by all ranks."""
+        self._settle()
 
         def look() -> int | None:
             folder = self.checkpoints.newest_good()

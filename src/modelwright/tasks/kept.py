@@ -25,6 +25,7 @@ from modelwright.engine.task import Batch
 from modelwright.engine.world import World
 from modelwright.errors import StorageError
 from modelwright.models.trunk import Trunk
+from modelwright.plan.facts import free_memory
 from modelwright.runs.folder import read_json, write_json
 from modelwright.tasks.layout import ALIGNED, Rows, behind, lay_out, places_of, side_by_side
 
@@ -175,17 +176,9 @@ def choose_home(size: int, world: World, wish: str) -> str:
         return "disk"
     if world.device.type == "cuda" and size <= LARGEST_SHARE * torch.cuda.mem_get_info(world.device)[0]:
         return "memory of the device"
-    if size * world.size <= LARGEST_SHARE * _free_memory() or wish == "memory":
+    if size * world.size <= LARGEST_SHARE * free_memory() or wish == "memory":
         return "memory" if world.device.type == "cuda" else "memory of the device"
     return "disk"
-
-
-def _free_memory() -> int:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def _mapped(path: Path, places: int, like: Tensor) -> Tensor:

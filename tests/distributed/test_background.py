@@ -1,0 +1,113 @@
+"""A checkpoint written while training goes on is worth what one written while it waits is."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from rig import SLOW, Rig, told, trace
+from tiny import tiny_recipe
+
+ALWAYS = {"save_in_background": "always"}
+SLOW_DISK = """
+import time
+from modelwright.engine import checkpoint
+verify = checkpoint.verify
+def slow(folder):
+    time.sleep(0.4)
+    return verify(folder)
+checkpoint.verify = slow
+"""
+"""Put first in a trial, this makes a save take as long as several steps."""
+FULL_DISK = """
+from modelwright.engine import tensors
+from modelwright.engine.checkpoint import Checkpoints
+save, write, full = Checkpoints.save, tensors.write, False
+def watched(self, snapshot, *rest):
+    global full
+    full = snapshot.step == 6
+    return save(self, snapshot, *rest)
+def filling(path, content):
+    if full:
+        raise OSError(28, "No space left on device")
+    return write(path, content)
+Checkpoints.save, tensors.write = watched, filling
+"""
+"""Put first in a trial, this leaves no room for the second checkpoint."""
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_ends_the_same(
+    rig: Rig, uninterrupted: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    recipe = tiny_recipe(tmp_path, model_folder, **ALWAYS)
+    code, output = rig.run(["run", str(recipe)], tmp_path, first=SLOW + SLOW_DISK)
+    assert code == 0, output
+    assert trace(tmp_path / "run") == trace(uninterrupted)
+    begun = {event["step"]: event for event in told(tmp_path / "run", "saving")}
+    for saved in told(tmp_path / "run", "saved"):
+        assert saved["background"] and saved["seconds"] >= 0.4
+        meanwhile = [
+            e for e in told(tmp_path / "run", "step") if begun[saved["step"]]["time"] <= e["time"] < saved["time"]
+        ]
+        assert meanwhile or saved["step"] == 12, saved
+    assert [event["step"] for event in told(tmp_path / "run", "saved")] == [3, 6, 9, 12]
+
+
+@pytest.mark.slow
+def test_kills_while_checkpoints_are_written_behind_leave_no_trace(
+    rig: Rig, uninterrupted: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    draw, landed = random.Random(20261115), 0
+    for number in range(3):
+        recipe = tiny_recipe(tmp_path / str(number), model_folder, **ALWAYS)
+        for _ in range(3):
+            trial = rig.start(["run", str(recipe)], recipe.parent, first=SLOW + SLOW_DISK)
+            time.sleep(draw.uniform(0.4, 1.6))
+            os.kill(trial.pid, signal.SIGKILL)
+            landed += trial.wait() == -signal.SIGKILL
+        code, output = rig.run(["run", str(recipe)], recipe.parent)
+        assert code == 0, output
+        assert trace(recipe.parent / "run") == trace(uninterrupted)
+    assert landed >= 3
+
+
+def test_a_save_that_failed_behind_is_told_and_the_one_before_is_gone_on_from(
+    rig: Rig, uninterrupted: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    recipe = tiny_recipe(tmp_path, model_folder, **ALWAYS)
+    code, output = rig.run(["run", str(recipe)], tmp_path, first=FULL_DISK)
+    assert code == 78, output
+    assert "checkpoint step-00000006 could not be written (No space left on device)" in output
+    assert "Traceback" not in output
+    code, output = rig.run(["run", str(recipe)], tmp_path)
+    assert code == 0, output
+    assert told(tmp_path / "run", "resumed")[-1]["step"] == 3
+    assert trace(tmp_path / "run") == trace(uninterrupted)
+
+
+def test_two_ranks_save_behind_and_all_hear_of_a_failure(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, model_folder, per_device_train_batch_size=2, **ALWAYS)
+    ends = rig.run_ranks(["run", str(recipe)], tmp_path, 2, first=FULL_DISK)
+    assert [code for code, _ in ends] == [78, 78], ends
+    assert sum("could not be written" in output for _, output in ends) == 1
+    ends = rig.run_ranks(["run", str(recipe)], tmp_path, 2)
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert told(tmp_path / "run", "saved")[-1]["background"]
+
+
+def test_a_signal_waits_for_what_is_being_written(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, model_folder, max_steps=400, **ALWAYS)
+    trial = rig.start(["run", str(recipe)], tmp_path, first=SLOW + SLOW_DISK)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (
+        (tmp_path / "run/journal.jsonl").exists() and told(tmp_path / "run", "saving")
+    ):
+        time.sleep(0.01)
+    os.kill(trial.pid, signal.SIGTERM)
+    assert trial.wait() == 75, trial.output
+    assert told(tmp_path / "run", "saved")[-1]["step"] == max(e["step"] for e in told(tmp_path / "run", "step"))
