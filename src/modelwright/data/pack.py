@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -14,24 +14,69 @@ STARTS_MULTIPLE = 64
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Group row numbers so that each group's lengths fit into the capacity.
 
-    Longest first, each into the fullest group it still fits (best-fit decreasing); equal lengths in their order.
+    Longest first, each into the fullest group it still fits (best-fit decreasing); equal lengths in their order. Rows
+    of one length are placed together, so that a million rows cost no more than the lengths they have.
     """
-    groups: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (tokens left, group), sorted
-    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        length = lengths[row]
-        assert length <= capacity, f"row {row} has {length} tokens, more than {capacity}"
-        place = bisect_left(room, (length, -1))
-        if place == len(room):
-            groups.append([row])
-            left, group = capacity - length, len(groups) - 1
-        else:
-            left, group = room.pop(place)
-            groups[group].append(row)
-            left -= length
-        if left:
-            insort(room, (left, group))
-    return groups
+    if not len(lengths):
+        return []
+    sizes = np.asarray(lengths, dtype=np.int64)
+    longest = int(sizes.argmax())
+    assert sizes[longest] <= capacity, f"row {longest} has {sizes[longest]} tokens, more than {capacity}"
+    order = np.argsort(-sizes, kind="stable")
+    distinct, counts = np.unique(sizes, return_counts=True)
+    rooms = _Rooms(capacity)
+    for length, count in zip(distinct[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        rooms.place(length, count)
+    rows = order[np.argsort(np.array(rooms.owners), kind="stable")].tolist()
+    members = np.bincount(rooms.owners).tolist()
+    return [rows[start:stop] for start, stop in pairwise(accumulate(members, initial=0))]
+
+
+class _Rooms:
+    """Groups by the room that is left in them."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.owners: list[int] = []
+        """The group of each row, in the order they were placed."""
+        self._groups: dict[int, list[int]] = {}
+        self._left = 0
+        """A bit for each room that some group has, which makes the smallest that fits one shift away."""
+        self._count = 0
+
+    def place(self, length: int, count: int) -> None:
+        """Place so many rows of one length."""
+        while count:
+            fitting = self._left >> length
+            room = length + (fitting & -fitting).bit_length() - 1 if fitting else self.capacity
+            each = room // length  # the fullest group that fits stays the fullest, until no more of them do
+            wanted = -(-count // each)
+            chosen = self._take(room, wanted) if fitting else self._open(wanted)
+            placed = min(count, each * len(chosen))
+            self.owners += chosen if each == 1 else [group for group in chosen for _ in range(each)][:placed]
+            last = placed - each * (len(chosen) - 1)
+            if last < each:
+                self._put(room - last * length, [chosen.pop()])
+            self._put(room - each * length, chosen)
+            count -= placed
+
+    def _open(self, count: int) -> list[int]:
+        self._count += count
+        return list(range(self._count - count, self._count))
+
+    def _take(self, room: int, count: int) -> list[int]:
+        groups = self._groups[room]
+        chosen = groups[:count]
+        del groups[:count]
+        if not groups:
+            self._left ^= 1 << room
+        return chosen
+
+    def _put(self, room: int, groups: list[int]) -> None:
+        if room and groups:
+            known = self._groups.get(room)
+            self._groups[room] = sorted(known + groups) if known else groups
+            self._left |= 1 << room
 
 
 def document_starts(positions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

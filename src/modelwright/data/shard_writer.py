@@ -7,7 +7,7 @@ writer goes on after its last whole shard and the bytes are those of a writer th
 from __future__ import annotations
 
 import io
-import os
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +17,10 @@ import numpy as np
 import xxhash
 
 from modelwright.data.shards import Array, Layout, empty_part
-from modelwright.errors import StorageError, is_storage_failure
-from modelwright.runs.folder import hash_file, read_json, sync, write_json
+from modelwright.runs.folder import hash_file, read_json, replacing, write_json
+
+STRETCH = 1 << 17
+"""Tokens written at once: they stay in the cache from one use to the next."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +47,11 @@ class Block:
 
 @dataclass
 class _Open:
-    """The shard that is being filled."""
+    """The shard that is being filled: views of what will be written, not a copy."""
 
-    tokens: Array
+    pieces: list[Array] = field(default_factory=list)
     starts: list[Array] = field(default_factory=list)
     filled: int = 0
-    documents: int = 0
     text_bytes: int = 0
 
 
@@ -96,7 +97,7 @@ def _pack(folder: Path, part: str, layout: Layout, source: _Resumed, facts: dict
     skip = sum(shard["tokens"] for shard in source.written)
     capacity = layout.rows_per_shard * layout.length
     number = source.first_shard + len(source.written)
-    current = _Open(np.empty(capacity, dtype=layout.dtype))
+    current = _Open()
     for block in source.blocks:
         if skip >= block.tokens:
             skip -= block.tokens
@@ -104,24 +105,23 @@ def _pack(folder: Path, part: str, layout: Layout, source: _Resumed, facts: dict
         documents = block.load()
         place, skip = skip, 0
         while place < len(documents.tokens):
-            place = _fill(current, documents, place)
+            place = _fill(current, documents, place, capacity)
             if current.filled == capacity:
                 yield _write(folder, f"{part}-{number:05d}", layout, current, source.name)
-                number, current = number + 1, _Open(current.tokens)
+                number, current = number + 1, _Open()
     rows = current.filled // layout.length
     facts["lost_tokens"] += current.filled - rows * layout.length
     if rows:
         yield _write(folder, f"{part}-{number:05d}", layout, current, source.name)
 
 
-def _fill(current: _Open, documents: Documents, place: int) -> int:
-    """Copy tokens from a place on until the shard is full or the block ends; returns the new place."""
-    taken = min(len(current.tokens) - current.filled, len(documents.tokens) - place)
-    current.tokens[current.filled : current.filled + taken] = documents.tokens[place : place + taken]
+def _fill(current: _Open, documents: Documents, place: int, capacity: int) -> int:
+    """Take tokens from a place on until the shard is full or the block ends; returns the new place."""
+    taken = min(capacity - current.filled, len(documents.tokens) - place)
+    current.pieces.append(documents.tokens[place : place + taken])
     begins = np.concatenate([[0], np.cumsum(documents.lengths)])
     first, stop = np.searchsorted(begins[:-1], [place, place + taken])
     current.starts.append(begins[first:stop] - place + current.filled)
-    current.documents += int(stop - first)
     current.text_bytes += _bytes_before(documents, begins, place + taken) - _bytes_before(documents, begins, place)
     current.filled += taken
     return place + taken
@@ -142,7 +142,6 @@ def _write(folder: Path, stem: str, layout: Layout, current: _Open, source: str)
     kept = rows * layout.length
     starts = np.concatenate(current.starts) if current.starts else np.zeros(0, dtype=np.int64)
     starts = starts[starts < kept].astype(np.uint32)
-    tokens = current.tokens[:kept].reshape(rows, layout.length)
     name, beside = f"{stem}.npy", f"{stem}.starts.npy"
     return {
         "name": name,
@@ -152,29 +151,30 @@ def _write(folder: Path, stem: str, layout: Layout, current: _Open, source: str)
         "tokens": kept,
         "documents": len(starts),
         "text_bytes": current.text_bytes * kept // max(1, current.filled),
-        "files": {name: _write_array(folder / name, tokens), beside: _write_array(folder / beside, starts)},
+        "files": {
+            name: _write_array(folder / name, current.pieces, (rows, layout.length), layout.dtype),
+            beside: _write_array(folder / beside, [starts], starts.shape, starts.dtype),
+        },
     }
 
 
-def _write_array(path: Path, array: Array) -> dict[str, Any]:
-    """Write an array under a temporary name, make it last, then give it its own; returns its size and hash."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        head = io.BytesIO()
-        np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(array))
-        digest = xxhash.xxh3_128(head.getvalue())
-        digest.update(array.data)
-        with partial.open("wb") as file:
-            file.write(head.getvalue())
-            array.tofile(file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-        sync(path.parent)
-    except OSError as error:
-        if is_storage_failure(error):
-            raise StorageError(f"{path}: {error.strerror}; the same command goes on once there is room") from None
-        raise
+def _write_array(path: Path, pieces: Iterable[Array], shape: tuple[int, ...], dtype: np.dtype[Any]) -> dict[str, Any]:
+    """Write flat pieces one after the other as an array of that shape; what is too much is left. Returns size and hash.
+
+    Each stretch is narrowed, hashed and written while it is in the cache: no second copy of the shard is ever made.
+    """
+    head = io.BytesIO()
+    facts = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(head, facts)
+    digest, left = xxhash.xxh3_128(head.getvalue()), math.prod(shape)
+    with replacing(path) as file:
+        file.write(head.getvalue())
+        for piece in pieces:
+            for start in range(0, min(len(piece), left), STRETCH):
+                stretch = np.ascontiguousarray(piece[start : start + min(STRETCH, left)], dtype=dtype)
+                digest.update(stretch.data)
+                file.write(stretch.data)
+                left -= len(stretch)
     return {"size": path.stat().st_size, "xxh3": digest.hexdigest()}
 
 

@@ -125,21 +125,22 @@ class Shards:
         length = length or self.length
         wanted = np.asarray(rows, dtype=np.int64)
         tokens = np.empty((len(wanted), length), dtype=np.int64)
-        positions = np.empty_like(tokens)
-        count = np.arange(length)
+        positions, count = np.empty_like(tokens), np.arange(length)
         positions[:] = count
         firsts = self._first_rows * self._per_row(length)
         owners = firsts.searchsorted(wanted, side="right") - 1
-        for shard in dict.fromkeys(owners.tolist()):
+        for shard in set(owners.tolist()):
             places = np.flatnonzero(owners == shard)
             inside = wanted[places] - firsts[shard]
             stored, starts = self._maps[shard]
-            tokens[places] = stored.reshape(-1, length)[inside]
-            begin, end = starts.searchsorted(inside * length), starts.searchsorted((inside + 1) * length)
-            for one in np.flatnonzero(end > begin).tolist():
-                line, offset = positions[places[one]], int(inside[one]) * length
-                for start in starts[begin[one] : end[one]].tolist():
-                    line[start - offset :] = count[: length - start + offset]
+            tokens[places] = stored.reshape(-1, length).take(inside, axis=0)
+            begins = inside * length
+            spans = starts.searchsorted((begins, begins + length)).tolist()
+            for place, begin, first, stop in zip(places.tolist(), begins.tolist(), *spans, strict=True):
+                if stop > first:
+                    line = positions[place]
+                    for start in (starts[first:stop] - begin).tolist():
+                        line[start:] = count[: length - start]
         return tokens, positions
 
     @cached_property

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import xxhash
 
@@ -157,18 +159,26 @@ def _seal(value: dict[str, Any]) -> str:
 
 def write_text(path: Path, text: str) -> None:
     """Replace a text file in one movement."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, under a temporary name; when the block ends it lasts, and takes its place in one movement."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with partial.open("wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
         sync(path.parent)
     except OSError as error:
         if is_storage_failure(error):
-            raise StorageError(f"{path}: {error.strerror}; nothing that was there is lost") from None
+            letter = "nothing that was there is lost, and the same command goes on once there is room"
+            raise StorageError(f"{path}: {error.strerror}; {letter}") from None
         raise
 
 
