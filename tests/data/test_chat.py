@@ -14,6 +14,8 @@ import pytest
 from modelwright.data.chat import Encoded, encode, encode_all
 from modelwright.data.conversations import Conversation
 from modelwright.errors import DataError
+from modelwright.recipe.training import Text
+from modelwright.recipe.values import Steps
 from tiny import CHATML
 
 BOS_TEMPLATE = "<|endoftext|>" + CHATML
@@ -83,7 +85,7 @@ def test_trl_3728_the_assistant_only_mask_is_kept_when_rows_are_packed(tokenizer
     from modelwright.tasks.sft import collate
 
     talks = [conversation(f"Number {n}?", f"It is {n}.") for n in range(5)]
-    rows = encode_all(talks, tokenizer, max_length=64).rows
+    rows = encode_all(talks, tokenizer, Text(max_length=64)).rows
     groups = pack([len(row) for row in rows], 64)
     assert len(groups) < len(rows)
     for group in groups:
@@ -184,22 +186,26 @@ def test_a_tokenizer_without_template_and_end_is_refused(tokenizer: Any) -> None
 
 def test_a_template_that_never_ends_a_turn_is_an_error(tokenizer: Any) -> None:
     with pytest.raises(DataError, match="the model would never learn to stop"):
-        encode_all([conversation("Why?", "So.")], with_template(tokenizer, NEVER_ENDS), max_length=64)
+        encode_all([conversation("Why?", "So.")], with_template(tokenizer, NEVER_ENDS), Text(max_length=64))
 
 
 def test_a_turn_may_end_with_a_stop_token_that_is_not_eos(tokenizer: Any) -> None:
     other = copy.deepcopy(tokenizer)
     other.eos_token = "<|endoftext|>"
     stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert encode_all([conversation("Why?", "So.")], other, max_length=64, stop_tokens=[stop]).rows
+    assert encode_all([conversation("Why?", "So.")], other, Text(max_length=64), stop_tokens=[stop]).rows
     with pytest.raises(DataError, match="never learn to stop"):
-        encode_all([conversation("Why?", "So.")], other, max_length=64)
+        encode_all([conversation("Why?", "So.")], other, Text(max_length=64))
 
 
 def test_truncation_is_counted_and_rows_with_nothing_left_to_learn_are_dropped(tokenizer: Any) -> None:
     talks = [conversation("Why?", "So."), conversation("Why?", "word " * 50), conversation("word " * 50, "So.")]
     whole = [len(encode(talk, tokenizer)[0]) for talk in talks]
-    facts = encode_all(talks, tokenizer, max_length=40).facts()
+    with pytest.raises(
+        DataError, match=r"2 of 3 rows are longer than max_length 40 and would be cut, more than max_tr"
+    ):
+        encode_all(talks, tokenizer, Text(max_length=40, max_truncated=Steps("10%")))
+    facts = encode_all(talks, tokenizer, Text(max_length=40)).facts()
     assert facts["rows"] == 2
     assert facts["dropped_rows"] == 1
     assert facts["truncated_rows"] == 2
@@ -207,10 +213,21 @@ def test_truncation_is_counted_and_rows_with_nothing_left_to_learn_are_dropped(t
     assert facts["tokens"] == whole[0] + 40
 
 
+def test_long_rows_are_divided_and_every_trained_token_is_still_learnt_once(tokenizer: Any) -> None:
+    talks = [conversation("Why?", "So."), conversation("Why?", "word " * 50), conversation("word " * 50, "So.")]
+    whole = [encode(talk, tokenizer)[0] for talk in talks]
+    found = encode_all(talks, tokenizer, Text(max_length=40, packing=True, packing_strategy="bfd_split"))
+    facts = found.facts()
+    assert (facts["divided_rows"], facts["truncated_rows"], facts["lost_tokens"], facts["dropped_rows"]) == (2, 0, 0, 0)
+    assert max(map(len, found.rows)) <= 40 and len(found.rows) > 3
+    learnt = [token for row in found.rows for token in row.tokens[1:][row.trained[1:]].tolist()]
+    assert learnt == [token for row in whole for token in row.tokens[1:][row.trained[1:]].tolist()]
+
+
 def test_no_trained_token_at_all_is_an_error(tokenizer: Any) -> None:
     with pytest.raises(DataError, match="no row has a trained token within max_length 8; raise max_length"):
-        encode_all([conversation("A long question, is it not?", "So.")], tokenizer, max_length=8)
+        encode_all([conversation("A long question, is it not?", "So.")], tokenizer, Text(max_length=8))
 
 
 def test_no_conversation_is_no_error(tokenizer: Any) -> None:
-    assert encode_all([], tokenizer, max_length=8).rows == []
+    assert encode_all([], tokenizer, Text(max_length=8)).rows == []

@@ -165,6 +165,7 @@ OURS_ALONE = {
     "trainable",
     "keep_trunk",
     "share_prefix",
+    "max_truncated",
     "scale_learning_rate_by_world",
 }
 

@@ -21,6 +21,7 @@ from modelwright.data.conversations import Conversation
 from modelwright.errors import UsageError
 from modelwright.models.text import grow_embeddings, load_model, load_tokenizer, stop_tokens
 from modelwright.recipe.load import load
+from modelwright.recipe.training import Text
 from modelwright.stages.pipeline import run
 from tiny import tiny_model, tiny_recipe
 
@@ -173,6 +174,6 @@ def test_a_tokenizer_without_pad_borrows_eos_and_eos_is_still_learnt(model_folde
     assert again.pad_token_id == again.eos_token_id is not None
     turns = ({"role": "user", "content": "Rope?"}, {"role": "assistant", "content": "Knot."})
     (row,) = encode_all(
-        [Conversation("a:1", turns, "rope")], again, 64, True, stop_tokens(load_model(model_folder))
+        [Conversation("a:1", turns, "rope")], again, Text(max_length=64), stop_tokens(load_model(model_folder))
     ).rows
     assert again.eos_token_id in row.tokens[np.flatnonzero(row.trained)]

@@ -40,6 +40,7 @@ def audit(
     """Tell every problem of the data by file and line, and what its numbers foretell."""
     from modelwright.cli.data_words import audit_lines
     from modelwright.data.auditing import audits
+    from modelwright.data.quarantine import write
 
     bad = False
     told: dict[str, Any] = {}
@@ -47,7 +48,7 @@ def audit(
         bad = bad or found.bad_share > max_bad_share or not found.facts
         told[name] = found.as_json()
         if found.faults:
-            found.write_quarantine(Path(quarantine))
+            write(Path(quarantine), found.faults)
         if not as_json:
             typer.echo("\n".join(audit_lines(name, told[name], quarantine)))
     if as_json:
@@ -140,7 +141,8 @@ def prepare(
 
 def _crew(settings: Any, share: str | None, ray: bool) -> Crew:
     """Who does the work, as the options say."""
-    from modelwright.data.workers import Ranks, Ray
+    from modelwright.data.by_ray import Ray
+    from modelwright.data.workers import Ranks
     from modelwright.stages.prepare import processes
 
     if share is None:

@@ -22,7 +22,6 @@ from modelwright.data.summary import histogram
 from modelwright.data.tokenizer import Encoder
 from modelwright.errors import DataError, Problem
 from modelwright.recipe.schema import Data
-from modelwright.runs.folder import write_text
 
 Kind = Literal["conversations", "pairs", "text"]
 CHARACTERS_PER_TOKEN = 4.0
@@ -83,11 +82,6 @@ class Audit:
         problems = [{"where": f.where, "reason": f.reason, "found": f.found} for f in self.faults[:most]]
         return {"rows": self.rows, "bad": len(self.faults), "bad_share": round(self.bad_share, 4),
                 "reasons": dict(reasons.most_common()), "problems": problems, **self.facts}  # fmt: skip
-
-    def write_quarantine(self, path: Path) -> None:
-        """Every unusable row with its place and its reason, a line each."""
-        lines = [json.dumps(vars(fault), ensure_ascii=False) for fault in self.faults]
-        write_text(path, "".join(f"{line}\n" for line in lines))
 
 
 def audit(data: Data, frame: Frame, beside: Path) -> Audit:

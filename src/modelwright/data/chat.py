@@ -17,6 +17,7 @@ from jinja2 import TemplateError
 
 from modelwright.data.conversations import Conversation, Message
 from modelwright.errors import DataError, Problem
+from modelwright.recipe.training import Text
 
 AT_ONCE = 512
 """Conversations that are tokenized together."""
@@ -43,8 +44,26 @@ class EncodedSet:
 
     rows: list[Encoded] = field(default_factory=list)
     truncated_rows: int = 0
+    divided_rows: int = 0
     lost_tokens: int = 0
     dropped_rows: int = 0
+
+    def add(self, row: Encoded, wish: Text) -> None:
+        """Take a row as it fits: whole, cut, or divided; what has nothing to learn is left out."""
+        length, split = wish.max_length, wish.packing and wish.packing_strategy == "bfd_split"
+        pieces = [row]
+        if len(row) > length and split:
+            self.divided_rows += 1
+            # each piece begins with the last token of the one before, so that every trained token is foretold once
+            starts = range(0, len(row) - 1, length - 1)
+            pieces = [Encoded(row.tokens[at : at + length], row.trained[at : at + length]) for at in starts]
+        elif len(row) > length:
+            self.truncated_rows += 1
+            self.lost_tokens += len(row) - length
+            pieces = [Encoded(row.tokens[:length], row.trained[:length])]
+        learnt = [piece for piece in pieces if piece.trained[1:].any()]  # nothing foretells a first token
+        self.rows += learnt
+        self.dropped_rows += not learnt
 
     def facts(self) -> dict[str, int]:
         """The numbers of the data manifest."""
@@ -53,38 +72,33 @@ class EncodedSet:
             "tokens": sum(len(row) for row in self.rows),
             "trained_tokens": int(sum(row.trained.sum() for row in self.rows)),
             "truncated_rows": self.truncated_rows,
+            "divided_rows": self.divided_rows,
             "lost_tokens": self.lost_tokens,
             "dropped_rows": self.dropped_rows,
         }
 
 
 def encode_all(
-    conversations: Iterable[Conversation],
-    tokenizer: Any,
-    max_length: int,
-    assistant_only: bool = True,
-    stop_tokens: Collection[int] = (),
+    conversations: Iterable[Conversation], tokenizer: Any, wish: Text, stop_tokens: Collection[int] = ()
 ) -> EncodedSet:
-    """Encode every conversation; what does not fit is cut, counted, and dropped when no trained token is left."""
+    """Encode every conversation; what does not fit is cut or divided, and counted; too many cut rows are an error."""
     stops = {*stop_tokens, tokenizer.eos_token_id} - {None}
     encoded = EncodedSet()
     seen, stopping = 0, 0
     waiting = iter(conversations)
     while group := list(islice(waiting, AT_ONCE)):
-        for row in encode_many(group, tokenizer, assistant_only):
+        for row in encode_many(group, tokenizer, wish.assistant_only_loss):
             seen += 1
             stopping += bool(np.isin(row.tokens[row.trained], list(stops)).any())
-            cut = len(row) - max_length
-            if cut > 0:
-                encoded.truncated_rows += 1
-                encoded.lost_tokens += cut
-                row = Encoded(row.tokens[:max_length], row.trained[:max_length])
-            if row.trained[1:].any():  # the first token has nothing before it to be foretold from
-                encoded.rows.append(row)
-            else:
-                encoded.dropped_rows += 1
+            encoded.add(row, wish)
+    if encoded.truncated_rows > (limit := wish.max_truncated.of(seen)):
+        letter = (
+            f"{encoded.truncated_rows} of {seen} rows are longer than max_length {wish.max_length} and would be cut, "
+            f"more than max_truncated allows ({limit}); raise one of them, or pack with packing_strategy: bfd_split"
+        )
+        raise DataError([Problem("data", letter)])
     if seen and not encoded.rows:
-        letter = f"no row has a trained token within max_length {max_length}; raise max_length"
+        letter = f"no row has a trained token within max_length {wish.max_length}; raise max_length"
         raise DataError([Problem("data", letter)])
     if seen and not stopping:
         letter = "the chat template ends no answer with an end-of-text token, so the model would never learn to stop"

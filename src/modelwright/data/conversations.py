@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import xxhash
 
 from modelwright.data.derive import derive
-from modelwright.data.files import Row
-from modelwright.data.sources import read_training, read_validation
+from modelwright.data.files import HALF_A_CHARACTER, Row, utf8_size
+from modelwright.data.quarantine import Aside
+from modelwright.data.sources import training_rows, validation_rows
 from modelwright.errors import DataError, Problem
 from modelwright.recipe.schema import Data
 
-MOST_SHOWN = 20
-"""Problems named one by one; the rest are counted."""
 ROLES = ("system", "user", "assistant", "tool")
 SHAREGPT = {"human": "user", "gpt": "assistant"}
 """What ShareGPT calls the roles, in turns of from and value."""
@@ -68,6 +67,8 @@ class Conversations:
     """Rows that only measure."""
     fingerprint: str
     """Hash of every message on both sides, in order."""
+    aside: Aside = field(default_factory=Aside)
+    """Rows that cannot be used."""
 
     def manifest(self, data: Data) -> dict[str, Any]:
         """What the model sees, in numbers."""
@@ -78,13 +79,17 @@ class Conversations:
             "train_rows": len(self.train),
             "held_out_rows": len(self.held_out),
             "groups_on_both_sides": len(train_groups & {item.group for item in self.held_out}),
+            "set_aside_rows": len(self.aside.faults),
             "fingerprint": self.fingerprint,
         }
 
 
 def load(data: Data, seed: int, beside: Path) -> Conversations:
     """Read, check and split the data of a recipe; every problem is told at once."""
-    train, held_out = converse(read_training(data, beside), data), converse(read_validation(data, beside), data)
+    aside = Aside(data.max_bad_share)
+    train = converse(list(aside.readable(training_rows(data, beside))), data, aside)
+    held_out = converse(list(aside.readable(validation_rows(data, beside))), data, aside)
+    aside.refuse()
     for items, source in ((train, data.dataset_name or data.train_file), (held_out, data.validation_file)):
         if source and not items:
             raise DataError([Problem(source, "there is no row in it")])
@@ -95,38 +100,29 @@ def load(data: Data, seed: int, beside: Path) -> Conversations:
         for item in side:
             digest.update(json.dumps(item.messages, ensure_ascii=False, sort_keys=True).encode())
         digest.update(b"\0")
-    return Conversations(train, held_out, digest.hexdigest())
+    return Conversations(train, held_out, digest.hexdigest(), aside)
 
 
-def converse(rows: Sequence[Row], data: Data) -> list[Conversation]:
-    """Make each row a conversation; a row that cannot be one is a problem with its place."""
+def converse(rows: Sequence[Row], data: Data, aside: Aside | None = None) -> list[Conversation]:
+    """Make each row a conversation; a row that cannot be one is set aside with its reason, or else an error."""
+    bad = Aside() if aside is None else aside
     rows = list(derive(rows, data))
     if not rows:
         return []
     parts = columns_by_part(rows[0], data.columns)
     conversations: list[Conversation] = []
-    problems: list[Problem] = []
     for row in rows:
         found = _messages(row, parts, data.system_prompt)
+        if not isinstance(found, str) and data.split_by and data.split_by not in row.values:
+            found = f"there is no column {data.split_by!r} to split by; {columns_seen(row)}"
         if isinstance(found, str):
-            problems.append(Problem(row.where, found))
+            bad.put(row, found)
             continue
-        group = row.values.get(data.split_by) if data.split_by else _question(found)
-        if data.split_by and data.split_by not in row.values:
-            letter = f"there is no column {data.split_by!r} to split by; {columns_seen(row)}"
-            problems.append(Problem(row.where, letter))
-            continue
+        group = row.values[data.split_by] if data.split_by else _question(found)
         conversations.append(Conversation(row.where, tuple(found), " ".join(str(group).lower().split())))
-    if problems:
-        raise DataError(tell(problems))
+    if aside is None:
+        bad.refuse()
     return conversations
-
-
-def tell(problems: Sequence[Problem]) -> list[Problem]:
-    """The first problems one by one, the rest as a number."""
-    more = len(problems) - MOST_SHOWN
-    tail = [Problem(f"{more} more rows", "have problems like these")] if more > 0 else []
-    return [*problems[:MOST_SHOWN], *tail]
 
 
 def columns_by_part(row: Row, columns: dict[str, Any]) -> dict[str, str]:
@@ -212,8 +208,8 @@ def checked_turns(value: Any) -> list[Message] | str:
     for turn in map(_in_our_words, value):
         if not isinstance(turn, dict) or not isinstance(turn.get("content"), str) or turn.get("role") not in ROLES:
             return f"a turn is {str(turn)[:60]!r}; it wants a role of {', '.join(ROLES)} and a text content"
-        if any("\ud800" <= letter <= "\udfff" for letter in turn["content"]):
-            return "the text holds half a character (a lone surrogate), which no tokenizer takes"
+        if utf8_size(turn["content"]) is None:
+            return HALF_A_CHARACTER
         turns.append({"role": turn["role"], "content": turn["content"]})
     if turns[-1]["role"] != "assistant" or not turns[-1]["content"].strip():
         return "the last turn is not an answer of the assistant; there is nothing to learn"

@@ -16,6 +16,7 @@ PIECE = 1 << 20
 """Characters after which a text file is divided at its next paragraph, so that none has to fit the memory."""
 LONGEST_FIELD = 1 << 30
 NOT_UTF8 = "these bytes are not UTF-8; save the file as UTF-8"
+HALF_A_CHARACTER = "the text holds half a character (a lone surrogate), which no tokenizer takes"
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,14 @@ class Stretch:
 
 
 WHOLE = Stretch()
+
+
+def utf8_size(text: str) -> int | None:
+    """Bytes of a text in UTF-8; None where it holds half a character."""
+    try:
+        return len(text) if text.isascii() else len(text.encode())
+    except UnicodeEncodeError:
+        return None
 
 
 def strictly(items: Iterable[Row | Fault], most_shown: int = 20) -> Iterator[Row]:

@@ -18,11 +18,11 @@ from modelwright.data.conversations import (
     columns_seen,
     context_below,
     split,
-    tell,
     with_system,
 )  # fmt: skip
 from modelwright.data.files import Row
-from modelwright.data.sources import read_training, read_validation
+from modelwright.data.quarantine import Aside
+from modelwright.data.sources import training_rows, validation_rows
 from modelwright.errors import DataError, Problem
 from modelwright.recipe.schema import Data
 from modelwright.recipe.training import Preference
@@ -72,6 +72,8 @@ class Preferences:
     """Hash of every message on both sides, in order."""
     same: int = 0
     """Rows left out because their two answers are the same."""
+    aside: Aside = field(default_factory=Aside)
+    """Rows that cannot be used."""
 
     def manifest(self, data: Data) -> dict[str, Any]:
         """What the model sees, in numbers."""
@@ -82,6 +84,7 @@ class Preferences:
             "held_out_rows": len(self.held_out),
             "groups_on_both_sides": len({pair.group for pair in self.train} & {pair.group for pair in self.held_out}),
             "same_answers": self.same,
+            "set_aside_rows": len(self.aside.faults),
             "fingerprint": self.fingerprint,
         }
 
@@ -89,16 +92,16 @@ class Preferences:
 def load(data: Data, seed: int, beside: Path) -> Preferences:
     """Read, check and split the pairs of a recipe; every problem is told at once."""
     sides: list[list[Pair]] = []
-    same = 0
-    for rows, source in (
-        (read_training(data, beside), data.dataset_name or data.train_file),
-        (read_validation(data, beside), data.validation_file),
-    ):
-        pairs = pair_up(rows, data)
+    aside, same = Aside(data.max_bad_share), 0
+    for items in (training_rows(data, beside), validation_rows(data, beside)):
+        rows = list(aside.readable(items))
+        before = len(aside.faults)
+        sides.append(pair_up(rows, data, aside))
+        same += len(rows) - len(sides[-1]) - (len(aside.faults) - before)
+    aside.refuse()
+    for pairs, source in zip(sides, (data.dataset_name or data.train_file, data.validation_file), strict=True):
         if source and not pairs:
             raise DataError([Problem(source, "there is no pair of different answers in it")])
-        same += len(rows) - len(pairs)
-        sides.append(pairs)
     train, held_out = sides if data.validation_file else split(sides[0], data, seed)
     digest = xxhash.xxh3_128()
     for side in (train, held_out):
@@ -106,24 +109,24 @@ def load(data: Data, seed: int, beside: Path) -> Preferences:
             said = [pair.prompt, pair.chosen, pair.rejected]
             digest.update(json.dumps(said, ensure_ascii=False, sort_keys=True).encode())
         digest.update(b"\0")
-    return Preferences(train, held_out, digest.hexdigest(), same)
+    return Preferences(train, held_out, digest.hexdigest(), same, aside)
 
 
-def pair_up(rows: Sequence[Row], data: Data) -> list[Pair]:
-    """Make each row a pair; rows whose answers are the same are left out, others that make no pair are problems."""
+def pair_up(rows: Sequence[Row], data: Data, aside: Aside | None = None) -> list[Pair]:
+    """Make each row a pair; rows whose answers are the same are left out, others that make none are set aside."""
+    bad = Aside() if aside is None else aside
     if not rows:
         return []
     parts = parts_of(rows[0], data.columns)
     pairs: list[Pair] = []
-    problems: list[Problem] = []
     for row in rows:
         found = _pair(row, parts, data)
         if isinstance(found, Pair):
             pairs.append(found)
         elif found != SAME:
-            problems.append(Problem(row.where, found))
-    if problems:
-        raise DataError(tell(problems))
+            bad.put(row, found)
+    if aside is None:
+        bad.refuse()
     return pairs
 
 

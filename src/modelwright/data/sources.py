@@ -28,15 +28,24 @@ HELD_OUT_SPLITS = ("held_out", "validation", "test")
 """What the held-out side of a stored set may be called."""
 
 
+def training_rows(data: Data, beside: Path) -> Iterator[Row | Fault]:
+    """The rows to train on, before anything is held out, and what could not be read."""
+    return islice(read(data.dataset_name or data.train_file or "", data, beside), data.max_rows)  # without it, all
+
+
+def validation_rows(data: Data, beside: Path) -> Iterator[Row | Fault]:
+    """The rows of validation_file, where there is one, and what could not be read."""
+    return read(data.validation_file, None, beside) if data.validation_file else iter(())
+
+
 def read_training(data: Data, beside: Path) -> list[Row]:
-    """All rows to train on, before anything is held out."""
-    rows = strictly(read(data.dataset_name or data.train_file or "", data, beside))
-    return list(islice(rows, data.max_rows))  # without max_rows, all
+    """All rows to train on; one that cannot be read is an error."""
+    return list(strictly(training_rows(data, beside)))
 
 
 def read_validation(data: Data, beside: Path) -> list[Row]:
-    """The rows of validation_file, where there is one."""
-    return list(strictly(read(data.validation_file, None, beside))) if data.validation_file else []
+    """All rows of validation_file; one that cannot be read is an error."""
+    return list(strictly(validation_rows(data, beside)))
 
 
 def local_path(name: str, beside: Path) -> Path | None:

@@ -22,7 +22,7 @@ from modelwright.recipe.architecture import Architecture
 from modelwright.recipe.cluster import Cluster
 from modelwright.recipe.evaluation import Evaluate
 from modelwright.recipe.judging import Compare, Threshold
-from modelwright.recipe.preparing import Prepare
+from modelwright.recipe.preparing import Prepare, Share
 from modelwright.recipe.training import Images, Parts, Preference, Savings, Text, Trainable, Training
 from modelwright.recipe.values import Frozen, Steps
 
@@ -113,6 +113,8 @@ class Data(Frozen):
     """Rows held out, as a count or a share of the distinct split_by values."""
     max_rows: PositiveInt | None = None
     """Use only the first rows, for a quick try."""
+    max_bad_share: Share = 0.0
+    """Largest share of rows that may be unusable; they are set aside in quarantine.jsonl, 0 refuses any."""
     mix: dict[str, PositiveFloat] = {}
     """Several sources of raw text with their weights, such as {wiki.jsonl: 2, python-docs: 1}, for prepare."""
 

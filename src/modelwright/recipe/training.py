@@ -34,8 +34,18 @@ class Text(Frozen):
     """Longest row in tokens; what is cut is counted and reported."""
     packing: bool = False
     """Put several short rows into one of max_length; they cannot see each other."""
+    packing_strategy: Literal["bfd", "bfd_split"] = "bfd"
+    """What becomes of a row longer than max_length: bfd cuts it, bfd_split divides it; the best fit, longest first."""
+    max_truncated: Steps = Steps("100%")
+    """Rows that may be cut, as a count or a share; more is an error before the first step."""
     assistant_only_loss: bool = True
     """Learn the assistant's words only; false learns the prompts too."""
+
+    @model_validator(mode="after")
+    def _dividing_is_for_packing(self) -> Self:
+        if self.packing_strategy == "bfd_split" and not self.packing:
+            raise PydanticCustomError("packing", "has packing_strategy bfd_split; it wants packing: true beside it")
+        return self
 
 
 class Preference(Frozen):

@@ -14,7 +14,7 @@ from modelwright.stages.compare import METRICS, compare
 from modelwright.stages.context import Context
 from modelwright.stages.kinds import Built, Ingredients, Metrics
 from modelwright.stages.lineage import Parent
-from modelwright.stages.text import built, ready_model, start_of
+from modelwright.stages.text import built, ready_model, set_aside, start_of
 from modelwright.tasks.dpo import DpoTask
 from modelwright.tasks.reference import set_reference
 
@@ -27,6 +27,7 @@ class PreferenceKind:
     def gather(self, context: Context, stage: str, parent: Parent | None) -> Ingredients:
         """The model to start from, and the pairs."""
         data = preferences.load(context.recipe.data_of(stage), context.recipe.seed, context.beside)
+        set_aside(context, stage, data.aside)
         return Ingredients(**start_of(context, parent), data=data, data_fingerprint=data.fingerprint)
 
     def build(self, context: Context, found: Ingredients, stage: str) -> Built:

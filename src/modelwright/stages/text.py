@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from modelwright.data import conversations
+from modelwright.data.quarantine import QUARANTINE, Aside, write
 from modelwright.engine.task import Task
 from modelwright.errors import ModelError
 from modelwright.models import text, trainable
@@ -32,6 +33,7 @@ class TextKind:
     def gather(self, context: Context, stage: str, parent: Parent | None) -> Ingredients:
         """The model to start from, and the conversations."""
         data = conversations.load(context.recipe.data_of(stage), context.recipe.seed, context.beside)
+        set_aside(context, stage, data.aside)
         return Ingredients(**start_of(context, parent), data=data, data_fingerprint=data.fingerprint)
 
     def build(self, context: Context, found: Ingredients, stage: str) -> Built:
@@ -46,6 +48,10 @@ class TextKind:
             "held_out": task.held_out_set.facts(),
             "packed_rows": task.rows if settings.packing else None,
         }
+        cut, lost = (facts["train"][name] + facts["held_out"][name] for name in ("truncated_rows", "lost_tokens"))
+        if cut:
+            told = f"{cut} rows are cut to max_length, {lost} tokens in all"
+            context.journal.add("note", stage=stage, message=told)
         saver = find_savings(task, model, settings)
         return replace(
             built(task, model, tokenizer, facts),
@@ -57,6 +63,16 @@ class TextKind:
     def show(self, context: Context, found: Ingredients, stage: str) -> Metrics:
         """The same questions, before and after."""
         return compare(context, found, stage)
+
+
+def set_aside(context: Context, stage: str, aside: Aside) -> None:
+    """List the rows that cannot be used beside the manifest, and say so."""
+    if aside.faults:
+        path = context.folder.data(stage) / QUARANTINE
+        context.world.first(lambda: write(path, aside.faults))
+        first = aside.faults[0]
+        told = f"{len(aside.faults):,} of {aside.rows:,} rows are set aside in {path}; {first.where}: {first.reason}"
+        context.journal.add("note", stage=stage, message=told)
 
 
 def start_of(context: Context, parent: Parent | None) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class SftTask:
 
     @staticmethod
     def _encode(conversations: Any, tokenizer: Any, settings: Sft, stops: Collection[int]) -> EncodedSet:
-        return encode_all(conversations, tokenizer, settings.max_length, settings.assistant_only_loss, stops)
+        return encode_all(conversations, tokenizer, settings, stops)
 
     @property
     def rows(self) -> int:
