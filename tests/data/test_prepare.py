@@ -17,14 +17,15 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from modelwright.data import units
+from modelwright.data import minhash, units
+from modelwright.data.by_ray import Ray, keys_of, pairs_of
 from modelwright.data.clean import clean
 from modelwright.data.corpus import python_docs
 from modelwright.data.plan import Plan, Wish
 from modelwright.data.prepare import prepare
 from modelwright.data.shards import Shards
 from modelwright.data.tokenizer import Encoder
-from modelwright.data.workers import Alone, Crew, Processes, Ranks, Ray
+from modelwright.data.workers import Alone, Crew, Processes, Ranks
 from modelwright.errors import DataError
 from modelwright.recipe.preparing import Prepare
 from modelwright.recipe.schema import Data
@@ -129,11 +130,33 @@ def test_ranks_of_any_launcher_leave_the_same_bytes(whole: Path, raw: Path, tmp_
     assert Ranks(1, 2).size == 2
 
 
-def test_ray_leaves_the_same_bytes(whole: Path, raw: Path, tmp_path: Path) -> None:
+def test_ray_leaves_the_same_bytes(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray", reason="ray is an extra")
-    done(tmp_path, {"train_file": str(raw)}, Ray(2))
+    monkeypatch.setattr(units, "UNIT_BYTES", 20_000)
+    done(tmp_path / "one", {"train_file": str(raw)})
+    done(tmp_path / "ray", {"train_file": str(raw)}, Ray(2))
     ray.shutdown()
-    assert checksums(tmp_path) == checksums(whole)
+    assert checksums(tmp_path / "ray") == checksums(tmp_path / "one")
+
+
+def test_a_shuffle_of_the_band_keys_finds_the_pairs_that_one_process_finds(
+    raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Ray Data does between its map and its groups, in plain words: rows of one part come together."""
+    monkeypatch.setattr(units, "UNIT_BYTES", 20_000)
+    wish = plan(tmp_path, {"train_file": str(raw)}, keep_work=True, fast_tokenizer=False)
+    for _ in prepare(wish, Alone()):
+        pass
+    bands = range(minhash.BANDS)
+    rows = [keys_of(wish, [unit], bands, 3) for unit in reversed(range(len(wish.units)))]
+    table = {name: np.concatenate([each[name] for each in rows]) for name in rows[0]}
+    groups = [{name: values[table["part"] == part] for name, values in table.items()} for part in range(3)]
+    assert all(len(group["part"]) for group in groups)
+    pairs = [pairs_of(wish, group) for group in groups]
+    for band in bands:
+        found = [(int(a), int(b)) for each in pairs for at, a, b in zip(*each.values(), strict=True) if at == band]
+        known = [tuple(pair) for pair in wish.work.array(wish.group, band, "edges").tolist()]
+        assert sorted(found) == known and known
 
 
 def test_killed_at_random_moments_it_goes_on_and_leaves_the_same_bytes(

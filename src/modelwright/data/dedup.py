@@ -38,12 +38,20 @@ def first_of_each(hashes: Array) -> Array:
 def band_edges(keys: Array, eligible: Array, signatures: Signatures, threshold: float) -> Array:
     """Verified pairs within one band: [pairs, 2] int64, the lower document first.
 
-    keys: [documents] uint64, 0 for none; eligible: [documents] bool. Every document of a bucket is held against its
-    first one; those unlike it are held against the first of themselves, and so on.
+    keys: [documents] uint64, 0 for none; eligible: [documents] bool.
     """
     members = np.flatnonzero(eligible & (keys != 0))
-    members = members[np.argsort(keys[members], kind="stable")]
-    buckets = keys[members]
+    return pairs_in_buckets(members, keys[members], signatures, threshold)
+
+
+def pairs_in_buckets(members: Array, buckets: Array, signatures: Signatures, threshold: float) -> Array:
+    """Verified pairs of documents with the same bucket: [pairs, 2] int64; members and buckets: [documents].
+
+    Every document of a bucket is held against its first one; those unlike it are held against the first of themselves,
+    and so on.
+    """
+    order = np.lexsort((members, buckets))
+    members, buckets = members[order], buckets[order]
     found: list[Array] = []
     for _ in range(ROUNDS):
         fresh = np.ones(len(members), dtype=np.bool_)

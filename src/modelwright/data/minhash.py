@@ -7,6 +7,8 @@ other numbers than a GPU would, so neither is used.
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,10 @@ from modelwright.data.shingles import Array, Shingles
 
 SIZE = 5
 """Words in a shingle."""
-BANDS, ROWS = 14, 8
-"""Two documents are compared when all values of one band agree: half of the pairs with a Jaccard index of 0.69."""
+BANDS, ROWS = 16, 7
+"""Two documents are compared when all values of one band agree: 98 % of the pairs with a Jaccard index of 0.8.
+
+Fourteen bands of eight, which others use, compare 92 % of them."""
 WIDTH = BANDS * ROWS
 EMPTY = np.uint32(0xFFFFFFFF)
 """What a document without a shingle has everywhere; it is like no other."""
@@ -44,6 +48,24 @@ def signatures(shingles: Shingles) -> Array:
             np.add(values, SHIFTS[place], out=values)
             found[place, filled] = np.minimum.reduceat(values, starts)
     return np.ascontiguousarray(found.T)
+
+
+def signatures_by(wish: str, shingles: Shingles) -> Array:
+    """The same numbers, by the CPU, by a GPU, or (auto) by a GPU where there is one that can be trusted."""
+    on_gpu = wish == "cuda" or (wish == "auto" and Path("/dev/nvidia0").exists() and _gpu_agrees())
+    return signatures_on("cuda", shingles) if on_gpu else signatures(shingles)
+
+
+@cache
+def _gpu_agrees() -> bool:
+    """Whether this machine's GPU gives the CPU's numbers, tried once in a process on some made-up documents."""
+    chance = np.random.Generator(np.random.Philox(key=[WIDTH, 7]))
+    edges = np.concatenate([[0], np.cumsum(chance.integers(0, 500, 64))])
+    some = Shingles(chance.integers(0, 2**32, edges[-1], dtype=np.uint32), edges)
+    try:
+        return bool(np.array_equal(signatures_on("cuda", some), signatures(some)))
+    except Exception:  # whatever keeps a GPU from working, the CPU does not need it
+        return False
 
 
 def signatures_on(device: str, shingles: Shingles) -> Array:
@@ -76,7 +98,7 @@ def _scattered(hashes: Any, edges: Any) -> Any:
 
 
 def band_keys(signature: Array) -> Array:
-    """One number for each band of each document: [14, documents] uint64; documents without a shingle have 0."""
+    """One number for each band of each document: [16, documents] uint64; documents without a shingle have 0."""
     chance = np.random.Generator(np.random.Philox(key=[ROWS, 64]))
     factors = chance.integers(0, 2**64, ROWS, dtype=np.uint64) | np.uint64(1)
     bands = signature.reshape(-1, BANDS, ROWS).astype(np.uint64)

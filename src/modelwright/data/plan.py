@@ -14,7 +14,7 @@ from modelwright.recipe.preparing import Cleaning, Deduplicating, Prepare
 from modelwright.recipe.schema import Data
 from modelwright.runs.folder import hash_file, read_json, write_json
 
-FORMAT = 1
+FORMAT = 2
 """Raised when the same wish would give other bytes."""
 PLAN = "plan.json"
 

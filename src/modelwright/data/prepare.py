@@ -20,16 +20,17 @@ import numpy as np
 from modelwright import __version__
 from modelwright.data import dedup, examination, fast, minhash, tokenizer
 from modelwright.data.plan import Plan, finished
+from modelwright.data.quarantine import QUARANTINE
 from modelwright.data.shard_writer import Block, Documents, write_part
 from modelwright.data.shards import MANIFEST, PARTS, Layout, seal
-from modelwright.data.steps import EXACT, HELD_OUT, KEPT, NEAR, signatures_of, texts_of, tokenizer_folder
+from modelwright.data.steps import EXACT, HELD_OUT, KEPT, NEAR, begins_of, signatures_of, texts_of, tokenizer_folder
 from modelwright.data.summary import summary
 from modelwright.data.work import put, put_facts
 from modelwright.data.workers import Alone, Crew, Processes
 from modelwright.errors import DataError, Problem
 from modelwright.runs.folder import write_json
 
-REPORT, QUARANTINE = "report.json", "quarantine.jsonl"
+REPORT = "report.json"
 FEW = 20_000
 """Documents below which comparing them takes less time than starting a process."""
 SAMPLES = 256
@@ -60,8 +61,10 @@ def prepare(plan: Plan, crew: Crew) -> Iterator[Told]:
     if settings.near_dedup:
         few = len(plan.work.array(f"first-{plan.clean}", 0, "first")) < FEW and isinstance(crew, Processes)
         yield from _each(Alone() if few else crew, plan, "compare", plan.group, list(range(minhash.BANDS)))
+    yield Told("decide", 0, 1)
     crew.first(plan, lambda: plan.work.done(plan.decide), lambda: _decide(plan))
     if plan.tokenizer is None:
+        yield Told("train the tokenizer", 0, 1)
         crew.first(plan, lambda: plan.work.done(plan.train), lambda: _train(plan))
     crew.first(plan, lambda: plan.work.done(f"encoder-{plan.encode}"), lambda: _choose(plan))
     yield from _each(crew, plan, "tokenize", plan.encode, units)
@@ -157,8 +160,7 @@ def _decide(plan: Plan) -> None:
         lowest = dedup.refined(lowest, signatures_of(plan), plan.settings.near_dedup_threshold)
         decisions[(lowest != numbers) & (decisions == KEPT)] = NEAR
         sizes = dedup.sizes(lowest)
-    units = [len(plan.work.array(plan.clean, unit, "hashes")) for unit in range(len(plan.units))]
-    begins = np.cumsum([0, *units])
+    begins = begins_of(plan)
     _hold_out(plan, decisions, begins)
     with plan.work.making(plan.decide) as folder:
         put(folder, "decisions", decisions)

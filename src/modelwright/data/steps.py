@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +14,9 @@ from modelwright.data import dedup, minhash, shingles
 from modelwright.data.clean import Cleaned, Drop, clean, repeated_share
 from modelwright.data.examination import Examination
 from modelwright.data.fast import open_encoder
-from modelwright.data.files import Fault, Row
+from modelwright.data.files import HALF_A_CHARACTER, Fault, Row, utf8_size
 from modelwright.data.plan import Plan
+from modelwright.data.quarantine import QUARANTINE, line_of
 from modelwright.data.shards import Layout
 from modelwright.data.shingles import Array
 from modelwright.data.work import Work, put, put_facts
@@ -65,6 +65,7 @@ class _Document:
     where: str
     text: str
     group: str
+    size: int = 0
 
 
 def clean_unit(plan: Plan, number: int, folder: Path) -> None:
@@ -77,7 +78,7 @@ def clean_unit(plan: Plan, number: int, folder: Path) -> None:
     schema = pyarrow.schema([("where", pyarrow.string()), ("text", pyarrow.string())])
     with (
         pyarrow.parquet.ParquetWriter(folder / "documents.parquet", schema, compression="lz4") as writer,
-        (folder / "quarantine.jsonl").open("w", encoding="utf-8") as quarantine,
+        (folder / QUARANTINE).open("w", encoding="utf-8") as quarantine,
     ):
         for batch in _batches(_cleaned(plan, number, tally, quarantine)):
             kept = _sign(plan, batch, tally, signed, examination)
@@ -97,10 +98,9 @@ def _cleaned(plan: Plan, number: int, tally: _Tally, quarantine: Any) -> Iterato
             if row.whole_file:
                 raise DataError([Problem(row.where, row.reason)])
             tally.bad += 1
-            told = {"where": row.where, "reason": row.reason, "found": row.found}
-            quarantine.write(json.dumps(told, ensure_ascii=False) + "\n")
+            quarantine.write(line_of(row))
             continue
-        tally.bytes_in += len(row.text.encode("utf-8", "replace"))
+        tally.bytes_in += row.size
         cleaned: Cleaned = clean(row.text, plan.settings)
         tally.lines_dropped += cleaned.lines_dropped
         if cleaned.drop:
@@ -121,9 +121,10 @@ def _document(item: Row | Fault, plan: Plan) -> _Document | Fault:
     text = item.values[column]
     if not isinstance(text, str):
         return Fault(item.where, f"{column!r} is {str(text)[:40]!r}; it wants text", str(text)[:80])
-    if any("\ud800" <= letter <= "\udfff" for letter in text) if not text.isascii() else False:
-        return Fault(item.where, "the text holds half a character (a lone surrogate), which no tokenizer takes")
-    return _Document(item.where, text, str(item.values[split_by]) if split_by else "")
+    size = utf8_size(text)
+    if size is None:
+        return Fault(item.where, HALF_A_CHARACTER)
+    return _Document(item.where, text, str(item.values[split_by]) if split_by else "", size)
 
 
 def _batches(documents: Iterator[_Document]) -> Iterator[list[_Document]]:
@@ -175,7 +176,8 @@ def _sign(
             "max_repeated_ngrams", round(float(repeated[place]), 3))  # fmt: skip
         tally.drop(batch[place].where, batch[place].text, drop)
     kept = [batch[place] for place in np.flatnonzero(good)]
-    signature = _signatures(plan, runs) if plan.settings.near_dedup else np.full(
+    device = plan.settings.signature_device
+    signature = minhash.signatures_by(device, runs) if plan.settings.near_dedup else np.full(
         (len(batch), minhash.WIDTH), minhash.EMPTY)  # fmt: skip
     raw = [each.text.encode() for each in kept]
     digests = b"".join(xxhash.xxh3_128_digest(text) for text in raw)
@@ -189,27 +191,31 @@ def _sign(
     return kept
 
 
-def _signatures(plan: Plan, runs: shingles.Shingles) -> Array:
-    wish = plan.settings.signature_device
-    if wish == "cuda" or (wish == "auto" and Path("/dev/nvidia0").exists()):
-        return minhash.signatures_on("cuda", runs)
-    return minhash.signatures(runs)
-
-
 def group_band(plan: Plan, band: int, folder: Path) -> None:
     """Verified near-duplicates within one band."""
     keys = np.concatenate([plan.work.array(plan.clean, unit, "bands")[band] for unit in range(len(plan.units))])
     first = np.array(plan.work.array(f"first-{plan.clean}", 0, "first"))
     eligible = first == np.arange(len(first))
     edges = dedup.band_edges(keys, eligible, signatures_of(plan), plan.settings.near_dedup_threshold)
-    put(folder, "edges", edges)
+    put_edges(folder, edges)
+
+
+def put_edges(folder: Path, edges: Array) -> None:
+    """Write the pairs of a band, sorted: the same bytes however they were found."""
+    put(folder, "edges", edges[np.lexsort((edges[:, 1], edges[:, 0]))])
     put_facts(folder, {"edges": len(edges)})
+
+
+def begins_of(plan: Plan) -> Array:
+    """Where the documents of each unit begin, and the end of the last: [units + 1] int64."""
+    counts = [len(plan.work.array(plan.clean, unit, "hashes")) for unit in range(len(plan.units))]
+    return np.cumsum([0, *counts])
 
 
 def signatures_of(plan: Plan) -> dedup.Signatures:
     """Brings signatures by document number from the pieces on the disk."""
     stored = [plan.work.array(plan.clean, unit, "signatures") for unit in range(len(plan.units))]
-    begins = np.cumsum([0, *(len(each) for each in stored)])
+    begins = begins_of(plan)
 
     def bring(documents: Array) -> Array:
         found = np.empty((len(documents), minhash.WIDTH), dtype=np.uint32)

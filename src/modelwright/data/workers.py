@@ -1,4 +1,4 @@
-"""Who does the pieces of a preparation: this process, several, one rank of many machines, or Ray.
+"""Who does the pieces of a preparation: this process, several, or one rank of many machines (by Ray: `by_ray`).
 
 Pieces are named by step and number and lie on a disk that all can see, so a crew only has to see that each is done.
 """
@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from modelwright.data import steps
@@ -210,36 +209,3 @@ class Ranks:
                 f"rank {self.rank} waited {PATIENCE_SECONDS / 60:.0f} minutes for the others; start again"
             )
         time.sleep(POLL_SECONDS)
-
-
-@dataclass(frozen=True)
-class Ray(Alone):
-    """Tasks of a Ray cluster whose machines share a disk; bands are compared where there is room."""
-
-    count: int | None = None
-    """CPUs to ask for where no cluster is running yet."""
-
-    def do(self, plan: Plan, step: str, numbers: Sequence[int]) -> Iterator[int]:
-        try:
-            import ray
-        except ImportError:
-            raise UsageError("Ray is not installed; pip install 'modelwright[ray]'") from None
-        if not ray.is_initialized():
-            ray.init(num_cpus=self.count, include_dashboard=False, log_to_driver=False)
-        piece = ray.remote(max_retries=3)(_by_ray)
-        waiting = {piece.remote(str(plan.folder), step, number): number
-                   for number in numbers if not plan.work.done(step, number)}  # fmt: skip
-        while waiting:
-            ready, _ = ray.wait(list(waiting), num_returns=1)
-            for each in ready:
-                answer = ray.get(each)
-                if not answer["done"]:
-                    raise letter_of(answer)
-                yield waiting.pop(each)
-
-
-def _by_ray(folder: str, step: str, number: int) -> dict[str, Any]:
-    """One piece in a Ray task; errors come back as letters."""
-    from modelwright.data.worker import attempt
-
-    return attempt(Plan.read(Path(folder)), step, number)

@@ -90,7 +90,7 @@ class Prepare(Cleaning, Deduplicating, Packing):
     """Largest share of tokens that may be lost with the last, unfilled row of a source."""
     workers: PositiveInt | None = None
     """Processes at work; without it, one for each core. The result does not depend on it."""
-    signature_device: Literal["auto", "cpu", "cuda"] = "cpu"
-    """Where near-duplicate signatures are computed; the numbers are the same."""
+    signature_device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where near-duplicate signatures are computed: auto takes a GPU whose numbers are the CPU's."""
     keep_work: bool = False
     """Keep the intermediate files once all is done."""
