@@ -6,6 +6,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,27 +29,42 @@ KILLS = 20
 
 
 def measure(gigabytes: Sequence[float] = (), megabytes: float = 100.0) -> dict[str, Any]:
-    """Kills and workers on some megabytes; memory on as many gigabytes as are asked for."""
+    """Kills and workers on some megabytes, or memory and the cost of each step on some gigabytes."""
     with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        source = folder / "raw.jsonl"
-        corpus.write_jsonl(corpus.gather(megabytes), source, megabytes)
-        whole = prepared(folder / "whole", source, 1)
-        found: dict[str, Any] = {"megabytes": megabytes, "cpu_seconds": whole["cpu_seconds"]}
-        found["mb_per_cpu_s"] = round(megabytes / whole["cpu_seconds"], 2)
-        found["workers_equal"] = {count: prepared(folder / f"workers-{count}", source, count)["checksums"]
-                                  == whole["checksums"] for count in (2, 4)}  # fmt: skip
-        found |= _killed(folder / "killed", source, whole)
-        found["memory"] = [_memory(folder, size) for size in gigabytes]
-    return found
+        folder, found = Path(place), dict[str, Any]()
+        if megabytes:
+            source = folder / "raw.jsonl"
+            corpus.write_jsonl(corpus.gather(megabytes), source, megabytes)
+            found = _trials(folder, source, megabytes)
+        return found | {"memory": [traced(folder, size) for size in gigabytes]}
+
+
+def _trials(folder: Path, source: Path, megabytes: float) -> dict[str, Any]:
+    whole = prepared(folder / "whole", source, 1)
+    workers = {1: True} | {count: prepared(folder / f"workers-{count}", source, count)["checksums"]
+                           == whole["checksums"] for count in (2, 4)}  # fmt: skip
+    return {
+        "megabytes": megabytes,
+        "cpu_seconds": whole["cpu_seconds"],
+        "mb_per_cpu_s": round(megabytes / whole["cpu_seconds"], 2),
+        "files_compared": len(whole["checksums"]),
+        "workers_equal": workers,
+        **_killed(folder / "killed", source, whole),
+    }
 
 
 def lines(figures: dict[str, Any]) -> list[str]:
     """The figures as sentences."""
-    said = [f"{figures['megabytes']:.0f} MB prepared in {figures['cpu_seconds']} CPU-s",
-            f"workers: {figures['workers_equal']}",
-            f"{figures['kills']} kills, checksums equal: {figures['kills_equal']}"]  # fmt: skip
-    return said + [f"{one['gigabytes']} GB: peak memory {one['peak_mb']:.0f} MB" for one in figures["memory"]]
+    said = []
+    if "kills" in figures:
+        said = [f"{figures['megabytes']:.0f} MB prepared in {figures['cpu_seconds']} CPU-s",
+                f"workers 1, 2 and 4 leave the same {figures['files_compared']} files: {figures['workers_equal']}",
+                f"{figures['kills']} kills in {figures['kill_rounds']} rounds, {figures['rounds_equal']} of them end "
+                "with the same files"]  # fmt: skip
+    for one in figures["memory"]:
+        steps = ", ".join(f"{step} {seconds}" for step, seconds in one["cpu_seconds"].items())
+        said.append(f"{one['gigabytes']} GB: at most {one['peak_mb']} MB of memory; CPU-seconds: {steps}")
+    return said
 
 
 def prepared(folder: Path, source: Path, workers: int) -> dict[str, Any]:
@@ -77,7 +93,7 @@ def _checksums(folder: Path) -> dict[str, str]:
 
 def _killed(folder: Path, source: Path, whole: dict[str, Any]) -> dict[str, Any]:
     """Kill every process of a preparation at random moments, as often as is asked, then let it end."""
-    chance, kills, rounds, equal = random.Random(11), 0, 0, True
+    chance, kills, rounds, equal = random.Random(11), 0, 0, 0
     while kills < KILLS:
         place = folder / str(rounds)
         for _ in range(4):
@@ -87,21 +103,43 @@ def _killed(folder: Path, source: Path, whole: dict[str, Any]) -> dict[str, Any]
                 os.killpg(process.pid, signal.SIGKILL)
                 kills += 1
             process.wait()
-        equal = equal and prepared(place, source, 2)["checksums"] == whole["checksums"]
+        equal += prepared(place, source, 2)["checksums"] == whole["checksums"]
+        shutil.rmtree(place)
         rounds += 1
-    return {"kills": kills, "kill_rounds": rounds, "kills_equal": equal}
+    return {"kills": kills, "kill_rounds": rounds, "rounds_equal": equal}
 
 
-def _memory(folder: Path, gigabytes: float) -> dict[str, Any]:
-    """The most memory that one process of a preparation took."""
-    source = folder / "large.jsonl"
-    rows = corpus.write_jsonl(corpus.gather(100), source, gigabytes * 1e3)
+def traced(folder: Path, gigabytes: float) -> dict[str, Any]:
+    """The most memory that a preparation by one process takes, and the CPU-seconds of each of its steps."""
+    source, output = folder / "large.jsonl", folder / "large"
+    rows = corpus.write_jsonl(corpus.gather(min(100.0, gigabytes * 1e3)), source, gigabytes * 1e3)
     recipe = folder / "large.yaml"
     recipe.write_text(RECIPE.format(source=source, workers=1), encoding="utf-8")
-    code = ("import resource, sys, json\nfrom modelwright.cli.main import main\ntry: main(sys.argv[1:])\n"
-            "except SystemExit: pass\n"
-            "print(json.dumps({'kb': resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}))")  # fmt: skip
-    command = [sys.executable, "-c", code, "data", "prepare", str(recipe), "--output", str(folder / "large")]
+    command = [sys.executable, "-m", "modelwright.bench.data_trials", str(recipe), str(output)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    peak = json.loads(done.stdout.splitlines()[-1])["kb"] / 1024
-    return {"gigabytes": gigabytes, "rows": rows, "peak_mb": round(peak)}
+    shutil.rmtree(output)
+    source.unlink()
+    return {"gigabytes": gigabytes, "rows": rows, **json.loads(done.stdout.splitlines()[-1])}
+
+
+def trace(recipe: str, folder: str) -> dict[str, Any]:
+    """Prepare in this very process, and look at the clock and the memory after each step."""
+    from modelwright.data.workers import Alone
+    from modelwright.recipe.load import load
+    from modelwright.stages.prepare import plan_of, prepare_shards
+
+    loaded = load(recipe)
+    seconds: dict[str, float] = {}
+    peaks: dict[str, int] = {}
+    step, begun = "plan", time.process_time()
+    for told in prepare_shards(plan_of(loaded, Path(folder)), Alone(), loaded):
+        now = time.process_time()
+        seconds[step] = seconds.get(step, 0.0) + now - begun
+        peaks[step] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+        step, begun = told.step, now
+    return {"cpu_seconds": {name: round(value, 1) for name, value in seconds.items()}, "peak_mb_after": peaks,
+            "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}  # fmt: skip
+
+
+if __name__ == "__main__":
+    print(json.dumps(trace(*sys.argv[1:])))

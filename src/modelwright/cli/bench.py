@@ -143,14 +143,15 @@ def data_trials(
     gigabytes: Annotated[
         list[float] | None, typer.Option("--gigabytes", help="Measure memory on so much; may be given often.")
     ] = None,
-    megabytes: Annotated[float, typer.Option("--megabytes", help="Text for the kills.")] = 100.0,
+    megabytes: Annotated[float, typer.Option("--megabytes", help="Text for the kills; 0 leaves them out.")] = 100.0,
     save: Save = False,
     as_json: Json = False,
 ) -> None:
     """Kill a preparation at twenty random moments, vary its workers, and measure its memory."""
     from modelwright.bench import data_trials as benchmark
 
-    _measure(benchmark, "data-trials", save, as_json, gigabytes=gigabytes or (), megabytes=megabytes)
+    name = "data-trials" if megabytes else "data-memory"
+    _measure(benchmark, name, save, as_json, gigabytes=gigabytes or (), megabytes=megabytes)
 
 
 def plan(
