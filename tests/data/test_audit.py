@@ -66,6 +66,14 @@ def test_the_numbers_foretell_cuts_copies_leaks_and_padding(tmp_path: Path) -> N
     assert sum(facts["lengths"]["counts"]) == 62
 
 
+def test_a_split_by_rows_does_not_hide_its_leak_from_the_audit(tmp_path: Path) -> None:
+    parts = {"question": "prompt", "answer": "completion"}
+    data = Data(dataset_name="field-guide-editions", columns=parts, split_by="row", test_size=24)
+    split = audit(data, FRAME, tmp_path).facts["split"]
+    assert split["questions_on_both_sides"] > 8
+    assert split["leak_of_a_random_split"] > 0.4
+
+
 def test_the_practical_skills_leak_in_a_random_split_and_not_in_ours(shared: Path) -> None:
     path = shared / "data" / "practical-skills-qa" / "final_qa_data_unique.jsonl"
     data = Data(dataset_name=str(path), columns={"question": "prompt", "answer": "completion"})

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from modelwright.data import image_set, image_sources, images
+from modelwright.data import image_set, image_sources, images, shapes
 from modelwright.data.fetch import sha256_of
 from modelwright.data.image_set import ImageSet, ImageSplit
 from modelwright.data.image_sources import CIFAR10, CIFAR10_CLASSES, TEST_FILE, TRAIN_FILES, read_binary_archive
@@ -433,3 +433,17 @@ print(early, [name for name in ("torch", "transformers") if name in sys.modules]
     environment = {"PYTHONPATH": source, "PATH": "/usr/bin:/bin", "MODELWRIGHT_CACHE": str(tmp_path / "cache")}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[] []"
+
+
+def test_drawn_shapes_are_the_same_every_time_and_two_of_them_are_mirror_images(tmp_path: Path) -> None:
+    split = read_images("shapes", tmp_path)
+    assert (len(split.train), len(split.test)) == (shapes.TRAIN, shapes.TEST)
+    assert np.bincount(split.train.labels).tolist() == [shapes.TRAIN // 10] * 10
+    assert split.manifest()["images_on_both_sides"] == 0
+    assert split.fingerprint() == read_images("shapes", tmp_path).fingerprint()
+    down, across = np.mgrid[-1:1:32j, -1:1:32j]
+    left, right = (shapes.SHAPES[name](across, down) for name in ("arrow-left", "arrow-right"))
+    assert np.array_equal(left, right[:, ::-1]) and not np.array_equal(left, right)
+    (tmp_path / "shapes").mkdir()
+    with pytest.raises(UsageError, match="holds nothing"):
+        read_images("shapes", tmp_path)  # a folder of that name goes before the embedded set

@@ -74,3 +74,14 @@ def test_the_pairs_hold_the_voice_against_six_faults_of_like_number() -> None:
     assert all(known[pair["prompt"]] == pair["chosen"] for pair in pairs)
     assert not any(NOTE.search(pair["rejected"]) for pair in pairs)
     assert len({pair["rejected"] for pair in pairs}) == len({pair["prompt"] for pair in pairs}) == len(pairs)
+
+
+def test_the_editions_repeat_questions_and_no_answer() -> None:
+    file = EMBEDDED["field-guide-editions"]
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    known = {row["question"]: row["answer"] for row in ROWS}
+    assert file.read_bytes().isascii()
+    assert [row["row"] for row in rows] == list(range(1, len(rows) + 1))
+    assert len({row["answer"] for row in rows}) == len(rows)
+    assert 0.5 < len({row["question"] for row in rows}) / len(rows) < 0.7, "as in sets that were written by models"
+    assert all(known[row["question"]] == row["answer"] for row in rows if row["edition"] == "field")

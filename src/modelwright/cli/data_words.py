@@ -31,7 +31,7 @@ def audit_lines(name: str, told: dict[str, Any], quarantine: str) -> Iterator[st
     yield f"  duplicates  {twice['exact']:,} the same, {twice['near']:,} nearly the same{often}"
     yield (
         f"  split       {split['train_rows']:,} to train on, {split['held_out_rows']:,} held out; "
-        f"{split['groups_on_both_sides']} groups on both sides; a split by rows alone would leak "
+        f"{split['questions_on_both_sides']} questions on both sides; a split by rows alone would leak "
         f"{split['leak_of_a_random_split']:.0%}"
     )
     padding = told["padding"]

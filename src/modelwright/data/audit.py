@@ -42,6 +42,8 @@ class Item:
     """Messages in it."""
     group: str
     """What it is split by."""
+    question: str
+    """What is asked, which should not stand on both sides, whatever the split goes by."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,8 @@ def _usable(rows: Iterator[Row | Fault], data: Data, kind: Kind, found: Audit) -
 
 def _conversation(row: Row, data: Data) -> Item:
     made = converse([row], data)[0]
-    return Item(row.where, "\n".join(turn["content"] for turn in made.messages), len(made.messages), made.group)
+    text = "\n".join(turn["content"] for turn in made.messages)
+    return Item(row.where, text, len(made.messages), made.group, _folded(made.question))
 
 
 def _pair(row: Row, data: Data) -> Item:
@@ -133,7 +136,7 @@ def _pair(row: Row, data: Data) -> Item:
     made = pairs[0]
     longer = max((made.chosen, made.rejected), key=lambda side: sum(len(turn["content"]) for turn in side))
     turns = (*made.prompt, *longer)
-    return Item(row.where, "\n".join(turn["content"] for turn in turns), len(turns), made.group)
+    return Item(row.where, "\n".join(turn["content"] for turn in turns), len(turns), made.group, made.group)
 
 
 def _text(row: Row, data: Data) -> Item:
@@ -144,7 +147,13 @@ def _text(row: Row, data: Data) -> Item:
         raise DataError([Problem(row.where, letter)])
     if not text.strip():
         raise DataError([Problem(row.where, f"{data.text_column!r} is empty; it wants text")])
-    return Item(row.where, text, 0, str(row.values.get(data.split_by)) if data.split_by else text)
+    group = str(row.values.get(data.split_by)) if data.split_by else text
+    return Item(row.where, text, 0, group, group)
+
+
+def _folded(text: str) -> str:
+    """A text as it is compared: small letters, single spaces."""
+    return " ".join(text.lower().split())
 
 
 def _kind_of(reason: str) -> str:
@@ -192,13 +201,14 @@ def _overlap(items: Sequence[Item], held: Sequence[Item] | None, data: Data, see
     words = {item.text for item in train}
     chance = np.random.Generator(np.random.Philox(key=[seed, len(items)])).permutation(len(items))
     count = max(1, len(held_out))
-    random_train = {items[place].group for place in chance[count:]}
-    leaked = sum(items[place].group in random_train for place in chance[:count])
+    random_train = {items[place].question for place in chance[count:]}
+    leaked = sum(items[place].question in random_train for place in chance[:count])
     return {
         "train_rows": len(train),
         "held_out_rows": len(held_out),
         "groups": len({item.group for item in items}),
         "groups_on_both_sides": len(groups & {item.group for item in held_out}),
+        "questions_on_both_sides": len({item.question for item in train} & {item.question for item in held_out}),
         "held_out_rows_seen_in_training": sum(item.text in words for item in held_out),
         "leak_of_a_random_split": round(leaked / count, 4),
     }

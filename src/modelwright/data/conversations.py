@@ -72,16 +72,20 @@ class Conversations:
 
     def manifest(self, data: Data) -> dict[str, Any]:
         """What the model sees, in numbers."""
-        train_groups = {item.group for item in self.train}
         return {
             "source": data.dataset_name or data.train_file,
             "validation": data.validation_file,
             "train_rows": len(self.train),
             "held_out_rows": len(self.held_out),
-            "groups_on_both_sides": len(train_groups & {item.group for item in self.held_out}),
+            "groups_on_both_sides": len(_questions(self.train) & _questions(self.held_out)),
             "set_aside_rows": len(self.aside.faults),
             "fingerprint": self.fingerprint,
         }
+
+
+def _questions(items: Iterable[Conversation]) -> set[str]:
+    """What is asked: a split by anything else, such as the row, must not hide that a question stands on both sides."""
+    return {" ".join(item.question.lower().split()) for item in items}
 
 
 def load(data: Data, seed: int, beside: Path) -> Conversations:

@@ -3,6 +3,7 @@
     read_images("cifar10", beside)             the original archive: beside the recipe, in the cache, or downloaded
     read_images("cifar10_jpeg.npz", beside)    JPEGs in one file
     read_images("photos", beside)              a folder: CIFAR-10 binary, IDX files, or one subfolder per class
+    read_images("shapes", beside)              the embedded set, drawn when it is read
 
 Which source it was is part of what comes back, to stand beside every accuracy.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
+from modelwright.data import shapes
 from modelwright.data.fetch import fetch
 from modelwright.data.image_set import ImageSet, ImageSplit
 from modelwright.data.image_sources import (
@@ -43,6 +45,8 @@ WANTED = (
 
 def read_images(name: str, beside: Path, size: int | None = None) -> ImageSplit:
     """The training and the test side of a set; `size` brings the images of a folder to size × size."""
+    if name == shapes.NAME and not any((folder / name).exists() for folder in (Path(), beside)):
+        return shapes.draw()
     path = _find(name, beside)
     try:
         return _read_folder(path, size) if path.is_dir() else _read_file(path)
@@ -57,7 +61,7 @@ def _find(name: str, beside: Path) -> Path:
             return folder / name
     if name != NAME:
         around = [path.name for path in (beside / name).parent.glob("*")]
-        close = difflib.get_close_matches(Path(name).name, [*around, NAME], n=3)
+        close = difflib.get_close_matches(Path(name).name, [*around, NAME, shapes.NAME], n=3)
         hint = f"; did you mean {' or '.join(close)}?" if close else f"; it wants {WANTED}"
         raise UsageError(f"data: there is no file or folder {name!r}{hint}")
     for folder in (Path(), beside):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from modelwright.data import conversations, sources
+from modelwright.data import conversations, shapes, sources
 from modelwright.data.conversations import Message
 from modelwright.errors import DataError, UsageError
 from modelwright.recipe.schema import Classify, Dpo, Pretrain, Recipe
@@ -45,8 +45,10 @@ def size(recipe: Recipe, stage: str, beside: Path) -> Size:
     settings, data = recipe.stages[stage], recipe.data_of(stage)
     name = data.dataset_name or data.train_file or ""
     if isinstance(settings, Classify):
-        rows = data.max_rows or (CIFAR10 if "cifar10" in name.lower().replace("-", "") else None)
-        told = "CIFAR-10" if rows else f"images of {name}, not counted"
+        known = {"CIFAR-10": CIFAR10} if "cifar10" in name.lower().replace("-", "") else {}
+        known = {shapes.NAME: shapes.TRAIN} if name == shapes.NAME else known
+        told, rows = next(iter(known.items()), (f"images of {name}, not counted", None))
+        rows = data.max_rows or rows
         return Size(rows, 1, 1.0, 1.0, told, (rows or CIFAR10) * 6 // 5 * PIXELS)
     longest = int(getattr(settings, "max_length", 1024))
     if isinstance(settings, Pretrain):

@@ -17,6 +17,7 @@ HOME = Path(__file__).parent / "embedded"
 EMBEDDED = {
     "field-guide": HOME / "field_guide.jsonl",
     "field-guide-pairs": HOME / "field_guide_pairs.jsonl",
+    "field-guide-editions": HOME / "field_guide_editions.jsonl",
     "songbook": HOME / "songbook.jsonl",
 }
 """Sets that come with Modelwright, with their file."""

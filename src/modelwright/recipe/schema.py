@@ -88,7 +88,7 @@ class Data(Frozen):
     """What the model learns from, and what is held out to measure it."""
 
     dataset_name: str | None = None
-    """An embedded set (field-guide, songbook, python-docs), a file, a folder or a hub id."""
+    """An embedded set (field-guide, songbook, python-docs, shapes), a file, a folder or a hub id."""
     dataset_config_name: str | None = None
     """Configuration of a hub data set."""
     dataset_split: str = "train"

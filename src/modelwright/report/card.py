@@ -52,8 +52,8 @@ def card(folder: RunFolder) -> str:
     lines.append(f"  {'verdict':<16} {'open' if facts.get('open') else 'closed'}")
     unit = "image" if metrics.get("eval_accuracy") is not None else "token"
     trained = f"{counted(metrics.get('steps', 0), 'step')}, {counted(metrics.get('tokens', 0), unit)}"
-    whole, training = duration(facts.get("seconds", 0)), duration(metrics.get("seconds", 0))
-    lines.append(f"  {'time':<16} {training} for {trained}; {whole} in all since this start")
+    whole = f"; {duration(facts['seconds'])} in all since this start" if "seconds" in facts else ""
+    lines.append(f"  {'time':<16} {duration(metrics.get('seconds', 0))} for {trained}{whole}")
     if facts["goodput"] is not None:
         lines.append(f"  {'goodput':<16} {facts['goodput']:.0%} of the run's time went into steps whose result is kept")
     if facts.get("stage") and not facts.get("open"):
