@@ -15,7 +15,7 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard 
 def register(app: typer.Typer) -> None:
     """Add the verb to the command."""
     bench = typer.Typer(help="Measure against a peer, in one run on this machine.", no_args_is_help=True)
-    for more in (start, faults, reliability, scale, pictures):
+    for more in (start, faults, reliability, scale, pictures, vision):
         bench.command(more.__name__)(more)
     bench.command("sft")(sft)
     bench.command("plan")(plan)
@@ -229,6 +229,22 @@ def speed(
     if work and work not in benchmark.WORKS:
         raise UsageError(f"--work is {work!r}; it wants one of {', '.join(benchmark.WORKS)}")
     _measure(benchmark, "speed", save, as_json, work=work, ways=ways or (), steps=steps, tokens=tokens)
+
+
+def vision(
+    recipe: Annotated[str, typer.Argument(help="A recipe that classifies images.")] = "resnet18-cifar10",
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Runs, each with a seed of its own.")] = 3,
+    batches: Annotated[int, typer.Option("--batches", min=0, help="Batches of the plain script; 0: without it.")] = 400,
+    sets: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one setting.")] = None,
+    save: Save = False,
+    as_json: Json = False,
+) -> None:
+    """Accuracy, seconds and seconds an epoch of an image recipe, beside the plain script."""
+    from modelwright.bench import vision as benchmark
+    from modelwright.runs.caches import prepare_environment
+
+    prepare_environment()
+    _measure(benchmark, "vision", save, as_json, recipe=recipe, seeds=seeds, batches=batches, sets=sets or ())
 
 
 def stages(
