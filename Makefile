@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint format bench-start bench-sft clean
+.PHONY: setup demo test docs lint format bench-start bench-sft clean
 
 setup: $(STAMP)
 
@@ -23,6 +23,12 @@ demo: setup
 
 test: setup lint
 	$(BIN)/python -m pytest
+
+# The site, from README.md and docs/, into build/site: strict, and every link of what came out is followed.
+docs: setup
+	$(BIN)/python -c 'import material' 2>/dev/null || \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python docs/build.py
 
 lint: setup
 	$(BIN)/ruff check .

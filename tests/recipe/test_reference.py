@@ -1,17 +1,24 @@
-"""The reference page is the schema, word for word.
+"""The reference pages are the schema and the code, word for word.
 
-``UPDATE_GOLDEN=1 pytest tests/recipe/test_reference.py`` writes it anew.
+``UPDATE_GOLDEN=1 pytest tests/recipe/test_reference.py`` writes them anew.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
+import pytest
+
+from modelwright.cli.main import ROOMS
+from modelwright.cli.reference import PAGES
 from modelwright.recipe.explain import reference_markdown
+from modelwright.recipe.metrics import MEANINGS, known
 from modelwright.recipe.settings import children, sections
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "recipe.md"
+HOME = Path(__file__).parents[2] / "docs" / "reference"
+PAGE = HOME / "recipe.md"
 
 
 def test_the_reference_page_is_made_from_the_schema() -> None:
@@ -28,3 +35,25 @@ def test_every_setting_has_a_row_with_its_sentence() -> None:
         for setting in children(section):
             assert f"| `{setting.key.rpartition('.')[2]}` |" in text, setting.key
             assert f"| {setting.sentence} |" in text, setting.key
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_reference_page_is_made_from_the_code(name: str) -> None:
+    text = PAGES[name]()
+    if os.environ.get("UPDATE_GOLDEN") == "1":
+        (HOME / name).write_text(text, encoding="utf-8")
+    assert (HOME / name).read_text(encoding="utf-8") == text
+
+
+def test_every_verb_has_a_heading() -> None:
+    told = re.findall(r"^## modelwright (\S+)", PAGES["commands.md"](), re.MULTILINE)
+    assert {verb for verbs in ROOMS.values() for verb in verbs} == set(told)
+
+
+def test_every_command_and_option_says_what_it_is() -> None:
+    for line in PAGES["commands.md"]().splitlines():
+        assert not re.match(r"\| `--[^|]*\|  \|", line), line
+
+
+def test_every_metric_has_a_meaning_and_nothing_else_has() -> None:
+    assert set(known()) == set(MEANINGS)

@@ -24,38 +24,47 @@ class RunFolder:
 
     @property
     def recipe(self) -> Path:
+        """The recipe as it was run, everything resolved; itself a recipe that runs."""
         return self.path / "recipe.yaml"
 
     @property
     def plan(self) -> Path:
+        """Batch, steps, precision and their reasons, for each stage; foreseen beside measured."""
         return self.path / "plan.json"
 
     @property
     def journal(self) -> Path:
+        """Everything that happened, one JSON object a line; never rewritten."""
         return self.path / "journal.jsonl"
 
     @property
     def report(self) -> Path:
+        """One page with all of it, which opens from disk."""
         return self.path / "report.html"
 
     @property
     def lock(self) -> Path:
+        """Who works in this folder now."""
         return self.path / ".lock"
 
     @property
     def best_model(self) -> Path:
+        """The model whose gate is open: a link to a stage's model."""
         return self.path / "best_model"
 
     @property
     def history(self) -> Path:
+        """Loss and learning rate step by step, and every measurement."""
         return self.path / "training_history.json"
 
     @property
     def summary(self) -> Path:
+        """Settings and results."""
         return self.path / "training_summary.json"
 
     @property
     def demo_outputs(self) -> Path:
+        """The same questions answered before and after, as JSON and Markdown."""
         return self.path / "demo_outputs"
 
     @property
@@ -74,18 +83,23 @@ class RunFolder:
         return self.packed / "tokenizer"
 
     def data(self, name: str) -> Path:
+        """What a stage, or prepare, made of the data."""
         return self.path / "data" / name
 
     def data_manifest(self, stage: str) -> Path:
+        """What the model saw: rows, tokens, what was cut or dropped, the fingerprint."""
         return self.data(stage) / "manifest.json"
 
     def stage(self, name: str) -> Path:
+        """Everything of one stage."""
         return self.path / "stages" / name
 
     def checkpoints(self, stage: str) -> Path:
+        """The newest checkpoints and the best; damaged ones in set-aside."""
         return self.stage(stage) / "checkpoints"
 
     def model(self, stage: str) -> Path:
+        """A folder that from_pretrained reads, or an adapter, with its card."""
         return self.stage(stage) / "model"
 
     def trunk(self, stage: str) -> Path:
@@ -105,9 +119,11 @@ class RunFolder:
         return self.stage(stage) / "result.json"
 
     def gate(self, stage: str) -> Path:
+        """Every metric, its limit and the verdict."""
         return self.path / "gates" / f"{stage}.json"
 
     def evaluation(self, name: str) -> Path:
+        """What evaluate measured of one model."""
         return self.path / "evaluations" / f"{name}.json"
 
     def create(self) -> None:
