@@ -155,7 +155,7 @@ def test_a_set_that_the_hub_does_not_give_is_one_letter(tmp_path: Path) -> None:
     assert told.startswith(
         "data: 'nobody/nothing-of-that-name' is no local file or folder, and the hub gave no data set"
     )
-    assert told.endswith("check the name, the network, and HF_TOKEN for a gated set")
+    assert told.endswith("the network, and HF_TOKEN for a gated set")
     assert "\n" not in told
 
 

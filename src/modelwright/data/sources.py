@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from modelwright.data import corpus
+from modelwright.data import corpus, hub
 from modelwright.data.files import SUFFIXES, Fault, Row, read_file, strictly
 from modelwright.errors import UsageError
 from modelwright.recipe.schema import Data
@@ -69,16 +69,20 @@ def is_hub_name(name: str, beside: Path) -> bool:
     return name.count("/") == 1 and Path(name).suffix not in SUFFIXES and not name.startswith((".", "/", "~"))
 
 
-def read(name: str, data: Data | None, beside: Path) -> Iterator[Row | Fault]:
-    """The rows of a source by its name; `data` says which configuration and split of a hub data set."""
+def read(name: str, data: Data | None, beside: Path, start: int = 0, stop: int | None = None) -> Iterator[Row | Fault]:
+    """The rows of a source by its name, or some of them; `data` says which configuration and split of a hub set."""
     if name in GATHERED:
-        return (Row(place, {"text": text}) for place, text in GATHERED[name]())
+        return islice((Row(place, {"text": text}) for place, text in GATHERED[name]()), start, stop)
     path = EMBEDDED.get(name) or local_path(name, beside)
     if path is None:
         if not is_hub_name(name, beside):
             raise UsageError(_no_such_source(name, beside))
-        return _read_hub(name, data)
-    return _read_folder(path, data) if path.is_dir() else read_file(path)
+        config, split = (data.dataset_config_name, data.dataset_split) if data else (None, "train")
+        return _rows_of(hub.load(name, config, split), name, start, stop)
+    if path.is_dir() and is_stored_set(path):
+        return _rows_of(_stored_set(path, data), path.name, start, stop)
+    files = files_in(path) if path.is_dir() else [path]
+    return islice(chain.from_iterable(map(read_file, files)), start, stop)
 
 
 def _no_such_source(name: str, beside: Path) -> str:
@@ -103,39 +107,23 @@ def is_stored_set(path: Path) -> bool:
     return (path / "state.json").exists() or (path / "dataset_dict.json").exists()
 
 
-def _read_folder(path: Path, data: Data | None) -> Iterator[Row | Fault]:
-    if is_stored_set(path):
-        from datasets import DatasetDict, load_from_disk
+def _stored_set(path: Path, data: Data | None) -> Any:
+    """A set that `save_to_disk` wrote, or the split of it that is wanted."""
+    from datasets import DatasetDict, load_from_disk
 
-        stored = load_from_disk(str(path))
-        if isinstance(stored, DatasetDict):
-            wanted = (data.dataset_split,) if data else HELD_OUT_SPLITS
-            split = next((name for name in wanted if name in stored), None)
-            if split is None:
-                wish = " or ".join(map(repr, wanted))
-                raise UsageError(f"data: {path} has no split {wish}; its splits are {', '.join(stored)}")
-            stored = stored[split]
-        yield from _rows_of(stored, path.name)
-        return
-    for file in files_in(path):
-        yield from read_file(file)
+    stored = load_from_disk(str(path))
+    if not isinstance(stored, DatasetDict):
+        return stored
+    wanted = (data.dataset_split,) if data else HELD_OUT_SPLITS
+    split = next((name for name in wanted if name in stored), None)
+    if split is None:
+        wish = " or ".join(map(repr, wanted))
+        raise UsageError(f"data: {path} has no split {wish}; its splits are {', '.join(stored)}")
+    return stored[split]
 
 
-def _read_hub(name: str, data: Data | None) -> Iterator[Row]:
-    from datasets import load_dataset
-
-    config, split = (data.dataset_config_name, data.dataset_split) if data else (None, "train")
-    try:
-        stored = load_dataset(name, config, split=split)
-    except Exception as error:  # the hub client raises many kinds; each becomes one letter
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UsageError(
-            f"data: {name!r} is no local file or folder, and the hub gave no data set of that name ({reason}); "
-            "check the name, the network, and HF_TOKEN for a gated set"
-        ) from None
-    yield from _rows_of(stored, name)
-
-
-def _rows_of(stored: Iterable[Any], name: str) -> Iterator[Row]:
-    for number, values in enumerate(stored, 1):
+def _rows_of(stored: Any, name: str, start: int, stop: int | None) -> Iterator[Row]:
+    """Rows of a stored set, from one number to another, without reading those before."""
+    stop = len(stored) if stop is None else min(stop, len(stored))
+    for number, values in enumerate(stored.select(range(start, stop)) if start < stop else (), start + 1):
         yield Row(f"{name} row {number}", dict(values))

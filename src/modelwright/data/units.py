@@ -46,7 +46,7 @@ class Unit:
         if self.path is not None:
             found = read_file(Path(self.path), Stretch(self.start, self.stop, self.rows_before))
         else:
-            found = itertools.islice(sources.read(self.source, data, beside), self.start, self.stop)
+            found = sources.read(self.source, data, beside, self.start, self.stop)
         return itertools.islice(found, self.most)
 
     def as_json(self) -> dict[str, Any]:

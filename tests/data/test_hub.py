@@ -1,0 +1,113 @@
+"""A data set of the hub comes through the same door as a file: by configuration and split, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stand_in import Files, hub
+
+CARD = b"""---
+configs:
+- config_name: plain
+  data_files:
+  - {split: train, path: plain/train.jsonl}
+  - {split: test, path: plain/test.jsonl}
+- config_name: other
+  data_files: other/train.jsonl
+---
+"""
+READ = """
+import json, sys
+from pathlib import Path
+from modelwright.data import hub, prepare, sources
+from modelwright.data.plan import Plan, Wish
+from modelwright.data.workers import Alone
+from modelwright.errors import ModelwrightError
+from modelwright.recipe.preparing import Prepare
+from modelwright.recipe.schema import Data
+hub.load.__defaults__ = ((0.0, 0.0),)
+told = {}
+for asked in sys.argv[2:]:
+    name, config, split = asked.split(":")
+    data = Data(dataset_name=f"owner/{name}", dataset_config_name=config or None, dataset_split=split)
+    try:
+        told[asked] = [row.values["text"].split()[0] for row in sources.read(data.source, data, Path())]
+    except ModelwrightError as error:
+        told[asked] = f"{type(error).__name__}: {error}"
+data = Data(dataset_name="owner/good", dataset_config_name="other", test_size=2)
+settings = Prepare(row_length=32, vocab_size=300, fast_tokenizer=False, near_dedup=False, max_repeated_ngrams=1)
+folder = Path(sys.argv[1])
+for _ in prepare.prepare(Plan.make(Wish(data, settings, 1, folder, None), folder), Alone()):
+    pass
+told["prepared"] = json.loads((folder / "report.json").read_text())["documents"]
+print(json.dumps(told))
+"""
+
+
+def rows(word: str, count: int) -> bytes:
+    lines = [{"text": f"{word} number {n}, and {n * n} more words about {n} of {word} follow"} for n in range(count)]
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+
+FILES: Files = {"README.md": CARD, "plain/train.jsonl": rows("plain", 300), "plain/test.jsonl": rows("test", 5),
+                "other/train.jsonl": rows("other", 40)}  # fmt: skip
+SCRIPT = {"cut": ["cut"], "down": ["500", "500"], "lie": ["lie"], "gone": ["500"] * 9}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one process reads from a hub that has its moods: the library finds its address only when it starts."""
+    home, folder = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("packed")
+    with hub({f"owner/{name}": FILES for name in ("good", *SCRIPT)}) as server:
+        server.script = {f"owner/{name}/plain/train.jsonl": [*words] for name, words in SCRIPT.items()}
+        asked = ["good:plain:train", "good:plain:test", "good:other:train", "good:none:train", "good:plain:none",
+                 "cut:plain:train", "down:plain:train", "lie:plain:train", "gone:plain:train"]  # fmt: skip
+        env = {**os.environ, "HF_ENDPOINT": server.address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0",
+               "HF_DATASETS_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
+               "PYTHONPATH": str(Path(__file__).parents[2] / "src")}  # fmt: skip
+        env.pop("HF_DATASETS_CACHE", None)
+        env.pop("HF_HUB_CACHE", None)
+        command = [sys.executable, "-c", READ, str(folder), *asked]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        sizes = {path.stat().st_size for path in home.glob("hub/*/snapshots/**/*") if path.is_file()}
+        return {**found, "requests": list(server.asked), "sizes": sizes}
+
+
+def test_configuration_and_split_say_which_rows_are_read(told: dict[str, Any]) -> None:
+    assert told["good:plain:train"] == ["plain"] * 300
+    assert told["good:plain:test"] == ["test"] * 5
+    assert told["good:other:train"] == ["other"] * 40
+
+
+def test_a_wrong_configuration_or_split_is_a_letter(told: dict[str, Any]) -> None:
+    for asked in ("good:none:train", "good:plain:none"):
+        assert told[asked].startswith("UsageError: data: 'owner/good' is no local file or folder, and the hub gave no")
+        assert "dataset_config_name and dataset_split" in told[asked]
+
+
+def test_a_file_cut_half_way_is_asked_for_again_and_comes_whole(told: dict[str, Any]) -> None:
+    assert told["cut:plain:train"] == ["plain"] * 300
+    asked = [line for line in told["requests"] if line.startswith("GET datasets/owner/cut") and "plain/train" in line]
+    assert len(asked) == 2
+
+
+def test_a_hub_that_fails_twice_or_lies_about_a_size_is_asked_again(told: dict[str, Any]) -> None:
+    assert told["down:plain:train"] == told["lie:plain:train"] == ["plain"] * 300
+
+
+def test_a_hub_that_always_fails_is_a_letter_and_no_half_file_is_kept(told: dict[str, Any]) -> None:
+    assert told["gone:plain:train"].startswith("DataError: owner/gone: the data set did not arrive in 3 tries (last: ")
+    assert told["sizes"] == {len(data) for data in FILES.values()}
+
+
+def test_a_preparation_reads_the_hub_through_the_same_door(told: dict[str, Any]) -> None:
+    assert told["prepared"]["read"] == 40 and told["prepared"]["held_out"] == 2

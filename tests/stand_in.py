@@ -1,0 +1,128 @@
+"""A stand-in for the hub on this machine: data sets of a few files, and a script of what goes wrong on the way."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+COMMIT = hashlib.sha1(b"the only commit").hexdigest()
+
+Files = dict[str, bytes]
+
+
+class Hub(ThreadingHTTPServer):
+    """Serves sets by name; `script` says how the next request for a file of a set is answered."""
+
+    def __init__(self, sets: dict[str, Files]) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.sets = sets
+        self.script: dict[str, list[str]] = {}
+        self.asked: list[str] = []
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Hub
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_POST(self) -> None:
+        wanted = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self._answer(body=True, wanted=wanted)
+
+    def _answer(self, body: bool, wanted: bytes = b"") -> None:
+        path = unquote(urlsplit(self.path).path).strip("/").split("/")
+        self.server.asked.append(f"{self.command} {'/'.join(path)} {self.headers.get('Range') or ''}".strip())
+        if path[:2] == ["api", "datasets"] and "/".join(path[2:4]) in self.server.sets:
+            self._tell("/".join(path[2:4]), path[4:], wanted)
+        elif path[0] == "datasets" and path[3:4] == ["resolve"] and "/".join(path[1:3]) in self.server.sets:
+            self._send_file("/".join(path[1:3]), "/".join(path[5:]), body)
+        else:
+            self._send(404, b"{}")
+
+    def _tell(self, name: str, rest: list[str], wanted: bytes) -> None:
+        files = self.server.sets[name]
+        entries = [
+            {"type": "file", "path": path, "size": len(data), "oid": _etag(data)} for path, data in files.items()
+        ]
+        if rest[:1] == ["tree"]:
+            told: Any = [entry for entry in entries if entry["path"].startswith("/".join(rest[2:]))]
+        elif rest[:1] == ["paths-info"]:
+            told = [entry for entry in entries if entry["path"].encode() in unquote(wanted.decode()).encode()]
+        elif rest[:1] in ([], ["revision"]):
+            told = {"id": name, "sha": COMMIT, "private": False, "gated": False, "tags": [], "downloads": 0, "likes": 0,
+                    "siblings": [{"rfilename": path} for path in files]}  # fmt: skip
+        else:
+            self._send(404, b"{}")
+            return
+        self._send(200, json.dumps(told).encode())
+
+    def _send_file(self, name: str, path: str, body: bool) -> None:
+        data = self.server.sets[name].get(path)
+        if data is None:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "EntryNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        script = self.server.script.get(f"{name}/{path}", []) if body else []
+        word = script.pop(0) if script else "whole"
+        if word.isdigit():
+            self._send(int(word), b"")
+            return
+        asked = self.headers.get("Range")
+        start = int(asked.removeprefix("bytes=").split("-")[0]) if asked else 0
+        sent = data[start:] if word != "lie" else data[start:-100]
+        self.send_response(206 if asked else 200)
+        if asked:
+            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+        self.send_header("Content-Length", str(len(sent)))
+        self.send_header("ETag", f'"{_etag(data)}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("Accept-Ranges", "bytes")
+        self.end_headers()
+        if body:
+            self.wfile.write(sent[: len(sent) // 2] if word == "cut" else sent)
+        if word == "cut":
+            self.close_connection = True
+
+    def _send(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+def _etag(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+@contextmanager
+def hub(sets: dict[str, Files]) -> Iterator[Hub]:
+    """A hub that is there until the block ends."""
+    server = Hub(sets)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
