@@ -17,7 +17,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from modelwright.data import minhash, units
+from modelwright.data import minhash, steps, units
 from modelwright.data.by_ray import Ray, keys_of, pairs_of
 from modelwright.data.clean import clean
 from modelwright.data.corpus import python_docs
@@ -174,6 +174,35 @@ def test_killed_at_random_moments_it_goes_on_and_leaves_the_same_bytes(
             took *= 1.1
         assert checksums(folder) == checksums(tmp_path / "whole")
     assert kills >= 5
+
+
+def test_memory_does_not_grow_with_the_text(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each trial is a fork, so that its peak is that of the work alone; what comes again is read, but not tokenized."""
+    monkeypatch.setattr(units, "UNIT_BYTES", 1 << 19)
+    monkeypatch.setattr(steps, "BATCH_BYTES", 1 << 17)
+    rows = [json.dumps({"text": text[:4000]}) + "\n" for _, text in python_docs()[100:250]]
+    peaks = []
+    for megabytes in (2, 14):
+        source = tmp_path / f"{megabytes}.jsonl"
+        source.write_text("".join(rows) * (megabytes * 1_000_000 // sum(map(len, rows))))
+        wish = plan(tmp_path / str(megabytes), {"train_file": str(source)}, whole / "tokenizer", fast_tokenizer=False)
+        peaks.append(_peak_megabytes(wish))
+    assert peaks[1] - peaks[0] < 8, peaks
+
+
+def _peak_megabytes(wish: Plan) -> float:
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            for _ in prepare(wish, Alone()):
+                pass
+            code = 0
+        finally:
+            os._exit(code)
+    _, status, used = os.wait4(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    return used.ru_maxrss / 1024
 
 
 def _fork_and_kill(folder: Path, raw: Path, after: float) -> int:
