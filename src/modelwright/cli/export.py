@@ -34,6 +34,5 @@ def export(
     for name, digest in done.files.items():
         print(f"{digest[:16]}  {name}")
     if done.held:
-        print(f"logits: at most {done.held['largest']:.2e} of the largest off the source's; "
-              f"the same likeliest token at {done.held['agree']:.1%} of {done.held['places']} places")  # fmt: skip
+        print(stage.said_of(done.held, kind))
     print(done.path)

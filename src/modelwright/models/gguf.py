@@ -19,8 +19,11 @@ from modelwright.models.quiet import be_quiet
 from modelwright.models.text import load_model, load_tokenizer
 
 Kind = Literal["f16", "q8_0"]
-TOLERANCE = {"f16": 1e-2, "q8_0": 0.25}
-"""How far a logit may be from its source's, as a share of the largest: what rounding explains, and no mistake does."""
+MOST_OFF = 1e-2
+"""How far a logit of the file may be from its source's in the same kind of numbers: rounding is in both, so this is 0
+but for the order of sums, and anything more is a mistake of ours."""
+MOST_LOST = {"f16": 1e-2, "q8_0": 0.25}
+"""How far rounding itself may move a logit, as a share of the largest."""
 BLOCK = 32
 """Numbers that share a scale in q8_0."""
 NORMAL, CONTROL, USER = 1, 3, 4
@@ -31,10 +34,14 @@ NORMAL, CONTROL, USER = 1, 3, 4
 class Held:
     """A file held against its source."""
 
-    largest: float
-    """The largest difference of a logit, as a share of the largest logit."""
+    in_kind: float
+    """The largest difference of a logit from the source's, the source's weights rounded to the same kind of numbers."""
+    absolute: float
+    """The largest difference of a logit from the source's as it was trained."""
+    share: float
+    """The same, as a share of the largest logit."""
     agree: float
-    """Share of places where both think the same token the likeliest."""
+    """Share of places where file and source as it was trained think the same token the likeliest."""
     places: int
     """Places that were looked at."""
 
@@ -45,8 +52,7 @@ def write_gguf(source: Path, path: Path, kind: Kind, name: str) -> None:
         import gguf
     except ImportError:
         raise ModelError("export: gguf is written with a package that is not installed: pip install gguf") from None
-    model, tokenizer = load_model(source), load_tokenizer(source)
-    model = model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
+    model, tokenizer = _whole(source), load_tokenizer(source)
     config = model.config
     family = FAMILIES[config.model_type]
     writer = gguf.GGUFWriter(str(path), family)
@@ -70,19 +76,42 @@ def write_gguf(source: Path, path: Path, kind: Kind, name: str) -> None:
 
 
 @torch.no_grad()
-def hold_against(source: Path, path: Path) -> Held:
-    """Read the file with transformers' own loader and compare its logits with the source's on a fixed text."""
+def hold_against(source: Path, path: Path, kind: Kind) -> Held:
+    """Read the file with transformers' own loader and compare its logits on a fixed text, computed in fp32, with the
+    source's: as it was trained, and with its weights in the file's kind of numbers."""
     from transformers import AutoModelForCausalLM
 
     be_quiet()
-    model, tokenizer = load_model(source).eval(), load_tokenizer(source)
-    with redirect_stderr(io.StringIO()):  # the loader draws a bar of its own
-        read = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    model, tokenizer = _whole(source), load_tokenizer(source)
     text = "A rope of ten metres holds a tent in the wind. (1) Tie it low. (2) Look again at 07:30, and at noon!"
     tokens = torch.tensor([tokenizer(text)["input_ids"][:64]])
-    ours, theirs = (each(input_ids=tokens, use_cache=False).logits[0].float() for each in (model, read))
-    gap = float((ours - theirs).abs().max() / ours.abs().max().clamp(min=1e-6))
-    return Held(gap, float((ours.argmax(-1) == theirs.argmax(-1)).float().mean()), tokens.shape[1])
+    trained = _logits(model, tokens)
+    for weight in model.parameters():
+        weight.copy_(torch.from_numpy(_kept(weight.detach().float().numpy(), kind)))
+    rounded = _logits(model, tokens)
+    del model
+    with redirect_stderr(io.StringIO()):  # the loader draws a bar of its own
+        read = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    found = _logits(read, tokens)
+    absolute = float((found - trained).abs().max())
+    return Held(
+        in_kind=float((found - rounded).abs().max()),
+        absolute=absolute,
+        share=absolute / max(float(trained.abs().max()), 1e-6),
+        agree=float((found.argmax(-1) == trained.argmax(-1)).float().mean()),
+        places=tokens.shape[1],
+    )
+
+
+def _whole(source: Path) -> Any:
+    """The model of a folder, an adapter merged into its base."""
+    model = load_model(source)
+    return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
+
+
+def _logits(model: Any, tokens: Tensor) -> Tensor:
+    found: Tensor = model.eval()(input_ids=tokens, use_cache=False).logits[0].float()
+    return found
 
 
 def _add_shape(writer: Any, config: Any, kind: Kind) -> None:
@@ -140,11 +169,27 @@ def _add_tensor(writer: Any, name: str, tensor: Tensor, kind: Kind) -> None:
         return
     if np.abs(values).max(initial=0.0) > np.finfo(np.float16).max:
         raise ModelError(f"export: {name} holds a number that f16 cannot; nothing was written")
-    if kind == "q8_0" and values.shape[-1] % BLOCK == 0:
+    if _in_blocks(values, kind):
         packed = gguf.quantize(values, gguf.GGMLQuantizationType.Q8_0)
         writer.add_tensor(name, packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
     else:
         writer.add_tensor(name, values.astype(np.float16))
+
+
+def _kept(values: np.ndarray[Any, Any], kind: Kind) -> np.ndarray[Any, Any]:
+    """Weights as the file keeps them, in fp32 again."""
+    import gguf
+
+    if values.ndim == 1:
+        return values
+    if _in_blocks(values, kind):
+        eight = gguf.GGMLQuantizationType.Q8_0
+        return gguf.dequantize(gguf.quantize(values, eight), eight)  # type: ignore[no-any-return]
+    return values.astype(np.float16).astype(np.float32)
+
+
+def _in_blocks(values: np.ndarray[Any, Any], kind: Kind) -> bool:
+    return kind == "q8_0" and values.shape[-1] % BLOCK == 0
 
 
 def _ordered(name: str, weight: Tensor, config: Any) -> Tensor:

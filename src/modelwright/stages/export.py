@@ -112,17 +112,24 @@ def _gguf(asked: Order, partial: Path) -> tuple[dict[str, float], str]:
 
     path = partial / f"{asked.recipe.name}-{asked.kind}.gguf"
     gguf.write_gguf(asked.model, path, asked.kind, asked.recipe.name)  # type: ignore[arg-type]
-    held = gguf.hold_against(asked.model, path)
-    if held.largest > gguf.TOLERANCE[asked.kind]:
-        limit = gguf.TOLERANCE[asked.kind]
-        raise ModelError(
-            f"export: the file's logits are {held.largest:.1%} off its source, above {limit:.1%}; not kept"
-        )
-    told = (
-        f"One GGUF file ({asked.kind}). Read back, its logits are at most {held.largest:.2e} of the largest off "
-        f"the source's, and the likeliest token is the same at {held.agree:.1%} of {held.places} places."
+    held = gguf.hold_against(asked.model, path, asked.kind)  # type: ignore[arg-type]
+    if held.in_kind > gguf.MOST_OFF:
+        found = f"the file's logits are up to {held.in_kind:.2g} off its source's in {asked.kind}"
+        raise ModelError(f"export: {found}, above {gguf.MOST_OFF:g}; not kept")
+    if held.share > gguf.MOST_LOST[asked.kind]:
+        found = f"in {asked.kind} this model's logits move by {held.share:.1%} of the largest"
+        raise ModelError(f"export: {found}, above {gguf.MOST_LOST[asked.kind]:.1%}; not kept")
+    return asdict(held), f"One GGUF file ({asked.kind}). {said_of(asdict(held), asked.kind)}"
+
+
+def said_of(held: dict[str, float], kind: str) -> str:
+    """How a GGUF file compares with its source, in words."""
+    return (
+        f"Read back, its logits are at most {held['in_kind']:.1e} off the source's in {kind} and "
+        f"{held['absolute']:.1e} ({held['share']:.1e} of the largest) off the source's as trained; the likeliest token "
+        f"is the same at "
+        f"{held['agree']:.1%} of {held['places']} places."
     )
-    return asdict(held), told
 
 
 def _pth(asked: Order, partial: Path) -> tuple[None, str]:
