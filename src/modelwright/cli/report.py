@@ -51,12 +51,11 @@ def board(
     asked = tuple(open_run(run) for run in runs or ())
     with listen("127.0.0.1", port) as place:
         prepare_environment()
-        shown = Board(Shelf(asked, Path("runs"), {}), _asking())
-        print(f"{place.url}/{shown.token}/", flush=True)
-        place.serve(shown.application(place.hosts))
+        shown = Board(Shelf(asked, Path("runs"), {}), asking())
+        place.serve(shown.application(place.hosts), f"{place.url}/{shown.token}/")
 
 
-def _asking() -> Asking:
+def asking() -> Asking:
     """Answers with the models of the run that was asked last; they are loaded at the first question."""
     loaded: dict[str, Asker] = {}
 

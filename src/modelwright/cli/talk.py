@@ -67,17 +67,17 @@ def serve(
     ] = None,
 ) -> None:
     """Serve the model of a run to OpenAI-style clients; for production, give its folder to vLLM."""
+    from modelwright.report.guard import listen
     from modelwright.runs.caches import prepare_environment
     from modelwright.runs.folder import open_run
 
     folder = open_run(run)
     prepare_environment()
-    from modelwright.report.guard import listen
-    from modelwright.serve.server import Served, application
-    from modelwright.stages.answer import Asker
+    with listen(host, port) as place:  # first: a port that is taken is told before a model is loaded
+        from modelwright.serve.server import Served, application
+        from modelwright.stages.answer import Asker
 
-    asker = Asker(folder)
-    served = Served(asker.recipe.name, asker.answerer("before" if base else "after"), asker.system_prompt, key)
-    with listen(host, port) as place:
-        print(f"base_url  {place.url}/v1\napi_key   {served.key}\nmodel     {served.name}", flush=True)
-        place.serve(application(served, place.hosts))
+        asker = Asker(folder)
+        served = Served(asker.recipe.name, asker.answerer("before" if base else "after"), asker.system_prompt, key)
+        hello = f"base_url  {place.url}/v1\napi_key   {served.key}\nmodel     {served.name}"
+        place.serve(application(served, place.hosts), hello)

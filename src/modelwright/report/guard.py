@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hmac
 import json
+import logging
 import secrets
+import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 from modelwright.errors import ModelError, UsageError
@@ -145,14 +148,25 @@ class Place:
         port = self.held.getsockname()[1]
         return frozenset(f"{name}:{port}" for name in {*OWN, self.name}) if self.name != "0.0.0.0" else frozenset()
 
-    def serve(self, application: Application) -> None:
-        """Answer until Ctrl-C."""
+    def serve(self, application: Application, hello: str) -> None:
+        """Say hello, then answer until Ctrl-C or SIGTERM: either way its work is done, and it exits with 0."""
         import uvicorn
 
         config = uvicorn.Config(application, log_level="warning", access_log=False, server_header=False,
                                 timeout_graceful_shutdown=1, h11_max_incomplete_event_size=64_000)  # fmt: skip
-        with suppress(KeyboardInterrupt):  # how a person ends it
-            uvicorn.Server(config).run(sockets=[self.held])
+        server = uvicorn.Server(config)
+        heard = server.handle_exit
+
+        def end(sign: int, frame: FrameType | None) -> None:
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # a window that is open is cut off: no error
+            heard(sign, frame)
+
+        server.handle_exit = end  # type: ignore[assignment,method-assign]
+        with suppress(KeyboardInterrupt):
+            for each in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises again, at its end, the one it was ended with
+                signal.signal(each, signal.default_int_handler)
+            print(hello, flush=True)
+            server.run(sockets=[self.held])
 
 
 @contextmanager
@@ -168,6 +182,8 @@ def listen(host: str, port: int) -> Iterator[Place]:
         try:
             held.bind((host, port))
             held.listen(128)
+        except OverflowError:
+            raise UsageError(f"--port {port} is no port; it wants a number from 0 to 65535") from None
         except OSError as error:
             raise UsageError(f"{host}:{port} cannot be listened on ({error.strerror}); choose another --port") from None
         yield Place(held, host)

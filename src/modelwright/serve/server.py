@@ -71,8 +71,12 @@ def application(served: Served, hosts: frozenset[str]) -> Application:
             return JSONResponse(_problem("the body is too large"), 413)
         if wish.stream:
             return StreamingResponse(_streamed(served, wish, reply), media_type="text/event-stream")
+        text = ""
         async with served.turn:
-            text = "".join(await asyncio.to_thread(list, reply))
+            async for piece in _pieces(reply):
+                text += piece
+                if await request.is_disconnected():  # nobody waits for the rest
+                    return Response(status_code=499)
         return JSONResponse(_whole(served, wish, reply, text))
 
     routes = [Route("/v1/models", models), Route("/v1/chat/completions", completions, methods=["POST"])]
@@ -145,12 +149,18 @@ def _number(given: Any, name: str, least: float, most: float, default: float) ->
     return given
 
 
+async def _pieces(reply: Reply) -> AsyncIterator[str]:
+    """A reply, each piece computed beside the loop: between two of them a request can be given up, also at the end."""
+    pieces: Iterator[str] = iter(reply)
+    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+        yield piece
+
+
 async def _streamed(served: Served, wish: Wish, reply: Reply) -> AsyncIterator[str]:
     """Pieces as server-sent events; whoever leaves early frees the place for the next."""
-    pieces: Iterator[str] = iter(reply)
     async with served.turn:
         yield _event(_chunk(served, wish, {"role": "assistant", "content": ""}))
-        while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+        async for piece in _pieces(reply):
             yield _event(_chunk(served, wish, {"content": piece}))
     yield _event(_chunk(served, wish, {}, reply.finish))
     if wish.usage:

@@ -1,0 +1,142 @@
+"""`board` and `serve` as a person starts them: an address, an answer, an end by signal, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="serving needs the extra board")
+pytest.importorskip("uvicorn", reason="serving needs the extra board")
+
+from modelwright.recipe.load import load
+from modelwright.runs.folder import RunFolder
+from modelwright.runs.journal import Journal
+from modelwright.stages import pipeline
+from rig import Rig, Trial
+from tiny import tiny_recipe
+
+SOURCE = str(Path(__file__).parents[2] / "src")
+
+
+@pytest.fixture(scope="module")
+def tuned(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A finished run."""
+    return pipeline.run(load(tiny_recipe(tmp_path_factory.mktemp("tuned"), model_folder, max_steps=1), (), {}))
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port that somebody listens on."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        yield held.getsockname()[1]
+
+
+def until(found: Callable[[], Any], what: str) -> Any:
+    """What is found once it is there."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if value := found():
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"{what} never came")
+
+
+def nobody_is_left(group: int) -> bool:
+    """Whether a process group is empty."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_the_board_answers_at_the_address_it_prints_until_it_is_ended(tmp_path: Path, ending: signal.Signals) -> None:
+    Journal(tmp_path / "runs" / "one" / "journal.jsonl").add("run", recipe="one", folder="runs/one", stages=["sft"])
+    board = subprocess.Popen(
+        [sys.executable, "-m", "modelwright", "board"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": SOURCE},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert board.stdout is not None
+        address = board.stdout.readline().strip()
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{32}/", address)
+        with urllib.request.urlopen(address, timeout=60) as page:
+            assert page.status == 200 and b'href="run/one/"' in page.read()
+        with urllib.request.urlopen(f"{address}events", timeout=60) as stream:  # a window is open when it is ended
+            assert stream.readline().startswith(b"data: ")
+            board.send_signal(ending)
+            said, complaints = board.communicate(timeout=120)
+        assert (board.returncode, said, complaints) == (0, "", "")
+        assert nobody_is_left(board.pid)
+    finally:
+        board.kill()
+        board.wait()
+
+
+@contextmanager
+def serving(rig: Rig, tuned: RunFolder, folder: Path) -> Iterator[tuple[Trial, dict[str, str]]]:
+    """`modelwright serve` and what it printed; whatever happens to the test, it ends."""
+    trial = rig.start(["serve", str(tuned.path), "--port", "0"], folder)
+    try:
+        until(lambda: trial.log.exists() and "\nmodel" in trial.output, "the address")
+        yield trial, dict(line.split(maxsplit=1) for line in trial.output.splitlines())
+    except BaseException:
+        with suppress(ProcessLookupError):
+            os.kill(trial.pid, signal.SIGKILL)
+        raise
+
+
+def request(told: dict[str, str], **body: Any) -> urllib.request.Request:
+    headers = {"Authorization": f"Bearer {told['api_key']}", "Content-Type": "application/json"}
+    wish = {"model": told["model"], "messages": [{"role": "user", "content": "Why?"}], **body}
+    return urllib.request.Request(f"{told['base_url']}/chat/completions", json.dumps(wish).encode(), headers)
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_a_server_answers_at_the_address_it_prints_until_it_is_ended(
+    rig: Rig, tuned: RunFolder, tmp_path: Path, ending: signal.Signals
+) -> None:
+    with serving(rig, tuned, tmp_path) as (trial, told):
+        with urllib.request.urlopen(request(told, max_tokens=3), timeout=120) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 3
+        with urllib.request.urlopen(request(told, max_tokens=200, stream=True), timeout=120) as stream:
+            assert stream.readline().startswith(b"data: ")
+            os.kill(trial.pid, ending)  # in the middle of an answer
+            assert trial.wait() == 0
+        assert len(trial.output.splitlines()) == 3, trial.output
+        assert nobody_is_left(trial.pid)
+
+
+@pytest.mark.parametrize("verb", ["board", "serve"])
+def test_a_port_that_is_taken_is_told_before_anything_is_loaded(
+    rig: Rig, tuned: RunFolder, tmp_path: Path, taken: int, verb: str
+) -> None:
+    code, said = rig.run([verb, str(tuned.path), "--port", str(taken)], tmp_path)
+    letter = f"127.0.0.1:{taken} cannot be listened on (Address already in use); choose another --port\n"
+    assert (code, said) == (2, letter)
+
+
+def test_a_port_that_is_none_is_told(rig: Rig, tmp_path: Path) -> None:
+    code, said = rig.run(["board", "--port", "70000"], tmp_path)
+    assert (code, said) == (2, "--port 70000 is no port; it wants a number from 0 to 65535\n")
