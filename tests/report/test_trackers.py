@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import sqlite3
+import struct
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +21,7 @@ from modelwright.report import trackers
 from modelwright.report.tensorboard import EventFile
 from modelwright.report.trackers import tracking
 from modelwright.runs.folder import RunFolder
+from rig import Rig, steps_of
 from tiny import tiny_recipe
 
 EVENTS: list[dict[str, Any]] = [
@@ -62,16 +69,16 @@ def test_an_event_file_is_whole_after_every_step(tmp_path: Path) -> None:
     assert [event.step for event in EventFileLoader(str(path)).Load()] == [0, 7]
 
 
-class Failing:
-    """Fails at the second step."""
+class Trial:
+    """A tracker that fails, or never answers, at the second step."""
 
-    def __init__(self, recipe: Recipe, folder: RunFolder) -> None:
-        self.taken = 0
+    def __init__(self, trouble: Callable[[], None]) -> None:
+        self.taken, self.trouble = 0, trouble
 
-    def take(self, values: Any, step: int, when: float) -> None:
+    def take(self, stage: str, values: Any, step: int, when: float) -> None:
         self.taken += 1
         if self.taken > 1:
-            raise ConnectionError("the server is gone")
+            self.trouble()
 
     def begin_again(self, step: int, when: float) -> None: ...
 
@@ -79,10 +86,14 @@ class Failing:
         raise OSError("never mind")
 
 
+def gone() -> None:
+    raise ConnectionError("the server is gone\nand here is a page about it")
+
+
 def test_a_tracker_that_fails_is_left_behind(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(trackers.KINDS, "wandb", Failing)
+    monkeypatch.setitem(trackers.PACKAGES, "wandb", lambda: lambda recipe, folder: Trial(gone))
     watched: list[str] = []
     with tracking(wished(recipe, "wandb"), RunFolder(tmp_path / "run"), lambda e: watched.append(e["event"])) as told:
         for event in EVENTS:
@@ -90,6 +101,26 @@ def test_a_tracker_that_fails_is_left_behind(
     assert len(watched) == len(EVENTS)
     said = capsys.readouterr().err
     assert said == "note: wandb takes no more numbers (ConnectionError: the server is gone); the run goes on\n"
+
+
+def test_a_tracker_that_does_not_answer_keeps_nobody_waiting(capsys: pytest.CaptureFixture[str]) -> None:
+    answered = threading.Event()
+    aside = trackers.Aside("wandb", lambda: Trial(lambda: (answered.wait(), None)[1]), patience=0.2)
+    for event in EVENTS * 3000:  # more than are kept for it
+        aside.tell(event)
+    aside.close()
+    answered.set()
+    assert capsys.readouterr().err == "note: wandb has not taken everything in 0.2 s; the run ends without it\n"
+
+
+def test_a_tracker_that_cannot_begin_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    def begin() -> Any:
+        raise PermissionError("log in first")
+
+    aside = trackers.Aside("wandb", begin)
+    aside.tell(EVENTS[1])
+    aside.close()
+    assert capsys.readouterr().err == "note: wandb could not begin (PermissionError: log in first); the run goes on\n"
 
 
 def test_a_watcher_that_has_gone_does_not_take_the_trackers_with_it(recipe: Recipe, tmp_path: Path) -> None:
@@ -121,22 +152,113 @@ def test_a_folder_that_cannot_be_written_stops_nothing(recipe: Recipe, tmp_path:
     assert "tensorboard could not begin" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
-def test_a_tracker_of_others_is_begun_told_and_ended(
+def stand_in(name: str, called: list[tuple[str, Any, Any]]) -> Any:
+    """A module with the functions of the package that we call; it keeps what it was told."""
+
+    def kept(function: str) -> Callable[..., Any]:
+        return lambda *given, **named: called.append((function, given, named)) or run
+
+    functions = (
+        "init",
+        "Settings",
+        "start_run",
+        "log",
+        "log_metrics",
+        "log_params",
+        "define_metric",
+        "finish",
+        "end_run",
+    )
+    run = SimpleNamespace(**{each: kept(each) for each in functions}, info=SimpleNamespace(run_id="7"))
+    module: Any = ModuleType(name)
+    vars(module).update(vars(run))
+    return module
+
+
+@pytest.mark.parametrize("name", ["mlflow", "wandb", "trackio"])
+def test_a_tracker_of_others_is_begun_told_ended_and_gone_on_with(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Each package's own functions by name; the packages themselves want a server, a network or a login."""
-    called: list[tuple[str, Any]] = []
-    stand_in: Any = ModuleType(name)
-    for function in ("init", "log", "finish", "start_run", "log_metrics", "end_run"):
-        setattr(stand_in, function, lambda *given, function=function, **named: called.append((function, given)))
-    monkeypatch.setitem(sys.modules, name, stand_in)
-    with tracking(wished(recipe, name), RunFolder(tmp_path / "run"), None) as told:
-        for event in EVENTS:
-            told(event)
-    names = [function for function, _ in called]
-    assert names[0] in ("init", "start_run") and names[-1] in ("finish", "end_run") and len(names) == 7
-    assert called[1][1][0] == {"sft/eval_loss": 5.0}
+    """By a stand-in; the packages themselves are asked below, where they are installed."""
+    called: list[tuple[str, Any, Any]] = []
+    monkeypatch.setitem(sys.modules, name, stand_in(name, called))
+    (tmp_path / "run").mkdir()
+    for _ in range(2):
+        with tracking(wished(recipe, name), RunFolder(tmp_path / "run"), None) as told:
+            for event in EVENTS:
+                told(event)
+    begun = [(function, named) for function, _, named in called if function in ("init", "start_run")]
+    assert len(begun) == 2
+    if name == "mlflow":
+        assert begun[1][1] == {"run_id": "7"}, "it goes on with the run it began"
+    else:
+        assert begun[0] == begun[1], "it goes on with the run it began"
+    logged = [given[0] for function, given, _ in called if function in ("log", "log_metrics")]
+    assert len(logged) == 10 and logged[0].items() >= {"sft/eval_loss": 5.0}.items()
+    assert [function for function, _, _ in called][-1] in ("finish", "end_run")
+
+
+def kept_by_mlflow(folder: Path) -> list[tuple[int, float]]:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    [run] = client.search_runs(["0"])
+    assert run.data.params["sft.max_steps"] == "3" and run.info.status == "FINISHED"
+    return [(each.step, each.value) for each in client.get_metric_history(run.info.run_id, "sft/loss")]
+
+
+def kept_by_wandb(folder: Path) -> list[tuple[int, float]]:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found = []
+    for path in sorted((folder / "run" / "wandb").glob("offline-run-*/run-*.wandb")):
+        for data in logged(path.read_bytes()):
+            record = Record.FromString(data)
+            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            if "sft/loss" in items:
+                found.append((items["sft/step"], items["sft/loss"]))
+    return found
+
+
+def logged(file: bytes) -> Iterator[bytes]:
+    """The records of a file in LevelDB's log format: pieces with checksum, length and kind, in blocks of 32 KiB."""
+    place, whole = 7, b""  # after a header of its own
+    while place + 7 <= len(file):
+        if 32768 - place % 32768 < 7:
+            place += 32768 - place % 32768
+        length, kind = struct.unpack_from("<HB", file, place + 4)
+        whole += file[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # the only piece, or the last
+            yield whole
+            whole = b""
+
+
+def kept_by_trackio(folder: Path) -> list[tuple[int, float]]:
+    [path] = [each for each in (folder / "trackio").glob("*.db") if "modelwright" in each.name]
+    with sqlite3.connect(path) as file:
+        rows = file.execute("select step, metrics from metrics order by id").fetchall()
+    return [(step, values["sft/loss"]) for step, told in rows if "sft/loss" in (values := json.loads(told))]
+
+
+KEPT = {"mlflow": kept_by_mlflow, "wandb": kept_by_wandb, "trackio": kept_by_trackio}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(KEPT))
+def test_the_real_package_keeps_a_run_without_a_network(
+    rig: Rig, model_folder: Path, tmp_path: Path, name: str
+) -> None:
+    if find_spec(name) is None:
+        pytest.skip(f"{name} is not installed: its stand-in alone was asked")
+    path = tiny_recipe(tmp_path, model_folder, max_steps=3)
+    environ = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db", "WANDB_MODE": "offline",
+               "TRACKIO_DIR": str(tmp_path / "trackio"), "MLFLOW_DISABLE_TELEMETRY": "true"}  # fmt: skip
+    for _ in range(2):  # the second finds everything done, and is the same run there
+        code, output = rig.run(["run", str(path), "--set", f"report_to={name}"], tmp_path, environ)
+        assert (code, "note: " + name in output) == (0, False), output
+    steps = steps_of(tmp_path / "run")
+    assert KEPT[name](tmp_path) == [(step, steps[step]["loss"]) for step in (1, 2, 3)]
 
 
 @pytest.mark.parametrize(
