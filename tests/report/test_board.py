@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -186,6 +188,19 @@ def test_hostile_names_and_texts_make_no_tags(tmp_path: Path) -> None:
     drawn = "".join(follower.sections().values())
     assert not any(tag in drawn for tag in ("<script", "<img", "<iframe", "<svg/", "<base", "<meta", "<link", "<style"))
     assert 'id="bait"' not in drawn
+
+
+def test_a_run_folder_with_a_hostile_name_is_listed_and_opened(tmp_path: Path) -> None:
+    name = '"><img src=x onerror=alert(1)> %2e & é'
+    begin(tmp_path, name)
+    showing = Showing(tmp_path)
+    try:
+        listed = showing.ask("GET", "/TOKEN/")[1].decode()
+        assert "<img" not in listed
+        [link] = re.findall(r'href="(run/[^"]+/)"', listed)
+        assert b"3 of 9 steps" in showing.ask("GET", f"/TOKEN/{html.unescape(link)}")[1]
+    finally:
+        showing.close()
 
 
 def test_a_journal_that_was_written_anew_is_read_anew(tmp_path: Path) -> None:

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import re
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("starlette", reason="the board needs the extra board")
 
 from browser import Window, browsing
 from hostile import HOSTILE
+from modelwright.cli.report import asking
+from modelwright.models.text import load_model, load_tokenizer
 from modelwright.report import page
 from modelwright.report.board import Board
 from modelwright.report.follow import Shelf
 from modelwright.runs.folder import RunFolder, write_json
 from modelwright.runs.journal import Journal
+from modelwright.stages.answer import Asker
+from rig import Rig, wait_for_step
 from served import Running
+from tiny import tiny_recipe
 
 pytestmark = pytest.mark.slow
 
@@ -88,46 +92,78 @@ def test_words_stand_out_from_the_paper(browser: Any, tmp_path: Path, scheme: st
         assert (light + 0.05) / (dark + 0.05) >= 4.5, f"{selector} is {colour} in {scheme}"
 
 
-def answers(folder: RunFolder, question: str) -> Iterator[tuple[str, str]]:
-    """Both models, slowly: before the question as it is, after it loudly."""
-    for word in question.split():
-        time.sleep(0.3)
-        yield "before", f"{word} "
-        yield "after", f"{word.upper()} "
+WATCH = """
+window.grown = {before: 0, after: 0};
+for (const who of ["before", "after"]) {
+  new MutationObserver((changes) => { window.grown[who] += changes.length; }).observe(
+    document.querySelector(`[data-who=${who}]`), {childList: true});
+}
+"""
+"""Counts how often each answer grows."""
 
 
-def test_a_live_run_is_followed_reloaded_and_asked(browser: Any, tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "live" / "journal.jsonl")
-    journal.add("run", recipe="live", folder=str(tmp_path / "live"), stages=["sft"])
-    (tmp_path / "live" / "recipe.yaml").write_text("name: live\n", encoding="utf-8")
-    add_steps(journal, 1, 5)
-    board = Board(Shelf((), tmp_path, {}), answers)
+HELD = """
+import pathlib, time
+from modelwright.engine.loop import Engine
+quick = Engine._step
+def held(self, stop_asked):
+    while self.cursor.step >= 10 and not pathlib.Path("go on").exists():
+        time.sleep(0.05)
+    return quick(self, stop_asked)
+Engine._step = held
+"""
+"""Put first in a trial, this stops it after ten steps until a file is there."""
+
+
+@pytest.fixture
+def loud_model(model_folder: Path, tmp_path: Path) -> Path:
+    """The tiny model with weights so large that it has something to say."""
+    model = load_model(model_folder)
+    torch.manual_seed(3)
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight, std=0.3)
+    model.save_pretrained(tmp_path / "loud")
+    load_tokenizer(model_folder).save_pretrained(tmp_path / "loud")
+    return tmp_path / "loud"
+
+
+def test_a_live_run_is_followed_reloaded_and_asked(browser: Any, rig: Rig, loud_model: Path, tmp_path: Path) -> None:
+    """A real run, and a real model before and after."""
+    recipe = tiny_recipe(tmp_path, loud_model, max_steps=20, learning_rate=1e-4)
+    trial = rig.start(["run", str(recipe), "--set", "compare.max_new_tokens=16"], tmp_path, first=HELD)
+    wait_for_step(tmp_path / "run", 10)
+    board = Board(Shelf((), tmp_path, {}), asking())
     serving, window = Running(board.application), Window(browser)
+    shown = window.page
     try:
-        window.page.goto(f"{serving.url}/{board.token}/")
-        window.page.get_by_role("link", name="live").click()
-        curve = window.page.locator("svg path.line").first
+        shown.goto(f"{serving.url}/{board.token}/")
+        shown.get_by_role("link", name="tiny").click()
+        shown.get_by_text("10 of 20 steps").first.wait_for(timeout=60_000)
+        curve = shown.locator("svg path.line").first
         before = curve.get_attribute("d")
-        later = threading.Thread(target=lambda: (time.sleep(0.5), add_steps(journal, 6, 30)))
-        later.start()
-        window.page.get_by_text("30 of 40 steps").wait_for(timeout=20_000)
-        later.join()
+        (tmp_path / "go on").touch()
+        shown.get_by_text("20 of 20 steps").first.wait_for(timeout=60_000)
+        assert curve.get_attribute("d") != before, "the curve moves"
+        assert trial.wait() == 0, trial.output
+        shown.get_by_text("finished").first.wait_for(timeout=60_000)
         moved = curve.get_attribute("d")
-        assert moved != before, "the curve moves"
-        window.page.reload()
-        window.page.get_by_text("30 of 40 steps").wait_for(timeout=20_000)
-        assert window.page.locator("svg path.line").first.get_attribute("d") == moved, "a reload keeps it"
-        window.page.get_by_label("Question").fill("how far is it <img src=x onerror=alert(1)>")
-        window.page.get_by_role("button", name="Ask").click()
-        window.page.locator("[data-who=after]", has_text="HOW").wait_for(timeout=20_000)
-        assert "onerror" not in (window.page.locator("[data-who=before]").text_content() or ""), "it streams"
-        window.page.locator("#ask button:enabled").wait_for(timeout=20_000)
-        assert (window.page.locator("[data-who=before]").text_content() or "").strip().endswith("onerror=alert(1)>")
-        assert "HOW FAR IS IT" in (window.page.locator("[data-who=after]").text_content() or "")
+        shown.reload()
+        assert curve.get_attribute("d") == moved, "a reload keeps it"
+        shown.evaluate(WATCH)
+        question = "how far is it <img src=x onerror=alert(1)>"
+        shown.get_by_label("Question").fill(question)
+        shown.get_by_role("button", name="Ask").click()
+        shown.locator("#ask button:enabled").wait_for(timeout=120_000)
+        asker = Asker(RunFolder(tmp_path / "run"))
+        for who in ("before", "after"):
+            pieces = list(asker.answerer(who).reply(asker.messages(question)))
+            assert shown.locator(f"[data-who={who}]").text_content().strip() == "".join(pieces).strip()
+            assert shown.evaluate(f"window.grown.{who}") >= len(pieces) > 1, "it streams"
         assert window.complaints == []
         assert all(address.startswith(serving.url) for address in window.asked)
     finally:
-        window.page.close()
+        shown.close()
         serving.close()
 
 

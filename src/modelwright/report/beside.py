@@ -8,7 +8,7 @@ from typing import Any
 from modelwright.recipe.explain import rows
 from modelwright.report import charts
 from modelwright.report.charts import Line
-from modelwright.report.lines import duration, number
+from modelwright.report.lines import duration, number, plain
 from modelwright.report.view import View, shown
 
 OURS = frozenset({"name", "description", "output_dir"})
@@ -73,8 +73,9 @@ def lines(found: Beside) -> list[str]:
     if found.settings:
         told.append(("", "", ""))
     told += [(key, _setting(one), _setting(two)) for key, (one, two) in found.settings.items()]
-    widths = [max(len(row[column]) for row in told) for column in range(2)]
-    return [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in told]
+    cells = [tuple(plain(cell) for cell in row) for row in told]  # names and settings may hold what a terminal obeys
+    widths = [max(len(row[column]) for row in cells) for column in range(2)]
+    return [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in cells]
 
 
 def said(metric: str, value: Any) -> str:

@@ -1,0 +1,65 @@
+"""Two runs are held against each other: what was measured, how the gates stand, the settings in which they differ."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from modelwright.cli.main import main
+from modelwright.runs.folder import RunFolder
+from modelwright.runs.journal import Journal
+from tiny import tiny_recipe
+
+
+def run_of(folder: Path, loss: float, is_open: bool, rate: float) -> RunFolder:
+    """A run that was judged."""
+    recipe = tiny_recipe(folder, folder / "model", learning_rate=rate)
+    run = RunFolder(folder / "run")
+    run.path.mkdir()
+    text = recipe.read_text(encoding="utf-8")
+    run.recipe.write_text(text.replace("\n  test_size: 4", '\n  test_size: 4\n  system_prompt: "\\e[31mred"'), "utf-8")
+    journal = Journal(run.journal)
+    journal.add("run", recipe="tiny", folder=str(run.path), stages=["sft"])
+    journal.add("verdict", stage="sft", open=is_open, letter="…", metrics={"eval_loss": loss, "steps": 3})
+    journal.close()
+    return run
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[RunFolder, RunFolder]:
+    first = run_of(tmp_path / "a", 2.5, True, 1e-3)
+    second = run_of(tmp_path / "b", 3.25, False, 5e-4)
+    second.recipe.write_text(second.recipe.read_text("utf-8").replace("[31mred", "[32mgreen"), "utf-8")
+    return first, second
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main(["compare", *words])
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_metrics_gates_and_differing_settings_stand_side_by_side(
+    two: tuple[RunFolder, RunFolder], capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = told(capsys, *(str(run.path) for run in two)).splitlines()
+    rows = {cells[0]: cells[1:] for line in lines if len(cells := re.split(r"\s{2,}", line)) == 3}
+    assert rows["eval_loss"] == ["2.5", "3.25"]
+    assert rows["gate sft"] == ["open", "closed"]
+    assert rows["sft.learning_rate"] == ["0.001", "0.0005"]
+    assert "sft.max_length" not in rows, "what is alike is left out"
+
+
+def test_machines_get_numbers_and_terminals_nothing_to_obey(
+    two: tuple[RunFolder, RunFolder], capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [str(run.path) for run in two]
+    assert "\x1b" not in told(capsys, *names)
+    found = json.loads(told(capsys, *names, "--json"))
+    assert found["metrics"]["eval_loss"] == [2.5, 3.25]
+    assert found["settings"]["data.system_prompt"] == ["\x1b[31mred", "\x1b[32mgreen"]
+    assert found["gates"] == {"sft": ["open", "closed"]}
