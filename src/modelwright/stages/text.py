@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,55 +16,64 @@ from modelwright.errors import ModelError
 from modelwright.models import text, trainable
 from modelwright.models.export import save_model
 from modelwright.recipe.load import load
-from modelwright.recipe.schema import Dpo, Model, Pretrain, Sft
+from modelwright.recipe.schema import Data, Dpo, Model, Pretrain, Sft
 from modelwright.stages.compare import METRICS, compare
 from modelwright.stages.context import Context
 from modelwright.stages.kinds import Built, Ingredients, Metrics
 from modelwright.stages.lineage import Parent
+from modelwright.tasks.dpo import DpoTask
 from modelwright.tasks.savings import find_savings
 from modelwright.tasks.sft import SftTask
 
 TextStage = Pretrain | Sft | Dpo
+RowsTask = TypeVar("RowsTask", SftTask, DpoTask)
 
 
-class TextKind:
-    """Stages that tune a language model on conversations."""
+class RowsKind:
+    """Stages that tune a language model on rows of text that questions can be asked about."""
 
     shown = frozenset(METRICS)
 
+    def read(self, data: Data, seed: int, beside: Path) -> Any:
+        """The rows of both sides."""
+        raise NotImplementedError
+
     def gather(self, context: Context, stage: str, parent: Parent | None) -> Ingredients:
-        """The model to start from, and the conversations."""
-        data = conversations.load(context.recipe.data_of(stage), context.recipe.seed, context.beside)
+        """The model to start from, and the rows."""
+        data = self.read(context.recipe.data_of(stage), context.recipe.seed, context.beside)
         set_aside(context, stage, data.aside)
         return Ingredients(**start_of(context, parent), data=data, data_fingerprint=data.fingerprint)
+
+    def show(self, context: Context, found: Ingredients, stage: str) -> Metrics:
+        """The same questions, before and after."""
+        return compare(context, found, stage)
+
+
+class TextKind(RowsKind):
+    """Stages that tune a language model on conversations."""
+
+    def read(self, data: Data, seed: int, beside: Path) -> Any:
+        """Conversations."""
+        return conversations.load(data, seed, beside)
 
     def build(self, context: Context, found: Ingredients, stage: str) -> Built:
         """Load the model, say what moves, encode the conversations."""
         settings = context.recipe.stages[stage]
         assert isinstance(settings, Sft)
-        model, tokenizer = ready_model(context, found, settings)
-        task = SftTask(model, tokenizer, found.data, settings, text.stop_tokens(model))
-        facts: dict[str, Any] = {
-            **found.data.manifest(context.recipe.data_of(stage)),
-            "train": task.train_set.facts(),
-            "held_out": task.held_out_set.facts(),
-            "packed_rows": task.rows if settings.packing else None,
-        }
-        cut, lost = (facts["train"][name] + facts["held_out"][name] for name in ("truncated_rows", "lost_tokens"))
+        task, made = made_of(context, found, stage, SftTask)
+        sides = made.data_facts["train"], made.data_facts["held_out"]
+        cut, lost = (sum(side[name] for side in sides) for name in ("truncated_rows", "lost_tokens"))
         if cut:
             told = f"{cut} rows are cut to max_length, {lost} tokens in all"
             context.journal.add("note", stage=stage, message=told)
-        saver = find_savings(task, model, settings)
+        saver = find_savings(task, made.model, settings)
         return replace(
-            built(task, model, tokenizer, facts),
-            flops_per_token=saver.flops_per_token(trainable.share(model)),
+            made,
+            data_facts={**made.data_facts, "packed_rows": task.rows if settings.packing else None},
+            flops_per_token=saver.flops_per_token(made.share),
             savings=saver.lines,
             settle=lambda engine, folder: saver.settle(engine, folder, found.model_fingerprint),
         )
-
-    def show(self, context: Context, found: Ingredients, stage: str) -> Metrics:
-        """The same questions, before and after."""
-        return compare(context, found, stage)
 
 
 def set_aside(context: Context, stage: str, aside: Aside) -> None:
@@ -115,6 +126,20 @@ def ready_model(context: Context, found: Ingredients, settings: TextStage) -> tu
     if settings.gradient_checkpointing:
         trainable.recompute_activations(model)
     return model, tokenizer
+
+
+def made_of(context: Context, found: Ingredients, stage: str, make: Callable[..., RowsTask]) -> tuple[RowsTask, Built]:
+    """The task of rows that are encoded with the model's own tokenizer, and the stage around it."""
+    settings = context.recipe.stages[stage]
+    assert isinstance(settings, Sft | Dpo)
+    model, tokenizer = ready_model(context, found, settings)
+    task = make(model, tokenizer, found.data, settings, text.stop_tokens(model))
+    facts = {
+        **found.data.manifest(context.recipe.data_of(stage)),
+        "train": task.train_set.facts(),
+        "held_out": task.held_out_set.facts(),
+    }
+    return task, built(task, model, tokenizer, facts)
 
 
 def built(task: Task, model: Any, tokenizer: Any, facts: dict[str, Any]) -> Built:
