@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from modelwright.cli.main import main
 from modelwright.data.choices import Choice
 from modelwright.data.tokenizer import Encoder
 from modelwright.errors import GateClosed, ModelError
+from modelwright.models.harness import task_file
 from modelwright.models.text import load_model, load_tokenizer
 from modelwright.recipe.load import load
 from modelwright.runs.folder import RunFolder, read_json
@@ -119,12 +121,46 @@ def evaluated(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str,
     return found
 
 
-def test_tasks_without_lm_eval_are_one_letter(model_folder: Path, tmp_path: Path) -> None:
-    try:
-        import lm_eval  # noqa: F401
-    except ImportError:
-        with pytest.raises(ModelError, match=r"not installed: pip install 'modelwright\[eval\]'"):
-            pipeline.run(load(evaluated_recipe(tmp_path, model_folder), ["evaluate.tasks=[arc_easy]"], {}))
-        assert not RunFolder(tmp_path / "run").evaluation("base").exists()
-    else:
-        pytest.skip("lm-eval is installed here")
+@pytest.mark.skipif(find_spec("lm_eval") is not None, reason="lm-eval is installed here")
+def test_tasks_without_lm_eval_are_one_letter_before_anything_is_done(model_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"not installed: pip install 'modelwright\[eval\]'"):
+        pipeline.run(load(evaluated_recipe(tmp_path, model_folder), ["evaluate.tasks=[arc_easy]"], {}))
+    assert not RunFolder(tmp_path / "run").evaluation("base").exists()
+    assert not RunFolder(tmp_path / "run").stage("sft").exists()
+
+
+TASK = """
+task: sums
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "Question: {{question}}\\nAnswer:"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list: [{metric: acc}]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is in the extra eval")
+def test_a_task_of_lm_eval_is_measured_of_every_model_and_stands_in_the_journal(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    rows = [{"question": f"What is {n} and 1?", "choices": [f"{n + 1}.", "A rope."], "answer": 0} for n in range(6)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (tmp_path / "sums.yaml").write_text(TASK.replace("DATA", str(tmp_path / "sums.jsonl")), encoding="utf-8")
+    recipe = evaluated_recipe(tmp_path, model_folder)
+    pipeline.run(load(recipe, ["evaluate.tasks=[sums.yaml]", "evaluate.multiple_choice=sums.jsonl"], {}))
+    [table] = told(tmp_path / "run", "comparison")
+    for name in ("base", "sft"):
+        measured = table["models"][name]
+        assert measured["sums_acc"] == pytest.approx(measured["choice_accuracy"]), "theirs and ours agree"
+
+
+def test_a_task_file_that_is_not_there_or_is_called_otherwise_is_told(tmp_path: Path) -> None:
+    (tmp_path / "products.yaml").write_text(TASK, encoding="utf-8")
+    with pytest.raises(ModelError, match=r"products.yaml wants a line `task: products`, as the file is called"):
+        task_file("products.yaml", tmp_path)
+    with pytest.raises(ModelError, match=r"none.yaml is not there; it wants a task file of lm-eval"):
+        task_file("none.yaml", tmp_path)

@@ -10,15 +10,20 @@ import torch
 from modelwright.errors import ModelError
 
 
-def loading(kind: str, device: torch.device) -> dict[str, Any]:
-    """What from_pretrained is told to quantize a model while it reads it; nothing for "none"."""
-    if kind == "none":
-        return {}
-    if find_spec("bitsandbytes") is None:
+def require(kind: str) -> None:
+    """Say what is missing, where quantizing wants a package that is not there."""
+    if kind != "none" and find_spec("bitsandbytes") is None:
         raise ModelError(
             f"quantization: {kind} wants bitsandbytes, which is not installed: pip install bitsandbytes; "
             "or quantization: none"
         )
+
+
+def loading(kind: str, device: torch.device) -> dict[str, Any]:
+    """What from_pretrained is told to quantize a model while it reads it; nothing for "none"."""
+    if kind == "none":
+        return {}
+    require(kind)
     from transformers import BitsAndBytesConfig
 
     wishes: dict[str, Any] = {"load_in_8bit": True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Annotated
 
 from pydantic import Field, PositiveInt
@@ -11,6 +12,9 @@ from modelwright.recipe.values import Frozen
 TEXT_METRICS = ("text_loss", "text_perplexity", "text_bits_per_byte")
 CHOICE_METRICS = ("choice_accuracy", "choice_accuracy_norm")
 TASK_METRICS = ("acc", "acc_norm", "exact_match", "f1", "perplexity", "word_perplexity", "bits_per_byte")
+
+FILES = (".yaml", ".yml")
+"""How the name of a task that is a file ends."""
 
 
 class Evaluate(Frozen):
@@ -31,7 +35,7 @@ class Evaluate(Frozen):
     max_new_tokens: PositiveInt = 48
     """Longest continuation in tokens."""
     tasks: list[str] = []
-    """Tasks of lm-eval by their names, where the eval extra is installed."""
+    """Tasks of lm-eval, by name or as a file NAME.yaml of its form, where the eval extra is installed."""
 
     @property
     def asks(self) -> bool:
@@ -41,5 +45,6 @@ class Evaluate(Frozen):
     @property
     def measured(self) -> tuple[str, ...]:
         """What a gate may ask."""
-        of_tasks = (f"{task}_{metric}" for task in self.tasks for metric in TASK_METRICS)
+        names = (PurePath(task).stem if task.endswith(FILES) else task for task in self.tasks)
+        of_tasks = (f"{name}_{metric}" for name in names for metric in TASK_METRICS)
         return (*TEXT_METRICS, *(CHOICE_METRICS if self.multiple_choice else ()), *of_tasks)

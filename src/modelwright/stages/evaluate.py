@@ -99,7 +99,7 @@ def measure_model(folder: Path, measuring: Measuring) -> dict[str, Any]:
         metrics |= measure.accuracy_of_choices(model, tokenizer, choices(rows), wish.max_length)
     samples = [{"prompt": prompt, "text": _go_on(model, tokenizer, prompt, wish)} for prompt in wish.prompts]
     if wish.tasks:
-        metrics |= run_tasks(folder, wish.tasks, wish.max_rows)
+        metrics |= run_tasks(model, tokenizer, wish.tasks, wish.max_rows, beside)
     return {"metrics": metrics, "samples": samples}
 
 

@@ -16,7 +16,7 @@ from modelwright import __version__
 from modelwright.data.sources import is_embedded, local_path
 from modelwright.engine.world import joined
 from modelwright.errors import DataError, ModelwrightError, StorageError, UsageError
-from modelwright.models import smollm2
+from modelwright.models import harness, quantized, smollm2
 from modelwright.plan import facts
 from modelwright.recipe.columns import name_lines
 from modelwright.recipe.load import LoadedRecipe, dump
@@ -119,10 +119,15 @@ def _run_stages(context: Context, stopper: Stopper, dead_holder: str | None) -> 
 
 
 def _refuse_early(context: Context) -> None:
-    """Refuse changed settings of any finished stage before the first one is touched."""
+    """Refuse changed settings of any finished stage, and what a later one lacks, before the first one is touched."""
     _set_damaged_results_aside(context)
+    left = [stage for stage in context.recipe.stages if not context.folder.result(stage).exists()]
+    for stage in left:
+        quantized.require(getattr(context.recipe.stages[stage], "quantization", "none"))
+    if left and context.recipe.evaluate is not None and context.recipe.evaluate.tasks:
+        harness.require()
     for stage in context.recipe.stages:
-        if context.folder.result(stage).exists():
+        if stage not in left:
             now = settings_of(context.recipe, stage)
             kept = read_json(context.folder.result(stage))["wishes"]
             refuse_changes({key: kept[key] for key in kept if key not in CONTENTS}, now, context.orders.overrides)
