@@ -41,7 +41,11 @@ ADVICE = {
     "a run is resumed or refused, never overwritten; leave it out": ("overwrite_output_dir",),
     "the device is found by itself; leave it out": ("use_cpu", "no_cuda", "device", "device_map"),
     "several devices share the work by sharding: ddp or fsdp": ("fsdp", "fsdp_config", "deepspeed", "distributed"),
-    "weights are not quantised here; leave it out": ("load_in_4bit", "load_in_8bit", "quantization_bit"),
+    "a stage says it beside trainable: lora, as quantization: nf4 (4 bits) or int8": (
+        "load_in_4bit",
+        "load_in_8bit",
+        "quantization_bit",
+    ),
     "it is not offered; leave it out": ("push_to_hub", "hub_model_id", "trust_remote_code"),
     "data.columns maps columns, as {question: prompt}": ("dataset_text_field", "formatting"),
     "the tokenizer brings its chat template; leave it out": ("chat_template", "template"),
