@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,8 @@ def test_the_count_of_parameters_is_told_and_is_that_of_the_arithmetic_and_of_th
     assert architecture is not None
     assert counted == architecture.parameters(model.config.vocab_size) == told(done, "initialised")[0]["parameters"]
     assert model.config.vocab_size % 64 == 0
+    [plan] = told(done, "initialised")[0]["plan"]
+    assert re.match(r"pretrain: \d+ steps, batch .*, fp32, .* GiB of .*, [\d,]+ tokens/s, ", plan), plan
 
 
 def test_the_first_weights_are_scaled_and_a_function_of_the_seed(

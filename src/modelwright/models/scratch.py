@@ -50,9 +50,12 @@ def configure(architecture: Architecture, tokenizer: Any) -> Any:
 def create(config: Any, seed: int) -> Any:
     """A Llama in fp32; every matrix is drawn here, in order, so that no version of a library changes the start."""
     from transformers import LlamaForCausalLM
+    from transformers.initialization import no_init_weights
 
     be_quiet()
-    model = LlamaForCausalLM(config)
+    with no_init_weights():  # the library would draw every weight once before us
+        model = LlamaForCausalLM(config)
+    model.tie_weights()
     draw = torch.Generator().manual_seed(seed)
     back = config.initializer_range / math.sqrt(2 * config.num_hidden_layers)
     with torch.no_grad():

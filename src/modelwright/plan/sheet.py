@@ -91,6 +91,19 @@ def lines(sheet: StageSheet) -> list[str]:
     return told
 
 
+def line(sheet: StageSheet) -> str:
+    """The first machine of a sheet in one line."""
+    each = sheet.estimates[0]
+    steps = f"{each.plan.steps:,} steps, " if each.counted else ""
+    needs = (
+        f"{_gib(each.memory.needed)} of {_gib(each.machines.gpu.memory)}{'' if each.fits else ', which is too little'}"
+    )
+    return (
+        f"{sheet.stage}: {steps}batch {_batch(each)}, {each.plan.precision}, {needs}, {each.time.rate:,.0f} tokens/s, "
+        f"{_hours(each)}"
+    )
+
+
 def _gib(size: float) -> str:
     return f"{size / GIB:.2f} GiB" if size else "-"
 

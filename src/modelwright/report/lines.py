@@ -117,6 +117,12 @@ def _plan(event: Event) -> str:
     return f"plan: {steps}, {event['arithmetic']}, {event['precision']}, on {event['device']}{reasons}"
 
 
+def _initialised(event: Event) -> str:
+    size = f"{event['layers']} layers of width {event['hidden_size']}, {event['bytes'] / 1e9:,.2f} GB in fp32"
+    lines = [f"model: {event['parameters'] / 1e6:,.2f} M parameters from scratch, {size}"]
+    return "\n".join([*lines, *(f"foreseen: {line}" for line in event["plan"])])
+
+
 def _evaluation(event: Event) -> str:
     when = "before the first step" if event["step"] == 0 else f"after step {event['step']}"
     bits = f", {event['eval_bits_per_byte']:.3f} bits per byte" if event.get("eval_bits_per_byte") is not None else ""
@@ -157,8 +163,7 @@ LINES: dict[str, Callable[[Event], str | None]] = {
     "data": _data,
     "plan": _plan,
     "stage": lambda e: f"stage {e['stage']}",
-    "initialised": lambda e: f"model: {e['parameters'] / 1e6:,.2f} M parameters from scratch, {e['layers']} layers of "
-    f"width {e['hidden_size']}",
+    "initialised": _initialised,
     "resumed": lambda e: f"{e['stage']} goes on from step {e['step']} of {e['steps']}",
     "step": step_line,
     "evaluation": _evaluation,

@@ -7,9 +7,15 @@ from typing import Any
 
 import xxhash
 
+from modelwright.data.size import size
 from modelwright.data.sources import local_path
 from modelwright.errors import ModelError
 from modelwright.models.scratch import write_scratch
+from modelwright.plan import sheet
+from modelwright.plan.architecture import shape_of
+from modelwright.plan.estimate import Rows
+from modelwright.plan.facts import card
+from modelwright.plan.gpus import Machines
 from modelwright.runs.folder import hash_file, read_json, write_sealed
 from modelwright.stages import lineage
 from modelwright.stages.context import Context
@@ -62,7 +68,22 @@ def _run(context: Context) -> None:
         parameters=parameters,
         layers=architecture.num_hidden_layers,
         hidden_size=architecture.hidden_size,
+        bytes=4 * parameters,
+        plan=_plan(context),
     )
+
+
+def _plan(context: Context) -> list[str]:
+    """What each stage is foreseen to take with this model on this machine, a line each."""
+    recipe = context.recipe
+    shape = shape_of(read_json(context.folder.model(STAGE) / "config.json"), recipe.name, "the model itself")
+    place = Machines(1, context.world.size, card(context.facts))
+    told = []
+    for stage in recipe.stages:
+        seen = size(recipe, stage, context.beside)
+        rows = Rows(seen.rows, seen.longest, seen.mean, seen.learnt, seen.source, seen.resident)
+        told.append(sheet.line(sheet.stage_sheet(recipe, stage, shape, rows, (place,))))
+    return told
 
 
 def _stands(context: Context, wishes: dict[str, Any]) -> bool:
