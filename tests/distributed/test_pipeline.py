@@ -17,11 +17,15 @@ import pytest
 
 from modelwright.data.shards import Shards
 from modelwright.runs.folder import RunFolder, read_json
-from rig import SLOW, Rig, told, trace
+from modelwright.runs.journal import read
+from rig import SLOW, Rig, Trial, told, trace
 
 KILLS = int(os.environ.get("PIPELINE_KILLS", "3"))
 SEED = 20261115
 STAGES = ("pretrain", "sft", "dpo", "lora")
+FLOW = ("prepare", "init", *STAGES, "evaluate")
+MET = ("dpo", "pretrain", "lora", "prepare", "sft")
+"""Where kills land, the first ones first."""
 CUT = [
     *("gates_file=null", "pretrain.data.max_rows=30", "pretrain.data.test_size=4", "evaluate.max_rows=2"),
     *("model.architecture.hidden_size=32", "model.architecture.intermediate_size=64", "prepare.vocab_size=512"),
@@ -66,8 +70,7 @@ def whole(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, flo
 @pytest.mark.slow
 def test_every_stage_happens_in_its_order_each_from_the_one_before(whole: tuple[Path, float]) -> None:
     run, _ = whole
-    flow = ("prepare", "init", *STAGES, "evaluate")
-    assert told(run, "flow")[-1]["stages"] == [{"stage": stage, "state": "done"} for stage in flow]
+    assert told(run, "flow")[-1]["stages"] == [{"stage": stage, "state": "done"} for stage in FLOW]
     lineage = read_json(RunFolder(run).lineage)["stages"]
     for parent, stage in pairwise(STAGES):
         assert lineage[stage]["parent_model"] == lineage[parent]["model"]
@@ -78,21 +81,55 @@ def test_every_stage_happens_in_its_order_each_from_the_one_before(whole: tuple[
 def test_random_kills_over_the_whole_pipeline_leave_no_trace(
     rig: Rig, whole: tuple[Path, float], tmp_path: Path
 ) -> None:
+    """Which stages are met is decided, when in them is not: prepare alone takes as long as all others together."""
     run, seconds = whole
     draw, landed = random.Random(SEED), []
-    for _ in range(KILLS):
+    for stage in sorted((MET[number % len(MET)] for number in range(KILLS)), key=FLOW.index):
         trial = rig.start(command(tmp_path), tmp_path, first=SLOW)
-        moment = draw.uniform(0.05, seconds * 2.0 / (KILLS + 1))
-        time.sleep(moment)
-        os.kill(trial.pid, signal.SIGKILL)
+        wait_until_in(tmp_path / "run", stage, steps=draw.randrange(3), trial=trial)
+        time.sleep(draw.uniform(0.0, seconds / 8 if stage == "prepare" else 0.3))
+        os.kill(trial.pid, signal.SIGKILL)  # one that has ended waits for us as a zombie, and takes no harm
         if trial.wait() == -signal.SIGKILL:
-            flows = told(tmp_path / "run", "flow") if (tmp_path / "run/journal.jsonl").exists() else []
-            landed.append((round(moment, 2), flows[-1]["stage"] if flows else "start"))
+            landed.append(place(tmp_path / "run"))
     code, output = rig.run(command(tmp_path), tmp_path)
     assert code == 0, output
     assert everything(tmp_path / "run") == everything(run), f"seed {SEED}, kills {landed}"
     print(f"{len(landed)} of {KILLS} kills landed: {landed}")
     assert len(landed) >= KILLS // 2
+    assert {"dpo", "lora"} & {stage for stage, _ in landed}, landed
+
+
+def wait_until_in(run: Path, stage: str, steps: int, trial: Trial) -> None:
+    """Wait until a process has come to a stage, or beyond, and told of so many steps more in it; or has ended."""
+    seen = len(journal(run))
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not ended(trial.pid):
+        new = journal(run)[seen:]
+        reached = [each["stage"] for each in new if each["event"] == "flow" and each["state"] == "running"]
+        beyond = [each for each in reached if FLOW.index(each) > FLOW.index(stage)]
+        done = sum(each["event"] == "step" and each["stage"] == stage for each in new)
+        if beyond or (stage in reached and done >= (steps if stage in STAGES else 0)):
+            return
+        time.sleep(0.01)
+
+
+def ended(process: int) -> bool:
+    """Whether a process has come to its end, and nobody has waited for it yet."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def journal(run: Path) -> list[dict[str, Any]]:
+    """Every whole line of a run's journal."""
+    path = run / "journal.jsonl"
+    return list(read(path)) if path.exists() else []
+
+
+def place(run: Path) -> tuple[str, int]:
+    """Where a run stands: the stage, and its last step."""
+    events = journal(run)
+    stage = next((each["stage"] for each in reversed(events) if each["event"] == "flow"), "start")
+    steps = [each["step"] for each in events if each["event"] == "step" and each["stage"] == stage]
+    return stage, steps[-1] if steps else 0
 
 
 @pytest.mark.slow
