@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,13 @@ __all__ = ["SLOW", "Rig", "Trial", "free_port", "steps_of", "told", "trace", "wa
 
 SLOW = "from modelwright.bench.injections import slow_steps\nslow_steps(0.08)"
 """Put first in a trial, this makes steps slow enough to be met on the way."""
+DOOR = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+import door
+door.serve(Path({folder!r}), {first!r})
+"""
 
 
 class Rig(bench.Rig):
@@ -27,3 +35,14 @@ class Rig(bench.Rig):
             code.write_text(first, encoding="utf-8")
             first = [Call("runpy", "run_path", (str(code),))]
         return super().start(arguments, folder, environ, first)
+
+    def door(self, folder: Path, first: str = "") -> None:
+        """Have the `python` of the pods that see this folder fork from here, as long as the rig lives; see door.py."""
+        code = folder / "door.py"
+        tests = str(Path(__file__).parent)
+        code.write_text(DOOR.format(tests=tests, folder=str(folder), first=first), encoding="utf-8")
+        trial = self.fork(Call("runpy", "run_path", (str(code),)), folder)
+        deadline = time.monotonic() + 120
+        while not trial.log.exists() or "open" not in trial.output:
+            assert time.monotonic() < deadline, trial.output
+            time.sleep(0.05)

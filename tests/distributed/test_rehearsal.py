@@ -1,9 +1,18 @@
-"""The whole of it: a rendered job of two pods trains as a random user, loses a pod, and ends with the same weights."""
+"""The whole of it: the survival twin as a job of two pods trains as a random user, loses a pod, and ends the same.
+
+The pods' `python` forks from one preloaded interpreter (door.py), so that a pod costs a second or two.
+"""
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,61 +21,124 @@ from modelwright.launch.manifests import Target, job_of, render
 from modelwright.launch.rehearsal import Disturbance, Outcome, Wish, rehearse
 from modelwright.launch.stream import read_text
 from modelwright.recipe.load import load
-from rig import SINGLE_THREAD, Rig, told, trace
-from tiny import tiny_recipe
+from rig import Rig, told, trace
+from stranger import as_user, impossible
+from tiny import tiny_model
 
 pytestmark = [
     pytest.mark.root,
     pytest.mark.slow,
     pytest.mark.skipif(not can_isolate(), reason="needs root and network namespaces"),
 ]
+TWIN = "survival-smollm3-tiny"
 SETS = [
-    *("output_dir=null", "cluster.nodes=2", "cluster.gpus_per_node=0", "cluster.token_secret=hub-token"),
-    *("sft.gradient_accumulation_steps=1", "cluster.variables={NCCL_DEBUG: INFO}"),
+    *("output_dir=null", "model.model_name_or_path=/workspace/model", "data.max_rows=24", "data.test_size=4"),
+    *("cluster.nodes=2", "cluster.gpus_per_node=0", "cluster.token_secret=hub-token", "cluster.queue=null"),
+    *("sft.precision=fp32", "sft.max_length=512", "sft.max_steps=9", "sft.save_steps=2", "sft.eval_steps=9"),
+    *("sft.per_device_train_batch_size=2", "gates={}"),
+    "data.system_prompt=You are a survival and practical-skills expert, asked where there is no network.",
+    *("compare.max_new_tokens=3", "compare.held_out_prompts=1"),
 ]
 CANARY = "hf_canary4711canary4711"
+PRELOADED = {
+    **{"PATH": "/workspace:/usr/local/bin:/usr/bin:/bin", "PYTHON_EXEC": "/workspace/python"},
+    **{"RIG_DOOR": "/workspace/door", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+}
+STRANGER = 54321
+"""A user who is not root, has no right and owns nothing here."""
+HOLD = """
+import os, pathlib, time
+from modelwright.engine.loop import Engine
+quick, taken, held = Engine._step, [], pathlib.Path(os.environ["RIG_DOOR"]).with_name("held")
+def step(self, stop_asked):
+    taken.append(1)
+    if os.environ.get("RANK") == "1" and len(taken) == 6 and not held.exists():
+        held.touch()
+        time.sleep(300)
+    return quick(self, stop_asked)
+Engine._step = step
+"""
+"""The second rank waits in its sixth step of the first attempt, so that it is met there by what happens to it."""
 
 
-def stream(folder: Path, target: Target) -> str:
-    """The tiny recipe as a job of two pods, its model on a volume."""
-    recipe = tiny_recipe(folder / "recipe", Path("/workspace/model"))
-    return render(job_of(load(recipe, SETS, {}).recipe, recipe.parent, target))
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four layers, of which the twin freezes two."""
+    return tiny_model(tmp_path_factory.mktemp("deep"), layers=4)
 
 
-def play(folder: Path, model: Path, text: str, *disturbances: Disturbance) -> tuple[Outcome, Path]:
-    """Rehearse; returns the run as it lies on its volume, too."""
-    place = folder / "place"
-    shutil.copytree(model, place / "volumes/workspace/model")
-    for path in (place / "volumes").rglob("*"):  # a volume's files belong to the group that all pods have
-        path.chmod(0o775 if path.is_dir() else 0o664)
-    wish = Wish(place, {"HF_TOKEN": CANARY}, disturbances, hurry=0.01, variables=SINGLE_THREAD)
-    return rehearse(read_text(text, "job.yaml"), wish), place / "volumes/trained-models/tiny"
+@contextmanager
+def made_place(model: Path) -> Iterator[Path]:
+    """A folder for a rehearsal that any user may reach, with the model on its volume."""
+    folder = Path(tempfile.mkdtemp(prefix="rehearsal-"))
+    shutil.copytree(model, folder / "volumes/workspace/model")
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o777 if path.is_dir() else 0o664)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.fixture
+def place(model: Path) -> Iterator[Path]:
+    with made_place(model) as folder:
+        yield folder
+
+
+def stream(target: Target) -> str:
+    return render(job_of(load(TWIN, SETS, {}).recipe, Path.cwd(), target))
+
+
+def play(place: Path, text: str, *disturbances: Disturbance) -> Outcome:
+    wish = Wish(place, {"HF_TOKEN": CANARY}, disturbances, hurry=0.01, variables=PRELOADED)
+    return rehearse(read_text(text, "job.yaml"), wish)
+
+
+def run_of(place: Path) -> Path:
+    return place / "volumes/trained-models" / TWIN
 
 
 def logs_of(outcome: Outcome) -> str:
     return "\n".join(f"== {name}\n{path.read_text(errors='replace')}" for name, path in outcome.logs.items())
 
 
+@pytest.fixture(scope="module")
+def undisturbed(rig: Rig, model: Path) -> dict[str, Any]:
+    """What an undisturbed rehearsal of 1 Master + 1 Worker leaves: losses, batches, weights."""
+    with made_place(model) as folder:
+        rig.door(folder / "volumes/workspace")
+        outcome = play(folder, stream("pytorchjob"))
+        assert outcome.succeeded, logs_of(outcome)
+        assert outcome.events[:2] == (f"{TWIN}-master-0: started", f"{TWIN}-worker-0: started")
+        assert len(outcome.logs) == 2, "nothing began again"
+        assert "2 of 4 layers are frozen with all below them" in logs_of(outcome)
+        return trace(run_of(folder))
+
+
+@pytest.mark.parametrize("target", ["trainjob", "pytorchjob"])
 def test_a_job_whose_worker_is_killed_ends_with_the_weights_of_an_undisturbed_one(
-    rig: Rig, model_folder: Path, tmp_path: Path
+    rig: Rig, place: Path, undisturbed: dict[str, Any], target: Target
 ) -> None:
-    text = stream(tmp_path, "trainjob")
-    # /root and pytest's folders are closed to others, and the pods' user is another
-    for folder in (tmp_path, *tmp_path.parents):
-        if str(folder).startswith("/tmp/"):
-            folder.chmod(folder.stat().st_mode | 0o011)
-    outcome, run = play(tmp_path, model_folder, text, Disturbance("kill", 1, 5))
+    rig.door(place / "volumes/workspace", first=HOLD)
+    text = stream(target)
+    outcome = play(place, text, Disturbance("kill", 1, 4))
     assert outcome.succeeded, logs_of(outcome)
-    assert "tiny-node-0-1: ended with 137" in outcome.events
-    assert "all pods begin anew, 1 of 3 times" in outcome.events
-    assert told(run, "resumed"), "it went on from its last checkpoint"
-    assert (run / "stages/sft/result.json").stat().st_uid == USER_ID
-    whole = tiny_recipe(tmp_path / "whole", model_folder)
-    ranks = rig.run_ranks(["run", str(whole), "--set", "sft.gradient_accumulation_steps=1"], whole.parent, 2)
-    assert [code for code, _ in ranks] == [0, 0]
-    assert trace(run)["steps"] == trace(whole.parent / "run")["steps"]
-    assert trace(run)["files"] == trace(whole.parent / "run")["files"]
-    assert not leaks(tmp_path, text)
+    assert_it_went_on(outcome.events, place, target)
+    assert (run_of(place) / "stages/sft/result.json").stat().st_uid == USER_ID
+    assert trace(run_of(place)) == undisturbed
+    assert not leaks(place, text)
+
+
+def assert_it_went_on(events: tuple[str, ...], place: Path, target: Target) -> None:
+    """A killed pod began again by the job's own rules, and the run went on from its last checkpoint."""
+    if target == "trainjob":
+        assert f"{TWIN}-node-0-1: ended with 137" in events
+        assert "all pods begin anew, 1 of 3 times" in events
+    else:
+        assert f"{TWIN}-worker-0: ended with 137" in events
+        assert f"{TWIN}-worker-0: started, attempt 2" in events
+    assert told(run_of(place), "resumed"), "it went on from its last checkpoint"
 
 
 def leaks(folder: Path, text: str) -> list[str]:
@@ -78,12 +150,37 @@ def leaks(folder: Path, text: str) -> list[str]:
     return found
 
 
-def test_python_in_place_of_torchrun_fails_here_as_it_would_there(model_folder: Path, tmp_path: Path) -> None:
-    text = stream(tmp_path, "trainjob").replace("maxRestarts: 3", "maxRestarts: 0")
+@pytest.mark.parametrize("target", ["trainjob", "pytorchjob"])
+def test_without_root_the_same_rules_hold_for_plain_processes_and_it_says_what_is_not_shown(
+    rig: Rig, place: Path, undisturbed: dict[str, Any], target: Target
+) -> None:
+    if why := impossible():
+        pytest.skip(why)
+    volume = place / "volumes/workspace"
+    rig.door(volume, first=HOLD)
+    words = ["launch", TWIN, "--on", "openshift", "--rehearse", "--target", target, "--json"]
+    words += ["--place", str(place), "--disturb", "kill:1@4"]
+    words += [word for setting in [*SETS, f"cluster.variables={json.dumps(PRELOADED)}"] for word in ("--set", setting)]
+    command = [*as_user(STRANGER, STRANGER), str(volume / "python"), "-m", "modelwright", *words]
+    environ = {"RIG_DOOR": str(volume / "door"), "HOME": "/nonexistent", "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+    done = subprocess.run(command, env=environ, cwd=place, capture_output=True, text=True, check=False)
+    logs = "\n".join(path.read_text(errors="replace") for path in sorted((place / "logs").glob("*.log")))
+    assert done.returncode == 0, done.stderr + logs
+    said = json.loads(done.stdout)
+    assert said["succeeded"]
+    assert_it_went_on(said["events"], place, target)
+    assert (run_of(place) / "stages/sft/result.json").stat().st_uid == STRANGER
+    assert trace(run_of(place)) == undisturbed
+    assert any("random user id, dropped capabilities" in line for line in said["not_shown"])
+    assert any("networks, names and mounts" in line for line in said["not_shown"])
+
+
+def test_python_in_place_of_torchrun_fails_here_as_it_would_there(rig: Rig, place: Path) -> None:
+    text = stream("trainjob").replace("maxRestarts: 3", "maxRestarts: 0")
     script = "\"import torch.distributed as d; d.init_process_group('gloo')\""
     command = "command: [python, -m, modelwright.launch.torchrun, -m, modelwright]"
     assert command in text
-    text = text.replace(command, f"command: [python, -c, {script}]")
-    outcome, _ = play(tmp_path, model_folder, text)
+    rig.door(place / "volumes/workspace")
+    outcome = play(place, text.replace(command, f"command: [python, -c, {script}]"))
     assert not outcome.succeeded
     assert "environment variable RANK expected, but not set" in logs_of(outcome)

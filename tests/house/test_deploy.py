@@ -1,4 +1,4 @@
-"""What lies in deploy/ is what the recipes say now, and the image is one that OpenShift can run.
+"""What lies in deploy/ is what the recipes say now.
 
 ``UPDATE_GOLDEN=1 pytest tests/house/test_deploy.py`` renders deploy/ anew.
 """
@@ -50,14 +50,3 @@ def test_nothing_else_is_deployed() -> None:
         f"{name}-{target}.yaml" for name, target in FILES
     }
     assert {"resnet18-cifar10", "lyrics-pythia", "survival-smollm3"} <= set(DEPLOYED)
-
-
-def test_the_image_is_run_by_any_user_and_its_sources_exist() -> None:
-    lines = [line.strip() for line in (ROOT / "Containerfile").read_text().replace("\\\n", " ").splitlines()]
-    users = [line.split()[1] for line in lines if line.startswith("USER ")]
-    assert users[-1] == "1001", "a name, or 0, is refused under runAsNonRoot"
-    copied = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
-    assert {"src", "recipes", "constraints.txt", "pyproject.toml"} <= set(copied)
-    assert all((ROOT / word).exists() for word in copied)
-    assert any("chgrp -R 0" in line and "chmod -R g=u" in line for line in lines)
-    assert not any("TOKEN" in line for line in lines)

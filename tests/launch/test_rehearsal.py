@@ -146,6 +146,90 @@ def test_the_program_in_a_map_is_unpacked_before_it_is_needed(tmp_path: Path) ->
     assert play(tmp_path, manifests).succeeded
 
 
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A bare repository with a module that this machine does not have."""
+    tree = tmp_path / "tree"
+    (tree / "src").mkdir(parents=True)
+    (tree / "src/only_in_the_clone.py").write_text("WORD = 'cloned'\n")
+    git = ["git", "-c", "user.name=Nobody", "-c", "user.email=nobody@example.com", "-C", str(tree)]
+    for words in (["init", "-q", "-b", "trunk"], ["add", "."], ["commit", "-q", "-m", "A module"]):
+        subprocess.run([*git, *words], check=True)
+    subprocess.run(["git", "clone", "-q", "--bare", str(tree), str(tmp_path / "bare.git")], check=True)
+    return tmp_path / "bare.git"
+
+
+CODE = "git+https://example.com/our/program.git"
+TELL = "python -c 'import only_in_the_clone as found; print(found.WORD)'"
+
+
+@pytest.mark.parametrize(
+    ("root", "form"), [(False, "{}"), pytest.param(True, "file://{}", marks=[isolated, pytest.mark.root])]
+)
+def test_a_clone_is_rehearsed_from_a_repository_of_this_machine(
+    tmp_path: Path, repository: Path, root: bool, form: str
+) -> None:
+    manifests = job("trainjob", TELL, code=f"{CODE}@trunk")
+    wish = Wish(tmp_path / "place", isolated=root, hurry=0.001, clone_from=form.format(repository))
+    outcome = rehearse(manifests, wish)
+    logs = "\n".join(path.read_text() for path in outcome.logs.values())
+    assert outcome.succeeded and "cloned" in logs, logs
+    assert f"resnet18-cifar10-node-0-0: init container code cloned {repository}" in outcome.events
+    assert not any("clone" in line for line in outcome.not_shown)
+
+
+def test_a_manifest_that_clones_from_this_machine_is_taken_at_its_word(tmp_path: Path, repository: Path) -> None:
+    manifests = job("pytorchjob", TELL, code=f"{CODE}@trunk")
+    template = manifests[-1].body["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
+    template["initContainers"][0]["command"] = ["sh", "-c", f"git clone -q file://{repository} /code/source"]
+    outcome = play(tmp_path / "place", manifests)
+    assert outcome.succeeded, "\n".join(path.read_text() for path in outcome.logs.values())
+
+
+def test_a_clone_from_afar_is_told_as_not_shown_and_without_its_password(tmp_path: Path) -> None:
+    manifests = job("trainjob", "test -z \"${PYTHONPATH##*$PWD*}\" || python -c 'import modelwright'", code=CODE)
+    text = "https://example.com/our/program.git"
+    template = manifests[-2].body["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+    command = template["spec"]["initContainers"][0]["command"]
+    command[command.index(text)] = "https://me:canary-4711@example.com/our/program.git"
+    outcome = play(tmp_path, manifests)
+    assert outcome.succeeded, outcome.events
+    told = [line for line in outcome.not_shown if "clone" in line]
+    assert len(told) == 1 and f"the clone of {text} by init container code" in told[0]
+    assert f"not shown: {told[0]}" in outcome.events
+
+
+def test_a_clone_that_fails_fails_the_pod_and_a_new_try_begins_with_it(tmp_path: Path, repository: Path) -> None:
+    manifests = job("pytorchjob", f"touch /shared/models/ran; {TELL}", code=f"{CODE}@no-such-branch", restarts=1)
+    outcome = rehearse(manifests, Wish(tmp_path / "place", isolated=False, hurry=0.001, clone_from=str(repository)))
+    assert outcome.reason == "2 restarts reach backoffLimit 2; the last exit code was 128"
+    assert outcome.events.count("resnet18-cifar10-master-0: init container code ended with 128") == 2
+    assert not (tmp_path / "place/volumes/trained-models/ran").exists(), "the program never ran"
+
+
+def test_what_is_no_repository_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--clone-from wants a git repository"):
+        rehearse(job("trainjob", TELL, code=CODE), Wish(tmp_path, isolated=False, clone_from=str(tmp_path)))
+
+
+def test_a_killed_plain_pod_takes_along_what_has_a_session_of_its_own(tmp_path: Path) -> None:
+    up = "/shared/models/up"
+    script = f"setsid sh -c 'touch {up}; exec sleep {SLEEP}' & while ! test -e {up}; do sleep 0.05; done; {STEP}; wait"
+    outcome = play(tmp_path, job("trainjob", script, restarts=0), Disturbance("kill", 0, 5))
+    assert outcome.reason == "0 restarts are maxRestarts; the last exit code was 137"
+    deadline = time.monotonic() + 60
+    while sleepers() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not sleepers()
+
+
+def test_plain_pods_meet_at_a_port_that_is_free(tmp_path: Path) -> None:
+    script = "echo $PET_MASTER_PORT $PET_MASTER_ADDR > /shared/models/port$PET_NODE_RANK"
+    assert play(tmp_path, job("trainjob", script, nodes=2)).succeeded
+    first, second = ((tmp_path / f"volumes/trained-models/port{rank}").read_text().split() for rank in (0, 1))
+    assert first == second and first[0] != "29500" and first[1] == "127.0.0.1"
+
+
 PROBE = """
 import json, os, pathlib, socket, sys
 rank, name = os.environ["PET_NODE_RANK"], socket.gethostname()

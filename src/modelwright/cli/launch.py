@@ -51,6 +51,7 @@ def launch(
     disturb: Annotated[
         list[str] | None, typer.Option("--disturb", metavar="KIND:POD@STEP", help="openshift: such as kill:1@5.")
     ] = None,
+    clone_from: Annotated[str | None, typer.Option(metavar="PATH", help="openshift: what a rehearsal clones.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Start a recipe on all GPUs here, on many nodes, or on a cluster; start it again when something dies."""
@@ -62,11 +63,11 @@ def launch(
         raise UsageError(f"--on is {on!r}; it wants local, nodes or openshift")
     loaded = load(recipe, sets or ())
     if on == "openshift":
-        launch_there(loaded, Deeds(render, check, rehearse, submit, target, place, tuple(disturb or ()), as_json))
+        happens = tuple(disturb or ())
+        launch_there(loaded, Deeds(render, check, rehearse, submit, target, place, happens, clone_from, as_json))
         return
-    asked = Asked(nodes, node_rank, main_address, port, per_node)
-    if on == "local":
-        asked = Asked(per_node=per_node)
+    there = Asked(nodes, node_rank, main_address, port, per_node)
+    asked = Asked(per_node=per_node) if on == "local" else there
     settings = [word for setting in sets or () for word in ("--set", setting)]
     overrides = [word for key in override or () for word in ("--override", key)]
     rest = (*settings, *overrides, *(more or ()))

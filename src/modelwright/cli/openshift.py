@@ -52,6 +52,8 @@ class Deeds:
     """Folder of a rehearsal."""
     disturb: tuple[str, ...] = ()
     """What happens on the way of a rehearsal."""
+    clone_from: str | None = None
+    """Repository of this machine that a rehearsal clones."""
     as_json: bool = False
     """One JSON object on stdout."""
 
@@ -200,7 +202,8 @@ def _rehearse(order: Job, text: str, deeds: Deeds) -> None:
     from modelwright.launch.stream import read_text
 
     place = deeds.place or Path("runs") / f"{order.parcel.recipe.name}-rehearsal"
-    wish = Wish(place, {"HF_TOKEN": "no-token-in-a-rehearsal"}, tuple(_disturbance(each) for each in deeds.disturb))
+    disturbances = tuple(_disturbance(each) for each in deeds.disturb)
+    wish = Wish(place, {"HF_TOKEN": "no-token-in-a-rehearsal"}, disturbances, clone_from=deeds.clone_from)
     outcome = rehearse(
         read_text(text, f"{order.name}.yaml"), wish, lambda line: print(line, file=sys.stderr, flush=True)
     )

@@ -11,6 +11,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -92,8 +93,12 @@ class Container:
             pid = int(inside[0]) if inside else pid
         if self.process.poll() is None:
             self.killed |= number == signal.SIGKILL
+            kin = family(pid) if number == signal.SIGKILL and not self.inner else []
             with suppress(ProcessLookupError):
                 os.kill(pid, number) if self.inner else os.killpg(pid, number)
+            for each in kin:
+                with suppress(ProcessLookupError):
+                    os.kill(each, number)
 
     def ended(self) -> int | None:
         """The exit code as Kubernetes tells it, once there is one."""
@@ -219,9 +224,12 @@ class PlainProcesses:
     """A folder of its own."""
     not_shown: tuple[str, ...] = (
         "the random user id, dropped capabilities and HOME=/ (run it as root)",
-        "networks, names and mounts of the pods' own: paths and addresses are put in their place",
+        "networks, names and mounts of the pods' own: paths, addresses and a free port are put in their place",
+        "a lost node's silence: its processes are killed, but no cable is cut",
         "the image's content, scheduling, quota, GPUs, NCCL and RDMA",
     )
+    port: str = field(default_factory=lambda: _free_port())
+    """Where the pods meet: the job's own port may be taken on a network that is not theirs alone."""
 
     def start(self, order: Order, log: IO[bytes]) -> Container:
         places, copies = {mount.target: str(mount.source) for mount in order.mounts}, []
@@ -241,8 +249,11 @@ class PlainProcesses:
             file.write_text(local(file.read_text(encoding="utf-8")), encoding="utf-8")
         names = dict.fromkeys(order.hosts, "127.0.0.1")
         values = {name: names.get(value, local(value)) for name, value in order.variables.items()}
+        values |= {name: self.port for name in values if name.endswith("MASTER_PORT")}
+        setpriv = shutil.which("setpriv")  # a pod does not outlive the rehearsal
+        mortal = [setpriv, "--pdeathsig", "KILL"] if setpriv else []
         started = subprocess.Popen(
-            [local(word) for word in order.command],
+            [*mortal, *(local(word) for word in order.command)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -282,6 +293,22 @@ def _closed_folders() -> list[Path]:
     places = [Path(sys.executable).absolute(), Path(sys.executable).resolve(), PACKAGE, Path(sys.prefix)]
     folders = {folder for place in places for folder in place.parents}
     return sorted(folder for folder in folders if folder.is_dir() and not folder.stat().st_mode & 0o001)
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that came from it: torchrun gives each rank a session, which its own group's signal misses."""
+    found = [pid]
+    for each in found:
+        for children in Path(f"/proc/{each}/task").glob("*/children"):
+            with suppress(OSError):
+                found += map(int, children.read_text().split())
+    return found
+
+
+def _free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
 
 
 def _run(*command: str) -> None:

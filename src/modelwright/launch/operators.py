@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from modelwright.errors import UsageError
 from modelwright.launch.stream import Manifest
@@ -144,9 +144,3 @@ def container_variables(pod: PodPlan, secrets: Mapping[str, str]) -> dict[str, s
         else:
             values[name] = str(variable.get("value") or "")
     return {**values, **pod.variables}
-
-
-def renamed(pod: PodPlan, changes: Mapping[str, str]) -> PodPlan:
-    """The same pod with other values for some of the operator's variables."""
-    known: dict[str, Any] = {name: value for name, value in changes.items() if name in pod.variables}
-    return replace(pod, variables={**pod.variables, **known})

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import base64
-import os
-import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
-from modelwright.errors import UsageError
+from modelwright.launch.clone import Clone, clone_of
 from modelwright.launch.host import (
     PACKAGE,
     Container,
@@ -25,6 +22,7 @@ from modelwright.launch.host import (
     stop_all,
 )
 from modelwright.launch.operators import PodPlan, Policy, container_variables, plan
+from modelwright.launch.storage import Storage
 from modelwright.launch.stream import Manifest
 from modelwright.launch.views import entries, get
 from modelwright.runs import journal
@@ -64,6 +62,8 @@ class Wish:
     """Factor for the cluster's waits: 10 s of back-off are half a second."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Further variables of this machine, such as OMP_NUM_THREADS."""
+    clone_from: str | None = None
+    """A git repository of this machine that an init container clones in place of the address it names."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,8 @@ def rehearse(manifests: list[Manifest], wish: Wish, tell: Callable[[str], None] 
     """Run the one job of a stream to its end."""
     policy, pods = plan(manifests)
     isolated = can_isolate() if wish.isolated is None else wish.isolated
-    for folder in ("roots", "logs", "volumes", "maps"):
-        (wish.place / folder).mkdir(parents=True, exist_ok=True)
-    _write_maps(manifests, wish.place / "maps")
+    storage = Storage(wish.place)
+    storage.prepare(manifests)
     roots = (wish.place / "roots").resolve()
     host: Host = Namespaces(roots, len(pods)) if isolated else PlainProcesses(roots)
     stage = _Stage(policy, pods, wish, host, tell)
@@ -108,6 +107,7 @@ class _Pod:
     container: Container | None = None
     attempt: int = 0
     restarts: int = 0
+    initialized: bool = False
     due: float = 0.0
     kill_at: float | None = None
     phase: Literal["Pending", "Running", "Succeeded", "Failed"] = "Pending"
@@ -122,7 +122,10 @@ class _Stage:
         self.policy, self.wish, self.host, self._tell = policy, wish, host, tell
         self.pods = [_Pod(each, number) for number, each in enumerate(plans)]
         self.left = list(wish.disturbances)
+        self.storage = Storage(wish.place)
         self.events: list[str] = []
+        self.not_shown = list(host.not_shown)
+        self.repositories: dict[Path, Mount] = {}
         self.logs: dict[str, Path] = {}
         self.rounds = 0
         self.failures = 0
@@ -155,34 +158,59 @@ class _Stage:
         self.logs[f"{pod.plan.name}-{pod.attempt}"] = log
         self._say(f"{pod.plan.name}: started" + (f", attempt {pod.attempt}" if pod.attempt > 1 else ""))
         with log.open("wb") as out:
-            fresh = not self._scratch(pod).exists()
-            for init in entries(pod.plan.view.spec, "initContainers") if fresh else ():
-                if self._skips(init):
-                    continue
-                container = self.host.start(self._order(pod, init, init=True), out)
-                if code := container.process.wait():
-                    out.write(f"init container {init.get('name')} ended with {code}\n".encode())
-                    break
-            assert pod.plan.view.main is not None
-            pod.container = self.host.start(self._order(pod, pod.plan.view.main), out)
+            pod.container = self._initialize(pod, out)
+            if pod.container is None:
+                pod.container = self.host.start(self._main_order(pod), out)
         pod.phase, pod.kill_at = "Running", None
 
-    def _skips(self, init: dict[str, Any]) -> bool:
-        """A clone needs a network that leads out; this machine's own program stands in for it."""
-        clones = "git" in " ".join(map(str, init.get("command") or []))
-        if clones:
-            self._say(f"init container {init.get('name')}: the clone is not shown; this machine's program stands in")
-        return clones
+    def _initialize(self, pod: _Pod, out: IO[bytes]) -> Container | None:
+        """Run a new pod's init containers one after the other; one that failed is returned, and the pod with it."""
+        if pod.initialized:
+            return None
+        self.storage.renew(pod.plan)
+        for init in entries(pod.plan.view.spec, "initContainers"):
+            clone = clone_of(init, self.wish.clone_from)
+            if clone and clone.source is None:
+                self._skip(init, clone)
+                continue
+            container = self.host.start(self._init_order(pod, init, clone), out)
+            if code := container.process.wait():
+                self._say(f"{pod.plan.name}: init container {init.get('name')} ended with {code}")
+                return container
+            if clone:
+                self._say(f"{pod.plan.name}: init container {init.get('name')} cloned {clone.source}")
+        pod.initialized = True
+        return None
 
-    def _order(self, pod: _Pod, container: dict[str, Any], init: bool = False) -> Order:
-        view = pod.plan.view
-        if init:
-            values = {str(each.get("name")): str(each.get("value") or "") for each in entries(container, "env")}
-            words = [str(word) for key in ("command", "args") for word in container.get(key) or []]
-        else:
-            values, words = container_variables(pod.plan, self.wish.secrets), view.command[2]
-            if "source" in values.get("PYTHONPATH", ""):
-                values.pop("PYTHONPATH")
+    def _skip(self, init: dict[str, Any], clone: Clone) -> None:
+        """A clone needs a network that leads out; this machine's own program stands in for it."""
+        told = (
+            f"the clone of {clone.shown} by init container {init.get('name')}: no network leads "
+            "out, so this machine's program stands in (--clone-from REPOSITORY shows it)"
+        )
+        if told not in self.not_shown:
+            self.not_shown.append(told)
+            self._say(f"not shown: {told}")
+
+    def _init_order(self, pod: _Pod, init: dict[str, Any], clone: Clone | None) -> Order:
+        values = {str(each.get("name")): str(each.get("value") or "") for each in entries(init, "env")}
+        words = [str(word) for key in ("command", "args") for word in init.get(key) or []]
+        if clone is None or clone.source is None:
+            return self._order(pod, init, words, values)
+        if clone.source not in self.repositories:
+            isolated = isinstance(self.host, Namespaces)
+            self.repositories[clone.source] = clone.mount(self.wish.place.resolve(), isolated)
+        order = self._order(pod, init, clone.words(words), values)
+        return replace(order, mounts=(*order.mounts, self.repositories[clone.source]))
+
+    def _main_order(self, pod: _Pod) -> Order:
+        values, view = container_variables(pod.plan, self.wish.secrets), pod.plan.view
+        assert view.main is not None
+        if any(told.startswith("the clone of") for told in self.not_shown):
+            values.pop("PYTHONPATH", None)
+        return self._order(pod, view.main, view.command[2], values)
+
+    def _order(self, pod: _Pod, container: dict[str, Any], words: list[str], values: dict[str, str]) -> Order:
         image = {"PYTHONPATH": str(PACKAGE), "HF_HUB_OFFLINE": "1"}
         return Order(
             pod.plan.name,
@@ -190,30 +218,9 @@ class _Stage:
             words,
             {**image, **self.wish.variables, **values},
             str(container.get("workingDir") or "/"),
-            tuple(self._mounts(pod, container)),
+            tuple(self.storage.mounts(pod.plan, container)),
             {name: other.number for other in self.pods for name in other.plan.names},
         )
-
-    def _mounts(self, pod: _Pod, container: dict[str, Any]) -> list[Mount]:
-        place, volumes = self.wish.place.resolve(), pod.plan.view.volumes
-        found = []
-        for mount in entries(container, "volumeMounts"):
-            volume = volumes.get(str(mount.get("name")), {})
-            claim = get(volume, "persistentVolumeClaim", "claimName")
-            config = get(volume, "configMap", "name")
-            if config:
-                source = place / "maps" / str(config)
-                if not source.is_dir():
-                    raise UsageError(f"{pod.plan.name} waits for the ConfigMap {config}, which is not in this stream")
-            else:
-                source = place / "volumes" / str(claim) if claim else self._scratch(pod) / str(mount.get("name"))
-                _open_folder(source)
-            found.append(Mount(source, str(mount.get("mountPath")), bool(config)))
-        return found
-
-    def _scratch(self, pod: _Pod) -> Path:
-        """What goes with the pod."""
-        return self.wish.place.resolve() / "pods" / pod.plan.name
 
     def _disturb(self) -> None:
         """Let happen what is due."""
@@ -284,8 +291,7 @@ class _Stage:
 
     def _again(self, pod: _Pod, new_pod: bool) -> None:
         """Start a container again in its pod, or a new pod in place of the old one."""
-        if new_pod:
-            shutil.rmtree(self._scratch(pod), ignore_errors=True)
+        pod.initialized = pod.initialized and not new_pod
         wait = min(300.0, BACKOFF_SECONDS * 2 ** min(5, max(0, pod.restarts - 1)))
         pod.phase, pod.due = "Pending", time.monotonic() + wait * self.wish.hurry
 
@@ -320,30 +326,8 @@ class _Stage:
         self._stop_pods() if not succeeded else None
         word = "Succeeded" if succeeded else "Failed"
         self._say(f"{self.policy.kind} {word}: {reason}")
-        return Outcome(succeeded, reason, tuple(self.events), dict(self.logs), self.host.not_shown)
+        return Outcome(succeeded, reason, tuple(self.events), dict(self.logs), tuple(self.not_shown))
 
     def _say(self, line: str) -> None:
         self.events.append(line)
         self._tell(line)
-
-
-def _open_folder(path: Path) -> None:
-    """A folder as a volume is: group 0 may write, and what is made in it stays with the group."""
-    path.mkdir(parents=True, exist_ok=True)
-    if os.geteuid() == 0:
-        os.chown(path, -1, 0)
-    path.chmod(0o2775)
-
-
-def _write_maps(manifests: Sequence[Manifest], place: Path) -> None:
-    """The files of every ConfigMap in the stream."""
-    for each in manifests:
-        if each.kind != "ConfigMap":
-            continue
-        folder = place / each.name
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        for name, text in (get(each.body, "data") or {}).items():
-            (folder / str(name)).write_text(str(text), encoding="utf-8")
-        for name, text in (get(each.body, "binaryData") or {}).items():
-            (folder / str(name)).write_bytes(base64.b64decode(str(text)))

@@ -1,0 +1,176 @@
+"""A `python` for pods that costs next to nothing: it knocks at a preloaded interpreter, which forks in its place.
+
+The fork enters the namespaces, the root, the folder and the user of whoever knocked, with its files and variables; it
+is killed when that one is, is sent the signals that it is sent, and its exit code is told. What is measured of a pod is
+so the same as with an interpreter of its own, except that libraries were imported before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from modelwright.launch.host import family
+from modelwright.runs.beat import die_with_parent
+
+SHIM = """#!{python} -ISB
+import json, os, signal, socket, sys
+folder, name = os.path.split(os.environ["RIG_DOOR"])
+here = os.getcwd()
+os.chdir(folder)  # a long path is no address of a socket
+door = socket.socket(socket.AF_UNIX)
+door.connect(name)
+os.chdir(here)
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda number, frame: door.send(bytes([number])))
+request = {{"words": sys.argv[1:], "environ": dict(os.environ), "folder": here}}
+socket.send_fds(door, [json.dumps(request).encode() + b"\\n"], [0, 1, 2])
+answer = b""
+while part := door.recv(64):
+    answer += part
+code = int(answer or 1)
+if code < 0:
+    signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+    os.kill(os.getpid(), -code)
+sys.exit(code if code >= 0 else 128 - code)
+"""
+NAMESPACES = ("net", "uts", "pid", "mnt")
+PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, CAPABILITIES = 24, 38, 41
+
+
+def furnish(folder: Path) -> None:
+    """Put the `python` that knocks into a folder that the pods see."""
+    shim = folder / "python"
+    shim.write_text(SHIM.format(python=sys.executable), encoding="utf-8")
+    shim.chmod(0o755)
+
+
+def serve(folder: Path, first: str) -> None:
+    """Open to all who knock, until whoever started it ends; `first` is Python that each fork runs before."""
+    import torch.distributed.run  # noqa: F401
+
+    die_with_parent()
+    furnish(folder)
+    os.chdir(folder)
+    Path("door").unlink(missing_ok=True)
+    door = socket.socket(socket.AF_UNIX)
+    door.bind("door")
+    Path("door").chmod(0o777)
+    door.listen(64)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # those who attend are not waited for
+    print("open", flush=True)
+    while True:
+        guest, _ = door.accept()
+        if os.fork() == 0:
+            door.close()
+            _attend(guest, first)
+            os._exit(0)
+        guest.close()
+
+
+def _attend(guest: socket.socket, first: str) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    message, files, _, _ = socket.recv_fds(guest, 1 << 20, 3)
+    while not message.endswith(b"\n"):
+        message += guest.recv(1 << 20)
+    pid = struct.unpack("3i", guest.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+    status = dict(
+        line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line
+    )
+    alone = not _same(pid, "pid")  # in a pid namespace of its own, what came from it ends with it
+    if not _same(pid, "mnt"):
+        _enter(pid)
+    child = os.fork()
+    if child == 0:
+        guest.close()
+        _become(json.loads(message), files, status, first)
+    for file in files:
+        os.close(file)
+    watch = os.pidfd_open(child)
+    while watch not in (ready := select.select([guest, watch], [], [])[0]):
+        assert ready
+        told = guest.recv(1)
+        if not told:  # who knocked is gone, and so is all that came from it
+            for each in [child] if alone else family(child):
+                with suppress(ProcessLookupError):
+                    os.kill(each, signal.SIGKILL)
+            break
+        with suppress(ProcessLookupError):
+            os.kill(child, told[0])
+    _, ended = os.waitpid(child, 0)
+    with suppress(OSError):
+        guest.send(str(os.waitstatus_to_exitcode(ended)).encode())
+
+
+def _same(pid: int, space: str) -> bool:
+    return Path(f"/proc/{pid}/ns/{space}").readlink() == Path(f"/proc/self/ns/{space}").readlink()
+
+
+def _enter(pid: int) -> None:
+    """Go where a process is; a fork from there is in its pid namespace, too."""
+    setns = ctypes.CDLL(None, use_errno=True).setns
+    root = os.open(f"/proc/{pid}/root", os.O_RDONLY)
+    for space in [os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY) for name in NAMESPACES]:
+        if setns(space, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(space)
+    os.fchdir(root)
+    os.chroot(".")
+    os.close(root)
+
+
+def _become(request: dict[str, Any], files: list[int], status: dict[str, str], first: str) -> None:
+    """In the fork: be `python WORDS` of whoever knocked, and never come back."""
+    code: object = 1
+    try:
+        os.setsid()
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+            os.close(file)
+        os.umask(int(status["Umask"], 8))
+        user, group = int(status["Uid"].split()[0]), int(status["Gid"].split()[0])
+        if os.geteuid() == 0:
+            prctl = ctypes.CDLL(None).prctl
+            for number in range(CAPABILITIES):
+                prctl(PR_CAPBSET_DROP, number, 0, 0, 0)
+            os.setgroups([])
+            os.setresgid(group, group, group)
+            os.setresuid(user, user, user)
+            prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        os.environ.clear()
+        os.environ.update(request["environ"])
+        os.chdir(request["folder"])
+        exec(first, {"__name__": "first"})
+        _run([word for word in request["words"] if word != "-u"])
+        code = 0
+    except SystemExit as stop:
+        code = stop.code
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+
+
+def _run(words: list[str]) -> None:
+    import runpy
+
+    kind, what, *rest = words
+    sys.argv = [what, *rest]
+    if kind == "-m":
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    else:
+        assert kind == "-c"
+        exec(what, {"__name__": "__main__"})
