@@ -1,0 +1,216 @@
+"""The README's tables of figures, made from bench/results: nothing in them is typed by hand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from modelwright.runs.folder import read_json
+
+Cells = tuple[str, str, str, str]
+"""What was done, ours, a peer's on the same machine, and the command."""
+Figures = dict[str, Any]
+MARK = "<!-- figures: {name}, made from bench/results by modelwright.bench.tables -->"
+LAST = 6
+"""Kept losses, one of ten steps each, that make the end of a curve."""
+END = "<!-- end of figures -->"
+
+
+def fill(text: str, folder: Path) -> str:
+    """A page with every table in it made anew."""
+    for name, table in TABLES.items():
+        mark = MARK.format(name=name)
+        pattern = re.compile(re.escape(mark) + r"\n.*?" + re.escape(END), re.DOTALL)
+        text = pattern.sub(lambda _, mark=mark, table=table: f"{mark}\n{table(folder)}{END}", text)  # type: ignore[misc]
+    return text
+
+
+def on_a_gpu(folder: Path) -> str:
+    """What was measured on a GPU."""
+    rows: list[tuple[str, Callable[[Figures], list[Cells]]]] = [
+        ("speed", _pretraining), ("dpo-gpu", _preferences), ("survival-gpu", _survival), ("plan", _planner),
+    ]  # fmt: skip
+    return _table(folder, rows)
+
+
+def on_a_cpu(folder: Path) -> str:
+    """What was measured on a CPU."""
+    rows: list[tuple[str, Callable[[Figures], list[Cells]]]] = [
+        ("sft", _tuning), ("data", _preparing), ("scale", _scaling), ("start", _starting),
+    ]  # fmt: skip
+    return _table(folder, rows)
+
+
+def scorecard(folder: Path) -> str:
+    """What was done to runs, what came of it, and what peers do; nothing before it was measured."""
+    path = folder / "reliability.json"
+    if not path.exists():
+        return "The scorecard of faults has not been measured yet: `modelwright bench reliability --save`.\n"
+    measured = read_json(path)
+    rows = measured["figures"]["rows"]
+    counts = {word: sum(each["verdict"] == word for each in rows.values()) for word in ("met", "gap", "skipped")}
+    told = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+    shown = "shown are those that a peer was put through too, and every gap"
+    head = f"{len(rows)} faults, {told} ({_stand(measured)}); {shown}.\n\n"
+    lines = ["| fault | found | | peers |", "|---|---|---|---|"]
+    lines += [
+        f"| {_cell(each['name'])} | {_cell(each['figure'])} | {each['verdict']} | {_cell(each['baseline'])} |"
+        for each in rows.values()
+        if each["verdict"] == "gap" or each.get("baseline_measured_here")
+    ]
+    return head + "\n".join(lines) + "\n"
+
+
+TABLES: dict[str, Callable[[Path], str]] = {"gpu": on_a_gpu, "cpu": on_a_cpu, "scorecard": scorecard}
+"""The tables of the README by their names."""
+
+
+def _table(folder: Path, rows: list[tuple[str, Callable[[Figures], list[Cells]]]]) -> str:
+    lines = ["| what | Modelwright | peer, same machine | command | measured |", "|---|---|---|---|---|"]
+    for name, make in rows:
+        path = folder / f"{name}.json"
+        if path.exists():
+            measured = read_json(path)
+            lines += [f"| {' | '.join(cells)} | {_stand(measured)} |" for cells in make(measured["figures"])]
+    return "\n".join(lines) + "\n"
+
+
+def _stand(measured: dict[str, Any]) -> str:
+    """The day and the machine."""
+    machine = measured["machine"]
+    device = machine.get("gpu") or measured["figures"].get("device", {}).get("name")
+    return f"{measured['date'][:10]}, {device or '{cores} × {cpu}'.format(**machine)}"
+
+
+def _pretraining(figures: Figures) -> list[Cells]:
+    large, half = figures["6b"]["ways"], figures["0.5b"]["ways"]
+    small = figures["135m, 300 steps of real text"]["ways"]
+    ends = {way: mean(told["losses"][-LAST:]) for way, told in small.items()}
+    off = {way: f"{end / ends['ours, fp32 weights and autocast'] - 1:+.2%}" for way, end in ends.items()}
+    return [
+        (
+            "pretrain a 6.08 B Llama, 32 rows of 2048 tokens a step",
+            f"{_way(large['ours, bf16'])} in bf16, {_way(large['ours, fp8'])} in fp8",
+            "–",
+            "`bench speed --work 6b`",
+        ),
+        (
+            "pretrain 0.5 B, 8 rows of 512",
+            f"{_rate(half['ours, bf16'])} in bf16",
+            f"HF Trainer {_rate(half['HF Trainer, bf16, eager'])} eager, "
+            f"{_rate(half['HF Trainer, bf16, torch_compile'])} compiled",
+            "`bench speed --work 0.5b`",
+        ),
+        (
+            "pretrain 135 M, 16 rows of 512, 300 steps of real text",
+            f"{_rate(small['ours, bf16'])} in bf16, {_rate(small['ours, fp8'])} in fp8",
+            f"HF Trainer {_rate(small['HF Trainer, bf16, eager'])}, eager",
+            "`bench speed --work 135m`",
+        ),
+        (
+            "… its training loss at the end, against exact fp32 weights",
+            f"{off['ours, bf16']} in bf16, {off['ours, fp8']} in fp8",
+            f"HF Trainer {off['HF Trainer, bf16, eager']}",
+            "`bench speed --work 135m`",
+        ),
+    ]
+
+
+def _preferences(figures: Figures) -> list[Cells]:
+    ours, peer = figures["modelwright"], figures["trl"]
+    memory = f"{ours['peak_bytes'] / 1e9:.0f} GB", f"{peer['peak_bytes'] / 1e9:.0f} GB"
+    return [
+        (
+            f"DPO, {figures['setting'].partition(',')[0]}, 512 prompt and 2 × 512 answer tokens",
+            f"{ours['pairs_per_second']:.1f} pairs/s, {memory[0]}",
+            f"TRL {peer['pairs_per_second']:.1f}, {memory[1]}",
+            "`bench dpo`",
+        )
+    ]
+
+
+def _survival(figures: Figures) -> list[Cells]:
+    return [
+        (
+            f"SmolLM3-3B shape, last two layers and an own head, {figures['rows']:,} rows × {figures['epochs']} epochs",
+            f"{figures['modelwright']['seconds']:.0f} s, start included",
+            f"TRL {figures['trl']['seconds_extrapolated']:.0f} s by its median step",
+            "`bench survival --scene smollm3`",
+        )
+    ]
+
+
+def _planner(figures: Figures) -> list[Cells]:
+    memory = [abs(run["memory_error"]) for run in figures["judged"]]
+    rate = [abs(run["rate_error"]) for run in figures["judged"]]
+    peer = [abs(run["accelerate_error"]) for run in figures["judged"] if run.get("accelerate_error") is not None]
+    return [
+        (
+            f"the plan against {len(memory)} settings, most of which it was fitted to",
+            f"memory {median(memory):.1%} off (worst {max(memory):.1%}), "
+            f"tokens/s {median(rate):.1%} (worst {max(rate):.1%})",
+            f"accelerate's estimate: memory {median(peer):.0%} off",
+            "`bench plan`",
+        )
+    ]
+
+
+def _tuning(figures: Figures) -> list[Cells]:
+    ours, peer = figures["modelwright"], figures["trl"]
+    same = "the same mean loss" if abs(ours["mean_loss"] - peer["mean_loss"]) < 1e-4 else "another mean loss"
+    what = f"SFT, {figures['setting'].partition(',')[0]}, {same}"
+    return [
+        (what, f"{ours['tokens_per_second']:.0f} tokens/s", f"TRL {peer['tokens_per_second']:.0f}", "`bench sft`"),
+    ]
+
+
+def _preparing(figures: Figures) -> list[Cells]:
+    near, tokens = figures["near_duplicates"], figures["tokens"]
+    return [
+        (
+            f"near-duplicates in {figures['corpus']['megabytes']:.0f} MB of text, per CPU-second",
+            f"{near['modelwright_mb_per_cpu_s']:.0f} MB",
+            f"rensa with Python shingles {near['rensa_python_shingles_mb_per_cpu_s']:.0f} MB",
+            "`bench data`",
+        ),
+        (
+            "reading packed rows at random, per CPU-second",
+            f"{tokens['read_mtok_per_cpu_s']:.0f} M tokens",
+            f"datasets {tokens['datasets_torch_mtok_per_cpu_s']:.0f} M",
+            "`bench data`",
+        ),
+    ]
+
+
+def _scaling(figures: Figures) -> list[Cells]:
+    ranks = figures["measured"]["ranks"]
+    most = max(ranks, key=int)
+    what = f"{most} ranks against one, {figures['measured']['setting'].partition(',')[0]}"
+    return [(what, f"{ranks[most]['efficiency']:.0%} of {most} times one", "–", "`bench scale`")]
+
+
+def _starting(figures: Figures) -> list[Cells]:
+    return [
+        (
+            f"{what}, CPU-seconds",
+            f"{figures[name]['modelwright']['cpu_seconds']:.2f}",
+            f"TRL {figures[name]['trl']['cpu_seconds']:.1f}",
+            "`bench start`",
+        )
+        for name, what in (("help", "help of a command"), ("typo", "the answer to a misspelt setting"))
+    ]
+
+
+def _way(told: dict[str, Any]) -> str:
+    return f"{told['tokens_per_second']:,.0f} tokens/s ({told['mfu']:.1%} MFU, {told['memory_gb']:.0f} GB)"
+
+
+def _rate(told: dict[str, Any]) -> str:
+    return f"{told['tokens_per_second'] / 1000:.0f} k tokens/s"
+
+
+def _cell(text: str) -> str:
+    return re.sub(r"\s+", " ", text).replace("|", "\\|")
