@@ -10,16 +10,42 @@ from typing import Any
 from modelwright.bench import rig as bench
 from modelwright.bench.rig import Call, Trial, free_port, steps_of, told, trace, wait_for_step
 
-__all__ = ["SLOW", "Rig", "Trial", "free_port", "steps_of", "told", "trace", "wait_for_step"]
+__all__ = ["HELD", "SLOW", "Rig", "Trial", "free_port", "slow_after", "steps_of", "told", "trace", "wait_for_step"]
 
 SLOW = "from modelwright.bench.injections import slow_steps\nslow_steps(0.08)"
 """Put first in a trial, this makes steps slow enough to be met on the way."""
+HELD = """
+import time
+from pathlib import Path
+from modelwright.engine.loop import Engine
+quick = Engine._step
+def held(self, stop_asked):
+    deadline = time.monotonic() + 120
+    while self.cursor.step >= 2 and not Path("go").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return quick(self, stop_asked)
+Engine._step = held
+"""
+"""Put first in a trial, this holds it after its second step until there is a file `go` in its folder."""
 DOOR = """
 import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 import door
 door.serve(Path({folder!r}), {first!r})
+"""
+
+
+def slow_after(step: int, before: float = 0.02, after: float = 3.0) -> str:
+    """Put first in a trial, this makes it dawdle once a step is done, so that even a busy machine meets it there."""
+    return f"""
+import time
+from modelwright.engine.loop import Engine
+quick = Engine._step
+def slow(self, stop_asked):
+    time.sleep({after} if self.cursor.step >= {step} else {before})
+    return quick(self, stop_asked)
+Engine._step = slow
 """
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rig import SLOW, Rig, told, trace, wait_for_step
+from rig import Rig, slow_after, told, trace, wait_for_step
 from tiny import tiny_recipe
 
 FILES = ("manifest.json", "state.json", "model.safetensors", "optimizer.safetensors")
@@ -50,7 +50,7 @@ def stopped(rig: Rig, model_folder: Path, tmp_path_factory: pytest.TempPathFacto
     """A folder with a recipe and a run that was stopped with checkpoints of two steps."""
     folder = tmp_path_factory.mktemp("stopped")
     recipe = tiny_recipe(folder, model_folder)
-    trial = rig.start(["run", str(recipe)], folder, first=SLOW)
+    trial = rig.start(["run", str(recipe)], folder, first=slow_after(8))
     wait_for_step(folder / "run", 8)
     os.kill(trial.pid, signal.SIGKILL)
     trial.wait()

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rig import SLOW, Rig, Trial, steps_of, told, trace, wait_for_step
+from modelwright.runs.beat import is_gone
+from rig import HELD, SLOW, Rig, Trial, slow_after, steps_of, told, trace, wait_for_step
 from tiny import tiny_recipe
 
 KILLS = 36
@@ -96,7 +97,7 @@ def test_a_signal_saves_stops_with_75_and_loses_no_step(
     rig: Rig, uninterrupted: Path, model_folder: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     recipe = tiny_recipe(tmp_path, model_folder, save_steps=100)
-    trial = rig.start(["run", str(recipe)], tmp_path, first=SLOW)
+    trial = rig.start(["run", str(recipe)], tmp_path, first=slow_after(5))
     wait_for_step(tmp_path / "run", 5)
     os.kill(trial.pid, number)
     assert trial.wait() == 75, trial.output
@@ -111,14 +112,14 @@ def test_a_signal_saves_stops_with_75_and_loses_no_step(
 
 def test_ctrl_c_twice_stops_at_once(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, model_folder, max_steps=400)
-    trial = rig.start(["run", str(recipe)], tmp_path, first=SLOW.replace("0.08", "20 if self.cursor.step else 0"))
+    trial = rig.start(["run", str(recipe)], tmp_path, first=slow_after(1, after=300.0))
     wait_for_step(tmp_path / "run", 1)
-    for _ in range(2):
-        os.kill(trial.pid, signal.SIGINT)
-        time.sleep(0.2)
     began = time.monotonic()
+    while not is_gone(trial.pid):  # two signals at once count as one, and a busy machine may not tell them apart
+        os.kill(trial.pid, signal.SIGINT)
+        time.sleep(0.5)
     assert trial.wait() == 75, trial.output
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 120, "it waited for the step to end"
 
 
 def test_a_finished_run_is_a_no_op(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
@@ -135,19 +136,19 @@ def test_a_second_process_is_refused_at_once_and_the_first_unharmed(
     rig: Rig, uninterrupted: Path, model_folder: Path, tmp_path: Path
 ) -> None:
     recipe = tiny_recipe(tmp_path, model_folder)
-    running: Trial = rig.start(["run", str(recipe)], tmp_path, first=SLOW)
+    running: Trial = rig.start(["run", str(recipe)], tmp_path, first=HELD)
     wait_for_step(tmp_path / "run", 2)
-    began = time.monotonic()
     code, output = rig.run(["run", str(recipe)], tmp_path)
-    assert (code, time.monotonic() - began < 5) == (77, True), output
+    assert code == 77, output
     assert f"is in use by process {running.pid} on" in output
+    (tmp_path / "go").touch()
     assert running.wait() == 0, running.output
     assert trace(tmp_path / "run") == trace(uninterrupted)
 
 
 def test_a_changed_setting_is_refused_by_name_unless_told(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, model_folder)
-    trial = rig.start(["run", str(recipe)], tmp_path, first=SLOW)
+    trial = rig.start(["run", str(recipe)], tmp_path, first=slow_after(5))
     wait_for_step(tmp_path / "run", 5)
     os.kill(trial.pid, signal.SIGTERM)
     assert trial.wait() == 75
@@ -207,7 +208,7 @@ def test_a_lora_run_killed_before_its_first_checkpoint_begins_again_with_the_sam
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finish(rig, tiny_recipe(whole, model_folder, trainable="lora", lora_dropout=0.1))
     recipe = tiny_recipe(killed, model_folder, trainable="lora", lora_dropout=0.1)
-    trial = rig.start(["run", str(recipe)], killed, first=SLOW)
+    trial = rig.start(["run", str(recipe)], killed, first=slow_after(2))
     wait_for_step(killed / "run", 2)
     os.kill(trial.pid, signal.SIGKILL)
     trial.wait()
@@ -221,7 +222,7 @@ def test_a_signal_while_the_model_is_looked_for_is_a_stop_and_no_mistake(
     recipe = tiny_recipe(tmp_path, model_folder)
     slow_hub = "import huggingface_hub, time\nhuggingface_hub.snapshot_download = lambda *a, **k: time.sleep(60)"
     trial = rig.start(["run", str(recipe), "--set", "model.model_name_or_path=a/model"], tmp_path, first=slow_hub)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not told_of(tmp_path / "run", "gathering") and time.monotonic() < deadline:
         time.sleep(0.05)
     time.sleep(0.5)

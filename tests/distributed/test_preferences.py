@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rig import SLOW, Rig, steps_of, told, trace, wait_for_step
+from rig import Rig, slow_after, steps_of, told, trace, wait_for_step
 from tiny import tiny_dpo_recipe
 
 ADAPTERS = {"trainable": "lora", "lora_r": 4, "lora_dropout": 0.1, "use_dora": True, "learning_rate": 1e-2}
@@ -36,7 +36,7 @@ def killed_run(rig: Rig, folder: Path, model: Path, **settings: Any) -> Path:
     recipe = tiny_dpo_recipe(folder, model, **settings)
     draw, landed = random.Random(SEED), 0
     for step in (0, 4, 8):
-        trial = rig.start(["run", str(recipe)], folder, first=SLOW)
+        trial = rig.start(["run", str(recipe)], folder, first=slow_after(10, before=0.08))
         if step:
             wait_for_step(folder / "run", step)
         time.sleep(draw.uniform(0.0, 0.3))
@@ -63,7 +63,7 @@ def test_a_reference_that_was_lost_on_the_way_is_measured_again_from_the_first_w
     rig: Rig, undisturbed: Path, model_folder: Path, tmp_path: Path
 ) -> None:
     recipe = tiny_dpo_recipe(tmp_path, model_folder)
-    trial = rig.start(["run", str(recipe)], tmp_path, first=SLOW)
+    trial = rig.start(["run", str(recipe)], tmp_path, first=slow_after(7))
     wait_for_step(tmp_path / "run", 7)
     os.kill(trial.pid, signal.SIGKILL)
     trial.wait()
