@@ -62,10 +62,32 @@ def test_seven_billion_fp32_masters_do_not_fit_80_gb_and_what_would_is_said() ->
     assert found.mends == ("trainable: lora", "sharding: fsdp over 2 × A100-80", "1 × H200")
 
 
-def test_several_cards_split_what_one_cannot_hold() -> None:
-    found = planned("llama-7b", "8xA100-80", 2048, **FP32, per_device_train_batch_size=1)
-    assert found.fits and found.plan.sharding == "fsdp"
-    assert "fsdp instead of ddp: the weights are split over 8 cards" in found.plan.reasons
+@pytest.mark.parametrize(
+    ("on", "sharding", "why"),
+    [
+        ("8xA100-80", "fsdp", "the weights are split over 8 cards"),
+        ("8x1xA100-80", "fsdp", "the weights are split over 8 cards"),
+        ("2x8xA100-80", "hsdp", "the weights are split over the 8 cards of each of 2 machines"),
+        ("2x4xL4", "fsdp", "the weights are split over 8 cards"),  # the four of one machine do not hold it
+        ("2xH200", "ddp", "each of 2 devices holds a copy"),
+        ("1xH200", "ddp", ""),
+    ],
+)
+def test_several_cards_split_what_one_cannot_hold_and_the_plan_says_why(on: str, sharding: str, why: str) -> None:
+    found = planned("llama-7b", on, 512, **FP32, per_device_train_batch_size=1)
+    assert found.fits and found.plan.sharding == sharding
+    told = [line for line in found.plan.reasons if line.startswith(f"{sharding}: ") or "instead of ddp" in line]
+    assert (len(told), why in told[0] if told else True) == (1 if why else 0, True), found.plan.reasons
+
+
+def test_a_way_of_sharing_that_was_written_down_is_kept() -> None:
+    for way in ("ddp", "fsdp", "hsdp"):
+        assert planned("smollm2-135m", "2x8xL40S", sharding=way).plan.sharding == way
+
+
+def test_split_inside_each_machine_what_crosses_the_slow_network_is_less() -> None:
+    over_all, inside = (planned("llama-7b", "2x8xA100-80", 512, **FP32, sharding=way) for way in ("fsdp", "hsdp"))
+    assert inside.time.exchange < 0.5 * over_all.time.exchange
 
 
 def test_a_free_micro_batch_is_chosen_by_the_plan() -> None:

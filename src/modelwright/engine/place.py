@@ -46,7 +46,8 @@ def _assert_nodes(environ: Mapping[str, str]) -> None:
 
 def per_node(environ: Mapping[str, str], size: int) -> int:
     """Processes on this node, as the launcher says; without one, all are on this machine."""
-    return _number(environ, "LOCAL_WORLD_SIZE", size)
+    nodes = _number(environ, "PET_NNODES", 1) if environ.get("PET_NNODES", "1").isdigit() else 1
+    return _number(environ, "LOCAL_WORLD_SIZE", size // nodes if nodes <= size else size)
 
 
 def attempt_of(environ: Mapping[str, str]) -> str:

@@ -40,7 +40,7 @@ class World:
     device: torch.device = CPU
     """Where this process computes."""
     per_node: int = 1
-    """Processes on this node."""
+    """Processes on each node; 1 where nodes have different numbers of them."""
     beat: Beat = field(default_factory=Beat, compare=False)
     """Tells whoever watches where this process stands."""
 
@@ -56,6 +56,14 @@ class World:
         self.beat.at("waiting for the others")
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor)
+        return [float(value) for value in tensor.tolist()]
+
+    def least(self, *values: float) -> list[float]:
+        """The smallest of each number over all ranks."""
+        if self.size == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, dist.ReduceOp.MIN)
         return [float(value) for value in tensor.tolist()]
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
@@ -118,7 +126,7 @@ def joined(timeout_seconds: float = 600.0) -> Iterator[World]:
             yield World(device=device, beat=beat)
         else:
             with _connected(rank, size, device, timeout_seconds) as exits, exits.heard():
-                yield World(rank, size, device, per_node(os.environ, size), beat)
+                yield World(rank, size, device, _alike(per_node(os.environ, size)), beat)
     except BaseException as error:
         words = str(error) if hasattr(error, "exit_code") else f"{type(error).__name__}: {error}"
         beat.end(words, getattr(error, "exit_code", 1), isinstance(error, PeerLost | OtherRankFailed))
@@ -153,6 +161,13 @@ def _connected(rank: int, size: int, device: torch.device, timeout_seconds: floa
         _patient.cache_clear()
         exits.close()
         dist.destroy_process_group()
+
+
+def _alike(count: int) -> int:
+    """A number of processes that every node has, else 1: all ranks must see the same mesh."""
+    found = torch.tensor([count, -count])
+    dist.all_reduce(found, dist.ReduceOp.MIN)
+    return count if int(found[0]) == -int(found[1]) else 1
 
 
 @cache

@@ -28,8 +28,13 @@ def choose(plan: StagePlan, settings: Training, shape: Shape, rows: Rows, machin
     chosen = choice or asked
     memory, time = _estimated(chosen, settings, shape, rows, machines, calibration)
     sure, why = calibration.sureness(machines.gpu)
+    told = list(changes(asked, chosen, machines))
+    if fits and settings.sharding == "auto" and machines.world > 1:
+        copied = replace(chosen, sharding="ddp")
+        copy, _ = _estimated(copied, settings, shape, rows, machines, calibration)
+        told.append(why_shared(asked, chosen, copy.needed, machines))
     return Estimate(
-        plan=replace(chosen, reasons=(*chosen.reasons, *changes(asked, chosen, machines))),
+        plan=replace(chosen, reasons=(*chosen.reasons, *told)),
         machines=machines,
         moves=moves_of(shape, settings),
         memory=memory,
@@ -61,8 +66,8 @@ def candidates(plan: StagePlan, settings: Training, machines: Machines) -> list[
     most = share if free else plan.per_device
     sizes = [size for size in range(most, 0, -1) if share % size == 0]
     shardings = [plan.sharding]
-    if settings.sharding == "auto" and machines.world > 1 and plan.sharding == "ddp":
-        shardings.append("fsdp")
+    if settings.sharding == "auto" and plan.sharding == "ddp":
+        shardings += splits(settings, machines)
     checkpointings = [plan.gradient_checkpointing]
     if not plan.gradient_checkpointing and isinstance(settings, Parts):
         checkpointings.append(True)
@@ -72,6 +77,25 @@ def candidates(plan: StagePlan, settings: Training, machines: Machines) -> list[
         for again in checkpointings
         for size in sizes
     ]
+
+
+def splits(settings: Training, machines: Machines) -> list[str]:
+    """The ways to split the weights over these cards: not those of images, nor what is kept in quantised blocks."""
+    if machines.world == 1 or not isinstance(settings, Parts) or settings.quantization != "none":
+        return []
+    return ["fsdp"] if machines.nodes == 1 or machines.per_node == 1 else ["hsdp", "fsdp"]
+
+
+def why_shared(asked: StagePlan, chosen: StagePlan, needed: float, machines: Machines) -> str:
+    """In one line how the cards share the model, and why so; `needed` are the bytes of a copy on each card."""
+    room = f"{needed / 2**30:.1f} GiB of the {machines.gpu.memory / 2**30:.1f} of {machines.gpu.name}"
+    if chosen.sharding == "ddp":
+        return f"ddp: each of {machines.world} devices holds a copy, {room}"
+    way = f"split over {machines.world} cards"
+    if chosen.sharding == "hsdp":
+        way = f"split over the {machines.per_node} cards of each of {machines.nodes} machines"
+    why = f"a copy on each card would take {room}; the weights are {way}"
+    return f"{chosen.sharding} instead of {asked.sharding}: {why}"
 
 
 def changes(asked: StagePlan, chosen: StagePlan, machines: Machines) -> tuple[str, ...]:
@@ -85,8 +109,6 @@ def changes(asked: StagePlan, chosen: StagePlan, machines: Machines) -> tuple[st
         )
     if asked.gradient_checkpointing != chosen.gradient_checkpointing:
         told.append(f"gradient checkpointing on: activations are computed again, for the {room}")
-    if asked.sharding != chosen.sharding:
-        told.append(f"{chosen.sharding} instead of {asked.sharding}: the weights are split over {machines.world} cards")
     return tuple(told)
 
 
@@ -117,7 +139,7 @@ def mends(plan: StagePlan, settings: Training, shape: Shape, rows: Rows, machine
 def _fastest(plan: StagePlan, settings: Training, shape: Shape, rows: Rows, machines: Machines) -> StagePlan | None:
     """The plan as asked where it fits, else the fastest candidate that does; None where nothing fits."""
     calibration = calibration_for(machines.gpu)
-    best: tuple[float, StagePlan] | None = None
+    fitting: list[tuple[float, StagePlan]] = []
     free = settings.global_batch_size is not None and "per_device_train_batch_size" not in settings.model_fields_set
     for place, candidate in enumerate([plan, *candidates(plan, settings, machines)]):
         memory, time = _estimated(candidate, settings, shape, rows, machines, calibration)
@@ -125,8 +147,15 @@ def _fastest(plan: StagePlan, settings: Training, shape: Shape, rows: Rows, mach
             continue
         if place == 0 and not free:
             return candidate
-        if best is None or time.rate > best[0] * 1.01:
-            best = (time.rate, candidate)
+        fitting.append((time.rate, candidate))
+    # exchanges are the least sure part of the arithmetic: copies are split only where they do not fit as asked
+    asked = (plan.sharding, plan.gradient_checkpointing)
+    if any((each.sharding, each.gradient_checkpointing) == asked for _, each in fitting):
+        fitting = [(rate, each) for rate, each in fitting if each.sharding == plan.sharding]
+    best: tuple[float, StagePlan] | None = None
+    for rate, candidate in fitting:
+        if best is None or rate > best[0] * 1.01:
+            best = (rate, candidate)
     return best[1] if best else None
 
 

@@ -132,7 +132,7 @@ def step_time(
         device=device * work.accumulation,
         host=host * work.accumulation,
         optimizer=update,
-        exchange=_exchange(work, link or gpu.link, device),
+        exchange=_exchange(work, (gpu.link, link or gpu.link), device),
         fixed=pace.fixed,
         tokens=work.tokens * work.accumulation * work.world * filled,
         flops=flops * work.accumulation,
@@ -191,15 +191,26 @@ def _vision(work: Work, gpu: Gpu, pace: Pace) -> tuple[float, float]:
     return flops, flops / (rate * pace.convolution) + moved / gpu.bandwidth
 
 
-def _exchange(work: Work, link: float, backward: float) -> float:
-    """Seconds of gradients (ddp) or of weights twice and gradients once (fsdp) on the link that nothing hides."""
+def _exchange(work: Work, links: tuple[float, float], backward: float) -> float:
+    """Seconds of gradients (ddp) or of weights twice and gradients once (fsdp) that nothing hides.
+
+    `links` are bytes per second inside a machine and between the slowest two cards: hsdp gathers weights over the
+    first, and sends each card's share of the gradients over the second.
+    """
     if work.world == 1:
         return 0.0
-    ring = 2.0 * (work.world - 1) / work.world
-    moved = work.moves.trained * work.kept_width * ring
-    if work.sharding == "fsdp":
-        moved = (work.moves.total * work.width * work.accumulation + work.moves.trained * 4.0 / 2) * ring
-    elif work.sharding == "hsdp":
-        moved = work.moves.trained * work.kept_width / work.per_node * ring
-    hidden = OVERLAP * backward * (2 / 3) * (work.accumulation if work.sharding == "fsdp" else 1)
-    return max(0.05 * moved / link, moved / link - hidden)
+    inside, between = links
+    if work.sharding == "ddp":
+        seconds = work.moves.trained * work.kept_width * _ring(work.world) / between
+    else:
+        split = work.moves.total * work.width * work.accumulation + work.moves.trained * 4.0 / 2
+        seconds = split * _ring(work.shards) / (between if work.shards == work.world else inside)
+        copies = work.world // work.shards
+        seconds += work.moves.trained * 4.0 / work.shards * _ring(copies) / between
+    hidden = OVERLAP * backward * (2 / 3) * (1 if work.sharding == "ddp" else work.accumulation)
+    return max(0.05 * seconds, seconds - hidden)
+
+
+def _ring(ranks: int) -> float:
+    """How often each byte crosses a link when so many ranks add up what they have."""
+    return 2.0 * (ranks - 1) / ranks

@@ -151,7 +151,7 @@ class Numerics(Frozen):
     weights: Literal["auto", "fp32", "bf16"] = "auto"
     """What weights are kept in: fp32, or bf16 with the lost bits beside the optimizer (exact fp32 masters, faster)."""
     sharding: Sharding = "auto"
-    """How devices share the work: ddp copies the model, fsdp splits it, hsdp splits it in each node; auto is ddp."""
+    """How devices share it: ddp copies the model, fsdp splits it, hsdp splits it in each node; auto: ddp if it fits."""
     ddp_bucket_cap_mb: PositiveInt = 25
     """Megabytes of gradients that ddp exchanges at once."""
     gradient_checkpointing: bool = False

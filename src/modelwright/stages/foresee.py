@@ -33,7 +33,7 @@ def foreseen(plan: StagePlan, stage: str, built: Built, context: Context) -> Sta
     settings = context.recipe.stages[stage]
     try:
         shape = _shape(built)
-        machines = Machines(1, context.world.size, card(context.facts))
+        machines = _machines(context)
         found = choose(plan, settings, shape, _rows(built, settings), machines)
     except ModelError as error:  # a family whose config says too little can still be trained
         return replace(plan, reasons=(*plan.reasons, f"memory and time are not foreseen: {error}"))
@@ -85,6 +85,14 @@ def watched(engine: Engine, steps: Iterator[StepReport], context: Context, stage
         context.journal.add("memory", stage=stage, peak_bytes=told["peak_bytes"], peak_in=told["peak_in"],
                             parts=told["parts"], room=context.facts.memory)  # fmt: skip
         yield seen
+
+
+def _machines(context: Context) -> Machines:
+    """The world as the arithmetic knows it; ranks on a CPU share its memory."""
+    world, gpu = context.world, card(context.facts)
+    if context.facts.device == "cpu":
+        gpu = replace(gpu, memory=gpu.memory / world.per_node)
+    return Machines(world.size // world.per_node, world.per_node, gpu)
 
 
 def _shape(built: Built) -> Shape:

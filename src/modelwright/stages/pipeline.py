@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from modelwright import __version__
 from modelwright.data.sources import is_embedded, local_path
-from modelwright.engine.world import joined
+from modelwright.engine.world import World, joined
 from modelwright.errors import DataError, ModelwrightError, StorageError, UsageError
 from modelwright.models import harness, quantized, smollm2
 from modelwright.plan import facts
@@ -65,7 +66,7 @@ def run(loaded: LoadedRecipe, watch: Watcher | None = None, orders: Orders = NO_
         told = held.enter_context(tracking(loaded.recipe, folder, watch)) if world.is_main else None
         journal = Journal(folder.journal if world.is_main else None, told)
         held.callback(journal.close)
-        context = Context(loaded, folder, journal, world, facts.probe(), orders)
+        context = Context(loaded, folder, journal, world, _facts(world), orders)
         try:
             _run_stages(context, stopper, dead_holder)
         except Exception as error:
@@ -76,6 +77,20 @@ def run(loaded: LoadedRecipe, watch: Watcher | None = None, orders: Orders = NO_
             raise
         _leave_report(context)
     return folder
+
+
+def _facts(world: World) -> facts.Facts:
+    """What every rank's device can do: the weakest decides, so that all ranks plan alike."""
+    mine = facts.probe()
+    on_gpu = mine.device == "cuda"
+    memory, fast, least, most = world.least(mine.memory, mine.fast_bf16, on_gpu, -on_gpu)
+    if least != -most:
+        raise UsageError(
+            "some ranks have a GPU and some have none; give every node one, or hide those that are there with "
+            "CUDA_VISIBLE_DEVICES="
+        )
+    name = world.first(lambda: mine.name)
+    return replace(mine, name=name, memory=int(memory), fast_bf16=bool(fast))
 
 
 def _check_orders(loaded: LoadedRecipe, orders: Orders) -> None:
