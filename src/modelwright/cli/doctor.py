@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -40,11 +39,7 @@ def doctor(
 
     loaded = load(recipe, sets or ()) if recipe else None
     prepare_environment()
-    if nodes:
-        shared = Path(loaded.recipe.run_dir) if loaded else None
-        found = look_at_nodes(Asked(nodes, node_rank, main_address, port), shared)
-    else:
-        found = examine(checks(loaded))
+    found = look_at_nodes(Asked(nodes, node_rank, main_address, port), loaded) if nodes else examine(checks(loaded))
     failed = [check for check in found if check.state == "fail"]
     if as_json:
         told = {"ok": not failed, "recipe": loaded.recipe.name if loaded else None,

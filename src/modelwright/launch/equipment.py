@@ -20,7 +20,8 @@ def look_at_equipment(wish: Wish, store: Any, folder: Path) -> list[Check]:
         return doctor.disk(folder)
 
     found = examine([devices.devices, devices.bf16, disk])
-    store.set(f"equipment/{wish.node}", json.dumps({**_facts(), "checks": [check.as_json() for check in found]}))
+    facts = {**computes_on(wish), "checks": [check.as_json() for check in found]}
+    store.set(f"equipment/{wish.node}", json.dumps(facts))
     main = json.loads(store.get("equipment/0"))
     told: list[Check] = []
     for node in range(wish.nodes.most) if wish.node == 0 else (wish.node,):
@@ -47,10 +48,15 @@ def alike(main: Mapping[str, Any], other: Mapping[str, Any], node: int) -> Check
     return Check(name, "ok", both, facts=facts)
 
 
-def _facts() -> dict[str, str]:
-    """The device of a rank here, and what precision auto would mean."""
-    from modelwright.plan.facts import probe
+def computes_on(wish: Wish) -> dict[str, str]:
+    """The device of a rank here, and what precision auto would mean where the recipe leaves it to the device."""
+    import torch
+
+    from modelwright.plan.facts import here, probe
+    from modelwright.plan.sheet import facts_of
     from modelwright.plan.stage import choose_precision
 
-    found = probe()
-    return {"kind": found.device, "device": found.name, "precision": choose_precision(found)[0]}
+    # the driver's word is enough, and wakes no GPU in a process that trains nothing
+    found = facts_of(here()) if torch.cuda.is_available() else probe()
+    precision = choose_precision(found)[0] if wish.leaves_precision else "as the recipe says"
+    return {"kind": found.device, "device": found.name, "precision": precision}

@@ -1,4 +1,6 @@
-"""Before nodes train together each is held against the main one, by clock, versions and recipe; then they keep touch.
+"""Before nodes train together each is held against the main one; then they keep touch.
+
+Held against it are clock, versions, recipe, and what it computes on and in.
 
 All of it goes through the store on the main node's port, the same that the rendezvous uses. The library's rendezvous
 compares wall clocks of different machines: with 90 s between them one node would train alone and call it done.
@@ -19,12 +21,13 @@ from typing import Any
 
 from modelwright import __version__
 from modelwright.errors import Refused, UsageError
+from modelwright.launch.equipment import alike, computes_on
 from modelwright.launch.signs import Signs
 from modelwright.launch.wish import Wish
 
 CLOCK_SECONDS = 2.0
 """Clocks may differ by so much: the rendezvous takes a node for lost after 12 s without a sign, by its own clock."""
-ANSWER_SECONDS = 15.0
+ANSWER_SECONDS = 60.0
 PULSE_SECONDS = 2.0
 Facts = Mapping[str, Any]
 
@@ -61,6 +64,13 @@ def objections(main: Facts, other: Facts, ahead_seconds: float) -> list[str]:
     return found
 
 
+def refusals(main: Facts, other: Facts, ahead_seconds: float) -> list[str]:
+    """Why a node may not train with the main one: what `objections` finds, or a device that computes otherwise."""
+    check = alike(main["computes"], other["computes"], int(other["node"]))
+    unlike = [f"{check.found}; {check.fix}"] if check.state == "fail" else []
+    return [*objections(main, other, ahead_seconds), *unlike]
+
+
 class Muster:
     """One node's side of the store: the main node answers, the others ask; both feel each other's pulse."""
 
@@ -85,18 +95,21 @@ class Muster:
     def _ask(self) -> None:
         store = self._store
         ticket = store.add("muster/tickets", 1)
-        store.set(f"muster/{ticket}/facts", json.dumps(facts_of(self._wish)))
+        facts = {**facts_of(self._wish), "computes": computes_on(self._wish)}
+        store.set(f"muster/{ticket}/facts", json.dumps(facts))
         try:
             store.wait([f"muster/{ticket}/ask"], timedelta(seconds=ANSWER_SECONDS))
             store.set(f"muster/{ticket}/answer", repr(time.time()))
             verdict = json.loads(store.get(f"muster/{ticket}/verdict"))
+            store.set(f"muster/{ticket}/read", "")
         except RuntimeError as error:
             raise UsageError(f"the main node does not answer ({str(error).splitlines()[0]})") from None
         if verdict:
             raise Refused("\n".join(verdict))
 
     def _answer_all(self) -> None:
-        store, answered, main = _connect(self._wish, is_main=False), 0, facts_of(self._wish)
+        store, answered = _connect(self._wish, is_main=False), 0
+        main = {**facts_of(self._wish), "computes": computes_on(self._wish)}
         while True:
             while answered < store.add("muster/tickets", 0):
                 answered += 1
@@ -112,11 +125,11 @@ class Muster:
         store.set(f"{key}/ask", "")
         store.wait([f"{key}/answer"], timedelta(seconds=ANSWER_SECONDS))
         told, heard = float(store.get(f"{key}/answer")), time.time()
-        refused = objections(main, other, told - (asked + heard) / 2)
+        refused = refusals(main, other, ahead(asked, told, heard))
         store.set(f"{key}/verdict", json.dumps(refused))
         if refused and not self._wish.nodes.elastic:
-            store.wait([f"{key}/verdict"], timedelta(seconds=1))
-            time.sleep(1.0)  # so that the other reads it before the store goes
+            with suppress(RuntimeError):  # it went away before it had read it
+                store.wait([f"{key}/read"], timedelta(seconds=ANSWER_SECONDS))  # the store goes with this process
             self._signs.end(Refused.exit_code, "\n".join(refused))
             os._exit(Refused.exit_code)
 
@@ -141,6 +154,13 @@ class Muster:
 
     def _in_background(self, action: Callable[[], None]) -> None:
         threading.Thread(target=action, daemon=True, name=action.__name__.strip("_")).start()
+
+
+def ahead(asked: float, told: float, heard: float) -> float:
+    """Seconds that another clock is ahead for certain: what it told lies between two looks at this one."""
+    if told < asked:
+        return told - asked
+    return max(0.0, told - heard)
 
 
 def _connect(wish: Wish, is_main: bool) -> Any:

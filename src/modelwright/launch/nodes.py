@@ -92,7 +92,8 @@ def wish_for(loaded: LoadedRecipe, command: tuple[str, ...], asked: Asked, max_r
         interface=interface,
         max_restarts=max_restarts,
         preload=modules_for(loaded),
-        fingerprint=_fingerprint(loaded),
+        fingerprint=fingerprint(loaded),
+        leaves_precision=leaves_precision(loaded),
     )
 
 
@@ -160,7 +161,13 @@ def _log_folder(loaded: LoadedRecipe) -> Path:
     return folder.resolve()
 
 
-def _fingerprint(loaded: LoadedRecipe) -> str:
+def leaves_precision(loaded: LoadedRecipe) -> bool:
+    """Whether a stage of the recipe computes in what suits its device."""
+    return any(stage.precision == "auto" for stage in loaded.recipe.stages.values())
+
+
+def fingerprint(loaded: LoadedRecipe) -> str:
+    """The recipe in short: all nodes must mean the same."""
     import xxhash
 
     return xxhash.xxh3_64_hexdigest(dump(loaded.recipe).encode())
@@ -173,4 +180,14 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
     return int(text) if text else None
 
 
-__all__ = ["Asked", "Nodes", "commands", "modules_for", "operator_variables", "ranks_here", "wish_for"]
+__all__ = [
+    "Asked",
+    "Nodes",
+    "commands",
+    "fingerprint",
+    "leaves_precision",
+    "modules_for",
+    "operator_variables",
+    "ranks_here",
+    "wish_for",
+]

@@ -12,10 +12,11 @@ from typing import Any
 from modelwright.errors import UsageError
 from modelwright.launch.doctor import Check
 from modelwright.launch.equipment import look_at_equipment
-from modelwright.launch.muster import facts_of, objections
+from modelwright.launch.muster import ahead, facts_of, objections
 from modelwright.launch.network import address_towards, interface_of
-from modelwright.launch.nodes import Asked
+from modelwright.launch.nodes import Asked, fingerprint, leaves_precision
 from modelwright.launch.wish import PORT, Nodes, Wish, parse_nodes
+from modelwright.recipe.load import LoadedRecipe
 
 WAIT = timedelta(seconds=120)
 MEGABYTES, TURNS = 16, 5
@@ -23,19 +24,28 @@ SLOW_BYTES = 50e6
 """Below this, in bytes a second, exchanging gradients takes longer than most steps."""
 
 
-def look_at_nodes(asked: Asked, shared: Path | None) -> list[Check]:
+def look_at_nodes(asked: Asked, loaded: LoadedRecipe | None) -> list[Check]:
     """Every node runs this at the same time; each tells what it found about itself and the main node."""
-    wish = _wish(asked)
+    wish, shared = _wish(asked, loaded), Path(loaded.recipe.run_dir) if loaded else None
     try:
         store = _meet(wish)
     except RuntimeError as error:
-        return [_unreachable(wish, str(error).splitlines()[0])]
-    reach = Check("meeting", "ok", f"node {wish.node} reaches {wish.address}:{wish.port} by {wish.interface}")
-    met = [reach, *_agree(wish, store), _share(wish, store, shared)]
-    return [*met, *look_at_equipment(wish, store, shared or Path()), _bandwidth(wish, store)]
+        return [_unreachable(wish, _first_line(error))]
+    found = _absent(wish, store)
+    if found:
+        return found
+    found.append(Check("meeting", "ok", f"node {wish.node} reaches {wish.address}:{wish.port} by {wish.interface}"))
+    try:
+        found += [*_agree(wish, store), _share(wish, store, shared)]
+        found += look_at_equipment(wish, store, shared or Path())
+        found.append(_bandwidth(wish, store))
+    except RuntimeError as error:
+        fix = "its own output says why; then start doctor on every node again"
+        found.append(Check("the others", "fail", f"another node has gone ({_first_line(error)})", fix))
+    return found
 
 
-def _wish(asked: Asked) -> Wish:
+def _wish(asked: Asked, loaded: LoadedRecipe | None) -> Wish:
     nodes = parse_nodes(asked.nodes or "2")
     if asked.node is None or asked.address is None:
         raise UsageError("doctor --nodes wants --node-rank and --main-address; start it on every node at the same time")
@@ -47,6 +57,8 @@ def _wish(asked: Asked) -> Wish:
     return Wish(
         command=(), per_node=1, logs="", nodes=Nodes(nodes.most, nodes.most), node=asked.node, address=asked.address,
         port=port, local_address=local, interface=interface_of(local), join_seconds=int(WAIT.total_seconds()),
+        fingerprint=fingerprint(loaded) if loaded else "",
+        leaves_precision=leaves_precision(loaded) if loaded else True,
     )  # fmt: skip
 
 
@@ -60,9 +72,23 @@ def _unreachable(wish: Wish, reason: str) -> Check:
 def _meet(wish: Wish) -> Any:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    store = TCPStore(wish.address, wish.port, wish.nodes.most, is_master=wish.node == 0, timeout=WAIT)
+    main = wish.node == 0
+    store = TCPStore(wish.address, wish.port, is_master=main, timeout=WAIT, wait_for_workers=False)
     store.set(f"facts/{wish.node}", json.dumps(facts_of(wish)))
     return store
+
+
+def _absent(wish: Wish, store: Any) -> list[Check]:
+    """On the main node: who did not come."""
+    found, deadline = [], time.monotonic() + WAIT.total_seconds()
+    for node in range(1, wish.nodes.most) if wish.node == 0 else ():
+        try:
+            store.wait([f"facts/{node}"], timedelta(seconds=max(1.0, deadline - time.monotonic())))
+        except RuntimeError:
+            told = f"node {node} did not come within {WAIT.total_seconds():.0f} s"
+            fix = f"start doctor there too, with --node-rank {node}; from there {wish.address}:{wish.port} must answer"
+            found.append(Check("meeting", "fail", told, fix))
+    return found
 
 
 def _agree(wish: Wish, store: Any) -> list[Check]:
@@ -78,10 +104,10 @@ def _agree(wish: Wish, store: Any) -> list[Check]:
         asked = time.time()
         store.set(f"ask/{node}", "")
         told = float(store.get(f"answer/{node}"))
-        ahead = told - (asked + time.time()) / 2
-        found = objections(facts_of(wish), other, ahead)
-        store.set(f"verdict/{node}", json.dumps({"ahead": ahead, "objections": found}))
-        checks.append(_agreement(node, ahead, found))
+        seconds = ahead(asked, told, time.time())
+        found = objections(facts_of(wish), other, seconds)
+        store.set(f"verdict/{node}", json.dumps({"ahead": seconds, "objections": found}))
+        checks.append(_agreement(node, seconds, found))
     return checks
 
 
@@ -112,6 +138,21 @@ def _share(wish: Wish, store: Any, shared: Path | None) -> Check:
 
 def _bandwidth(wish: Wish, store: Any) -> Check:
     """How many bytes of gradients a second the nodes can add up, over gloo."""
+    try:
+        rate = _exchange(wish, store)
+    except RuntimeError as error:
+        found = f"the nodes meet, but cannot exchange gradients ({_first_line(error)})"
+        fix = f"open all ports between the nodes, not only {wish.port}; GLOO_SOCKET_IFNAME names the network to take"
+        return Check("all-reduce", "fail", found, fix)
+    fix = (
+        "see that traffic goes by the fast network: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME" if rate < SLOW_BYTES else ""
+    )
+    state = "warn" if fix else "ok"
+    return Check("all-reduce", state, f"{rate / 1e6:,.0f} MB/s", fix, {"bytes_per_second": rate})  # type: ignore[arg-type]
+
+
+def _exchange(wish: Wish, store: Any) -> float:
+    """Bytes a second."""
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
@@ -129,8 +170,8 @@ def _bandwidth(wish: Wish, store: Any) -> Check:
     rate = TURNS * tensor.numel() * 4 / (time.perf_counter() - began)
     dist.barrier()
     dist.destroy_process_group()
-    fix = (
-        "see that traffic goes by the fast network: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME" if rate < SLOW_BYTES else ""
-    )
-    state = "warn" if fix else "ok"
-    return Check("all-reduce", state, f"{rate / 1e6:,.0f} MB/s", fix, {"bytes_per_second": rate})  # type: ignore[arg-type]
+    return rate
+
+
+def _first_line(error: RuntimeError) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

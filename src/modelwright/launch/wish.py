@@ -62,6 +62,9 @@ class Wish:
     fingerprint: str = ""
     """Hash of the recipe as it was read here: all nodes must mean the same."""
 
+    leaves_precision: bool = True
+    """Whether a stage computes in what suits its device, which must then be the same on all nodes."""
+
     def as_text(self) -> str:
         """The wish as one word of a command line."""
         return json.dumps(asdict(self))
