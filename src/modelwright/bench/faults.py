@@ -1,16 +1,14 @@
 """What is done to two nodes, how long it takes until they train again, and whether anything changed by it.
 
-Every fault is real: SIGKILL, SIGSTOP, a cable that is pulled, a clock that is wrong. Steps are given the length of a
-real one (`pace`); in the end every run is finished and held against one to which nothing happened.
+Every fault is real: SIGKILL, SIGSTOP, a cable that is pulled, a clock that is wrong. Each meets a run of its own, whose
+steps have the length of real ones (`pace`); in the end the run is finished and held against one that nothing happened
+to.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,110 +17,42 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from modelwright.bench.cluster import ADDRESSES, Cluster, Process, cluster, environment, left_of, missing, wrong_clock
-from modelwright.runs import journal
+from modelwright.bench.cluster import cluster, left_of, missing, wrong_clock
+from modelwright.bench.scene import Scene, difference, finish, prepare
+from modelwright.errors import UsageError
 
-STEPS, PATIENCE_SECONDS = 120, 240.0
+Figures = dict[str, float]
 GOALS: dict[str, tuple[str, str, float]] = {
-    "rank_killed": ("rank killed, two nodes", "training again after 8.4 s", 10.0),
-    "rank_stopped_found": ("rank stopped (SIGSTOP): found", "after 1,800 s by default", 30.0),
-    "rank_stopped": ("rank stopped (SIGSTOP): training again", "about 57 s with a 20 s timeout", 45.0),
-    "link_40": ("link down 40 s: training again after it is back", "20.9 s", 15.0),
-    "link_gone": ("link down for ever: both sides out", "940 s, deaf to SIGTERM", 120.0),
+    "rank_killed": ("rank killed, two nodes: training again, s", "8.4 s", 10.0),
+    "rank_stopped_found": ("rank stopped (SIGSTOP): found, s", "1,800 s by default", 30.0),
+    "rank_stopped": ("rank stopped (SIGSTOP): training again, s", "57 s with a 20 s timeout", 45.0),
     "launcher_killed": ("launcher killed: orphans after 10 s", "2, still training", 0.0),
-    "node_lost": ("node lost, elastic 1:2: training again", "50.6 s", 45.0),
-    "clock_skew": ("clock skew 90 s: nodes that refused", "one node trains alone, exit 0", 2.0),
+    "link_40": ("link down 40 s: training again after it is back, s", "20.9 s", 15.0),
+    "link_gone": ("link down for ever: both sides out, s", "940 s, deaf to SIGTERM", 120.0),
+    "clock_skew": ("clock skew 90 s: nodes that refused, of 2", "0; one trains alone, exit 0", 2.0),
+    "node_lost": ("node lost, elastic 1:2: training again, s", "50.6 s", 45.0),
+    "node_back": ("node back, elastic 1:2: training with both, s", "not measured", 45.0),
 }
 """By name: what is measured, what torchrun and Hugging Face did on such a machine, and the goal."""
 
 
-@dataclass
-class Scene:
-    """A run on two nodes, and what can be done to it."""
-
-    place: Cluster
-    """The nodes."""
-    folder: Path
-    """Where recipe and run are; both nodes see it."""
-    nodes: str = "2"
-    """How many nodes it asks for."""
-
-    @property
-    def run(self) -> Path:
-        """The run folder."""
-        return self.folder / "run"
-
-    def start(self, prefix_of_b: tuple[str, ...] = ()) -> list[Process]:
-        """Start both nodes."""
-        return [self.start_node(node, prefix_of_b if node else ()) for node in (0, 1)]
-
-    def start_node(self, node: int, prefix: tuple[str, ...] = ()) -> Process:
-        """Start one node's launcher."""
-        asked = json.dumps({"nodes": self.nodes, "node": node, "address": ADDRESSES[0], "per_node": "1"})
-        return self.place.start(
-            node, ["modelwright.bench.node", str(self.folder / "recipe.yaml"), asked], self.folder, prefix
-        )
-
-    def events(self, name: str, after: float = 0.0) -> list[dict[str, Any]]:
-        """What the journal tells of one kind of event after a moment."""
-        path = self.run / "journal.jsonl"
-        found = list(journal.read(path)) if path.exists() else []
-        return [event for event in found if event["event"] == name and event["time"] > after]
-
-    def reach(self, step: int) -> None:
-        """Wait until a step is done."""
-        wait_for(lambda: any(event["step"] >= step for event in self.events("step")), f"step {step}", self.place)
-
-    def step_after(self, moment: float, anew: bool = True) -> float:
-        """When the first step was done after a moment; `anew`: by ranks that were started after it."""
-
-        def first() -> float | None:
-            since = next((event["time"] for event in self.events("resumed", moment)), None) if anew else moment
-            steps = self.events("step", since) if since else []
-            return steps[0]["time"] if steps else None
-
-        wait_for(lambda: first() is not None, "a step after the fault", self.place)
-        found = first()
-        assert found is not None
-        return found
-
-    def rank_on(self, node: int) -> int:
-        """The process of the rank that runs on a node now."""
-        signs = next((self.folder / f"node-{node}").glob("modelwright-*/ranks.json"))
-        return int(next(iter(json.loads(signs.read_text(encoding="utf-8")).values())))
-
-
-Fault = Callable[[Scene], dict[str, float]]
-
-
-def wait_for(condition: Callable[[], bool], what: str, place: Cluster) -> None:
-    """Wait, or say what the nodes printed."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < deadline:
-        if condition():
-            return
-        time.sleep(0.05)
-    printed = "\n".join(f"{each.log.name}: {each.output[-1500:]}" for each in place.processes)
-    raise TimeoutError(f"never came: {what}\n{printed}")
-
-
-def kill_a_rank(scene: Scene) -> dict[str, float]:
+def kill_a_rank(scene: Scene) -> Figures:
     """SIGKILL to the rank on the second node."""
     moment = time.time()
     os.kill(scene.rank_on(1), signal.SIGKILL)
     return {"rank_killed": scene.step_after(moment) - moment}
 
 
-def stop_a_rank(scene: Scene) -> dict[str, float]:
+def stop_a_rank(scene: Scene) -> Figures:
     """SIGSTOP to the rank on the second node."""
     moment, node = time.time(), scene.place.processes[1]
     os.kill(scene.rank_on(1), signal.SIGSTOP)
-    wait_for(lambda: "has been stopped" in node.output, "the stopped rank is told", scene.place)
+    scene.wait_for(lambda: "has been stopped" in node.output, "the stopped rank is told")
     found = time.time()
     return {"rank_stopped_found": found - moment, "rank_stopped": scene.step_after(moment) - moment}
 
 
-def cut_for_40_seconds(scene: Scene) -> dict[str, float]:
+def cut_for_40_seconds(scene: Scene) -> Figures:
     """Pull the cable, wait, put it back."""
     scene.place.link("down")
     time.sleep(40)
@@ -131,142 +61,150 @@ def cut_for_40_seconds(scene: Scene) -> dict[str, float]:
     return {"link_40": scene.step_after(moment, anew=False) - moment}
 
 
-def cut_for_ever(scene: Scene) -> dict[str, float]:
+def cut_for_ever(scene: Scene) -> Figures:
     """Pull the cable and leave it so."""
     scene.place.link("down")
     moment = time.time()
-    both = scene.place.processes[-2:]
-    wait_for(lambda: all(node.popen.poll() is not None for node in both), "both sides are out", scene.place)
+    both = scene.place.processes
+    scene.wait_for(lambda: all(node.popen.poll() is not None for node in both), "both sides are out")
     seconds = time.time() - moment
-    scene.place.link("up")
-    assert all("silent" in node.output or "answered" in node.output for node in both), "a side leaves without the cause"
+    for node in both:
+        assert "silent" in node.output or "answered" in node.output, f"a side leaves without the cause: {node.output}"
+        assert node.popen.returncode == 75, f"a side leaves with {node.popen.returncode}: {node.output}"
     return {"link_gone": seconds}
 
 
-def lose_a_node(scene: Scene) -> dict[str, float]:
-    """SIGKILL to the launcher of the second node: its processes must go with it, and the first goes on alone."""
+def lose_a_node(scene: Scene) -> Figures:
+    """SIGKILL to the second node's launcher: its processes go with it, the first goes on alone; then it comes back."""
     moment = time.time()
     below = scene.place.processes[-1].kill()
-    again = scene.step_after(moment) - moment
-    return {"node_lost": again, "launcher_killed": float(len(left_of(below, 10.0 - min(10.0, time.time() - moment))))}
+    orphans = left_of(below, 10.0)
+    lost = scene.step_after(moment) - moment
+    returned = time.time()
+    scene.start_node(1)
+    back = scene.step_after(returned) - returned
+    return {"node_lost": lost, "launcher_killed": float(len(orphans)), "node_back": back}
 
 
-def skew_a_clock(scene: Scene) -> dict[str, float]:
+def skew_a_clock(scene: Scene) -> Figures:
     """Start the second node 90 s ahead of its time."""
     prefix = wrong_clock(scene.folder, 90)
-    assert prefix is not None
+    if prefix is None:
+        raise RuntimeError("needs a C compiler, for a clock that is wrong for one process alone")
     both = scene.start(prefix)
-    wait_for(lambda: all(node.popen.poll() is not None for node in both), "both are refused", scene.place)
+    scene.wait_for(lambda: all(node.popen.poll() is not None for node in both), "both are refused")
     refused = [node for node in both if node.popen.returncode == 77 and "clock" in node.output]
     return {"clock_skew": float(len(refused))}
 
 
+@dataclass(frozen=True)
+class Trial:
+    """One thing that is done to a run."""
+
+    act: Callable[[Scene], Figures]
+    """What is done; returns what was measured."""
+    figures: tuple[str, ...]
+    """What it measures."""
+    nodes: str = "2"
+    """How many nodes the run asks for; a range lets it go on alone."""
+    trains: bool = True
+    """Whether the run is started before, and finished after."""
+
+
+TRIALS = {
+    "rank_killed": Trial(kill_a_rank, ("rank_killed",)),
+    "rank_stopped": Trial(stop_a_rank, ("rank_stopped_found", "rank_stopped")),
+    "node_lost": Trial(lose_a_node, ("launcher_killed", "node_lost", "node_back"), nodes="1:2"),
+    "link_40": Trial(cut_for_40_seconds, ("link_40",)),
+    "link_gone": Trial(cut_for_ever, ("link_gone",)),
+    "clock_skew": Trial(skew_a_clock, ("clock_skew",), trains=False),
+}
+"""By the name that --only takes."""
+
+
 def measure(only: Sequence[str] = ()) -> dict[str, Any]:
     """Do everything to two nodes; where this machine cannot, say why."""
+    if unknown := [name for name in only if name not in TRIALS]:
+        raise UsageError(f"--only {unknown[0]}: it wants one of {', '.join(TRIALS)}")
     if reason := missing():
         return {"skipped": reason}
-    chosen = set(only or GOALS)
-    found: dict[str, float] = {}
-    kept: dict[str, Any] = {}
+    began = time.monotonic()
+    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="faults-") as place:
         reference = prepare(Path(place) / "reference")
         finish(reference)
-        long = [("rank_killed", kill_a_rank), ("rank_stopped", stop_a_rank), ("link_40", cut_for_40_seconds),
-                ("link_gone", cut_for_ever)]  # fmt: skip
-        faults = [act for name, act in long if name in chosen]
-        if faults:
-            found |= _scene(Path(place) / "two", reference, faults, kept)
-        if {"node_lost", "launcher_killed"} & chosen:
-            found |= _scene(Path(place) / "elastic", reference, [lose_a_node], kept, nodes="1:2")
-        if "clock_skew" in chosen and (shutil.which("cc") or shutil.which("gcc")):
-            with cluster() as nodes:
-                found |= skew_a_clock(Scene(nodes, prepare(Path(place) / "skew")))
-    return {"faults": {name: _judged(name, figure) for name, figure in found.items()}, "unchanged": kept}
+        for name in only or TRIALS:
+            found |= _tried(TRIALS[name], Path(place) / name, reference)
+    ordered = {name: found[name] for name in GOALS if name in found}
+    return {"faults": ordered, "seconds": round(time.monotonic() - began, 1)}
 
 
-def _scene(
-    folder: Path, reference: Path, faults: Sequence[Fault], kept: dict[str, Any], nodes: str = "2"
-) -> dict[str, float]:
-    """Start a run, do one thing after the other to it, finish it and compare."""
-    found: dict[str, float] = {}
-    with cluster() as place:
-        scene = Scene(place, prepare(folder), nodes)
-        both = scene.start()
-        step = 0
-        for act in faults:
-            scene.reach(step + 12)
-            found |= act(scene)
-            step = max(event["step"] for event in scene.events("step"))
-        for node in both:
-            if node.popen.poll() is None:
-                node.popen.send_signal(signal.SIGTERM)
-        wait_for(lambda: all(node.popen.poll() is not None for node in both), "both stop", place)
-    finish(folder)
-    kept[folder.name] = difference(folder / "run", reference / "run")
-    return found
+def _tried(trial: Trial, folder: Path, reference: Path) -> dict[str, Any]:
+    """Do one thing to a run of its own; what goes wrong is told in its place, and the others go on."""
+    began = time.monotonic()
+    try:
+        with cluster() as place:
+            scene = Scene(place, prepare(folder), trial.nodes)
+            if trial.trains:
+                scene.start()
+                scene.reach(12)
+            figures = trial.act(scene)
+            scene.place.link("up")
+            scene.stop()
+        kept = _kept(trial, folder, reference)
+    except (RuntimeError, AssertionError, OSError, LookupError, StopIteration) as error:
+        told = str(error) or type(error).__name__
+        print(told, file=sys.stderr)
+        return {name: {**_row(name), "failed": told.splitlines()[0], "met": False} for name in trial.figures}
+    rows = {name: _judged(name, figures[name], kept, trial.nodes == "2") for name in trial.figures}
+    for row in rows.values():
+        print(f"{row['what']}: {row['figure']:g} ({time.monotonic() - began:.0f} s)", file=sys.stderr)
+    return rows
 
 
-def prepare(folder: Path) -> Path:
-    """A tiny model and a recipe that tunes it, in a folder."""
-    from modelwright.bench.sft import make_model
-    from modelwright.data.sources import EMBEDDED
-
-    folder.mkdir(parents=True)
-    make_model(folder / "model", EMBEDDED["field-guide"].read_text(encoding="utf-8").splitlines(), layers=2, width=64)
-    (folder / "recipe.yaml").write_text(f"""\
-name: faults
-output_dir: {folder / "run"}
-model: {{model_name_or_path: {folder / "model"}}}
-data: {{dataset_name: field-guide, columns: {{question: prompt, answer: completion}}, max_rows: 60, test_size: 4}}
-sft: {{max_steps: {STEPS}, global_batch_size: 4, per_device_train_batch_size: 2, learning_rate: 1e-3, max_length: 64,
-  precision: fp32, save_steps: 5, save_total_limit: 2, eval_steps: {STEPS}}}
-compare: {{max_new_tokens: 1}}
-""", encoding="utf-8")  # fmt: skip
-    return folder
+def _kept(trial: Trial, folder: Path, reference: Path) -> dict[str, Any] | None:
+    """How the finished run differs from the untouched one; None where nothing was to be trained and nothing was."""
+    if trial.trains:
+        finish(folder)
+        return difference(folder / "run", reference / "run")
+    journal = folder / "run" / "journal.jsonl"
+    if journal.exists() and '"step"' in journal.read_text(encoding="utf-8"):
+        raise RuntimeError("steps were trained all the same")
+    return None
 
 
-def finish(folder: Path) -> None:
-    """Run the recipe to its end with two ranks of this machine."""
-    words = ["launch", str(folder / "recipe.yaml"), "--per-node", "2", "--log-format", "plain"]
-    command = [sys.executable, "-m", "modelwright", *words]
-    done = subprocess.run(command, cwd=folder, env=environment({}), capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"the run could not be finished: {done.stdout[-1000:]}{done.stderr[-1000:]}")
-
-
-def difference(run: Path, reference: Path) -> dict[str, Any]:
-    """Batches that differ from the untouched run's, and the largest difference in loss."""
-    one, other = (
-        {event["step"]: event for event in journal.read(path / "journal.jsonl") if event["event"] == "step"}
-        for path in (run, reference)
-    )
-    batches = (
-        sum(one[step]["batch"] != other[step]["batch"] for step in other) if one.keys() == other.keys() else len(other)
-    )
-    return {
-        "steps": len(other),
-        "batches_changed": batches,
-        "largest_loss_difference": max(abs(one[step]["loss"] - other[step]["loss"]) for step in other if step in one),
-    }
-
-
-def _judged(name: str, figure: float) -> dict[str, Any]:
+def _row(name: str) -> dict[str, Any]:
     what, peer, goal = GOALS[name]
-    met = figure >= goal if name == "clock_skew" else figure <= goal
-    return {"what": what, "torchrun": peer, "goal": goal, "figure": round(figure, 1), "met": met}
+    return {"what": what, "torchrun": peer, "goal": goal}
+
+
+def _judged(name: str, figure: float, kept: dict[str, Any] | None, same_world: bool) -> dict[str, Any]:
+    """Against the goal; and the curve: the same losses where the world was the same, else the same batches."""
+    goal = GOALS[name][2]
+    within = figure >= goal if name == "clock_skew" else figure <= goal
+    same = kept is None or (kept["batches_changed"] == 0 and (not same_world or kept["largest_loss_difference"] == 0.0))
+    return {**_row(name), "figure": round(figure, 1), "met": within and same, "unchanged": same, **(kept or {})}
 
 
 def lines(figures: dict[str, Any]) -> list[str]:
     """The figures as a table."""
     if "skipped" in figures:
         return [f"skipped: {figures['skipped']}"]
-    told = [f"{'fault':<52} {'torchrun':<34} {'goal':>6} {'here':>6}"]
+    told = [f"{'fault':<52} {'torchrun':<28} {'goal':>6} {'here':>6}  {'against a run that nothing happened to'}"]
     for each in figures["faults"].values():
-        verdict = "" if each["met"] else "  missed"
-        told.append(f"{each['what']:<52} {each['torchrun']:<34} {each['goal']:>6g} {each['figure']:>6g}{verdict}")
-    for name, each in figures["unchanged"].items():
-        told.append(
-            f"{name}: {each['batches_changed']} of {each['steps']} batches changed, "
-            f"largest difference in loss {each['largest_loss_difference']:.2g}"
-        )
-    return told
+        here = f"{each['figure']:g}" if "figure" in each else "–"
+        verdict = "" if each["met"] else "  MISSED"
+        told.append(f"{each['what']:<52} {each['torchrun']:<28} {each['goal']:>6g} {here:>6}  {_curve(each)}{verdict}")
+    met = sum(each["met"] for each in figures["faults"].values())
+    return [*told, "", f"{met} of {len(figures['faults'])} goals met, in {figures['seconds']:.0f} s"]
+
+
+def _curve(each: dict[str, Any]) -> str:
+    """What became of batches and losses, in a few words."""
+    if "failed" in each:
+        return f"failed: {each['failed']}"
+    if "steps" not in each:
+        return "nothing was trained"
+    losses = each["largest_loss_difference"]
+    told = "equal losses" if losses == 0 else f"losses within {losses:.2g}"
+    return f"{each['batches_changed']} of {each['steps']} batches changed, {told}"

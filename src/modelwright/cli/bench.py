@@ -28,13 +28,17 @@ def register(app: typer.Typer) -> None:
     app.add_typer(bench, name="bench")
 
 
-def faults(save: Save = False, as_json: Json = False) -> None:
+def faults(
+    only: Annotated[list[str] | None, typer.Option("--only", help="One fault, such as rank_killed.")] = None,
+    save: Save = False,
+    as_json: Json = False,
+) -> None:
     """What is done to two nodes, and how long until they train again, beside torchrun; needs root."""
     from modelwright.bench import faults as benchmark
     from modelwright.runs.caches import prepare_environment
 
     prepare_environment()
-    _measure(benchmark, "faults", save, as_json)
+    _measure(benchmark, "faults", save, as_json, only=only or ())
 
 
 def reliability(
