@@ -12,7 +12,15 @@ from modelwright.bench.rig import Call, Trial, free_port, steps_of, told, trace,
 
 __all__ = ["HELD", "SLOW", "Rig", "Trial", "free_port", "slow_after", "steps_of", "told", "trace", "wait_for_step"]
 
-SLOW = "from modelwright.bench.injections import slow_steps\nslow_steps(0.08)"
+SLOW = """
+import time
+from modelwright.engine.loop import Engine
+quick = Engine._step
+def slow(self, stop_asked):
+    time.sleep(0.08)
+    return quick(self, stop_asked)
+Engine._step = slow
+"""
 """Put first in a trial, this makes steps slow enough to be met on the way."""
 HELD = """
 import time

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
-from rig import Rig, slow_after, told, trace, wait_for_step
+from rig import Rig, trace
 from tiny import tiny_recipe
 
 FILES = ("manifest.json", "state.json", "model.safetensors", "optimizer.safetensors")
@@ -21,62 +15,6 @@ def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-
-
-def flip_last(path: Path) -> None:
-    """Flip one bit in the last byte."""
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
-def truncate(path: Path) -> None:
-    """Lose the second half."""
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def empty(path: Path) -> None:
-    """Lose everything but the name."""
-    os.truncate(path, 0)
-
-
-def delete(path: Path) -> None:
-    """Lose the name too."""
-    path.unlink()
-
-
-@pytest.fixture(scope="module")
-def stopped(rig: Rig, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a recipe and a run that was stopped with checkpoints of two steps."""
-    folder = tmp_path_factory.mktemp("stopped")
-    recipe = tiny_recipe(folder, model_folder)
-    trial = rig.start(["run", str(recipe)], folder, first=slow_after(8))
-    wait_for_step(folder / "run", 8)
-    os.kill(trial.pid, signal.SIGKILL)
-    trial.wait()
-    return folder
-
-
-@pytest.mark.parametrize("damage", [flip, flip_last, truncate, empty, delete])
-@pytest.mark.parametrize("file", FILES)
-def test_damage_to_any_file_is_noticed_and_the_previous_checkpoint_used(
-    rig: Rig,
-    uninterrupted: Path,
-    stopped: Path,
-    model_folder: Path,
-    tmp_path: Path,
-    file: str,
-    damage: Callable[[Path], None],
-) -> None:
-    recipe = tiny_recipe(tmp_path, model_folder)
-    shutil.copytree(stopped / "run", tmp_path / "run", symlinks=True)
-    newest = sorted((tmp_path / "run/stages/sft/checkpoints").glob("step-*"))[-1]
-    damage(newest / file)
-    code, output = rig.run(["run", str(recipe)], tmp_path)
-    assert code == 0, output
-    assert f"checkpoint {newest.name} is set aside" in output
-    assert told(tmp_path / "run", "resumed")[0]["step"] == int(newest.name.split("-")[1]) - 3
-    assert trace(tmp_path / "run") == trace(uninterrupted)
 
 
 def test_a_damaged_model_of_a_finished_stage_is_made_again(

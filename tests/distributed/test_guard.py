@@ -37,7 +37,6 @@ def dying(self, stop_asked):
 Engine._step = dying
 """
 POISON_A_WEIGHT = "next(iter(self.weights.values())).data.view(-1)[0] = float('nan')"
-GROW_THE_WEIGHTS = "[weight.data.mul_(30) for weight in self.weights.values()]"
 POISON_THE_LOSS = """
         class NotANumber(torch.nn.Module):
             def __init__(self, inner): super().__init__(); self.inner = inner
@@ -54,20 +53,6 @@ def fault(illness: str, steps: list[int], times: int) -> str:
 def checkpoints_are_finite(run: Path) -> bool:
     files = list((run / "stages/sft/checkpoints").glob("step-*/*.safetensors"))
     return bool(files) and all(bool(torch.isfinite(t).all()) for file in files for t in load_file(file).values())
-
-
-def test_a_nan_that_comes_back_stops_with_76_and_no_checkpoint_holds_it(
-    rig: Rig, model_folder: Path, tmp_path: Path
-) -> None:
-    recipe = tiny_recipe(tmp_path, model_folder)
-    code, output = rig.run(["run", str(recipe)], tmp_path, first=fault(POISON_A_WEIGHT, [8], times=2))
-    assert code == 76, output
-    assert told(tmp_path / "run", "skipped")[0]["step"] == 8, "the very step reacts"
-    assert "went back from step 11 to the checkpoint of step 6" in output
-    assert "diverged at step 11" in output
-    assert checkpoints_are_finite(tmp_path / "run")
-    assert not (tmp_path / "run/best_model").exists()
-    assert not (tmp_path / "run/gates/sft.json").exists(), "what diverged is never judged, so no gate opens"
 
 
 def test_a_nan_that_came_once_is_rolled_back_and_leaves_no_trace(
@@ -88,17 +73,6 @@ def test_one_bad_batch_is_skipped_and_training_goes_on(rig: Rig, model_folder: P
     assert steps[5]["loss"] is None, "what is no number is written as null"
     assert "step 5 is skipped: not finite" in output
     assert checkpoints_are_finite(tmp_path / "run")
-
-
-def test_weights_that_grew_thirtyfold_are_noticed_and_rolled_back(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
-    # long enough for the guard to know what is usual
-    whole, hurt = tmp_path / "whole", tmp_path / "hurt"
-    assert rig.run(["run", str(tiny_recipe(whole, model_folder, max_steps=30))], whole)[0] == 0
-    recipe = tiny_recipe(hurt, model_folder, max_steps=30)
-    code, output = rig.run(["run", str(recipe)], hurt, first=fault(GROW_THE_WEIGHTS, [23], times=1))
-    assert code == 0, output
-    assert "step 23 is skipped: spike" in output
-    assert trace(hurt / "run") == trace(whole / "run")
 
 
 def test_a_gate_refuses_a_metric_that_is_no_number(rig: Rig, model_folder: Path, tmp_path: Path) -> None:

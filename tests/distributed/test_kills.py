@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import time
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from modelwright.runs.beat import is_gone
-from rig import HELD, SLOW, Rig, Trial, slow_after, steps_of, told, trace, wait_for_step
+from rig import Rig, slow_after, steps_of, told, trace, wait_for_step
 from tiny import tiny_recipe
 
 KILLS = 36
@@ -24,23 +23,6 @@ def finish(rig: Rig, recipe: Path) -> str:
     code, output = rig.run(["run", str(recipe)], recipe.parent)
     assert code == 0, output
     return output
-
-
-@pytest.mark.slow
-def test_36_random_kills_leave_no_trace(rig: Rig, uninterrupted: Path, model_folder: Path, tmp_path: Path) -> None:
-    draw = random.Random(SEED)
-    landed = 0
-    for number in range(KILLS // KILLS_PER_RUN):
-        recipe = tiny_recipe(tmp_path / str(number), model_folder)
-        moments = [draw.uniform(0.05, 1.1) for _ in range(KILLS_PER_RUN)]
-        for moment in moments:
-            trial = rig.start(["run", str(recipe)], recipe.parent, first=SLOW)
-            time.sleep(moment)
-            os.kill(trial.pid, signal.SIGKILL)
-            landed += trial.wait() == -signal.SIGKILL
-        finish(rig, recipe)
-        assert trace(recipe.parent / "run") == trace(uninterrupted), f"seed {SEED}, run {number}, kills at {moments}"
-    assert landed >= 30, f"only {landed} of {KILLS} kills hit a living process"
 
 
 WATCHED = ("mkdir", "fsync", "rename", "replace", "unlink", "rmdir")
@@ -73,25 +55,6 @@ Checkpoints.save = watched_save
 """
 
 
-@pytest.mark.slow
-def test_a_kill_at_each_write_step_of_a_save_leaves_no_trace(
-    rig: Rig, uninterrupted: Path, model_folder: Path, tmp_path: Path
-) -> None:
-    # the third save: it also rotates the first one away
-    first = AT_WRITE_STEP.replace("{watched}", repr(WATCHED)).replace("{step}", "9")
-    recipe = tiny_recipe(tmp_path / "count", model_folder)
-    code, output = rig.run(["run", str(recipe)], recipe.parent, first=first.replace("{moment}", "0"))
-    assert code == 0, output
-    moments = int(output.split("write steps: ")[1].split()[0])
-    assert moments >= 10
-    for moment in range(1, moments + 1):
-        recipe = tiny_recipe(tmp_path / str(moment), model_folder)
-        code, output = rig.run(["run", str(recipe)], recipe.parent, first=first.replace("{moment}", str(moment)))
-        assert code == -signal.SIGKILL, output
-        finish(rig, recipe)
-        assert trace(recipe.parent / "run") == trace(uninterrupted), f"killed before write step {moment} of {moments}"
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_stops_with_75_and_loses_no_step(
     rig: Rig, uninterrupted: Path, model_folder: Path, tmp_path: Path, number: signal.Signals
@@ -122,30 +85,6 @@ def test_ctrl_c_twice_stops_at_once(rig: Rig, model_folder: Path, tmp_path: Path
     assert time.monotonic() - began < 120, "it waited for the step to end"
 
 
-def test_a_finished_run_is_a_no_op(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
-    recipe = tiny_recipe(tmp_path, model_folder)
-    finish(rig, recipe)
-    before = trace(tmp_path / "run")
-    steps = len(told(tmp_path / "run", "step"))
-    assert "finished and verified" in finish(rig, recipe)
-    assert trace(tmp_path / "run") == before
-    assert len(told(tmp_path / "run", "step")) == steps
-
-
-def test_a_second_process_is_refused_at_once_and_the_first_unharmed(
-    rig: Rig, uninterrupted: Path, model_folder: Path, tmp_path: Path
-) -> None:
-    recipe = tiny_recipe(tmp_path, model_folder)
-    running: Trial = rig.start(["run", str(recipe)], tmp_path, first=HELD)
-    wait_for_step(tmp_path / "run", 2)
-    code, output = rig.run(["run", str(recipe)], tmp_path)
-    assert code == 77, output
-    assert f"is in use by process {running.pid} on" in output
-    (tmp_path / "go").touch()
-    assert running.wait() == 0, running.output
-    assert trace(tmp_path / "run") == trace(uninterrupted)
-
-
 def test_a_changed_setting_is_refused_by_name_unless_told(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, model_folder)
     trial = rig.start(["run", str(recipe)], tmp_path, first=slow_after(5))
@@ -160,16 +99,6 @@ def test_a_changed_setting_is_refused_by_name_unless_told(rig: Rig, model_folder
     code, output = rig.run([*changed, "--override", "sft.learning_rate", "--override", "sft.max_steps"], tmp_path)
     assert code == 0, output
     assert "goes on although sft.learning_rate was 0.001, now 0.0005" in output
-
-
-def test_changed_data_is_refused(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
-    recipe = tiny_recipe(tmp_path, model_folder)
-    finish(rig, recipe)
-    with (tmp_path / "rows.jsonl").open("a", encoding="utf-8") as rows:
-        rows.write('{"question": "One more?", "answer": "One more."}\n')
-    code, output = rig.run(["run", str(recipe)], tmp_path)
-    assert code == 77, output
-    assert "data.contents changed" in output
 
 
 def test_the_saved_recipe_runs_from_anywhere_and_a_refused_one_does_not_replace_it(

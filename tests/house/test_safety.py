@@ -29,7 +29,6 @@ READ_THE_ENVIRONMENT = {
         "launch/doctor.py",
         "bench/cluster.py",
         "bench/rig.py",
-        "bench/injections.py",
         "launch/preflight.py",
     ),  # these hand it on to other processes
 }

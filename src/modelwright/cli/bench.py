@@ -76,7 +76,7 @@ def reliability(
     measured = results.result("reliability", figures)
     print(json.dumps(measured, ensure_ascii=False) if as_json else "\n".join(scorecard.lines(figures)))
     if save:
-        print(f"kept in {results.save(scorecard.merged(measured))}", file=sys.stderr)
+        print(f"kept in {scorecard.keep(measured)}", file=sys.stderr)
 
 
 def scale(

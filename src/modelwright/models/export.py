@@ -43,6 +43,7 @@ def model_folder(folder: Path) -> Iterator[Path]:
                 0o755 if path.is_dir() else 0o644
             )  # the writer makes weights private, which a shared volume's next reader cannot use
             sync(path)
+        sync(partial)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
         sync(folder.parent)

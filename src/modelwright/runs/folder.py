@@ -223,8 +223,9 @@ def sync(path: Path) -> None:
 
 def hash_file(path: Path) -> str:
     """The xxh3 hash of a file's bytes."""
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 24):
-            digest.update(piece)
+    digest, piece = xxhash.xxh3_128(), bytearray(1 << 20)
+    view = memoryview(piece)
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(piece):
+            digest.update(view[:size])
     return digest.hexdigest()

@@ -98,6 +98,10 @@ class Bench:
         """How often something is tried."""
         return smoke if self.smoke else full
 
+    def limit(self, seconds: float) -> float:
+        """How long something may take: as the goal says, or long enough for any machine where few trials are asked."""
+        return 120.0 if self.smoke else seconds
+
     def say(self, line: str) -> None:
         """Tell how far it is."""
         print(line, file=sys.stderr, flush=True)
@@ -109,7 +113,7 @@ class Bench:
         found: Found = self._known[name]
         return found
 
-    def recipe(self, folder: Path, **settings: Any) -> Path:
+    def recipe(self, folder: Path, held_out: int = 4, **settings: Any) -> Path:
         """A recipe in the folder that tunes the model; its run is folder/run."""
         folder.mkdir(parents=True, exist_ok=True)
         rows = [json.dumps(row) for row in questions(40)]
@@ -118,7 +122,7 @@ class Bench:
             "name": "trial",
             "output_dir": str(folder / "run"),
             "model": {"model_name_or_path": str(self.model)},
-            "data": {"train_file": "rows.jsonl", "test_size": 4},
+            "data": {"train_file": "rows.jsonl", "test_size": held_out},
             "sft": {**SFT, **settings},
             "compare": {"prompts": ["What is 3 and 4, in tents?"], "max_new_tokens": 2},
         }

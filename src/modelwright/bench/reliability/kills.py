@@ -40,7 +40,7 @@ def random_kills(bench: Bench) -> list[Kill]:
 
 
 def _random_kills(bench: Bench) -> list[Kill]:
-    draw, wanted = bench.draw("R1"), bench.trials(50, 6)
+    draw, wanted = bench.draw("R1"), bench.trials(50, 10)
     whole, length = bench.reference(**OFTEN), _length(bench)
     done: list[Kill] = []
     for number in range(2 * wanted):
@@ -143,12 +143,12 @@ def asked_to_stop(bench: Bench) -> Outcome:
     for number in range(count):
         folder = bench.place("asked")
         recipe = bench.recipe(folder, **settings)
-        moment = draw.uniform(0.1, 1.2)
-        slowed = (*bench.worse, inject("slow_steps", seconds=0.08))
+        moment = draw.uniform(0.1, 1.6)
+        slowed = (*bench.worse, inject("slow_steps", seconds=0.15))
         trial = bench.rig.start(["run", str(recipe)], folder, first=slowed)
         _wait_for_journal(folder / "run")  # an interpreter that has not begun has nothing to save
         time.sleep(moment)
-        seconds, code = _ask(trial)
+        seconds, code = _ask(trial, bench.limit(GRACE_SECONDS))
         slowest = max(slowest, seconds)
         if code == 0:
             continue  # it was done before
@@ -165,17 +165,17 @@ def asked_to_stop(bench: Bench) -> Outcome:
             )
     right = all(code == 75 for code in codes)
     figure = f"{lost} steps lost over {len(codes)} signals; {same} bit-identical; exit {_all(codes)}; {slowest:.1f} s"
-    met = bool(codes) and lost == 0 and right and same == len(codes) and slowest < GRACE_SECONDS
+    met = bool(codes) and lost == 0 and right and same == len(codes) and slowest < bench.limit(GRACE_SECONDS)
     numbers = {"signals": len(codes), "steps_lost": lost, "identical": same, "slowest_seconds": round(slowest, 2)}
     return Outcome(figure, met, numbers, baseline.asked_to_stop(bench), tuple(notes))
 
 
-def _ask(trial: Trial) -> tuple[float, int]:
+def _ask(trial: Trial, grace: float) -> tuple[float, int]:
     """SIGTERM, and SIGKILL when the grace is over: seconds and exit code."""
     began = time.monotonic()
     os.kill(trial.pid, signal.SIGTERM)
     try:
-        code = trial.wait(GRACE_SECONDS)
+        code = trial.wait(grace)
     except TimeoutError:
         code = -signal.SIGKILL
     return time.monotonic() - began, code

@@ -19,14 +19,14 @@ from modelwright.bench.results import children_of
 from modelwright.bench.rig import steps_of, told, wait_for_step
 
 OF_NODES = {
-    "R12": ("rank_stopped_found", "rank_stopped"),
-    "R13": ("rank_killed",),
-    "R15": ("link_40",),
-    "R16": ("link_gone",),
-    "R17": ("clock_skew",),
-    "R31": ("node_lost",),
+    "R12": ("rank_stopped", ("rank_stopped_found", "rank_stopped")),
+    "R13": ("rank_killed", ("rank_killed",)),
+    "R15": ("link_40", ("link_40",)),
+    "R16": ("link_gone", ("link_gone",)),
+    "R17": ("clock_skew", ("clock_skew",)),
+    "R31": ("node_lost", ("node_lost",)),
 }
-"""Which figures of the two nodes belong to which row."""
+"""By row: what is done to two nodes, and which of its figures belong here."""
 MOST_DIFFERENCE = 1e-5
 
 
@@ -65,29 +65,28 @@ class Launch:
 
 def of_nodes(row: str, bench: Bench) -> Outcome:
     """One row of what is done to two nodes; all that were chosen are measured together, once."""
-    chosen = [name for each, names in OF_NODES.items() if each in bench.chosen for name in names]
+    chosen = [act for each, (act, _) in OF_NODES.items() if each in bench.chosen]
     found: dict[str, Any] = bench.once("two nodes", lambda: faults.measure(only=chosen))
     if "skipped" in found:
         raise Skipped(found["skipped"])
-    rows = [found["faults"].get(name) for name in OF_NODES[row]]
-    if any(each is None for each in rows):
-        raise Skipped("needs a C compiler: the wrong clock is a small library")
-    figure = "; ".join(f"{each['what'].partition(': ')[2] or each['what']} {each['figure']:g}" for each in rows)
-    changed = {name: each["batches_changed"] for name, each in found["unchanged"].items()}
-    met = all(each["met"] for each in rows) and not any(changed.values())
-    numbers = {name: each["figure"] for name, each in zip(OF_NODES[row], rows, strict=True)}
-    notes = tuple(f"{name}: {count} batches changed" for name, count in changed.items() if count)
-    return Outcome(_told(row, figure, rows), met, numbers, None, notes)
+    rows = [found["faults"].get(name, {"failed": "it was not measured"}) for name in OF_NODES[row][1]]
+    notes = tuple(each["failed"] for each in rows if "failed" in each)
+    if notes:
+        return Outcome("the trial failed", False, notes=notes)
+    changed = sum(each.get("batches_changed", 0) for each in rows)
+    numbers = {name: each["figure"] for name, each in zip(OF_NODES[row][1], rows, strict=True)}
+    figure = SENTENCES[row].format(*(f"{each['figure']:g}" for each in rows))
+    return Outcome(figure, all(each["met"] for each in rows) and not changed, {**numbers, "batches_changed": changed})
 
 
-def _told(row: str, figure: str, rows: list[dict[str, Any]]) -> str:
-    if row == "R12":
-        return f"found in {rows[0]['figure']:g} s, training again in {rows[1]['figure']:g} s"
-    if row == "R17":
-        return f"{rows[0]['figure']:g} of 2 nodes refused"
-    if row == "R16":
-        return f"both sides out with a cause in {rows[0]['figure']:g} s"
-    return f"training again in {rows[0]['figure']:g} s"
+SENTENCES = {
+    "R12": "found in {} s, training again in {} s",
+    "R13": "training again in {} s",
+    "R15": "training again {} s after it is back",
+    "R16": "both sides out with a cause in {} s",
+    "R17": "{} of 2 nodes refused",
+    "R31": "training again in {} s",
+}
 
 
 def launcher_killed(bench: Bench) -> Outcome:

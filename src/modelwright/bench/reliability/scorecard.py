@@ -8,7 +8,6 @@ import textwrap
 import time
 import traceback
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,8 @@ from modelwright.bench.reliability.fault import Bench, Fault, Outcome, Skipped
 from modelwright.errors import UsageError
 
 SEED = 20261115
+OPENS = "<!-- figures: made by `modelwright bench reliability --save` from bench/results/reliability.json -->"
+CLOSES = "<!-- end of figures -->"
 MODULES = (kills, damage, disk, numbers, ranks, wishes, rows, memory, places, cost, goodput, security)
 
 
@@ -104,14 +105,27 @@ def row(fault: Fault, bench: Bench) -> dict[str, Any]:
     }
 
 
-def merged(measured: dict[str, Any]) -> dict[str, Any]:
-    """A measurement with what was kept before of the rows that it does not have; each row keeps its day and commit."""
-    stamp = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": measured["commit"]}
+def keep(measured: dict[str, Any]) -> Path:
+    """Keep a measurement, and bring the page that shows it up to date.
+
+    Rows that were measured before and are not measured now stay; each row carries its own day and commit.
+    """
+    stamp = {"date": measured["date"], "commit": measured["commit"]}
     fresh = {name: {**each, **stamp} for name, each in measured["figures"]["rows"].items()}
-    kept = (results.kept("reliability") or {}).get("figures", {}).get("rows", {})
-    known = {**kept, **fresh}
-    ordered = {fault.id: known[fault.id] for fault in FAULTS if fault.id in known}
-    return {**measured, "figures": {**measured["figures"], "rows": ordered}}
+    known = {**(results.kept("reliability") or {}).get("figures", {}).get("rows", {}), **fresh}
+    rows = {fault.id: known[fault.id] for fault in FAULTS if fault.id in known}
+    path = results.save({**measured, "figures": {**measured["figures"], "rows": rows}})
+    if (shown := page()) is not None:
+        before, _, rest = shown.read_text(encoding="utf-8").partition(OPENS)
+        after = rest.partition(CLOSES)[2]
+        shown.write_text(f"{before}{OPENS}\n{as_markdown({'rows': rows})}{CLOSES}{after}", encoding="utf-8")
+    return path
+
+
+def page() -> Path | None:
+    """The page of the documentation that shows the table, in a checkout."""
+    path = (results.checkout() or Path()) / "docs" / "concepts" / "what-a-run-survives.md"
+    return path if path.exists() else None
 
 
 def lines(figures: dict[str, Any]) -> list[str]:

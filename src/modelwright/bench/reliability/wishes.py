@@ -23,22 +23,24 @@ def two_at_once(bench: Bench) -> Outcome:
     """R18: a second process in the folder of a running one."""
     whole, folder = bench.reference(), bench.place("two")
     recipe = bench.recipe(folder)
-    running = bench.rig.start(["run", str(recipe)], folder, first=(*bench.worse, inject("slow_steps", seconds=0.25)))
+    running = bench.rig.start(
+        ["run", str(recipe)], folder, first=(*bench.worse, inject("slow_steps", seconds=0.4, after=2))
+    )
     wait_for_step(folder / "run", 2)
     began = time.monotonic()
     code, output = bench.run(recipe)
     seconds = time.monotonic() - began
     unharmed = running.wait() == 0 and trace(folder / "run") == whole
     figure = f"refused with {code} in {seconds:.1f} s; the first is {'unharmed' if unharmed else 'harmed'}"
-    met = code == 77 and seconds < 5 and unharmed and "is in use by process" in output
+    met = code == 77 and seconds < bench.limit(5) and unharmed and "is in use by process" in output
     numbers = {"seconds": round(seconds, 2), "exit_code": code, "unharmed": unharmed}
     return Outcome(figure, met, numbers, None, () if met else (output[-300:],))
 
 
 def other_wishes(bench: Bench) -> Outcome:
     """R20: going on with another learning rate, batch, length, seed, other rows, another model."""
-    good, notes = 0, []
-    for what, words, named in CHANGES:
+    good, notes, changes = 0, [], CHANGES[:: 3 if bench.smoke else 1]
+    for what, words, named in changes:
         folder = bench.place("wishes")
         recipe = bench.recipe(folder)
         bench.run(recipe, first=[inject("die_at_step", step=8)])
@@ -52,8 +54,8 @@ def other_wishes(bench: Bench) -> Outcome:
         good += refused
         if not refused:
             notes.append(f"{what}: exit {code}: {output.strip()[-200:]}")
-    figure = counted(good, len(CHANGES), "changes refused by name (exit 77)")
-    return Outcome(figure, good == len(CHANGES), {"changes": len(CHANGES), "refused": good}, None, tuple(notes))
+    figure = counted(good, len(changes), "changes refused by name (exit 77)")
+    return Outcome(figure, good == len(changes), {"changes": len(changes), "refused": good}, None, tuple(notes))
 
 
 def _other_model(bench: Bench) -> str:
