@@ -7,8 +7,6 @@ from pathlib import Path
 from rig import Rig, trace
 from tiny import tiny_recipe
 
-FILES = ("manifest.json", "state.json", "model.safetensors", "optimizer.safetensors")
-
 
 def flip(path: Path) -> None:
     """Flip one bit in the middle."""

@@ -1,4 +1,4 @@
-"""A run can be killed at any moment: it goes on, and ends as if nothing had happened, bit for bit."""
+"""Signals, changed wishes and gates that close later; random kills are in tests/bench/test_reliability.py."""
 
 from __future__ import annotations
 
@@ -13,46 +13,12 @@ from modelwright.runs.beat import is_gone
 from rig import Rig, slow_after, steps_of, told, trace, wait_for_step
 from tiny import tiny_recipe
 
-KILLS = 36
-KILLS_PER_RUN = 3
-SEED = 20261115
-
 
 def finish(rig: Rig, recipe: Path) -> str:
     """Run to the end; whatever happened before must not matter."""
     code, output = rig.run(["run", str(recipe)], recipe.parent)
     assert code == 0, output
     return output
-
-
-WATCHED = ("mkdir", "fsync", "rename", "replace", "unlink", "rmdir")
-"""The calls that change what a power cut or a kill would find."""
-AT_WRITE_STEP = """
-import os, signal
-from modelwright.engine.checkpoint import Checkpoints
-seen, inside = 0, False
-def watch(name):
-    real = getattr(os, name)
-    def call(*values, **named):
-        global seen
-        if inside:
-            seen += 1
-            if seen == {moment}:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return real(*values, **named)
-    setattr(os, name, call)
-for name in {watched}:
-    watch(name)
-save = Checkpoints.save
-def watched_save(self, snapshot, *rest):
-    global inside
-    inside = snapshot.step == {step}
-    save(self, snapshot, *rest)
-    if inside:
-        print("write steps:", seen)
-    inside = False
-Checkpoints.save = watched_save
-"""
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

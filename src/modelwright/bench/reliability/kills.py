@@ -68,14 +68,12 @@ def _length(bench: Bench) -> float:
 
 def _finished(bench: Bench, folder: Path, moment: float, whole: dict[str, Any], where: str) -> Kill:
     run = folder / "run"
-    reached = max(steps_of(run), default=0)
     code, output = bench.run(folder / "recipe.yaml")
     if code:
         return Kill(moment, False, False, 0, f"{where}: exit {code}: {output.strip()[-200:]}")
-    resumed = told(run, "resumed")
-    redone = reached - (resumed[-1]["step"] if resumed else 0)
+    redone = len(told(run, "step")) - len(steps_of(run))
     same = trace(run) == whole
-    return Kill(moment, True, same, max(0, redone), "" if same else f"{where}: it differs from the untouched run")
+    return Kill(moment, True, same, redone, "" if same else f"{where}: it differs from the untouched run")
 
 
 def resume(bench: Bench) -> Outcome:
