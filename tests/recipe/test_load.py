@@ -158,6 +158,13 @@ def test_the_command_line_may_map_a_variable(folder: Path) -> None:
     assert sft(child("", "environment.RATE=sft.lr", RATE="1e-3")).learning_rate == 1e-3
 
 
+def test_an_empty_mapping_of_the_command_line_clears_what_the_recipe_says(folder: Path) -> None:
+    gated = "gates:\n  sft:\n    eval_loss: {at_most: 2}\n"
+    assert child(gated).recipe.gates and not child(gated, "gates={}").recipe.gates
+    assert not child(gated, "gates.sft={}").recipe.gates.get("sft")
+    assert set(child(gated, "gates={}", "gates.sft.eval_loss.at_most=9").recipe.gates) == {"sft"}
+
+
 def test_text_settings_take_the_command_line_as_it_is(folder: Path) -> None:
     loaded = child("", "data.system_prompt=You are: a ranger", "model.revision=1234567", "data.split_by='quoted'")
     assert loaded.recipe.data.system_prompt == "You are: a ranger"

@@ -158,8 +158,12 @@ GIVES_WAY: Mapping[Path, Mapping[str, tuple[str, ...]]] = {
 
 
 def merge(lower: Located, upper: Located, path: Path = ()) -> Located:
-    """Lay one tree over another: mappings are merged deeply, everything else is replaced."""
-    if not isinstance(lower.value, dict) or not isinstance(upper.value, dict):
+    """Lay one tree over another: mappings are merged deeply, everything else is replaced.
+
+    An empty mapping of --set clears: merged it would say nothing, and nobody types that.
+    """
+    clears = bool(path) and not upper.entries and upper.origin.kind == "set"
+    if clears or not isinstance(lower.value, dict) or not isinstance(upper.value, dict):
         return upper
     merged = dict(lower.value)
     for key, losers in GIVES_WAY.get(path, {}).items():
