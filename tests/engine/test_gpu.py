@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.utils
 
 from modelwright.bench import speed
 from modelwright.errors import Interrupted
@@ -120,6 +121,14 @@ def test_recorded_steps_compute_what_unrecorded_steps_compute() -> None:
     )
     assert recorded.losses == pytest.approx(plain.losses, rel=2e-3)
     assert recorded.losses[-1] < recorded.losses[0]
+
+
+@pytest.mark.parametrize("recorded", ["never", "always"])
+def test_few_moving_weights_are_moved_without_compiling(model_folder: Path, tmp_path: Path, recorded: str) -> None:
+    torch._dynamo.utils.counters.clear()
+    settings = {"precision": "bf16", "cuda_graphs": recorded, "trainable": {"norms": True}}
+    steps = trace(run(tmp_path, model_folder, **settings))["steps"]
+    assert len(steps) == 12 and not torch._dynamo.utils.counters["stats"]
 
 
 def test_fp8_learns_what_bf16_learns() -> None:

@@ -2,6 +2,9 @@
 
 An fp32 master is its bf16 rounding (the weight the model computes with) and a signed 16-bit rest: 4 bytes together
 instead of 6, no casting in the forward and backward pass, and the very arithmetic of fp32 masters in the update.
+
+On a GPU that update is compiled, which took 10 s of a 29 s run in which few weights moved. Where few move, their
+masters are held whole beside them instead (2 bytes a weight more), and torch's own fused AdamW moves those at once.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from torch.distributed.tensor import DTensor
 
 REST = "rest"
 """What the optimizer state calls the 16 bits that a bf16 weight has lost."""
+MASTER = "master"
+"""What it calls a master that is held whole, in place of the rest; a checkpoint has the rest either way."""
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,12 +50,15 @@ class SplitAdamW(torch.optim.Optimizer):
     """AdamW whose weights are bf16 and whose masters are exact; rests: by weight, what halving it left over.
 
     The mean of the gradients may be kept in bf16, which saves two bytes a weight and costs nothing that shows.
+    few: whether the weights are few enough to hold their masters whole; with fp32 means, unsharded, they then are.
     """
 
     def __init__(
-        self, groups: Iterable[dict[str, Any]], rests: dict[Tensor, Tensor], mean: torch.dtype, **defaults: Any
-    ) -> None:
+        self, groups: Iterable[dict[str, Any]], rests: dict[Tensor, Tensor], mean: torch.dtype, few: bool = False,
+        **defaults: Any,
+    ) -> None:  # fmt: skip
         super().__init__(groups, defaults)
+        self._whole = few and mean is torch.float32 and not any(isinstance(weight, DTensor) for weight in rests)
         count: Tensor | None = None
         for group in self.param_groups:
             for weight in group["params"]:
@@ -79,6 +87,9 @@ class SplitAdamW(torch.optim.Optimizer):
                     continue
                 state = self.state[weight]
                 state["step"] = count  # one count for all, also after a restart that read it many times
+                if self._whole:
+                    _move_whole(weight, state, group["lr"], settings)
+                    continue
                 parts = (weight, weight.grad, state[REST], state["exp_avg"], state["exp_avg_sq"])
                 _update(count.is_cuda)(*map(_flat, parts), learning_rate, rates, settings)
 
@@ -101,6 +112,21 @@ def _move(
     rest.copy_(left)
 
 
+def _move_whole(
+    weight: Tensor, state: dict[str, Tensor], learning_rate: float | Tensor, settings: tuple[float, ...]
+) -> None:
+    """One AdamW step of one tensor whose master is held whole; made of weight and rest when first needed."""
+    beta1, beta2, epsilon, decay = settings
+    if REST in state:
+        state[MASTER] = join(weight, state.pop(REST))
+    assert weight.grad is not None
+    torch._fused_adamw_(
+        [state[MASTER]], [weight.grad.float()], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]],
+        lr=learning_rate, beta1=beta1, beta2=beta2, weight_decay=decay, eps=epsilon, amsgrad=False, maximize=False,
+    )  # fmt: skip
+    weight.copy_(_rounded(state[MASTER].view(torch.int32)).to(torch.int16).view(torch.bfloat16))
+
+
 _MOVES: dict[bool, Any] = {False: _move}
 
 
@@ -116,8 +142,12 @@ def _split_bits(bits: Tensor) -> tuple[Tensor, Tensor]:
 
     Ties go away from zero: to even, a tie that goes down would leave a rest of 32768, one more than int16 holds.
     """
-    high = (bits + 0x8000) >> 16
+    high = _rounded(bits)
     return high.to(torch.int16), (bits - (high << 16)).to(torch.int16)
+
+
+def _rounded(bits: Tensor) -> Tensor:
+    return (bits + 0x8000) >> 16
 
 
 def _joined_bits(high: Tensor, rest: Tensor) -> Tensor:
