@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test docs lint format bench-start bench-sft clean
+.PHONY: setup demo test docs test-docs docs-outputs lint format bench-start bench-sft clean
 
 setup: $(STAMP)
 
@@ -29,6 +29,14 @@ docs: setup
 	$(BIN)/python -c 'import material' 2>/dev/null || \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	$(BIN)/python docs/build.py
+
+# The lessons of docs/learn, typed in one after the other: about half an hour on two slow cores.
+test-docs: setup
+	LESSONS=1 $(BIN)/python -m pytest tests/docs
+
+# The same, and what was printed is written into the pages; read each difference before you keep it.
+docs-outputs: setup
+	LESSONS=1 UPDATE_GOLDEN=1 $(BIN)/python -m pytest tests/docs
 
 lint: setup
 	$(BIN)/ruff check .

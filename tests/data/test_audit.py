@@ -68,10 +68,19 @@ def test_the_numbers_foretell_cuts_copies_leaks_and_padding(tmp_path: Path) -> N
 
 def test_a_split_by_rows_does_not_hide_its_leak_from_the_audit(tmp_path: Path) -> None:
     parts = {"question": "prompt", "answer": "completion"}
-    data = Data(dataset_name="field-guide-editions", columns=parts, split_by="row", test_size=24)
+    data = Data(dataset_name="field-guide-editions", columns=parts, split_by="row", test_size=16)
     split = audit(data, FRAME, tmp_path).facts["split"]
-    assert split["questions_on_both_sides"] > 8
+    assert split["questions_on_both_sides"] > 4
     assert split["leak_of_a_random_split"] > 0.4
+
+
+def test_a_long_system_prompt_makes_no_rows_alike(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", GOOD)
+    found = [
+        audit(Data(dataset_name=str(path), system_prompt=said), FRAME, tmp_path).facts["duplicates"]["near"]
+        for said in (None, "You are an expert who answers at length and with care. " * 20)
+    ]
+    assert found[0] == found[1]
 
 
 def test_the_practical_skills_leak_in_a_random_split_and_not_in_ours(shared: Path) -> None:

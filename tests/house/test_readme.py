@@ -25,6 +25,8 @@ from modelwright.recipe.load import dump, load, shipped
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+LESSONS = ROOT / "docs/learn"
+"""Pages with a test of their own, tests/docs."""
 BLOCK = re.compile(
     r"^(?:<!-- file: (?P<file>\S+) -->\n)?```(?P<kind>\w+)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL
 )
@@ -81,7 +83,7 @@ def commands() -> Iterator[Command]:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for block in BLOCK.finditer(text):
-            if block["kind"] != "bash":
+            if block["kind"] != "bash" or page.parent == LESSONS:
                 continue
             first = text[: block.start("body")].count("\n") + 1
             after = BLOCK.match(text, block.end() + len("\n\n"))

@@ -102,7 +102,7 @@ def audit(data: Data, frame: Frame, beside: Path) -> Audit:
         "lengths": histogram(lengths),
         "max_length": frame.max_length,
         "truncated": _truncated(lengths, frame),
-        "duplicates": _duplicates(items),
+        "duplicates": _duplicates(items, data.system_prompt or ""),
         "split": _overlap(items, held, data, frame.seed),
         "padding": _padding(lengths, frame),
     }
@@ -179,8 +179,9 @@ def _truncated(lengths: Array, frame: Frame) -> dict[str, Any]:
     return {"rows": int((over > 0).sum()), "share": round(share, 4), "lost_tokens": int(over.sum())}
 
 
-def _duplicates(items: Sequence[Item]) -> dict[str, Any]:
-    texts = [item.text for item in items]
+def _duplicates(items: Sequence[Item], system_prompt: str) -> dict[str, Any]:
+    """Rows that say the same; a long system prompt, which all rows share, would make all of them nearly the same."""
+    texts = [item.text.removeprefix(f"{system_prompt}\n") for item in items]
     times = Counter(texts)
     signatures = minhash.signatures(shingle(texts, minhash.SIZE))
     everyone = np.ones(len(texts), dtype=np.bool_)

@@ -84,6 +84,8 @@ def said(metric: str, value: Any) -> str:
         return "–"
     if metric in ("time", "seconds"):
         return duration(value)
+    if metric in ("steps", "tokens", "trained_tokens"):
+        return f"{value:,.0f}"
     return f"{value:.1%}" if metric == "goodput" else number(value)
 
 
