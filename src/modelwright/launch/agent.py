@@ -73,6 +73,9 @@ def _run(wish: Wish, signs: Signs) -> tuple[int, str | None]:
         )
     except RendezvousError as error:
         return Interrupted.exit_code, f"the nodes did not meet again ({error}); the same command continues"
+    except RuntimeError as error:  # the store went away while something was asked of it
+        reason = str(error).strip().splitlines()[0]
+        return Interrupted.exit_code, f"the main node has gone ({reason}); its output says why"
     else:
         if not result.is_failed():
             return 0, None

@@ -79,6 +79,7 @@ class Muster:
         self._store = _connect(wish, is_main=wish.node == 0)
         self._members: tuple[int, ...] = ()
         self._changed: dict[int, tuple[bytes, float]] = {}
+        self._turn = 0
 
     def join(self) -> None:
         """Be accepted by the main node, or refused with its letter; then keep a pulse."""
@@ -89,8 +90,9 @@ class Muster:
         self._in_background(self._keep_pulse)
 
     def watch(self, members: tuple[int, ...]) -> None:
-        """These nodes train together from now on."""
-        self._members = members
+        """These nodes train together from now on; how silent they were before is forgotten."""
+        self._members, self._changed = members, {}
+        self._signs.pulse(self._turn, dict.fromkeys(members, 0.0))
 
     def _ask(self) -> None:
         store = self._store
@@ -135,22 +137,26 @@ class Muster:
 
     def _keep_pulse(self) -> None:
         """Say that this node is there, and write down who else has been silent, and for how long."""
-        store, turn = _connect(self._wish, is_main=False), 0
+        store = _connect(self._wish, is_main=False)
         while True:
-            turn += 1
+            self._turn += 1
             with suppress(RuntimeError):
-                store.set(f"alive/{self._wish.node}", str(turn))
-                self._signs.pulse(turn, {node: self._silence(store, node) for node in self._members})
+                store.set(f"alive/{self._wish.node}", str(self._turn))
+                members = self._members
+                silences = {node: self._silence(store, node) for node in members}
+                if members is self._members:
+                    self._signs.pulse(self._turn, silences)
             time.sleep(PULSE_SECONDS)
 
     def _silence(self, store: Any, node: int) -> float:
-        now, before = time.monotonic(), self._changed.get(node)
+        now, changed = time.monotonic(), self._changed
+        before = changed.get(node)
         if node == self._wish.node:
             return 0.0
         value = store.get(f"alive/{node}") if store.check([f"alive/{node}"]) else b""
         if before is None or before[0] != value:
-            self._changed[node] = (value, now)
-        return now - self._changed[node][1]
+            changed[node] = (value, now)
+        return now - changed[node][1]
 
     def _in_background(self, action: Callable[[], None]) -> None:
         threading.Thread(target=action, daemon=True, name=action.__name__.strip("_")).start()

@@ -27,6 +27,7 @@ SLOW_BYTES = 50e6
 def look_at_nodes(asked: Asked, loaded: LoadedRecipe | None) -> list[Check]:
     """Every node runs this at the same time; each tells what it found about itself and the main node."""
     wish, shared = _wish(asked, loaded), Path(loaded.recipe.run_dir) if loaded else None
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what it would write is told as a finding
     try:
         store = _meet(wish)
     except RuntimeError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +92,7 @@ class Signs:
         return (value["exit_code"], value["letter"]) if value else None
 
     def _write(self, name: str, value: dict[str, Any]) -> None:
-        partial = self.folder / f".{name}"
+        partial = self.folder / f".{name}.{threading.get_ident()}"
         partial.write_text(json.dumps(value), encoding="utf-8")
         partial.replace(self.folder / name)
 

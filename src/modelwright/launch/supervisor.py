@@ -33,6 +33,7 @@ IMPORT_SECONDS = 300.0
 """How long the agent may take to load torch on a slow disk, besides the nodes' meeting."""
 QUIET = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore:resource_tracker",  # an agent that is killed leaves names that the kernel forgets anyway
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # so that counting GPUs before the fork does not spoil them for the ranks
 }
 
@@ -90,9 +91,9 @@ class Supervisor:
         alive = [rank for rank, pid in pids.items() if states[pid] not in (None, "Z", "X")]
         if self._times_asked:
             self._ask([pids[rank] for rank in alive])  # also those that were being started when it came
+        self._lost = self._pulses.lost(self._signs.last_pulse, now) or (None if alive else self._lost)
         if alive:
             self._idle_since = now
-            self._lost = self._pulses.lost(self._signs.last_pulse, now)
             for rank in alive if self._lost else ():
                 self._end_rank(Finding(rank, pids[rank], f"cannot go on: {self._lost}"))
         return self._tired(now - self._idle_since)
@@ -107,10 +108,11 @@ class Supervisor:
         if not self._known:
             late = f"the nodes did not meet within {wish.join_seconds} s; see: modelwright doctor --nodes"
             return late if idle > wish.join_seconds + IMPORT_SECONDS else None
-        if idle > wish.rejoin_seconds:
+        patience = wish.rejoin_seconds if self._lost else wish.join_seconds  # a busy machine is no lost one
+        if idle > patience:
             who = "the other nodes" if wish.node == 0 else f"the main node, {wish.address}:{wish.port},"
             why = f"{self._lost}; " if self._lost else ""
-            return f"{why}{who} could not be met again within {wish.rejoin_seconds} s; the same command continues"
+            return f"{why}{who} could not be met again within {patience} s; the same command continues"
         return None
 
     def _end_rank(self, finding: Finding) -> None:

@@ -56,7 +56,7 @@ class Wish:
     join_seconds: int = 600
     """How long the first meeting of the nodes may take."""
     rejoin_seconds: int = 40
-    """How long a later one may take."""
+    """How long a later one may take when a node has fallen silent; one that answers is given the first one's time."""
     preload: tuple[str, ...] = ()
     """Modules that the ranks are forked with, so that a restart does not import them again."""
     fingerprint: str = ""
