@@ -30,6 +30,7 @@ READ_THE_ENVIRONMENT = {
         "bench/cluster.py",
         "bench/rig.py",
         "launch/preflight.py",
+        "launch/torchrun.py",
     ),  # these hand it on to other processes
 }
 
