@@ -35,6 +35,12 @@ def test_the_card_shows_before_after_verdict_and_time(tmp_path: Path) -> None:
     assert not any("words an answer" in line for line in lines), "what was not measured is not shown"
 
 
+def test_where_nothing_was_trained_there_is_no_verdict(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    Journal(run.journal).add("done", seconds=3.0)
+    assert "  verdict          none: nothing was trained yet" in card(run).splitlines()
+
+
 def test_the_card_ends_with_three_commands(tmp_path: Path) -> None:
     commands = card(finished_run(tmp_path, METRICS)).split("next:")[1].strip().splitlines()
     assert [command.split()[1] for command in commands] == ["ask", "compare", "gate"]

@@ -49,7 +49,8 @@ def card(folder: RunFolder) -> str:
         if metrics.get(after) is not None:
             change = _change(metrics.get(before), metrics[after]) if after == "eval_loss" else ""
             lines.append(f"  {label:<16} {number(metrics.get(before))} → {number(metrics[after])}{change}")
-    lines.append(f"  {'verdict':<16} {'open' if facts.get('open') else 'closed'}")
+    verdict = "open" if facts.get("open") else "closed" if "stage" in facts else "none: nothing was trained yet"
+    lines.append(f"  {'verdict':<16} {verdict}")
     unit = "image" if metrics.get("eval_accuracy") is not None else "token"
     trained = f"{counted(metrics.get('steps', 0), 'step')}, {counted(metrics.get('tokens', 0), unit)}"
     whole = f"; {duration(facts['seconds'])} in all since this start" if "seconds" in facts else ""
