@@ -3,8 +3,38 @@
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+SECRET_NAME = r"(TOKEN|PASSWORD|PASSWD|SECRET|CREDENTIALS?|(API|ACCESS|PRIVATE)_?KEY)$"
+"""How variables are called that hold a secret."""
+SECRET = (
+    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
+    r"|A[KS]IA[0-9A-Z]{12,}|xox[abprs]-[\w-]{10,}|AIza[\w-]{30,}|sha256~\S{20,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)"
+    r"|(?<=://)[^\s/@]+(?=@)|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+    r"|(?<=[?&])(?:[\w-]*token|[\w-]*key|sig|signature|x-amz-\w+|password)=[^\s&'\"]{8,}"
+)
+"""What looks like a secret, wherever it stands: tokens by their form, the name and password of a URL, signed URLs."""
+
+
+def names_secret(name: str) -> bool:
+    """Whether a variable of this name holds a secret."""
+    return re.search(SECRET_NAME, name, re.IGNORECASE) is not None
+
+
+def holds_secret(text: str) -> bool:
+    """Whether something in a text looks like a secret."""
+    return re.search(SECRET, text, re.IGNORECASE) is not None
+
+
+def hide(text: str) -> str:
+    """The text without what looks like a secret, and without half a letter, which nothing can write.
+
+    Letters are printed, logged and sent to others.
+    """
+    whole = text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+    return re.sub(SECRET, "(hidden)", whole, flags=re.IGNORECASE)
 
 
 class ModelwrightError(Exception):
@@ -13,6 +43,9 @@ class ModelwrightError(Exception):
     exit_code = 2
     told_elsewhere = False
     """Whether another process has written the letter already."""
+
+    def __init__(self, letter: str = "") -> None:
+        super().__init__(hide(letter))
 
 
 class UsageError(ModelwrightError):
@@ -27,6 +60,10 @@ class Problem:
     """File and line, as ``lyrics.yaml:14``."""
     message: str
     """What was found and what would do."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "where", hide(self.where))
+        object.__setattr__(self, "message", hide(self.message))
 
     def __str__(self) -> str:
         return f"{self.where}: {self.message}"

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from modelwright.cli.recipes import JsonOption
-from modelwright.errors import UsageError
+from modelwright.errors import UsageError, hide
 
 
 def register(app: typer.Typer) -> None:
@@ -36,18 +36,18 @@ def convert(
     moved = move(file, tool, stage)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(moved.text, encoding="utf-8")
+        output.write_text(hide(moved.text), encoding="utf-8")
     if as_json:
-        typer.echo(json.dumps(told(moved), indent=2, ensure_ascii=False))
+        typer.echo(hide(json.dumps(told(moved), indent=2, ensure_ascii=False)))
         return
     if output is None:
-        typer.echo(moved.text, nl=False)
+        typer.echo(hide(moved.text), nl=False)
     titles = {"lost": "is not carried over", "nearest": "is carried over as the nearest there is"}
     for each in moved.left:
         if each.kind in titles:
             place = f"{file}:{each.line}" if each.line else str(file)
             what = f"{each.key}: {each.shown}" if each.shown else each.key
-            print(f"{place}: {what} {titles[each.kind]}; {each.advice}", file=sys.stderr)
+            print(hide(f"{place}: {what} {titles[each.kind]}; {each.advice}"), file=sys.stderr)
     where = f"{output}: " if output is not None else ""
     print(
         f"{where}{moved.stage} of {moved.recipe.model.name}; {len(moved.carried)} settings came along", file=sys.stderr

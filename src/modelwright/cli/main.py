@@ -9,7 +9,7 @@ import typer
 
 from modelwright import __version__
 from modelwright.cli import bench, convert, data, doctor, export, launch, plan, recipes, report, run, talk, use
-from modelwright.errors import Interrupted, ModelwrightError, StorageError, is_storage_failure
+from modelwright.errors import Interrupted, ModelwrightError, StorageError, hide, is_storage_failure
 
 CONTROL_C = 130
 """What typer makes of Ctrl-C; ours is the code of everything that stops early and can go on."""
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
         if debug:
             raise
         if not error.told_elsewhere:
-            print(error, file=sys.stderr)
+            print(_quiet(str(error)), file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(Interrupted.exit_code)
@@ -76,8 +76,22 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(Interrupted.exit_code if stop.code == CONTROL_C else stop.code)
     except Exception as error:
         if debug:
+            _hide_secrets(error)
             raise
-        print(
-            f"{type(error).__name__}: {error}\nThis was not foreseen; --debug shows where it happened", file=sys.stderr
-        )
+        found = _quiet(hide(f"{type(error).__name__}: {error}"))
+        print(f"{found}\nThis was not foreseen; --debug shows where it happened", file=sys.stderr)
         sys.exit(StorageError.exit_code if isinstance(error, OSError) and is_storage_failure(error) else 1)
+
+
+def _quiet(text: str) -> str:
+    """A letter may quote data, and data may hold what a terminal acts upon."""
+    from modelwright.report.lines import quiet
+
+    return quiet(text)
+
+
+def _hide_secrets(error: BaseException | None) -> None:
+    """Take what looks like a secret out of an error of others, and of those before it, since all are printed."""
+    while error is not None:
+        error.args = tuple(hide(part) if isinstance(part, str) else part for part in error.args)
+        error = error.__cause__ or error.__context__

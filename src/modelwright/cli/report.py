@@ -29,7 +29,9 @@ def report(run: Run, as_json: Json = False) -> None:
     from modelwright.report import page
     from modelwright.runs.folder import open_run
 
-    path = page.write(open_run(run))
+    folder = open_run(run)
+    folder.refuse_links()
+    path = page.write(folder)
     print(json.dumps({"report": str(path), "bytes": path.stat().st_size}) if as_json else path)
 
 

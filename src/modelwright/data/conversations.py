@@ -153,7 +153,8 @@ def columns_by_part(row: Row, columns: dict[str, Any]) -> dict[str, str]:
 def split(items: Sequence[Item], data: Data, seed: int) -> tuple[list[Item], list[Item]]:
     """Hold out whole groups, chosen by a hash of the seed and the group, so that nothing stands on both sides."""
     groups = sorted(
-        {item.group for item in items}, key=lambda group: (xxhash.xxh3_64_intdigest(f"{seed}:{group}".encode()), group)
+        {item.group for item in items},
+        key=lambda group: (xxhash.xxh3_64_intdigest(f"{seed}:{group}".encode("utf-8", "surrogatepass")), group),
     )
     count = data.test_size.of(len(groups))
     if count >= len(groups):
@@ -190,6 +191,8 @@ def _messages(row: Row, parts: dict[str, str], system_prompt: str | None) -> lis
     if isinstance(messages, str):
         return messages
     system = row.values.get(parts["system"]) if "system" in parts else system_prompt
+    if system and utf8_size(str(system)) is None:
+        return HALF_A_CHARACTER
     return with_system(messages, str(system) if system else None)
 
 

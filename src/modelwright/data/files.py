@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from modelwright.errors import DataError, Problem, UsageError
+from modelwright.errors import DataError, Problem, UsageError, hide
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 PIECE = 1 << 20
@@ -41,6 +41,11 @@ class Fault:
     """The beginning of what stands there."""
     whole_file: bool = False
     """Whether all of the file is lost with it."""
+
+    def __post_init__(self) -> None:
+        """Keep what is quoted fit to be written anywhere: no secret, and no half of a letter."""
+        for name in ("where", "reason", "found"):
+            object.__setattr__(self, name, hide(getattr(self, name)))
 
 
 @dataclass(frozen=True)
@@ -117,15 +122,21 @@ def _json_line(line: bytes, where: str, first: bool) -> Row | Fault | None:
         return None
     try:
         values = json.loads(text)
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         if first and text.count(",") + text.count(";") and not text.lstrip().startswith(("{", "[")):
             return Fault(where, "this is no JSON; it looks like CSV: name the file .csv", text[:80], True)
-        return Fault(where, f"this is no JSON ({error.msg} at column {error.colno})", text[:80])
+        return Fault(where, f"this is no JSON ({_why(error)})", text[:80])
     except RecursionError:
         return Fault(where, "this JSON is nested too deep to be read", text[:80])
     if not isinstance(values, dict):
         return Fault(where, f"this is a JSON {type(values).__name__}; it wants an object with columns", text[:80])
     return Row(where, values)
+
+
+def _why(error: ValueError) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at column {error.colno}"
+    return "a number in it is too long"
 
 
 def _read_json(path: Path, stretch: Stretch) -> Iterator[Row | Fault]:
@@ -135,10 +146,12 @@ def _read_json(path: Path, stretch: Stretch) -> Iterator[Row | Fault]:
         return
     try:
         values = json.loads(text)
-    except json.JSONDecodeError as error:
-        lines = error.msg == "Extra data" and text.lstrip().startswith("{")
+    except (ValueError, RecursionError) as error:
+        message, line = getattr(error, "msg", None), getattr(error, "lineno", None)
+        lines = message == "Extra data" and text.lstrip().startswith("{")
         hint = "; it looks like one object a line: name the file .jsonl" if lines else ""
-        yield Fault(f"{path.name}:{error.lineno}", f"this is no JSON ({error.msg}){hint}", whole_file=True)
+        where = f"{path.name}:{line}" if line else path.name
+        yield Fault(where, f"this is no JSON ({message or 'nested too deep, or a number too long'}){hint}", "", True)
         return
     if isinstance(values, dict):
         lists = [value for value in values.values() if isinstance(value, list)]
@@ -167,7 +180,11 @@ def _read_csv(path: Path, stretch: Stretch) -> Iterator[Row | Fault]:
 
 def _csv_rows(path: Path, file: TextIO) -> Iterator[Row | Fault]:
     reader = csv.reader(file)
-    head = next(reader, None)
+    try:
+        head = next(reader, None)
+    except csv.Error as error:
+        yield Fault(f"{path.name}:1", f"this is no CSV ({error})", whole_file=True)
+        return
     if head is None:
         return
     if len(head) == 1 and (mark := next((mark for mark in ";\t|" if mark in head[0]), None)):
@@ -175,7 +192,14 @@ def _csv_rows(path: Path, file: TextIO) -> Iterator[Row | Fault]:
         letter = f"the head is one column, {head[0]!r}, that looks separated by {word}; save the file with commas"
         yield Fault(f"{path.name}:1", letter, whole_file=True)
         return
-    for values in reader:
+    while True:
+        try:
+            values = next(reader, None)
+        except csv.Error as error:
+            yield Fault(f"{path.name}:{reader.line_num}", f"this is no CSV ({error})")
+            continue
+        if values is None:
+            return
         if not values:
             continue
         where = f"{path.name}:{reader.line_num}"
@@ -188,7 +212,6 @@ def _csv_rows(path: Path, file: TextIO) -> Iterator[Row | Fault]:
 
 
 def _read_parquet(path: Path, stretch: Stretch) -> Iterator[Row | Fault]:
-    import pyarrow
     import pyarrow.parquet
 
     number = stretch.rows_before
@@ -199,9 +222,9 @@ def _read_parquet(path: Path, stretch: Stretch) -> Iterator[Row | Fault]:
                 for values in batch.to_pylist():
                     number += 1
                     yield Row(f"{path.name} row {number}", values)
-    except (pyarrow.ArrowException, OSError) as error:
-        letter = f"this is no whole Parquet file ({str(error).splitlines()[0]})"
-        yield Fault(path.name, letter, whole_file=True)
+    except Exception as error:  # the library raises many kinds, OverflowError for a date of year 0 among them
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        yield Fault(path.name, f"this is no whole Parquet file ({reason})", whole_file=True)
 
 
 def _read_txt(path: Path, stretch: Stretch) -> Iterator[Row | Fault]:

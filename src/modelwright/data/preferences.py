@@ -20,7 +20,7 @@ from modelwright.data.conversations import (
     split,
     with_system,
 )  # fmt: skip
-from modelwright.data.files import Row
+from modelwright.data.files import HALF_A_CHARACTER, Row, utf8_size
 from modelwright.data.quarantine import Aside
 from modelwright.data.sources import training_rows, validation_rows
 from modelwright.errors import DataError, Problem
@@ -165,6 +165,8 @@ def _pair(row: Row, parts: dict[str, str], data: Data) -> Pair | str:
     if not any(turn["role"] == "user" for turn in chosen[:shared]):
         return "chosen and rejected answer no common question; it wants a prompt"
     system = said.get("system") or (None if "system" in parts else data.system_prompt)
+    if system and utf8_size(str(system)) is None:
+        return HALF_A_CHARACTER
     prompt = with_system(chosen[:shared], str(system) if system else None)
     if data.split_by and data.split_by not in row.values:
         return f"there is no column {data.split_by!r} to split by; {columns_seen(row)}"

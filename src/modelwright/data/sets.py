@@ -9,6 +9,7 @@ from string import Formatter
 from typing import Any
 
 from modelwright.data.conversations import Conversations
+from modelwright.data.derive import fill
 from modelwright.data.files import Row, read_file, strictly
 from modelwright.data.preferences import Preferences
 from modelwright.errors import DataError, Problem, UsageError
@@ -67,7 +68,7 @@ def _asked(row: Row, template: str) -> dict[str, Any]:
         seen = ", ".join(map(str, row.values))
         raise DataError([Problem(row.where, f"there is no column {missing[0]!r}; the columns are {seen}")])
     rest = {name: value for name, value in row.values.items() if name not in used}
-    return {FULL_QUESTION: template.format_map(row.values), **rest}
+    return {FULL_QUESTION: fill(template, row.values, row.where), **rest}
 
 
 def _columns_of(template: str) -> Sequence[str]:

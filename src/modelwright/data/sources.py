@@ -10,7 +10,7 @@ from typing import Any
 
 from modelwright.data import corpus, hub
 from modelwright.data.files import SUFFIXES, Fault, Row, read_file, strictly
-from modelwright.errors import UsageError
+from modelwright.errors import DataError, Problem, UsageError
 from modelwright.recipe.schema import Data
 
 HOME = Path(__file__).parent / "embedded"
@@ -111,7 +111,11 @@ def _stored_set(path: Path, data: Data | None) -> Any:
     """A set that `save_to_disk` wrote, or the split of it that is wanted."""
     from datasets import DatasetDict, load_from_disk
 
-    stored = load_from_disk(str(path))
+    try:
+        stored = load_from_disk(str(path))
+    except Exception as error:  # the library raises many kinds; each becomes one letter
+        letter = f"this is no whole data set of save_to_disk ({_first_line(error)})"
+        raise DataError([Problem(path.name, letter)]) from None
     if not isinstance(stored, DatasetDict):
         return stored
     wanted = (data.dataset_split,) if data else HELD_OUT_SPLITS
@@ -122,8 +126,16 @@ def _stored_set(path: Path, data: Data | None) -> Any:
     return stored[split]
 
 
-def _rows_of(stored: Any, name: str, start: int, stop: int | None) -> Iterator[Row]:
+def _rows_of(stored: Any, name: str, start: int, stop: int | None) -> Iterator[Row | Fault]:
     """Rows of a stored set, from one number to another, without reading those before."""
     stop = len(stored) if stop is None else min(stop, len(stored))
-    for number, values in enumerate(stored.select(range(start, stop)) if start < stop else (), start + 1):
-        yield Row(f"{name} row {number}", dict(values))
+    number = start
+    try:
+        for number, values in enumerate(stored.select(range(start, stop)) if start < stop else (), start + 1):
+            yield Row(f"{name} row {number}", dict(values))
+    except Exception as error:  # the library raises many kinds; each becomes one letter
+        yield Fault(f"{name} row {number + 1}", f"this row cannot be read ({_first_line(error)})", "", True)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

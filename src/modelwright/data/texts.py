@@ -8,7 +8,7 @@ from pathlib import Path
 
 import xxhash
 
-from modelwright.data.files import Row
+from modelwright.data.files import HALF_A_CHARACTER, Row, utf8_size
 from modelwright.data.shard_writer import Block, write_part
 from modelwright.data.shards import MANIFEST, Layout, seal
 from modelwright.data.sources import read_training, read_validation
@@ -59,7 +59,9 @@ def texts_of(rows: Sequence[Row], data: Data) -> list[str]:
     texts = []
     for row in rows:
         text = row.values.get(data.text_column)
-        if isinstance(text, str):
+        if isinstance(text, str) and utf8_size(text) is None:
+            problems.append(Problem(row.where, HALF_A_CHARACTER))
+        elif isinstance(text, str):
             texts += [text] if text.strip() else []
         else:
             seen = ", ".join(map(str, row.values))

@@ -133,7 +133,7 @@ class Checkpoints:
         text = json.dumps(snapshot.state, indent=1, allow_nan=False).encode()
         _write_bytes(staged / STATE, text)
         files[STATE] = {"size": len(text), "xxh3": xxhash.xxh3_128_hexdigest(text)}
-        _write_bytes(staged / MANIFEST, _sealed({"step": snapshot.step, "modelwright": __version__, "files": files}))
+        _write_bytes(staged / MANIFEST, sealed({"step": snapshot.step, "modelwright": __version__, "files": files}))
         sync(staged)
 
     def _need_room(self, snapshot: Snapshot) -> None:
@@ -180,20 +180,23 @@ def verify(folder: Path) -> str | None:
         return "it has no manifest"
     try:
         manifest = json.loads(raw)
-        files = manifest["files"]
-        if _sealed({key: value for key, value in manifest.items() if key != "seal"}) != raw:
+        files = {str(name): (facts["size"], facts["xxh3"]) for name, facts in manifest["files"].items()}
+        whole = int(manifest["step"]) >= 0
+        if not whole or sealed({key: value for key, value in manifest.items() if key != "seal"}) != raw:
             return "its manifest is damaged"
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return "its manifest is damaged"
     present = {path.name for path in folder.iterdir()} - {MANIFEST}
     if present != set(files):
         missing = sorted(set(files) - present)
         return f"{missing[0]} is missing" if missing else f"{sorted(present - set(files))[0]} does not belong to it"
-    for name, facts in files.items():
+    for name, (size, digest) in files.items():
         path = folder / name
-        if path.is_symlink() or path.stat().st_size != facts["size"]:
-            return f"{name} has {path.stat().st_size} bytes, not {facts['size']}"
-        if hash_file(path) != facts["xxh3"]:
+        if path.is_symlink() or not path.is_file():
+            return f"{name} is no file of its own"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes, not {size}"
+        if hash_file(path) != digest:
             return f"{name} is damaged (its hash differs)"
     return None
 
@@ -204,7 +207,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def _sealed(body: dict[str, Any]) -> bytes:
+def sealed(body: dict[str, Any]) -> bytes:
     """The manifest's exact bytes, with a hash over itself: a flipped bit anywhere in it shows."""
     seal = xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
     return json.dumps({**body, "seal": seal}, sort_keys=True, indent=1).encode()

@@ -5,12 +5,14 @@ Random numbers need no state of their own: they are a function of the seed and t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from modelwright.engine.checkpoint import Snapshot, read_state
@@ -18,6 +20,7 @@ from modelwright.engine.loop import Cursor, Engine
 from modelwright.engine.masters import MASTER, REST, join, split
 from modelwright.engine.shard import place, whole
 from modelwright.engine.tensors import Lazy
+from modelwright.errors import Refused
 
 MODEL, OPTIMIZER, AVERAGE = "model.safetensors", "optimizer.safetensors", "average.safetensors"
 
@@ -43,6 +46,19 @@ def snapshot(engine: Engine, **beside: Any) -> Snapshot:
     if engine.average.held:
         files[AVERAGE] = [_lazy(*item) for item in engine.average.held.items()]
     return Snapshot(engine.cursor.step, state, files)
+
+
+@contextmanager
+def fitting(folder: Path) -> Iterator[None]:
+    """Tell a checkpoint that verifies and yet holds something else: made by others, or by another version."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, SafetensorError) as error:
+        found = f"{type(error).__name__}: {str(error)[:100]}"
+        raise Refused(
+            f"checkpoint {folder} is whole, but not one of this stage ({found}); take it away, or choose another "
+            "output_dir"
+        ) from None
 
 
 def restore(engine: Engine, folder: Path) -> dict[str, Any]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import subprocess
-import tarfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +15,7 @@ from modelwright.errors import ModelwrightError, UsageError
 from modelwright.launch.manifests import Job
 from modelwright.launch.pods import SECURE, image
 from modelwright.launch.stream import write
+from modelwright.launch.unpack import unpack
 
 KINDS = {"trainjob": "trainjobs.trainer.kubeflow.org", "pytorchjob": "pytorchjobs.kubeflow.org"}
 # by the server: a client's own apply keeps a copy in an annotation, which ends at 256 KiB
@@ -142,12 +141,11 @@ def pull(cluster: Client, job: Job, into: Path, patience: float = 300.0) -> Path
     cluster.run(*APPLY, "-f", "-", given=write([reader]))
     try:
         _wait_for(cluster, name, patience)
-        into.mkdir(parents=True, exist_ok=True)
         sent = cluster.fetch("exec", name, "--", "tar", "--create", "--file=-", f"--directory={job.run_folder}", ".")
         assert sent.stdout is not None and sent.stderr is not None
-        with contextlib.suppress(tarfile.ReadError), tarfile.open(fileobj=sent.stdout, mode="r|") as archive:
-            archive.extractall(into, filter="data")  # no path leads out, no link either
-        said = sent.communicate()[1].decode(errors="replace").strip()
+        with sent:  # what is refused is not read to its end
+            unpack(sent.stdout, into)
+            said = sent.communicate()[1].decode(errors="replace").strip()
         if sent.returncode:
             raise ClusterError(f"tar in {name}: {said}")
     finally:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from modelwright.errors import holds_secret, names_secret
 from modelwright.launch.shapes import Path, shown
 from modelwright.launch.views import GPU, Finding, PodView, Stream, entries, get
 from modelwright.recipe.cluster import AMOUNT, bytes_of
@@ -17,8 +18,6 @@ RESERVED: dict[str, tuple[str, ...]] = {
 }
 PER_PROCESS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 """What torchrun sets for each process; in a pod's variables it is the same for all."""
-SECRET_NAME = re.compile(r"(TOKEN|PASSWORD|SECRET|API_?KEY)$", re.IGNORECASE)
-SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{8,}|sk-[A-Za-z0-9]{16,}|sha256~\S{20,})")
 ALLOWED_VOLUMES = {
     *(
         "configMap",
@@ -87,7 +86,7 @@ def _variables(stream: Stream, view: PodView) -> Iterator[Finding]:
             yield Finding(manifest, where, f"{shown(where)} is {name} a second time; the last one counts, keep one")
         seen.add(name)
         literal = isinstance(value, str) and value
-        if literal and (SECRET_NAME.search(name) or SECRET_VALUE.search(str(value))):
+        if literal and (names_secret(name) or holds_secret(str(value))):
             wants = f"it wants valueFrom: {{secretKeyRef: {{name: SECRET, key: {name}}}}}"
             yield Finding(
                 manifest, (*path, "value"), f"{shown((*path, 'value'))} holds {name} for all to read; {wants}"

@@ -170,7 +170,7 @@ def read_text(text: str, name: str) -> list[Manifest]:
     for body in bodies:
         if not isinstance(body, CommentedMap):
             raise ProblemsFound([Problem(name, "a document is no mapping; it wants apiVersion, kind and metadata")])
-        line = min((place[0] for place in body.lc.data.values()), default=0) + 1
+        line = min((place[0] for place in (body.lc.data or {}).values()), default=0) + 1
         found += _items(body, name, line)
     if not found:
         raise ProblemsFound([Problem(name, "holds no document; it wants a PyTorchJob or a TrainJob")])

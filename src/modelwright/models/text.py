@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import difflib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
+from jinja2 import TemplateError
 from torch import Tensor, nn
 
 from modelwright.errors import ModelError
-from modelwright.models import attention, smollm2
+from modelwright.models import attention, smollm2, trust
 from modelwright.models.quantized import is_quantized, loading
 from modelwright.models.quiet import be_quiet
 from modelwright.recipe.schema import Model
@@ -122,10 +122,12 @@ def load_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     be_quiet()
+    trust.check_tokenizer(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # the library raises many kinds; each becomes one letter
         raise ModelError(f"model: the tokenizer of {path} could not be loaded ({_first_line(error)})") from None
+    _try_template(tokenizer, path)
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
         tokenizer.pad_token = tokenizer.eos_token  # eos stays trained: what trains goes by place, never by token
     return tokenizer
@@ -139,17 +141,16 @@ def load_model(path: Path, attending: str = "auto", quantization: str = "none", 
     from transformers import AutoModelForCausalLM
 
     be_quiet()
-    if (path / "adapter_config.json").exists():
-        from peft import PeftModel
-
-        base = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
-        return PeftModel.from_pretrained(load_model(Path(base), attending), path)
+    if (path / trust.ADAPTER).exists():
+        return _load_adapter(path, attending)
+    trust.check_model(path)
     implementation = "sdpa" if attending == "auto" else attending
     quantized = loading(quantization, device)
     try:
         model, read = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation=implementation, output_loading_info=True, **quantized
-        )
+            path, dtype=torch.float32, attn_implementation=implementation, output_loading_info=True,
+            use_safetensors=True, trust_remote_code=False, **quantized
+        )  # fmt: skip
     except Exception as error:  # the library raises many kinds; each becomes one letter
         raise ModelError(f"model: {path} could not be loaded ({_first_line(error)})") from None
     if missing := sorted(read["missing_keys"]):  # the library would fill them with random numbers
@@ -157,6 +158,27 @@ def load_model(path: Path, attending: str = "auto", quantization: str = "none", 
             f"model: {path} lacks {len(missing)} weights that its config.json asks for, such as {missing[0]}"
         )
     return model
+
+
+def _load_adapter(path: Path, attending: str) -> Any:
+    from peft import PeftModel
+
+    base = load_model(trust.adapter_base(path), attending)
+    try:
+        return PeftModel.from_pretrained(base, path)
+    except Exception as error:  # the library raises many kinds; each becomes one letter
+        raise ModelError(f"model: the adapter {path} could not be loaded ({_first_line(error)})") from None
+
+
+def _try_template(tokenizer: Any, path: Path) -> None:
+    """Let the chat template render two turns within bounds, before it is given every row; what it refuses is its own
+    affair and told where it matters."""
+    if isinstance(tokenizer.chat_template, str):
+        with trust.within_bounds(f"model: the chat template of {path}"):
+            try:
+                tokenizer.apply_chat_template(trust.TRIAL, tokenize=False)
+            except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError):
+                return
 
 
 def hidden_states(

@@ -16,6 +16,7 @@ from modelwright.errors import Problem, RecipeError
 from modelwright.recipe.aliases import canonicalise, our_key, whole_key
 from modelwright.recipe.letters import validate
 from modelwright.recipe.schema import Recipe
+from modelwright.recipe.secrets import refuse_secrets
 from modelwright.recipe.settings import Setting, children, find, sections
 from modelwright.recipe.source import read_file, read_value
 from modelwright.recipe.training import Parts
@@ -57,6 +58,8 @@ def load(reference: str | Path, sets: Sequence[str] = (), environ: Mapping[str, 
         tree = merge(tree, layer)
     tree = layers.gates(path, tree)
     layers.stop_if_unreadable()
+    if secrets := refuse_secrets(tree):
+        raise RecipeError(_in_order(secrets))
     recipe, problems = validate(tree)
     told = {(each.key, each.where) for each in layers.problems}
     layers.problems += [each for each in problems if (each.key, each.where) not in told]

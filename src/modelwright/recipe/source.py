@@ -173,7 +173,7 @@ class _Builder:
             if str(key_node.tag) == TAG + "merge":
                 merged |= {**self._merge_key(value_node, line, path), **merged}
                 continue
-            name = str(key_node.value)
+            name = self._whole(str(key_node.value), line, path)
             key = ".".join((*path, name))
             if name in entries:
                 first = entries[name].origin.line
@@ -194,7 +194,7 @@ class _Builder:
         return merged
 
     def _scalar(self, node: ScalarNode, origin: Origin, path: tuple[str, ...]) -> Located:
-        text, tag = str(node.value), str(node.tag).removeprefix(TAG)
+        text, tag = self._whole(str(node.value), origin.line or 1, path), str(node.tag).removeprefix(TAG)
         if tag == "null":
             return Located(None, origin, text)
         if tag not in SCALARS:
@@ -203,6 +203,18 @@ class _Builder:
             return Located(SCALARS.get(tag, str)(text), origin, text or "''")
         except (ValueError, KeyError):
             return Located(text, origin, text or "''")
+
+    def _whole(self, text: str, line: int, path: tuple[str, ...]) -> str:
+        """Text with the two halves of a letter joined, as JSON spells some letters; a lone half is told."""
+        if text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text):
+            return text
+        try:
+            return text.encode("utf-16", "surrogatepass").decode("utf-16")
+        except UnicodeDecodeError:
+            key = ".".join(path)
+            message = f"{key or 'the top level'} holds half a character (a lone surrogate); write it whole"
+            self.problems.append(problem(self._at(line), key, message))
+            return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
     def _refuse_tag(self, node: Node, origin: Origin, path: tuple[str, ...]) -> None:
         tag = str(node.tag).replace(TAG, "!!")

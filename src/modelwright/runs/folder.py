@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import xxhash
 
-from modelwright.errors import StorageError, UsageError, is_storage_failure
+from modelwright.errors import Refused, StorageError, UsageError, is_storage_failure
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,24 @@ class RunFolder:
             raise StorageError(
                 f"{self.path}: the run folder cannot be written ({reason}); choose another output_dir"
             ) from None
+
+    def refuse_links(self) -> None:
+        """Refuse a folder with a link that leads out of it: what is written there would land elsewhere.
+
+        A run folder may come from others, by mail or from a shared volume; best_model is a link of our own, inside.
+        """
+        inside = self.path.resolve()
+        waiting = [self.path] if self.path.is_dir() else []
+        while waiting:
+            with suppress(PermissionError), os.scandir(waiting.pop()) as entries:  # nor can anything be written there
+                for entry in entries:
+                    if entry.is_symlink() and not Path(entry.path).resolve().is_relative_to(inside):
+                        raise Refused(
+                            f"{entry.path} is a link that leads out of the run folder, and nothing is written through "
+                            "one; take it away, or choose another output_dir"
+                        )
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(Path(entry.path))
 
 
 def open_run(path: str | Path) -> RunFolder:

@@ -66,7 +66,7 @@ def read(path: Path) -> Iterator[Event]:
         for line in file:
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(record, dict):
                 yield record

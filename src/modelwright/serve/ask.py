@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 
 from modelwright.errors import UsageError
@@ -127,10 +128,13 @@ class Answerer:
 
     def _encode(self, conversations: Sequence[Sequence[Message]], padding: bool = True) -> Any:
         if self._tokenizer.chat_template:
-            texts = [
-                self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-                for messages in conversations
-            ]
+            try:
+                texts = [
+                    self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+                    for messages in conversations
+                ]
+            except TemplateError as error:
+                raise UsageError(f"the model's chat template does not take these turns ({error})") from None
         else:
             texts = ["".join(message["content"] for message in messages) for messages in conversations]
         chat = bool(self._tokenizer.chat_template)

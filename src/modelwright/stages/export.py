@@ -64,6 +64,7 @@ def order(run: str, form: str, kind: str = "f16", to: str | None = None) -> Orde
     if kind not in KINDS:
         raise UsageError(f"--kind {kind} is unknown; gguf is written as one of {', '.join(KINDS)}")
     folder = open_run(run)
+    folder.refuse_links()  # a link would bring files of others into what is handed on
     recipe = load(folder.recipe, environ={}).recipe
     stage = _stage(folder, recipe, run)
     known = VISION_FORMS if stage == "classify" else TEXT_FORMS

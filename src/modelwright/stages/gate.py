@@ -88,7 +88,7 @@ def judge_again(run: str, stage: str | None) -> list[Verdict]:
     stages = [stage] if stage else [name for name in loaded.recipe.stages if folder.gate(name).exists()]
     verdicts = []
     for name in stages:
-        if not folder.gate(name).exists():
+        if name not in loaded.recipe.stages or not folder.gate(name).exists():
             known = ", ".join(path.stem for path in sorted(folder.gate("x").parent.glob("*.json"))) or "none yet"
             raise UsageError(f"{run} has no verdict on {name!r}; stages that were measured: {known}")
         verdicts.append(verdict_on(loaded, name, read_json(folder.gate(name))["metrics"]))

@@ -59,6 +59,7 @@ def run(loaded: LoadedRecipe, watch: Watcher | None = None, orders: Orders = NO_
     with stopper.listening(), joined() as world, ExitStack() as held:
 
         def take_folder() -> str | None:
+            folder.refuse_links()
             folder.create()
             return held.enter_context(lock.hold(folder.lock))
 

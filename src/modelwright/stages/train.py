@@ -210,17 +210,20 @@ class Training:
         """The batch this run was started with; refuses if anything that decides the weights has changed since."""
         if step is None:
             return None
-        kept = read_state(self._folder_of(step))
+        with state.fitting(self._folder_of(step)):
+            kept = read_state(self._folder_of(step))
+            kept = {"wishes": dict(kept["wishes"]), "global_batch": int(kept["global_batch"])}
         for change in refuse_changes(kept["wishes"], self.wishes, self.context.orders.overrides):
             self._note(f"goes on although {change}")
         changed_batch = any("batch" in key or "accumulation" in key for key in self.context.orders.overrides)
         return None if changed_batch else int(kept["global_batch"])
 
     def _go_on_from(self, step: int) -> None:
-        kept = state.restore(self.engine, self._folder_of(step))
-        self.evaluations = list(kept["evaluations"])
+        with state.fitting(self._folder_of(step)):
+            kept = state.restore(self.engine, self._folder_of(step))
+            self.evaluations = list(kept["evaluations"])
+            self.seconds_before, self.began = float(kept["seconds"]), time.monotonic()
         self.saved_at = step
-        self.seconds_before, self.began = float(kept["seconds"]), time.monotonic()
         self.context.journal.add("resumed", stage=self.stage, step=step, steps=self.plan.steps)
 
     def _folder_of(self, step: int) -> Any:

@@ -1,0 +1,190 @@
+"""Look at the small files of a model folder before any library does: nothing that came with a model may run.
+
+The libraries refuse most of this by themselves, and twice in 2026 they did not (CVE-2026-4372, CVE-2026-5241); so what
+asks for code is refused here, by its name, before it is handed to them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from modelwright.errors import ModelError
+
+LARGEST_SETTINGS = 4_000_000
+"""Bytes of a JSON file of settings; tokenizer.json is no such file."""
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
+ADAPTER = "adapter_config.json"
+KERNEL = re.compile(r"(attn|experts)_implementation")
+IMPORTED = ("megatron_config", "auto_mapping", "corda_config", "lora_ga_config")
+"""What of an adapter's settings names code to import, or a pickle to read."""
+RENDER_SECONDS, RENDER_BYTES = 2.0, 1 << 30
+"""CPU-seconds and memory that a chat template may take for two turns; honest ones take a millisecond."""
+TRIAL = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+
+
+def check_model(path: Path) -> None:
+    """Refuse a model folder that wants its own code to run, or whose weights are pickles."""
+    _refuse_code(path, "config.json")
+    if not any(path.glob("*.safetensors")) and (pickles := _pickles(path)):
+        raise ModelError(
+            f"model: the weights of {path} are pickles ({pickles[0]}), which may run any code when they are read; "
+            "it wants safetensors"
+        )
+
+
+def check_tokenizer(path: Path) -> None:
+    """Refuse a tokenizer that wants its own code to run."""
+    _refuse_code(path, "tokenizer_config.json")
+
+
+def adapter_base(path: Path) -> Path:
+    """The folder an adapter sits on, by its settings, which may ask for nothing but low-rank matrices."""
+    settings = read_settings(path / ADAPTER)
+    if (kind := settings.get("peft_type")) != "LORA":
+        raise ModelError(f"model: {path / ADAPTER} is an adapter of type {str(kind)[:40]!r}; it wants LORA")
+    for name in IMPORTED:
+        if settings.get(name):
+            raise ModelError(f"model: {path / ADAPTER} has {name}, which names code or a pickle; that is never run")
+    if not (path / "adapter_model.safetensors").is_file():
+        found = f" ({pickles[0]} is a pickle, which may run any code)" if (pickles := _pickles(path)) else ""
+        raise ModelError(f"model: {path} has no adapter_model.safetensors{found}; it wants safetensors")
+    base = settings.get("base_model_name_or_path")
+    if not isinstance(base, str) or not _is_model(base):
+        raise ModelError(f"model: {path / ADAPTER} sits on {str(base)[:200]!r}, and there is no such model folder")
+    if (Path(base) / ADAPTER).exists():
+        raise ModelError(f"model: {path / ADAPTER} sits on {base}, itself an adapter; it wants a whole model")
+    return Path(base)
+
+
+def _is_model(name: str) -> bool:
+    try:
+        return (Path(name) / "config.json").is_file()
+    except (OSError, ValueError):  # a name too long to be one, or with a zero in it
+        return False
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """A small JSON file of a model folder, an object; anything else is one letter."""
+    try:
+        if path.stat().st_size > LARGEST_SETTINGS:
+            raise ModelError(f"model: {path} is over {LARGEST_SETTINGS / 1e6:.0f} MB; no such file is")
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or "it is no JSON"
+        raise ModelError(f"model: {path} cannot be read ({reason})") from None
+    if not isinstance(found, dict):
+        raise ModelError(f"model: {path} holds no settings; it wants a JSON object")
+    return found
+
+
+@contextmanager
+def within_bounds(what: str) -> Iterator[None]:
+    """Let a chat template run only so long and in so much memory: the sandbox keeps it from acting, not from growing.
+
+    The kernel watches the memory and, for the main thread, the CPU time; in another thread time is looked at between
+    the lines, so that one endless operation is not found there.
+    """
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    room = _memory_now() + RENDER_BYTES
+    limit = room if before[0] == resource.RLIM_INFINITY else min(before[0], room)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+    try:
+        with _timer() if threading.current_thread() is threading.main_thread() else _looks():
+            yield
+    except (TimeoutError, MemoryError, OverflowError, RecursionError) as error:
+        found = f"takes more than {RENDER_SECONDS:.0f} s or {RENDER_BYTES / 1e9:.0f} GB ({type(error).__name__})"
+        raise ModelError(f"{what} {found} for two turns; it is not used") from None
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@contextmanager
+def _timer() -> Iterator[None]:
+    """Raise TimeoutError when the time is over, and again after that, since a template's compiler may swallow one."""
+    running = True
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        if running:
+            raise TimeoutError
+
+    previous = signal.signal(signal.SIGVTALRM, ring)
+    signal.setitimer(signal.ITIMER_VIRTUAL, RENDER_SECONDS, RENDER_SECONDS / 4)
+    try:
+        yield
+    finally:
+        running = False
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, previous)
+
+
+@contextmanager
+def _looks() -> Iterator[None]:
+    """Raise TimeoutError at the first line that begins after the time is over."""
+    deadline, traced = time.thread_time() + RENDER_SECONDS, sys.gettrace()
+
+    def look(frame: FrameType, event: str, argument: object) -> Any:
+        if time.thread_time() > deadline:
+            raise TimeoutError
+        return look
+
+    sys.settrace(look)
+    try:
+        yield
+    finally:
+        sys.settrace(traced)
+
+
+def _memory_now() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
+
+
+def _pickles(path: Path) -> list[str]:
+    return sorted(file.name for pattern in PICKLES for file in path.glob(pattern))
+
+
+def _refuse_code(path: Path, name: str) -> None:
+    """Names of code anywhere in the settings: modules of the folder's own, or kernels of somebody's repository."""
+    if not (path / name).is_file():
+        return
+    settings = read_settings(path / name)
+    for key, value in _walk(settings):
+        if key == "auto_map" and value and not _known(settings, name):
+            raise ModelError(
+                f"model: {path / name} wants code of its own to run (auto_map); that is never run, and transformers "
+                f"does not know {str(settings.get('model_type'))[:60]!r} by itself"
+            )
+        if KERNEL.search(key) and ("/" in str(value) or "@" in str(value)):
+            found = f"{key} {str(value)[:60]!r}, which names code from elsewhere"
+            raise ModelError(f"model: {path / name} has {found}; that is never run")
+
+
+def _known(settings: dict[str, Any], name: str) -> bool:
+    """Whether transformers can do without the code that a folder names: it has the family, or a tokenizer's file."""
+    if name != "config.json":
+        return True  # the library's own classes read tokenizer.json; what it cannot read it tells
+    from transformers import CONFIG_MAPPING
+
+    return settings.get("model_type") in CONFIG_MAPPING
+
+
+def _walk(node: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    if depth > 20:
+        return
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield str(key), value
+            yield from _walk(value, depth + 1)
+    elif isinstance(node, list):
+        for value in node:
+            yield from _walk(value, depth + 1)
