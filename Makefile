@@ -47,6 +47,13 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Every version and the hashes of its files, for x86_64 and aarch64 alike; constraints.txt decides the versions.
+lock: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
+	$(BIN)/uv pip compile pyproject.toml --extra gguf --extra board --extra track --constraints constraints.txt \
+	  --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header --quiet \
+	  --output-file requirements.lock
+
 bench-start: setup
 	$(BIN)/modelwright bench start --save
 

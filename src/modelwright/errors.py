@@ -62,8 +62,9 @@ class Problem:
     """What was found and what would do."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "where", hide(self.where))
-        object.__setattr__(self, "message", hide(self.message))
+        for name, value in vars(self).items():
+            if isinstance(value, str):
+                object.__setattr__(self, name, hide(value))
 
     def __str__(self) -> str:
         return f"{self.where}: {self.message}"

@@ -12,11 +12,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 PICKLERS = {"pickle", "cPickle", "_pickle", "dill", "joblib", "cloudpickle", "shelve", "marshal"}
 CALLS = {
     *("torch.load", "torch.save", "torch.hub.load", "numpy.load", "np.load", "eval", "exec", "compile"),
-    *("yaml.load", "yaml.unsafe_load", "yaml.full_load", "os.system", "os.popen"),
+    *("yaml.load", "yaml.unsafe_load", "yaml.full_load", "os.system", "os.popen", "subprocess.getoutput"),
     *("dist.broadcast_object_list", "dist.all_gather_object", "dist.gather_object", "dist.scatter_object_list"),
     *("dist.send_object_list", "dist.recv_object_list"),  # these send pickles between ranks
 }
-MAY_WRITE = {"models/pth.py": {"torch.save", "torch.load"}}
+MAY_WRITE = {"models/pth.py": {"torch.save", "torch.load weights_only"}}
 """Those who asked for .pth get it from here; it is read back with weights_only, which runs nothing."""
 TRUSTING = {"trust_remote_code", "allow_pickle", "shell"}
 READ_THE_ENVIRONMENT = {
@@ -49,14 +49,20 @@ def dotted(node: ast.AST) -> str:
 def dangers(text: str) -> list[str]:
     """What could run code that came with data, with its line."""
     found: list[str] = []
-    for node in ast.walk(ast.parse(text)):
+    tree = ast.parse(text)
+    other = {name.asname: name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found += [f"{node.lineno}: {name.name}" for name in node.names if name.name.split(".")[0] in PICKLERS]
         elif isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{name.name}" for name in node.names]
             found += [f"{node.lineno}: {name}" for name in names if name.split(".")[0] in PICKLERS or name in CALLS]
         elif isinstance(node, ast.Call):
-            found += [f"{node.lineno}: {dotted(node.func)}"] if dotted(node.func) in CALLS else []
+            first, _, rest = dotted(node.func).partition(".")
+            called = f"{other.get(first, first)}.{rest}" if rest else first
+            safe = any(word.arg == "weights_only" and getattr(word.value, "value", 0) is True for word in node.keywords)
+            if called in CALLS:
+                found.append(f"{node.lineno}: {called}{' weights_only' if called == 'torch.load' and safe else ''}")
             found += [f"{node.lineno}: {word.arg}" for word in node.keywords if trusts(word)]
     return found
 
@@ -94,6 +100,18 @@ def test_the_environment_is_read_in_few_places(file: Path) -> None:
     "text",
     [
         "import pickle",
+        "import shelve",
+        "import marshal as m",
+        "from os import system",
+        "import torch as t\nt.load('x')",
+        "import numpy as n\nn.load('x')",
+        "torch.load('x', weights_only=False)",
+        "torch.load('x', weights_only=wish)",
+        "np.load('x', allow_pickle=True)",
+        "subprocess.run('x', shell=True)",
+        "yaml.load(text)",
+        "exec('1')",
+        "tokenizers.load('x', trust_remote_code=True)",
         "from joblib import load",
         "from torch import load",
         "import torch\ntorch.load('x')",

@@ -15,13 +15,13 @@ import pytest
 pytest.importorskip("starlette", reason="the board needs the extra board")
 pytest.importorskip("uvicorn", reason="the board needs the extra board")
 
-from hostile import HOSTILE
+from modelwright.bench.reliability.hostile_texts import HOSTILE
+from modelwright.bench.reliability.requests import RUN, Showing
+from modelwright.bench.reliability.requests import TO_THE_BOARD as BAD
 from modelwright.errors import UsageError
-from modelwright.report.board import Board
-from modelwright.report.follow import Follower, Shelf
+from modelwright.report.follow import Follower
 from modelwright.runs.folder import RunFolder
 from modelwright.runs.journal import Journal
-from served import Running
 
 STEP = {"event": "step", "stage": "sft", "steps": 9, "loss": 2.0, "health": "ok", "seconds": 0.1}
 
@@ -33,19 +33,6 @@ def answers(folder: RunFolder, question: str) -> Iterator[tuple[str, str]]:
     for word in question.split():
         yield "before", f"{word} "
         yield "after", f"{word.upper()} "
-
-
-class Showing(Running):
-    """A board over a folder of runs."""
-
-    def __init__(self, folder: Path) -> None:
-        self.board = Board(Shelf((), folder, {}), answers)
-        super().__init__(self.board.application)
-
-    def ask(self, method: str, path: str, body: Any = b"", **headers: str) -> tuple[int, bytes]:
-        """A request below the token, unless the path says otherwise."""
-        told = {name.replace("_", "-"): value for name, value in headers.items()}
-        return self.send(method, path.replace("TOKEN", self.board.token), told, body)
 
 
 def begin(folder: Path, name: str = "one", steps: int = 3) -> Journal:
@@ -69,7 +56,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def board(runs: Path) -> Iterator[Showing]:
-    showing = Showing(runs)
+    showing = Showing(runs, answers)
     yield showing
     showing.close()
 
@@ -128,34 +115,6 @@ def test_the_board_changes_nothing_in_a_run(board: Showing, runs: Path) -> None:
         board.ask("GET", path)
     board.ask("POST", "/TOKEN/run/one/ask", {"question": "why"})
     assert state() == before
-
-
-RUN = "/TOKEN/run/one/"
-BAD: list[tuple[str, str, dict[str, Any]]] = [
-    *((verb, path, {}) for verb in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD") for path in ("/TOKEN/", RUN)),
-    *(("GET", path, {}) for path in (
-        "/", "/run/one/", "/wrong/", "/wrong/run/one/", "/TOKEN", "/TOKENx/", "/%00/", "/favicon.ico", "//TOKEN/",
-        "/TOKEN/run/three/", "/TOKEN/run/../../etc/passwd", "/TOKEN/run/%2e%2e/", "/TOKEN/run/..%2f..%2fetc%2fpasswd/",
-        "/TOKEN/run/%2fetc/", "/TOKEN/run/one/journal.jsonl", "/TOKEN/run/one/recipe.yaml", "/TOKEN/run/one/ask",
-        "/TOKEN/overlay", "/TOKEN/overlay?a=one&b=../two", "/TOKEN/overlay?a=/etc&b=/etc", "/TOKEN/" + "a" * 3000,
-        "/TOKEN/run/one/report.html", "/TOKEN/run/one\\..\\two/",
-    )),
-    *(("GET", RUN, {"Host": host}) for host in (
-        "example.org", "127.0.0.1", "localhost:1", "127.0.0.1.example.org:80", "evil.localhost:80", "[::]:80",
-    )),
-    *((verb, path, {"Origin": origin}) for verb, path in (("GET", RUN), ("POST", f"{RUN}ask"))
-      for origin in ("http://example.org", "null", "https://localhost", "http://127.0.0.1.example.org")),
-    ("GET", RUN, {"Sec_Fetch_Site": "cross-site"}),
-    *(("POST", f"{RUN}ask", {"body": body}) for body in (
-        b"", b"{", b"[]", b"7", b"\xff", b"[" * 5000, {}, {"question": ""}, {"question": "  "}, {"question": 7},
-        {"question": ["x"]}, {"question": "x" * 5000},
-    )),
-    *(("POST", f"{RUN}ask", {"body": {"question": "x"}, "Content_Type": kind}) for kind in ("text/plain", "image/png")),
-    ("POST", f"{RUN}ask", {"body": b" " * 70_000}),
-    ("POST", f"{RUN}ask", {"body": {"question": "x"}, "Content_Length": "99999999"}),
-    ("POST", "/TOKEN/run/three/ask", {"body": {"question": "x"}}),
-    ("POST", "/wrong/run/one/ask", {"body": {"question": "x"}}),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize(("verb", "path", "more"), BAD, ids=[f"{v} {p[:40]} {str(m)[:40]}" for v, p, m in BAD])

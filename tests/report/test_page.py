@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hostile import HOSTILE
+from modelwright.bench.reliability.hostile_texts import HOSTILE
 from modelwright.report import page
 from modelwright.runs.folder import RunFolder, write_json
 from modelwright.runs.journal import Journal

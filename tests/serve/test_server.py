@@ -14,27 +14,11 @@ import pytest
 pytest.importorskip("starlette", reason="serving needs the extra board")
 pytest.importorskip("uvicorn", reason="serving needs the extra board")
 
+from modelwright.bench.reliability.requests import BODY, Serving
+from modelwright.bench.reliability.requests import TO_THE_SERVER as BAD
 from modelwright.data.conversations import ask
 from modelwright.serve.ask import Answerer
-from modelwright.serve.server import Served, application
-from served import Running
-
-BODY = {"model": "tiny", "messages": [{"role": "user", "content": "Why?"}], "max_tokens": 4}
-
-
-class Serving(Running):
-    """The tiny model, served."""
-
-    def __init__(self, served: Served) -> None:
-        self.served = served
-        super().__init__(lambda hosts: application(served, hosts))
-
-    def ask(
-        self, body: Any, method: str = "POST", path: str = "/v1/chat/completions", **headers: str
-    ) -> tuple[int, bytes]:
-        """A request with the key, unless told otherwise."""
-        told = {name.replace("_", "-"): value for name, value in headers.items()}
-        return self.send(method, path, {"Authorization": f"Bearer {self.served.key}", **told}, body)
+from modelwright.serve.server import Served
 
 
 @pytest.fixture(scope="module")
@@ -93,33 +77,6 @@ def test_a_client_that_leaves_in_the_middle_frees_the_place(server: Serving) -> 
         line.sendall(head + data)
         assert b"200 OK" in line.recv(100)
     assert server.ask(BODY)[0] == 200
-
-
-BAD: list[tuple[str, dict[str, Any]]] = [
-    *((f"method {word}", {"method": word}) for word in ("GET", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "HEAD")),
-    *((f"post to {path}", {"path": path}) for path in ("/v1/models", "/", "/v1/chat", "/v1/../v1/models")),
-    *((f"path {path}", {"method": "GET", "path": path}) for path in (
-        "/", "/docs", "/v1", "/../../etc/passwd", "/v1/models/../../etc/passwd", "/%2e%2e/etc/passwd", "//v1/models//",
-        "/v1/models/tiny%00", "/" + "a" * 3000,
-    )),
-    *((f"host {host}", {"Host": host}) for host in ("example.org", "127.0.0.1", "127.0.0.1.example.org:80")),
-    *((f"origin {origin}", {"Origin": origin}) for origin in (
-        "http://example.org", "null", "https://127.0.0.1", "http://127.0.0.1.example.org",
-    )),
-    ("cross-site", {"Sec_Fetch_Site": "cross-site"}),
-    *((f"key {key}", {"Authorization": key}) for key in ("", "Bearer", "Bearer wrong", "Basic Ym9iOmJvYg==")),
-    ("form", {"Content_Type": "application/x-www-form-urlencoded"}),
-    ("text", {"Content_Type": "text/plain"}),
-    *((f"length {length}", {"Content_Length": length}) for length in ("999999999", "-1", "1e3", "0x10")),
-    *((f"body {str(body)[:40]}", {"body": body}) for body in (
-        b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 20000, {}, {**BODY, "model": "other"}, {**BODY, "messages": []},
-        {**BODY, "messages": "Why?"}, {**BODY, "messages": [{"role": "tool", "content": "x"}]},
-        {**BODY, "messages": [{"role": "user", "content": 7}]}, {**BODY, "messages": [{"role": "user"}] * 501},
-        {**BODY, "max_tokens": -1}, {**BODY, "max_tokens": 10**9}, {**BODY, "max_tokens": "many"},
-        {**BODY, "temperature": -1}, {**BODY, "temperature": True}, {**BODY, "top_p": 0}, {**BODY, "n": 100},
-        {**BODY, "stop": ["a"] * 9}, {**BODY, "stop": [""]}, {**BODY, "stop": 7}, {**BODY, "seed": 2**70},
-    )),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "wish"), BAD, ids=[name[:60] for name, _ in BAD])

@@ -41,6 +41,7 @@ def audit(
     from modelwright.cli.data_words import audit_lines
     from modelwright.data.auditing import audits
     from modelwright.data.quarantine import write
+    from modelwright.report.lines import quiet
 
     bad = False
     told: dict[str, Any] = {}
@@ -50,7 +51,7 @@ def audit(
         if found.faults:
             write(Path(quarantine), found.faults)
         if not as_json:
-            typer.echo("\n".join(audit_lines(name, told[name], quarantine)))
+            typer.echo(quiet("\n".join(audit_lines(name, told[name], quarantine))))
     if as_json:
         print(json.dumps({"ok": not bad, "data": told}, ensure_ascii=False))
     if bad:

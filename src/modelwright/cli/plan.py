@@ -35,6 +35,7 @@ def plan(
     from modelwright.plan.gpus import machines
     from modelwright.plan.shapes import find_shape
     from modelwright.recipe.load import load
+    from modelwright.report.lines import quiet
 
     loaded = load(recipe, sets or ())
     for note in loaded.notes:
@@ -50,4 +51,4 @@ def plan(
         told = {"recipe": loaded.recipe.name, "stages": [each.as_json() for each in sheets]}
         typer.echo(json.dumps(told, indent=2, ensure_ascii=False))
         return
-    typer.echo("\n\n".join("\n".join(sheet.lines(each)) for each in sheets))
+    typer.echo(quiet("\n\n".join("\n".join(sheet.lines(each)) for each in sheets)))

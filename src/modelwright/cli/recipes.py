@@ -72,7 +72,7 @@ def check(recipe: RecipeArgument, sets: SetOption = None, as_json: JsonOption = 
     summary = _summary(loaded)
     gates = f"; gates on {', '.join(summary['gates'])}" if summary["gates"] else "; no gate"
     stages = " then ".join(summary["stages"])
-    typer.echo(f"ok  {summary['name']}: {summary['model']} learns {summary['data']} by {stages}{gates}")
+    typer.echo(_quiet(f"ok  {summary['name']}: {summary['model']} learns {summary['data']} by {stages}{gates}"))
 
 
 def explain(
@@ -132,7 +132,14 @@ def data_problems(loaded: LoadedRecipe) -> list[Problem]:
 
 def _tell_notes(loaded: LoadedRecipe) -> None:
     for note in loaded.notes:
-        print(note, file=sys.stderr)
+        print(_quiet(note), file=sys.stderr)
+
+
+def _quiet(text: str) -> str:
+    """A recipe may come from others, and may hold what a terminal acts upon."""
+    from modelwright.report.lines import quiet
+
+    return quiet(text)
 
 
 def _summary(loaded: LoadedRecipe) -> dict[str, Any]:
@@ -182,7 +189,7 @@ def _explanation_fields(told: Explanation) -> dict[str, Any]:
 
 
 def _print_rows(found: tuple[Row, ...]) -> None:
-    cells = [(row.key, _shown(row.value), str(row.origin), row.sentence) for row in found]
+    cells = [(_quiet(row.key), _shown(row.value), str(row.origin), row.sentence) for row in found]
     if not sys.stdout.isatty():  # a pipe has no width: one line for each setting, so that grep and awk work
         widths = [max(len(row[column]) for row in cells) for column in range(3)]
         for row in cells:
@@ -210,12 +217,12 @@ def _print_explanation(told: Explanation) -> None:
     typer.echo(f"{told.row.key}\n  {told.row.sentence}\n")
     for title, text in lines.items():
         if text:
-            typer.echo(f"  {title:<11} {text}")
+            typer.echo(_quiet(f"  {title:<11} {text}"))
 
 
 def _shown(value: Any) -> str:
     text = value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
-    first = text.splitlines()[0]
+    first = _quiet(text.splitlines()[0])
     return first if len(first) <= WIDEST_VALUE and first == text else f"{first[: WIDEST_VALUE - 1]}…"
 
 

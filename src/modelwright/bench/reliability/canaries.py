@@ -76,9 +76,10 @@ def _sound(recipe: Path, folder: Path, short: bool) -> Iterator[Sequence[str]]:
     yield "run", str(recipe), "--log-format", "json"
     yield "report", run
     yield "export", run, "--to", str(folder / "exported")
-    yield *on_cluster, "--set", "cluster.token_secret=hub-token", "--set", "model.model_name_or_path=somebody/model"
+    sets = ("cluster.token_secret=hub-token", "model.model_name_or_path=somebody/model", "output_dir=/shared/models/x")
+    yield *on_cluster, *(word for each in sets for word in ("--set", each))
     yield "explain", str(recipe), "--json"
-    yield "run", str(recipe), "--set", "report_to=[wandb, mlflow]", "--override", "report_to"
+    yield "run", str(recipe), "--set", "report_to=[wandb, mlflow]"
     if not short:
         yield "doctor", str(recipe), "--json"
         yield "launch", str(recipe), "--nodes", "2", "--main-address", "node0"

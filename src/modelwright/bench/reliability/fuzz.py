@@ -7,10 +7,11 @@ doubled, words of the format put anywhere), and values that hypothesis makes up 
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,22 @@ def fuzz(target: Target, inputs: int, seed: int, folder: Path) -> Tally:
     for given in damaged(target, inputs - tally.inputs, seed):
         _try(target, given, folder, tally)
     return tally
+
+
+def measure(folder: str, inputs: int, seed: int) -> None:
+    """Give every reader its share of the inputs; fuzz.json tells what came of them."""
+    weights = sum(target.weight for target in targets())
+    readers = {}
+    for target in targets():
+        tally = fuzz(target, math.ceil(inputs * target.weight / weights), seed, Path(folder) / target.name)
+        readers[target.name] = {**asdict(tally), "slowest": round(tally.slowest, 3)}
+        print(f"{target.name}: {tally.inputs} inputs, {len(tally.escaped)} escapes", flush=True)
+    whole = {
+        "inputs": sum(each["inputs"] for each in readers.values()),
+        "hypothesis": has_hypothesis(),
+        "readers": readers,
+    }
+    (Path(folder) / "fuzz.json").write_text(json.dumps(whole), encoding="utf-8")
 
 
 def has_hypothesis() -> bool:
