@@ -171,8 +171,10 @@ def _answer_start(tokenizer: Any, before: Sequence[Message], text: str) -> int:
 
 
 def _render(tokenizer: Any, messages: Sequence[Message], ask: bool = False) -> str:
-    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=ask)
-    return str(text)
+    try:
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=ask))
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:  # what a template does wrong
+        raise TemplateError(str(error)) from None
 
 
 def _encode_spans(tokenizer: Any, rendered: Sequence[Rendered]) -> list[Encoded]:

@@ -133,7 +133,7 @@ class Answerer:
                     self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
                     for messages in conversations
                 ]
-            except TemplateError as error:
+            except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
                 raise UsageError(f"the model's chat template does not take these turns ({error})") from None
         else:
             texts = ["".join(message["content"] for message in messages) for messages in conversations]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.bench.reliability.served import Running
-from modelwright.report.board import Board
+from modelwright.report.board import Asking, Board
 from modelwright.report.follow import Shelf
 from modelwright.runs.folder import RunFolder
 from modelwright.runs.journal import Journal
@@ -72,8 +72,8 @@ TO_THE_SERVER: list[tuple[str, dict[str, Any]]] = [
 class Showing(Running):
     """A board over a folder of runs."""
 
-    def __init__(self, folder: Path, answers: Any) -> None:
-        self.board = Board(Shelf((), folder, {}), answers)
+    def __init__(self, folder: Path, answers: Asking | None = None) -> None:
+        self.board = Board(Shelf((), folder, {}), answers or _echo)
         super().__init__(self.board.application)
 
     def ask(self, method: str, path: str, body: Any = b"", **headers: str) -> tuple[int, bytes]:
@@ -111,7 +111,7 @@ def measure(folder: str, model: str) -> None:
     journal = Journal(Path(folder) / "runs" / "one" / "journal.jsonl")
     journal.add("run", recipe="one", folder="one", stages=["sft"])
     (Path(folder) / "runs" / "one" / "recipe.yaml").write_text("name: x\n", encoding="utf-8")
-    showing, accepted, sound = Showing(Path(folder) / "runs", _echo), [], 0
+    showing, accepted, sound = Showing(Path(folder) / "runs"), [], 0
     for verb, path, more in TO_THE_BOARD:
         status, body = showing.ask(verb, path, **more)
         if status in range(200, 300) or status >= 500 or b"root:" in body:
