@@ -163,7 +163,8 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> P
     folder = tmp_path_factory.mktemp("reader")
     for name, body in files().items():
         (folder / name).write_text(body.replace(EMBEDDED_MODEL, str(model_folder)), encoding="utf-8")
-    wishes = [f"model.model_name_or_path={model_folder}", "compare.max_new_tokens=8"]
+    small = ("data.max_rows=60", "data.test_size=6", "sft.max_steps=6", "compare.max_new_tokens=8")
+    wishes = [f"model.model_name_or_path={model_folder}", *small]
     recipe = load("quickstart", wishes, {}).recipe
     gates = {"sft": {"eval_loss": Threshold(at_most=1.0, times="base_eval_loss")}}
     (folder / "quickstart").write_text(dump(recipe.model_copy(update={"gates": gates})), encoding="utf-8")
