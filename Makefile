@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test docs test-docs docs-outputs lint format bench-start bench-sft clean
+.PHONY: setup demo test docs test-docs docs-outputs nightly lint format bench-start bench-sft clean
 
 setup: $(STAMP)
 
@@ -23,6 +23,10 @@ demo: setup
 
 test: setup lint
 	$(BIN)/python -m pytest
+
+# What takes too long for every change: the long commands of the pages, the lessons, and the site.
+nightly: test docs test-docs
+	NIGHTLY=1 $(BIN)/python -m pytest tests/house/test_readme.py
 
 # The site, from README.md and docs/, into build/site: strict, and every link of what came out is followed.
 docs: setup

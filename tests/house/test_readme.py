@@ -7,8 +7,11 @@ after such a line is what it then says. `<!-- file: NAME -->` before a block mak
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +75,11 @@ class Command:
     @property
     def verb(self) -> str:
         return self.words[0]
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it measures or trains for minutes; what wants other nodes or a cluster is tried by its own tests."""
+        return self.verb in ("bench", "doctor", "launch") and not {"--on", "--nodes"} & set(self.words)
 
     @property
     def page(self) -> str:
@@ -184,6 +192,19 @@ def test_a_command_of_the_pages_works_on_a_finished_run(
         monkeypatch.setenv(name, value)
     assert run(workspace, *command.words) == command.exit_code, command.where
     assert capsys.readouterr().err.split() == command.says.split() or not command.says, command.where
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("command", [each for each in ALL if each.is_long], ids=lambda each: each.where)
+def test_a_long_command_of_the_pages_works(command: Command, workspace: Path) -> None:
+    if not os.environ.get("NIGHTLY"):
+        pytest.skip("it takes minutes; make nightly runs it")
+    words = [word for word in command.words if word != "--save"]  # a trial leaves the kept figures alone
+    program = [sys.executable, "-m", "modelwright", *words]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **command.environ}
+    done = subprocess.run(program, cwd=workspace, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == command.exit_code, f"{command.where}: {done.stderr[-2000:]}"
 
 
 @pytest.fixture(scope="module")
