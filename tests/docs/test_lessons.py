@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,17 +94,20 @@ def test_what_a_page_shows_is_held_against_what_is_printed() -> None:
 
 
 @pytest.fixture(scope="module")
-def classroom(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def classroom() -> Iterator[Path]:
     """The folder in which all lessons are typed, one after the other: LESSONS names one that is kept."""
     wish = os.environ.get("LESSONS")
     if not wish:
         pytest.skip("make test-docs types the lessons in, which takes minutes")
-    folder = tmp_path_factory.mktemp("classroom") if wish == "1" else Path(wish).resolve()
+    folder = Path(tempfile.mkdtemp(prefix="lessons-")) if wish == "1" else Path(wish).resolve()
     folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o755)  # the pods of a rehearsal are other users
     for name, at_hand in FILES.items():
         if at_hand.exists() and not (folder / name).exists():
             (folder / name).symlink_to(at_hand)
-    return folder
+    yield folder
+    if wish == "1":
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture
