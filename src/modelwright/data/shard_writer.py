@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ import xxhash
 from modelwright.data.shards import Array, Layout, empty_part
 from modelwright.runs.folder import hash_file, read_json, replacing, write_json
 
-STRETCH = 1 << 17
+STRETCH = 1 << 16
 """Tokens written at once: they stay in the cache from one use to the next."""
 
 
@@ -167,15 +168,25 @@ def _write_array(path: Path, pieces: Iterable[Array], shape: tuple[int, ...], dt
     facts = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(head, facts)
     digest, left = xxhash.xxh3_128(head.getvalue()), math.prod(shape)
+    buffer = np.empty(STRETCH, dtype=dtype)  # one for all: a fresh one each time would cost a third more
     with replacing(path) as file:
         file.write(head.getvalue())
+        file.flush()
         for piece in pieces:
             for start in range(0, min(len(piece), left), STRETCH):
-                stretch = np.ascontiguousarray(piece[start : start + min(STRETCH, left)], dtype=dtype)
+                taken = piece[start : start + min(STRETCH, left)]
+                stretch = buffer[: len(taken)]
+                np.copyto(stretch, taken, casting="unsafe")
                 digest.update(stretch.data)
-                file.write(stretch.data)
+                _write_all(file.fileno(), stretch.data.cast("B"))
                 left -= len(stretch)
     return {"size": path.stat().st_size, "xxh3": digest.hexdigest()}
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    """Write without a buffer between, however often the system takes only a part."""
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 def _remembered(progress: Path, config: str, folder: Path) -> list[dict[str, Any]]:

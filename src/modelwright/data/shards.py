@@ -62,6 +62,7 @@ class Shards:
         """Tokens in a stored row."""
         self.vocab_size: int = manifest["vocab_size"]
         """Token ids are below this."""
+        self._opened: dict[tuple[int, int], tuple[Array, Array, memoryview]] = {}
 
     @classmethod
     def open(cls, folder: Path, part: str = "train") -> Self:
@@ -124,24 +125,30 @@ class Shards:
         """
         length = length or self.length
         wanted = np.asarray(rows, dtype=np.int64)
-        tokens = np.empty((len(wanted), length), dtype=np.int64)
-        positions, count = np.empty_like(tokens), np.arange(length)
-        positions[:] = count
+        tokens, positions = np.empty((2, len(wanted), length), dtype=np.int64)
+        positions[:] = count = np.arange(length)
         firsts = self._first_rows * self._per_row(length)
         owners = firsts.searchsorted(wanted, side="right") - 1
-        for shard in set(owners.tolist()):
-            places = np.flatnonzero(owners == shard)
-            inside = wanted[places] - firsts[shard]
-            stored, starts = self._maps[shard]
-            tokens[places] = stored.reshape(-1, length).take(inside, axis=0)
-            begins = inside * length
-            spans = starts.searchsorted((begins, begins + length)).tolist()
-            for place, begin, first, stop in zip(places.tolist(), begins.tolist(), *spans, strict=True):
-                if stop > first:
-                    line = positions[place]
-                    for start in (starts[first:stop] - begin).tolist():
-                        line[start:] = count[: length - start]
+        lines = zip(tokens, positions, owners.tolist(), (wanted - firsts[owners]).tolist(), strict=True)
+        for line, places, shard, row in lines:  # row by row: gathered at once they would be copied twice
+            stored, starts, edges = self._at(shard, length)
+            line[:] = stored[row]
+            first, stop = edges[row], edges[row + 1]
+            if first < stop:
+                begin = row * length
+                for start in starts[first:stop].tolist():
+                    places[start - begin :] = count[: length - start + begin]
         return tokens, positions
+
+    def _at(self, shard: int, length: int) -> tuple[Array, Array, memoryview]:
+        """A shard in rows of that length: its tokens, where documents begin, and the first of these in each row."""
+        known = self._opened.get((shard, length))
+        if known is None:
+            stored, starts = self._maps[shard]
+            rows = stored.reshape(-1, length)
+            edges = starts.searchsorted(np.arange(len(rows) + 1) * length)
+            known = self._opened[shard, length] = (rows, starts, edges.astype(np.int64).data)
+        return known
 
     @cached_property
     def _maps(self) -> list[tuple[Array, Array]]:
