@@ -196,7 +196,8 @@ def _packing(made: Documents, folder: Path, encoder: Encoder) -> dict[str, Any]:
     """Rows of one length: concatenated and written, and by best fit; TRL does the same with the same documents."""
     layout, million = Layout(LENGTH, encoder.vocab_size), len(made.tokens) / 1e6
     blocks: dict[str, Iterable[Block]] = {"all": [Block(len(made.tokens), lambda: made)]}
-    seconds, facts = _least(lambda: write_part(folder, "train", layout, blocks, "bench"))
+    places = iter([folder / "first", folder / "second", folder])  # into a fresh folder each time
+    seconds, facts = _least(lambda: write_part(next(places), "train", layout, blocks, "bench"))
     seal(folder, layout, {"train": facts}, {"tokenizer": encoder.fingerprint})
     fitted, _ = _least(lambda: _best_fit(made))
     found: dict[str, Any] = {"tokens": len(made.tokens), "pack_and_write_mtok_per_cpu_s": round(million / seconds, 1),

@@ -20,7 +20,7 @@ import xxhash
 from modelwright.data.shards import Array, Layout, empty_part
 from modelwright.runs.folder import hash_file, read_json, replacing, write_json
 
-STRETCH = 1 << 16
+STRETCH = 1 << 18
 """Tokens written at once: they stay in the cache from one use to the next."""
 
 
