@@ -103,3 +103,9 @@ def test_a_part_that_is_measured_again_replaces_its_rows_and_no_others(
     assert kept is not None
     assert {name: row["figure"] for name, row in kept["figures"]["rows"].items()} == {"R1": "new", "R3": "kept"}
     assert scorecard.lines(kept["figures"])[-1] == "1 met, 1 gap, 0 skipped; seed 7"
+
+
+def test_the_page_shows_the_figures_that_were_kept() -> None:
+    kept, page = results.kept("reliability"), scorecard.page()
+    assert kept is not None and page is not None
+    assert scorecard.as_markdown(kept["figures"]) in page.read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.runs.caches import cache_dir, prepare_environment
+from modelwright.runs.caches import cache_dir, drop_cut_libraries, prepare_environment
 
 CACHES = ("HF_HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "MODELWRIGHT_CACHE", "HOME")
 
@@ -87,3 +87,15 @@ def test_the_hub_s_own_cache_moves_away_from_a_home_that_is_none(no_home: Path) 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert str(no_home) not in done.stdout
+
+
+def test_libraries_that_were_cut_are_taken_out_of_a_compile_cache(tmp_path: Path) -> None:
+    import _ctypes
+
+    whole, cut, empty = tmp_path / "a/whole.so", tmp_path / "a/cut.so", tmp_path / "b/empty.so"
+    data = Path(_ctypes.__file__).read_bytes()
+    for path, content in ((whole, data), (cut, data[: len(data) // 2]), (empty, b"")):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    assert drop_cut_libraries(tmp_path) == 2
+    assert list(tmp_path.rglob("*.so")) == [whole]

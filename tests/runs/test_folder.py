@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from modelwright.errors import StorageError, UsageError
-from modelwright.runs.folder import RunFolder, open_run, read_json, write_json, write_text
+from modelwright.runs.folder import RunFolder, is_sealed, open_run, read_json, write_json, write_sealed, write_text
 
 
 def test_a_json_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
@@ -18,6 +18,20 @@ def test_a_json_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -
         write_json(path, value)
         assert read_json(path) == value
     assert [file.name for file in path.parent.iterdir()] == ["facts.json"]
+
+
+def test_a_bit_flipped_anywhere_in_a_sealed_file_shows(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    write_sealed(path, {"metrics": {"eval_loss": 1.25}, "files": {"model.safetensors": "Füße"}})
+    data = path.read_bytes()
+    assert is_sealed(path)
+    for place in range(len(data)):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        assert not is_sealed(path), data[place:]
+    path.write_bytes(data[: len(data) // 2])
+    assert not is_sealed(path)
+    with pytest.raises(StorageError, match=r"result\.json: this file is damaged"):
+        read_json(path)
 
 
 def test_a_number_that_is_no_number_is_never_written_as_json(tmp_path: Path) -> None:

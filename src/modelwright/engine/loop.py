@@ -123,6 +123,7 @@ class Engine:
         if plan.precision == "fp8":
             fp8.convert(self._module)
         self._compiled = Compiled((layers_of(self._module) or [self._module]) if settings.torch_compile else [])
+        self.changes += self._compiled.told
         self._forward = shard(self._module, world, plan.sharding, self.precision.compute, settings.ddp_bucket_cap_mb)
         self.weights = {name: w for name, w in self._module.named_parameters() if w.requires_grad}
         self.buffers = persistent_buffers(self._module)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from modelwright.plan.stage import StagePlan, solve
-from modelwright.runs.caches import fresh_compile_cache
+from modelwright.runs.caches import drop_cut_libraries, fresh_compile_cache
 
 COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
 
@@ -33,6 +34,8 @@ class Compiled:
 
     def __init__(self, parts: list[nn.Module]) -> None:
         self._parts, self._tries = parts, 0
+        self.told = _mended_cache() if parts else []
+        """What had to be put right before."""
         for part in parts:
             part.compile()
 
@@ -49,6 +52,14 @@ class Compiled:
             part.__dict__["_compiled_call_impl"] = None
         self._parts = []
         return f"compiling failed again ({_first_line(error)}); the layers run as they are, slower and just as right"
+
+
+def _mended_cache() -> list[str]:
+    """A library that was cut by a full disk or a kill would end the process without a word (SIGBUS)."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    count = drop_cut_libraries(Path(cache_dir()))
+    return [f"{count} libraries of the compile cache were cut short; they are compiled again"] if count else []
 
 
 def _first_line(error: Any) -> str:

@@ -57,6 +57,24 @@ def _writable(path: Path) -> bool:
     return path.is_dir() and os.access(path, os.W_OK | os.X_OK)
 
 
+def drop_cut_libraries(folder: Path) -> int:
+    """Take libraries that end too early out of a compile cache, and count them: loading one would end the process."""
+    cut = [path for path in folder.rglob("*.so") if path.is_file() and not _is_whole_library(path)]
+    for path in cut:
+        path.unlink(missing_ok=True)
+    return len(cut)
+
+
+def _is_whole_library(path: Path) -> bool:
+    """Whether a file reaches as far as its own head says: the table of sections stands at the end of a library."""
+    with path.open("rb") as file:
+        head = file.read(64)
+    if head[:5] != b"\x7fELF\x02":  # of 64 bits; nothing else is compiled here
+        return False
+    start, size, count = (int.from_bytes(head[at:end], "little") for at, end in ((40, 48), (58, 60), (60, 62)))
+    return start + size * count <= path.stat().st_size
+
+
 def fresh_compile_cache() -> None:
     """Let torch compile into an empty folder from now on: the old one may hold what cannot be used."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="modelwright-compile-")

@@ -59,7 +59,7 @@ class RunFolder:
 
     @property
     def summary(self) -> Path:
-        """Settings and results."""
+        """Settings and results, with the seconds by cause."""
         return self.path / "training_summary.json"
 
     @property

@@ -33,7 +33,7 @@ def nobody(bench: Bench) -> Outcome:
         source = environment({})["PYTHONPATH"]
         where = ["env", "-i", "HOME=/", "PATH=/usr/bin:/bin", f"PYTHONPATH={source}", "PYTHONDONTWRITEBYTECODE=1"]
         command = [*who, *where, sys.executable, "-m", "modelwright", "run", str(folder / "recipe.yaml")]
-        script = f'{_reachable()}{_read_only_root(folder)}exec "$@"'
+        script = f'{reachable(Path(source))}{_read_only_root(folder)}exec "$@"'
         done = subprocess.run(["unshare", "-m", "bash", "-c", script, "-", *command],
                               capture_output=True, text=True, cwd=folder, timeout=280, check=False)  # fmt: skip
         if "unshare:" in done.stderr:
@@ -61,16 +61,21 @@ def _open_folder(bench: Bench) -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-def _reachable() -> str:
-    """Shell that lets other users reach this interpreter, in a mount namespace of its own, where its home is closed."""
-    inside = Path(sys.base_prefix)
-    for closed in reversed(inside.parents):
-        if not closed.stat().st_mode & 0o001:
-            return (
-                f"held=$(mktemp -d) && mount --bind {inside} $held && mount -t tmpfs -o mode=755 tmpfs {closed} && "
-                f"mkdir -p {inside} && mount --bind $held {inside} && "
-            )
-    return ""
+def reachable(here: Path) -> str:
+    """Shell that hides each closed folder on the way to Python and to us behind one that holds just these."""
+    wanted = {Path(sys.base_prefix), Path(sys.prefix), here}
+    places = sorted(place for place in wanted if not wanted & set(place.parents))
+    closed = {top: place for place in places for top in reversed(place.parents) if not top.stat().st_mode & 0o001}
+    tops = [top for top in closed if not closed.keys() & set(top.parents)]
+    lines = []
+    for number, top in enumerate(tops):
+        inside = [place for place in places if top in place.parents]
+        held = [f"$held/{number}-{each}" for each in range(len(inside))]
+        lines += [f"mkdir -p {keep} && mount --bind {place} {keep}" for place, keep in zip(inside, held, strict=True)]
+        lines.append(f"mount -t tmpfs -o mode=755 tmpfs {top}")
+        lines += [f"mkdir -p {place} && mount --bind {keep} {place}" for place, keep in zip(inside, held, strict=True)]
+    made = "held=$(mktemp -d) && mount -t tmpfs tmpfs $held"
+    return "".join(f"{line} && " for line in [made, *lines]) if lines else ""
 
 
 def _read_only_root(folder: Path) -> str:
