@@ -75,7 +75,8 @@ def _run(wish: Wish, signs: Signs) -> tuple[int, str | None]:
         return Interrupted.exit_code, f"the nodes did not meet again ({error}); the same command continues"
     except RuntimeError as error:  # the store went away while something was asked of it
         reason = str(error).strip().splitlines()[0]
-        return Interrupted.exit_code, f"the main node has gone ({reason}); its output says why"
+        who = "another node" if wish.node == 0 else "the main node"
+        return Interrupted.exit_code, f"{who} has gone ({reason}); its output says why"
     else:
         if not result.is_failed():
             return 0, None
@@ -164,6 +165,9 @@ class Ours(Base):  # type: ignore[misc]
         self.cause = Cause()
 
     def _rendezvous(self, worker_group: Any) -> None:
+        handler = worker_group.spec.rdzv_handler
+        if hasattr(handler, "_bootstrap_store_info"):
+            handler._bootstrap_store_info = None  # torch tells it once; a node that comes later would wait in vain
         super()._rendezvous(worker_group)
         store = worker_group.store
         if worker_group.group_rank == 0:
