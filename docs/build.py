@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES, SITE = ROOT / "build" / "pages", ROOT / "build" / "site"
-ALSO = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Containerfile")
+ALSO = ("*.md", "LICENSE", "Containerfile")
 FOLDERS = ("docs", "recipes", "deploy", "bench/results")
 """What pages link to; laid out as in the repository, so that every relative link means the same."""
 LINK = re.compile(r"^\| \[([^\]]+)\]\(([^)]+\.md)\)|^- \[([^\]]+)\]\(([^)]+\.md)\)", re.MULTILINE)
@@ -46,8 +46,8 @@ def lay_out() -> None:
     for folder in FOLDERS:
         ignored = shutil.ignore_patterns("*.py", "__pycache__", "*.local.*")
         shutil.copytree(ROOT / folder, PAGES / folder, ignore=ignored)
-    for name in ALSO:
-        shutil.copy(ROOT / name, PAGES / name)
+    for file in (file for pattern in ALSO for file in ROOT.glob(pattern)):
+        shutil.copy(file, PAGES / file.name)
 
 
 def navigation() -> list[str]:
