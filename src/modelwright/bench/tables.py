@@ -53,13 +53,13 @@ def scorecard(folder: Path) -> str:
     rows = measured["figures"]["rows"]
     counts = {word: sum(each["verdict"] == word for each in rows.values()) for word in ("met", "gap", "skipped")}
     told = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
-    shown = "shown are those that a peer was put through too, and every gap"
+    shown = "shown are those of which a figure of the HF Trainer is known, and every gap"
     head = f"{len(rows)} faults, {told} ({_stand(measured)}); {shown}.\n\n"
     lines = ["| fault | found | | peers |", "|---|---|---|---|"]
     lines += [
         f"| {_cell(each['name'])} | {_cell(each['figure'])} | {each['verdict']} | {_cell(each['baseline'])} |"
         for each in rows.values()
-        if each["verdict"] == "gap" or each.get("baseline_measured_here")
+        if each["verdict"] == "gap" or each.get("baseline_measured_here") or "HF Trainer" in each["baseline"]
     ]
     return head + "\n".join(lines) + "\n"
 
@@ -169,11 +169,13 @@ def _tuning(figures: Figures) -> list[Cells]:
 
 def _preparing(figures: Figures) -> list[Cells]:
     near, tokens = figures["near_duplicates"], figures["tokens"]
+    slow = near.get("datatrove_signatures_mb_per_cpu_s")
     return [
         (
             f"near-duplicates in {figures['corpus']['megabytes']:.0f} MB of text, per CPU-second",
             f"{near['modelwright_mb_per_cpu_s']:.0f} MB",
-            f"rensa with Python shingles {near['rensa_python_shingles_mb_per_cpu_s']:.0f} MB",
+            f"rensa with Python shingles {near['rensa_python_shingles_mb_per_cpu_s']:.0f} MB"
+            + (f", datatrove {slow:.2f} MB" if slow else ""),
             "`bench data`",
         ),
         (
