@@ -21,8 +21,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/modelwright run quickstart
 
+# quick tests two at a time; the slow ones start ranks, kill and time them, and have the machine to themselves
 test: setup lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest -m slow
 
 # What takes too long for every change: the long commands of the pages, the lessons, and the site.
 nightly: test docs test-docs
