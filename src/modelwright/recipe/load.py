@@ -6,7 +6,7 @@ import io
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from modelwright.recipe.secrets import refuse_secrets
 from modelwright.recipe.settings import Setting, children, find, sections
 from modelwright.recipe.source import read_file, read_value
 from modelwright.recipe.training import Parts
-from modelwright.recipe.tree import DEFAULT, Located, Origin, RecipeProblem, merge, problem, without_nulls
+from modelwright.recipe.tree import DEFAULT, NOTHING, Located, Origin, RecipeProblem, merge, problem, without_nulls
 from modelwright.recipe.unknown import answer, nearest
 
 RESOLVED = """\
@@ -277,6 +277,8 @@ class _Layers:
             self.problems.append(problem(origin, key, f"{key}={written} cannot be read: {reasons}"))
             return None
         self.problems += problems
+        if value.value == {} and origin.kind == "set":
+            value = replace(value, text=NOTHING)
         return self._canonical(Located({}, origin).put(key.split("."), value))
 
     def _canonical(self, tree: Located) -> Located:

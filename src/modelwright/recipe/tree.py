@@ -157,12 +157,16 @@ GIVES_WAY: Mapping[Path, Mapping[str, tuple[str, ...]]] = {
 """Where a higher layer chooses the key, these of a lower layer give way: the later choice wins."""
 
 
+NOTHING = "{}"
+"""What a person types to clear a mapping."""
+
+
 def merge(lower: Located, upper: Located, path: Path = ()) -> Located:
     """Lay one tree over another: mappings are merged deeply, everything else is replaced.
 
     An empty mapping of --set clears: merged it would say nothing, and nobody types that.
     """
-    clears = bool(path) and not upper.entries and upper.origin.kind == "set"
+    clears = bool(path) and not upper.entries and upper.text == NOTHING
     if clears or not isinstance(lower.value, dict) or not isinstance(upper.value, dict):
         return upper
     merged = dict(lower.value)

@@ -87,7 +87,7 @@ def _problem(folder: Path, key: str) -> str | None:
         return None if hash_file(folder / TENSORS) == facts["hash"] else f"{TENSORS} is damaged"
     except FileNotFoundError as error:
         return f"there is no {Path(error.filename).name}"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, StorageError, ValueError, KeyError, TypeError) as error:
         return f"it cannot be read ({error})"
 
 
