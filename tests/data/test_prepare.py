@@ -187,7 +187,7 @@ def test_memory_does_not_grow_with_the_text(whole: Path, tmp_path: Path, monkeyp
         source.write_text("".join(rows) * (megabytes * 1_000_000 // sum(map(len, rows))))
         wish = plan(tmp_path / str(megabytes), {"train_file": str(source)}, whole / "tokenizer", fast_tokenizer=False)
         peaks.append(_grown_megabytes(wish))
-    assert peaks[1] - peaks[0] < 8, peaks
+    assert peaks[1] - peaks[0] < 10, peaks  # of 12 more that were read
 
 
 def _grown_megabytes(wish: Plan) -> float:
