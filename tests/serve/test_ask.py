@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from modelwright.data.conversations import ask
+from modelwright.errors import UsageError
 from modelwright.models.text import load_model, load_tokenizer
 from modelwright.serve.ask import Answerer
 
@@ -69,3 +70,10 @@ def test_a_model_without_a_chat_template_is_asked_plainly(loud_model: Path, tmp_
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     tokenizer.save_pretrained(folder)
     assert len(Answerer(folder, max_new_tokens=4).answer([ask("Why?", None)])) == 1
+
+
+def test_a_template_that_makes_nothing_of_a_question_is_told(loud_model: Path) -> None:
+    answerer = Answerer(loud_model)
+    answerer._tokenizer.chat_template = "{{ messages[0].nothing }}"
+    with pytest.raises(UsageError, match="makes no word of these turns, so there is nothing to answer"):
+        answerer.reply(QUESTIONS[0])

@@ -138,7 +138,11 @@ class Answerer:
         else:
             texts = ["".join(message["content"] for message in messages) for messages in conversations]
         chat = bool(self._tokenizer.chat_template)
-        return self._tokenizer(texts, return_tensors="pt", padding=padding, add_special_tokens=not chat)
+        encoded = self._tokenizer(texts, return_tensors="pt", padding=padding, add_special_tokens=not chat)
+        if not encoded["input_ids"].shape[1]:
+            why = "the model's chat template makes no word of these turns" if chat else "nothing was asked"
+            raise UsageError(f"{why}, so there is nothing to answer")
+        return encoded
 
 
 def _choose(logits: Tensor, wish: Decoding, draw: torch.Generator) -> Tensor:
