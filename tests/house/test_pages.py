@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "modelwright"
 TROUBLE = (ROOT / "docs" / "guides" / "trouble.md").read_text(encoding="utf-8")
-MESSAGES = re.findall(r"^\| `([^`]+)` \|", TROUBLE, re.MULTILINE)
+MESSAGES = re.findall(r"^\| `([^`]+)` \|", TROUBLE.partition("## Installing")[0], re.MULTILINE)
 CONCEPTS = [ROOT / "docs" / "concepts" / name for name in ("loop.md", "data-order.md")]
 QUOTE = re.compile(r"^```python\n# (src/\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 WALKED = (

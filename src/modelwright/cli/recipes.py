@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -57,7 +58,7 @@ def check(recipe: RecipeArgument, sets: SetOption = None, as_json: JsonOption = 
 
     try:
         loaded = load(recipe, sets or ())
-        problems = data_problems(loaded)
+        problems = [*data_problems(loaded), *_missing(loaded)]
         if problems:
             raise RecipeError(problems)
     except RecipeError as error:
@@ -128,6 +129,22 @@ def data_problems(loaded: LoadedRecipe) -> list[Problem]:
             problem = Problem(loaded.origins[key].where, str(error))
             problems[problem.where, problem.message] = problem
     return list(problems.values())
+
+
+def _missing(loaded: LoadedRecipe) -> list[Problem]:
+    """Models and unread data that a recipe names by a path that leads nowhere; what is on the hub is not looked for."""
+    recipe = loaded.recipe
+    named = {"model.model_name_or_path": recipe.model.model_name_or_path}
+    for stage, section in recipe.stages.items():
+        if stage in ("pretrain", "classify"):
+            data, key = recipe.data_of(stage), f"{stage}.data" if section.data else "data"
+            named |= {f"{key}.dataset_name": data.dataset_name, f"{key}.train_file": data.train_file}
+    return [
+        Problem(loaded.origins[key].where, f"{key}: there is no file or folder {name!r}")
+        for key, name in named.items()
+        if name and key in loaded.origins and str(name).startswith((".", "/", "~"))
+        if not any((folder / Path(name).expanduser()).exists() for folder in (Path(), loaded.path.parent))
+    ]
 
 
 def _tell_notes(loaded: LoadedRecipe) -> None:
