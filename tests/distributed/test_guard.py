@@ -123,3 +123,17 @@ def test_a_bad_last_step_leaves_the_weights_before_it_measured_and_saved(
     assert code == 0, output
     assert told(tmp_path / "run", "evaluation")[-1]["step"] == 12
     assert told(tmp_path / "run", "saved")[-1]["step"] == 12
+
+
+def test_weights_spoilt_in_the_last_steps_are_taken_from_the_checkpoint(
+    rig: Rig, model_folder: Path, tmp_path: Path
+) -> None:
+    settings = {"max_steps": 30, "save_steps": 3, "eval_steps": 30}
+    losses = []
+    for name, first in (("whole", ""), ("spoilt", "from modelwright.bench.injections import *\ngrow_weights(29)")):
+        recipe = tiny_recipe(tmp_path / name, model_folder, **settings)
+        code, output = rig.run(["run", str(recipe)], recipe.parent, first=first)
+        assert code == 0, output
+        losses.append(told(recipe.parent / "run", "evaluation")[-1]["eval_loss"])
+    assert "went back from step 30 to the checkpoint of step 27" in output
+    assert losses[0] == losses[1]

@@ -84,31 +84,50 @@ class Training:
         if self.task.held_out_rows and not self.evaluations:
             self._measure()
         meter = Meter(self.plan.steps, self.built.flops_per_token, self._peak_flops())
-        self.began, stragglers = time.monotonic(), Stragglers()
+        self.began = time.monotonic()
         with self.stopper.waiting(), _memory_told(self.plan), self.saver:
-            for report in self._steps():
-                self._tell_step(report, meter)
-                self._tell_changes()
-                for line in stragglers.look(report.seconds_alone):
-                    self._note(line)
-                if report.health not in ("ok", "overflow"):
-                    self._skip_or_go_back(report)
-                else:
-                    self._keep(report)
-                if self.saver.done() or report.stop_asked:
-                    self._settle()
-                if report.stop_asked:
-                    raise Interrupted(
-                        f"stopped after step {report.step} of {self.plan.steps}; the same command continues"
-                    )
+            self._train(meter)
+            if self._went_back_at_the_end():
+                self._train(meter)
         self._measure_and_save_the_end()
         held_against(self.context, self.stage, self.plan, self.speed)
         return self._finish()
+
+    def _train(self, meter: Meter) -> None:
+        """Step to the end of the plan."""
+        stragglers = Stragglers()
+        for report in self._steps():
+            self._tell_step(report, meter)
+            self._tell_changes()
+            for line in stragglers.look(report.seconds_alone):
+                self._note(line)
+            if report.health not in ("ok", "overflow"):
+                self._skip_or_go_back(report)
+            else:
+                self._keep(report)
+            if self.saver.done() or report.stop_asked:
+                self._settle()
+            if report.stop_asked:
+                raise Interrupted(f"stopped after step {report.step} of {self.plan.steps}; the same command continues")
 
     def _steps(self) -> Iterator[StepReport]:
         """The engine's steps, one of them watched where the recipe asks for it."""
         steps = self.engine.steps(self.stopper.asked)
         return watched(self.engine, steps, self.context, self.stage) if self.settings.profile_memory else steps
+
+    def _went_back_at_the_end(self) -> bool:
+        """Where the last steps were bad, too few to go back for: once, since the weights themselves may be spoilt."""
+        end = self.engine.cursor.step
+        good = self._newest_step() if self.bad_steps and end > self.went_back_from else None
+        if good is None:
+            return False
+        self._go_back(end, good)
+        return True
+
+    def _go_back(self, step: int, good: int) -> None:
+        self.went_back_from, self.bad_steps = step, 0
+        self._go_on_from(good)
+        self._note(f"went back from step {step} to the checkpoint of step {good}")
 
     def _measure_and_save_the_end(self) -> None:
         """Where the last step was a bad one, the weights before it are the end: they too are measured and saved."""
@@ -143,9 +162,7 @@ class Training:
                 + ("again after going back" if good is not None else "and there is no checkpoint to go back to")
                 + "; the last good checkpoint is kept. A lower learning_rate is the first thing to try"
             )
-        self.went_back_from, self.bad_steps = report.step, 0
-        self._go_on_from(good)
-        self._note(f"went back from step {report.step} to the checkpoint of step {good}")
+        self._go_back(report.step, good)
 
     def _measure(self) -> None:
         measured = {"step": self.engine.cursor.step, **self.engine.evaluate()}
