@@ -5,34 +5,16 @@ from __future__ import annotations
 import json
 import re
 import time
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from modelwright.bench.reliability.hostile_texts import HOSTILE
+from modelwright.bench.reliability.injection import Tags
 from modelwright.report import page
 from modelwright.runs.folder import RunFolder, write_json
 from modelwright.runs.journal import Journal
-
-
-class Tags(HTMLParser):
-    """Every tag and attribute of a page, and its text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.text = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
 
 
 def run_folder(folder: Path, steps: int = 20, texts: list[str] | None = None, name: str = "tiny") -> RunFolder:
