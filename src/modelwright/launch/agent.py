@@ -158,7 +158,7 @@ class Ours(Base):  # type: ignore[misc]
     """What torch's agent does otherwise here: names each attempt, judges what is worth a restart, and how ranks go."""
 
     def __init__(self, spec: Any, duties: Duties, **options: Any) -> None:
-        super().__init__(spec, shutdown_timeout=GRACE_SECONDS, **options)
+        super().__init__(spec, **options)
         self.wish, self.signs, self.variables, self.muster = (
             duties.wish, duties.signs, duties.variables, duties.muster,
         )  # fmt: skip
@@ -191,9 +191,13 @@ class Ours(Base):  # type: ignore[misc]
         self.signs.started({worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers})
         return pids
 
-    def _stop_workers(self, worker_group: Any) -> None:
+    def _stop_workers(self, worker_group: Any, **_: Any) -> None:
         self.signs.stopping()
-        self._shutdown(signal.SIGTERM, GRACE_SECONDS)
+        self._shutdown()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, **_: Any) -> None:
+        if self._pcontext:  # torch gives ranks 30 s, one version by an argument, another by none
+            self._pcontext.close(death_sig, GRACE_SECONDS)
 
     def _monitor_workers(self, worker_group: Any) -> Any:
         gone = {worker.global_rank for worker in worker_group.workers if is_gone(worker.id)}
