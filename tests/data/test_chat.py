@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from modelwright.data.chat import Encoded, encode, encode_all
+from modelwright.data.chat import Encoded, encode, encode_all, encode_many
 from modelwright.data.conversations import Conversation
 from modelwright.errors import DataError
 from modelwright.recipe.training import Text
@@ -231,3 +231,47 @@ def test_no_trained_token_at_all_is_an_error(tokenizer: Any) -> None:
 
 def test_no_conversation_is_no_error(tokenizer: Any) -> None:
     assert encode_all([], tokenizer, Text(max_length=8)).rows == []
+
+
+class Counting:
+    """A tokenizer that counts the characters it is given."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.characters = tokenizer, 0
+
+    def __call__(self, texts: list[str], **wishes: Any) -> Any:
+        self.characters += sum(map(len, texts))
+        return self.tokenizer(texts, **wishes)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+
+LONG_PROMPT = "Answer step by step, and warn of what is dangerous. " * 20
+
+
+@pytest.mark.parametrize("begins_with_a_space", [False, True])
+def test_a_long_system_prompt_is_tokenized_once_and_every_row_is_as_if_alone(
+    tokenizer: Any, begins_with_a_space: bool
+) -> None:
+    from tokenizers import pre_tokenizers
+
+    counting = Counting(copy.deepcopy(tokenizer))
+    counting.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=begins_with_a_space)
+    asked = [conversation(f"Why {'so ' * turn}?", "Because.", system=LONG_PROMPT) for turn in range(20)]
+    together = encode_many(asked, counting)
+    assert counting.characters < 10 * len(LONG_PROMPT)
+    for row, each in zip(together, asked, strict=True):
+        [alone] = encode(each, counting)
+        assert row.tokens.tolist() == alone.tokens.tolist()
+        assert row.trained.tolist() == alone.trained.tolist()
+
+
+def test_a_text_that_may_not_be_cut_before_a_special_token_is_tokenized_whole(tokenizer: Any) -> None:
+    from tokenizers import normalizers
+
+    counting = Counting(copy.deepcopy(tokenizer))
+    counting.backend_tokenizer.normalizer = normalizers.Prepend("_")  # which stands before each text, cut or not
+    asked = [conversation(f"Why {turn}?", "Because.", system=LONG_PROMPT) for turn in range(4)]
+    alone = [encode(each, counting)[0].tokens.tolist() for each in asked]
+    assert [row.tokens.tolist() for row in encode_many(asked, counting)] == alone

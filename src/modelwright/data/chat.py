@@ -21,6 +21,10 @@ from modelwright.recipe.training import Text
 
 AT_ONCE = 512
 """Conversations that are tokenized together."""
+LEAST_SHARED, TRIALS = 64, 2
+"""A shared text of fewer characters is not worth the trial of cutting it off, and so many texts are tried."""
+Tokens = np.ndarray[Any, np.dtype[np.int32]]
+NO_TOKENS: Tokens = np.zeros(0, dtype=np.int32)
 Rendered = tuple[str, list[tuple[int, int]]]
 """A conversation as text, and from where to where in it something is trained."""
 
@@ -164,10 +168,14 @@ def _render_last(tokenizer: Any, messages: Sequence[Message], assistant_only: bo
 
 def _answer_start(tokenizer: Any, before: Sequence[Message], text: str) -> int:
     """Where the answer begins: the end of what is shared with the prompt that asks for it."""
-    prompt = _render(tokenizer, before, ask=True)
-    if text.startswith(prompt):
-        return len(prompt)
-    return next((place for place, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(prompt))
+    return _alike(_render(tokenizer, before, ask=True), text)
+
+
+def _alike(one: str, other: str) -> int:
+    """Characters that both begin with."""
+    if other.startswith(one):
+        return len(one)
+    return next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(other))
 
 
 def _render(tokenizer: Any, messages: Sequence[Message], ask: bool = False) -> str:
@@ -180,15 +188,48 @@ def _render(tokenizer: Any, messages: Sequence[Message], ask: bool = False) -> s
 def _encode_spans(tokenizer: Any, rendered: Sequence[Rendered]) -> list[Encoded]:
     # the template writes its own special tokens: adding more would double the first (alignment-handbook#127)
     texts = [text for text, _ in rendered]
-    encoding = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+    shared = _shared_text(tokenizer, texts)
+    [(first, first_starts)] = _tokenized(tokenizer, [texts[0][:shared]]) if shared else [(NO_TOKENS, NO_TOKENS)]
     rows = []
-    for (_, spans), tokens, offsets in zip(rendered, encoding["input_ids"], encoding["offset_mapping"], strict=True):
-        starts = np.array([start for start, _ in offsets])
+    found = _tokenized(tokenizer, [text[shared:] for text in texts])
+    for (_, spans), (tokens, starts) in zip(rendered, found, strict=True):
+        starts = np.concatenate([first_starts, starts + shared])
         trained = np.zeros(len(starts), dtype=np.bool_)
         for begin, end in spans:
             trained |= (starts >= begin) & (starts < end)
-        rows.append(Encoded(np.array(tokens, dtype=np.int32), trained))
+        rows.append(Encoded(np.concatenate([first, tokens]), trained))
     return rows
+
+
+def _tokenized(tokenizer: Any, texts: list[str]) -> Iterator[tuple[Tokens, Tokens]]:
+    """The tokens of each text, and where in it each begins."""
+    encoding = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False)
+    for tokens, offsets in zip(encoding["input_ids"], encoding["offset_mapping"], strict=True):
+        starts = np.fromiter((start for start, _ in offsets), dtype=np.int32, count=len(offsets))
+        yield np.array(tokens, dtype=np.int32), starts
+
+
+def _shared_text(tokenizer: Any, texts: Sequence[str]) -> int:
+    """Characters that all texts begin with and that may be tokenized once for all of them; 0 where it does not pay.
+
+    Just before a special token a text may be cut: what stands to either side of one is tokenized by itself. Whether
+    the tokenizer at hand keeps to that is tried on two texts; what could differ, how it begins one, is alike in all.
+    """
+    shared = min(texts, default="")
+    shared = shared[: _alike(shared, max(texts, default=""))]
+    plain = (
+        token.content
+        for token in getattr(tokenizer, "added_tokens_decoder", {}).values()
+        if token.special and not (token.lstrip or token.single_word or token.normalized)
+    )
+    cut = max((shared.rfind(content) for content in plain), default=0)
+    if len(texts) <= TRIALS or cut < LEAST_SHARED:
+        return 0
+    parts = [texts[0][:cut], *(text[cut:] for text in texts[:TRIALS])]
+    (first, _), *others = _tokenized(tokenizer, parts)
+    wholes = _tokenized(tokenizer, list(texts[:TRIALS]))
+    alike = all(np.array_equal(whole, [*first, *other]) for (whole, _), (other, _) in zip(wholes, others, strict=True))
+    return cut if alike else 0
 
 
 def _encode_plain(messages: Sequence[Message], where: str, tokenizer: Any, assistant_only: bool) -> Encoded:
