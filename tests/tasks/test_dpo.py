@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from families import BACKENDS, FAMILIES, family
+from families import BACKENDS, FAMILIES, by_documents, family
 from modelwright.data.chat import Encoded
 from modelwright.data.preferences import EncodedPair, Pair, Preferences
 from modelwright.engine.loop import Engine
@@ -28,7 +27,7 @@ from modelwright.plan.facts import Facts
 from modelwright.plan.stage import plan_stage
 from modelwright.recipe.schema import Dpo
 from modelwright.recipe.training import Preference
-from modelwright.tasks.dpo import DpoTask, PairLoss, collate, paths_of
+from modelwright.tasks.dpo import DpoTask, PairLoss, collate, paths_in
 from modelwright.tasks.losses import preference_loss
 from modelwright.tasks.reference import FACTS, TENSORS, measure, set_reference
 from tiny import tiny_pairs
@@ -88,19 +87,6 @@ def test_the_blocks_of_flex_attention_are_the_mask_of_the_others() -> None:
             assert torch.equal(create_mask(block.mask_mod, rows, 1, length, length, device="cpu"), mask)
 
 
-def by_documents(
-    query: Tensor, key: Tensor, value: Tensor, queries: Tensor, keys: Tensor, *lengths: int, scale: float, **more: Any
-) -> Tensor:
-    """What FlashAttention over documents of different lengths computes, written out."""
-    parts = []
-    for (first, last), (start, stop) in zip(pairwise(queries.tolist()), pairwise(keys.tolist()), strict=True):
-        seen = torch.ones(last - first, stop - start, dtype=torch.bool).tril(stop - start - (last - first))
-        q, k, v = (part.transpose(0, 1) for part in (query[first:last], key[start:stop], value[start:stop]))
-        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)
-        parts.append(attended.transpose(0, 1))
-    return torch.cat(parts)
-
-
 def test_documents_with_the_prompts_keys_say_what_the_mask_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "varlen_attn", by_documents)
     model = copy.deepcopy(family("llama"))
@@ -109,7 +95,7 @@ def test_documents_with_the_prompts_keys_say_what_the_mask_says(monkeypatch: pyt
     monkeypatch.setattr(module, "_in_halves", lambda: True)
     masked = module(**batch.inputs)
     gradients = torch.autograd.grad(masked.sum(), list(model.parameters()))
-    found = module(**batch.inputs, **paths_of(batch.inputs["branches"]))
+    found = module(**batch.inputs, **paths_in(batch))
     torch.testing.assert_close(found, masked, rtol=1e-5, atol=1e-5)
     for ours, theirs in zip(torch.autograd.grad(found.sum(), list(model.parameters())), gradients, strict=True):
         assert (ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-3) < 1e-5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from families import BACKENDS, FAMILIES, family
+from families import BACKENDS, FAMILIES, by_documents, family
 from modelwright.data.chat import Encoded
 from modelwright.data.conversations import load
 from modelwright.engine.loop import Engine
 from modelwright.engine.world import World
+from modelwright.models import attention
 from modelwright.models.text import load_model, load_tokenizer, stop_tokens
 from modelwright.models.trainable import decoder_layers, recompute_activations, set_trainable
 from modelwright.models.trunk import Trunk, dropout_of, frozen_depth
@@ -27,7 +29,7 @@ from modelwright.recipe.schema import Sft
 from modelwright.recipe.training import Parts
 from modelwright.runs.folder import read_json
 from modelwright.tasks.kept import TOKENS_AT_ONCE, Home, KeptStates, choose_home
-from modelwright.tasks.layout import behind, lay_out, places_of, shared_beginning, side_by_side
+from modelwright.tasks.layout import UNMASKED, behind, lay_out, places_of, shared_beginning, side_by_side, without_mask
 from modelwright.tasks.savings import find_savings
 from modelwright.tasks.sft import AnswerLoss, SftTask
 from tiny import tiny_model, tiny_recipe
@@ -85,6 +87,30 @@ def test_a_shared_beginning_gives_the_loss_and_the_gradients_of_whole_rows(name:
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     for name, gradient in found[0].items():
         assert (gradient - found[1][name]).abs().max() < 1e-5 * gradient.abs().max(), name
+
+
+@pytest.mark.parametrize("name", ["llama", "smollm3"])
+def test_a_shared_beginning_needs_no_mask_where_attention_takes_paths(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "varlen_attn", by_documents)
+    model, rows = copy.deepcopy(family(name)), with_one_beginning(40, 35, 50, 44)
+    attention.install(model)
+    module = AnswerLoss(model)
+    masked = lay_out(behind(20, range(4), rows, longest=130), rows, 20)
+    assert len(masked.inputs["tokens"]) == 2
+    in_one_row = lay_out(behind(20, range(4), rows, UNMASKED), rows, 20, multiple=128)
+    assert in_one_row.inputs["tokens"].shape == (1, 256)
+    losses, found = [], []
+    for batch in (masked, without_mask(masked), without_mask(in_one_row)):
+        loss = module(**batch.inputs)
+        loss.backward()
+        losses.append(loss.item())
+        found.append(gradients(module))
+    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-6)
+    for name, gradient in found[0].items():
+        for other in found[1:]:
+            assert (gradient - other[name]).abs().max() < 1e-5 * gradient.abs().max(), name
 
 
 def test_many_documents_stand_in_even_rows_behind_copies_of_the_beginning() -> None:
@@ -152,6 +178,23 @@ def test_a_kept_trunk_behind_a_shared_beginning_gives_the_plain_losses(deep_mode
             assert both == pytest.approx(plain, rel=1e-5)
         else:
             assert both[0] == pytest.approx(plain[0], rel=1e-5)
+
+
+def test_a_trunk_computed_by_paths_is_the_one_computed_with_a_mask(
+    deep_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "varlen_attn", by_documents)
+    task, model, _ = task_of(tmp_path, deep_model)
+    attention.install(model)
+    found = []
+    for paths in (False, True):
+        kept = KeptStates(Trunk(model, 3), task.documents, task.beginning, torch.device("cpu"), paths)
+        kept.fill(World(), torch.no_grad, Home("memory", tmp_path, "a"))
+        found.append(kept)
+    masked, unmasked = found
+    assert masked.states is not None and unmasked.states is not None
+    assert len(unmasked.parts[0].rows) == 1 < len(masked.parts[0].rows)
+    torch.testing.assert_close(unmasked.states, masked.states, rtol=1e-5, atol=1e-5)
 
 
 def _rows_are_computed_alike() -> bool:

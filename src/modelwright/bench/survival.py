@@ -118,6 +118,8 @@ def train_ours(scene: Scene, rows: Any, folder: Path, device: Any, steps: int, *
         max_steps=steps, learning_rate=LEARNING_RATE, lr_scheduler_type="constant", max_length=1024, **savings,
     )  # fmt: skip
     model, tokenizer = load_model(scene, folder, device, settings), text.load_tokenizer(folder)
+    text.move(model, device, "auto")
+    _wait(device)
     began = time.perf_counter()
     task = SftTask(model, tokenizer, rows, settings, text.stop_tokens(model))
     saver = find_savings(task, model, settings)

@@ -7,7 +7,7 @@ a mask function gets no mask made for it, so that nothing in the forward pass wa
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,17 @@ TOLD_OF_FEWER_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 HALVES = (torch.bfloat16, torch.float16)
 
 
+class Paths(NamedTuple):
+    """Answers that grow out of one prompt: each is a document whose keys are the prompt's and its own."""
+
+    keys: Tensor
+    """[keys] int64, where in the flattened rows each key of each document stands."""
+    starts: Tensor
+    """[2, count + 1] int32, where each document begins among queries and among keys, and where the last one ends."""
+    longest: int | None = None
+    """Keys of the longest document; where it says nothing, one may be as long as a row."""
+
+
 def install(model: Any) -> None:
     """Let a model attend this way."""
     from transformers import AttentionInterface
@@ -35,21 +46,16 @@ def install(model: Any) -> None:
     model.set_attn_implementation(NAME)
 
 
-def documents_as_arguments(documents: Tensor, length: int) -> dict[str, Any]:
+def documents_as_arguments(documents: Tensor | Paths, length: int) -> dict[str, Any]:
     """What a model's forward hands down to attend, by the names transformers has for it.
 
-    documents: [count + 1] int32, where each document begins in the flattened rows, and where the last one ends.
+    documents: [count + 1] int32, where each document begins in the flattened rows, and where the last one ends; or
+    paths. length: tokens in a row.
     """
+    if isinstance(documents, Paths):
+        same = documents_as_arguments(documents.starts[0], documents.longest or length)
+        return {**same, "cu_seq_lens_k": documents.starts[1], "key_places": documents.keys}
     return {"cu_seq_lens_q": documents, "cu_seq_lens_k": documents, "max_length_q": length, "max_length_k": length}
-
-
-def branches_as_arguments(places: Tensor, starts: Tensor, length: int) -> dict[str, Any]:
-    """The same for answers that grow out of one prompt: each is a document whose keys are the prompt's and its own.
-
-    places: [keys] int64, where in the flattened rows each key of each document stands; starts: [2, count + 1] int32,
-    where each document begins among queries and among keys, and where the last one ends.
-    """
-    return {**documents_as_arguments(starts[0], length), "cu_seq_lens_k": starts[1], "key_places": places}
 
 
 def attend(
@@ -67,6 +73,7 @@ def attend(
         compute = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(compute), key.to(compute), value.to(compute)
     length, seen = query.shape[2], key.shape[2]
+    longest = int(more.get("max_length_k") or length)
     documents: Tensor | None = more.get("cu_seq_lens_q")
     window: int | None = more.get("sliding_window")
     window = window if window is not None and window < length else None
@@ -74,14 +81,16 @@ def attend(
     if places is not None:
         assert documents is not None
         starts = (documents, more["cu_seq_lens_k"])
-        return _by_lengths(query, _taken(key, places), _taken(value, places), starts, window, scaling), None
+        parts = (query, _taken(key, places), _taken(value, places))
+        return _by_lengths(parts, starts, longest, window, scaling), None
     is_plain = documents is None and window is None
     if attention_mask is None and not is_plain:
         if query.is_cuda and query.dtype in HALVES and dropout == 0.0:
             if documents is None:
                 ends = (len(query) + 1) * length
                 documents = torch.arange(0, ends, length, dtype=torch.int32, device=query.device)
-            return _by_lengths(query, _flat(key), _flat(value), (documents, documents), window, scaling), None
+            parts = (query, _flat(key), _flat(value))
+            return _by_lengths(parts, (documents, documents), longest, window, scaling), None
         attention_mask = _mask(query, documents, window)
     is_causal = attention_mask is None and length == seen
     if query.is_cuda and query.dtype not in HALVES and (times := query.shape[1] // key.shape[1]) > 1:
@@ -96,18 +105,21 @@ def attend(
 
 
 def _by_lengths(
-    query: Tensor, key: Tensor, value: Tensor, starts: tuple[Tensor, Tensor], window: int | None, scaling: float | None
-) -> Tensor:
-    """FlashAttention over documents: [rows, length, heads, depth]. key, value: [keys, heads, depth].
+    parts: tuple[Tensor, Tensor, Tensor], starts: tuple[Tensor, Tensor], longest: int, window: int | None,
+    scaling: float | None,
+) -> Tensor:  # fmt: skip
+    """FlashAttention over documents: [rows, length, heads, depth]. parts: queries, keys and values, the latter two
+    [keys, heads, depth]; longest: no document has more queries or keys.
 
     A document with fewer queries than keys has the queries of its last keys.
     """
+    query, key, value = parts
     rows, heads, length, depth = query.shape
     window_size = (-1 if window is None else window - 1, 0)
     # torch 2.11 takes fewer key heads as they are; later versions want to be told
     fewer: dict[str, Any] = {"enable_gqa": True} if key.shape[1] != heads and TOLD_OF_FEWER_HEADS else {}
     attended = varlen_attn(
-        _flat(query), key, value, *starts, length, length, scale=scaling, window_size=window_size, **fewer
+        _flat(query), key, value, *starts, longest, longest, scale=scaling, window_size=window_size, **fewer
     )
     assert isinstance(attended, Tensor)
     return attended.view(rows, length, heads, depth)

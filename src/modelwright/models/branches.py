@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,30 +62,40 @@ def why_not(model: Any) -> str | None:
     return f"in a trial the branches saw each other ({gap:.1e})" if gap > FORWARD_TOLERANCE else None
 
 
-def branched_states(model: Any, tokens: Tensor, positions: Tensor, places: Tensor, starts: Tensor) -> Tensor:
-    """What `hidden_states` gives with a branch mask, by our own attention and without one: [rows, length, width].
+def paths_of(branches: Tensor) -> attention.Paths:
+    """What a branch mask says, for our own attention, which needs none: the trunk and the first branch are one
+    document, every later branch is another with the trunk's keys and its own.
 
-    places, starts: as `attention.branches_as_arguments` wants them.
+    branches: [rows, length] int64, in each row the trunk first and then one branch after the other.
     """
-    paths = attention.branches_as_arguments(places, starts, tokens.shape[1])
-    hidden: Tensor = bare(model).base_model(input_ids=tokens, position_ids=positions, **paths, use_cache=False)[0]
-    return hidden
+    length = branches.shape[1]
+    keys: list[np.ndarray[Any, Any]] = []
+    queries, ends = [0], [0]
+    for first, line in zip(range(0, branches.numel(), length), branches.numpy(), strict=True):
+        edges = [*(np.flatnonzero(np.diff(line)) + 1).tolist(), length]
+        for start, stop in pairwise([0, *(edges[1:] or edges)]):
+            shared = edges[0] if start else 0
+            keys += [np.arange(first, first + shared), np.arange(first + start, first + stop)]
+            queries.append(first + stop)
+            ends.append(ends[-1] + shared + stop - start)
+    starts = torch.tensor([queries, ends], dtype=torch.int32)
+    return attention.Paths(torch.from_numpy(np.concatenate(keys)), starts, int(np.diff(ends).max()))
 
 
 def takes_paths(model: Any) -> bool:
-    """Whether a GPU does `branched_states` for this model, by a trial against the mask in half precision."""
+    """Whether a GPU takes paths in place of a mask for this model, by a trial of both in half precision."""
     device = next(model.parameters()).device
     if device.type != "cuda" or bare(model).config._attn_implementation != attention.NAME:
         return False
     tokens = torch.arange(3, 27, device=device).unsqueeze(0)
-    branches = torch.tensor([[TRUNK] * 8 + [1] * 8 + [2] * 8], device=device)
+    branches = torch.tensor([[TRUNK] * 8 + [1] * 8 + [2] * 8])
     positions = torch.tensor([[*range(16), *range(8, 16)]], device=device)
-    places = torch.tensor([*range(16), *range(8), *range(16, 24)], device=device)
-    starts = torch.tensor([[0, 16, 24], [0, 16, 32]], dtype=torch.int32, device=device)
+    keys, starts, longest = paths_of(branches)
+    paths, branches = attention.Paths(keys.to(device), starts.to(device), longest), branches.to(device)
     try:
         with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
             masked = hidden_states(model, tokens, positions, branch_mask(model, positions, branches))
-            found = branched_states(model, tokens, positions, places, starts)
+            found = hidden_states(model, tokens, positions, documents=paths)
     except (TypeError, ValueError, RuntimeError) as error:
         warnings.warn(f"branches are masked: {str(error).splitlines()[0]}", stacklevel=2)
         return False

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modelwright.models.attention import Paths
 from modelwright.models.branches import branch_mask
 from modelwright.models.text import bare, hidden_states
 from modelwright.models.trainable import decoder_layers
@@ -33,7 +34,9 @@ class Trunk:
         return len(self._layers)
 
     @torch.no_grad()
-    def states(self, tokens: Tensor, positions: Tensor, branches: Tensor | None = None) -> Tensor:
+    def states(
+        self, tokens: Tensor, positions: Tensor, branches: Tensor | None = None, documents: Paths | None = None
+    ) -> Tensor:
         """What leaves the trunk: [rows, length, width]. Shapes as in `hidden_states` and `branch_mask`."""
         left: list[Tensor] = []
 
@@ -44,13 +47,13 @@ class Trunk:
         hook = self._layers[self.depth - 1].register_forward_hook(keep)
         try:
             with _passed_over(self._layers[self.depth :], lambda hidden_states, *_, **__: self._out(hidden_states)):
-                hidden_states(self.model, tokens, positions, self._mask(positions, branches))
+                hidden_states(self.model, tokens, positions, self._mask(positions, branches), documents)
         finally:
             hook.remove()
         return left[0]
 
     def above(
-        self, states: Tensor, positions: Tensor, branches: Tensor | None = None, documents: Tensor | None = None
+        self, states: Tensor, positions: Tensor, branches: Tensor | None = None, documents: Tensor | Paths | None = None
     ) -> Tensor:
         """What the whole model thinks before its head, from what left the trunk. states: [rows, length, width]."""
         with _passed_over(self._layers[: self.depth], lambda *_, **__: self._out(states)):

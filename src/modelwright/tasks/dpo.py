@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from modelwright.data.preferences import EncodedPair, EncodedPairs, Preferences, encode_pairs
 from modelwright.engine.task import Batch
-from modelwright.models.attention import HALVES
-from modelwright.models.branches import TRUNK, branch_mask, branched_states, takes_paths, why_not
+from modelwright.models.attention import HALVES, Paths
+from modelwright.models.branches import branch_mask, paths_of, takes_paths, why_not
 from modelwright.models.text import hidden_states, logits_of
 from modelwright.recipe.schema import Dpo
 from modelwright.recipe.training import Preference
@@ -42,11 +42,12 @@ class PairLoss(nn.Module):
 
         answers: [2, count] int64, flat places that foretell an answer's tokens, and those tokens;
         lengths: [2 × pairs] int64, tokens in each pair's chosen and rejected answer; beside: branches, as tokens,
-        where a row holds both answers, places and starts where attention needs no mask, reference: [count] float32.
+        where a row holds both answers, keys and starts where attention needs no mask, reference: [count] float32.
         """
         branches, reference = beside.get("branches"), beside.get("reference")
-        if "places" in beside and self._in_halves():
-            hidden = branched_states(self.model, tokens, positions, beside["places"], beside["starts"])
+        if "keys" in beside and self._in_halves():
+            paths = Paths(beside["keys"], beside["starts"])
+            hidden = hidden_states(self.model, tokens, positions, documents=paths)
         else:
             mask = None if branches is None else branch_mask(self.model, positions, branches)
             hidden = hidden_states(self.model, tokens, positions, mask)
@@ -117,7 +118,7 @@ class DpoTask:
     def bare_batch(self, side: str, rows: Sequence[int]) -> Batch:
         """A batch without its reference: the module gives the logarithm of each answer token's likelihood."""
         batch = collate([self.sides[side][row] for row in rows], shared=self.not_shared is None)
-        return replace(batch, inputs={**batch.inputs, **paths_of(batch.inputs["branches"])}) if self.paths else batch
+        return replace(batch, inputs={**batch.inputs, **paths_in(batch)}) if self.paths else batch
 
     def _with_reference(self, side: str, rows: Sequence[int]) -> Batch:
         assert not rows or self.references, "the reference is measured before anything is learnt"
@@ -159,21 +160,10 @@ def collate(pairs: Sequence[EncodedPair], shared: bool = True) -> Batch:
     )
 
 
-def paths_of(branches: Tensor) -> dict[str, Tensor]:
-    """For attention without a mask: prompt and chosen answer are one document, the rejected one and padding another.
-
-    branches: [rows, length] int64. The second document's keys are the prompt's and its own.
-    """
-    length = branches.shape[1]
-    prompts, chosen = (branches == TRUNK).sum(1).tolist(), (branches == 1).sum(1).tolist()
-    places: list[Tensor] = []
-    queries, keys = [0], [0]
-    for row, (prompt, answer) in enumerate(zip(prompts, chosen, strict=True)):
-        flat, first = torch.arange(row * length, (row + 1) * length), prompt + answer
-        places += [flat[:first], flat[:prompt], flat[first:]]
-        queries += [row * length + first, (row + 1) * length]
-        keys += [keys[-1] + first, keys[-1] + first + prompt + length - first]
-    return {"places": torch.cat(places), "starts": torch.tensor([queries, keys], dtype=torch.int32)}
+def paths_in(batch: Batch) -> dict[str, Tensor]:
+    """What attention without a mask is told, keys and starts; padding, which nobody sees, goes with the last answer."""
+    keys, starts, _ = paths_of(batch.inputs["branches"].clamp(max=2))
+    return {"keys": keys, "starts": starts}
 
 
 def _row(prompt: Array, answers: Sequence[Any]) -> tuple[Array, Array, Array, Array]:

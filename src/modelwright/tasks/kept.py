@@ -24,10 +24,22 @@ from modelwright.data.chat import Encoded
 from modelwright.engine.task import Batch
 from modelwright.engine.world import World
 from modelwright.errors import StorageError
+from modelwright.models.attention import Paths
+from modelwright.models.branches import paths_of
 from modelwright.models.trunk import Trunk
 from modelwright.plan.facts import free_memory
 from modelwright.runs.folder import read_json, write_json
-from modelwright.tasks.layout import ALIGNED, Rows, behind, lay_out, places_of, side_by_side
+from modelwright.tasks.layout import (
+    ALIGNED,
+    LONGEST_SHARED_ROW,
+    UNMASKED,
+    Rows,
+    behind,
+    lay_out,
+    places_of,
+    side_by_side,
+    without_mask,
+)
 
 TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 16384}
 """Tokens of one part: enough to keep the device busy, little enough to check and compute again."""
@@ -66,8 +78,11 @@ class Home:
 class KeptStates:
     """The states of all documents, in parts; a shared beginning comes first, once."""
 
-    def __init__(self, trunk: Trunk, documents: Sequence[Encoded], beginning: int, device: torch.device) -> None:
-        self.trunk, self.documents, self.beginning = trunk, documents, beginning
+    def __init__(
+        self, trunk: Trunk, documents: Sequence[Encoded], beginning: int, device: torch.device, paths: bool = False
+    ) -> None:
+        """paths: whether attention is told by them who sees whom, instead of by a mask."""
+        self.trunk, self.documents, self.beginning, self._paths = trunk, documents, beginning, paths
         self.starts = [0] * len(documents)
         self.parts: list[Part] = []
         self.states: Tensor | None = None
@@ -95,7 +110,8 @@ class KeptStates:
             self.starts[number] = stop - self.beginning
             stop += len(self.documents[number]) - self.beginning
         if self.beginning:
-            rows = behind(self.beginning, numbers, self.documents)
+            longest = UNMASKED if self._paths else LONGEST_SHARED_ROW
+            rows = behind(self.beginning, numbers, self.documents, longest)
         else:
             rows = side_by_side([[number] for number in numbers], self.documents)
         self.parts.append(Part(rows, first, stop))
@@ -108,9 +124,13 @@ class KeptStates:
 
     def compute(self, part: Part) -> Tensor:
         """The states of a part: [places, width], on the device."""
-        batch = lay_out(part.rows, self.documents, self.beginning, self._multiple).on(self._device)
-        branches = batch.get("branches")
-        states = self.trunk.states(batch["tokens"], batch["positions"], branches).flatten(0, 1)
+        laid = lay_out(part.rows, self.documents, self.beginning, self._multiple)
+        batch, paths = laid.on(self._device), None
+        if self._paths:
+            keys, starts, longest = paths_of(laid.inputs["branches"])
+            paths = Paths(keys.to(self._device), starts.to(self._device), longest)
+        branches = None if self._paths else batch.get("branches")
+        states = self.trunk.states(batch["tokens"], batch["positions"], branches, paths).flatten(0, 1)
         sources, wanted, offset = [], [], 0
         places = places_of(part.rows, self.starts, batch["tokens"].shape, self.beginning)
         for row, line in zip(part.rows, places, strict=True):
@@ -126,6 +146,7 @@ class KeptStates:
         """A batch whose states are looked up: by place where they are on the device, else brought along."""
         assert self.states is not None, "the states are kept before the first batch"
         batch = lay_out(rows, self.documents, self.beginning, self._multiple, spare=self._device.type != "cpu")
+        batch = without_mask(batch) if self._paths else batch
         places = torch.from_numpy(places_of(rows, self.starts, batch.inputs["tokens"].shape, self.beginning))
         found = {"places": places} if self.states.device == self._device else {"states": self.states[places]}
         return Batch({**batch.inputs, **found}, batch.trained, batch.tokens)

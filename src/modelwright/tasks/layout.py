@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from modelwright.data.chat import Encoded
 from modelwright.data.pack import document_starts
 from modelwright.engine.task import Batch
+from modelwright.models.branches import paths_of
 from modelwright.tasks.losses import IGNORED
 
 ALIGNED = 16
@@ -22,6 +23,8 @@ LEAST_SHARED = 16
 """A shared beginning of fewer tokens is not worth a mask."""
 LONGEST_SHARED_ROW = 1536
 """Tokens in a row behind a shared beginning; its mask grows with the square."""
+UNMASKED = math.inf
+"""The same where attention needs no mask: then one row holds all."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,12 @@ def side_by_side(groups: Sequence[Sequence[int]], documents: Sequence[Encoded]) 
     return [[Piece(number, 0, len(documents[number])) for number in group] for group in groups]
 
 
-def behind(beginning: int, numbers: Sequence[int], documents: Sequence[Encoded]) -> Rows:
+def behind(
+    beginning: int, numbers: Sequence[int], documents: Sequence[Encoded], longest: float = LONGEST_SHARED_ROW
+) -> Rows:
     """Documents behind their shared beginning, which stands once in each of as few even rows as their lengths allow."""
     lengths = [len(documents[number]) - beginning for number in numbers]
-    even = sum(lengths) / shared_rows(beginning, sum(lengths)) if lengths else 0
+    even = sum(lengths) / shared_rows(beginning, sum(lengths), longest) if lengths else 0
     rows: list[list[Piece]] = []
     filled = 0
     for number, length in zip(numbers, lengths, strict=True):
@@ -72,9 +77,9 @@ def behind(beginning: int, numbers: Sequence[int], documents: Sequence[Encoded])
     return rows
 
 
-def shared_rows(beginning: int, tokens: float) -> int:
+def shared_rows(beginning: int, tokens: float, longest: float = LONGEST_SHARED_ROW) -> int:
     """Rows that so many tokens take behind a shared beginning."""
-    return max(1, math.ceil(tokens / (max(LONGEST_SHARED_ROW, 2 * beginning) - beginning)))
+    return max(1, math.ceil(tokens / (max(longest, 2 * beginning) - beginning)))
 
 
 def lay_out(
@@ -115,6 +120,13 @@ def lay_out(
         inputs["documents"] = document_starts(positions)
     seen = sum(len(documents[piece.document]) for row in rows for piece in row if piece.start or not beginning)
     return Batch(inputs={name: torch.from_numpy(value) for name, value in inputs.items()}, trained=trained, tokens=seen)
+
+
+def without_mask(batch: Batch) -> Batch:
+    """The same batch for attention that is told by paths who sees whom."""
+    inputs = dict(batch.inputs)
+    keys, starts, _ = paths_of(inputs.pop("branches"))
+    return replace(batch, inputs={**inputs, "keys": keys, "starts": starts})
 
 
 def places_of(rows: Rows, starts: Sequence[int], shape: Sequence[int], beginning: int = 0) -> np.ndarray[Any, Any]:

@@ -15,7 +15,7 @@ from modelwright.models.trunk import Trunk, dropout_of, frozen_depth
 from modelwright.plan.stage import StagePlan
 from modelwright.recipe.schema import Sft
 from modelwright.tasks.kept import Home
-from modelwright.tasks.layout import shared_rows
+from modelwright.tasks.layout import LONGEST_SHARED_ROW, UNMASKED, shared_rows
 from modelwright.tasks.sft import SftTask
 
 
@@ -79,7 +79,8 @@ class Saver:
         documents = len(self.task.train_set.rows) / self.task.rows * plan.per_device
         tokens = self.task.train_set.facts()["tokens"] / self.task.rows * plan.per_device
         after = tokens - documents * self.task.beginning
-        return float(tokens / (shared_rows(self.task.beginning, after) * self.task.beginning + after))
+        rows = shared_rows(self.task.beginning, after, UNMASKED if self.task.paths else LONGEST_SHARED_ROW)
+        return float(tokens / (rows * self.task.beginning + after))
 
 
 def find_savings(task: SftTask, model: Any, settings: Sft) -> Saver:

@@ -12,13 +12,23 @@ from modelwright.data.chat import Encoded, EncodedSet, encode_all
 from modelwright.data.conversations import Conversations
 from modelwright.data.pack import pack
 from modelwright.engine.task import Batch
-from modelwright.models.branches import branch_mask, why_not
+from modelwright.models.attention import Paths
+from modelwright.models.branches import branch_mask, takes_paths, why_not
 from modelwright.models.text import hidden_states, logits_of, plain_head
 from modelwright.models.trunk import Trunk
 from modelwright.recipe.schema import Sft
 from modelwright.tasks.head_loss import summed_head_loss
 from modelwright.tasks.kept import KeptStates
-from modelwright.tasks.layout import ALIGNED, behind, lay_out, shared_beginning, side_by_side
+from modelwright.tasks.layout import (
+    ALIGNED,
+    LONGEST_SHARED_ROW,
+    UNMASKED,
+    behind,
+    lay_out,
+    shared_beginning,
+    side_by_side,
+    without_mask,
+)
 from modelwright.tasks.losses import summed_cross_entropy
 
 
@@ -42,22 +52,25 @@ class AnswerLoss(nn.Module):
         places: Tensor | None = None,
         states: Tensor | None = None,
         documents: Tensor | None = None,
+        **paths: Tensor,
     ) -> Tensor:
         """tokens, positions: [rows, length] int64; learnt: [count] int64, flat places whose next token is trained.
 
-        branches: [rows, length] int64, behind a shared beginning; documents: [count + 1] int32, where they begin in the
+        branches: [rows, length] int64, behind a shared beginning; paths: keys and starts, where attention needs no
+        mask for that; documents: [count + 1] int32, where they begin in the
         flattened rows, if a row holds several. What the frozen layers say is taken from `states`,
         [rows, length, width], or from the kept ones by their `places`, [rows, length] int64, where they are given.
         """
         if places is not None:
             assert self.kept is not None and self.kept.states is not None
             states = self.kept.states[places]
+        between = Paths(paths["keys"], paths["starts"]) if paths else documents
         if states is not None:
             assert self.kept is not None
-            hidden = self.kept.trunk.above(states, positions, branches, documents)
+            hidden = self.kept.trunk.above(states, positions, branches, between)
         else:
             mask = None if branches is None else branch_mask(self.model, positions, branches)
-            hidden = hidden_states(self.model, tokens, positions, mask, documents)
+            hidden = hidden_states(self.model, tokens, positions, mask, between)
         return answer_loss(self.model, hidden.flatten(0, 1)[learnt], tokens.flatten()[learnt + 1])
 
 
@@ -87,6 +100,7 @@ class SftTask:
         self.beginning = shared_beginning(self.documents) if settings.share_prefix else 0
         if self.beginning and why_not(model):
             self.beginning = 0
+        self.paths = self.beginning > 0 and settings.precision != "fp32" and takes_paths(model)
         self._multiple = ALIGNED if settings.trainable.partial else 1
 
     @staticmethod
@@ -103,7 +117,7 @@ class SftTask:
 
     def keep(self, trunk: Trunk, device: torch.device) -> KeptStates:
         """From now on take what the trunk says from kept states, which the caller fills."""
-        self.answers.kept = KeptStates(trunk, self.documents, self.beginning, device)
+        self.answers.kept = KeptStates(trunk, self.documents, self.beginning, device, self.paths)
         return self.answers.kept
 
     def batch(self, rows: Sequence[int], step: int = 0) -> Batch:
@@ -118,12 +132,14 @@ class SftTask:
 
     def _lay_out(self, groups: Sequence[Sequence[int]]) -> Batch:
         if self.beginning:
-            rows = behind(self.beginning, [member for group in groups for member in group], self.documents)
+            longest = UNMASKED if self.paths else LONGEST_SHARED_ROW
+            rows = behind(self.beginning, [member for group in groups for member in group], self.documents, longest)
         else:
             rows = side_by_side(groups, self.documents)
         if self.answers.kept is not None:
             return self.answers.kept.batch(rows)
-        return lay_out(rows, self.documents, self.beginning, self._multiple)
+        batch = lay_out(rows, self.documents, self.beginning, self._multiple)
+        return without_mask(batch) if self.paths else batch
 
 
 def collate(groups: Sequence[Sequence[Encoded]]) -> Batch:
