@@ -148,12 +148,13 @@ def test_convert_writes_a_recipe_and_says_what_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(HOME)
-    target = tmp_path / "recipe.yaml"
+    target = tmp_path / "My-1.7B.yaml"  # the recipe, and so its run folder, is called as it was asked for
     for exit_code in (0, 2):  # the second time there is such a file
         with pytest.raises(SystemExit) as stop:
             main(["convert", "trl_sft_qlora.yaml", "-o", str(target)])
         assert int(stop.value.code or 0) == exit_code
-    assert target.read_text(encoding="utf-8") == (HOME / "recipes" / "trl_sft_qlora.yaml").read_text(encoding="utf-8")
+    golden = (HOME / "recipes" / "trl_sft_qlora.yaml").read_text(encoding="utf-8")
+    assert target.read_text(encoding="utf-8") == golden.replace("name: trl_sft_qlora", "name: my-1.7b", 1)
     told = capsys.readouterr().err
     assert "trl_sft_qlora.yaml:9: optim: paged_adamw_8bit is carried over as the nearest there is; there are" in told
     assert "trl_sft_qlora.yaml:17: neftune_noise_alpha: 5 is not carried over; noise on embeddings" in told

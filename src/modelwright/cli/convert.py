@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -22,7 +23,9 @@ def convert(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML file of TRL or axolotl.")],
     tool: Annotated[str | None, typer.Option("--from", help="trl or axolotl; else told by the names in it.")] = None,
     stage: Annotated[str | None, typer.Option("--stage", help="sft, dpo or pretrain; else told likewise.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where the recipe goes; else stdout.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where the recipe goes, and its name; else stdout.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Make a recipe of a configuration of TRL or axolotl, and name all that could not be carried over."""
@@ -32,8 +35,10 @@ def convert(
     if not file.is_file():
         raise UsageError(f"{file}: there is no such file")
     if output is not None and output.exists():
-        raise UsageError(f"{output}: there is such a file already; name another with -o")
-    moved = move(file, tool, stage)
+        kind = "folder" if output.is_dir() else "file"
+        raise UsageError(f"{output}: there is such a {kind} already; name another file with -o")
+    name = re.sub(r"\.ya?ml$", "", output.name) if output is not None else None
+    moved = move(file, tool, stage, name)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(hide(moved.text), encoding="utf-8")

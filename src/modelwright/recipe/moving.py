@@ -53,8 +53,8 @@ class Moved:
     """Settings that did not, or not as they were."""
 
 
-def move(path: Path, tool: str | None = None, stage: str | None = None) -> Moved:
-    """Read a configuration and make a recipe of it; what is wrong with its values is told by its own lines."""
+def move(path: Path, tool: str | None = None, stage: str | None = None, name: str | None = None) -> Moved:
+    """Make a recipe of a configuration, called by its file unless told; what is wrong is told by its own lines."""
     origin = Origin("recipe", shown_name(path))
     source, problems = read_file(path, origin)
     if problems:
@@ -66,7 +66,7 @@ def move(path: Path, tool: str | None = None, stage: str | None = None) -> Moved
         raise UsageError(f"--stage is {stage!r}; it wants one of {', '.join(STAGES)}")
     title, read = TOOLS[tool]
     found = Move(title, dict(source.entries), stage or stage_of(source.entries, path), Located({}, origin))
-    found.put("name", slug(path.stem))
+    found.put("name", slug(name or path.stem))
     read(found)
     _the_rest(found)
     tree, _, aliased = canonicalise(found.tree)
