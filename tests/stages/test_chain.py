@@ -9,7 +9,7 @@ import pytest
 
 from modelwright.errors import GateClosed, Refused, UsageError
 from modelwright.recipe.load import load
-from modelwright.runs.folder import RunFolder, read_json
+from modelwright.runs.folder import RunFolder, read_json, write_json
 from modelwright.stages import pipeline
 from modelwright.stages.context import Orders
 from rig import told
@@ -77,6 +77,23 @@ def test_what_is_finished_is_verified_and_what_is_damaged_is_made_again(model_fo
     run(recipe)
     assert read_json(folder.result("sft"))["files"] == before
     assert "lora is finished and verified; nothing is trained again" in told(folder.path, "note")[-1]["message"]
+    refuses_what_an_earlier_version_left(recipe, folder)
+
+
+def refuses_what_an_earlier_version_left(recipe: Path, folder: RunFolder) -> None:
+    """A result without a seal is old, not damaged: it is refused with the ways out, and every file stays as it is."""
+    result = read_json(folder.result("lora"))
+    del result["seal"]
+    write_json(folder.result("lora"), result)
+    flipped = folder.result("sft").read_bytes().replace(b'"seal"', b'"seam"')
+    folder.result("sft").write_bytes(flipped)  # damage, before which the refusal comes
+    before = {path: path.read_bytes() for path in folder.path.glob("stages/**/*") if path.is_file()}
+    with pytest.raises(Refused, match=r"lora/result\.json was written by an earlier modelwright.* another output_dir"):
+        run(recipe)
+    assert {path: path.read_bytes() for path in folder.path.glob("stages/**/*") if path.is_file()} == before
+    folder.result("lora").unlink()
+    run(recipe, last="sft")
+    assert (folder.stage("sft") / "result.damaged.json").read_bytes() == flipped
 
 
 def test_from_and_until_run_a_part(model_folder: Path, tmp_path: Path) -> None:

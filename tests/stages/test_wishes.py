@@ -67,8 +67,15 @@ def test_another_seed_is_another_run(tmp_path: Path) -> None:
         refuse_changes(wishes(tmp_path), now, ())
 
 
+def test_a_setting_that_an_earlier_version_did_not_know_is_told_as_such(tmp_path: Path) -> None:
+    before = wishes(tmp_path)
+    del before["sft.weight_decay"]
+    with pytest.raises(Refused, match="put it back, go on with the earlier modelwright that began it, or add"):
+        refuse_changes(before, wishes(tmp_path), ())
+
+
 def test_an_override_that_names_nothing_is_a_mistake(tmp_path: Path) -> None:
     recipe = load(tiny_recipe(tmp_path, tmp_path / "model"), environ={}).recipe
-    check_overrides(recipe, ["sft.learning_rate", "data.contents"])
+    check_overrides(recipe, ["sft.learning_rate", "data.contents", "sft.trainable.entry_of_old"])
     with pytest.raises(UsageError, match=r"did you mean sft\.learning_rate"):
         check_overrides(recipe, ["sft.learnig_rate"])

@@ -187,6 +187,16 @@ def is_sealed(path: Path) -> bool:
     return bool(seal == _seal(value)) and raw == _as_bytes({**value, "seal": seal})
 
 
+def is_without_seal(path: Path, *names: str) -> bool:
+    """Whether a file is as `write_json` writes an object of these names: an earlier version set no seal on it."""
+    try:
+        raw = path.read_bytes()
+        value = json.loads(raw)
+        return isinstance(value, dict) and value.keys() <= set(names) and raw == _as_bytes(value)
+    except (OSError, ValueError):
+        return False
+
+
 def _seal(value: dict[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
 

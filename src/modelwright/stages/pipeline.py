@@ -16,7 +16,7 @@ import torch
 from modelwright import __version__
 from modelwright.data.sources import is_embedded, local_path
 from modelwright.engine.world import World, joined
-from modelwright.errors import DataError, ModelwrightError, StorageError, UsageError
+from modelwright.errors import DataError, ModelwrightError, Refused, StorageError, UsageError
 from modelwright.models import harness, quantized, smollm2
 from modelwright.plan import facts
 from modelwright.recipe.columns import name_lines
@@ -25,7 +25,7 @@ from modelwright.recipe.schema import Data
 from modelwright.report import page
 from modelwright.report.trackers import tracking
 from modelwright.runs import lock
-from modelwright.runs.folder import RunFolder, is_sealed, read_json, write_text
+from modelwright.runs.folder import RunFolder, is_sealed, is_without_seal, read_json, write_text
 from modelwright.runs.journal import Journal, Watcher
 from modelwright.stages import evaluate, init, lineage, prepare
 from modelwright.stages.context import NO_ORDERS, Context, Orders
@@ -136,8 +136,8 @@ def _run_stages(context: Context, stopper: Stopper, dead_holder: str | None) -> 
 
 def _refuse_early(context: Context) -> None:
     """Refuse changed settings of any finished stage, and what a later one lacks, before the first one is touched."""
-    _set_damaged_results_aside(context)
-    left = [stage for stage in context.recipe.stages if not context.folder.result(stage).exists()]
+    damaged = [stage for stage in context.recipe.flow if _is_damaged(context.folder.result(stage))]
+    left = [stage for stage in context.recipe.stages if stage in damaged or not context.folder.result(stage).exists()]
     for stage in left:
         quantized.require(getattr(context.recipe.stages[stage], "quantization", "none"))
     if left and context.recipe.evaluate is not None and context.recipe.evaluate.tasks:
@@ -147,16 +147,24 @@ def _refuse_early(context: Context) -> None:
             now = settings_of(context.recipe, stage)
             kept = read_json(context.folder.result(stage))["wishes"]
             refuse_changes({key: kept[key] for key in kept if key not in CONTENTS}, now, context.orders.overrides)
-
-
-def _set_damaged_results_aside(context: Context) -> None:
-    """A result that is not as it was written says nothing any more: its stage is finished again from what stands."""
-    for stage in context.recipe.flow:
+    for stage in damaged:
         path = context.folder.result(stage)
-        if path.exists() and not is_sealed(path):
-            path.replace(path.with_name("result.damaged.json"))
-            note = f"the result of {stage} is damaged; the stage is finished again from its last good checkpoint"
-            context.journal.add("note", stage=stage, message=note)
+        path.replace(path.with_name("result.damaged.json"))
+        note = f"the result of {stage} is damaged; the stage is finished again from its last good checkpoint"
+        context.journal.add("note", stage=stage, message=note)
+
+
+def _is_damaged(result: Path) -> bool:
+    """Whether a result is not as it was written, and so says nothing any more; one that was never sealed is refused."""
+    if not result.exists() or is_sealed(result):
+        return False
+    if is_without_seal(result, "metrics", "wishes", "plan", "files"):
+        raise Refused(
+            f"{result} was written by an earlier modelwright, which set no seal by which damage is found; nothing was "
+            "changed. Choose another output_dir, or go on with the modelwright that began it; delete this file to have "
+            "the stage finished again from its last checkpoint"
+        )
+    return True
 
 
 def _run_stage(context: Context, flow: Flow, stage: str, stopper: Stopper) -> None:

@@ -37,8 +37,9 @@ def check_overrides(recipe: Recipe, allowed: Collection[str]) -> None:
     architecture = recipe.model.architecture
     made = flat({"model.architecture": architecture.model_dump()}) if architecture else {}
     known = [*CONTENTS, *made, *(key for stage in recipe.stages for key in settings_of(recipe, stage))]
+    mappings = [f"{stage}.{name}" for stage, section in recipe.stages.items() for name in type(section).model_fields]
     for key in allowed:
-        if key not in known:
+        if key not in known and key.rpartition(".")[0] not in mappings:  # an entry that is there no more has no name
             close = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise UsageError(f"--override {key} names nothing that decides the weights{hint}")
@@ -51,8 +52,10 @@ def refuse_changes(before: Mapping[str, Any], now: Mapping[str, Any], allowed: C
     if refused:
         named = "; ".join(_told(key, before.get(key), now.get(key)) for key in refused)
         options = " ".join(f"--override {key}" for key in refused)
+        one_sided = any(key.count(".") == 1 and (key in before) != (key in now) for key in refused)
+        older = "go on with the earlier modelwright that began it, " if one_sided else ""
         raise Refused(
-            f"this run was started otherwise: {named}. Choose another output_dir, put it back, or add {options}"
+            f"this run was started otherwise: {named}. Choose another output_dir, put it back, {older}or add {options}"
         )
     return [_told(key, before.get(key), now.get(key)) for key in changed]
 
