@@ -11,6 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+LARGE = 10_000_000
+"""Bytes from which a file is known by the sha256 of its contents, as on the hub itself."""
 COMMIT = hashlib.sha1(b"the only commit").hexdigest()
 
 Files = dict[str, bytes]
@@ -56,9 +58,7 @@ class Answer(BaseHTTPRequestHandler):
 
     def _tell(self, name: str, rest: list[str], wanted: bytes) -> None:
         files = self.server.sets[name]
-        entries = [
-            {"type": "file", "path": path, "size": len(data), "oid": _etag(data)} for path, data in files.items()
-        ]
+        entries = [_entry(path, data) for path, data in files.items()]
         if rest[:1] == ["tree"]:
             told: Any = [entry for entry in entries if entry["path"].startswith("/".join(rest[2:]))]
         elif rest[:1] == ["paths-info"]:
@@ -84,6 +84,7 @@ class Answer(BaseHTTPRequestHandler):
         if word.isdigit():
             self._send(int(word), b"")
             return
+        word, _, size = word.partition(":")
         asked = self.headers.get("Range")
         start = int(asked.removeprefix("bytes=").split("-")[0]) if asked else 0
         sent = data[start:] if word != "lie" else data[start:-100]
@@ -96,8 +97,10 @@ class Answer(BaseHTTPRequestHandler):
         self.send_header("Accept-Ranges", "bytes")
         self.end_headers()
         if body:
-            self.wfile.write(sent[: len(sent) // 2] if word == "cut" else sent)
-        if word == "cut":
+            self.wfile.write(sent[: int(size or len(sent) // 2)] if word in ("cut", "stall") else sent)
+        if word == "stall":
+            self.rfile.read(1)  # until who asked is gone
+        if word in ("cut", "stall"):
             self.close_connection = True
 
     def _send(self, status: int, body: bytes) -> None:
@@ -112,7 +115,14 @@ class Answer(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
+def _entry(path: str, data: bytes) -> dict[str, Any]:
+    large = {"lfs": {"oid": _etag(data), "size": len(data), "pointerSize": 134}} if len(data) >= LARGE else {}
+    return {"type": "file", "path": path, "size": len(data), "oid": _etag(data), **large}
+
+
 def _etag(data: bytes) -> str:
+    if len(data) >= LARGE:
+        return hashlib.sha256(data).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 

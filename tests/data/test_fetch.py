@@ -16,6 +16,7 @@ from modelwright.errors import DataError
 
 DATA = bytes(range(256)) * 4000
 HALF = len(DATA) // 2
+PIECE = 3_000_000
 
 
 class Server(ThreadingHTTPServer):
@@ -23,11 +24,12 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, *script: str) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
-        self.script, self.ranges = list(script), list[str | None]()
+        self.script, self.ranges, self.tokens = list(script), list[str | None](), list[str | None]()
+        self.data = DATA
 
-    def published(self, data: bytes = DATA) -> Published:
+    def published(self, token: str | None = None) -> Published:
         address = f"http://127.0.0.1:{self.server_address[1]}/files/set.tar.gz"
-        return Published(address, len(data), hashlib.sha256(data).hexdigest())
+        return Published(address, len(self.data), hashlib.sha256(self.data).hexdigest(), token=token)
 
 
 class Answer(BaseHTTPRequestHandler):
@@ -37,17 +39,24 @@ class Answer(BaseHTTPRequestHandler):
         word = self.server.script.pop(0) if len(self.server.script) > 1 else self.server.script[0]
         asked = self.headers.get("Range")
         self.server.ranges.append(asked)
+        self.server.tokens.append(self.headers.get("Authorization"))
         if word.isdigit():
             self.send_error(int(word))
             return
-        start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked and word != "no ranges" else 0
-        body = {"lie": DATA[::-1], "too much": DATA * 2}.get(word, DATA)[start:]
+        if word == "elsewhere":
+            self.send_response(302)
+            self.send_header("Location", "/elsewhere/set.tar.gz")
+            self.end_headers()
+            return
+        data = self.server.data
+        start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked and "no ranges" not in word else 0
+        body = {"lie": data[::-1], "too much": data * 2}.get(word, data)[start:]
         self.send_response(206 if start else 200)
         if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(DATA) - 1}/{len(DATA)}")
+            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body[:HALF] if word == "cut" else body)
+        self.wfile.write(body[: len(data) // 2] if "cut" in word else body[:PIECE] if "piece" in word else body)
 
     def log_message(self, *_: Any) -> None:
         """Say nothing."""
@@ -92,17 +101,43 @@ def test_a_cut_connection_is_gone_on_with_where_it_ended(serve: Any, tmp_path: P
 
 
 def test_a_later_command_goes_on_with_what_an_earlier_one_left(serve: Any, tmp_path: Path) -> None:
-    server = serve("cut", "whole")
-    with pytest.raises(DataError, match=r"did not arrive in one try \(last: .*512,000 .*\); the same command goes on"):
+    server = serve("cut", "500", "whole")
+    with pytest.raises(DataError, match=r"did not arrive in 2 tries \(last: .* 500 .*\); the same command goes on"):
         bring(server, tmp_path, tries=1)
     assert names(tmp_path) == [".set.tar.gz.partial"], "half a file never bears the file's name"
     assert bring(server, tmp_path, tries=1).read_bytes() == DATA
-    assert server.ranges == [None, f"bytes={HALF}-"]
+    assert server.ranges == [None, *[f"bytes={HALF}-"] * 2]
     assert names(tmp_path) == ["set.tar.gz"]
 
 
 def test_a_server_without_ranges_sends_all_again(serve: Any, tmp_path: Path) -> None:
     assert bring(serve("cut", "no ranges"), tmp_path).read_bytes() == DATA
+
+
+def test_tens_of_megabytes_that_come_in_pieces_are_worth_as_many_tries_as_there_are_pieces(
+    serve: Any, tmp_path: Path
+) -> None:
+    server = serve(*["piece"] * 7, "whole")
+    server.data = DATA * 24
+    assert bring(server, tmp_path, tries=1).read_bytes() == server.data
+    assert server.ranges == [None, *(f"bytes={PIECE * piece}-" for piece in range(1, 8))]
+
+
+def test_a_server_without_ranges_that_keeps_cutting_is_given_up(serve: Any, tmp_path: Path) -> None:
+    server = serve("piece", "cut, no ranges", "piece, no ranges", "cut, no ranges")
+    server.data = DATA * 24
+    with pytest.raises(DataError, match=r"did not arrive in 5 tries \(last: the connection ended after 12,288,000 of"):
+        bring(server, tmp_path, tries=3)
+    assert names(tmp_path) == [".set.tar.gz.partial"]
+    server.script = ["no ranges"]
+    assert bring(server, tmp_path, tries=1).read_bytes() == server.data
+
+
+def test_the_token_is_shown_to_the_publisher_alone(serve: Any, tmp_path: Path) -> None:
+    server = serve("elsewhere", "whole")
+    assert fetch(server.published("hf_of_nobody"), tmp_path, ()).read_bytes() == DATA
+    assert server.tokens == ["Bearer hf_of_nobody", None]
+    assert "hf_of_nobody" not in repr(server.published("hf_of_nobody"))
 
 
 def test_a_failing_server_is_asked_again(serve: Any, tmp_path: Path) -> None:

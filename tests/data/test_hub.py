@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import os
+import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from stand_in import Files, hub
@@ -61,6 +67,14 @@ FILES: Files = {"README.md": CARD, "plain/train.jsonl": rows("plain", 300), "pla
 SCRIPT = {"cut": ["cut"], "down": ["500", "500"], "lie": ["lie"], "gone": ["500"] * 9}
 
 
+def environment(address: str, home: Path) -> dict[str, str]:
+    """The variables of a process that knows this hub alone."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("HF_DATASETS_CACHE", "HF_HUB_CACHE")}
+    return {**kept, "HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0",
+            "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_TOKEN": "hf_of_nobody",
+            "PYTHONPATH": str(Path(__file__).parents[2] / "src")}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one process reads from a hub that has its moods: the library finds its address only when it starts."""
@@ -69,11 +83,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         server.script = {f"owner/{name}/plain/train.jsonl": [*words] for name, words in SCRIPT.items()}
         asked = ["good:plain:train", "good:plain:test", "good:other:train", "good:none:train", "good:plain:none",
                  "cut:plain:train", "down:plain:train", "lie:plain:train", "gone:plain:train"]  # fmt: skip
-        env = {**os.environ, "HF_ENDPOINT": server.address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0",
-               "HF_DATASETS_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
-               "PYTHONPATH": str(Path(__file__).parents[2] / "src")}  # fmt: skip
-        env.pop("HF_DATASETS_CACHE", None)
-        env.pop("HF_HUB_CACHE", None)
+        env = environment(server.address, home)
         command = [sys.executable, "-c", READ, str(folder), *asked]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stderr
@@ -111,3 +121,44 @@ def test_a_hub_that_always_fails_is_a_letter_and_no_half_file_is_kept(told: dict
 
 def test_a_preparation_reads_the_hub_through_the_same_door(told: dict[str, Any]) -> None:
     assert told["prepared"]["read"] == 40 and told["prepared"]["held_out"] == 2
+
+
+def large_set() -> bytes:
+    """A Parquet file of 24 MB that cannot be compressed, and little to read in it."""
+    draw = random.Random(1)
+    columns = {
+        "prompt": [f"What is {n} and {n}?" for n in range(24)],
+        "completion": [f"It is {2 * n}." for n in range(24)],
+        "ballast": [draw.randbytes(500_000).hex() for _ in range(24)],
+    }
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns), file, compression="none", use_dictionary=False)
+    return file.getvalue()
+
+
+def test_a_large_file_cut_and_killed_half_way_is_gone_on_with_by_the_next_command(tmp_path: Path) -> None:
+    data, home, recipe = large_set(), tmp_path / "home", tmp_path / "large.yaml"
+    recipe.write_text(
+        "name: large\nmodel: {model_name_or_path: smollm2-135m}\ndata: {dataset_name: owner/large}\nsft: {}\n", "utf-8"
+    )
+    command = [sys.executable, "-m", "modelwright", "data", "audit", str(recipe), "--json"]
+    blobs = home / "hub/datasets--owner--large/blobs"
+    partial = blobs / f".{hashlib.sha256(data).hexdigest()}.partial"
+    with hub({"owner/large": {"train.parquet": data}}) as server:
+        env, end = environment(server.address, home), time.monotonic() + 120
+        server.script = {"owner/large/train.parquet": ["cut:3000000", "stall:9000000"]}
+        process = subprocess.Popen(command, env=env, cwd=tmp_path, stdout=subprocess.DEVNULL)
+        while not (partial.exists() and partial.stat().st_size >= 11_000_000):
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.02)
+        process.kill()
+        process.wait()
+        reached, before = partial.stat().st_size, len(server.asked)
+        assert [path.name for path in blobs.iterdir()] == [partial.name], "half a file never bears the file's name"
+        server.script = {"owner/large/train.parquet": ["500", *["cut:2000000"] * 5, "whole"]}
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        ranges = [line.split()[-1] for line in server.asked[before:] if line.startswith("GET datasets/owner/large")]
+    assert ranges == [f"bytes={reached + 2_000_000 * cuts}-" for cuts in (0, 0, 1, 2, 3, 4, 5)]
+    assert next(iter(json.loads(done.stdout)["data"].values()))["rows"] == 24
+    assert [path.read_bytes() == data for path in blobs.iterdir()] == [True]

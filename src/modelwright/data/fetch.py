@@ -6,11 +6,12 @@ import fcntl
 import hashlib
 import http.client
 import os
+import ssl
 import time
 import urllib.error
 import urllib.request
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -32,11 +33,24 @@ class Published:
     """Bytes in it."""
     sha256: str
     """Its checksum."""
+    kept_as: str | None = None
+    """Its name in the folder; without it, its own."""
+    token: str | None = field(default=None, repr=False)
+    """What its publisher, and nobody he sends us on to, is shown."""
 
     @property
     def name(self) -> str:
         """The last part of the address."""
         return self.address.rsplit("/", 1)[-1]
+
+    @property
+    def remedy(self) -> str:
+        """What a person can do who cannot reach it."""
+        return f"put {self.name} beside the recipe" if self.kept_as is None else "download it, and name it train_file"
+
+
+class Untrusted(DataError):
+    """This system does not know who vouches for the publisher's certificate; another client may."""
 
 
 class _Broken(Exception):
@@ -45,7 +59,7 @@ class _Broken(Exception):
 
 def fetch(file: Published, folder: Path, pauses: tuple[float, ...] = PAUSES) -> Path:
     """The file in that folder, brought there now if it is not there yet; what a broken try left is gone on with."""
-    target = folder / file.name
+    target = folder / (file.kept_as or file.name)
     if target.exists():
         return target
     try:
@@ -74,8 +88,10 @@ def sha256_of(path: Path) -> str:
 
 
 def _bring(file: Published, opened: BinaryIO, partial: Path, pauses: tuple[float, ...]) -> None:
+    """Try until it is whole; a try that came further than all before it is not counted against it."""
     reasons: list[str] = []
-    for pause in (*pauses, None):
+    furthest, left = opened.seek(0, 2), list(pauses)
+    while True:
         try:
             _go_on(file, opened)
             found = sha256_of(partial)
@@ -85,11 +101,16 @@ def _bring(file: Published, opened: BinaryIO, partial: Path, pauses: tuple[float
             raise _Broken(f"its sha256 is {found[:12]}…, not {file.sha256[:12]}…")
         except _Broken as error:
             reasons.append(str(error))
-        if pause is not None:
-            time.sleep(pause)
+        reached = opened.seek(0, 2)
+        if reached > furthest:
+            furthest, left = reached, list(pauses)
+        elif left:
+            time.sleep(left.pop(0))
+        else:
+            break
     tries = f"{len(reasons)} tries" if len(reasons) > 1 else "one try"
     letter = f"{file.name} did not arrive in {tries} (last: {reasons[-1]})"
-    remedy = f"the same command goes on where this one ended, or put {file.name} beside the recipe"
+    remedy = f"the same command goes on where this one ended, or {file.remedy}"
     raise DataError([Problem(file.address, f"{letter}; {remedy}")])
 
 
@@ -101,6 +122,8 @@ def _go_on(file: Published, opened: BinaryIO) -> None:
     if start == file.size:
         return
     request = urllib.request.Request(file.address, headers={"Range": f"bytes={start}-"} if start else {})
+    if file.token:
+        request.add_unredirected_header("Authorization", f"Bearer {file.token}")
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
             if answer.status != 206 or not str(answer.headers.get("Content-Range")).startswith(f"bytes {start}-"):
@@ -115,13 +138,15 @@ def _go_on(file: Published, opened: BinaryIO) -> None:
         if error.code == 416:
             opened.truncate(0)
         if error.code < 500 and error.code not in (408, 416, 425, 429):
-            letter = f"the server answers {error.code} {error.reason}; put {file.name} beside the recipe"
+            letter = f"the server answers {error.code} {error.reason}; {file.remedy}"
             raise DataError([Problem(file.address, letter)]) from None
         raise _Broken(f"the server answers {error.code} {error.reason}") from None
     except (http.client.HTTPException, OSError) as error:
         if isinstance(error, OSError) and is_storage_failure(error):
             raise
         reason = getattr(error, "reason", None) or error
+        if isinstance(reason, ssl.SSLCertVerificationError):
+            raise Untrusted([Problem(file.address, f"{reason.verify_message}; {file.remedy}")]) from None
         raise _Broken(str(reason) or type(error).__name__) from None
     finally:
         opened.flush()

@@ -1,26 +1,41 @@
-"""Bring a data set from the hub: tried again where what arrived was broken; its cache holds whole files or none."""
+"""Bring a data set from the hub: gone on with where it broke off; its cache holds whole files or none."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from modelwright.data.fetch import PAUSES
-from modelwright.errors import DataError, Problem, UsageError
+from modelwright.data.fetch import PAUSES, Published, Untrusted, fetch
+from modelwright.errors import DataError, Problem, StorageError, UsageError
 
 PASSING = (408, 425, 429)
 """Answers below 500 after which another try may do better."""
+BROKEN = ("ReadError", "ReadTimeout", "RemoteProtocolError")
+"""How the hub's client calls a connection that stood and then broke."""
+LARGE = 10_000_000
+"""Bytes from which a file is worth going on with after a kill; the hub's own client begins anew in every process."""
+AT_ONCE = 4
+"""Large files brought at a time."""
 
 
 def load(name: str, config: str | None, split: str, pauses: tuple[float, ...] = PAUSES) -> Any:
     """The rows of a split, as the datasets library keeps them."""
-    from datasets import load_dataset
+    from datasets import load_dataset_builder
 
     reasons: list[str] = []
     for pause in (*pauses, None):
         try:
-            return load_dataset(name, config, split=split)
+            builder = load_dataset_builder(name, config)
+            with suppress(Untrusted):  # the client has its own list of whom to trust
+                _bring_large(builder, pauses)
+            builder.download_and_prepare()
+            return builder.as_dataset(split=split)
+        except (DataError, StorageError):
+            raise
         except Exception as error:  # the hub client raises many kinds; each becomes one letter
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             if not any(map(_may_pass, _causes(error))):
@@ -38,6 +53,33 @@ def load(name: str, config: str | None, split: str, pauses: tuple[float, ...] = 
     raise DataError([Problem(name, letter)])
 
 
+def _bring_large(builder: Any, pauses: tuple[float, ...]) -> None:
+    """Put the large files of a set into the cache, where the client finds them, each by its checksum."""
+    if not Path(builder.cache_dir).exists():  # else its rows stand already
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            list(pool.map(lambda found: fetch(found[0], found[1], pauses), _large_files(builder)))
+
+
+def _large_files(builder: Any) -> Iterator[tuple[Published, Path]]:
+    """The large files that a set is made of, and the folder of the cache that each belongs to."""
+    from huggingface_hub import HfApi, HfFileSystem, get_token, hf_hub_url
+    from huggingface_hub.constants import HF_HUB_CACHE
+    from huggingface_hub.file_download import repo_folder_name
+
+    wanted: dict[tuple[str, str, str], list[str]] = {}
+    for name in (str(name) for names in (builder.config.data_files or {}).values() for name in names):
+        if name.startswith("hf://datasets/"):  # there are buckets, too
+            place: Any = HfFileSystem().resolve_path(name)
+            wanted.setdefault((place.repo_type, place.repo_id, place.revision), []).append(place.path_in_repo)
+    for (kind, owner, revision), paths in wanted.items():
+        blobs = Path(HF_HUB_CACHE) / repo_folder_name(repo_id=owner, repo_type=kind) / "blobs"
+        for file in HfApi().get_paths_info(owner, paths, revision=revision, repo_type=kind):
+            about = getattr(file, "lfs", None)
+            if about is not None and about.size >= LARGE:
+                address = hf_hub_url(owner, file.path, repo_type=kind, revision=revision)
+                yield Published(address, about.size, about.sha256, about.sha256, get_token()), blobs
+
+
 def _causes(error: BaseException) -> Iterator[BaseException]:
     seen: BaseException | None = error
     while seen is not None:
@@ -50,4 +92,4 @@ def _may_pass(error: BaseException) -> bool:
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None:
         return bool(status >= 500 or status in PASSING)
-    return isinstance(error, OSError) and "onsistency check failed" in str(error)
+    return type(error).__name__ in BROKEN or (isinstance(error, OSError) and "onsistency check failed" in str(error))
