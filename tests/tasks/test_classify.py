@@ -24,7 +24,9 @@ from modelwright.tasks.classify import (
     Pixels,
     augment,
     confusion,
+    cut_out,
     draw,
+    draw_holes,
     worst_mistakes,
 )
 
@@ -74,6 +76,18 @@ def test_crop_and_flip_are_those_of_a_slow_loop(padding: int) -> None:
     assert np.array_equal(made.numpy(), slow_augment(images, shifts, flips, padding))
 
 
+@pytest.mark.parametrize("side", [1, 5, 8])
+def test_a_cut_out_square_is_that_of_a_slow_loop(side: int) -> None:
+    dice = np.random.default_rng(4)
+    images = dice.standard_normal((30, 3, 12, 10)).astype(np.float32)
+    holes = np.stack([dice.integers(0, 12, 30), dice.integers(0, 10, 30)], axis=1)
+    wanted = images.copy()
+    for row, (down, across) in enumerate(holes):
+        top, left = down - side // 2, across - side // 2
+        wanted[row, :, max(0, top) : top + side, max(0, left) : left + side] = 0.0
+    assert np.array_equal(cut_out(torch.from_numpy(images), torch.from_numpy(holes), side).numpy(), wanted)
+
+
 def test_a_shift_of_the_padding_is_the_image_itself() -> None:
     images = torch.from_numpy(image_set(5).images)
     assert torch.equal(augment(images, torch.full((5, 2), 4), torch.zeros(5, dtype=torch.bool)), images)
@@ -102,6 +116,19 @@ def test_draws_are_spread_evenly_and_apart_from_each_other() -> None:
     assert abs(flips.mean() - 0.5) < 0.009
     together = np.corrcoef(np.stack([shifts[:, 0], shifts[:, 1], flips, np.roll(shifts[:, 0], 1), np.roll(flips, 1)]))
     assert np.abs(together - np.eye(5)).max() < 0.02
+
+
+def test_holes_are_drawn_everywhere_and_apart_from_the_crops() -> None:
+    rows = range(50_000)
+    holes, (shifts, flips) = draw_holes(9, 3, rows, (32, 16)), draw(9, 3, rows, Images())
+    for axis, size in enumerate((32, 16)):
+        shares = np.bincount(holes[:, axis], minlength=size) / len(holes)
+        assert len(shares) == size
+        assert np.abs(shares * size - 1).max() < 0.12  # four deviations of 50,000 draws over 32 places
+    together = np.corrcoef(np.stack([holes[:, 0], holes[:, 1], shifts[:, 0], shifts[:, 1], flips]))
+    assert np.abs(together - np.eye(5)).max() < 0.02
+    assert np.array_equal(draw_holes(9, 3, [7, 4], (32, 16)), holes[[7, 4]])
+    assert not np.array_equal(draw_holes(9, 4, rows, (32, 16)), holes)
 
 
 def test_draws_stay_within_the_settings_and_take_no_time() -> None:
@@ -146,6 +173,24 @@ def test_the_loss_is_the_summed_cross_entropy_of_the_images_it_should_show() -> 
     assert made.measures == ("loss", "accuracy")
 
 
+@torch.no_grad()
+def test_a_cutout_blanks_what_is_learnt_from_and_nothing_that_is_measured() -> None:
+    plain, cut = task(), task(cutout=6)
+    for made in (plain, cut):
+        made.module.eval()
+    rows = list(range(10))
+    batch = cut.batch(rows, step=4)
+    holes = batch.inputs["holes"]
+    crops = augment(cut.classifier.train_images[rows], batch.inputs["shifts"], batch.inputs["flips"])
+    shown = cut_out(cut.classifier.normalise(crops), holes, 6)
+    loss = F.cross_entropy(cut.classifier.model(shown), cut.classifier.train_labels[rows], reduction="sum")
+    assert float(run(cut, batch)[0]) == pytest.approx(float(loss), rel=1e-5)
+    assert float(run(plain, plain.batch(rows, step=4))[0]) != pytest.approx(float(loss), rel=1e-5)
+    assert "holes" not in plain.batch(rows, step=4).inputs
+    measured = [run(made, made.held_out_batch(range(12))) for made in (plain, cut)]
+    assert torch.equal(*measured)
+
+
 def test_the_model_sees_channels_last() -> None:
     made = task()
     shown = made.classifier.normalise(made.classifier.train_images[:4])
@@ -178,6 +223,22 @@ def test_a_test_time_flip_judges_by_the_mean_of_both_logits() -> None:
     assert float(run(flipped, flipped.held_out_batch(range(12)))[0]) == pytest.approx(float(loss), rel=1e-5)
     assert torch.allclose(flipped.classifier.probabilities(5), logits.softmax(1), atol=1e-6)
     assert float(run(plain, plain.held_out_batch(range(12)))[0]) != pytest.approx(float(loss), rel=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("flip", [False, True])
+def test_a_test_time_shift_judges_by_the_mean_over_three_places(flip: bool) -> None:
+    made = task(test_time_shift=2, test_time_flip=flip)
+    made.module.eval()
+    images = made.images.test.images
+    stay = np.zeros(12, bool)
+    places = [torch.from_numpy(slow_augment(images, np.full((12, 2), at), stay, 2)) for at in (0, 2, 4)]
+    shown = [made.classifier.normalise(place) for place in places]
+    shown += [place.flip(3) for place in shown] if flip else []
+    logits = torch.stack([made.classifier.model(place) for place in shown]).mean(0)
+    loss = F.cross_entropy(logits, made.classifier.test_labels, reduction="sum")
+    assert float(run(made, made.held_out_batch(range(12)))[0]) == pytest.approx(float(loss), rel=1e-5)
+    assert torch.allclose(made.classifier.probabilities(5), logits.softmax(1), atol=1e-6)
 
 
 def test_gradients_reach_every_weight() -> None:

@@ -22,8 +22,9 @@ class Average:
     def follow(self, step: int) -> None:
         """Take in the weights after a step; the first steps count for more, since there are few of them."""
         kept = min(self._decay, (1 + step) / (10 + step))
-        for name, mean in self.held.items():
-            mean.lerp_(self._tensors[name].detach().float(), 1 - kept)
+        if self.held:
+            latest = [self._tensors[name].detach().float() for name in self.held]
+            torch._foreach_lerp_(list(self.held.values()), latest, 1 - kept)  # one kernel for a hundred tensors
 
     @contextmanager
     def shown(self) -> Iterator[None]:

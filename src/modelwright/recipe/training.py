@@ -79,10 +79,14 @@ class Images(Frozen):
     """Pixels of black around a training image out of which a crop of its own size is taken."""
     horizontal_flip: bool = True
     """Mirror half of the training images."""
+    cutout: NonNegativeInt = 0
+    """Side of the square that is blanked in a training image, in pixels, at a place drawn anew each time; 0: none."""
     label_smoothing_factor: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the target that is spread over all classes, in training only."""
     test_time_flip: bool = False
     """Judge held-out images by the mean over them and their mirror images."""
+    test_time_shift: NonNegativeInt = 0
+    """Judge them also moved so many pixels up and left, and down and right; 0 leaves them where they are."""
 
 
 class Optimizer(Frozen):

@@ -80,17 +80,21 @@ class ClassifyLoss(nn.Module):
             self.register_buffer(name, tensor, persistent=False)
         self._ddp_params_and_buffers_to_ignore = list(held)  # the name under which DDP looks for them
 
-    def forward(self, rows: Tensor, shifts: Tensor | None = None, flips: Tensor | None = None) -> Tensor:
+    def forward(
+        self, rows: Tensor, shifts: Tensor | None = None, flips: Tensor | None = None, holes: Tensor | None = None
+    ) -> Tensor:
         """rows: [n] int64; shifts: [n, 2] int64, 0 to twice the padding; flips: [n] bool. Returns [2]: loss, correct.
 
+        holes: [n, 2] int64, the middles of the squares that are blanked, where some are.
         Without shifts and flips the rows are held-out ones, shown as they are.
         """
         if not rows.numel():
             return self._blank()
         if shifts is None or flips is None:
             return _sums(self._judge(self.test_images[rows]), self.test_labels[rows])
-        images = augment(self.train_images[rows], shifts, flips, self.settings.crop_padding)
-        return _sums(self.model(self.normalise(images)), self.train_labels[rows], self.settings.label_smoothing_factor)
+        shown = self.normalise(augment(self.train_images[rows], shifts, flips, self.settings.crop_padding))
+        shown = shown if holes is None else cut_out(shown, holes, self.settings.cutout)
+        return _sums(self.model(shown), self.train_labels[rows], self.settings.label_smoothing_factor)
 
     def normalise(self, images: Tensor) -> Tensor:
         """images: [n, height, width, channels] uint8; returns [n, channels, height, width] float, channels last."""
@@ -125,9 +129,12 @@ class ClassifyLoss(nn.Module):
         self.model.train(was_training)
 
     def _judge(self, images: Tensor) -> Tensor:
-        shown = self.normalise(images)
-        logits: Tensor = self.model(shown)
-        return (logits + self.model(shown.flip(3))) / 2 if self.settings.test_time_flip else logits
+        """The mean of the logits over everything that the settings ask to look at."""
+        shown = [self.normalise(images), *(self.normalise(moved) for moved in _moved(images, self.settings))]
+        if self.settings.test_time_flip:
+            shown += [view.flip(3) for view in shown]
+        logits: Tensor = torch.stack([self.model(view).float() for view in shown]).mean(0)
+        return logits
 
     def _blank(self) -> Tensor:
         """Exactly nothing, yet through every weight, as DDP wants it; the running statistics are left as they are."""
@@ -165,7 +172,10 @@ class ClassifyTask:
 
     def batch(self, rows: Sequence[int], step: int = 0) -> Batch:
         shifts, flips = draw(self.seed, step, rows, self.settings)
-        return _batch(rows, shifts=torch.from_numpy(shifts), flips=torch.from_numpy(flips))
+        drawn = {"shifts": shifts, "flips": flips}
+        if self.settings.cutout:
+            drawn["holes"] = draw_holes(self.seed, step, rows, self.images.train.images.shape[1:3])
+        return _batch(rows, **{name: torch.from_numpy(values) for name, values in drawn.items()})
 
     def held_out_batch(self, rows: Sequence[int]) -> Batch:
         return _batch(rows)
@@ -176,13 +186,17 @@ def draw(seed: int, step: int, rows: Sequence[int], settings: Images) -> tuple[A
 
     Each is a hash of seed, step and row: 0.1 ms for 1,024 rows, where a generator per row would take 10 ms.
     """
-    with np.errstate(over="ignore"):  # the hash lives by overflow
-        key = _scatter(_scatter(np.array([seed & (2**64 - 1)], np.uint64)) + np.uint64(step))
-        bits = _scatter(key + np.asarray(rows, dtype=np.int64).astype(np.uint64))
-    choices = np.uint64(2 * settings.crop_padding + 1)
-    places = [((bits >> np.uint64(low)) & np.uint64(0xFFFFFF)) * choices >> np.uint64(24) for low in (0, 24)]
+    bits = _hash(seed, step, rows)
+    choices = 2 * settings.crop_padding + 1
     flips = (bits >> np.uint64(63)).astype(bool) & settings.horizontal_flip
-    return np.stack(places, axis=1).astype(np.int64), flips
+    return _places(bits, (choices, choices)), flips
+
+
+def draw_holes(seed: int, step: int, rows: Sequence[int], shape: tuple[int, ...]) -> Array:
+    """The middle of the square that is blanked in each row in a step: [n, 2] int64, down and right."""
+    with np.errstate(over="ignore"):
+        bits = _scatter(_hash(seed, step, rows))  # apart from the crop's
+    return _places(bits, shape)
 
 
 def augment(images: Tensor, shifts: Tensor, flips: Tensor, padding: int = 4) -> Tensor:
@@ -196,6 +210,19 @@ def augment(images: Tensor, shifts: Tensor, flips: Tensor, padding: int = 4) -> 
     across = torch.where(flips[:, None], width - 1 - across, across) + shifts[:, 1:]
     padded = F.pad(images, (0, 0, padding, padding, padding, padding))
     return padded[torch.arange(count, device=images.device)[:, None, None], down[:, :, None], across[:, None, :]]
+
+
+def cut_out(images: Tensor, holes: Tensor, side: int) -> Tensor:
+    """Blank a square of each image, or as much of the square as lies inside it.
+
+    images: [n, channels, height, width], normalised; holes: [n, 2] int64, the square's middle, down and right.
+    """
+    first = holes - side // 2
+    down, across = (
+        (place >= first[:, axis, None]) & (place < first[:, axis, None] + side)
+        for axis, place in enumerate(torch.arange(size, device=images.device) for size in images.shape[2:])
+    )
+    return images.masked_fill((down[:, :, None] & across[:, None, :])[:, None], 0.0)
 
 
 def confusion(probabilities: Tensor, labels: Tensor) -> Tensor:
@@ -220,9 +247,35 @@ def _batch(rows: Sequence[int], **drawn: Tensor) -> Batch:
     return Batch(inputs=inputs, trained=len(rows), tokens=len(rows))
 
 
+def _moved(images: Tensor, settings: Images) -> list[Tensor]:
+    """The images moved up and left, and down and right, where the settings ask for it. Shapes as in `augment`."""
+    if not (pixels := settings.test_time_shift):
+        return []
+    stay = torch.zeros(len(images), dtype=torch.bool, device=images.device)
+    return [
+        augment(images, torch.full((len(images), 2), at, device=images.device), stay, pixels) for at in (0, 2 * pixels)
+    ]
+
+
 def _sums(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
     loss = F.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=label_smoothing)
     return torch.stack([loss, (logits.argmax(1) == labels).sum().to(loss.dtype)])
+
+
+def _hash(seed: int, step: int, rows: Sequence[int]) -> Array:
+    """64 bits for each row in a step."""
+    with np.errstate(over="ignore"):  # the hash lives by overflow
+        key = _scatter(_scatter(np.array([seed & (2**64 - 1)], np.uint64)) + np.uint64(step))
+        return _scatter(key + np.asarray(rows, dtype=np.int64).astype(np.uint64))
+
+
+def _places(bits: Array, choices: tuple[int, ...]) -> Array:
+    """Two places for each row, evenly spread over so many choices down and right: [n, 2] int64."""
+    parts = [
+        ((bits >> np.uint64(low)) & np.uint64(0xFFFFFF)) * np.uint64(count) >> np.uint64(24)
+        for low, count in zip((0, 24), choices, strict=True)
+    ]
+    return np.stack(parts, axis=1).astype(np.int64)
 
 
 def _scatter(bits: Array) -> Array:
