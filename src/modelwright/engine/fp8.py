@@ -10,26 +10,35 @@ from modelwright.engine.shard import layers_of
 from modelwright.errors import UsageError
 
 MULTIPLE = 16
-"""FP8 products want every side of a matrix to be a multiple of this."""
+"""FP8 products want every side of a matrix to be a multiple of this: rows are padded to such a length."""
+BESIDE = "lora_"
+"""How the names of low-rank matrices begin: they are too small to gain, and what is learnt stays in bf16."""
 
 
-def convert(module: nn.Module) -> int:
-    """Let the linear layers inside the transformer's layers multiply in FP8; returns how many do.
+def convert(module: nn.Module) -> list[nn.Linear]:
+    """Let the linear layers inside the transformer's layers multiply in FP8; returns those that do.
 
-    The head and the embeddings stay as they are: the loss is sensitive to them, and they gain least.
+    The head and the embeddings stay as they are: the loss is sensitive to them, and they gain least. One scale a
+    matrix, a power of two: what a token becomes then does not hang on the rows beside it, whose largest number would
+    else decide how all are rounded, so that a reference measured in other batches is of the very same arithmetic.
     """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError:
         raise UsageError("precision fp8 needs torchao: pip install 'modelwright[fp8]'") from None
-    count = 0
+    on_cpu = next(module.parameters()).device.type == "cpu"
+    config = Float8LinearConfig(round_scales_to_power_of_2=True, emulate=on_cpu)
+    names: list[str] = []
 
     def suits(linear: Any, name: str) -> bool:
-        nonlocal count
         fits = isinstance(linear, nn.Linear) and linear.in_features % MULTIPLE == linear.out_features % MULTIPLE == 0
-        count += fits
+        fits = fits and BESIDE not in name
+        names.extend([name] * fits)
         return fits
 
+    converted: list[Any] = []
     for layer in layers_of(module):
-        convert_to_float8_training(layer, config=Float8LinearConfig(), module_filter_fn=suits)
-    return count
+        names.clear()
+        convert_to_float8_training(layer, config=config, module_filter_fn=suits)
+        converted += [layer.get_submodule(name) for name in names]
+    return converted

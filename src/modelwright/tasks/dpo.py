@@ -6,6 +6,7 @@ How likely the answers were before training, the reference, is measured once by 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from modelwright.models.branches import branch_mask, paths_of, takes_paths, why_
 from modelwright.models.text import hidden_states, logits_of
 from modelwright.recipe.schema import Dpo
 from modelwright.recipe.training import Preference
+from modelwright.tasks.layout import multiple_of
 from modelwright.tasks.losses import log_probabilities, preference_loss
 
 Array = np.ndarray[Any, Any]
@@ -91,6 +93,7 @@ class DpoTask:
         self.held_out_set = encode_pairs(data.held_out, tokenizer, settings, stops) if data.held_out else EncodedPairs()
         self.paths = self.not_shared is None and takes_paths(model)
         self.references: dict[str, list[Array]] = {}
+        self._multiple = multiple_of(settings)
 
     @property
     def sides(self) -> dict[str, list[EncodedPair]]:
@@ -117,7 +120,8 @@ class DpoTask:
 
     def bare_batch(self, side: str, rows: Sequence[int]) -> Batch:
         """A batch without its reference: the module gives the logarithm of each answer token's likelihood."""
-        batch = collate([self.sides[side][row] for row in rows], shared=self.not_shared is None)
+        pairs = [self.sides[side][row] for row in rows]
+        batch = collate(pairs, shared=self.not_shared is None, multiple=self._multiple)
         return replace(batch, inputs={**batch.inputs, **paths_in(batch)}) if self.paths else batch
 
     def _with_reference(self, side: str, rows: Sequence[int]) -> Batch:
@@ -128,16 +132,17 @@ class DpoTask:
         return Batch({**batch.inputs, "reference": torch.from_numpy(reference)}, batch.trained, batch.tokens)
 
 
-def collate(pairs: Sequence[EncodedPair], shared: bool = True) -> Batch:
+def collate(pairs: Sequence[EncodedPair], shared: bool = True, multiple: int = 1) -> Batch:
     """Lay pairs out in rows of equal length: one row a pair with its prompt once, or one row an answer.
 
-    Padding stands to the right, where no real token can see it.
+    Padding stands to the right, where no real token can see it; the length is a multiple as asked for.
     """
     rows = [_row(pair.prompt, [pair.chosen, pair.rejected]) for pair in pairs] if shared else [
         _row(pair.prompt, [answer]) for pair in pairs for answer in (pair.chosen, pair.rejected)
     ]  # fmt: skip
     length = max((len(tokens) for tokens, *_ in rows), default=2)
-    length = -(-length // EVEN) * EVEN if shared else length
+    multiple = math.lcm(multiple, EVEN if shared else 1)
+    length = -(-length // multiple) * multiple
     laid = np.zeros((3, max(1, len(rows)), length), dtype=np.int64)  # tokens, positions, branches
     places: list[Array] = []
     for number, (tokens, positions, branches, foretold) in enumerate(rows):

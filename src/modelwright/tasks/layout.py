@@ -12,8 +12,10 @@ import torch
 
 from modelwright.data.chat import Encoded
 from modelwright.data.pack import document_starts
+from modelwright.engine import fp8
 from modelwright.engine.task import Batch
 from modelwright.models.branches import paths_of
+from modelwright.recipe.training import Training
 from modelwright.tasks.losses import IGNORED
 
 ALIGNED = 16
@@ -40,6 +42,11 @@ class Piece:
 
 
 Rows = Sequence[Sequence[Piece]]
+
+
+def multiple_of(settings: Training) -> int:
+    """What the length of every row must be a multiple of for the arithmetic that is asked for."""
+    return fp8.MULTIPLE if settings.precision == "fp8" else 1
 
 
 def shared_beginning(documents: Sequence[Encoded]) -> int:

@@ -15,6 +15,7 @@ from modelwright.data.shards import Shards
 from modelwright.engine.task import Batch
 from modelwright.models.text import hidden_states
 from modelwright.recipe.schema import Pretrain
+from modelwright.tasks.layout import multiple_of
 from modelwright.tasks.losses import IGNORED
 from modelwright.tasks.sft import answer_loss
 
@@ -85,13 +86,18 @@ class PretrainTask:
     def _read(self, shards: Shards, rows: Sequence[int], length: int) -> Batch:
         parts = self._settings.max_length // length
         numbers = (np.asarray(rows, dtype=np.int64)[:, None] * parts + np.arange(parts)).ravel()
-        if not len(numbers):
-            return lay_out(np.zeros((1, length), dtype=np.int64), np.zeros((1, length), dtype=np.int64), 0)
-        return lay_out(*shards.read(numbers, length), numbers.size * length)
+        blank = np.zeros((1, length), dtype=np.int64)
+        tokens, positions = shards.read(numbers, length) if len(numbers) else (blank, blank)
+        return lay_out(tokens, positions, numbers.size * length, multiple_of(self._settings))
 
 
-def lay_out(tokens: np.ndarray[Any, Any], positions: np.ndarray[Any, Any], count: int) -> Batch:
-    """A batch in which each token is foretold from those before it in its document. tokens: [rows, length]."""
+def lay_out(tokens: np.ndarray[Any, Any], positions: np.ndarray[Any, Any], count: int, multiple: int = 1) -> Batch:
+    """A batch in which each token is foretold from those before it in its document. tokens: [rows, length].
+
+    Rows are padded to a multiple of this length by documents of one token, of which nothing is foretold.
+    """
+    if short := -tokens.shape[1] % multiple:
+        tokens, positions = (np.pad(each, ((0, 0), (0, short))) for each in (tokens, positions))
     # the first word of a document has nothing before it, and the last place of a row nothing after it
     follows = np.zeros(tokens.shape, dtype=np.bool_)
     follows[:, :-1] = positions[:, 1:] != 0

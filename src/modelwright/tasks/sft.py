@@ -25,6 +25,7 @@ from modelwright.tasks.layout import (
     UNMASKED,
     behind,
     lay_out,
+    multiple_of,
     shared_beginning,
     side_by_side,
     without_mask,
@@ -101,7 +102,7 @@ class SftTask:
         if self.beginning and why_not(model):
             self.beginning = 0
         self.paths = self.beginning > 0 and settings.precision != "fp32" and takes_paths(model)
-        self._multiple = ALIGNED if settings.trainable.partial else 1
+        self._multiple = ALIGNED if settings.trainable.partial else multiple_of(settings)
 
     @staticmethod
     def _encode(conversations: Any, tokenizer: Any, settings: Sft, stops: Collection[int]) -> EncodedSet:
