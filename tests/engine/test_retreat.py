@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from modelwright.engine.retreat import smaller_bites
+from modelwright.engine.retreat import SHAPES, Compiled, smaller_bites
 from modelwright.plan.facts import Facts
 from modelwright.plan.stage import plan_stage
 from modelwright.recipe.load import load
@@ -75,3 +75,17 @@ def test_layers_that_do_not_compile_run_as_they_are(
     notes = [event["message"] for event in told(tmp_path / "again/run", "note")]
     assert any("tried again with a fresh cache" in note for note in notes)
     assert any("the layers run as they are" in note for note in notes)
+
+
+def test_a_later_stage_finds_room_for_what_it_compiles() -> None:
+    traced = []
+
+    def seen(graph: Any, inputs: Any) -> Any:
+        traced.append(graph)
+        return graph.forward
+
+    for stage in range(3):
+        torch.compile(torch.nn.functional.relu, backend=seen)(torch.ones(3))
+        assert len(traced) == stage + 1
+        Compiled([torch.nn.Linear(1, 1)])
+    assert torch._dynamo.config.recompile_limit == SHAPES

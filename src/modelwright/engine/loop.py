@@ -122,7 +122,9 @@ class Engine:
         rests = halve(self._module) if plan.weights == "bf16" else None
         if plan.precision == "fp8":
             fp8.convert(self._module)
-        self._compiled = Compiled((layers_of(self._module) or [self._module]) if settings.torch_compile else [])
+        # as they are, fp8 layers cast in passes of their own: 0.85 s a step of DPO where bf16 takes 0.28
+        compiles = settings.torch_compile or (plan.precision == "fp8" and world.device.type == "cuda")
+        self._compiled = Compiled((layers_of(self._module) or [self._module]) if compiles else [])
         self.changes += self._compiled.told
         self._forward = shard(self._module, world, plan.sharding, self.precision.compute, settings.ddp_bucket_cap_mb)
         self.weights = {name: w for name, w in self._module.named_parameters() if w.requires_grad}

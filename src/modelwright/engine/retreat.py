@@ -12,6 +12,8 @@ from torch import nn
 from modelwright.plan.stage import StagePlan, solve
 from modelwright.runs.caches import drop_cut_libraries, fresh_compile_cache
 
+SHAPES = 32
+"""Ways one layer may be compiled: training and measuring, each for one row or many, of one length or any."""
 COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
 
 
@@ -36,6 +38,11 @@ class Compiled:
         self._parts, self._tries = parts, 0
         self.told = _mended_cache() if parts else []
         """What had to be put right before."""
+        if parts:
+            # what is compiled is kept by the code of a layer, not by the model: without this, later stages of a
+            # process find the table full (8 shapes), and run as they are without a word
+            torch._dynamo.reset()
+            torch._dynamo.config.recompile_limit = SHAPES
         for part in parts:
             part.compile()
 
