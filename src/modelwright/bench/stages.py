@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 from modelwright.data.sources import EMBEDDED
+from modelwright.errors import UsageError
 from modelwright.recipe.load import load
 from modelwright.recipe.schema import Data, Part, Recipe
 from modelwright.recipe.values import Steps
@@ -28,13 +29,17 @@ COLUMNS: dict[str, dict[str, Part]] = {
 }
 
 
-def measure(name: str, steps: int, precisions: Sequence[str], sets: Sequence[str] = ()) -> dict[str, Any]:
-    """Run each stage in each precision; one that fails is told and the others go on."""
+def measure(
+    name: str, steps: int, precisions: Sequence[str], sets: Sequence[str] = (), only: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Run each stage, or only those named, in each precision; one that fails is told and the others go on."""
     recipe = load(name, sets, {}).recipe
+    if strange := [stage for stage in only if stage not in recipe.stages]:
+        raise UsageError(f"--only is {strange[0]!r}; it wants one of {', '.join(recipe.stages)}")
     figures: dict[str, Any] = {"recipe": recipe.name, "steps": steps, "stages": []}
     with tempfile.TemporaryDirectory() as place:
         tokenizer = make_tokenizer(Path(place) / "tokenizer")
-        for stage in recipe.stages:
+        for stage in only or recipe.stages:
             for precision in precisions:
                 row: dict[str, Any] = {"stage": stage, "precision": precision}
                 try:

@@ -255,6 +255,7 @@ def stages(
     recipe: Annotated[str, typer.Argument(help="A recipe with an architecture.")] = "llama-7b",
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of each stage.")] = 20,
     precision: Annotated[list[str] | None, typer.Option("--precision", help="May be given often.")] = None,
+    only: Annotated[list[str] | None, typer.Option("--only", help="One stage; may be given often.")] = None,
     sets: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one setting.")] = None,
     save: Save = False,
     as_json: Json = False,
@@ -268,7 +269,7 @@ def stages(
     from modelwright.runs.caches import prepare_environment
 
     prepare_environment()
-    figures = benchmark.measure(recipe, steps, precision or ["auto"], sets or ())
+    figures = benchmark.measure(recipe, steps, precision or ["auto"], sets or (), only or ())
     measured = results.result("stages", figures)
     print(json.dumps(measured, ensure_ascii=False) if as_json else "\n".join(benchmark.lines(figures)))
     if save:
