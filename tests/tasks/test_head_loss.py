@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from modelwright.tasks import head_loss
-from modelwright.tasks.head_loss import summed_head_loss
-from modelwright.tasks.losses import IGNORED, summed_cross_entropy
+from modelwright.tasks.head_loss import _Likelihoods, likelihoods, summed_head_loss
+from modelwright.tasks.losses import IGNORED, log_probabilities, summed_cross_entropy
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +42,17 @@ def test_what_is_frozen_gets_no_gradient(frozen: int) -> None:
     summed_head_loss(*weights, targets).backward()
     assert weights[frozen].grad is None
     assert weights[1 - frozen].grad is not None
+
+
+def test_likelihoods_and_their_gradients_equal_the_plain_way() -> None:
+    hidden, head, targets = parts()
+    targets, weights = targets.clamp(min=0), torch.linspace(-1, 1, 70)
+    plain = log_probabilities(hidden @ head.T, targets)
+    expected = torch.autograd.grad(plain @ weights, (hidden, head))
+    for found in (likelihoods(hidden, head, targets), _Likelihoods.apply(hidden, head, targets)):
+        torch.testing.assert_close(found, plain)
+        for one, other in zip(torch.autograd.grad(found @ weights, (hidden, head)), expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_measuring_keeps_nothing() -> None:

@@ -19,9 +19,10 @@ from modelwright.data.preferences import EncodedPair, EncodedPairs, Preferences,
 from modelwright.engine.task import Batch
 from modelwright.models.attention import HALVES, Paths
 from modelwright.models.branches import branch_mask, paths_of, takes_paths, why_not
-from modelwright.models.text import hidden_states, logits_of
+from modelwright.models.text import hidden_states, logits_of, plain_head
 from modelwright.recipe.schema import Dpo
 from modelwright.recipe.training import Preference
+from modelwright.tasks.head_loss import likelihoods
 from modelwright.tasks.layout import multiple_of
 from modelwright.tasks.losses import log_probabilities, preference_loss
 
@@ -53,8 +54,15 @@ class PairLoss(nn.Module):
         else:
             mask = None if branches is None else branch_mask(self.model, positions, branches)
             hidden = hidden_states(self.model, tokens, positions, mask)
-        likely = log_probabilities(logits_of(self.model, hidden.flatten(0, 1)[answers[0]]), answers[1])
+        likely = self._likely(hidden.flatten(0, 1).index_select(0, answers[0]), answers[1])
         return likely if reference is None else self._measure(likely, reference, lengths)
+
+    def _likely(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """How likely each answer token is, as a logarithm. hidden: [count, width]; targets: [count] int64."""
+        head = plain_head(self.model)
+        if head is not None:
+            return likelihoods(hidden, head, targets)
+        return log_probabilities(logits_of(self.model, hidden), targets)
 
     def _in_halves(self) -> bool:
         """Whether attention is computed in bf16 or fp16, which alone the way without a mask can."""
