@@ -141,6 +141,28 @@ def test_a_sample_shows_what_is_learnt(tmp_path: Path, model_folder: Path, capsy
     assert [piece["trained"] for piece in sample["pieces"]] == [False, True]
 
 
+def test_data_by_its_own_name_stands_for_a_recipe(
+    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows").mkdir()
+    write(tmp_path / "rows" / "a.jsonl", GOOD)
+    for name, rows in (("rows", 40), ("rows/a.jsonl", 40), ("songbook", 72), ("field-guide-pairs", 180)):
+        columns = ["--set", "data.columns={question: prompt, answer: completion}"] if name == "songbook" else []
+        assert run("audit", name, "--json", *columns) == 0
+        assert json.loads(capsys.readouterr().out)["data"][name]["rows"] == rows
+    model = f"model.model_name_or_path={model_folder}"
+    assert run("show", "rows", "--count", "1", "--set", model) == 0
+    assert "⟦It is 0, as anyone can count.<|im_end|>\n⟧" in capsys.readouterr().out
+    quick = "prepare={min_words: 1, near_dedup: false, row_length: 16, vocab_size: 300}"
+    column = "data.text_column=completion"
+    assert run("prepare", "rows", "--output", "packed", "--set", column, "--set", quick) == 0
+    assert run("show", "packed", "--count", "1") == 0
+    assert "pretrain: packed row 0" in capsys.readouterr().out
+    assert run("audit", "none.jsonl") == 2
+    assert capsys.readouterr().err == "none.jsonl: there is no such file\n"
+
+
 def test_conversations_become_a_folder_that_load_from_disk_and_we_read(tmp_path: Path) -> None:
     data = Data(dataset_name=str(write(tmp_path / "rows.jsonl", GOOD)), system_prompt="Count.")
     made = load(data, 1, tmp_path)

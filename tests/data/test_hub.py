@@ -137,11 +137,8 @@ def large_set() -> bytes:
 
 
 def test_a_large_file_cut_and_killed_half_way_is_gone_on_with_by_the_next_command(tmp_path: Path) -> None:
-    data, home, recipe = large_set(), tmp_path / "home", tmp_path / "large.yaml"
-    recipe.write_text(
-        "name: large\nmodel: {model_name_or_path: smollm2-135m}\ndata: {dataset_name: owner/large}\nsft: {}\n", "utf-8"
-    )
-    command = [sys.executable, "-m", "modelwright", "data", "audit", str(recipe), "--json"]
+    data, home = large_set(), tmp_path / "home"
+    command = [sys.executable, "-m", "modelwright", "data", "audit", "owner/large", "--json"]
     blobs = home / "hub/datasets--owner--large/blobs"
     partial = blobs / f".{hashlib.sha256(data).hexdigest()}.partial"
     with hub({"owner/large": {"train.parquet": data}}) as server:
@@ -160,5 +157,5 @@ def test_a_large_file_cut_and_killed_half_way_is_gone_on_with_by_the_next_comman
         assert done.returncode == 0, done.stderr
         ranges = [line.split()[-1] for line in server.asked[before:] if line.startswith("GET datasets/owner/large")]
     assert ranges == [f"bytes={reached + 2_000_000 * cuts}-" for cuts in (0, 0, 1, 2, 3, 4, 5)]
-    assert next(iter(json.loads(done.stdout)["data"].values()))["rows"] == 24
+    assert json.loads(done.stdout)["data"]["owner/large"]["rows"] == 24
     assert [path.read_bytes() == data for path in blobs.iterdir()] == [True]

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from modelwright.cli.recipes import RecipeArgument, SetOption
+from modelwright.cli.recipes import SetOption
 from modelwright.errors import UsageError
 
 if TYPE_CHECKING:
     from modelwright.data.workers import Crew
 
+NameArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe, or data: a file, a folder, a set.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 
 
@@ -27,7 +28,7 @@ def register(app: typer.Typer) -> None:
 
 
 def audit(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe, or a data file.")],
+    recipe: NameArgument,
     sets: SetOption = None,
     quarantine: Annotated[
         str, typer.Option("--quarantine", help="Where unusable rows are listed.")
@@ -59,18 +60,18 @@ def audit(
 
 
 def show(
-    recipe: RecipeArgument,
+    recipe: NameArgument,
     sets: SetOption = None,
     count: Annotated[int, typer.Option("--count", min=1, help="How many samples.")] = 3,
     as_json: Json = False,
 ) -> None:
     """Render a few samples as the model sees them, with what it learns coloured."""
     from modelwright.cli.data_words import coloured
-    from modelwright.recipe.load import load
+    from modelwright.data.named import load_named
     from modelwright.runs.caches import prepare_environment
 
-    loaded = load(recipe, sets or ())
     prepare_environment()
+    loaded = load_named(recipe, sets or ())
     from modelwright.stages.show import samples
 
     found = samples(loaded, count)
@@ -107,7 +108,7 @@ def convert(
 
 
 def prepare(
-    recipe: RecipeArgument,
+    recipe: NameArgument,
     sets: SetOption = None,
     output: Annotated[str | None, typer.Option("--output", help="The folder; without it, RUN/data/packed.")] = None,
     share: Annotated[
@@ -117,11 +118,11 @@ def prepare(
     as_json: Json = False,
 ) -> None:
     """Clean, deduplicate, tokenize and pack the recipe's text; stopped anywhere, it goes on."""
-    from modelwright.recipe.load import load
+    from modelwright.data.named import load_named
     from modelwright.runs.caches import prepare_environment
 
-    loaded = load(recipe, sets or ())
     prepare_environment()
+    loaded = load_named(recipe, sets or (), preparing=True)
     from modelwright.data.prepare import REPORT
     from modelwright.runs import lock
     from modelwright.runs.folder import RunFolder, read_json

@@ -9,7 +9,8 @@ from typing import Any
 
 from modelwright.data import conversations, preferences, sets
 from modelwright.data.audit import Audit, Frame, Kind, audit
-from modelwright.data.files import SUFFIXES, Fault, Row, read_file
+from modelwright.data.files import Fault
+from modelwright.data.named import load_named
 from modelwright.data.sources import local_path
 from modelwright.data.tokenizer import Encoder
 from modelwright.errors import ModelError, Problem, UsageError
@@ -21,15 +22,12 @@ KINDS: dict[str, Kind] = {"sft": "conversations", "lora": "conversations", "dpo"
 
 
 def audits(name: str, sets: Sequence[str]) -> Iterator[tuple[str, Audit]]:
-    """The audit of each stage's data, or of one data file."""
-    if Path(name).suffix in SUFFIXES:
-        yield name, audit(Data(dataset_name=name), Frame(_guess(Path(name)), 1024, 8, 42), Path())
-        return
-    loaded = load(name, sets)
+    """The audit of each stage's data, or of data by its own name."""
+    loaded = load_named(name, sets)
     for stage, data, frame in frames(loaded):
         found = audit(data, frame, loaded.path.parent)
         found.faults = [replace(fault, reason=_named(fault, loaded, stage)) for fault in found.faults]
-        yield f"{stage}: {data.source}", found
+        yield (name if data.source == name else f"{stage}: {data.source}"), found
 
 
 def _named(fault: Fault, loaded: LoadedRecipe, stage: str) -> str:
@@ -68,15 +66,6 @@ def _encoder(loaded: LoadedRecipe) -> Encoder | None:
         return Encoder.open(folder) if folder and (folder / "tokenizer.json").exists() else None
     except ModelError:
         return None
-
-
-def _guess(path: Path) -> Kind:
-    """What a file without a recipe holds, by its columns."""
-    first = next(iter(read_file(path)), None)
-    columns = set(first.values) if isinstance(first, Row) else set()
-    if {"chosen", "rejected"} <= columns:
-        return "pairs"
-    return "conversations" if {"messages"} & columns or {"prompt", "completion"} <= columns else "text"
 
 
 def write_sets(name: str, folder: Path) -> dict[str, int]:

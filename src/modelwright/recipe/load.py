@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from modelwright.recipe.letters import validate
 from modelwright.recipe.schema import Recipe
 from modelwright.recipe.secrets import refuse_secrets
 from modelwright.recipe.settings import Setting, children, find, sections
-from modelwright.recipe.source import read_file, read_value
+from modelwright.recipe.source import read_file, read_text, read_value
 from modelwright.recipe.training import Parts
 from modelwright.recipe.tree import DEFAULT, NOTHING, Located, Origin, RecipeProblem, merge, problem, without_nulls
 from modelwright.recipe.unknown import answer, nearest
@@ -47,12 +48,23 @@ class LoadedRecipe:
 
 def load(reference: str | Path, sets: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> LoadedRecipe:
     """Read a recipe by path or by the name of a shipped one; everything wrong with it is raised at once."""
-    path = resolve(reference)
-    layers = _Layers()
-    tree = layers.file(path)
+    path, layers = resolve(reference), _Layers()
+    return _settled(layers, layers.file(path), path, sets, os.environ if environ is None else environ)
+
+
+def made(wish: Mapping[str, Any], path: Path, sets: Sequence[str] = ()) -> LoadedRecipe:
+    """A recipe that stands in no file, but means what a path names; its letters name the path."""
+    tree, _ = read_text(json.dumps(wish), Origin("recipe", shown_name(path)))
+    return _settled(_Layers(), tree, path, sets, {})
+
+
+def _settled(
+    layers: _Layers, tree: Located, path: Path, sets: Sequence[str], environ: Mapping[str, str]
+) -> LoadedRecipe:
+    """Lay variables and arguments over what was read, and check the whole."""
     layers.stop_if_unreadable()
     arguments = [layer for text in sets if (layer := layers.argument(text, tree)) is not None]
-    for layer in layers.variables(tree, arguments, os.environ if environ is None else environ):
+    for layer in layers.variables(tree, arguments, environ):
         tree = merge(tree, layer)
     for layer in arguments:
         tree = merge(tree, layer)

@@ -31,7 +31,8 @@ def samples(loaded: LoadedRecipe, count: int) -> dict[str, list[Sample]]:
     if recipe.prepare and not recipe.pretrain and (packed := _packed(loaded, "")):
         found["prepare"] = show_shards(packed, count)
     if not found:
-        wish = "; modelwright data prepare makes the shards that can be shown" if recipe.prepare else ""
+        raw = recipe.prepare or recipe.pretrain
+        wish = "; modelwright data prepare makes shards of it that can be shown" if raw else ""
         raise UsageError(f"{loaded.path.name} has nothing to show{wish}")
     return found
 
