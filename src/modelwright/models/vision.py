@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from modelwright.errors import ModelError
 from modelwright.models.convolution import Conv3x3
 from modelwright.models.export import model_folder
+from modelwright.models.norms import normalised
 
 KIND = "modelwright-resnet18"
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -34,15 +34,19 @@ class Block(nn.Module):
         self.bn1 = nn.BatchNorm2d(outputs)
         self.conv2 = Conv3x3(outputs, outputs)
         self.bn2 = nn.BatchNorm2d(outputs)
-        self.downsample: nn.Module | None = None
+        self.downsample: nn.Sequential | None = None
         if stride != 1 or inputs != outputs:
             self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, seen: Tensor) -> Tensor:
         """seen: [rows, inputs, height, width]."""
-        inner = F.relu(self.bn1(self.conv1(seen)), inplace=True)
-        past = seen if self.downsample is None else self.downsample(seen)
-        return F.relu(self.bn2(self.conv2(inner)) + past, inplace=True)
+        inner = normalised(self.bn1, self.conv1(seen))
+        past = seen
+        if self.downsample is not None:
+            shrink, norm = self.downsample
+            assert isinstance(norm, nn.BatchNorm2d)
+            past = normalised(norm, shrink(seen), rectify=False)
+        return normalised(self.bn2, self.conv2(inner), past)
 
 
 class ResNet18(nn.Module):
@@ -64,7 +68,7 @@ class ResNet18(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """images: [rows, channels, height, width], normalised; returns logits [rows, classes]."""
-        seen = F.relu(self.bn1(self.conv1(images)), inplace=True)
+        seen = normalised(self.bn1, self.conv1(images))
         for layer in (self.layer1, self.layer2, self.layer3, self.layer4):
             seen = layer(seen)
         logits: Tensor = self.fc(seen.mean((2, 3)))
