@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.bench import results, sft, start
+from modelwright.bench import peers, results, sft, speed, speed_command, start
 
 
 def test_a_result_carries_day_commit_and_machine_but_not_its_name() -> None:
@@ -74,3 +74,32 @@ def test_every_stage_of_a_recipe_is_measured_at_the_shapes_it_has() -> None:
     assert [row["stage"] for row in figures["stages"]] == ["pretrain", "sft", "dpo", "lora"]
     assert all(row["tokens_per_second"] > 0 and row["health"] == ["ok"] for row in figures["stages"]), figures
     assert len(stages.lines(figures)) == 5
+
+
+def test_the_cost_of_a_save_is_what_it_held_up_and_how_much_slower_the_steps_meanwhile_were() -> None:
+    steps = [{"event": "step", "step": n, "time": 100.0 + n, "seconds": 1.5 if n == 3 else 1.0} for n in range(1, 7)]
+    saves = [
+        {"event": "saving", "step": 2, "time": 102.1, "seconds": 0.1},
+        {"event": "saved", "step": 2, "time": 103.2, "seconds": 1.1, "waited": 0.2},
+        {"event": "saving", "step": 6, "time": 106.1, "seconds": 5.0},
+        {"event": "saved", "step": 6, "time": 111.1, "seconds": 5.0, "waited": 5.0},
+    ]
+    (only,) = speed_command.stalls(sorted([*steps, *saves], key=lambda event: event["time"]))
+    assert (only["step"], only["still"], only["slower"]) == (2, pytest.approx(0.3), pytest.approx(0.5))
+    assert only["share_of_a_minute"] == pytest.approx(0.8 / 60, abs=1e-5)
+
+
+def test_the_fastest_of_ours_is_held_against_the_fastest_peer() -> None:
+    ways = {"ours, a": {"rate": 6.0}, "ours, b": {"rate": 8.0}, "TRL, a": {"rate": 4.0}, "TRL, b": {"failed": "…"}}
+    assert peers.ratio(ways, "rate") == {"ratio": 2.0}
+    assert peers.ratio({"ours, a": {"rate": 6.0}}, "rate") == {}
+
+
+def test_low_rank_matrices_are_trained_beside_the_peer_and_their_kernels_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    figures = speed.measure("tiny-lora", steps=4, kernels=True)
+    ours, theirs = figures["ways"].values()
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
+    assert ours["kernels"][0]["name"] == "all together" and "mm" in str(ours["kernels"])
+    assert "HF Trainer and PEFT, fp32" in "\n".join(speed.lines(figures))

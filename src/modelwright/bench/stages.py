@@ -147,7 +147,7 @@ def _task(stage: str, model: Any, tokenizer: Any, settings: Any, place: Path) ->
     if stage == "pretrain":
         folder = place / "shards"
         if not folder.exists():
-            _random_shards(folder, settings, model.config.vocab_size)
+            random_shards(folder, settings.max_length, model.config.vocab_size)
         return PretrainTask(model, Shards.open(folder), Shards.open(folder, "held_out"), settings)
     source = "field-guide-pairs" if stage == "dpo" else "field-guide"
     data = Data(dataset_name=source, columns=COLUMNS[source], test_size=Steps(4))
@@ -157,7 +157,7 @@ def _task(stage: str, model: Any, tokenizer: Any, settings: Any, place: Path) ->
     return SftTask(model, tokenizer, conversations.load(data, 42, Path()), settings, stops)
 
 
-def _random_shards(folder: Path, settings: Any, words: int) -> None:
+def random_shards(folder: Path, length: int, words: int) -> None:
     """Shards of random tokens in documents of many lengths: speed does not ask for sense."""
     import numpy as np
 
@@ -165,8 +165,8 @@ def _random_shards(folder: Path, settings: Any, words: int) -> None:
     from modelwright.data.shards import Layout, seal
 
     draw = np.random.default_rng(42)
-    layout = Layout(settings.max_length, words)
-    lengths = draw.integers(20, 2 * settings.max_length, 512)
+    layout = Layout(length, words)
+    lengths = draw.integers(20, 2 * length, 512)
     made = Documents(draw.integers(0, words, int(lengths.sum())).astype(np.uint32), lengths, lengths * 4)
     parts = {"train": write_part(folder, "train", layout, {"random": [Block(len(made.tokens), lambda: made)]}, "r")}
     seal(folder, layout, parts, {"tokenizer": "random"})

@@ -77,7 +77,7 @@ def measure(scene: str = "twin", data: Path | None = None) -> dict[str, Any]:
     rows = conversations_of(wish, data)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as place:
-        folder = _prepared(wish, rows, Path(place))
+        folder = prepared(wish, rows, Path(place))
         steps = -(-len(rows.train) * wish.epochs // wish.batch)
         kept = train_ours(wish, rows, folder, device, steps)
         plain = train_ours(wish, rows, folder, device, wish.beside, keep_trunk="off", share_prefix=False)
@@ -261,7 +261,7 @@ def _figures(scene: Scene, rows: int, kept: Trial, plain: Trial, theirs: Trial |
     return found
 
 
-def _prepared(scene: Scene, rows: Any, folder: Path) -> Path:
+def prepared(scene: Scene, rows: Any, folder: Path) -> Path:
     """A folder with the tokenizer: the twin's own, or one learnt from the rows."""
     from modelwright.bench.sft import make_tokenizer
     from modelwright.models import smollm2, text

@@ -217,22 +217,28 @@ def dpo(
 
 
 def speed(
-    work: Annotated[str, typer.Option("--work", help="135m, 0.5b, 6b (for a large GPU) or tiny.")] = "",
+    work: Annotated[
+        str, typer.Option("--work", help="135m, 0.5b, 6b, lora, sft (for a large GPU), start, or tiny.")
+    ] = "",
     ways: Annotated[list[str] | None, typer.Option("--way", metavar="WORD", help="Ways with this word.")] = None,
-    steps: Annotated[int, typer.Option("--steps", help="Steps of each way.")] = 12,
-    tokens: Annotated[Path | None, typer.Option("--tokens", help="An .npy of tokens of real text.")] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of each way; for start, between saves.")] = 12,
+    rows: Annotated[
+        Path | None,
+        typer.Option("--rows", "--tokens", help="An .npy of tokens of real text; for sft, questions and answers."),
+    ] = None,
+    kernels: Annotated[bool, typer.Option("--kernels", help="Tell what the device does in a step.")] = False,
     save: Save = False,
     as_json: Json = False,
 ) -> None:
-    """Tokens per second of pretraining on one GPU, beside the HF Trainer."""
+    """Tokens or rows per second of training on one GPU, beside the HF Trainer and TRL; seconds to the first step."""
     from modelwright.bench import speed as benchmark
     from modelwright.errors import UsageError
     from modelwright.runs.caches import prepare_environment
 
     prepare_environment()
-    if work and work not in benchmark.WORKS:
-        raise UsageError(f"--work is {work!r}; it wants one of {', '.join(benchmark.WORKS)}")
-    _measure(benchmark, "speed", save, as_json, work=work, ways=ways or (), steps=steps, tokens=tokens)
+    if work and work not in (known := (*benchmark.WORKS, *benchmark.OTHERS)):
+        raise UsageError(f"--work is {work!r}; it wants one of {', '.join(known)}")
+    _measure(benchmark, "speed", save, as_json, work=work, ways=ways or (), steps=steps, rows=rows, kernels=kernels)
 
 
 def vision(

@@ -1,0 +1,52 @@
+"""What trainings that are measured beside each other share: the clock in the peer's trainer, and a clean device."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+
+def let_go() -> None:
+    """Free what the way before held, and forget what it compiled."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    torch._dynamo.reset()
+
+
+def ratio(ways: dict[str, Any], figure: str) -> dict[str, float]:
+    """The fastest of ours over the fastest of the peers', where both were measured."""
+    ours = [way[figure] for name, way in ways.items() if name.startswith("ours") and figure in way]
+    theirs = [way[figure] for name, way in ways.items() if not name.startswith("ours") and figure in way]
+    return {"ratio": round(max(ours) / max(theirs), 2)} if ours and theirs else {}
+
+
+def clock(marks: list[float], losses: list[float]) -> Any:
+    """What writes down when a trainer of theirs ended each step, and the losses it tells."""
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            marks.append(now())
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            marks.append(now())
+
+        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+            if "loss" in logs:
+                losses.append(float(logs["loss"]))
+
+    return Clock()
+
+
+def now() -> float:
+    """The time when the device has done what it was given."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
