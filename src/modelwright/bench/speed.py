@@ -25,6 +25,7 @@ LATE = 50
 """Steps at the end whose mean loss is compared."""
 OTHERS: dict[str, Any] = {"sft": speed_sft, "start": speed_command}
 """Works that are more than rows of one length through one model."""
+KNOWN = (*WORKS, *OTHERS)
 NOT_WATCHED = Kernels(False)
 
 

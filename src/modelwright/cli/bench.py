@@ -236,8 +236,8 @@ def speed(
     from modelwright.runs.caches import prepare_environment
 
     prepare_environment()
-    if work and work not in (known := (*benchmark.WORKS, *benchmark.OTHERS)):
-        raise UsageError(f"--work is {work!r}; it wants one of {', '.join(known)}")
+    if work and work not in benchmark.KNOWN:
+        raise UsageError(f"--work is {work!r}; it wants one of {', '.join(benchmark.KNOWN)}")
     _measure(benchmark, "speed", save, as_json, work=work, ways=ways or (), steps=steps, rows=rows, kernels=kernels)
 
 
