@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.bench.judge import fit, judge
+from modelwright.bench.fit import fit
+from modelwright.bench.judge import judge
 from modelwright.plan.architecture import movement, shape_of
 from modelwright.plan.calibration import SHIPPED, Calibration, calibration_for
 from modelwright.plan.facts import Facts, card
@@ -53,11 +54,10 @@ def test_the_shipped_coefficients_hold_for_the_kept_measurements() -> None:
     figures = json.loads(RESULT.read_text(encoding="utf-8"))["figures"]
     gpu = card(Facts(**figures["device"]))
     judged = judge(figures["runs"], gpu, calibration_for(gpu))
-    taught, held_out = ([run for run in judged if run["held_out"] == held] for held in (False, True))
-    assert len(taught) >= 10 and len(held_out) >= 4
+    assert len({run["setting"]["name"] for run in judged}) >= 10
     assert all(abs(run["memory_error"]) < 0.05 for run in judged), "memory within 5 %"
-    assert all(abs(run["rate_error"]) < 0.10 for run in taught), "tokens/s within 10 % of what was fitted"
-    assert all(abs(run["rate_error"]) < 0.20 for run in held_out), "and within 20 % of what was not"
+    assert all(abs(run["rate_error"]) < 0.10 for run in judged), "tokens/s within 10 %"
+    assert not [run["setting"]["name"] for run in figures["runs"] if run.get("said_to_fit") and "ran_out" in run]
 
 
 def test_a_fit_finds_the_coefficients_that_made_the_runs() -> None:
@@ -70,7 +70,7 @@ def test_a_fit_finds_the_coefficients_that_made_the_runs() -> None:
         plan = {"per_device": rows, "accumulation": 1, "precision": "bf16", "weights": "bf16"}
         rate = step_time(made, H200, true).rate
         runs.append({"setting": {"name": name, "model": name, "rows": rows, "length": length}, "plan": plan,
-                     "peak_bytes": 1e10, "tokens_per_second": rate, "held_out": False})  # fmt: skip
+                     "peak_bytes": 1e10, "tokens_per_second": rate})  # fmt: skip
     found = fit(runs, H200, Calibration("H200"))
     assert found.spread < 0.05
 

@@ -13,47 +13,68 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from modelwright.bench.judge import accelerate_bytes, fit, judge, lines, most_rows
+from modelwright.bench.fit import fit, left_out
+from modelwright.bench.judge import accelerate_bytes, judge, most_rows, work_of
+from modelwright.bench.plan_table import lines
 from modelwright.bench.random_rows import RandomRows, random_images
-from modelwright.bench.settings import CPU_HELD_OUT, CPU_SETTINGS, GPU_SETTINGS, HELD_OUT, Setting
+from modelwright.bench.settings import CPU_SETTINGS, GPU_SETTINGS, Setting
 from modelwright.errors import UsageError
 from modelwright.plan.calibration import OWN, calibration_for
-from modelwright.plan.facts import Facts, card
+from modelwright.plan.facts import Facts, card, probe
+from modelwright.plan.memory import memory
 from modelwright.plan.shapes import KNOWN
+from modelwright.plan.stage import StagePlan, plan_stage
 from modelwright.runs.caches import cache_dir
 from modelwright.runs.folder import write_json
 
 __all__ = ["judged", "keep", "lines", "measure", "read_runs"]
 
-STEPS, WARM_UP, SEED = 12, 6, 42
+WARM_UP, SEED = 5, 42
+TIMED, LONG, TIMED_IF_LONG = 6, 0.4, 3
+"""Steps on the clock; and how many where a step takes longer than so many seconds."""
+STEPS = WARM_UP + TIMED + 1
 WANTED = "it wants a runs.json that bench plan --into FOLDER has written"
 
 
 def measure(wanted: Sequence[str] = (), into: Path | None = None) -> dict[str, Any]:
-    """Measure every setting, fit the coefficients to those that are not held out, and judge all."""
-    runs = measure_all(wanted, into)
-    return judged(runs)
+    """Measure every setting, fit the coefficients to them, and judge all."""
+    return judged(measure_all(wanted, into))
 
 
 def judged(runs: dict[str, Any]) -> dict[str, Any]:
-    """Measured runs with predictions before and after the coefficients were fitted to them."""
-    gpu = card(Facts(**runs["device"]))
+    """Measured runs with three predictions: by what was known before, fitted to all, and fitted to all others."""
+    gpu, good = card(Facts(**runs["device"])), [run for run in runs["runs"] if "peak_bytes" in run]
+    if not good:
+        return {**runs, "judged": [], "calibration": {}}
     before = calibration_for(gpu)
-    after = fit(runs["runs"], gpu, before)
-    told = {**runs, "before": judge(runs["runs"], gpu, before), "judged": judge(runs["runs"], gpu, after)}
-    return {**told, "calibration": {after.card: after.as_json()}}
+    after = fit(good, gpu, before)
+    blind, others = judge(good, gpu, before), left_out(good, gpu, after)
+    told = [
+        {**run, **_errors("before", first), **_errors("left_out", other)}
+        for run, first, other in zip(judge(good, gpu, after), blind, others, strict=True)
+    ]
+    return {**runs, "judged": told, "calibration": {after.card: after.as_json()}}
 
 
-def read_runs(path: Path) -> dict[str, Any]:
-    """What an earlier measurement wrote with --into."""
-    try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"--from {path} could not be read ({reason}); {WANTED}") from None
-    if not isinstance(told, dict) or not {"device", "runs"} <= told.keys():
-        raise UsageError(f"--from {path} holds no measured runs; {WANTED}")
-    return told
+def _errors(prefix: str, run: dict[str, Any]) -> dict[str, float]:
+    return {f"{prefix}_{name}": run[name] for name in ("memory_error", "rate_error")}
+
+
+def read_runs(paths: Sequence[Path]) -> dict[str, Any]:
+    """What earlier measurements of one machine wrote with --into, together."""
+    found: list[dict[str, Any]] = []
+    for path in paths:
+        try:
+            told = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise UsageError(f"--from {path} could not be read ({reason}); {WANTED}") from None
+        if not isinstance(told, dict) or not {"device", "runs"} <= told.keys():
+            raise UsageError(f"--from {path} holds no measured runs; {WANTED}")
+        found.append(told)
+    if len({told["device"]["name"] for told in found}) > 1:
+        raise UsageError("--from: the runs were measured on different devices; judge those of one at a time")
+    return {"device": found[-1]["device"], "runs": [run for told in found for run in told["runs"]]}
 
 
 def keep(figures: dict[str, Any]) -> Path:
@@ -68,58 +89,69 @@ def measure_all(wanted: Sequence[str] = (), into: Path | None = None) -> dict[st
     """Measure every setting, each guarded, and write what is known after each one."""
     import torch
 
-    from modelwright.plan.facts import probe
-
     on_gpu, facts = torch.cuda.is_available(), probe()
-    chosen = (*GPU_SETTINGS, *HELD_OUT) if on_gpu else (*CPU_SETTINGS, *CPU_HELD_OUT)
-    held_out = {setting.name for setting in (*HELD_OUT, *CPU_HELD_OUT)}
     runs: list[dict[str, Any]] = []
-    for setting in chosen:
+    for setting in GPU_SETTINGS if on_gpu else CPU_SETTINGS:
         if wanted and not any(word in setting.name for word in wanted):
             continue
         began = time.perf_counter()
-        setting = setting if setting.rows else replace(setting, rows=most_rows(setting, card(facts)))
+        setting, plan, run = _planned(setting, facts)
         try:
-            run = measure_one(setting)
-            run["accelerate_bytes"] = accelerate_bytes(setting, run["plan"]["precision"])
+            run |= measure_one(setting, plan)
+            run["accelerate_bytes"] = accelerate_bytes(setting, plan.precision)
+        except torch.OutOfMemoryError as error:
+            run["ran_out"] = str(error).splitlines()[0][:200]
         except Exception as error:  # one setting that fails must not take the others with it
-            run = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]}
+            run["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
         gc.collect()
         if on_gpu:
             torch.cuda.empty_cache()
-        seconds = round(time.perf_counter() - began, 1)
-        runs.append({"setting": asdict(setting), "held_out": setting.name in held_out, "took": seconds, **run})
+        runs.append({"setting": asdict(setting), "took": round(time.perf_counter() - began, 1), **run})
         print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
         if into is not None:
             write_json(into / "runs.json", {"device": asdict(facts), "runs": runs})
     return {"device": asdict(facts), "runs": runs}
 
 
-def measure_one(setting: Setting) -> dict[str, Any]:
+def _planned(setting: Setting, facts: Facts) -> tuple[Setting, StagePlan, dict[str, Any]]:
+    """A setting with its rows and its plan, and what the planner says of its memory before it is tried."""
+    gpu, fitted = card(facts), calibration_for(card(facts))
+    plan = plan_stage(_settings(setting), 1, 1, facts)
+    if not setting.rows:
+        most = most_rows(setting, plan.as_json(), gpu, fitted)
+        setting = replace(setting, rows=max(1, -(-int(1000 * setting.beyond * most) // 1000)))
+        plan = plan_stage(_settings(setting), 1, 1, facts)
+    needed = memory(work_of(setting, plan.as_json(), facts.device == "cuda"), fitted.memory).needed
+    told = {"plan": plan.as_json(), "needed_bytes": round(needed), "said_to_fit": needed <= gpu.memory}
+    return setting, plan, told
+
+
+def measure_one(setting: Setting, plan: StagePlan) -> dict[str, Any]:
     """A few steps of the real engine: the peak of memory, and the median step once everything is warm."""
     import torch
 
     from modelwright.engine.loop import Engine
     from modelwright.engine.world import World
-    from modelwright.plan.facts import probe
-    from modelwright.plan.stage import plan_stage
 
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     torch.manual_seed(SEED)
-    task, settings = _task(setting, device)
-    plan = plan_stage(settings, task.rows, 1, probe())
-    engine = Engine(task, settings, plan, World(device=device), SEED)
+    settings = _settings(setting)
+    task = _task(setting, settings, device)
+    engine = Engine(task, settings, replace(plan, rows=task.rows), World(device=device), SEED)
     if on_gpu:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    marks, tokens, steps = [time.perf_counter()], [], engine.steps()
-    for _ in range(1, STEPS):
+    marks, steps, wanted = [time.perf_counter()], engine.steps(), STEPS
+    tokens: list[int] = []
+    while len(tokens) < wanted:
         tokens.append(next(steps).tokens)
         marks.append(time.perf_counter())
+        wanted = WARM_UP + (TIMED if marks[-1] - marks[-2] < LONG else TIMED_IF_LONG)
+        if engine.plan.per_device < plan.per_device:  # the engine would go on with smaller bites
+            return {"ran_out": engine.changes[-1]}
     seconds = [after - before for before, after in pairwise(marks)][WARM_UP:]
     found: dict[str, Any] = {
-        "plan": plan.as_json(),
         "step_seconds": [round(value, 6) for value in seconds],
         "warm_up_seconds": round(marks[WARM_UP] - marks[0], 3),
         "tokens_per_step": tokens[-1],
@@ -152,25 +184,24 @@ def _watched_peak(engine: Any, steps: Any) -> dict[str, Any]:
     return {"peak_bytes": told["peak_bytes"], "parts": told["parts"]}
 
 
-def _task(setting: Setting, device: Any) -> tuple[Any, Any]:
-    """The task of a setting over random rows, and the settings of its stage."""
+def _settings(setting: Setting) -> Any:
+    """What the recipe's section would be."""
     from modelwright.recipe.schema import Classify, Dpo, Sft
 
     kind: Any = {"sft": Sft, "dpo": Dpo, "classify": Classify}[setting.stage]
     known = {name: value for name, value in setting.settings.items() if name in kind.model_fields}
-    settings = kind(
-        per_device_train_batch_size=setting.rows,
-        max_steps=STEPS,
-        lr_scheduler_type="constant",
-        learning_rate=1e-5,
-        **known,
-    )
+    told = {"max_steps": STEPS, "lr_scheduler_type": "constant", "learning_rate": 1e-5, **known}
+    return kind(per_device_train_batch_size=max(1, setting.rows), **told)
+
+
+def _task(setting: Setting, settings: Any, device: Any) -> Any:
+    """The task of a setting over random rows."""
     if setting.stage == "classify":
-        return random_images(setting.rows * 8, setting.smaller.get("width", 64), settings), settings
+        return random_images(setting.rows * 8, setting.smaller.get("width", 64), settings)
     model = _model(setting, settings, device)
     words = model.config.get_text_config().vocab_size
     rows = setting.rows * settings.gradient_accumulation_steps
-    return RandomRows(model, settings, (rows, setting.length, words)), settings
+    return RandomRows(model, settings, (rows, setting.length, words))
 
 
 def _model(setting: Setting, settings: Any, device: Any) -> Any:

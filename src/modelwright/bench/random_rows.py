@@ -22,9 +22,11 @@ class RandomRows:
         self._tokens = draw.integers(1, words, (self._rows, self._length), dtype=np.int64)
         self._paired = isinstance(settings, Dpo)
         if self._paired:
+            from modelwright.models.branches import takes_paths
             from modelwright.tasks.dpo import DpoTask, PairLoss
 
             self.module: Any = PairLoss(model, settings)
+            self._paths = takes_paths(model)
             self.measures = DpoTask.measures
         else:
             from modelwright.tasks.sft import AnswerLoss
@@ -63,7 +65,7 @@ class RandomRows:
         from modelwright.data.chat import Encoded
         from modelwright.data.preferences import EncodedPair
         from modelwright.engine.task import Batch
-        from modelwright.tasks.dpo import collate
+        from modelwright.tasks.dpo import collate, paths_of
 
         half, quarter = self._length // 2, self._length // 4
         trained = np.ones(quarter, dtype=bool)
@@ -74,7 +76,8 @@ class RandomRows:
         ]  # fmt: skip
         batch = collate(pairs)
         reference = torch.zeros(batch.inputs["answers"].shape[1])
-        return Batch({**batch.inputs, "reference": reference}, batch.trained, batch.tokens)
+        paths = paths_of(batch.inputs["branches"]) if self._paths else {}
+        return Batch({**batch.inputs, **paths, "reference": reference}, batch.trained, batch.tokens)
 
 
 def random_images(rows: int, width: int, settings: Any) -> Any:

@@ -17,7 +17,7 @@ class Setting:
     model: str
     """A shape the planner knows, or resnet18."""
     rows: int
-    """Rows per device; 0: as many as the planner says that fit."""
+    """Rows per device; 0: as many as the planner says that fit, times `beyond`."""
     length: int = 0
     """Tokens in a row."""
     stage: str = "sft"
@@ -26,6 +26,8 @@ class Setting:
     """What the recipe's section says."""
     smaller: dict[str, Any] = field(default_factory=dict)
     """Keys of the shape that differ, for a trial on a small machine."""
+    beyond: float = 1.0
+    """Where rows is 0: of the rows that fit, so many; above 1 it must run out of memory."""
 
 
 GPU_SETTINGS = (
@@ -33,41 +35,45 @@ GPU_SETTINGS = (
     Setting("135M full 2048 checkpointed", "smollm2-135m", 16, 2048, settings={"gradient_checkpointing": True}),
     Setting("135M full 2048 fp32", "smollm2-135m", 4, 2048, settings={"precision": "fp32"}),
     Setting("270M full 2048, 262k words", "gemma-3-270m", 4, 2048),
+    Setting("360M full 1024", "smollm2-360m", 8, 1024),
     Setting("410M last 2 layers 1024", "pythia-410m", 24, 1024, settings={"trainable": {"last_layers": 2}}),
     Setting("410M last 2 layers 512 fp16", "pythia-410m", 16, 512,
             settings={"trainable": {"last_layers": 2}, "precision": "fp16", "gradient_accumulation_steps": 2}),
     Setting("410M full 1024", "pythia-410m", 16, 1024, settings={"weights": "fp32"}),
+    Setting("1.7B full 512 accumulated", "smollm2-1.7b", 8, 512, settings={"gradient_accumulation_steps": 4}),
+    Setting("1.7B LoRA 1024 compiled", "smollm2-1.7b", 8, 1024, settings={"trainable": "lora", "torch_compile": True}),
+    Setting("1.7B DPO full 1024", "smollm2-1.7b", 4, 1024, "dpo"),
     Setting("3B last 2 + tied head 1024 checkpointed", "smollm3-3b", 8, 1024,
             settings={"trainable": LAST_TWO, "gradient_checkpointing": True}),
     Setting("3B last 2 + own head 1024", "smollm3-3b", 8, 1024,
             settings={"trainable": {**LAST_TWO, "untie_head": True}}),
     Setting("3B LoRA 2048", "smollm3-3b", 4, 2048, settings={"trainable": "lora"}),
     Setting("3B full 2048 compiled", "smollm3-3b", 4, 2048, settings={"torch_compile": True}),
+    Setting("3B full 4096 checkpointed", "smollm3-3b", 2, 4096, settings={"gradient_checkpointing": True}),
+    Setting("3B full 4096 compiled fp8", "smollm3-3b", 2, 4096,
+            settings={"torch_compile": True, "precision": "fp8"}),
     Setting("3B DPO LoRA 1024", "smollm3-3b", 4, 1024, "dpo", settings={"trainable": "lora"}),
+    Setting("6B last 2 layers 1024", "llama-6b", 8, 1024, settings={"trainable": {"last_layers": 2}}),
     Setting("6B full 2048 checkpointed", "llama-6b", 4, 2048,
             settings={"gradient_checkpointing": True, "weights": "fp32"}),
     Setting("6B full 2048 compiled", "llama-6b", 2, 2048, settings={"torch_compile": True}),
     Setting("6B full 2048 compiled fp8", "llama-6b", 2, 2048,
             settings={"torch_compile": True, "precision": "fp8"}),
-    Setting("7B LoRA 4096 checkpointed", "llama-7b", 4, 4096,
-            settings={"trainable": "lora", "gradient_checkpointing": True}),
-    Setting("ResNet-18 bf16", "resnet18", 512, stage="classify"),
-    Setting("ResNet-18 fp32", "resnet18", 128, stage="classify", settings={"precision": "fp32"}),
-)  # fmt: skip
-
-HELD_OUT = (
-    Setting("360M full 1024", "smollm2-360m", 8, 1024),
-    Setting("1.7B full 512 accumulated", "smollm2-1.7b", 8, 512, settings={"gradient_accumulation_steps": 4}),
-    Setting("1.7B LoRA 1024 compiled", "smollm2-1.7b", 8, 1024, settings={"trainable": "lora", "torch_compile": True}),
-    Setting("3B full 4096 checkpointed", "smollm3-3b", 2, 4096, settings={"gradient_checkpointing": True}),
-    Setting("6B last 2 layers 1024", "llama-6b", 8, 1024, settings={"trainable": {"last_layers": 2}}),
     Setting("7B full 1024 checkpointed compiled", "llama-7b", 4, 1024,
             settings={"gradient_checkpointing": True, "torch_compile": True}),
+    Setting("7B LoRA 4096 checkpointed", "llama-7b", 2, 4096,
+            settings={"trainable": "lora", "gradient_checkpointing": True}),
+    Setting("ResNet-18 fp32", "resnet18", 128, stage="classify", settings={"precision": "fp32"}),
+    Setting("ResNet-18 bf16", "resnet18", 512, stage="classify"),
     Setting("ResNet-18 bf16 1024", "resnet18", 1024, stage="classify"),
+    Setting("1.7B full 2048, as many rows as fit", "smollm2-1.7b", 0, 2048),
     Setting("3B full 1024, as many rows as fit", "smollm3-3b", 0, 1024),
+    Setting("3B full 1024, an eighth more than fit", "smollm3-3b", 0, 1024, beyond=1.125),
     Setting("7B LoRA 2048, as many rows as fit", "llama-7b", 0, 2048, settings={"trainable": "lora"}),
+    Setting("7B LoRA 2048, an eighth more than fit", "llama-7b", 0, 2048, settings={"trainable": "lora"}, beyond=1.125),
+    Setting("6B full 2048, fp32 weights, 16 rows", "llama-6b", 16, 2048, settings={"weights": "fp32"}),
 )  # fmt: skip
-"""Never used to fit the coefficients."""
+"""The last ones go to the edge of the memory: what is said to fit must run, and what is said not to must run out."""
 
 _TINY = {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 384, "vocab_size": 2048,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}  # fmt: skip
@@ -87,8 +93,6 @@ CPU_SETTINGS = (
             smaller={**_TINY, "num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 768}),
     Setting("wide words 64", "smollm2-135m", 8, 64, settings=_FP32, smaller={**_TINY, "vocab_size": 16384}),
     Setting("ResNet-18 of width 16", "resnet18", 32, stage="classify", settings=_FP32, smaller={"width": 16}),
-)  # fmt: skip
-CPU_HELD_OUT = (
     Setting("tiny full 192, twice", "smollm2-135m", 4, 192,
             settings={**_FP32, "gradient_accumulation_steps": 2}, smaller=_TINY),
     Setting("larger LoRA 128", "smollm2-135m", 8, 128, settings={**_FP32, "trainable": "lora"},

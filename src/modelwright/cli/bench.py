@@ -161,7 +161,9 @@ def data_trials(
 def plan(
     only: Annotated[list[str] | None, typer.Option("--only", metavar="WORD", help="Settings with this word.")] = None,
     into: Annotated[Path | None, typer.Option("--into", help="Write runs.json here after each setting.")] = None,
-    again: Annotated[Path | None, typer.Option("--from", help="Judge a runs.json again, and measure nothing.")] = None,
+    again: Annotated[
+        list[Path] | None, typer.Option("--from", help="Judge a runs.json again, or several, and measure nothing.")
+    ] = None,
     save: Save = False,
     as_json: Json = False,
 ) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -158,6 +159,16 @@ class Engine:
             for group in self.optimizer.param_groups:
                 group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=self.world.device)
                 group["capturable"] = True
+
+    @contextmanager
+    def as_it_comes(self) -> Iterator[None]:
+        """Inside, steps are computed and not replayed, so that what they do can be watched."""
+        recorded = self._micro, self._length, self._move
+        self._micro, self._length, self._move = self._micro_batch, self._clipped, self._moved
+        try:
+            yield
+        finally:
+            self._micro, self._length, self._move = recorded
 
     def _beside_weights(self, rests: dict[str, Tensor] | None) -> dict[Tensor, Tensor] | None:
         """What bf16 weights have lost of their masters, laid out as they are."""

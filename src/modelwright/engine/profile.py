@@ -149,6 +149,8 @@ class Profiler:
     def _gpu_history(self) -> Iterator[None]:
         """The allocator's own list of what it gave and took back."""
         torch.cuda.synchronize()
+        known = sum(self.log.steady.values())
+        self.log.steady["workspaces"] = max(0, torch.cuda.memory_allocated() - known)  # of libraries, and batches
         torch.cuda.memory._record_memory_history(context=None, max_entries=400_000)
         try:
             yield

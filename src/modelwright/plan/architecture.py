@@ -286,5 +286,13 @@ class VisionShape:
         """Numbers that come out of all convolutions for one image."""
         return sum(o * side**2 for _, o, _, side in self.convolutions)
 
+    @property
+    def kept(self) -> int:
+        """Numbers kept for the backward pass of one image: what goes into each batch norm, and into what follows it.
+
+        ReLU works in place, and what goes past a block is added to and forgotten.
+        """
+        return sum(o * side**2 * (2 if window > 1 else 1) for _, o, window, side in self.convolutions)
+
 
 Shape = TextShape | VisionShape

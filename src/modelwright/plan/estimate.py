@@ -142,6 +142,7 @@ def work_of(shape: Shape, settings: Training, plan: StagePlan, rows: Rows, machi
     text = isinstance(shape, TextShape)
     keeps = text and getattr(settings, "keep_trunk", "off") != "off" and not moves.embeddings
     frozen = shape.layers - moves.crossed_layers if isinstance(shape, TextShape) and keeps else 0
+    shared, halves = bool(getattr(settings, "share_prompt", False)), on_gpu and plan.precision != "fp32"
     return Work(
         shape=shape,
         moves=moves,
@@ -160,7 +161,8 @@ def work_of(shape: Shape, settings: Training, plan: StagePlan, rows: Rows, machi
         recordings=RECORDINGS if rows.mean < rows.longest else 1,
         mean_width=2 if settings.exp_avg_dtype == "bf16" else 4,
         kept_layers=frozen,
-        masked=bool(getattr(settings, "share_prompt", False)),
+        masked=shared and not halves,
+        branched=shared and halves,
         chunked_loss=not isinstance(settings, Preference),  # pairs are judged by logits that stand whole
         quantization=getattr(settings, "quantization", "none"),
         sharding=plan.sharding,

@@ -73,7 +73,7 @@ def card(facts: Facts) -> Gpu:
     threads = int(facts.name.split()[0]) if facts.name[:1].isdigit() else 1
     rate = 30e9 * threads
     return Gpu("CPU", float(facts.memory), 10e9, rate, rate, 2 * rate if facts.fast_bf16 else rate / 50, rate / 50, 0.0,
-               1e9, (0, 0), "a guess; modelwright bench plan measures it")  # fmt: skip
+               1e9, (0, 0), 1e6 * threads, "a guess; modelwright bench plan measures it")  # fmt: skip
 
 
 def _cpu_flags() -> set[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from modelwright.errors import UsageError
 
-GIB, GB, TERA = 2**30, 1e9, 1e12
+GIB, GB, MB, TERA = 2**30, 1e9, 1e6, 1e12
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Gpu:
     """Bytes per second in one direction between two such cards of one machine."""
     capability: tuple[int, int]
     """CUDA compute capability."""
+    cache: float
+    """Bytes of its last cache, where a tensor may wait for its next use."""
     source: str
     """The document the figures were taken from."""
     also: tuple[str, ...] = ()
@@ -48,26 +50,26 @@ class Gpu:
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("T4", 14.6 * GIB, 320 * GB, 8.1 * TERA, 8.1 * TERA, 0.0, 65 * TERA, 0.0, 15.75 * GB, (7, 5),
+        Gpu("T4", 14.6 * GIB, 320 * GB, 8.1 * TERA, 8.1 * TERA, 0.0, 65 * TERA, 0.0, 15.75 * GB, (7, 5), 4 * MB,
             "NVIDIA T4 data sheet", ("Tesla T4",)),
-        Gpu("L4", 22.2 * GIB, 300 * GB, 30.3 * TERA, 60 * TERA, 121 * TERA, 121 * TERA, 242 * TERA, 31.5 * GB, (8, 9),
-            "NVIDIA L4 data sheet"),
+        Gpu("L4", 22.2 * GIB, 300 * GB, 30.3 * TERA, 60 * TERA, 121 * TERA, 121 * TERA, 242 * TERA, 31.5 * GB,
+            (8, 9), 48 * MB, "NVIDIA L4 data sheet"),
         Gpu("L40S", 44.4 * GIB, 864 * GB, 91.6 * TERA, 183 * TERA, 362 * TERA, 362 * TERA, 733 * TERA, 31.5 * GB,
-            (8, 9), "NVIDIA L40S data sheet"),
-        Gpu("A40", 44.4 * GIB, 696 * GB, 37.4 * TERA, 74.8 * TERA, 149.7 * TERA, 149.7 * TERA, 0.0, 31.5 * GB, (8, 6),
-            "NVIDIA A40 data sheet"),
-        Gpu("A100-40", 39.4 * GIB, 1555 * GB, 19.5 * TERA, 156 * TERA, 312 * TERA, 312 * TERA, 0.0, 300 * GB, (8, 0),
-            "NVIDIA A100 data sheet, 40 GB SXM", ("A100-SXM4-40GB", "A100-PCIE-40GB")),
-        Gpu("A100-80", 79.1 * GIB, 2039 * GB, 19.5 * TERA, 156 * TERA, 312 * TERA, 312 * TERA, 0.0, 300 * GB, (8, 0),
-            "NVIDIA A100 data sheet, 80 GB SXM", ("A100-SXM4-80GB", "A100 80GB", "A100")),
+            (8, 9), 96 * MB, "NVIDIA L40S data sheet"),
+        Gpu("A40", 44.4 * GIB, 696 * GB, 37.4 * TERA, 74.8 * TERA, 149.7 * TERA, 149.7 * TERA, 0.0, 31.5 * GB,
+            (8, 6), 6 * MB, "NVIDIA A40 data sheet"),
+        Gpu("A100-40", 39.4 * GIB, 1555 * GB, 19.5 * TERA, 156 * TERA, 312 * TERA, 312 * TERA, 0.0, 300 * GB,
+            (8, 0), 40 * MB, "NVIDIA A100 data sheet, 40 GB SXM", ("A100-SXM4-40GB", "A100-PCIE-40GB")),
+        Gpu("A100-80", 79.1 * GIB, 2039 * GB, 19.5 * TERA, 156 * TERA, 312 * TERA, 312 * TERA, 0.0, 300 * GB,
+            (8, 0), 40 * MB, "NVIDIA A100 data sheet, 80 GB SXM", ("A100-SXM4-80GB", "A100 80GB", "A100")),
         Gpu("H100-PCIe", 79.1 * GIB, 2000 * GB, 51 * TERA, 378 * TERA, 756 * TERA, 756 * TERA, 1513 * TERA, 63 * GB,
-            (9, 0), "NVIDIA H100 data sheet, PCIe", ("H100 PCIe",)),
+            (9, 0), 50 * MB, "NVIDIA H100 data sheet, PCIe", ("H100 PCIe",)),
         Gpu("H100", 79.1 * GIB, 3350 * GB, 67 * TERA, 494.7 * TERA, 989.4 * TERA, 989.4 * TERA, 1979 * TERA, 450 * GB,
-            (9, 0), "NVIDIA H100 data sheet, SXM", ("H100 80GB HBM3", "H100-SXM")),
+            (9, 0), 50 * MB, "NVIDIA H100 data sheet, SXM", ("H100 80GB HBM3", "H100-SXM")),
         Gpu("H200", 139.8 * GIB, 4800 * GB, 67 * TERA, 494.7 * TERA, 989.4 * TERA, 989.4 * TERA, 1979 * TERA, 450 * GB,
-            (9, 0), "NVIDIA H200 data sheet, SXM"),
+            (9, 0), 50 * MB, "NVIDIA H200 data sheet, SXM"),
         Gpu("RTX4090", 23.5 * GIB, 1008 * GB, 82.6 * TERA, 82.6 * TERA, 165.2 * TERA, 165.2 * TERA, 330.3 * TERA,
-            31.5 * GB, (8, 9), "NVIDIA Ada GPU architecture whitepaper", ("RTX 4090",)),
+            31.5 * GB, (8, 9), 72 * MB, "NVIDIA Ada GPU architecture whitepaper", ("RTX 4090",)),
     )
 }  # fmt: skip
 """By the name used in --on."""

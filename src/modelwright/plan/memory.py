@@ -20,6 +20,8 @@ QUANTISED = {"nf4": 0.52, "int8": 1.01}
 """Bytes of a quantised number, with the scales of its block."""
 CONTEXT = 0.6e9
 """Bytes a CUDA process takes before the first tensor: the context, the libraries' workspaces."""
+RECORDER = 0.05e9
+"""Bytes of workspaces that a recorded step has of its own, since it is recorded on a stream of its own."""
 MARGIN = 0.03
 """Share of a card that stays free in every plan, since the allocator leaves gaps."""
 
@@ -82,7 +84,7 @@ def memory(work: Work, fitted: Fitted = GUESSED_MEMORY) -> Memory:
     found = _vision_moments(work) if isinstance(work.shape, VisionShape) else _text_moments(work, fitted)
     moments = {name: {**steady, **parts} for name, parts in found.items()}
     for parts in moments.values():
-        parts["workspace"] = parts.get("workspace", 0.0) + fitted.fixed
+        parts["workspace"] = parts.get("workspace", 0.0) + fitted.fixed + (RECORDER if work.recorded else 0.0)
     totals = {name: sum(parts.values()) for name, parts in moments.items()}
     fullest = max(totals, key=lambda name: totals[name])
     passing = moments[fullest].get("activations", 0.0) + moments[fullest].get("logits", 0.0)
@@ -202,14 +204,11 @@ def layer_activations(work: Work, fitted: Fitted, trained: bool) -> float:
     assert isinstance(shape, TextShape)
     stream, computed = work.stream, work.width
     low, lora = computed < stream, work.moves.low_rank > 0
-    per_kv = shape.query_width if work.masked else shape.kv_width  # a mask makes keys and values as many as queries
-    attention = computed * (2 * shape.query_width + 2 * per_kv) + 4 * shape.heads
-    if work.plain_attention:  # the table of who sees whom is written out, and keys and values are as many as queries
-        attention += 4 * shape.heads * work.length + computed * 2 * (shape.query_width - shape.kv_width)
+    attention = computed * 2 * (shape.query_width + work.keys) + 4 * shape.heads
     if shape.traits.fused_query:
         inputs = (3 * shape.width if trained or lora else 0) * computed
         inner = (2 if trained or lora else 1) * shape.inner * computed
-        bytes_per_token = stream * shape.width + inputs + 6 * computed * shape.width + 4 * shape.heads + inner
+        bytes_per_token: float = stream * shape.width + inputs + 6 * computed * shape.width + 4 * shape.heads + inner
     else:
         wide = 4 if shape.traits.wide_norms else stream
         norms = shape.traits.norms * shape.width * (4 + (wide if trained else 0))  # normed in fp32 in any case
@@ -228,13 +227,14 @@ def layer_activations(work: Work, fitted: Fitted, trained: bool) -> float:
 
 
 def _vision_moments(work: Work) -> dict[str, dict[str, float]]:
-    """A convolution keeps what came in and what came out; batch norm and ReLU keep one more."""
+    """All is kept when the loss is known; at the end of the backward pass only what the widest layer needs."""
     shape = work.shape
     assert isinstance(shape, VisionShape)
     copies = work.moves.trained * work.width if work.width < 4 else 0.0
-    kept = work.rows * (shape.outputs * 2.0 + shape.channels * shape.side**2) * work.width
-    widest = work.rows * shape.width * shape.side**2 * work.width
+    image, widest = shape.channels * shape.side**2, work.rows * shape.width * shape.side**2 * work.width
+    # images are made fp32, scaled and shifted, and then take the computed width
     return {
-        "loss": {"activations": kept, "casts": copies, "workspace": 2 * widest},
-        "backward ends": {"gradients": _gradients(work), "casts": copies, "workspace": 3 * widest},
-    }
+        "loss": {"activations": work.rows * (shape.kept + image) * work.width, "casts": copies,
+                 "workspace": work.rows * image * 8.0},
+        "backward ends": {"gradients": _gradients(work), "casts": copies, "workspace": 5.0 * widest},
+    }  # fmt: skip

@@ -11,13 +11,16 @@ from typing import Any
 
 from modelwright.plan.architecture import TextShape, VisionShape
 from modelwright.plan.gpus import Gpu
-from modelwright.plan.work import Work
+from modelwright.plan.work import CHUNK, Work
 
 ADAM_BYTES = {"fp32": 36, "bf16": 32}
 """Bytes moved for each weight in an update: weight, moments and gradient read, all but the last written; the norm."""
 COMPILED_PIECES = 0.25
 """Of the kernels of an eager layer, those that a compiled one has."""
-SHORT = 1024
+SHORT, NARROW_HEAD = 1024, 128
+"""Tokens in a row, and numbers in a head, at which attention's rate is told."""
+HEAD_BYTES, LEAVING_BYTES = 12, 14
+"""Bytes moved for each number of a head that moves: with each chunk of places, and once more at the end."""
 OVERLAP = 0.7
 """Share of the exchange of gradients that hides behind the backward pass."""
 
@@ -26,9 +29,9 @@ OVERLAP = 0.7
 class Pace:
     """What a machine reaches of what its data sheet says: the coefficients of the time arithmetic."""
 
-    matrices: float = 0.68
+    matrices: float = 0.72
     """Share of the rate that large bf16 and fp16 matrix products reach."""
-    matrices_fp8: float = 0.55
+    matrices_fp8: float = 0.6
     """Share of the fp8 rate that products with their casts reach."""
     matrices_fp32: float = 0.75
     """Share of the fp32 rate."""
@@ -36,13 +39,15 @@ class Pace:
     """Width of a layer at which its products reach half of that."""
     attention: float = 0.30
     """Share of the rate that attention over 1,024 tokens reaches, both ways."""
-    traffic: float = 4.0
-    """How often the kept activations of an eager layer pass through memory, both ways."""
-    traffic_compiled: float = 2.0
+    traffic: float = 1.2
+    """How much longer the counted traffic of eager layers takes than the memory rate says."""
+    traffic_compiled: float = 1.2
+    """The same for compiled layers."""
+    lora_traffic: float = 30.0
+    """Bytes moved for each input and output of a matrix that has a low-rank one beside it, both ways."""
+    lora_compiled: float = 12.0
     """The same for a compiled layer."""
-    lora_traffic: float = 16.0
-    """Bytes moved for each output of a matrix that has a low-rank one beside it, both ways."""
-    loss_traffic: float = 40.0
+    loss_traffic: float = 14.0
     """Bytes moved for each logit, both ways."""
     optimizer: float = 0.8
     """Share of the memory rate that an update reaches."""
@@ -52,12 +57,14 @@ class Pace:
     """The same for what low-rank matrices add to an eager layer."""
     host_compiled: float = 1.2e-3
     """The same for a compiled layer."""
-    kernels: float = 4e-4
+    kernels: float = 6e-4
     """Seconds that the small pieces of an eager layer's work take on the device however little there is to do."""
-    fixed: float = 6e-3
+    fixed: float = 3e-3
     """Seconds of every step besides."""
-    convolution: float = 0.12
+    convolution: float = 0.3
     """Share of the rate that convolutions on small images reach."""
+    picture_traffic: float = 12.0
+    """How often what comes out of a convolution passes through memory, both ways."""
 
     def as_json(self) -> dict[str, float]:
         """For the calibration file."""
@@ -155,38 +162,75 @@ def operations(work: Work) -> tuple[float, float]:
 
 
 def _text(work: Work, gpu: Gpu, pace: Pace) -> tuple[float, float]:
-    from modelwright.plan.memory import Fitted, layer_activations
-
     shape, moves = work.shape, work.moves
     assert isinstance(shape, TextShape)
     matrices, attention = operations(work)
     share = {"fp8": pace.matrices_fp8, "fp32": pace.matrices_fp32}.get(work.precision, pace.matrices)
-    wide = gpu.rate("bf16" if work.precision == "fp8" else work.precision)
-    kept = layer_activations(work, Fitted(compiled=1.0, compiled_fp8=1.0), trained=True)
-    passes = pace.traffic_compiled if work.compiled else pace.traffic
-    crossed = moves.crossed_layers
-    computed = shape.layers - work.kept_layers
-    visits = (computed + 2 * crossed + (crossed if work.checkpointing else 0)) / 3
-    casts = 0.0
-    if work.width < work.stream:  # every use of a weight reads it in fp32 and writes it in the computed width
-        casts = (computed + crossed * (2 if work.checkpointing else 1)) * shape.layer_matrices * 6.0
-        casts += moves.trained_layers * shape.layer_matrices * 8.0  # and its gradient goes the other way
-    if moves.low_rank:
-        outputs = sum(size for _, size in shape.linears.values()) * (COMPILED_PIECES if work.compiled else 1.0)
-        casts += work.tokens * outputs * shape.layers * pace.lora_traffic
-    moved = kept * passes * visits + work.tokens * work.learnt * shape.words * pace.loss_traffic + casts
-    reached = 2 * work.length / (work.length + SHORT)  # longer rows fill the kernel better; 1 at 1,024 tokens
     share *= shape.width / (shape.width + pace.narrow)
+    wide = gpu.rate("bf16" if work.precision == "fp8" else work.precision)
+    # longer rows and wider heads fill the kernel better
+    reached = 2 * work.length / (work.length + SHORT) * min(1, 2 * shape.head_width / (shape.head_width + NARROW_HEAD))
     products = matrices / (gpu.rate(work.precision) * share) + attention / (wide * pace.attention * reached)
+    crossed, computed = moves.crossed_layers, shape.layers - work.kept_layers
+    again = crossed if work.checkpointing else 0
+    visits = (computed + again + 2 * crossed) / 3
     pieces = pace.kernels * visits * (COMPILED_PIECES if work.compiled else 1.0)
-    return matrices + attention, products + moved / gpu.bandwidth + pieces
+    return matrices + attention, products + _moved(work, gpu, pace) / gpu.bandwidth + pieces
+
+
+def _moved(work: Work, gpu: Gpu, pace: Pace) -> float:
+    """Bytes that one micro-batch moves beside its products; what the card's cache still holds is not fetched again."""
+    shape, moves = work.shape, work.moves
+    assert isinstance(shape, TextShape)
+    crossed, computed = moves.crossed_layers, shape.layers - work.kept_layers
+    again = crossed if work.checkpointing else 0
+    forward, backward = layer_traffic(work)
+    moved = work.tokens * (forward * (computed + again) + backward * crossed)
+    size = work.tokens * shape.width * 4.0
+    moved *= (pace.traffic_compiled if work.compiled else pace.traffic) * size / (size + gpu.cache)
+    moved += work.places * shape.words * pace.loss_traffic
+    if work.chunked and moves.head:
+        moved += shape.embedding * (HEAD_BYTES * -(-work.places // CHUNK) + LEAVING_BYTES)
+    if moves.embeddings:
+        moved += shape.embedding * 5.0 * work.kept_width
+    if work.width < work.stream:  # every use of a weight reads it in fp32 and writes it in the computed width
+        moved += (computed + crossed * (2 if work.checkpointing else 1)) * shape.layer_matrices * 6.0
+        moved += moves.trained_layers * shape.layer_matrices * 8.0  # and its gradient goes the other way
+    if work.accumulation > 1 or work.recorded:  # gradients are added to what is there, and set back
+        moved += moves.trained * 3.0 * work.kept_width
+    if moves.low_rank:
+        beside = sum(inputs + outputs for inputs, outputs in shape.linears.values())
+        moved += work.tokens * beside * shape.layers * (pace.lora_compiled if work.compiled else pace.lora_traffic)
+    return moved
+
+
+def layer_traffic(work: Work) -> tuple[float, float]:
+    """Bytes that a layer's small operations read and write for each token, forward and backward.
+
+    Counted operation by operation as the model's own code has them, for numbers of two bytes, norms in fp32; a
+    compiled layer reads and writes once where an eager one does so in each operation.
+    """
+    shape = work.shape
+    assert isinstance(shape, TextShape)
+    half = work.width / 2
+    turned, width, inner = shape.query_width + shape.kv_width, shape.width, shape.inner
+    if work.compiled:
+        norms = 8.0 * shape.traits.norms * width
+        return half * (norms + 4 * turned + 6 * inner), half * (1.5 * norms + 4 * turned + 12 * inner)
+    if shape.traits.fused_query:
+        return half * (42.0 * width + 4 * inner), half * (68.0 * width + 8 * inner)
+    normed = shape.traits.norms * width + (turned if shape.traits.head_norms else 0)
+    casts = 30.0 * width if work.width < work.stream else 0.0
+    forward = 36.0 * normed + half * (12 * width + 20 * turned + 10 * inner) + casts
+    backward = 80.0 * normed + half * (30 * width + 24 * turned + 18 * inner) + casts
+    return forward, backward
 
 
 def _vision(work: Work, gpu: Gpu, pace: Pace) -> tuple[float, float]:
     shape = work.shape
     assert isinstance(shape, VisionShape)
     flops = 6.0 * shape.multiplications * work.rows
-    moved = work.rows * shape.outputs * work.width * 2.0 * pace.traffic
+    moved = work.rows * shape.outputs * work.width * pace.picture_traffic
     rate = gpu.tf32 if work.precision == "fp32" else gpu.rate(work.precision)  # which torch allows in convolutions
     return flops, flops / (rate * pace.convolution) + moved / gpu.bandwidth
 

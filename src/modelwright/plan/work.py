@@ -52,7 +52,9 @@ class Work:
     kept_layers: int = 0
     """Frozen layers whose states were computed once and kept, so that no step computes them."""
     masked: bool = False
-    """Whether attention is given a mask: pairs with a shared prompt, and packed rows where nothing better is there."""
+    """Whether attention is given a mask: pairs with a shared prompt, where nothing better is there."""
+    branched: bool = False
+    """Whether two answers share a prompt without a mask: its keys are then taken once for each."""
     on_gpu: bool = True
     """Whether a GPU computes."""
     recorded: bool = False
@@ -88,11 +90,13 @@ class Work:
         return self.chunked_loss and self.places > (CHUNK // 4 if self.on_gpu else CHUNK) and self.precision != "fp16"
 
     @property
-    def plain_attention(self) -> bool:
-        """Whether no fast kernel takes it: on a GPU in fp32 with fewer key heads than query heads."""
+    def keys(self) -> float:
+        """Numbers in the keys that attention is given for each token, and as many in the values."""
         shape = self.shape
-        fewer = isinstance(shape, TextShape) and shape.kv_heads < shape.heads
-        return self.on_gpu and self.precision == "fp32" and fewer
+        assert isinstance(shape, TextShape)
+        if self.masked or (self.on_gpu and self.precision == "fp32"):  # the kernel wants as many as there are queries
+            return shape.query_width
+        return shape.kv_width * (2.0 - self.learnt if self.branched else 1.0)
 
     @property
     def width(self) -> int:

@@ -76,7 +76,7 @@ def watched(engine: Engine, steps: Iterator[StepReport], context: Context, stage
         if number != min(PROFILED, engine.plan.steps) - 1:
             continue
         profiler = Profiler(engine.task.module, engine.optimizer)
-        with profiler.watching():
+        with engine.as_it_comes(), profiler.watching():
             seen = next(steps, None)
         if seen is None:
             return
