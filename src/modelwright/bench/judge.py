@@ -58,7 +58,7 @@ def work_of(setting: Setting, plan: dict[str, Any], on_gpu: bool) -> Work:
         "accumulation": plan["accumulation"],
         "precision": plan["precision"],
         "weights": plan.get("weights", "fp32"),
-        "compiled": bool(setting.settings.get("torch_compile")),
+        "compiled": bool(setting.settings.get("torch_compile")) or (on_gpu and plan["precision"] == "fp8"),
         "on_gpu": on_gpu,
         "recorded": on_gpu and plan["precision"] != "fp16" and _parameters(setting) < SMALL,
         "checkpointing": bool(setting.settings.get("gradient_checkpointing")),

@@ -65,7 +65,7 @@ class RandomRows:
         from modelwright.data.chat import Encoded
         from modelwright.data.preferences import EncodedPair
         from modelwright.engine.task import Batch
-        from modelwright.tasks.dpo import collate, paths_of
+        from modelwright.tasks.dpo import collate, paths_in
 
         half, quarter = self._length // 2, self._length // 4
         trained = np.ones(quarter, dtype=bool)
@@ -76,7 +76,7 @@ class RandomRows:
         ]  # fmt: skip
         batch = collate(pairs)
         reference = torch.zeros(batch.inputs["answers"].shape[1])
-        paths = paths_of(batch.inputs["branches"]) if self._paths else {}
+        paths = paths_in(batch) if self._paths else {}
         return Batch({**batch.inputs, **paths, "reference": reference}, batch.trained, batch.tokens)
 
 

@@ -155,7 +155,7 @@ def work_of(shape: Shape, settings: Training, plan: StagePlan, rows: Rows, machi
         weights=plan.weights,
         optimizer=settings.optim,
         checkpointing=plan.gradient_checkpointing,
-        compiled=settings.torch_compile,
+        compiled=settings.torch_compile or (on_gpu and plan.precision == "fp8"),
         on_gpu=on_gpu,
         recorded=recorded,
         recordings=RECORDINGS if rows.mean < rows.longest else 1,

@@ -149,6 +149,8 @@ def _text_moments(work: Work, fitted: Fitted) -> dict[str, dict[str, float]]:
     if work.checkpointing:
         kept_copies = head_copy
     told, lost = logits * TOLD_BYTES, logits * LOSS_BYTES
+    if not work.chunked_loss and work.on_gpu and work.width == 2:  # held once; then their gradient, and the head's
+        told, lost = logits * 2.0, logits * 4.0 + (shape.embedding * 2.0 if moves.head else 0.0)
     if work.chunked:
         # logits and their gradient in bf16, and the gradient of the chunk before; then the head's own, twice
         chunk, before = min(CHUNK, work.places) * shape.words * 2.0, 2.0 if work.places > CHUNK else 1.0
