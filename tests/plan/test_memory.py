@@ -94,7 +94,7 @@ def test_the_counted_peak_is_the_traced_peak(name: str, rows: int, length: int, 
     config = CONFIG_MAPPING[told["model_type"]](**{k: v for k, v in told.items() if k != "model_type"}, pad_token_id=0)
     settings = Sft.model_validate({"trainable": way})
     shape = shape_of(told, name, "a test")
-    work = Work(shape, movement(shape, settings), rows, length, chunked_loss=False, **more)
+    work = Work(shape, movement(shape, settings), rows, length, chunked_loss=False, on_gpu=False, **more)
     assert memory(work, EXACT).total == pytest.approx(traced_peak(config, work, settings), rel=0.05)
 
 
