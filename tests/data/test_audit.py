@@ -16,7 +16,7 @@ from modelwright.cli.main import main
 from modelwright.data.audit import Frame, audit
 from modelwright.data.conversations import load
 from modelwright.data.sets import convert, save_set
-from modelwright.data.sources import read_training, read_validation
+from modelwright.data.sources import read_training, validation_rows
 from modelwright.errors import DataError, UsageError
 from modelwright.recipe.schema import Data
 from tiny import tiny_recipe
@@ -171,7 +171,7 @@ def test_conversations_become_a_folder_that_load_from_disk_and_we_read(tmp_path:
     again = load(stored, 1, tmp_path)
     assert [item.messages for item in again.train] == [item.messages for item in made.train]
     assert [item.messages for item in again.held_out] == [item.messages for item in made.held_out]
-    assert len(read_training(stored, tmp_path)) == 36 and len(read_validation(stored, tmp_path)) == 4
+    assert len(read_training(stored, tmp_path)) == 36 and len(list(validation_rows(stored, tmp_path))) == 4
 
 
 def test_jsonl_becomes_parquet_with_the_full_question(tmp_path: Path) -> None:

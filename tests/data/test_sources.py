@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from modelwright.data.sources import Row, is_hub_name, read_training, read_validation
+from modelwright.data.sources import Row, is_hub_name, read_training, strictly, validation_rows
 from modelwright.errors import DataError, UsageError
 from modelwright.recipe.schema import Data
 
@@ -123,8 +123,8 @@ def test_only_the_first_rows_are_taken_when_max_rows_says_so(tmp_path: Path) -> 
 def test_a_validation_file_is_read_beside_the_recipe(tmp_path: Path) -> None:
     write_lines(tmp_path / "held.jsonl", [json.dumps(ROWS[0])])
     data = Data(dataset_name="field-guide", validation_file="held.jsonl")
-    assert values(read_validation(data, tmp_path)) == ROWS[:1]
-    assert read_validation(Data(dataset_name="field-guide"), tmp_path) == []
+    assert values(list(strictly(validation_rows(data, tmp_path)))) == ROWS[:1]
+    assert list(validation_rows(Data(dataset_name="field-guide"), tmp_path)) == []
 
 
 def test_a_missing_file_is_answered_with_the_nearest_name(tmp_path: Path) -> None:

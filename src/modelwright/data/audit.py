@@ -13,7 +13,7 @@ import numpy as np
 
 from modelwright.data import dedup, minhash, sources
 from modelwright.data.conversations import converse, split
-from modelwright.data.files import HALF_A_CHARACTER, Fault, Row, utf8_size
+from modelwright.data.files import Fault, Row, text_of
 from modelwright.data.pack import pack
 from modelwright.data.preferences import pair_up
 from modelwright.data.shingles import Array, shingle
@@ -140,15 +140,11 @@ def _pair(row: Row, data: Data) -> Item:
 
 
 def _text(row: Row, data: Data) -> Item:
-    text = row.values.get(data.text_column)
-    if not isinstance(text, str):
-        seen = ", ".join(map(str, row.values))
-        letter = f"there is no column {data.text_column!r} with text in it; the columns are {seen}"
-        raise DataError([Problem(row.where, letter)])
+    text = text_of(row, data.text_column)
+    if isinstance(text, Fault):
+        raise DataError([Problem(text.where, text.reason)])
     if not text.strip():
         raise DataError([Problem(row.where, f"{data.text_column!r} is empty; it wants text")])
-    if utf8_size(text) is None:
-        raise DataError([Problem(row.where, HALF_A_CHARACTER)])
     group = str(row.values.get(data.split_by)) if data.split_by else text
     return Item(row.where, text, 0, group, group)
 

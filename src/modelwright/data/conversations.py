@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 import xxhash
 
 from modelwright.data.derive import derive
-from modelwright.data.files import HALF_A_CHARACTER, Row, utf8_size
+from modelwright.data.files import HALF_A_CHARACTER, Row, columns_seen, utf8_size
 from modelwright.data.quarantine import Aside
 from modelwright.data.sources import training_rows, validation_rows
 from modelwright.errors import DataError, Problem
@@ -235,8 +235,3 @@ def _in_our_words(turn: Any) -> Any:
 
 def _question(messages: Iterable[Message]) -> str:
     return next(message["content"] for message in messages if message["role"] == "user")
-
-
-def columns_seen(row: Row) -> str:
-    """The columns of a row, for letters."""
-    return f"the columns are {', '.join(map(str, row.values))}"

@@ -71,6 +71,22 @@ def utf8_size(text: str) -> int | None:
         return None
 
 
+def columns_seen(row: Row) -> str:
+    """The columns of a row, for letters."""
+    return f"the columns are {', '.join(map(str, row.values))}"
+
+
+def text_of(row: Row, column: str) -> str | Fault:
+    """The text in a column of a row, or what is wrong with it."""
+    if column not in row.values:
+        letter = f"there is no column {column!r}; {columns_seen(row)}; data.text_column says which holds the text"
+        return Fault(row.where, letter)
+    text = row.values[column]
+    if not isinstance(text, str):
+        return Fault(row.where, f"{column!r} is {str(text)[:40]!r}; it wants text", str(text)[:80])
+    return text if utf8_size(text) is not None else Fault(row.where, HALF_A_CHARACTER)
+
+
 def strictly(items: Iterable[Row | Fault], most_shown: int = 20) -> Iterator[Row]:
     """Rows alone; faults are raised at once, all of them, when the end is reached."""
     faults: list[Fault] = []

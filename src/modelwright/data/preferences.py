@@ -12,15 +12,8 @@ import numpy as np
 import xxhash
 
 from modelwright.data.chat import Encoded, encode_answer
-from modelwright.data.conversations import (
-    Message,
-    checked_turns,
-    columns_seen,
-    context_below,
-    split,
-    with_system,
-)  # fmt: skip
-from modelwright.data.files import HALF_A_CHARACTER, Row, utf8_size
+from modelwright.data.conversations import Message, checked_turns, context_below, split, with_system
+from modelwright.data.files import HALF_A_CHARACTER, Row, columns_seen, utf8_size
 from modelwright.data.quarantine import Aside
 from modelwright.data.sources import training_rows, validation_rows
 from modelwright.errors import DataError, Problem

@@ -10,7 +10,7 @@ from typing import Any
 
 from modelwright.data.conversations import Conversations
 from modelwright.data.derive import fill
-from modelwright.data.files import Row, read_file, strictly
+from modelwright.data.files import Row, columns_seen, read_file, strictly
 from modelwright.data.preferences import Preferences
 from modelwright.errors import DataError, Problem, UsageError
 from modelwright.runs.folder import sync
@@ -65,8 +65,7 @@ def _asked(row: Row, template: str) -> dict[str, Any]:
     used = _columns_of(template)
     missing = [name for name in used if name not in row.values]
     if missing:
-        seen = ", ".join(map(str, row.values))
-        raise DataError([Problem(row.where, f"there is no column {missing[0]!r}; the columns are {seen}")])
+        raise DataError([Problem(row.where, f"there is no column {missing[0]!r}; {columns_seen(row)}")])
     rest = {name: value for name, value in row.values.items() if name not in used}
     return {FULL_QUESTION: fill(template, row.values, row.where), **rest}
 

@@ -44,11 +44,6 @@ def read_training(data: Data, beside: Path) -> list[Row]:
     return list(strictly(training_rows(data, beside)))
 
 
-def read_validation(data: Data, beside: Path) -> list[Row]:
-    """All rows of validation_file; one that cannot be read is an error."""
-    return list(strictly(validation_rows(data, beside)))
-
-
 def local_path(name: str, beside: Path) -> Path | None:
     """The file or folder that a name means, from where we stand or beside the recipe."""
     for candidate in (Path(name), beside / name):

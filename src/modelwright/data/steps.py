@@ -14,7 +14,7 @@ from modelwright.data import dedup, minhash, shingles
 from modelwright.data.clean import Cleaned, Drop, clean, repeated_share
 from modelwright.data.examination import Examination
 from modelwright.data.fast import open_encoder
-from modelwright.data.files import HALF_A_CHARACTER, Fault, Row, utf8_size
+from modelwright.data.files import Fault, Row, columns_seen, text_of, utf8_size
 from modelwright.data.plan import Plan
 from modelwright.data.quarantine import QUARANTINE, line_of
 from modelwright.data.shards import Layout
@@ -113,17 +113,13 @@ def _document(item: Row | Fault, plan: Plan) -> _Document | Fault:
     """The text of a row, or what is wrong with it."""
     if isinstance(item, Fault):
         return item
-    column, split_by = plan.data.text_column, plan.data.split_by
-    for name in filter(None, (column, split_by)):
-        if name not in item.values:
-            seen = ", ".join(map(str, item.values))
-            return Fault(item.where, f"there is no column {name!r}; the columns are {seen}")
-    text = item.values[column]
-    if not isinstance(text, str):
-        return Fault(item.where, f"{column!r} is {str(text)[:40]!r}; it wants text", str(text)[:80])
+    text, split_by = text_of(item, plan.data.text_column), plan.data.split_by
+    if isinstance(text, Fault):
+        return text
+    if split_by and split_by not in item.values:
+        return Fault(item.where, f"there is no column {split_by!r}; {columns_seen(item)}")
     size = utf8_size(text)
-    if size is None:
-        return Fault(item.where, HALF_A_CHARACTER)
+    assert size is not None
     return _Document(item.where, text, str(item.values[split_by]) if split_by else "", size)
 
 

@@ -1,17 +1,23 @@
-"""Documents of raw text as packed shards, made once and kept: concatenated and cut into rows, nothing truncated."""
+"""Documents of raw text as packed shards, made once and kept: concatenated and cut into rows, nothing truncated.
+
+The text is read once to be known and divided, and once for each part to be packed, so that it need not fit the memory.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 from pathlib import Path
 
+import numpy as np
 import xxhash
 
-from modelwright.data.files import HALF_A_CHARACTER, Row, utf8_size
+from modelwright.data.files import Fault, Row, strictly, text_of
 from modelwright.data.shard_writer import Block, write_part
 from modelwright.data.shards import MANIFEST, Layout, seal
-from modelwright.data.sources import read_training, read_validation
+from modelwright.data.sources import training_rows, validation_rows
 from modelwright.data.tokenizer import Encoder
 from modelwright.errors import DataError, Problem
 from modelwright.recipe.schema import Data
@@ -23,18 +29,14 @@ AT_ONCE = 256
 
 def pack_texts(data: Data, seed: int, beside: Path, encoder: Encoder, layout: Layout, folder: Path) -> None:
     """Leave the shards of a recipe's text in the folder; those that stand already for the same text are kept."""
-    train, held_out = split(data, seed, beside)
-    digest = xxhash.xxh3_128(json.dumps([encoder.fingerprint, layout.length]).encode())
-    for text in (*train, "\0", *held_out):
-        digest.update(text.encode())
-    config = digest.hexdigest()
+    texts = _Texts(data, seed, beside)
+    config = xxhash.xxh3_128_hexdigest(json.dumps([encoder.fingerprint, layout.length, texts.fingerprint]).encode())
     if (folder / MANIFEST).exists() and read_json(folder / MANIFEST).get("config") == config:
         return
     (folder / MANIFEST).unlink(missing_ok=True)
     parts = {
-        part: write_part(folder, part, layout, {data.source: _blocks(texts, encoder)}, f"{part} {config}")
-        for part, texts in (("train", train), ("held_out", held_out))
-        if texts
+        part: write_part(folder, part, layout, {data.source: _blocks(some, encoder)}, f"{part} {config}")
+        for part, some in texts.parts()
     }
     if not parts["train"]["rows"]:
         letter = f"all text together is shorter than one row of {layout.length} tokens; lower max_length"
@@ -42,39 +44,55 @@ def pack_texts(data: Data, seed: int, beside: Path, encoder: Encoder, layout: La
     seal(folder, layout, parts, {"tokenizer": encoder.fingerprint, "config": config, "source": data.source})
 
 
-def split(data: Data, seed: int, beside: Path) -> tuple[list[str], list[str]]:
-    """The documents to train on and those held out, chosen by a hash of the seed and their text."""
-    train = texts_of(read_training(data, beside), data)
-    if data.validation_file:
-        return train, texts_of(read_validation(data, beside), data)
-    order = sorted(set(train), key=lambda text: (xxhash.xxh3_64_intdigest(f"{seed}:{text}".encode()), text))
-    count = min(data.test_size.of(len(order)), len(order) - 1)
-    chosen = set(order[:count])
-    return [text for text in train if text not in chosen], [text for text in train if text in chosen]
+class _Texts:
+    """The documents of a recipe, to be read more than once: to train on, and held out by a hash of seed and text."""
+
+    def __init__(self, data: Data, seed: int, beside: Path) -> None:
+        self._data, self._seed, self._beside = data, seed, beside
+        hashes, digest = array("Q"), xxhash.xxh3_128()
+        for text in self._train():
+            hashes.append(self._chance(text))
+            digest.update(text.encode() + b"\0")
+        if not hashes:
+            raise DataError([Problem(data.source, "there is no text in it")])
+        distinct = np.unique(np.frombuffer(hashes, dtype=np.uint64))
+        count = 0 if data.validation_file else min(data.test_size.of(len(distinct)), len(distinct) - 1)
+        self._limit = int(distinct[count - 1]) if count else -1
+        for text in self._validation():
+            digest.update(text.encode() + b"\1")
+        self.fingerprint = f"{digest.hexdigest()} {self._limit}"
+
+    def parts(self) -> Iterator[tuple[str, Iterator[str]]]:
+        """Those to train on; then those held out, where there are some."""
+        yield "train", (text for text in self._train() if self._chance(text) > self._limit)
+        if self._limit >= 0 or self._data.validation_file:
+            held_out = (text for text in self._train() if self._chance(text) <= self._limit)
+            yield "held_out", chain(held_out, self._validation())
+
+    def _train(self) -> Iterator[str]:
+        return documents(strictly(training_rows(self._data, self._beside)), self._data.text_column)
+
+    def _validation(self) -> Iterator[str]:
+        return documents(strictly(validation_rows(self._data, self._beside)), self._data.text_column)
+
+    def _chance(self, text: str) -> int:
+        return xxhash.xxh3_64_intdigest(f"{self._seed}:{text}".encode())
 
 
-def texts_of(rows: Sequence[Row], data: Data) -> list[str]:
-    """The documents in the text column of rows; blank ones are passed over."""
-    problems = []
-    texts = []
+def documents(rows: Iterable[Row], column: str) -> Iterator[str]:
+    """The documents in the text column of rows; blank ones are passed over, and faults are raised at the end."""
+    problems: list[Problem] = []
     for row in rows:
-        text = row.values.get(data.text_column)
-        if isinstance(text, str) and utf8_size(text) is None:
-            problems.append(Problem(row.where, HALF_A_CHARACTER))
-        elif isinstance(text, str):
-            texts += [text] if text.strip() else []
-        else:
-            seen = ", ".join(map(str, row.values))
-            letter = f"there is no text in a column {data.text_column!r}; the columns are {seen}: data.text_column"
-            problems.append(Problem(row.where, letter))
+        text = text_of(row, column)
+        if isinstance(text, Fault):
+            problems += [Problem(text.where, text.reason)] if len(problems) < 20 else []
+        elif text.strip() and not problems:
+            yield text
     if problems:
-        raise DataError(problems[:20])
-    if not texts:
-        raise DataError([Problem(data.source, "there is no text in it")])
-    return texts
+        raise DataError(problems)
 
 
-def _blocks(texts: Sequence[str], encoder: Encoder) -> Iterator[Block]:
-    for start in range(0, len(texts), AT_ONCE):
-        documents = encoder.encode(texts[start : start + AT_ONCE])
-        yield Block(len(documents.tokens), lambda documents=documents: documents)  # type: ignore[misc]
+def _blocks(texts: Iterator[str], encoder: Encoder) -> Iterator[Block]:
+    while some := list(islice(texts, AT_ONCE)):
+        made = encoder.encode(some)
+        yield Block(len(made.tokens), lambda made=made: made)  # type: ignore[misc]

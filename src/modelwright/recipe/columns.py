@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from modelwright.errors import Problem
 from modelwright.recipe.load import LoadedRecipe
 
-_COLUMN = re.compile(r"there is no (?:text in a )?column '(?P<name>[^']*)'")
+_COLUMN = re.compile(r"there is no column '(?P<name>[^']*)'")
 
 
 def name_lines(problems: Sequence[Problem], loaded: LoadedRecipe, stage: str) -> list[Problem]:

@@ -13,9 +13,9 @@ import xxhash
 from modelwright.data.choices import choices
 from modelwright.data.shards import MANIFEST, Shards
 from modelwright.data.sources import read_training
-from modelwright.data.texts import texts_of
+from modelwright.data.texts import documents
 from modelwright.data.tokenizer import Encoder
-from modelwright.errors import DataError, UsageError
+from modelwright.errors import DataError, Problem, UsageError
 from modelwright.models import text
 from modelwright.models.harness import run_tasks
 from modelwright.recipe.evaluation import Evaluate
@@ -89,7 +89,9 @@ def measure_model(folder: Path, measuring: Measuring) -> dict[str, Any]:
     metrics: Metrics = {}
     if wish.text is not None:
         data = Data(dataset_name=wish.text, text_column=wish.text_column, max_rows=wish.max_rows)
-        texts = texts_of(read_training(data, beside), data)
+        texts = list(documents(read_training(data, beside), data.text_column))
+        if not texts:
+            raise DataError([Problem(wish.text, "there is no text in it")])
         metrics |= measure.loss_of_texts(model, Encoder.open(folder), texts, wish.max_length)
     elif measuring.held_out is not None:
         shards = Shards.open(measuring.held_out, "held_out")

@@ -19,7 +19,7 @@ from modelwright.data.conversations import converse
 from modelwright.data.files import Row, read_file
 from modelwright.data.preferences import pair_up
 from modelwright.data.quarantine import write as write_quarantine
-from modelwright.data.texts import texts_of
+from modelwright.data.texts import documents
 from modelwright.errors import DataError
 from modelwright.launch import rules, stream
 from modelwright.recipe.load import dump, load, shipped
@@ -100,6 +100,10 @@ def _configuration(given: bytes, folder: Path) -> None:
     move(path, None, None)
 
 
+def _texts(rows: list[Row], data: Data) -> list[str]:
+    return list(documents(rows, data.text_column))
+
+
 def _rows(suffix: str) -> Callable[[bytes, Path], None]:
     """Read a data file and put its rows to every use; now and then look at it whole, as `data audit` does."""
 
@@ -108,7 +112,7 @@ def _rows(suffix: str) -> Callable[[bytes, Path], None]:
         path.write_bytes(given)
         data = Data(train_file=str(path))
         rows = [item for item in read_file(path) if isinstance(item, Row)]
-        for use in (converse, pair_up, texts_of):
+        for use in (converse, pair_up, _texts):
             for row in rows[:20]:
                 try:
                     use([row], data)
