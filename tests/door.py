@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from modelwright.bench.rig import ending
 from modelwright.launch.host import family
 from modelwright.runs.beat import die_with_parent
 
@@ -130,8 +131,7 @@ def _enter(pid: int) -> None:
 
 def _become(request: dict[str, Any], files: list[int], status: dict[str, str], first: str) -> None:
     """In the fork: be `python WORDS` of whoever knocked, and never come back."""
-    code: object = 1
-    try:
+    with ending():
         os.setsid()
         for number, file in enumerate(files):
             os.dup2(file, number)
@@ -151,17 +151,6 @@ def _become(request: dict[str, Any], files: list[int], status: dict[str, str], f
         os.chdir(request["folder"])
         exec(first, {"__name__": "first"})
         _run([word for word in request["words"] if word != "-u"])
-        code = 0
-    except SystemExit as stop:
-        code = stop.code
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else 0 if code is None else 1)
 
 
 def _run(words: list[str]) -> None:

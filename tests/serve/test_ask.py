@@ -6,11 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from modelwright.data.conversations import ask
 from modelwright.errors import UsageError
-from modelwright.models.text import load_model, load_tokenizer
+from modelwright.models.text import load_tokenizer
 from modelwright.serve.ask import Answerer
 
 QUESTIONS = [
@@ -18,20 +17,6 @@ QUESTIONS = [
     ask("How do I dry wet boots after a long day of walking?", "Be brief."),
     ask("When?", None),
 ]
-
-
-@pytest.fixture(scope="module")
-def loud_model(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with weights so large that its answers differ from question to question."""
-    folder = tmp_path_factory.mktemp("loud")
-    model = load_model(model_folder)
-    torch.manual_seed(3)
-    for weight in model.parameters():
-        if weight.ndim > 1:
-            torch.nn.init.normal_(weight, std=0.3)
-    model.save_pretrained(folder)
-    load_tokenizer(model_folder).save_pretrained(folder)
-    return folder
 
 
 def test_a_question_in_company_gets_the_answer_it_gets_alone(loud_model: Path) -> None:

@@ -5,28 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from modelwright.data.conversations import ask
 from modelwright.errors import UsageError
-from modelwright.models.text import load_model, load_tokenizer
 from modelwright.serve.ask import Answerer, Decoding
 
 QUESTIONS = ["Why?", "How do I dry wet boots after a long day?", "Wie weit ist es bis München, 森?"]
 
 
 @pytest.fixture(scope="module")
-def answerer(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Answerer:
-    """The tiny model with weights so large that its answers differ from question to question."""
-    folder = tmp_path_factory.mktemp("loud")
-    model = load_model(model_folder)
-    torch.manual_seed(3)
-    for weight in model.parameters():
-        if weight.ndim > 1:
-            torch.nn.init.normal_(weight, std=0.3)
-    model.save_pretrained(folder)
-    load_tokenizer(model_folder).save_pretrained(folder)
-    return Answerer(folder, max_new_tokens=24)
+def answerer(loud_model: Path) -> Answerer:
+    """A model whose answers are long and differ."""
+    return Answerer(loud_model, max_new_tokens=24)
 
 
 @pytest.mark.parametrize("question", QUESTIONS)

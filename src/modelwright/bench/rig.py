@@ -18,8 +18,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -228,8 +228,7 @@ def _ended(pid: int, seconds: float) -> dict[str, Any]:
 
 def _become(request: dict[str, Any]) -> None:
     """In the child: do the calls in its folder, and never come back."""
-    code: object = 1
-    try:
+    with ending():
         die_with_parent()
         os.setsid()
         out = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -240,6 +239,14 @@ def _become(request: dict[str, Any]) -> None:
         os.environ.update(request["environ"])
         for call in request["calls"]:
             Call(**call)()
+
+
+@contextmanager
+def ending() -> Iterator[None]:
+    """What is done here is the last of a fork: it ends as an interpreter would, and never comes back."""
+    code: object = 1
+    try:
+        yield
         code = 0
     except SystemExit as stop:
         code = stop.code
