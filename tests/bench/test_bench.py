@@ -103,3 +103,13 @@ def test_low_rank_matrices_are_trained_beside_the_peer_and_their_kernels_told(
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
     assert ours["kernels"][0]["name"] == "all together" and "mm" in str(ours["kernels"])
     assert "HF Trainer and PEFT, fp32" in "\n".join(speed.lines(figures))
+
+
+def test_the_figures_of_one_work_are_kept_beside_those_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "checkout", lambda: tmp_path)
+    results.save(results.result("speed", speed.kept_with({"work": "lora", "ways": {}})))
+    results.save(results.result("speed", speed.kept_with({"work": "sft", "ways": {}})))
+    kept = results.kept("speed")
+    assert kept is not None and set(kept["figures"]) == {"lora", "sft"}

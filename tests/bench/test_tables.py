@@ -9,7 +9,7 @@ import json
 import os
 from pathlib import Path
 
-from modelwright.bench.tables import MARK, TABLES, fill, scorecard
+from modelwright.bench.tables import MARK, TABLES, _beside_pretraining, fill, scorecard
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -52,3 +52,18 @@ def test_the_scorecard_appears_once_it_is_measured(tmp_path: Path) -> None:
     assert told.startswith("3 faults, 2 met, 1 gap (2026-11-15, 2 × Neoverse-N1); shown are")
     assert "| cold |" not in told
     assert "| kill | 14 of 14 resume | met | HF Trainer 10 \\| 14 |" in told
+
+
+def test_what_was_measured_beside_pretraining_has_a_row_of_its_own() -> None:
+    way = {"tokens_per_second": 16500.0, "mfu": 0.55, "memory_gb": 98.0}
+    slow = {"tokens_per_second": 9000.0, "mfu": 0.3, "memory_gb": 60.0}
+    found = {
+        "lora": {"ways": {"ours, bf16": way, "HF Trainer and PEFT": slow}},
+        "sft": {"ways": {"ours, bf16": {"rows_per_second": 210.0}, "TRL, a": {"rows_per_second": 48.0}, "TRL, b": {}}},
+        "start": {"warm": {"seconds": 14.2}, "saves": [{"share_of_a_minute": 0.011}, {"share_of_a_minute": 0.004}]},
+    }
+    told = "\n".join(" | ".join(cells) for cells in _beside_pretraining(found))
+    assert "16,500 tokens/s (55.0% MFU, 98 GB) in bf16 | HF Trainer 9,000 tokens/s" in told
+    assert "210 rows/s | TRL 48 rows/s" in told
+    assert "14.2 s" in told and "1.1% of the time" in told
+    assert _beside_pretraining({}) == []

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from modelwright.bench import speed_command, speed_sft
+from modelwright.bench import results, speed_command, speed_sft
 from modelwright.bench.kernels import Kernels
 from modelwright.bench.peers import clock, let_go, ratio
 from modelwright.bench.speed_works import EXACT, SEED, WAYS, WORKS, Rows, Way, Work, build, flops_per_token, rows_of
@@ -72,6 +72,12 @@ def measure(
             told["ways"][way.name] = {"failed": str(error).strip().splitlines()[:1] or [type(error).__name__]}
         print(way.name, {k: v for k, v in told["ways"][way.name].items() if k != "kernels"}, flush=True)
     return told | ratio(told["ways"], "tokens_per_second")
+
+
+def kept_with(figures: dict[str, Any]) -> dict[str, Any]:
+    """These figures among those of other works that were kept before."""
+    before = results.kept("speed")
+    return {**(before["figures"] if before else {}), figures["work"]: figures}
 
 
 def lines(figures: dict[str, Any]) -> Iterator[str]:

@@ -31,7 +31,8 @@ def fill(text: str, folder: Path) -> str:
 def on_a_gpu(folder: Path) -> str:
     """What was measured on a GPU."""
     rows: list[tuple[str, Callable[[Figures], list[Cells]]]] = [
-        ("speed", _pretraining), ("dpo-gpu", _preferences), ("survival-gpu", _survival), ("plan", _planner),
+        ("speed", _pretraining), ("speed", _beside_pretraining), ("dpo-gpu", _preferences),
+        ("survival-gpu", _survival), ("plan", _planner),
     ]  # fmt: skip
     return _table(folder, rows)
 
@@ -94,7 +95,7 @@ def _pretraining(figures: Figures) -> list[Cells]:
         (
             "pretrain a 6.08 B Llama, 32 rows of 2048 tokens a step",
             f"{_way(large['ours, bf16'])} in bf16, {_way(large['ours, fp8'])} in fp8",
-            "–",
+            _fastest_peer(large, "HF Trainer", "tokens_per_second", "tokens/s"),
             "`bench speed --work 6b`",
         ),
         (
@@ -117,6 +118,37 @@ def _pretraining(figures: Figures) -> list[Cells]:
             "`bench speed --work 135m`",
         ),
     ]
+
+
+def _beside_pretraining(figures: Figures) -> list[Cells]:
+    """What `bench speed` measures besides, as far as it was measured."""
+    rows: list[Cells] = []
+    if lora := figures.get("lora", {}).get("ways"):
+        ours = ", ".join(
+            f"{_way(lora[name])} in {name.removeprefix('ours, ')}"
+            for name in ("ours, bf16", "ours, fp8")
+            if name in lora
+        )
+        peer = _fastest_peer(lora, "HF Trainer", "tokens_per_second", "tokens/s")
+        rows.append(("LoRA, 8.0 B shape, 4 rows of 4096", ours, peer, "`bench speed --work lora`"))
+    if sft := figures.get("sft", {}).get("ways"):
+        ours = f"{sft['ours, bf16']['rows_per_second']:.0f} rows/s"
+        peer = _fastest_peer(sft, "TRL", "rows_per_second", "rows/s")
+        rows.append(("SFT of every weight, SmolLM3-3B shape, 32 rows a step", ours, peer, "`bench speed --work sft`"))
+    if start := figures.get("start"):
+        held = max(save["share_of_a_minute"] for save in start["saves"])
+        rows += [
+            ("from the command to the first step, 0.5 B, compiled before", f"{start['warm']['seconds']:.1f} s", "–",
+             "`bench speed --work start`"),
+            ("what a save a minute holds up, 0.5 B", f"{held:.1%} of the time", "–", "`bench speed --work start`"),
+        ]  # fmt: skip
+    return rows
+
+
+def _fastest_peer(ways: dict[str, Any], name: str, figure: str, unit: str) -> str:
+    """The best of the peer's ways."""
+    rates = [told[figure] for way, told in ways.items() if way.startswith(name) and figure in told]
+    return f"{name} {max(rates):,.0f} {unit}" if rates else "–"
 
 
 def _preferences(figures: Figures) -> list[Cells]:

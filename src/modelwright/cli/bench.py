@@ -297,4 +297,5 @@ def _measure(benchmark: ModuleType, name: str, save: bool, as_json: bool, **wish
     measured = results.result(name, figures)
     print(json.dumps(measured, ensure_ascii=False) if as_json else "\n".join(benchmark.lines(figures)))
     if save:
+        measured["figures"] = getattr(benchmark, "kept_with", lambda found: found)(figures)
         print(f"kept in {results.save(measured)}", file=sys.stderr)
