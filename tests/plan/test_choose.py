@@ -68,7 +68,7 @@ def test_seven_billion_fp32_masters_do_not_fit_80_gb_and_what_would_is_said() ->
         ("8xA100-80", "fsdp", "the weights are split over 8 cards"),
         ("8x1xA100-80", "fsdp", "the weights are split over 8 cards"),
         ("2x8xA100-80", "hsdp", "the weights are split over the 8 cards of each of 2 machines"),
-        ("2x4xL4", "fsdp", "the weights are split over 8 cards"),  # the four of one machine do not hold it
+        ("2x2xL40S", "fsdp", "the weights are split over 4 cards"),  # the two of one machine do not hold it
         ("2xH200", "ddp", "each of 2 devices holds a copy"),
         ("1xH200", "ddp", ""),
     ],
@@ -78,6 +78,13 @@ def test_several_cards_split_what_one_cannot_hold_and_the_plan_says_why(on: str,
     assert found.fits and found.plan.sharding == sharding
     told = [line for line in found.plan.reasons if line.startswith(f"{sharding}: ") or "instead of ddp" in line]
     assert (len(told), why in told[0] if told else True) == (1 if why else 0, True), found.plan.reasons
+
+
+@pytest.mark.parametrize(("on", "way"), [("1xL4", {"trainable": "lora"}), ("8xL4", {"sharding": "fsdp"})])
+def test_weights_that_arrive_whole_in_fp32_must_fit_before_they_are_halved_or_split(on: str, way: Any) -> None:
+    found = planned("llama-7b", on, 512, per_device_train_batch_size=1, **way)
+    assert not found.fits and found.memory.moment == "loading"
+    assert found.memory.total == pytest.approx(4 * found.moves.total, rel=0.01)
 
 
 def test_a_way_of_sharing_that_was_written_down_is_kept() -> None:

@@ -62,6 +62,7 @@ def work_of(setting: Setting, plan: dict[str, Any], on_gpu: bool) -> Work:
         "on_gpu": on_gpu,
         "recorded": on_gpu and plan["precision"] != "fp16" and _parameters(setting) < SMALL,
         "checkpointing": bool(setting.settings.get("gradient_checkpointing")),
+        "arrives": False,  # the clock and the peak are set back when all is in its place
     }
     if setting.stage == "classify":
         images = VisionShape("resnet18", "bench", width=setting.smaller.get("width", 64))

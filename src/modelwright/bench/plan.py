@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -29,10 +30,12 @@ from modelwright.runs.folder import write_json
 
 __all__ = ["judged", "keep", "lines", "measure", "read_runs"]
 
-WARM_UP, SEED = 5, 42
-TIMED, LONG, TIMED_IF_LONG = 6, 0.4, 3
-"""Steps on the clock; and how many where a step takes longer than so many seconds."""
+SEED = 42
+WARM_UP, TIMED, LONG, TIMED_IF_LONG = 5, 6, 0.4, 3
+"""Steps before the clock counts, and on it; and how many of these where a step takes longer than so many seconds."""
 STEPS = WARM_UP + TIMED + 1
+STARVED = 0.75
+"""Of the threads' time, the share below which other processes took the rest: the processor's own clock counts then."""
 WANTED = "it wants a runs.json that bench plan --into FOLDER has written"
 
 
@@ -142,30 +145,39 @@ def measure_one(setting: Setting, plan: StagePlan) -> dict[str, Any]:
     if on_gpu:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    marks, steps, wanted = [time.perf_counter()], engine.steps(), STEPS
-    tokens: list[int] = []
-    while len(tokens) < wanted:
-        tokens.append(next(steps).tokens)
-        marks.append(time.perf_counter())
-        wanted = WARM_UP + (TIMED if marks[-1] - marks[-2] < LONG else TIMED_IF_LONG)
-        if engine.plan.per_device < plan.per_device:  # the engine would go on with smaller bites
-            return {"ran_out": engine.changes[-1]}
-    seconds = [after - before for before, after in pairwise(marks)][WARM_UP:]
+    tokens, seconds, warm_up = _timed(engine, 1 if on_gpu else torch.get_num_threads(), on_gpu)
+    if engine.plan.per_device < plan.per_device:  # the engine would go on with smaller bites
+        return {"ran_out": engine.changes[-1]}
     found: dict[str, Any] = {
         "step_seconds": [round(value, 6) for value in seconds],
-        "warm_up_seconds": round(marks[WARM_UP] - marks[0], 3),
-        "tokens_per_step": tokens[-1],
-        "tokens_per_second": round(tokens[-1] / median(seconds), 2),
+        "warm_up_seconds": round(warm_up, 3),
+        "tokens_per_step": tokens,
+        "tokens_per_second": round(tokens / median(seconds), 2),
         "trained": sum(weight.numel() for weight in engine.weights.values()),
     }
-    return {**found, **(_device_peak(steps) if on_gpu else _watched_peak(engine, steps))}
+    return {**found, **(_device_peak(engine) if on_gpu else _watched_peak(engine))}
 
 
-def _device_peak(steps: Any) -> dict[str, int]:
+def _timed(engine: Any, threads: int, on_gpu: bool) -> tuple[int, list[float], float]:
+    """Tokens of a step, the seconds of each once warm, and those before."""
+    marks, steps = [(time.perf_counter(), time.process_time())], engine.steps()
+    planned, warm_up, tokens, wanted = engine.plan.per_device, WARM_UP if on_gpu else 2, 0, STEPS
+    while len(marks) <= wanted and engine.plan.per_device == planned:
+        tokens = next(steps).tokens
+        marks.append((time.perf_counter(), time.process_time()))
+        wanted = warm_up + (TIMED if marks[-1][0] - marks[-2][0] < LONG else TIMED_IF_LONG)
+    seconds = []
+    for (began, used), (ended, used_then) in pairwise(marks[warm_up:]):
+        starved = not on_gpu and used_then - used < STARVED * threads * (ended - began)
+        seconds.append((used_then - used) / threads if starved else ended - began)
+    return tokens, seconds or [math.inf], marks[min(warm_up, len(marks) - 1)][0] - marks[0][0]
+
+
+def _device_peak(engine: Any) -> dict[str, int]:
     """What the allocator of the GPU has seen since the first step."""
     import torch
 
-    next(steps)
+    next(engine.steps())
     return {
         "peak_bytes": torch.cuda.max_memory_allocated(),
         "reserved_bytes": torch.cuda.max_memory_reserved(),
@@ -173,13 +185,13 @@ def _device_peak(steps: Any) -> dict[str, int]:
     }
 
 
-def _watched_peak(engine: Any, steps: Any) -> dict[str, Any]:
+def _watched_peak(engine: Any) -> dict[str, Any]:
     """On a CPU: the bytes of all tensors, watched over one more step."""
     from modelwright.engine.profile import Profiler
 
     profiler = Profiler(engine.task.module, engine.optimizer)
     with profiler.watching():
-        next(steps)
+        next(engine.steps())
     told = profiler.as_json()
     return {"peak_bytes": told["peak_bytes"], "parts": told["parts"]}
 

@@ -83,6 +83,8 @@ def memory(work: Work, fitted: Fitted = GUESSED_MEMORY) -> Memory:
     steady = _steady(work)
     found = _vision_moments(work) if isinstance(work.shape, VisionShape) else _text_moments(work, fitted)
     moments = {name: {**steady, **parts} for name, parts in found.items()}
+    if work.arrives and work.on_gpu and work.quantization == "none":
+        moments["loading"] = {"weights": work.moves.total * 4.0, "data": float(work.resident)}
     for parts in moments.values():
         parts["workspace"] = parts.get("workspace", 0.0) + fitted.fixed + (RECORDER if work.recorded else 0.0)
     totals = {name: sum(parts.values()) for name, parts in moments.items()}

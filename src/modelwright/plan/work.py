@@ -73,6 +73,8 @@ class Work:
     """Devices in a machine."""
     resident: int = 0
     """Bytes of data that live on the device, such as an image set."""
+    arrives: bool = True
+    """Whether the weights come to the device first, whole and in fp32, before they are halved or split."""
 
     @property
     def tokens(self) -> int:
