@@ -35,14 +35,30 @@ def test_notes_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "key"),
-    [("quickstart", "model.model_name_or_path"), ("gemma-270m-tiny", "data.dataset_name"),
-     ("resnet18-cifar10-tiny", "data.dataset_name")],
-)  # fmt: skip
+    [("quickstart", "model.model_name_or_path"), ("resnet18-cifar10-tiny", "data.dataset_name")],
+)
 def test_a_path_that_leads_nowhere_is_told_without_reading_anything(
     recipe: str, key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("check", recipe, "--set", f"{key}=./nowhere") == 2
     assert capsys.readouterr().err == f"--set: {key}: there is no file or folder './nowhere'\n"
+
+
+@pytest.mark.parametrize("key", ["train_file", "validation_file"])
+def test_a_file_of_raw_text_that_is_not_there_is_told(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("check", "gemma-270m-tiny", "--set", f"{key}=nowhere.txt") == 2
+    told = "--set: data: there is no file, folder or embedded set 'nowhere.txt'\n"
+    assert capsys.readouterr().err == told
+
+
+def test_raw_text_in_another_column_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "songs.jsonl").write_text('{"lyrics": "la la"}\n' * 30, encoding="utf-8")
+    wish = ("--set", f"train_file={tmp_path / 'songs.jsonl'}")
+    assert run("check", "gemma-270m-tiny", *wish) == 2
+    [told] = capsys.readouterr().err.splitlines()
+    assert told.startswith("songs.jsonl:1: there is no column 'text';") and "lyrics" in told
+    assert "(30 rows like it)" in told
+    assert run("check", "gemma-270m-tiny", *wish, "--set", "text_column=lyrics") == 0
 
 
 def test_problems_are_told_on_stderr_without_a_traceback(

@@ -108,7 +108,7 @@ def schema() -> None:
 
 def data_problems(loaded: LoadedRecipe) -> list[Problem]:
     """Everything wrong with the data a recipe names; a hub data set is not fetched for a check."""
-    from modelwright.data import conversations, preferences, sources
+    from modelwright.data import conversations, preferences, sources, texts
     from modelwright.errors import DataError
     from modelwright.recipe.columns import name_lines
 
@@ -118,6 +118,8 @@ def data_problems(loaded: LoadedRecipe) -> list[Problem]:
         key = f"{stage}.data" if section.data else "data"
         key = f"{key}.dataset_name" if data.dataset_name else f"{key}.train_file"
         read = {"sft": conversations.load, "lora": conversations.load, "dpo": preferences.load}.get(stage)
+        if stage == "pretrain" and loaded.recipe.prepare is None:
+            read = texts.look
         if read is None or sources.is_hub_name(data.source, loaded.path.parent):
             continue
         try:
@@ -126,6 +128,8 @@ def data_problems(loaded: LoadedRecipe) -> list[Problem]:
             named = name_lines(error.problems, loaded, stage)
             problems |= {(each.where, each.message): each for each in named}
         except UsageError as error:
+            if data.validation_file and repr(data.validation_file) in str(error):
+                key = f"{key.rpartition('.')[0]}.validation_file"
             problem = Problem(loaded.origins[key].where, str(error))
             problems[problem.where, problem.message] = problem
     return list(problems.values())
@@ -136,7 +140,7 @@ def _missing(loaded: LoadedRecipe) -> list[Problem]:
     recipe = loaded.recipe
     named = {"model.model_name_or_path": recipe.model.model_name_or_path}
     for stage, section in recipe.stages.items():
-        if stage in ("pretrain", "classify"):
+        if stage == "classify" or (stage == "pretrain" and recipe.prepare is not None):
             data, key = recipe.data_of(stage), f"{stage}.data" if section.data else "data"
             named |= {f"{key}.dataset_name": data.dataset_name, f"{key}.train_file": data.train_file}
     return [

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
@@ -17,7 +18,7 @@ import xxhash
 from modelwright.data.files import Fault, Row, strictly, text_of
 from modelwright.data.shard_writer import Block, write_part
 from modelwright.data.shards import MANIFEST, Layout, seal
-from modelwright.data.sources import training_rows, validation_rows
+from modelwright.data.sources import local_path, training_rows, validation_rows
 from modelwright.data.tokenizer import Encoder
 from modelwright.errors import DataError, Problem
 from modelwright.recipe.schema import Data
@@ -79,17 +80,33 @@ class _Texts:
         return xxhash.xxh3_64_intdigest(f"{self._seed}:{text}".encode())
 
 
+def look(data: Data, seed: int, beside: Path) -> None:
+    """Tell what is wrong with the first documents of both sides; all of them may be more than one wants to wait for."""
+    named = local_path(data.source, beside)
+    if named is not None and (named / MANIFEST).exists():
+        return  # packed shards, which a run reads back
+    for rows in (training_rows(data, beside), validation_rows(data, beside)):
+        list(documents(strictly(islice(rows, AT_ONCE)), data.text_column))
+
+
 def documents(rows: Iterable[Row], column: str) -> Iterator[str]:
-    """The documents in the text column of rows; blank ones are passed over, and faults are raised at the end."""
-    problems: list[Problem] = []
+    """The documents in the text column of rows; blank ones are passed over, and faults are raised at the end.
+
+    Each kind of fault is told once, where it is met first: a column of another name is so in every row.
+    """
+    firsts: dict[str, str] = {}
+    counts: Counter[str] = Counter()
     for row in rows:
         text = text_of(row, column)
         if isinstance(text, Fault):
-            problems += [Problem(text.where, text.reason)] if len(problems) < 20 else []
-        elif text.strip() and not problems:
+            if text.reason in firsts or len(firsts) < 20:
+                firsts.setdefault(text.reason, text.where)
+                counts[text.reason] += 1
+        elif text.strip() and not firsts:
             yield text
-    if problems:
-        raise DataError(problems)
+    if firsts:
+        more = {reason: f" ({counts[reason]:,} rows like it)" if counts[reason] > 1 else "" for reason in firsts}
+        raise DataError([Problem(where, f"{reason}{more[reason]}") for reason, where in firsts.items()])
 
 
 def _blocks(texts: Iterator[str], encoder: Encoder) -> Iterator[Block]:
