@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
 
 FAMILIES = ("llama", "gpt_neox", "gemma3_text", "smollm3")
 BACKENDS = ("sdpa", "eager")
@@ -29,17 +27,3 @@ def family(name: str, backend: str = "sdpa") -> Any:
     torch.manual_seed(1)
     config = AutoConfig.for_model(name, **SIZES, **MORE[name], initializer_range=0.2)
     return AutoModelForCausalLM.from_config(config, attn_implementation=backend).eval()
-
-
-def by_documents(
-    query: Tensor, key: Tensor, value: Tensor, queries: Tensor, keys: Tensor, *lengths: int, scale: float, **more: Any
-) -> Tensor:
-    """What FlashAttention over documents of different lengths computes, written out."""
-    assert max(lengths) >= max(int(starts.diff().max()) for starts in (queries, keys)), "one is longer than was told"
-    parts = []
-    for (first, last), (start, stop) in zip(pairwise(queries.tolist()), pairwise(keys.tolist()), strict=True):
-        seen = torch.ones(last - first, stop - start, dtype=torch.bool).tril(stop - start - (last - first))
-        q, k, v = (part.transpose(0, 1) for part in (query[first:last], key[start:stop], value[start:stop]))
-        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)
-        parts.append(attended.transpose(0, 1))
-    return torch.cat(parts)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from families import BACKENDS, FAMILIES, by_documents, family
+from families import BACKENDS, FAMILIES, family
 from modelwright.data.chat import Encoded
 from modelwright.data.preferences import EncodedPair, Pair, Preferences
 from modelwright.engine.loop import Engine
@@ -88,7 +88,6 @@ def test_the_blocks_of_flex_attention_are_the_mask_of_the_others() -> None:
 
 
 def test_documents_with_the_prompts_keys_say_what_the_mask_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "varlen_attn", by_documents)
     model = copy.deepcopy(family("llama"))
     attention.install(model)
     module, batch = PairLoss(model, Preference()), collate(encoded(*SIZES))

@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from families import BACKENDS, FAMILIES, by_documents, family
+from families import BACKENDS, FAMILIES, family
 from modelwright.data.chat import Encoded
 from modelwright.data.conversations import load
 from modelwright.engine.loop import Engine
 from modelwright.engine.world import World
 from modelwright.models import attention
+from modelwright.models.branches import takes_paths
 from modelwright.models.text import load_model, load_tokenizer, stop_tokens
 from modelwright.models.trainable import decoder_layers, recompute_activations, set_trainable
 from modelwright.models.trunk import Trunk, dropout_of, frozen_depth
@@ -89,11 +90,8 @@ def test_a_shared_beginning_gives_the_loss_and_the_gradients_of_whole_rows(name:
         assert (gradient - found[1][name]).abs().max() < 1e-5 * gradient.abs().max(), name
 
 
-@pytest.mark.parametrize("name", ["llama", "smollm3"])
-def test_a_shared_beginning_needs_no_mask_where_attention_takes_paths(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention, "varlen_attn", by_documents)
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "smollm3"])
+def test_a_shared_beginning_needs_no_mask_where_attention_takes_paths(name: str) -> None:
     model, rows = copy.deepcopy(family(name)), with_one_beginning(40, 35, 50, 44)
     attention.install(model)
     module = AnswerLoss(model)
@@ -111,6 +109,25 @@ def test_a_shared_beginning_needs_no_mask_where_attention_takes_paths(
     for name, gradient in found[0].items():
         for other in found[1:]:
             assert (gradient - other[name]).abs().max() < 1e-5 * gradient.abs().max(), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "smollm3"])
+def test_a_shared_beginning_needs_no_mask_on_a_gpu(name: str) -> None:
+    model, rows = copy.deepcopy(family(name)).cuda(), with_one_beginning(40, 35, 50, 44)
+    attention.install(model)
+    assert takes_paths(model)
+    module, masked = AnswerLoss(model), lay_out(behind(20, range(4), rows), rows, 20)
+    losses, found = [], []
+    for batch in (masked, without_mask(lay_out(behind(20, range(4), rows, UNMASKED), rows, 20, multiple=128))):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = module(**batch.on(torch.device("cuda")))
+        loss.backward()
+        losses.append(loss.item())
+        found.append(torch.cat([gradient.flatten() for gradient in gradients(module).values()]))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+    assert torch.cosine_similarity(*found, dim=0) > 0.99
 
 
 def test_many_documents_stand_in_even_rows_behind_copies_of_the_beginning() -> None:
@@ -180,12 +197,9 @@ def test_a_kept_trunk_behind_a_shared_beginning_gives_the_plain_losses(deep_mode
             assert both[0] == pytest.approx(plain[0], rel=1e-5)
 
 
-def test_a_trunk_computed_by_paths_is_the_one_computed_with_a_mask(
-    deep_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention, "varlen_attn", by_documents)
+def test_a_trunk_computed_by_paths_is_the_one_computed_with_a_mask(deep_model: Path, tmp_path: Path) -> None:
     task, model, _ = task_of(tmp_path, deep_model)
-    attention.install(model)
+    assert task.paths and model.config._attn_implementation == attention.NAME
     found = []
     for paths in (False, True):
         kept = KeptStates(Trunk(model, 3), task.documents, task.beginning, torch.device("cpu"), paths)

@@ -7,6 +7,7 @@ a mask function gets no mask made for it, so that nothing in the forward pass wa
 from __future__ import annotations
 
 import inspect
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -82,6 +83,8 @@ def attend(
         assert documents is not None
         starts = (documents, more["cu_seq_lens_k"])
         parts = (query, _taken(key, places), _taken(value, places))
+        if not query.is_cuda:
+            return _one_by_one(parts, starts, window, scaling), None
         return _by_lengths(parts, starts, longest, window, scaling), None
     is_plain = documents is None and window is None
     if attention_mask is None and not is_plain:
@@ -123,6 +126,27 @@ def _by_lengths(
     )
     assert isinstance(attended, Tensor)
     return attended.view(rows, length, heads, depth)
+
+
+def _one_by_one(
+    parts: tuple[Tensor, Tensor, Tensor], starts: tuple[Tensor, Tensor], window: int | None, scaling: float | None
+) -> Tensor:
+    """The same on a processor, document by document: a mask over all of them took two fifths of the time of a model of
+    135 M weights whose rows share 260 tokens."""
+    query, key, value = parts
+    rows, heads, length, depth = query.shape
+    flat, times = _flat(query), heads // key.shape[1]
+    if times > 1:
+        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+    attended: list[Tensor] = []
+    for (first, last), (start, stop) in zip(*(pairwise(each.tolist()) for each in starts), strict=True):
+        queries, keys = last - first, stop - start
+        behind = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)[None, :]
+        seen = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
+        q, k, v = (part.transpose(0, 1)[None] for part in (flat[first:last], key[start:stop], value[start:stop]))
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[None, None], scale=scaling)
+        attended.append(found[0].transpose(0, 1))
+    return torch.cat(attended).view(rows, length, heads, depth)
 
 
 def _flat(part: Tensor) -> Tensor:

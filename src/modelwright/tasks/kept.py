@@ -183,7 +183,8 @@ class KeptStates:
         return f"{told}: {size / 1e9:.2f} GB in {where}{again}, {time.monotonic() - began:.1f} s"
 
     def _fingerprint(self, model: str, first: Tensor) -> str:
-        digest = xxhash.xxh3_128(f"{model}:{self.trunk.depth}:{self.beginning}:{self._device.type}".encode())
+        how = f"{self.beginning}:{self._paths}:{self._device.type}"
+        digest = xxhash.xxh3_128(f"{model}:{self.trunk.depth}:{how}".encode())
         digest.update(f"{first.dtype}:{tuple(first.shape)}:{torch.__version__}".encode())
         for document in self.documents:
             digest.update(document.tokens.tobytes())

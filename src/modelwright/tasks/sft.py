@@ -12,9 +12,10 @@ from modelwright.data.chat import Encoded, EncodedSet, encode_all
 from modelwright.data.conversations import Conversations
 from modelwright.data.pack import pack
 from modelwright.engine.task import Batch
+from modelwright.models import attention
 from modelwright.models.attention import Paths
 from modelwright.models.branches import branch_mask, takes_paths, why_not
-from modelwright.models.text import hidden_states, logits_of, plain_head
+from modelwright.models.text import bare, hidden_states, logits_of, plain_head
 from modelwright.models.trunk import Trunk
 from modelwright.recipe.schema import Sft
 from modelwright.tasks.head_loss import summed_head_loss
@@ -101,7 +102,7 @@ class SftTask:
         self.beginning = shared_beginning(self.documents) if settings.share_prefix else 0
         if self.beginning and why_not(model):
             self.beginning = 0
-        self.paths = self.beginning > 0 and settings.precision != "fp32" and takes_paths(model)
+        self.paths = self.beginning > 0 and _needs_no_mask(model, settings)
         self._multiple = ALIGNED if settings.trainable.partial else multiple_of(settings)
 
     @staticmethod
@@ -141,6 +142,20 @@ class SftTask:
             return self.answers.kept.batch(rows)
         batch = lay_out(rows, self.documents, self.beginning, self._multiple)
         return without_mask(batch) if self.paths else batch
+
+
+def _needs_no_mask(model: Any, settings: Sft) -> bool:
+    """Whether attention may be told by paths what rows share; on a processor our own is taken on for that."""
+    inner = bare(model)
+    if next(inner.parameters()).is_cuda:
+        return settings.precision != "fp32" and takes_paths(model)
+    if inner.config._attn_implementation != "sdpa" or settings.torch_compile:
+        return False
+    attention.install(inner)
+    if takes_paths(model):
+        return True
+    inner.set_attn_implementation("sdpa")
+    return False
 
 
 def collate(groups: Sequence[Sequence[Encoded]]) -> Batch:
