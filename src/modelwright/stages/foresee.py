@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from statistics import mean
 from typing import Any
 
+import torch
+
 from modelwright.engine.loop import Engine, StepReport
 from modelwright.engine.profile import Profiler
-from modelwright.errors import ModelError
+from modelwright.errors import ModelError, UsageError
 from modelwright.models import trainable
 from modelwright.models.vision import ResNet18
 from modelwright.plan.architecture import Shape, VisionShape, shape_of
@@ -41,6 +44,20 @@ def foreseen(plan: StagePlan, stage: str, built: Built, context: Context) -> Sta
         trainable.recompute_activations(built.model)
     lines = () if found.fits else (_not_fitting(found),)
     return replace(found.plan, reasons=(*found.plan.reasons, *lines), predicted=found.predicted())
+
+
+@contextmanager
+def memory_told(plan: StagePlan) -> Iterator[None]:
+    """Say what would fit when the device's memory does not hold a step, whatever was foreseen."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        half = max(1, plan.per_device // 2)
+        raise UsageError(
+            f"the device is out of memory with {plan.per_device} rows at once; the same batch in smaller bites: "
+            f"per_device_train_batch_size: {half} with global_batch_size: {plan.global_batch}, "
+            "or gradient_checkpointing: true"
+        ) from None
 
 
 def held_against(context: Context, stage: str, plan: StagePlan, speed: dict[str, Any]) -> None:

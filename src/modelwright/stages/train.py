@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from modelwright.engine import state
 from modelwright.engine.checkpoint import Checkpoints, read_state
@@ -20,28 +16,15 @@ from modelwright.engine.meter import Meter
 from modelwright.engine.pace import Stragglers
 from modelwright.engine.saving import Saver
 from modelwright.engine.shard import whole
-from modelwright.errors import Diverged, Interrupted, UsageError
-from modelwright.plan.stage import StagePlan, plan_stage
+from modelwright.errors import Diverged, Interrupted
+from modelwright.plan.stage import plan_stage
 from modelwright.runs.folder import hash_file, read_json, write_json, write_sealed
 from modelwright.stages.context import Context
-from modelwright.stages.foresee import foreseen, held_against, watched
+from modelwright.stages.foresee import foreseen, held_against, memory_told, watched
 from modelwright.stages.kinds import Ingredients, Kind
+from modelwright.stages.measured import Measurements
 from modelwright.stages.signals import Stopper
 from modelwright.stages.wishes import refuse_changes, wishes_of
-
-
-@contextmanager
-def _memory_told(plan: StagePlan) -> Iterator[None]:
-    """Say what would fit when the device's memory does not hold a step."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        half = max(1, plan.per_device // 2)
-        raise UsageError(
-            f"the device is out of memory with {plan.per_device} rows at once; the same batch in smaller bites: "
-            f"per_device_train_batch_size: {half} with global_batch_size: {plan.global_batch}, "
-            "or gradient_checkpointing: true"
-        ) from None
 
 
 class Training:
@@ -72,7 +55,8 @@ class Training:
         self.engine = Engine(self.task, self.settings, self.plan, context.world, context.recipe.seed)
         if told := self.built.settle(self.engine, context.folder.trunk(stage)):
             self._note(told)
-        self.evaluations: list[dict[str, Any]] = []
+        best = self.settings.metric_for_best_model if self.settings.load_best_model_at_end else None
+        self.measured = Measurements(stage, best)
         self.saved_at, self.seconds_before, self.began = 0, 0.0, time.monotonic()
         self.bad_steps, self.went_back_from = 0, 0
         self.speed: dict[str, Any] = {}
@@ -81,11 +65,11 @@ class Training:
 
     def run(self) -> dict[str, float | None]:
         """Train to the end, or to the next order to stop; returns the metrics."""
-        if self.task.held_out_rows and not self.evaluations:
+        if self.task.held_out_rows and not self.measured.all:
             self._measure()
         meter = Meter(self.plan.steps, self.built.flops_per_token, self._peak_flops())
         self.began = time.monotonic()
-        with self.stopper.waiting(), _memory_told(self.plan), self.saver:
+        with self.stopper.waiting(), memory_told(self.plan), self.saver:
             self._train(meter)
             if self._went_back_at_the_end():
                 self._train(meter)
@@ -131,8 +115,7 @@ class Training:
 
     def _measure_and_save_the_end(self) -> None:
         """Where the last step was a bad one, the weights before it are the end: they too are measured and saved."""
-        measured = self.evaluations and self.evaluations[-1]["step"] == self.engine.cursor.step
-        if self.task.held_out_rows and not measured:
+        if self.task.held_out_rows and not self.measured.has(self.engine.cursor.step):
             self._measure()
         self._save()
         self._settle()
@@ -143,7 +126,12 @@ class Training:
         last = report.step == self.plan.steps
         if self.task.held_out_rows and (last or report.step % self.plan.eval_every == 0):
             self._measure()
-        if last or report.stop_asked or report.step % self.plan.save_every == 0 or self._best_step() == report.step:
+        if (
+            last
+            or report.stop_asked
+            or report.step % self.plan.save_every == 0
+            or self.measured.best_step() == report.step
+        ):
             self._save()
 
     def _skip_or_go_back(self, report: StepReport) -> None:
@@ -165,15 +153,9 @@ class Training:
         self._go_back(report.step, good)
 
     def _measure(self) -> None:
-        measured = {"step": self.engine.cursor.step, **self.engine.evaluate()}
+        values = self.engine.evaluate()
         self._tell_changes()
-        if bad := [name for name, value in measured.items() if not math.isfinite(value)]:
-            raise Diverged(
-                f"{self.stage} diverged by step {measured['step']}: {bad[0]} is not finite; the last good checkpoint "
-                "is kept. A lower learning_rate is the first thing to try"
-            )
-        self.evaluations.append(measured)
-        self.context.journal.add("evaluation", stage=self.stage, **measured)
+        self.context.journal.add("evaluation", stage=self.stage, **self.measured.add(self.engine.cursor.step, values))
 
     def _save(self) -> None:
         if self.saved_at == self.engine.cursor.step:
@@ -183,11 +165,11 @@ class Training:
         beside = {
             "wishes": self.wishes,
             "global_batch": self.plan.global_batch,
-            "evaluations": list(self.evaluations),
+            "evaluations": list(self.measured.all),
             "seconds": self._seconds(),
         }
         self._settle()
-        if self.saver.save(state.snapshot(self.engine, **beside), self._best_step()):
+        if self.saver.save(state.snapshot(self.engine, **beside), self.measured.best_step()):
             self.context.journal.add(
                 "saving", stage=self.stage, step=self.engine.cursor.step, seconds=round(time.monotonic() - began, 3)
             )
@@ -238,7 +220,7 @@ class Training:
     def _go_on_from(self, step: int) -> None:
         with state.fitting(self._folder_of(step)):
             kept = state.restore(self.engine, self._folder_of(step))
-            self.evaluations = list(kept["evaluations"])
+            self.measured.all = list(kept["evaluations"])
             self.seconds_before, self.began = float(kept["seconds"]), time.monotonic()
         self.saved_at = step
         self.context.journal.add("resumed", stage=self.stage, step=step, steps=self.plan.steps)
@@ -246,23 +228,14 @@ class Training:
     def _folder_of(self, step: int) -> Any:
         return self.context.folder.checkpoints(self.stage) / f"step-{step:08d}"
 
-    def _best_step(self) -> int | None:
-        """The step with the best measure, of those that training itself reached."""
-        reached = [item for item in self.evaluations if item["step"] > 0]
-        if not reached or not self.settings.load_best_model_at_end:
-            return None
-        metric: str = self.settings.metric_for_best_model
-        sign = -1.0 if metric.endswith("accuracy") else 1.0
-        return int(min(reached, key=lambda item: sign * item[metric])["step"])
-
     def _best_that_verifies(self) -> int | None:
         """The best step whose checkpoint is still whole; a damaged one is passed over, and said."""
-        while (best := self._best_step()) not in (None, self.engine.cursor.step):
+        while (best := self.measured.best_step()) not in (None, self.engine.cursor.step):
             assert best is not None
             if self.context.world.first(lambda best=best: self.checkpoints.at(best) is not None):  # type: ignore[misc]
                 return best
             self._note(f"the checkpoint of step {best}, the best, is damaged; the next best is taken")
-            self.evaluations = [item for item in self.evaluations if item["step"] != best]
+            self.measured.forget(best)
         return best
 
     def _peak_flops(self) -> float | None:
@@ -281,11 +254,8 @@ class Training:
             state.restore_weights(self.engine, self._folder_of(best))
             self._note(f"the weights of step {best} have the best {self.settings.metric_for_best_model} and are kept")
         self.engine.average.settle()
-        measured = {item["step"]: item for item in self.evaluations}
-        kept, base = measured.get(self.engine.cursor.step if best is None else best, {}), measured.get(0, {})
-        metrics: dict[str, float | None] = {
-            **{name: value for name, value in kept.items() if name != "step"},
-            **{f"base_{name}": value for name, value in base.items() if name != "step"},
+        metrics = {
+            **self.measured.metrics(self.engine.cursor.step if best is None else best),
             "steps": self.engine.cursor.step,
             "tokens": self.engine.cursor.tokens,
             "trained_tokens": self.engine.cursor.trained_tokens,
