@@ -16,8 +16,9 @@ WINDOW = 32
 class Meter:
     """Turns step reports into the numbers a person watches."""
 
-    def __init__(self, steps: int, flops_per_token: float, peak_flops: float | None) -> None:
-        self._steps, self._flops, self._peak = steps, flops_per_token, peak_flops
+    def __init__(self, steps: int, batch: int, flops_per_token: float, peak_flops: float | None) -> None:
+        """batch: rows in a step."""
+        self._steps, self._batch, self._flops, self._peak = steps, batch, flops_per_token, peak_flops
         self._seconds: deque[float] = deque(maxlen=WINDOW)
         self._rates: deque[float] = deque(maxlen=WINDOW)
         self._waits: deque[float] = deque(maxlen=WINDOW)
@@ -34,6 +35,7 @@ class Meter:
         left = (self._steps - report.step) * median(self._seconds) if self._seconds else None
         return {
             "tokens_per_second": round(rate, 1) if rate else None,
+            "samples_per_second": round(self._batch / median(self._seconds), 2) if self._seconds else None,
             "mfu": round(rate * self._flops / self._peak, 4) if rate and self._peak else None,
             "waiting": round(median(self._waits), 4) if self._waits else None,
             "eta_seconds": round(left, 1) if left is not None else None,

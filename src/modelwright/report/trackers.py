@@ -15,7 +15,10 @@ from modelwright.report.tracker_packages import PACKAGES
 from modelwright.runs.folder import RunFolder
 from modelwright.runs.journal import Event, Watcher
 
-MEASURES = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "memory_bytes", "epoch")
+MEASURES = (
+    *("loss", "learning_rate", "grad_norm", "tokens_per_second", "samples_per_second", "mfu", "memory_bytes"),
+    "epoch",
+)
 """What is handed on, beside everything that an evaluation measured."""
 MOST_WAITING = 10_000
 """Events that wait for a slow tracker; later ones it does not get."""

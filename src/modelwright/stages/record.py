@@ -17,7 +17,7 @@ from modelwright.stages.lineage import ancestors
 
 STEP_FACTS = (
     *("step", "epoch", "loss", "eval_loss", "eval_accuracy", "learning_rate", "grad_norm"),
-    *("tokens_per_second", "waiting", "memory_bytes"),
+    *("tokens_per_second", "samples_per_second", "waiting", "memory_bytes"),
 )
 
 

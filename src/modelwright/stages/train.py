@@ -67,7 +67,7 @@ class Training:
         """Train to the end, or to the next order to stop; returns the metrics."""
         if self.task.held_out_rows and not self.measured.all:
             self._measure()
-        meter = Meter(self.plan.steps, self.built.flops_per_token, self._peak_flops())
+        meter = Meter(self.plan.steps, self.plan.global_batch, self.built.flops_per_token, self._peak_flops())
         self.began = time.monotonic()
         with self.stopper.waiting(), memory_told(self.plan), self.saver:
             self._train(meter)
