@@ -40,7 +40,7 @@ def on_a_gpu(folder: Path) -> str:
 def on_a_cpu(folder: Path) -> str:
     """What was measured on a CPU."""
     rows: list[tuple[str, Callable[[Figures], list[Cells]]]] = [
-        ("sft", _tuning), ("data", _preparing), ("scale", _scaling), ("start", _starting),
+        ("sft", _tuning), ("survival", _twin), ("data", _preparing), ("scale", _scaling), ("start", _starting),
     ]  # fmt: skip
     return _table(folder, rows)
 
@@ -171,6 +171,17 @@ def _survival(figures: Figures) -> list[Cells]:
             f"{figures['modelwright']['seconds']:.0f} s, start included",
             f"TRL {figures['trl']['seconds_extrapolated']:.0f} s by its median step",
             "`bench survival --scene smollm3`",
+        )
+    ]
+
+
+def _twin(figures: Figures) -> list[Cells]:
+    return [
+        (
+            f"SmolLM2-135M, last two layers and an own head, {figures['rows']:,} rows × {figures['epochs']} epochs",
+            f"{figures['modelwright']['overall_rows_per_second']:.2f} rows/s, start included",
+            f"TRL {figures['trl']['rows_per_second']:.2f} by its median step",
+            "`bench survival`",
         )
     ]
 
