@@ -45,12 +45,12 @@ def fit(runs: Sequence[Run], gpu: Gpu, before: Calibration) -> Calibration:
     )
 
 
-def left_out(runs: Sequence[Run], gpu: Gpu, fitted: Calibration) -> list[Run]:
-    """Each run judged by coefficients that were fitted to all runs of other settings."""
+def left_out(runs: Sequence[Run], seen: Sequence[Run], gpu: Gpu, fitted: Calibration) -> list[Run]:
+    """Each run judged by coefficients fitted to what was seen of other settings; `fitted` are those of all seen."""
     found = []
     for run in runs:
-        others = [other for other in runs if other["setting"]["name"] != run["setting"]["name"]]
-        found += judge([run], gpu, fit(others, gpu, fitted) if others else fitted)
+        others = [other for other in seen if other["setting"]["name"] != run["setting"]["name"]]
+        found += judge([run], gpu, fit(others, gpu, fitted) if 0 < len(others) < len(seen) else fitted)
     return found
 
 

@@ -18,7 +18,7 @@ from modelwright.bench.fit import fit, left_out
 from modelwright.bench.judge import accelerate_bytes, judge, most_rows, work_of
 from modelwright.bench.plan_table import lines
 from modelwright.bench.random_rows import RandomRows, random_images
-from modelwright.bench.settings import CPU_SETTINGS, GPU_SETTINGS, Setting
+from modelwright.bench.settings import CPU_SETTINGS, GPU_SETTINGS, UNSEEN, Setting
 from modelwright.errors import UsageError
 from modelwright.plan.calibration import OWN, calibration_for
 from modelwright.plan.facts import Facts, card, probe
@@ -49,9 +49,11 @@ def judged(runs: dict[str, Any]) -> dict[str, Any]:
     gpu, good = card(Facts(**runs["device"])), [run for run in runs["runs"] if "peak_bytes" in run]
     if not good:
         return {**runs, "judged": [], "calibration": {}}
+    unseen = {setting.name for setting in UNSEEN}
+    seen = [run for run in good if run["setting"]["name"] not in unseen] or good
     before = calibration_for(gpu)
-    after = fit(good, gpu, before)
-    blind, others = judge(good, gpu, before), left_out(good, gpu, after)
+    after = fit(seen, gpu, before)
+    blind, others = judge(good, gpu, before), left_out(good, seen, gpu, after)
     told = [
         {**run, **_errors("before", first), **_errors("left_out", other)}
         for run, first, other in zip(judge(good, gpu, after), blind, others, strict=True)
@@ -94,7 +96,7 @@ def measure_all(wanted: Sequence[str] = (), into: Path | None = None) -> dict[st
 
     on_gpu, facts = torch.cuda.is_available(), probe()
     runs: list[dict[str, Any]] = []
-    for setting in GPU_SETTINGS if on_gpu else CPU_SETTINGS:
+    for setting in (*GPU_SETTINGS, *UNSEEN) if on_gpu else CPU_SETTINGS:
         if wanted and not any(word in setting.name for word in wanted):
             continue
         began = time.perf_counter()

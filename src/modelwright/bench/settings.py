@@ -75,6 +75,30 @@ GPU_SETTINGS = (
 )  # fmt: skip
 """The last ones go to the edge of the memory: what is said to fit must run, and what is said not to must run out."""
 
+_ONE_BILLION = {"num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 128256,
+                "tie_word_embeddings": True}  # fmt: skip
+_FOUR_BILLION = {"num_hidden_layers": 36, "hidden_size": 2560, "intermediate_size": 9728, "head_dim": 128,
+                 "vocab_size": 151936}  # fmt: skip
+UNSEEN = (
+    Setting("unseen: 1.2B full 1024", "llama-6b", 6, 1024, smaller=_ONE_BILLION),
+    Setting("unseen: 360M DPO LoRA 512", "smollm2-360m", 16, 512, "dpo", settings={"trainable": "lora"}),
+    Setting("unseen: 2.1B full 512 checkpointed, twice", "smollm2-1.7b", 16, 512,
+            settings={"gradient_checkpointing": True, "gradient_accumulation_steps": 2},
+            smaller={"num_hidden_layers": 30}),
+    Setting("unseen: 3B LoRA 1024 compiled", "smollm3-3b", 6, 1024,
+            settings={"trainable": "lora", "torch_compile": True}),
+    Setting("unseen: 4B last 4 layers 1536", "llama-6b", 6, 1536, settings={"trainable": {"last_layers": 4}},
+            smaller=_FOUR_BILLION),
+    Setting("unseen: 5B full 1024 fp8", "llama-6b", 4, 1024, settings={"precision": "fp8"},
+            smaller={"num_hidden_layers": 26}),
+    Setting("unseen: 7B DPO LoRA 1024 checkpointed", "llama-7b", 4, 1024, "dpo",
+            settings={"trainable": "lora", "gradient_checkpointing": True}),
+    Setting("unseen: ResNet-18 of width 96, 768", "resnet18", 768, stage="classify", smaller={"width": 96}),
+    Setting("unseen: 4B full 2048, as many rows as fit", "llama-6b", 0, 2048, smaller=_FOUR_BILLION),
+    Setting("unseen: 4B full 2048, a tenth more than fit", "llama-6b", 0, 2048, smaller=_FOUR_BILLION, beyond=1.1),
+)  # fmt: skip
+"""Never used to fit the coefficients: other shapes, and ways to train them together."""
+
 _TINY = {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 384, "vocab_size": 2048,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}  # fmt: skip
 _FP32 = {"precision": "fp32"}

@@ -108,20 +108,24 @@ def speeds() -> list[Check]:
 
 
 def attention() -> Check:
-    """Causal attention forward and backward, and which kernels take it."""
+    """Causal attention forward and backward, by the kernels in the order that training takes them; and which work."""
     import torch
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
+    from modelwright.models.attention import PREFERRED
+
     on_gpu = torch.cuda.is_available()
     device, kind = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
-    length, heads = (2048, 16) if on_gpu else (128, 2)
-    query = torch.randn(1, heads, length, 64, device=device, dtype=kind, requires_grad=True)
+    rows, heads, length, width = (2, 32, 4096, 128) if on_gpu else (1, 2, 128, 64)
+    size = (rows, heads, length, width)
+    query, key, value = (torch.randn(size, device=device, dtype=kind, requires_grad=True) for _ in range(3))
 
     def once() -> None:
-        F.scaled_dot_product_attention(query, query, query, is_causal=True).sum().backward()  # type: ignore[no-untyped-call]
+        F.scaled_dot_product_attention(query, key, value, is_causal=True).backward(value.detach())  # type: ignore[no-untyped-call]
 
-    rate = 3.5 * 2.0 * heads * length**2 * 64 / _seconds(once, torch, on_gpu)
+    with sdpa_kernel(PREFERRED, set_priority=True):
+        rate = 3.5 * 2.0 * rows * heads * length**2 * width / _seconds(once, torch, on_gpu)
     works = []
     for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"):
         try:
