@@ -95,6 +95,12 @@ def test_the_fastest_of_ours_is_held_against_the_fastest_peer() -> None:
     assert peers.ratio({"ours, a": {"rate": 6.0}}, "rate") == {}
 
 
+def test_the_speed_of_a_training_whose_loss_is_no_number_is_not_told() -> None:
+    peers.finite([3.0, 2.5])
+    with pytest.raises(ArithmeticError, match="no number from step 2 on"):
+        peers.finite([3.0, float("nan"), float("nan")])
+
+
 def test_low_rank_matrices_are_trained_beside_the_peer_and_their_kernels_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

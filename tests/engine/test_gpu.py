@@ -15,6 +15,7 @@ import torch
 import torch._dynamo.utils
 
 from modelwright.bench import speed
+from modelwright.engine.masters import MASTER, SplitAdamW, split
 from modelwright.errors import Interrupted
 from modelwright.models import attention, text
 from modelwright.recipe.load import load
@@ -129,6 +130,27 @@ def test_few_moving_weights_are_moved_without_compiling(model_folder: Path, tmp_
     settings = {"precision": "bf16", "cuda_graphs": recorded, "trainable": {"norms": True}}
     steps = trace(run(tmp_path, model_folder, **settings))["steps"]
     assert len(steps) == 12 and not torch._dynamo.utils.counters["stats"]
+    losses = [loss for loss, *_ in steps.values()]
+    assert losses[-1] < losses[0], "a weight that is no number makes a loss that is none"
+
+
+def test_whole_masters_move_on_the_gpu_as_on_the_cpu() -> None:
+    torch.manual_seed(0)
+    start, gradients = torch.randn(64, 48), [torch.randn(64, 48).bfloat16() for _ in range(5)]
+    ends = []
+    for device in ("cpu", "cuda"):
+        high, rest = split(start.to(device))
+        weight = torch.nn.Parameter(high)
+        moves = SplitAdamW(
+            [{"params": [weight], "weight_decay": 0.1}], {weight: rest}, torch.float32, True,
+            lr=1e-2, betas=(0.9, 0.999), eps=1e-8,
+        )  # fmt: skip
+        for gradient in gradients:
+            weight.grad = gradient.to(device)
+            moves.step()
+        assert torch.equal(weight.data, split(moves.state[weight][MASTER])[0])
+        ends.append(weight.data.float().cpu())
+    assert torch.allclose(*ends, rtol=1e-2)
 
 
 def test_fp8_learns_what_bf16_learns() -> None:

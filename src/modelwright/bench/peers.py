@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from typing import Any
 
@@ -23,6 +24,12 @@ def ratio(ways: dict[str, Any], figure: str) -> dict[str, float]:
     ours = [way[figure] for name, way in ways.items() if name.startswith("ours") and figure in way]
     theirs = [way[figure] for name, way in ways.items() if not name.startswith("ours") and figure in way]
     return {"ratio": round(max(ours) / max(theirs), 2)} if ours and theirs else {}
+
+
+def finite(losses: list[float]) -> None:
+    """Refuse the speed of a training that has learnt nothing."""
+    if bad := [step for step, loss in enumerate(losses, 1) if not math.isfinite(loss)]:
+        raise ArithmeticError(f"the loss is no number from step {bad[0]} on; how fast that was says nothing")
 
 
 def clock(marks: list[float], losses: list[float]) -> Any:

@@ -18,7 +18,7 @@ import numpy as np
 
 from modelwright.bench import results, speed_command, speed_sft
 from modelwright.bench.kernels import Kernels
-from modelwright.bench.peers import clock, let_go, ratio
+from modelwright.bench.peers import clock, finite, let_go, ratio
 from modelwright.bench.speed_works import EXACT, SEED, WAYS, WORKS, Rows, Way, Work, build, flops_per_token, rows_of
 
 LATE = 50
@@ -66,6 +66,7 @@ def measure(
             pace = (
                 train_ours(WORKS[work], way, some, watch) if way.peer is None else train_theirs(WORKS[work], way, some)
             )
+            finite(pace.losses)
             told["ways"][way.name] = _figures(WORKS[work], pace) | ({"kernels": watch.table} if watch.table else {})
             print("\n".join(watch.lines()), flush=True)
         except Exception as error:  # one way must not take the others with it

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from modelwright.bench.peers import clock, let_go, ratio
+from modelwright.bench.peers import clock, finite, let_go, ratio
 from modelwright.bench.results import installed
 from modelwright.bench.survival import SEED, Scene, conversations_of, load_model, prepared
 
@@ -112,6 +112,7 @@ def measure(ways: Sequence[str], steps: int, data: Path | None) -> dict[str, Any
             let_go()
             try:
                 trial = (train_theirs if way.peer else train_ours)(stand, way)
+                finite(trial.losses)
                 told[way.name] = {
                     "rows_per_second": round(trial.rows / median(trial.seconds[len(trial.seconds) // 2 :]), 2),
                     "rows_a_step": round(trial.rows, 2), "memory_gb": round(memory_in_use() / 1e9, 2),

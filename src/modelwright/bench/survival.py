@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from modelwright.bench.peers import finite
 from modelwright.bench.results import installed
 
 SEED, LEARNING_RATE = 42, 5e-5
@@ -81,6 +82,7 @@ def measure(scene: str = "twin", data: Path | None = None) -> dict[str, Any]:
         steps = -(-len(rows.train) * wish.epochs // wish.batch)
         kept = train_ours(wish, rows, folder, device, steps)
         plain = train_ours(wish, rows, folder, device, wish.beside, keep_trunk="off", share_prefix=False)
+        finite([*kept.losses, *plain.losses])
         theirs = train_theirs(wish, rows, folder, device) if installed("trl") else None
     return _figures(wish, len(rows.train), kept, plain, theirs)
 

@@ -124,8 +124,8 @@ def _move_whole(
         [state[MASTER]], [weight.grad.float()], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]],
         lr=learning_rate, beta1=beta1, beta2=beta2, weight_decay=decay, eps=epsilon, amsgrad=False, maximize=False,
     )  # fmt: skip
-    # the shift writes 16 bits itself: 14 bytes a weight are read or written instead of 26
-    torch.bitwise_right_shift(state[MASTER].view(torch.int32) + 0x8000, 16, out=weight.detach().view(torch.int16))
+    # a shift that writes 16 bits itself is right on a CPU and makes NaN on a GPU (torch 2.11)
+    weight.copy_(_rounded(state[MASTER].view(torch.int32)).to(torch.int16).view(torch.bfloat16))
 
 
 _MOVES: dict[bool, Any] = {False: _move}
