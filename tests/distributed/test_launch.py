@@ -25,9 +25,9 @@ LONG = {"max_steps": 40, "save_steps": 5, "eval_steps": 40, "global_batch_size":
 class Launched:
     """A launch in a process of its own."""
 
-    def __init__(self, words: list[str], folder: Path) -> None:
+    def __init__(self, words: list[str], folder: Path, **variables: str) -> None:
         self.log = folder / "launch.log"
-        environ = {**os.environ, "PYTHONPATH": PATHS, "TMPDIR": str(folder), "HF_HUB_OFFLINE": "1"}
+        environ = {**os.environ, "PYTHONPATH": PATHS, "TMPDIR": str(folder), "HF_HUB_OFFLINE": "1", **variables}
         self.process = subprocess.Popen(
             [sys.executable, "-m", *words], cwd=folder, env=environ, stdout=self.log.open("w"), stderr=subprocess.STDOUT
         )
@@ -113,6 +113,26 @@ def test_a_killed_rank_a_stopped_rank_and_a_killed_launcher_change_nothing_and_l
     again = rig.run_ranks(["run", str(recipe)], broken, 2)
     assert [code for code, _ in again] == [0, 0], again
     assert trace(broken / "run") == trace(whole / "run")
+
+
+@pytest.mark.slow
+def test_ranks_with_gpus_are_started_afresh_as_cuda_does_not_outlive_a_fork(
+    model_folder: Path, tmp_path: Path, launched: list[Launched]
+) -> None:
+    steps = 60
+    recipe = tiny_recipe(tmp_path, model_folder, **{**LONG, "max_steps": steps, "eval_steps": steps})
+    words = ["modelwright", "launch", str(recipe), "--log-format", "plain"]
+    launch = Launched(words, tmp_path, CUDA_VISIBLE_DEVICES="0,1")
+    launched.append(launch)
+    reach(tmp_path / "run", 7, launch)
+    ranks = ranks_of(launch, tmp_path)
+    parents = {Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] for pid in ranks.values()}
+    agent = Path(f"/proc/{parents.pop()}/cmdline").read_text()
+    assert len(ranks) == 2 and not parents and "modelwright.launch.agent" in agent, "no fork server between them"
+    os.kill(ranks["1"], signal.SIGKILL)
+    assert launch.wait() == 0, launch.output
+    assert launch.output.count("rank 1 was killed by SIGKILL") == 1
+    assert max(steps_of(tmp_path / "run")) == steps
 
 
 @pytest.mark.slow

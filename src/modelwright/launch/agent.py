@@ -36,8 +36,9 @@ def main() -> None:
     """Be one node of a launch."""
     wish, signs = Wish.from_text(sys.argv[1]), Signs(Path(sys.argv[2]))
     die_with_parent(int(sys.argv[3]))
-    multiprocessing.set_forkserver_preload(["modelwright.launch.mortal", *wish.preload])
-    forkserver.ensure_running()  # it imports while this process does
+    if wish.preload:
+        multiprocessing.set_forkserver_preload(["modelwright.launch.mortal", *wish.preload])
+        forkserver.ensure_running()  # it imports while this process does
     logging.disable(logging.CRITICAL)  # the child's error is told, not the launcher's
     code, letter = _run(wish, signs)
     signs.end(code, letter)
@@ -133,7 +134,8 @@ def _build(wish: Wish, signs: Signs, muster: Muster | None) -> Any:
     )
     agent: Any = type("Agent", (Ours, LocalElasticAgent), {})
     duties = Duties(wish, signs, variables, muster)
-    return agent(spec, duties, logs_specs=DefaultLogsSpecs(), start_method="forkserver")
+    start = "forkserver" if wish.preload else "spawn"
+    return agent(spec, duties, logs_specs=DefaultLogsSpecs(), start_method=start)
 
 
 @dataclass(frozen=True)

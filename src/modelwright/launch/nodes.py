@@ -91,7 +91,7 @@ def wish_for(loaded: LoadedRecipe, command: tuple[str, ...], asked: Asked, max_r
         local_address=local,
         interface=interface,
         max_restarts=max_restarts,
-        preload=modules_for(loaded),
+        preload=() if count_gpus(os.environ) else modules_for(loaded),
         fingerprint=fingerprint(loaded),
         leaves_precision=leaves_precision(loaded),
     )

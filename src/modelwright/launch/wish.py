@@ -58,7 +58,10 @@ class Wish:
     rejoin_seconds: int = 40
     """How long a later one may take when a node has fallen silent; one that answers is given the first one's time."""
     preload: tuple[str, ...] = ()
-    """Modules that the ranks are forked with, so that a restart does not import them again."""
+    """Modules that the ranks are forked with, so that a restart does not import them again; none: started afresh.
+
+    Ranks with GPUs are: a library that touches one when it is imported spoils it for all that are forked later.
+    """
     fingerprint: str = ""
     """Hash of the recipe as it was read here: all nodes must mean the same."""
 
