@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -76,16 +77,18 @@ def _run(recipe: str, place: Path, seed: int, sets: Sequence[str]) -> dict[str, 
     events = list(journal.read(place / "journal.jsonl"))
     steps = [event for event in events if event["event"] == "step"]
     measured = [event for event in events if event["event"] == "evaluation"]
-    later = [event["seconds"] for event in steps if event["epoch"] > steps[0]["epoch"]][1:] or [steps[-1]["seconds"]]
     rows = next(event for event in events if event["event"] == "data")["train_rows"]
+    paces = [
+        (after["time"] - before["time"]) / (after["step"] - before["step"]) for before, after in pairwise(steps[1:])
+    ] or [steps[-1]["seconds"]]  # from step to step, so that what is told and written between them counts
     began = steps[0]["time"] - steps[0]["seconds"]
     return {
         "seed": seed,
         "accuracy": measured[-1]["eval_accuracy"],
         "seconds": round(measured[-1]["time"] - began, 2),
         "first_seconds": steps[0]["seconds"],
-        "epoch_seconds": round(median(later) * rows / steps[-1]["tokens"], 4),
-        "steps": len(steps),
+        "epoch_seconds": round(median(paces[len(paces) // 3 :]) * rows / steps[0]["tokens"], 4),
+        "steps": steps[-1]["step"],
         "source": next(event for event in events if event["event"] == "data")["source"],
     }
 
