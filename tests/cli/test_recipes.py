@@ -26,6 +26,17 @@ def test_a_good_recipe_is_ok(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed.err == ""
 
 
+@pytest.mark.parametrize("group", [(), ("data",), ("job",)])
+def test_help_tells_each_verb_in_a_whole_sentence(
+    group: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(*group, "--help") == 0
+    verbs = capsys.readouterr().out.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
+    assert len(verbs) >= 4
+    assert [verb for verb in verbs if not verb.endswith(".") or verb.endswith("...")] == []
+
+
 def test_notes_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("check", "quickstart", "--set", "sft.lr=1e-4", "--json") == 0
     printed = capsys.readouterr()

@@ -28,7 +28,7 @@ def convert(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a recipe of a configuration of TRL or axolotl, and name all that could not be carried over."""
+    """Make a recipe of a configuration of TRL or axolotl. All that could not be carried over is named."""
     from modelwright.recipe.moving import as_json as told
     from modelwright.recipe.moving import move
 

@@ -38,7 +38,7 @@ def audit(
     ] = 0.0,
     as_json: Json = False,
 ) -> None:
-    """Tell every problem of the data by file and line, and what its numbers foretell."""
+    """Tell every problem of the data by file and line. Then what its numbers foretell."""
     from modelwright.cli.data_words import audit_lines
     from modelwright.data.auditing import audits
     from modelwright.data.quarantine import write
@@ -65,7 +65,7 @@ def show(
     count: Annotated[int, typer.Option("--count", min=1, help="How many samples.")] = 3,
     as_json: Json = False,
 ) -> None:
-    """Render a few samples as the model sees them, with what it learns coloured."""
+    """Render a few samples as the model sees them. What it learns is coloured."""
     from modelwright.cli.data_words import coloured
     from modelwright.data.named import load_named
     from modelwright.runs.caches import prepare_environment
@@ -93,7 +93,7 @@ def convert(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write rows as Parquet, or a recipe's conversations as a folder that load_from_disk reads."""
+    """Write rows as Parquet, or a recipe's rows as a folder. That folder is for load_from_disk."""
     from modelwright.data.auditing import write_sets
     from modelwright.data.files import SUFFIXES
     from modelwright.data.sets import convert as write_parquet
@@ -117,7 +117,7 @@ def prepare(
     ray: Annotated[bool, typer.Option("--ray", help="Let a Ray cluster do the pieces.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Clean, deduplicate, tokenize and pack the recipe's text; stopped anywhere, it goes on."""
+    """Clean, deduplicate, tokenize and pack text. Stopped anywhere, it goes on."""
     from modelwright.data.named import load_named
     from modelwright.runs.caches import prepare_environment
 

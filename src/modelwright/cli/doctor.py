@@ -29,7 +29,7 @@ def doctor(
     port: Annotated[int | None, typer.Option(help="With --nodes: its port; 29500 without it.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what this machine can do, and how to mend what it cannot; exit 0 only if the recipe can run."""
+    """Say what this machine can do, and how to mend what it cannot. Exit 0 only if the recipe can run."""
     from modelwright.launch.doctor import examine
     from modelwright.launch.nodes import Asked
     from modelwright.launch.patient import checks

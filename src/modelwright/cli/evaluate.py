@@ -27,7 +27,7 @@ def evaluate(
     tasks: Annotated[Options, typer.Option("--task", help="A task of lm-eval; may be given often.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
-    """Measure every model of a run in the same way, or one model by itself."""
+    """Measure every model of a run in the same way, or one model alone."""
     import json
 
     from modelwright.recipe.evaluation import Evaluate

@@ -19,7 +19,7 @@ def export(
     to: Annotated[str | None, typer.Option("--to", help="The folder; without it, RUN/exports/FORMAT.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
-    """Write a run's model for others, with its card and the sha256 of every file."""
+    """Write a run's model for others. With it come its card and the sha256 of every file."""
     import json
 
     from modelwright.runs.caches import prepare_environment

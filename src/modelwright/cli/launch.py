@@ -54,7 +54,7 @@ def launch(
     clone_from: Annotated[str | None, typer.Option(metavar="PATH", help="openshift: what a rehearsal clones.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Start a recipe on all GPUs here, on many nodes, or on a cluster; start it again when something dies."""
+    """Start a recipe on all GPUs here, on many nodes or on a cluster. It is started again when something dies."""
     from modelwright.errors import UsageError
     from modelwright.launch.nodes import Asked, operator_variables
     from modelwright.recipe.load import load

@@ -92,7 +92,7 @@ def check_files(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Manifests, yours or rendered.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Tell every mistake in manifests by file and line: unknown fields, wrong types, and what fails only later."""
+    """Tell every mistake in manifests by file and line. Unknown fields, wrong types, and what fails only later."""
     from modelwright.launch.rules import check
     from modelwright.launch.stream import read
 

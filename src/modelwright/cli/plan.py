@@ -27,7 +27,7 @@ def plan(
     own_prices: Annotated[Path | None, typer.Option("--prices", help="JSON of dollars per GPU-hour by card.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Foresee memory, time and cost of a recipe; fits or not, and what would."""
+    """Foresee memory, time and cost of a recipe. It fits or not, and what would."""
     from modelwright.data.size import size
     from modelwright.plan import sheet
     from modelwright.plan.estimate import Rows

@@ -23,7 +23,7 @@ def register(app: typer.Typer) -> None:
 
 
 def report(run: Run, as_json: Json = False) -> None:
-    """Write a run's report.html anew: one page with everything, which opens from disk."""
+    """Write a run's report.html anew. It is one page with everything, which opens from disk."""
     import json
 
     from modelwright.report import page
@@ -41,7 +41,7 @@ def board(
     ] = None,
     port: Annotated[int, typer.Option("--port", help="Port on 127.0.0.1; 0 takes a free one.")] = 0,
 ) -> None:
-    """Show runs live in a browser on this machine: curves as they grow, two runs over each other, a question box."""
+    """Show runs live in a browser on this machine. Curves as they grow, two runs over each other, a question box."""
     from pathlib import Path
 
     from modelwright.report.board import Board

@@ -19,7 +19,7 @@ def chat(
     run: Run,
     base: Annotated[bool, typer.Option("--base", help="Talk to the model as it was before training.")] = False,
 ) -> None:
-    """Talk with the model of a run; an empty line or /quit ends it, /new begins anew."""
+    """Talk with the model of a run. An empty line or /quit ends it, /new begins anew."""
     import sys
 
     from modelwright.errors import UsageError
@@ -66,7 +66,7 @@ def serve(
         str | None, typer.Option("--key", help="The key clients must send; without it, a random one.")
     ] = None,
 ) -> None:
-    """Serve the model of a run to OpenAI-style clients; for production, give its folder to vLLM."""
+    """Serve the model of a run to OpenAI-style clients. For production, give its folder to vLLM."""
     from modelwright.report.guard import listen
     from modelwright.runs.caches import prepare_environment
     from modelwright.runs.folder import open_run

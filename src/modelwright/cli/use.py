@@ -26,7 +26,7 @@ def ask(
     both: Annotated[bool, typer.Option("--both", help="Ask before and after, one below the other.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Put a question to the model of a run, with the prompt it was trained with; the answer comes as it is made."""
+    """Put a question to the model of a run. It gets the prompt it was trained with; the answer comes as it is made."""
     import json
 
     from modelwright.errors import UsageError
@@ -62,7 +62,7 @@ def compare(
     other: Annotated[str | None, typer.Argument(metavar="[OTHER]", help="A second run, to hold against it.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Show the same questions answered before and after; with a second run, hold the two against each other."""
+    """Show the same questions answered before and after. With a second run, hold the two against each other."""
     import json
 
     from modelwright.errors import UsageError
@@ -100,7 +100,7 @@ def gate(
     stage: Annotated[str | None, typer.Argument(help="One stage; without it, every stage that was measured.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Judge a run's stages again, by the thresholds its recipe has now, without training."""
+    """Judge a run's stages again, without training. The thresholds are those that its recipe has now."""
     import json
 
     from modelwright.errors import GateClosed

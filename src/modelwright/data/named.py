@@ -31,7 +31,7 @@ def load_named(name: str, sets: Sequence[str], preparing: bool = False) -> Loade
     }
     if preparing:
         return made({**wish, "prepare": {}}, Path(name), sets)
-    about = [each for each in sets if each.startswith("data.")]
+    about = [each for each in sets if not each.startswith(("dpo.", "pretrain."))]
     stage = _stage_of(made({**wish, "sft": {}}, Path(name), about).recipe.data_of("sft"))
     return made({**wish, stage: {}}, Path(name), sets)
 
