@@ -27,8 +27,9 @@ def test_from_an_l40s_to_an_l4_the_recipe_goes_from_16_times_4_to_8_times_8() ->
     assert large.plan.arithmetic == "batch 64 = 16 per device × 1 device × 4 accumulation"
     assert small.plan.arithmetic == "batch 64 = 8 per device × 1 device × 8 accumulation"
     assert large.fits and small.fits
-    (line,) = [line for line in small.plan.reasons if "instead of" in line]
-    assert line == "8 rows at once × 8 instead of 16 × 4, for the 22 GiB of L4; the batch of 64 is kept"
+    wished, bitten = [line for line in small.plan.reasons if "instead of" in line]
+    assert wished == "16 rows per device instead of 24, 4 times, keep the batch of 64 (global_batch_size)"
+    assert bitten == "8 rows at once × 8 instead of 16 × 4, for the 22 GiB of L4; the batch of 64 is kept"
 
 
 def test_a_card_without_bf16_gets_fp16_a_smaller_bite_and_the_same_batch() -> None:

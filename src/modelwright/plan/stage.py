@@ -70,9 +70,10 @@ def plan_stage(settings: Training, rows: int, world: int, facts: Facts, kept_bat
     per_device, accumulation = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
     wished = kept_batch or settings.global_batch_size
     if wished and wished != per_device * accumulation * world:
-        per_device, accumulation = solve(wished, per_device, world)
+        asked, (per_device, accumulation) = per_device, solve(wished, per_device, world)
         source = "this run's earlier start" if kept_batch else "global_batch_size"
-        reasons.append(f"{per_device} rows per device, {accumulation} times, keep the batch of {wished} ({source})")
+        rows_at_once = f"{per_device} rows per device" + (f" instead of {asked}" if per_device != asked else "")
+        reasons.append(f"{rows_at_once}, {accumulation} times, keep the batch of {wished} ({source})")
         if empty := per_device * accumulation * world - wished:
             reasons.append(
                 f"{empty} of {wished + empty} places in each step stay empty: {world} do not divide {wished}"
