@@ -15,6 +15,7 @@ import torch
 import torch._dynamo.utils
 
 from modelwright.bench import speed
+from modelwright.engine import trial
 from modelwright.engine.masters import MASTER, SplitAdamW, split
 from modelwright.errors import Interrupted
 from modelwright.models import attention, text
@@ -161,3 +162,17 @@ def test_fp8_learns_what_bf16_learns() -> None:
         work, speed.Way("fp8", {"precision": "fp8", "torch_compile": True}), speed.rows_of(work, 12)
     )
     assert eighth.losses == pytest.approx(exact.losses, rel=2e-2)
+
+
+def test_fp8_that_is_kept_trains_on_the_gpu_as_if_it_had_been_forced(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torchao")
+    monkeypatch.setenv("MODELWRIGHT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(trial, "GAIN", 0.0)
+    monkeypatch.setattr(trial, "TOLERANCE", 1.0)
+    settings = {"precision": "fp8", "max_steps": 3, "eval_steps": 3}
+    kept = run(tmp_path / "kept", model_folder, **settings)
+    forced = run(tmp_path / "forced", model_folder, **settings, fp8_check="off")
+    assert json.loads((kept / "plan.json").read_text())["sft"]["reasons"][-1].startswith("fp8 is kept")
+    assert trace(kept) == trace(forced)

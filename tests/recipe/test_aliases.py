@@ -167,6 +167,7 @@ OURS_ALONE = {
     "share_prefix",
     "max_truncated",
     "scale_learning_rate_by_world",
+    "fp8_check",
 }
 
 

@@ -28,7 +28,7 @@ def run(
     ] = None,
     reason: Annotated[str | None, typer.Option("--reason", help="Why, for --accept-gate; kept for ever.")] = None,
     fp8: Annotated[
-        bool | None, typer.Option("--fp8/--no-fp8", help="Compute in fp8, or in bf16, whatever the stages say.")
+        bool | None, typer.Option("--fp8/--no-fp8", help="Compute in fp8 without trying it first, or in bf16.")
     ] = None,
     log_format: Annotated[
         str, typer.Option("--log-format", help="auto (a live panel on a terminal), plain, or json.")
@@ -48,6 +48,7 @@ def run(
     loaded = load(recipe, sets or ())
     if fp8 is not None:
         wished = [f"{stage}.precision={'fp8' if fp8 else 'bf16'}" for stage in loaded.recipe.stages]
+        wished += [f"{stage}.fp8_check=off" for stage in loaded.recipe.stages if fp8]
         loaded = load(recipe, [*(sets or ()), *wished])
     prepare_environment()
     from modelwright.stages import pipeline

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -42,3 +44,12 @@ def convert(module: nn.Module) -> list[nn.Linear]:
         convert_to_float8_training(layer, config=config, module_filter_fn=suits)
         converted += [layer.get_submodule(name) for name in names]
     return converted
+
+
+def switch(linears: Iterable[nn.Linear], on: bool) -> None:
+    """Let converted layers multiply in FP8 again, or as any linear layer does."""
+    for linear in linears:
+        if on:
+            linear.__dict__.pop("forward", None)
+        else:
+            linear.__dict__["forward"] = MethodType(nn.Linear.forward, linear)

@@ -11,9 +11,9 @@ micro-batch, so that a resumed run draws what the uninterrupted one would.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -30,10 +30,10 @@ from modelwright.engine.masters import halve
 from modelwright.engine.optim import build_optimizer, build_schedule, set_learning_rate
 from modelwright.engine.pace import HANGS_SECONDS, KNOWN_AFTER, TIMES_A_STEP, Stopwatch
 from modelwright.engine.precision import Precision
-from modelwright.engine.replay import Replay, Work
+from modelwright.engine.replay import WARM_UP, Replay, Work
 from modelwright.engine.retreat import Compiled, smaller_bites
 from modelwright.engine.shard import accumulating, layers_of, persistent_buffers, place, shard, whole
-from modelwright.engine.task import Batch, Task
+from modelwright.engine.task import Batch, Prepared, Task, means
 from modelwright.engine.world import World
 from modelwright.plan.stage import StagePlan
 from modelwright.recipe.training import Training
@@ -41,6 +41,8 @@ from modelwright.recipe.training import Training
 Result = TypeVar("Result")
 SMALL = 2_000_000_000
 """Weights below which a GPU waits for the host: 79 k tokens/s as they come, 140 k recorded, at half a billion."""
+REHEARSED, TIMES = 2, 4
+"""Micro-batches that are gone through where nothing is learnt yet, and how often: about 12 s with 6 B weights."""
 
 
 @dataclass(frozen=True)
@@ -85,28 +87,6 @@ class StepReport:
     """Whether some rank was asked to stop."""
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A rank's share of one global batch, ready for the device."""
-
-    step: int
-    """Which batch."""
-    rows_hash: str
-    """Hash of the whole global batch's row numbers."""
-    batches: list[Batch]
-    """This rank's micro-batches."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in the share, padding not counted."""
-        return sum(batch.tokens for batch in self.batches)
-
-    @property
-    def trained(self) -> int:
-        """Tokens in the share that are learnt from."""
-        return sum(batch.trained for batch in self.batches)
-
-
 class Engine:
     """Trains one task on this rank's share of the world."""
 
@@ -118,15 +98,11 @@ class Engine:
         self.changes: list[str] = []
         self._clip = settings.max_grad_norm
         self.eval_rows = settings.per_device_eval_batch_size
-        self.precision = Precision(plan.precision, world.device, plan.weights)
         self._module = task.module.to(world.device)
         rests = halve(self._module) if plan.weights == "bf16" else None
-        if plan.precision == "fp8":
-            fp8.convert(self._module)
-        # as they are, fp8 layers cast in passes of their own: 0.85 s a step of DPO where bf16 takes 0.28
-        compiles = settings.torch_compile or (plan.precision == "fp8" and world.device.type == "cuda")
-        self._compiled = Compiled((layers_of(self._module) or [self._module]) if compiles else [])
-        self.changes += self._compiled.told
+        self._eighths = fp8.convert(self._module) if plan.precision == "fp8" else []
+        self._compiles = settings.torch_compile
+        self.compute_in(plan.precision)
         self._forward = shard(self._module, world, plan.sharding, self.precision.compute, settings.ddp_bucket_cap_mb)
         self.weights = {name: w for name, w in self._module.named_parameters() if w.requires_grad}
         self.buffers = persistent_buffers(self._module)
@@ -137,6 +113,17 @@ class Engine:
         self._records = world.device.type == "cuda" and world.size == 1 and plan.precision != "fp16"
         self._records = self._records and self._is_worth_recording(settings)
         self.begin_anew()
+
+    def compute_in(self, precision: str) -> None:
+        """Use this arithmetic from now on; what was built in fp8 can compute in bf16 too, and nothing else changes."""
+        fp8.switch(self._eighths, on=precision == "fp8")
+        self.precision = Precision(precision, self.world.device, self.plan.weights)
+        if precision != self.plan.precision:
+            self.plan = replace(self.plan, precision=precision)
+        # as they are, fp8 layers cast in passes of their own: 0.85 s a step of DPO where bf16 takes 0.28
+        compiles = self._compiles or (precision == "fp8" and self.world.device.type == "cuda")
+        self._compiled = Compiled(layers_of(self._module) or [self._module], compiles)
+        self.changes += self._compiled.told
 
     def _is_worth_recording(self, settings: Training) -> bool:
         """Where the device is done before the host has told it what to do."""
@@ -275,17 +262,44 @@ class Engine:
         for turn, batch in enumerate(batches):
             self._draw_for(turn)
             with accumulating(self._forward, last=turn == len(batches) - 1):
-                total += self._micro(scale=scale, **batch.on(self.world.device))
+                total += self._micro(scale=scale, **batch.on(self.world.device))[0]
         return total
 
     def _micro_batch(self, scale: Tensor, **inputs: Tensor) -> Tensor:
-        """Add one micro-batch to the gradients; returns its summed loss."""
+        """Add one micro-batch to the gradients; returns its summed measures, the loss first."""
         with self.precision.autocast():
-            summed: Tensor = self._forward(**inputs).flatten()[0]
+            summed: Tensor = self._forward(**inputs).flatten()
         if self.world.size > 1:
             self._watch.stop()  # from the last of these on gradients are exchanged, and the fast wait for the slow
-        self.precision.backward(summed * scale)
+        self.precision.backward(summed[0] * scale)
         return summed.detach()
+
+    def rehearse(self) -> tuple[list[float], float]:
+        """Go forward and back over the first batches and move nothing: their summed measures, the fastest's seconds."""
+        return self._or_otherwise(self._rehearsed)
+
+    def _rehearsed(self) -> tuple[list[float], float]:
+        rows = sorted(self.order.at(0), key=self.task.length)
+        mine = share(rows, self.world.rank, self.world.size, self.plan.per_device)
+        lay_out = getattr(self.task, "trial_batch", self.task.batch)
+        batches = [lay_out(some, 0) for some in mine[:REHEARSED]]
+        scale = torch.full((), 1 / max(1, sum(batch.trained for batch in batches)), device=self.world.device)
+        self._module.train()
+        seconds, gpus = [], [self.world.device.index or 0] if self.world.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=gpus):
+            for _ in range(TIMES + WARM_UP * self._records):
+                began = time.perf_counter()
+                summed = torch.zeros(len(self.task.measures), device=self.world.device)
+                for turn, batch in enumerate(batches):
+                    self._draw_for(turn)
+                    with accumulating(self._forward, last=True):
+                        summed += self._micro(scale=scale, **batch.on(self.world.device))
+                for gpu in gpus:
+                    torch.cuda.synchronize(gpu)
+                seconds.append(time.perf_counter() - began)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.begin_anew()
+        return summed.tolist(), min(seconds)
 
     def _clipped(self) -> Tensor:
         """Shorten the gradient where it is too long; returns how long it was."""
@@ -312,7 +326,7 @@ class Engine:
         with self.average.shown():
             summed, trained = self._or_otherwise(self._held_out_sums)
         *sums, count = self.world.sum(*summed.tolist(), trained)
-        return _means(dict(zip(self.task.measures, sums, strict=True)), count)
+        return means(dict(zip(self.task.measures, sums, strict=True)), count)
 
     def _held_out_sums(self) -> tuple[Tensor, int]:
         """This rank's share of what is held out: [measures], and how much was measured."""
@@ -332,13 +346,3 @@ class Engine:
         for batch in batches:
             with self.precision.autocast():
                 yield self._forward(**batch.on(self.world.device)).float().cpu()
-
-
-def _means(sums: Mapping[str, float], count: float) -> dict[str, float]:
-    """Measures over the count, or where their name says so over another measure, which then is none itself."""
-    over = {name: name.partition(" per ")[2] for name in sums}
-    return {
-        f"eval_{name.partition(' per ')[0]}": total / (sums[over[name]] if over[name] else count)
-        for name, total in sums.items()
-        if name not in over.values()
-    }

@@ -34,16 +34,17 @@ def is_compilers(error: Exception) -> bool:
 class Compiled:
     """The parts of a module that are compiled, and how to go on where that fails."""
 
-    def __init__(self, parts: list[nn.Module]) -> None:
-        self._parts, self._tries = parts, 0
-        self.told = _mended_cache() if parts else []
+    def __init__(self, parts: list[nn.Module], wanted: bool = True) -> None:
+        _as_they_are(parts)
+        self._parts, self._tries = parts if wanted else [], 0
+        self.told = _mended_cache() if wanted else []
         """What had to be put right before."""
-        if parts:
+        if wanted:
             # what is compiled is kept by the code of a layer, not by the model: without this, later stages of a
             # process find the table full (8 shapes), and run as they are without a word
             torch._dynamo.reset()
             torch._dynamo.config.recompile_limit = SHAPES
-        for part in parts:
+        for part in self._parts:
             part.compile()
 
     def retreat(self, error: Exception) -> str | None:
@@ -55,10 +56,14 @@ class Compiled:
         if self._tries == 1:
             fresh_compile_cache()
             return f"compiling failed ({_first_line(error)}); it is tried again with a fresh cache"
-        for part in self._parts:
-            part.__dict__["_compiled_call_impl"] = None
+        _as_they_are(self._parts)
         self._parts = []
         return f"compiling failed again ({_first_line(error)}); the layers run as they are, slower and just as right"
+
+
+def _as_they_are(parts: list[nn.Module]) -> None:
+    for part in parts:
+        part.__dict__["_compiled_call_impl"] = None
 
 
 def _mended_cache() -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +24,28 @@ class Batch:
     def on(self, device: torch.device) -> dict[str, Tensor]:
         """The inputs on the device that computes."""
         return {name: tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A rank's share of one global batch, ready for the device."""
+
+    step: int
+    """Which batch."""
+    rows_hash: str
+    """Hash of the whole global batch's row numbers."""
+    batches: list[Batch]
+    """This rank's micro-batches."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the share, padding not counted."""
+        return sum(batch.tokens for batch in self.batches)
+
+    @property
+    def trained(self) -> int:
+        """Tokens in the share that are learnt from."""
+        return sum(batch.trained for batch in self.batches)
 
 
 class Task(Protocol):
@@ -50,3 +72,13 @@ class Task(Protocol):
 
     def held_out_batch(self, rows: Sequence[int]) -> Batch:
         """The batch of these held-out rows; no rows give a blank batch."""
+
+
+def means(sums: Mapping[str, float], count: float) -> dict[str, float]:
+    """Measures over the count, or where their name says so over another measure, which then is none itself."""
+    over = {name: name.partition(" per ")[2] for name in sums}
+    return {
+        f"eval_{name.partition(' per ')[0]}": total / (sums[over[name]] if over[name] else count)
+        for name, total in sums.items()
+        if name not in over.values()
+    }

@@ -152,6 +152,8 @@ class Numerics(Frozen):
 
     precision: Precision = "auto"
     """What is computed in: fp32, bf16, fp16, or fp8 in the linear layers; auto: bf16 where fast, fp16 on older GPUs."""
+    fp8_check: Literal["auto", "off"] = "auto"
+    """Try fp8 against bf16 before the first step, and keep it where it is 5 % faster and as exact; off: take it."""
     weights: Literal["auto", "fp32", "bf16"] = "auto"
     """What weights are kept in: fp32, or bf16 with the lost bits beside the optimizer (exact fp32 masters, faster)."""
     sharding: Sharding = "auto"

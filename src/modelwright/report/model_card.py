@@ -39,6 +39,7 @@ def model_card(folder: RunFolder, stage: str, form: str = "") -> str:
         _data(data),
         "## Settings that are not the defaults",
         _settings(view),
+        _arithmetic(view.plan.get(stage, {})),
         _samples(folder),
         "## Limits",
         "No claim is made beyond these measurements: it was measured on the rows held out from its own data, and on "
@@ -114,6 +115,12 @@ def _settings(view: View) -> str:
     ours = ("name", "description", "output_dir")
     kept = [(row.key, shown(row.value)) for row, _ in view.settings if row.key not in ours]
     return "\n".join(["| setting | value |", "|---|---|", *(f"| {key} | {_cell(value)} |" for key, value in kept)])
+
+
+def _arithmetic(plan: dict[str, Any]) -> str:
+    """What was computed in, where the recipe asked for fp8 and it was tried first."""
+    lines = [plain(str(line)) for line in plan.get("reasons", []) if "fp8" in str(line)]
+    return f"Computed in {plain(str(plan.get('precision')))}. {lines[-1]}." if lines else ""
 
 
 def _samples(folder: RunFolder) -> str:

@@ -114,6 +114,10 @@ class RunFolder:
         """Where the memory of one step went, where the recipe asks for it."""
         return self.stage(stage) / "memory.json"
 
+    def trial(self, stage: str) -> Path:
+        """Whether fp8 was worth it, as found before the first step, where the recipe asks for fp8."""
+        return self.stage(stage) / "fp8.json"
+
     def result(self, stage: str) -> Path:
         """Written last: a stage with a result is finished."""
         return self.stage(stage) / "result.json"

@@ -22,6 +22,7 @@ from modelwright.plan.facts import card
 from modelwright.plan.gpus import Machines
 from modelwright.plan.stage import StagePlan
 from modelwright.runs.folder import read_json, write_json
+from modelwright.stages.arithmetic import foretold
 from modelwright.stages.context import Context
 from modelwright.stages.kinds import Built
 
@@ -33,6 +34,11 @@ PROFILED = 3
 
 def foreseen(plan: StagePlan, stage: str, built: Built, context: Context) -> StagePlan:
     """The plan as it can run here: what does not fit is changed, each change a line, and what it takes is foreseen."""
+    fitted = foretold(_fitted(plan, stage, built, context), stage, built, context)
+    return replace(fitted, reasons=(*fitted.reasons, *built.savings(fitted)))
+
+
+def _fitted(plan: StagePlan, stage: str, built: Built, context: Context) -> StagePlan:
     settings = context.recipe.stages[stage]
     try:
         shape = _shape(built)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from modelwright.engine import state
 from modelwright.engine.checkpoint import Checkpoints, read_state
-from modelwright.engine.loop import Engine, StepReport
+from modelwright.engine.loop import StepReport
 from modelwright.engine.meter import Meter
 from modelwright.engine.pace import Stragglers
 from modelwright.engine.saving import Saver
@@ -19,6 +18,7 @@ from modelwright.engine.shard import whole
 from modelwright.errors import Diverged, Interrupted
 from modelwright.plan.stage import plan_stage
 from modelwright.runs.folder import hash_file, read_json, write_json, write_sealed
+from modelwright.stages.arithmetic import engine_of
 from modelwright.stages.context import Context
 from modelwright.stages.foresee import foreseen, held_against, memory_told, watched
 from modelwright.stages.kinds import Ingredients, Kind
@@ -49,10 +49,10 @@ class Training:
         self._tell_model_and_data(found)
         self.plan = plan_stage(self.settings, self.task.rows, context.world.size, context.facts, kept)
         self.plan = foreseen(self.plan, stage, self.built, context)
-        self.plan = replace(self.plan, reasons=(*self.plan.reasons, *self.built.savings(self.plan)))
         self._tell_plan()
         self.built.planned(self.plan.steps)
-        self.engine = Engine(self.task, self.settings, self.plan, context.world, context.recipe.seed)
+        self.engine = engine_of(self.plan, stage, self.built, context)
+        self._tell_changes()
         if told := self.built.settle(self.engine, context.folder.trunk(stage)):
             self._note(told)
         best = self.settings.metric_for_best_model if self.settings.load_best_model_at_end else None

@@ -93,6 +93,8 @@ class DpoTask:
         *("kl per answer_tokens", "sft_loss per chosen_tokens", "chosen_tokens", "answer_tokens"),
     )
     """The distance kl is estimated over the answers' tokens by r - 1 - log r, r how much likelier each has become."""
+    compared = "sft_loss per chosen_tokens"
+    """What two ways of computing are held against each other by; the loss of pairs is a difference of two such."""
 
     def __init__(self, model: Any, tokenizer: Any, data: Preferences, settings: Dpo, stops: Collection[int]) -> None:
         self.module: nn.Module = PairLoss(model, settings)
@@ -122,6 +124,12 @@ class DpoTask:
 
     def batch(self, rows: Sequence[int], step: int = 0) -> Batch:
         return self._with_reference("train", rows)
+
+    def trial_batch(self, rows: Sequence[int], step: int = 0) -> Batch:
+        """A batch to go through before the reference is measured: it is held against none."""
+        batch = self.bare_batch("train", rows)
+        none = torch.zeros(batch.inputs["answers"].shape[1])
+        return Batch({**batch.inputs, "reference": none}, batch.trained, batch.tokens)
 
     def held_out_batch(self, rows: Sequence[int]) -> Batch:
         return self._with_reference("held_out", rows)

@@ -1,0 +1,140 @@
+"""A stage that asks for fp8 gets it where it is faster and says the same; else it trains in bf16, and says why."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eighths import stand_in
+from modelwright.engine import trial
+from modelwright.engine.loop import Engine
+from modelwright.engine.trial import Way, judge
+from modelwright.errors import Interrupted
+from modelwright.recipe.load import load
+from modelwright.stages import pipeline
+from rig import told, trace
+from tiny import tiny_dpo_recipe, tiny_recipe
+
+BRIEF = {"max_steps": 4, "save_steps": 2, "eval_steps": 4, "per_device_train_batch_size": 4}
+SLOW, FAST = {"bf16": Way(1.0, 100.0), "fp8": Way(0.99, 100.1)}, {"bf16": Way(1.0, 100.0), "fp8": Way(0.8, 100.1)}
+Tried = list[tuple[dict[str, Way], str]]
+
+
+@pytest.fixture
+def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tried]:
+    """Both ways are really gone through; what they are said to have taken is the first of what stands here."""
+    monkeypatch.setenv("MODELWRIGHT_CACHE", str(tmp_path / "cache"))
+    stand_in(monkeypatch)
+    really, said = trial.measured, []
+
+    def measured(engine: Engine, precision: str) -> Way:
+        assert math.isfinite(really(engine, precision).loss)
+        said.append((FIGURES[0], precision))
+        return FIGURES[0][precision]
+
+    monkeypatch.setattr(trial, "measured", measured)
+    yield said
+    FIGURES[:] = [FAST]
+
+
+FIGURES = [FAST]
+
+
+def run(folder: Path, model: Path, stop_after: int | None = None, make: Any = tiny_recipe, **settings: Any) -> Path:
+    recipe = folder / "recipe.yaml"
+    if not recipe.exists():
+        make(folder, model, **{**BRIEF, "precision": "fp8", **settings})
+
+    def watch(event: dict[str, Any]) -> None:
+        if event["event"] == "step" and event["step"] == stop_after:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    pipeline.run(load(recipe, environ={}), watch)
+    return folder / "run"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "loss", "kept", "why"),
+    [
+        (0.8, 100.4, True, "fp8 is kept: fp8 is 1.25 × as fast as bf16 here (needs 1.05), its loss 0.40% off"),
+        (0.96, 100.0, False, "bf16 instead of fp8: fp8 is 1.04 × as fast"),
+        (0.5, 100.6, False, "its loss 0.60% off (at most 0.5%)"),
+        (0.5, math.nan, False, "its loss is no number"),
+    ],
+)
+def test_it_must_be_faster_and_say_the_same(seconds: float, loss: float, kept: bool, why: str) -> None:
+    found = judge(Way(1.0, 100.0), Way(seconds, loss))
+    assert found.kept is kept
+    assert why in found.why
+
+
+def test_what_is_kept_trains_as_if_it_had_been_forced_and_is_not_tried_again(
+    tried: Tried, model_folder: Path, tmp_path: Path
+) -> None:
+    kept = run(tmp_path / "kept", model_folder)
+    assert [precision for _, precision in tried] == ["bf16", "fp8"]
+    again = run(tmp_path / "again", model_folder)
+    forced = run(tmp_path / "forced", model_folder, fp8_check="off")
+    assert len(tried) == 2
+    assert told(kept, "fp8")[0] | {"found": "now", "kept": True, "speedup": 1.25} == told(kept, "fp8")[0]
+    assert [event["found"] for event in told(again, "fp8")] == ["before"]
+    assert told(forced, "fp8") == []
+    assert trace(kept) == trace(again) == trace(forced)
+    assert "fp8 is kept: fp8 is 1.25 × as fast" in (kept / "stages/sft/model/README.md").read_text(encoding="utf-8")
+
+
+def test_what_is_not_worth_it_trains_in_bf16_and_the_run_keeps_to_that(
+    tried: Tried, model_folder: Path, tmp_path: Path
+) -> None:
+    FIGURES[:] = [SLOW]
+    with pytest.raises(Interrupted):
+        run(tmp_path / "halved", model_folder, stop_after=2)
+    kept = tmp_path / "cache/fp8.json"
+    kept.write_text(kept.read_text().replace('"kept": false', '"kept": true'), encoding="utf-8")
+    FIGURES[:] = [FAST]
+    halved = run(tmp_path / "halved", model_folder)
+    assert len(tried) == 2
+    plain = run(tmp_path / "plain", model_folder, precision="bf16")
+    for step, (loss, *_, rate) in trace(plain)["steps"].items():  # in rows that are padded otherwise
+        assert trace(halved)["steps"][step][0] == pytest.approx(loss, rel=1e-5)
+        assert trace(halved)["steps"][step][-1] == rate
+    plan = json.loads((halved / "plan.json").read_text(encoding="utf-8"))["sft"]
+    assert plan["precision"] == "bf16"
+    assert plan["reasons"][-1].startswith("bf16 instead of fp8: fp8 is 1.01 × as fast as bf16 here (needs 1.05)")
+    assert "bf16 instead of fp8" in (halved / "report.html").read_text(encoding="utf-8")
+
+
+def test_another_shape_is_tried_anew_and_a_damaged_cache_is_no_answer(
+    tried: Tried, model_folder: Path, tmp_path: Path
+) -> None:
+    run(tmp_path / "one", model_folder, max_steps=1)
+    (tmp_path / "cache/fp8.json").write_text("[1]", encoding="utf-8")
+    run(tmp_path / "other", model_folder, max_steps=1)
+    assert len(tried) == 4
+    run(tmp_path / "third", model_folder, max_steps=1, per_device_train_batch_size=2)
+    assert len(tried) == 6
+
+
+def test_pairs_are_tried_before_their_reference_is_measured_in_what_is_kept(
+    tried: Tried, model_folder: Path, tmp_path: Path
+) -> None:
+    for name, figures in (("fp8", FAST), ("bf16", SLOW)):
+        FIGURES[:] = [figures]
+        (tmp_path / "cache/fp8.json").unlink(missing_ok=True)
+        done = run(tmp_path / name, model_folder, make=tiny_dpo_recipe, max_steps=1)
+        assert trace(done, "dpo")["steps"][1][0] == pytest.approx(math.log(2), abs=1e-3)
+        assert json.loads((done / "plan.json").read_text(encoding="utf-8"))["dpo"]["precision"] == name
+
+
+def test_fp8_that_fails_here_leaves_bf16(tried: Tried, model_folder: Path, tmp_path: Path) -> None:
+    FIGURES[:] = [{"bf16": Way(1.0, 100.0)}]  # and nothing for fp8
+    done = run(tmp_path / "failed", model_folder, max_steps=1)
+    assert told(done, "fp8")[0]["why"] == "bf16 instead of fp8: fp8 failed here ('fp8')"
+    assert not (tmp_path / "cache/fp8.json").exists()
