@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from modelwright.data.files import Fault, read_file
 from modelwright.data.sources import Row, is_hub_name, read_training, strictly, validation_rows
 from modelwright.errors import DataError, UsageError
 from modelwright.recipe.schema import Data
@@ -55,6 +57,21 @@ def test_a_json_file_is_a_list_of_rows_or_an_object_that_holds_one(tmp_path: Pat
     (tmp_path / "held.json").write_text(json.dumps({"version": "1", "data": ROWS}), encoding="utf-8")
     assert values(read(tmp_path / "list.json")) == ROWS == values(read(tmp_path / "held.json"))
     assert read(tmp_path / "list.json")[2].where == "list.json row 3"
+
+
+def test_a_long_json_list_is_read_piece_by_piece(tmp_path: Path) -> None:
+    rows = [{"question": f"{n}?", "answer": "é\\]},{[" * (n % 7) * 900} for n in range(1500)]
+    path = tmp_path / "long.json"
+    path.write_text(json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8")
+    tracemalloc.start()
+    assert all(row.values == rows[number] for number, row in enumerate(read_file(path)) if isinstance(row, Row))
+    peak, size = tracemalloc.get_traced_memory()[1], path.stat().st_size
+    tracemalloc.stop()
+    assert size > 20_000_000 and peak < size / 2
+    path.write_text(path.read_text(encoding="utf-8")[:-3] + ",\n}", encoding="utf-8")
+    *_, last = read_file(path)
+    line = path.read_text(encoding="utf-8").count("\n") + 1
+    assert isinstance(last, Fault) and last.whole_file and last.where == f"long.json:{line}"
 
 
 def test_a_csv_file_keeps_commas_quotes_and_lines_inside_its_fields(tmp_path: Path) -> None:

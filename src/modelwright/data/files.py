@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from modelwright.data.json_window import Window
 from modelwright.errors import DataError, Problem, UsageError, hide
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
@@ -156,36 +157,46 @@ def _why(error: ValueError) -> str:
 
 
 def _read_json(path: Path, stretch: Stretch) -> Iterator[Row | Fault]:
-    text = _text_of(path)
-    if isinstance(text, Fault):
-        yield text
-        return
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        message, line = getattr(error, "msg", None), getattr(error, "lineno", None)
-        lines = message == "Extra data" and text.lstrip().startswith("{")
-        hint = "; it looks like one object a line: name the file .jsonl" if lines else ""
-        where = f"{path.name}:{line}" if line else path.name
-        yield Fault(where, f"this is no JSON ({message or 'nested too deep, or a number too long'}){hint}", "", True)
-        return
-    if isinstance(values, dict):
-        lists = [value for value in values.values() if isinstance(value, list)]
-        values = lists[0] if len(lists) == 1 else values
-    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-        yield Fault(path.name, "it wants a JSON list of objects, each a row", whole_file=True)
-        return
-    for number, value in enumerate(values, 1):
+    """A list of objects, one after the other; or all of an object that holds one such list."""
+    with path.open(encoding="utf-8-sig") as file:
+        window = Window(file)
+        try:
+            yield from _json_rows(path, window)
+        except UnicodeDecodeError:
+            yield Fault(f"{path.name}:{_broken_line(path)}", NOT_UTF8, whole_file=True)
+        except (ValueError, RecursionError) as error:
+            message, line = getattr(error, "msg", None), getattr(error, "lineno", None)
+            lines = message == "Extra data" and window.text.startswith("{")
+            hint = "; it looks like one object a line: name the file .jsonl" if lines else ""
+            where = f"{path.name}:{window.lines - 1 + line}" if line else path.name
+            reason = f"this is no JSON ({message or 'nested too deep, or a number too long'}){hint}"
+            yield Fault(where, reason, whole_file=True)
+
+
+def _json_rows(path: Path, window: Window) -> Iterator[Row | Fault]:
+    no_rows = Fault(path.name, "it wants a JSON list of objects, each a row", whole_file=True)
+    if window.peek() != "[":
+        values = window.rest()
+        lists = [value for value in values.values() if isinstance(value, list)] if isinstance(values, dict) else []
+        items: Iterable[Any] = lists[0] if len(lists) == 1 else [None]
+    else:
+        items = window.items()
+    for number, value in enumerate(items, 1):
+        if not isinstance(value, dict):
+            yield no_rows
+            return
         yield Row(f"{path.name} row {number}", value)
 
 
-def _text_of(path: Path) -> str | Fault:
-    raw = path.read_bytes()
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = raw[: error.start].count(b"\n") + 1
-        return Fault(f"{path.name}:{line}", NOT_UTF8)
+def _broken_line(path: Path) -> int:
+    """The first line that is not UTF-8."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+    return 1
 
 
 def _read_csv(path: Path, stretch: Stretch) -> Iterator[Row | Fault]:
