@@ -20,27 +20,24 @@ import numpy as np
 import torch
 import xxhash
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
 
 from modelwright.data.stream import order_of, share
 from modelwright.engine import fp8
 from modelwright.engine.average import Average
 from modelwright.engine.guard import Guard, Health
 from modelwright.engine.masters import halve
-from modelwright.engine.optim import build_optimizer, build_schedule, set_learning_rate
+from modelwright.engine.optim import build_optimizer, build_schedule, set_learning_rate, shorten
 from modelwright.engine.pace import HANGS_SECONDS, KNOWN_AFTER, TIMES_A_STEP, Stopwatch
 from modelwright.engine.precision import Precision
-from modelwright.engine.replay import WARM_UP, Replay, Work
+from modelwright.engine.replay import WARM_UP, Replay, is_worth_recording
 from modelwright.engine.retreat import Compiled, smaller_bites
-from modelwright.engine.shard import accumulating, layers_of, persistent_buffers, place, shard, whole
+from modelwright.engine.shard import accumulating, layers_of, persistent_buffers, place, shard
 from modelwright.engine.task import Batch, Prepared, Task, means
 from modelwright.engine.world import World
 from modelwright.plan.stage import StagePlan
 from modelwright.recipe.training import Training
 
 Result = TypeVar("Result")
-SMALL = 2_000_000_000
-"""Weights below which a GPU waits for the host: 79 k tokens/s as they come, 140 k recorded, at half a billion."""
 REHEARSED, TIMES = 2, 4
 """Micro-batches that are gone through where nothing is learnt yet, and how often: about 12 s with 6 B weights."""
 
@@ -111,7 +108,7 @@ class Engine:
         self.average = Average({**self.weights, **self.buffers}, settings.ema_decay)
         self.guard = Guard(settings.spike_factor)
         self._records = world.device.type == "cuda" and world.size == 1 and plan.precision != "fp16"
-        self._records = self._records and self._is_worth_recording(settings)
+        self._records = self._records and is_worth_recording(self._module, settings.cuda_graphs)
         self.begin_anew()
 
     def compute_in(self, precision: str) -> None:
@@ -125,24 +122,19 @@ class Engine:
         self._compiled = Compiled(layers_of(self._module) or [self._module], compiles)
         self.changes += self._compiled.told
 
-    def _is_worth_recording(self, settings: Training) -> bool:
-        """Where the device is done before the host has told it what to do."""
-        if settings.cuda_graphs == "auto":
-            return sum(weight.numel() for weight in self._module.parameters()) < SMALL
-        return settings.cuda_graphs == "always"
-
     def begin_anew(self) -> None:
         """Forget what was prepared or recorded: weights and moments may have been replaced.
 
-        Recorded or not, a step has three parts. Recordings read and write fixed places, so gradients stay in theirs.
+        Recorded or not, a step has four parts: the first micro-batch, whose gradients are new, those that add to them,
+        their length, and the move. Each recording of the first has gradients of its own, which the others read.
         """
         self._ahead: Prepared | None = None
         self._watch, self._idle, self._first_step = Stopwatch(self.world.device), Stopwatch(self.world.device), 0
-        self._micro: Work = self._micro_batch
-        self._length: Work = self._clipped
-        self._move: Work = self._moved
+        self._first = Replay(self._micro_batch, list(self.weights.values()))
+        self._more, self._length, self._move = (
+            Replay(part) for part in (self._micro_batch, self._clipped, self._moved)
+        )
         if self._records:
-            self._micro, self._length, self._move = (Replay(part) for part in (self._micro, self._length, self._move))
             for group in self.optimizer.param_groups:
                 group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=self.world.device)
                 group["capturable"] = True
@@ -150,12 +142,11 @@ class Engine:
     @contextmanager
     def as_it_comes(self) -> Iterator[None]:
         """Inside, steps are computed and not replayed, so that what they do can be watched."""
-        recorded = self._micro, self._length, self._move
-        self._micro, self._length, self._move = self._micro_batch, self._clipped, self._moved
+        records, self._records = self._records, False
         try:
             yield
         finally:
-            self._micro, self._length, self._move = recorded
+            self._records = records
 
     def _beside_weights(self, rests: dict[str, Tensor] | None) -> dict[Tensor, Tensor] | None:
         """What bf16 weights have lost of their masters, laid out as they are."""
@@ -179,20 +170,19 @@ class Engine:
         self._watch.start()
         total = self._or_otherwise(lambda: self._accumulate(self._share_of(step).batches, trained))
         self.precision.unscale(self.optimizer)
-        length = self._length()
+        length = self._length.behind(self._first.last)
         self._idle.start()
         self._ahead = self._prepare(step + 1)  # while the device is still at work
         self._idle.stop()
+        set_learning_rate(self.optimizer, learning_rate)
         summed, norm = torch.stack((total, length)).tolist()  # the one moment that waits for it
         loss, *alone = self.world.sum(summed, *self._watch.in_my_place(self.world.rank, self.world.size))
         loss /= trained
         health = self.guard.judge(loss, norm, self.precision.overflows_are_normal)
-        set_learning_rate(self.optimizer, learning_rate)
         if health == "ok":
-            self._move()
+            self._move.behind(self._first.last)
             self.average.follow(step)
-        else:
-            self._clear_gradients()
+        self._clear_gradients()
         self.precision.update()
         before, seconds = self.cursor, time.perf_counter() - began
         self.world.beat.stepped(step + 1, seconds)
@@ -262,8 +252,14 @@ class Engine:
         for turn, batch in enumerate(batches):
             self._draw_for(turn)
             with accumulating(self._forward, last=turn == len(batches) - 1):
-                total += self._micro(scale=scale, **batch.on(self.world.device))[0]
+                total += self._micro(turn, scale=scale, **batch.on(self.world.device))[0]
         return total
+
+    def _micro(self, turn: int, **inputs: Tensor) -> Tensor:
+        """One micro-batch, computed or replayed: the first of a step makes the gradients, the others add to them."""
+        if turn == 0:
+            return self._first.behind(() if self._records else None, **inputs)
+        return self._more.behind(self._first.last, **inputs)
 
     def _micro_batch(self, scale: Tensor, **inputs: Tensor) -> Tensor:
         """Add one micro-batch to the gradients; returns its summed measures, the loss first."""
@@ -293,7 +289,7 @@ class Engine:
                 for turn, batch in enumerate(batches):
                     self._draw_for(turn)
                     with accumulating(self._forward, last=True):
-                        summed += self._micro(scale=scale, **batch.on(self.world.device))
+                        summed += self._micro(turn, scale=scale, **batch.on(self.world.device))
                 for gpu in gpus:
                     torch.cuda.synchronize(gpu)
                 seconds.append(time.perf_counter() - began)
@@ -302,17 +298,17 @@ class Engine:
         return summed.tolist(), min(seconds)
 
     def _clipped(self) -> Tensor:
-        """Shorten the gradient where it is too long; returns how long it was."""
-        return whole(clip_grad_norm_(self.weights.values(), self._clip or float("inf")))
+        """Shorten the gradient where it is too long, or have it shortened as it is read; returns how long it was."""
+        return shorten(self.optimizer, list(self.weights.values()), self._clip or float("inf"))
 
     def _moved(self) -> Tensor:
-        """Move the weights, and make ready for the next gradients."""
+        """Move the weights."""
         self.precision.step(self.optimizer)
-        self._clear_gradients()
         return next(iter(self.weights.values()))
 
     def _clear_gradients(self) -> None:
-        self.optimizer.zero_grad(set_to_none=not self._records)
+        """Let go of them; what a recording left stays in its places, and is written anew there."""
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _draw_for(self, turn: int) -> None:
         """Seed the random numbers of one micro-batch by its place in the run, whatever the world's size."""

@@ -59,17 +59,22 @@ class SplitAdamW(torch.optim.Optimizer):
     ) -> None:  # fmt: skip
         super().__init__(groups, defaults)
         self._whole = few and mean is torch.float32 and not any(isinstance(weight, DTensor) for weight in rests)
-        count: Tensor | None = None
+        device = self.param_groups[0]["params"][0].device
+        count = torch.zeros((), device=device)
+        self._shortened = torch.ones((), device=device)
         for group in self.param_groups:
             for weight in group["params"]:
-                if count is None:
-                    count = torch.zeros((), device=weight.device)
                 self.state[weight] = {
                     "step": count,
                     "exp_avg": torch.zeros_like(weight, dtype=mean),
                     "exp_avg_sq": torch.zeros_like(weight, dtype=torch.float32),
                     REST: rests[weight],
                 }
+
+    @torch.no_grad()
+    def shorten(self, length: Tensor, longest: float) -> None:
+        """Read gradients of this length as no longer than that in the next step, which saves a pass over them."""
+        self._shortened.copy_((longest / (length + 1e-6)).clamp(max=1.0))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -88,19 +93,20 @@ class SplitAdamW(torch.optim.Optimizer):
                 state = self.state[weight]
                 state["step"] = count  # one count for all, also after a restart that read it many times
                 if self._whole:
-                    _move_whole(weight, state, group["lr"], settings)
+                    _move_whole(weight, state, group["lr"], (*settings, self._shortened))
                     continue
                 parts = (weight, weight.grad, state[REST], state["exp_avg"], state["exp_avg_sq"])
-                _update(count.is_cuda)(*map(_flat, parts), learning_rate, rates, settings)
+                _update(count.is_cuda)(*map(_flat, parts), (learning_rate, rates, self._shortened), settings)
 
 
 def _move(
     weight: Tensor, gradient: Tensor, rest: Tensor, mean: Tensor, square: Tensor,
-    learning_rate: Tensor, corrections: Tensor, settings: tuple[float, float, float, float],
+    now: tuple[Tensor, Tensor, Tensor], settings: tuple[float, float, float, float],
 ) -> None:  # fmt: skip
-    """One AdamW step of one tensor, in fp32, by torch's own formula."""
+    """One AdamW step of one tensor, in fp32, by torch's own formula. now: learning rate, corrections, share read."""
     beta1, beta2, epsilon, decay = settings
-    gradient = gradient.float()
+    learning_rate, corrections, shortened = now
+    gradient = gradient.float() * shortened
     direction = mean.float().lerp(gradient, 1 - beta1)
     mean.copy_(direction)
     square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -113,15 +119,16 @@ def _move(
 
 
 def _move_whole(
-    weight: Tensor, state: dict[str, Tensor], learning_rate: float | Tensor, settings: tuple[float, ...]
+    weight: Tensor, state: dict[str, Tensor], learning_rate: float | Tensor, settings: tuple[Any, ...]
 ) -> None:
     """One AdamW step of one tensor whose master is held whole; made of weight and rest when first needed."""
-    beta1, beta2, epsilon, decay = settings
+    beta1, beta2, epsilon, decay, shortened = settings
     if REST in state:
         state[MASTER] = join(weight, state.pop(REST))
     assert weight.grad is not None
+    gradient = weight.grad.float().mul_(shortened)
     torch._fused_adamw_(
-        [state[MASTER]], [weight.grad.float()], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]],
+        [state[MASTER]], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]],
         lr=learning_rate, beta1=beta1, beta2=beta2, weight_decay=decay, eps=epsilon, amsgrad=False, maximize=False,
     )  # fmt: skip
     # a shift that writes 16 bits itself is right on a CPU and makes NaN on a GPU (torch 2.11)

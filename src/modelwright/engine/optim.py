@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from modelwright.engine.masters import SplitAdamW
+from modelwright.engine.shard import whole
 from modelwright.plan.stage import StagePlan
 from modelwright.plan.work import few_move
 from modelwright.recipe.training import Optimizer
@@ -46,6 +48,18 @@ def build_optimizer(
         eps=settings.adam_epsilon,
         fused=True,  # on 2 CPU cores too: 0.14 s for 135 M weights against 0.35 s, and 1 GB less at the peak
     )
+
+
+def shorten(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], longest: float) -> Tensor:
+    """Shorten the gradient where it is too long, or have it shortened as it is read; returns how long it was.
+
+    What reads bf16 weights' gradients reads them shortened, which saves a pass over all of them.
+    """
+    if not isinstance(optimizer, SplitAdamW):
+        return whole(clip_grad_norm_(weights, longest))
+    length = whole(get_total_norm([weight.grad for weight in weights if weight.grad is not None]))
+    optimizer.shorten(length, longest)
+    return length
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

@@ -88,7 +88,7 @@ class _HeadLoss(torch.autograd.Function):
         words = head.to(hidden.dtype)
         summed = hidden.new_zeros((), dtype=torch.float32)
         to_hidden = torch.empty_like(hidden) if needs_hidden else None
-        to_head = torch.zeros_like(head, dtype=torch.float32) if needs_head else None
+        to_head: Tensor | None = None
         for start in range(0, len(hidden), AT_ONCE):
             some = hidden[start : start + AT_ONCE]
             judge = _on(some.is_cuda, _summed_with_gradient)
@@ -96,8 +96,10 @@ class _HeadLoss(torch.autograd.Function):
             summed += loss
             if to_hidden is not None:
                 torch.mm(gradient, words, out=to_hidden[start : start + AT_ONCE])
-            if to_head is not None:
-                to_head += gradient.T @ some
+            if needs_head:
+                part = gradient.T @ some
+                # one part is all there is: nothing to add it to; several are added up in fp32
+                to_head = part if len(some) == len(hidden) else part.float() if to_head is None else to_head.add_(part)
         ctx.save_for_backward(to_hidden, to_head)
         ctx.head_type = head.dtype
         return summed
@@ -106,9 +108,10 @@ class _HeadLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         to_hidden, to_head = ctx.saved_tensors
+        times = _on(upstream.is_cuda, _times)
         return (
-            None if to_hidden is None else (to_hidden.float() * upstream).to(to_hidden.dtype),
-            None if to_head is None else (to_head * upstream).to(ctx.head_type),
+            None if to_hidden is None else times(to_hidden, upstream, to_hidden.dtype),
+            None if to_head is None else times(to_head, upstream, ctx.head_type),
             None,
         )
 
@@ -121,6 +124,11 @@ def _summed_with_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tens
     summed = ((total - exact.gather(1, targets.clamp(min=0)[:, None])) * counts).sum()
     is_target = torch.arange(logits.shape[1], device=logits.device)[None, :] == targets[:, None]
     return summed, (((exact - total).exp() - is_target.float()) * counts).to(logits.dtype)
+
+
+def _times(gradient: Tensor, upstream: Tensor, kind: torch.dtype) -> Tensor:
+    """A gradient times what comes from above, in fp32, in its own type again."""
+    return (gradient.float() * upstream).to(kind)
 
 
 _COMPILED: dict[Any, Any] = {}
