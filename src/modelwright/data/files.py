@@ -159,14 +159,15 @@ def _why(error: ValueError) -> str:
 def _read_json(path: Path, stretch: Stretch) -> Iterator[Row | Fault]:
     """A list of objects, one after the other; or all of an object that holds one such list."""
     with path.open(encoding="utf-8-sig") as file:
-        window = Window(file)
+        window, first = Window(file), ""
         try:
+            first = window.peek()
             yield from _json_rows(path, window)
         except UnicodeDecodeError:
             yield Fault(f"{path.name}:{_broken_line(path)}", NOT_UTF8, whole_file=True)
         except (ValueError, RecursionError) as error:
             message, line = getattr(error, "msg", None), getattr(error, "lineno", None)
-            lines = message == "Extra data" and window.text.startswith("{")
+            lines = message == "Extra data" and first == "{"
             hint = "; it looks like one object a line: name the file .jsonl" if lines else ""
             where = f"{path.name}:{window.lines - 1 + line}" if line else path.name
             reason = f"this is no JSON ({message or 'nested too deep, or a number too long'}){hint}"
