@@ -133,10 +133,12 @@ def prepare(
     folder.mkdir(parents=True, exist_ok=True)
     plan = stage.plan_of(loaded, folder)
     with lock.hold(folder / f".lock{share.replace('/', '-') if share else ''}"):
-        for told in stage.prepare_shards(plan, crew, loaded):
-            print(f"\r{told.step}: {told.done} of {told.of} pieces  ", end="", file=sys.stderr, flush=True)
+        try:
+            for told in stage.prepare_shards(plan, crew, loaded):
+                print(f"\r{told.step}: {told.done} of {told.of} pieces  ", end="", file=sys.stderr, flush=True)
+        finally:
+            print(file=sys.stderr)  # a letter begins on a line of its own
     report = read_json(folder / REPORT)
-    print(file=sys.stderr)
     print(json.dumps({"folder": str(folder), **report}, ensure_ascii=False) if as_json else
           f"{stage.sentence(report)}\n{folder}/report.html tells more")  # fmt: skip
 

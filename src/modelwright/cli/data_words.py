@@ -15,7 +15,8 @@ def audit_lines(name: str, told: dict[str, Any], quarantine: str) -> Iterator[st
     alike = len(told["reasons"]) == 1
     for problem in told["problems"][: FEW_SHOWN if alike else MOST_SHOWN]:
         yield f"{problem['where']}: {problem['reason']}"
-    bad = f"{told['bad']:,} cannot be used and are listed in {quarantine}" if told["bad"] else "all can be used"
+    good = "all can be used" if told["rows"] else "there is nothing in it"
+    bad = f"{told['bad']:,} cannot be used and are listed in {quarantine}" if told["bad"] else good
     yield f"{name}: {told['rows']:,} rows, {bad}"
     if "lengths" not in told:
         return
