@@ -13,6 +13,7 @@ from modelwright.data.conversations import Conversation, ask, converse, load, sp
 from modelwright.data.sources import Row, read_training
 from modelwright.errors import DataError
 from modelwright.recipe.schema import Data
+from modelwright.recipe.values import Steps
 
 PARTS = {"question": "prompt", "answer": "completion"}
 
@@ -43,6 +44,17 @@ def test_a_question_and_an_answer_become_two_turns() -> None:
     [found] = converse(rows_of({"question": "Why?", "answer": "So."}), data_of(columns=PARTS))
     assert found.messages == (turn("user", "Why?"), turn("assistant", "So."))
     assert (found.where, found.question) == ("rows.jsonl:1", "Why?")
+
+
+def test_a_folder_that_holds_one_set_in_two_forms_gives_itself_away(tmp_path: Path) -> None:
+    rows = [{"question": f"Q{n}", "answer": f"A{n}"} for n in range(6)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    (tmp_path / "rows.csv").write_text(
+        "question,answer\n" + "".join(f"Q{n},A{n}\n" for n in range(6)), encoding="utf-8"
+    )
+    for source, repeats in ((tmp_path / "rows.jsonl", 0), (tmp_path, 5)):
+        wish = Data(dataset_name=str(source), columns=PARTS, test_size=Steps(1))
+        assert load(wish, 1, tmp_path).manifest(wish)["repeated_rows"] == repeats
 
 
 def test_columns_that_are_called_what_they_are_need_no_mapping() -> None:

@@ -31,6 +31,11 @@ CASES: list[tuple[dict[str, Any], str | None]] = [
         DATA,
         "data: rows.jsonl: 36 rows to train on (679 of 1,856 tokens trained), 4 held out, 0 questions on both sides",
     ),
+    (
+        {**DATA, "repeated_rows": 18},
+        "data: rows.jsonl: 36 rows to train on (679 of 1,856 tokens trained), 4 held out, 0 questions on both sides; "
+        "18 rows to train on repeat another",
+    ),
     (PLAN, f"plan: 9 steps, {PLAN['arithmetic']}, fp32, on 2 CPU threads\nplan: fp32: because"),
     ({"event": "stage", "stage": "sft"}, "stage sft"),
     ({"event": "resumed", "stage": "sft", "step": 3, "steps": 12}, "sft goes on from step 3 of 12"),

@@ -69,6 +69,8 @@ class Conversations:
     """Hash of every message on both sides, in order."""
     aside: Aside = field(default_factory=Aside)
     """Rows that cannot be used."""
+    repeats: int = 0
+    """Rows to train on that say what an earlier one says: many, where a folder holds one set in two forms."""
 
     def manifest(self, data: Data) -> dict[str, Any]:
         """What the model sees, in numbers."""
@@ -79,6 +81,7 @@ class Conversations:
             "held_out_rows": len(self.held_out),
             "groups_on_both_sides": len(_questions(self.train) & _questions(self.held_out)),
             "set_aside_rows": len(self.aside.faults),
+            "repeated_rows": self.repeats,
             "fingerprint": self.fingerprint,
         }
 
@@ -100,11 +103,14 @@ def load(data: Data, seed: int, beside: Path) -> Conversations:
     if not data.validation_file:
         train, held_out = split(train, data, seed)
     digest = xxhash.xxh3_128()
-    for side in (train, held_out):
+    distinct: list[set[int]] = [set(), set()]
+    for side, seen in zip((train, held_out), distinct, strict=True):
         for item in side:
-            digest.update(json.dumps(item.messages, ensure_ascii=False, sort_keys=True).encode())
+            said = json.dumps(item.messages, ensure_ascii=False, sort_keys=True).encode()
+            digest.update(said)
+            seen.add(xxhash.xxh3_64_intdigest(said))
         digest.update(b"\0")
-    return Conversations(train, held_out, digest.hexdigest(), aside)
+    return Conversations(train, held_out, digest.hexdigest(), aside, len(train) - len(distinct[0]))
 
 
 def converse(rows: Sequence[Row], data: Data, aside: Aside | None = None) -> list[Conversation]:

@@ -71,10 +71,12 @@ def _data(event: Event) -> str:
     train, held_out = event["train"], event["held_out"]
     cut = f", {train['lost_tokens']} tokens cut from {train['truncated_rows']} rows" if train["truncated_rows"] else ""
     packed = f" packed into {event['packed_rows']}" if event.get("packed_rows") else ""
+    repeated = event.get("repeated_rows") or 0
+    repeats = f"; {repeated:,} rows to train on repeat another" if repeated else ""
     return (
         f"data: {event['source']}: {train['rows']} rows{packed} to train on ({train['trained_tokens']:,} of "
         f"{train['tokens']:,} tokens trained{cut}), {held_out['rows']} held out, "
-        f"{event['groups_on_both_sides']} questions on both sides"
+        f"{event['groups_on_both_sides']} questions on both sides{repeats}"
     )
 
 
