@@ -9,10 +9,12 @@ import json
 import os
 from pathlib import Path
 
+from modelwright.bench.plan_table import page
 from modelwright.bench.tables import MARK, TABLES, _beside_pretraining, fill, scorecard
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
+FORESEEN = ROOT / "docs" / "reference" / "foreseen.md"
 RESULTS = ROOT / "bench" / "results"
 
 
@@ -22,6 +24,13 @@ def test_the_tables_of_the_readme_are_made_from_the_results() -> None:
     if os.environ.get("UPDATE_GOLDEN") == "1":
         README.write_text(fill(text, RESULTS), encoding="utf-8")
     assert fill(text, RESULTS) == README.read_text(encoding="utf-8")
+
+
+def test_the_page_of_plans_is_made_from_the_results() -> None:
+    now = page(json.loads((RESULTS / "plan.json").read_text(encoding="utf-8")))
+    if os.environ.get("UPDATE_GOLDEN") == "1":
+        FORESEEN.write_text(now, encoding="utf-8")
+    assert FORESEEN.read_text(encoding="utf-8") == now
 
 
 def test_a_figure_that_was_typed_by_hand_is_found() -> None:

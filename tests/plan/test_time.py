@@ -11,7 +11,7 @@ import pytest
 from modelwright.bench.fit import fit
 from modelwright.bench.judge import judge
 from modelwright.plan.architecture import movement, shape_of
-from modelwright.plan.calibration import SHIPPED, Calibration, calibration_for
+from modelwright.plan.calibration import OWN, SHIPPED, Calibration, calibration_for
 from modelwright.plan.facts import Facts, card
 from modelwright.plan.gpus import GPUS, NETWORK
 from modelwright.plan.shapes import KNOWN
@@ -77,6 +77,14 @@ def test_a_fit_finds_the_coefficients_that_made_the_runs() -> None:
 
 def test_the_shipped_file_names_what_it_was_measured_on() -> None:
     told = json.loads(SHIPPED.read_text(encoding="utf-8"))
-    assert set(told) == {"H200"} and told["H200"]["runs"] >= 10
+    assert set(told) == {"H200", "CPU"} and all(each["runs"] >= 10 for each in told.values())
     sure, why = calibration_for(GPUS["L4"]).sureness(GPUS["L4"])
     assert sure > 0.2 and "H200" in why
+
+
+def test_a_processor_is_guessed_until_it_is_measured(tmp_path: Path) -> None:
+    processor = card(Facts("cpu", "2 CPU threads", 8 << 30, False))
+    sure, why = calibration_for(processor).sureness(processor)
+    assert sure > 0.2 and "bench plan --save measures this one" in why
+    (tmp_path / OWN).write_text(json.dumps({"CPU": {**json.loads(SHIPPED.read_text())["CPU"], "spread": 0.12}}))
+    assert calibration_for(processor).sureness(processor)[0] == 0.12

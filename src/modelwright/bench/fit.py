@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from modelwright.bench.judge import Run, judge, run_work
-from modelwright.plan.calibration import Calibration
+from modelwright.plan.calibration import CPU_MEMORY, Calibration
 from modelwright.plan.gpus import Gpu
 from modelwright.plan.memory import Fitted, memory
 from modelwright.plan.time import Pace, step_time
@@ -35,8 +35,9 @@ def fit(runs: Sequence[Run], gpu: Gpu, before: Calibration) -> Calibration:
     def full(fitted: Fitted) -> list[float]:
         return [math.log(memory(work, fitted).total / peak) for work, peak in zip(works, peaks, strict=True)]
 
+    guess = Fitted() if gpu.name != "CPU" else CPU_MEMORY
     pace = min((_nearest(start, Pace(), slow) for start in (before.pace, Pace())), key=lambda found: found[1])[0]
-    found = Calibration(gpu.name, pace, _nearest(before.memory, Fitted(), full)[0], runs=len(runs))
+    found = Calibration(gpu.name, pace, _nearest(before.memory, guess, full)[0], runs=len(runs))
     judged = judge(runs, gpu, found)
     return replace(
         found,

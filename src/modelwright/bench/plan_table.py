@@ -10,13 +10,28 @@ JUDGES = {"before": "by what was known before", "": "fitted", "left_out": "fitte
 """Who foresaw: the prefixes of the errors, and their words."""
 
 
+UNSEEN_MARK = "unseen: "
+OPENING = """# Foreseen and measured
+
+<!-- written by modelwright.bench.plan_table; UPDATE_GOLDEN=1 python -m pytest tests/bench/test_tables.py -->
+
+What the planner said of trainings and what they took: {device}, {day}, `modelwright bench plan`. Each was foreseen by
+coefficients that were fitted to all others; no coefficient was ever fitted to one that is called unseen. The
+last column is accelerate's estimate of the memory, which knows weights and optimizer, but neither rows nor what moves.
+"""
+EDGE = """## At the edge of the memory
+
+What is said to fit must run, and what is said not to fit should run out:
+"""
+
+
 def lines(figures: dict[str, Any]) -> list[str]:
     """The table of predictions and measurements."""
     three = f"{'before':>7} {'fitted':>7} {'others':>7}"
     told = [f"{'setting':<42} {'memory':>9} {three}   {'tokens/s':>10} {three}   accelerate"]
     told += [_line(run) for run in figures["judged"]]
     told += [f"{run['setting']['name']}: failed, {run['failed']}" for run in figures["runs"] if "failed" in run]
-    told += [_edge(run) for run in figures["runs"] if run["setting"].get("beyond", 1) != 1 or "ran_out" in run]
+    told += [_edge(run) for run in figures["runs"] if _is_edge(run)]
     if figures["judged"]:
         told += [f"{words}: {summary(figures['judged'], prefix)}" for prefix, words in JUDGES.items()]
         peers = [abs(run["accelerate_error"]) for run in figures["judged"] if run.get("accelerate_error") is not None]
@@ -24,6 +39,22 @@ def lines(figures: dict[str, Any]) -> list[str]:
     broken = [run["setting"]["name"] for run in figures["runs"] if run.get("said_to_fit") and "ran_out" in run]
     told.append(f"said to fit and ran out of memory: {', '.join(broken) or 'none'}")
     return told
+
+
+def page(measured: dict[str, Any]) -> str:
+    """The page of figures for the docs, from what was kept."""
+    figures, told = (
+        measured["figures"],
+        [OPENING.format(day=measured["date"][:10], device=_device(measured["figures"]))],
+    )
+    told += ["| setting | GB | planned | tokens/s | planned | accelerate |", "|---|---|---|---|---|---|"]
+    told += [_row(run) for run in figures["judged"]]
+    told += ["", *(f"- {words}: {summary(figures['judged'], prefix)}." for prefix, words in JUDGES.items())]
+    if unseen := [run for run in figures["judged"] if run["setting"]["name"].startswith(UNSEEN_MARK)]:
+        told.append(f"- the {len(unseen)} unseen ones alone, {JUDGES['before']}: {summary(unseen, 'before')}.")
+    edge = [run for run in figures["runs"] if _is_edge(run)]
+    told += ["", EDGE, *(f"- {_edge(run)}" for run in edge)]
+    return "\n".join(told) + "\n"
 
 
 def summary(judged: Sequence[dict[str, Any]], prefix: str) -> str:
@@ -51,6 +82,27 @@ def _line(run: dict[str, Any]) -> str:
         f"{run['setting']['name']:<42} {run['peak_bytes'] / 1e9:>7.2f}GB {memory}   "
         f"{run['tokens_per_second']:>10,.0f} {rate}   " + (f"{peer:+.0%}" if peer is not None else "-")
     )
+
+
+def _row(run: dict[str, Any]) -> str:
+    peer, prefix = run.get("accelerate_error"), "left_out"
+    cells = (
+        run["setting"]["name"],
+        f"{run['peak_bytes'] / 1e9:.2f}",
+        f"{run[named(prefix, 'memory_error')]:+.1%}",
+        f"{run['tokens_per_second']:,.0f}",
+        f"{run[named(prefix, 'rate_error')]:+.1%}",
+        "–" if peer is None else f"{peer:+.0%}",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _device(figures: dict[str, Any]) -> str:
+    return str(figures["device"]["name"])
+
+
+def _is_edge(run: dict[str, Any]) -> bool:
+    return "fit" in run["setting"]["name"] or "ran_out" in run
 
 
 def _edge(run: dict[str, Any]) -> str:

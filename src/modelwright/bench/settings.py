@@ -116,6 +116,7 @@ CPU_SETTINGS = (
     Setting("larger full 128", "smollm2-135m", 8, 128, settings=_FP32,
             smaller={**_TINY, "num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 768}),
     Setting("135M of 3 layers full 64", "smollm2-135m", 4, 64, settings=_FP32, smaller={"num_hidden_layers": 3}),
+    Setting("135M of 10 layers full 96", "smollm2-135m", 4, 96, settings=_FP32, smaller={"num_hidden_layers": 10}),
     Setting("135M of 5 layers last 2 96", "smollm2-135m", 4, 96,
             settings={**_FP32, "trainable": {"last_layers": 2}}, smaller={"num_hidden_layers": 5}),
     Setting("wide words 64", "smollm2-135m", 8, 64, settings=_FP32, smaller={**_TINY, "vocab_size": 16384}),

@@ -16,6 +16,9 @@ SHIPPED = Path(__file__).parent / "calibration.json"
 OWN = "calibration.json"
 UNMEASURED = 0.35
 """How far off a rate may be on a card that nobody measured."""
+OTHER_CPU = "another processor"
+CPU_MEMORY = Fitted(fixed=1e5)
+"""A processor has no workspaces that count."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class Calibration:
         """How far off a rate may be on this card, and why."""
         if not self.runs:
             return UNMEASURED, "a guess: no run was measured; modelwright bench plan --save measures this machine"
+        if self.card == OTHER_CPU:
+            return UNMEASURED, "guessed from another processor; modelwright bench plan --save measures this one"
         if self.card == gpu.name:
             return max(0.05, self.spread), f"fitted to {self.runs} measured runs on {self.card}"
         return UNMEASURED, f"by the data sheet of {gpu.name} and what {self.card} reaches of its own"
@@ -56,11 +61,12 @@ class Calibration:
 
 def calibration_for(gpu: Gpu) -> Calibration:
     """The coefficients of this card: the user's own, the shipped ones, or those of the card that was measured best."""
-    known = {**_read(SHIPPED), **_read(cache_dir() / OWN)}
+    own, shipped = _read(cache_dir() / OWN), _read(SHIPPED)
+    known = {**shipped, **own}
     if gpu.name in known:
-        return _of(gpu.name, known[gpu.name])
+        return _of(gpu.name if gpu.name in own or gpu.name != "CPU" else OTHER_CPU, known[gpu.name])
     if gpu.name == "CPU":
-        return Calibration("CPU", memory=Fitted(fixed=1e5))
+        return Calibration("CPU", memory=CPU_MEMORY)
     measured = [name for name in known if name != "CPU"]
     best = max(measured, key=lambda name: int(known[name].get("runs", 0)), default=None)
     return _of(best, known[best]) if best else Calibration("none")

@@ -17,10 +17,13 @@ ADAM_BYTES = {"fp32": 36, "bf16": 32}
 """Bytes moved for each weight in an update: weight, moments and gradient read, all but the last written; the norm."""
 COMPILED_PIECES = 0.25
 """Of the kernels of an eager layer, those that a compiled one has."""
+NORM_PIECES, TURN_PIECES, OTHER_PIECES, LLAMA_PIECES = 6, 12, 7, 40
+"""Operations of a norm, of turning queries and keys, of attention, sums and an activation; and of all in a Llama."""
 SHORT, NARROW_HEAD = 1024, 128
 """Tokens in a row, and numbers in a head, at which attention's rate is told."""
 HEAD_BYTES, LEAVING_BYTES = 12, 14
 """Bytes moved for each number of a head that moves: with each chunk of places, and once more at the end."""
+SOFT = 6
 OVERLAP = 0.7
 """Share of the exchange of gradients that hides behind the backward pass."""
 
@@ -102,8 +105,9 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step."""
-        return max(self.device, self.host) + self.optimizer + self.exchange + self.fixed
+        """Seconds of a step; where host and device are about as fast, now one waits and now the other."""
+        both = (self.device**SOFT + self.host**SOFT) ** (1 / SOFT)
+        return both + self.optimizer + self.exchange + self.fixed
 
     @property
     def rate(self) -> float:
@@ -124,7 +128,7 @@ def step_time(
     """The seconds of a step; `filled` is the share of places that hold no padding."""
     flops, device = _vision(work, gpu, pace) if isinstance(work.shape, VisionShape) else _text(work, gpu, pace)
     layers = work.shape.layers - work.kept_layers if isinstance(work.shape, TextShape) else len(work.shape.convolutions)
-    host = 0.0 if work.recorded else layers * (pace.host_compiled if work.compiled else pace.host)
+    host = 0.0 if work.recorded else layers * (pace.host_compiled if work.compiled else pace.host * _pieces(work))
     if work.moves.low_rank and not work.recorded and not work.compiled:
         host += layers * pace.host_lora
     if isinstance(work.shape, VisionShape):
@@ -174,7 +178,7 @@ def _text(work: Work, gpu: Gpu, pace: Pace) -> tuple[float, float]:
     crossed, computed = moves.crossed_layers, shape.layers - work.kept_layers
     again = crossed if work.checkpointing else 0
     visits = (computed + again + 2 * crossed) / 3
-    pieces = pace.kernels * visits * (COMPILED_PIECES if work.compiled else 1.0)
+    pieces = pace.kernels * visits * (COMPILED_PIECES if work.compiled else _pieces(work))
     return matrices + attention, products + _moved(work, gpu, pace) / gpu.bandwidth + pieces
 
 
@@ -196,12 +200,25 @@ def _moved(work: Work, gpu: Gpu, pace: Pace) -> float:
     if work.width < work.stream:  # every use of a weight reads it in fp32 and writes it in the computed width
         moved += (computed + crossed * (2 if work.checkpointing else 1)) * shape.layer_matrices * 6.0
         moved += moves.trained_layers * shape.layer_matrices * 8.0  # and its gradient goes the other way
+    # each product reads its matrix, and the one that makes a gradient writes it
+    moved += (computed + again + crossed + moves.trained_layers) * shape.layer_matrices * work.width
     if work.accumulation > 1 or work.recorded:  # gradients are added to what is there, and set back
         moved += moves.trained * 3.0 * work.kept_width
     if moves.low_rank:
         beside = sum(inputs + outputs for inputs, outputs in shape.linears.values())
         moved += work.tokens * beside * shape.layers * (pace.lora_compiled if work.compiled else pace.lora_traffic)
     return moved
+
+
+def _pieces(work: Work) -> float:
+    """Operations of an eager layer, counted in those of a Llama's with bf16 weights."""
+    shape = work.shape
+    if not isinstance(shape, TextShape):
+        return 1.0
+    traits, matrices = shape.traits, len(shape.linears)
+    norms = traits.norms * (1 if traits.fused_query else NORM_PIECES) + 2 * NORM_PIECES * traits.head_norms
+    casts = 2 * matrices if work.width < work.stream else 0
+    return (norms + casts + matrices + TURN_PIECES + OTHER_PIECES + 2 * traits.gated) / LLAMA_PIECES
 
 
 def layer_traffic(work: Work) -> tuple[float, float]:
