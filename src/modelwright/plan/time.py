@@ -106,7 +106,7 @@ class StepTime:
     @property
     def seconds(self) -> float:
         """Seconds of a step; where host and device are about as fast, now one waits and now the other."""
-        both = (self.device**SOFT + self.host**SOFT) ** (1 / SOFT)
+        both: float = (self.device**SOFT + self.host**SOFT) ** (1 / SOFT)
         return both + self.optimizer + self.exchange + self.fixed
 
     @property
