@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from modelwright import __version__
 from modelwright.errors import DataError, Problem, StorageError, is_storage_failure
 
 CHUNK = 1 << 20
@@ -49,8 +50,8 @@ class Published:
         return f"put {self.name} beside the recipe" if self.kept_as is None else "download it, and name it train_file"
 
 
-class Untrusted(DataError):
-    """This system does not know who vouches for the publisher's certificate; another client may."""
+class Denied(DataError):
+    """The publisher does not give it to us, or its certificate is not trusted here; another client may do better."""
 
 
 class _Broken(Exception):
@@ -121,7 +122,8 @@ def _go_on(file: Published, opened: BinaryIO) -> None:
         start = opened.truncate(0)
     if start == file.size:
         return
-    request = urllib.request.Request(file.address, headers={"Range": f"bytes={start}-"} if start else {})
+    headers = {"User-Agent": f"modelwright/{__version__}", **({"Range": f"bytes={start}-"} if start else {})}
+    request = urllib.request.Request(file.address, headers=headers)
     if file.token:
         request.add_unredirected_header("Authorization", f"Bearer {file.token}")
     try:
@@ -139,14 +141,14 @@ def _go_on(file: Published, opened: BinaryIO) -> None:
             opened.truncate(0)
         if error.code < 500 and error.code not in (408, 416, 425, 429):
             letter = f"the server answers {error.code} {error.reason}; {file.remedy}"
-            raise DataError([Problem(file.address, letter)]) from None
+            raise Denied([Problem(file.address, letter)]) from None
         raise _Broken(f"the server answers {error.code} {error.reason}") from None
     except (http.client.HTTPException, OSError) as error:
         if isinstance(error, OSError) and is_storage_failure(error):
             raise
         reason = getattr(error, "reason", None) or error
         if isinstance(reason, ssl.SSLCertVerificationError):
-            raise Untrusted([Problem(file.address, f"{reason.verify_message}; {file.remedy}")]) from None
+            raise Denied([Problem(file.address, f"{reason.verify_message}; {file.remedy}")]) from None
         raise _Broken(str(reason) or type(error).__name__) from None
     finally:
         opened.flush()

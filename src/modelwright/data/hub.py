@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from modelwright.data.fetch import PAUSES, Published, Untrusted, fetch
+from modelwright.data.fetch import PAUSES, Denied, Published, fetch
 from modelwright.errors import DataError, Problem, StorageError, UsageError
 
 PASSING = (408, 425, 429)
@@ -30,7 +30,7 @@ def load(name: str, config: str | None, split: str, pauses: tuple[float, ...] = 
     for pause in (*pauses, None):
         try:
             builder = load_dataset_builder(name, config)
-            with suppress(Untrusted):  # the client has its own list of whom to trust
+            with suppress(Denied):  # the client has ways of its own, and a letter where they fail
                 _bring_large(builder, pauses)
             builder.download_and_prepare()
             return builder.as_dataset(split=split)
