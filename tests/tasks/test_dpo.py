@@ -20,14 +20,15 @@ from modelwright.engine.loop import Engine
 from modelwright.engine.world import World
 from modelwright.errors import ModelwrightError
 from modelwright.models import attention
-from modelwright.models.branches import branch_mask, takes_paths, why_not
+from modelwright.models.branches import branch_mask, paths_of, takes_paths, why_not
+from modelwright.models.spread import spread_of
 from modelwright.models.text import load_model, load_tokenizer, stop_tokens
 from modelwright.models.trainable import set_trainable
 from modelwright.plan.facts import Facts
 from modelwright.plan.stage import plan_stage
 from modelwright.recipe.schema import Dpo
 from modelwright.recipe.training import Preference
-from modelwright.tasks.dpo import DpoTask, PairLoss, collate, paths_in
+from modelwright.tasks.dpo import DpoTask, PairLoss, collate, told_by
 from modelwright.tasks.losses import preference_loss
 from modelwright.tasks.reference import FACTS, TENSORS, measure, set_reference
 from tiny import tiny_pairs
@@ -87,14 +88,16 @@ def test_the_blocks_of_flex_attention_are_the_mask_of_the_others() -> None:
             assert torch.equal(create_mask(block.mask_mod, rows, 1, length, length, device="cpu"), mask)
 
 
-def test_documents_with_the_prompts_keys_say_what_the_mask_says(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", [paths_of, spread_of])
+def test_answers_that_are_told_of_without_a_mask_say_what_the_mask_says(way: Any, monkeypatch: Any) -> None:
     model = copy.deepcopy(family("llama"))
     attention.install(model)
-    module, batch = PairLoss(model, Preference()), collate(encoded(*SIZES))
+    assert takes_paths(model, way)
+    module, batch = PairLoss(model, Preference()), collate(encoded(*SIZES), multiple=16)
     monkeypatch.setattr(module, "_in_halves", lambda: True)
     masked = module(**batch.inputs)
     gradients = torch.autograd.grad(masked.sum(), list(model.parameters()))
-    found = module(**batch.inputs, **paths_in(batch))
+    found = module(**told_by(way, batch).inputs)
     torch.testing.assert_close(found, masked, rtol=1e-5, atol=1e-5)
     for ours, theirs in zip(torch.autograd.grad(found.sum(), list(model.parameters())), gradients, strict=True):
         assert (ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-3) < 1e-5
@@ -102,10 +105,16 @@ def test_documents_with_the_prompts_keys_say_what_the_mask_says(monkeypatch: pyt
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-def test_documents_with_the_prompts_keys_are_taken_on_a_gpu() -> None:
+def test_answers_are_told_of_without_a_mask_on_a_gpu() -> None:
     model = copy.deepcopy(family("llama")).cuda()
     attention.install(model)
-    assert takes_paths(model)
+    assert takes_paths(model) and takes_paths(model, spread_of)
+
+
+def test_answers_are_not_laid_apart_where_a_layer_sees_less() -> None:
+    model = copy.deepcopy(family("gemma3_text"))
+    attention.install(model)
+    assert not takes_paths(model, spread_of)
 
 
 @pytest.mark.gpu

@@ -23,10 +23,11 @@ class RandomRows:
         self._paired = isinstance(settings, Dpo)
         if self._paired:
             from modelwright.models.branches import takes_paths
+            from modelwright.models.spread import spread_of
             from modelwright.tasks.dpo import DpoTask, PairLoss
 
             self.module: Any = PairLoss(model, settings)
-            self._paths = takes_paths(model)
+            self._paths = takes_paths(model, spread_of)
             self.measures = DpoTask.measures
         else:
             from modelwright.tasks.sft import AnswerLoss
@@ -65,7 +66,8 @@ class RandomRows:
         from modelwright.data.chat import Encoded
         from modelwright.data.preferences import EncodedPair
         from modelwright.engine.task import Batch
-        from modelwright.tasks.dpo import collate, paths_in
+        from modelwright.models.spread import spread_of
+        from modelwright.tasks.dpo import collate, told_by
 
         half, quarter = self._length // 2, self._length // 4
         trained = np.ones(quarter, dtype=bool)
@@ -74,10 +76,9 @@ class RandomRows:
                         Encoded(row[half + quarter : half + 2 * quarter].astype(np.int32), trained))
             for row in chosen
         ]  # fmt: skip
-        batch = collate(pairs)
+        batch = told_by(spread_of, collate(pairs)) if self._paths else collate(pairs)
         reference = torch.zeros(batch.inputs["answers"].shape[1])
-        paths = paths_in(batch) if self._paths else {}
-        return Batch({**batch.inputs, **paths, "reference": reference}, batch.trained, batch.tokens)
+        return Batch({**batch.inputs, "reference": reference}, batch.trained, batch.tokens)
 
 
 def random_images(rows: int, width: int, settings: Any) -> Any:

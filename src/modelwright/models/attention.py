@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
+from modelwright.models.spread import Spread, apart, together
+
 NAME = "modelwright"
 # cuDNN first: 415 TFLOP/s forward and backward at length 2048 on an H200, against 225 of FlashAttention-2
 PREFERRED = [
@@ -47,12 +49,14 @@ def install(model: Any) -> None:
     model.set_attn_implementation(NAME)
 
 
-def documents_as_arguments(documents: Tensor | Paths, length: int) -> dict[str, Any]:
+def documents_as_arguments(documents: Tensor | Paths | Spread, length: int) -> dict[str, Any]:
     """What a model's forward hands down to attend, by the names transformers has for it.
 
     documents: [count + 1] int32, where each document begins in the flattened rows, and where the last one ends; or
-    paths. length: tokens in a row.
+    paths, or how two answers to one prompt are laid apart. length: tokens in a row.
     """
+    if isinstance(documents, Spread):
+        return {"spread_places": documents.places, "spread_uses": documents.uses}
     if isinstance(documents, Paths):
         same = documents_as_arguments(documents.starts[0], documents.longest or length)
         return {**same, "cu_seq_lens_k": documents.starts[1], "key_places": documents.keys}
@@ -73,7 +77,11 @@ def attend(
     if torch.is_autocast_enabled(query.device.type):
         compute = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(compute), key.to(compute), value.to(compute)
-    length, seen = query.shape[2], key.shape[2]
+    if "spread_places" in more:
+        spread = Spread(more["spread_places"], more["spread_uses"])
+        answers = (apart(query, spread), apart(key, spread), apart(value, spread))
+        return together(_dense(answers, None, dropout, scaling), spread, len(query)), None
+    length = query.shape[2]
     longest = int(more.get("max_length_k") or length)
     documents: Tensor | None = more.get("cu_seq_lens_q")
     window: int | None = more.get("sliding_window")
@@ -95,16 +103,24 @@ def attend(
             parts = (query, _flat(key), _flat(value))
             return _by_lengths(parts, (documents, documents), longest, window, scaling), None
         attention_mask = _mask(query, documents, window)
-    is_causal = attention_mask is None and length == seen
+    return _dense((query, key, value), attention_mask, dropout, scaling).transpose(1, 2), None
+
+
+def _dense(
+    parts: tuple[Tensor, Tensor, Tensor], attention_mask: Tensor | None, dropout: float, scaling: float | None
+) -> Tensor:
+    """Attention in rows of one length, causal where no mask says otherwise: [rows, heads, length, depth]."""
+    query, key, value = parts
+    # by a branch: to the compiler lengths may be symbols, and so is what compares them, which the kernel does not take
+    alike = attention_mask is None and query.shape[2] == key.shape[2]
+    seen: dict[str, Any] = {"is_causal": True} if alike else {"attn_mask": attention_mask}
     if query.is_cuda and query.dtype not in HALVES and (times := query.shape[1] // key.shape[1]) > 1:
         # in fp32 the kernel that saves memory wants as many heads everywhere: 14 GB instead of 35 at length 2048
         key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
     with sdpa_kernel(PREFERRED, set_priority=True):
-        attended = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=attention_mask, dropout_p=dropout, is_causal=is_causal, scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )  # fmt: skip
-    return attended.transpose(1, 2), None
+        return F.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, scale=scaling, enable_gqa=query.shape[1] != key.shape[1], **seen
+        )
 
 
 def _by_lengths(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from modelwright.models import attention
+from modelwright.models.spread import Spread, spread_of
 from modelwright.models.text import FORWARD_TOLERANCE, bare, hidden_states
 
 HALF_TOLERANCE = 6e-2
@@ -83,19 +85,20 @@ def paths_of(branches: Tensor) -> attention.Paths:
     return attention.Paths(torch.from_numpy(np.concatenate(keys)), starts, int(np.diff(ends).max()))
 
 
-def takes_paths(model: Any) -> bool:
+def takes_paths(model: Any, lay_out: Callable[[Tensor], attention.Paths | Spread] = paths_of) -> bool:
     """Whether paths in place of a mask do for this model, by a trial of both; on a GPU in half precision, which alone
-    takes them there."""
-    device = next(model.parameters()).device
-    if bare(model).config._attn_implementation != attention.NAME:
+    takes them there. Answers that are laid apart attend to everything before them, so that no layer may see less."""
+    device, config = next(model.parameters()).device, bare(model).config
+    if config._attn_implementation != attention.NAME or (lay_out is spread_of and _window(config.get_text_config())):
         return False
     on_gpu = device.type == "cuda"
     half: Any = torch.autocast("cuda", dtype=torch.bfloat16) if on_gpu else nullcontext()
     tokens = torch.arange(3, 27, device=device).unsqueeze(0)
     branches = torch.tensor([[TRUNK] * 8 + [1] * 8 + [2] * 8])
     positions = torch.tensor([[*range(16), *range(8, 16)]], device=device)
-    keys, starts, longest = paths_of(branches)
-    paths, branches = attention.Paths(keys.to(device), starts.to(device), longest), branches.to(device)
+    laid = lay_out(branches)
+    paths = type(laid)(*(each.to(device) if isinstance(each, Tensor) else each for each in laid))
+    branches = branches.to(device)
     try:
         with torch.no_grad(), half:
             masked = hidden_states(model, tokens, positions, branch_mask(model, positions, branches))

@@ -16,6 +16,7 @@ from modelwright.errors import ModelError
 from modelwright.models import attention, smollm2, trust
 from modelwright.models.quantized import is_quantized, loading
 from modelwright.models.quiet import be_quiet
+from modelwright.models.spread import Spread
 from modelwright.recipe.schema import Model
 from modelwright.runs.folder import hash_file
 
@@ -182,13 +183,14 @@ def _try_template(tokenizer: Any, path: Path) -> None:
 
 
 def hidden_states(
-    model: Any, tokens: Tensor, positions: Tensor, mask: Any = None, documents: Tensor | attention.Paths | None = None
-) -> Tensor:
+    model: Any, tokens: Tensor, positions: Tensor, mask: Any = None,
+    documents: Tensor | attention.Paths | Spread | None = None,
+) -> Tensor:  # fmt: skip
     """What the model thinks at each place, before its head: [rows, length, width].
 
     Positions that begin anew separate packed documents; with the cache on that separation is lost in silence. Our own
     attention separates them by `documents` instead: where each begins in the flattened rows, and where the last ends;
-    and it alone takes paths, which say without a mask what documents share.
+    and it alone takes paths, or answers laid apart, which say without a mask what documents share.
     A mask says who sees whom, in the form that `branch_mask` gives it.
     tokens: [rows, length] int64, or what stands in for their embeddings: [rows, length, width].
     """
@@ -196,7 +198,7 @@ def hidden_states(
     named = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
     inputs = {named: tokens, "position_ids": positions, "attention_mask": mask}
     is_ours = inner.config._attn_implementation == attention.NAME
-    assert is_ours or not isinstance(documents, attention.Paths), "only our own attention takes paths"
+    assert is_ours or not isinstance(documents, attention.Paths | Spread), "only our own attention takes paths"
     if documents is not None and is_ours:
         inputs |= attention.documents_as_arguments(documents, tokens.shape[1])
     hidden: Tensor = inner.base_model(**inputs, use_cache=False)[0]

@@ -7,7 +7,7 @@ How likely the answers were before training, the reference, is measured once by 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from modelwright.data.preferences import EncodedPair, EncodedPairs, Preferences,
 from modelwright.engine.task import Batch
 from modelwright.models.attention import HALVES, Paths
 from modelwright.models.branches import branch_mask, paths_of, takes_paths, why_not
+from modelwright.models.spread import Spread, spread_of
 from modelwright.models.text import hidden_states, logits_of, plain_head
 from modelwright.recipe.schema import Dpo
 from modelwright.recipe.training import Preference
@@ -45,15 +46,13 @@ class PairLoss(nn.Module):
 
         answers: [2, count] int64, flat places that foretell an answer's tokens, and those tokens;
         lengths: [2 × pairs] int64, tokens in each pair's chosen and rejected answer; beside: branches, as tokens,
-        where a row holds both answers, keys and starts where attention needs no mask, reference: [count] float32.
+        where a row holds both answers, what `between_answers` takes where attention needs no mask, reference: [count]
+        float32.
         """
         branches, reference = beside.get("branches"), beside.get("reference")
-        if "keys" in beside and self._in_halves():
-            paths = Paths(beside["keys"], beside["starts"])
-            hidden = hidden_states(self.model, tokens, positions, documents=paths)
-        else:
-            mask = None if branches is None else branch_mask(self.model, positions, branches)
-            hidden = hidden_states(self.model, tokens, positions, mask)
+        between = between_answers(beside) if self._in_halves() else None
+        mask = None if branches is None or between is not None else branch_mask(self.model, positions, branches)
+        hidden = hidden_states(self.model, tokens, positions, mask, between)
         likely = self._likely(hidden.flatten(0, 1).index_select(0, answers[0]), answers[1])
         return likely if reference is None else self._measure(likely, reference, lengths)
 
@@ -101,7 +100,8 @@ class DpoTask:
         self.not_shared = why_not(model) if settings.share_prompt else "share_prompt is false"
         self.train_set = encode_pairs(data.train, tokenizer, settings, stops)
         self.held_out_set = encode_pairs(data.held_out, tokenizer, settings, stops) if data.held_out else EncodedPairs()
-        self.paths = self.not_shared is None and takes_paths(model)
+        ways = (spread_of, paths_of) if self.not_shared is None else ()
+        self.way = next((way for way in ways if takes_paths(model, way)), None)
         self.references: dict[str, list[Array]] = {}
         self._multiple = multiple_of(settings)
 
@@ -138,7 +138,7 @@ class DpoTask:
         """A batch without its reference: the module gives the logarithm of each answer token's likelihood."""
         pairs = [self.sides[side][row] for row in rows]
         batch = collate(pairs, shared=self.not_shared is None, multiple=self._multiple)
-        return replace(batch, inputs={**batch.inputs, **paths_in(batch)}) if self.paths else batch
+        return batch if self.way is None else told_by(self.way, batch)
 
     def _with_reference(self, side: str, rows: Sequence[int]) -> Batch:
         assert not rows or self.references, "the reference is measured before anything is learnt"
@@ -181,10 +181,19 @@ def collate(pairs: Sequence[EncodedPair], shared: bool = True, multiple: int = 1
     )
 
 
-def paths_in(batch: Batch) -> dict[str, Tensor]:
-    """What attention without a mask is told, keys and starts; padding, which nobody sees, goes with the last answer."""
-    keys, starts, _ = paths_of(batch.inputs["branches"].clamp(max=2))
-    return {"keys": keys, "starts": starts}
+def between_answers(inputs: dict[str, Tensor]) -> Spread | Paths | None:
+    """How attention without a mask is told of answers, where the batch says it."""
+    if "places" in inputs:
+        return Spread(inputs["places"], inputs["uses"])
+    return Paths(inputs["keys"], inputs["starts"]) if "keys" in inputs else None
+
+
+def told_by(way: Callable[[Tensor], Spread | Paths], batch: Batch) -> Batch:
+    """The same batch for attention that is told so, without a mask, who sees whom."""
+    # paths leave nobody out: padding, which no answer sees, goes with the last one
+    laid = way(batch.inputs["branches"].clamp(max=2 if way is paths_of else 3))._asdict()
+    tensors = {name: each for name, each in laid.items() if isinstance(each, Tensor)}
+    return replace(batch, inputs={**batch.inputs, **tensors})
 
 
 def _row(prompt: Array, answers: Sequence[Any]) -> tuple[Array, Array, Array, Array]:
