@@ -111,6 +111,18 @@ def test_answers_are_told_of_without_a_mask_on_a_gpu() -> None:
     assert takes_paths(model) and takes_paths(model, spread_of)
 
 
+def test_a_layer_in_which_answers_are_laid_apart_compiles_whole_at_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(family("llama"))
+    attention.install(model)
+    module = PairLoss(model, Preference())
+    monkeypatch.setattr(module, "_in_halves", lambda: True)
+    batches = [told_by(spread_of, collate(encoded(*sizes))) for sizes in (SIZES, SIZES[1:], ((20, 9, 30),) * 4)]
+    plain = [module(**batch.inputs) for batch in batches]
+    model.model.layers[0].compile(backend="eager", fullgraph=True)
+    for batch, expected in zip(batches, plain, strict=True):
+        torch.testing.assert_close(module(**batch.inputs), expected)
+
+
 def test_answers_are_not_laid_apart_where_a_layer_sees_less() -> None:
     model = copy.deepcopy(family("gemma3_text"))
     attention.install(model)
