@@ -96,7 +96,7 @@ def takes_paths(model: Any, lay_out: Callable[[Tensor], attention.Paths | Spread
     tokens = torch.arange(3, 27, device=device).unsqueeze(0)
     branches = torch.tensor([[TRUNK] * 8 + [1] * 8 + [2] * 8])
     positions = torch.tensor([[*range(16), *range(8, 16)]], device=device)
-    laid = lay_out(branches)
+    laid: Any = lay_out(branches)
     paths = type(laid)(*(each.to(device) if isinstance(each, Tensor) else each for each in laid))
     branches = branches.to(device)
     try:
