@@ -66,22 +66,6 @@ def test_split_weights_move_as_adamw_moves_fp32_masters(few: bool) -> None:
             torch.testing.assert_close(join(weight.data, ours.state[weight][REST]), master.data, rtol=1e-5, atol=1e-6)
 
 
-def test_a_gradient_that_is_too_long_is_read_shortened() -> None:
-    ends = []
-    for longest in (1.0, float("inf")):
-        weight = nn.Parameter(torch.ones(4).bfloat16())
-        moves = SplitAdamW(
-            [{"params": [weight], "weight_decay": 0.0}], {weight: torch.zeros(4, dtype=torch.int16)}, torch.float32,
-            lr=1e-3, betas=(0.9, 0.999), eps=1.0,
-        )  # fmt: skip
-        weight.grad = torch.full((4,), 2.0 if longest == 1.0 else 0.5).bfloat16()
-        moves.shorten(torch.linalg.vector_norm(weight.grad.float()), longest)
-        moves.step()
-        assert float(weight.grad[0]) == (2.0 if longest == 1.0 else 0.5), "the gradient itself stays as it is"
-        ends.append(join(weight.data, moves.state[weight][REST]))
-    torch.testing.assert_close(*ends)
-
-
 @pytest.mark.parametrize(("device", "expected"), [(CPU, "fp32"), (GPU, "bf16")])
 def test_a_gpu_that_computes_in_bf16_keeps_bf16_weights_by_itself(device: Facts, expected: str) -> None:
     assert plan_stage(Sft(precision="bf16"), 10, 1, device).weights == expected

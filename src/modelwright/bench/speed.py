@@ -56,7 +56,7 @@ def measure(
     work = work or ("0.5b" if torch.cuda.is_available() else "tiny")
     told: dict[str, Any] = {"work": work, "device": _device(), "steps": steps, "ways": {}}
     if work in OTHERS:
-        return told | dict(OTHERS[work].measure(ways, steps, rows))
+        return told | dict(OTHERS[work].measure(ways, steps, rows, kernels))
     for way in WAYS[work]:
         if ways and not any(word in way.name for word in ways):
             continue

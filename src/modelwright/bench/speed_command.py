@@ -30,7 +30,7 @@ EVENTS = ("run", "gathering", "stage", "model", "plan", "step")
 """What the journal tells on the way to the first step, in order."""
 
 
-def measure(ways: Sequence[str], steps: int, data: Path | None) -> dict[str, Any]:
+def measure(ways: Sequence[str], steps: int, data: Path | None, kernels: bool = False) -> dict[str, Any]:
     """Start cold, start warm; steps: those between two saves of the warm run."""
     import torch
 

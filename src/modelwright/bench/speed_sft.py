@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from modelwright.bench.kernels import Kernels
 from modelwright.bench.peers import clock, finite, let_go, ratio
 from modelwright.bench.results import installed
 from modelwright.bench.survival import SEED, Scene, conversations_of, load_model, prepared
@@ -92,7 +93,7 @@ class Stand:
     """Steps of each way."""
 
 
-def measure(ways: Sequence[str], steps: int, data: Path | None) -> dict[str, Any]:
+def measure(ways: Sequence[str], steps: int, data: Path | None, kernels: bool = False) -> dict[str, Any]:
     """Each way in turn; one that fails tells why and the others go on."""
     import torch
 
@@ -110,8 +111,9 @@ def measure(ways: Sequence[str], steps: int, data: Path | None) -> dict[str, Any
             if (ways and not any(word in way.name for word in ways)) or (way.peer and not installed("trl")):
                 continue
             let_go()
+            watch = Kernels(kernels)
             try:
-                trial = (train_theirs if way.peer else train_ours)(stand, way)
+                trial = train_theirs(stand, way) if way.peer else train_ours(stand, way, watch)
                 finite(trial.losses)
                 told[way.name] = {
                     "rows_per_second": round(trial.rows / median(trial.seconds[len(trial.seconds) // 2 :]), 2),
@@ -120,7 +122,7 @@ def measure(ways: Sequence[str], steps: int, data: Path | None) -> dict[str, Any
                 }  # fmt: skip
             except Exception as error:  # one way must not take the others with it
                 told[way.name] = {"failed": f"{type(error).__name__}: {str(error).strip()[:300]}"}
-            print(way.name, told[way.name], flush=True)
+            print(way.name, told[way.name], *watch.lines(), sep="\n", flush=True)
     return {"shape": shape, "rows": len(rows.train), "ways": told, **ratio(told, "rows_per_second")}
 
 
@@ -140,7 +142,7 @@ def lines(figures: dict[str, Any]) -> Iterator[str]:
         yield f"  ratio {figures['ratio']:.2f} (above 1: ours is faster)"
 
 
-def train_ours(stand: Stand, way: Way) -> Trial:
+def train_ours(stand: Stand, way: Way, watch: Kernels) -> Trial:
     """Our engine; every weight moves."""
     from modelwright.engine.loop import Engine
     from modelwright.engine.world import World
@@ -165,7 +167,7 @@ def train_ours(stand: Stand, way: Way) -> Trial:
     plan = plan_stage(settings, task.rows, 1, probe())
     engine = Engine(task, settings, plan, World(device=stand.device), SEED)
     marks, losses = [time.perf_counter()], []
-    for report in engine.steps():
+    for report in watch.during(engine.steps(), stand.steps):
         losses.append(report.loss)
         marks.append(time.perf_counter())
     return _trial(plan.global_batch * in_a_row, marks, losses, began)

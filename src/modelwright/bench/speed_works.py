@@ -81,6 +81,7 @@ WAYS = {
     ),
     "0.5b": (
         Way("ours, bf16", COMPILED),
+        Way("ours, bf16, mean in bf16", {**COMPILED, "exp_avg_dtype": "bf16"}),
         Way("ours, bf16, not recorded", {**COMPILED, "cuda_graphs": "never"}),
         Way("ours, fp8", {**COMPILED, "precision": "fp8"}),
         Way(EXACT, {**COMPILED, "weights": "fp32"}),
