@@ -7,7 +7,6 @@ finds what the first has compiled, and goes on to save its checkpoints in the ba
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -108,9 +107,7 @@ def _run(folder: Path, work: Work, name: str, length: dict[str, int]) -> tuple[d
     write_text(recipe, json.dumps(wish))
     began = time.time()
     command = [sys.executable, "-m", "modelwright", "run", str(recipe), "--log-format", "json"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=LONGEST_SECONDS, env=dict(os.environ)
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LONGEST_SECONDS)
     if done.returncode:
         raise RuntimeError(f"modelwright run ended with {done.returncode}: {done.stderr.strip()[-500:]}")
     events = list(read(folder / name / "journal.jsonl"))
