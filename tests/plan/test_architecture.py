@@ -11,6 +11,7 @@ import pytest
 from modelwright.errors import ModelError
 from modelwright.plan.architecture import TextShape, VisionShape, movement, shape_of
 from modelwright.plan.shapes import KNOWN, find_shape
+from modelwright.recipe.load import load
 from modelwright.recipe.schema import Recipe, Sft
 
 SMALL = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 128,
@@ -127,3 +128,10 @@ def test_a_resnet_is_counted_as_it_is_built(width: int) -> None:
     built = sum(weight.numel() for weight in resnet18(10, width, 3).parameters())
     assert VisionShape("resnet18", "test", width=width).parameters == built
     assert VisionShape("resnet18", "test").multiplications == pytest.approx(555.4e6, rel=0.01)
+
+
+def test_a_tokenizer_that_the_recipe_trains_says_how_many_tokens_there_are() -> None:
+    loaded = load("llama-tiny", ())
+    found = find_shape(loaded.recipe, loaded.path.parent)
+    assert isinstance(found, TextShape) and found.words == 1536
+    assert found.source == "the recipe's architecture"

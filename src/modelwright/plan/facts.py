@@ -71,9 +71,10 @@ def card(facts: Facts) -> Gpu:
             GPUS["A40"], name=facts.name, memory=float(facts.memory), source="unknown card, taken for an A40"
         )
     threads = int(facts.name.split()[0]) if facts.name[:1].isdigit() else 1
-    rate = 30e9 * threads
-    return Gpu("CPU", float(facts.memory), 10e9, rate, rate, 2 * rate if facts.fast_bf16 else rate / 50, rate / 50, 0.0,
-               1e9, (0, 0), 1e6 * threads, "a guess; modelwright bench plan measures it")  # fmt: skip
+    rate, bandwidth = 30e9 * threads, 10e9 * threads**0.75
+    half = 2 * rate if facts.fast_bf16 else rate / 50
+    return Gpu("CPU", float(facts.memory), bandwidth, rate, rate, half, rate / 50, 0.0, 1e9, (0, 0), 1e6 * threads,
+               "a guess; modelwright bench plan measures it")  # fmt: skip
 
 
 def _cpu_flags() -> set[str]:

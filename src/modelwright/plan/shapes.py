@@ -46,7 +46,8 @@ ALSO = {"gemma-270m": "gemma-3-270m"}
 def find_shape(recipe: Recipe, beside: Path) -> Shape:
     """The shape of a recipe's model, without fetching anything."""
     if recipe.model.architecture is not None:
-        return made_shape(recipe.model.architecture, recipe.name)
+        made = recipe.prepare is not None and recipe.prepare.tokenizer == "train"
+        return made_shape(recipe.model.architecture, recipe.name, recipe.prepare.vocab_size if made else None)
     name = recipe.model.model_name_or_path or ""
     if name == RESNET:
         width = recipe.model.width
@@ -71,13 +72,15 @@ def at_hand(name: str, beside: Path) -> bool:
     )
 
 
-def made_shape(wish: Architecture, name: str) -> TextShape:
-    """The shape of a model that a recipe makes from scratch; a vocabulary it leaves open is taken for GPT-2's."""
+def made_shape(wish: Architecture, name: str, words: int | None = None) -> TextShape:
+    """The shape of a model that a recipe makes from scratch; a vocabulary it leaves open is taken for GPT-2's.
+
+    words: tokens of a tokenizer that the recipe itself trains.
+    """
     told = {**wish.model_dump(), "intermediate_size": wish.feed_forward, "num_key_value_heads": wish.key_value_heads}
-    told["vocab_size"] = wish.vocab_size or GPT2_WORDS
-    source = "the recipe's architecture" + (
-        "" if wish.vocab_size else f", with {GPT2_WORDS:,} tokens taken for granted"
-    )
+    told["vocab_size"] = wish.vocab_size or words or GPT2_WORDS
+    known = wish.vocab_size or words
+    source = "the recipe's architecture" + ("" if known else f", with {GPT2_WORDS:,} tokens taken for granted")
     return shape_of(told, name, source)
 
 
