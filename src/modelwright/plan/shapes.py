@@ -46,8 +46,9 @@ ALSO = {"gemma-270m": "gemma-3-270m"}
 def find_shape(recipe: Recipe, beside: Path) -> Shape:
     """The shape of a recipe's model, without fetching anything."""
     if recipe.model.architecture is not None:
-        made = recipe.prepare is not None and recipe.prepare.tokenizer == "train"
-        return made_shape(recipe.model.architecture, recipe.name, recipe.prepare.vocab_size if made else None)
+        prepare = recipe.prepare
+        words = prepare.vocab_size if prepare is not None and prepare.tokenizer == "train" else None
+        return made_shape(recipe.model.architecture, recipe.name, words)
     name = recipe.model.model_name_or_path or ""
     if name == RESNET:
         width = recipe.model.width
