@@ -111,16 +111,16 @@ def test_answers_are_told_of_without_a_mask_on_a_gpu() -> None:
     assert takes_paths(model) and takes_paths(model, spread_of)
 
 
-def test_a_layer_in_which_answers_are_laid_apart_compiles_whole_at_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = copy.deepcopy(family("llama"))
-    attention.install(model)
-    module = PairLoss(model, Preference())
-    monkeypatch.setattr(module, "_in_halves", lambda: True)
-    batches = [told_by(spread_of, collate(encoded(*sizes))) for sizes in (SIZES, SIZES[1:], ((20, 9, 30),) * 4)]
-    plain = [module(**batch.inputs) for batch in batches]
-    model.model.layers[0].compile(backend="eager", fullgraph=True)
-    for batch, expected in zip(batches, plain, strict=True):
-        torch.testing.assert_close(module(**batch.inputs), expected)
+def test_attention_over_answers_that_are_laid_apart_compiles_whole_at_any_length() -> None:
+    def attended(query: Tensor, key: Tensor, places: Tensor, uses: Tensor) -> Tensor:
+        return attention.attend(None, query, key, key, None, spread_places=places, spread_uses=uses)[0]
+
+    compiled = torch.compile(attended, backend="eager", fullgraph=True)
+    for sizes in (SIZES, SIZES[1:], ((20, 9, 30),) * 4):
+        branches = collate(encoded(*sizes)).inputs["branches"]
+        query, key = (torch.randn(len(branches), heads, branches.shape[1], 8) for heads in (4, 2))
+        told = spread_of(branches)
+        torch.testing.assert_close(compiled(query, key, *told), attended(query, key, *told))
 
 
 def test_answers_are_not_laid_apart_where_a_layer_sees_less() -> None:
