@@ -286,13 +286,15 @@ class VisionShape:
         """Numbers that come out of all convolutions for one image."""
         return sum(o * side**2 for _, o, _, side in self.convolutions)
 
-    @property
-    def kept(self) -> int:
-        """Numbers kept for the backward pass of one image: what goes into each batch norm, and into what follows it.
+    def kept(self, on_gpu: bool) -> int:
+        """Numbers kept for the backward pass of one image: what goes into each batch norm, and what comes out.
 
-        ReLU works in place, and what goes past a block is added to and forgotten.
+        What comes out of the norm past a block is added to and forgotten, but for the kernels of a GPU.
         """
-        return sum(o * side**2 * (2 if window > 1 else 1) for _, o, window, side in self.convolutions)
+        return sum(
+            o * side**2 * (2 if window > 1 or (on_gpu and o % 64 == 0) else 1)
+            for _, o, window, side in self.convolutions
+        )
 
 
 Shape = TextShape | VisionShape

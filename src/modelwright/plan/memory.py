@@ -208,7 +208,9 @@ def layer_activations(work: Work, fitted: Fitted, trained: bool) -> float:
     assert isinstance(shape, TextShape)
     stream, computed = work.stream, work.width
     low, lora = computed < stream, work.moves.low_rank > 0
-    attention = computed * 2 * (shape.query_width + work.keys) + 4 * shape.heads
+    attention = computed * 2 * (shape.query_width + work.keys) * work.spread + 4 * shape.heads
+    if work.branched:  # what attention says is brought together again
+        attention += computed * shape.query_width
     if shape.traits.fused_query:
         inputs = (3 * shape.width if trained or lora else 0) * computed
         inner = (2 if trained or lora else 1) * shape.inner * computed
@@ -240,7 +242,7 @@ def _vision_moments(work: Work) -> dict[str, dict[str, float]]:
     # first layers saw is laid side by side, nine times as wide, while their own activations are still kept
     at_the_end = 5.0 if work.on_gpu else 21.0
     return {
-        "loss": {"activations": work.rows * (shape.kept + image) * work.width, "casts": copies,
+        "loss": {"activations": work.rows * (shape.kept(work.on_gpu) + image) * work.width, "casts": copies,
                  "workspace": work.rows * image * 8.0},
         "backward ends": {"gradients": _gradients(work), "casts": copies, "workspace": at_the_end * widest},
     }  # fmt: skip

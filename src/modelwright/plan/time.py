@@ -161,7 +161,8 @@ def operations(work: Work) -> tuple[float, float]:
     computed = shape.layers - work.kept_layers
     matrices = layer * (computed + crossed + moves.trained_layers + again) + low_rank
     matrices += head * (2 + (1 if moves.head else 0))
-    attention = 2.0 * work.tokens * work.length * shape.query_width  # causal: half of two products
+    # causal: half of two products; answers that share a prompt are laid apart, each a part of the row long
+    attention = 2.0 * work.tokens * work.length * shape.query_width * work.spread**2 / (2 if work.branched else 1)
     return matrices, attention * (computed + 2.5 * crossed + again)
 
 

@@ -54,7 +54,7 @@ class Work:
     masked: bool = False
     """Whether attention is given a mask: pairs with a shared prompt, where nothing better is there."""
     branched: bool = False
-    """Whether two answers share a prompt without a mask: its keys are then taken once for each."""
+    """Whether two answers share a prompt without a mask: for attention they are then laid apart."""
     on_gpu: bool = True
     """Whether a GPU computes."""
     recorded: bool = False
@@ -92,13 +92,18 @@ class Work:
         return self.chunked_loss and self.places > (CHUNK // 4 if self.on_gpu else CHUNK) and self.precision != "fp16"
 
     @property
-    def keys(self) -> float:
+    def keys(self) -> int:
         """Numbers in the keys that attention is given for each token, and as many in the values."""
         shape = self.shape
         assert isinstance(shape, TextShape)
         if self.masked or (self.on_gpu and self.precision == "fp32"):  # the kernel wants as many as there are queries
             return shape.query_width
-        return shape.kv_width * (2.0 - self.learnt if self.branched else 1.0)
+        return shape.kv_width
+
+    @property
+    def spread(self) -> float:
+        """Tokens that attention is given for each one there is: a prompt that two answers share is laid before each."""
+        return 2.0 - self.learnt if self.branched else 1.0
 
     @property
     def width(self) -> int:
