@@ -21,7 +21,7 @@ from modelwright.runs.folder import hash_file, read_json, sync, write_json
 from modelwright.tasks.dpo import Array, DpoTask
 
 TENSORS, FACTS = "reference.safetensors", "reference.json"
-VERSION = 1
+VERSION = 2
 """Raised when what is kept changes, so that an old file is not taken for a new one."""
 
 
