@@ -100,7 +100,7 @@ def measure_all(wanted: Sequence[str] = (), into: Path | None = None) -> dict[st
         if wanted and not any(word in setting.name for word in wanted):
             continue
         began = time.perf_counter()
-        setting, plan, run = _planned(setting, facts)
+        setting, plan, run = planned(setting, facts)
         try:
             run |= measure_one(setting, plan)
             run["accelerate_bytes"] = accelerate_bytes(setting, plan.precision)
@@ -118,7 +118,7 @@ def measure_all(wanted: Sequence[str] = (), into: Path | None = None) -> dict[st
     return {"device": asdict(facts), "runs": runs}
 
 
-def _planned(setting: Setting, facts: Facts) -> tuple[Setting, StagePlan, dict[str, Any]]:
+def planned(setting: Setting, facts: Facts) -> tuple[Setting, StagePlan, dict[str, Any]]:
     """A setting with its rows and its plan, and what the planner says of its memory before it is tried."""
     gpu, fitted = card(facts), calibration_for(card(facts))
     plan = plan_stage(_settings(setting), 1, 1, facts)
