@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -88,6 +89,19 @@ def test_two_ranks_equal_one(rig: Rig, undisturbed: Path, model_folder: Path, tm
     names = [name for name in ends[0] if name.startswith("eval_")]
     assert len(names) == 7
     assert [ends[1][name] for name in names] == pytest.approx([ends[0][name] for name in names], rel=1e-3, abs=1e-4)
+
+
+def test_bf16_weights_that_two_ranks_share_learn_as_those_of_one(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
+    settings = {"precision": "bf16", "weights": "bf16", "max_steps": 4}
+    halves = {**settings, "gradient_accumulation_steps": 1, "sharding": "fsdp"}
+    one, two = tmp_path / "one", tmp_path / "two"
+    code, output = rig.run(["run", str(tiny_dpo_recipe(one, model_folder, **settings))], one)
+    assert code == 0, output
+    ranks = rig.run_ranks(["run", str(tiny_dpo_recipe(two, model_folder, **halves))], two, 2)
+    assert [code for code, _ in ranks] == [0, 0], ranks
+    alone, shared = ([r["loss"] for _, r in sorted(steps_of(run / "run", "dpo").items())] for run in (one, two))
+    assert shared[0] == pytest.approx(math.log(2), abs=1e-4), "the reference is of the same arithmetic"
+    assert shared == pytest.approx(alone, abs=5e-3)
 
 
 def test_a_recipe_of_pairs_is_checked_before_anything_is_loaded(rig: Rig, model_folder: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import xxhash
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from modelwright.data.stream import order_of, share
 from modelwright.engine import fp8
@@ -107,7 +108,9 @@ class Engine:
         self._learning_rate = build_schedule(settings, plan)
         self.average = Average({**self.weights, **self.buffers}, settings.ema_decay)
         self.guard = Guard(settings.spike_factor)
-        self._records = world.device.type == "cuda" and world.size == 1 and plan.precision != "fp16"
+        # fsdp lays its weights out anew each time: a recording would read where they were
+        alone = world.size == 1 and not isinstance(self._forward, FSDPModule)
+        self._records = world.device.type == "cuda" and alone and plan.precision != "fp16"
         self._records = self._records and is_worth_recording(self._module, settings.cuda_graphs)
         self.begin_anew()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ def shard(
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
         for layer in layers_of(module):
             fully_shard(layer, mesh=mesh, mp_policy=policy)
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        # what the model is given stays exact: a reference of preferences, cast to bf16, would be of another model
+        fully_shard(module, mesh=mesh, mp_policy=replace(policy, cast_forward_inputs=False))
         return module
     if world.size == 1:
         return module
@@ -66,13 +68,18 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 def whole(tensor: Tensor) -> Tensor:
     """The full tensor of a shard; every rank must ask."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    if tensor.dtype is torch.int16:  # which no backend can send
+        return tensor.to(torch.int32).full_tensor().to(torch.int16)
+    return tensor.full_tensor()
 
 
 def place(full: Tensor, like: Tensor) -> Tensor:
     """A full tensor laid out as another one is, in its own type."""
     if isinstance(like, DTensor):
-        return distribute_tensor(full.to(like.device), like.device_mesh, like.placements)
+        # every rank has all of it, so nothing need be sent
+        return distribute_tensor(full.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
     # in the other's own memory layout: fused optimizers walk memory, and a channels-last weight has another order
     return torch.empty_like(like, dtype=full.dtype, requires_grad=False).copy_(full)
 
