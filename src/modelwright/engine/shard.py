@@ -71,7 +71,9 @@ def whole(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     if tensor.dtype is torch.int16:  # which no backend can send
-        return tensor.to(torch.int32).full_tensor().to(torch.int16)
+        wide = tensor.to(torch.int32)
+        assert isinstance(wide, DTensor)
+        return wide.full_tensor().to(torch.int16)
     return tensor.full_tensor()
 
 
