@@ -16,9 +16,9 @@ OPENING = """# Foreseen and measured
 <!-- written by modelwright.bench.plan_table; UPDATE_GOLDEN=1 python -m pytest tests/bench/test_tables.py -->
 
 What the planner said of trainings and what they took: {device}, {day}, `modelwright bench plan`. Each was foreseen by
-coefficients that were fitted to all others; no coefficient was ever fitted to one that is called unseen. The
-last column is accelerate's estimate of the memory, which knows weights and optimizer, but neither rows nor what moves.
-"""
+coefficients that were fitted to all others, and none was ever fitted to a setting that is called unseen. The last
+column is accelerate's estimate of the memory, which knows weights and optimizer, but neither rows nor what moves.
+{since}"""
 EDGE = """## At the edge of the memory
 
 What is said to fit must run, and what is said not to fit should run out:
@@ -43,17 +43,21 @@ def lines(figures: dict[str, Any]) -> list[str]:
 
 def page(measured: dict[str, Any]) -> str:
     """The page of figures for the docs, from what was kept."""
-    figures, told = (
-        measured["figures"],
-        [OPENING.format(day=measured["date"][:10], device=_device(measured["figures"]))],
-    )
+    figures, since = measured["figures"], measured.get("since", "")
+    opening = {
+        "day": measured["date"][:10],
+        "device": figures["device"]["name"],
+        "since": f"{since}\n" if since else "",
+    }
+    told = [OPENING.format(**opening)]
     told += ["| setting | GB | planned | tokens/s | planned | accelerate |", "|---|---|---|---|---|---|"]
     told += [_row(run) for run in figures["judged"]]
-    told += ["", *(f"- {words}: {summary(figures['judged'], prefix)}." for prefix, words in JUDGES.items())]
+    told += ["", *(f"- {JUDGES[prefix]}: {summary(figures['judged'], prefix)}." for prefix in ("", "left_out"))]
     if unseen := [run for run in figures["judged"] if run["setting"]["name"].startswith(UNSEEN_MARK)]:
         told.append(f"- the {len(unseen)} unseen ones alone, {JUDGES['before']}: {summary(unseen, 'before')}.")
     edge = [run for run in figures["runs"] if _is_edge(run)]
     told += ["", EDGE, *(f"- {_edge(run)}" for run in edge)]
+    told += [] if edge else ["None of these settings has been measured yet, nor has one that is called unseen."]
     return "\n".join(told) + "\n"
 
 
@@ -95,10 +99,6 @@ def _row(run: dict[str, Any]) -> str:
         "–" if peer is None else f"{peer:+.0%}",
     )
     return f"| {' | '.join(cells)} |"
-
-
-def _device(figures: dict[str, Any]) -> str:
-    return str(figures["device"]["name"])
 
 
 def _is_edge(run: dict[str, Any]) -> bool:
