@@ -46,12 +46,12 @@ GUESSED_MEMORY = Fitted()
 
 @dataclass(frozen=True)
 class Memory:
-    """The fullest moment of a step on one device."""
+    """The fullest moment on one device."""
 
     parts: dict[str, float]
-    """Bytes by component at that moment."""
+    """Bytes by component at the fullest moment of a step."""
     moment: str
-    """When it is."""
+    """When most is held: in a step, or when the weights arrive."""
     moments: dict[str, float]
     """Bytes in all at each moment that was looked at."""
     beside: float = 0.0
@@ -60,7 +60,7 @@ class Memory:
     @property
     def total(self) -> float:
         """Bytes of tensors at the peak."""
-        return sum(self.parts.values())
+        return self.moments[self.moment]
 
     @property
     def needed(self) -> float:
@@ -88,9 +88,10 @@ def memory(work: Work, fitted: Fitted = GUESSED_MEMORY) -> Memory:
     for parts in moments.values():
         parts["workspace"] = parts.get("workspace", 0.0) + fitted.fixed + (RECORDER if work.recorded else 0.0)
     totals = {name: sum(parts.values()) for name, parts in moments.items()}
-    fullest = max(totals, key=lambda name: totals[name])
-    passing = moments[fullest].get("activations", 0.0) + moments[fullest].get("logits", 0.0)
-    return Memory(moments[fullest], fullest, totals, passing * (work.recordings - 1) if work.recorded else 0.0)
+    fullest, in_step = (max(names, key=lambda name: totals[name]) for names in (totals, found))
+    parts = moments[in_step]
+    passing = parts.get("activations", 0.0) + parts.get("logits", 0.0)
+    return Memory(parts, fullest, totals, passing * (work.recordings - 1) if work.recorded else 0.0)
 
 
 def _steady(work: Work) -> dict[str, float]:
