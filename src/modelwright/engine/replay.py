@@ -66,7 +66,8 @@ class Replay:
         torch.cuda.empty_cache()  # a recording has memory of its own; what the warm-up held is given back first
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            # what other threads do meanwhile, such as pin memory for a checkpoint, is no part of it
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 output = self._work(**places)
         except RuntimeError:
             torch.cuda.synchronize()

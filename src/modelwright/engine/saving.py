@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -58,6 +59,22 @@ class Saver:
         self._checkpoints, self._world, self._background = checkpoints, world, background
         self._copies: dict[tuple[str, str], Tensor] = {}
         self._work: _Work | None = None
+        self._room: threading.Thread | None = None
+
+    def with_room_for(self, snapshot: Snapshot) -> Saver:
+        """Make places for copies while training begins: pinning takes seconds, and the first save would wait for it."""
+        if not self._background or not self._world.is_main or not self._holds(snapshot):
+            return self
+        wanted = [(file, lazy) for file, content in snapshot.files.items() for lazy in content]
+
+        def make() -> None:
+            with suppress(RuntimeError):  # where they cannot be had, the first save says so
+                for file, lazy in wanted:
+                    self._place(file, lazy)
+
+        self._room = threading.Thread(target=make, name="room", daemon=True)
+        self._room.start()
+        return self
 
     def save(self, snapshot: Snapshot, best_step: int | None) -> bool:
         """Save, or begin to; returns whether it goes on in the background. The save before must be settled."""
@@ -119,6 +136,8 @@ class Saver:
 
     def _copied(self, snapshot: Snapshot) -> Snapshot:
         """The same from memory of its own; every rank fetches, the main one keeps. The places are used again."""
+        if self._room is not None:
+            self._room.join()
         files = {name: list(self._copies_of(name, file)) for name, file in snapshot.files.items()}
         if self._world.device.type == "cuda":
             torch.cuda.synchronize(self._world.device)  # the copies are made when the device says so
@@ -128,15 +147,16 @@ class Saver:
         for lazy in tensors:
             tensor = lazy.fetch()
             if self._world.is_main:
-                copy = self._place(file, lazy, tensor)
+                copy = self._place(file, lazy)
                 copy.copy_(tensor, non_blocking=True)
                 yield replace(lazy, fetch=partial(_same, copy))
 
-    def _place(self, file: str, lazy: Lazy, tensor: Tensor) -> Tensor:
+    def _place(self, file: str, lazy: Lazy) -> Tensor:
         key = (file, lazy.name)
         if key not in self._copies:
             # a GPU copies into pinned memory at the link's speed, and into other memory at a tenth of it
-            self._copies[key] = torch.empty(lazy.shape, dtype=lazy.dtype, pin_memory=tensor.is_cuda)
+            pinned = self._world.device.type == "cuda"
+            self._copies[key] = torch.empty(lazy.shape, dtype=lazy.dtype, pin_memory=pinned)
         return self._copies[key]
 
 

@@ -69,7 +69,7 @@ class Training:
             self._measure()
         meter = Meter(self.plan.steps, self.plan.global_batch, self.built.flops_per_token, self._peak_flops())
         self.began = time.monotonic()
-        with self.stopper.waiting(), memory_told(self.plan), self.saver:
+        with self.stopper.waiting(), memory_told(self.plan), self.saver.with_room_for(state.snapshot(self.engine)):
             self._train(meter)
             if self._went_back_at_the_end():
                 self._train(meter)
