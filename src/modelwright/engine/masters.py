@@ -3,8 +3,7 @@
 An fp32 master is its bf16 rounding (the weight the model computes with) and a signed 16-bit rest: 4 bytes together
 instead of 6, no casting in the forward and backward pass, and the very arithmetic of fp32 masters in the update.
 
-On a GPU that update is compiled, which took 10 s of a 29 s run in which few weights moved. Where few move, their
-masters are held whole beside them instead (2 bytes a weight more), and torch's own fused AdamW moves those at once.
+On a GPU the update is one kernel a tensor (`adamw_kernel.py`), and nothing has to be compiled by torch before it.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from torch.distributed.tensor import DTensor
 
 REST = "rest"
 """What the optimizer state calls the 16 bits that a bf16 weight has lost."""
-MASTER = "master"
-"""What it calls a master that is held whole, in place of the rest; a checkpoint has the rest either way."""
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,15 +47,12 @@ class SplitAdamW(torch.optim.Optimizer):
     """AdamW whose weights are bf16 and whose masters are exact; rests: by weight, what halving it left over.
 
     The mean of the gradients may be kept in bf16, which saves two bytes a weight and costs nothing that shows.
-    few: whether the weights are few enough to hold their masters whole; with fp32 means, unsharded, they then are.
     """
 
     def __init__(
-        self, groups: Iterable[dict[str, Any]], rests: dict[Tensor, Tensor], mean: torch.dtype, few: bool = False,
-        **defaults: Any,
-    ) -> None:  # fmt: skip
+        self, groups: Iterable[dict[str, Any]], rests: dict[Tensor, Tensor], mean: torch.dtype, **defaults: Any
+    ) -> None:
         super().__init__(groups, defaults)
-        self._whole = few and mean is torch.float32 and not any(isinstance(weight, DTensor) for weight in rests)
         device = self.param_groups[0]["params"][0].device
         count = torch.zeros((), device=device)
         self._shortened = torch.ones((), device=device)
@@ -92,9 +86,6 @@ class SplitAdamW(torch.optim.Optimizer):
                     continue
                 state = self.state[weight]
                 state["step"] = count  # one count for all, also after a restart that read it many times
-                if self._whole:
-                    _move_whole(weight, state, group["lr"], (*settings, self._shortened))
-                    continue
                 parts = (weight, weight.grad, state[REST], state["exp_avg"], state["exp_avg_sq"])
                 _update(count.is_cuda)(*map(_flat, parts), (learning_rate, rates, self._shortened), settings)
 
@@ -118,31 +109,13 @@ def _move(
     rest.copy_(left)
 
 
-def _move_whole(
-    weight: Tensor, state: dict[str, Tensor], learning_rate: float | Tensor, settings: tuple[Any, ...]
-) -> None:
-    """One AdamW step of one tensor whose master is held whole; made of weight and rest when first needed."""
-    beta1, beta2, epsilon, decay, shortened = settings
-    if REST in state:
-        state[MASTER] = join(weight, state.pop(REST))
-    assert weight.grad is not None
-    gradient = weight.grad.float().mul_(shortened)
-    torch._fused_adamw_(
-        [state[MASTER]], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]],
-        lr=learning_rate, beta1=beta1, beta2=beta2, weight_decay=decay, eps=epsilon, amsgrad=False, maximize=False,
-    )  # fmt: skip
-    # a shift that writes 16 bits itself is right on a CPU and makes NaN on a GPU (torch 2.11)
-    weight.copy_(_rounded(state[MASTER].view(torch.int32)).to(torch.int16).view(torch.bfloat16))
-
-
-_MOVES: dict[bool, Any] = {False: _move}
-
-
-def _update(on_gpu: bool) -> Any:
+def _update(on_gpu: bool) -> Callable[..., None]:
     """One kernel a tensor on a GPU: 26 bytes a weight are read or written, and no more."""
-    if on_gpu not in _MOVES:
-        _MOVES[on_gpu] = torch.compile(_move, dynamic=True)  # flat tensors of any size: compiled once
-    return _MOVES[on_gpu]
+    if not on_gpu:
+        return _move
+    from modelwright.engine.adamw_kernel import move
+
+    return move
 
 
 def _split_bits(bits: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,6 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from modelwright.engine.masters import SplitAdamW
 from modelwright.engine.shard import whole
 from modelwright.plan.stage import StagePlan
-from modelwright.plan.work import few_move
 from modelwright.recipe.training import Optimizer
 
 Schedule = Callable[[int], float]
@@ -39,8 +38,7 @@ def build_optimizer(
     betas = (settings.adam_beta1, settings.adam_beta2)
     if rests is not None:
         mean = torch.bfloat16 if settings.exp_avg_dtype == "bf16" else torch.float32
-        few = few_move(sum(map(Tensor.numel, moving)), sum(map(Tensor.numel, module.parameters())))
-        return SplitAdamW(groups, rests, mean, few, lr=settings.learning_rate, betas=betas, eps=settings.adam_epsilon)
+        return SplitAdamW(groups, rests, mean, lr=settings.learning_rate, betas=betas, eps=settings.adam_epsilon)
     return torch.optim.AdamW(
         groups,
         lr=settings.learning_rate,

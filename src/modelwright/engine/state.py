@@ -17,7 +17,7 @@ from torch import Tensor
 
 from modelwright.engine.checkpoint import Snapshot, read_state
 from modelwright.engine.loop import Cursor, Engine
-from modelwright.engine.masters import MASTER, REST, join, split
+from modelwright.engine.masters import REST, join, split
 from modelwright.engine.shard import place, whole
 from modelwright.engine.tensors import Lazy
 from modelwright.errors import Refused
@@ -28,7 +28,7 @@ MODEL, OPTIMIZER, AVERAGE = "model.safetensors", "optimizer.safetensors", "avera
 def snapshot(engine: Engine, **beside: Any) -> Snapshot:
     """Everything that is needed to go on from here: moving weights, optimizer, cursor, guard, scaler."""
     parts = [
-        _part(name, part, value)
+        _lazy(f"{name}.{part}", value)
         for name, weight in engine.weights.items()
         for part, value in engine.optimizer.state.get(weight, {}).items()
     ]
@@ -106,13 +106,6 @@ def restore_weights(engine: Engine, folder: Path) -> dict[str, Tensor]:
             for name, mean in engine.average.held.items():
                 mean.copy_(place(stored.get_tensor(name), mean))
     return rests
-
-
-def _part(name: str, part: str, value: Tensor) -> Lazy:
-    """A part of a weight's optimizer state; of a master that is held whole, what the weight has lost of it."""
-    if part == MASTER:
-        return Lazy(f"{name}.{REST}", tuple(value.shape), torch.int16, lambda: whole(split(value)[1]))
-    return _lazy(f"{name}.{part}", value)
 
 
 def _lazy(name: str, tensor: Tensor) -> Lazy:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from modelwright.plan.architecture import TextShape, VisionShape
-from modelwright.plan.work import CHUNK, Work, few_move
+from modelwright.plan.work import CHUNK, Work
 
 MOMENT_BYTES = {"adamw_torch": 8, "sgd": 4}
 """Bytes an optimizer keeps for each weight that moves, in fp32."""
@@ -112,10 +112,9 @@ def _steady(work: Work) -> dict[str, float]:
 
 
 def _state_bytes(work: Work) -> float:
-    """Bytes of optimizer state for a weight; beside bf16 weights stand the 16 bits they have lost, or whole masters."""
+    """Bytes of optimizer state for a weight; beside bf16 weights stand the 16 bits they have lost."""
     if work.weights == "bf16":
-        few = few_move(work.moves.trained, work.moves.total)
-        return 4 + work.mean_width + (4 if few and work.mean_width == 4 and work.sharding == "ddp" else 2)
+        return 4 + work.mean_width + 2
     return MOMENT_BYTES[work.optimizer]
 
 

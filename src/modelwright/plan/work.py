@@ -14,11 +14,6 @@ CHUNK = 4096
 """Places whose logits stand in memory together, where the loss is computed in chunks."""
 
 
-def few_move(moving: int, weights: int) -> bool:
-    """Whether so few of the weights move that their fp32 masters may be held whole beside bf16 ones."""
-    return 4 * moving <= weights
-
-
 @dataclass(frozen=True)
 class Work:
     """One stage as one device sees it."""
