@@ -32,7 +32,7 @@ def on_a_gpu(folder: Path) -> str:
     """What was measured on a GPU."""
     rows: list[tuple[str, Callable[[Figures], list[Cells]]]] = [
         ("speed", _pretraining), ("speed", _beside_pretraining), ("dpo-gpu", _preferences),
-        ("survival-gpu", _survival), ("plan", _planner),
+        ("survival-gpu", _survival), ("stages-gpu", _recipe), ("plan", _planner),
     ]  # fmt: skip
     return _table(folder, rows)
 
@@ -172,6 +172,18 @@ def _survival(figures: Figures) -> list[Cells]:
             f"TRL {figures['trl']['seconds_extrapolated']:.0f} s by its median step",
             "`bench survival --scene smollm3`",
         )
+    ]
+
+
+def _recipe(figures: Figures) -> list[Cells]:
+    stages: dict[str, list[str]] = {}
+    for row in figures["stages"]:
+        if "failed" not in row:
+            told = f"{row['tokens_per_second']:,.0f} tokens/s ({row['memory_gb']:.0f} GB) in {row['precision']}"
+            stages.setdefault(row["stage"], []).append(told)
+    return [
+        (f"{stage} of {figures['recipe']}, its real shapes", ", ".join(told), "–", "`bench stages llama-7b`")
+        for stage, told in stages.items()
     ]
 
 
