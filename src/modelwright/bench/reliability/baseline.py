@@ -12,6 +12,7 @@ from typing import Any
 
 from modelwright.bench.reliability import peer
 from modelwright.bench.reliability.fault import Bench
+from modelwright.bench.reliability.harm import delete, empty, flip_at, truncate
 from modelwright.bench.results import installed
 from modelwright.bench.rig import Call, Rig, Trial
 
@@ -127,8 +128,6 @@ def kills_in_save(bench: Bench) -> str | None:
 
 def flips(bench: Bench) -> str | None:
     """A bit in the middle of the newest checkpoint's weights and optimizer."""
-    from modelwright.bench.reliability.damage import flip_at
-
     names = ("model.safetensors", "optimizer.pt")
     noticed = _after(bench, [(name, flip_at(0.5)) for name in names])
     return None if noticed is None else told(f"{sum(code != 0 for code, _ in noticed)} of {len(names)} noticed")
@@ -136,8 +135,6 @@ def flips(bench: Bench) -> str | None:
 
 def cuts(bench: Bench) -> str | None:
     """Files of the newest checkpoint cut, emptied and deleted."""
-    from modelwright.bench.reliability.damage import delete, empty, truncate
-
     acts = [("model.safetensors", truncate), ("optimizer.pt", truncate), ("scheduler.pt", empty),
             ("trainer_state.json", delete), ("optimizer.pt", delete)]  # fmt: skip
     found = _after(bench, acts)

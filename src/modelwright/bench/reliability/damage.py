@@ -2,43 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 from modelwright.bench.reliability import baseline
 from modelwright.bench.reliability.fault import Bench, Fault, Outcome, counted, inject
+from modelwright.bench.reliability.harm import Damage, delete, empty, flip_at, truncate
 from modelwright.bench.rig import told, trace
-
-Damage = Callable[[Path], None]
-
-
-def flip_at(place: float) -> Damage:
-    """Flip one bit of the byte at a place between 0 and 1."""
-
-    def flip(path: Path) -> None:
-        data = bytearray(path.read_bytes())
-        data[min(len(data) - 1, int(len(data) * place))] ^= 1
-        path.write_bytes(data)
-
-    return flip
-
-
-def truncate(path: Path) -> None:
-    """Lose the second half."""
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def empty(path: Path) -> None:
-    """Lose everything but the name."""
-    os.truncate(path, 0)
-
-
-def delete(path: Path) -> None:
-    """Lose the name too."""
-    path.unlink()
 
 
 def flipped_bits(bench: Bench) -> Outcome:

@@ -10,8 +10,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from modelwright.bench.reliability.damage import delete, flip_at, truncate
 from modelwright.bench.reliability.fault import Bench, Fault, Outcome
+from modelwright.bench.reliability.harm import delete, flip_at, truncate
 from modelwright.bench.results import children_of
 from modelwright.bench.rig import told, trace
 

@@ -62,7 +62,7 @@ def _other_model(bench: Bench) -> str:
     """The same model with one bit of one weight different."""
     import shutil
 
-    from modelwright.bench.reliability.damage import flip_at
+    from modelwright.bench.reliability.harm import flip_at
 
     folder = bench.folder / "other-model"
     shutil.copytree(bench.model, folder, dirs_exist_ok=True)
