@@ -80,7 +80,7 @@ def _plan(context: Context) -> list[str]:
     place = Machines(1, context.world.size, card(context.facts))
     told = []
     for stage in recipe.stages:
-        seen = size(recipe, stage, context.beside)
+        seen = size(recipe, stage, context.beside, tokenizer_folder(context))
         rows = Rows(seen.rows, seen.longest, seen.mean, seen.learnt, seen.source, seen.resident)
         told.append(sheet.line(sheet.stage_sheet(recipe, stage, shape, rows, (place,))))
     return told
