@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from modelwright.runs.beat import wait_until_gone
-from rig import Rig, steps_of, told, trace
+from rig import Rig, free_port, steps_of, told, trace
 from tiny import tiny_recipe
 
 PATHS = os.pathsep.join([str(Path(__file__).parents[2] / "src"), str(Path(__file__).parent)])
@@ -113,6 +113,23 @@ def test_a_killed_rank_a_stopped_rank_and_a_killed_launcher_change_nothing_and_l
     again = rig.run_ranks(["run", str(recipe)], broken, 2)
     assert [code for code, _ in again] == [0, 0], again
     assert trace(broken / "run") == trace(whole / "run")
+
+
+@pytest.mark.slow
+def test_node_0_is_the_one_that_tells_whichever_node_was_started_first(
+    model_folder: Path, tmp_path: Path, launched: list[Launched]
+) -> None:
+    recipe = tiny_recipe(tmp_path, model_folder, **{**LONG, "max_steps": 2, "save_steps": 2, "eval_steps": 2})
+    words = ["modelwright", "launch", str(recipe), "--on", "nodes", "--nodes", "2", "--main-address", "127.0.0.1"]
+    words += ["--port", str(free_port()), "--per-node", "1", "--log-format", "plain"]
+    for node in ("1", "0"):
+        place = tmp_path / f"node-{node}"
+        place.mkdir()
+        launched.append(Launched([*words, "--node-rank", node], place))
+    first, main = launched
+    assert (first.wait(), main.wait()) == (0, 0), first.output + main.output
+    assert "step 2/2" in main.output and "2 devices" in main.output
+    assert "step" not in first.output
 
 
 @pytest.mark.slow

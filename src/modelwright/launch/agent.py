@@ -20,6 +20,7 @@ from modelwright.errors import Interrupted, ModelwrightError
 from modelwright.launch import rank as ranks
 from modelwright.launch.causes import LETTERS, Cause, find_cause
 from modelwright.launch.muster import Muster
+from modelwright.launch.rendezvous import meet
 from modelwright.launch.signs import Signs
 from modelwright.launch.wish import Wish
 from modelwright.runs.beat import die_with_parent, is_gone, read_beats
@@ -28,8 +29,6 @@ FINAL = {*LETTERS, Interrupted.exit_code}
 """What a rank leaves with when starting it again would change nothing."""
 GRACE_SECONDS = 600
 """How long ranks that are asked to stop may save; the supervisor sees to those that hang."""
-LAST_CALL_SECONDS, KEEP_ALIVE_SECONDS, KEEP_ALIVE_TRIES = 5, 3, 4
-"""When a node is lost: 12 s until it counts as lost, 5 s for late ones; torch's own are 15 and 30."""
 
 
 def main() -> None:
@@ -104,28 +103,12 @@ def _build(wish: Wish, signs: Signs, muster: Muster | None) -> Any:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
-    alone = wish.nodes.most == 1
-    parameters = RendezvousParameters(
-        backend="c10d",
-        endpoint="127.0.0.1:0" if alone else f"{wish.address}:{wish.port}",
-        run_id="modelwright",
-        min_nodes=wish.nodes.fewest,
-        max_nodes=wish.nodes.most,
-        local_addr=wish.local_address,
-        is_host=wish.node == 0,
-        join_timeout=wish.join_seconds,
-        last_call_timeout=LAST_CALL_SECONDS,
-        keep_alive_interval=KEEP_ALIVE_SECONDS,
-        keep_alive_max_attempt=KEEP_ALIVE_TRIES,
-        timeout=wish.join_seconds,
-    )
     variables = {"MODELWRIGHT_BEATS": str(signs.folder), "MODELWRIGHT_NODES": str(wish.nodes)}
     spec = WorkerSpec(
         role="rank",
         local_world_size=wish.per_node,
-        rdzv_handler=registry.get_rendezvous_handler(parameters),
+        rdzv_handler=meet(wish),  # type: ignore[arg-type]
         entrypoint=ranks.be_rank,
         args=(wish.command, wish.logs, variables),
         max_restarts=wish.max_restarts,
@@ -167,18 +150,13 @@ class Ours(Base):  # type: ignore[misc]
         self.cause = Cause()
 
     def _rendezvous(self, worker_group: Any) -> None:
-        handler = worker_group.spec.rdzv_handler
-        if hasattr(handler, "_bootstrap_store_info"):
-            handler._bootstrap_store_info = None  # torch tells it once; a node that comes later would wait in vain
         super()._rendezvous(worker_group)
         store = worker_group.store
         if worker_group.group_rank == 0:
             store.set("modelwright/attempt", uuid.uuid4().hex)
         self.variables["MODELWRIGHT_ATTEMPT"] = store.get("modelwright/attempt").decode()
         if self.muster:
-            store.set(f"modelwright/member/{worker_group.group_rank}", str(self.wish.node))
-            keys = [f"modelwright/member/{place}" for place in range(worker_group.group_world_size)]
-            self.muster.watch(tuple(int(store.get(key)) for key in keys))
+            self.muster.watch(worker_group.spec.rdzv_handler.members)
 
     def _initialize_workers(self, worker_group: Any) -> None:
         from torch.distributed.elastic.multiprocessing import SignalException

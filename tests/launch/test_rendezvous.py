@@ -1,0 +1,67 @@
+"""Nodes are counted by their own numbers, whoever comes first and whatever its address."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from modelwright.launch import rendezvous
+from modelwright.launch.rendezvous import Rendezvous, meet
+from modelwright.launch.wish import Nodes, Wish
+from rig import free_port
+
+Place = tuple[int, int, str, int]
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a meeting sets for its process, which here is the tests', goes with the test."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0")
+
+
+def nodes_at(addresses: dict[int, str], nodes: Nodes) -> dict[int, Rendezvous]:
+    """Every node's side, by its number; the main one is first since it keeps the store where they meet."""
+    port = free_port()
+    wishes = {node: Wish(("run",), 1, "", nodes, node, port=port, local_address=at) for node, at in addresses.items()}
+    return {node: meet(wish) for node, wish in sorted(wishes.items())}
+
+
+def come(node: Rendezvous) -> Place:
+    """Rank, nodes in all, the address of the ranks' store, and how many had written there when all have."""
+    from torch.distributed import TCPStore
+
+    info: Any = node.next_rendezvous()
+    where = info.bootstrap_store_info
+    store = TCPStore(where.master_addr, where.master_port, is_master=False)
+    if store.add("met", 1) == info.world_size:
+        store.set("all", "")
+    store.get("all")
+    return info.rank, info.world_size, where.master_addr, store.add("met", 0)
+
+
+def test_ranks_follow_the_numbers_of_the_nodes_at_every_meeting_where_torch_would_sort_addresses() -> None:
+    main = "127.0.0.9"
+    nodes = nodes_at({0: main, 1: "127.0.0.5", 3: "127.0.0.1"}, Nodes(3, 3))
+    with ThreadPoolExecutor(3) as pool:
+        for _ in range(2):
+            places = list(pool.map(come, [nodes[3], nodes[1], nodes[0]]))
+            assert places == [(2, 3, main, 3), (1, 3, main, 3), (0, 3, main, 3)]
+    assert {node.members for node in nodes.values()} == {(0, 1, 3)}
+
+
+def test_a_node_that_comes_later_is_counted_by_its_number_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "LAST_CALL_SECONDS", 1)
+    main = "127.0.0.9"
+    nodes = nodes_at({0: main, 1: "127.0.0.1"}, Nodes(1, 2))
+    assert come(nodes[0]) == (0, 1, main, 1)
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(come, nodes[1])
+        deadline, place = time.monotonic() + 120, (0, 1, main, 1)
+        while place[1] < 2 and time.monotonic() < deadline:
+            if nodes[0].num_nodes_waiting():  # as the agent does, which then starts its ranks again
+                place = come(nodes[0])
+            time.sleep(0.05)
+        assert (place, late.result(120)) == ((0, 2, main, 2), (1, 2, main, 2))
