@@ -165,14 +165,9 @@ def _preferences(figures: Figures) -> list[Cells]:
 
 
 def _survival(figures: Figures) -> list[Cells]:
-    return [
-        (
-            f"SmolLM3-3B shape, last two layers and an own head, {figures['rows']:,} rows × {figures['epochs']} epochs",
-            f"{figures['modelwright']['seconds']:.0f} s, start included",
-            f"TRL {figures['trl']['seconds_extrapolated']:.0f} s by its median step",
-            "`bench survival --scene smollm3`",
-        )
-    ]
+    seconds = figures["modelwright"]["seconds"], figures["trl"]["seconds_extrapolated"]
+    ours, peer = (f"{each:.0f} s" for each in seconds)
+    return _last_two_layers("SmolLM3-3B shape", figures, ours, peer, "bench survival --scene smollm3")
 
 
 def _recipe(figures: Figures) -> list[Cells]:
@@ -188,14 +183,15 @@ def _recipe(figures: Figures) -> list[Cells]:
 
 
 def _twin(figures: Figures) -> list[Cells]:
-    return [
-        (
-            f"SmolLM2-135M, last two layers and an own head, {figures['rows']:,} rows × {figures['epochs']} epochs",
-            f"{figures['modelwright']['overall_rows_per_second']:.2f} rows/s, start included",
-            f"TRL {figures['trl']['rows_per_second']:.2f} by its median step",
-            "`bench survival`",
-        )
-    ]
+    rates = figures["modelwright"]["overall_rows_per_second"], figures["trl"]["rows_per_second"]
+    ours, peer = (f"{each:.2f} rows/s" for each in rates)
+    return _last_two_layers("SmolLM2-135M", figures, ours, peer, "bench survival")
+
+
+def _last_two_layers(model: str, figures: Figures, ours: str, peer: str, command: str) -> list[Cells]:
+    """Our whole run beside what TRL's median step foretells."""
+    what = f"{model}, last two layers and an own head, {figures['rows']:,} rows × {figures['epochs']} epochs"
+    return [(what, f"{ours}, start included", f"TRL {peer} by its median step", f"`{command}`")]
 
 
 def _planner(figures: Figures) -> list[Cells]:
