@@ -112,8 +112,9 @@ def test_answers_are_told_of_without_a_mask_on_a_gpu() -> None:
 
 
 def test_attention_over_answers_that_are_laid_apart_compiles_whole_at_any_length() -> None:
-    def attended(query: Tensor, key: Tensor, places: Tensor, uses: Tensor) -> Tensor:
-        return attention.attend(None, query, key, key, None, spread_places=places, spread_uses=uses)[0]
+    def attended(query: Tensor, key: Tensor, places: Tensor, uses: Tensor, firsts: Tensor) -> Tensor:
+        laid = {"spread_places": places, "spread_uses": uses, "spread_firsts": firsts}
+        return attention.attend(None, query, key, key, None, **laid)[0]
 
     compiled = torch.compile(attended, backend="eager", fullgraph=True)
     for sizes in (SIZES, SIZES[1:], ((20, 9, 30),) * 4):

@@ -56,7 +56,7 @@ def documents_as_arguments(documents: Tensor | Paths | Spread, length: int) -> d
     paths, or how two answers to one prompt are laid apart. length: tokens in a row.
     """
     if isinstance(documents, Spread):
-        return {"spread_places": documents.places, "spread_uses": documents.uses}
+        return {f"spread_{name}": each for name, each in documents._asdict().items()}
     if isinstance(documents, Paths):
         same = documents_as_arguments(documents.starts[0], documents.longest or length)
         return {**same, "cu_seq_lens_k": documents.starts[1], "key_places": documents.keys}
@@ -78,7 +78,7 @@ def attend(
         compute = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(compute), key.to(compute), value.to(compute)
     if "spread_places" in more:
-        spread = Spread(more["spread_places"], more["spread_uses"])
+        spread = Spread(*(more[f"spread_{name}"] for name in Spread._fields))
         answers = (apart(query, spread), apart(key, spread), apart(value, spread))
         return together(_dense(answers, None, dropout, scaling), spread, len(query)), None
     length = query.shape[2]

@@ -21,10 +21,12 @@ class Spread(NamedTuple):
     """Where each token of the rows stands among the answers, and the other way round."""
 
     places: Tensor
-    """[answers, length] int64, the token that stands there in the flattened rows; padding is any."""
+    """[answers, length] int32, the token that stands there in the flattened rows; padding is any."""
     uses: Tensor
-    """[2, tokens] int64, where a token of the flattened rows stands among the flattened answers, and where once more;
+    """[2, tokens] int32, where a token of the flattened rows stands among the flattened answers, and where once more;
     -1 for nowhere."""
+    firsts: Tensor
+    """[answers × length] int32, places flattened where a token stands for the first time; -1 where none does."""
 
 
 def spread_of(branches: Tensor) -> Spread:
@@ -36,15 +38,18 @@ def spread_of(branches: Tensor) -> Spread:
     places = np.repeat(np.arange(rows) * length, 2)[:, None].repeat(longest, 1)
     uses = np.full((2, rows, length), -1)
     for row, (prompt, one, other) in enumerate(zip(prompts, chosen, rejected, strict=True)):
-        first, slot = row * length, 2 * row * longest
+        begin, slot = row * length, 2 * row * longest
         together = np.arange(prompt + one)
         apart = np.concatenate([np.arange(prompt), prompt + one + np.arange(other)])
-        places[2 * row, : len(together)] = first + together
-        places[2 * row + 1, : len(apart)] = first + apart
+        places[2 * row, : len(together)] = begin + together
+        places[2 * row + 1, : len(apart)] = begin + apart
         uses[0, row, together] = slot + together
         uses[0, row, apart[prompt:]] = slot + longest + prompt + np.arange(other)
         uses[1, row, :prompt] = slot + longest + np.arange(prompt)
-    return Spread(torch.from_numpy(places), torch.from_numpy(uses.reshape(2, -1)))
+    first, firsts = uses[0].flatten(), np.full(places.size, -1)
+    firsts[first[first >= 0]] = np.flatnonzero(first >= 0)
+    # every number of a tensor is fetched by an index, and half as wide costs a GPU half the arithmetic
+    return Spread(*(torch.from_numpy(each.astype(np.int32)) for each in (places, uses.reshape(2, -1), firsts)))
 
 
 def apart(part: Tensor, spread: Spread) -> Tensor:
@@ -59,7 +64,7 @@ def together(part: Tensor, spread: Spread, rows: int) -> Tensor:
     """Answers as rows: [answers, heads, longest, depth] into [rows, length, heads, depth]."""
     _, heads, _, depth = part.shape
     flat = part.transpose(1, 2).reshape(-1, heads, depth)
-    taken: Tensor = _Together.apply(flat, spread.places.flatten(), spread.uses)  # type: ignore[no-untyped-call]
+    taken: Tensor = _Together.apply(flat, spread.uses[0], spread.firsts)  # type: ignore[no-untyped-call]
     return taken.view(rows, -1, heads, depth)
 
 
@@ -81,15 +86,14 @@ class _Together(torch.autograd.Function):
     """Tokens fetched from where they were first used."""
 
     @staticmethod
-    def forward(ctx: Any, flat: Tensor, places: Tensor, uses: Tensor) -> Tensor:
-        ctx.save_for_backward(places, uses)
-        return flat.index_select(0, uses[0].clamp(min=0))
+    def forward(ctx: Any, flat: Tensor, uses: Tensor, firsts: Tensor) -> Tensor:
+        ctx.save_for_backward(firsts)
+        return flat.index_select(0, uses.clamp(min=0))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        places, uses = ctx.saved_tensors
-        slots = torch.arange(len(places), device=places.device)
-        return _fetched(gradient, torch.where(uses[0].index_select(0, places) == slots, places, -1)), None, None
+        (firsts,) = ctx.saved_tensors
+        return _fetched(gradient, firsts), None, None
 
 
 def _fetched(values: Tensor, places: Tensor) -> Tensor:

@@ -184,7 +184,7 @@ def collate(pairs: Sequence[EncodedPair], shared: bool = True, multiple: int = 1
 def between_answers(inputs: dict[str, Tensor]) -> Spread | Paths | None:
     """How attention without a mask is told of answers, where the batch says it."""
     if "places" in inputs:
-        return Spread(inputs["places"], inputs["uses"])
+        return Spread(*(inputs[name] for name in Spread._fields))
     return Paths(inputs["keys"], inputs["starts"]) if "keys" in inputs else None
 
 
