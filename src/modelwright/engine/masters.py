@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 REST = "rest"
 """What the optimizer state calls the 16 bits that a bf16 weight has lost."""
 
@@ -81,13 +82,23 @@ class SplitAdamW(torch.optim.Optimizer):
             rates = torch.stack((1 - beta1**count, (1 - beta2**count).sqrt()))
             learning_rate = torch.as_tensor(group["lr"], dtype=torch.float32, device=count.device)
             settings = (beta1, beta2, group["eps"], group["weight_decay"])
-            for weight in group["params"]:
-                if weight.grad is None:
-                    continue
-                state = self.state[weight]
-                state["step"] = count  # one count for all, also after a restart that read it many times
-                parts = (weight, weight.grad, state[REST], state["exp_avg"], state["exp_avg_sq"])
-                _update(count.is_cuda)(*map(_flat, parts), (learning_rate, rates, self._shortened), settings)
+            tensors = [self._parts(weight, count) for weight in group["params"] if weight.grad is not None]
+            _update(count.is_cuda)(tensors, (learning_rate, rates, self._shortened), settings)
+
+    def _parts(self, weight: Tensor, count: Tensor) -> Parts:
+        """What moves a weight: itself, its gradient, rest, mean and square, each as one line of numbers."""
+        state = self.state[weight]
+        state["step"] = count  # one count for all, also after a restart that read it many times
+        assert weight.grad is not None
+        beside = (_flat(state[REST]), _flat(state["exp_avg"]), _flat(state["exp_avg_sq"]))
+        return _flat(weight), _flat(weight.grad), *beside
+
+
+def _move_all(
+    tensors: Iterable[Parts], now: tuple[Tensor, Tensor, Tensor], settings: tuple[float, float, float, float]
+) -> None:
+    for parts in tensors:
+        _move(*parts, now, settings)
 
 
 def _move(
@@ -112,10 +123,10 @@ def _move(
 def _update(on_gpu: bool) -> Callable[..., None]:
     """One kernel a tensor on a GPU: 26 bytes a weight are read or written, and no more."""
     if not on_gpu:
-        return _move
-    from modelwright.engine.adamw_kernel import move
+        return _move_all
+    from modelwright.engine.adamw_kernel import move_all
 
-    return move
+    return move_all
 
 
 def _split_bits(bits: Tensor) -> tuple[Tensor, Tensor]:
