@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -22,8 +22,12 @@ class Batch:
     """Tokens (or images) that are no padding."""
 
     def on(self, device: torch.device) -> dict[str, Tensor]:
-        """The inputs on the device that computes."""
-        return {name: tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()}
+        """The inputs on the device that computes, or on their way there."""
+        return {name: _sent(tensor, device) for name, tensor in self.inputs.items()}
+
+    def sent(self, device: torch.device) -> Batch:
+        """The same batch there, ahead of its use."""
+        return replace(self, inputs=self.on(device))
 
 
 @dataclass(frozen=True)
@@ -82,3 +86,9 @@ def means(sums: Mapping[str, float], count: float) -> dict[str, float]:
         for name, total in sums.items()
         if name not in over.values()
     }
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()  # from other memory, 64 KB and more wait for all that the device was given before
+    return tensor.to(device, non_blocking=True)

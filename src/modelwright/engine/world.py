@@ -49,6 +49,12 @@ class World:
         """Whether this rank speaks and writes for all."""
         return self.rank == 0
 
+    def draw_from(self, seed: int) -> None:
+        """Let random numbers on the processor and on this rank's device begin here."""
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed asks for every kind of device: 0.37 ms, not 0.02
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+
     def sum(self, *values: float) -> list[float]:
         """Add numbers over all ranks."""
         if self.size == 1:
