@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import socket
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from modelwright.bench import peers, results, sft, speed, speed_command, start
+from modelwright.bench import peers, results, sft, speed, speed_command, speed_titan, start
+from modelwright.bench.speed_works import WAYS, WORKS, build, rows_of
 
 
 def test_a_result_carries_day_commit_and_machine_but_not_its_name() -> None:
@@ -109,6 +112,40 @@ def test_low_rank_matrices_are_trained_beside_the_peer_and_their_kernels_told(
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
     assert ours["kernels"][0]["name"] == "all together" and "mm" in str(ours["kernels"])
     assert "HF Trainer and PEFT, fp32" in "\n".join(speed.lines(figures))
+
+
+def test_where_torchtitan_is_absent_it_is_said_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed_titan, "installed", lambda package: None)
+    monkeypatch.setitem(WAYS, "tiny", (WAYS["0.5b"][-1], WAYS["tiny"][0]))
+    figures = speed.measure("tiny", steps=1)
+    absent, ours = figures["ways"].values()
+    assert absent == {"failed": ["torchtitan is not installed"]} and ours["losses"]
+    assert "  torchtitan, fp8, compiled: ['torchtitan is not installed']" in list(speed.lines(figures))
+
+
+def test_torchtitan_is_given_the_same_weights_rows_and_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    if results.installed("torchtitan") is None:
+        pytest.skip("torchtitan is not installed")
+    if find_spec("triton") is None:  # its kernels for mixtures of experts are asked for at import, and not used here
+        kernels = ModuleType("kernels")
+        vars(kernels)["generate_permute_indices"] = None
+        monkeypatch.setitem(sys.modules, "torchtitan.models.moe.kernels", kernels)
+    from torchtitan.components.loss import cross_entropy_loss
+    from torchtitan.models.llama3 import Transformer
+
+    work = WORKS["tiny"]
+    rows = rows_of(work, 3)
+    theirs = Transformer(speed_titan.shape(work))
+    speed_titan.begin_alike(theirs, work)
+    inputs, follows = speed_titan.batches(work, rows)[0]
+    loss = cross_entropy_loss(theirs(inputs["input"]), follows) / (work.rows * (work.length - 1))
+    ours = build(work)(input_ids=inputs["input"], labels=inputs["input"]).loss
+    assert loss.item() == pytest.approx(ours.item(), rel=1e-5)
+    for name in ("0.5b", "6b"):
+        for way in (way for way in WAYS[name] if way.titan is not None):
+            job = speed_titan.configuration(WORKS[name], way.titan, 64)
+            assert job.training.steps * job.training.global_batch_size == 64 and job.compile.enable
+            assert bool(job.model.converters) == ("fp8" in way.name)
 
 
 def test_the_figures_of_one_work_are_kept_beside_those_of_others(

@@ -12,7 +12,7 @@ from typing import Any
 
 from modelwright.runs.folder import read_json, write_json
 
-PACKAGES = ("modelwright", "torch", "transformers", "trl")
+PACKAGES = ("modelwright", "torch", "transformers", "trl", "torchtitan")
 
 
 def result(name: str, figures: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from modelwright.bench import results, speed_command, speed_sft
+from modelwright.bench import results, speed_command, speed_sft, speed_titan
 from modelwright.bench.kernels import Kernels
 from modelwright.bench.peers import clock, finite, let_go, ratio
 from modelwright.bench.speed_works import EXACT, SEED, WAYS, WORKS, Rows, Way, Work, build, flops_per_token, rows_of
@@ -63,9 +63,7 @@ def measure(
         let_go()
         try:
             some, watch = rows_of(WORKS[work], steps, rows), Kernels(kernels)
-            pace = (
-                train_ours(WORKS[work], way, some, watch) if way.peer is None else train_theirs(WORKS[work], way, some)
-            )
+            pace = train(WORKS[work], way, some, watch)
             finite(pace.losses)
             told["ways"][way.name] = _figures(WORKS[work], pace) | ({"kernels": watch.table} if watch.table else {})
             print("\n".join(watch.lines()), flush=True)
@@ -108,6 +106,13 @@ def gap_to_exact(figures: dict[str, Any], name: str) -> str:
         return ""
     exact, other = (mean(curve) for curve in curves.values())
     return f", {other / exact - 1:+.2%} of exact weights' over the last {LATE} steps"
+
+
+def train(work: Work, way: Way, rows: np.ndarray[Any, Any], watch: Kernels) -> Pace:
+    """One way over the rows, by whoever it names."""
+    if way.titan is not None:
+        return _pace(*speed_titan.train(work, way.titan, rows))
+    return train_ours(work, way, rows, watch) if way.peer is None else train_theirs(work, way, rows)
 
 
 def train_ours(work: Work, way: Way, rows: np.ndarray[Any, Any], watch: Kernels = NOT_WATCHED) -> Pace:

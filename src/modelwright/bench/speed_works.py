@@ -49,12 +49,18 @@ class Way:
     """Of the stage's section."""
     peer: dict[str, Any] | None = None
     """TrainingArguments, where the HF Trainer does it."""
+    titan: dict[str, Any] | None = None
+    """Settings of torchtitan's JobConfig, where its Trainer does it."""
 
 
 EXACT = "ours, fp32 weights and autocast"
 """What the other ways' losses are held against."""
 COMPILED = {"precision": "bf16", "torch_compile": True}
 CHECKPOINTED = {"bf16": True, "gradient_checkpointing": True}
+TITAN_FP8 = {"model.converters": ["quantize.linear.float8"], "quantize.linear.float8.filter_fqns": ["output"]}
+KEEP_ALL = {"activation_checkpoint.mode": "none"}
+KEEP_SOME = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"}
+KEEP_FEW = {"activation_checkpoint.mode": "full"}
 WORKS = {
     "tiny": Work(2, 64, 128, 4, 2, rows=2, length=64, words=512),
     "tiny-lora": Work(2, 64, 128, 4, 2, rows=2, length=64, words=512, lora=True),
@@ -87,12 +93,17 @@ WAYS = {
         Way(EXACT, {**COMPILED, "weights": "fp32"}),
         Way("HF Trainer, bf16, eager", peer={"bf16": True}),
         Way("HF Trainer, bf16, torch_compile", peer={"bf16": True, "torch_compile": True}),
+        Way("torchtitan, bf16, compiled", titan=KEEP_ALL),
+        Way("torchtitan, fp8, compiled", titan={**KEEP_ALL, **TITAN_FP8}),
     ),
     "6b": (
         Way("ours, bf16", {**COMPILED, "exp_avg_dtype": "bf16"}),
         Way("ours, fp8", {**COMPILED, "precision": "fp8", "exp_avg_dtype": "bf16"}),
         Way("HF Trainer, bf16, checkpointing", peer=CHECKPOINTED),
         Way("HF Trainer, bf16, checkpointing, liger", peer={**CHECKPOINTED, "use_liger_kernel": True}),
+        Way("torchtitan, bf16, compiled, full checkpointing", titan=KEEP_FEW),
+        Way("torchtitan, bf16, compiled, selective checkpointing", titan=KEEP_SOME),
+        Way("torchtitan, fp8, compiled, full checkpointing", titan={**KEEP_FEW, **TITAN_FP8}),
     ),
     "lora": (
         Way("ours, bf16", COMPILED),

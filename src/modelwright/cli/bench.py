@@ -232,7 +232,7 @@ def speed(
     save: Save = False,
     as_json: Json = False,
 ) -> None:
-    """Tokens or rows per second of training on one GPU, beside the HF Trainer and TRL; seconds to the first step."""
+    """Tokens or rows a second of training on one GPU, beside HF Trainer, TRL and torchtitan; time to the first step."""
     from modelwright.bench import speed as benchmark
     from modelwright.errors import UsageError
     from modelwright.runs.caches import prepare_environment
