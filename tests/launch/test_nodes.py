@@ -24,7 +24,21 @@ def test_every_node_gets_a_command_that_this_program_takes() -> None:
         verb.make_context("modelwright", words[2:])
     assert "--node-rank 1 --main-address 10.0.0.1 --port 29500 --per-node 2" in str(told[1]["command"])
     assert "--nnodes 2 --node-rank 1 --nproc-per-node 2" in str(told[1]["torchrun"])
-    assert "--num_processes 6" in str(told[0]["accelerate"])
+    assert "accelerate" not in told[0], "it would start three ranks on each"
+    assert "--num_processes 8" in str(
+        commands("a.yaml", (), Asked("2", None, "10.0.0.1", None, "4"), {})[1]["accelerate"]
+    )
+
+
+def test_each_node_counts_its_own_gpus_where_nobody_has_said_how_many() -> None:
+    (main, _) = commands("lyrics.yaml", (), Asked("2", None, "10.0.0.1"), {})
+    assert "--per-node" not in str(main["command"]) and "--nproc-per-node gpu" in str(main["torchrun"])
+
+
+def test_elastic_nodes_are_elastic_with_torchrun_too() -> None:
+    (main, other) = commands("lyrics.yaml", (), Asked("1:2", None, "10.0.0.1", None, "1"), {})
+    assert "--nnodes 1:2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint 10.0.0.1:29500" in str(main["torchrun"])
+    assert main["torchrun"] == other["torchrun"] and "accelerate" not in main
 
 
 def test_chosen_gpus_are_counted_and_handed_on() -> None:
@@ -34,6 +48,9 @@ def test_chosen_gpus_are_counted_and_handed_on() -> None:
     assert str(told[0]["command"]).endswith("--per-node 2")
     assert count_gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0
     assert ranks_here(None, environ={"CUDA_VISIBLE_DEVICES": ""}) == 1
+    assert ranks_here("4", environ={"CUDA_VISIBLE_DEVICES": ""}) == 4
+    with pytest.raises(UsageError, match="--per-node is 4, but CUDA_VISIBLE_DEVICES=2,3"):
+        ranks_here("4", environ=environ)
 
 
 def test_an_operators_variables_stand_in_for_options_and_options_go_before() -> None:
@@ -64,6 +81,10 @@ def test_a_wish_travels_as_one_word() -> None:
         (["--on", "moon"], "--on is 'moon'"),
         (["--on", "nodes", "--node-rank", "1", "--nodes", "2"], "--main-address is missing"),
         (["--per-node", "none"], "--per-node is 'none'"),
+        (["--on", "nodes", "--nodes", "3", "--per-node", "4,2"], "says nothing of node 2"),
+        (["--nodes", "2", "--node-rank", "0"], "--nodes, --node-rank with --on local .* say --on nodes"),
+        (["--on", "nodes", "--render"], "--render with --on nodes .* say --on openshift"),
+        (["--on", "nodes", "--nodes", "2", "--node-rank", "2", "--main-address", "127.0.0.1"], "the last of 2 is 1"),
     ],
 )
 def test_a_mistake_is_a_letter(words: list[str], letter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,10 +23,10 @@ def doctor(
         str | None, typer.Argument(metavar="[RECIPE]", help="Whether this recipe can run here; else the machine alone.")
     ] = None,
     sets: SetOption = None,
-    nodes: Annotated[str | None, typer.Option(help="Look at so many nodes together; start it on each.")] = None,
-    node_rank: Annotated[int | None, typer.Option(help="With --nodes: this node's number.")] = None,
-    main_address: Annotated[str | None, typer.Option(help="With --nodes: node 0, as the others reach it.")] = None,
-    port: Annotated[int | None, typer.Option(help="With --nodes: its port; 29500 without it.")] = None,
+    nodes: Annotated[str | None, typer.Option(help="Look at so many nodes together; start it on all at once.")] = None,
+    node_rank: Annotated[int | None, typer.Option(help="With --nodes: this node's number, from 0.")] = None,
+    main_address: Annotated[str | None, typer.Option(help="With --nodes: where the others reach node 0.")] = None,
+    port: Annotated[int | None, typer.Option(help="With --nodes: a free port there; 29500 without it.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say what this machine can do, and how to mend what it cannot. Exit 0 only if the recipe can run."""

@@ -24,20 +24,21 @@ def register(app: typer.Typer) -> None:
 def launch(
     recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped one.")],
     more: Annotated[list[str] | None, typer.Argument(help="After --, anything else that run takes.")] = None,
-    on: Annotated[str, typer.Option("--on", help="local (this machine), nodes, or openshift.")] = "local",
+    on: Annotated[str, typer.Option("--on", help="local (this machine), nodes (several), or openshift.")] = "local",
     sets: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one setting.")] = None,
     override: Annotated[
         list[str] | None, typer.Option("--override", metavar="KEY", help="Go on although this setting changed.")
     ] = None,
     per_node: Annotated[
-        str | None, typer.Option(help="Ranks on a node, or on each (4,2); without it one for each GPU, or one.")
+        str | None, typer.Option(help="Processes on a node, or on each (4,2); without it one for each GPU, or one.")
     ] = None,
-    nodes: Annotated[str | None, typer.Option(help="Nodes in all; 1:2 lets the second come and go.")] = None,
+    nodes: Annotated[str | None, typer.Option(help="nodes: how many in all; 1:2 lets the second come and go.")] = None,
     node_rank: Annotated[
-        int | None, typer.Option(help="Start this node; without it the command of each node is printed.")
+        int | None,
+        typer.Option(help="nodes: start this one, from 0; without it each one's command is printed."),
     ] = None,
-    main_address: Annotated[str | None, typer.Option(help="Node 0, as the others reach it.")] = None,
-    port: Annotated[int | None, typer.Option(help="Its port; 29500 without it.")] = None,
+    main_address: Annotated[str | None, typer.Option(help="nodes: where the others reach node 0.")] = None,
+    port: Annotated[int | None, typer.Option(help="nodes: a free port there; 29500 without it.")] = None,
     max_restarts: Annotated[int, typer.Option(help="Failures met with a restart before any step in between.")] = 3,
     log_format: Annotated[
         str, typer.Option("--log-format", help="auto (a live panel on a terminal), plain, or json.")
@@ -55,18 +56,16 @@ def launch(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Start a recipe on all GPUs here, on many nodes or on a cluster. It is started again when something dies."""
-    from modelwright.errors import UsageError
     from modelwright.launch.nodes import Asked, operator_variables
     from modelwright.recipe.load import load
 
-    if on not in ("local", "nodes", "openshift"):
-        raise UsageError(f"--on is {on!r}; it wants local, nodes or openshift")
+    there = Asked(nodes, node_rank, main_address, port, per_node)
+    deeds = Deeds(render, check, rehearse, submit, target, place, tuple(disturb or ()), clone_from, as_json)
+    _refuse_idle_words(on, there, deeds)
     loaded = load(recipe, sets or ())
     if on == "openshift":
-        happens = tuple(disturb or ())
-        launch_there(loaded, Deeds(render, check, rehearse, submit, target, place, happens, clone_from, as_json))
+        launch_there(loaded, deeds)
         return
-    there = Asked(nodes, node_rank, main_address, port, per_node)
     asked = Asked(per_node=per_node) if on == "local" else there
     settings = [word for setting in sets or () for word in ("--set", setting)]
     overrides = [word for key in override or () for word in ("--override", key)]
@@ -81,6 +80,23 @@ def launch(
     _start(loaded, command, asked, max_restarts)
 
 
+def _refuse_idle_words(on: str, there: Asked, deeds: Deeds) -> None:
+    """Words that mean nothing where the recipe is to run: `--nodes 2` without `--on nodes` would be one node."""
+    from modelwright.errors import UsageError
+
+    if on not in ("local", "nodes", "openshift"):
+        raise UsageError(f"--on is {on!r}; it wants local, nodes or openshift")
+    meeting = {"--nodes": there.nodes, "--node-rank": there.node, "--main-address": there.address, "--port": there.port}
+    cluster = {"--render": deeds.render, "--check": deeds.check, "--rehearse": deeds.rehearse,
+               "--submit": deeds.submit}  # fmt: skip
+    for place, words in (("nodes", meeting), ("openshift", cluster)):
+        idle = [name for name, value in words.items() if value is not None and value is not False]
+        if idle and on != place:
+            raise UsageError(
+                f"{', '.join(idle)} with --on {on} would change nothing; say --on {place}, or leave it out"
+            )
+
+
 def _print_commands(recipe: str, rest: tuple[str, ...], asked: Asked, as_json: bool) -> None:
     """One command for each node."""
     import json
@@ -91,6 +107,8 @@ def _print_commands(recipe: str, rest: tuple[str, ...], asked: Asked, as_json: b
     if as_json:
         print(json.dumps({"nodes": found}))
         return
+    if asked.address is None:
+        print("# MAIN_ADDRESS: the address of node 0, as the other nodes reach it (hostname -I says it there)")
     for node in found:
         print(f"# node {node['node']}\n{node['command']}")
     print(f"# the same with torchrun, on node 0 for instance\n{found[0]['torchrun']}")

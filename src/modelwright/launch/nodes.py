@@ -16,6 +16,7 @@ from modelwright.recipe.load import LoadedRecipe, dump
 
 Told = dict[str, str | int]
 GPUS = Path("/proc/driver/nvidia/gpus")
+CHOSEN = "CUDA_VISIBLE_DEVICES"
 EMBEDDED_FAMILY = {"smollm2-135m-instruct": "llama"}
 
 
@@ -53,21 +54,28 @@ def operator_variables() -> Mapping[str, str]:
 
 def ranks_here(asked: str | None, node: int = 0, environ: Mapping[str, str] | None = None) -> int:
     """Ranks on a node: as asked, or one for each GPU, or one."""
+    environ = os.environ if environ is None else environ
     if asked is None:
-        return max(1, count_gpus(os.environ if environ is None else environ))
+        return max(1, count_gpus(environ))
     counts = asked.split(",")
+    if len(counts) > 1 and node >= len(counts):
+        told = f"--per-node is {asked!r}, which says nothing of node {node}"
+        raise UsageError(f"{told}; it wants one number for all nodes, or one for each of them")
     try:
         count = int(counts[node] if len(counts) > 1 else counts[0])
-    except (ValueError, IndexError):
+    except ValueError:
         count = 0
     if count < 1:
         raise UsageError(f"--per-node is {asked!r}; it wants a number such as 2, or one for each node such as 4,2")
+    chosen = environ.get(CHOSEN)
+    if chosen and 0 < count_gpus(environ) < count:
+        raise UsageError(f"--per-node is {asked}, but {CHOSEN}={chosen}; each rank wants a GPU of its own")
     return count
 
 
 def count_gpus(environ: Mapping[str, str]) -> int:
     """GPUs that ranks would see, without asking torch."""
-    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = environ.get(CHOSEN)
     if chosen is not None:
         return len([each for each in chosen.split(",") if each.strip() not in ("", "-1")])
     return len(list(GPUS.iterdir())) if GPUS.is_dir() else 0
@@ -76,7 +84,7 @@ def count_gpus(environ: Mapping[str, str]) -> int:
 def wish_for(loaded: LoadedRecipe, command: tuple[str, ...], asked: Asked, max_restarts: int) -> Wish:
     """This node's part, worked out."""
     nodes = parse_nodes(asked.nodes or "1")
-    node, port = asked.node or 0, asked.port or PORT
+    node, port = number_among(nodes, asked.node or 0), asked.port or PORT
     local, interface, address = "127.0.0.1", None, asked.address or "127.0.0.1"
     if nodes.most > 1:
         address, local, interface = _met_at(asked.address, node, port)
@@ -97,27 +105,46 @@ def wish_for(loaded: LoadedRecipe, command: tuple[str, ...], asked: Asked, max_r
     )
 
 
+def number_among(nodes: Nodes, node: int) -> int:
+    """A node's number, if there can be one."""
+    if not 0 <= node < nodes.most:
+        raise UsageError(f"--node-rank is {node}; nodes are counted from 0, so that the last of {nodes.most} is "
+                         f"{nodes.most - 1}")  # fmt: skip
+    return node
+
+
 def commands(recipe: str, rest: tuple[str, ...], asked: Asked, environ: Mapping[str, str]) -> list[Told]:
-    """For every node the command to type there, and what torchrun and accelerate would be told instead."""
+    """For every node the command to type there, and what torchrun and accelerate would be told instead.
+
+    Where neither --per-node nor CUDA_VISIBLE_DEVICES was given, each node counts its own GPUs.
+    """
     nodes, port = parse_nodes(asked.nodes or "2"), asked.port or PORT
     address = asked.address or "MAIN_ADDRESS"
-    chosen = f"CUDA_VISIBLE_DEVICES={environ['CUDA_VISIBLE_DEVICES']} " if "CUDA_VISIBLE_DEVICES" in environ else ""
+    chosen = f"{CHOSEN}={environ[CHOSEN]} " if CHOSEN in environ else ""
     words = shlex.join((recipe, *rest))
     number = str(nodes.most) if not nodes.elastic else str(nodes)
-    counts = [ranks_here(asked.per_node, node, environ) for node in range(nodes.most)]
-    return [
-        {
+    known = asked.per_node is not None or CHOSEN in environ
+    counts = [ranks_here(asked.per_node, node, environ) for node in range(nodes.most)] if known else []
+    told: list[Told] = []
+    for node in range(nodes.most):
+        here = f" --per-node {counts[node]}" if known else ""
+        ranks = f"--nproc-per-node {counts[node] if known else 'gpu'}"
+        place = f"--node-rank {node} {ranks} --master-addr {address} --master-port {port}"
+        if nodes.elastic:
+            place = f"{ranks} --rdzv-backend c10d --rdzv-endpoint {address}:{port}"
+        told.append({
             "node": node,
             "command": f"{chosen}modelwright launch {words} --on nodes --nodes {number} --node-rank {node} "
-            f"--main-address {address} --port {port} --per-node {counts[node]}",
-            "torchrun": f"{chosen}torchrun --nnodes {number} --node-rank {node} --nproc-per-node {counts[node]} "
-            f"--master-addr {address} --master-port {port} -m modelwright run {words}",
-            "accelerate": f"{chosen}accelerate launch --multi_gpu --num_machines {nodes.most} --machine_rank {node} "
-            f"--num_processes {sum(counts)} --main_process_ip {address} --main_process_port {port} "
-            f"-m modelwright run {words}",
-        }
-        for node in range(nodes.most)
-    ]
+            f"--main-address {address} --port {port}{here}",
+            "torchrun": f"{chosen}torchrun --nnodes {number} {place} -m modelwright run {words}",
+        })  # fmt: skip
+        if not nodes.elastic and len(set(counts)) == 1:  # accelerate shares ranks out evenly, to all nodes or none
+            told[-1]["accelerate"] = (
+                f"{chosen}accelerate launch --multi_gpu --num_machines {nodes.most} --machine_rank {node} "
+                f"--num_processes {sum(counts)} --main_process_ip {address} --main_process_port {port} "
+                f"-m modelwright run {words}"
+            )
+    return told
 
 
 def modules_for(loaded: LoadedRecipe) -> tuple[str, ...]:
@@ -187,6 +214,7 @@ __all__ = [
     "fingerprint",
     "leaves_precision",
     "modules_for",
+    "number_among",
     "operator_variables",
     "ranks_here",
     "wish_for",

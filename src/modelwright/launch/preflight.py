@@ -14,7 +14,7 @@ from modelwright.launch.doctor import Check
 from modelwright.launch.equipment import look_at_equipment
 from modelwright.launch.muster import ahead, facts_of, objections
 from modelwright.launch.network import address_towards, interface_of
-from modelwright.launch.nodes import Asked, fingerprint, leaves_precision
+from modelwright.launch.nodes import Asked, fingerprint, leaves_precision, number_among
 from modelwright.launch.wish import PORT, Nodes, Wish, parse_nodes
 from modelwright.recipe.load import LoadedRecipe
 
@@ -50,13 +50,13 @@ def _wish(asked: Asked, loaded: LoadedRecipe | None) -> Wish:
     nodes = parse_nodes(asked.nodes or "2")
     if asked.node is None or asked.address is None:
         raise UsageError("doctor --nodes wants --node-rank and --main-address; start it on every node at the same time")
-    port = asked.port or PORT
+    node, port = number_among(nodes, asked.node), asked.port or PORT
     try:
         local = address_towards(asked.address, port)
     except OSError as error:
         raise UsageError(f"--main-address {asked.address} leads nowhere from here ({error})") from None
     return Wish(
-        command=(), per_node=1, logs="", nodes=Nodes(nodes.most, nodes.most), node=asked.node, address=asked.address,
+        command=(), per_node=1, logs="", nodes=Nodes(nodes.most, nodes.most), node=node, address=asked.address,
         port=port, local_address=local, interface=interface_of(local), join_seconds=int(WAIT.total_seconds()),
         fingerprint=fingerprint(loaded) if loaded else "",
         leaves_precision=leaves_precision(loaded) if loaded else True,

@@ -31,6 +31,8 @@ EXIT_BARRIER_SECONDS = 330.0
 """How long a node that is done waits for the others to be."""
 IMPORT_SECONDS = 300.0
 """How long the agent may take to load torch on a slow disk, besides the nodes' meeting."""
+WAITING_SECONDS = 60.0
+"""After so long without other nodes it is said who is waited for, and where."""
 QUIET = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore:resource_tracker",  # an agent that is killed leaves names that the kernel forgets anyway
@@ -52,7 +54,7 @@ class Supervisor:
         self._watchdog, self._pulses = Watchdog(), Pulses()
         self._lost: str | None = None
         self._times_asked, self._asked = 0, set[int]()
-        self._idle_since = time.monotonic()
+        self._idle_since, self._said_waiting = time.monotonic(), wish.nodes.most == 1
         self._known: dict[int, int] = {}
         threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(_threads(wish.per_node))}
         self._agent = subprocess.Popen(
@@ -106,6 +108,7 @@ class Supervisor:
         if self._times_asked:
             return "stopped; the same command continues" if idle > STOP_SECONDS else None
         if not self._known:
+            self._say_waiting(idle)
             late = f"the nodes did not meet within {wish.join_seconds} s; see: modelwright doctor --nodes"
             return late if idle > wish.join_seconds + IMPORT_SECONDS else None
         patience = wish.rejoin_seconds if self._lost else wish.join_seconds  # a busy machine is no lost one
@@ -114,6 +117,15 @@ class Supervisor:
             why = f"{self._lost}; " if self._lost else ""
             return f"{why}{who} could not be met again within {patience} s; the same command continues"
         return None
+
+    def _say_waiting(self, idle: float) -> None:
+        """Once: a person who has mistaken an address or forgotten a node learns it before the meeting fails."""
+        if idle < WAITING_SECONDS or self._said_waiting:
+            return
+        wish, self._said_waiting = self._wish, True
+        whom = "the other nodes" if wish.node == 0 else "node 0"
+        where = f"{wish.address}:{wish.port}; this machine is {wish.local_address}"
+        self._signs.tell(f"node {wish.node} waits for {whom} at {where}")
 
     def _end_rank(self, finding: Finding) -> None:
         self._signs.found(finding)
