@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 
-from modelwright.engine.loop import Engine, StepReport
+from modelwright.engine.loop import Engine
+from modelwright.engine.step import StepReport
 
 STEP_SECONDS = 0.25
 

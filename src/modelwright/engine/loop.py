@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from modelwright.data.stream import order_of, share
 from modelwright.engine import fp8
 from modelwright.engine.average import Average
-from modelwright.engine.guard import Guard, Health
+from modelwright.engine.guard import Guard
 from modelwright.engine.masters import halve
 from modelwright.engine.optim import build_optimizer, build_schedule, set_learning_rate, shorten
 from modelwright.engine.pace import HANGS_SECONDS, KNOWN_AFTER, TIMES_A_STEP, Stopwatch
@@ -33,6 +33,7 @@ from modelwright.engine.precision import Precision
 from modelwright.engine.replay import WARM_UP, Replay, is_worth_recording
 from modelwright.engine.retreat import Compiled, smaller_bites
 from modelwright.engine.shard import accumulating, layers_of, persistent_buffers, place, shard
+from modelwright.engine.step import Cursor, StepReport
 from modelwright.engine.task import Batch, Prepared, Task, means
 from modelwright.engine.world import World
 from modelwright.plan.stage import StagePlan
@@ -41,48 +42,6 @@ from modelwright.recipe.training import Training
 Result = TypeVar("Result")
 REHEARSED, TIMES = 2, 4
 """Micro-batches that are gone through where nothing is learnt yet, and how often: about 12 s with 6 B weights."""
-
-
-@dataclass(frozen=True)
-class Cursor:
-    """Where training stands."""
-
-    step: int = 0
-    """Global batches taken."""
-    tokens: int = 0
-    """Tokens seen, padding not counted."""
-    trained_tokens: int = 0
-    """Tokens learnt from."""
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What one step did."""
-
-    step: int
-    """Steps done, this one counted."""
-    epoch: float
-    """Times the rows have been seen."""
-    loss: float
-    """Mean loss over the trained tokens of the global batch."""
-    grad_norm: float
-    """Length of the gradient before clipping."""
-    learning_rate: float
-    """The rate used."""
-    tokens: int
-    """Tokens in the global batch, padding not counted."""
-    batch: str
-    """Hash of the row numbers in the global batch: two runs with equal hashes saw equal data."""
-    seconds: float
-    """Time it took."""
-    waited: float
-    """Of that, how long the device stood still until the next batch was prepared."""
-    seconds_alone: tuple[float, ...]
-    """For each rank, the time it worked before it had to wait for others."""
-    health: Health
-    """Whether the weights moved, and if not, why."""
-    stop_asked: bool
-    """Whether some rank was asked to stop."""
 
 
 class Engine:
@@ -131,7 +90,9 @@ class Engine:
         Recorded or not, a step has four parts: the first micro-batch, whose gradients are new, those that add to them,
         their length, and the move. Each recording of the first has gradients of its own, which the others read.
         """
+        self._clear_gradients()
         self._ahead: Prepared | None = None
+        self._scale: tuple[float, Tensor] | None = None
         self._watch, self._idle, self._first_step = Stopwatch(self.world.device), Stopwatch(self.world.device), 0
         self._first = Replay(self._micro_batch, list(self.weights.values()))
         self._more, self._length, self._move = (
@@ -187,7 +148,8 @@ class Engine:
         if health == "ok":
             self._move.behind(self._first.last)
             self.average.follow(step)
-        self._clear_gradients()
+        if self._first.last is None:
+            self._clear_gradients()
         self.precision.update()
         before, seconds = self.cursor, time.perf_counter() - began
         self.world.beat.stepped(step + 1, seconds)
@@ -231,7 +193,6 @@ class Engine:
                 if (told := self._retreat(error)) is None:
                     raise
                 self.changes.append(told)
-            self._clear_gradients()
             self.begin_anew()
 
     def _retreat(self, error: Exception) -> str | None:
@@ -251,14 +212,22 @@ class Engine:
 
     def _accumulate(self, batches: Sequence[Batch], trained: float) -> Tensor:
         """Add up the gradients of a step; returns this rank's summed loss, still on the device."""
-        total = torch.zeros((), device=self.world.device)
+        total: Tensor | None = None
         # ranks average their gradients: times the size, over the count, makes that the global mean
-        scale = torch.full((), self.world.size / trained, device=self.world.device)
+        scale = self._on_device(self.world.size / trained)
         for turn, batch in enumerate(batches):
             self._draw_for(turn)
             with accumulating(self._forward, last=turn == len(batches) - 1):
-                total += self._micro(turn, scale=scale, **batch.on(self.world.device))[0]
+                summed = self._micro(turn, scale=scale, **batch.on(self.world.device))[0].float()
+            total = summed if total is None else total + summed
+        assert total is not None
         return total
+
+    def _on_device(self, scale: float) -> Tensor:
+        """The number where the gradients are; it is mostly the one of the step before."""
+        if self._scale is None or self._scale[0] != scale:
+            self._scale = (scale, torch.full((), scale, device=self.world.device))
+        return self._scale[1]
 
     def _micro(self, turn: int, **inputs: Tensor) -> Tensor:
         """One micro-batch, computed or replayed: the first of a step makes the gradients, the others add to them."""
@@ -298,7 +267,6 @@ class Engine:
                 for gpu in gpus:
                     torch.cuda.synchronize(gpu)
                 seconds.append(time.perf_counter() - began)
-        self.optimizer.zero_grad(set_to_none=True)
         self.begin_anew()
         return summed.tolist(), min(seconds)
 
@@ -312,7 +280,7 @@ class Engine:
         return next(iter(self.weights.values()))
 
     def _clear_gradients(self) -> None:
-        """Let go of them; what a recording left stays in its places, and is written anew there."""
+        """Let go of them; a recording's own are written anew in their places, and are left there between its steps."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def _draw_for(self, turn: int) -> None:

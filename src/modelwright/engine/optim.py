@@ -53,10 +53,12 @@ def shorten(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], longest
 
     What reads bf16 weights' gradients reads them shortened, which saves a pass over all of them.
     """
-    if not isinstance(optimizer, SplitAdamW):
+    split = isinstance(optimizer, SplitAdamW)
+    if not split and not math.isinf(longest):
         return whole(clip_grad_norm_(weights, longest))
     length = whole(get_total_norm([weight.grad for weight in weights if weight.grad is not None]))
-    optimizer.shorten(length, longest)
+    if isinstance(optimizer, SplitAdamW):
+        optimizer.shorten(length, longest)
     return length
 
 

@@ -24,7 +24,7 @@ class Replay:
     """A piece of work whose inputs and output keep their places in memory; one recording for each set of shapes.
 
     weights: those whose gradients the work makes anew. Each recording has gradients of its own, in its own memory,
-    which become the weights' again whenever it is replayed: none is cleared, and none added to what was cleared.
+    which become the weights' again whenever another was theirs: none is cleared, and none added to what was cleared.
     """
 
     def __init__(self, work: Work, weights: Sequence[Tensor] = ()) -> None:
@@ -32,6 +32,7 @@ class Replay:
         self._most = MOST
         self._seen: dict[Signature, int] = {}
         self._recorded: dict[Signature, tuple[Any, dict[str, Tensor], Tensor, list[Tensor | None]]] = {}
+        self._lent: Signature | None = None
         self.last: Signature | None = None
         """What was replayed last; None where the work ran as it is."""
 
@@ -48,19 +49,29 @@ class Replay:
             times = self._seen[shapes] = self._seen.get(shapes, 0) + 1
             may = before is not None and times > WARM_UP and len(self._recorded) < self._most
             if not may or not self._record(signature, inputs):
+                self._take_back()
                 return self._work(**inputs)
         graph, places, output, gradients = self._recorded[signature]
         for name, place in places.items():
             place.copy_(inputs[name], non_blocking=True)
         graph.replay()
-        for weight, gradient in zip(self._weights, gradients, strict=True):
-            weight.grad = gradient
-        self.last = signature
+        if self._lent != signature:
+            for weight, gradient in zip(self._weights, gradients, strict=True):
+                weight.grad = gradient
+        self.last = self._lent = signature
         return output
+
+    def _take_back(self) -> None:
+        """Work that runs as it is must not add to a recording's gradients."""
+        if self._lent is not None:
+            for weight in self._weights:
+                weight.grad = None
+        self._lent = None
 
     def _record(self, signature: Signature, inputs: dict[str, Tensor]) -> bool:
         """Nothing is computed while it is recorded; work that waits for the device cannot be, and is left as it is."""
         places = {name: tensor.clone() for name, tensor in inputs.items()}
+        self._lent = None
         for weight in self._weights:
             weight.grad = None
         torch.cuda.empty_cache()  # a recording has memory of its own; what the warm-up held is given back first

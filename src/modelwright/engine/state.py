@@ -16,9 +16,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from modelwright.engine.checkpoint import Snapshot, read_state
-from modelwright.engine.loop import Cursor, Engine
+from modelwright.engine.loop import Engine
 from modelwright.engine.masters import REST, join, split
 from modelwright.engine.shard import place, whole
+from modelwright.engine.step import Cursor
 from modelwright.engine.tensors import Lazy
 from modelwright.errors import Refused
 

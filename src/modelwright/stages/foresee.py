@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from modelwright.engine.loop import Engine, StepReport
+from modelwright.engine.loop import Engine
 from modelwright.engine.profile import Profiler
+from modelwright.engine.step import StepReport
 from modelwright.errors import ModelError, UsageError
 from modelwright.models import trainable
 from modelwright.models.vision import ResNet18

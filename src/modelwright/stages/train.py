@@ -10,11 +10,11 @@ from typing import Any
 
 from modelwright.engine import state
 from modelwright.engine.checkpoint import Checkpoints, read_state
-from modelwright.engine.loop import StepReport
 from modelwright.engine.meter import Meter
 from modelwright.engine.pace import Stragglers
 from modelwright.engine.saving import Saver
 from modelwright.engine.shard import whole
+from modelwright.engine.step import StepReport
 from modelwright.errors import Diverged, Interrupted
 from modelwright.plan.stage import plan_stage
 from modelwright.runs.folder import hash_file, read_json, write_json, write_sealed
@@ -299,12 +299,13 @@ class Training:
         self.context.world.first(write)
 
     def _tell_step(self, report: StepReport, meter: Meter) -> None:
-        self.speed = speed = meter.record(report)
+        meter.record(report)
         if report.step % self.settings.logging_steps == 0 or report.step in (1, self.plan.steps):
+            self.speed = meter.told()
             self.context.journal.add(
                 "step", stage=self.stage, step=report.step, steps=self.plan.steps, epoch=round(report.epoch, 4),
                 loss=report.loss, grad_norm=report.grad_norm, learning_rate=report.learning_rate, tokens=report.tokens,
-                batch=report.batch, seconds=round(report.seconds, 4), health=report.health, **speed,
+                batch=report.batch, seconds=round(report.seconds, 4), health=report.health, **self.speed,
             )  # fmt: skip
 
     def _tell_changes(self) -> None:

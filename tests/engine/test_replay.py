@@ -1,0 +1,117 @@
+"""Recorded steps learn what steps computed one by one learn; here a recording is of what torch is asked to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from modelwright.data.image_set import ImageSet, ImageSplit
+from modelwright.engine.loop import Engine
+from modelwright.engine.step import Cursor
+from modelwright.engine.world import World
+from modelwright.models.vision import resnet18
+from modelwright.plan import facts
+from modelwright.plan.stage import plan_stage
+from modelwright.recipe.schema import Classify
+from modelwright.tasks.classify import ClassifyTask
+
+EPOCHS, ROWS, BATCH, STEPS = 3, 41, 12, 11
+"""41 rows three times are ten batches of 12 and a last one of 3, which no recording fits."""
+
+
+class Recording(TorchDispatchMode):
+    """Stands for a CUDA graph: what is recorded leaves nothing changed, and can be done again in the same places."""
+
+    replays = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._done: list[tuple[Any, Any, Any, Any]] = []
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable or "batch_norm" in str(func):  # it moves its running statistics and does not say so
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, Tensor):
+                    self._before.setdefault(id(tensor), (tensor, tensor.detach().clone()))
+        made = func(*args, **kwargs)
+        self._done.append((func, args, kwargs, made))
+        return made
+
+    def undo(self) -> None:
+        with torch.no_grad():
+            for tensor, before in self._before.values():
+                tensor.copy_(before)
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        Recording.replays += 1
+        for func, args, kwargs, made in self._done:
+            for place, value in zip(tree_leaves(made), tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(place, Tensor) and place.data_ptr() != value.data_ptr():
+                    place.copy_(value)
+
+
+@contextmanager
+def recording(graph: Recording, **how: Any) -> Iterator[None]:
+    with graph:
+        yield
+    graph.undo()
+
+
+def image_set(count: int, seed: int) -> ImageSet:
+    dice = np.random.default_rng(seed)
+    images = dice.integers(0, 256, (count, 8, 8, 3), dtype=np.uint8)
+    return ImageSet(images, np.arange(count) % 3, ("a", "b", "c"), "noise")
+
+
+def learnt(records: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and gradients' lengths of all steps, and the weights and statistics after them.
+
+    On the way everything held out is measured, a step is found bad, and then what was recorded is forgotten.
+    """
+    torch.manual_seed(1)
+    split = ImageSplit(image_set(ROWS, 0), image_set(6, 1))
+    settings = Classify(
+        num_train_epochs=EPOCHS, per_device_train_batch_size=BATCH // 2, global_batch_size=BATCH, optim="sgd",
+        learning_rate=0.05, momentum=0.9, max_grad_norm=0, precision="fp32", cutout=2,
+    )  # fmt: skip
+    task = ClassifyTask(resnet18(classes=3, width=4), split, settings, 5)
+    plan = plan_stage(settings, ROWS, 1, facts.probe())
+    engine = Engine(task, settings, plan, World(), seed=3)
+    engine._records = records
+    engine.begin_anew()
+    told: list[float] = []
+    for report in engine.steps():
+        told += [report.loss, report.grad_norm]
+        if report.step == 4:
+            engine.evaluate()
+            engine.guard.restore({"losses": [1e-9] * 64, "norms": [1e-9] * 64})
+        if report.step == 5:
+            assert report.health == "spike"
+            engine.guard.restore({"losses": [], "norms": []})
+            engine.begin_anew()
+    assert engine.cursor == Cursor(STEPS, EPOCHS * ROWS, EPOCHS * ROWS)
+    return told, {name: value.clone() for name, value in engine._module.state_dict().items()}
+
+
+def test_recorded_steps_learn_what_steps_done_one_by_one_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    monkeypatch.setattr(Recording, "replays", 0)
+    steps, weights = learnt(records=False)
+    assert Recording.replays == 0
+    recorded_steps, recorded_weights = learnt(records=True)
+    assert Recording.replays > 8
+    assert recorded_steps == pytest.approx(steps, rel=1e-5)
+    for name, value in weights.items():
+        torch.testing.assert_close(recorded_weights[name], value, rtol=1e-4, atol=1e-6, msg=name)
