@@ -68,3 +68,12 @@ def test_a_model_learns_the_same_with_them_and_without(monkeypatch: pytest.Monke
         found.append([weight.grad for weight in model.parameters()])
     for ours, theirs in zip(*found, strict=True):
         assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_rectifier_does_not_hide_what_is_no_number() -> None:
+    seen = torch.zeros(8, 64, 4, 4, device="cuda").contiguous(memory_format=torch.channels_last)
+    seen[0, 5, 0, 0] = float("nan")
+    made = normalised(nn.BatchNorm2d(64).to("cuda"), seen)
+    assert made[:, 5].isnan().all() and not made[:, 6].isnan().any()

@@ -2,6 +2,7 @@
 
 Images lie channels last, so that a tensor is a table: a line for each place of each image, a column for each channel.
 A pass that adds up columns leaves partial sums, which a small one adds up in order: the same numbers every time.
+What differs between the layers are numbers given to a kernel, not kernels: six are compiled, where thirteen had been.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def total(parts, column, channels, programs, STEP: tl.constexpr, COLUMNS: tl.con
     return tl.sum(one, 0), tl.sum(other, 0)
 
 
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+@triton.jit(do_not_specialize=["programs"])  # type: ignore[untyped-decorator, unused-ignore]
 def take_statistics(  # type: ignore[no-untyped-def]
     parts, weight, bias, held, running_mean, running_var, lines, channels, programs, momentum, epsilon,
     STEP: tl.constexpr, COLUMNS: tl.constexpr,
@@ -66,27 +67,25 @@ def take_statistics(  # type: ignore[no-untyped-def]
     tl.store(running_var + column, kept * tl.load(running_var + column) + momentum * unbiased)
 
 
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+@triton.jit(do_not_specialize=["passing"])  # type: ignore[untyped-decorator, unused-ignore]
 def normalise(  # type: ignore[no-untyped-def]
-    seen, past, held, made, lines, channels, PAST: tl.constexpr, RECTIFY: tl.constexpr,
+    seen, past, held, made, lines, channels, passing, least,
     LINES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Scale and move each column, add what came past, and rectify."""
+    """Scale and move each column, add what came past where something did, and let nothing be below the least."""
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     at, inside = line[:, None] * channels + column[None, :], (line < lines)[:, None]
     value = tl.load(seen + at, mask=inside, other=0.0).to(tl.float32)
     value = value * tl.load(held + 2 * channels + column)[None, :] + tl.load(held + 3 * channels + column)[None, :]
-    if PAST:
-        value += tl.load(past + at, mask=inside, other=0.0).to(tl.float32)
-    if RECTIFY:
-        value = tl.maximum(value, 0.0)
+    value += tl.load(past + at, mask=inside & (passing != 0), other=0.0).to(tl.float32)
+    value = tl.maximum(value, least, propagate_nan=tl.PropagateNan.ALL)
     tl.store(made + at, value.to(made.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def add_up_gradients(  # type: ignore[no-untyped-def]
-    upstream, made, seen, held, parts, lines, channels, share, RECTIFY: tl.constexpr,
+    upstream, made, seen, held, parts, lines, channels, share, least,
     LINES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sums of the gradient, and of the gradient times what was normalised, as `add_up` leaves them."""
@@ -99,8 +98,7 @@ def add_up_gradients(  # type: ignore[no-untyped-def]
         line = first + tl.arange(0, LINES)
         at, inside = line[:, None] * channels + column[None, :], (line < lines)[:, None]
         gradient = tl.load(upstream + at, mask=inside, other=0.0).to(tl.float32)
-        if RECTIFY:
-            gradient = tl.where(tl.load(made + at, mask=inside, other=0.0).to(tl.float32) > 0, gradient, 0.0)
+        gradient = tl.where(tl.load(made + at, mask=inside, other=0.0).to(tl.float32) <= least, 0.0, gradient)
         value = tl.load(seen + at, mask=inside, other=0.0).to(tl.float32)
         plain += gradient
         along += gradient * (value - mean) * inverse
@@ -108,7 +106,7 @@ def add_up_gradients(  # type: ignore[no-untyped-def]
     tl.store(parts + (2 * program + 1) * channels + column, tl.sum(along, 0))
 
 
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+@triton.jit(do_not_specialize=["programs"])  # type: ignore[untyped-decorator, unused-ignore]
 def take_gradients(parts, gradients, channels, programs, STEP: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     """The gradients by the weight and by the bias: gradients [2, channels]."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -117,20 +115,18 @@ def take_gradients(parts, gradients, channels, programs, STEP: tl.constexpr, COL
     tl.store(gradients + channels + column, plain)
 
 
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+@triton.jit(do_not_specialize=["passing"])  # type: ignore[untyped-decorator, unused-ignore]
 def pass_back(  # type: ignore[no-untyped-def]
-    upstream, made, seen, held, gradients, by_seen, by_past, lines, channels,
-    PAST: tl.constexpr, RECTIFY: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr,
+    upstream, made, seen, held, gradients, by_seen, by_past, lines, channels, passing, least,
+    LINES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The gradients by what was normalised, and by what came past."""
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     at, inside = line[:, None] * channels + column[None, :], (line < lines)[:, None]
     gradient = tl.load(upstream + at, mask=inside, other=0.0).to(tl.float32)
-    if RECTIFY:
-        gradient = tl.where(tl.load(made + at, mask=inside, other=0.0).to(tl.float32) > 0, gradient, 0.0)
-    if PAST:
-        tl.store(by_past + at, gradient.to(by_past.dtype.element_ty), mask=inside)
+    gradient = tl.where(tl.load(made + at, mask=inside, other=0.0).to(tl.float32) <= least, 0.0, gradient)
+    tl.store(by_past + at, gradient.to(by_past.dtype.element_ty), mask=inside & (passing != 0))
     value = tl.load(seen + at, mask=inside, other=0.0).to(tl.float32)
     value = (value - tl.load(held + column)[None, :]) * tl.load(held + channels + column)[None, :]
     along, plain = tl.load(gradients + column)[None, :], tl.load(gradients + channels + column)[None, :]

@@ -63,6 +63,7 @@ class _Learnt(torch.autograd.Function):
         parts = seen.new_empty(programs, 2, channels, dtype=torch.float32)
         held = seen.new_empty(4, channels, dtype=torch.float32)
         made = torch.empty_like(seen)
+        least = 0.0 if rectify else float("-inf")
         tiles = {"LINES": LINES, "COLUMNS": kernels.COLUMNS, "num_warps": WARPS}
         sums = {"STEP": STEP, "COLUMNS": kernels.COLUMNS, "num_warps": WARPS}
         kernels.add_up[(programs, across)](seen, parts, lines, channels, share, **tiles)
@@ -71,12 +72,11 @@ class _Learnt(torch.autograd.Function):
             parts, weight, bias, held, *running, lines, channels, programs, norm.momentum, norm.eps, **sums
         )
         kernels.normalise[(-(-lines // LINES), across)](
-            seen, seen if past is None else past, held, made, lines, channels,
-            PAST=past is not None, RECTIFY=rectify, **tiles,
-        )  # fmt: skip
+            seen, seen if past is None else past, held, made, lines, channels, int(past is not None), least, **tiles
+        )
         ctx.save_for_backward(seen, made, held)
-        ctx.past, ctx.rectify, ctx.programs, ctx.share, ctx.tiles, ctx.sums = (
-            *(past is not None, rectify, programs, share, tiles, sums),
+        ctx.past, ctx.least, ctx.programs, ctx.share, ctx.tiles, ctx.sums = (
+            *(past is not None, least, programs, share, tiles, sums),
         )
         return made
 
@@ -93,11 +93,11 @@ class _Learnt(torch.autograd.Function):
         by_seen = torch.empty_like(seen)
         by_past = torch.empty_like(seen) if ctx.past else None
         kernels.add_up_gradients[(ctx.programs, across)](
-            upstream, made, seen, held, parts, lines, channels, ctx.share, RECTIFY=ctx.rectify, **ctx.tiles
+            upstream, made, seen, held, parts, lines, channels, ctx.share, ctx.least, **ctx.tiles
         )
         kernels.take_gradients[(across,)](parts, gradients, channels, ctx.programs, **ctx.sums)
         kernels.pass_back[(-(-lines // LINES), across)](
             upstream, made, seen, held, gradients, by_seen, by_seen if by_past is None else by_past, lines, channels,
-            PAST=ctx.past, RECTIFY=ctx.rectify, **ctx.tiles,
+            int(ctx.past), ctx.least, **ctx.tiles,
         )  # fmt: skip
         return by_seen, by_past, gradients[0], gradients[1], None, None
