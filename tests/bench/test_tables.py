@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from modelwright.bench.plan_table import page
-from modelwright.bench.tables import MARK, TABLES, _beside_pretraining, fill, scorecard
+from modelwright.bench.tables import MARK, TABLES, _beside_pretraining, _each_peer, fill, scorecard
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -76,3 +76,11 @@ def test_what_was_measured_beside_pretraining_has_a_row_of_its_own() -> None:
     assert "210 rows/s | TRL 48 rows/s" in told
     assert "14.2 s" in told and "1.1% of the time" in told
     assert _beside_pretraining({}) == []
+
+
+def test_torchtitan_stands_beside_the_other_peer_where_it_was_measured() -> None:
+    absent = {"torchtitan, bf16": {"failed": ["torchtitan is not installed"]}}
+    measured = {"torchtitan, bf16": {"tokens_per_second": 12000.0}, "torchtitan, fp8": {"tokens_per_second": 13000.0}}
+    assert _each_peer("HF Trainer 9,000 tokens/s", absent) == "HF Trainer 9,000 tokens/s"
+    assert _each_peer("HF Trainer 9,000 tokens/s", measured) == "HF Trainer 9,000 tokens/s; torchtitan 13,000 tokens/s"
+    assert _each_peer("–", measured) == "torchtitan 13,000 tokens/s" and _each_peer("–", absent) == "–"
