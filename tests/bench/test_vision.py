@@ -13,7 +13,9 @@ from modelwright.bench import vision
 
 
 @pytest.mark.slow
-def test_a_run_and_the_plain_script_are_timed_on_the_same_pictures(tmp_path: Path) -> None:
+def test_a_run_and_the_plain_script_are_timed_on_the_same_pictures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     draw = np.random.default_rng(0)
     for side, count in (("train", 40), ("test", 6)):
         for kind, base in (("dark", 0), ("light", 150)):
@@ -35,4 +37,7 @@ def test_a_run_and_the_plain_script_are_timed_on_the_same_pictures(tmp_path: Pat
     assert run["steps"] == 8 and 0 <= run["accuracy"] <= 1
     assert run["epoch_seconds"] > 0 and run["first_seconds"] <= run["seconds"]
     assert figures["script"]["batches"] == 2 and figures["ratio"] > 0
+    parts = [json.loads(line)["figures"] for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+    assert [("script" in part, len(part["runs"])) for part in parts] == [(False, 1), (True, 1)]
+    assert parts[-1] == figures
     assert "times as long" in "\n".join(vision.lines(figures))

@@ -32,7 +32,7 @@ def on_a_gpu(folder: Path) -> str:
     """What was measured on a GPU."""
     rows: list[tuple[str, Callable[[Figures], list[Cells]]]] = [
         ("speed", _pretraining), ("speed", _beside_pretraining), ("dpo-gpu", _preferences),
-        ("survival-gpu", _survival), ("stages-gpu", _recipe), ("plan", _planner),
+        ("survival-gpu", _survival), ("stages-gpu", _recipe), ("vision-gpu", _images), ("plan", _planner),
     ]  # fmt: skip
     return _table(folder, rows)
 
@@ -188,6 +188,20 @@ def _recipe(figures: Figures) -> list[Cells]:
     return [
         (f"{stage} of {figures['recipe']}, its real shapes", ", ".join(told), "–", "`bench stages llama-7b`")
         for stage, told in stages.items()
+    ]
+
+
+def _images(figures: Figures) -> list[Cells]:
+    runs, script = figures["runs"], figures.get("script")
+    seeds = f"mean of {len(runs)} seeds" if len(runs) > 1 else "one seed"
+    return [
+        (
+            f"ResNet-18, {runs[0]['epochs']:.0f} epochs of {figures['source']}, compiling counted",
+            f"{figures['accuracy']:.1%} ({seeds}) in {figures['seconds']:.1f} s, "
+            f"{figures['epoch_seconds']:.2f} s an epoch",
+            f"a plain script in fp32: {script['epoch_seconds']:.1f} s an epoch" if script else "–",
+            "`bench vision`",
+        )
     ]
 
 

@@ -1,5 +1,7 @@
 """Images: a run of the recipe, seed by seed, beside the plain script that people begin with.
 
+Each run is a process of its own with nothing compiled before, so that every one of them counts its own compiling.
+
 The script reads and distorts each picture with Pillow in loader workers, 32 at a time, and trains the same model in
 fp32 with Adam, layer by layer as written. Its epoch is measured on so many batches and counted up to the whole set.
 """
@@ -7,6 +9,7 @@ fp32 with Adam, layer by layer as written. Its epoch is measured on so many batc
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -19,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from modelwright.bench import results
 from modelwright.recipe.load import load
 from modelwright.runs import journal
 
@@ -28,25 +32,43 @@ PLAIN_BATCH, PLAIN_RATE, PLAIN_WORKERS = 32, 1e-3, 4
 
 
 def measure(recipe: str, seeds: int, batches: int, sets: Sequence[str] = ()) -> dict[str, Any]:
-    """The recipe with so many seeds, then the script for so many batches (0: none)."""
-    runs = []
+    """The recipe with so many seeds, and after the first of them the script for so many batches (0: none).
+
+    What is known so far is told on stderr after each part, as it would be kept: who is cut short has that.
+    """
+    runs: list[dict[str, Any]] = []
+    script: dict[str, Any] | None = None
     with tempfile.TemporaryDirectory() as place:
         for seed in range(1, seeds + 1):
             runs.append(_run(recipe, Path(place) / str(seed), seed, sets))
-            print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
+            _tell(_figures(recipe, sets, runs, script))
+            if batches and seed == 1:
+                script = _script(recipe, sets, batches)
+                _tell(_figures(recipe, sets, runs, script))
+    return _figures(recipe, sets, runs, script)
+
+
+def _figures(
+    recipe: str, sets: Sequence[str], runs: list[dict[str, Any]], script: dict[str, Any] | None
+) -> dict[str, Any]:
+    """All that has been measured."""
     figures: dict[str, Any] = {
         "recipe": recipe,
         "sets": list(sets),
         "source": runs[0]["source"],
-        "runs": runs,
-        "accuracy": mean(run["accuracy"] for run in runs),
-        "seconds": mean(run["seconds"] for run in runs),
+        "device": {"name": runs[0]["device"]},
+        "runs": list(runs),
+        "accuracy": round(mean(run["accuracy"] for run in runs), 5),
+        "seconds": round(mean(run["seconds"] for run in runs), 2),
         "epoch_seconds": median(run["epoch_seconds"] for run in runs),
     }
-    if batches:
-        figures["script"] = _script(recipe, sets, batches)
-        figures["ratio"] = round(figures["script"]["epoch_seconds"] / figures["epoch_seconds"], 2)
+    if script:
+        figures |= {"script": script, "ratio": round(script["epoch_seconds"] / figures["epoch_seconds"], 2)}
     return figures
+
+
+def _tell(figures: dict[str, Any]) -> None:
+    print(json.dumps(results.result("vision", figures), ensure_ascii=False), file=sys.stderr, flush=True)
 
 
 def lines(figures: dict[str, Any]) -> list[str]:
@@ -71,13 +93,16 @@ def _run(recipe: str, place: Path, seed: int, sets: Sequence[str]) -> dict[str, 
     """One run in a process of its own, judged by its journal; a closed gate is a figure here, not a failure."""
     wishes = [*sets, f"seed={seed}", f"output_dir={place}"]
     command = [sys.executable, "-m", "modelwright", "run", recipe, *(w for wish in wishes for w in ("--set", wish))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    compiled = place.with_name(f"{place.name}-compiled")
+    compiled.mkdir()
+    caches = {name: str(compiled) for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | caches)
     if done.returncode not in (0, 3):
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}")
     events = list(journal.read(place / "journal.jsonl"))
     steps = [event for event in events if event["event"] == "step"]
     measured = [event for event in events if event["event"] == "evaluation"]
-    rows = next(event for event in events if event["event"] == "data")["train_rows"]
+    data, plan = (next(event for event in events if event["event"] == name) for name in ("data", "plan"))
     paces = [
         (after["time"] - before["time"]) / (after["step"] - before["step"]) for before, after in pairwise(steps[1:])
     ] or [steps[-1]["seconds"]]  # from step to step, so that what is told and written between them counts
@@ -87,9 +112,11 @@ def _run(recipe: str, place: Path, seed: int, sets: Sequence[str]) -> dict[str, 
         "accuracy": measured[-1]["eval_accuracy"],
         "seconds": round(measured[-1]["time"] - began, 2),
         "first_seconds": steps[0]["seconds"],
-        "epoch_seconds": round(median(paces[len(paces) // 3 :]) * rows / steps[0]["tokens"], 4),
+        "epochs": round(steps[-1]["epoch"], 2),
+        "epoch_seconds": round(median(paces[len(paces) // 3 :]) * data["train_rows"] / steps[0]["tokens"], 4),
         "steps": steps[-1]["step"],
-        "source": next(event for event in events if event["event"] == "data")["source"],
+        "source": data["source"],
+        "device": plan["device"],
     }
 
 
