@@ -43,8 +43,7 @@ def test_from_l40s_to_l4_the_batch_is_kept_and_each_change_is_a_line() -> None:
     large, small = planned("pythia-410m", "1xL40S", 2048, **asked), planned("pythia-410m", "1xL4", 2048, **asked)
     assert large.fits and small.fits
     assert large.plan.global_batch == small.plan.global_batch == 64
-    assert (large.plan.per_device, large.plan.accumulation) == (16, 4)
-    assert small.plan.per_device < 16 or small.plan.gradient_checkpointing
+    assert small.plan.per_device < large.plan.per_device or small.plan.gradient_checkpointing
     changed = [line for line in small.plan.reasons if "L4" in line and "for the" in line]
     assert changed and all("\n" not in line for line in changed)
     assert small.memory.needed <= small.machines.gpu.memory

@@ -132,3 +132,13 @@ def test_sharding_over_a_machine_holds_more_than_over_all() -> None:
     over_all = memory(llama(sharding="fsdp", world=16, per_node=8)).total
     assert memory(llama(sharding="hsdp", world=16, per_node=8)).total > over_all
     assert memory(llama(sharding="ddp", world=16, per_node=8)).total > memory(llama()).parts["weights"]
+
+
+def test_recordings_of_a_step_each_keep_what_comes_and_goes() -> None:
+    shape = shape_of(KNOWN["smollm2-360m"], "smollm2-360m", "a test")
+    plain = Work(shape, movement(shape, Sft()), rows=8, length=1024, weights="bf16", arrives=False)
+    recorded = memory(replace(plain, recorded=True))
+    assert recorded.total == pytest.approx(memory(plain).total, rel=0.01), "gradients are made anew in each"
+    twice = memory(replace(plain, recorded=True, accumulation=2))
+    assert twice.needed - recorded.needed > recorded.passing, "those that add to gradients are recorded apart"
+    assert memory(replace(plain, recorded=True, recordings=4)).needed > recorded.needed + 3 * recorded.passing

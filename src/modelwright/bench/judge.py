@@ -44,6 +44,11 @@ def run_work(run: Run, gpu: Gpu) -> Work:
     return work_of(Setting(**run["setting"]), run["plan"], gpu.name != "CPU")
 
 
+def _is_recorded(setting: Setting) -> bool:
+    """Whether the engine records the steps of a setting."""
+    return setting.settings.get("cuda_graphs") != "never" and _parameters(setting) < SMALL
+
+
 def _parameters(setting: Setting) -> int:
     """Numbers in the model of a setting."""
     if setting.stage == "classify":
@@ -60,7 +65,7 @@ def work_of(setting: Setting, plan: dict[str, Any], on_gpu: bool) -> Work:
         "weights": plan.get("weights", "fp32"),
         "compiled": bool(setting.settings.get("torch_compile")) or (on_gpu and plan["precision"] == "fp8"),
         "on_gpu": on_gpu,
-        "recorded": on_gpu and plan["precision"] != "fp16" and _parameters(setting) < SMALL,
+        "recorded": on_gpu and plan["precision"] != "fp16" and _is_recorded(setting),
         "checkpointing": bool(setting.settings.get("gradient_checkpointing")),
         "arrives": False,  # the clock and the peak are set back when all is in its place
     }

@@ -30,6 +30,12 @@ class Setting:
     """Where rows is 0: of the rows that fit, so many; above 1 it must run out of memory."""
 
 
+_HALF_BILLION = {"num_hidden_layers": 14, "hidden_size": 1536, "intermediate_size": 4096, "num_attention_heads": 12,
+                 "num_key_value_heads": 4}  # fmt: skip
+_ONE_BILLION = {"num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 128256,
+                "tie_word_embeddings": True}  # fmt: skip
+_FOUR_BILLION = {"num_hidden_layers": 36, "hidden_size": 2560, "intermediate_size": 9728, "head_dim": 128,
+                 "vocab_size": 151936}  # fmt: skip
 GPU_SETTINGS = (
     Setting("135M full 512", "smollm2-135m", 16, 512),
     Setting("135M full 2048 checkpointed", "smollm2-135m", 16, 2048, settings={"gradient_checkpointing": True}),
@@ -66,36 +72,42 @@ GPU_SETTINGS = (
     Setting("ResNet-18 fp32", "resnet18", 128, stage="classify", settings={"precision": "fp32"}),
     Setting("ResNet-18 bf16", "resnet18", 512, stage="classify"),
     Setting("ResNet-18 bf16 1024", "resnet18", 1024, stage="classify"),
+    Setting("0.5B full 512 compiled", "llama-6b", 8, 512, settings={"torch_compile": True}, smaller=_HALF_BILLION),
+    Setting("0.5B full 512 compiled, not recorded", "llama-6b", 8, 512,
+            settings={"torch_compile": True, "cuda_graphs": "never"}, smaller=_HALF_BILLION),
+    Setting("1.2B full 1024", "llama-6b", 6, 1024, smaller=_ONE_BILLION),
+    Setting("360M DPO LoRA 512", "smollm2-360m", 16, 512, "dpo", settings={"trainable": "lora"}),
+    Setting("2.1B full 512 checkpointed, twice", "smollm2-1.7b", 16, 512, smaller={"num_hidden_layers": 30},
+            settings={"gradient_checkpointing": True, "gradient_accumulation_steps": 2}),
+    Setting("3B LoRA 1024 compiled", "smollm3-3b", 6, 1024, settings={"trainable": "lora", "torch_compile": True}),
+    Setting("4B last 4 layers 1536", "llama-6b", 6, 1536, settings={"trainable": {"last_layers": 4}},
+            smaller=_FOUR_BILLION),
+    Setting("5B full 1024 fp8", "llama-6b", 4, 1024, settings={"precision": "fp8"},
+            smaller={"num_hidden_layers": 26}),
+    Setting("7B DPO LoRA 1024 checkpointed", "llama-7b", 4, 1024, "dpo",
+            settings={"trainable": "lora", "gradient_checkpointing": True}),
+    Setting("ResNet-18 of width 96, 768", "resnet18", 768, stage="classify", smaller={"width": 96}),
     Setting("1.7B full 2048, as many rows as fit", "smollm2-1.7b", 0, 2048),
     Setting("3B full 1024, as many rows as fit", "smollm3-3b", 0, 1024),
     Setting("3B full 1024, an eighth more than fit", "smollm3-3b", 0, 1024, beyond=1.125),
     Setting("7B LoRA 2048, as many rows as fit", "llama-7b", 0, 2048, settings={"trainable": "lora"}),
     Setting("7B LoRA 2048, an eighth more than fit", "llama-7b", 0, 2048, settings={"trainable": "lora"}, beyond=1.125),
+    Setting("4B full 2048, 8 rows", "llama-6b", 8, 2048, smaller=_FOUR_BILLION),
+    Setting("4B full 2048, 9 rows", "llama-6b", 9, 2048, smaller=_FOUR_BILLION),
     Setting("6B full 2048, fp32 weights, 16 rows", "llama-6b", 16, 2048, settings={"weights": "fp32"}),
 )  # fmt: skip
 """The last ones go to the edge of the memory: what is said to fit must run, and what is said not to must run out."""
 
-_ONE_BILLION = {"num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 128256,
-                "tie_word_embeddings": True}  # fmt: skip
-_FOUR_BILLION = {"num_hidden_layers": 36, "hidden_size": 2560, "intermediate_size": 9728, "head_dim": 128,
-                 "vocab_size": 151936}  # fmt: skip
 UNSEEN = (
-    Setting("unseen: 1.2B full 1024", "llama-6b", 6, 1024, smaller=_ONE_BILLION),
-    Setting("unseen: 360M DPO LoRA 512", "smollm2-360m", 16, 512, "dpo", settings={"trainable": "lora"}),
-    Setting("unseen: 2.1B full 512 checkpointed, twice", "smollm2-1.7b", 16, 512,
-            settings={"gradient_checkpointing": True, "gradient_accumulation_steps": 2},
-            smaller={"num_hidden_layers": 30}),
-    Setting("unseen: 3B LoRA 1024 compiled", "smollm3-3b", 6, 1024,
-            settings={"trainable": "lora", "torch_compile": True}),
-    Setting("unseen: 4B last 4 layers 1536", "llama-6b", 6, 1536, settings={"trainable": {"last_layers": 4}},
-            smaller=_FOUR_BILLION),
-    Setting("unseen: 5B full 1024 fp8", "llama-6b", 4, 1024, settings={"precision": "fp8"},
-            smaller={"num_hidden_layers": 26}),
-    Setting("unseen: 7B DPO LoRA 1024 checkpointed", "llama-7b", 4, 1024, "dpo",
-            settings={"trainable": "lora", "gradient_checkpointing": True}),
-    Setting("unseen: ResNet-18 of width 96, 768", "resnet18", 768, stage="classify", smaller={"width": 96}),
     Setting("unseen: 4B full 2048, as many rows as fit", "llama-6b", 0, 2048, smaller=_FOUR_BILLION),
-    Setting("unseen: 4B full 2048, a tenth more than fit", "llama-6b", 0, 2048, smaller=_FOUR_BILLION, beyond=1.1),
+    Setting("unseen: 0.9B full 1536", "smollm2-1.7b", 4, 1536, smaller={"num_hidden_layers": 12}),
+    Setting("unseen: 2.5B last 3 + own head 2048", "smollm3-3b", 4, 2048, smaller={"num_hidden_layers": 28},
+            settings={"trainable": {"last_layers": 3, "head": True, "untie_head": True}}),
+    Setting("unseen: 135M DPO full 512", "smollm2-135m", 16, 512, "dpo"),
+    Setting("unseen: 5B LoRA 1024 checkpointed", "llama-6b", 8, 1024, smaller={"num_hidden_layers": 26},
+            settings={"trainable": "lora", "gradient_checkpointing": True}),
+    Setting("unseen: ResNet-18 of width 128, 256", "resnet18", 256, stage="classify", smaller={"width": 128}),
+    Setting("unseen: 7B full 2048, as many rows as fit", "llama-7b", 0, 2048),
 )  # fmt: skip
 """Never used to fit the coefficients: other shapes, and ways to train them together."""
 

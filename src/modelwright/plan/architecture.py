@@ -239,6 +239,10 @@ def shape_of(config: Mapping[str, Any], name: str, source: str) -> TextShape:
         raise ModelError(f"model: {source} says nothing of {missing}; it wants a decoder's config.json") from None
 
 
+OWN_NORMS = 0.6
+"""Of what passes through memory around a batch norm, the share that does so by the kernels of a GPU."""
+
+
 @dataclass(frozen=True)
 class VisionShape:
     """ResNet-18 for small images."""
@@ -281,10 +285,12 @@ class VisionShape:
         """Multiplications for one image forward."""
         return sum(i * o * window**2 * side**2 for i, o, window, side in self.convolutions) + 80 * self.width
 
-    @property
-    def outputs(self) -> int:
-        """Numbers that come out of all convolutions for one image."""
-        return sum(o * side**2 for _, o, _, side in self.convolutions)
+    def passed(self, on_gpu: bool) -> float:
+        """Numbers that come out of all convolutions for one image; those of a GPU's own norms pass memory less often.
+
+        Of 512 images, on an H200, the norms took 4.4 ms of a step before they had kernels of their own, then 2.5.
+        """
+        return sum(o * side**2 * (OWN_NORMS if on_gpu and o % 64 == 0 else 1.0) for _, o, _, side in self.convolutions)
 
     def kept(self, on_gpu: bool) -> int:
         """Numbers kept for the backward pass of one image: what goes into each batch norm, and what comes out.

@@ -13,12 +13,14 @@ from modelwright.plan.architecture import TextShape, VisionShape
 from modelwright.plan.gpus import Gpu
 from modelwright.plan.work import CHUNK, Work
 
-ADAM_BYTES = {"fp32": 36, "bf16": 32}
+ADAM_BYTES = {"fp32": 36, "bf16": 28}
 """Bytes moved for each weight in an update: weight, moments and gradient read, all but the last written; the norm."""
 COMPILED_PIECES = 0.25
 """Of the kernels of an eager layer, those that a compiled one has."""
 NORM_PIECES, TURN_PIECES, OTHER_PIECES, LLAMA_PIECES = 6, 12, 7, 40
 """Operations of a norm, of turning queries and keys, of attention, sums and an activation; and of all in a Llama."""
+LORA_PRODUCTS, LORA_PIECES, APART_PIECES = 2, 5, 8
+"""Operations of a low-rank matrix beside a frozen one, its products alone and all; of laying answers apart."""
 SHORT, NARROW_HEAD = 1024, 128
 """Tokens in a row, and numbers in a head, at which attention's rate is told."""
 HEAD_BYTES, LEAVING_BYTES = 12, 14
@@ -58,7 +60,7 @@ class Pace:
     """Seconds the host needs to order one eager layer's work, both ways."""
     host_lora: float = 3e-3
     """The same for what low-rank matrices add to an eager layer."""
-    host_compiled: float = 1.2e-3
+    host_compiled: float = 2e-3
     """The same for a compiled layer."""
     kernels: float = 6e-4
     """Seconds that the small pieces of an eager layer's work take on the device however little there is to do."""
@@ -129,7 +131,7 @@ def step_time(
     flops, device = _vision(work, gpu, pace) if isinstance(work.shape, VisionShape) else _text(work, gpu, pace)
     layers = work.shape.layers - work.kept_layers if isinstance(work.shape, TextShape) else len(work.shape.convolutions)
     host = 0.0 if work.recorded else layers * (pace.host_compiled if work.compiled else pace.host * _pieces(work))
-    if work.moves.low_rank and not work.recorded and not work.compiled:
+    if work.moves.low_rank and not work.recorded:
         host += layers * pace.host_lora
     if isinstance(work.shape, VisionShape):
         host /= 4.0  # a convolution with its norm is a quarter of a decoder layer's calls
@@ -137,7 +139,7 @@ def step_time(
         host *= (layers + 2 * work.moves.crossed_layers) / (3 * layers)
     if work.checkpointing:
         host *= 4 / 3
-    moved = work.moves.trained / work.shards * ADAM_BYTES[work.weights]
+    moved = work.moves.trained / work.shards * (ADAM_BYTES[work.weights] - 2 * (4 - work.mean_width))
     update = moved / (gpu.bandwidth * pace.optimizer)
     return StepTime(
         device=device * work.accumulation,
@@ -175,11 +177,17 @@ def _text(work: Work, gpu: Gpu, pace: Pace) -> tuple[float, float]:
     wide = gpu.rate("bf16" if work.precision == "fp8" else work.precision)
     # longer rows and wider heads fill the kernel better
     reached = 2 * work.length / (work.length + SHORT) * min(1, 2 * shape.head_width / (shape.head_width + NARROW_HEAD))
-    products = matrices / (gpu.rate(work.precision) * share) + attention / (wide * pace.attention * reached)
+    reached *= pace.attention
+    if work.on_gpu and work.precision == "fp32":  # without tensor cores products are what attention waits for
+        reached = share
+    products = matrices / (gpu.rate(work.precision) * share) + attention / (wide * reached)
     crossed, computed = moves.crossed_layers, shape.layers - work.kept_layers
     again = crossed if work.checkpointing else 0
     visits = (computed + again + 2 * crossed) / 3
-    pieces = pace.kernels * visits * (COMPILED_PIECES if work.compiled else _pieces(work))
+    pieces = COMPILED_PIECES if work.compiled else _pieces(work)
+    if moves.low_rank:  # two products, and around them what only a compiler spares
+        pieces += len(shape.linears) * (LORA_PRODUCTS if work.compiled else LORA_PIECES) / LLAMA_PIECES
+    pieces *= pace.kernels * visits
     return matrices + attention, products + _moved(work, gpu, pace) / gpu.bandwidth + pieces
 
 
@@ -203,8 +211,8 @@ def _moved(work: Work, gpu: Gpu, pace: Pace) -> float:
         moved += moves.trained_layers * shape.layer_matrices * 8.0  # and its gradient goes the other way
     # each product reads its matrix, and the one that makes a gradient writes it
     moved += (computed + again + crossed + moves.trained_layers) * shape.layer_matrices * work.width
-    if work.accumulation > 1 or work.recorded:  # gradients are added to what is there, and set back
-        moved += moves.trained * 3.0 * work.kept_width
+    # gradients of all micro-batches but the first are added to what is there
+    moved += moves.trained * 3.0 * work.kept_width * (work.accumulation - 1) / work.accumulation
     if moves.low_rank:
         beside = sum(inputs + outputs for inputs, outputs in shape.linears.values())
         moved += work.tokens * beside * shape.layers * (pace.lora_compiled if work.compiled else pace.lora_traffic)
@@ -219,7 +227,8 @@ def _pieces(work: Work) -> float:
     traits, matrices = shape.traits, len(shape.linears)
     norms = traits.norms * (1 if traits.fused_query else NORM_PIECES) + 2 * NORM_PIECES * traits.head_norms
     casts = 2 * matrices if work.width < work.stream else 0
-    return (norms + casts + matrices + TURN_PIECES + OTHER_PIECES + 2 * traits.gated) / LLAMA_PIECES
+    apart = APART_PIECES if work.branched else 0
+    return (norms + casts + matrices + TURN_PIECES + OTHER_PIECES + 2 * traits.gated + apart) / LLAMA_PIECES
 
 
 def layer_traffic(work: Work) -> tuple[float, float]:
@@ -232,25 +241,42 @@ def layer_traffic(work: Work) -> tuple[float, float]:
     assert isinstance(shape, TextShape)
     half = work.width / 2
     turned, width, inner = shape.query_width + shape.kv_width, shape.width, shape.inner
+    apart, back = _apart(work)
     if work.compiled:
         norms = 8.0 * shape.traits.norms * width
-        return half * (norms + 4 * turned + 6 * inner), half * (1.5 * norms + 4 * turned + 12 * inner)
+        forward, backward = norms + 4 * turned + 6 * inner, 1.5 * norms + 4 * turned + 12 * inner
+        return half * (forward + apart), half * (backward + back)
     if shape.traits.fused_query:
         return half * (42.0 * width + 4 * inner), half * (68.0 * width + 8 * inner)
     normed = shape.traits.norms * width + (turned if shape.traits.head_norms else 0)
     casts = 30.0 * width if work.width < work.stream else 0.0
-    forward = 36.0 * normed + half * (12 * width + 20 * turned + 10 * inner) + casts
-    backward = 80.0 * normed + half * (30 * width + 24 * turned + 18 * inner) + casts
+    forward = 36.0 * normed + half * (12 * width + 20 * turned + 10 * inner + apart) + casts
+    backward = 80.0 * normed + half * (30 * width + 24 * turned + 18 * inner + back) + casts
     return forward, backward
+
+
+def _apart(work: Work) -> tuple[float, float]:
+    """Bytes of laying answers that share a prompt apart for attention, and of bringing together what it says.
+
+    Queries, keys and values are turned and taken to their places; their gradients are fetched twice and added.
+    """
+    shape = work.shape
+    assert isinstance(shape, TextShape)
+    if not work.branched:
+        return 0.0, 0.0
+    asked, said = shape.query_width + 2 * shape.kv_width, shape.query_width
+    return 2.0 * asked * (3 + work.spread) + 2.0 * said * (1 + work.spread), 26.0 * asked + 12.0 * said * work.spread
 
 
 def _vision(work: Work, gpu: Gpu, pace: Pace) -> tuple[float, float]:
     shape = work.shape
     assert isinstance(shape, VisionShape)
     flops = 6.0 * shape.multiplications * work.rows
-    moved = work.rows * shape.outputs * work.width * pace.picture_traffic
+    moved = work.rows * shape.passed(work.on_gpu) * work.width * pace.picture_traffic
+    # a convolution with its norm is an eighth of a decoder layer's kernels
+    pieces = pace.kernels * len(shape.convolutions) / 8 if work.on_gpu else 0.0
     rate = gpu.tf32 if work.precision == "fp32" else gpu.rate(work.precision)  # which torch allows in convolutions
-    return flops, flops / (rate * pace.convolution) + moved / gpu.bandwidth
+    return flops, flops / (rate * pace.convolution) + moved / gpu.bandwidth + pieces
 
 
 def _exchange(work: Work, links: tuple[float, float], backward: float) -> float:

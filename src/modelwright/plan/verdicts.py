@@ -172,7 +172,7 @@ def _landed_on_l4() -> str:
         case = Case(shape, wish, rows)
         large, small = case.on("1xL40S"), case.on("1xL4")
         changed = [line for line in small.plan.reasons if line not in large.plan.reasons and "multiplies" not in line]
-        needs = f"{large.memory.needed / GIB:.1f} of 44.4 GiB"
+        needs = f"{large.memory.needed / GIB:.1f} of 44.4 GiB, {large.plan.per_device} rows at once"
         lines.append(f"| {told} | {needs} | {'; '.join(changed) or 'as it is'} |")
     lines += ["", "The last two layers alone need no 45 GB, and no smaller card makes them change anything. **An L4 "
               "computes in bf16**: the change to fp16 that is described was not needed."]  # fmt: skip
