@@ -99,7 +99,7 @@ def speeds() -> list[Check]:
                 state, fix = "warn", "slower than it should be: is the card shared, throttled or limited in power?"
         found.append(Check(f"{name} products", state, told, fix, {"flops": rate}))  # type: ignore[arg-type]
     if on_gpu:
-        return [*found, _fp8(torch)]
+        return [*found, _fp8(torch, known.fp8 if known else 0.0)]
     quick, slow = (
         next((c.facts.get("flops", 0.0) for c in found if c.name.startswith(n)), 0.0) for n in ("bf16", "fp32")
     )
@@ -166,8 +166,8 @@ def _products(torch: Any, kind: Any, size: int, on_gpu: bool) -> float:
     return float(2.0 * size**3 / _seconds(lambda: left @ left, torch, on_gpu))
 
 
-def _fp8(torch: Any) -> Check:
-    """Products in 8 bits, where the card has them."""
+def _fp8(torch: Any, told: float) -> Check:
+    """Products in 8 bits, where the card has them; told: what its data sheet says, 0 where that is not known."""
     if torch.cuda.get_device_capability() < (8, 9):
         return Check("fp8 products", "skip", "this card has none; bf16 is used")
     one = torch.tensor(1.0, device="cuda")
@@ -176,7 +176,8 @@ def _fp8(torch: Any) -> Check:
         lambda: torch._scaled_mm(left, left.T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16), torch, True
     )
     rate = 2.0 * 4096**3 / seconds
-    return Check("fp8 products", "ok", f"{rate / 1e12:.1f} TFLOP/s", facts={"flops": rate})
+    share = f", {rate / told:.0%} of the data sheet" if told else ""
+    return Check("fp8 products", "ok", f"{rate / 1e12:.1f} TFLOP/s{share}", facts={"flops": rate})
 
 
 def _seconds(action: Any, torch: Any, on_gpu: bool) -> float:
