@@ -93,6 +93,11 @@ def test_a_mistake_is_a_letter(words: list[str], letter: str, tmp_path: Path, mo
         command()(["launch", "quickstart", *words], standalone_mode=False)
 
 
+def test_the_doctor_looks_at_several_nodes_or_says_what_is_missing() -> None:
+    with pytest.raises(UsageError, match="want --nodes too"):
+        command()(["doctor", "--node-rank", "0", "--main-address", "127.0.0.1"], standalone_mode=False)
+
+
 def test_without_a_node_rank_the_commands_are_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,6 +30,7 @@ def doctor(
     as_json: JsonOption = False,
 ) -> None:
     """Say what this machine can do, and how to mend what it cannot. Exit 0 only if the recipe can run."""
+    from modelwright.errors import UsageError
     from modelwright.launch.doctor import examine
     from modelwright.launch.nodes import Asked
     from modelwright.launch.patient import checks
@@ -37,9 +38,14 @@ def doctor(
     from modelwright.recipe.load import load
     from modelwright.runs.caches import prepare_environment
 
+    asked = Asked(nodes, node_rank, main_address, port)
+    if not nodes and asked != Asked():
+        raise UsageError(
+            "--node-rank, --main-address and --port want --nodes too: how many nodes are looked at together"
+        )
     loaded = load(recipe, sets or ()) if recipe else None
     prepare_environment()
-    found = look_at_nodes(Asked(nodes, node_rank, main_address, port), loaded) if nodes else examine(checks(loaded))
+    found = look_at_nodes(asked, loaded) if nodes else examine(checks(loaded))
     failed = [check for check in found if check.state == "fail"]
     if as_json:
         told = {"ok": not failed, "recipe": loaded.recipe.name if loaded else None,
