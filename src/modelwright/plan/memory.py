@@ -22,12 +22,14 @@ CONTEXT = 0.6e9
 """Bytes a CUDA process takes before the first tensor: the context, the libraries' workspaces."""
 RECORDER = 0.05e9
 """Bytes of workspaces that a recorded step has of its own, since it is recorded on a stream of its own."""
-MARGIN, GAPS = 0.03, 0.08
+MARGIN, GAPS = 0.03, 0.10
 """Share of a plan that stays free on the card, and more of what comes and goes in a step: the allocator leaves gaps.
 
 A step of 4 B weights whose tensors were 141 GB at its peak, 88 of them for a while only, ran out of 149.6: gaps and
-kernels were 6 % of all, 9 % of what comes and goes. Where there is room, the gaps are 5 to 10 % of that.
+kernels were 6 % of all, 9 % of what comes and goes. Where there is room, the gaps are 5 to 12 % of that.
 """
+POOLS = 1e9
+"""Bytes that stay with the allocator beside a recording, which cannot use them: 1.1 GB where a step takes 1 to 3."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def _recorded(work: Work, passing: float, moments: dict[str, dict[str, float]]) 
     """
     more = work.recordings * (2 if work.accumulation > 1 else 1) - 1
     measured = sum(moments.get("measuring", {}).values())
-    return passing * more + _gradients(work) * (work.recordings - 1) + measured
+    return passing * more + _gradients(work) * (work.recordings - 1) + measured + POOLS
 
 
 def _steady(work: Work) -> dict[str, float]:
