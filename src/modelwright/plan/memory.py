@@ -25,8 +25,9 @@ RECORDER = 0.05e9
 MARGIN, GAPS = 0.03, 0.10
 """Share of a plan that stays free on the card, and more of what comes and goes in a step: the allocator leaves gaps.
 
-A step of 4 B weights whose tensors were 141 GB at its peak, 88 of them for a while only, ran out of 149.6: gaps and
-kernels were 6 % of all, 9 % of what comes and goes. Where there is room, the gaps are 5 to 12 % of that.
+A step of 4 B weights whose tensors are counted as 142 GB at its peak, 89 of them for a while only, ran out of 149.6:
+what is not counted was 9 % of those or more. Where there is room, the allocator holds 5 to 10 % more of what comes and
+goes where that is 20 GB and more, 1 to 3 GB where it is less.
 """
 POOLS = 1e9
 """Bytes that stay with the allocator beside a recording, which cannot use them: 1.1 GB where a step takes 1 to 3."""
