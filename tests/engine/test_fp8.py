@@ -58,6 +58,15 @@ def test_only_fp8_asks_for_padding(settings: Any) -> None:
     assert layout.multiple_of(settings(precision="bf16")) == 1
 
 
+def test_packed_rows_of_compiled_layers_come_in_few_lengths() -> None:
+    compiled, eighths = Sft(torch_compile=True, max_length=2048), Sft(precision="fp8", max_length=2048)
+    for settings in (compiled, eighths):
+        multiple = layout.packed_multiple_of(settings, settings.max_length)
+        assert {-(-length // multiple) * multiple for length in range(1921, 2049)} == {2048}
+    assert layout.packed_multiple_of(Sft(), 2048) == 1
+    assert layout.packed_multiple_of(Sft(precision="fp8"), 100) == fp8.MULTIPLE
+
+
 def test_padding_changes_no_loss() -> None:
     model, rows = family("llama"), documents(21, 14, 9, 33)
     placed = layout.side_by_side([[0, 1], [2], [3]], rows)

@@ -56,3 +56,26 @@ def test_starts_of_documents_are_filled_up_to_few_sizes() -> None:
     starts = document_starts(torch.tensor([[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]]).numpy())
     assert starts[:5].tolist() == [0, 3, 5, 7, 10]
     assert (len(starts), set(starts[5:].tolist())) == (64, {10})
+
+
+@torch.no_grad()
+def test_more_documents_compile_no_layer_again(model_folder: Path) -> None:
+    torch._dynamo.reset()
+    _, ours = models(model_folder)
+    graphs: list[Any] = []
+
+    def counted(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    for layer in ours.base_model.layers:
+        layer.compile(backend=counted)
+    tokens = torch.randint(3, 300, (2, 96), generator=torch.Generator().manual_seed(0))
+    sizes = set()
+    for length in (48, 4, 2):  # 5, 49 and 97 starts
+        positions = torch.arange(96).remainder(length).expand(2, 96)
+        documents = torch.from_numpy(document_starts(positions.numpy()))
+        sizes.add(len(documents))
+        hidden_states(ours, tokens, positions, documents=documents)
+    assert sizes == {64, 128}
+    assert len(graphs) == 1  # and the same for every layer

@@ -25,6 +25,9 @@ LEAST_SHARED = 16
 """A shared beginning of fewer tokens is not worth a mask."""
 LONGEST_SHARED_ROW = 1536
 """Tokens in a row behind a shared beginning; its mask grows with the square."""
+FEW = 16
+"""Lengths in which packed rows come where layers are compiled: rows are nearly full, so that mostly it is one, and no
+layer is compiled again for another, which takes twice the seconds of the first time."""
 UNMASKED = math.inf
 """The same where attention needs no mask: then one row holds all."""
 
@@ -47,6 +50,13 @@ Rows = Sequence[Sequence[Piece]]
 def multiple_of(settings: Training) -> int:
     """What the length of every row must be a multiple of for the arithmetic that is asked for."""
     return fp8.MULTIPLE if settings.precision == "fp8" else 1
+
+
+def packed_multiple_of(settings: Training, length: int) -> int:
+    """The same for rows that are packed up to a length; where layers are compiled, only few lengths come of it."""
+    least = multiple_of(settings)
+    compiles = settings.torch_compile or settings.precision == "fp8"
+    return least * math.ceil(length / (FEW * least)) if compiles else least
 
 
 def shared_beginning(documents: Sequence[Encoded]) -> int:

@@ -27,6 +27,7 @@ from modelwright.tasks.layout import (
     behind,
     lay_out,
     multiple_of,
+    packed_multiple_of,
     shared_beginning,
     side_by_side,
     without_mask,
@@ -103,7 +104,8 @@ class SftTask:
         if self.beginning and why_not(model):
             self.beginning = 0
         self.paths = self.beginning > 0 and _needs_no_mask(model, settings)
-        self._multiple = ALIGNED if settings.trainable.partial else multiple_of(settings)
+        least = packed_multiple_of(settings, settings.max_length) if settings.packing else multiple_of(settings)
+        self._multiple = ALIGNED if settings.trainable.partial else least
 
     @staticmethod
     def _encode(conversations: Any, tokenizer: Any, settings: Sft, stops: Collection[int]) -> EncodedSet:
