@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from modelwright.bench.progress import Progress
 from modelwright.data.sources import EMBEDDED
 from modelwright.errors import UsageError
 from modelwright.recipe.load import load
@@ -86,22 +87,30 @@ def _run(recipe: Recipe, stage: str, precision: str, steps: int, beside: tuple[P
     from modelwright.plan.stage import plan_stage
 
     place, tokenizer = beside
+    progress = Progress(f"{stage} in {precision}")
     wish = {"max_steps": steps, "precision": precision, "sharding": "ddp", "eval_steps": None}
     settings = recipe.stages[stage].model_copy(update=wish)
     world = World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     model = _model(recipe, tokenizer, settings, world.device)
+    progress.tell("the model is made")
     task = _task(stage, model, tokenizer, settings, place)
     plan = plan_stage(settings, task.rows, 1, probe())
     if hasattr(task, "planned"):
         task.planned(plan.steps)
     engine = Engine(task, settings, plan, world, recipe.seed)
+    progress.tell(f"ready for the first step, {plan.arithmetic}")
     if stage == "dpo":
         from modelwright.tasks.reference import set_reference
 
         set_reference(task, engine, place / "reference", f"random {precision}")
-    reports = list(engine.steps())
+        progress.tell("the reference is measured")
+    reports = []
+    for report in engine.steps():
+        reports.append(report)
+        pace = f"{report.seconds:.2f} s, {report.tokens / report.seconds:,.0f} tokens/s, loss {report.loss:.3f}"
+        progress.tell(f"step {report.step} of {plan.steps}, {pace}, {memory_in_use() / 1e9:.1f} GB")
     timed = reports[WARM_UP:] or reports
     return {
         "tokens_per_second": median(report.tokens / report.seconds for report in timed),
