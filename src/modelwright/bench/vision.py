@@ -9,7 +9,6 @@ fp32 with Adam, layer by layer as written. Its epoch is measured on so many batc
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -92,11 +91,12 @@ def lines(figures: dict[str, Any]) -> list[str]:
 def _run(recipe: str, place: Path, seed: int, sets: Sequence[str]) -> dict[str, Any]:
     """One run in a process of its own, judged by its journal; a closed gate is a figure here, not a failure."""
     wishes = [*sets, f"seed={seed}", f"output_dir={place}"]
-    command = [sys.executable, "-m", "modelwright", "run", recipe, *(w for wish in wishes for w in ("--set", wish))]
     compiled = place.with_name(f"{place.name}-compiled")
     compiled.mkdir()
-    caches = {name: str(compiled) for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | caches)
+    caches = [f"{name}={compiled}" for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")]
+    command = ["env", *caches, sys.executable, "-m", "modelwright", "run", recipe]
+    command += [word for wish in wishes for word in ("--set", wish)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 3):
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}")
     events = list(journal.read(place / "journal.jsonl"))
