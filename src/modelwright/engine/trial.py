@@ -61,7 +61,8 @@ def try_fp8(engine: Engine) -> Trial:
         found = Trial(False, f"bf16 instead of fp8: fp8 failed here ({first})")
     else:
         found = Trial(**engine.world.first(lambda: asdict(judge(plain, eight))))
-    engine.compute_in("fp8" if found.kept else "bf16")
+    if not found.kept:  # else it computes so already, and no layer need be compiled a third time
+        engine.compute_in("bf16")
     return found
 
 
