@@ -53,12 +53,12 @@ def shorten(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], longest
 
     What reads bf16 weights' gradients reads them shortened, which saves a pass over all of them.
     """
-    split = isinstance(optimizer, SplitAdamW)
-    if not split and not math.isinf(longest):
+    reads_it_shortened = optimizer if isinstance(optimizer, SplitAdamW) else None
+    if reads_it_shortened is None and not math.isinf(longest):
         return whole(clip_grad_norm_(weights, longest))
     length = whole(get_total_norm([weight.grad for weight in weights if weight.grad is not None]))
-    if isinstance(optimizer, SplitAdamW):
-        optimizer.shorten(length, longest)
+    if reads_it_shortened is not None:
+        reads_it_shortened.shorten(length, longest)
     return length
 
 
