@@ -137,22 +137,36 @@ def test_few_moving_weights_are_moved_without_compiling(model_folder: Path, tmp_
 
 
 @pytest.mark.parametrize("mean", [torch.float32, torch.bfloat16], ids=["fp32 mean", "bf16 mean"])
-def test_the_kernel_moves_weights_as_the_formula_does(mean: torch.dtype) -> None:
+@pytest.mark.parametrize("odd", [0, 3], ids=["even sizes", "odd sizes"])
+def test_the_kernel_moves_weights_as_the_formula_does(mean: torch.dtype, odd: int) -> None:
     torch.manual_seed(0)
-    start, gradients = torch.randn(3001, 7), [torch.randn(3001, 7).bfloat16() for _ in range(5)]
+    sizes = [16 * number + odd for number in range(1, 130)] + [20_480 + odd, 5_000_000 + odd]
+    starts = [torch.randn(size) for size in sizes]
+    gradients = [[torch.randn(size).bfloat16() for size in sizes] for _ in range(4)]
     ends = []
     for device in ("cpu", "cuda"):
-        high, rest = split(start.to(device))
-        weight = torch.nn.Parameter(high)
-        moves = SplitAdamW(
-            [{"params": [weight], "weight_decay": 0.1}], {weight: rest}, mean, lr=1e-2, betas=(0.9, 0.999), eps=1e-8
-        )
-        for gradient in gradients:
-            weight.grad = gradient.to(device)
-            moves.shorten(torch.linalg.vector_norm(weight.grad.float()), 1.0)
+        halves = [split(start.to(device)) for start in starts]
+        weights = [torch.nn.Parameter(high) for high, _ in halves]
+        groups = [{"params": weights[1:], "weight_decay": 0.1}, {"params": weights[:1], "weight_decay": 0.0}]
+        rests = {weight: rest for weight, (_, rest) in zip(weights, halves, strict=True)}
+        moves = SplitAdamW(groups, rests, mean, lr=1e-2, betas=(0.9, 0.999), eps=1e-8)
+        for step, given in enumerate(gradients):
+            for weight, gradient in zip(weights, given, strict=True):
+                weight.grad = gradient.to(device)
+            weights[7].grad = weights[7].grad if step % 2 else None
+            moves.shorten(torch.tensor(300.0, device=device), 200.0)
+            if step == 1:  # as by a restart
+                weights[3].data = weights[3].data.clone()
+                moves.state[weights[4]]["exp_avg"] = moves.state[weights[4]]["exp_avg"] * 2
+                moves.zero_grad()
+                for weight, gradient in zip(weights, given, strict=True):
+                    weight.grad = gradient.to(device)
             moves.step()
-        ends.append(join(weight.data, moves.state[weight][REST]).cpu())
-    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-5 if mean is torch.float32 else 1e-3)
+        ends.append([join(weight.data, moves.state[weight][REST]).cpu() for weight in weights])
+    tolerance = 1e-5 if mean is torch.float32 else 1e-3
+    for formula, kernel in zip(*ends, strict=True):
+        torch.testing.assert_close(kernel, formula, rtol=1e-5, atol=tolerance)
+    assert all(not torch.equal(start, end) for start, end in zip(starts, ends[1], strict=True))
 
 
 def test_fp8_learns_what_bf16_learns() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from modelwright.engine.adamw_table import ALIGNED, COLUMNS, lay_out
 from modelwright.engine.masters import REST, SplitAdamW, halve, join, split
 from modelwright.errors import UsageError
 from modelwright.plan.facts import Facts
@@ -75,6 +77,66 @@ def test_a_gradient_that_is_too_long_is_read_shortened() -> None:
         assert float(weight.grad[0]) == (2.0 if longest == 1.0 else 0.5), "the gradient itself stays as it is"
         ends.append(join(weight.data, moves.state[weight][REST]))
     torch.testing.assert_close(*ends)
+
+
+def moving(*sizes: int) -> tuple[list[nn.Parameter], SplitAdamW]:
+    """Weights of ones, with gradients of ones, and what moves them by a tenth or so."""
+    weights = [nn.Parameter(torch.ones(size).bfloat16()) for size in sizes]
+    rests: dict[torch.Tensor, torch.Tensor] = {
+        weight: torch.zeros(len(weight), dtype=torch.int16) for weight in weights
+    }
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    groups = [{"params": weights, "weight_decay": 0.0}]
+    return weights, SplitAdamW(groups, rests, torch.float32, lr=0.1, betas=(0.9, 0.999), eps=1e-8)
+
+
+def test_a_step_that_was_got_ready_reads_the_gradients_that_came_since() -> None:
+    (first, second, third), moves = moving(4, 4, 4)
+    moves.shorten(torch.tensor(1.0), 10.0)
+    first.grad, second.grad = -torch.ones_like(first), None
+    moves.step()
+    assert [float(weight.detach()[0]) for weight in (first, second, third)] == pytest.approx([1.1, 1.0, 0.9], abs=0.01)
+
+
+def test_a_step_that_was_got_ready_and_skipped_keeps_no_gradients() -> None:
+    (weight,), moves = moving(4)
+    gradient = weakref.ref(weight.grad)
+    moves.shorten(torch.tensor(1.0), 10.0)
+    moves.zero_grad()
+    assert gradient() is None
+    moves.step()
+    assert bool((weight == 1).all())
+
+
+def test_moments_that_a_restart_has_replaced_are_read() -> None:
+    (weight, other), moves = moving(4, 4)
+    moves.shorten(torch.tensor(1.0), 10.0)
+    moves.step()
+    moves.state[weight]["exp_avg"] = torch.full((4,), -1e3)
+    moves.shorten(torch.tensor(1.0), 10.0)
+    moves.step()
+    assert float(weight.detach()[0]) > 2 > 1 > float(other.detach()[0])
+    assert float(moves.state[weight]["exp_avg"][0]) == pytest.approx(-900, abs=1)
+
+
+@pytest.mark.parametrize(("sizes", "aligned"), [((4096, 16, 1024, 48), ALIGNED), ((4096, 17, 1, 1025), 1)])
+def test_every_number_of_many_tensors_is_moved_by_one_program(sizes: tuple[int, ...], aligned: int) -> None:
+    tensors = [
+        (torch.zeros(size).bfloat16(), torch.zeros(size).bfloat16(), torch.zeros(size, dtype=torch.int16), *twice)
+        for size in sizes
+        for twice in [(torch.zeros(size), torch.zeros(size))]
+    ]
+    table = lay_out(tensors, 1024)
+    assert table.rows.shape == (len(sizes), COLUMNS) and table.aligned == aligned
+    moved = [torch.zeros(size, dtype=torch.int64) for size in sizes]
+    for program, owner in enumerate(table.owners.tolist()):
+        *addresses, count, begins = table.rows[owner].tolist()
+        assert addresses == [part.data_ptr() for part in tensors[owner]] and count == sizes[owner]
+        start = (program - begins) * 1024
+        assert 0 <= start < count
+        moved[owner][start : start + 1024] += 1
+    assert all(bool((times == 1).all()) for times in moved)
 
 
 @pytest.mark.parametrize(("device", "expected"), [(CPU, "fp32"), (GPU, "bf16")])

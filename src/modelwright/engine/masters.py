@@ -3,12 +3,14 @@
 An fp32 master is its bf16 rounding (the weight the model computes with) and a signed 16-bit rest: 4 bytes together
 instead of 6, no casting in the forward and backward pass, and the very arithmetic of fp32 masters in the update.
 
-On a GPU the update is one kernel a tensor (`adamw_kernel.py`), and nothing has to be compiled by torch before it.
+On a GPU the update is one kernel for all small tensors and one for each large (`adamw_kernel.py`), and nothing has to
+be compiled by torch before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""What moves a weight: itself, its gradient, rest, mean and square, all of one shape."""
+Now = tuple[Tensor, Tensor, Tensor]
+"""Learning rate, corrections of the two means, share of the gradient that is read; on the device."""
+Settings = tuple[float, float, float, float]
+"""The two betas, epsilon and weight decay."""
+Moves = Callable[[Now, Settings], None]
 REST = "rest"
 """What the optimizer state calls the 16 bits that a bf16 weight has lost."""
 
@@ -57,6 +65,7 @@ class SplitAdamW(torch.optim.Optimizer):
         device = self.param_groups[0]["params"][0].device
         count = torch.zeros((), device=device)
         self._shortened = torch.ones((), device=device)
+        self._ready: tuple[list[Tensor | None], list[Moves]] | None = None
         for group in self.param_groups:
             for weight in group["params"]:
                 self.state[weight] = {
@@ -68,44 +77,71 @@ class SplitAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def shorten(self, length: Tensor, longest: float) -> None:
-        """Read gradients of this length as no longer than that in the next step, which saves a pass over them."""
+        """Read gradients of this length as no longer than that in the next step, which saves a pass over them.
+
+        That step is got ready here: the device is at work now, and stands still once the length is known.
+        """
         self._shortened.copy_((longest / (length + 1e-6)).clamp(max=1.0))
+        self._ready = self._gradients(), self._moves()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Move every weight that has a gradient."""
         assert closure is None
-        count = next(iter(self.state.values()))["step"]
+        count = self._count()
         count += 1
-        for group in self.param_groups:
+        for group, move in zip(self.param_groups, self._taken(), strict=True):
             beta1, beta2 = group["betas"]
             rates = torch.stack((1 - beta1**count, (1 - beta2**count).sqrt()))
             learning_rate = torch.as_tensor(group["lr"], dtype=torch.float32, device=count.device)
-            settings = (beta1, beta2, group["eps"], group["weight_decay"])
-            tensors = [self._parts(weight, count) for weight in group["params"] if weight.grad is not None]
-            _update(count.is_cuda)(tensors, (learning_rate, rates, self._shortened), settings)
+            move((learning_rate, rates, self._shortened), (beta1, beta2, group["eps"], group["weight_decay"]))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Let go of the gradients, also of those that a skipped step was got ready for."""
+        self._ready = None
+        super().zero_grad(set_to_none)
+
+    def _taken(self) -> list[Moves]:
+        """The moves that are ready, unless other gradients have come since."""
+        ready, self._ready = self._ready, None
+        if ready is not None and all(now is then for now, then in zip(self._gradients(), ready[0], strict=True)):
+            return ready[1]
+        return self._moves()
+
+    def _moves(self) -> list[Moves]:
+        """What moves each group, once it is told the rates."""
+        count = self._count()
+        move = _mover(count.is_cuda)
+        return [
+            move([self._parts(weight, count) for weight in group["params"] if weight.grad is not None])
+            for group in self.param_groups
+        ]
+
+    def _gradients(self) -> list[Tensor | None]:
+        return [weight.grad for group in self.param_groups for weight in group["params"]]
+
+    def _count(self) -> Tensor:
+        count: Tensor = next(iter(self.state.values()))["step"]
+        return count
 
     def _parts(self, weight: Tensor, count: Tensor) -> Parts:
-        """What moves a weight: itself, its gradient, rest, mean and square, each as one line of numbers."""
         state = self.state[weight]
         state["step"] = count  # one count for all, also after a restart that read it many times
         assert weight.grad is not None
-        beside = (_flat(state[REST]), _flat(state["exp_avg"]), _flat(state["exp_avg_sq"]))
-        return _flat(weight), _flat(weight.grad), *beside
+        beside = (_local(state[REST]), _local(state["exp_avg"]), _local(state["exp_avg_sq"]))
+        return _local(weight), _local(weight.grad).contiguous(), *beside
 
 
-def _move_all(
-    tensors: Iterable[Parts], now: tuple[Tensor, Tensor, Tensor], settings: tuple[float, float, float, float]
-) -> None:
+def _move_all(tensors: Iterable[Parts], now: Now, settings: Settings) -> None:
     for parts in tensors:
         _move(*parts, now, settings)
 
 
 def _move(
     weight: Tensor, gradient: Tensor, rest: Tensor, mean: Tensor, square: Tensor,
-    now: tuple[Tensor, Tensor, Tensor], settings: tuple[float, float, float, float],
+    now: Now, settings: Settings,
 ) -> None:  # fmt: skip
-    """One AdamW step of one tensor, in fp32, by torch's own formula. now: learning rate, corrections, share read."""
+    """One AdamW step of one tensor, in fp32, by torch's own formula."""
     beta1, beta2, epsilon, decay = settings
     learning_rate, corrections, shortened = now
     gradient = gradient.float() * shortened
@@ -120,13 +156,13 @@ def _move(
     rest.copy_(left)
 
 
-def _update(on_gpu: bool) -> Callable[..., None]:
-    """One kernel a tensor on a GPU: 26 bytes a weight are read or written, and no more."""
+def _mover(on_gpu: bool) -> Callable[[Sequence[Parts]], Moves]:
+    """Kernels of our own on a GPU: 26 bytes a weight are read or written, and no more."""
     if not on_gpu:
-        return _move_all
-    from modelwright.engine.adamw_kernel import move_all
+        return lambda tensors: partial(_move_all, tensors)
+    from modelwright.engine.adamw_kernel import Launches
 
-    return move_all
+    return Launches
 
 
 def _split_bits(bits: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,7 +182,7 @@ def _joined_bits(high: Tensor, rest: Tensor) -> Tensor:
     return (high.to(torch.int32) << 16) + rest.to(torch.int32)
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """The part of a tensor that is on this rank, as one line of numbers."""
+def _local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that is on this rank."""
     local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.view(-1)
+    return local

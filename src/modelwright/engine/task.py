@@ -23,7 +23,7 @@ class Batch:
 
     def on(self, device: torch.device) -> dict[str, Tensor]:
         """The inputs on the device that computes, or on their way there."""
-        return {name: _sent(tensor, device) for name, tensor in self.inputs.items()}
+        return {name: sent(tensor, device) for name, tensor in self.inputs.items()}
 
     def sent(self, device: torch.device) -> Batch:
         """The same batch there, ahead of its use."""
@@ -88,7 +88,8 @@ def means(sums: Mapping[str, float], count: float) -> dict[str, float]:
     }
 
 
-def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device, or on its way there, while the host goes on."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()  # from other memory, 64 KB and more wait for all that the device was given before
     return tensor.to(device, non_blocking=True)

@@ -1,0 +1,41 @@
+"""Where small tensors are, laid out for one kernel that moves them all: the addresses, and whose each program is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from modelwright.engine.masters import Parts
+
+COLUMNS = 7
+"""Numbers in a row: five addresses, how many numbers a tensor has, and which program begins it."""
+ALIGNED = 16
+"""Bytes that a thread reads at once, where all addresses are multiples of them and no count leaves a part of them."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a kernel has to know of many tensors."""
+
+    rows: Tensor
+    """[tensors, COLUMNS] int64."""
+    owners: Tensor
+    """[programs] int32: the tensor that each program moves a block of."""
+    aligned: int
+    """What every address and count is a multiple of: ALIGNED or 1."""
+
+
+def lay_out(tensors: Sequence[Parts], block: int) -> Table:
+    """The table of tensors, of which each program moves one block of numbers."""
+    counts = np.array([parts[0].numel() for parts in tensors])
+    programs = -(-counts // block)
+    addresses = np.array([part.data_ptr() for parts in tensors for part in parts]).reshape(len(tensors), -1)
+    rows = np.column_stack((addresses, counts, programs.cumsum() - programs))
+    owners = np.repeat(np.arange(len(tensors), dtype=np.int32), programs)
+    return Table(
+        torch.from_numpy(rows), torch.from_numpy(owners), 1 if (rows[:, : COLUMNS - 1] % ALIGNED).any() else ALIGNED
+    )
