@@ -51,6 +51,9 @@ def run(
         wished += [f"{stage}.fp8_check=off" for stage in loaded.recipe.stages if fp8]
         loaded = load(recipe, [*(sets or ()), *wished])
     prepare_environment()
+    from modelwright.engine.place import wake
+
+    wake()
     from modelwright.stages import pipeline
     from modelwright.stages.context import Orders
 

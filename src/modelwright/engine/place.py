@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
+from threading import Thread
 
 import torch
 
@@ -30,6 +32,21 @@ def place_in_world(environ: Mapping[str, str]) -> tuple[int, int, int]:
         raise UsageError(f"RANK is {rank} and WORLD_SIZE {size}; it wants a rank from 0 to {size - 1}")
     _assert_nodes(environ)
     return rank, size, local_rank
+
+
+def wake() -> None:
+    """Let this process's GPU begin while Python still reads its libraries: both take seconds, and neither waits."""
+    if torch.cuda.is_available():
+        Thread(target=_use, name="wake", daemon=True).start()
+
+
+def _use() -> None:
+    """A product and its gradients, for which the device and what multiplies there have to be ready."""
+    with suppress(Exception):  # whatever is wrong is told where the device is needed
+        device = torch.device("cuda", place_in_world(os.environ)[2])
+        numbers = torch.ones((256, 256), dtype=torch.bfloat16, device=device, requires_grad=True)
+        (numbers @ numbers).sum().backward()  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize(device)
 
 
 def _assert_nodes(environ: Mapping[str, str]) -> None:
