@@ -69,7 +69,7 @@ class Training:
             self._measure()
         meter = Meter(self.plan.steps, self.plan.global_batch, self.built.flops_per_token, self._peak_flops())
         self.began = time.monotonic()
-        with self.stopper.waiting(), memory_told(self.plan), self.saver.with_room_for(state.snapshot(self.engine)):
+        with self.stopper.waiting(), memory_told(self.plan), self.saver:
             self._train(meter)
             if self._went_back_at_the_end():
                 self._train(meter)
@@ -83,6 +83,7 @@ class Training:
         for report in self._steps():
             self._tell_step(report, meter)
             self._tell_changes()
+            self.saver.make_room(lambda: state.snapshot(self.engine))
             for line in stragglers.look(report.seconds_alone):
                 self._note(line)
             if report.health not in ("ok", "overflow"):
