@@ -1,6 +1,9 @@
-"""Keep the libraries' chatter off the terminal: what a person should know is said by us, in a line."""
+"""Keep the libraries' chatter off the terminal, and out of memory what nobody here asks of them."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def be_quiet() -> None:
@@ -9,3 +12,18 @@ def be_quiet() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+@contextmanager
+def without_sklearn() -> Iterator[None]:
+    """Inside, transformers does without scikit-learn, scipy and pandas, which some of its versions import for assisted
+    decoding alone: 2 of 24 s to the first step of a run.
+    """
+    from transformers import utils
+
+    asked = utils.is_sklearn_available
+    utils.is_sklearn_available = lambda: False
+    try:
+        yield
+    finally:
+        utils.is_sklearn_available = asked

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from modelwright.errors import ModelError
 from modelwright.models import attention, smollm2, trust
 from modelwright.models.quantized import is_quantized, loading
-from modelwright.models.quiet import be_quiet
+from modelwright.models.quiet import be_quiet, without_sklearn
 from modelwright.models.spread import Spread
 from modelwright.recipe.schema import Model
 from modelwright.runs.folder import hash_file
@@ -120,7 +120,8 @@ def _no_such_model(name: str, beside: Path) -> str:
 
 def load_tokenizer(path: Path) -> Any:
     """The tokenizer of a model folder."""
-    from transformers import AutoTokenizer
+    with without_sklearn():
+        from transformers import AutoTokenizer
 
     be_quiet()
     trust.check_tokenizer(path)
