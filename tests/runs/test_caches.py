@@ -89,6 +89,42 @@ def test_the_hub_s_own_cache_moves_away_from_a_home_that_is_none(no_home: Path) 
     assert str(no_home) not in done.stdout
 
 
+def where_torch_is_compiled_to(folder: Path, *first: str, **environment: str) -> str:
+    """What Python says of a torch without bytecode, after we have looked for a place for it."""
+    (folder / "torch").mkdir(exist_ok=True)
+    (folder / "torch/__init__.py").touch()
+    code = "from modelwright.runs.caches import prepare_environment; prepare_environment(); import torch, pathlib; "
+    code += "print(torch.__cached__ if pathlib.Path(torch.__cached__).exists() else 'nowhere')"
+    paths = os.pathsep.join([str(folder), *sys.path])
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    told = {**kept, "PYTHONPATH": paths, "HOME": str(folder), **environment}
+    done = subprocess.run([sys.executable, *first, "-c", code], env=told, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_bytecode_that_python_does_not_keep_is_kept_in_our_cache(tmp_path: Path) -> None:
+    ours = tmp_path / ".cache/modelwright/bytecode"
+    assert where_torch_is_compiled_to(tmp_path, "-B").startswith(str(ours))
+    assert ours.stat().st_mode & 0o077 == 0
+
+
+def test_bytecode_is_left_where_python_or_somebody_else_keeps_it(tmp_path: Path) -> None:
+    theirs = str(tmp_path / "theirs")
+    assert where_torch_is_compiled_to(tmp_path, PYTHONPYCACHEPREFIX=theirs).startswith(theirs)
+    beside = str(tmp_path / "torch/__pycache__")
+    assert where_torch_is_compiled_to(tmp_path).startswith(beside)
+    assert where_torch_is_compiled_to(tmp_path, "-B").startswith(beside)
+    assert not (tmp_path / ".cache/modelwright").exists()
+
+
+def test_bytecode_is_never_read_from_where_others_may_write(tmp_path: Path) -> None:
+    ours = tmp_path / ".cache/modelwright/bytecode"
+    ours.mkdir(parents=True)
+    ours.chmod(0o777)
+    assert where_torch_is_compiled_to(tmp_path, "-B") == "nowhere"
+
+
 def test_libraries_that_were_cut_are_taken_out_of_a_compile_cache(tmp_path: Path) -> None:
     import _ctypes
 
