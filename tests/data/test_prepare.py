@@ -166,14 +166,15 @@ def test_killed_at_random_moments_it_goes_on_and_leaves_the_same_bytes(
     monkeypatch.setattr(units, "UNIT_BYTES", 20_000)
     begun = time.monotonic()
     done(tmp_path / "whole", {"train_file": str(raw)}, fast_tokenizer=False)
-    took, chance, kills = time.monotonic() - begun, random.Random(5), 0
-    for trial in range(6):
-        folder = tmp_path / f"killed-{trial}"
+    took, chance, kills, trial = time.monotonic() - begun, random.Random(5), 0, 0
+    while kills < 5 or trial < 3:
+        folder, before, trial = tmp_path / f"killed-{trial}", kills, trial + 1
         while (code := _fork_and_kill(folder, raw, chance.uniform(0, took * 0.6))) != 0:
             kills += code == -signal.SIGKILL
             took *= 1.1
         assert checksums(folder) == checksums(tmp_path / "whole")
-    assert kills >= 5
+        took *= 1 if kills > before else 0.7  # it came through: the machine is less busy than it was
+        assert trial < 40, kills
 
 
 def test_memory_does_not_grow_with_the_text(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
