@@ -52,6 +52,16 @@ def test_ranks_follow_the_numbers_of_the_nodes_at_every_meeting_where_torch_woul
     assert {node.members for node in nodes.values()} == {(0, 1, 3)}
 
 
+def test_two_nodes_of_one_number_are_refused_by_all() -> None:
+    nodes = nodes_at({0: "127.0.0.9", 1: "127.0.0.1", 2: "127.0.0.5"}, Nodes(3, 3))
+    nodes[2]._node = 1
+    with ThreadPoolExecutor(3) as pool:
+        meetings = [pool.submit(node.next_rendezvous) for node in nodes.values()]
+    assert {str(meeting.exception()) for meeting in meetings} == {
+        "2 nodes say --node-rank 1; each wants a number of its own, from 0 on"
+    }
+
+
 def stay(node: Rendezvous, place: Place) -> Place:
     """Come again whenever another node waits, as the agent does, which then starts its ranks again; until both met."""
     deadline = time.monotonic() + 240

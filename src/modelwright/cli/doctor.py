@@ -34,7 +34,7 @@ def doctor(
     from modelwright.launch.doctor import examine
     from modelwright.launch.nodes import Asked
     from modelwright.launch.patient import checks
-    from modelwright.launch.preflight import look_at_nodes
+    from modelwright.launch.preflight import WAIT, look_at_nodes
     from modelwright.recipe.load import load
     from modelwright.runs.caches import prepare_environment
 
@@ -45,6 +45,8 @@ def doctor(
         )
     loaded = load(recipe, sets or ()) if recipe else None
     prepare_environment()
+    if nodes and asked.node is not None:
+        typer.echo(f"node {asked.node} of {nodes}: they wait {WAIT.total_seconds():.0f} s for one another", err=True)
     found = look_at_nodes(asked, loaded) if nodes else examine(checks(loaded))
     failed = [check for check in found if check.state == "fail"]
     if as_json:

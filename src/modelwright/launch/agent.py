@@ -66,6 +66,8 @@ def _run(wish: Wish, signs: Signs) -> tuple[int, str | None]:
     except SignalException:
         closes = not wish.nodes.elastic
         return Interrupted.exit_code, None
+    except ModelwrightError as error:
+        return error.exit_code, str(error)
     except RendezvousClosedError:
         return (
             Interrupted.exit_code,

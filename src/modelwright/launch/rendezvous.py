@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from modelwright.errors import UsageError
 from modelwright.launch.wish import Wish
 
 LAST_CALL_SECONDS, KEEP_ALIVE_SECONDS, KEEP_ALIVE_TRIES = 5, 3, 4
@@ -39,6 +40,10 @@ class Rendezvous:
         ours = PrefixStore("modelwright", met.store)  # each meeting has a store of its own below torch's
         ours.set(f"node/{met.rank}", str(self._node))
         numbers = [int(ours.get(f"node/{place}")) for place in range(met.world_size)]
+        if twice := [number for number in numbers if numbers.count(number) > 1]:
+            raise UsageError(
+                f"{len(twice)} nodes say --node-rank {twice[0]}; each wants a number of its own, from 0 on"
+            )
         order = sorted(range(met.world_size), key=numbers.__getitem__)
         rank, self.members = order.index(met.rank), tuple(sorted(numbers))
         self._store = TCPStore(self._local_address, 0, is_master=True, multi_tenant=True) if rank == 0 else None
