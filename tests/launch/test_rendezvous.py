@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,6 +61,30 @@ def test_two_nodes_of_one_number_are_refused_by_all() -> None:
     assert {str(meeting.exception()) for meeting in meetings} == {
         "2 nodes say --node-rank 1; each wants a number of its own, from 0 on"
     }
+
+
+def test_a_node_that_trains_meets_again_where_another_comes_with_its_number() -> None:
+    from torch.distributed import HashStore
+
+    class Torchs:
+        """Three nodes have met, two of one number; then the two that were there before."""
+
+        meetings = iter(((1, [0, 1, 1]), (1, [0, 1])))
+
+        def next_rendezvous(self) -> Any:
+            rank, numbers = next(self.meetings)
+            store = HashStore()
+            for place, number in enumerate(numbers):
+                store.set(f"modelwright/node/{place}", str(number))
+            for key, value in (("MASTER_ADDR", main), ("MASTER_PORT", "29500")):
+                store.set(f"modelwright/{key}", value)
+            return SimpleNamespace(store=store, rank=rank, world_size=len(numbers))
+
+    main = "127.0.0.9"
+    node = Rendezvous(Torchs(), 1, "127.0.0.1")
+    node.members = (0, 1)
+    met = node.next_rendezvous()
+    assert (met.rank, met.world_size, node.members) == (1, 2, (0, 1))
 
 
 def stay(node: Rendezvous, place: Place) -> Place:

@@ -67,6 +67,7 @@ def _run(wish: Wish, signs: Signs) -> tuple[int, str | None]:
         closes = not wish.nodes.elastic
         return Interrupted.exit_code, None
     except ModelwrightError as error:
+        closes = not wish.nodes.elastic
         return error.exit_code, str(error)
     except RendezvousClosedError:
         return (

@@ -41,9 +41,10 @@ class Rendezvous:
         ours.set(f"node/{met.rank}", str(self._node))
         numbers = [int(ours.get(f"node/{place}")) for place in range(met.world_size)]
         if twice := [number for number in numbers if numbers.count(number) > 1]:
-            raise UsageError(
-                f"{len(twice)} nodes say --node-rank {twice[0]}; each wants a number of its own, from 0 on"
-            )
+            if self.members:  # the one that came later is refused, and those that were here meet again
+                return self.next_rendezvous()
+            times = numbers.count(twice[0])
+            raise UsageError(f"{times} nodes say --node-rank {twice[0]}; each wants a number of its own, from 0 on")
         order = sorted(range(met.world_size), key=numbers.__getitem__)
         rank, self.members = order.index(met.rank), tuple(sorted(numbers))
         self._store = TCPStore(self._local_address, 0, is_master=True, multi_tenant=True) if rank == 0 else None
