@@ -37,7 +37,8 @@ def place_in_world(environ: Mapping[str, str]) -> tuple[int, int, int]:
 def wake() -> None:
     """Let this process's GPU begin while Python still reads its libraries: both take seconds, and neither waits."""
     if torch.cuda.is_available():
-        Thread(target=_use, name="wake", daemon=True).start()
+        # no daemon: a process that ends while one is inside torch would end with SIGABRT
+        Thread(target=_use, name="wake").start()
 
 
 def _use() -> None:
