@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from modelwright.plan.facts import Facts, probe
+from modelwright.plan import facts
+from modelwright.plan.facts import Facts, free_memory, probe
 from modelwright.plan.stage import StagePlan, choose_precision, plan_stage, solve
 from modelwright.recipe.schema import Sft
 
@@ -130,3 +132,31 @@ def test_a_learning_rate_is_scaled_by_the_devices_the_batch_was_made_for_and_say
     assert "learning rate 0.0002 = 5e-05 × 4 devices (scale_learning_rate_by_world)" in found.reasons
     fewer = plan(world=2, kept=64, scale_learning_rate_by_world=True, **wish)
     assert fewer.learning_rate == pytest.approx(2e-4), "a run that goes on with two of four devices keeps its rate"
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        ({"memory.max": "3000", "memory.current": "2500", "memory.stat": "anon 1\ninactive_file 200\n"}, 700),
+        (
+            {
+                "memory/memory.limit_in_bytes": "3000",
+                "memory/memory.usage_in_bytes": "2900",
+                "memory/memory.stat": "cache 5\n",
+            },
+            100,
+        ),
+    ],
+    ids=["second version", "first version"],
+)
+def test_memory_is_free_up_to_the_limit_of_the_container(
+    files: dict[str, str], left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(facts, "CGROUP", tmp_path)
+    whole = free_memory()
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content, encoding="ascii")
+    assert free_memory() == left < whole
+    (tmp_path / next(iter(files))).write_text("max", encoding="ascii")
+    assert free_memory() > left

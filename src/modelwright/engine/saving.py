@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from modelwright.engine.checkpoint import Checkpoints, Snapshot
-from modelwright.engine.tensors import Lazy, size_of
+from modelwright.engine.tensors import Lazy
 from modelwright.engine.world import World
 from modelwright.errors import ModelwrightError
 from modelwright.plan.facts import free_memory
@@ -76,7 +76,8 @@ class Saver:
                 for file, lazy in wanted:
                     self._place(file, lazy)
 
-        self._room = threading.Thread(target=make, name="room", daemon=True)
+        # a process that ends waits for it: a thread that is cut off inside torch would end it with SIGABRT
+        self._room = threading.Thread(target=make, name="room")
         self._room.start()
 
     def save(self, snapshot: Snapshot, best_step: int | None) -> bool:
@@ -133,8 +134,9 @@ class Saver:
         work.ended = time.monotonic()
 
     def _holds(self, snapshot: Snapshot) -> bool:
-        """Whether memory holds a copy: one that was made already, or a new one."""
-        needed = sum(size_of(file) for file in snapshot.files.values())
+        """Whether memory holds a copy: one that was made already, or a new one, whose places are powers of two."""
+        sizes = [lazy.size for file in snapshot.files.values() for lazy in file if lazy.size]
+        needed = sum(1 << (size - 1).bit_length() for size in sizes)
         return bool(self._copies) or needed <= LARGEST_SHARE * free_memory()
 
     def _copied(self, snapshot: Snapshot) -> Snapshot:

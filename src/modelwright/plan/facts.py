@@ -10,6 +10,10 @@ from typing import Literal
 
 from modelwright.plan.gpus import GPUS, Gpu, Machines, named
 
+CGROUP = Path("/sys/fs/cgroup")
+"""Where a container finds its own limits."""
+GROUP_FILES = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+"""What it may take and what it has taken, by the second version of cgroups and by the first."""
 FAST_BF16 = {"amx_bf16", "avx512_bf16", "bf16"}
 """What x86 and ARM processors call it, of those where it pays; without it torch's bf16 is a hundred times slower."""
 
@@ -86,9 +90,23 @@ def _cpu_flags() -> set[str]:
 
 
 def free_memory() -> int:
-    """Bytes of this machine's memory that a process may still take."""
+    """Bytes of memory that a process may still take: what this machine has free, or its container may have."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return min([free, *_left_to_container()])
+
+
+def _left_to_container() -> list[int]:
+    """Bytes up to the container's limit, where it has one; files that were read long ago make room for others."""
+    for limit, used in GROUP_FILES:
+        try:
+            most, taken = ((CGROUP / name).read_text(encoding="ascii").strip() for name in (limit, used))
+            lines = (CGROUP / limit).with_name("memory.stat").read_text(encoding="ascii").splitlines()
+        except OSError:
+            continue
+        old = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+        return [] if most == "max" else [max(0, int(most) - int(taken) + old)]
+    return []
