@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from modelwright.cli import recipes
+from modelwright.cli.main import main
 from modelwright.runs.caches import (
     REGISTERED,
     _pin_beside_training,
@@ -111,7 +114,8 @@ def where_torch_is_compiled_to(folder: Path, *first: str, **environment: str) ->
 
 def test_bytecode_that_python_does_not_keep_is_kept_in_our_cache(tmp_path: Path) -> None:
     ours = tmp_path / ".cache/modelwright/bytecode"
-    assert where_torch_is_compiled_to(tmp_path, "-B").startswith(str(ours))
+    first = where_torch_is_compiled_to(tmp_path, "-B")
+    assert first.startswith(str(ours)) and where_torch_is_compiled_to(tmp_path, "-B") == first
     assert ours.stat().st_mode & 0o077 == 0
 
 
@@ -129,13 +133,38 @@ def test_bytecode_is_never_read_from_where_others_may_write(tmp_path: Path) -> N
     ours.mkdir(parents=True)
     ours.chmod(0o777)
     assert where_torch_is_compiled_to(tmp_path, "-B") == "nowhere"
+    ours.chmod(0o700)
+    ours.parent.chmod(0o777)  # it could be replaced there
+    assert where_torch_is_compiled_to(tmp_path, "-B") == "nowhere"
+    ours.parent.chmod(0o755)
+    assert where_torch_is_compiled_to(tmp_path, "-B") != "nowhere"
+
+
+def test_bytecode_that_was_cut_is_removed_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, kept = tmp_path / "cut_short.py", tmp_path / "bytecode" / "image"
+    source.write_text("VALUE = 1\n" * 50, encoding="utf-8")
+    monkeypatch.setattr(sys, "pycache_prefix", str(kept))
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("cut_short")
+    [compiled] = kept.rglob("*.pyc")
+    compiled.write_bytes(compiled.read_bytes()[:60])
+    del sys.modules["cut_short"]
+    monkeypatch.setattr(recipes, "register", lambda app: importlib.import_module("cut_short"))
+    with pytest.raises(SystemExit) as left:
+        main(["recipes"])
+    assert left.value.code == 75 and "was cut short" in capsys.readouterr().err
+    assert not kept.exists()
 
 
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({}, {"PYTORCH_CUDA_ALLOC_CONF": REGISTERED}),
+        ({}, {"PYTORCH_ALLOC_CONF": REGISTERED}),
         ({"PYTORCH_ALLOC_CONF": "a:1"}, {"PYTORCH_ALLOC_CONF": f"a:1,{REGISTERED}"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1"}, {"PYTORCH_CUDA_ALLOC_CONF": f"a:1,{REGISTERED}"}),
         ({"PYTORCH_CUDA_ALLOC_CONF": "pinned_use_cuda_host_register:False"},) * 2,
     ],
 )

@@ -81,12 +81,21 @@ def main(arguments: list[str] | None = None) -> None:
     except SystemExit as stop:
         sys.exit(Interrupted.exit_code if stop.code == CONTROL_C else stop.code)
     except Exception as error:
+        if told := _mended(error):
+            print(told, file=sys.stderr)
+            sys.exit(Interrupted.exit_code)
         if debug:
             _hide_secrets(error)
             raise
         found = _quiet(hide(f"{type(error).__name__}: {error}"))
         print(f"{found}\nThis was not foreseen; --debug shows where it happened", file=sys.stderr)
         sys.exit(StorageError.exit_code if isinstance(error, OSError) and is_storage_failure(error) else 1)
+
+
+def _mended(error: Exception) -> str | None:
+    from modelwright.runs.caches import drop_cut_bytecode
+
+    return drop_cut_bytecode(error)
 
 
 def _quiet(text: str) -> str:

@@ -6,16 +6,24 @@ In a container with a random user id and an unwritable home every library fails 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pwd
+import shutil
 import stat
 import sys
 import tempfile
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-REGISTERED = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
-"""How torch's allocator is told to map memory, by several threads, before the device's driver pins it."""
+REGISTERED = "pinned_use_cuda_host_register:True"
+"""How torch's allocator is told to map memory before the device's driver pins it. Not by several threads: torch would
+start 128 in every process.
+"""
+BYTECODE = "bytecode"
+DECIDING = ("torch", "transformers", "modelwright")
+"""Packages whose files tell one image from another."""
 
 
 def cache_dir() -> Path:
@@ -48,7 +56,7 @@ def prepare_environment() -> None:
             os.environ[name] = str(place / folder)
     torch = find_spec("torch")
     if torch is not None and torch.origin and torch.cached:
-        _keep_bytecode(Path(torch.cached), place / "bytecode")
+        _keep_bytecode(Path(torch.cached), place.absolute() / BYTECODE)
         _pin_beside_training(Path(torch.origin).parent / "lib" / "libtorch_cuda.so")
 
 
@@ -56,7 +64,7 @@ def _pin_beside_training(library: Path) -> None:
     """Have memory got ready before it is pinned for a GPU: 6 GB for copies of a checkpoint hold the device up for 0.6 s
     in pieces of 30 ms at most, instead of 4.7 s as a whole.
     """
-    name = "PYTORCH_ALLOC_CONF" if "PYTORCH_ALLOC_CONF" in os.environ else "PYTORCH_CUDA_ALLOC_CONF"
+    name = "PYTORCH_CUDA_ALLOC_CONF" if "PYTORCH_CUDA_ALLOC_CONF" in os.environ else "PYTORCH_ALLOC_CONF"
     given = os.environ.get(name, "")
     if library.exists() and REGISTERED.partition(":")[0] not in given:
         os.environ[name] = ",".join(part for part in (given, REGISTERED) if part)
@@ -77,15 +85,37 @@ def _keep_bytecode(torch: Path, folder: Path) -> None:
         return
     if not ours:
         return  # what lies there is run
-    sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
-    os.environ["PYTHONPYCACHEPREFIX"] = str(folder)
+    here = str(folder / _image())
+    sys.pycache_prefix, sys.dont_write_bytecode = here, False
+    os.environ["PYTHONPYCACHEPREFIX"] = here
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
+def _image() -> str:
+    """A name for what is installed here: bytecode goes by a source's size and time, and many images have one time."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    digest = hashlib.blake2b(digest_size=8)
+    for name in DECIDING:
+        with suppress(PackageNotFoundError):
+            digest.update((distribution(name).read_text("RECORD") or "").encode())
+    return digest.hexdigest()
+
+
+def drop_cut_bytecode(error: Exception) -> str | None:
+    """Remove the bytecode that we keep, where this error comes from a file of it that was cut; tells what was done."""
+    folder = Path(sys.pycache_prefix) if sys.pycache_prefix else None
+    if folder is None or folder.parent.name != BYTECODE or "marshal data" not in str(error):
+        return None
+    shutil.rmtree(folder, ignore_errors=True)
+    return f"Python's bytecode in {folder} was cut short, by a full disk or a kill, and is removed; start it again"
+
+
 def _only_ours(folder: Path) -> bool:
-    """Whether nobody else may put anything into a folder."""
-    found = folder.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    """Whether nobody else may put anything into a folder, or another in its place."""
+    found, above = folder.lstat(), folder.parent.stat()
+    safe_above = above.st_uid in (0, os.getuid()) and not above.st_mode & 0o002
+    return safe_above and stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def _home_cache() -> str:
