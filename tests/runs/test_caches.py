@@ -144,6 +144,7 @@ def test_bytecode_that_was_cut_is_removed_and_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, kept = tmp_path / "cut_short.py", tmp_path / "bytecode" / "image"
+    monkeypatch.setenv("MODELWRIGHT_CACHE", str(tmp_path))
     source.write_text("VALUE = 1\n" * 50, encoding="utf-8")
     monkeypatch.setattr(sys, "pycache_prefix", str(kept))
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
