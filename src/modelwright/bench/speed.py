@@ -172,13 +172,13 @@ def _their_model(work: Work) -> Any:
     """The same model; beside low-rank matrices the frozen weights are bf16 on a GPU, as their users load them."""
     import torch
 
-    from modelwright.models.trainable import set_trainable
+    from modelwright.models.trainable import add_lora
     from modelwright.recipe.schema import Lora
 
     model = build(work)
     if not work.lora:
         return model
-    model = set_trainable(model.bfloat16() if torch.cuda.is_available() else model, Lora())
+    model = add_lora(model.bfloat16() if torch.cuda.is_available() else model, Lora())
     model.enable_input_require_grads()  # which their checkpointing asks of frozen embeddings
     return model
 

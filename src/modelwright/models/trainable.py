@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from modelwright.errors import ModelError
+from modelwright.models import low_rank
 from modelwright.recipe.training import Parts
 
 
@@ -30,7 +31,7 @@ def set_trainable(model: Any, parts: Parts) -> Any:
     if parts.trainable.untie_head:
         untie_head(model)
     if parts.trainable.lora:
-        return _add_lora(model, parts)
+        return low_rank.shorten(add_lora(model, parts))
     if parts.trainable.partial:
         model.requires_grad_(False)
         for module in _moving_parts(model, parts):
@@ -93,7 +94,8 @@ def _moving_parts(model: Any, parts: Parts) -> list[nn.Module]:
     return moving
 
 
-def _add_lora(model: Any, parts: Parts) -> Any:
+def add_lora(model: Any, parts: Parts) -> Any:
+    """The model with low-rank matrices beside its frozen ones, as peft computes them."""
     from peft import LoraConfig, get_peft_model
 
     settings = LoraConfig(

@@ -30,20 +30,25 @@ class Family:
     """Matrices that always have a bias."""
     tied: bool = False
     """Whether the head shares the embeddings where the config is silent."""
+    plain_gate: bool = False
+    """Whether its inner layer is down(silu(gate) · up) and nothing more, as `models.low_rank` knows it."""
 
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 NEOX = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
 FAMILIES = {
-    "llama": Family(),
-    "mistral": Family(),
-    "smollm3": Family(tied=True),
-    "qwen2": Family(biases=ATTENTION[:3]),
-    "qwen3": Family(head_norms=True),
+    "llama": Family(plain_gate=True),
+    "mistral": Family(plain_gate=True),
+    "smollm3": Family(tied=True, plain_gate=True),
+    "qwen2": Family(biases=ATTENTION[:3], plain_gate=True),
+    "qwen3": Family(head_norms=True, plain_gate=True),
     "gemma3_text": Family(norms=4, head_norms=True, wide_norms=True, tied=True),
     "gpt_neox": Family(gated=False, centred=True, fused_query=True, biases=NEOX),
 }
 """Model types whose arithmetic is known exactly; others are counted as a Llama would be, and that is said."""
+GATED = ("gate_proj", "up_proj", "down_proj")
+SHORT_RANKS = (16, 32, 64, 128)
+"""Ranks whose products with gate and up are added as the gate is read."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +179,8 @@ class Movement:
     """Whether head and embeddings are one matrix."""
     low_rank: int = 0
     """Numbers in low-rank matrices beside frozen ones."""
+    short: bool = False
+    """Whether a GPU may add the low-rank products of gate and up as it reads the gate."""
 
     def __str__(self) -> str:
         millions = f"{self.trained / 1e6:,.1f} M of {self.total / 1e6:,.1f} M"
@@ -186,8 +193,8 @@ def movement(shape: TextShape, parts: Parts) -> Movement:
     tied = shape.tied and not wish.untie_head
     total = shape.parameters + (shape.embedding if shape.tied and not tied else 0)
     if wish.lora:
-        added = _low_rank(shape, parts)
-        return Movement(added, total + added, 0, shape.layers, False, False, tied, added)
+        added, short = _low_rank(shape, parts), _is_short(shape, parts)
+        return Movement(added, total + added, 0, shape.layers, False, False, tied, added, short)
     if not wish.partial:
         return Movement(total, total, shape.layers, shape.layers, True, True, tied)
     last = wish.last_layers or 0
@@ -201,13 +208,23 @@ def movement(shape: TextShape, parts: Parts) -> Movement:
 
 def _low_rank(shape: TextShape, parts: Parts) -> int:
     """Numbers in the low-rank matrices: rank times inputs and outputs of each matrix they sit beside."""
-    wanted = parts.lora_target_modules
-    names = set(shape.linears) if wanted == "all-linear" else {wanted} if isinstance(wanted, str) else set(wanted)
+    names = _beside(shape, parts)
     beside = [size for name, size in shape.linears.items() if name in names]
     if not beside:
         raise ModelError(f"model: lora_target_modules names none of {', '.join(shape.linears)}")
     lengths = sum(outputs for _, outputs in beside) if parts.use_dora else 0  # DoRA also learns how long each row is
     return shape.layers * (parts.lora_r * sum(map(sum, beside)) + lengths)
+
+
+def _is_short(shape: TextShape, parts: Parts) -> bool:
+    plain = shape.traits.plain_gate and shape.exact and not shape.mlp_bias and _beside(shape, parts) >= set(GATED)
+    return plain and parts.lora_r in SHORT_RANKS and not parts.lora_dropout and not parts.use_dora
+
+
+def _beside(shape: TextShape, parts: Parts) -> set[str]:
+    """The matrices that low-rank ones sit beside."""
+    wanted = parts.lora_target_modules
+    return set(shape.linears) if wanted == "all-linear" else {wanted} if isinstance(wanted, str) else set(wanted)
 
 
 def shape_of(config: Mapping[str, Any], name: str, source: str) -> TextShape:

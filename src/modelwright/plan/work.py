@@ -116,6 +116,12 @@ class Work:
         return self.kept_width if self.sharding == "ddp" else min(self.width, self.kept_width)
 
     @property
+    def short(self) -> bool:
+        """Whether low-rank products of gate and up are added as the gate is read, which takes bf16 all through."""
+        halves = self.precision == "bf16" and self.stream == 2 and self.quantization == "none"
+        return self.moves.short and self.on_gpu and halves
+
+    @property
     def shards(self) -> int:
         """Devices that a weight is split over."""
         return {"fsdp": self.world, "hsdp": self.per_node}.get(self.sharding, 1)
