@@ -260,7 +260,9 @@ def layer_activations(work: Work, fitted: Fitted, trained: bool) -> float:
     if work.compiled:
         factor = fitted.compiled_lora if lora else fitted.compiled
         factor = fitted.compiled_fp8 if work.precision == "fp8" else factor
-    return work.tokens * bytes_per_token * factor
+    # with the gate's own kernels only both products are kept, not what comes of them: compiled layers keep one of those
+    spared = computed * shape.inner * (1 if work.compiled else 2) if work.short else 0
+    return work.tokens * (bytes_per_token * factor - spared)
 
 
 def _vision_moments(work: Work) -> dict[str, dict[str, float]]:
