@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -87,5 +88,33 @@ def test_a_later_stage_finds_room_for_what_it_compiles() -> None:
     for stage in range(3):
         torch.compile(torch.nn.functional.relu, backend=seen)(torch.ones(3))
         assert len(traced) == stage + 1
-        Compiled([torch.nn.Linear(1, 1)])
+        Compiled([torch.nn.Linear(1, 1)], traced.append)
     assert torch._dynamo.config.recompile_limit == SHAPES
+
+
+class Heard(logging.Handler):
+    """What would have been printed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(self.format(record))
+
+
+def test_a_cache_that_cannot_be_read_is_told_once_and_without_a_traceback() -> None:
+    said: list[str] = []
+    Compiled([torch.nn.Linear(1, 1)], lambda told: pytest.fail("an earlier stage is no longer told"))
+    Compiled([torch.nn.Linear(1, 1)], said.append)
+    reader, heard = logging.getLogger("torch._inductor.codecache"), Heard()
+    reader.addHandler(heard)
+    for _ in range(2):
+        try:
+            raise EOFError("ran out of input")
+        except EOFError:
+            reader.warning("unable to load compiled graph", exc_info=True)
+    reader.warning("something else")
+    reader.removeHandler(heard)
+    assert said == ["what the compile cache holds cannot be read; it is compiled again"]
+    assert heard.lines == ["something else"]

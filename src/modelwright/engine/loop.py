@@ -81,8 +81,7 @@ class Engine:
             self.plan = replace(self.plan, precision=precision)
         # as they are, fp8 layers cast in passes of their own: 0.85 s a step of DPO where bf16 takes 0.28
         compiles = self._compiles or (precision == "fp8" and self.world.device.type == "cuda")
-        self._compiled = Compiled(layers_of(self._module) or [self._module], compiles)
-        self.changes += self._compiled.told
+        self._compiled = Compiled(layers_of(self._module) or [self._module], self.changes.append, compiles)
 
     def begin_anew(self) -> None:
         """Forget what was prepared or recorded: weights and moments may have been replaced.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,15 +33,31 @@ def is_compilers(error: Exception) -> bool:
     return any(kind.startswith(COMPILERS) for kind in kinds)
 
 
+class Unread(logging.Filter):
+    """Graphs of the compile cache that cannot be read: torch compiles them again, and tells each by a traceback."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__()
+        self._say, self._said = say, False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.exc_info:
+            return True
+        if not self._said:
+            self._say("what the compile cache holds cannot be read; it is compiled again")
+        self._said = True
+        return False
+
+
 class Compiled:
     """The parts of a module that are compiled, and how to go on where that fails."""
 
-    def __init__(self, parts: list[nn.Module], wanted: bool = True) -> None:
+    def __init__(self, parts: list[nn.Module], say: Callable[[str], None], wanted: bool = True) -> None:
+        """`say` is told what had to be put right."""
         _as_they_are(parts)
         self._parts, self._tries = parts if wanted else [], 0
-        self.told = _mended_cache() if wanted else []
-        """What had to be put right before."""
         if wanted:
+            _mend_cache(say)
             # what is compiled is kept by the code of a layer, not by the model: without this, later stages of a
             # process find the table full (8 shapes), and run as they are without a word
             torch._dynamo.reset()
@@ -66,12 +84,15 @@ def _as_they_are(parts: list[nn.Module]) -> None:
         part.__dict__["_compiled_call_impl"] = None
 
 
-def _mended_cache() -> list[str]:
+def _mend_cache(say: Callable[[str], None]) -> None:
     """A library that was cut by a full disk or a kill would end the process without a word (SIGBUS)."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    count = drop_cut_libraries(Path(cache_dir()))
-    return [f"{count} libraries of the compile cache were cut short; they are compiled again"] if count else []
+    if count := drop_cut_libraries(Path(cache_dir())):
+        say(f"{count} libraries of the compile cache were cut short; they are compiled again")
+    reader = logging.getLogger("torch._inductor.codecache")
+    reader.filters = [kept for kept in reader.filters if not isinstance(kept, Unread)]
+    reader.addFilter(Unread(say))
 
 
 def _first_line(error: Any) -> str:
