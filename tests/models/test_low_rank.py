@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from modelwright.engine.fp8 import switch
 from modelwright.models import low_rank, trainable
 from modelwright.plan import architecture
 from modelwright.recipe.schema import Lora
@@ -63,6 +64,19 @@ def test_what_is_unusual_goes_the_way_of_peft(unusual: dict[str, Any], is_plain:
     assert not low_rank.is_plain(one, torch.bfloat16)
 
 
+def test_a_compiler_sees_which_way_is_taken() -> None:
+    one = layer().to(torch.bfloat16).gate_proj
+    asked = torch.compile(lambda x: x + low_rank.is_plain(one, x.dtype), fullgraph=True, backend="eager")
+    zero = torch.zeros(1, dtype=torch.bfloat16)
+    assert asked(zero) == 1
+    one.base_layer.__class__ = type("Eighths", (nn.Linear,), {"forward": lambda self, x: x})
+    torch._dynamo.reset()
+    assert asked(zero) == 0
+    switch([one.base_layer], on=False)  # as where fp8 was tried and left
+    torch._dynamo.reset()
+    assert asked(zero) == 1
+
+
 def test_a_layer_without_a_gpu_computes_what_it_did() -> None:
     gated, x = layer(), torch.randn(2, 5, 32)
     before = gated(x)
@@ -89,7 +103,7 @@ def test_the_plan_knows_which_families_take_the_short_way(family: str) -> None:
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(("rank", "rows"), [(16, 77), (32, 1100)])
+@pytest.mark.parametrize(("rank", "rows"), [(16, 77), (32, 1100), (64, 77), (128, 1100)])
 def test_the_kernels_come_to_the_numbers_of_peft(compiled: bool, rank: int, rows: int) -> None:
     theirs = layer(256, 1000, r=rank).to("cuda", torch.bfloat16)
     exact, ours = copy.deepcopy(theirs).float(), copy.deepcopy(theirs)
@@ -104,3 +118,20 @@ def test_the_kernels_come_to_the_numbers_of_peft(compiled: bool, rank: int, rows
     for wanted, peft, found in zip(*results, strict=True):
         near, far = ((part - wanted).norm() / wanted.norm() for part in (found, peft))
         assert near < 1.5 * far + 1e-3, f"{near:.1e} off, peft {far:.1e}"
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_reference_without_the_adapter_equals_one_that_has_learnt_nothing(compiled: bool) -> None:
+    ours = low_rank.shorten(layer(256, 1000)).to("cuda", torch.bfloat16)
+    for name in low_rank.NAMES:
+        nn.init.zeros_(getattr(ours, name).lora_B["default"].weight)
+    if compiled:
+        ours.compile()
+    x = torch.randn(3, 77, 256, device="cuda").bfloat16()
+    with torch.no_grad():
+        learnt_nothing = ours(x)
+        for name in low_rank.NAMES:
+            getattr(ours, name).enable_adapters(False)
+        assert torch.equal(ours(x), learnt_nothing)

@@ -7,6 +7,7 @@ Whatever is unusual (other precision, dropout, DoRA, merged or quantized matrice
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from types import MethodType
 from typing import Any
 
@@ -20,6 +21,8 @@ NAMES = ("gate_proj", "up_proj", "down_proj")
 SILU = {"SiLU", "SiLUActivation"}
 RANKS = (16, 32, 64, 128)
 """Ranks that a tensor core multiplies."""
+
+HAS_KERNELS = find_spec("triton") is not None
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -126,25 +129,31 @@ def _has_low_rank(layer: Any) -> bool:
 
 def _layer_forward(layer: Any, x: Tensor) -> Tensor:
     linears = [getattr(layer, name) for name in NAMES]
-    if not (x.is_cuda and all(is_plain(each, x.dtype) for each in linears) and len(set(map(_size, linears))) == 1):
-        usual: Tensor = type(layer).forward(layer, x)
-        return usual
+    alike = HAS_KERNELS and x.is_cuda and all(is_plain(each, x.dtype) for each in linears)
+    if not alike or len({(_size(each), each.disable_adapters) for each in linears}) != 1:
+        answer: Tensor = type(layer).forward(layer, x)
+        return answer
     frozen = [each.base_layer.weight for each in linears]
     *beside, down_b = [weight for each in linears for weight in _thin(each)]
+    off = linears[0].disable_adapters
+    if off:  # a reference rounds as what is held against it does: while B is zero they are the same to the bit
+        beside = [torch.zeros_like(weight) for weight in beside]
     rows, thin, *_ = forward(x.flatten(0, -2), *frozen, *beside, _size(linears[0])[1])
-    answer: Tensor = (rows + linear(thin, down_b)).view(*x.shape[:-1], -1)
-    return answer
+    answer = rows if off else rows + linear(thin, down_b)
+    return answer.view(*x.shape[:-1], rows.shape[-1])
 
 
 def is_plain(linear: Any, dtype: torch.dtype) -> bool:
     """Whether a frozen matrix and its low-rank ones are added up and nothing more, in the kernels' own precision."""
     adapters = getattr(linear, "active_adapters", [])
-    if len(adapters) != 1 or linear.merged or linear.disable_adapters or adapters[0] in linear.lora_variant:
+    if len(adapters) != 1 or adapters[0] not in linear.r or linear.merged or adapters[0] in linear.lora_variant:
         return False
-    base = linear.base_layer
-    frozen = base.bias is None and type(base) is nn.Linear and not base.weight.requires_grad
+    base, outer = linear.base_layer, linear.lora_B[adapters[0]]
+    # fp8's layers are given the forward of any linear layer where fp8 was tried and left
+    usual = type(base) is nn.Linear or (isinstance(base, nn.Linear) and "forward" in base.__dict__)
+    bare = usual and base.bias is None and outer.bias is None and not base.weight.requires_grad
     alone = isinstance(linear.lora_dropout[adapters[0]], nn.Identity) and linear.r[adapters[0]] in RANKS
-    return frozen and alone and all(weight.dtype == dtype == torch.bfloat16 for weight in (base.weight, *_thin(linear)))
+    return bare and alone and all(weight.dtype == dtype == torch.bfloat16 for weight in (base.weight, *_thin(linear)))
 
 
 def _thin(linear: Any) -> tuple[Tensor, Tensor]:

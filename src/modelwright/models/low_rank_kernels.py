@@ -10,8 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-GATED, UNGATED = (64, 64, 4), (64, 64, 4)
-"""The part of a matrix that one program computes at once, rows and columns, and by how many warps: there and back."""
+GATED = (64, 64, 4)
+"""The part of a matrix that one program computes at once, rows and columns, and by how many warps."""
+UNGATED = {16: (64, 64, 4, 2), 32: (64, 64, 4, 1), 64: (64, 32, 8, 1), 128: (64, 32, 8, 1)}
+"""The same for the way back by the rank, and how many rounds are under way at once: with more, the sums of large ranks
+would not fit what a multiprocessor of smaller cards has (100 kB)."""
 SHARE = 1024
 """Rows over which one program adds up gradients: its sums are a seventieth of what it reads."""
 
@@ -100,12 +103,13 @@ def ungated(
     They come from the gradient of what `gated` gave: back, [rows, wide], and its low-rank part, of back_inner,
     [rows, rank], and down_inner, [wide, rank]. Sums are added up in order: the same numbers every time.
     """
-    (rows, wide), rank, (tall, broad, warps) = gate.shape, gate_outer.shape[1], UNGATED
+    (rows, wide), rank = gate.shape, gate_outer.shape[1]
+    tall, broad, warps, rounds = UNGATED[rank]
     grid = (triton.cdiv(wide, broad), triton.cdiv(rows, SHARE))
     d_gate, d_up = torch.empty_like(gate), torch.empty_like(gate)
     sums = torch.empty(grid[1], 3, wide, rank, device=gate.device)
     _ungated[grid](
         gate, up, inner, gate_outer, up_outer, back, back_inner, down_inner, d_gate, d_up, sums, rows, wide,
-        rank=rank, share=SHARE, tall=tall, broad=broad, num_warps=warps, num_stages=2,
+        rank=rank, share=SHARE, tall=tall, broad=broad, num_warps=warps, num_stages=rounds,
     )  # fmt: skip
     return d_gate, d_up, sums.sum(0).to(gate.dtype)

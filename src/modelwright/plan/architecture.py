@@ -83,6 +83,8 @@ class TextShape:
     """Whether the attention's matrices have biases by the config."""
     mlp_bias: bool = False
     """Whether the feed-forward's matrices have biases by the config."""
+    activation: str = "silu"
+    """What opens the gate, by the config."""
 
     @property
     def traits(self) -> Family:
@@ -217,7 +219,8 @@ def _low_rank(shape: TextShape, parts: Parts) -> int:
 
 
 def _is_short(shape: TextShape, parts: Parts) -> bool:
-    plain = shape.traits.plain_gate and shape.exact and not shape.mlp_bias and _beside(shape, parts) >= set(GATED)
+    plain = shape.exact and shape.traits.plain_gate and shape.activation == "silu" and not shape.mlp_bias
+    plain = plain and _beside(shape, parts) >= set(GATED)
     return plain and parts.lora_r in SHORT_RANKS and not parts.lora_dropout and not parts.use_dora
 
 
@@ -251,6 +254,7 @@ def shape_of(config: Mapping[str, Any], name: str, source: str) -> TextShape:
             longest=int(told.get("max_position_embeddings") or 0),
             attention_bias=bool(told.get("attention_bias")) and not traits.fused_query,
             mlp_bias=bool(told.get("mlp_bias")),
+            activation=str(told.get("hidden_act") or "silu"),
         )
     except KeyError as missing:
         raise ModelError(f"model: {source} says nothing of {missing}; it wants a decoder's config.json") from None
