@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from modelwright.engine.retreat import SHAPES, Compiled, smaller_bites
+from modelwright.engine.retreat import SHAPES, Compiled, is_compilers, smaller_bites
 from modelwright.plan.facts import Facts
 from modelwright.plan.stage import plan_stage
 from modelwright.recipe.load import load
@@ -90,6 +91,16 @@ def test_a_later_stage_finds_room_for_what_it_compiles() -> None:
         assert len(traced) == stage + 1
         Compiled([torch.nn.Linear(1, 1)], traced.append)
     assert torch._dynamo.config.recompile_limit == SHAPES
+
+
+def test_what_a_compiler_finds_broken_in_its_cache_is_the_compilers_failure() -> None:
+    """Triton reads its cache with json, whose error comes out as it is; only where it was raised tells whose it is."""
+    module: dict[str, Any] = {"__name__": "triton.runtime.cache"}
+    exec("import json\ndef read(text):\n    return json.loads(text)", module)
+    for read, is_theirs in ((module["read"], True), (json.loads, False)):
+        with pytest.raises(ValueError, match="Expecting value") as met:
+            read("broken")
+        assert is_compilers(met.value) is is_theirs
 
 
 class Heard(logging.Handler):

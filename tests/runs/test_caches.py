@@ -17,8 +17,12 @@ from modelwright.runs.caches import (
     REGISTERED,
     _pin_beside_training,
     cache_dir,
+    cut_at_start,
+    drop_cut_kernels,
     drop_cut_libraries,
+    fresh_compile_cache,
     prepare_environment,
+    triton_cache,
 )
 
 CACHES = ("HF_HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "MODELWRIGHT_CACHE", "HOME")
@@ -193,3 +197,37 @@ def test_libraries_that_were_cut_are_taken_out_of_a_compile_cache(tmp_path: Path
         path.write_bytes(content)
     assert drop_cut_libraries(tmp_path) == 2
     assert list(tmp_path.rglob("*.so")) == [whole]
+
+
+def test_a_cut_library_of_triton_is_gone_before_anybody_loads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    (tmp_path / "key").mkdir()
+    (tmp_path / "key" / "cuda_utils.so").write_bytes(b"\x7fELF")
+    prepare_environment()
+    assert cut_at_start() == 1 and cut_at_start() == 0 and not list(tmp_path.rglob("*.so"))
+
+
+def test_kernels_that_were_cut_are_taken_out_of_tritons_cache_as_a_whole(tmp_path: Path) -> None:
+    import _ctypes
+
+    data = Path(_ctypes.__file__).read_bytes()
+    whole = {"__grp__add.json": b'{"child_paths": {}}', "add.json": b'{"name": "add"}', "add.cubin": data}
+    damage = {"whole": {}, "text": {"add.json": b'{"name": "a'}, "empty": {"__grp__add.json": b""},
+              "code": {"add.cubin": data[:900]}, "being written/tmp.pid_7": {"add.json": b"{"}}  # fmt: skip
+    for name, broken in damage.items():
+        (tmp_path / name).mkdir(parents=True)
+        for file, content in {**whole, **broken}.items():
+            (tmp_path / name / file).write_bytes(content)
+    assert drop_cut_kernels(tmp_path) == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["being written", "whole"]
+    assert len(list((tmp_path / "whole").iterdir())) == 3
+
+
+def test_a_fresh_cache_is_fresh_for_triton_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "/broken")
+    fresh_compile_cache()
+    assert triton_cache().parent == Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) == next(tmp_path.iterdir())

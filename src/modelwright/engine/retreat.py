@@ -6,17 +6,26 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import torch
 from torch import nn
 
 from modelwright.plan.stage import StagePlan, solve
-from modelwright.runs.caches import drop_cut_libraries, fresh_compile_cache
+from modelwright.runs.caches import (
+    cut_at_start,
+    drop_cut_kernels,
+    drop_cut_libraries,
+    fresh_compile_cache,
+    triton_cache,
+)
 
 SHAPES = 32
 """Ways one layer may be compiled: training and measuring, each for one row or many, of one length or any."""
 COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
+COMPILING = ("torch._inductor.codecache", "triton.compiler", "triton.runtime.cache", "triton.runtime.build")
+"""Where they read what they have kept; what they meet there comes out as it is."""
 
 
 def smaller_bites(plan: StagePlan) -> StagePlan | None:
@@ -30,7 +39,8 @@ def smaller_bites(plan: StagePlan) -> StagePlan | None:
 def is_compilers(error: Exception) -> bool:
     """Whether it is the compiler that failed, and not the work."""
     kinds = [type(link).__module__ for link in (error, error.__cause__) if link is not None]
-    return any(kind.startswith(COMPILERS) for kind in kinds)
+    places = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
+    return any(kind.startswith(COMPILERS) for kind in kinds) or any(place.startswith(COMPILING) for place in places)
 
 
 class Unread(logging.Filter):
@@ -56,8 +66,9 @@ class Compiled:
         """`say` is told what had to be put right."""
         _as_they_are(parts)
         self._parts, self._tries = parts if wanted else [], 0
+        if wanted or torch.cuda.is_available():  # where kernels of our own are kept too
+            _mend_caches(say)
         if wanted:
-            _mend_cache(say)
             # what is compiled is kept by the code of a layer, not by the model: without this, later stages of a
             # process find the table full (8 shapes), and run as they are without a word
             torch._dynamo.reset()
@@ -67,7 +78,7 @@ class Compiled:
 
     def retreat(self, error: Exception) -> str | None:
         """Once with a cache of its own, for the old one may be broken; then as the modules are. Tells what is done."""
-        if not self._parts or not is_compilers(error):
+        if not is_compilers(error) or (self._tries and not self._parts):
             return None
         self._tries += 1
         torch._dynamo.reset()
@@ -84,12 +95,14 @@ def _as_they_are(parts: list[nn.Module]) -> None:
         part.__dict__["_compiled_call_impl"] = None
 
 
-def _mend_cache(say: Callable[[str], None]) -> None:
+def _mend_caches(say: Callable[[str], None]) -> None:
     """A library that was cut by a full disk or a kill would end the process without a word (SIGBUS)."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    if count := drop_cut_libraries(Path(cache_dir())):
-        say(f"{count} libraries of the compile cache were cut short; they are compiled again")
+    ours, kernels = Path(cache_dir()), triton_cache()
+    count = cut_at_start() + drop_cut_libraries(ours) + sum(map(drop_cut_kernels, {ours / "triton", kernels}))
+    if count:
+        say(f"{count} libraries and kernels of the compile caches were cut short; they are compiled again")
     reader = logging.getLogger("torch._inductor.codecache")
     reader.filters = [kept for kept in reader.filters if not isinstance(kept, Unread)]
     reader.addFilter(Unread(say))

@@ -8,6 +8,7 @@ imported stands here too.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import pwd
 import shutil
@@ -23,6 +24,7 @@ REGISTERED = "pinned_use_cuda_host_register:True"
 start 128 in every process.
 """
 BYTECODE = "bytecode"
+_CUT_AT_START: list[int] = []
 DECIDING = ("torch", "transformers", "modelwright")
 """Packages whose files tell one image from another."""
 
@@ -59,6 +61,8 @@ def prepare_environment() -> None:
     if torch is not None and torch.origin and torch.cached:
         _keep_bytecode(Path(torch.cached), place.absolute() / BYTECODE)
         _pin_beside_training(Path(torch.origin).parent / "lib" / "libtorch_cuda.so")
+        # some are loaded as soon as a library asks what Triton can do
+        _CUT_AT_START.append(drop_cut_libraries(triton_cache()))
 
 
 def _pin_beside_training(library: Path) -> None:
@@ -134,12 +138,48 @@ def _writable(path: Path) -> bool:
     return path.is_dir() and os.access(path, os.W_OK | os.X_OK)
 
 
+def triton_cache() -> Path:
+    """Where Triton keeps the kernels that it compiles, and the libraries that start them."""
+    home = os.environ.get("TRITON_HOME") or Path.home()
+    return Path(os.environ.get("TRITON_CACHE_DIR") or Path(home) / ".triton" / "cache")
+
+
+def cut_at_start() -> int:
+    """How many libraries had been cut when this process began; who asks tells it, and is the last to hear of it."""
+    count = sum(_CUT_AT_START)
+    _CUT_AT_START.clear()
+    return count
+
+
 def drop_cut_libraries(folder: Path) -> int:
     """Take libraries that end too early out of a compile cache, and count them: loading one would end the process."""
-    cut = [path for path in folder.rglob("*.so") if path.is_file() and not _is_whole_library(path)]
+    cut = _cut(folder, {".so"})
     for path in cut:
         path.unlink(missing_ok=True)
     return len(cut)
+
+
+def drop_cut_kernels(folder: Path) -> int:
+    """Take kernels out of Triton's cache where a file of theirs ends too early, and count them; Triton would fail."""
+    cut = {path.parent for path in _cut(folder, {".cubin", ".json"})}
+    for kernel in cut:
+        shutil.rmtree(kernel, ignore_errors=True)
+    return len(cut)
+
+
+def _cut(folder: Path, kinds: set[str]) -> list[Path]:
+    """Files of these kinds that are not whole, but for those that another process is writing."""
+    found = (path for path in folder.rglob("*") if path.suffix in kinds and not path.parent.name.startswith("tmp."))
+    return [path for path in found if not _is_whole(path)]
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        return isinstance(json.loads(path.read_bytes()), dict) if path.suffix == ".json" else _is_whole_library(path)
+    except ValueError:
+        return False
+    except OSError:  # another process took it away
+        return True
 
 
 def _is_whole_library(path: Path) -> bool:
@@ -153,5 +193,6 @@ def _is_whole_library(path: Path) -> bool:
 
 
 def fresh_compile_cache() -> None:
-    """Let torch compile into an empty folder from now on: the old one may hold what cannot be used."""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="modelwright-compile-")
+    """Let torch and Triton compile into an empty folder from now on: the old one may hold what cannot be used."""
+    folder = tempfile.mkdtemp(prefix="modelwright-compile-")
+    os.environ |= {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": str(Path(folder) / "triton")}
