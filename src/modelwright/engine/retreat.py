@@ -109,4 +109,6 @@ def _mend_caches(say: Callable[[str], None]) -> None:
 
 
 def _first_line(error: Any) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
+    """What happened, without the line that only says who met it."""
+    head, *rest = (str(error).strip() or type(error).__name__).splitlines()
+    return (rest[0] if rest and head.endswith(":") else head)[:160]
