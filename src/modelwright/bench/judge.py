@@ -105,8 +105,6 @@ def accelerate_bytes(setting: Setting, precision: str) -> int | None:
         from accelerate.commands.estimate import estimate_training_usage  # type: ignore[import-untyped]
         from accelerate.utils import calculate_maximum_sizes  # type: ignore[import-untyped]
 
-        from modelwright.bench.plan import config_of
-
         if setting.stage == "classify":
             return None
         from transformers import AutoModelForCausalLM
@@ -120,3 +118,15 @@ def accelerate_bytes(setting: Setting, precision: str) -> int | None:
         return int(max(said.values()))
     except (ImportError, KeyError, ValueError, TypeError):
         return None
+
+
+def config_of(setting: Setting) -> Any:
+    """The transformers config of a setting's shape."""
+    from transformers import CONFIG_MAPPING
+
+    told = {**KNOWN[setting.model], **setting.smaller}
+    family = str(told.pop("model_type"))
+    if family == "gpt_neox":
+        told = {key: value for key, value in told.items() if key not in ("num_key_value_heads", "head_dim")}
+    told["max_position_embeddings"] = max(setting.length, 512)
+    return CONFIG_MAPPING[family](**told, bos_token_id=0, eos_token_id=0, pad_token_id=0)

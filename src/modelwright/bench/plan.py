@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from modelwright.bench.fit import fit, left_out
-from modelwright.bench.judge import accelerate_bytes, judge, most_rows, work_of
+from modelwright.bench.judge import accelerate_bytes, config_of, judge, most_rows, work_of
 from modelwright.bench.plan_table import lines
 from modelwright.bench.random_rows import RandomRows, random_images
 from modelwright.bench.settings import CPU_SETTINGS, GPU_SETTINGS, UNSEEN, Setting
@@ -23,7 +23,6 @@ from modelwright.errors import UsageError
 from modelwright.plan.calibration import OWN, calibration_for
 from modelwright.plan.facts import Facts, card, probe
 from modelwright.plan.memory import memory
-from modelwright.plan.shapes import KNOWN
 from modelwright.plan.stage import StagePlan, plan_stage
 from modelwright.runs.caches import cache_dir
 from modelwright.runs.folder import write_json
@@ -235,15 +234,3 @@ def _model(setting: Setting, settings: Any, device: Any) -> Any:
     if settings.gradient_checkpointing:
         trainable.recompute_activations(model)
     return model.to(device)
-
-
-def config_of(setting: Setting) -> Any:
-    """The transformers config of a setting's shape."""
-    from transformers import CONFIG_MAPPING
-
-    told = {**KNOWN[setting.model], **setting.smaller}
-    family = str(told.pop("model_type"))
-    if family == "gpt_neox":
-        told = {key: value for key, value in told.items() if key not in ("num_key_value_heads", "head_dim")}
-    told["max_position_embeddings"] = max(setting.length, 512)
-    return CONFIG_MAPPING[family](**told, bos_token_id=0, eos_token_id=0, pad_token_id=0)

@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from modelwright.engine.adamw_table import COLUMNS, lay_out
-from modelwright.engine.masters import Now, Parts, Settings
+from modelwright.engine.adamw_table import COLUMNS, Now, Parts, Settings, lay_out
 from modelwright.engine.task import sent
 
 BLOCK = 1024

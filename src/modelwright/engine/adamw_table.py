@@ -1,4 +1,4 @@
-"""Where small tensors are, laid out for one kernel that moves them all: the addresses, and whose each program is."""
+"""What an AdamW step is given, and where small tensors are, laid out for one kernel that moves them all."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelwright.engine.masters import Parts
-
+Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""What moves a weight: itself, its gradient, rest, mean and square, all of one shape."""
+Now = tuple[Tensor, Tensor, Tensor]
+"""Learning rate, corrections of the two means, share of the gradient that is read; on the device."""
+Settings = tuple[float, float, float, float]
+"""The two betas, epsilon and weight decay."""
 COLUMNS = 7
 """Numbers in a row: five addresses, how many numbers a tensor has, and which program begins it."""
 ALIGNED = 16

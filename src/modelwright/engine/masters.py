@@ -17,12 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""What moves a weight: itself, its gradient, rest, mean and square, all of one shape."""
-Now = tuple[Tensor, Tensor, Tensor]
-"""Learning rate, corrections of the two means, share of the gradient that is read; on the device."""
-Settings = tuple[float, float, float, float]
-"""The two betas, epsilon and weight decay."""
+from modelwright.engine.adamw_table import Now, Parts, Settings
+
 Moves = Callable[[Now, Settings], None]
 REST = "rest"
 """What the optimizer state calls the 16 bits that a bf16 weight has lost."""
