@@ -120,6 +120,12 @@ class PeerLost(ModelwrightError):
     exit_code = 1
 
 
+class OutOfRoom(ModelwrightError):
+    """A step does not fit a device that others wait for; whoever started them starts again, with smaller bites."""
+
+    exit_code = 1
+
+
 class StorageError(ModelwrightError):
     """The disk is full, read-only or broken."""
 

@@ -166,3 +166,17 @@ def test_a_letter_is_told_once_with_its_code_whoever_leaves_first_and_nothing_is
     assert launch.output.count("no folder") == 1, launch.output
     assert "starting again" not in launch.output
     assert "Traceback" not in launch.output and "ChildFailedError" not in launch.output
+
+
+def test_ranks_whose_memory_is_full_begin_again_with_smaller_bites(
+    uninterrupted: Path, model_folder: Path, tmp_path: Path, launched: list[Launched]
+) -> None:
+    recipe = tiny_recipe(tmp_path, model_folder, gradient_accumulation_steps=1)
+    launched.append(Launched(["cramped", str(recipe)], tmp_path))
+    assert launched[0].wait() == 0, launched[0].output
+    assert "2 rows at once do not fit the memory; the next start takes 1 and keeps the batch" in launched[0].output
+    plans = [(plan["per_device"], plan["accumulation"]) for plan in told(tmp_path / "run", "plan")]
+    assert plans == [(2, 1), (1, 2)]
+    found, whole = steps_of(tmp_path / "run"), steps_of(uninterrupted)
+    assert {step: record["batch"] for step, record in found.items()} == {s: r["batch"] for s, r in whole.items()}
+    assert [found[step]["loss"] for step in whole] == pytest.approx([r["loss"] for r in whole.values()], abs=1e-5)

@@ -118,6 +118,10 @@ class RunFolder:
         """Whether fp8 was worth it, as found before the first step, where the recipe asks for fp8."""
         return self.stage(stage) / "fp8.json"
 
+    def rows_at_once(self, stage: str) -> Path:
+        """By rank, how many rows its device takes, where more did not fit the memory of one among several."""
+        return self.stage(stage) / "rows_at_once"
+
     def result(self, stage: str) -> Path:
         """Written last: a stage with a result is finished."""
         return self.stage(stage) / "result.json"

@@ -13,7 +13,7 @@ import torch
 from modelwright.engine.loop import Engine
 from modelwright.engine.profile import Profiler
 from modelwright.engine.step import StepReport
-from modelwright.errors import ModelError, UsageError
+from modelwright.errors import ModelError, OutOfRoom, UsageError
 from modelwright.models import trainable
 from modelwright.models.vision import ResNet18
 from modelwright.plan.architecture import Shape, VisionShape, shape_of
@@ -21,7 +21,7 @@ from modelwright.plan.choose import choose
 from modelwright.plan.estimate import Estimate, Rows
 from modelwright.plan.facts import card
 from modelwright.plan.gpus import Machines
-from modelwright.plan.stage import StagePlan
+from modelwright.plan.stage import StagePlan, solve
 from modelwright.runs.folder import read_json, write_json
 from modelwright.stages.arithmetic import foretold
 from modelwright.stages.context import Context
@@ -54,17 +54,43 @@ def _fitted(plan: StagePlan, stage: str, built: Built, context: Context) -> Stag
 
 
 @contextmanager
-def memory_told(plan: StagePlan) -> Iterator[None]:
-    """Say what would fit when the device's memory does not hold a step, whatever was foreseen."""
+def memory_told(plan: StagePlan, stage: str, built: Built, context: Context) -> Iterator[None]:
+    """Where the device's memory does not hold a step, whatever was foreseen: say what would fit.
+
+    One device alone has taken smaller bites by then; several ranks begin anew with them, since the others wait.
+    """
     try:
         yield
     except torch.OutOfMemoryError:
         half = max(1, plan.per_device // 2)
+        if context.world.size > 1 and half < plan.per_device and built.task.module.training:
+            path = context.folder.rows_at_once(stage) / f"rank-{context.world.rank}.json"  # others may write theirs
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, {"rows": half, "where": _where(plan, context)})
+            raise OutOfRoom(
+                f"{plan.per_device} rows at once do not fit the memory; the next start takes {half} and keeps the batch"
+            ) from None
         raise UsageError(
             f"the device is out of memory with {plan.per_device} rows at once; the same batch in smaller bites: "
             f"per_device_train_batch_size: {half} with global_batch_size: {plan.global_batch}, "
             "or gradient_checkpointing: true"
         ) from None
+
+
+def bites_that_fit(plan: StagePlan, stage: str, context: Context) -> StagePlan:
+    """The plan with as few rows at once as an earlier start of these ranks found to fit; the batch is the same."""
+    kept = context.world.first(lambda: [read_json(path) for path in context.folder.rows_at_once(stage).glob("*.json")])
+    rows = min((known["rows"] for known in kept if known["where"] == _where(plan, context)), default=plan.per_device)
+    if rows >= plan.per_device:
+        return plan
+    per_device, accumulation = solve(plan.global_batch, rows, plan.world)
+    smaller = replace(plan, per_device=per_device, accumulation=accumulation)
+    reason = f"{plan.per_device} rows at once did not fit the memory before; {smaller.arithmetic} keeps the batch"
+    return replace(smaller, reasons=(*plan.reasons, reason))
+
+
+def _where(plan: StagePlan, context: Context) -> list[Any]:
+    return [context.facts.name, plan.world, plan.sharding, plan.gradient_checkpointing]
 
 
 def held_against(context: Context, stage: str, plan: StagePlan, speed: dict[str, Any]) -> None:

@@ -1,0 +1,26 @@
+"""A launch of two ranks whose devices take one row at once: `python -m cramped RECIPE`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+
+def main() -> None:
+    """Launch, and leave with its exit code."""
+    from modelwright.launch.nodes import Asked, wish_for
+    from modelwright.launch.supervisor import supervise
+    from modelwright.recipe.load import load
+
+    wish = wish_for(load(sys.argv[1]), ("run", sys.argv[1], "--log-format", "plain"), Asked(per_node="2"), 3)
+    code, letter = supervise(replace(wish, preload=(*wish.preload, "cramped")))
+    print(letter, file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
+else:  # in a rank
+    from modelwright.bench.injections import memory_for
+
+    memory_for(rows=1)
