@@ -25,6 +25,7 @@ from modelwright.runs.caches import (
     triton_cache,
 )
 
+KERNEL = "ABCDEFGHIJKLMNOPQRSTUVWXYZ" * 2
 CACHES = ("HF_HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "MODELWRIGHT_CACHE", "HOME")
 
 
@@ -190,21 +191,22 @@ def test_memory_is_pinned_beside_training_unless_somebody_says_otherwise(
 def test_libraries_that_were_cut_are_taken_out_of_a_compile_cache(tmp_path: Path) -> None:
     import _ctypes
 
-    whole, cut, empty = tmp_path / "a/whole.so", tmp_path / "a/cut.so", tmp_path / "b/empty.so"
     data = Path(_ctypes.__file__).read_bytes()
-    for path, content in ((whole, data), (cut, data[: len(data) // 2]), (empty, b"")):
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(content)
-    assert drop_cut_libraries(tmp_path) == 2
-    assert list(tmp_path.rglob("*.so")) == [whole]
+    files = {"wh/cwhole.main.so": data, "cu/ccut.main.so": data[: len(data) // 2], f"triton/0/{KERNEL}/run.so": b"",
+             f"{KERNEL}/head.so": data[:40], "mine/own.so": b"no library"}  # fmt: skip
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_bytes(content)
+    assert drop_cut_libraries(tmp_path) == 3
+    assert sorted(path.name for path in tmp_path.rglob("*.so")) == ["cwhole.main.so", "own.so"]
 
 
 def test_a_cut_library_of_triton_is_gone_before_anybody_loads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    (tmp_path / "key").mkdir()
-    (tmp_path / "key" / "cuda_utils.so").write_bytes(b"\x7fELF")
+    (tmp_path / KERNEL).mkdir()
+    (tmp_path / KERNEL / "cuda_utils.so").write_bytes(b"\x7fELF")
     prepare_environment()
     assert cut_at_start() == 1 and cut_at_start() == 0 and not list(tmp_path.rglob("*.so"))
 
@@ -214,15 +216,25 @@ def test_kernels_that_were_cut_are_taken_out_of_tritons_cache_as_a_whole(tmp_pat
 
     data = Path(_ctypes.__file__).read_bytes()
     whole = {"__grp__add.json": b'{"child_paths": {}}', "add.json": b'{"name": "add"}', "add.cubin": data}
-    damage = {"whole": {}, "text": {"add.json": b'{"name": "a'}, "empty": {"__grp__add.json": b""},
-              "code": {"add.cubin": data[:900]}, "being written/tmp.pid_7": {"add.json": b"{"}}  # fmt: skip
-    for name, broken in damage.items():
+    damage: dict[str, dict[str, bytes]] = {
+        "A": {}, "B": {"add.json": b'{"name": "a'}, "C": {"__grp__add.json": b""}, "D": {"add.cubin": data[:900]},
+    }  # fmt: skip
+    entries = {key * 52: broken for key, broken in damage.items()}
+    not_tritons = {f"{'E' * 52}/tmp.pid_7": {"add.json": b"{"}, "somebody's data": {"add.json": b"[1]"}}
+    for name, broken in {**entries, **not_tritons}.items():
         (tmp_path / name).mkdir(parents=True)
         for file, content in {**whole, **broken}.items():
             (tmp_path / name / file).write_bytes(content)
     assert drop_cut_kernels(tmp_path) == 3
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["being written", "whole"]
-    assert len(list((tmp_path / "whole").iterdir())) == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["A" * 52, "E" * 52, "somebody's data"]
+    assert len(list(tmp_path.rglob("*.*"))) == 3 * len(whole) + 1
+
+
+def test_a_cache_is_found_and_looked_after_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as where nobody knows the user
+    assert triton_cache() == Path("~/.triton/cache") and drop_cut_libraries(triton_cache()) == 0
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert triton_cache() == tmp_path
 
 
 def test_a_fresh_cache_is_fresh_for_triton_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,8 @@ from modelwright.runs.caches import (
 
 SHAPES = 32
 """Ways one layer may be compiled: training and measuring, each for one row or many, of one length or any."""
+MENDED: set[Path] = set()
+"""Compile caches that this process has looked after."""
 COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
 COMPILING = ("torch._inductor.codecache", "triton.compiler", "triton.runtime.cache", "triton.runtime.build")
 """Where they read what they have kept; what they meet there comes out as it is."""
@@ -51,7 +53,7 @@ class Unread(logging.Filter):
         self._say, self._said = say, False
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if not record.exc_info:
+        if "unable to load" not in record.msg:
             return True
         if not self._said:
             self._say("what the compile cache holds cannot be read; it is compiled again")
@@ -66,9 +68,10 @@ class Compiled:
         """`say` is told what had to be put right."""
         _as_they_are(parts)
         self._parts, self._tries = parts if wanted else [], 0
-        if wanted or torch.cuda.is_available():  # where kernels of our own are kept too
-            _mend_caches(say)
+        if torch.cuda.is_available():  # where kernels of our own are kept too
+            _mend(triton_cache(), say)
         if wanted:
+            _mend_caches(say)
             # what is compiled is kept by the code of a layer, not by the model: without this, later stages of a
             # process find the table full (8 shapes), and run as they are without a word
             torch._dynamo.reset()
@@ -96,16 +99,23 @@ def _as_they_are(parts: list[nn.Module]) -> None:
 
 
 def _mend_caches(say: Callable[[str], None]) -> None:
-    """A library that was cut by a full disk or a kill would end the process without a word (SIGBUS)."""
+    """Look after what torch has compiled, and tell of it in our words."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    ours, kernels = Path(cache_dir()), triton_cache()
-    count = cut_at_start() + drop_cut_libraries(ours) + sum(map(drop_cut_kernels, {ours / "triton", kernels}))
-    if count:
-        say(f"{count} libraries and kernels of the compile caches were cut short; they are compiled again")
+    _mend(Path(cache_dir()), say)
     reader = logging.getLogger("torch._inductor.codecache")
     reader.filters = [kept for kept in reader.filters if not isinstance(kept, Unread)]
     reader.addFilter(Unread(say))
+
+
+def _mend(folder: Path, say: Callable[[str], None]) -> None:
+    """Once in a process: a library that was cut by a full disk or a kill would end it without a word (SIGBUS)."""
+    count = cut_at_start()
+    if folder not in MENDED:
+        MENDED.add(folder)
+        count += drop_cut_libraries(folder) + drop_cut_kernels(folder)
+    if count:
+        say(f"{count} libraries and kernels of the compile caches were cut short; they are compiled again")
 
 
 def _first_line(error: Any) -> str:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import pwd
+import re
 import shutil
 import stat
 import sys
@@ -25,6 +26,8 @@ start 128 in every process.
 """
 BYTECODE = "bytecode"
 _CUT_AT_START: list[int] = []
+KEY = re.compile("[A-Z2-7]{52}")
+"""What Triton calls the folder of a kernel."""
 DECIDING = ("torch", "transformers", "modelwright")
 """Packages whose files tell one image from another."""
 
@@ -140,7 +143,7 @@ def _writable(path: Path) -> bool:
 
 def triton_cache() -> Path:
     """Where Triton keeps the kernels that it compiles, and the libraries that start them."""
-    home = os.environ.get("TRITON_HOME") or Path.home()
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")  # noqa: PTH111  # pathlib's refuses to be homeless
     return Path(os.environ.get("TRITON_CACHE_DIR") or Path(home) / ".triton" / "cache")
 
 
@@ -153,24 +156,30 @@ def cut_at_start() -> int:
 
 def drop_cut_libraries(folder: Path) -> int:
     """Take libraries that end too early out of a compile cache, and count them: loading one would end the process."""
-    cut = _cut(folder, {".so"})
-    for path in cut:
-        path.unlink(missing_ok=True)
-    return len(cut)
+    count = 0
+    for path in _cut(folder, {".so"}):
+        with suppress(OSError):  # not ours to mend
+            path.unlink()
+            count += 1
+    return count
 
 
 def drop_cut_kernels(folder: Path) -> int:
     """Take kernels out of Triton's cache where a file of theirs ends too early, and count them; Triton would fail."""
-    cut = {path.parent for path in _cut(folder, {".cubin", ".json"})}
-    for kernel in cut:
+    kernels = {path.parent for path in _cut(folder, {".cubin", ".json"})}
+    for kernel in kernels:
         shutil.rmtree(kernel, ignore_errors=True)
-    return len(cut)
+    return sum(not kernel.exists() for kernel in kernels)
 
 
 def _cut(folder: Path, kinds: set[str]) -> list[Path]:
-    """Files of these kinds that are not whole, but for those that another process is writing."""
-    found = (path for path in folder.rglob("*") if path.suffix in kinds and not path.parent.name.startswith("tmp."))
-    return [path for path in found if not _is_whole(path)]
+    """Files of these kinds that are not whole, where a compiler has put them; nothing else that lies there is touched.
+
+    Triton has a folder for each key, torch one for two letters of it; what is still being written has another place.
+    """
+    found = [Path(here) / name for here, _, names in os.walk(folder) for name in names if Path(name).suffix in kinds]
+    kept = (path for path in found if KEY.fullmatch(path.parent.name) or path.name[1:3] == path.parent.name)
+    return [path for path in kept if not _is_whole(path)]
 
 
 def _is_whole(path: Path) -> bool:
@@ -183,13 +192,14 @@ def _is_whole(path: Path) -> bool:
 
 
 def _is_whole_library(path: Path) -> bool:
-    """Whether a file reaches as far as its own head says: the table of sections stands at the end of a library."""
+    """Whether a file reaches as far as its own head says: its two tables stand at the end of a library or a kernel."""
     with path.open("rb") as file:
         head = file.read(64)
-    if head[:5] != b"\x7fELF\x02":  # of 64 bits; nothing else is compiled here
+    if len(head) < 64 or head[:5] != b"\x7fELF\x02":  # of 64 bits; nothing else is compiled here
         return False
-    start, size, count = (int.from_bytes(head[at:end], "little") for at, end in ((40, 48), (58, 60), (60, 62)))
-    return start + size * count <= path.stat().st_size
+    places = ((40, 48), (58, 60), (60, 62)), ((32, 40), (54, 56), (56, 58))
+    tables = [[int.from_bytes(head[at:end], "little") for at, end in table] for table in places]
+    return all(start + size * count <= path.stat().st_size for start, size, count in tables)
 
 
 def fresh_compile_cache() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import mean
 from typing import Any
 
 import torch
+import xxhash
 
 from modelwright.engine.loop import Engine
 from modelwright.engine.profile import Profiler
@@ -35,7 +36,8 @@ PROFILED = 3
 
 def foreseen(plan: StagePlan, stage: str, built: Built, context: Context) -> StagePlan:
     """The plan as it can run here: what does not fit is changed, each change a line, and what it takes is foreseen."""
-    fitted = foretold(_fitted(plan, stage, built, context), stage, built, context)
+    fitted = _fitted(_bites_that_fit(plan, stage, context), stage, built, context)
+    fitted = foretold(fitted, stage, built, context)
     return replace(fitted, reasons=(*fitted.reasons, *built.savings(fitted)))
 
 
@@ -54,7 +56,7 @@ def _fitted(plan: StagePlan, stage: str, built: Built, context: Context) -> Stag
 
 
 @contextmanager
-def memory_told(plan: StagePlan, stage: str, built: Built, context: Context) -> Iterator[None]:
+def memory_told(plan: Callable[[], StagePlan], stage: str, built: Built, context: Context) -> Iterator[None]:
     """Where the device's memory does not hold a step, whatever was foreseen: say what would fit.
 
     One device alone has taken smaller bites by then; several ranks begin anew with them, since the others wait.
@@ -62,35 +64,55 @@ def memory_told(plan: StagePlan, stage: str, built: Built, context: Context) -> 
     try:
         yield
     except torch.OutOfMemoryError:
-        half = max(1, plan.per_device // 2)
-        if context.world.size > 1 and half < plan.per_device and built.task.module.training:
-            path = context.folder.rows_at_once(stage) / f"rank-{context.world.rank}.json"  # others may write theirs
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, {"rows": half, "where": _where(plan, context)})
-            raise OutOfRoom(
-                f"{plan.per_device} rows at once do not fit the memory; the next start takes {half} and keeps the batch"
+        now = plan()
+        if not built.task.module.training:
+            raise UsageError(
+                "the device is out of memory while measuring; fewer rows at once would do: per_device_eval_batch_size"
             ) from None
+        if context.world.size > 1 and now.per_device > 1:
+            rows = _write_down_less(now, stage, context)
+            raise OutOfRoom(
+                f"{now.per_device} rows at once do not fit the memory; the next start takes {rows} and keeps the batch"
+            ) from None
+        half = max(1, now.per_device // 2)
         raise UsageError(
-            f"the device is out of memory with {plan.per_device} rows at once; the same batch in smaller bites: "
-            f"per_device_train_batch_size: {half} with global_batch_size: {plan.global_batch}, "
+            f"the device is out of memory with {now.per_device} rows at once; the same batch in smaller bites: "
+            f"per_device_train_batch_size: {half} with global_batch_size: {now.global_batch}, "
             "or gradient_checkpointing: true"
         ) from None
 
 
-def bites_that_fit(plan: StagePlan, stage: str, context: Context) -> StagePlan:
+def _write_down_less(plan: StagePlan, stage: str, context: Context) -> int:
+    """Half the rows for the next start, from the second time on a quarter: a launcher does not start again for ever."""
+    path = context.folder.rows_at_once(stage) / f"rank-{context.world.rank}.json"  # others may write theirs
+    again = path.exists() and read_json(path)["where"] == _where(stage, context)
+    rows, _ = solve(plan.global_batch, max(1, plan.per_device // (4 if again else 2)), plan.world)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {"rows": rows, "where": _where(stage, context)})
+    return rows
+
+
+def _bites_that_fit(plan: StagePlan, stage: str, context: Context) -> StagePlan:
     """The plan with as few rows at once as an earlier start of these ranks found to fit; the batch is the same."""
-    kept = context.world.first(lambda: [read_json(path) for path in context.folder.rows_at_once(stage).glob("*.json")])
-    rows = min((known["rows"] for known in kept if known["where"] == _where(plan, context)), default=plan.per_device)
+    folder = context.folder.rows_at_once(stage)
+    kept = context.world.first(lambda: [read_json(path) for path in folder.glob("*.json")])
+    rows = min((known["rows"] for known in kept if known["where"] == _where(stage, context)), default=plan.per_device)
     if rows >= plan.per_device:
         return plan
     per_device, accumulation = solve(plan.global_batch, rows, plan.world)
     smaller = replace(plan, per_device=per_device, accumulation=accumulation)
-    reason = f"{plan.per_device} rows at once did not fit the memory before; {smaller.arithmetic} keeps the batch"
+    reason = (
+        f"{plan.per_device} rows at once did not fit the memory before; {smaller.arithmetic} keeps the batch "
+        f"(without stages/{stage}/{folder.name} it is tried again)"
+    )
     return replace(smaller, reasons=(*plan.reasons, reason))
 
 
-def _where(plan: StagePlan, context: Context) -> list[Any]:
-    return [context.facts.name, plan.world, plan.sharding, plan.gradient_checkpointing]
+def _where(stage: str, context: Context) -> list[Any]:
+    """What it hangs on whether rows fit: the device, how many there are, and all that the recipe says."""
+    recipe = context.recipe
+    said = recipe.stages[stage].model_dump_json() + recipe.model.model_dump_json()
+    return [context.facts.name, context.facts.memory, context.world.size, xxhash.xxh3_64_hexdigest(said.encode())]
 
 
 def held_against(context: Context, stage: str, plan: StagePlan, speed: dict[str, Any]) -> None:

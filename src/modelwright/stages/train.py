@@ -20,7 +20,7 @@ from modelwright.plan.stage import plan_stage
 from modelwright.runs.folder import hash_file, read_json, write_json, write_sealed
 from modelwright.stages.arithmetic import engine_of
 from modelwright.stages.context import Context
-from modelwright.stages.foresee import bites_that_fit, foreseen, held_against, memory_told, watched
+from modelwright.stages.foresee import foreseen, held_against, memory_told, watched
 from modelwright.stages.kinds import Ingredients, Kind
 from modelwright.stages.measured import Measurements
 from modelwright.stages.signals import Stopper
@@ -48,10 +48,11 @@ class Training:
         self.task = self.built.task
         self._tell_model_and_data(found)
         self.plan = plan_stage(self.settings, self.task.rows, context.world.size, context.facts, kept)
-        self.plan = bites_that_fit(foreseen(self.plan, stage, self.built, context), stage, context)
+        self.plan = foreseen(self.plan, stage, self.built, context)
         self._tell_plan()
         self.built.planned(self.plan.steps)
-        self.engine = engine_of(self.plan, stage, self.built, context)
+        with memory_told(lambda: self.plan, stage, self.built, context):  # where fp8 is tried, a step is computed
+            self.engine = engine_of(self.plan, stage, self.built, context)
         self._tell_changes()
         if told := self.built.settle(self.engine, context.folder.trunk(stage)):
             self._note(told)
@@ -65,15 +66,16 @@ class Training:
 
     def run(self) -> dict[str, float | None]:
         """Train to the end, or to the next order to stop; returns the metrics."""
-        if self.task.held_out_rows and not self.measured.all:
-            self._measure()
-        meter = Meter(self.plan.steps, self.plan.global_batch, self.built.flops_per_token, self._peak_flops())
-        self.began = time.monotonic()
-        with self.stopper.waiting(), memory_told(self.plan, self.stage, self.built, self.context), self.saver:
-            self._train(meter)
-            if self._went_back_at_the_end():
+        with memory_told(lambda: self.engine.plan, self.stage, self.built, self.context):
+            if self.task.held_out_rows and not self.measured.all:
+                self._measure()
+            meter = Meter(self.plan.steps, self.plan.global_batch, self.built.flops_per_token, self._peak_flops())
+            self.began = time.monotonic()
+            with self.stopper.waiting(), self.saver:
                 self._train(meter)
-        self._measure_and_save_the_end()
+                if self._went_back_at_the_end():
+                    self._train(meter)
+            self._measure_and_save_the_end()
         held_against(self.context, self.stage, self.plan, self.speed)
         return self._finish()
 
