@@ -220,14 +220,15 @@ def test_kernels_that_were_cut_are_taken_out_of_tritons_cache_as_a_whole(tmp_pat
         "A": {}, "B": {"add.json": b'{"name": "a'}, "C": {"__grp__add.json": b""}, "D": {"add.cubin": data[:900]},
     }  # fmt: skip
     entries = {key * 52: broken for key, broken in damage.items()}
-    not_tritons = {f"{'E' * 52}/tmp.pid_7": {"add.json": b"{"}, "somebody's data": {"add.json": b"[1]"}}
+    not_tritons = {f"{'E' * 52}/tmp.pid_7": {"add.json": b"{"}, "somebody's data": {"add.json": b"[1]"},
+                   "ab": {"cab.json": b""}}  # fmt: skip
     for name, broken in {**entries, **not_tritons}.items():
         (tmp_path / name).mkdir(parents=True)
         for file, content in {**whole, **broken}.items():
             (tmp_path / name / file).write_bytes(content)
     assert drop_cut_kernels(tmp_path) == 3
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["A" * 52, "E" * 52, "somebody's data"]
-    assert len(list(tmp_path.rglob("*.*"))) == 3 * len(whole) + 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["A" * 52, "E" * 52, "ab", "somebody's data"]
+    assert len(list(tmp_path.rglob("*.*"))) == 4 * len(whole) + 2
 
 
 def test_a_cache_is_found_and_looked_after_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

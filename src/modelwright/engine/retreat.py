@@ -53,7 +53,7 @@ class Unread(logging.Filter):
         self._say, self._said = say, False
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if "unable to load" not in record.msg:
+        if "unable to load" not in str(record.msg):
             return True
         if not self._said:
             self._say("what the compile cache holds cannot be read; it is compiled again")

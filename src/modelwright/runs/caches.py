@@ -166,7 +166,7 @@ def drop_cut_libraries(folder: Path) -> int:
 
 def drop_cut_kernels(folder: Path) -> int:
     """Take kernels out of Triton's cache where a file of theirs ends too early, and count them; Triton would fail."""
-    kernels = {path.parent for path in _cut(folder, {".cubin", ".json"})}
+    kernels = {path.parent for path in _cut(folder, {".cubin", ".json"}) if KEY.fullmatch(path.parent.name)}
     for kernel in kernels:
         shutil.rmtree(kernel, ignore_errors=True)
     return sum(not kernel.exists() for kernel in kernels)
