@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from modelwright.engine.retreat import SHAPES, Compiled, is_compilers, smaller_bites
+from modelwright.errors import UsageError
 from modelwright.plan.facts import Facts
 from modelwright.plan.stage import plan_stage
 from modelwright.recipe.load import load
@@ -49,6 +50,28 @@ def test_memory_that_is_full_halves_the_rows_and_keeps_the_batch(
     notes = [event["message"] for event in told(tmp_path / "halved/run", "note")]
     assert any("4 rows at once do not fit the memory" in note and "keeps the batch" in note for note in notes)
     assert any("2 rows at once do not fit" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("training", "letter"),
+    [
+        (True, "out of memory with 1 rows at once.*or gradient_checkpointing: true"),
+        (False, "sft: the device is out of memory measuring one row; shorter rows would do: max_length"),
+    ],
+)
+def test_where_not_even_one_row_fits_a_letter_says_what_would_do(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, training: bool, letter: str
+) -> None:
+    forward = AnswerLoss.forward
+
+    def full(self: AnswerLoss, *given: Any, **more: Any) -> torch.Tensor:
+        if self.training is training:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(self, *given, **more)
+
+    monkeypatch.setattr(AnswerLoss, "forward", full)
+    with pytest.raises(UsageError, match=letter):
+        run(tmp_path, model_folder)
 
 
 def test_one_row_at_once_is_the_least() -> None:

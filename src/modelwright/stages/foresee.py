@@ -66,9 +66,7 @@ def memory_told(plan: Callable[[], StagePlan], stage: str, built: Built, context
     except torch.OutOfMemoryError:
         now = plan()
         if not built.task.module.training:
-            raise UsageError(
-                "the device is out of memory while measuring; fewer rows at once would do: per_device_eval_batch_size"
-            ) from None
+            raise UsageError(_too_much_to_measure(stage, context)) from None
         if context.world.size > 1 and now.per_device > 1:
             rows = _write_down_less(now, stage, context)
             raise OutOfRoom(
@@ -80,6 +78,16 @@ def memory_told(plan: Callable[[], StagePlan], stage: str, built: Built, context
             f"per_device_train_batch_size: {half} with global_batch_size: {now.global_batch}, "
             "or gradient_checkpointing: true"
         ) from None
+
+
+def _too_much_to_measure(stage: str, context: Context) -> str:
+    rows = context.recipe.stages[stage].per_device_eval_batch_size
+    if context.world.size == 1 or rows == 1:  # one device alone has tried fewer by then
+        return f"{stage}: the device is out of memory measuring one row; shorter rows would do: max_length"
+    return (
+        f"{stage}: the device is out of memory measuring {rows} rows at once; "
+        f"fewer would do: per_device_eval_batch_size: {rows // 2}"
+    )
 
 
 def _write_down_less(plan: StagePlan, stage: str, context: Context) -> int:
