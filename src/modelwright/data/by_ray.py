@@ -32,11 +32,11 @@ class Ray(Alone):
     """CPUs to ask for where no cluster is running yet."""
 
     def do(self, plan: Plan, step: str, numbers: Sequence[int]) -> Iterator[int]:
-        todo = [number for number in numbers if not plan.work.done(step, number)]
-        if not todo:
+        left = [number for number in numbers if not plan.work.done(step, number)]
+        if not left:
             return
         data = _ray_data(self.count)
-        yield from (_bands(data, plan, todo) if step == plan.group else _units(data, plan, step, todo))
+        yield from (_bands(data, plan, left) if step == plan.group else _units(data, plan, step, left))
 
 
 def _ray_data(count: int | None) -> Any:
@@ -51,10 +51,10 @@ def _ray_data(count: int | None) -> Any:
     return ray.data
 
 
-def _units(data: Any, plan: Plan, step: str, todo: list[int]) -> Iterator[int]:
+def _units(data: Any, plan: Plan, step: str, left: list[int]) -> Iterator[int]:
     """A row for each unit, a block for each row: Ray gives them to whoever is free, and again where one is lost."""
     folder = str(plan.folder)
-    rows = data.from_items([{"number": number} for number in todo], override_num_blocks=len(todo))
+    rows = data.from_items([{"number": number} for number in left], override_num_blocks=len(left))
     done = rows.map(lambda row: {**row, "answer": json.dumps(attempt(Plan.read(Path(folder)), step, row["number"]))})
     for row in done.iter_rows():
         answer = json.loads(row["answer"])
@@ -63,19 +63,19 @@ def _units(data: Any, plan: Plan, step: str, todo: list[int]) -> Iterator[int]:
         yield int(row["number"])
 
 
-def _bands(data: Any, plan: Plan, todo: list[int]) -> Iterator[int]:
+def _bands(data: Any, plan: Plan, left: list[int]) -> Iterator[int]:
     """The shuffle: documents whose keys may be the same come together, and only there are they compared."""
     folder, parts = str(plan.folder), max(2, len(plan.units))
     units = [{"unit": unit} for unit in range(len(plan.units))]
     keys = data.from_items(units, override_num_blocks=len(units)).map_batches(
-        lambda batch: keys_of(Plan.read(Path(folder)), batch["unit"].tolist(), todo, parts), batch_format="numpy"
+        lambda batch: keys_of(Plan.read(Path(folder)), batch["unit"].tolist(), left, parts), batch_format="numpy"
     )
     compared = keys.groupby("part").map_groups(
         lambda group: pairs_of(Plan.read(Path(folder)), group), batch_format="numpy"
     )
     found = [(batch["band"], np.stack([batch["first"], batch["second"]], axis=1))
              for batch in compared.iter_batches(batch_format="numpy")]  # fmt: skip
-    for band in todo:
+    for band in left:
         edges = [pairs[bands == band] for bands, pairs in found]
         with plan.work.making(plan.group, band) as piece:
             steps.put_edges(piece, np.concatenate([np.zeros((0, 2), dtype=np.int64), *edges]))

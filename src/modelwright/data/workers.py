@@ -67,19 +67,19 @@ class Processes(Alone):
         self._workers: list[_Worker] = []
 
     def do(self, plan: Plan, step: str, numbers: Sequence[int]) -> Iterator[int]:
-        todo = [number for number in numbers if not plan.work.done(step, number)]
-        if self._count == 1 or len(todo) < 2:
+        left = [number for number in numbers if not plan.work.done(step, number)]
+        if self._count == 1 or len(left) < 2:
             yield from super().do(plan, step, numbers)
             return
         waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
         answers: queue.SimpleQueue[int | Exception] = queue.SimpleQueue()
-        for number in todo:
+        for number in left:
             waiting.put(number)
-        self._workers += [_Worker() for _ in range(len(self._workers), min(self._count, len(todo)))]
+        self._workers += [_Worker() for _ in range(len(self._workers), min(self._count, len(left)))]
         for worker in self._workers:
             task = (str(plan.folder), step, waiting, answers)
             threading.Thread(target=worker.work, args=task, daemon=True).start()
-        for _ in todo:
+        for _ in left:
             answer = answers.get()
             if isinstance(answer, Exception):
                 self.close()
