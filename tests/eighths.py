@@ -22,10 +22,15 @@ class Float8LinearConfig:
 
     round_scales_to_power_of_2: bool = False
     emulate: bool = False
+    by_row: bool = False
+
+    @classmethod
+    def from_recipe_name(cls, name: str) -> Float8LinearConfig:
+        return cls(by_row={"tensorwise": False, "rowwise": True}[name])
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer with one scale for each of its two factors; gradients pass the rounding by."""
+    """A linear layer with one scale for each of its two factors, or each row; gradients pass the rounding by."""
 
     config = Float8LinearConfig()
 
@@ -33,7 +38,9 @@ class Float8Linear(nn.Linear):
         return nn.functional.linear(self._rounded(given), self._rounded(self.weight), self.bias)
 
     def _rounded(self, exact: Tensor) -> Tensor:
-        scale = 448.0 / exact.detach().abs().max().float().clamp(min=1e-12)
+        size = exact.detach().abs()
+        largest = size.amax(-1, keepdim=True) if self.config.by_row else size.max()
+        scale = 448.0 / largest.float().clamp(min=1e-12)
         scale = scale.log2().floor().exp2() if self.config.round_scales_to_power_of_2 else scale
         near = ((exact.float() * scale).to(torch.float8_e4m3fn).float() / scale).to(exact.dtype)
         return exact + (near - exact).detach()

@@ -168,6 +168,7 @@ OURS_ALONE = {
     "max_truncated",
     "scale_learning_rate_by_world",
     "fp8_check",
+    "fp8_scaling",
 }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
 from types import MethodType
 from typing import Any
 
@@ -13,6 +15,8 @@ from modelwright.errors import UsageError
 
 MULTIPLE = 16
 """FP8 products want every side of a matrix to be a multiple of this: rows are padded to such a length."""
+SCALINGS = ("tensorwise", "rowwise")
+"""What may have a scale of its own, by torchao's names: each matrix, which is faster, or each row, which is closer."""
 BESIDE = "lora_"
 """How the names of low-rank matrices begin: they are too small to gain, and what is learnt stays in bf16."""
 
@@ -20,16 +24,14 @@ BESIDE = "lora_"
 def convert(module: nn.Module) -> list[nn.Linear]:
     """Let the linear layers inside the transformer's layers multiply in FP8; returns those that do.
 
-    The head and the embeddings stay as they are: the loss is sensitive to them, and they gain least. One scale a
-    matrix, a power of two: what a token becomes then does not hang on the rows beside it, whose largest number would
-    else decide how all are rounded, so that a reference measured in other batches is of the very same arithmetic.
+    The head and the embeddings stay as they are: the loss is sensitive to them, and they gain least. At first a matrix
+    has one scale; `switch` can give each row its own.
     """
     try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        from torchao.float8 import convert_to_float8_training
     except ImportError:
         raise UsageError("precision fp8 needs torchao: pip install 'modelwright[fp8]'") from None
-    on_cpu = next(module.parameters()).device.type == "cpu"
-    config = Float8LinearConfig(round_scales_to_power_of_2=True, emulate=on_cpu)
+    config = _config("tensorwise", emulate=next(module.parameters()).device.type == "cpu")
     names: list[str] = []
 
     def suits(linear: Any, name: str) -> bool:
@@ -46,10 +48,23 @@ def convert(module: nn.Module) -> list[nn.Linear]:
     return converted
 
 
-def switch(linears: Iterable[nn.Linear], on: bool) -> None:
-    """Let converted layers multiply in FP8 again, or as any linear layer does."""
+def switch(linears: Iterable[Any], scaling: str | None) -> None:
+    """Let converted layers multiply in FP8, with a scale for each matrix or each row, or as any linear layer does."""
     for linear in linears:
-        if on:
-            linear.__dict__.pop("forward", None)
-        else:
+        if scaling is None:
             linear.__dict__["forward"] = MethodType(nn.Linear.forward, linear)
+        else:
+            linear.__dict__.pop("forward", None)
+            linear.config = _config(scaling, linear.config.emulate)
+
+
+@cache
+def _config(scaling: str, emulate: bool) -> Any:
+    """What torchao is told.
+
+    Scales are powers of two: what a token becomes then does not hang on the rows beside it, whose largest number would
+    else decide how all are rounded, so that a reference measured in other batches is of the very same arithmetic.
+    """
+    from torchao.float8 import Float8LinearConfig
+
+    return replace(Float8LinearConfig.from_recipe_name(scaling), round_scales_to_power_of_2=True, emulate=emulate)

@@ -59,7 +59,7 @@ class Engine:
         rests = halve(self._module) if plan.weights == "bf16" else None
         self._eighths = fp8.convert(self._module) if plan.precision == "fp8" else []
         self._compiles = settings.torch_compile
-        self.compute_in(plan.precision)
+        self.compute_in(plan.precision, plan.scaling)
         self._forward = shard(self._module, world, plan.sharding, self.precision.compute, settings.ddp_bucket_cap_mb)
         self.weights = {name: w for name, w in self._module.named_parameters() if w.requires_grad}
         self.buffers = persistent_buffers(self._module)
@@ -73,12 +73,12 @@ class Engine:
         self._records = self._records and is_worth_recording(self._module, settings.cuda_graphs)
         self.begin_anew()
 
-    def compute_in(self, precision: str) -> None:
+    def compute_in(self, precision: str, scaling: str) -> None:
         """Use this arithmetic from now on; what was built in fp8 can compute in bf16 too, and nothing else changes."""
-        fp8.switch(self._eighths, on=precision == "fp8")
+        fp8.switch(self._eighths, scaling if precision == "fp8" else None)
         self.precision = Precision(precision, self.world.device, self.plan.weights)
-        if precision != self.plan.precision:
-            self.plan = replace(self.plan, precision=precision)
+        if (precision, scaling) != (self.plan.precision, self.plan.scaling):
+            self.plan = replace(self.plan, precision=precision, scaling=scaling)
         # as they are, fp8 layers cast in passes of their own: 0.85 s a step of DPO where bf16 takes 0.28
         compiles = self._compiles or (precision == "fp8" and self.world.device.type == "cuda")
         self._compiled = Compiled(layers_of(self._module) or [self._module], self.changes.append, compiles)

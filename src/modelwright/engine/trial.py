@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from modelwright.engine.fp8 import SCALINGS
 from modelwright.engine.loop import Engine
 
 GAIN = 1.05
 """How many times as fast as bf16 it must be at least: less is not worth the digits."""
+WITH = {"tensorwise": "", "rowwise": " with a scale for each row"}
 TOLERANCE = 0.005
 """How far its loss may be off, as a share of that of bf16: what we ask of every arithmetic over 300 steps."""
 
@@ -27,6 +30,13 @@ class Trial:
     """How many times as fast as bf16 it was."""
     gap: float | None = None
     """How far its loss was off, as a share of that of bf16."""
+    scaling: str = SCALINGS[0]
+    """What had a scale of its own: each matrix, or each row of it."""
+
+    @property
+    def off(self) -> str:
+        """How far its loss was off, in words."""
+        return "no number" if self.gap is None else f"{self.gap:.2%} off"
 
 
 @dataclass(frozen=True)
@@ -39,36 +49,48 @@ class Way:
     """Summed over them."""
 
 
-def judge(plain: Way, eight: Way) -> Trial:
+def judge(plain: Way, eight: Way, scaling: str = SCALINGS[0]) -> Trial:
     """Hold fp8 against bf16."""
     speedup, gap = plain.seconds / eight.seconds, abs(eight.loss / plain.loss - 1) if plain.loss else math.nan
     fast, close = speedup >= GAIN, gap <= TOLERANCE
-    found = f"fp8 is {speedup:.2f} × as fast as bf16 here (needs {GAIN:g})"
+    found = f"fp8{WITH[scaling]} is {speedup:.2f} × as fast as bf16 here (needs {GAIN:g})"
     found += f", its loss {gap:.2%} off (at most {TOLERANCE:.1%})" if math.isfinite(gap) else ", its loss is no number"
     why = f"fp8 is kept: {found}" if fast and close else f"bf16 instead of fp8: {found}"
-    return Trial(fast and close, why, round(speedup, 3), gap if math.isfinite(gap) else None)
+    return Trial(fast and close, why, round(speedup, 3), gap if math.isfinite(gap) else None, scaling)
 
 
-def try_fp8(engine: Engine) -> Trial:
-    """Go through a few batches in both, and leave the engine in the better one, as if it had never known the other."""
-    plain = measured(engine, "bf16")
+def try_fp8(engine: Engine, scalings: Sequence[str] = SCALINGS) -> Trial:
+    """Go through a few batches in both, and leave the engine in the better one, as if it had never known the other.
+
+    A scale for each row is closer and slower: it is tried where one for each matrix is fast and not close enough.
+    """
+    plain = measured(engine, "bf16", SCALINGS[0])
+    first, *others = scalings
+    found = _tried(engine, plain, first)
+    for scaling in others:
+        if found.kept or found.speedup is None or found.speedup < GAIN:
+            break
+        before, found = found, _tried(engine, plain, scaling)
+        found = replace(found, why=f"{found.why}; with one for each matrix it was {before.off}")
+    if not found.kept:  # else it computes so already, and no layer need be compiled once more
+        engine.compute_in("bf16", SCALINGS[0])
+    return found
+
+
+def _tried(engine: Engine, plain: Way, scaling: str) -> Trial:
     try:
-        eight = measured(engine, "fp8")
+        eight = measured(engine, "fp8", scaling)
     except Exception as error:  # what the card, torchao or the compiler does not know; bf16 has just been seen to go
         if engine.world.size > 1 or isinstance(error, torch.OutOfMemoryError):
             raise
         first = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
-        found = Trial(False, f"bf16 instead of fp8: fp8 failed here ({first})")
-    else:
-        found = Trial(**engine.world.first(lambda: asdict(judge(plain, eight))))
-    if not found.kept:  # else it computes so already, and no layer need be compiled a third time
-        engine.compute_in("bf16")
-    return found
+        return Trial(False, f"bf16 instead of fp8: fp8 failed here ({first})", scaling=scaling)
+    return Trial(**engine.world.first(lambda: asdict(judge(plain, eight, scaling))))
 
 
-def measured(engine: Engine, precision: str) -> Way:
+def measured(engine: Engine, precision: str, scaling: str) -> Way:
     """How an arithmetic does on the first batches, the same on every rank."""
-    engine.compute_in(precision)
+    engine.compute_in(precision, scaling)
     sums, seconds = engine.rehearse()
     names = engine.task.measures
     loss = sums[names.index(getattr(engine.task, "compared", names[0]))]

@@ -46,6 +46,8 @@ class StagePlan:
     """Peak learning rate, scaled where the recipe asks for it."""
     gradient_checkpointing: bool = False
     """Whether activations are computed again in the backward pass."""
+    scaling: str = "tensorwise"
+    """What has a scale of its own where fp8 is computed in: each matrix, or each of its rows."""
     reasons: tuple[str, ...] = ()
     """What was chosen or changed, and why."""
     predicted: dict[str, Any] | None = None
@@ -113,6 +115,7 @@ def plan_stage(settings: Training, rows: int, world: int, facts: Facts, kept_bat
         sharding="ddp" if settings.sharding == "auto" else settings.sharding,
         learning_rate=learning_rate,
         gradient_checkpointing=settings.gradient_checkpointing,
+        scaling="tensorwise" if settings.fp8_scaling == "auto" else settings.fp8_scaling,
         reasons=tuple(reasons),
     )
 

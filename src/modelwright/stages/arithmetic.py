@@ -13,6 +13,7 @@ import torch
 import xxhash
 from torch import nn
 
+from modelwright.engine.fp8 import SCALINGS
 from modelwright.engine.loop import Engine
 from modelwright.engine.shard import layers_of
 from modelwright.engine.trial import Trial, try_fp8
@@ -40,7 +41,7 @@ def engine_of(plan: StagePlan, stage: str, built: Built, context: Context) -> En
     engine = Engine(built.task, settings, plan, context.world, context.recipe.seed)
     if tries:
         shape = shape_of(plan, stage, built, context)
-        trial = try_fp8(engine)
+        trial = try_fp8(engine, SCALINGS if settings.fp8_scaling == "auto" else (settings.fp8_scaling,))
         context.world.first(lambda: _keep(trial, shape, context.folder.trial(stage)))
         context.journal.add("fp8", stage=stage, found="now", **asdict(trial))
         engine.plan = _decided(engine.plan, trial)
@@ -61,6 +62,7 @@ def shape_of(plan: StagePlan, stage: str, built: Built, context: Context) -> dic
         "length": getattr(settings, "max_length", None),
         "devices": [plan.world, plan.sharding],
         "kept_in": plan.weights,
+        "scaling": settings.fp8_scaling,
         "settings": [settings.torch_compile, settings.cuda_graphs, plan.gradient_checkpointing],
         "versions": [torch.__version__, _torchao()],
     }
@@ -71,7 +73,8 @@ def _asks(plan: StagePlan, stage: str, context: Context) -> bool:
 
 
 def _decided(plan: StagePlan, trial: Trial) -> StagePlan:
-    return replace(plan, precision="fp8" if trial.kept else "bf16", reasons=(*plan.reasons, trial.why))
+    decided = replace(plan, reasons=(*plan.reasons, trial.why))
+    return replace(decided, scaling=trial.scaling) if trial.kept else replace(decided, precision="bf16")
 
 
 def _known(plan: StagePlan, stage: str, built: Built, context: Context) -> Trial | None:
