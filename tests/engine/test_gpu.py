@@ -15,7 +15,7 @@ import torch
 import torch._dynamo.utils
 
 from modelwright.bench import speed
-from modelwright.engine import trial
+from modelwright.engine import precision, trial
 from modelwright.engine.masters import REST, SplitAdamW, join, split
 from modelwright.errors import Interrupted
 from modelwright.models import attention, text
@@ -60,9 +60,40 @@ def test_a_resumed_run_equals_the_uninterrupted_run_on_the_gpu(
 
 
 def test_the_gpu_computes_the_losses_of_the_cpu(model_folder: Path, tmp_path: Path, cpu_losses: list[float]) -> None:
-    whole = run(tmp_path, model_folder, precision="fp32")
+    whole = run(tmp_path, model_folder, precision="fp32", tf32=False)
     losses = [loss for loss, *_ in trace(whole)["steps"].values()]
     assert losses == pytest.approx(cpu_losses, rel=1e-4)
+
+
+@pytest.mark.parametrize("settings", [{}, {"torch_compile": True}, {"cuda_graphs": "never"}], ids=str)
+def test_tensor_cores_learn_what_exact_products_learn(
+    model_folder: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("this card has no tf32")
+    before = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
+    exact, rounded = (
+        [loss for loss, *_ in trace(run(tmp_path / str(wish), model_folder, tf32=wish, **settings))["steps"].values()]
+        for wish in (False, "auto")
+    )
+    assert rounded == pytest.approx(exact, rel=1e-3) and rounded != exact
+    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before
+    assert any("tf32" in line for line in json.loads((tmp_path / "auto/run/plan.json").read_text())["sft"]["reasons"])
+
+
+@torch.no_grad()
+def test_angles_of_far_positions_are_exact_among_rounded_products(model_folder: Path) -> None:
+    model = text.load_model(model_folder).cuda()
+    precision.keep_angles_exact(model)
+    rotary = next(part for part in model.modules() if precision.turns(part))
+    stream, positions = torch.ones(1, 1, device="cuda"), torch.arange(4000, 4200, device="cuda").unsqueeze(0)
+    exact = rotary(stream, positions)
+    with precision.fp32_products(tf32=True):
+        among = rotary(stream, positions)
+        numbers = torch.rand(512, 512, device="cuda")
+        rounded = numbers @ numbers
+    assert all(torch.equal(one, other) for one, other in zip(exact, among, strict=True))
+    assert not torch.equal(rounded, numbers @ numbers)
 
 
 @pytest.mark.parametrize("trainable", ["lora", {"last_layers": 1, "head": True, "untie_head": True}])
@@ -91,7 +122,9 @@ def test_bf16_weights_and_our_attention_learn_what_fp32_learns(
     exact, halved = (
         [
             loss
-            for loss, *_ in trace(run(tmp_path / name, model_folder, packing=packing, precision=name))["steps"].values()
+            for loss, *_ in trace(run(tmp_path / name, model_folder, packing=packing, precision=name, tf32=False))[
+                "steps"
+            ].values()
         ]
         for name in ("fp32", "bf16")
     )

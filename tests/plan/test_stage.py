@@ -112,6 +112,24 @@ def test_a_wished_precision_is_taken_without_a_word() -> None:
     assert (found.precision, found.reasons) == ("bf16", ())
 
 
+@pytest.mark.parametrize(
+    ("facts", "wish", "taken", "told"),
+    [
+        (H100, {}, True, "fp32 products on the tensor cores (tf32), which keep 10 of 23 bits; tf32: false keeps all"),
+        (H100, {"tf32": False}, False, ""),
+        (V100, {}, False, ""),
+        (LAPTOP, {"tf32": True}, False, "tf32: true changes nothing here: 2 CPU threads has no tf32"),
+        (H100, {"tf32": True, "precision": "bf16"}, False, "tf32: true changes nothing here: it is for precision fp32"),
+    ],
+)
+def test_fp32_products_go_to_tensor_cores_where_there_are_any_and_the_plan_says_so(
+    facts: Facts, wish: dict[str, Any], taken: bool, told: str
+) -> None:
+    found = plan(facts=facts, **{"precision": "fp32", **wish})
+    assert found.tf32 == taken
+    assert [line.startswith(told) for line in found.reasons] == ([True] if told else [])
+
+
 def test_a_plan_is_plain_json() -> None:
     told = json.loads(json.dumps(plan().as_json()))
     assert told["arithmetic"] == plan().arithmetic

@@ -29,7 +29,7 @@ from modelwright.engine.guard import Guard
 from modelwright.engine.masters import halve
 from modelwright.engine.optim import build_optimizer, build_schedule, set_learning_rate, shorten
 from modelwright.engine.pace import HANGS_SECONDS, KNOWN_AFTER, TIMES_A_STEP, Stopwatch
-from modelwright.engine.precision import Precision
+from modelwright.engine.precision import Precision, keep_angles_exact
 from modelwright.engine.replay import WARM_UP, Replay, is_worth_recording
 from modelwright.engine.retreat import Compiled, smaller_bites
 from modelwright.engine.shard import accumulating, layers_of, persistent_buffers, place, shard
@@ -57,6 +57,8 @@ class Engine:
         self.eval_rows = settings.per_device_eval_batch_size
         self._module = task.module.to(world.device)
         rests = halve(self._module) if plan.weights == "bf16" else None
+        if plan.tf32:
+            keep_angles_exact(self._module)
         self._eighths = fp8.convert(self._module) if plan.precision == "fp8" else []
         self._compiles = settings.torch_compile
         self.compute_in(plan.precision, plan.scaling)
@@ -76,7 +78,7 @@ class Engine:
     def compute_in(self, precision: str, scaling: str) -> None:
         """Use this arithmetic from now on; what was built in fp8 can compute in bf16 too, and nothing else changes."""
         fp8.switch(self._eighths, scaling if precision == "fp8" else None)
-        self.precision = Precision(precision, self.world.device, self.plan.weights)
+        self.precision = Precision(precision, self.world.device, self.plan.weights, self.plan.tf32)
         if (precision, scaling) != (self.plan.precision, self.plan.scaling):
             self.plan = replace(self.plan, precision=precision, scaling=scaling)
         # as they are, fp8 layers cast in passes of their own: 0.85 s a step of DPO where bf16 takes 0.28

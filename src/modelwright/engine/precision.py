@@ -1,13 +1,14 @@
-"""What the arithmetic is done in: fp32, bf16 or fp8, or fp16 with a loss scaler; and what the weights are kept in."""
+"""What the arithmetic is done in: fp32 (or tf32), bf16 or fp8, or fp16 with a loss scaler; what weights are kept in."""
 
 from __future__ import annotations
 
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
 """What is not multiplied in fp8 is computed in bf16."""
@@ -16,23 +17,41 @@ DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": t
 class Precision:
     """Casts the forward pass where the weights are fp32, scales the backward pass, and moves the weights."""
 
-    def __init__(self, name: str, device: torch.device, weights: str = "fp32") -> None:
+    def __init__(self, name: str, device: torch.device, weights: str = "fp32", tf32: bool = False) -> None:
         self.name, self.weights = name, weights
+        self.tf32 = tf32 and name == "fp32"
         self.compute = DTYPES[name]
         self._device = device
         # on a processor without bf16 torch tells at length, once, that it takes the slow way; the plan chose otherwise
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
+        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # the compiler's advice; the plan chose
         self._scaler = torch.amp.GradScaler(device.type, init_scale=2.0**14) if name == "fp16" else None
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Do matrix products in the compute type."""
-        if self.compute is None or self.weights == "bf16":
+        """Do matrix products in the compute type, fp32 ones as wished."""
+        if self.compute is None:
+            return self._fp32_products()
+        if self.weights == "bf16":
             return nullcontext()
         return torch.autocast(self._device.type, dtype=self.compute)
 
     def backward(self, loss: Tensor) -> None:
         """Add to the gradients."""
-        (self._scaler.scale(loss) if self._scaler else loss).backward()  # type: ignore[no-untyped-call]
+        with self._fp32_products():
+            (self._scaler.scale(loss) if self._scaler else loss).backward()  # type: ignore[no-untyped-call]
+
+    def _fp32_products(self) -> AbstractContextManager[Any]:
+        """On a GPU that computes in fp32: on the tensor cores or exactly; any other arithmetic is left as torch has it.
+
+        The switch is the process's own, so that threads of the backward pass and of a recording have it too.
+        """
+        fixed = self.compute is None and self._device.type == "cuda"
+        return fp32_products(self.tf32, convolutions=True) if fixed else nullcontext()
+
+    @property
+    def products(self) -> str:
+        """What numbers are rounded to before they are multiplied; what was kept of other products is not taken."""
+        return "tf32" if self.tf32 else self.name
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Bring the gradients back to their own size, ready to be measured and clipped."""
@@ -64,3 +83,58 @@ class Precision:
         """Go on with a checkpoint's scale."""
         if self._scaler and state:
             self._scaler.load_state_dict(state)
+
+
+@contextmanager
+def fp32_products(tf32: bool, convolutions: bool = False) -> Iterator[None]:
+    """Inside, a GPU multiplies fp32 numbers on its tensor cores, or exactly; afterwards as it did before."""
+    matrices, also, before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, _as_set()
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    if convolutions:
+        torch.backends.cudnn.allow_tf32 = tf32
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(matrices)
+        torch.backends.cudnn.allow_tf32 = also
+        for backend, word in before:  # unset is not the same as exact: what a compiler kept is found by this word
+            backend.fp32_precision = word
+
+
+def _as_set() -> list[tuple[Any, str]]:
+    """What torch was told for matrix products on each kind of device, which is mostly nothing."""
+    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    return [(backend, backend.fp32_precision) for backend in backends]
+
+
+def keep_angles_exact(module: nn.Module) -> None:
+    """Let rotary positions be multiplied exactly whatever holds around them.
+
+    Some versions of transformers multiply positions by frequencies as matrices. With 10 bits position 4,001 would be
+    4,000, and its first angle off by a radian.
+    """
+    for part in module.modules():
+        if turns(part):
+            exactly = _Exactly()
+            part.register_forward_pre_hook(exactly.begin)
+            part.register_forward_hook(exactly.end, prepend=True, always_call=True)  # who began last ends first
+
+
+def turns(part: nn.Module) -> bool:
+    """Whether a part of a model makes the angles by which queries and keys are turned."""
+    holds = any("inv_freq" in name for name, _ in part.named_buffers(recurse=False))
+    return holds or "rotary" in type(part).__name__.lower()
+
+
+class _Exactly:
+    """Switches to exact products as a module begins, and back as it ends, by whatever way."""
+
+    def __init__(self) -> None:
+        self._open: list[AbstractContextManager[None]] = []
+
+    def begin(self, *_: Any) -> None:
+        self._open.append(fp32_products(tf32=False))
+        self._open[-1].__enter__()
+
+    def end(self, *_: Any) -> None:
+        self._open.pop().__exit__(None, None, None)

@@ -33,6 +33,11 @@ class Facts:
     peak_flops: float | None = None
     """Dense bf16 FLOP/s, where known."""
 
+    @property
+    def has_tf32(self) -> bool:
+        """Whether its tensor cores take fp32 numbers, by 10 bits: since compute capability 8.0, as with bf16."""
+        return self.device == "cuda" and self.fast_bf16
+
 
 def probe() -> Facts:
     """Ask this machine; the only place that asks torch."""

@@ -44,6 +44,8 @@ class StagePlan:
     """How devices share the model."""
     learning_rate: float
     """Peak learning rate, scaled where the recipe asks for it."""
+    tf32: bool = False
+    """Whether fp32 numbers are multiplied on the tensor cores, with 10 of their 23 bits."""
     gradient_checkpointing: bool = False
     """Whether activations are computed again in the backward pass."""
     scaling: str = "tensorwise"
@@ -98,6 +100,9 @@ def plan_stage(settings: Training, rows: int, world: int, facts: Facts, kept_bat
     weights = choose_weights(settings, precision, facts)
     if reason:
         reasons.append(reason + ("; weights are kept in bf16 with exact masters" if weights == "bf16" else ""))
+    tf32, reason = choose_products(settings.tf32, precision, facts)
+    if reason:
+        reasons.append(reason)
     return StagePlan(
         rows=rows,
         total_rows=total,
@@ -114,6 +119,7 @@ def plan_stage(settings: Training, rows: int, world: int, facts: Facts, kept_bat
         weights=weights,
         sharding="ddp" if settings.sharding == "auto" else settings.sharding,
         learning_rate=learning_rate,
+        tf32=tf32,
         gradient_checkpointing=settings.gradient_checkpointing,
         scaling="tensorwise" if settings.fp8_scaling == "auto" else settings.fp8_scaling,
         reasons=tuple(reasons),
@@ -136,6 +142,17 @@ def choose_weights(settings: Training, precision: str, facts: Facts) -> str:
     if settings.weights == "auto":
         return "bf16" if suits and facts.device == "cuda" else "fp32"
     return settings.weights
+
+
+def choose_products(wish: bool | str, precision: str, facts: Facts) -> tuple[bool, str]:
+    """Whether fp32 products go to the tensor cores, with a line where that is so, or was wished and cannot be."""
+    if wish is False or (wish == "auto" and (precision != "fp32" or not facts.has_tf32)):
+        return False, ""
+    if precision != "fp32":
+        return False, f"tf32: true changes nothing here: it is for precision fp32, and this computes in {precision}"
+    if not facts.has_tf32:
+        return False, f"tf32: true changes nothing here: {facts.name} has no tf32, and multiplies fp32 exactly"
+    return True, "fp32 products on the tensor cores (tf32), which keep 10 of 23 bits; tf32: false keeps all"
 
 
 def choose_precision(facts: Facts) -> tuple[str, str]:

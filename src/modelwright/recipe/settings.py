@@ -113,6 +113,8 @@ def sample(setting: Setting) -> Any:
         number = max(bounds.get("ge", 1), bounds.get("gt", 0) + 1)
         return number if number < bounds.get("lt", number + 1) else 0
     examples: dict[Any, Any] = {bool: False, list: [], dict: {}, Steps: 1}
+    if _is_union(annotation) and bool in get_args(annotation):
+        return False
     return examples.get(get_origin(annotation) or annotation, "x")
 
 
@@ -187,7 +189,8 @@ def _wants(annotation: Any, constraints: tuple[Any, ...]) -> str:
     if annotation in (int, float):
         return ("a whole number" if annotation is int else "a number") + _bounds(constraints)
     if _is_union(annotation):
-        return " or ".join(_wants(*_bare(each)[:2]) for each in get_args(annotation))
+        told = (_wants(*_bare(each)[:2]) for each in get_args(annotation))
+        return " or ".join(each if "," in each else each.removeprefix("one of ") for each in told)
     if get_origin(annotation) is Literal:
         return f"one of {', '.join(map(str, get_args(annotation)))}"
     if get_origin(annotation) is list:

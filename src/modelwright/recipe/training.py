@@ -152,6 +152,8 @@ class Numerics(Frozen):
 
     precision: Precision = "auto"
     """What is computed in: fp32, bf16, fp16, or fp8 in the linear layers; auto: bf16 where fast, fp16 on older GPUs."""
+    tf32: bool | Literal["auto"] = "auto"
+    """With precision fp32 on a GPU: multiply on the tensor cores, with 10 of 23 bits; auto: where there are any."""
     fp8_check: Literal["auto", "off"] = "auto"
     """Try fp8 against bf16 before the first step, and keep it where it is 5 % faster and as exact; off: take it."""
     fp8_scaling: Literal["auto", "tensorwise", "rowwise"] = "auto"

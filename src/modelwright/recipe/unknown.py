@@ -50,8 +50,7 @@ ADVICE = {
     "data.columns maps columns, as {question: prompt}": ("dataset_text_field", "formatting"),
     "the tokenizer brings its chat template; leave it out": ("chat_template", "template"),
     "it is not needed here; leave it out": (
-        *("dataloader_num_workers", "remove_unused_columns", "ddp_find_unused_parameters"),
-        *("group_by_length", "tf32"),
+        *("dataloader_num_workers", "remove_unused_columns", "ddp_find_unused_parameters", "group_by_length"),
     ),
     "the run is called by name, at the top level": ("run_name",),
     "it wants per_device_train_batch_size (rows a device takes at once) or global_batch_size (rows per step)": (

@@ -68,7 +68,7 @@ def _line(task: DpoTask, engine: Engine, side: str) -> Array:
 def fingerprint(task: DpoTask, engine: Engine, model: str) -> str:
     """Changes with the model, the arithmetic, and every token: so with data, template, lengths and cuts."""
     digest = xxhash.xxh3_128()
-    digest.update(repr((VERSION, model, engine.precision.name, task.not_shared is None)).encode())
+    digest.update(repr((VERSION, model, engine.precision.products, task.not_shared is None)).encode())
     for side, pairs in task.sides.items():
         digest.update(f"{side}:{len(pairs)}".encode())
         for pair in pairs:

@@ -55,7 +55,7 @@ class Saver:
         if engine.plan.sharding in ("fsdp", "hsdp"):
             return "the frozen layers are computed in every step: with fsdp no device has them whole"
         kept = self.task.keep(self.trunk, engine.world.device)
-        home = Home(self.settings.keep_trunk, folder, f"{fingerprint}:{engine.plan.precision}")
+        home = Home(self.settings.keep_trunk, folder, f"{fingerprint}:{engine.precision.products}")
         return kept.fill(engine.world, engine.precision.autocast, home)
 
     def flops_per_token(self, share: Share) -> float:

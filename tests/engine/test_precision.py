@@ -1,0 +1,74 @@
+"""What fp32 numbers are multiplied with on a GPU: on its tensor cores or exactly, angles always exactly."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from families import FAMILIES, family
+from modelwright.engine.precision import Precision, fp32_products, keep_angles_exact, turns
+
+GPU = torch.device("cuda")
+
+
+def switches() -> tuple[Any, ...]:
+    """Every word that torch has for it."""
+    backends = torch.backends
+    return (
+        torch.get_float32_matmul_precision(),
+        backends.cudnn.allow_tf32,
+        *(part.fp32_precision for part in (backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul)),  # type: ignore[attr-defined]
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "tf32", "holds"),
+    [("fp32", True, ("high", True)), ("fp32", False, ("highest", False)), ("bf16", True, ("highest", True))],
+)
+def test_products_are_as_wished_forward_and_back_and_as_they_were_afterwards(
+    name: str, tf32: bool, holds: tuple[str, bool]
+) -> None:
+    """The device is only named: the switches are there without it. Other arithmetic than fp32 finds torch's own."""
+    before, seen = switches(), []
+    precision = Precision(name, GPU, weights="fp32" if name == "fp32" else "bf16", tf32=tf32)
+    number = torch.ones((), requires_grad=True)
+    number.register_hook(lambda _: seen.append(switches()[:2]))
+    with precision.autocast():
+        seen.append(switches()[:2])
+    assert switches() == before
+    precision.backward(number * 2)
+    assert seen == [holds, holds]
+    assert switches() == before
+
+
+def test_a_processor_is_left_alone() -> None:
+    with Precision("fp32", torch.device("cpu"), tf32=True).autocast():
+        assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_angles_are_multiplied_exactly_whatever_holds_around_them(name: str) -> None:
+    model, before = copy.deepcopy(family(name)), switches()
+    keep_angles_exact(model)
+    seen: set[tuple[bool, str]] = set()
+    for part in model.modules():  # hooks that come last see what the module itself will see
+        part.register_forward_pre_hook(lambda part, _: seen.add((turns(part), torch.get_float32_matmul_precision())))
+    with fp32_products(tf32=True):
+        model(torch.arange(8).unsqueeze(0))
+    assert seen == {(True, "highest"), (False, "high")}
+    assert switches() == before
+
+
+def test_a_part_that_fails_leaves_nothing_switched() -> None:
+    model = copy.deepcopy(family("llama"))
+    for _ in range(2):  # as by two engines
+        keep_angles_exact(model)
+    rotary = next(part for part in model.modules() if turns(part))
+    with fp32_products(tf32=True):
+        with pytest.raises(TypeError):
+            rotary()
+        assert torch.get_float32_matmul_precision() == "high"
