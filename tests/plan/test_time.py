@@ -11,13 +11,13 @@ import pytest
 from modelwright.bench.fit import fit
 from modelwright.bench.judge import judge, run_work
 from modelwright.bench.plan_table import UNSEEN_MARK
-from modelwright.plan.architecture import movement, shape_of
+from modelwright.plan.architecture import VisionShape, movement, shape_of
 from modelwright.plan.calibration import OWN, SHIPPED, Calibration, calibration_for
 from modelwright.plan.facts import Facts, card
 from modelwright.plan.gpus import GPUS, NETWORK
 from modelwright.plan.memory import memory
 from modelwright.plan.shapes import KNOWN
-from modelwright.plan.time import operations, step_time
+from modelwright.plan.time import Pace, operations, step_time
 from modelwright.plan.work import Work
 from modelwright.recipe.schema import Sft
 
@@ -51,6 +51,18 @@ def test_each_wish_costs_what_it_should() -> None:
     assert slow.exchange > 1.0 and slow.bound == "the network"
 
 
+def test_tensor_cores_make_fp32_faster_and_bf16_is_faster_still() -> None:
+    pace = calibration_for(H200).pace
+    exact, rounded, half = (
+        step_time(work("smollm2-1.7b", **way), H200, pace).seconds
+        for way in ({"precision": "fp32"}, {"precision": "fp32", "tf32": True}, {"precision": "bf16"})
+    )
+    assert 2 * rounded < exact and half < rounded
+    images = Work(VisionShape("resnet18", "a test"), work().moves, 512, precision="fp32")
+    pictured = [step_time(replace(images, tf32=way), H200, pace).device for way in (True, False)]
+    assert 1.5 * pictured[0] < pictured[1]
+
+
 @pytest.mark.skipif(not RESULT.exists(), reason="no measurement is kept")
 def test_the_shipped_coefficients_hold_for_the_kept_measurements() -> None:
     figures = json.loads(RESULT.read_text(encoding="utf-8"))["figures"]
@@ -78,6 +90,7 @@ def test_a_fit_finds_the_coefficients_that_made_the_runs() -> None:
                      "peak_bytes": 1e10, "tokens_per_second": rate})  # fmt: skip
     found = fit(runs, H200, Calibration("H200"))
     assert found.spread < 0.05
+    assert found.pace.matrices_tf32 == pytest.approx(Pace().matrices_tf32), "what no run speaks of stays a guess"
 
 
 def test_the_shipped_file_names_what_it_was_measured_on() -> None:

@@ -62,6 +62,8 @@ def work_of(setting: Setting, plan: dict[str, Any], on_gpu: bool) -> Work:
         "rows": plan["per_device"],
         "accumulation": plan["accumulation"],
         "precision": plan["precision"],
+        # runs from before it was a setting: torch's own way is tf32 in convolutions, and in no other products
+        "tf32": plan.get("tf32", on_gpu and setting.stage == "classify" and plan["precision"] == "fp32"),
         "weights": plan.get("weights", "fp32"),
         "compiled": bool(setting.settings.get("torch_compile")) or (on_gpu and plan["precision"] == "fp8"),
         "on_gpu": on_gpu,

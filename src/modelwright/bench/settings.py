@@ -39,7 +39,9 @@ _FOUR_BILLION = {"num_hidden_layers": 36, "hidden_size": 2560, "intermediate_siz
 GPU_SETTINGS = (
     Setting("135M full 512", "smollm2-135m", 16, 512),
     Setting("135M full 2048 checkpointed", "smollm2-135m", 16, 2048, settings={"gradient_checkpointing": True}),
-    Setting("135M full 2048 fp32", "smollm2-135m", 4, 2048, settings={"precision": "fp32"}),
+    Setting("135M full 2048 fp32", "smollm2-135m", 4, 2048, settings={"precision": "fp32", "tf32": False}),
+    Setting("135M full 2048 tf32", "smollm2-135m", 4, 2048, settings={"precision": "fp32"}),
+    Setting("0.5B full 1024 tf32", "llama-6b", 4, 1024, settings={"precision": "fp32"}, smaller=_HALF_BILLION),
     Setting("270M full 2048, 262k words", "gemma-3-270m", 4, 2048),
     Setting("360M full 1024", "smollm2-360m", 8, 1024),
     Setting("410M last 2 layers 1024", "pythia-410m", 24, 1024, settings={"trainable": {"last_layers": 2}}),
@@ -70,6 +72,7 @@ GPU_SETTINGS = (
     Setting("7B LoRA 4096 checkpointed", "llama-7b", 2, 4096,
             settings={"trainable": "lora", "gradient_checkpointing": True}),
     Setting("ResNet-18 fp32", "resnet18", 128, stage="classify", settings={"precision": "fp32"}),
+    Setting("ResNet-18 fp32 exact", "resnet18", 128, stage="classify", settings={"precision": "fp32", "tf32": False}),
     Setting("ResNet-18 bf16", "resnet18", 512, stage="classify"),
     Setting("ResNet-18 bf16 1024", "resnet18", 1024, stage="classify"),
     Setting("0.5B full 512 compiled", "llama-6b", 8, 512, settings={"torch_compile": True}, smaller=_HALF_BILLION),

@@ -152,6 +152,7 @@ def work_of(shape: Shape, settings: Training, plan: StagePlan, rows: Rows, machi
         learnt=rows.learnt,
         eval_rows=0 if isinstance(settings, Images) else settings.per_device_eval_batch_size,
         precision=plan.precision,
+        tf32=plan.tf32,
         weights=plan.weights,
         optimizer=settings.optim,
         checkpointing=plan.gradient_checkpointing,

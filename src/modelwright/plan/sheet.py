@@ -122,7 +122,7 @@ def _hours(each: Estimate) -> str:
 CELLS = (
     ("batch", _batch),
     ("steps", lambda each: f"{each.plan.steps:,}" if each.counted else "-"),
-    ("precision", lambda each: f"{each.plan.precision}, weights {each.plan.weights}"),
+    ("precision", lambda each: f"{each.plan.precision}{' (tf32)' * each.plan.tf32}, weights {each.plan.weights}"),
     ("sharding", lambda each: each.plan.sharding if each.plan.world > 1 else "one card"),
     ("checkpointing", lambda each: "on" if each.plan.gradient_checkpointing else "off"),
     ("peak memory", lambda each: f"{_gib(each.memory.total)} ({each.memory.moment})"),

@@ -43,6 +43,8 @@ class Pace:
     """Share of the fp8 rate that products with their casts reach."""
     matrices_fp32: float = 0.75
     """Share of the fp32 rate."""
+    matrices_tf32: float = 0.6
+    """Share of the tf32 rate."""
     narrow: float = 200.0
     """Width of a layer at which its products reach half of that."""
     attention: float = 0.30
@@ -176,14 +178,18 @@ def _text(work: Work, gpu: Gpu, pace: Pace) -> tuple[float, float]:
     assert isinstance(shape, TextShape)
     matrices, attention = operations(work)
     share = {"fp8": pace.matrices_fp8, "fp32": pace.matrices_fp32}.get(work.precision, pace.matrices)
-    share *= shape.width / (shape.width + pace.narrow)
+    broad = shape.width / (shape.width + pace.narrow)
+    share *= broad
     wide = gpu.rate("bf16" if work.precision == "fp8" else work.precision)
     # longer rows and wider heads fill the kernel better
     reached = 2 * work.length / (work.length + SHORT) * min(1, 2 * shape.head_width / (shape.head_width + NARROW_HEAD))
     reached *= pace.attention
     if work.on_gpu and work.precision == "fp32":  # without tensor cores products are what attention waits for
         reached = share
-    products = matrices / (gpu.rate(work.precision) * share) + attention / (wide * reached)
+    rate = gpu.rate(work.precision) * share
+    if work.tf32:  # which attention's kernel does not know of
+        rate = max(rate, gpu.tf32 * pace.matrices_tf32 * broad)
+    products = matrices / rate + attention / (wide * reached)
     crossed, computed = moves.crossed_layers, shape.layers - work.kept_layers
     again = crossed if work.checkpointing else 0
     visits = (computed + again + 2 * crossed) / 3
@@ -279,8 +285,10 @@ def _vision(work: Work, gpu: Gpu, pace: Pace) -> tuple[float, float]:
     moved = work.rows * shape.passed(work.on_gpu) * work.width * pace.picture_traffic
     # a convolution with its norm is an eighth of a decoder layer's kernels
     pieces = pace.kernels * len(shape.convolutions) / 8 if work.on_gpu else 0.0
-    rate = gpu.tf32 if work.precision == "fp32" else gpu.rate(work.precision)  # which torch allows in convolutions
-    return flops, flops / (rate * pace.convolution) + moved / gpu.bandwidth + pieces
+    rate = (gpu.tf32 if work.tf32 else gpu.rate(work.precision)) * pace.convolution
+    if work.on_gpu and work.precision == "fp32" and not work.tf32:
+        rate = gpu.fp32 * pace.matrices_fp32  # which is slow enough for small images to fill
+    return flops, flops / rate + moved / gpu.bandwidth + pieces
 
 
 def _exchange(work: Work, links: tuple[float, float], backward: float) -> float:

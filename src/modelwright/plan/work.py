@@ -34,6 +34,8 @@ class Work:
     """Rows the device takes at once when measuring."""
     precision: str = "bf16"
     """What is multiplied."""
+    tf32: bool = False
+    """Whether fp32 numbers are multiplied on tensor cores."""
     weights: str = "fp32"
     """What the weights are kept in."""
     optimizer: str = "adamw_torch"
