@@ -55,7 +55,7 @@ def test_memory_that_is_full_halves_the_rows_and_keeps_the_batch(
 @pytest.mark.parametrize(
     ("training", "letter"),
     [
-        (True, "out of memory with 1 rows at once.*or gradient_checkpointing: true"),
+        (True, "out of memory with 1 rows at once.*or gradient_checkpointing: selective, or true"),
         (False, "sft: the device is out of memory measuring one row; shorter rows would do: max_length"),
     ],
 )

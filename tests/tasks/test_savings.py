@@ -222,10 +222,11 @@ def _rows_are_computed_alike() -> bool:
 def test_what_lies_below_the_first_moving_layer_keeps_no_gradient_no_activation_and_no_moment(
     deep_model: Path, tmp_path: Path
 ) -> None:
-    for checkpointing in (False, True):
+    checkpointing: Any
+    for checkpointing in (False, "selective", True):
         task, model, sft = task_of(tmp_path, deep_model, keep_trunk="off")
         if checkpointing:
-            recompute_activations(model)
+            recompute_activations(model, checkpointing)
         model.train()
         outputs: list[Tensor] = []
         hooks = [layer.register_forward_hook(partial(_note_output, outputs)) for layer in decoder_layers(model)]

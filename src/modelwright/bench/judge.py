@@ -68,7 +68,7 @@ def work_of(setting: Setting, plan: dict[str, Any], on_gpu: bool) -> Work:
         "compiled": bool(setting.settings.get("torch_compile")) or (on_gpu and plan["precision"] == "fp8"),
         "on_gpu": on_gpu,
         "recorded": on_gpu and plan["precision"] != "fp16" and _is_recorded(setting),
-        "checkpointing": bool(setting.settings.get("gradient_checkpointing")),
+        "checkpointing": setting.settings.get("gradient_checkpointing", False),
         "arrives": False,  # the clock and the peak are set back when all is in its place
     }
     if setting.stage == "classify":

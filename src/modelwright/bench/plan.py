@@ -232,5 +232,5 @@ def _model(setting: Setting, settings: Any, device: Any) -> Any:
     text.move(model, device, "auto")
     model = trainable.set_trainable(model, settings)
     if settings.gradient_checkpointing:
-        trainable.recompute_activations(model)
+        trainable.recompute_activations(model, settings.gradient_checkpointing)
     return model.to(device)

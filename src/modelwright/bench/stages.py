@@ -140,7 +140,7 @@ def _model(recipe: Recipe, tokenizer: Any, settings: Any, device: Any) -> Any:
     text.move(model, device, recipe.model.attn_implementation)
     model = trainable.set_trainable(model, settings)
     if settings.gradient_checkpointing:
-        trainable.recompute_activations(model)
+        trainable.recompute_activations(model, settings.gradient_checkpointing)
     return model
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from modelwright.errors import ModelError
-from modelwright.models import low_rank
-from modelwright.recipe.training import Parts
+from modelwright.models import low_rank, selective
+from modelwright.recipe.training import Checkpointing, Parts
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,19 @@ def set_trainable(model: Any, parts: Parts) -> Any:
     return model
 
 
-def recompute_activations(model: Any) -> None:
-    """Recompute activations in the backward pass.
+def recompute_activations(model: Any, how: Checkpointing) -> None:
+    """Recompute activations in the backward pass, all of them or all but products, whatever was said before.
 
     The library also makes the embeddings ask for a gradient, which the old, reentrant form needed; it would drag the
     backward pass through every frozen layer, so that is taken back.
     """
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.disable_input_require_grads()
+    selective.take_back(model)
+    if how == "selective":
+        selective.keep_products(decoder_layers(model))
+    elif how:
+        wishes = {"use_reentrant": False, "preserve_rng_state": selective.draws(model)}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=wishes)
+        model.disable_input_require_grads()
 
 
 def share(model: nn.Module) -> Share:
@@ -73,7 +78,8 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == wanted:
             return module
     raise ModelError(
-        "model: its transformer layers were not found, so last_layers cannot be chosen; use trainable: all"
+        "model: its transformer layers were not found, which last_layers and selective checkpointing ask for; "
+        "use trainable: all, and gradient_checkpointing: true or false"
     )
 
 

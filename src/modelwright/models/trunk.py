@@ -115,12 +115,14 @@ def _weights_above(core: Any, layers: nn.ModuleList) -> set[int]:
 @contextmanager
 def _passed_over(layers: Sequence[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
     """Let these layers answer with `forward` for a while, uncompiled; they stay where they are in the model."""
-    compiled = [layer._compiled_call_impl for layer in layers]
+    before = [(layer.__dict__.get("forward"), layer._compiled_call_impl) for layer in layers]
     for layer in layers:
         layer.__dict__["forward"], layer.__dict__["_compiled_call_impl"] = forward, None
     try:
         yield
     finally:
-        for layer, call in zip(layers, compiled, strict=True):
+        for layer, (own, call) in zip(layers, before, strict=True):
             del layer.__dict__["forward"]
             layer.__dict__["_compiled_call_impl"] = call
+            if own is not None:
+                layer.__dict__["forward"] = own

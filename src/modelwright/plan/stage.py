@@ -7,7 +7,7 @@ from typing import Any
 
 from modelwright.errors import UsageError
 from modelwright.plan.facts import Facts
-from modelwright.recipe.training import Parts, Training
+from modelwright.recipe.training import Checkpointing, Parts, Training
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class StagePlan:
     """Peak learning rate, scaled where the recipe asks for it."""
     tf32: bool = False
     """Whether fp32 numbers are multiplied on the tensor cores, with 10 of their 23 bits."""
-    gradient_checkpointing: bool = False
-    """Whether activations are computed again in the backward pass."""
+    gradient_checkpointing: Checkpointing = False
+    """Whether activations are computed again in the backward pass: all, or all but products and attention."""
     scaling: str = "tensorwise"
     """What has a scale of its own where fp8 is computed in: each matrix, or each of its rows."""
     reasons: tuple[str, ...] = ()

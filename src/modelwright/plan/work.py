@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from modelwright.plan.architecture import Movement, Shape, TextShape
+from modelwright.recipe.training import Checkpointing
 
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """Bytes of a number while it is computed with; fp8 products leave bf16 behind."""
@@ -40,8 +41,8 @@ class Work:
     """What the weights are kept in."""
     optimizer: str = "adamw_torch"
     """AdamW keeps two numbers for each weight that moves, sgd one."""
-    checkpointing: bool = False
-    """Whether activations are computed again in the backward pass."""
+    checkpointing: Checkpointing = False
+    """Whether activations are computed again in the backward pass: all, or all but products and attention."""
     compiled: bool = False
     """Whether layers are compiled."""
     chunked_loss: bool = True

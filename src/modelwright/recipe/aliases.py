@@ -122,6 +122,7 @@ VALUES: Mapping[str, Mapping[str, Word]] = {
     "lora_target_modules": {"all": "all-linear"},
     "attn_implementation": {"flash": "flash_attention_2", "fa2": "flash_attention_2"},
     "max_steps": {"-1": None},
+    "gradient_checkpointing": {"full": True, "none": False},
 }
 """Other words for values of our own settings; ``None`` is the default."""
 

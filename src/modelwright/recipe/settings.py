@@ -58,7 +58,7 @@ class Setting:
     @property
     def choices(self) -> tuple[str, ...]:
         """The words it may be, where they are few."""
-        return tuple(map(str, get_args(self.annotation))) if get_origin(self.annotation) is Literal else ()
+        return _choices(self.annotation)
 
     @property
     def meaning(self) -> str:
@@ -177,6 +177,13 @@ def _is_union(annotation: Any) -> bool:
     return get_origin(annotation) in (Union, UnionType)
 
 
+def _choices(annotation: Any) -> tuple[str, ...]:
+    """The words of a type; beside words true and false are two more."""
+    members = get_args(annotation) if _is_union(annotation) else (annotation,)
+    words = tuple(str(word) for each in members if get_origin(each) is Literal for word in get_args(each))
+    return ("true", "false", *words) if words and bool in members else words
+
+
 _BOUNDS = {"gt": "above", "ge": "of at least", "lt": "below", "le": "at most"}
 
 
@@ -188,6 +195,8 @@ def _wants(annotation: Any, constraints: tuple[Any, ...]) -> str:
         return "an amount such as 16Gi" if IS_AMOUNT in constraints else LABEL_WANTS
     if annotation in (int, float):
         return ("a whole number" if annotation is int else "a number") + _bounds(constraints)
+    if _is_union(annotation) and bool in get_args(annotation) and (choices := _choices(annotation)):
+        return f"one of {', '.join(choices)}"
     if _is_union(annotation):
         told = (_wants(*_bare(each)[:2]) for each in get_args(annotation))
         return " or ".join(each if "," in each else each.removeprefix("one of ") for each in told)

@@ -11,6 +11,7 @@ from modelwright.recipe.values import Frozen, Steps
 
 Precision = Literal["auto", "fp32", "bf16", "fp16", "fp8"]
 Sharding = Literal["auto", "ddp", "fsdp", "hsdp"]
+Checkpointing = bool | Literal["selective"]
 Scheduler = Literal["linear", "cosine", "constant", "constant_with_warmup", "warmup_stable_decay", "one_cycle"]
 
 
@@ -164,8 +165,8 @@ class Numerics(Frozen):
     """How devices share it: ddp copies the model, fsdp splits it, hsdp splits it in each node; auto: ddp if it fits."""
     ddp_bucket_cap_mb: PositiveInt = 25
     """Megabytes of gradients that ddp exchanges at once."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, a quarter more time."""
+    gradient_checkpointing: Checkpointing = False
+    """Recompute activations: true all of them, a quarter more time; selective all but products and attention."""
     torch_compile: bool = False
     """Compile the layers: slower to start, faster to run on a GPU."""
     cuda_graphs: Literal["auto", "always", "never"] = "auto"

@@ -49,8 +49,8 @@ def _fitted(plan: StagePlan, stage: str, built: Built, context: Context) -> Stag
         found = choose(plan, settings, shape, _rows(built, settings), machines)
     except ModelError as error:  # a family whose config says too little can still be trained
         return replace(plan, reasons=(*plan.reasons, f"memory and time are not foreseen: {error}"))
-    if found.plan.gradient_checkpointing and not plan.gradient_checkpointing:
-        trainable.recompute_activations(built.model)
+    if found.plan.gradient_checkpointing != plan.gradient_checkpointing:
+        trainable.recompute_activations(built.model, found.plan.gradient_checkpointing)
     lines = () if found.fits else (_not_fitting(found),)
     return replace(found.plan, reasons=(*found.plan.reasons, *lines), predicted=found.predicted())
 
@@ -76,7 +76,7 @@ def memory_told(plan: Callable[[], StagePlan], stage: str, built: Built, context
         raise UsageError(
             f"the device is out of memory with {now.per_device} rows at once; the same batch in smaller bites: "
             f"per_device_train_batch_size: {half} with global_batch_size: {now.global_batch}, "
-            "or gradient_checkpointing: true"
+            "or gradient_checkpointing: selective, or true"
         ) from None
 
 

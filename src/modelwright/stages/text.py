@@ -124,7 +124,7 @@ def ready_model(context: Context, found: Ingredients, settings: TextStage) -> tu
         context.journal.add("note", message=told)
     model = trainable.set_trainable(model, settings)
     if settings.gradient_checkpointing:
-        trainable.recompute_activations(model)
+        trainable.recompute_activations(model, settings.gradient_checkpointing)
     return model, tokenizer
 
 

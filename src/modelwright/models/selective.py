@@ -1,0 +1,135 @@
+"""Keep the results of a layer's matrix products and of its attention, and compute the rest of it again.
+
+Norms, rotations, activations and casts are most of what a layer keeps for its backward pass, and next to none of its
+arithmetic. The checkpoint is inside the layer's own forward, so that a compiler sees the layer and its checkpoint as
+one piece, and whatever gathers the layer's weights does so around both.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+OF_OUR_OWN = "modelwright::low_rank_gate"
+"""Products under another name; all others end in mm."""
+
+
+def keep_products(layers: nn.ModuleList) -> None:
+    """Let each layer keep its products in training; what moves in them must have been said before."""
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_news)
+    for layer in layers:
+        moves = any(weight.requires_grad for weight in layer.parameters())
+        layer.__dict__["forward"] = partial(_forward, layer, layer.forward, Products(), moves, draws(layer))
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """The compiler says that nothing may be changed in its place, whether anything is or not; here nothing is."""
+    return "context_fn" not in str(record.msg)
+
+
+def take_back(model: nn.Module) -> None:
+    """Let every layer keep all again."""
+    for module in model.modules():
+        if getattr(module.__dict__.get("forward"), "func", None) is _forward:
+            del module.__dict__["forward"]
+
+
+def _forward(
+    layer: nn.Module, forward: Callable[..., Any], products: Products, moves: bool, random: bool,
+    *given: Any, **more: Any,
+) -> Any:  # fmt: skip
+    """The layer's forward pass; where nothing is learnt from it, as it always was."""
+    asks = moves or any(isinstance(each, Tensor) and each.requires_grad for each in (*given, *more.values()))
+    if not (asks and layer.training and torch.is_grad_enabled()):
+        return forward(*given, **more)
+    contexts = _for_the_compiler if torch.compiler.is_compiling() else products.contexts
+    return checkpoint(forward, *given, use_reentrant=False, context_fn=contexts, preserve_rng_state=random, **more)
+
+
+def draws(model: nn.Module) -> bool:
+    """Whether a model drops out at random: then it is done again as it was, which steps that are recorded cannot do."""
+    rates = [rate for part in model.modules() for name, rate in vars(part).items() if "drop" in name or name == "p"]
+    return any(isinstance(rate, int | float) and rate > 0 for rate in rates)
+
+
+def is_product(operation: Any) -> bool:
+    """Whether an operation is a matrix product or attention, whichever kernel computes it."""
+    name = operation.name().partition(".")[0]
+    return name.endswith("mm") or "attention" in name or "attn" in name or name == OF_OUR_OWN
+
+
+def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if is_product(operation) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _for_the_compiler() -> Any:
+    """The same in the compiler's terms; it keeps only those products that the backward pass asks for."""
+    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+
+
+_for_the_compiler.cache_hash = "products and attention"  # type: ignore[attr-defined]  # or it is compiled at each start
+
+
+class Products:
+    """What one layer keeps of its products, where it is not compiled.
+
+    Going over a layer again ends where nothing more is needed, which is before its last product: what was not asked for
+    the first time is not kept afterwards.
+    """
+
+    def __init__(self) -> None:
+        self.asked: int | None = None
+
+    def contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+        """One for the forward pass, one for going over it again."""
+        kept: deque[Any] = deque()
+        return _Keeping(self, kept), _Giving(self, kept)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    tensor: Tensor
+    version: int
+
+    def as_it_was(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError("a layer has changed the result of a product in its place; full checkpointing is exact")
+        return self.tensor
+
+
+class _Keeping(TorchDispatchMode):
+    def __init__(self, products: Products, kept: deque[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._products, self._kept = products, kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if is_product(func) and (self._products.asked is None or len(self._kept) < self._products.asked):
+            # an alias: the tensor itself will know what it was made of, and that knows of what is kept
+            self._kept.append(tree_map_only(Tensor, lambda each: _Kept(each.detach(), each._version), made))
+        return made
+
+
+class _Giving(TorchDispatchMode):
+    def __init__(self, products: Products, kept: deque[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._products, self._kept, self._given = products, kept, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not is_product(func):
+            return func(*args, **(kwargs or {}))
+        self._given += 1
+        self._products.asked = max(self._products.asked or 0, self._given)
+        if not self._kept:  # it was never asked for before
+            return func(*args, **(kwargs or {}))
+        return tree_map_only(_Kept, _Kept.as_it_was, self._kept.popleft())

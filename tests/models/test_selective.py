@@ -1,0 +1,182 @@
+"""Selective checkpointing: products and attention are kept, the rest is computed again, every gradient is the same."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from eighths import stand_in
+from families import FAMILIES, family
+from modelwright.engine import fp8
+from modelwright.errors import ModelError
+from modelwright.models import attention
+from modelwright.models.selective import Products, draws, is_product
+from modelwright.models.text import hidden_states, load_model
+from modelwright.models.trainable import decoder_layers, recompute_activations, set_trainable
+from modelwright.recipe.load import load
+from modelwright.recipe.training import Parts
+from modelwright.stages import pipeline
+from rig import trace
+from tiny import tiny_dpo_recipe, tiny_recipe
+
+TOKENS = torch.arange(1, 49).view(2, 24)
+PLACES = torch.arange(24).expand(2, 24)
+STARTS = torch.tensor([0, 9, 24, 37, 48], dtype=torch.int32)
+
+
+def gradients(model: Any, how: Any, steps: int = 2, **given: Any) -> dict[str, Tensor]:
+    """The gradients of a second step, for what was not asked for in the first is not kept in it."""
+    recompute_activations(model.train(), how)
+    for _ in range(steps):
+        model.zero_grad()
+        torch.manual_seed(7)
+        hidden_states(model, TOKENS, PLACES, **given).square().sum().backward()
+    return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def products(layer: nn.Module) -> Products:
+    return next(each for each in layer.__dict__["forward"].args if isinstance(each, Products))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_has_the_gradients_of_none_and_of_full_to_the_last_bit(name: str) -> None:
+    plain, *others = (gradients(deepcopy(family(name)), how) for how in (False, "selective", True))
+    assert len(plain) >= 20
+    assert all(same(plain, other) for other in others)
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"trainable": "lora", "lora_dropout": 0.5},
+        {"trainable": "lora", "use_dora": True},
+        {"trainable": {"last_layers": 1}},
+        {"trainable": {"norms": True}},
+    ],
+)
+def test_parts_that_move_have_the_same_gradients(model_folder: Path, wish: dict[str, Any]) -> None:
+    found = []
+    for how in (False, "selective"):
+        torch.manual_seed(0)
+        model = set_trainable(load_model(model_folder), Parts.model_validate(wish))
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if "lora_B" in name:  # or nothing would reach lora_A
+                    weight.normal_()
+        found.append(gradients(model, how, documents=STARTS))
+    assert same(*found)
+
+
+def test_documents_and_fp8_layers_have_the_same_gradients(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+    found = []
+    for how in (False, "selective"):
+        model = load_model(model_folder)
+        attention.install(model)
+        assert fp8.convert(model)
+        found.append(gradients(model, how, documents=STARTS))
+    assert same(*found)
+
+
+def test_a_layer_keeps_what_its_second_pass_asks_for_and_no_more(model_folder: Path) -> None:
+    model = load_model(model_folder)
+    gradients(model, "selective", steps=1)
+    for layer in decoder_layers(model):
+        # three before attention, itself, one behind it, gate and up; nothing asks for what down makes
+        assert products(layer).asked == 7
+    gemma = deepcopy(family("gemma3_text"))
+    gradients(gemma, "selective", steps=1)
+    assert products(decoder_layers(gemma)[0]).asked == 8, "the norm behind down asks for what it makes"
+
+
+def test_random_numbers_are_drawn_again_as_they_were(model_folder: Path) -> None:
+    found = []
+    for how in (False, "selective"):
+        model = load_model(model_folder)
+        assert not draws(model)
+        for layer in decoder_layers(model):
+            layer.self_attn.attention_dropout = 0.5
+        assert draws(model)
+        found.append(gradients(model, how))
+    assert same(*found)
+
+
+def test_frozen_layers_at_the_bottom_and_measuring_go_the_usual_way(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = set_trainable(load_model(model_folder), Parts.model_validate({"trainable": {"last_layers": 1}}))
+    gradients(model, "selective")
+    first, last = decoder_layers(model)
+    assert (products(first).asked, products(last).asked) == (None, 7)
+    monkeypatch.setattr("modelwright.models.selective.checkpoint", None)  # would fail if it were called
+    with torch.no_grad():
+        hidden_states(model, TOKENS, PLACES)
+    hidden_states(model.eval(), TOKENS, PLACES)
+
+
+def test_a_later_word_takes_the_place_of_an_earlier(model_folder: Path) -> None:
+    model = load_model(model_folder)
+    recompute_activations(model, "selective")
+    recompute_activations(model, True)
+    assert not any("forward" in layer.__dict__ for layer in decoder_layers(model))
+    assert model.is_gradient_checkpointing
+
+
+def test_compiled_layers_have_the_gradients_of_those_that_are_not(model_folder: Path) -> None:
+    found = []
+    for backend in (None, "aot_eager_decomp_partition"):
+        model = load_model(model_folder)
+        attention.install(model)
+        recompute_activations(model, "selective")
+        torch._dynamo.reset()
+        for layer in decoder_layers(model) if backend else ():
+            layer.compile(backend=backend, fullgraph=True)
+        found.append(gradients(model, "selective"))
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_what_a_product_is() -> None:
+    aten = torch.ops.aten
+    for kept in (aten.mm, aten.addmm, aten.bmm, aten._scaled_mm, aten._scaled_dot_product_cudnn_attention,
+                 aten._scaled_dot_product_flash_attention_for_cpu, torch.ops.modelwright.low_rank_gate,
+                 torch.ops.torch_attn._varlen_attn):  # fmt: skip
+        assert is_product(kept.default)
+    for again in (aten.mul.Tensor, aten.rsqrt.default, aten.silu.default, aten._to_copy.default, aten.t.default):
+        assert not is_product(again)
+
+
+def test_a_model_without_layers_to_be_found_is_told_so(model_folder: Path) -> None:
+    model = load_model(model_folder)
+    model.config.num_hidden_layers = 5
+    with pytest.raises(ModelError, match="selective checkpointing"):
+        recompute_activations(model, "selective")
+
+
+@pytest.mark.parametrize(
+    ("written", "wish"),
+    [
+        (tiny_recipe, {"trainable": {"last_layers": 1, "head": True}, "keep_trunk": "memory"}),
+        (tiny_dpo_recipe, {"trainable": "lora", "lora_dropout": 0.1}),
+    ],
+)
+def test_a_stage_has_the_losses_it_has_without(
+    model_folder: Path, tmp_path: Path, written: Any, wish: dict[str, Any]
+) -> None:
+    found = []
+    for how in (False, "selective"):
+        folder = tmp_path / str(how)
+        recipe = written(folder, model_folder, max_steps=3, gradient_checkpointing=how, **wish)
+        pipeline.run(load(recipe, environ={}), lambda event: None)
+        found.append(trace(folder / "run", "dpo" if written is tiny_dpo_recipe else "sft"))
+    assert found[0] == found[1]
