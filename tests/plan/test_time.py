@@ -63,6 +63,30 @@ def test_tensor_cores_make_fp32_faster_and_bf16_is_faster_still() -> None:
     assert 1.5 * pictured[0] < pictured[1]
 
 
+@pytest.mark.parametrize(
+    ("layers", "sizes", "rows", "length", "way", "slower"),
+    [
+        (8, (4096, 11008, 32), 8, 2048, "all", 1.175),
+        (12, (2048, 11008, 16), 8, 2048, "all", 1.271),
+        (14, (1536, 4096, 12), 8, 512, "all", 1.293),
+        (8, (4096, 14336, 32), 4, 4096, "lora", 1.038),
+    ],
+)
+def test_a_scale_for_each_row_costs_what_it_did_on_an_h200(
+    layers: int, sizes: tuple[int, int, int], rows: int, length: int, way: str, slower: float
+) -> None:
+    width, inner, heads = sizes
+    config = {"model_type": "llama", "num_hidden_layers": layers, "hidden_size": width, "intermediate_size": inner,
+              "num_attention_heads": heads, "num_key_value_heads": heads // 4, "vocab_size": 50_304}  # fmt: skip
+    shape = shape_of(config, "a Llama", "a test")
+    moves = movement(shape, Sft.model_validate({"trainable": way}))
+    one = Work(shape, moves, rows=rows, length=length, precision="fp8", weights="bf16", compiled=True)
+    one = replace(one, recorded=moves.total < 2e9)
+    pace = calibration_for(H200).pace
+    by_row = step_time(replace(one, by_row=True), H200, pace).seconds
+    assert by_row / step_time(one, H200, pace).seconds == pytest.approx(slower, rel=0.05)
+
+
 @pytest.mark.skipif(not RESULT.exists(), reason="no measurement is kept")
 def test_the_shipped_coefficients_hold_for_the_kept_measurements() -> None:
     figures = json.loads(RESULT.read_text(encoding="utf-8"))["figures"]

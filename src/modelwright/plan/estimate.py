@@ -153,6 +153,7 @@ def work_of(shape: Shape, settings: Training, plan: StagePlan, rows: Rows, machi
         eval_rows=0 if isinstance(settings, Images) else settings.per_device_eval_batch_size,
         precision=plan.precision,
         tf32=plan.tf32,
+        by_row=plan.precision == "fp8" and plan.scaling == "rowwise",
         weights=plan.weights,
         optimizer=settings.optim,
         checkpointing=plan.gradient_checkpointing,

@@ -37,6 +37,8 @@ class Work:
     """What is multiplied."""
     tf32: bool = False
     """Whether fp32 numbers are multiplied on tensor cores."""
+    by_row: bool = False
+    """Whether each row of an fp8 matrix has a scale of its own, and not the matrix one."""
     weights: str = "fp32"
     """What the weights are kept in."""
     optimizer: str = "adamw_torch"
