@@ -18,7 +18,7 @@ with open(PIDS, "a") as pids:
 if recipe["name"] == CUT:
     os.kill(parent, signal.SIGTERM)
     time.sleep(600)
-step = lambda n: {"event": "step", "step": n, "seconds": 1.0}
+step = lambda n: {"event": "step", "step": n, "seconds": 1.0, "tokens_per_second": 5.0, "waiting": 0.003}
 saving = lambda n: {"event": "saving", "step": n, "seconds": 0.1}
 saved = lambda n: {"event": "saved", "step": n, "seconds": 0.9, "waited": 0.0}
 told = [{"event": "run"}, step(1), step(2), saving(2), saved(2), step(3), step(4)]
@@ -53,5 +53,6 @@ def test_what_was_found_is_told_and_no_process_stays_behind(
     said, table = capsys.readouterr().err, "\n".join(speed_command.lines(figures))
     assert "cold: the first step is done after" in said
     assert ("warm: save at step 4" in said) is not bool(cut)
+    assert ("then 5 tokens/s in the command itself, 0.30% of the time waiting for rows" in table) is not bool(cut)
     assert ("warm start: cut short before its first step" in table) is bool(cut)
     assert list(tmp_path.iterdir()) == [pids]

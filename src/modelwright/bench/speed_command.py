@@ -81,8 +81,9 @@ def lines(figures: dict[str, Any]) -> Iterator[str]:
         told = figures[name]
         marks = ", ".join(f"{event} {second:.1f}" for event, second in told["marks"].items())
         yield f"  {name} start: {told['seconds']:.1f} s from the command to the end of the first step ({marks})"
-    rate = figures.get("warm", {}).get("tokens_per_second")
-    yield f"  then {rate:,.0f} tokens/s in the command itself" if rate else "  too few steps to tell their speed"
+    rate, waiting = (figures.get("warm", {}).get(name) for name in ("tokens_per_second", "waiting"))
+    share = "" if waiting is None else f", {waiting:.2%} of the time waiting for rows"
+    yield f"  then {rate:,.0f} tokens/s in the command itself{share}" if rate else "  too few steps to tell their speed"
     yield from (f"  {in_words(save)}" for save in figures["saves"])
 
 
@@ -204,6 +205,7 @@ class Command:
             "marks": marks,
             "first_step_seconds": steps[0]["seconds"],
             "tokens_per_second": steps[-1].get("tokens_per_second"),
+            "waiting": steps[-1].get("waiting"),
             "whole_seconds": round(time.time() - began, 1),
         }
 
