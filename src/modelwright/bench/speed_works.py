@@ -83,6 +83,9 @@ WAYS = {
         Way("ours, bf16", COMPILED),
         Way("ours, bf16, mean in bf16", {**COMPILED, "exp_avg_dtype": "bf16"}),
         Way("ours, fp8", {**COMPILED, "precision": "fp8"}),
+        Way("ours, fp8, a scale for each row", {**COMPILED, "precision": "fp8", "fp8_scaling": "rowwise"}),
+        Way("ours, fp16", {**COMPILED, "precision": "fp16"}),
+        Way("ours, fp32 on tensor cores", {**COMPILED, "precision": "fp32"}),
         Way("HF Trainer, bf16, eager", peer={"bf16": True}),
     ),
     "0.5b": (
