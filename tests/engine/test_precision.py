@@ -44,6 +44,18 @@ def test_products_are_as_wished_forward_and_back_and_as_they_were_afterwards(
     assert switches() == before
 
 
+def test_who_uses_the_newer_switch_finds_it_as_it_was() -> None:
+    """torch refuses to say what the older one is then; transformers' own trainers leave it so."""
+    try:
+        torch.backends.fp32_precision = "tf32"  # type: ignore[attr-defined]
+        with fp32_products(tf32=False):
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.backends.fp32_precision = "none"  # type: ignore[attr-defined]
+        torch.backends.cuda.matmul.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = "none"  # type: ignore[attr-defined]
+
+
 def test_a_processor_is_left_alone() -> None:
     with Precision("fp32", torch.device("cpu"), tf32=True).autocast():
         assert torch.get_float32_matmul_precision() == "highest"

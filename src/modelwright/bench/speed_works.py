@@ -66,6 +66,7 @@ WORKS = {
     "tiny-lora": Work(2, 64, 128, 4, 2, rows=2, length=64, words=512, lora=True),
     "135m": Work(30, 576, 1536, 9, 3, rows=16, length=512),
     "0.5b": Work(14, 1536, 4096, 12, 4, rows=8, length=512),
+    "fp32": Work(14, 1536, 4096, 12, 4, rows=8, length=512),
     "6b": Work(32, 4096, 11008, 32, 8, rows=8, length=2048, accumulation=4),
     "lora": Work(32, 4096, 14336, 32, 8, rows=4, length=4096, words=128_256, lora=True),
 }
@@ -98,6 +99,12 @@ WAYS = {
         Way("HF Trainer, bf16, torch_compile", peer={"bf16": True, "torch_compile": True}),
         Way("torchtitan, bf16, compiled", titan=KEEP_ALL),
         Way("torchtitan, fp8, compiled", titan={**KEEP_ALL, **TITAN_FP8}),
+    ),
+    "fp32": (
+        Way("ours, fp32", {"precision": "fp32", "tf32": False, "torch_compile": True}),
+        Way("ours, tf32", {"precision": "fp32", "tf32": True, "torch_compile": True}),
+        Way("HF Trainer, fp32", peer={"tf32": False}),
+        Way("HF Trainer, tf32", peer={"tf32": True}),
     ),
     "6b": (
         Way("ours, bf16", {**COMPILED, "exp_avg_dtype": "bf16"}),

@@ -220,7 +220,7 @@ def dpo(
 
 def speed(
     work: Annotated[
-        str, typer.Option("--work", help="135m, 0.5b, 6b, lora, sft (for a large GPU), start, or tiny.")
+        str, typer.Option("--work", help="135m, 0.5b, fp32, 6b, lora, sft (for a large GPU), start, or tiny.")
     ] = "",
     ways: Annotated[list[str] | None, typer.Option("--way", metavar="WORD", help="Ways with this word.")] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of each way; for start, between saves.")] = 12,

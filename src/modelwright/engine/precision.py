@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
 """What is not multiplied in fp8 is computed in bf16."""
+Value = TypeVar("Value")
 
 
 class Precision:
@@ -88,23 +89,40 @@ class Precision:
 @contextmanager
 def fp32_products(tf32: bool, convolutions: bool = False) -> Iterator[None]:
     """Inside, a GPU multiplies fp32 numbers on its tensor cores, or exactly; afterwards as it did before."""
-    matrices, also, before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, _as_set()
+    places, matrices, images = _places(), _told(torch.get_float32_matmul_precision), _told(_allowed_in_convolutions)
+    words = [place.fp32_precision for place in places]
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if convolutions:
         torch.backends.cudnn.allow_tf32 = tf32
+        for place in places[2:]:  # where nothing is said, what holds for all of torch would
+            place.fp32_precision = "tf32" if tf32 else "ieee"
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(matrices)
-        torch.backends.cudnn.allow_tf32 = also
-        for backend, word in before:  # unset is not the same as exact: what a compiler kept is found by this word
-            backend.fp32_precision = word
+        if matrices is not None:
+            torch.set_float32_matmul_precision(matrices)
+        if images is not None:
+            torch.backends.cudnn.allow_tf32 = images
+        for place, word in zip(places, words, strict=True):  # unset is not exact: compiled layers are kept by this word
+            place.fp32_precision = word
 
 
-def _as_set() -> list[tuple[Any, str]]:
-    """What torch was told for matrix products on each kind of device, which is mostly nothing."""
-    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-    return [(backend, backend.fp32_precision) for backend in backends]
+def _places() -> tuple[Any, ...]:
+    """Where torch 2.9 and later keep it, of what the older switches set too."""
+    backends: Any = torch.backends
+    return (backends.cuda.matmul, backends.mkldnn.matmul, backends.cudnn.conv, backends.cudnn.rnn)
+
+
+def _allowed_in_convolutions() -> bool:
+    return bool(torch.backends.cudnn.allow_tf32)
+
+
+def _told(switch: Callable[[], Value]) -> Value | None:
+    """What an older switch says; it refuses where somebody has used the newer one in this process."""
+    try:
+        return switch()
+    except RuntimeError:
+        return None
 
 
 def keep_angles_exact(module: nn.Module) -> None:
