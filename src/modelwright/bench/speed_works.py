@@ -118,6 +118,7 @@ WAYS = {
     "lora": (
         Way("ours, bf16", COMPILED),
         Way("ours, fp8", {**COMPILED, "precision": "fp8"}),
+        Way("ours, fp8, a scale for each row", {**COMPILED, "precision": "fp8", "fp8_scaling": "rowwise"}),
         Way("HF Trainer and PEFT, bf16, checkpointing, liger", peer={**CHECKPOINTED, "use_liger_kernel": True}),
     ),
 }  # fmt: skip
