@@ -11,8 +11,9 @@ from types import ModuleType
 
 import pytest
 
-from modelwright.bench import peers, results, sft, speed, speed_command, speed_titan, start
+from modelwright.bench import peers, results, sft, speed, speed_command, speed_dpo, speed_titan, start
 from modelwright.bench.speed_works import WAYS, WORKS, build, rows_of
+from modelwright.errors import UsageError
 
 
 def test_a_result_carries_day_commit_and_machine_but_not_its_name() -> None:
@@ -112,6 +113,23 @@ def test_low_rank_matrices_are_trained_beside_the_peer_and_their_kernels_told(
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
     assert ours["kernels"][0]["name"] == "all together" and "mm" in str(ours["kernels"])
     assert "HF Trainer and PEFT, fp32" in "\n".join(speed.lines(figures))
+
+
+@pytest.mark.slow
+def test_pairs_are_learnt_beside_the_peer_to_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trl")
+    small = speed_dpo.Work(layers=2, width=128, words=256, prompt=24, answer=7, pairs=2)
+    monkeypatch.setattr(speed_dpo, "TINY", small)
+    figures = speed.measure("dpo", steps=2)
+    ours, kept, second = figures["ways"].values()
+    assert ours["mean_loss"] == pytest.approx(kept["mean_loss"], rel=1e-4)
+    assert kept["mean_loss"] == pytest.approx(second["mean_loss"], rel=1e-4)
+    assert {"pairs_per_second", "memory_gb", "start_seconds"} <= ours.keys() and figures["ratio"] > 0
+    assert len(list(speed.lines(figures))) == 6
+    second["mean_loss"] += 0.1
+    assert "the ways did not learn the same" in "\n".join(speed.lines(figures))
+    with pytest.raises(UsageError, match="--rows is not for dpo"):
+        speed.measure("dpo", steps=2, rows=Path("rows.npy"))
 
 
 def test_where_torchtitan_is_absent_it_is_said_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

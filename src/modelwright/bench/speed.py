@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from modelwright.bench import results, speed_command, speed_sft, speed_titan
+from modelwright.bench import results, speed_command, speed_dpo, speed_sft, speed_titan
 from modelwright.bench.kernels import Kernels
 from modelwright.bench.peers import clock, finite, let_go, ratio
 from modelwright.bench.speed_works import EXACT, SEED, WAYS, WORKS, Rows, Way, Work, build, flops_per_token, rows_of
 
 LATE = 50
 """Steps at the end whose mean loss is compared."""
-OTHERS: dict[str, Any] = {"sft": speed_sft, "start": speed_command}
+OTHERS: dict[str, Any] = {"sft": speed_sft, "dpo": speed_dpo, "start": speed_command}
 """Works that are more than rows of one length through one model."""
 KNOWN = (*WORKS, *OTHERS)
 NOT_WATCHED = Kernels(False)

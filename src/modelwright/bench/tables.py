@@ -31,8 +31,8 @@ def fill(text: str, folder: Path) -> str:
 def on_a_gpu(folder: Path) -> str:
     """What was measured on a GPU."""
     rows: list[tuple[str, Callable[[Figures], list[Cells]]]] = [
-        ("speed", _pretraining), ("speed", _beside_pretraining), ("dpo-gpu", _preferences),
-        ("survival-gpu", _survival), ("stages-gpu", _recipe), ("vision-gpu", _images), ("plan", _planner),
+        ("speed", _pretraining), ("speed", _beside_pretraining), ("survival-gpu", _survival),
+        ("stages-gpu", _recipe), ("vision-gpu", _images), ("plan", _planner),
     ]  # fmt: skip
     return _table(folder, rows)
 
@@ -138,6 +138,8 @@ def _beside_pretraining(figures: Figures) -> list[Cells]:
         ours = f"{sft['ours, bf16']['rows_per_second']:.0f} rows/s"
         peer = _fastest_peer(sft, "TRL", "rows_per_second", "rows/s")
         rows.append(("SFT of every weight, SmolLM3-3B shape, 32 rows a step", ours, peer, "`bench speed --work sft`"))
+    if dpo := figures.get("dpo"):
+        rows.append(_preferences(dpo))
     if start := figures.get("start"):
         held = max(save["share_of_a_minute"] for save in start["saves"])
         rows += [
@@ -160,17 +162,14 @@ def _fastest_peer(ways: dict[str, Any], name: str, figure: str, unit: str) -> st
     return f"{name} {max(rates):,.0f} {unit}" if rates else "–"
 
 
-def _preferences(figures: Figures) -> list[Cells]:
-    ours, peer = figures["modelwright"], figures["trl"]
-    memory = f"{ours['peak_bytes'] / 1e9:.0f} GB", f"{peer['peak_bytes'] / 1e9:.0f} GB"
-    return [
-        (
-            f"DPO, {figures['setting'].partition(',')[0]}, 512 prompt and 2 × 512 answer tokens",
-            f"{ours['pairs_per_second']:.1f} pairs/s, {memory[0]}",
-            f"TRL {peer['pairs_per_second']:.1f}, {memory[1]}",
-            "`bench dpo`",
-        )
-    ]
+def _preferences(figures: Figures) -> Cells:
+    ours, peer = (figures["ways"][name] for name in ("ours, bf16", "TRL, bf16"))
+    return (
+        f"DPO, {figures['setting'].partition(',')[0]}, 512 prompt and 2 × 512 answer tokens",
+        f"{ours['pairs_per_second']:.1f} pairs/s, {ours['memory_gb']:.0f} GB",
+        f"TRL {peer['pairs_per_second']:.1f}, {peer['memory_gb']:.0f} GB",
+        "`bench speed --work dpo`",
+    )
 
 
 def _survival(figures: Figures) -> list[Cells]:

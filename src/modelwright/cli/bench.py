@@ -20,7 +20,6 @@ def register(app: typer.Typer) -> None:
     bench.command("sft")(sft)
     bench.command("plan")(plan)
     bench.command("survival")(survival)
-    bench.command("dpo")(dpo)
     bench.command("speed")(speed)
     bench.command("data")(data)
     bench.command("data-trials")(data_trials)
@@ -205,22 +204,9 @@ def survival(
     _measure(benchmark, "survival", save, as_json, scene=scene, data=data)
 
 
-def dpo(
-    ways: Annotated[list[str] | None, typer.Option("--way", help="Only this way, such as modelwright or trl.")] = None,
-    save: Save = False,
-    as_json: Json = False,
-) -> None:
-    """Pairs per second of our DPO, beside TRL's DPOTrainer."""
-    from modelwright.bench import dpo as benchmark
-    from modelwright.runs.caches import prepare_environment
-
-    prepare_environment()
-    _measure(benchmark, "dpo", save, as_json, ways=ways or ())
-
-
 def speed(
     work: Annotated[
-        str, typer.Option("--work", help="135m, 0.5b, fp32, 6b, lora, sft (for a large GPU), start, or tiny.")
+        str, typer.Option("--work", help="135m, 0.5b, fp32, 6b, lora, sft, dpo (for a large GPU), start, or tiny.")
     ] = "",
     ways: Annotated[list[str] | None, typer.Option("--way", metavar="WORD", help="Ways with this word.")] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of each way; for start, between saves.")] = 12,
@@ -232,7 +218,7 @@ def speed(
     save: Save = False,
     as_json: Json = False,
 ) -> None:
-    """Tokens or rows a second of training on one GPU, beside HF Trainer, TRL and torchtitan; time to the first step."""
+    """Tokens, rows or pairs a second on one GPU, beside HF Trainer, TRL and torchtitan; time to the first step."""
     from modelwright.bench import speed as benchmark
     from modelwright.errors import UsageError
     from modelwright.runs.caches import prepare_environment
