@@ -5,7 +5,11 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+from modelwright.plan.facts import Facts
+from modelwright.plan.stage import plan_stage
+from modelwright.recipe.schema import Sft
 from modelwright.report.card import card, facts_of
+from modelwright.report.model_card import _arithmetic
 from modelwright.runs.folder import RunFolder
 from modelwright.runs.journal import Journal
 
@@ -66,3 +70,9 @@ def test_the_last_verdict_counts(tmp_path: Path) -> None:
 
 def test_a_run_without_held_out_rows_has_a_card_too(tmp_path: Path) -> None:
     assert "held-out loss" not in card(finished_run(tmp_path, {"steps": 1, "tokens": 2, "seconds": 3.0}))
+
+
+def test_the_models_card_says_what_fp32_was_multiplied_with() -> None:
+    gpu = Facts("cuda", "NVIDIA H100", 80 << 30, fast_bf16=True)
+    told = [_arithmetic(plan_stage(Sft(precision="fp32", tf32=way), 8, 1, gpu).as_json()) for way in ("auto", False)]
+    assert told[0].startswith("Computed in fp32. fp32 products on the tensor cores (tf32)") and told[1] == ""

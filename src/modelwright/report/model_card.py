@@ -118,8 +118,9 @@ def _settings(view: View) -> str:
 
 
 def _arithmetic(plan: dict[str, Any]) -> str:
-    """What was computed in, where the recipe asked for fp8 and it was tried first."""
-    lines = [plain(str(line)) for line in plan.get("reasons", []) if "fp8" in str(line)]
+    """What was computed in, where that is more than one word: fp8 that was tried first, fp32 on tensor cores."""
+    told = [str(line) for line in plan.get("reasons", [])]
+    lines = [plain(line) for line in told if "fp8" in line or "(tf32)" in line]
     return f"Computed in {plain(str(plan.get('precision')))}. {lines[-1]}." if lines else ""
 
 
