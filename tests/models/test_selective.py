@@ -15,7 +15,7 @@ from families import FAMILIES, family
 from modelwright.engine import fp8
 from modelwright.errors import ModelError
 from modelwright.models import attention
-from modelwright.models.selective import Products, draws, is_product
+from modelwright.models.selective import Products, draws, kind_of
 from modelwright.models.text import hidden_states, load_model
 from modelwright.models.trainable import decoder_layers, recompute_activations, set_trainable
 from modelwright.recipe.load import load
@@ -151,9 +151,9 @@ def test_what_a_product_is() -> None:
     for kept in (aten.mm, aten.addmm, aten.bmm, aten._scaled_mm, aten._scaled_dot_product_cudnn_attention,
                  aten._scaled_dot_product_flash_attention_for_cpu, torch.ops.modelwright.low_rank_gate,
                  torch.ops.torch_attn._varlen_attn):  # fmt: skip
-        assert is_product(kept.default)
+        assert kind_of(kept.default)
     for again in (aten.mul.Tensor, aten.rsqrt.default, aten.silu.default, aten._to_copy.default, aten.t.default):
-        assert not is_product(again)
+        assert not kind_of(again)
 
 
 def test_a_model_without_layers_to_be_found_is_told_so(model_folder: Path) -> None:

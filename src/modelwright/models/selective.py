@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,7 +21,10 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 OF_OUR_OWN = "modelwright::low_rank_gate"
-"""Products under another name; all others end in mm."""
+"""A product under another name, a layer's whole gated part; the names of all others end in mm."""
+THIN = 8
+"""A product whose result is more than so many times as wide as what it adds up is thin: that of a low-rank matrix, or
+the scores of attention that is written out."""
 
 
 def keep_products(layers: nn.ModuleList) -> None:
@@ -62,14 +65,26 @@ def draws(model: nn.Module) -> bool:
     return any(isinstance(rate, int | float) and rate > 0 for rate in rates)
 
 
-def is_product(operation: Any) -> bool:
-    """Whether an operation is a matrix product or attention, whichever kernel computes it."""
+@cache
+def kind_of(operation: Any) -> str:
+    """Whether an operation is a product, attention, or something else, whichever kernel computes it."""
     name = operation.name().partition(".")[0]
-    return name.endswith("mm") or "attention" in name or "attn" in name or name == OF_OUR_OWN
+    if name.endswith("mm"):
+        return "added product" if "add" in name else "product"
+    return "attention" if "attention" in name or "attn" in name or name == OF_OUR_OWN else ""
+
+
+def is_kept(operation: Any, args: Any) -> bool:
+    """Whether the result of an operation is kept: a product that adds up next to nothing is had again for less."""
+    kind = kind_of(operation)
+    if not kind or kind == "attention":
+        return bool(kind)
+    first, second = args[1:3] if kind == "added product" else args[:2]
+    return bool(second.shape[-1] <= THIN * first.shape[-1])
 
 
 def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if is_product(operation) else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if is_kept(operation, args) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _for_the_compiler() -> Any:
@@ -107,29 +122,40 @@ class _Kept:
         return self.tensor
 
 
-class _Keeping(TorchDispatchMode):
-    def __init__(self, products: Products, kept: deque[Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._products, self._kept = products, kept
+class _Watching(TorchDispatchMode):
+    """Sees every operation of a layer; a compiled piece inside of it is computed again as a whole."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if is_product(func) and (self._products.asked is None or len(self._kept) < self._products.asked):
-            # an alias: the tensor itself will know what it was made of, and that knows of what is kept
-            self._kept.append(tree_map_only(Tensor, lambda each: _Kept(each.detach(), each._version), made))
-        return made
+    supports_higher_order_operators = True
 
-
-class _Giving(TorchDispatchMode):
     def __init__(self, products: Products, kept: deque[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._products, self._kept, self._given = products, kept, 0
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which takes a third of the host's time, and nothing is compiled here
+
+
+class _Keeping(_Watching):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not is_product(func):
-            return func(*args, **(kwargs or {}))
-        self._given += 1
-        self._products.asked = max(self._products.asked or 0, self._given)
-        if not self._kept:  # it was never asked for before
-            return func(*args, **(kwargs or {}))
-        return tree_map_only(_Kept, _Kept.as_it_was, self._kept.popleft())
+        made = func(*args, **kwargs) if kwargs else func(*args)
+        if kind_of(func) and is_kept(func, args):
+            asked = self._products.asked
+            if asked is None or len(self._kept) < asked:
+                # an alias: the tensor itself will know what it was made of, and that knows of what is kept
+                self._kept.append(tree_map_only(Tensor, lambda each: _Kept(each.detach(), each._version), made))
+        return made
+
+
+class _Giving(_Watching):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kind_of(func) and is_kept(func, args):
+            self._given += 1
+            self._products.asked = max(self._products.asked or 0, self._given)
+            if self._kept:  # or it was never asked for before
+                return tree_map_only(_Kept, _Kept.as_it_was, self._kept.popleft())
+        return func(*args, **kwargs) if kwargs else func(*args)
