@@ -132,6 +132,15 @@ def test_pairs_are_learnt_beside_the_peer_to_the_same_loss(monkeypatch: pytest.M
         speed.measure("dpo", steps=2, rows=Path("rows.npy"))
 
 
+def test_a_way_aside_is_measured_where_it_is_asked_for_and_learns_the_same() -> None:
+    plain, again = "ours, fp32", "ours, fp32, selective checkpointing"
+    by_default = [way.name for way in WAYS["tiny"] if way.is_asked(())]
+    assert again not in by_default and plain in by_default
+    assert [way.name for way in WAYS["tiny"] if way.is_asked([plain])] == [plain], "a whole name asks for no other"
+    figures = speed.measure("tiny", [plain, "selective"], steps=2)
+    assert figures["ways"][again]["losses"] == figures["ways"][plain]["losses"]
+
+
 def test_where_torchtitan_is_absent_it_is_said_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed_titan, "installed", lambda package: None)
     monkeypatch.setitem(WAYS, "tiny", (WAYS["0.5b"][-1], WAYS["tiny"][0]))

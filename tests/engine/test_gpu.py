@@ -15,8 +15,10 @@ import torch
 import torch._dynamo.utils
 
 from modelwright.bench import speed
+from modelwright.bench.peers import let_go
 from modelwright.engine import precision, trial
 from modelwright.engine.masters import REST, SplitAdamW, join, split
+from modelwright.engine.replay import Replay
 from modelwright.errors import Interrupted
 from modelwright.models import attention, text
 from modelwright.recipe.load import load
@@ -157,6 +159,34 @@ def test_recorded_steps_compute_what_unrecorded_steps_compute(accumulation: int)
     )
     assert recorded.losses == pytest.approx(plain.losses, rel=2e-3)
     assert recorded.losses[-1] < recorded.losses[0]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("lora", [False, True], ids=["all", "lora"])
+def test_what_is_computed_again_is_recorded_too_and_learns_the_same(
+    monkeypatch: pytest.MonkeyPatch, compiled: bool, lora: bool
+) -> None:
+    recorded: list[bool] = []
+    record = Replay._record
+
+    def watched(*given: Any) -> bool:
+        recorded.append(record(*given))
+        return recorded[-1]
+
+    monkeypatch.setattr(Replay, "_record", watched)
+    work = speed.Work(4, 1024, 2816, 8, 4, rows=4, length=512, words=1024, lora=lora)
+    found = {}
+    for how in (False, "selective", True):
+        for when in ("never", "always"):
+            let_go()
+            recorded.clear()
+            wish = {"precision": "bf16", "cuda_graphs": when, "torch_compile": compiled, "gradient_checkpointing": how}
+            found[how, when] = speed.train_ours(work, speed.Way("it", wish), speed.rows_of(work, 12))
+            assert all(recorded) and bool(recorded) == (when == "always"), (how, when, recorded)
+    plain = found[False, "never"]
+    for pace in found.values():
+        assert pace.losses == pytest.approx(plain.losses, rel=2e-3)
+    assert found[True, "never"].memory < found["selective", "never"].memory < plain.memory
 
 
 @pytest.mark.parametrize("recorded", ["never", "always"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ LYRICS = {"trainable": {"last_layers": 2}, "per_device_train_batch_size": 16, "g
 
 
 FP32 = {"weights": "fp32"}
+LORA = {"trainable": "lora", "per_device_train_batch_size": 1, "max_length": 4096, "torch_compile": True}
 
 
 def shape(name: str) -> Shape:
@@ -47,6 +49,25 @@ def test_from_l40s_to_l4_the_batch_is_kept_and_each_change_is_a_line() -> None:
     changed = [line for line in small.plan.reasons if "L4" in line and "for the" in line]
     assert changed and all("\n" not in line for line in changed)
     assert small.memory.needed <= small.machines.gpu.memory
+
+
+@pytest.mark.parametrize("asked", [False, "selective"])
+def test_what_is_computed_again_is_as_little_as_fits(asked: Any) -> None:
+    needs = {
+        how: planned("llama-7b", "1xH200", 4096, **LORA, gradient_checkpointing=how).memory.needed
+        for how in (False, "selective", True)
+    }
+    assert needs[False] > needs["selective"] > needs[True]
+    where = machines("1xH200")
+    for how, need in needs.items():
+        wish = Sft.model_validate({**LORA, "gradient_checkpointing": asked})
+        room = replace(where, gpu=replace(where.gpu, memory=need * 1.001))
+        plan = plan_stage(wish, 10_000, 1, facts_of(where))
+        found = choose(plan, wish, shape("llama-7b"), Rows(10_000, 4096, 4096.0), room)
+        assert found.fits and found.plan.gradient_checkpointing == (how or asked)
+        told = [line for line in found.plan.reasons if "gradient checkpointing: " in line]
+        words = {"selective": "selective", True: "full"}.get(how, "")
+        assert len(told) == (0 if (how or asked) == asked else 1) and all(line.startswith(words) for line in told)
 
 
 def test_a_card_without_bf16_computes_in_fp16() -> None:

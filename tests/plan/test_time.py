@@ -43,7 +43,11 @@ def test_each_wish_costs_what_it_should() -> None:
     pace = calibration_for(H200).pace
     plain = step_time(work(), H200, pace).seconds
     assert 1.15 * plain < step_time(work(checkpointing=True), H200, pace).seconds < 1.5 * plain
-    assert step_time(work(compiled=True), H200, pace).seconds < plain
+    assert step_time(work(checkpointing="selective"), H200, pace).device < 1.15 * step_time(work(), H200, pace).device
+    compiled, less = (step_time(work(compiled=True, checkpointing=how), H200, pace) for how in (False, "selective"))
+    assert compiled.seconds < less.seconds < 1.05 * compiled.seconds
+    assert operations(work(checkpointing="selective")) == operations(work())
+    assert compiled.seconds < plain
     assert step_time(work(way={"last_layers": 2}), H200, pace).seconds < 0.5 * plain
     kept = work(way={"last_layers": 2}, kept_layers=34)
     assert step_time(kept, H200, pace).seconds < 0.5 * step_time(replace(kept, kept_layers=0), H200, pace).seconds

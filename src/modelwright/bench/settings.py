@@ -39,6 +39,7 @@ _FOUR_BILLION = {"num_hidden_layers": 36, "hidden_size": 2560, "intermediate_siz
 GPU_SETTINGS = (
     Setting("135M full 512", "smollm2-135m", 16, 512),
     Setting("135M full 2048 checkpointed", "smollm2-135m", 16, 2048, settings={"gradient_checkpointing": True}),
+    Setting("135M full 2048 selective", "smollm2-135m", 16, 2048, settings={"gradient_checkpointing": "selective"}),
     Setting("135M full 2048 fp32", "smollm2-135m", 4, 2048, settings={"precision": "fp32", "tf32": False}),
     Setting("135M full 2048 tf32", "smollm2-135m", 4, 2048, settings={"precision": "fp32"}),
     Setting("0.5B full 1024 tf32", "llama-6b", 4, 1024, settings={"precision": "fp32"}, smaller=_HALF_BILLION),
@@ -56,8 +57,19 @@ GPU_SETTINGS = (
     Setting("3B last 2 + own head 1024", "smollm3-3b", 8, 1024,
             settings={"trainable": {**LAST_TWO, "untie_head": True}}),
     Setting("3B LoRA 2048", "smollm3-3b", 4, 2048, settings={"trainable": "lora"}),
+    Setting("3B LoRA 2048 selective", "smollm3-3b", 4, 2048,
+            settings={"trainable": "lora", "gradient_checkpointing": "selective"}),
+    Setting("3B LoRA 2048 selective compiled", "smollm3-3b", 4, 2048,
+            settings={"trainable": "lora", "gradient_checkpointing": "selective", "torch_compile": True}),
     Setting("3B full 2048 compiled", "smollm3-3b", 4, 2048, settings={"torch_compile": True}),
     Setting("3B full 4096 checkpointed", "smollm3-3b", 2, 4096, settings={"gradient_checkpointing": True}),
+    Setting("3B full 4096 selective", "smollm3-3b", 2, 4096, settings={"gradient_checkpointing": "selective"}),
+    Setting("3B full 4096 selective compiled", "smollm3-3b", 2, 4096,
+            settings={"gradient_checkpointing": "selective", "torch_compile": True}),
+    Setting("3B full 4096 checkpointed compiled", "smollm3-3b", 2, 4096,
+            settings={"gradient_checkpointing": True, "torch_compile": True}),
+    Setting("3B full 4096 selective compiled fp8", "smollm3-3b", 2, 4096,
+            settings={"gradient_checkpointing": "selective", "torch_compile": True, "precision": "fp8"}),
     Setting("3B full 4096 compiled fp8", "smollm3-3b", 2, 4096,
             settings={"torch_compile": True, "precision": "fp8"}),
     Setting("3B DPO LoRA 1024", "smollm3-3b", 4, 1024, "dpo", settings={"trainable": "lora"}),
@@ -116,11 +128,14 @@ UNSEEN = (
 
 _TINY = {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 384, "vocab_size": 2048,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}  # fmt: skip
+_LARGER = {**_TINY, "num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 512}
 _FP32 = {"precision": "fp32"}
 CPU_SETTINGS = (
     Setting("tiny full 128", "smollm2-135m", 8, 128, settings=_FP32, smaller=_TINY),
     Setting("tiny full 256 checkpointed", "smollm2-135m", 4, 256,
             settings={**_FP32, "gradient_checkpointing": True}, smaller=_TINY),
+    Setting("tiny full 256 selective", "smollm2-135m", 4, 256,
+            settings={**_FP32, "gradient_checkpointing": "selective"}, smaller=_TINY),
     Setting("tiny last 2 layers 256", "pythia-410m", 8, 256,
             settings={**_FP32, "trainable": {"last_layers": 2}}, smaller=_TINY),
     Setting("tiny last 2 + tied head 128", "smollm3-3b", 8, 128,
@@ -139,6 +154,7 @@ CPU_SETTINGS = (
     Setting("ResNet-18 of width 8", "resnet18", 64, stage="classify", settings=_FP32, smaller={"width": 8}),
     Setting("tiny full 192, twice", "smollm2-135m", 4, 192,
             settings={**_FP32, "gradient_accumulation_steps": 2}, smaller=_TINY),
-    Setting("larger LoRA 128", "smollm2-135m", 8, 128, settings={**_FP32, "trainable": "lora"},
-            smaller={**_TINY, "num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 512}),
+    Setting("larger LoRA 128", "smollm2-135m", 8, 128, settings={**_FP32, "trainable": "lora"}, smaller=_LARGER),
+    Setting("larger LoRA 128 selective", "smollm2-135m", 8, 128,
+            settings={**_FP32, "trainable": "lora", "gradient_checkpointing": "selective"}, smaller=_LARGER),
 )  # fmt: skip

@@ -58,7 +58,7 @@ def measure(
     if work in OTHERS:
         return told | dict(OTHERS[work].measure(ways, steps, rows, kernels))
     for way in WAYS[work]:
-        if ways and not any(word in way.name for word in ways):
+        if not way.is_asked(ways):
             continue
         let_go()
         try:
@@ -133,6 +133,7 @@ def train_ours(work: Work, way: Way, rows: np.ndarray[Any, Any], watch: Kernels 
     model = build(work)
     text.move(model, world.device, "auto")
     task = Rows(trainable.set_trainable(model, settings), rows)
+    trainable.recompute_activations(model, settings.gradient_checkpointing)
     engine = Engine(task, settings, plan_stage(settings, task.rows, 1, probe()), world, SEED)
     marks, losses = [time.perf_counter()], []
     for report in watch.during(engine.steps(), steps):

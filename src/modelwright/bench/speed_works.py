@@ -51,11 +51,22 @@ class Way:
     """TrainingArguments, where the HF Trainer does it."""
     titan: dict[str, Any] | None = None
     """Settings of torchtitan's JobConfig, where its Trainer does it."""
+    aside: bool = False
+    """Whether it is measured only where it is asked for."""
+
+    def is_asked(self, words: Sequence[str]) -> bool:
+        """Whether one of the words is its name or, where it is no way's name, in it; without words all but few are."""
+        names = {way.name for ways in WAYS.values() for way in ways}
+        if not words:
+            return not self.aside
+        return self.name in words or any(word in self.name for word in words if word not in names)
 
 
 EXACT = "ours, fp32 weights and autocast"
 """What the other ways' losses are held against."""
 COMPILED = {"precision": "bf16", "torch_compile": True}
+HALF_MEAN = {**COMPILED, "exp_avg_dtype": "bf16"}
+SELECTIVE, FULL = ({"gradient_checkpointing": how} for how in ("selective", True))
 CHECKPOINTED = {"bf16": True, "gradient_checkpointing": True}
 TITAN_FP8 = {"model.converters": ["quantize.linear.float8"], "quantize.linear.float8.filter_fqns": ["output"]}
 KEEP_ALL = {"activation_checkpoint.mode": "none"}
@@ -73,6 +84,7 @@ WORKS = {
 WAYS = {
     "tiny": (
         Way("ours, fp32", {"precision": "fp32"}),
+        Way("ours, fp32, selective checkpointing", {"precision": "fp32", **SELECTIVE}, aside=True),
         Way("HF Trainer, fp32", peer={"use_cpu": True}),
     ),
     "tiny-lora": (
@@ -82,7 +94,7 @@ WAYS = {
     "135m": (
         Way(EXACT, {**COMPILED, "weights": "fp32"}),
         Way("ours, bf16", COMPILED),
-        Way("ours, bf16, mean in bf16", {**COMPILED, "exp_avg_dtype": "bf16"}),
+        Way("ours, bf16, mean in bf16", HALF_MEAN),
         Way("ours, fp8", {**COMPILED, "precision": "fp8"}),
         Way("ours, fp8, a scale for each row", {**COMPILED, "precision": "fp8", "fp8_scaling": "rowwise"}),
         Way("ours, fp16", {**COMPILED, "precision": "fp16"}),
@@ -91,8 +103,10 @@ WAYS = {
     ),
     "0.5b": (
         Way("ours, bf16", COMPILED),
-        Way("ours, bf16, mean in bf16", {**COMPILED, "exp_avg_dtype": "bf16"}),
+        Way("ours, bf16, mean in bf16", HALF_MEAN),
         Way("ours, bf16, not recorded", {**COMPILED, "cuda_graphs": "never"}),
+        Way("ours, bf16, selective checkpointing", {**COMPILED, **SELECTIVE}, aside=True),
+        Way("ours, bf16, full checkpointing", {**COMPILED, **FULL}, aside=True),
         Way("ours, fp8", {**COMPILED, "precision": "fp8"}),
         Way(EXACT, {**COMPILED, "weights": "fp32"}),
         Way("HF Trainer, bf16, eager", peer={"bf16": True}),
@@ -107,8 +121,11 @@ WAYS = {
         Way("HF Trainer, tf32", peer={"tf32": True}),
     ),
     "6b": (
-        Way("ours, bf16", {**COMPILED, "exp_avg_dtype": "bf16"}),
-        Way("ours, fp8", {**COMPILED, "precision": "fp8", "exp_avg_dtype": "bf16"}),
+        Way("ours, bf16", HALF_MEAN),
+        Way("ours, bf16, selective checkpointing", {**HALF_MEAN, **SELECTIVE}, aside=True),
+        Way("ours, bf16, full checkpointing", {**HALF_MEAN, **FULL}, aside=True),
+        Way("ours, fp8", {**HALF_MEAN, "precision": "fp8"}),
+        Way("ours, fp8, selective checkpointing", {**HALF_MEAN, "precision": "fp8", **SELECTIVE}, aside=True),
         Way("HF Trainer, bf16, checkpointing", peer=CHECKPOINTED),
         Way("HF Trainer, bf16, checkpointing, liger", peer={**CHECKPOINTED, "use_liger_kernel": True}),
         Way("torchtitan, bf16, compiled, full checkpointing", titan=KEEP_FEW),
@@ -117,6 +134,8 @@ WAYS = {
     ),
     "lora": (
         Way("ours, bf16", COMPILED),
+        Way("ours, bf16, selective checkpointing", {**COMPILED, **SELECTIVE}, aside=True),
+        Way("ours, bf16, full checkpointing", {**COMPILED, **FULL}, aside=True),
         Way("ours, fp8", {**COMPILED, "precision": "fp8"}),
         Way("ours, fp8, a scale for each row", {**COMPILED, "precision": "fp8", "fp8_scaling": "rowwise"}),
         Way("HF Trainer and PEFT, bf16, checkpointing, liger", peer={**CHECKPOINTED, "use_liger_kernel": True}),

@@ -59,7 +59,7 @@ def stage_fits(loaded: LoadedRecipe, stage: str) -> Check:
     told = f"foreseen {room}, {found.time.rate:,.0f} tokens/s ± {found.sure:.0%}"
     if not found.fits:
         return Check(f"stage {stage}", "fail", f"does not fit: {room}", " | ".join(found.mends), found.as_json())
-    changed = [line for line in found.plan.reasons if "instead of" in line or "checkpointing on" in line]
+    changed = [line for line in found.plan.reasons if "instead of" in line or "gradient checkpointing:" in line]
     return Check(f"stage {stage}", "ok", "; ".join([told, *changed]), facts=found.as_json())
 
 

@@ -140,7 +140,7 @@ class _Watching(TorchDispatchMode):
         return False  # which takes a third of the host's time, and nothing is compiled here
 
 
-class _Keeping(_Watching):
+class _Keeping(_Watching):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **kwargs) if kwargs else func(*args)
         if kind_of(func) and is_kept(func, args):
@@ -151,7 +151,7 @@ class _Keeping(_Watching):
         return made
 
 
-class _Giving(_Watching):
+class _Giving(_Watching):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kind_of(func) and is_kept(func, args):
             self._given += 1

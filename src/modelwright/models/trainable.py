@@ -73,7 +73,9 @@ def untie_head(model: Any) -> None:
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The transformer layers, in order."""
-    wanted = getattr(getattr(model, "config", None), "num_hidden_layers", None)
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    wanted = getattr(config, "num_hidden_layers", None)
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == wanted:
             return module

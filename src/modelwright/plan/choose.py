@@ -16,7 +16,12 @@ from modelwright.plan.gpus import GPUS, Gpu, Machines
 from modelwright.plan.memory import Memory
 from modelwright.plan.stage import StagePlan
 from modelwright.plan.time import StepTime
-from modelwright.recipe.training import Parts, Trainable, Training
+from modelwright.recipe.training import Checkpointing, Parts, Trainable, Training
+
+CHECKPOINTINGS: tuple[Checkpointing, ...] = (False, "selective", True)
+"""From the fastest to the one that takes least memory."""
+RECOMPUTED = {"selective": "selective gradient checkpointing: all but products and attention is computed again",
+              True: "full gradient checkpointing: activations are computed again"}  # fmt: skip
 
 
 def choose(plan: StagePlan, settings: Training, shape: Shape, rows: Rows, machines: Machines) -> Estimate:
@@ -69,8 +74,8 @@ def candidates(plan: StagePlan, settings: Training, machines: Machines) -> list[
     if settings.sharding == "auto" and plan.sharding == "ddp":
         shardings += splits(settings, machines)
     checkpointings = [plan.gradient_checkpointing]
-    if not plan.gradient_checkpointing and isinstance(settings, Parts):
-        checkpointings.append(True)
+    if isinstance(settings, Parts):
+        checkpointings = list(CHECKPOINTINGS[CHECKPOINTINGS.index(plan.gradient_checkpointing) :])
     return [
         replace(plan, per_device=size, accumulation=share // size, gradient_checkpointing=again, sharding=how)
         for how in shardings
@@ -108,7 +113,7 @@ def changes(asked: StagePlan, chosen: StagePlan, machines: Machines) -> tuple[st
             f"{asked.accumulation}, for the {room}; the batch of {chosen.global_batch} is kept"
         )
     if asked.gradient_checkpointing != chosen.gradient_checkpointing:
-        told.append(f"gradient checkpointing on: activations are computed again, for the {room}")
+        told.append(f"{RECOMPUTED[chosen.gradient_checkpointing]}, for the {room}")
     return tuple(told)
 
 

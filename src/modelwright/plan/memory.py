@@ -167,6 +167,7 @@ def _text_moments(work: Work, fitted: Fitted) -> dict[str, dict[str, float]]:
     kept, kept_copies = stream_activations(work, fitted), copies * crossed + head_copy
     grown = 0.0 if _gradients_stay(work) else 1.0
     gradients, logits = _gradients(work), work.places * shape.words
+    again = max(0.0, one_layer - layer_products(work)) if work.checkpointing else 0.0
     if work.checkpointing:
         kept_copies = head_copy
     told, lost = logits * TOLD_BYTES, logits * LOSS_BYTES
@@ -185,8 +186,7 @@ def _text_moments(work: Work, fitted: Fitted) -> dict[str, dict[str, float]]:
     found = {
         "forward": {"activations": kept, "casts": cached, "logits": told},
         "loss": {"activations": kept, "casts": kept_copies, "logits": lost},
-        "backward begins": {"activations": kept + (one_layer if work.checkpointing else 0.0), "casts": kept_copies,
-                            "workspace": top * grown},
+        "backward begins": {"activations": kept + again, "casts": kept_copies, "workspace": top * grown},
         "first layer": first,
         "backward ends": last,
     }  # fmt: skip
@@ -224,13 +224,28 @@ def stream_activations(work: Work, fitted: Fitted) -> float:
     assert isinstance(shape, TextShape)
     ends = work.tokens * shape.width * 2.0 * work.stream + work.places * shape.width * (work.stream + work.width)
     if work.checkpointing:
-        return ends + moves.crossed_layers * work.tokens * shape.width * work.stream
+        return ends + moves.crossed_layers * (work.tokens * shape.width * work.stream + layer_products(work))
     frozen = moves.crossed_layers - moves.trained_layers
     return (
         ends
         + moves.trained_layers * layer_activations(work, fitted, trained=True)
         + frozen * layer_activations(work, fitted, trained=False)
     )
+
+
+def layer_products(work: Work) -> float:
+    """Bytes of products and attention that one layer keeps where all else in it is computed again.
+
+    The last product is not asked for again, unless a norm stands behind it, or a low-rank matrix beside it.
+    """
+    shape = work.shape
+    assert isinstance(shape, TextShape)
+    if work.checkpointing != "selective":
+        return 0.0
+    products = sum(outputs for _, outputs in shape.linears.values())
+    if not (shape.traits.norms > 2 or work.moves.low_rank):
+        products -= shape.width
+    return work.tokens * (work.width * (products + shape.query_width * work.spread) + 4.0 * shape.heads)
 
 
 def layer_activations(work: Work, fitted: Fitted, trained: bool) -> float:

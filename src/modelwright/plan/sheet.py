@@ -119,12 +119,13 @@ def _hours(each: Estimate) -> str:
     return f"{each.seconds:,.0f} s" if each.seconds < 3600 else f"{each.seconds / 3600:,.1f} h"
 
 
+CHECKPOINTED = {False: "none", "selective": "selective", True: "full"}
 CELLS = (
     ("batch", _batch),
     ("steps", lambda each: f"{each.plan.steps:,}" if each.counted else "-"),
     ("precision", lambda each: f"{each.plan.precision}{' (tf32)' * each.plan.tf32}, weights {each.plan.weights}"),
     ("sharding", lambda each: each.plan.sharding if each.plan.world > 1 else "one card"),
-    ("checkpointing", lambda each: "on" if each.plan.gradient_checkpointing else "off"),
+    ("checkpointing", lambda each: CHECKPOINTED[each.plan.gradient_checkpointing]),
     ("peak memory", lambda each: f"{_gib(each.memory.total)} ({each.memory.moment})"),
     ("needs", lambda each: f"{_gib(each.memory.needed)} of {_gib(each.machines.gpu.memory)}"),
     ("fits", lambda each: "yes" if each.fits else "NO"),

@@ -32,6 +32,8 @@ SHORT, NARROW_HEAD = 1024, 128
 HEAD_BYTES, LEAVING_BYTES = 12, 14
 """Bytes moved for each number of a head that moves: with each chunk of places, and once more at the end."""
 SOFT = 6
+WATCHED = 3.0
+"""How many times as long the host takes to order an eager layer whose every operation it watches, to keep products."""
 OVERLAP = 0.7
 """Share of the exchange of gradients that hides behind the backward pass."""
 
@@ -145,7 +147,9 @@ def step_time(
         host /= 4.0  # a convolution with its norm is a quarter of a decoder layer's calls
     elif work.moves.crossed_layers < layers:
         host *= (layers + 2 * work.moves.crossed_layers) / (3 * layers)
-    if work.checkpointing:
+    if work.checkpointing == "selective":
+        host *= 1.0 if work.compiled else WATCHED
+    elif work.checkpointing:
         host *= 4 / 3
     moved = work.moves.trained / work.shards * (ADAM_BYTES[work.weights] - 2 * (4 - work.mean_width))
     update = moved / (gpu.bandwidth * pace.optimizer)
@@ -167,7 +171,7 @@ def operations(work: Work) -> tuple[float, float]:
     layer, head = 2.0 * shape.layer_matrices * work.tokens, 2.0 * shape.embedding * work.tokens * work.learnt
     crossed = moves.crossed_layers
     low_rank = 3 * 2.0 * moves.low_rank * work.tokens
-    again = crossed if work.checkpointing else 0
+    again = crossed if work.checkpointing is True else 0
     computed = shape.layers - work.kept_layers
     matrices = layer * (computed + crossed + moves.trained_layers + again) + low_rank
     matrices += head * (2 + (1 if moves.head else 0))
@@ -194,7 +198,8 @@ def _text(work: Work, gpu: Gpu, pace: Pace) -> tuple[float, float]:
         rate = max(rate, gpu.tf32 * pace.matrices_tf32 * broad)
     products = matrices / rate + attention / (wide * reached)
     crossed, computed = moves.crossed_layers, shape.layers - work.kept_layers
-    again = crossed if work.checkpointing else 0
+    # a compiler puts small operations that are done again into the kernels of the backward pass
+    again = crossed if work.checkpointing is True or (work.checkpointing and not work.compiled) else 0
     visits = (computed + again + 2 * crossed) / 3
     pieces = COMPILED_PIECES if work.compiled else _pieces(work)
     if moves.low_rank:  # two products, and around them what only a compiler spares
@@ -222,7 +227,8 @@ def _moved(work: Work, gpu: Gpu, pace: Pace) -> float:
         moved += (computed + crossed * (2 if work.checkpointing else 1)) * shape.layer_matrices * 6.0
         moved += moves.trained_layers * shape.layer_matrices * 8.0  # and its gradient goes the other way
     # each product reads its matrix, and the one that makes a gradient writes it
-    moved += (computed + again + crossed + moves.trained_layers) * shape.layer_matrices * work.width
+    products = computed + crossed + moves.trained_layers + (again if work.checkpointing is True else 0)
+    moved += products * shape.layer_matrices * work.width
     # gradients of all micro-batches but the first are added to what is there
     moved += moves.trained * 3.0 * work.kept_width * (work.accumulation - 1) / work.accumulation
     if work.by_row:
