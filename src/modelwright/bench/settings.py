@@ -62,6 +62,8 @@ GPU_SETTINGS = (
     Setting("3B LoRA 2048 selective compiled", "smollm3-3b", 4, 2048,
             settings={"trainable": "lora", "gradient_checkpointing": "selective", "torch_compile": True}),
     Setting("3B full 2048 compiled", "smollm3-3b", 4, 2048, settings={"torch_compile": True}),
+    Setting("3B full 4096", "smollm3-3b", 2, 4096),
+    Setting("3B full 4096 compiled", "smollm3-3b", 2, 4096, settings={"torch_compile": True}),
     Setting("3B full 4096 checkpointed", "smollm3-3b", 2, 4096, settings={"gradient_checkpointing": True}),
     Setting("3B full 4096 selective", "smollm3-3b", 2, 4096, settings={"gradient_checkpointing": "selective"}),
     Setting("3B full 4096 selective compiled", "smollm3-3b", 2, 4096,
