@@ -26,7 +26,8 @@ class Float8LinearConfig:
 
     @classmethod
     def from_recipe_name(cls, name: str) -> Float8LinearConfig:
-        return cls(by_row={"tensorwise": False, "rowwise": True}[name])
+        rows = {"tensorwise": False, "rowwise": True}[name]
+        return cls(round_scales_to_power_of_2=rows, by_row=rows)
 
 
 class Float8Linear(nn.Linear):

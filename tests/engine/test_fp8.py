@@ -98,12 +98,14 @@ def test_padding_changes_no_likelihood_of_an_answer(model_folder: Path, shared: 
 def test_what_a_pair_says_in_fp8_does_not_hang_on_the_rows_beside_it(torchao: None, model_folder: Path) -> None:
     task = pairs_task(model_folder, load_model(model_folder), Dpo(precision="fp8", max_length=128))
     exact = task.module(**task.bare_batch("train", [3]).inputs)
-    assert len(fp8.convert(task.module)) == 14
+    linears = fp8.convert(task.module)
+    assert len(linears) == 14
+    fp8.switch(linears, "rowwise")
     alone = task.module(**task.bare_batch("train", [3]).inputs)
     among = task.module(**task.bare_batch("train", [3, 1, 7, 11]).inputs)[: len(alone)]
     rounding = (alone - exact).abs().max()
     assert rounding > 1e-4
-    assert (among - alone).abs().max() < 0.02 * rounding  # with scales that are no powers of two, as large as it
+    assert (among - alone).abs().max() < 0.02 * rounding  # with a scale for each matrix, as large as it
 
 
 def test_before_the_first_step_in_fp8_the_loss_is_the_logarithm_of_two(
@@ -114,7 +116,7 @@ def test_before_the_first_step_in_fp8_the_loss_is_the_logarithm_of_two(
     engine = Engine(task, settings, plan_stage(settings, task.rows, 1, LAPTOP), World(), seed=7)
     set_reference(task, engine, tmp_path, "m")
     losses = [report.loss for report in engine.steps()]
-    assert losses[0] == pytest.approx(math.log(2), abs=1e-3)
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-5)
     assert losses[1] < losses[0]
 
 

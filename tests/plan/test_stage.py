@@ -10,8 +10,9 @@ import pytest
 
 from modelwright.plan import facts
 from modelwright.plan.facts import Facts, free_memory, probe
-from modelwright.plan.stage import StagePlan, choose_precision, plan_stage, solve
-from modelwright.recipe.schema import Sft
+from modelwright.plan.stage import StagePlan, choose_precision, choose_scalings, plan_stage, solve
+from modelwright.recipe.schema import Dpo, Sft
+from modelwright.recipe.training import Training
 
 LAPTOP = Facts("cpu", "2 CPU threads", 8 << 30, fast_bf16=False)
 H100 = Facts("cuda", "NVIDIA H100", 80 << 30, fast_bf16=True, peak_flops=989e12)
@@ -20,6 +21,22 @@ V100 = Facts("cuda", "Tesla V100", 16 << 30, fast_bf16=False)
 
 def plan(rows: int = 100, world: int = 1, kept: int | None = None, facts: Facts = LAPTOP, **settings: Any) -> StagePlan:
     return plan_stage(Sft(**settings), rows, world, facts, kept)
+
+
+@pytest.mark.parametrize(
+    ("settings", "order"),
+    [
+        (Sft(), ("tensorwise", "rowwise")),
+        (Sft(trainable="lora"), ("rowwise", "tensorwise")),
+        (Dpo(), ("rowwise",)),
+        (Dpo(fp8_scaling="tensorwise"), ("tensorwise",)),
+    ],
+)
+def test_rows_have_scales_of_their_own_in_fp8_where_that_is_closer_and_costs_little(
+    settings: Training, order: tuple[str, ...]
+) -> None:
+    assert choose_scalings(settings) == order
+    assert plan_stage(settings, 100, 1, H100).scaling == order[0]
 
 
 def test_the_batch_is_a_sum_that_a_person_can_check() -> None:

@@ -36,7 +36,7 @@ def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tried]:
 
     def measured(engine: Engine, precision: str, scaling: str) -> Way:
         assert math.isfinite(really(engine, precision, scaling).loss)
-        name = precision if scaling == "tensorwise" else f"{precision} {scaling}"
+        name = f"{precision} {scaling}" if (precision, scaling) == ("fp8", "rowwise") else precision
         said.append((FIGURES[0], name))
         return FIGURES[0][name]
 
@@ -71,7 +71,7 @@ def run(folder: Path, model: Path, stop_after: int | None = None, make: Any = ti
     ],
 )
 def test_it_must_be_faster_and_say_the_same(seconds: float, loss: float, kept: bool, why: str) -> None:
-    found = judge(Way(1.0, 100.0), Way(seconds, loss))
+    found = judge(Way(1.0, 100.0), Way(seconds, loss), "tensorwise")
     assert found.kept is kept
     assert why in found.why
 
@@ -98,7 +98,7 @@ CLOSER = {"bf16": Way(1.0, 100.0), "fp8": Way(0.7, 102.0), "fp8 rowwise": Way(0.
     ("figures", "why"),
     [
         (CLOSER, "fp8 is kept: fp8 with a scale for each row is 1.25 × as fast as bf16 here (needs 1.05), its loss "
-                 "0.10% off (at most 0.5%); with one for each matrix it was 2.00% off"),
+                 "0.10% off (at most 0.5%); with a scale for each matrix its loss was too far off"),
         (CLOSER | {"fp8 rowwise": Way(0.99, 100.1)}, "bf16 instead of fp8: fp8 with a scale for each row is 1.01 ×"),
     ],
 )  # fmt: skip
@@ -159,11 +159,11 @@ def test_another_shape_is_tried_anew_and_a_damaged_cache_is_no_answer(
 def test_pairs_are_tried_before_their_reference_is_measured_in_what_is_kept(
     tried: Tried, model_folder: Path, tmp_path: Path
 ) -> None:
-    for name, figures in (("fp8", FAST), ("bf16", SLOW)):
-        FIGURES[:] = [figures]
+    for name, figures in (("fp8", FAST), ("bf16", SLOW)):  # with a scale for each row: others do not touch it
+        FIGURES[:] = [{"bf16": figures["bf16"], "fp8 rowwise": figures["fp8"]}]
         (tmp_path / "cache/fp8.json").unlink(missing_ok=True)
         done = run(tmp_path / name, model_folder, make=tiny_dpo_recipe, max_steps=1)
-        assert trace(done, "dpo")["steps"][1][0] == pytest.approx(math.log(2), abs=1e-3)
+        assert trace(done, "dpo")["steps"][1][0] == pytest.approx(math.log(2), abs=1e-5)
         assert json.loads((done / "plan.json").read_text(encoding="utf-8"))["dpo"]["precision"] == name
 
 

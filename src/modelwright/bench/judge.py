@@ -64,6 +64,7 @@ def work_of(setting: Setting, plan: dict[str, Any], on_gpu: bool) -> Work:
         "precision": plan["precision"],
         # runs from before it was a setting: torch's own way is tf32 in convolutions, and in no other products
         "tf32": plan.get("tf32", on_gpu and setting.stage == "classify" and plan["precision"] == "fp32"),
+        "by_row": plan["precision"] == "fp8" and plan.get("scaling") == "rowwise",
         "weights": plan.get("weights", "fp32"),
         "compiled": bool(setting.settings.get("torch_compile")) or (on_gpu and plan["precision"] == "fp8"),
         "on_gpu": on_gpu,

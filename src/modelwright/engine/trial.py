@@ -8,14 +8,18 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from modelwright.engine.fp8 import SCALINGS
 from modelwright.engine.loop import Engine
 
 GAIN = 1.05
 """How many times as fast as bf16 it must be at least: less is not worth the digits."""
-WITH = {"tensorwise": "", "rowwise": " with a scale for each row"}
 TOLERANCE = 0.005
 """How far its loss may be off, as a share of that of bf16: what we ask of every arithmetic over 300 steps."""
+NAMES = {"tensorwise": "fp8", "rowwise": "fp8 with a scale for each row"}
+MENDS = {
+    "tensorwise": ("speed", "with a scale for each row it was too slow"),
+    "rowwise": ("loss", "with a scale for each matrix its loss was too far off"),
+}
+"""What each scaling is better at than the other, and what is told of the other then."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +34,16 @@ class Trial:
     """How many times as fast as bf16 it was."""
     gap: float | None = None
     """How far its loss was off, as a share of that of bf16."""
-    scaling: str = SCALINGS[0]
+    scaling: str = "tensorwise"
     """What had a scale of its own: each matrix, or each row of it."""
 
     @property
-    def off(self) -> str:
-        """How far its loss was off, in words."""
-        return "no number" if self.gap is None else f"{self.gap:.2%} off"
+    def lacks(self) -> str | None:
+        """The one thing that it lacks to be kept, speed or loss; None where it is kept, failed, or lacks both."""
+        if self.kept or self.speedup is None:
+            return None
+        fast, close = self.speedup >= GAIN, self.gap is not None and self.gap <= TOLERANCE
+        return None if fast == close else "loss" if fast else "speed"
 
 
 @dataclass(frozen=True)
@@ -49,31 +56,32 @@ class Way:
     """Summed over them."""
 
 
-def judge(plain: Way, eight: Way, scaling: str = SCALINGS[0]) -> Trial:
+def judge(plain: Way, eight: Way, scaling: str) -> Trial:
     """Hold fp8 against bf16."""
     speedup, gap = plain.seconds / eight.seconds, abs(eight.loss / plain.loss - 1) if plain.loss else math.nan
     fast, close = speedup >= GAIN, gap <= TOLERANCE
-    found = f"fp8{WITH[scaling]} is {speedup:.2f} × as fast as bf16 here (needs {GAIN:g})"
+    found = f"{NAMES[scaling]} is {speedup:.2f} × as fast as bf16 here (needs {GAIN:g})"
     found += f", its loss {gap:.2%} off (at most {TOLERANCE:.1%})" if math.isfinite(gap) else ", its loss is no number"
     why = f"fp8 is kept: {found}" if fast and close else f"bf16 instead of fp8: {found}"
     return Trial(fast and close, why, round(speedup, 3), gap if math.isfinite(gap) else None, scaling)
 
 
-def try_fp8(engine: Engine, scalings: Sequence[str] = SCALINGS) -> Trial:
+def try_fp8(engine: Engine, scalings: Sequence[str]) -> Trial:
     """Go through a few batches in both, and leave the engine in the better one, as if it had never known the other.
 
-    A scale for each row is closer and slower: it is tried where one for each matrix is fast and not close enough.
+    A scale for each row is closer and slower than one for each matrix. Which is tried first is the caller's choice; the
+    other is tried where it may mend the one thing that the first lacks.
     """
-    plain = measured(engine, "bf16", SCALINGS[0])
-    first, *others = scalings
+    first = scalings[0]
+    plain = measured(engine, "bf16", first)
     found = _tried(engine, plain, first)
-    for scaling in others:
-        if found.kept or found.speedup is None or found.speedup < GAIN:
-            break
-        before, found = found, _tried(engine, plain, scaling)
-        found = replace(found, why=f"{found.why}; with one for each matrix it was {before.off}")
+    for scaling in scalings[1:]:
+        lacks, told = MENDS[scaling]
+        if found.lacks == lacks:
+            found = _tried(engine, plain, scaling)
+            found = replace(found, why=f"{found.why}; {told}")
     if not found.kept:  # else it computes so already, and no layer need be compiled once more
-        engine.compute_in("bf16", SCALINGS[0])
+        engine.compute_in("bf16", first)
     return found
 
 

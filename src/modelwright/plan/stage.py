@@ -7,7 +7,7 @@ from typing import Any
 
 from modelwright.errors import UsageError
 from modelwright.plan.facts import Facts
-from modelwright.recipe.training import Checkpointing, Parts, Training
+from modelwright.recipe.training import Checkpointing, Parts, Preference, Training
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def plan_stage(settings: Training, rows: int, world: int, facts: Facts, kept_bat
         learning_rate=learning_rate,
         tf32=tf32,
         gradient_checkpointing=settings.gradient_checkpointing,
-        scaling="tensorwise" if settings.fp8_scaling == "auto" else settings.fp8_scaling,
+        scaling=choose_scalings(settings)[0],
         reasons=tuple(reasons),
     )
 
@@ -142,6 +142,20 @@ def choose_weights(settings: Training, precision: str, facts: Facts) -> str:
     if settings.weights == "auto":
         return "bf16" if suits and facts.device == "cuda" else "fp32"
     return settings.weights
+
+
+def choose_scalings(settings: Training) -> tuple[str, ...]:
+    """What has a scale of its own in fp8: the best way first, and what may be tried after it.
+
+    A scale for each row is closer, and beside frozen matrices costs next to nothing. And what is said of a pair then
+    does not hang on the rows beside it: its reference was measured in another batch.
+    """
+    if settings.fp8_scaling != "auto":
+        return (settings.fp8_scaling,)
+    if isinstance(settings, Preference):
+        return ("rowwise",)
+    frozen = isinstance(settings, Parts) and settings.trainable.lora
+    return ("rowwise", "tensorwise") if frozen else ("tensorwise", "rowwise")
 
 
 def choose_products(wish: bool | str, precision: str, facts: Facts) -> tuple[bool, str]:

@@ -13,12 +13,11 @@ import torch
 import xxhash
 from torch import nn
 
-from modelwright.engine.fp8 import SCALINGS
 from modelwright.engine.loop import Engine
 from modelwright.engine.shard import layers_of
 from modelwright.engine.trial import Trial, try_fp8
 from modelwright.errors import StorageError
-from modelwright.plan.stage import StagePlan
+from modelwright.plan.stage import StagePlan, choose_scalings
 from modelwright.runs.caches import cache_dir
 from modelwright.runs.folder import is_sealed, read_json, write_json, write_sealed
 from modelwright.stages.context import Context
@@ -41,7 +40,7 @@ def engine_of(plan: StagePlan, stage: str, built: Built, context: Context) -> En
     engine = Engine(built.task, settings, plan, context.world, context.recipe.seed)
     if tries:
         shape = shape_of(plan, stage, built, context)
-        trial = try_fp8(engine, SCALINGS if settings.fp8_scaling == "auto" else (settings.fp8_scaling,))
+        trial = try_fp8(engine, choose_scalings(settings))
         context.world.first(lambda: _keep(trial, shape, context.folder.trial(stage)))
         context.journal.add("fp8", stage=stage, found="now", **asdict(trial))
         engine.plan = _decided(engine.plan, trial)
