@@ -86,7 +86,6 @@ GPU_SETTINGS = (
     Setting("7B LoRA 4096 checkpointed", "llama-7b", 2, 4096,
             settings={"trainable": "lora", "gradient_checkpointing": True}),
     Setting("ResNet-18 fp32", "resnet18", 128, stage="classify", settings={"precision": "fp32"}),
-    Setting("ResNet-18 fp32 exact", "resnet18", 128, stage="classify", settings={"precision": "fp32", "tf32": False}),
     Setting("ResNet-18 bf16", "resnet18", 512, stage="classify"),
     Setting("ResNet-18 bf16 1024", "resnet18", 1024, stage="classify"),
     Setting("0.5B full 512 compiled", "llama-6b", 8, 512, settings={"torch_compile": True}, smaller=_HALF_BILLION),

@@ -129,7 +129,7 @@ def keep_angles_exact(module: nn.Module) -> None:
     """Let rotary positions be multiplied exactly whatever holds around them.
 
     Some versions of transformers multiply positions by frequencies as matrices. With 10 bits position 4,001 would be
-    4,000, and its first angle off by a radian.
+    4,000, and its first angle off by a radian; that a library computes products so thin exactly is not promised.
     """
     for part in module.modules():
         if turns(part):

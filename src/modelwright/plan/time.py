@@ -54,6 +54,8 @@ class Pace:
     """Width of a layer at which its products reach half of that."""
     attention: float = 0.30
     """Share of the rate that attention over 1,024 tokens reaches, both ways."""
+    attention_fp32: float = 0.4
+    """The same in fp32 on a GPU, whose kernel leaves the tensor cores alone."""
     traffic: float = 1.2
     """How much longer the counted traffic of eager layers takes than the memory rate says."""
     traffic_compiled: float = 1.2
@@ -190,11 +192,9 @@ def _text(work: Work, gpu: Gpu, pace: Pace) -> tuple[float, float]:
     wide = gpu.rate("bf16" if work.precision == "fp8" else work.precision)
     # longer rows and wider heads fill the kernel better
     reached = 2 * work.length / (work.length + SHORT) * min(1, 2 * shape.head_width / (shape.head_width + NARROW_HEAD))
-    reached *= pace.attention
-    if work.on_gpu and work.precision == "fp32":  # without tensor cores products are what attention waits for
-        reached = share
+    reached *= pace.attention_fp32 if work.on_gpu and work.precision == "fp32" else pace.attention
     rate = gpu.rate(work.precision) * share
-    if work.tf32:  # which attention's kernel does not know of
+    if work.tf32:
         rate = max(rate, gpu.tf32 * pace.matrices_tf32 * broad)
     products = matrices / rate + attention / (wide * reached)
     crossed, computed = moves.crossed_layers, shape.layers - work.kept_layers
@@ -297,10 +297,8 @@ def _vision(work: Work, gpu: Gpu, pace: Pace) -> tuple[float, float]:
     moved = work.rows * shape.passed(work.on_gpu) * work.width * pace.picture_traffic
     # a convolution with its norm is an eighth of a decoder layer's kernels
     pieces = pace.kernels * len(shape.convolutions) / 8 if work.on_gpu else 0.0
-    rate = (gpu.tf32 if work.tf32 else gpu.rate(work.precision)) * pace.convolution
-    if work.on_gpu and work.precision == "fp32" and not work.tf32:
-        rate = gpu.fp32 * pace.matrices_fp32  # which is slow enough for small images to fill
-    return flops, flops / rate + moved / gpu.bandwidth + pieces
+    rate = gpu.tf32 if work.tf32 else gpu.rate(work.precision)
+    return flops, flops / (rate * pace.convolution) + moved / gpu.bandwidth + pieces
 
 
 def _exchange(work: Work, links: tuple[float, float], backward: float) -> float:
