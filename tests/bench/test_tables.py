@@ -69,11 +69,18 @@ def test_what_was_measured_beside_pretraining_has_a_row_of_its_own() -> None:
     found = {
         "lora": {"ways": {"ours, bf16": way, "HF Trainer and PEFT": slow}},
         "sft": {"ways": {"ours, bf16": {"rows_per_second": 210.0}, "TRL, a": {"rows_per_second": 48.0}, "TRL, b": {}}},
+        "fp32": {"ways": {"ours, tf32": way, "ours, fp32": slow}},
+        "dpo": {
+            "setting": "16-layer Llama, and more",
+            "ways": {name: {"pairs_per_second": 50.0, "memory_gb": 30.0} for name in ("ours, bf16", "TRL, bf16")},
+        },
         "start": {"warm": {"seconds": 14.2}, "saves": [{"share_of_a_minute": 0.011}, {"share_of_a_minute": 0.004}]},
     }
     told = "\n".join(" | ".join(cells) for cells in _beside_pretraining(found))
     assert "16,500 tokens/s (55.0% MFU, 98 GB) in bf16 | HF Trainer 9,000 tokens/s" in told
     assert "210 rows/s | TRL 48 rows/s" in told
+    assert "16 k tokens/s on tensor cores, 9 k tokens/s exact | –" in told
+    assert "DPO, 16-layer Llama, 512 prompt" in told and "50.0 pairs/s, 30 GB | TRL 50.0, 30 GB" in told
     assert "14.2 s" in told and "1.1% of the time" in told
     assert _beside_pretraining({}) == []
 

@@ -126,6 +126,10 @@ def _pretraining(figures: Figures) -> list[Cells]:
 def _beside_pretraining(figures: Figures) -> list[Cells]:
     """What `bench speed` measures besides, as far as it was measured."""
     rows: list[Cells] = []
+    if fp32 := figures.get("fp32", {}).get("ways"):
+        ours = f"{_rate(fp32['ours, tf32'])} on tensor cores, {_rate(fp32['ours, fp32'])} exact"
+        peer = _fastest_peer(fp32, "HF Trainer", "tokens_per_second", "tokens/s")
+        rows.append(("pretrain 0.5 B in fp32, 8 rows of 512", ours, peer, "`bench speed --work fp32`"))
     if lora := figures.get("lora", {}).get("ways"):
         ours = ", ".join(
             f"{_way(lora[name])} in {name.removeprefix('ours, ')}"
