@@ -72,7 +72,7 @@ def test_a_compiler_sees_which_way_is_taken() -> None:
     one.base_layer.__class__ = type("Eighths", (nn.Linear,), {"forward": lambda self, x: x})
     torch._dynamo.reset()
     assert asked(zero) == 0
-    switch([one.base_layer], on=False)  # as where fp8 was tried and left
+    switch([one.base_layer], None)  # as where fp8 was tried and left
     torch._dynamo.reset()
     assert asked(zero) == 1
 
