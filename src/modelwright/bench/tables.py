@@ -14,7 +14,7 @@ Cells = tuple[str, str, str, str]
 """What was done, ours, a peer's on the same machine, and the command."""
 Figures = dict[str, Any]
 MARK = "<!-- figures: {name}, made from bench/results by modelwright.bench.tables -->"
-LAST = 6
+LAST = 5
 """Kept losses, one of ten steps each, that make the end of a curve."""
 END = "<!-- end of figures -->"
 
@@ -116,7 +116,8 @@ def _pretraining(figures: Figures) -> list[Cells]:
         ),
         (
             "… its training loss at the end, against exact fp32 weights",
-            f"{off['ours, bf16']} in bf16, {off['ours, fp8']} in fp8",
+            f"{off['ours, bf16']} in bf16, {off['ours, fp8']} in fp8, {off['ours, fp16']} in fp16, "
+            f"{off['ours, fp32 on tensor cores']} in tf32",
             f"HF Trainer {off['HF Trainer, bf16, eager']}",
             "`bench speed --work 135m`",
         ),
