@@ -125,6 +125,7 @@ WAYS = {
         Way("ours, bf16, selective checkpointing", {**HALF_MEAN, **SELECTIVE}, aside=True),
         Way("ours, bf16, full checkpointing", {**HALF_MEAN, **FULL}, aside=True),
         Way("ours, fp8", {**HALF_MEAN, "precision": "fp8"}),
+        Way("ours, fp8, a scale for each row", {**HALF_MEAN, "precision": "fp8", "fp8_scaling": "rowwise"}, aside=True),
         Way("ours, fp8, selective checkpointing", {**HALF_MEAN, "precision": "fp8", **SELECTIVE}, aside=True),
         Way("HF Trainer, bf16, checkpointing", peer=CHECKPOINTED),
         Way("HF Trainer, bf16, checkpointing, liger", peer={**CHECKPOINTED, "use_liger_kernel": True}),
@@ -137,7 +138,7 @@ WAYS = {
         Way("ours, bf16, selective checkpointing", {**COMPILED, **SELECTIVE}, aside=True),
         Way("ours, bf16, full checkpointing", {**COMPILED, **FULL}, aside=True),
         Way("ours, fp8", {**COMPILED, "precision": "fp8"}),
-        Way("ours, fp8, a scale for each row", {**COMPILED, "precision": "fp8", "fp8_scaling": "rowwise"}),
+        Way("ours, fp8, a scale for each matrix", {**COMPILED, "precision": "fp8", "fp8_scaling": "tensorwise"}),
         Way("HF Trainer and PEFT, bf16, checkpointing, liger", peer={**CHECKPOINTED, "use_liger_kernel": True}),
     ),
 }  # fmt: skip
