@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from modelwright.errors import ModelError
-from modelwright.models import low_rank, selective
+from modelwright.models import low_rank
+from modelwright.models.recompute import recompute, take_back
 from modelwright.recipe.training import Checkpointing, Parts
 
 
@@ -42,15 +43,14 @@ def set_trainable(model: Any, parts: Parts) -> Any:
 def recompute_activations(model: Any, how: Checkpointing) -> None:
     """Recompute activations in the backward pass, all of them or all but products, whatever was said before.
 
-    The library also makes the embeddings ask for a gradient, which the old, reentrant form needed; it would drag the
-    backward pass through every frozen layer, so that is taken back.
+    Where the layers are not found, the library does it. It also makes the embeddings ask for a gradient, which the old,
+    reentrant form needed; it would drag the backward pass through every frozen layer, so that is taken back.
     """
-    selective.take_back(model)
-    if how == "selective":
-        selective.keep_products(decoder_layers(model))
+    take_back(model)
+    if how == "selective" or (how and _layers(model) is not None):
+        recompute(decoder_layers(model), keep_products=how == "selective")
     elif how:
-        wishes = {"use_reentrant": False, "preserve_rng_state": selective.draws(model)}
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=wishes)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.disable_input_require_grads()
 
 
@@ -73,16 +73,22 @@ def untie_head(model: Any) -> None:
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The transformer layers, in order."""
+    if (found := _layers(model)) is not None:
+        return found
+    raise ModelError(
+        "model: its transformer layers were not found, which last_layers and selective checkpointing ask for; "
+        "use trainable: all, and gradient_checkpointing: true or false"
+    )
+
+
+def _layers(model: nn.Module) -> nn.ModuleList | None:
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     wanted = getattr(config, "num_hidden_layers", None)
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == wanted:
             return module
-    raise ModelError(
-        "model: its transformer layers were not found, which last_layers and selective checkpointing ask for; "
-        "use trainable: all, and gradient_checkpointing: true or false"
-    )
+    return None
 
 
 def _moving_parts(model: Any, parts: Parts) -> list[nn.Module]:

@@ -1,4 +1,4 @@
-"""Selective checkpointing: products and attention are kept, the rest is computed again, every gradient is the same."""
+"""What is computed again in the backward pass, all or all but products and attention, leaves gradients the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from families import FAMILIES, family
 from modelwright.engine import fp8
 from modelwright.errors import ModelError
 from modelwright.models import attention
-from modelwright.models.selective import Products, draws, kind_of
+from modelwright.models.recompute import Products, draws, kind_of, recompute
 from modelwright.models.text import hidden_states, load_model
 from modelwright.models.trainable import decoder_layers, recompute_activations, set_trainable
 from modelwright.recipe.load import load
@@ -87,6 +87,15 @@ def test_documents_and_fp8_layers_have_the_same_gradients(model_folder: Path, mo
     assert same(*found)
 
 
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_casts_of_fp32_weights_are_made_again_and_the_gradients_are_the_same(model_folder: Path) -> None:
+    found = []
+    for how in (False, "selective"):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found.append(gradients(load_model(model_folder), how))
+    assert same(*found)
+
+
 def test_a_layer_keeps_what_its_second_pass_asks_for_and_no_more(model_folder: Path) -> None:
     model = load_model(model_folder)
     gradients(model, "selective", steps=1)
@@ -117,7 +126,7 @@ def test_frozen_layers_at_the_bottom_and_measuring_go_the_usual_way(
     gradients(model, "selective")
     first, last = decoder_layers(model)
     assert (products(first).asked, products(last).asked) == (None, 7)
-    monkeypatch.setattr("modelwright.models.selective.checkpoint", None)  # would fail if it were called
+    monkeypatch.setattr("modelwright.models.recompute.checkpoint", None)  # would fail if it were called
     with torch.no_grad():
         hidden_states(model, TOKENS, PLACES)
     hidden_states(model.eval(), TOKENS, PLACES)
@@ -125,25 +134,28 @@ def test_frozen_layers_at_the_bottom_and_measuring_go_the_usual_way(
 
 def test_a_later_word_takes_the_place_of_an_earlier(model_folder: Path) -> None:
     model = load_model(model_folder)
-    recompute_activations(model, "selective")
-    recompute_activations(model, True)
-    assert not any("forward" in layer.__dict__ for layer in decoder_layers(model))
-    assert model.is_gradient_checkpointing
+    for how in ("selective", True, False):
+        recompute_activations(model, how)  # type: ignore[arg-type]
+        given = [layer.__dict__["forward"].args for layer in decoder_layers(model) if "forward" in layer.__dict__]
+        assert len(given) == (2 if how else 0)
+        assert all(any(isinstance(each, Products) for each in args) == (how == "selective") for args in given)
 
 
 def test_compiled_layers_have_the_gradients_of_those_that_are_not(model_folder: Path) -> None:
     found = []
-    for backend in (None, "aot_eager_decomp_partition"):
+    for how, backend in ((False, None), *((how, "aot_eager_decomp_partition") for how in ("selective", True))):
         model = load_model(model_folder)
         attention.install(model)
-        recompute_activations(model, "selective")
+        recompute_activations(model, how)
         torch._dynamo.reset()
         for layer in decoder_layers(model) if backend else ():
             layer.compile(backend=backend, fullgraph=True)
-        found.append(gradients(model, "selective"))
-    assert found[0].keys() == found[1].keys()
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-5)
+        found.append(gradients(model, how))
+    plain, *others = found
+    for other in others:
+        assert plain.keys() == other.keys()
+        for name, gradient in plain.items():
+            torch.testing.assert_close(other[name], gradient, rtol=1e-4, atol=1e-5)
 
 
 def test_what_a_product_is() -> None:
@@ -156,11 +168,24 @@ def test_what_a_product_is() -> None:
         assert not kind_of(again)
 
 
+def test_a_layer_that_changes_a_product_in_its_place_is_told_what_would_do() -> None:
+    class Careless(nn.Linear):
+        def forward(self, given: Tensor) -> Tensor:
+            return nn.functional.linear(nn.functional.linear(given, self.weight).relu_(), self.weight)
+
+    layers = nn.ModuleList([Careless(8, 8)])
+    recompute(layers, keep_products=True)
+    with pytest.raises(ModelError, match="use gradient_checkpointing: true"):
+        layers[0](torch.ones(2, 8)).sum().backward()
+
+
 def test_a_model_without_layers_to_be_found_is_told_so(model_folder: Path) -> None:
     model = load_model(model_folder)
     model.config.num_hidden_layers = 5
     with pytest.raises(ModelError, match="selective checkpointing"):
         recompute_activations(model, "selective")
+    recompute_activations(model, True)
+    assert model.is_gradient_checkpointing, "the library finds them in its own way"
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-"""Keep the results of a layer's matrix products and of its attention, and compute the rest of it again.
+"""Compute a layer again in its backward pass: all of it, or all but its matrix products and its attention.
 
-Norms, rotations, activations and casts are most of what a layer keeps for its backward pass, and next to none of its
-arithmetic. The checkpoint is inside the layer's own forward, so that a compiler sees the layer and its checkpoint as
-one piece, and whatever gathers the layer's weights does so around both.
+Norms, rotations, activations and casts are most of what a layer keeps, and next to none of its arithmetic. The
+checkpoint is inside the layer's own forward, so that a compiler sees the layer and its checkpoint as one piece (the
+last product, which nothing asks for, is not done again), and whatever gathers the layer's weights does so around both.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from modelwright.errors import ModelError
+
 OF_OUR_OWN = "modelwright::low_rank_gate"
 """A product under another name, a layer's whole gated part; the names of all others end in mm."""
 THIN = 8
@@ -27,12 +29,13 @@ THIN = 8
 the scores of attention that is written out."""
 
 
-def keep_products(layers: nn.ModuleList) -> None:
-    """Let each layer keep its products in training; what moves in them must have been said before."""
+def recompute(layers: nn.ModuleList, keep_products: bool) -> None:
+    """Let each layer be computed again in training; what moves in them must have been said before."""
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_news)
     for layer in layers:
         moves = any(weight.requires_grad for weight in layer.parameters())
-        layer.__dict__["forward"] = partial(_forward, layer, layer.forward, Products(), moves, draws(layer))
+        products = Products() if keep_products else None
+        layer.__dict__["forward"] = partial(_forward, layer, layer.forward, products, moves, draws(layer))
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -48,15 +51,19 @@ def take_back(model: nn.Module) -> None:
 
 
 def _forward(
-    layer: nn.Module, forward: Callable[..., Any], products: Products, moves: bool, random: bool,
+    layer: nn.Module, forward: Callable[..., Any], products: Products | None, moves: bool, random: bool,
     *given: Any, **more: Any,
 ) -> Any:  # fmt: skip
     """The layer's forward pass; where nothing is learnt from it, as it always was."""
     asks = moves or any(isinstance(each, Tensor) and each.requires_grad for each in (*given, *more.values()))
     if not (asks and layer.training and torch.is_grad_enabled()):
         return forward(*given, **more)
-    contexts = _for_the_compiler if torch.compiler.is_compiling() else products.contexts
-    return checkpoint(forward, *given, use_reentrant=False, context_fn=contexts, preserve_rng_state=random, **more)
+    if more.get("past_key_values") is not None:
+        more["past_key_values"] = None  # what is remembered would be remembered twice, and nobody asks for it here
+    wishes: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": random}
+    if products is not None:
+        wishes["context_fn"] = _for_the_compiler if torch.compiler.is_compiling() else products.contexts
+    return checkpoint(forward, *given, **wishes, **more)
 
 
 def draws(model: nn.Module) -> bool:
@@ -92,7 +99,8 @@ def _for_the_compiler() -> Any:
     return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
 
 
-_for_the_compiler.cache_hash = "products and attention"  # type: ignore[attr-defined]  # or it is compiled at each start
+# what is compiled is kept under this name, which has to change where the policy does
+_for_the_compiler.cache_hash = f"products up to {THIN} times as wide, attention"  # type: ignore[attr-defined]
 
 
 class Products:
@@ -116,9 +124,15 @@ class _Kept:
     tensor: Tensor
     version: int
 
+    @classmethod
+    def of(cls, made: Tensor) -> _Kept:
+        """An alias: the tensor itself will know what it was made of, and that knows of what is kept."""
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            return cls(made.detach(), made._version)  # whose count of changes, without the guard, would be its own
+
     def as_it_was(self) -> Tensor:
         if self.tensor._version != self.version:
-            raise RuntimeError("a layer has changed the result of a product in its place; full checkpointing is exact")
+            raise ModelError("model: a layer changes a product in its place; use gradient_checkpointing: true")
         return self.tensor
 
 
@@ -137,7 +151,7 @@ class _Watching(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # which takes a third of the host's time, and nothing is compiled here
+        return False  # a wrapper around every call, against a compiler that is not at work here
 
 
 class _Keeping(_Watching):  # type: ignore[no-untyped-call]
@@ -146,8 +160,7 @@ class _Keeping(_Watching):  # type: ignore[no-untyped-call]
         if kind_of(func) and is_kept(func, args):
             asked = self._products.asked
             if asked is None or len(self._kept) < asked:
-                # an alias: the tensor itself will know what it was made of, and that knows of what is kept
-                self._kept.append(tree_map_only(Tensor, lambda each: _Kept(each.detach(), each._version), made))
+                self._kept.append(tree_map_only(Tensor, _Kept.of, made))
         return made
 
 
