@@ -106,8 +106,8 @@ _for_the_compiler.cache_hash = f"products up to {THIN} times as wide, attention"
 class Products:
     """What one layer keeps of its products, where it is not compiled.
 
-    Going over a layer again ends where nothing more is needed, which is before its last product: what was not asked for
-    the first time is not kept afterwards.
+    Going over a layer again ends where nothing more is needed, which is before its last product in most families. That
+    is taken for granted in the first step, and known afterwards: what was asked for is kept, and no more.
     """
 
     def __init__(self) -> None:
@@ -155,6 +155,11 @@ class _Watching(TorchDispatchMode):
 
 
 class _Keeping(_Watching):  # type: ignore[no-untyped-call]
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if self._products.asked is None and self._kept:
+            self._kept.pop()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **kwargs) if kwargs else func(*args)
         if kind_of(func) and is_kept(func, args):

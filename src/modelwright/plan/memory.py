@@ -234,16 +234,13 @@ def stream_activations(work: Work, fitted: Fitted) -> float:
 
 
 def layer_products(work: Work) -> float:
-    """Bytes of products and attention that one layer keeps where all else in it is computed again.
-
-    The last product is not asked for again, unless a norm stands behind it, or a low-rank matrix beside it.
-    """
+    """Bytes of products and attention that one layer keeps where all else in it is computed again."""
     shape = work.shape
     assert isinstance(shape, TextShape)
     if work.checkpointing != "selective":
         return 0.0
     products = sum(outputs for _, outputs in shape.linears.values())
-    if not (shape.traits.norms > 2 or work.moves.low_rank):
+    if not work.asks_for_last:
         products -= shape.width
     return work.tokens * (work.width * (products + shape.query_width * work.spread) + 4.0 * shape.heads)
 

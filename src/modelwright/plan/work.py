@@ -127,6 +127,13 @@ class Work:
         return self.moves.short and self.on_gpu and halves
 
     @property
+    def asks_for_last(self) -> bool:
+        """Whether a layer that is computed again asks for its last product: a norm stands behind it, or an eager layer
+        computes it before the low-rank products that are asked for."""
+        assert isinstance(self.shape, TextShape)
+        return self.shape.traits.norms > 2 or (self.moves.low_rank > 0 and not self.compiled)
+
+    @property
     def shards(self) -> int:
         """Devices that a weight is split over."""
         return {"fsdp": self.world, "hsdp": self.per_node}.get(self.sharding, 1)
