@@ -81,6 +81,9 @@ def test_hints_and_section_names_are_not_settings_of_ours() -> None:
         ("lora_target: q_proj, v_proj", "lora_target_modules", ["q_proj", "v_proj"]),
         ("train_on_inputs: true", "assistant_only_loss", False),
         ("max_steps: -1", "max_steps", None),
+        ("gradient_checkpointing: full", "gradient_checkpointing", True),
+        ("activation_checkpointing: selective", "gradient_checkpointing", "selective"),
+        ("activation_checkpointing: none", "gradient_checkpointing", False),
     ],
 )
 def test_another_name_is_read_as_ours_with_one_note(tmp_path: Path, written: str, key: str, value: object) -> None:
