@@ -13,6 +13,7 @@ import pytest
 
 from modelwright.bench import peers, results, sft, speed, speed_command, speed_dpo, speed_titan, start
 from modelwright.bench.speed_works import WAYS, WORKS, build, rows_of
+from modelwright.cli.main import main
 from modelwright.errors import UsageError
 
 
@@ -134,9 +135,9 @@ def test_pairs_are_learnt_beside_the_peer_to_the_same_loss(monkeypatch: pytest.M
 
 def test_a_way_aside_is_measured_where_it_is_asked_for_and_learns_the_same() -> None:
     plain, again = "ours, fp32", "ours, fp32, selective checkpointing"
-    by_default = [way.name for way in WAYS["tiny"] if way.is_asked(())]
+    by_default = [way.name for way in peers.asked(WAYS["tiny"], ())]
     assert again not in by_default and plain in by_default
-    assert [way.name for way in WAYS["tiny"] if way.is_asked([plain])] == [plain], "a whole name asks for no other"
+    assert [way.name for way in peers.asked(WAYS["tiny"], [plain])] == [plain], "a whole name asks for no other"
     figures = speed.measure("tiny", [plain, "selective"], steps=2)
     assert figures["ways"][again]["losses"] == figures["ways"][plain]["losses"]
 
@@ -179,7 +180,29 @@ def test_the_figures_of_one_work_are_kept_beside_those_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(results, "checkout", lambda: tmp_path)
-    results.save(results.result("speed", speed.kept_with({"work": "lora", "ways": {}})))
-    results.save(results.result("speed", speed.kept_with({"work": "sft", "ways": {}})))
+    for work in ("lora", "sft", "sft"):
+        figures = speed.kept_with({"work": work, "device": "a card", "ways": {}})
+        results.save(results.result("speed", figures))
     kept = results.kept("speed")
     assert kept is not None and set(kept["figures"]) == {"lora", "sft"}
+    assert kept["figures"]["sft"]["measured"].keys() == {"date", "commit"}
+
+
+@pytest.mark.parametrize("work", speed.KNOWN)
+def test_a_word_that_fits_no_way_is_answered_with_the_ways_there_are(work: str) -> None:
+    with pytest.raises(UsageError, match=r"there are: ours, .* \| |--way is not for start"):
+        speed.measure(work, ["ours", "olive"], steps=1)
+
+
+def test_figures_of_a_work_do_not_take_the_place_of_another_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(results, "checkout", lambda: tmp_path)
+    path = results.save(results.result("speed", {"dpo": {"device": "NVIDIA H200", "ways": {}}}))
+    before = path.read_bytes()
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "speed", "--work", "dpo", "--save"])
+    assert "figures of dpo are kept of NVIDIA H200, and this is" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="kept of NVIDIA H200"):
+        speed.kept_with({"work": "dpo", "device": "2 CPU threads", "ways": {}})
+    assert path.read_bytes() == before

@@ -5,7 +5,32 @@ from __future__ import annotations
 import gc
 import math
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
+
+from modelwright.errors import UsageError
+
+
+class Named(Protocol):
+    """A way to do the work."""
+
+    @property
+    def name(self) -> str:
+        """What the table calls it."""
+
+
+Way = TypeVar("Way", bound=Named)
+
+
+def asked(ways: Sequence[Way], words: Sequence[str]) -> list[Way]:
+    """Ways of which a word is the name or, where it is no way's name, a part; without words all but those aside."""
+    names = [way.name for way in ways]
+    if strange := [word for word in words if not any(word in name for name in names)]:
+        raise UsageError(f"--way is {strange[0]!r}, which no way has in its name; there are: {' | '.join(names)}")
+    if not words:
+        return [way for way in ways if not getattr(way, "aside", False)]
+    parts = [word for word in words if word not in names]
+    return [way for way in ways if way.name in words or any(word in way.name for word in parts)]
 
 
 def let_go() -> None:

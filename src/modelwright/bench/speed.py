@@ -18,8 +18,9 @@ import numpy as np
 
 from modelwright.bench import results, speed_command, speed_dpo, speed_sft, speed_titan
 from modelwright.bench.kernels import Kernels
-from modelwright.bench.peers import clock, finite, let_go, ratio
+from modelwright.bench.peers import asked, clock, finite, let_go, ratio
 from modelwright.bench.speed_works import EXACT, SEED, WAYS, WORKS, Rows, Way, Work, build, flops_per_token, rows_of
+from modelwright.errors import UsageError
 
 LATE = 50
 """Steps at the end whose mean loss is compared."""
@@ -51,15 +52,11 @@ def measure(
     rows: an .npy of token numbers of real text, in place of made-up rows, so that the curves can be held together;
     for sft a file of questions and answers. kernels: whether to tell what the device does in a step.
     """
-    import torch
-
-    work = work or ("0.5b" if torch.cuda.is_available() else "tiny")
+    work = work or _usual()
     told: dict[str, Any] = {"work": work, "device": _device(), "steps": steps, "ways": {}}
     if work in OTHERS:
         return told | dict(OTHERS[work].measure(ways, steps, rows, kernels))
-    for way in WAYS[work]:
-        if not way.is_asked(ways):
-            continue
+    for way in asked(WAYS[work], ways):
         let_go()
         try:
             some, watch = rows_of(WORKS[work], steps, rows), Kernels(kernels)
@@ -74,9 +71,20 @@ def measure(
 
 
 def kept_with(figures: dict[str, Any]) -> dict[str, Any]:
-    """These figures among those of other works that were kept before."""
+    """These figures, with their day and commit, among those of other works that were kept before."""
+    may_be_kept(figures["work"], figures["device"])
+    before, stand = results.kept("speed"), results.result("speed", {})
+    own = {**figures, "measured": {name: stand[name] for name in ("date", "commit")}}
+    return {**(before["figures"] if before else {}), figures["work"]: own}
+
+
+def may_be_kept(work: str = "", device: str = "") -> None:
+    """Refuse to put figures in the place of those that another device has measured; without a name, of this one."""
+    work, device = work or _usual(), device or _device()
     before = results.kept("speed")
-    return {**(before["figures"] if before else {}), figures["work"]: figures}
+    kept = before["figures"].get(work, {}).get("device", device) if before else device
+    if kept != device:
+        raise UsageError(f"--save: figures of {work} are kept of {kept}, and this is {device}; leave out --save")
 
 
 def lines(figures: dict[str, Any]) -> Iterator[str]:
@@ -204,6 +212,13 @@ def _figures(work: Work, pace: Pace) -> dict[str, Any]:
         "loss_last": pace.losses[-1],
         "losses": [round(loss, 4) for loss in pace.losses],
     }
+
+
+def _usual() -> str:
+    """What is measured where nothing is asked for."""
+    import torch
+
+    return "0.5b" if torch.cuda.is_available() else "tiny"
 
 
 def _torch_device() -> Any:

@@ -23,6 +23,7 @@ from typing import Any
 from modelwright.bench.progress import Progress
 from modelwright.bench.speed_works import SEED, WORKS, Work, build
 from modelwright.bench.stages import make_tokenizer, random_shards
+from modelwright.errors import UsageError
 from modelwright.runs.folder import write_text
 from modelwright.runs.journal import Event, read
 from modelwright.stages.signals import Stopper
@@ -52,6 +53,8 @@ def measure(ways: Sequence[str], steps: int, data: Path | None, kernels: bool = 
     """Start cold, start warm; steps: those between two saves of the warm run."""
     import torch
 
+    if ways:
+        raise UsageError("--way is not for start: there is one way to start the command")
     on_gpu = torch.cuda.is_available()
     work, between = WORKS["0.5b" if on_gpu else "tiny"], max(steps, BETWEEN) if on_gpu else steps
     figures: dict[str, Any] = {"saves": []}

@@ -16,7 +16,7 @@ from statistics import mean, median
 from typing import Any
 
 from modelwright.bench.kernels import Kernels
-from modelwright.bench.peers import finite, let_go, ratio
+from modelwright.bench.peers import asked, finite, let_go, ratio
 from modelwright.bench.results import installed
 from modelwright.errors import UsageError
 
@@ -125,12 +125,13 @@ def measure(ways: Sequence[str], steps: int, data: Path | None, kernels: bool = 
     if data is not None:
         raise UsageError("--rows is not for dpo: its pairs are drawn, so that their lengths are exact")
     gpu = torch.cuda.is_available()
+    wanted = asked(WAYS["cuda" if gpu else "cpu"], ways)
     work, told = BILLION if gpu else TINY, dict[str, Any]()
     with tempfile.TemporaryDirectory() as place:
         make_model(Path(place), work)
         stand = Stand(work, Path(place), steps)
-        for way in WAYS["cuda" if gpu else "cpu"]:
-            if (ways and not any(word in way.name for word in ways)) or (way.peer and not installed("trl")):
+        for way in wanted:
+            if way.peer and not installed("trl"):
                 continue
             let_go()
             watch = Kernels(kernels)

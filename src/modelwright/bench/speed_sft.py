@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from modelwright.bench.kernels import Kernels
-from modelwright.bench.peers import clock, finite, let_go, ratio
+from modelwright.bench.peers import asked, clock, finite, let_go, ratio
 from modelwright.bench.results import installed
 from modelwright.bench.survival import SEED, Scene, conversations_of, load_model, prepared
 
@@ -100,6 +100,7 @@ def measure(ways: Sequence[str], steps: int, data: Path | None, kernels: bool = 
     from modelwright.engine.meter import memory_in_use
 
     shape = "smollm3" if torch.cuda.is_available() else "tiny"
+    wanted = asked(WAYS[shape], ways)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     at_once, times = BATCH[shape]
     scene = Scene(shape, None if shape == "smollm3" else 12, at_once * times, 1, steps)
@@ -107,8 +108,8 @@ def measure(ways: Sequence[str], steps: int, data: Path | None, kernels: bool = 
     with tempfile.TemporaryDirectory() as place:
         rows = conversations_of(scene, data)
         stand = Stand(scene, rows, prepared(scene, rows, Path(place)), device, steps)
-        for way in WAYS[shape]:
-            if (ways and not any(word in way.name for word in ways)) or (way.peer and not installed("trl")):
+        for way in wanted:
+            if way.peer and not installed("trl"):
                 continue
             let_go()
             watch = Kernels(kernels)

@@ -54,13 +54,6 @@ class Way:
     aside: bool = False
     """Whether it is measured only where it is asked for."""
 
-    def is_asked(self, words: Sequence[str]) -> bool:
-        """Whether one of the words is its name or, where it is no way's name, in it; without words all but few are."""
-        names = {way.name for ways in WAYS.values() for way in ways}
-        if not words:
-            return not self.aside
-        return self.name in words or any(word in self.name for word in words if word not in names)
-
 
 EXACT = "ours, fp32 weights and autocast"
 """What the other ways' losses are held against."""

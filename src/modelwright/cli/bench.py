@@ -226,6 +226,8 @@ def speed(
     prepare_environment()
     if work and work not in benchmark.KNOWN:
         raise UsageError(f"--work is {work!r}; it wants one of {', '.join(benchmark.KNOWN)}")
+    if save:
+        benchmark.may_be_kept(work)  # before it is measured, for which some works take long
     _measure(benchmark, "speed", save, as_json, work=work, ways=ways or (), steps=steps, rows=rows, kernels=kernels)
 
 
