@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from modelwright.bench.plan_table import page
-from modelwright.bench.tables import MARK, TABLES, _beside_pretraining, _each_peer, fill, scorecard
+from modelwright.bench.tables import MARK, TABLES, _each_peer, fill, on_a_gpu, scorecard
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -63,11 +63,15 @@ def test_the_scorecard_appears_once_it_is_measured(tmp_path: Path) -> None:
     assert "| kill | 14 of 14 resume | met | HF Trainer 10 \\| 14 |" in told
 
 
-def test_what_was_measured_beside_pretraining_has_a_row_of_its_own() -> None:
+def test_what_was_measured_beside_pretraining_has_a_row_of_its_own_with_its_day(tmp_path: Path) -> None:
     way = {"tokens_per_second": 16500.0, "mfu": 0.55, "memory_gb": 98.0}
     slow = {"tokens_per_second": 9000.0, "mfu": 0.3, "memory_gb": 60.0}
     found = {
-        "lora": {"ways": {"ours, bf16": way, "HF Trainer and PEFT": slow}},
+        "lora": {
+            "measured": {"date": "2026-11-16T00:05:00+00:00"},
+            "device": "NVIDIA H200",
+            "ways": {"ours, bf16": way, "HF Trainer and PEFT": slow},
+        },
         "sft": {"ways": {"ours, bf16": {"rows_per_second": 210.0}, "TRL, a": {"rows_per_second": 48.0}, "TRL, b": {}}},
         "fp32": {"ways": {"ours, tf32": way, "ours, fp32": slow}},
         "dpo": {
@@ -76,13 +80,17 @@ def test_what_was_measured_beside_pretraining_has_a_row_of_its_own() -> None:
         },
         "start": {"warm": {"seconds": 14.2}, "saves": [{"share_of_a_minute": 0.011}, {"share_of_a_minute": 0.004}]},
     }
-    told = "\n".join(" | ".join(cells) for cells in _beside_pretraining(found))
-    assert "16,500 tokens/s (55.0% MFU, 98 GB) in bf16 | HF Trainer 9,000 tokens/s" in told
+    assert on_a_gpu(tmp_path).count("\n") == 2, "a head, and nothing measured"
+    kept = {"date": "2026-11-15T09:00:00+00:00", "machine": {"cores": 2, "cpu": "Neoverse-N1"}, "figures": found}
+    (tmp_path / "speed.json").write_text(json.dumps(kept), encoding="utf-8")
+    told = on_a_gpu(tmp_path)
+    lora = "16,500 tokens/s (55.0% MFU, 98 GB) in bf16 | HF Trainer 9,000 tokens/s | `bench speed --work lora`"
+    assert f"{lora} | 2026-11-16, NVIDIA H200 |" in told
+    assert "`bench speed --work sft` | 2026-11-15, 2 × Neoverse-N1 |" in told
     assert "210 rows/s | TRL 48 rows/s" in told
     assert "16 k tokens/s on tensor cores, 9 k tokens/s exact | –" in told
     assert "DPO, 16-layer Llama, 512 prompt" in told and "50.0 pairs/s, 30 GB | TRL 50.0, 30 GB" in told
     assert "14.2 s" in told and "1.1% of the time" in told
-    assert _beside_pretraining({}) == []
 
 
 def test_torchtitan_stands_beside_the_other_peer_where_it_was_measured() -> None:

@@ -31,8 +31,10 @@ def fill(text: str, folder: Path) -> str:
 def on_a_gpu(folder: Path) -> str:
     """What was measured on a GPU."""
     rows: list[tuple[str, Callable[[Figures], list[Cells]]]] = [
-        ("speed", _pretraining), ("speed", _beside_pretraining), ("survival-gpu", _survival),
-        ("stages-gpu", _recipe), ("vision-gpu", _images), ("plan", _planner),
+        ("speed/6b", _six_billion), ("speed/0.5b", _half_a_billion),
+        ("speed/135m, 300 steps of real text", _real_text), ("speed/fp32", _exact), ("speed/lora", _low_rank),
+        ("speed/sft", _every_weight), ("speed/dpo", _preferences), ("speed/start", _command),
+        ("survival-gpu", _survival), ("stages-gpu", _recipe), ("vision-gpu", _images), ("plan", _planner),
     ]  # fmt: skip
     return _table(folder, rows)
 
@@ -72,46 +74,66 @@ TABLES: dict[str, Callable[[Path], str]] = {"gpu": on_a_gpu, "cpu": on_a_cpu, "s
 def _table(folder: Path, rows: list[tuple[str, Callable[[Figures], list[Cells]]]]) -> str:
     lines = ["| what | Modelwright | peer, same machine | command | measured |", "|---|---|---|---|---|"]
     for name, make in rows:
-        path = folder / f"{name}.json"
-        if path.exists():
-            measured = read_json(path)
+        if measured := _kept(folder, name):
             lines += [f"| {' | '.join(cells)} | {_stand(measured)} |" for cells in make(measured["figures"])]
     return "\n".join(lines) + "\n"
 
 
+def _kept(folder: Path, name: str) -> dict[str, Any] | None:
+    """What was measured under a name, which may be that of one work among others in a file."""
+    file, _, work = name.partition("/")
+    path = folder / f"{file}.json"
+    measured = read_json(path) if path.exists() else {"figures": {}}
+    if not work:
+        return measured if path.exists() else None
+    figures = measured["figures"].get(work)
+    return {**measured, **figures.get("measured", {}), "figures": figures} if figures else None
+
+
 def _stand(measured: dict[str, Any]) -> str:
     """The day and the machine."""
-    machine = measured["machine"]
-    device = machine.get("gpu") or measured["figures"].get("device", {}).get("name")
-    return f"{measured['date'][:10]}, {device or '{cores} × {cpu}'.format(**machine)}"
+    machine, device = measured["machine"], measured["figures"].get("device")
+    name = device.get("name") if isinstance(device, dict) else device
+    return f"{measured['date'][:10]}, {name or machine.get('gpu') or '{cores} × {cpu}'.format(**machine)}"
 
 
-def _pretraining(figures: Figures) -> list[Cells]:
-    large, half = figures["6b"]["ways"], figures["0.5b"]["ways"]
-    small = figures["135m, 300 steps of real text"]["ways"]
-    ends = {way: mean(told["losses"][-LAST:]) for way, told in small.items()}
-    off = {way: f"{end / ends['ours, fp32 weights and autocast'] - 1:+.2%}" for way, end in ends.items()}
+def _six_billion(figures: Figures) -> list[Cells]:
+    ways = figures["ways"]
     return [
         (
             "pretrain a 6.08 B Llama, 32 rows of 2048 tokens a step",
-            f"{_way(large['ours, bf16'])} in bf16, {_way(large['ours, fp8'])} in fp8",
-            _each_peer(_fastest_peer(large, "HF Trainer", "tokens_per_second", "tokens/s"), large),
+            f"{_way(ways['ours, bf16'])} in bf16, {_way(ways['ours, fp8'])} in fp8",
+            _each_peer(_fastest_peer(ways, "HF Trainer", "tokens_per_second", "tokens/s"), ways),
             "`bench speed --work 6b`",
-        ),
+        )
+    ]
+
+
+def _half_a_billion(figures: Figures) -> list[Cells]:
+    ways = figures["ways"]
+    return [
         (
             "pretrain 0.5 B, 8 rows of 512",
-            f"{_rate(half['ours, bf16'])} in bf16",
+            f"{_rate(ways['ours, bf16'])} in bf16",
             _each_peer(
-                f"HF Trainer {_rate(half['HF Trainer, bf16, eager'])} eager, "
-                f"{_rate(half['HF Trainer, bf16, torch_compile'])} compiled",
-                half,
+                f"HF Trainer {_rate(ways['HF Trainer, bf16, eager'])} eager, "
+                f"{_rate(ways['HF Trainer, bf16, torch_compile'])} compiled",
+                ways,
             ),
             "`bench speed --work 0.5b`",
-        ),
+        )
+    ]
+
+
+def _real_text(figures: Figures) -> list[Cells]:
+    ways = figures["ways"]
+    ends = {way: mean(told["losses"][-LAST:]) for way, told in ways.items()}
+    off = {way: f"{end / ends['ours, fp32 weights and autocast'] - 1:+.2%}" for way, end in ends.items()}
+    return [
         (
             "pretrain 135 M, 16 rows of 512, 300 steps of real text",
-            f"{_rate(small['ours, bf16'])} in bf16, {_rate(small['ours, fp8'])} in fp8",
-            f"HF Trainer {_rate(small['HF Trainer, bf16, eager'])}, eager",
+            f"{_rate(ways['ours, bf16'])} in bf16, {_rate(ways['ours, fp8'])} in fp8",
+            f"HF Trainer {_rate(ways['HF Trainer, bf16, eager'])}, eager",
             "`bench speed --work 135m`",
         ),
         (
@@ -124,35 +146,34 @@ def _pretraining(figures: Figures) -> list[Cells]:
     ]
 
 
-def _beside_pretraining(figures: Figures) -> list[Cells]:
-    """What `bench speed` measures besides, as far as it was measured."""
-    rows: list[Cells] = []
-    if fp32 := figures.get("fp32", {}).get("ways"):
-        ours = f"{_rate(fp32['ours, tf32'])} on tensor cores, {_rate(fp32['ours, fp32'])} exact"
-        peer = _fastest_peer(fp32, "HF Trainer", "tokens_per_second", "tokens/s")
-        rows.append(("pretrain 0.5 B in fp32, 8 rows of 512", ours, peer, "`bench speed --work fp32`"))
-    if lora := figures.get("lora", {}).get("ways"):
-        ours = ", ".join(
-            f"{_way(lora[name])} in {name.removeprefix('ours, ')}"
-            for name in ("ours, bf16", "ours, fp8")
-            if name in lora
-        )
-        peer = _fastest_peer(lora, "HF Trainer", "tokens_per_second", "tokens/s")
-        rows.append(("LoRA, 8.0 B shape, 4 rows of 4096", ours, peer, "`bench speed --work lora`"))
-    if sft := figures.get("sft", {}).get("ways"):
-        ours = f"{sft['ours, bf16']['rows_per_second']:.0f} rows/s"
-        peer = _fastest_peer(sft, "TRL", "rows_per_second", "rows/s")
-        rows.append(("SFT of every weight, SmolLM3-3B shape, 32 rows a step", ours, peer, "`bench speed --work sft`"))
-    if dpo := figures.get("dpo"):
-        rows.append(_preferences(dpo))
-    if start := figures.get("start"):
-        held = max(save["share_of_a_minute"] for save in start["saves"])
-        rows += [
-            ("from the command to the first step, 0.5 B, compiled before", f"{start['warm']['seconds']:.1f} s", "–",
-             "`bench speed --work start`"),
-            ("what a save a minute holds up, 0.5 B", f"{held:.1%} of the time", "–", "`bench speed --work start`"),
-        ]  # fmt: skip
-    return rows
+def _exact(figures: Figures) -> list[Cells]:
+    ways = figures["ways"]
+    ours = f"{_rate(ways['ours, tf32'])} on tensor cores, {_rate(ways['ours, fp32'])} exact"
+    peer = _fastest_peer(ways, "HF Trainer", "tokens_per_second", "tokens/s")
+    return [("pretrain 0.5 B in fp32, 8 rows of 512", ours, peer, "`bench speed --work fp32`")]
+
+
+def _low_rank(figures: Figures) -> list[Cells]:
+    ways = figures["ways"]
+    names = [name for name in ("ours, bf16", "ours, fp8") if name in ways]
+    ours = ", ".join(f"{_way(ways[name])} in {name.removeprefix('ours, ')}" for name in names)
+    peer = _fastest_peer(ways, "HF Trainer", "tokens_per_second", "tokens/s")
+    return [("LoRA, 8.0 B shape, 4 rows of 4096", ours, peer, "`bench speed --work lora`")]
+
+
+def _every_weight(figures: Figures) -> list[Cells]:
+    ours = f"{figures['ways']['ours, bf16']['rows_per_second']:.0f} rows/s"
+    peer = _fastest_peer(figures["ways"], "TRL", "rows_per_second", "rows/s")
+    return [("SFT of every weight, SmolLM3-3B shape, 32 rows a step", ours, peer, "`bench speed --work sft`")]
+
+
+def _command(figures: Figures) -> list[Cells]:
+    held = max(save["share_of_a_minute"] for save in figures["saves"])
+    return [
+        ("from the command to the first step, 0.5 B, compiled before", f"{figures['warm']['seconds']:.1f} s", "–",
+         "`bench speed --work start`"),
+        ("what a save a minute holds up, 0.5 B", f"{held:.1%} of the time", "–", "`bench speed --work start`"),
+    ]  # fmt: skip
 
 
 def _each_peer(told: str, ways: dict[str, Any]) -> str:
@@ -167,14 +188,16 @@ def _fastest_peer(ways: dict[str, Any], name: str, figure: str, unit: str) -> st
     return f"{name} {max(rates):,.0f} {unit}" if rates else "–"
 
 
-def _preferences(figures: Figures) -> Cells:
+def _preferences(figures: Figures) -> list[Cells]:
     ours, peer = (figures["ways"][name] for name in ("ours, bf16", "TRL, bf16"))
-    return (
-        f"DPO, {figures['setting'].partition(',')[0]}, 512 prompt and 2 × 512 answer tokens",
-        f"{ours['pairs_per_second']:.1f} pairs/s, {ours['memory_gb']:.0f} GB",
-        f"TRL {peer['pairs_per_second']:.1f}, {peer['memory_gb']:.0f} GB",
-        "`bench speed --work dpo`",
-    )
+    return [
+        (
+            f"DPO, {figures['setting'].partition(',')[0]}, 512 prompt and 2 × 512 answer tokens",
+            f"{ours['pairs_per_second']:.1f} pairs/s, {ours['memory_gb']:.0f} GB",
+            f"TRL {peer['pairs_per_second']:.1f}, {peer['memory_gb']:.0f} GB",
+            "`bench speed --work dpo`",
+        )
+    ]
 
 
 def _survival(figures: Figures) -> list[Cells]:
