@@ -168,15 +168,83 @@ def test_what_a_product_is() -> None:
         assert not kind_of(again)
 
 
-def test_a_layer_that_changes_a_product_in_its_place_is_told_what_would_do() -> None:
-    class Careless(nn.Linear):
-        def forward(self, given: Tensor) -> Tensor:
-            return nn.functional.linear(nn.functional.linear(given, self.weight).relu_(), self.weight)
+class Careless(nn.Linear):
+    """Changes its first product in its place, and adds some noise to the second."""
 
-    layers = nn.ModuleList([Careless(8, 8)])
+    router_jitter_noise = 0.0
+
+    def forward(self, given: Tensor) -> Tensor:
+        product = nn.functional.linear(given, self.weight)
+        product += given
+        product = nn.functional.linear(product.sin(), self.weight)
+        return nn.functional.linear((product * torch.rand_like(product)).cos(), self.weight)
+
+
+@pytest.mark.parametrize("rows", [(4,), (2, 3)])
+def test_a_layer_that_changes_a_product_in_its_place_has_the_gradients_it_has_without(rows: tuple[int, ...]) -> None:
+    found = []
+    for keep in (None, True, False):
+        torch.manual_seed(3)
+        layers = nn.ModuleList([Careless(8, 8)])
+        layers[0].router_jitter_noise = 0.1  # by this it is known to draw
+        if keep is not None:
+            recompute(layers, keep_products=keep)
+        for _ in range(2):
+            layers.zero_grad()
+            torch.manual_seed(7)
+            layers[0](torch.arange(8.0).expand(*rows, 8) / 8).square().sum().backward()
+        found.append(layers[0].weight.grad)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_a_product_that_is_changed_outside_of_its_layer_is_told_what_would_do() -> None:
+    layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Identity())])
     recompute(layers, keep_products=True)
+    seen: list[Tensor] = []
+    layers[0][0].register_forward_hook(lambda *told: seen.append(told[-1]))
+    summed = layers[0](torch.ones(2, 8)).sum()
+    with torch.no_grad():
+        seen[0].add_(1.0)
     with pytest.raises(ModelError, match="use gradient_checkpointing: true"):
-        layers[0](torch.ones(2, 8)).sum().backward()
+        summed.backward()
+
+
+def test_what_is_drawn_after_attention_that_drew_is_drawn_alike() -> None:
+    class Drawing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last, self.dropout = nn.Linear(8, 8), nn.Linear(8, 8), nn.Dropout(0.5)
+
+        def forward(self, given: Tensor) -> Tensor:
+            said = torch.ops.tests.attention_that_draws(self.first(given))
+            return self.last(self.dropout(said).sin())
+
+    found = []
+    for keep in (None, True, False):
+        torch.manual_seed(3)
+        layers = nn.ModuleList([Drawing()])
+        if keep is not None:
+            recompute(layers, keep_products=keep)
+        for _ in range(2):
+            layers.zero_grad()
+            torch.manual_seed(7)
+            layers[0](torch.ones(4, 8)).square().sum().backward()
+        found.append(layers[0].first.weight.grad)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@torch.library.custom_op("tests::attention_that_draws", mutates_args=())
+def attention_that_draws(given: Tensor) -> Tensor:
+    """As kernels of a GPU do: the result and its random numbers in one operation."""
+    return given * torch.rand_like(given).round()
+
+
+@attention_that_draws.register_fake
+def _(given: Tensor) -> Tensor:
+    return torch.empty_like(given)
+
+
+attention_that_draws.register_autograd(lambda _, gradient: gradient)
 
 
 def test_a_model_without_layers_to_be_found_is_told_so(model_folder: Path) -> None:

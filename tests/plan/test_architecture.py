@@ -117,6 +117,9 @@ def test_an_unknown_model_is_answered_with_what_would_do(tmp_path: Path) -> None
 
 
 def test_a_config_of_something_else_names_what_it_lacks() -> None:
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 9}
+    with pytest.raises(ModelError, match="layers of several sizes"):
+        shape_of({**sizes, "intermediate_size": [16, 32]}, "gemma3n", "config.json")
     with pytest.raises(ModelError, match="says nothing of 'num_attention_heads'"):
         shape_of({"model_type": "llama", "hidden_size": 64}, "x", "x/config.json")
 

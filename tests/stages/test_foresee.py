@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 
 from modelwright.engine.profile import Profiler
+from modelwright.models import trainable
 from modelwright.plan.facts import probe
 from modelwright.recipe.load import load
-from modelwright.stages import pipeline
+from modelwright.stages import foresee, pipeline
 from rig import told
 from tiny import tiny_recipe
 
@@ -43,6 +47,22 @@ def test_a_run_on_a_small_card_takes_smaller_bites_and_keeps_its_batch(
     run = pipeline.run(load(recipe, ())).path
     plan = json.loads((run / "plan.json").read_text())["sft"]
     assert (plan["global_batch"] == 16 and plan["per_device"] < 8) or plan["gradient_checkpointing"], plan
+
+
+def test_where_layers_are_not_found_all_is_computed_again(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chosen(plan: Any, *_: Any) -> Any:
+        return SimpleNamespace(
+            plan=replace(plan, gradient_checkpointing="selective"), fits=True, predicted=lambda: None
+        )
+
+    monkeypatch.setattr(foresee, "choose", chosen)
+    monkeypatch.setattr(trainable, "_layers", lambda _: None)
+    run = pipeline.run(load(tiny_recipe(tmp_path, model_folder, max_steps=1), ())).path
+    plan = json.loads((run / "plan.json").read_text())["sft"]
+    assert plan["gradient_checkpointing"] is True
+    assert plan["reasons"][-1].startswith("gradient checkpointing is full: the model's layers were not found")
 
 
 def test_the_profile_counts_what_a_step_holds() -> None:

@@ -24,6 +24,8 @@ from modelwright.errors import ModelError
 
 OF_OUR_OWN = "modelwright::low_rank_gate"
 """A product under another name, a layer's whole gated part; the names of all others end in mm."""
+RANDOM = ("drop", "jitter", "noise")
+"""How modules call the rates of what they draw at random, beside torch's own p."""
 THIN = 8
 """A product whose result is more than so many times as wide as what it adds up is thin: that of a low-rank matrix, or
 the scores of attention that is written out."""
@@ -34,8 +36,9 @@ def recompute(layers: nn.ModuleList, keep_products: bool) -> None:
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_news)
     for layer in layers:
         moves = any(weight.requires_grad for weight in layer.parameters())
-        products = Products() if keep_products else None
-        layer.__dict__["forward"] = partial(_forward, layer, layer.forward, products, moves, draws(layer))
+        random = draws(layer)
+        products = Products(random) if keep_products else None
+        layer.__dict__["forward"] = partial(_forward, layer, layer.forward, products, moves, random)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -67,15 +70,18 @@ def _forward(
 
 
 def draws(model: nn.Module) -> bool:
-    """Whether a model drops out at random: then it is done again as it was, which steps that are recorded cannot do."""
-    rates = [rate for part in model.modules() for name, rate in vars(part).items() if "drop" in name or name == "p"]
+    """Whether a model drops out or adds noise: then that is done again as it was, which recorded steps cannot do."""
+    told = (fact for part in model.modules() for fact in vars(part).items())
+    rates = (rate for name, rate in told if name == "p" or any(word in name for word in RANDOM))
     return any(isinstance(rate, int | float) and rate > 0 for rate in rates)
 
 
 @cache
 def kind_of(operation: Any) -> str:
-    """Whether an operation is a product, attention, or something else, whichever kernel computes it."""
+    """Whether an operation is a product or attention, whichever kernel computes it, or changes what it is given."""
     name = operation.name().partition(".")[0]
+    if getattr(getattr(operation, "_schema", None), "is_mutable", False):
+        return "change"
     if name.endswith("mm"):
         return "added product" if "add" in name else "product"
     return "attention" if "attention" in name or "attn" in name or name == OF_OUR_OWN else ""
@@ -84,8 +90,8 @@ def kind_of(operation: Any) -> str:
 def is_kept(operation: Any, args: Any) -> bool:
     """Whether the result of an operation is kept: a product that adds up next to nothing is had again for less."""
     kind = kind_of(operation)
-    if not kind or kind == "attention":
-        return bool(kind)
+    if kind not in ("product", "added product"):
+        return kind == "attention"
     first, second = args[1:3] if kind == "added product" else args[:2]
     return bool(second.shape[-1] <= THIN * first.shape[-1])
 
@@ -110,8 +116,15 @@ class Products:
     is taken for granted in the first step, and known afterwards: what was asked for is kept, and no more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, random: bool = False) -> None:
+        """random: whether the layer draws; attention may too, and must do so again for what is drawn after it."""
         self.asked: int | None = None
+        self._random = random
+
+    def keeps(self, operation: Any, args: Any) -> bool:
+        """Whether the result of an operation is kept."""
+        kind = kind_of(operation)
+        return bool(kind) and not (self._random and kind == "attention") and is_kept(operation, args)
 
     def contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
         """One for the forward pass, one for going over it again."""
@@ -132,7 +145,7 @@ class _Kept:
 
     def as_it_was(self) -> Tensor:
         if self.tensor._version != self.version:
-            raise ModelError("model: a layer changes a product in its place; use gradient_checkpointing: true")
+            raise ModelError("model: a layer's product was changed outside of it; use gradient_checkpointing: true")
         return self.tensor
 
 
@@ -161,17 +174,30 @@ class _Keeping(_Watching):  # type: ignore[no-untyped-call]
             self._kept.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kind_of(func) == "change":
+            self._set_apart((*args, *(kwargs or {}).values()))
         made = func(*args, **kwargs) if kwargs else func(*args)
-        if kind_of(func) and is_kept(func, args):
+        if self._products.keeps(func, args):
             asked = self._products.asked
             if asked is None or len(self._kept) < asked:
                 self._kept.append(tree_map_only(Tensor, _Kept.of, made))
         return made
 
+    def _set_apart(self, given: tuple[Any, ...]) -> None:
+        """Copy what is kept in a place that is about to be changed; views of it do not count their changes together."""
+        places = {each.untyped_storage()._cdata for each in given if isinstance(each, Tensor)}
+
+        def own(kept: _Kept) -> _Kept:
+            shared = kept.tensor.untyped_storage()._cdata in places
+            return _Kept.of(kept.tensor.clone()) if shared else kept
+
+        for number, each in enumerate(self._kept):
+            self._kept[number] = tree_map_only(_Kept, own, each)
+
 
 class _Giving(_Watching):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if kind_of(func) and is_kept(func, args):
+        if self._products.keeps(func, args):
             self._given += 1
             self._products.asked = max(self._products.asked or 0, self._given)
             if self._kept:  # or it was never asked for before

@@ -47,7 +47,7 @@ def recompute_activations(model: Any, how: Checkpointing) -> None:
     reentrant form needed; it would drag the backward pass through every frozen layer, so that is taken back.
     """
     take_back(model)
-    if how == "selective" or (how and _layers(model) is not None):
+    if how == "selective" or (how and finds_layers(model)):
         recompute(decoder_layers(model), keep_products=how == "selective")
     elif how:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -79,6 +79,11 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
         "model: its transformer layers were not found, which last_layers and selective checkpointing ask for; "
         "use trainable: all, and gradient_checkpointing: true or false"
     )
+
+
+def finds_layers(model: nn.Module) -> bool:
+    """Whether the transformer layers are where they are looked for."""
+    return _layers(model) is not None
 
 
 def _layers(model: nn.Module) -> nn.ModuleList | None:

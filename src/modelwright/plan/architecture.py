@@ -258,6 +258,8 @@ def shape_of(config: Mapping[str, Any], name: str, source: str) -> TextShape:
         )
     except KeyError as missing:
         raise ModelError(f"model: {source} says nothing of {missing}; it wants a decoder's config.json") from None
+    except TypeError:  # a list, a size for each layer
+        raise ModelError(f"model: {source} tells of layers of several sizes, which are not counted") from None
 
 
 OWN_NORMS = 0.6

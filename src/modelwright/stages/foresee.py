@@ -49,10 +49,13 @@ def _fitted(plan: StagePlan, stage: str, built: Built, context: Context) -> Stag
         found = choose(plan, settings, shape, _rows(built, settings), machines)
     except ModelError as error:  # a family whose config says too little can still be trained
         return replace(plan, reasons=(*plan.reasons, f"memory and time are not foreseen: {error}"))
-    if found.plan.gradient_checkpointing != plan.gradient_checkpointing:
-        trainable.recompute_activations(built.model, found.plan.gradient_checkpointing)
-    lines = () if found.fits else (_not_fitting(found),)
-    return replace(found.plan, reasons=(*found.plan.reasons, *lines), predicted=found.predicted())
+    chosen, lines = found.plan, [] if found.fits else [_not_fitting(found)]
+    if chosen.gradient_checkpointing != plan.gradient_checkpointing:
+        if not trainable.finds_layers(built.model):
+            chosen = replace(chosen, gradient_checkpointing=True)
+            lines.append("gradient checkpointing is full: the model's layers were not found, which selective asks for")
+        trainable.recompute_activations(built.model, chosen.gradient_checkpointing)
+    return replace(chosen, reasons=(*chosen.reasons, *lines), predicted=found.predicted())
 
 
 @contextmanager
