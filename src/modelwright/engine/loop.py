@@ -78,7 +78,7 @@ class Engine:
     def compute_in(self, precision: str, scaling: str) -> None:
         """Use this arithmetic from now on; what was built in fp8 can compute in bf16 too, and nothing else changes."""
         fp8.switch(self._eighths, scaling if precision == "fp8" else None)
-        self.precision = Precision(precision, self.world.device, self.plan.weights, self.plan.tf32)
+        self.precision = Precision(precision, self.world.device, self.plan.weights, self.plan.tf32, scaling)
         if (precision, scaling) != (self.plan.precision, self.plan.scaling):
             self.plan = replace(self.plan, precision=precision, scaling=scaling)
         # as they are, fp8 layers cast in passes of their own: 0.85 s a step of DPO where bf16 takes 0.28

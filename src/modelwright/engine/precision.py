@@ -18,8 +18,10 @@ Value = TypeVar("Value")
 class Precision:
     """Casts the forward pass where the weights are fp32, scales the backward pass, and moves the weights."""
 
-    def __init__(self, name: str, device: torch.device, weights: str = "fp32", tf32: bool = False) -> None:
-        self.name, self.weights = name, weights
+    def __init__(
+        self, name: str, device: torch.device, weights: str = "fp32", tf32: bool = False, scaling: str = ""
+    ) -> None:
+        self.name, self.weights, self._scaling = name, weights, scaling
         self.tf32 = tf32 and name == "fp32"
         self.compute = DTYPES[name]
         self._device = device
@@ -52,7 +54,7 @@ class Precision:
     @property
     def products(self) -> str:
         """What numbers are rounded to before they are multiplied; what was kept of other products is not taken."""
-        return "tf32" if self.tf32 else self.name
+        return "tf32" if self.tf32 else f"fp8 {self._scaling}" if self.name == "fp8" else self.name
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Bring the gradients back to their own size, ready to be measured and clipped."""

@@ -39,9 +39,12 @@ class Trial:
 
     @property
     def lacks(self) -> str | None:
-        """The one thing that it lacks to be kept, speed or loss; None where it is kept, failed, or lacks both."""
+        """The one thing that it lacks to be kept, speed or loss; None where it is kept or lacks both.
+
+        What failed lacks speed: older cards multiply matrices that have one scale, and know nothing of rows.
+        """
         if self.kept or self.speedup is None:
-            return None
+            return None if self.kept else "speed"
         fast, close = self.speedup >= GAIN, self.gap is not None and self.gap <= TOLERANCE
         return None if fast == close else "loss" if fast else "speed"
 
@@ -78,6 +81,7 @@ def try_fp8(engine: Engine, scalings: Sequence[str]) -> Trial:
     for scaling in scalings[1:]:
         lacks, told = MENDS[scaling]
         if found.lacks == lacks:
+            told = told if found.speedup else "with a scale for each row it failed"
             found = _tried(engine, plain, scaling)
             found = replace(found, why=f"{found.why}; {told}")
     if not found.kept:  # else it computes so already, and no layer need be compiled once more

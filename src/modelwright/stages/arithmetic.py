@@ -18,6 +18,7 @@ from modelwright.engine.shard import layers_of
 from modelwright.engine.trial import Trial, try_fp8
 from modelwright.errors import StorageError
 from modelwright.plan.stage import StagePlan, choose_scalings
+from modelwright.recipe.training import Training
 from modelwright.runs.caches import cache_dir
 from modelwright.runs.folder import is_sealed, read_json, write_json, write_sealed
 from modelwright.stages.context import Context
@@ -81,8 +82,8 @@ def _known(plan: StagePlan, stage: str, built: Built, context: Context) -> Trial
     path, shape = context.folder.trial(stage), shape_of(plan, stage, built, context)
 
     def look() -> dict[str, Any] | None:
-        if is_sealed(path):
-            return dict(read_json(path)["trial"])
+        if is_sealed(path) and _holds(kept := read_json(path), context.recipe.stages[stage]):
+            return dict(kept["trial"])
         entry = _read(_cache()).get(_key(shape))
         if entry is None:
             return None
@@ -93,6 +94,14 @@ def _known(plan: StagePlan, stage: str, built: Built, context: Context) -> Trial
 
     found = context.world.first(look)
     return None if found is None else Trial(**found)
+
+
+def _holds(kept: dict[str, Any], settings: Training) -> bool:
+    """Whether what this run decided is still what is asked: a scaling that is no longer wished is tried anew."""
+    trial, asked = kept["trial"], kept["of"].get("scaling", "auto")
+    if trial["kept"]:
+        return trial.get("scaling", "tensorwise") in choose_scalings(settings)
+    return bool(asked == settings.fp8_scaling)
 
 
 def _keep(trial: Trial, shape: dict[str, Any], path: Path) -> None:
