@@ -137,6 +137,24 @@ def test_what_cannot_be_moved_is_refused_with_a_letter(text: str, letter: str, t
         move(tmp_path / "some.yaml")
 
 
+@pytest.mark.parametrize(
+    ("word", "ours", "told"),
+    [("true", True, ""), ("false", False, ""), ("none", False, ""), ("full", True, ""), ("selective", "selective", ""),
+     ("offload", True, "not offloaded"), ("offload_disk", True, "not offloaded"), ("unsloth", True, "not offloaded")],
+)  # fmt: skip
+def test_what_axolotl_computes_again_is_carried_and_only_what_it_offloads_is_nearest(
+    word: str, ours: bool | str, told: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "some.yaml"
+    text = "base_model: m\ndatasets: [{path: a.jsonl, type: alpaca}]\ngradient_checkpointing: %s\n"
+    config.write_text(text % word + "gradient_checkpointing_kwargs: {use_reentrant: false}\n", encoding="utf-8")
+    moved = move(config)
+    assert moved.recipe.stages["sft"].gradient_checkpointing == ours
+    left = {each.key: each.advice for each in moved.left}
+    assert told in left.get("gradient_checkpointing", "") and bool(told) == ("gradient_checkpointing" in left)
+    assert "without reentrance" in left["gradient_checkpointing_kwargs"]
+
+
 def test_a_wrong_value_is_told_by_the_line_of_the_configuration(tmp_path: Path) -> None:
     config = tmp_path / "wrong.yaml"
     config.write_text("base_model: m\ndatasets: [{path: a.jsonl, type: alpaca}]\nlearning_rate: fast\n", "utf-8")

@@ -44,6 +44,8 @@ FIELDS = {
     "field_instruction": "prompt", "field_input": "context", "field_output": "completion", "field_system": "system",
     "field_prompt": "prompt", "field_chosen": "chosen", "field_rejected": "rejected",
 }  # fmt: skip
+OFFLOADED = ("offload", "unsloth")
+"""What its words for activations that are kept elsewhere have in them."""
 OWN_ATTENTION = "PyTorch's own attention is taken; attn_implementation: flash_attention_2 asks for another"
 NO_TEMPLATE = "the model's own chat template is used in place of that format's"
 
@@ -142,12 +144,11 @@ def _numbers(move: Move) -> None:
             if node is not None:
                 move.leave(name, node, "unneeded", "fp8 computes in fp8, the rest in bf16")
         move.put(f"{stage}.precision", "fp8", came_from="fp8")
-    recompute = move.take("gradient_checkpointing")
-    if recompute is not None and recompute.value is not True:
+    recompute = move.source.get("gradient_checkpointing")
+    if recompute is not None and any(word in str(recompute.value).lower() for word in OFFLOADED):
         move.put(f"{stage}.gradient_checkpointing", True, remark=f"nearest to {recompute.value}")
         move.leave("gradient_checkpointing", recompute, "nearest", "activations are computed again, not offloaded")
-    elif recompute is not None:
-        move.put(f"{stage}.gradient_checkpointing", recompute, came_from="gradient_checkpointing")
+        del move.source["gradient_checkpointing"]
     compiled = move.take("torch_compile")
     if compiled is not None:
         move.put(f"{stage}.torch_compile", True, came_from="torch_compile")

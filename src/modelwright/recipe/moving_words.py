@@ -119,7 +119,10 @@ _UNNEEDED: Mapping[str, tuple[str, ...]] = {
         *("liger_layer_norm", "liger_fused_linear_cross_entropy", "liger_cross_entropy", "cut_cross_entropy"),
         *("torch_compile_backend", "torch_compile_mode", "torch_empty_cache_steps", "gc_steps"),
         *("use_cache", "flex_attn_compile_kwargs", "chunked_cross_entropy", "chunked_cross_entropy_num_chunks"),
-        *("dpo_use_logits_to_keep", "gradient_checkpointing_kwargs", "use_reentrant", "full_determinism"),
+        *("dpo_use_logits_to_keep", "full_determinism"),
+    ),
+    "activations are computed again without reentrance; there is nothing to set": (
+        *("gradient_checkpointing_kwargs", "use_reentrant"),
     ),
     "references are computed once and kept beside the run": (
         *("precompute_ref_log_probs", "precompute_ref_batch_size"),
