@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from modelwright.errors import UsageError
 from modelwright.plan.facts import Facts
 from modelwright.plan.stage import plan_stage
 from modelwright.recipe.load import load
-from modelwright.recipe.schema import Sft
+from modelwright.recipe.schema import Classify, Lora, Sft
+from modelwright.recipe.training import Training
 from modelwright.stages import pipeline
+from modelwright.stages.foresee import _too_much_to_train
 from modelwright.tasks.sft import AnswerLoss
 from rig import told, trace
 from tiny import tiny_recipe
@@ -55,7 +58,7 @@ def test_memory_that_is_full_halves_the_rows_and_keeps_the_batch(
 @pytest.mark.parametrize(
     ("training", "letter"),
     [
-        (True, "out of memory with 1 rows at once.*or gradient_checkpointing: selective, or true"),
+        (True, "out of memory with 1 row at once; what would do: gradient_checkpointing: selective, or true$"),
         (False, "sft: the device is out of memory measuring one row; shorter rows would do: max_length"),
     ],
 )
@@ -72,6 +75,25 @@ def test_where_not_even_one_row_fits_a_letter_says_what_would_do(
     monkeypatch.setattr(AnswerLoss, "forward", full)
     with pytest.raises(UsageError, match=letter):
         run(tmp_path, model_folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "would_do"),
+    [
+        (Sft(gradient_checkpointing="selective"), "gradient_checkpointing: true"),
+        (Sft(gradient_checkpointing=True, per_device_train_batch_size=6, gradient_accumulation_steps=2),
+         "the same batch in smaller bites: per_device_train_batch_size: 3 with global_batch_size: 12"),
+        (Sft(gradient_checkpointing=True),
+         "trainable: lora, or shorter rows: max_length, or more cards: sharding: fsdp"),
+        (Lora(gradient_checkpointing=True, quantization="nf4"), "shorter rows: max_length"),
+        (Classify(), "a smaller model.width"),
+    ],
+)  # fmt: skip
+def test_the_letter_offers_only_what_the_plan_does_not_do_yet(settings: Training, would_do: str) -> None:
+    plan = plan_stage(settings, 100, 1, CPU)
+    if "per_device_train_batch_size" not in settings.model_fields_set:
+        plan = replace(plan, per_device=1)
+    assert _too_much_to_train(plan, settings).endswith(f"at once; what would do: {would_do}")
 
 
 def test_one_row_at_once_is_the_least() -> None:

@@ -18,11 +18,12 @@ from modelwright.errors import ModelError, OutOfRoom, UsageError
 from modelwright.models import trainable
 from modelwright.models.vision import ResNet18
 from modelwright.plan.architecture import Shape, VisionShape, shape_of
-from modelwright.plan.choose import choose
+from modelwright.plan.choose import CHECKPOINTINGS, choose
 from modelwright.plan.estimate import Estimate, Rows
 from modelwright.plan.facts import card
 from modelwright.plan.gpus import Machines
 from modelwright.plan.stage import StagePlan, solve
+from modelwright.recipe.training import Parts, Training
 from modelwright.runs.folder import read_json, write_json
 from modelwright.stages.arithmetic import foretold
 from modelwright.stages.context import Context
@@ -75,12 +76,26 @@ def memory_told(plan: Callable[[], StagePlan], stage: str, built: Built, context
             raise OutOfRoom(
                 f"{now.per_device} rows at once do not fit the memory; the next start takes {rows} and keeps the batch"
             ) from None
-        half = max(1, now.per_device // 2)
-        raise UsageError(
-            f"the device is out of memory with {now.per_device} rows at once; the same batch in smaller bites: "
-            f"per_device_train_batch_size: {half} with global_batch_size: {now.global_batch}, "
-            "or gradient_checkpointing: selective, or true"
-        ) from None
+        raise UsageError(_too_much_to_train(now, context.recipe.stages[stage])) from None
+
+
+def _too_much_to_train(plan: StagePlan, settings: Training) -> str:
+    """What takes less than the plan does and learns the same; where that is used up, what else takes less."""
+    ways: list[str] = []
+    if plan.per_device > 1:
+        half, batch = plan.per_device // 2, plan.global_batch
+        bites = f"per_device_train_batch_size: {half} with global_batch_size: {batch}"
+        ways.append(f"the same batch in smaller bites: {bites}")
+    lighter = CHECKPOINTINGS[CHECKPOINTINGS.index(plan.gradient_checkpointing) + 1 :]
+    if isinstance(settings, Parts) and lighter:
+        ways.append("gradient_checkpointing: " + ", or ".join(str(word).lower() for word in lighter))
+    if isinstance(settings, Parts) and not ways:
+        ways += [] if settings.trainable.lora else ["trainable: lora"]
+        ways += ["shorter rows: max_length"]
+        ways += ["more cards: sharding: fsdp"] if settings.quantization == "none" else []
+    would_do = ", or ".join(ways) or "a smaller model.width"
+    rows = f"{plan.per_device} row{'s' * (plan.per_device > 1)}"
+    return f"the device is out of memory with {rows} at once; what would do: {would_do}"
 
 
 def _too_much_to_measure(stage: str, context: Context) -> str:
