@@ -124,10 +124,12 @@ def test_a_free_micro_batch_is_chosen_by_the_plan() -> None:
 
 
 def test_images_are_planned_too() -> None:
-    wish, where = Classify(per_device_train_batch_size=512), machines("1xL4")
+    wish, where = Classify(per_device_train_batch_size=512, gradient_checkpointing=True), machines("1xL4")
     plan = plan_stage(wish, 50_000, 1, facts_of(where))
     found = choose(plan, wish, VisionShape("resnet18", "a test"), Rows(50_000, 1, 1.0), where)
     assert found.fits and found.time.rate > 1000
+    assert found.plan.gradient_checkpointing is False, "nothing of an image is computed again"
+    assert len([line for line in found.plan.reasons if "gradient_checkpointing changes nothing here" in line]) == 1
 
 
 def test_the_sheet_shows_machines_side_by_side_with_hours_and_cost() -> None:

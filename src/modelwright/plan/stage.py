@@ -103,6 +103,8 @@ def plan_stage(settings: Training, rows: int, world: int, facts: Facts, kept_bat
     tf32, reason = choose_products(settings.tf32, precision, facts)
     if reason:
         reasons.append(reason)
+    if settings.gradient_checkpointing and not isinstance(settings, Parts):
+        reasons.append("gradient_checkpointing changes nothing here: images are trained with all activations kept")
     return StagePlan(
         rows=rows,
         total_rows=total,
@@ -120,7 +122,7 @@ def plan_stage(settings: Training, rows: int, world: int, facts: Facts, kept_bat
         sharding="ddp" if settings.sharding == "auto" else settings.sharding,
         learning_rate=learning_rate,
         tf32=tf32,
-        gradient_checkpointing=settings.gradient_checkpointing,
+        gradient_checkpointing=settings.gradient_checkpointing if isinstance(settings, Parts) else False,
         scaling=choose_scalings(settings)[0],
         reasons=tuple(reasons),
     )

@@ -23,7 +23,7 @@ from modelwright.recipe.cluster import Cluster
 from modelwright.recipe.evaluation import Evaluate
 from modelwright.recipe.judging import Compare, Threshold
 from modelwright.recipe.preparing import Prepare, Share
-from modelwright.recipe.training import Images, Parts, Preference, Savings, Text, Trainable, Training
+from modelwright.recipe.training import Checkpointing, Images, Parts, Preference, Savings, Text, Trainable, Training
 from modelwright.recipe.values import Frozen, Steps
 
 TRAINING_STAGES = ("pretrain", "sft", "dpo", "lora", "classify")
@@ -196,6 +196,8 @@ class Classify(Images, Stage):
     """What makes weights the best: the lowest held-out loss, or the highest accuracy."""
     weights: Literal["fp32"] = "fp32"
     """What weights are kept in: fp32, which batch norms want."""
+    gradient_checkpointing: Checkpointing = False
+    """Changes nothing for images, which are trained with all activations kept; the plan says so."""
 
 
 class Recipe(Frozen):
