@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -68,6 +69,30 @@ def test_what_is_computed_again_is_as_little_as_fits(asked: Any) -> None:
         told = [line for line in found.plan.reasons if "gradient checkpointing: " in line]
         words = {"selective": "selective", True: "full"}.get(how, "")
         assert len(told) == (0 if (how or asked) == asked else 1) and all(line.startswith(words) for line in told)
+
+
+@pytest.mark.parametrize(
+    ("asked", "room", "told"),
+    [
+        (True, 1e12, "false"),
+        (True, "selective", "selective"),
+        (True, True, ""),
+        ("selective", 1e12, ""),  # compiled, it is as fast
+        (True, 1.0, ""),  # nothing fits
+    ],
+)
+def test_a_pinned_checkpointing_is_held_against_a_lighter_that_would_fit(asked: Any, room: Any, told: str) -> None:
+    wish, where = Sft.model_validate({**LORA, "gradient_checkpointing": asked}), machines("1xH200")
+    if not isinstance(room, float):
+        room = 1.001 * planned("llama-7b", "1xH200", 4096, **LORA, gradient_checkpointing=room).memory.needed
+    plan = plan_stage(wish, 10_000, 1, facts_of(where))
+    place = replace(where, gpu=replace(where.gpu, memory=room))
+    found = choose(plan, wish, shape("llama-7b"), Rows(10_000, 4096, 4096.0), place)
+    lines = [line for line in found.plan.reasons if "would fit too" in line]
+    assert len(lines) == bool(told) and all(
+        re.fullmatch(rf"gradient_checkpointing: {told} would fit too, 1\.[1-5]\d × as fast", line) for line in lines
+    ), found.plan.reasons
+    assert found.plan.gradient_checkpointing == asked, "the recipe has the word"
 
 
 def test_a_card_without_bf16_computes_in_fp16() -> None:

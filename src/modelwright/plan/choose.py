@@ -20,6 +20,8 @@ from modelwright.recipe.training import Checkpointing, Parts, Trainable, Trainin
 
 CHECKPOINTINGS: tuple[Checkpointing, ...] = (False, "selective", True)
 """From the fastest to the one that takes least memory."""
+WORTH_SAYING = 1.05
+"""How many times as fast it has to be with less computed again, for a line to say so."""
 RECOMPUTED = {"selective": "selective gradient checkpointing: all but products and attention is computed again",
               True: "full gradient checkpointing: activations are computed again"}  # fmt: skip
 
@@ -34,6 +36,8 @@ def choose(plan: StagePlan, settings: Training, shape: Shape, rows: Rows, machin
     memory, time = _estimated(chosen, settings, shape, rows, machines, calibration)
     sure, why = calibration.sureness(machines.gpu)
     told = list(changes(asked, chosen, machines))
+    if fits and chosen.gradient_checkpointing == asked.gradient_checkpointing:
+        told += faster_with_less(chosen, settings, shape, rows, machines)
     if fits and settings.sharding == "auto" and machines.world > 1:
         copied = replace(chosen, sharding="ddp")
         copy, _ = _estimated(copied, settings, shape, rows, machines, calibration)
@@ -115,6 +119,23 @@ def changes(asked: StagePlan, chosen: StagePlan, machines: Machines) -> tuple[st
     if asked.gradient_checkpointing != chosen.gradient_checkpointing:
         told.append(f"{RECOMPUTED[chosen.gradient_checkpointing]}, for the {room}")
     return tuple(told)
+
+
+def faster_with_less(
+    plan: StagePlan, settings: Training, shape: Shape, rows: Rows, machines: Machines
+) -> tuple[str, ...]:
+    """A line where the recipe has more computed again than these cards ask for, and pays for it with time."""
+    calibration = calibration_for(machines.gpu)
+    rate = _estimated(plan, settings, shape, rows, machines, calibration)[1].rate
+    best, name = rate * WORTH_SAYING, ""
+    for less in CHECKPOINTINGS[: CHECKPOINTINGS.index(plan.gradient_checkpointing)]:
+        way = _fastest(replace(plan, gradient_checkpointing=less), settings, shape, rows, machines)
+        if way is None or (way.gradient_checkpointing, way.sharding) != (less, plan.sharding):
+            continue
+        other = _estimated(way, settings, shape, rows, machines, calibration)[1].rate
+        if other >= best:
+            best, name = other, str(less).lower()
+    return (f"gradient_checkpointing: {name} would fit too, {best / rate:.2f} × as fast",) if name else ()
 
 
 def mends(plan: StagePlan, settings: Training, shape: Shape, rows: Rows, machines: Machines) -> tuple[str, ...]:
