@@ -27,7 +27,7 @@ class Float8LinearConfig:
     @classmethod
     def from_recipe_name(cls, name: str) -> Float8LinearConfig:
         rows = {"tensorwise": False, "rowwise": True}[name]
-        return cls(round_scales_to_power_of_2=rows, by_row=rows)
+        return cls(round_scales_to_power_of_2=rows, by_row=rows)  # as torchao's recipes have it
 
 
 class Float8Linear(nn.Linear):

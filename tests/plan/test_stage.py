@@ -27,12 +27,12 @@ def plan(rows: int = 100, world: int = 1, kept: int | None = None, facts: Facts 
     ("settings", "order"),
     [
         (Sft(), ("tensorwise", "rowwise")),
-        (Sft(trainable="lora"), ("rowwise", "tensorwise")),
+        (Sft(trainable="lora", fp8_scaling="rowwise"), ("rowwise",)),
         (Dpo(), ("rowwise",)),
         (Dpo(fp8_scaling="tensorwise"), ("tensorwise",)),
     ],
 )
-def test_rows_have_scales_of_their_own_in_fp8_where_that_is_closer_and_costs_little(
+def test_a_matrix_has_one_scale_in_fp8_and_pairs_have_one_for_each_row(
     settings: Training, order: tuple[str, ...]
 ) -> None:
     assert choose_scalings(settings) == order

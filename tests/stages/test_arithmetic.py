@@ -18,7 +18,7 @@ from modelwright.engine.loop import Engine
 from modelwright.engine.trial import Way, judge
 from modelwright.errors import Interrupted
 from modelwright.recipe.load import load
-from modelwright.stages import arithmetic, pipeline
+from modelwright.stages import pipeline
 from modelwright.stages.context import Orders
 from rig import told, trace
 from tiny import tiny_dpo_recipe, tiny_recipe
@@ -166,15 +166,6 @@ def test_pairs_are_tried_before_their_reference_is_measured_in_what_is_kept(
         done = run(tmp_path / name, model_folder, make=tiny_dpo_recipe, max_steps=1)
         assert trace(done, "dpo")["steps"][1][0] == pytest.approx(math.log(2), abs=1e-5)
         assert json.loads((done / "plan.json").read_text(encoding="utf-8"))["dpo"]["precision"] == name
-
-
-def test_a_scale_for_each_matrix_is_tried_where_one_for_each_row_fails(
-    tried: Tried, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(arithmetic, "choose_scalings", lambda _: ("rowwise", "tensorwise"))  # as for LoRA
-    done = run(tmp_path / "rows", model_folder, max_steps=1)  # FAST says nothing of rows
-    why = "fp8 is kept: fp8 is 1.25 × as fast as bf16 here (needs 1.05), its loss 0.10% off (at most 0.5%); "
-    assert told(done, "fp8")[0]["why"] == why + "with a scale for each row it failed"
 
 
 def test_another_scaling_is_tried_anew_by_a_run_that_goes_on(tried: Tried, model_folder: Path, tmp_path: Path) -> None:

@@ -58,8 +58,11 @@ def switch(linears: Iterable[Any], scaling: str | None) -> None:
 
 @cache
 def _config(scaling: str, emulate: bool) -> Any:
-    """What torchao is told: its own recipe. Scales of rows are powers of two there, which those of matrices must not
-    be: 300 steps of 135 M weights ended 0.9 % above exact ones with them."""
+    """What torchao is told: its own recipe, but that no scale is rounded to a power of two, as there those of rows are.
+
+    With such scales of matrices 300 steps of 135 M weights ended 0.9 % above exact ones, without 0.15 %; and rows turn
+    10.3 % of the signs of a trained model's gradient with them, 9.8 % without.
+    """
     from torchao.float8 import Float8LinearConfig
 
-    return replace(Float8LinearConfig.from_recipe_name(scaling), emulate=emulate)
+    return replace(Float8LinearConfig.from_recipe_name(scaling), round_scales_to_power_of_2=False, emulate=emulate)

@@ -15,11 +15,6 @@ GAIN = 1.05
 TOLERANCE = 0.005
 """How far its loss may be off, as a share of that of bf16: what we ask of every arithmetic over 300 steps."""
 NAMES = {"tensorwise": "fp8", "rowwise": "fp8 with a scale for each row"}
-MENDS = {
-    "tensorwise": ("speed", "with a scale for each row it was too slow"),
-    "rowwise": ("loss", "with a scale for each matrix its loss was too far off"),
-}
-"""What each scaling is better at than the other, and what is told of the other then."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +31,6 @@ class Trial:
     """How far its loss was off, as a share of that of bf16."""
     scaling: str = "tensorwise"
     """What had a scale of its own: each matrix, or each row of it."""
-
-    @property
-    def lacks(self) -> str | None:
-        """The one thing that it lacks to be kept, speed or loss; None where it is kept or lacks both.
-
-        What failed lacks speed: older cards multiply matrices that have one scale, and know nothing of rows.
-        """
-        if self.kept or self.speedup is None:
-            return None if self.kept else "speed"
-        fast, close = self.speedup >= GAIN, self.gap is not None and self.gap <= TOLERANCE
-        return None if fast == close else "loss" if fast else "speed"
 
 
 @dataclass(frozen=True)
@@ -72,18 +56,16 @@ def judge(plain: Way, eight: Way, scaling: str) -> Trial:
 def try_fp8(engine: Engine, scalings: Sequence[str]) -> Trial:
     """Go through a few batches in both, and leave the engine in the better one, as if it had never known the other.
 
-    A scale for each row is closer and slower than one for each matrix. Which is tried first is the caller's choice; the
-    other is tried where it may mend the one thing that the first lacks.
+    A scale for each row is closer and slower than one for each matrix: a scaling is followed by the next where it is
+    fast and not close enough.
     """
     first = scalings[0]
     plain = measured(engine, "bf16", first)
     found = _tried(engine, plain, first)
     for scaling in scalings[1:]:
-        lacks, told = MENDS[scaling]
-        if found.lacks == lacks:
-            told = told if found.speedup else "with a scale for each row it failed"
+        if not found.kept and (found.speedup or 0.0) >= GAIN:
             found = _tried(engine, plain, scaling)
-            found = replace(found, why=f"{found.why}; {told}")
+            found = replace(found, why=f"{found.why}; with a scale for each matrix its loss was too far off")
     if not found.kept:  # else it computes so already, and no layer need be compiled once more
         engine.compute_in("bf16", first)
     return found

@@ -147,17 +147,14 @@ def choose_weights(settings: Training, precision: str, facts: Facts) -> str:
 
 
 def choose_scalings(settings: Training) -> tuple[str, ...]:
-    """What has a scale of its own in fp8: the best way first, and what may be tried after it.
+    """What has a scale of its own in fp8: the fastest way first, and what may be tried after it.
 
-    A scale for each row is closer, and beside frozen matrices costs next to nothing. And what is said of a pair then
-    does not hang on the rows beside it: its reference was measured in another batch.
+    Pairs have a scale for each row and nothing else: what is said of one then does not hang on the rows beside it, and
+    its reference was measured in another batch.
     """
     if settings.fp8_scaling != "auto":
         return (settings.fp8_scaling,)
-    if isinstance(settings, Preference):
-        return ("rowwise",)
-    frozen = isinstance(settings, Parts) and settings.trainable.lora
-    return ("rowwise", "tensorwise") if frozen else ("tensorwise", "rowwise")
+    return ("rowwise",) if isinstance(settings, Preference) else ("tensorwise", "rowwise")
 
 
 def choose_products(wish: bool | str, precision: str, facts: Facts) -> tuple[bool, str]:

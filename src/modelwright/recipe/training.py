@@ -158,7 +158,7 @@ class Numerics(Frozen):
     fp8_check: Literal["auto", "off"] = "auto"
     """Try fp8 against bf16 before the first step, and keep it where it is 5 % faster and as exact; off: take it."""
     fp8_scaling: Literal["auto", "tensorwise", "rowwise"] = "auto"
-    """What shares a scale in fp8: a matrix, or a row of it, which is closer and slower; auto: rows for LoRA and DPO."""
+    """What shares a scale in fp8: a matrix, or a row of it, which is closer and slower; auto: rows for DPO."""
     weights: Literal["auto", "fp32", "bf16"] = "auto"
     """What weights are kept in: fp32, or bf16 with the lost bits beside the optimizer (exact fp32 masters, faster)."""
     sharding: Sharding = "auto"
