@@ -147,8 +147,8 @@ def test_where_torchtitan_is_absent_it_is_said_and_the_others_go_on(monkeypatch:
     monkeypatch.setitem(WAYS, "tiny", (WAYS["0.5b"][-1], WAYS["tiny"][0]))
     figures = speed.measure("tiny", steps=1)
     absent, ours = figures["ways"].values()
-    assert absent == {"failed": ["torchtitan is not installed"]} and ours["losses"]
-    assert "  torchtitan, fp8, compiled: ['torchtitan is not installed']" in list(speed.lines(figures))
+    assert absent["failed"].endswith("torchtitan is not installed") and ours["losses"]
+    assert f"  torchtitan, fp8, compiled: {absent['failed']}" in list(speed.lines(figures))
 
 
 def test_torchtitan_is_given_the_same_weights_rows_and_settings(monkeypatch: pytest.MonkeyPatch) -> None:

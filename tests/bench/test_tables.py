@@ -94,7 +94,7 @@ def test_what_was_measured_beside_pretraining_has_a_row_of_its_own_with_its_day(
 
 
 def test_torchtitan_stands_beside_the_other_peer_where_it_was_measured() -> None:
-    absent = {"torchtitan, bf16": {"failed": ["torchtitan is not installed"]}}
+    absent = {"torchtitan, bf16": {"failed": "torchtitan is not installed"}}
     measured = {"torchtitan, bf16": {"tokens_per_second": 12000.0}, "torchtitan, fp8": {"tokens_per_second": 13000.0}}
     assert _each_peer("HF Trainer 9,000 tokens/s", absent) == "HF Trainer 9,000 tokens/s"
     assert _each_peer("HF Trainer 9,000 tokens/s", measured) == "HF Trainer 9,000 tokens/s; torchtitan 13,000 tokens/s"

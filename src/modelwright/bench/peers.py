@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
+from modelwright.bench.kernels import Kernels
 from modelwright.errors import UsageError
+
+Figures = dict[str, Any]
 
 
 class Named(Protocol):
@@ -31,6 +34,28 @@ def asked(ways: Sequence[Way], words: Sequence[str]) -> list[Way]:
         return [way for way in ways if not getattr(way, "aside", False)]
     parts = [word for word in words if word not in names]
     return [way for way in ways if way.name in words or any(word in way.name for word in parts)]
+
+
+def each(ways: Sequence[Way], kernels: bool, train: Callable[[Way, Kernels], Figures]) -> dict[str, Figures]:
+    """The figures of each way in turn, told as they come; one that fails tells why and the others go on."""
+    told: dict[str, Figures] = {}
+    for way in ways:
+        let_go()
+        watch = Kernels(kernels)
+        try:
+            told[way.name] = train(way, watch)
+        except Exception as error:  # one way must not take the others with it
+            told[way.name] = {"failed": f"{type(error).__name__}: {str(error).strip()[:300]}"}
+        print("\n".join([f"{way.name} {told[way.name]}", *watch.lines()]), flush=True)
+        if watch.table:
+            told[way.name]["kernels"] = watch.table
+    return told
+
+
+def table(ways: dict[str, Figures], line: Callable[[str, Figures], str]) -> Iterator[str]:
+    """A line for each way: its figures, or why there are none."""
+    for name, way in ways.items():
+        yield f"  {name}: {way['failed'] if 'failed' in way else line(name, way)}"
 
 
 def let_go() -> None:

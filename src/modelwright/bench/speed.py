@@ -18,7 +18,7 @@ import numpy as np
 
 from modelwright.bench import results, speed_command, speed_dpo, speed_sft, speed_titan
 from modelwright.bench.kernels import Kernels
-from modelwright.bench.peers import asked, clock, finite, let_go, ratio
+from modelwright.bench.peers import asked, clock, each, finite, ratio, table
 from modelwright.bench.speed_works import EXACT, SEED, WAYS, WORKS, Rows, Way, Work, build, flops_per_token, rows_of
 from modelwright.errors import UsageError
 
@@ -56,17 +56,13 @@ def measure(
     told: dict[str, Any] = {"work": work, "device": _device(), "steps": steps, "ways": {}}
     if work in OTHERS:
         return told | dict(OTHERS[work].measure(ways, steps, rows, kernels))
-    for way in asked(WAYS[work], ways):
-        let_go()
-        try:
-            some, watch = rows_of(WORKS[work], steps, rows), Kernels(kernels)
-            pace = train(WORKS[work], way, some, watch)
-            finite(pace.losses)
-            told["ways"][way.name] = _figures(WORKS[work], pace) | ({"kernels": watch.table} if watch.table else {})
-            print("\n".join(watch.lines()), flush=True)
-        except Exception as error:  # one way must not take the others with it
-            told["ways"][way.name] = {"failed": str(error).strip().splitlines()[:1] or [type(error).__name__]}
-        print(way.name, {k: v for k, v in told["ways"][way.name].items() if k != "kernels"}, flush=True)
+
+    def figures(way: Way, watch: Kernels) -> dict[str, Any]:
+        pace = train(WORKS[work], way, rows_of(WORKS[work], steps, rows), watch)
+        finite(pace.losses)
+        return _figures(WORKS[work], pace)
+
+    told["ways"] = each(asked(WAYS[work], ways), kernels, figures)
     return told | ratio(told["ways"], "tokens_per_second")
 
 
@@ -93,16 +89,16 @@ def lines(figures: dict[str, Any]) -> Iterator[str]:
     if figures["work"] in OTHERS:
         yield from OTHERS[figures["work"]].lines(figures)
         return
-    for name, way in figures["ways"].items():
-        if "failed" in way:
-            yield f"  {name}: {way['failed']}"
-            continue
+
+    def line(name: str, way: dict[str, Any]) -> str:
         share = f", {way['mfu']:.1%} MFU" if way["mfu"] else ""
-        yield (
-            f"  {name}: {way['tokens_per_second']:,.0f} tokens/s{share}, {way['memory_gb']:.1f} GB, "
+        return (
+            f"{way['tokens_per_second']:,.0f} tokens/s{share}, {way['memory_gb']:.1f} GB, "
             f"{way['start_seconds']:.0f} s to start, loss {way['loss_first']:.3f} → {way['loss_last']:.3f}"
             + gap_to_exact(figures, name)
         )
+
+    yield from table(figures["ways"], line)
     if "ratio" in figures:
         yield f"  ratio {figures['ratio']:.2f} (above 1: ours is faster)"
 

@@ -16,7 +16,7 @@ from statistics import mean, median
 from typing import Any
 
 from modelwright.bench.kernels import Kernels
-from modelwright.bench.peers import asked, finite, let_go, ratio
+from modelwright.bench.peers import asked, each, finite, ratio, table
 from modelwright.bench.results import installed
 from modelwright.errors import UsageError
 
@@ -125,28 +125,22 @@ def measure(ways: Sequence[str], steps: int, data: Path | None, kernels: bool = 
     if data is not None:
         raise UsageError("--rows is not for dpo: its pairs are drawn, so that their lengths are exact")
     gpu = torch.cuda.is_available()
-    wanted = asked(WAYS["cuda" if gpu else "cpu"], ways)
-    work, told = BILLION if gpu else TINY, dict[str, Any]()
+    wanted = [way for way in asked(WAYS["cuda" if gpu else "cpu"], ways) if not way.peer or installed("trl")]
+    work = BILLION if gpu else TINY
     with tempfile.TemporaryDirectory() as place:
         make_model(Path(place), work)
         stand = Stand(work, Path(place), steps)
-        for way in wanted:
-            if way.peer and not installed("trl"):
-                continue
-            let_go()
-            watch = Kernels(kernels)
-            try:
-                trial = train_theirs(stand, way) if way.peer else train_ours(stand, way, watch)
-                finite([trial.loss])
-                told[way.name] = {
-                    "pairs_per_second": round(work.pairs / median(trial.seconds[len(trial.seconds) // 2 :]), 3),
-                    "memory_gb": round(memory_in_use() / 1e9, 2), "start_seconds": round(trial.start, 1),
-                    "reference_seconds": round(trial.reference, 2), "mean_loss": round(trial.loss, 5),
-                }  # fmt: skip
-            except Exception as error:  # one way must not take the others with it
-                told[way.name] = {"failed": f"{type(error).__name__}: {str(error).strip()[:300]}"}
-            print(way.name, told[way.name], flush=True)
-            print("\n".join(watch.lines()), flush=True)
+
+        def figures(way: Way, watch: Kernels) -> dict[str, Any]:
+            trial = train_theirs(stand, way) if way.peer else train_ours(stand, way, watch)
+            finite([trial.loss])
+            return {
+                "pairs_per_second": round(work.pairs / median(trial.seconds[len(trial.seconds) // 2 :]), 3),
+                "memory_gb": round(memory_in_use() / 1e9, 2), "start_seconds": round(trial.start, 1),
+                "reference_seconds": round(trial.reference, 2), "mean_loss": round(trial.loss, 5),
+            }  # fmt: skip
+
+        told = each(wanted, kernels, figures)
     setting = f"{work}, {'bf16 arithmetic' if gpu else 'fp32, pairs per CPU-second'}"
     return {"setting": setting, "ways": told, **ratio(told, "pairs_per_second")}
 
@@ -154,15 +148,15 @@ def measure(ways: Sequence[str], steps: int, data: Path | None, kernels: bool = 
 def lines(figures: dict[str, Any]) -> Iterator[str]:
     """The table."""
     yield f"  {figures['setting']}"
-    for name, way in figures["ways"].items():
-        if "failed" in way:
-            yield f"  {name}: {way['failed']}"
-            continue
-        yield (
-            f"  {name}: {way['pairs_per_second']:,.2f} pairs/s, {way['memory_gb']:.1f} GB, "
+
+    def line(_: str, way: dict[str, Any]) -> str:
+        return (
+            f"{way['pairs_per_second']:,.2f} pairs/s, {way['memory_gb']:.1f} GB, "
             f"{way['start_seconds']:.0f} s to start, {way['reference_seconds']:.1f} s of them the reference, "
             f"mean loss {way['mean_loss']:.4f}"
         )
+
+    yield from table(figures["ways"], line)
     losses = [way["mean_loss"] for way in figures["ways"].values() if "failed" not in way]
     if losses and max(losses) - min(losses) > ALIKE:
         yield f"  the ways did not learn the same: their losses are {max(losses) - min(losses):.3f} apart"

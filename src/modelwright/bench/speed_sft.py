@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from modelwright.bench.kernels import Kernels
-from modelwright.bench.peers import asked, clock, finite, let_go, ratio
+from modelwright.bench.peers import asked, clock, each, finite, ratio, table
 from modelwright.bench.results import installed
 from modelwright.bench.survival import SEED, Scene, conversations_of, load_model, prepared
 
@@ -100,45 +100,38 @@ def measure(ways: Sequence[str], steps: int, data: Path | None, kernels: bool = 
     from modelwright.engine.meter import memory_in_use
 
     shape = "smollm3" if torch.cuda.is_available() else "tiny"
-    wanted = asked(WAYS[shape], ways)
+    wanted = [way for way in asked(WAYS[shape], ways) if not way.peer or installed("trl")]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     at_once, times = BATCH[shape]
     scene = Scene(shape, None if shape == "smollm3" else 12, at_once * times, 1, steps)
-    told: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as place:
         rows = conversations_of(scene, data)
         stand = Stand(scene, rows, prepared(scene, rows, Path(place)), device, steps)
-        for way in wanted:
-            if way.peer and not installed("trl"):
-                continue
-            let_go()
-            watch = Kernels(kernels)
-            try:
-                trial = train_theirs(stand, way) if way.peer else train_ours(stand, way, watch)
-                finite(trial.losses)
-                told[way.name] = {
-                    "rows_per_second": round(trial.rows / median(trial.seconds[len(trial.seconds) // 2 :]), 2),
-                    "rows_a_step": round(trial.rows, 2), "memory_gb": round(memory_in_use() / 1e9, 2),
-                    "start_seconds": round(trial.start, 1), "losses": [round(loss, 4) for loss in trial.losses],
-                }  # fmt: skip
-            except Exception as error:  # one way must not take the others with it
-                told[way.name] = {"failed": f"{type(error).__name__}: {str(error).strip()[:300]}"}
-            print(way.name, told[way.name], *watch.lines(), sep="\n", flush=True)
+
+        def figures(way: Way, watch: Kernels) -> dict[str, Any]:
+            trial = train_theirs(stand, way) if way.peer else train_ours(stand, way, watch)
+            finite(trial.losses)
+            return {
+                "rows_per_second": round(trial.rows / median(trial.seconds[len(trial.seconds) // 2 :]), 2),
+                "rows_a_step": round(trial.rows, 2), "memory_gb": round(memory_in_use() / 1e9, 2),
+                "start_seconds": round(trial.start, 1), "losses": [round(loss, 4) for loss in trial.losses],
+            }  # fmt: skip
+
+        told = each(wanted, kernels, figures)
     return {"shape": shape, "rows": len(rows.train), "ways": told, **ratio(told, "rows_per_second")}
 
 
 def lines(figures: dict[str, Any]) -> Iterator[str]:
     """The table."""
     yield f"  full fine-tune of the {figures['shape']} shape, {figures['rows']} questions and answers"
-    for name, way in figures["ways"].items():
-        if "failed" in way:
-            yield f"  {name}: {way['failed']}"
-            continue
-        yield (
-            f"  {name}: {way['rows_per_second']:,.1f} rows/s, {way['rows_a_step']:.1f} rows a step, "
-            f"{way['memory_gb']:.1f} GB, {way['start_seconds']:.0f} s to start, "
-            f"loss {way['losses'][0]:.3f} → {way['losses'][-1]:.3f}"
+
+    def line(_: str, way: dict[str, Any]) -> str:
+        return (
+            f"{way['rows_per_second']:,.1f} rows/s, {way['rows_a_step']:.1f} rows a step, {way['memory_gb']:.1f} GB, "
+            f"{way['start_seconds']:.0f} s to start, loss {way['losses'][0]:.3f} → {way['losses'][-1]:.3f}"
         )
+
+    yield from table(figures["ways"], line)
     if "ratio" in figures:
         yield f"  ratio {figures['ratio']:.2f} (above 1: ours is faster)"
 
