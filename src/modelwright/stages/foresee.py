@@ -52,7 +52,7 @@ def _fitted(plan: StagePlan, stage: str, built: Built, context: Context) -> Stag
         return replace(plan, reasons=(*plan.reasons, f"memory and time are not foreseen: {error}"))
     chosen, lines = found.plan, [] if found.fits else [_not_fitting(found)]
     if chosen.gradient_checkpointing != plan.gradient_checkpointing:
-        if not trainable.finds_layers(built.model):
+        if chosen.gradient_checkpointing == "selective" and not trainable.finds_layers(built.model):
             chosen = replace(chosen, gradient_checkpointing=True)
             lines.append("gradient checkpointing is full: the model's layers were not found, which selective asks for")
         trainable.recompute_activations(built.model, chosen.gradient_checkpointing)
