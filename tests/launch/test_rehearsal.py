@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -319,7 +320,10 @@ def test_a_killed_rehearsal_takes_its_pods_with_it(tmp_path: Path) -> None:
 
 def sleepers() -> list[str]:
     """Pods of the test above."""
-    found = (path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists())
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # a process that has ended since it was listed
+            found.append(path.read_bytes())
     return [line.decode() for line in found if line.split(b"\0")[:2] == [b"sleep", SLEEP.encode()]]
 
 
