@@ -152,6 +152,7 @@ def test_two_names_for_one_setting_are_refused(tmp_path: Path) -> None:
 OURS_ALONE = {
     "weights",  # what they are kept in; theirs follows from how the model was loaded
     "cuda_graphs",  # theirs is a mode of torch_compile
+    "tune_products",  # they have none
     "ema_decay",  # they have none; the name is timm's
     "exp_avg_dtype",  # the name Megatron has for it
     "precision",  # theirs is bf16 and fp16; ours also says fp32 and auto
