@@ -36,10 +36,16 @@ from modelwright.engine.shard import accumulating, layers_of, persistent_buffers
 from modelwright.engine.step import Cursor, StepReport
 from modelwright.engine.task import Batch, Prepared, Task, means
 from modelwright.engine.world import World
+from modelwright.models import products
+from modelwright.models.gathered import Gathering
 from modelwright.plan.stage import StagePlan
 from modelwright.recipe.training import Training
 
 Result = TypeVar("Result")
+OPERATIONS, LONG_SECONDS = 4e14, 3600.0
+"""What a large GPU computes in a second, and a training that is long."""
+GATHERS = ("cuda",)
+"""Devices on which gradients are added up by the products that make them."""
 REHEARSED, TIMES = 2, 4
 """Micro-batches that are gone through where nothing is learnt yet, and how often: about 12 s with 6 B weights."""
 
@@ -73,6 +79,10 @@ class Engine:
         alone = world.size == 1 and not isinstance(self._forward, FSDPModule)
         self._records = world.device.type == "cuda" and alone and plan.precision != "fp16"
         self._records = self._records and is_worth_recording(self._module, settings.cuda_graphs)
+        alike = plan.weights == "bf16" or plan.precision == "fp32"  # or gradients are of another type than products
+        gathers = world.device.type in GATHERS and alone and alike and plan.accumulation > 1
+        self._gathering = Gathering(layers_of(self._module) if gathers else [])
+        products.allow_trials(self._is_worth_trials(settings.tune_products))
         self.begin_anew()
 
     def compute_in(self, precision: str, scaling: str) -> None:
@@ -95,14 +105,20 @@ class Engine:
         self._ahead: Prepared | None = None
         self._scale: tuple[float, Tensor] | None = None
         self._watch, self._idle, self._first_step = Stopwatch(self.world.device), Stopwatch(self.world.device), 0
-        self._first = Replay(self._micro_batch, list(self.weights.values()))
+        self._first = Replay(self._first_micro_batch, list(self.weights.values()))
         self._more, self._length, self._move = (
-            Replay(part) for part in (self._micro_batch, self._clipped, self._moved)
+            Replay(part) for part in (self._next_micro_batch, self._clipped, self._moved)
         )
         if self._records:
             for group in self.optimizer.param_groups:
                 group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=self.world.device)
                 group["capturable"] = True
+
+    def _is_worth_trials(self, wish: str) -> bool:
+        """Whether kernels are tried for a minute, to gain one in a hundred; wish: the recipe's tune_products."""
+        tokens = self.plan.steps * self.plan.global_batch * (self.task.length(0) if self.task.rows else 0)
+        work = 6.0 * sum(weight.numel() for weight in self._module.parameters()) * tokens / self.world.size
+        return wish == "always" or (wish == "auto" and work / OPERATIONS > LONG_SECONDS)
 
     @contextmanager
     def as_it_comes(self) -> Iterator[None]:
@@ -200,6 +216,8 @@ class Engine:
         """Another way to the same step, where there is one; ranks among others keep to what was agreed."""
         if self.world.size > 1:
             return None
+        if self._gathering.give_up(error):
+            return "a layer is gone through twice; each micro-batch's gradients are added in a pass of their own"
         if not isinstance(error, torch.OutOfMemoryError):
             return self._compiled.retreat(error)
         if not self._module.training and self.eval_rows > 1:
@@ -235,6 +253,14 @@ class Engine:
         if turn == 0:
             return self._first.behind(() if self._records else None, **inputs)
         return self._more.behind(self._first.last, **inputs)
+
+    def _first_micro_batch(self, **inputs: Tensor) -> Tensor:
+        self._gathering.begin()
+        return self._micro_batch(**inputs)
+
+    def _next_micro_batch(self, **inputs: Tensor) -> Tensor:
+        self._gathering.go_on()
+        return self._micro_batch(**inputs)
 
     def _micro_batch(self, scale: Tensor, **inputs: Tensor) -> Tensor:
         """Add one micro-batch to the gradients; returns its summed measures, the loss first."""
@@ -283,6 +309,7 @@ class Engine:
     def _clear_gradients(self) -> None:
         """Let go of them; a recording's own are written anew in their places, and are left there between its steps."""
         self.optimizer.zero_grad(set_to_none=True)
+        self._gathering.let_go()
 
     def _draw_for(self, turn: int) -> None:
         """Seed the random numbers of one micro-batch by its place in the run, whatever the world's size."""

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
+from modelwright.models.products import add_mm, mm
+
 KNOWN = {"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "SmolLM3MLP"}
 """Layers known to be down(silu(gate(x)) · up(x)) and nothing more."""
 NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -38,9 +40,9 @@ def forward(
     one would be lost, and at first all are small (with B's of 1e-4 a fifth of what was learnt did not reach the loss).
     """
     inner = linear(x, torch.cat((gate_a, up_a))).mul_(scale)
-    opened, risen = linear(x, gate), linear(x, up)
+    opened, risen = mm(x, gate.T), mm(x, up.T)
     passed = _gated(opened, risen, inner, gate_b, up_b)
-    return linear(passed, down), linear(passed, down_a).mul_(scale), opened, risen, inner
+    return mm(passed, down.T), linear(passed, down_a).mul_(scale), opened, risen, inner
 
 
 @torch.library.custom_op("modelwright::low_rank_gate_backward", mutates_args=())
@@ -51,10 +53,12 @@ def backward(
 ) -> Gradients:  # fmt: skip
     """The gradients of x and of the five thin matrices; out, thin: those of the answer and of the thin product."""
     rank, back_thin = gate_a.shape[0], thin * scale
-    given = out @ down
+    given = mm(out, down)
     d_gate, d_up, sums = _ungated(opened, risen, inner, gate_b, up_b, given, back_thin, down_a.T.contiguous())
     back_inner = torch.cat((d_gate @ gate_b, d_up @ up_b), 1).mul_(scale)
-    d_x = (d_gate @ gate).addmm_(d_up, up).addmm_(back_inner, torch.cat((gate_a, up_a)))
+    d_x = mm(d_gate, gate)
+    add_mm(d_x, d_up, up)
+    d_x.addmm_(back_inner, torch.cat((gate_a, up_a)))
     d_a = back_inner.T @ x
     d_gate_b, d_up_b, d_down_a = sums[0].clone(), sums[1].clone(), sums[2].T.contiguous()
     return d_x, d_a[:rank].clone(), d_gate_b, d_a[rank:].clone(), d_up_b, d_down_a
@@ -130,15 +134,15 @@ def _has_low_rank(layer: Any) -> bool:
 def _layer_forward(layer: Any, x: Tensor) -> Tensor:
     linears = [getattr(layer, name) for name in NAMES]
     alike = HAS_KERNELS and x.is_cuda and all(is_plain(each, x.dtype) for each in linears)
-    if not alike or len({(_size(each), each.disable_adapters) for each in linears}) != 1:
+    if not alike or len({(size_of(each), each.disable_adapters) for each in linears}) != 1:
         answer: Tensor = type(layer).forward(layer, x)
         return answer
     frozen = [each.base_layer.weight for each in linears]
-    *beside, down_b = [weight for each in linears for weight in _thin(each)]
+    *beside, down_b = [weight for each in linears for weight in matrices_of(each)]
     off = linears[0].disable_adapters
     if off:  # a reference rounds as what is held against it does: while B is zero they are the same to the bit
         beside = [torch.zeros_like(weight) for weight in beside]
-    rows, thin, *_ = forward(x.flatten(0, -2), *frozen, *beside, _size(linears[0])[1])
+    rows, thin, *_ = forward(x.flatten(0, -2), *frozen, *beside, size_of(linears[0])[1])
     answer = rows if off else rows + linear(thin, down_b)
     return answer.view(*x.shape[:-1], rows.shape[-1])
 
@@ -153,15 +157,17 @@ def is_plain(linear: Any, dtype: torch.dtype) -> bool:
     usual = type(base) is nn.Linear or (isinstance(base, nn.Linear) and "forward" in base.__dict__)
     bare = usual and base.bias is None and outer.bias is None and not base.weight.requires_grad
     alone = isinstance(linear.lora_dropout[adapters[0]], nn.Identity) and linear.r[adapters[0]] in RANKS
-    return bare and alone and all(weight.dtype == dtype == torch.bfloat16 for weight in (base.weight, *_thin(linear)))
+    weights = (base.weight, *matrices_of(linear))
+    return bare and alone and all(weight.dtype == dtype == torch.bfloat16 for weight in weights)
 
 
-def _thin(linear: Any) -> tuple[Tensor, Tensor]:
+def matrices_of(linear: Any) -> tuple[Tensor, Tensor]:
+    """The two low-rank matrices: [rank, in], [out, rank]."""
     adapter = linear.active_adapters[0]
     return linear.lora_A[adapter].weight, linear.lora_B[adapter].weight
 
 
-def _size(linear: Any) -> tuple[int, float]:
+def size_of(linear: Any) -> tuple[int, float]:
     """The rank, and what the low-rank product is multiplied by."""
     adapter = linear.active_adapters[0]
     return linear.r[adapter], linear.scaling[adapter]

@@ -22,8 +22,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from modelwright.errors import ModelError
 
-OF_OUR_OWN = "modelwright::low_rank_gate"
-"""A product under another name, a layer's whole gated part; the names of all others end in mm."""
+OF_OUR_OWN = ("modelwright::low_rank_gate", "modelwright::joined")
+"""Products under other names, of a layer's whole gated part and of what attention begins with; the names of all others
+end in mm."""
 RANDOM = ("drop", "jitter", "noise")
 """How modules call the rates of what they draw at random, beside torch's own p."""
 THIN = 8
@@ -84,7 +85,7 @@ def kind_of(operation: Any) -> str:
         return "change"
     if name.endswith("mm"):
         return "added product" if "add" in name else "product"
-    return "attention" if "attention" in name or "attn" in name or name == OF_OUR_OWN else ""
+    return "attention" if "attention" in name or "attn" in name or name in OF_OUR_OWN else ""
 
 
 def is_kept(operation: Any, args: Any) -> bool:

@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from torch import Tensor, nn
 
 from modelwright.errors import ModelError
-from modelwright.models import attention, smollm2, trust
+from modelwright.models import attention, gathered, joined, smollm2, trust
 from modelwright.models.quantized import is_quantized, loading
 from modelwright.models.quiet import be_quiet, without_sklearn
 from modelwright.models.spread import Spread
@@ -231,6 +231,8 @@ def move(model: Any, device: torch.device, wished: str) -> None:
     """Bring a model to its device, with the fastest attention there that keeps documents apart."""
     if not is_quantized(model):
         model.to(device)
+    if device.type == "cuda":
+        gathered.install(joined.install(model))
     if device.type == "cuda" and wished == "auto":
         usual = model.config._attn_implementation
         attention.install(model)

@@ -1,0 +1,141 @@
+"""Weights whose gradients are added up where they are made: by the very product that makes them.
+
+In a step of several micro-batches torch writes each gradient down, then reads it and the sum before it and writes the
+sum: twice the bytes, and one rounding more. With four micro-batches of 16,384 tokens that is 0.6 % of a step of 6 B
+weights, with many small ones 8 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from modelwright.models import products
+
+CHANGED = "modified by an inplace operation"
+"""What torch says of a tensor that was to be as it had been."""
+
+
+@torch.library.custom_op("modelwright::gather", mutates_args={"into"})
+def gather(into: Tensor, given: Tensor, x: Tensor) -> None:
+    """Add a weight's gradient to the sum. given: [rows, out], x: [rows, in], into: [out, in]."""
+    products.add_mm(into, given.T, x)
+
+
+@torch.library.custom_op("modelwright::linear_mm", mutates_args=())
+def product(x: Tensor, weight: Tensor, into: Tensor | None) -> Tensor:
+    """A linear layer, whose weight's gradient is added up there, if anywhere. x: [rows, in]."""
+    return products.mm(x, weight.T)
+
+
+@torch.library.custom_op("modelwright::backward_mm", mutates_args=())
+def backward(given: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of the input: [rows, in]."""
+    return products.mm(given, weight)
+
+
+@torch.library.custom_op("modelwright::weight_mm", mutates_args=())
+def to_weight(given: Tensor, x: Tensor) -> Tensor:
+    """The gradient of the weight: [out, in]."""
+    return products.mm(given.T, x)
+
+
+@gather.register_fake
+def _(into: Tensor, given: Tensor, x: Tensor) -> None:
+    return None
+
+
+@product.register_fake
+def _(x: Tensor, weight: Tensor, into: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@backward.register_fake
+def _(given: Tensor, weight: Tensor) -> Tensor:
+    return given.new_empty(given.shape[0], weight.shape[1])
+
+
+@to_weight.register_fake
+def _(given: Tensor, x: Tensor) -> Tensor:
+    return given.new_empty(given.shape[1], x.shape[1])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.into = inputs[2]  # which changes, and is not asked for what it was
+
+
+def _back(ctx: Any, given: Tensor) -> tuple[Any, ...]:
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight, _ = ctx.needs_input_grad
+    learnt: Tensor | None = None
+    if ctx.into is not None:
+        gather(ctx.into, given, x)
+    elif needs_weight:
+        learnt = to_weight(given, x)
+    return backward(given, weight) if needs_x else None, learnt, None
+
+
+product.register_autograd(_back, setup_context=_keep)
+
+
+class Gathering:
+    """The linear layers of a model that add up their gradients themselves."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        """layers: whose linear layers do, where they learn and have no bias."""
+        self._linears: list[Any] = [
+            linear
+            for layer in layers
+            for linear in layer.modules()
+            if type(linear) is nn.Linear and linear.weight.requires_grad and linear.bias is None
+        ]
+        for linear in self._linears:
+            linear.into = None
+            if "forward" not in linear.__dict__:  # or it knows of this, as those of attention do
+                linear.forward = MethodType(multiplied, linear)
+
+    def begin(self) -> None:
+        """The next gradients are the first of a step."""
+        for linear in self._linears:
+            linear.into = linear.weight.grad = torch.zeros_like(linear.weight)
+
+    def go_on(self) -> None:
+        """The next gradients are added to what the weights have."""
+        for linear in self._linears:
+            linear.into = linear.weight.grad
+
+    def let_go(self) -> None:
+        """Forget the sums."""
+        for linear in self._linears:
+            linear.into = None
+
+    def give_up(self, error: Exception) -> bool:
+        """Leave it to torch from now on, where a compiled layer is gone through twice before its gradients are made:
+        it would not have what it is given change meanwhile. Returns whether that was it."""
+        was_it = bool(self._linears) and CHANGED in str(error)
+        if was_it:
+            self.let_go()
+            self._linears = []
+        return was_it
+
+
+def install(model: nn.Module) -> None:
+    """Let the linear layers of a model multiply by kernels that are chosen, where their products are large."""
+    for linear in model.modules():
+        if type(linear) is nn.Linear and "forward" not in linear.__dict__:
+            linear.forward = MethodType(multiplied, linear)  # type: ignore[method-assign]
+
+
+def multiplied(linear: Any, x: Tensor) -> Tensor:
+    """What a linear layer makes of its input."""
+    into: Tensor | None = getattr(linear, "into", None)
+    if linear.bias is not None or (into is None and not products.is_large(x, linear.weight.T)):
+        return F.linear(x, linear.weight, linear.bias)
+    made: Tensor = product(x.flatten(0, -2), linear.weight, into)
+    return made.view(*x.shape[:-1], linear.out_features)

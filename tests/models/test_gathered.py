@@ -1,0 +1,126 @@
+"""Gradients that are added up by the products that make them are the sums that torch makes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from modelwright.bench import speed
+from modelwright.bench.speed_works import WORKS, Way, rows_of
+from modelwright.engine import loop
+from modelwright.models import gathered, joined
+from modelwright.models.gathered import Gathering
+
+
+@pytest.fixture(autouse=True)
+def afresh() -> Iterator[None]:
+    """Nothing compiled before is found, and nothing compiled here is left."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Layer(nn.Module):
+    """Two linear layers, one of them with a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.biased = nn.Linear(8, 16, bias=False), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = x + self.biased(torch.tanh(self.plain(x)))
+        return made
+
+
+def sums(model: nn.Module, gathering: Gathering | None, batches: list[Tensor]) -> list[Tensor | None]:
+    """The gradients of a step of several micro-batches."""
+    model.zero_grad()
+    for number, batch in enumerate(batches):
+        if gathering:
+            gathering.go_on() if number else gathering.begin()
+        model(batch).square().mean().backward()
+    return [weight.grad for weight in model.parameters()]
+
+
+def micro_batches(count: int = 3) -> list[Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(2, 5, 8) for _ in range(count)]
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"], ids=["eager", "compiled"])
+def test_sums_are_those_of_torch(backend: str | None) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(Layer(), Layer(), Layer())
+    ours = copy.deepcopy(plain)
+    gathering = Gathering(ours)
+    for layer in ours if backend else ():
+        layer.compile(backend=backend, fullgraph=True)
+    for batches in (micro_batches(), micro_batches(1), micro_batches(2)):  # what stood there before is written over
+        torch.testing.assert_close(sums(ours, gathering, batches), sums(plain, None, batches))
+
+
+def test_a_layer_that_is_gone_through_twice_has_the_sum_of_both() -> None:
+    torch.manual_seed(0)
+    once = Layer()
+    plain = nn.Sequential(once, nn.Tanh(), once)
+    ours = copy.deepcopy(plain)
+    expected = sums(plain, None, micro_batches())
+    gathering = Gathering([ours[0]])
+    torch.testing.assert_close(sums(ours, gathering, micro_batches()), expected)
+    ours[0].compile(backend="aot_eager")
+    with pytest.raises(RuntimeError) as error:  # a compiler sees each pass for itself
+        sums(ours, gathering, micro_batches())
+    assert gathering.give_up(error.value)
+    torch.testing.assert_close(sums(ours, gathering, micro_batches()), expected)
+    assert not gathering.give_up(error.value)
+
+
+def test_frozen_and_other_layers_are_left_alone() -> None:
+    layer = Layer()
+    layer.plain.requires_grad_(False)
+    Gathering([layer])
+    assert "forward" not in layer.plain.__dict__ and "forward" not in layer.biased.__dict__
+
+
+def test_sums_are_let_go_of_between_steps() -> None:
+    layer = Layer()
+    gathering = Gathering([layer])
+    sums(layer, gathering, micro_batches())
+    gathering.let_go()
+    layer.zero_grad()
+    assert layer.plain.into is None and layer.plain.weight.grad is None
+    with torch.no_grad():
+        layer(micro_batches()[0])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"gradient_checkpointing": "selective"}, {"torch_compile": True, "gradient_checkpointing": True}],
+    ids=["eager", "selective", "compiled, full"],
+)
+def test_the_engine_learns_the_same_from_several_micro_batches(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = replace(WORKS["tiny"], accumulation=3)
+    rows = rows_of(work, 6)
+    way = Way("ours", {"precision": "fp32", **settings})
+    usual = speed.train_ours(work, way, rows).losses
+    seen: list[int] = []
+    usual_gather = gathered.Gathering.begin
+
+    def begin(self: Any) -> None:
+        usual_gather(self)
+        seen.append(len(self._linears))
+
+    monkeypatch.setattr(loop, "GATHERS", ("cpu",))
+    monkeypatch.setattr(gathered.Gathering, "begin", begin)
+    build = speed.build
+    monkeypatch.setattr(speed, "build", lambda work: joined.install(build(work)))
+    assert speed.train_ours(work, way, rows).losses == pytest.approx(usual, rel=1e-4)
+    assert seen == [14] * 6
