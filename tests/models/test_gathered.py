@@ -81,6 +81,28 @@ def test_a_layer_that_is_gone_through_twice_has_the_sum_of_both() -> None:
     assert not gathering.give_up(error.value)
 
 
+def test_a_weight_that_two_layers_share_has_the_sum_of_both() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(Layer(), Layer())
+    plain[1].plain.weight = plain[0].plain.weight
+    ours = copy.deepcopy(plain)
+    assert ours[1].plain.weight is ours[0].plain.weight
+    expected = sums(plain, None, micro_batches())
+    torch.testing.assert_close(sums(ours, Gathering(ours), micro_batches()), expected)
+
+
+def test_a_weight_that_is_made_of_others_and_a_single_row_are_taken() -> None:
+    torch.manual_seed(0)
+    plain = Layer()
+    torch.nn.utils.parametrizations.weight_norm(plain.plain)
+    one = torch.randn(8)
+    ours = copy.deepcopy(plain)
+    gathering = Gathering([ours, layer := Layer()])
+    torch.testing.assert_close(sums(ours, gathering, micro_batches()), sums(plain, None, micro_batches()))
+    gathering.begin()
+    assert layer(one).shape == one.shape
+
+
 def test_frozen_and_other_layers_are_left_alone() -> None:
     layer = Layer()
     layer.plain.requires_grad_(False)

@@ -91,6 +91,15 @@ def test_a_layer_that_is_not_compiled_is_left_as_it_is() -> None:
         assert torch.equal(one, other)
 
 
+def test_a_forward_that_others_have_given_is_left() -> None:
+    ours = model_of("llama")
+    linear = ours.model.layers[1].self_attn.q_proj
+    theirs = linear.forward = lambda x: x[..., :32] * 2.0
+    joined.install(ours)
+    assert linear.forward is theirs and "forward" not in ours.model.layers[1].self_attn.__dict__
+    assert "forward" in ours.model.layers[0].self_attn.__dict__
+
+
 @pytest.mark.parametrize("checkpointing", ["selective", True])
 def test_what_is_computed_again_is_one_product_too(checkpointing: Any) -> None:
     plain = model_of("llama")

@@ -100,13 +100,35 @@ def test_nothing_is_tried_before_it_pays(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(products, "SEEN", 2)
     for _ in range(2):  # a shape that may never come again
         products.mm(FIRST, SECOND)
-    products.allow_trials(False)
+    products.allow(known=True, trials=False)
     products.mm(FIRST, SECOND)
     assert not library.trials
-    products.allow_trials(True)
+    products.allow(known=True, trials=True)
     products._trials.seconds = 2 * products.MOST_SECONDS
     assert torch.equal(products.mm(FIRST, SECOND), FIRST @ SECOND)
     assert not library.trials and not (tmp_path / products.KEPT).exists()
+
+
+def test_known_kernels_are_left_where_that_is_wished(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    Library(monkeypatch, tmp_path, {USUAL: 1.0, 0: 0.5})
+    products.mm(FIRST, SECOND)
+    again = Library(monkeypatch, tmp_path, {USUAL: 1.0, 0: 0.5})
+    products.allow(known=False, trials=False)
+    products.mm(FIRST, SECOND)
+    assert again.last == USUAL
+
+
+@pytest.mark.parametrize("error", [OSError("the disk is full"), FileNotFoundError("another rank was faster")])
+def test_a_cache_that_cannot_be_written_ends_nothing(
+    error: OSError, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def write(*_: Any) -> None:
+        raise error
+
+    library = Library(monkeypatch, tmp_path, {USUAL: 1.0, 0: 0.5})
+    monkeypatch.setattr(products, "write_json", write)
+    products.mm(FIRST, SECOND)
+    assert library.last == 0
 
 
 def test_a_file_that_is_not_ours_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -126,10 +148,12 @@ def test_small_products_and_other_devices_are_torchs() -> None:
 
 def test_how_matrices_lie_in_memory_is_part_of_the_shape() -> None:
     to = torch.empty(6, 4, dtype=torch.bfloat16)
-    wide = torch.empty(6, 20, dtype=torch.bfloat16)
+    wide = torch.empty(6, 24, dtype=torch.bfloat16)
     turned = torch.empty(4, 8, dtype=torch.bfloat16).T
     assert products._shape_of(FIRST, SECOND, to, False) == Shape(6, 4, 8, (False, 8), (False, 4), 4, False)
-    assert products._shape_of(wide[:, 4:12], turned, to, True) == Shape(6, 4, 8, (False, 20), (True, 8), 4, True)
+    assert products._shape_of(wide[:, 8:16], turned, to, True) == Shape(6, 4, 8, (False, 24), (True, 8), 4, True)
+    assert products._shape_of(wide[:, 1:9], turned, to, True) is None, "a kernel reads 16 bytes at once"
+    assert products._shape_of(FIRST, SECOND, wide[:, :4], False) is None
     assert products._shape_of(wide[:, ::2], SECOND, to, False) is None
     assert products._shape_of(FIRST, SECOND, to.float(), False) is None
 

@@ -14,8 +14,8 @@ from eighths import stand_in
 from families import FAMILIES, family
 from modelwright.engine import fp8
 from modelwright.errors import ModelError
-from modelwright.models import attention
-from modelwright.models.recompute import Products, draws, kind_of, recompute
+from modelwright.models import attention, gathered
+from modelwright.models.recompute import Products, draws, is_kept, kind_of, recompute
 from modelwright.models.text import hidden_states, load_model
 from modelwright.models.trainable import decoder_layers, recompute_activations, set_trainable
 from modelwright.recipe.load import load
@@ -132,6 +132,13 @@ def test_frozen_layers_at_the_bottom_and_measuring_go_the_usual_way(
     with torch.no_grad():
         hidden_states(model, TOKENS, PLACES)
     hidden_states(model.eval(), TOKENS, PLACES)
+
+
+def test_a_thin_product_is_had_again_whichever_operation_makes_it() -> None:
+    x, thin, wide = torch.empty(10, 16), torch.empty(4096, 16), torch.empty(64, 16)
+    ours = gathered.product._opoverload
+    assert not is_kept(torch.ops.aten.mm.default, (x, thin.T)) and not is_kept(ours, (x, thin, None))
+    assert is_kept(torch.ops.aten.mm.default, (x, wide.T)) and is_kept(ours, (x, wide, None))
 
 
 def test_a_later_word_takes_the_place_of_an_earlier(model_folder: Path) -> None:

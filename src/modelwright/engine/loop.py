@@ -82,7 +82,8 @@ class Engine:
         alike = plan.weights == "bf16" or plan.precision == "fp32"  # or gradients are of another type than products
         gathers = world.device.type in GATHERS and alone and alike and plan.accumulation > 1
         self._gathering = Gathering(layers_of(self._module) if gathers else [])
-        products.allow_trials(self._is_worth_trials(settings.tune_products))
+        wish = settings.tune_products
+        products.allow(known=wish != "never", trials=self._is_worth_trials(wish))
         self.begin_anew()
 
     def compute_in(self, precision: str, scaling: str) -> None:
@@ -256,11 +257,17 @@ class Engine:
 
     def _first_micro_batch(self, **inputs: Tensor) -> Tensor:
         self._gathering.begin()
-        return self._micro_batch(**inputs)
+        return self._gathered(**inputs)
 
     def _next_micro_batch(self, **inputs: Tensor) -> Tensor:
         self._gathering.go_on()
-        return self._micro_batch(**inputs)
+        return self._gathered(**inputs)
+
+    def _gathered(self, **inputs: Tensor) -> Tensor:
+        try:
+            return self._micro_batch(**inputs)
+        finally:
+            self._gathering.let_go()
 
     def _micro_batch(self, scale: Tensor, **inputs: Tensor) -> Tensor:
         """Add one micro-batch to the gradients; returns its summed measures, the loss first."""
@@ -309,7 +316,6 @@ class Engine:
     def _clear_gradients(self) -> None:
         """Let go of them; a recording's own are written anew in their places, and are left there between its steps."""
         self.optimizer.zero_grad(set_to_none=True)
-        self._gathering.let_go()
 
     def _draw_for(self, turn: int) -> None:
         """Seed the random numbers of one micro-batch by its place in the run, whatever the world's size."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 
+from modelwright.models import gathered, joined, low_rank
 from modelwright.plan.stage import StagePlan, solve
 from modelwright.runs.caches import (
     cut_at_start,
@@ -76,6 +79,7 @@ class Compiled:
             # process find the table full (8 shapes), and run as they are without a word
             torch._dynamo.reset()
             torch._dynamo.config.recompile_limit = SHAPES
+            torch.compiler.config.cache_key_tag = _operations()
         for part in self._parts:
             part.compile()
 
@@ -91,6 +95,15 @@ class Compiled:
         _as_they_are(self._parts)
         self._parts = []
         return f"compiling failed again ({_first_line(error)}); the layers run as they are, slower and just as right"
+
+
+@cache
+def _operations() -> str:
+    """What our own operations do: the compiler keeps what it made of them by their names alone."""
+    digest = xxhash.xxh3_64()
+    for module in (gathered, joined, low_rank):
+        digest.update(Path(str(module.__file__)).read_bytes())
+    return f"modelwright {digest.hexdigest()}"
 
 
 def _as_they_are(parts: list[nn.Module]) -> None:

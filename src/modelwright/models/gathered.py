@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from modelwright.models import products
 
+LOW_RANK = "lora_"
+"""How the names of low-rank matrices begin."""
 CHANGED = "modified by an inplace operation"
 """What torch says of a tensor that was to be as it had been."""
 
@@ -88,12 +90,9 @@ class Gathering:
     """The linear layers of a model that add up their gradients themselves."""
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
-        """layers: whose linear layers do, where they learn and have no bias."""
+        """layers: whose linear layers do, where they learn and have no bias; low-rank ones are too small to gain."""
         self._linears: list[Any] = [
-            linear
-            for layer in layers
-            for linear in layer.modules()
-            if type(linear) is nn.Linear and linear.weight.requires_grad and linear.bias is None
+            part for layer in layers for name, part in layer.named_modules() if LOW_RANK not in name and _learns(part)
         ]
         for linear in self._linears:
             linear.into = None
@@ -102,8 +101,9 @@ class Gathering:
 
     def begin(self) -> None:
         """The next gradients are the first of a step."""
-        for linear in self._linears:
-            linear.into = linear.weight.grad = torch.zeros_like(linear.weight)
+        for weight in {id(linear.weight): linear.weight for linear in self._linears}.values():  # which some share
+            weight.grad = torch.zeros_like(weight)
+        self.go_on()
 
     def go_on(self) -> None:
         """The next gradients are added to what the weights have."""
@@ -125,6 +125,12 @@ class Gathering:
         return was_it
 
 
+def _learns(part: Any) -> bool:
+    """Whether it is a linear layer with a weight of its own, that moves, and nothing beside it."""
+    plain = type(part) is nn.Linear and getattr(part, "bias", None) is None
+    return plain and part.weight.requires_grad and part.weight.is_leaf
+
+
 def install(model: nn.Module) -> None:
     """Let the linear layers of a model multiply by kernels that are chosen, where their products are large."""
     for linear in model.modules():
@@ -137,5 +143,5 @@ def multiplied(linear: Any, x: Tensor) -> Tensor:
     into: Tensor | None = getattr(linear, "into", None)
     if linear.bias is not None or (into is None and not products.is_large(x, linear.weight.T)):
         return F.linear(x, linear.weight, linear.bias)
-    made: Tensor = product(x.flatten(0, -2), linear.weight, into)
-    return made.view(*x.shape[:-1], linear.out_features)
+    made: Tensor = product(x.flatten(0, -2) if x.dim() > 1 else x[None], linear.weight, into)
+    return made.view(*x.shape[:-1], linear.weight.shape[0])

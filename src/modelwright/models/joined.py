@@ -112,12 +112,24 @@ class Made(NamedTuple):
 def install(model: Any) -> Any:
     """Let the attention of a model, where that is known, multiply once wherever it is compiled; returns the model."""
     for attention in model.modules():
-        if type(attention).__name__ in KNOWN:
+        if type(attention).__name__ not in KNOWN:
+            continue
+        linears = [getattr(attention, name) for name in NAMES]
+        if all(map(_is_untouched, (attention, *linears))) and all(map(_is_usual, linears)):
             attention.forward = MethodType(_attend, attention)
-            for number, name in enumerate(NAMES):
-                linear = getattr(attention, name)
+            for number, linear in enumerate(linears):
                 linear.number, linear.forward = number, MethodType(_taken, linear)
     return model
+
+
+def _is_untouched(module: Any) -> bool:
+    """Whether nobody else has given a module a forward of its own."""
+    own = module.__dict__.get("forward")
+    return own is None or getattr(own, "__func__", None) in (_attend, _taken, multiplied)
+
+
+def _is_usual(linear: Any) -> bool:
+    return type(linear) is nn.Linear or type(getattr(linear, "base_layer", None)) is nn.Linear
 
 
 def _attend(attention: Any, hidden_states: Tensor, *given: Any, **more: Any) -> Any:
@@ -125,7 +137,7 @@ def _attend(attention: Any, hidden_states: Tensor, *given: Any, **more: Any) -> 
     seen: Any = hidden_states
     linears = [getattr(attention, name) for name in NAMES]
     if torch.compiler.is_compiling() and all(hasattr(each, "number") for each in linears):
-        if all(type(linear) is nn.Linear for linear in linears):
+        if all(type(linear) is nn.Linear for linear in linears) and len({each.bias is None for each in linears}) == 1:
             seen = Made(hidden_states.shape, _side_by_side(hidden_states, linears))
         elif all(is_plain(linear, hidden_states.dtype) for linear in linears) and len(_sizes(linears)) == 1:
             seen = Made(hidden_states.shape, _with_low_rank(hidden_states, linears))

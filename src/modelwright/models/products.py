@@ -13,6 +13,7 @@ import ctypes
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from statistics import median
@@ -43,6 +44,8 @@ SLOWER = 1.06
 """Kernels that are so many times slower than the best in a first short look take no part in the rounds."""
 GAIN = 1.01
 """How many times faster than the usual one a kernel must be to take its place."""
+ALIGNED = 16
+"""Bytes that a kernel reads at once."""
 BF16, FP32, FP32_SUMS = 14, 0, 68
 TRANSPOSE_FIRST, TRANSPOSE_SECOND = 3, 4
 """Numbers of cuBLAS for types of data and of computing, and for attributes of a product."""
@@ -72,6 +75,8 @@ class Shape(NamedTuple):
 
 @dataclass
 class _Trials:
+    known: bool = True
+    """Whether what was found is used."""
     allowed: bool = False
     seconds: float = 0.0
     """Spent so far."""
@@ -94,9 +99,9 @@ class _Kernel(ctypes.Structure):
     )
 
 
-def allow_trials(allowed: bool) -> None:
-    """Whether kernels may be tried from now on; what is known is used in any case."""
-    _trials.allowed = allowed
+def allow(known: bool, trials: bool) -> None:
+    """Whether kernels that are known are taken from now on, and whether others may be tried."""
+    _trials.known, _trials.allowed = known, trials
 
 
 def mm(first: Tensor, second: Tensor, to: Tensor | None = None) -> Tensor:
@@ -121,8 +126,8 @@ def is_large(first: Tensor, second: Tensor) -> bool:
 
 def _by_choice(first: Tensor, second: Tensor, to: Tensor, adds: bool) -> bool:
     """Multiply by the kernel that was found for this shape; False where the usual one is to do it."""
-    shape = _shape_of(first, second, to, adds)
-    if shape is None or _library() is None:
+    shape = _shape_of(first, second, to, adds) if _trials.known and _library() is not None else None
+    if shape is None:
         return False
     if shape not in _found:
         _seen[shape] += 1
@@ -131,10 +136,14 @@ def _by_choice(first: Tensor, second: Tensor, to: Tensor, adds: bool) -> bool:
         elif _seen[shape] <= SEEN or not _trials.allowed or torch.cuda.is_current_stream_capturing():
             return False
         else:
-            _found[shape] = _tried(shape, first, second, to)
+            _found[shape] = _tried(shape, to.device)
     if _found[shape] == USUAL:
         return False
-    return _product(shape, to.device).run(_found[shape], first, second, to)
+    try:
+        return _product(shape, to.device).run(_found[shape], first, second, to)
+    except (RuntimeError, AttributeError):  # another library than we know
+        _found[shape] = USUAL
+        return False
 
 
 def _shape_of(first: Tensor, second: Tensor, to: Tensor, adds: bool) -> Shape | None:
@@ -145,7 +154,8 @@ def _shape_of(first: Tensor, second: Tensor, to: Tensor, adds: bool) -> Shape | 
         if turned and matrix.stride(0) != 1:
             return None
         lines.append((turned, matrix.stride(1 if turned else 0)))
-    if to.dtype is not torch.bfloat16 or to.stride(1) != 1:
+    together = to.dtype is torch.bfloat16 and to.is_contiguous()
+    if not together or any(each.data_ptr() % ALIGNED for each in (first, second, to)):
         return None
     return Shape(first.shape[0], second.shape[1], first.shape[1], lines[0], lines[1], to.stride(0), adds)
 
@@ -229,18 +239,19 @@ def _product(shape: Shape, device: torch.device) -> _Product:
     return _Product(shape, device)
 
 
-def _tried(shape: Shape, first: Tensor, second: Tensor, to: Tensor) -> int:
+def _tried(shape: Shape, device: torch.device) -> int:
     """What a trial finds, which is kept; the usual kernel where there is no time or memory for one."""
     if _trials.seconds > MOST_SECONDS:
         return USUAL
     began = time.perf_counter()
     try:
-        found = _try(shape, first, second, to)
+        found = _try(shape, device)
     except (RuntimeError, AttributeError):  # no memory left to try it, or another library than we know
         return USUAL
     _trials.ended = time.perf_counter()
     _trials.seconds += _trials.ended - began
-    write_json(cache_dir() / KEPT, {**_read(), _name(shape): found})
+    with suppress(OSError, StorageError):  # a full disk, or another rank that writes now
+        write_json(cache_dir() / KEPT, {**_read(), _name(shape): found})
     return found
 
 
@@ -252,13 +263,17 @@ def _read() -> dict[str, int]:
 
 
 def _name(shape: Shape) -> str:
-    return f"{torch.cuda.get_device_name()}, cuBLAS {_library().cublasLtGetVersion()}: {shape}"
+    versions = f"torch {torch.__version__}, cuBLAS {_library().cublasLtGetVersion()}"
+    exact = "" if torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction else ", sums in fp32"
+    return f"{torch.cuda.get_device_name()}, {versions}{exact}: {shape}"
 
 
-def _try(shape: Shape, first: Tensor, second: Tensor, to: Tensor) -> int:
-    """The number of the fastest kernel among those that give the bits of the usual one."""
-    product = _product(shape, to.device)
-    before = torch.randn_like(to) if shape.adds else torch.empty_like(to)
+def _try(shape: Shape, device: torch.device) -> int:
+    """The number of the fastest kernel among those that give the bits of the usual one, of random numbers."""
+    product = _product(shape, device)
+    first = _matrix((shape.rows, shape.inner), shape.first, device)
+    second = _matrix((shape.inner, shape.columns), shape.second, device)
+    before = _matrix((shape.rows, shape.columns), (False, shape.to), device)
     expected = torch.addmm(before, first, second) if shape.adds else torch.mm(first, second)
     spare = before.clone()
 
@@ -280,6 +295,14 @@ def _try(shape: Shape, first: Tensor, second: Tensor, to: Tensor) -> int:
     spent = {number: median(seconds) for number, seconds in rounds.items()}
     fastest = min(spent, key=lambda number: spent[number])
     return fastest if spent[fastest] * GAIN < spent[USUAL] else USUAL
+
+
+def _matrix(sizes: tuple[int, int], lines: tuple[bool, int], device: torch.device) -> Tensor:
+    """Random numbers that lie in memory as those of a product do."""
+    turned, apart = lines
+    strides = (1, apart) if turned else (apart, 1)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        return torch.empty_strided(sizes, strides, dtype=torch.bfloat16, device=device).normal_()
 
 
 def _seconds(run: Callable[[], Any], long: float) -> float:

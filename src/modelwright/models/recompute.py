@@ -25,6 +25,8 @@ from modelwright.errors import ModelError
 OF_OUR_OWN = ("modelwright::low_rank_gate", "modelwright::joined")
 """Products under other names, of a layer's whole gated part and of what attention begins with; the names of all others
 end in mm."""
+LINEAR = "modelwright::linear_mm"
+"""A product of our own whose second matrix is a layer's weight, and so is turned."""
 RANDOM = ("drop", "jitter", "noise")
 """How modules call the rates of what they draw at random, beside torch's own p."""
 THIN = 8
@@ -94,7 +96,8 @@ def is_kept(operation: Any, args: Any) -> bool:
     if kind not in ("product", "added product"):
         return kind == "attention"
     first, second = args[1:3] if kind == "added product" else args[:2]
-    return bool(second.shape[-1] <= THIN * first.shape[-1])
+    wide = second.shape[0 if operation.name().startswith(LINEAR) else -1]
+    return bool(wide <= THIN * first.shape[-1])
 
 
 def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -107,7 +110,7 @@ def _for_the_compiler() -> Any:
 
 
 # what is compiled is kept under this name, which has to change where the policy does
-_for_the_compiler.cache_hash = f"products up to {THIN} times as wide, attention"  # type: ignore[attr-defined]
+_for_the_compiler.cache_hash = f"products up to {THIN} times as wide, attention, {OF_OUR_OWN}"  # type: ignore[attr-defined]
 
 
 class Products:
