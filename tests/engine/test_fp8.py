@@ -16,6 +16,7 @@ from modelwright.data.chat import Encoded
 from modelwright.data.preferences import Pair, Preferences
 from modelwright.engine import fp8
 from modelwright.engine.loop import Engine
+from modelwright.engine.trial import try_fp8
 from modelwright.engine.world import World
 from modelwright.models.text import load_model, load_tokenizer, stop_tokens
 from modelwright.models.trainable import set_trainable
@@ -133,3 +134,26 @@ def test_low_rank_matrices_and_the_head_stay_as_they_are(model_folder: Path, mon
     answers(**layout.lay_out(layout.side_by_side([[0], [1]], rows), rows, 0, 16).inputs).backward()
     moved = {name for name, weight in model.named_parameters() if weight.grad is not None}
     assert moved and all("lora_" in name for name in moved)
+
+
+def test_fp8_that_fails_half_way_leaves_no_gradient_behind(
+    torchao: None, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Dpo(
+        precision="fp8", max_length=128, max_steps=1, per_device_train_batch_size=2, gradient_accumulation_steps=2
+    )
+    task = pairs_task(model_folder, load_model(model_folder), settings)
+    engine = Engine(task, settings, plan_stage(settings, task.rows, 1, LAPTOP), World(), seed=7)
+    set_reference(task, engine, tmp_path, "m")
+    usual, micro_batches = engine._micro, []
+
+    def fails_in_the_second(turn: int, **inputs: Any) -> Any:
+        micro_batches.append(turn)
+        if engine.precision.name == "fp8" and turn == 1:
+            raise NotImplementedError("no such kernel")
+        return usual(turn, **inputs)
+
+    monkeypatch.setattr(engine, "_micro", fails_in_the_second)
+    found = try_fp8(engine, ("tensorwise",))
+    assert not found.kept and "no such kernel" in found.why and 1 in micro_batches
+    assert all(weight.grad is None for weight in engine.weights.values())

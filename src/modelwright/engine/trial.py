@@ -77,6 +77,7 @@ def _tried(engine: Engine, plain: Way, scaling: str) -> Trial:
     except Exception as error:  # what the card, torchao or the compiler does not know; bf16 has just been seen to go
         if engine.world.size > 1 or isinstance(error, torch.OutOfMemoryError):
             raise
+        engine.begin_anew()  # half-made gradients are no part of the first step
         first = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
         return Trial(False, f"bf16 instead of fp8: fp8 failed here ({first})", scaling=scaling)
     return Trial(**engine.world.first(lambda: asdict(judge(plain, eight, scaling))))
