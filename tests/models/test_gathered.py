@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from modelwright.bench import speed
 from modelwright.bench.speed_works import WORKS, Way, rows_of
 from modelwright.engine import loop
-from modelwright.models import gathered, joined
+from modelwright.models import joined
 from modelwright.models.gathered import Gathering
 
 
@@ -42,9 +43,8 @@ def sums(model: nn.Module, gathering: Gathering | None, batches: list[Tensor]) -
     """The gradients of a step of several micro-batches."""
     model.zero_grad()
     for number, batch in enumerate(batches):
-        if gathering:
-            gathering.go_on() if number else gathering.begin()
-        model(batch).square().mean().backward()
+        with (gathering.more if number else gathering.first)() if gathering else nullcontext():
+            model(batch).square().mean().backward()
     return [weight.grad for weight in model.parameters()]
 
 
@@ -99,8 +99,8 @@ def test_a_weight_that_is_made_of_others_and_a_single_row_are_taken() -> None:
     ours = copy.deepcopy(plain)
     gathering = Gathering([ours, layer := Layer()])
     torch.testing.assert_close(sums(ours, gathering, micro_batches()), sums(plain, None, micro_batches()))
-    gathering.begin()
-    assert layer(one).shape == one.shape
+    with gathering.first():
+        assert layer(one).shape == one.shape
 
 
 def test_frozen_and_other_layers_are_left_alone() -> None:
@@ -114,7 +114,6 @@ def test_sums_are_let_go_of_between_steps() -> None:
     layer = Layer()
     gathering = Gathering([layer])
     sums(layer, gathering, micro_batches())
-    gathering.let_go()
     layer.zero_grad()
     assert layer.plain.into is None and layer.plain.weight.grad is None
     with torch.no_grad():
@@ -134,14 +133,14 @@ def test_the_engine_learns_the_same_from_several_micro_batches(
     way = Way("ours", {"precision": "fp32", **settings})
     usual = speed.train_ours(work, way, rows).losses
     seen: list[int] = []
-    usual_gather = gathered.Gathering.begin
+    usual_first = Gathering.first
 
-    def begin(self: Any) -> None:
-        usual_gather(self)
+    def first(self: Any) -> Any:
         seen.append(len(self._linears))
+        return usual_first(self)
 
     monkeypatch.setattr(loop, "GATHERS", ("cpu",))
-    monkeypatch.setattr(gathered.Gathering, "begin", begin)
+    monkeypatch.setattr(Gathering, "first", first)
     build = speed.build
     monkeypatch.setattr(speed, "build", lambda work: joined.install(build(work)))
     assert speed.train_ours(work, way, rows).losses == pytest.approx(usual, rel=1e-4)

@@ -100,10 +100,10 @@ def test_nothing_is_tried_before_it_pays(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(products, "SEEN", 2)
     for _ in range(2):  # a shape that may never come again
         products.mm(FIRST, SECOND)
-    products.allow(known=True, trials=False)
+    products.allow("auto", 1e15)
     products.mm(FIRST, SECOND)
     assert not library.trials
-    products.allow(known=True, trials=True)
+    products.allow("auto", 1e20)
     products._trials.seconds = 2 * products.MOST_SECONDS
     assert torch.equal(products.mm(FIRST, SECOND), FIRST @ SECOND)
     assert not library.trials and not (tmp_path / products.KEPT).exists()
@@ -113,7 +113,7 @@ def test_known_kernels_are_left_where_that_is_wished(monkeypatch: pytest.MonkeyP
     Library(monkeypatch, tmp_path, {USUAL: 1.0, 0: 0.5})
     products.mm(FIRST, SECOND)
     again = Library(monkeypatch, tmp_path, {USUAL: 1.0, 0: 0.5})
-    products.allow(known=False, trials=False)
+    products.allow("never", 1e20)
     products.mm(FIRST, SECOND)
     assert again.last == USUAL
 

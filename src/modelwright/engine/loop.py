@@ -42,8 +42,6 @@ from modelwright.plan.stage import StagePlan
 from modelwright.recipe.training import Training
 
 Result = TypeVar("Result")
-OPERATIONS, LONG_SECONDS = 4e14, 3600.0
-"""What a large GPU computes in a second, and a training that is long."""
 GATHERS = ("cuda",)
 """Devices on which gradients are added up by the products that make them."""
 REHEARSED, TIMES = 2, 4
@@ -82,8 +80,8 @@ class Engine:
         alike = plan.weights == "bf16" or plan.precision == "fp32"  # or gradients are of another type than products
         gathers = world.device.type in GATHERS and alone and alike and plan.accumulation > 1
         self._gathering = Gathering(layers_of(self._module) if gathers else [])
-        wish = settings.tune_products
-        products.allow(known=wish != "never", trials=self._is_worth_trials(wish))
+        tokens = plan.steps * plan.global_batch * (task.length(0) if task.rows else 0) / world.size
+        products.allow(settings.tune_products, 6.0 * tokens * sum(w.numel() for w in self._module.parameters()))
         self.begin_anew()
 
     def compute_in(self, precision: str, scaling: str) -> None:
@@ -114,12 +112,6 @@ class Engine:
             for group in self.optimizer.param_groups:
                 group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=self.world.device)
                 group["capturable"] = True
-
-    def _is_worth_trials(self, wish: str) -> bool:
-        """Whether kernels are tried for a minute, to gain one in a hundred; wish: the recipe's tune_products."""
-        tokens = self.plan.steps * self.plan.global_batch * (self.task.length(0) if self.task.rows else 0)
-        work = 6.0 * sum(weight.numel() for weight in self._module.parameters()) * tokens / self.world.size
-        return wish == "always" or (wish == "auto" and work / OPERATIONS > LONG_SECONDS)
 
     @contextmanager
     def as_it_comes(self) -> Iterator[None]:
@@ -256,18 +248,12 @@ class Engine:
         return self._more.behind(self._first.last, **inputs)
 
     def _first_micro_batch(self, **inputs: Tensor) -> Tensor:
-        self._gathering.begin()
-        return self._gathered(**inputs)
+        with self._gathering.first():
+            return self._micro_batch(**inputs)
 
     def _next_micro_batch(self, **inputs: Tensor) -> Tensor:
-        self._gathering.go_on()
-        return self._gathered(**inputs)
-
-    def _gathered(self, **inputs: Tensor) -> Tensor:
-        try:
+        with self._gathering.more():
             return self._micro_batch(**inputs)
-        finally:
-            self._gathering.let_go()
 
     def _micro_batch(self, scale: Tensor, **inputs: Tensor) -> Tensor:
         """Add one micro-batch to the gradients; returns its summed measures, the loss first."""

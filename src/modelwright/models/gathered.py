@@ -7,7 +7,8 @@ weights, with many small ones 8 %.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -99,28 +100,30 @@ class Gathering:
             if "forward" not in linear.__dict__:  # or it knows of this, as those of attention do
                 linear.forward = MethodType(multiplied, linear)
 
-    def begin(self) -> None:
-        """The next gradients are the first of a step."""
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """Inside, the first gradients of a step are made."""
         for weight in {id(linear.weight): linear.weight for linear in self._linears}.values():  # which some share
             weight.grad = torch.zeros_like(weight)
-        self.go_on()
+        with self.more():
+            yield
 
-    def go_on(self) -> None:
-        """The next gradients are added to what the weights have."""
+    @contextmanager
+    def more(self) -> Iterator[None]:
+        """Inside, gradients are added to what the weights have."""
         for linear in self._linears:
             linear.into = linear.weight.grad
-
-    def let_go(self) -> None:
-        """Forget the sums."""
-        for linear in self._linears:
-            linear.into = None
+        try:
+            yield
+        finally:
+            for linear in self._linears:
+                linear.into = None
 
     def give_up(self, error: Exception) -> bool:
         """Leave it to torch from now on, where a compiled layer is gone through twice before its gradients are made:
         it would not have what it is given change meanwhile. Returns whether that was it."""
         was_it = bool(self._linears) and CHANGED in str(error)
         if was_it:
-            self.let_go()
             self._linears = []
         return was_it
 

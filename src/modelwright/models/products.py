@@ -34,6 +34,8 @@ KERNELS = 8
 """Kernels that cuBLAS is asked for, the likeliest first."""
 WARM_SECONDS, ROUND_SECONDS, ROUNDS = 1.5, 0.06, 3
 """How long the card is heated before the first trial, and how long each kernel runs in each round of a trial."""
+A_SECOND, LONG_SECONDS = 4e14, 3600.0
+"""Operations that a large GPU does in a second, and a training that is long."""
 MOST_SECONDS = 60.0
 """Time for trials in one process: rows of ever new lengths would ask for ever more."""
 SEEN = 64
@@ -99,9 +101,13 @@ class _Kernel(ctypes.Structure):
     )
 
 
-def allow(known: bool, trials: bool) -> None:
-    """Whether kernels that are known are taken from now on, and whether others may be tried."""
-    _trials.known, _trials.allowed = known, trials
+def allow(wish: str, operations: float) -> None:
+    """Take kernels that are known from now on, and try others where a training of so many operations pays for that.
+
+    wish: the recipe's tune_products.
+    """
+    _trials.known = wish != "never"
+    _trials.allowed = wish == "always" or (wish == "auto" and operations / A_SECOND > LONG_SECONDS)
 
 
 def mm(first: Tensor, second: Tensor, to: Tensor | None = None) -> Tensor:
