@@ -278,7 +278,7 @@ def test_ddp_does_not_send_the_images_around(tmp_path: Path) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
         made = task()
-        wrapped = DistributedDataParallel(made.module)
+        wrapped: Any = DistributedDataParallel(made.module)
         sent = {buffer.data_ptr() for buffer in wrapped.modules_buffers}
         held = {made.module.get_buffer(name).data_ptr() for name in ("train_images", "test_images", "train_labels")}
         assert sent
@@ -287,6 +287,8 @@ def test_ddp_does_not_send_the_images_around(tmp_path: Path) -> None:
         sums[0].backward()
         assert not any(bool(weight.grad.any()) for weight in made.module.parameters() if weight.grad is not None)
     finally:
+        # whatever holds the group last ends it: the reducer would wait for threads with Python's lock, and they for it
+        wrapped = sums = None
         dist.destroy_process_group()
 
 
