@@ -25,3 +25,15 @@ def test_gradients_equal_torchs(inputs: int, outputs: int, size: int, stride: in
         found.append((given.grad, convolution.weight.grad))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_among_casts_it_is_torchs_own() -> None:
+    torch.manual_seed(0)
+    ours = Conv3x3(4, 8)
+    seen = torch.randn(2, 4, 6, 6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # which a processor that is fast in bf16 trains in
+        made = ours(seen)
+        plain = torch.nn.functional.conv2d(seen, ours.weight, None, 1, 1)
+    assert made.dtype is torch.bfloat16 and torch.equal(made, plain)
+    made.float().square().sum().backward()
+    assert ours.weight.grad is not None and bool(ours.weight.grad.any())

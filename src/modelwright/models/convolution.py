@@ -19,7 +19,8 @@ class Conv3x3(nn.Conv2d):
 
     def forward(self, seen: Tensor) -> Tensor:
         """seen: [rows, inputs, height, width]."""
-        if seen.device.type == "cpu" and torch.is_grad_enabled() and seen.dtype is torch.float32:
+        exact = seen.dtype is torch.float32 and not torch.is_autocast_enabled("cpu")
+        if seen.device.type == "cpu" and torch.is_grad_enabled() and exact:
             learnt: Tensor = _Learnt.apply(seen, self.weight, self.stride[0])  # type: ignore[no-untyped-call]
             return learnt
         return super().forward(seen)
