@@ -12,11 +12,10 @@ from torch import nn
 
 from modelwright.engine.shard import layers_of
 from modelwright.errors import UsageError
+from modelwright.models.low_rank import BESIDE
 
 MULTIPLE = 16
 """FP8 products want every side of a matrix to be a multiple of this: rows are padded to such a length."""
-BESIDE = "lora_"
-"""How the names of low-rank matrices begin: they are too small to gain, and what is learnt stays in bf16."""
 
 
 def convert(module: nn.Module) -> list[nn.Linear]:
@@ -34,7 +33,7 @@ def convert(module: nn.Module) -> list[nn.Linear]:
 
     def suits(linear: Any, name: str) -> bool:
         fits = isinstance(linear, nn.Linear) and linear.in_features % MULTIPLE == linear.out_features % MULTIPLE == 0
-        fits = fits and BESIDE not in name
+        fits = fits and BESIDE not in name  # too small to gain, and what is learnt stays in bf16
         names.extend([name] * fits)
         return fits
 

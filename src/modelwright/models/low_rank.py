@@ -20,6 +20,8 @@ from modelwright.models.products import add_mm, mm
 KNOWN = {"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "SmolLM3MLP"}
 """Layers known to be down(silu(gate(x)) · up(x)) and nothing more."""
 NAMES = ("gate_proj", "up_proj", "down_proj")
+BESIDE = "lora_"
+"""How the names of low-rank matrices begin."""
 SILU = {"SiLU", "SiLUActivation"}
 RANKS = (16, 32, 64, 128)
 """Ranks that a tensor core multiplies."""
