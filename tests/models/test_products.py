@@ -150,8 +150,8 @@ def test_how_matrices_lie_in_memory_is_part_of_the_shape() -> None:
     to = torch.empty(6, 4, dtype=torch.bfloat16)
     wide = torch.empty(6, 24, dtype=torch.bfloat16)
     turned = torch.empty(4, 8, dtype=torch.bfloat16).T
-    assert products._shape_of(FIRST, SECOND, to, False) == Shape(6, 4, 8, (False, 8), (False, 4), 4, False)
-    assert products._shape_of(wide[:, 8:16], turned, to, True) == Shape(6, 4, 8, (False, 24), (True, 8), 4, True)
+    assert products._shape_of(FIRST, SECOND, to, False) == Shape(6, 4, 8, (False, 8), (False, 4), False)
+    assert products._shape_of(wide[:, 8:16], turned, to, True) == Shape(6, 4, 8, (False, 24), (True, 8), True)
     assert products._shape_of(wide[:, 1:9], turned, to, True) is None, "a kernel reads 16 bytes at once"
     assert products._shape_of(FIRST, SECOND, wide[:, :4], False) is None
     assert products._shape_of(wide[:, ::2], SECOND, to, False) is None

@@ -65,13 +65,11 @@ class Shape(NamedTuple):
     first: tuple[bool, int]
     """Whether the first matrix is turned, and how far its lines are apart."""
     second: tuple[bool, int]
-    to: int
-    """How far the lines of the result are apart."""
     adds: bool
 
     def __str__(self) -> str:
         turned = "".join("T" if turned else "N" for turned, _ in (self.first, self.second))
-        lines = (self.first[1], self.second[1], self.to)
+        lines = (self.first[1], self.second[1])
         return f"{self.rows}x{self.columns}x{self.inner} {turned} {lines}{' added' * self.adds}"
 
 
@@ -153,7 +151,7 @@ def _by_choice(first: Tensor, second: Tensor, to: Tensor, adds: bool) -> bool:
 
 
 def _shape_of(first: Tensor, second: Tensor, to: Tensor, adds: bool) -> Shape | None:
-    """The shape of a product, or None where numbers of a line are apart."""
+    """The shape of a product, or None where the numbers of a line are apart, or the lines of the result."""
     lines = []
     for matrix in (first, second):
         turned = matrix.stride(1) != 1
@@ -163,7 +161,7 @@ def _shape_of(first: Tensor, second: Tensor, to: Tensor, adds: bool) -> Shape | 
     together = to.dtype is torch.bfloat16 and to.is_contiguous()
     if not together or any(each.data_ptr() % ALIGNED for each in (first, second, to)):
         return None
-    return Shape(first.shape[0], second.shape[1], first.shape[1], lines[0], lines[1], to.stride(0), adds)
+    return Shape(first.shape[0], second.shape[1], first.shape[1], lines[0], lines[1], adds)
 
 
 @cache
@@ -202,7 +200,7 @@ class _Product:
             )
         self._second = self._layout(shape.columns, shape.inner, shape.second)
         self._first = self._layout(shape.inner, shape.rows, shape.first)
-        self._to = self._layout(shape.columns, shape.rows, (False, shape.to))
+        self._to = self._layout(shape.columns, shape.rows, (False, shape.columns))
         self._one, self._kept = ctypes.c_float(1.0), ctypes.c_float(float(shape.adds))
         self.kernels = self._asked_for()
 
@@ -279,7 +277,7 @@ def _try(shape: Shape, device: torch.device) -> int:
     product = _product(shape, device)
     first = _matrix((shape.rows, shape.inner), shape.first, device)
     second = _matrix((shape.inner, shape.columns), shape.second, device)
-    before = _matrix((shape.rows, shape.columns), (False, shape.to), device)
+    before = _matrix((shape.rows, shape.columns), (False, shape.columns), device)
     expected = torch.addmm(before, first, second) if shape.adds else torch.mm(first, second)
     spare = before.clone()
 
