@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,14 +30,14 @@ TextStage = Pretrain | Sft | Dpo
 RowsTask = TypeVar("RowsTask", SftTask, DpoTask)
 
 
-class RowsKind:
+class RowsKind(ABC):
     """Stages that tune a language model on rows of text that questions can be asked about."""
 
     shown = frozenset(METRICS)
 
+    @abstractmethod
     def read(self, data: Data, seed: int, beside: Path) -> Any:
         """The rows of both sides."""
-        raise NotImplementedError
 
     def gather(self, context: Context, stage: str, parent: Parent | None) -> Ingredients:
         """The model to start from, and the rows."""
