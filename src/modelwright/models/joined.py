@@ -1,7 +1,8 @@
 """Queries, keys and values as one product: where a layer is compiled, three matrices that read the same are one.
 
 Keys and values have few heads, and a product with few columns leaves much of a GPU idle. The three weights are laid
-side by side for each pass and let go of at once, which costs a tenth of what it saves.
+side by side for each pass and let go of at once. On an H200 the kernels of a LoRA step of 8 B took 986 ms instead of
+999; where all weights move, laying gradients side by side takes most of the gain again.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def _(given: Tensor, weights: Sequence[Tensor]) -> Tensor:
 
 @torch.library.custom_op("modelwright::side_by_side", mutates_args=())
 def side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """Rows next to each other: a compiler would compute all parts for each number of each, 0.25 ms instead of 0.1."""
+    """Rows next to each other: a compiler would compute all parts for each number of each, 0.25 ms instead of 0.18."""
     return torch.cat(list(parts), -1)
 
 
@@ -164,7 +165,7 @@ def _side_by_side(x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]
             [each.to(compute) for each in biases],
         )
     sums = [getattr(linear, "into", None) for linear in linears]
-    rows = product(x.flatten(0, -2), weights, biases, [] if None in sums else sums)
+    rows = product(x.flatten(0, -2), weights, biases, [] if any(each is None for each in sums) else sums)
     rows = rows.view(*x.shape[:-1], rows.shape[-1])
     parts: tuple[Tensor, ...] = _Apart.apply(rows, [len(weight) for weight in weights])  # type: ignore[no-untyped-call]
     return parts

@@ -228,7 +228,7 @@ def logits_of(model: Any, hidden: Tensor) -> Tensor:
 
 
 def move(model: Any, device: torch.device, wished: str) -> None:
-    """Bring a model to its device, with the fastest attention there that keeps documents apart."""
+    """Bring a model to its device, with the fastest attention there that keeps documents apart, and fast products."""
     if not is_quantized(model):
         model.to(device)
     if device.type == "cuda":
