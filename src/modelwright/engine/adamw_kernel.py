@@ -1,5 +1,7 @@
 """An AdamW step as kernels of the GPU: bf16 weights with their rests, each number read and written once.
 
+The gradients' length is another: what torch has for it reads them at half the speed, and rounds each length to bf16.
+
 Written for Triton, which comes with torch for GPUs; nothing else may import this module on a machine without one.
 """
 
@@ -13,13 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from modelwright.engine.adamw_table import COLUMNS, Now, Parts, Settings, lay_out
+from modelwright.engine.adamw_table import Now, Parts, Settings, lay_out
 from modelwright.engine.task import sent
 
 BLOCK = 1024
 """Numbers that one program moves: 26 bytes each at 4.2 TB/s on an H200, against 3.5 of the compiled formula."""
 SMALL = 4 * 2**20
 """Numbers up to which a tensor shares its kernel with others: a larger one is at work while the host launches more."""
+READ = 8192
+"""Numbers of a gradient that one program adds up."""
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -71,53 +75,90 @@ def _many(  # type: ignore[no-untyped-def]
     mean = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(mean_type)), aligned)
     square = tl.multiple_of(tl.load(row + 4).to(tl.pointer_type(tl.float32)), aligned)
     count = tl.multiple_of(tl.load(row + 5), aligned)
-    at = (tl.program_id(0) - tl.load(row + 6)) * block + tl.arange(0, block)
+    at = (tl.program_id(0) - tl.load(row + 6)).to(tl.int64) * block + tl.arange(0, block)
     _moved(
         weight, gradient, rest, mean, square, at, at < count,
         learning_rate, corrections, shortened, beta1, beta2, epsilon, decay,
     )  # fmt: skip
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _squared(  # type: ignore[no-untyped-def]
+    table, owners, sums,
+    gradient_type: tl.constexpr, columns: tl.constexpr, aligned: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    row = table + tl.load(owners + tl.program_id(0)) * columns
+    gradient = tl.multiple_of(tl.load(row).to(tl.pointer_type(gradient_type)), aligned)
+    count = tl.multiple_of(tl.load(row + 1), aligned)
+    at = (tl.program_id(0) - tl.load(row + 2)).to(tl.int64) * block + tl.arange(0, block)
+    read = tl.load(gradient + at, at < count, other=0.0).to(tl.float32)
+    tl.store(sums + tl.program_id(0), tl.sum(read * read))
+
+
 class Launches:
     """Does to tensors what `masters._move` does, to the last bits of fp32: all that can be ready before, is.
 
     Small ones share a kernel, which reads from a table where they are: 448 of low rank are launched in 50 microseconds,
-    where one by one they took 23 ms, with the device standing still. In a recording each has its own: that costs the
-    host nothing, and the table would be gone when it is replayed.
+    where one by one they took 23 ms, with the device standing still. Where tensors stay in their places all share it:
+    a recording of one kernel begins at once, and one of 129 after a third of a millisecond.
     """
 
-    def __init__(self, tensors: Sequence[Parts]) -> None:
+    def __init__(self, tensors: Sequence[Parts], to_stay: bool) -> None:
         assert all(part.is_contiguous() for parts in tensors for part in parts)
-        self._all = tensors
         self._alone: list[Parts] = []
         kinds: dict[tuple[torch.dtype, torch.dtype], list[Parts]] = {}
-        recording = torch.cuda.is_current_stream_capturing()
         for parts in tensors:
             kind = parts[1].dtype, parts[3].dtype
-            alone = recording or parts[0].numel() > SMALL or not TYPES.keys() >= set(kind)
+            alone = (parts[0].numel() > SMALL and not to_stay) or not TYPES.keys() >= set(kind)
             (self._alone if alone else kinds.setdefault(kind, [])).append(parts)
         self._shared = [Shared(parts) for parts in kinds.values()]
 
     def __call__(self, now: Now, settings: Settings) -> None:
         """Move the tensors."""
-        recording = torch.cuda.is_current_stream_capturing()
-        for move in () if recording else self._shared:
+        for move in self._shared:
             move(now, settings)
-        _move_each(self._all if recording else self._alone, now, settings)
+        _move_each(self._alone, now, settings)
 
 
 class Shared:
-    """One kernel for small tensors of one kind."""
+    """One kernel for tensors of one kind."""
 
     def __init__(self, tensors: Sequence[Parts]) -> None:
-        table, (_, gradient, _, mean, _) = lay_out(tensors, BLOCK), tensors[0]
-        self._programs = (len(table.owners),)
-        self._table = sent(table.rows, gradient.device), sent(table.owners, gradient.device)
-        self._known = TYPES[gradient.dtype], TYPES[mean.dtype], COLUMNS, table.aligned, BLOCK
+        self._programs, self._table, aligned = _placed(tensors, BLOCK)
+        _, gradient, _, mean, _ = tensors[0]
+        self._known = TYPES[gradient.dtype], TYPES[mean.dtype], self._table[0].shape[1], aligned, BLOCK
 
     def __call__(self, now: Now, settings: Settings) -> None:
         """Move the tensors."""
         _many[self._programs](*self._table, *now, *settings, *self._known)
+
+
+class Length:
+    """How long gradients are: sums of some squares, then the sum of these, in an order that never changes."""
+
+    def __init__(self, gradients: Sequence[Tensor]) -> None:
+        self._kinds = [
+            (kind, _placed([(each,) for each in gradients if each.dtype is kind], READ))
+            for kind in sorted({each.dtype for each in gradients}, key=str)
+        ]
+
+    def __call__(self) -> Tensor:
+        """The length, in fp32."""
+        return torch.stack([self._squares(kind, *placed).sum() for kind, placed in self._kinds]).sum().sqrt()
+
+    @staticmethod
+    def _squares(kind: torch.dtype, programs: tuple[int], table: tuple[Tensor, Tensor], aligned: int) -> Tensor:
+        sums = torch.empty(programs, device=table[0].device)
+        _squared[programs](*table, sums, TYPES[kind], table[0].shape[1], aligned, READ, num_warps=8)
+        return sums
+
+
+def _placed(tensors: Sequence[tuple[Tensor, ...]], block: int) -> tuple[tuple[int], tuple[Tensor, Tensor], int]:
+    """How many programs there are, their table on the device, and what its addresses are multiples of."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a table is to be ready before a recording that reads it")
+    table, device = lay_out(tensors, block), tensors[0][0].device
+    return (len(table.owners),), (sent(table.rows, device), sent(table.owners, device)), table.aligned
 
 
 def _move_each(tensors: Sequence[Parts], now: Now, settings: Settings) -> None:

@@ -1,4 +1,4 @@
-"""What an AdamW step is given, and where small tensors are, laid out for one kernel that moves them all."""
+"""What an AdamW step is given, and where many tensors are, laid out for one kernel that reads them all."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ Now = tuple[Tensor, Tensor, Tensor]
 """Learning rate, corrections of the two means, share of the gradient that is read; on the device."""
 Settings = tuple[float, float, float, float]
 """The two betas, epsilon and weight decay."""
-COLUMNS = 7
-"""Numbers in a row: five addresses, how many numbers a tensor has, and which program begins it."""
 ALIGNED = 16
 """Bytes that a thread reads at once, where all addresses are multiples of them and no count leaves a part of them."""
 
@@ -26,20 +24,18 @@ class Table:
     """What a kernel has to know of many tensors."""
 
     rows: Tensor
-    """[tensors, COLUMNS] int64."""
+    """[tensors, columns] int64: the addresses of its parts, how many numbers a tensor has, which program begins it."""
     owners: Tensor
-    """[programs] int32: the tensor that each program moves a block of."""
+    """[programs] int32: the tensor that each program takes a block of."""
     aligned: int
     """What every address and count is a multiple of: ALIGNED or 1."""
 
 
-def lay_out(tensors: Sequence[Parts], block: int) -> Table:
-    """The table of tensors, of which each program moves one block of numbers."""
+def lay_out(tensors: Sequence[tuple[Tensor, ...]], block: int) -> Table:
+    """The table of tensors of some parts each, of which each program takes one block of numbers."""
     counts = np.array([parts[0].numel() for parts in tensors])
     programs = -(-counts // block)
     addresses = np.array([part.data_ptr() for parts in tensors for part in parts]).reshape(len(tensors), -1)
     rows = np.column_stack((addresses, counts, programs.cumsum() - programs))
     owners = np.repeat(np.arange(len(tensors), dtype=np.int32), programs)
-    return Table(
-        torch.from_numpy(rows), torch.from_numpy(owners), 1 if (rows[:, : COLUMNS - 1] % ALIGNED).any() else ALIGNED
-    )
+    return Table(torch.from_numpy(rows), torch.from_numpy(owners), 1 if (rows[:, :-1] % ALIGNED).any() else ALIGNED)

@@ -27,7 +27,7 @@ from modelwright.engine import fp8
 from modelwright.engine.average import Average
 from modelwright.engine.guard import Guard
 from modelwright.engine.masters import halve
-from modelwright.engine.optim import build_optimizer, build_schedule, set_learning_rate, shorten
+from modelwright.engine.optim import build_optimizer, build_schedule, get_ready, set_learning_rate, shorten
 from modelwright.engine.pace import HANGS_SECONDS, KNOWN_AFTER, TIMES_A_STEP, Stopwatch
 from modelwright.engine.precision import Precision, keep_angles_exact
 from modelwright.engine.replay import WARM_UP, Replay, is_worth_recording
@@ -105,8 +105,9 @@ class Engine:
         self._scale: tuple[float, Tensor] | None = None
         self._watch, self._idle, self._first_step = Stopwatch(self.world.device), Stopwatch(self.world.device), 0
         self._first = Replay(self._first_micro_batch, list(self.weights.values()))
-        self._more, self._length, self._move = (
-            Replay(part) for part in (self._next_micro_batch, self._clipped, self._moved)
+        self._more = Replay(self._next_micro_batch)
+        self._length, self._move = (
+            Replay(part, ready=lambda: get_ready(self.optimizer)) for part in (self._clipped, self._moved)
         )
         if self._records:
             for group in self.optimizer.param_groups:

@@ -9,15 +9,17 @@ be compiled by torch before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from modelwright.engine.adamw_table import Now, Parts, Settings
+from modelwright.engine.shard import length_of
 
 Moves = Callable[[Now, Settings], None]
 REST = "rest"
@@ -48,6 +50,16 @@ def halve(module: nn.Module) -> dict[str, Tensor]:
     return rests
 
 
+class Ready(NamedTuple):
+    """A step that only has to be told the rates; on a GPU these are kernels of our own, which read each number once."""
+
+    gradients: list[Tensor | None]
+    length: Callable[[], Tensor]
+    """How long they are."""
+    moves: list[Moves]
+    """What moves each group of weights."""
+
+
 class SplitAdamW(torch.optim.Optimizer):
     """AdamW whose weights are bf16 and whose masters are exact; rests: by weight, what halving it left over.
 
@@ -61,7 +73,7 @@ class SplitAdamW(torch.optim.Optimizer):
         device = self.param_groups[0]["params"][0].device
         count = torch.zeros((), device=device)
         self._shortened = torch.ones((), device=device)
-        self._ready: tuple[list[Tensor | None], list[Moves]] | None = None
+        self._ready: Ready | None = None
         for group in self.param_groups:
             for weight in group["params"]:
                 self.state[weight] = {
@@ -72,13 +84,14 @@ class SplitAdamW(torch.optim.Optimizer):
                 }
 
     @torch.no_grad()
-    def shorten(self, length: Tensor, longest: float) -> None:
-        """Read gradients of this length as no longer than that in the next step, which saves a pass over them.
+    def shorten(self, longest: float) -> Tensor:
+        """Read gradients as no longer than this in the next step, which saves a pass over them; returns their length.
 
         That step is got ready here: the device is at work now, and stands still once the length is known.
         """
+        length = self.get_ready().length()
         self._shortened.copy_((longest / (length + 1e-6)).clamp(max=1.0))
-        self._ready = self._gradients(), self._moves()
+        return length
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -86,7 +99,8 @@ class SplitAdamW(torch.optim.Optimizer):
         assert closure is None
         count = self._count()
         count += 1
-        for group, move in zip(self.param_groups, self._taken(), strict=True):
+        ready, self._ready = self.get_ready(), None
+        for group, move in zip(self.param_groups, ready.moves, strict=True):
             beta1, beta2 = group["betas"]
             rates = torch.stack((1 - beta1**count, (1 - beta2**count).sqrt()))
             learning_rate = torch.as_tensor(group["lr"], dtype=torch.float32, device=count.device)
@@ -97,24 +111,32 @@ class SplitAdamW(torch.optim.Optimizer):
         self._ready = None
         super().zero_grad(set_to_none)
 
-    def _taken(self) -> list[Moves]:
-        """The moves that are ready, unless other gradients have come since."""
-        ready, self._ready = self._ready, None
-        if ready is not None and all(now is then for now, then in zip(self._gradients(), ready[0], strict=True)):
-            return ready[1]
-        return self._moves()
+    def get_ready(self, to_stay: bool = False) -> Ready:
+        """Have what the next step does ready, unless it is already and no other gradients have come since.
 
-    def _moves(self) -> list[Moves]:
-        """What moves each group, once it is told the rates."""
-        count = self._count()
-        move = _mover(count.is_cuda)
-        return [
-            move([self._parts(weight, count) for weight in group["params"] if weight.grad is not None])
+        to_stay: it will be done many times, with gradients that stay in their places.
+        """
+        gradients = [weight.grad for group in self.param_groups for weight in group["params"]]
+        ready = self._ready
+        if ready is None or any(now is not then for now, then in zip(gradients, ready.gradients, strict=True)):
+            ready = self._ready = Ready(gradients, *self._made_ready(gradients, to_stay))
+        return ready
+
+    def _made_ready(self, gradients: list[Tensor | None], to_stay: bool) -> tuple[Callable[[], Tensor], list[Moves]]:
+        count, there = self._count(), [gradient for gradient in gradients if gradient is not None]
+        groups = [
+            [self._parts(weight, count) for weight in group["params"] if weight.grad is not None]
             for group in self.param_groups
         ]
+        if to_stay and not all(gradient.is_contiguous() for gradient in there):
+            raise RuntimeError("copies of gradients are not where the gradients stay")
+        if not count.is_cuda:
+            return partial(length_of, there), [partial(_move_all, parts) for parts in groups]
+        from modelwright.engine.adamw_kernel import Launches, Length
 
-    def _gradients(self) -> list[Tensor | None]:
-        return [weight.grad for group in self.param_groups for weight in group["params"]]
+        apart = any(isinstance(gradient, DTensor) for gradient in there)
+        length = partial(length_of, there) if apart else Length([parts[1] for parts in chain(*groups)])
+        return length, [Launches(parts, to_stay) for parts in groups]
 
     def _count(self) -> Tensor:
         count: Tensor = next(iter(self.state.values()))["step"]
@@ -150,15 +172,6 @@ def _move(
     high, left = _split_bits(master.view(torch.int32))
     weight.copy_(high.view(torch.bfloat16))
     rest.copy_(left)
-
-
-def _mover(on_gpu: bool) -> Callable[[Sequence[Parts]], Moves]:
-    """Kernels of our own on a GPU: 26 bytes a weight are read or written, and no more."""
-    if not on_gpu:
-        return lambda tensors: partial(_move_all, tensors)
-    from modelwright.engine.adamw_kernel import Launches
-
-    return Launches
 
 
 def _split_bits(bits: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_
 
 from modelwright.engine.masters import SplitAdamW
-from modelwright.engine.shard import whole
+from modelwright.engine.shard import length_of, whole
 from modelwright.plan.stage import StagePlan
 from modelwright.recipe.training import Optimizer
 
@@ -53,13 +53,16 @@ def shorten(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], longest
 
     What reads bf16 weights' gradients reads them shortened, which saves a pass over all of them.
     """
-    reads_it_shortened = optimizer if isinstance(optimizer, SplitAdamW) else None
-    if reads_it_shortened is None and not math.isinf(longest):
-        return whole(clip_grad_norm_(weights, longest))
-    length = whole(get_total_norm([weight.grad for weight in weights if weight.grad is not None]))
-    if reads_it_shortened is not None:
-        reads_it_shortened.shorten(length, longest)
-    return length
+    if isinstance(optimizer, SplitAdamW):
+        return optimizer.shorten(longest)
+    if math.isinf(longest):
+        return length_of([weight.grad for weight in weights if weight.grad is not None])
+    return whole(clip_grad_norm_(weights, longest))
+
+
+def get_ready(optimizer: torch.optim.Optimizer) -> object:
+    """Have ready what the next step can be got ready with, for as long as the gradients stay; that has to be kept."""
+    return optimizer.get_ready(to_stay=True) if isinstance(optimizer, SplitAdamW) else None
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

@@ -25,10 +25,13 @@ class Replay:
 
     weights: those whose gradients the work makes anew. Each recording has gradients of its own, in its own memory,
     which become the weights' again whenever another was theirs: none is cleared, and none added to what was cleared.
+
+    ready: called before each recording; what it gives is kept as long.
     """
 
-    def __init__(self, work: Work, weights: Sequence[Tensor] = ()) -> None:
-        self._work, self._weights = work, weights
+    def __init__(self, work: Work, weights: Sequence[Tensor] = (), ready: Callable[[], object] = lambda: None) -> None:
+        self._work, self._weights, self._ready = work, weights, ready
+        self._kept: list[object] = []
         self._most = MOST
         self._seen: dict[Signature, int] = {}
         self._recorded: dict[Signature, tuple[Any, dict[str, Tensor], Tensor, list[Tensor | None]]] = {}
@@ -77,6 +80,7 @@ class Replay:
         torch.cuda.empty_cache()  # a recording has memory of its own; what the warm-up held is given back first
         graph = torch.cuda.CUDAGraph()
         try:
+            self._kept.append(self._ready())
             # what other threads do meanwhile, such as pin memory for a checkpoint, is no part of it
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 output = self._work(**places)

@@ -77,6 +77,12 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor()
 
 
+def length_of(gradients: list[Tensor]) -> Tensor:
+    """How long they are together, in fp32 whatever their type; every rank must ask."""
+    parts = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+    return whole(torch.linalg.vector_norm(torch.stack(parts)))
+
+
 def place(full: Tensor, like: Tensor) -> Tensor:
     """A full tensor laid out as another one is, in its own type."""
     if isinstance(like, DTensor):
