@@ -64,8 +64,12 @@ def test_a_nan_that_came_once_is_rolled_back_and_leaves_no_trace(
     assert trace(tmp_path / "run") == trace(uninterrupted)
 
 
-def test_one_bad_batch_is_skipped_and_training_goes_on(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
-    recipe = tiny_recipe(tmp_path, model_folder)
+@pytest.mark.parametrize("judged", ["by the host", "where it is computed"])
+def test_one_bad_batch_is_skipped_and_training_goes_on(
+    rig: Rig, model_folder: Path, tmp_path: Path, judged: str
+) -> None:
+    halved = {"precision": "bf16", "weights": "bf16", "max_steps": 6, "max_length": 32}
+    recipe = tiny_recipe(tmp_path, model_folder, **({} if judged == "by the host" else halved))
     code, output = rig.run(["run", str(recipe)], tmp_path, first=fault(POISON_THE_LOSS, [5], times=1))
     assert code == 0, output
     steps = steps_of(tmp_path / "run")

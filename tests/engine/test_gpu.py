@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch._dynamo.utils
 from modelwright.bench import speed
 from modelwright.bench.peers import let_go
 from modelwright.engine import precision, trial
+from modelwright.engine.loop import Engine
 from modelwright.engine.masters import REST, SplitAdamW, join, split
 from modelwright.engine.replay import Replay
 from modelwright.errors import Interrupted
@@ -199,6 +202,33 @@ def test_few_moving_weights_are_moved_without_compiling(model_folder: Path, tmp_
     assert losses[-1] < losses[0], "a weight that is no number makes a loss that is none"
 
 
+def length_of(gradients: list[torch.Tensor]) -> float:
+    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
+
+
+def given_to(weights: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+    return [weight.grad for weight in weights if weight.grad is not None]
+
+
+@pytest.mark.parametrize("recorded", ["never", "always"])
+def test_a_bad_step_moves_nothing_before_the_host_has_judged_it(monkeypatch: pytest.MonkeyPatch, recorded: str) -> None:
+    work = speed.Work(2, 256, 512, 4, 2, rows=2, length=128, words=1024)
+    seen: list[torch.Tensor] = []
+    step, sick = Engine._step, {6, 8}
+
+    def watched(engine: Any, stop_asked: bool) -> Any:
+        known = 64 if engine.cursor.step in sick else 0
+        engine.guard.restore({"losses": [1e-9] * known, "norms": [1e-9] * known})
+        seen.append(next(iter(engine.weights.values())).detach().clone())
+        report = step(engine, stop_asked)
+        assert report.health == ("spike" if known else "ok")
+        return report
+
+    monkeypatch.setattr(Engine, "_step", watched)
+    speed.train_ours(work, speed.Way("it", {"precision": "bf16", "cuda_graphs": recorded}), speed.rows_of(work, 12))
+    assert {number for number, (was, now) in enumerate(pairwise(seen)) if torch.equal(was, now)} == sick
+
+
 @pytest.mark.parametrize("mean", [torch.float32, torch.bfloat16], ids=["fp32 mean", "bf16 mean"])
 @pytest.mark.parametrize("odd", [0, 3], ids=["even sizes", "odd sizes"])
 def test_the_kernel_moves_weights_as_the_formula_does(mean: torch.dtype, odd: int) -> None:
@@ -217,7 +247,13 @@ def test_the_kernel_moves_weights_as_the_formula_does(mean: torch.dtype, odd: in
             for weight, gradient in zip(weights, given, strict=True):
                 weight.grad = gradient.to(device)
             weights[7].grad = weights[7].grad if step % 2 else None
-            moves.shorten(1500.0)
+            assert float(moves.shorten(1500.0)) == pytest.approx(length_of(given_to(weights)), rel=1e-5)
+            if step == 2:
+                before = [weight.detach().clone() for weight in weights]
+                moves.stay_if(torch.tensor(True, device=device))
+                moves.step()
+                assert all(torch.equal(weight, was) for weight, was in zip(weights, before, strict=True))
+                moves.shorten(1500.0)
             if step == 1:  # as by a restart
                 weights[3].data = weights[3].data.clone()
                 moves.state[weights[4]]["exp_avg"] = moves.state[weights[4]]["exp_avg"] * 2

@@ -109,6 +109,20 @@ def test_a_step_that_was_got_ready_and_skipped_keeps_no_gradients() -> None:
     assert bool((weight == 1).all())
 
 
+def test_a_step_that_is_to_stay_moves_nothing_and_is_not_counted() -> None:
+    (weight, other), moves = moving(4, 4)
+    for bad in (False, True, False):
+        before = [join(each.data, moves.state[each][REST]) for each in (weight, other)]
+        moments = {name: moves.state[weight][name].clone() for name in ("exp_avg", "exp_avg_sq", "step")}
+        moves.shorten(10.0)
+        moves.stay_if(torch.tensor(bad))
+        moves.step()
+        after = [join(each.data, moves.state[each][REST]) for each in (weight, other)]
+        assert all(torch.equal(*each) for each in zip(before, after, strict=True)) == bad
+        assert {torch.equal(moves.state[weight][name], was) for name, was in moments.items()} == {bad}
+    assert float(moves.state[weight]["step"]) == 2
+
+
 def test_moments_that_a_restart_has_replaced_are_read() -> None:
     (weight, other), moves = moving(4, 4)
     moves.shorten(10.0)

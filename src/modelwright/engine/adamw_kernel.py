@@ -32,8 +32,9 @@ def _moved(  # type: ignore[no-untyped-def]  # the compiler would look annotatio
     weight, gradient, rest, mean, square, at, there,
     learning_rate, corrections, shortened, beta1, beta2, epsilon, decay,
 ):  # fmt: skip
-    rate = tl.load(learning_rate)
-    read = tl.load(gradient + at, there).to(tl.float32) * tl.load(shortened)
+    rate, part = tl.load(learning_rate), tl.load(shortened)
+    there = there & (part >= 0)
+    read = tl.load(gradient + at, there).to(tl.float32) * part
     direction = tl.load(mean + at, there).to(tl.float32)
     direction = direction + (1 - beta1) * (read - direction)
     size = tl.load(square + at, there)

@@ -12,7 +12,7 @@ from torch import Tensor
 Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """What moves a weight: itself, its gradient, rest, mean and square, all of one shape."""
 Now = tuple[Tensor, Tensor, Tensor]
-"""Learning rate, corrections of the two means, share of the gradient that is read; on the device."""
+"""On the device: learning rate, corrections of the two means, share of the gradient to read, below 0 to stay."""
 Settings = tuple[float, float, float, float]
 """The two betas, epsilon and weight decay."""
 ALIGNED = 16

@@ -7,6 +7,8 @@ from collections import deque
 from statistics import median
 from typing import Any, Literal
 
+from torch import Tensor
+
 Health = Literal["ok", "not finite", "spike", "overflow"]
 """Only an ok step moves the weights; an overflow is fp16's loss scale finding its size, and no illness."""
 
@@ -18,6 +20,19 @@ LOSS_RISE = 1.5
 """A large gradient counts as a spike only with a loss so many times its median."""
 LOSS_LEAP = 4.0
 """A loss so many times its median is a spike whatever the gradient."""
+
+
+def is_spike(loss: Any, norm: Any, limits: Any) -> Any:
+    """Whether a loss leaps, or rises with a gradient that is too long; of numbers or of tensors, in the same words."""
+    leap, rise, longest = limits
+    return (loss > leap) | ((norm > longest) & (loss > rise))
+
+
+def is_bad(summed: Tensor, norm: Tensor, limits: Tensor) -> Tensor:
+    """What the guard will find of a step, found where it is computed; limits: how much is trained, then the guard's."""
+    loss = summed / limits[0]
+    spike: Tensor = is_spike(loss, norm, limits[1:])
+    return ~(loss + norm).isfinite() | spike
 
 
 class Guard:
@@ -35,17 +50,18 @@ class Guard:
         """
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return "overflow" if scaled and math.isfinite(loss) else "not finite"
-        if len(self._losses) >= FEWEST and self._is_spike(loss, norm):
+        if is_spike(loss, norm, self.limits()):
             return "spike"
         self._losses.append(loss)
         self._norms.append(norm)
         return "ok"
 
-    def _is_spike(self, loss: float, norm: float) -> bool:
+    def limits(self) -> tuple[float, float, float]:
+        """What the next step is held against: see `is_spike`."""
+        if len(self._losses) < FEWEST:
+            return math.inf, math.inf, math.inf
         usual_loss, usual_norm = max(median(self._losses), 0.1), median(self._norms)
-        if loss > LOSS_LEAP * usual_loss:
-            return True
-        return norm > self._factor * usual_norm and loss > LOSS_RISE * usual_loss
+        return LOSS_LEAP * usual_loss, LOSS_RISE * usual_loss, self._factor * usual_norm
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, so that a resumed run judges as the uninterrupted one would."""

@@ -25,8 +25,8 @@ from torch.distributed.fsdp import FSDPModule
 from modelwright.data.stream import order_of, share
 from modelwright.engine import fp8
 from modelwright.engine.average import Average
-from modelwright.engine.guard import Guard
-from modelwright.engine.masters import halve
+from modelwright.engine.guard import Guard, is_bad
+from modelwright.engine.masters import SplitAdamW, halve
 from modelwright.engine.optim import build_optimizer, build_schedule, get_ready, set_learning_rate, shorten
 from modelwright.engine.pace import HANGS_SECONDS, KNOWN_AFTER, TIMES_A_STEP, Stopwatch
 from modelwright.engine.precision import Precision, keep_angles_exact
@@ -34,7 +34,7 @@ from modelwright.engine.replay import WARM_UP, Replay, is_worth_recording
 from modelwright.engine.retreat import Compiled, smaller_bites
 from modelwright.engine.shard import accumulating, layers_of, persistent_buffers, place, shard
 from modelwright.engine.step import Cursor, StepReport
-from modelwright.engine.task import Batch, Prepared, Task, means
+from modelwright.engine.task import Batch, Coming, Prepared, Task, means, sent
 from modelwright.engine.world import World
 from modelwright.models import products
 from modelwright.models.gathered import Gathering
@@ -70,6 +70,7 @@ class Engine:
         self.weights = {name: w for name, w in self._module.named_parameters() if w.requires_grad}
         self.buffers = persistent_buffers(self._module)
         self.optimizer = build_optimizer(self._module, settings, self._beside_weights(rests))
+        self._judged = self.optimizer if world.size == 1 and isinstance(self.optimizer, SplitAdamW) else None
         self._learning_rate = build_schedule(settings, plan)
         self.average = Average({**self.weights, **self.buffers}, settings.ema_decay)
         self.guard = Guard(settings.spike_factor)
@@ -147,17 +148,22 @@ class Engine:
         self._watch.start()
         total = self._or_otherwise(lambda: self._accumulate(self._share_of(step).batches, trained))
         self.precision.unscale(self.optimizer)
-        length = self._length.behind(self._first.last)
+        limits = torch.tensor((trained, *self.guard.limits()), dtype=torch.float64)
+        told = self._length.behind(self._first.last, summed=total, limits=sent(limits, self.world.device))
         self._idle.start()
         self._ahead = self._prepare(step + 1)  # while the device is still at work
         self._idle.stop()
         set_learning_rate(self.optimizer, learning_rate)
-        summed, norm = torch.stack((total, length)).tolist()  # the one moment that waits for it
+        coming = Coming(told)
+        if self._judged is not None:  # the device knows whether it may
+            self._move.behind(self._first.last)
+        summed, norm = coming()  # the one moment that waits for the device
         loss, *alone = self.world.sum(summed, *self._watch.in_my_place(self.world.rank, self.world.size))
         loss /= trained
         health = self.guard.judge(loss, norm, self.precision.overflows_are_normal)
-        if health == "ok":
+        if health == "ok" and self._judged is None:
             self._move.behind(self._first.last)
+        if health == "ok":
             self.average.follow(step)
         if self._first.last is None:
             self._clear_gradients()
@@ -291,9 +297,13 @@ class Engine:
         self.begin_anew()
         return summed.tolist(), min(seconds)
 
-    def _clipped(self) -> Tensor:
-        """Shorten the gradient where it is too long, or have it shortened as it is read; returns how long it was."""
-        return shorten(self.optimizer, list(self.weights.values()), self._clip or float("inf"))
+    def _clipped(self, summed: Tensor, limits: Tensor) -> Tensor:
+        """Shorten the gradient where it is too long, or as it is read; returns the summed loss and how long it was."""
+        length = shorten(self.optimizer, list(self.weights.values()), self._clip or float("inf"))
+        told = torch.stack((summed, length)).double()
+        if self._judged is not None:
+            self._judged.stay_if(is_bad(told[0], told[1], limits))
+        return told
 
     def _moved(self) -> Tensor:
         """Move the weights."""

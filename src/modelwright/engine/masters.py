@@ -22,6 +22,8 @@ from modelwright.engine.adamw_table import Now, Parts, Settings
 from modelwright.engine.shard import length_of
 
 Moves = Callable[[Now, Settings], None]
+STAYS = -1.0
+"""The share of a gradient that is read where nothing is to move."""
 REST = "rest"
 """What the optimizer state calls the 16 bits that a bf16 weight has lost."""
 
@@ -93,13 +95,19 @@ class SplitAdamW(torch.optim.Optimizer):
         self._shortened.copy_((longest / (length + 1e-6)).clamp(max=1.0))
         return length
 
+    def stay_if(self, bad: Tensor) -> None:
+        """Let the next step move nothing where this is true: the device knows before the host has asked."""
+        self._shortened.masked_fill_(bad, STAYS)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Move every weight that has a gradient."""
+        """Move every weight that has a gradient, unless it was told to stay."""
         assert closure is None
         count = self._count()
-        count += 1
         ready, self._ready = self.get_ready(), None
+        if not count.is_cuda and self._shortened < 0:
+            return
+        count += self._shortened >= 0
         for group, move in zip(self.param_groups, ready.moves, strict=True):
             beta1, beta2 = group["betas"]
             rates = torch.stack((1 - beta1**count, (1 - beta2**count).sqrt()))

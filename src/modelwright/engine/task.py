@@ -88,6 +88,23 @@ def means(sums: Mapping[str, float], count: float) -> dict[str, float]:
     }
 
 
+class Coming:
+    """Numbers on their way from a device, which goes on meanwhile with what it was given after them."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers, self._there = numbers, None
+        if numbers.is_cuda:
+            self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
+            self._there = torch.cuda.current_stream().record_event()
+
+    def __call__(self) -> list[float]:
+        """Wait for them."""
+        if self._there is not None:
+            self._there.synchronize()
+        numbers: list[float] = self._numbers.tolist()
+        return numbers
+
+
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor on a device, or on its way there, while the host goes on."""
     if device.type == "cuda" and tensor.device.type == "cpu":
