@@ -247,7 +247,7 @@ def test_the_kernel_moves_weights_as_the_formula_does(mean: torch.dtype, odd: in
             for weight, gradient in zip(weights, given, strict=True):
                 weight.grad = gradient.to(device)
             weights[7].grad = weights[7].grad if step % 2 else None
-            assert float(moves.shorten(1500.0)) == pytest.approx(length_of(given_to(weights)), rel=1e-5)
+            assert float(moves.shorten(1500.0)) == pytest.approx(length_of(given_to(weights)), rel=1e-4)
             if step == 2:
                 before = [weight.detach().clone() for weight in weights]
                 moves.stay_if(torch.tensor(True, device=device))

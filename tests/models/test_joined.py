@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -98,6 +100,38 @@ def test_a_forward_that_others_have_given_is_left() -> None:
     joined.install(ours)
     assert linear.forward is theirs and "forward" not in ours.model.layers[1].self_attn.__dict__
     assert "forward" in ours.model.layers[0].self_attn.__dict__
+
+
+def test_weights_that_lie_together_are_multiplied_without_a_copy() -> None:
+    plain = model_of("llama")
+    ours = joined.install(copy.deepcopy(plain))
+    joined.lay_together(ours.model.layers)
+    attention = ours.model.layers[1].self_attn
+    weights = [getattr(attention, name).weight for name in joined.NAMES]
+    whole = joined._together(weights)
+    assert whole.data_ptr() == weights[0].data_ptr() and torch.equal(whole, torch.cat(weights))
+    weights[1].data.zero_()
+    plain.model.layers[1].self_attn.k_proj.weight.data.zero_()
+    assert not whole[len(weights[0]) : len(weights[0]) + len(weights[1])].any(), "it is no copy"
+    joined.lay_together(ours.model.layers)
+    assert joined._together(weights).data_ptr() == whole.data_ptr(), "what lies together is left there"
+    compiled(ours)
+    torch.testing.assert_close(learnt(ours), learnt(plain), rtol=1e-4, atol=1e-6)
+    weights[2].data = weights[2].data.clone()
+    assert joined._as_one(weights) is None and joined._as_one(weights[::-1]) is None
+
+
+def test_frozen_weights_beside_low_rank_ones_lie_together_too(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    plain = trainable.add_lora(model_of("llama"), Lora.model_validate({"lora_target_modules": "all-linear"}))
+    ours = joined.install(copy.deepcopy(plain))
+    joined.lay_together(ours.modules())
+    attention = ours.get_base_model().model.layers[0].self_attn
+    assert joined._as_one([getattr(attention, name).base_layer.weight for name in joined.NAMES]) is not None
+    ours.get_base_model().save_pretrained(tmp_path / "ours")
+    plain.get_base_model().save_pretrained(tmp_path / "plain")
+    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "plain"))
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("checkpointing", ["selective", True])

@@ -80,6 +80,7 @@ class Compiled:
             torch._dynamo.reset()
             torch._dynamo.config.recompile_limit = SHAPES
             torch.compiler.config.cache_key_tag = _operations()
+        joined.lay_together(self._parts)
         for part in self._parts:
             part.compile()
 
