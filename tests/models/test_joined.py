@@ -22,8 +22,9 @@ SIZES = {
     "query_pre_attn_scalar": 8,
 }  # fmt: skip
 FAMILIES = {
-    "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3",
-    "gemma": "Gemma", "gemma2": "Gemma2", "gemma3_text": "Gemma3",
+    "llama": "LlamaAttention", "mistral": "MistralAttention", "qwen2": "Qwen2Attention", "qwen3": "Qwen3Attention",
+    "smollm3": "SmolLM3Attention", "gemma": "GemmaAttention", "gemma2": "Gemma2Attention",
+    "gemma3_text": "Gemma3Attention",
 }  # fmt: skip
 TOKENS = torch.arange(48).reshape(2, 24) % 64
 
@@ -70,18 +71,17 @@ def learnt(model: Any) -> list[Tensor]:
 
 
 def test_every_family_that_is_known_is_tried_here() -> None:
-    assert tuple(FAMILIES.values()) == joined.FAMILIES
+    assert set(FAMILIES.values()) == joined.KNOWN
 
 
 @pytest.mark.parametrize(("family", "name"), FAMILIES.items())
-def test_products_of_the_same_rows_are_what_they_are_one_by_one(family: str, name: str) -> None:
+def test_one_product_is_what_three_are(family: str, name: str) -> None:
     plain = model_of(family)
     ours = joined.install(copy.deepcopy(plain))
-    assert type(ours.model.layers[0].self_attn).__name__ == f"{name}Attention"
-    assert type(ours.model.layers[0].mlp).__name__ == f"{name}MLP"
+    assert type(ours.model.layers[0].self_attn).__name__ == name
     seen = compiled(ours)
     torch.testing.assert_close(learnt(ours), learnt(plain), rtol=1e-5, atol=1e-6)
-    assert seen and all(graph.count("modelwright.joined") == graph.count("modelwright.pair") == 1 for graph in seen)
+    assert seen and all(graph.count("modelwright.joined") == 1 for graph in seen)
     kinds = set(getattr(plain.config, "layer_types", None) or ["full_attention"])
     assert len(seen) <= len(kinds) + 1, "each layer is compiled anew"
 
@@ -175,11 +175,8 @@ def test_frozen_matrices_have_no_gradient() -> None:
     ours = joined.install(model_of("llama"))
     ours.model.layers[0].requires_grad_(False)
     ours.model.layers[1].self_attn.requires_grad_(False)
-    ours.model.layers[1].mlp.gate_proj.requires_grad_(False)
     compiled(ours)
     learnt(ours)
     assert ours.model.layers[0].self_attn.q_proj.weight.grad is None
     assert ours.model.layers[1].self_attn.k_proj.weight.grad is None
-    assert ours.model.layers[1].mlp.gate_proj.weight.grad is None
-    assert ours.model.layers[1].mlp.up_proj.weight.grad is not None
     assert ours.model.layers[2].self_attn.v_proj.weight.grad is not None

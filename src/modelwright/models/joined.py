@@ -1,5 +1,4 @@
-"""Matrices that read the same rows, where a layer is compiled: queries, keys and values as one product, gate and up as
-two whose gradients of the rows are added up by the second.
+"""Queries, keys and values as one product: where a layer is compiled, three matrices that read the same are one.
 
 Keys and values have few heads, and a product with few columns leaves much of a GPU idle. The three weights are moved
 next to each other before layers are compiled; where they lie apart, each pass copies them. On an H200 the kernels of a
@@ -21,11 +20,12 @@ from modelwright.models import products
 from modelwright.models.gathered import gather, multiplied, to_weight
 from modelwright.models.low_rank import is_plain, matrices_of, size_of
 
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3", "Gemma", "Gemma2", "Gemma3")
-"""Whose attention takes from what it is given its queries, keys, values and length, whose gated part takes gate and up,
-and both nothing more."""
-NAMES, GATED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-KNOWN = {**{f"{each}Attention": NAMES for each in FAMILIES}, **{f"{each}MLP": GATED for each in FAMILIES}}
+KNOWN = {
+    *("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention", "SmolLM3Attention"),
+    *("GemmaAttention", "Gemma2Attention", "Gemma3Attention"),
+}
+"""Attention that takes from what it is given its queries, keys, values and length, and nothing more."""
+NAMES = ("q_proj", "k_proj", "v_proj")
 
 
 @torch.library.custom_op("modelwright::joined", mutates_args=())
@@ -90,51 +90,6 @@ def _back(ctx: Any, given: Tensor) -> tuple[Any, ...]:
 product.register_autograd(_back, setup_context=_keep)
 
 
-@torch.library.custom_op("modelwright::pair", mutates_args=())
-def pair(x: Tensor, gate: Tensor, up: Tensor, into: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """What two linear layers make of the same rows. x: [rows, width]."""
-    return products.mm(x, gate.T), products.mm(x, up.T)
-
-
-@torch.library.custom_op("modelwright::pair_backward", mutates_args=())
-def pair_backward(to_gate: Tensor, to_up: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    """The gradient of the rows: the second product is added to the first as it is made, not by a pass of its own."""
-    made = products.mm(to_gate, gate)
-    products.add_mm(made, to_up, up)
-    return made
-
-
-@pair.register_fake
-def _(x: Tensor, gate: Tensor, up: Tensor, into: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape[0], gate.shape[0]), x.new_empty(x.shape[0], up.shape[0])
-
-
-@pair_backward.register_fake
-def _(to_gate: Tensor, to_up: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    return to_gate.new_empty(to_gate.shape[0], gate.shape[1])
-
-
-def _keep_pair(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.into = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _back_pair(ctx: Any, *given: Tensor) -> tuple[Any, ...]:
-    x, *weights = ctx.saved_tensors
-    to_weights: list[Tensor | None] = [None, None]
-    if ctx.into:
-        for sums, part in zip(ctx.into, given, strict=True):
-            gather(sums, part, x)
-    else:
-        needed = ctx.needs_input_grad[1:3]
-        to_weights = [to_weight(part, x) if needs else None for part, needs in zip(given, needed, strict=True)]
-    to_x = pair_backward(*given, *weights) if ctx.needs_input_grad[0] else None
-    return to_x, *to_weights, [None] * len(ctx.into)
-
-
-pair.register_autograd(_back_pair, setup_context=_keep_pair)
-
-
 class _Apart(torch.autograd.Function):
     """Rows cut into parts, each by itself: a view that is kept for the backward pass would keep the whole."""
 
@@ -148,22 +103,22 @@ class _Apart(torch.autograd.Function):
 
 
 class Made(NamedTuple):
-    """What takes the place of the rows that a part of a layer is given: what it would make of them first."""
+    """What takes the place of the rows that attention is given: what it would make of them first."""
 
     shape: tuple[int, ...]
     """Of the rows."""
     parts: tuple[Tensor, ...]
-    """Queries, keys and values, or gate and up."""
+    """Queries, keys and values."""
 
 
 def install(model: Any) -> Any:
-    """Let the known parts of a model do what is told above wherever they are compiled; returns the model."""
-    for part in model.modules():
-        if type(part).__name__ not in KNOWN:
+    """Let the attention of a model, where that is known, multiply once wherever it is compiled; returns the model."""
+    for attention in model.modules():
+        if type(attention).__name__ not in KNOWN:
             continue
-        linears = _linears(part)
-        if all(map(_is_untouched, (part, *linears))) and all(map(_is_usual, linears)):
-            part.forward = MethodType(_forward, part)
+        linears = [getattr(attention, name) for name in NAMES]
+        if all(map(_is_untouched, (attention, *linears))) and all(map(_is_usual, linears)):
+            attention.forward = MethodType(_attend, attention)
             for number, linear in enumerate(linears):
                 linear.number, linear.forward = number, MethodType(_taken, linear)
     return model
@@ -173,7 +128,8 @@ def install(model: Any) -> Any:
 def lay_together(parts: Iterable[nn.Module]) -> None:
     """Move weights that are multiplied together next to each other, so that they are one matrix without a copy."""
     for attention in (module for part in parts for module in part.modules() if _is_joined(module)):
-        weights = [getattr(linear, "base_layer", linear).weight for linear in _linears(attention)]
+        linears = [getattr(attention, name) for name in NAMES]
+        weights = [getattr(linear, "base_layer", linear).weight for linear in linears]
         alike = all(type(weight) is nn.Parameter and weight.dtype is weights[0].dtype for weight in weights)
         if not alike or _as_one(weights) is not None:
             continue
@@ -183,8 +139,7 @@ def lay_together(parts: Iterable[nn.Module]) -> None:
 
 
 def _is_joined(module: Any) -> bool:
-    ours = getattr(module.__dict__.get("forward"), "__func__", None) is _forward
-    return ours and KNOWN[type(module).__name__] == NAMES
+    return getattr(module.__dict__.get("forward"), "__func__", None) is _attend
 
 
 def _together(weights: Sequence[Tensor]) -> Tensor:
@@ -208,24 +163,23 @@ def _as_one(weights: Sequence[Tensor]) -> Tensor | None:
 def _is_untouched(module: Any) -> bool:
     """Whether nobody else has given a module a forward of its own."""
     own = module.__dict__.get("forward")
-    return own is None or getattr(own, "__func__", None) in (_forward, _taken, multiplied)
+    return own is None or getattr(own, "__func__", None) in (_attend, _taken, multiplied)
 
 
 def _is_usual(linear: Any) -> bool:
     return type(linear) is nn.Linear or type(getattr(linear, "base_layer", None)) is nn.Linear
 
 
-def _linears(part: Any) -> list[Any]:
-    return [getattr(part, name) for name in KNOWN[type(part).__name__]]
-
-
-def _forward(part: Any, hidden_states: Tensor, *given: Any, **more: Any) -> Any:
-    """The part's own forward, for which the products are there already."""
-    linears, made = _linears(part), None
+def _attend(attention: Any, hidden_states: Tensor, *given: Any, **more: Any) -> Any:
+    """The attention's own forward, for which the products are there already."""
+    seen: Any = hidden_states
+    linears = [getattr(attention, name) for name in NAMES]
     if torch.compiler.is_compiling() and all(hasattr(each, "number") for each in linears):
-        made = _paired(hidden_states, linears) if len(linears) == len(GATED) else _joined(hidden_states, linears)
-    seen: Any = hidden_states if made is None else Made(hidden_states.shape, made)
-    return type(part).forward(part, seen, *given, **more)
+        if all(type(linear) is nn.Linear for linear in linears) and len({each.bias is None for each in linears}) == 1:
+            seen = Made(hidden_states.shape, _side_by_side(hidden_states, linears))
+        elif all(is_plain(linear, hidden_states.dtype) for linear in linears) and len(_sizes(linears)) == 1:
+            seen = Made(hidden_states.shape, _with_low_rank(hidden_states, linears))
+    return type(attention).forward(attention, seen, *given, **more)
 
 
 def _taken(linear: Any, x: Tensor | Made) -> Tensor:
@@ -237,38 +191,18 @@ def _taken(linear: Any, x: Tensor | Made) -> Tensor:
     return made
 
 
-def _paired(x: Tensor, linears: Sequence[Any]) -> tuple[Tensor, ...] | None:
-    if not all(type(linear) is nn.Linear and linear.bias is None for linear in linears):
-        return None
-    x, gate, up = _as_computed(x, *(linear.weight for linear in linears))
-    return tuple(rows.view(*x.shape[:-1], rows.shape[-1]) for rows in pair(x.flatten(0, -2), gate, up, _into(linears)))
-
-
-def _joined(x: Tensor, linears: Sequence[Any]) -> tuple[Tensor, ...] | None:
-    if all(type(linear) is nn.Linear for linear in linears) and len({each.bias is None for each in linears}) == 1:
-        return _side_by_side(x, linears)
-    if all(is_plain(linear, x.dtype) for linear in linears) and len(_sizes(linears)) == 1:
-        return _with_low_rank(x, linears)
-    return None
-
-
-def _as_computed(*tensors: Tensor) -> list[Tensor]:
-    """The same as autocast would have them, which does not look into a product of our own."""
-    where = tensors[0].device.type
-    cast = torch.is_autocast_enabled(where)
-    return [tensor.to(torch.get_autocast_dtype(where)) if cast else tensor for tensor in tensors]
-
-
-def _into(linears: Sequence[Any]) -> list[Tensor]:
-    """Where gradients are added up, if they are."""
-    sums = [getattr(linear, "into", None) for linear in linears]
-    return [each for each in sums if each is not None] if all(each is not None for each in sums) else []
-
-
 def _side_by_side(x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
-    x, *weights = _as_computed(x, *(linear.weight for linear in linears))
-    biases = _as_computed(x, *(linear.bias for linear in linears if linear.bias is not None))[1:]
-    rows = product(x.flatten(0, -2), weights, biases, _into(linears))
+    weights: list[Tensor] = [linear.weight for linear in linears]
+    biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
+    if torch.is_autocast_enabled(x.device.type):  # which does not look into a product of our own
+        compute = torch.get_autocast_dtype(x.device.type)
+        x, weights, biases = (
+            x.to(compute),
+            [each.to(compute) for each in weights],
+            [each.to(compute) for each in biases],
+        )
+    sums = [getattr(linear, "into", None) for linear in linears]
+    rows = product(x.flatten(0, -2), weights, biases, [] if any(each is None for each in sums) else sums)
     rows = rows.view(*x.shape[:-1], rows.shape[-1])
     parts: tuple[Tensor, ...] = _Apart.apply(rows, [len(weight) for weight in weights])  # type: ignore[no-untyped-call]
     return parts

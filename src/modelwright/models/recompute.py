@@ -22,9 +22,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from modelwright.errors import ModelError
 
-OF_OUR_OWN = ("modelwright::low_rank_gate", "modelwright::joined", "modelwright::pair")
-"""Products under other names, of a layer's whole gated part and of what that and attention begin with; the names of all
-others end in mm."""
+OF_OUR_OWN = ("modelwright::low_rank_gate", "modelwright::joined")
+"""Products under other names, of a layer's whole gated part and of what attention begins with; the names of all others
+end in mm."""
 LINEAR = "modelwright::linear_mm"
 """A product of our own whose second matrix is a layer's weight, and so is turned."""
 RANDOM = ("drop", "jitter", "noise")
