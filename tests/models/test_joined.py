@@ -81,7 +81,7 @@ def test_one_product_is_what_three_are(family: str, name: str) -> None:
     assert type(ours.model.layers[0].self_attn).__name__ == name
     seen = compiled(ours)
     torch.testing.assert_close(learnt(ours), learnt(plain), rtol=1e-5, atol=1e-6)
-    assert seen and all(graph.count("modelwright.joined") == 1 for graph in seen)
+    assert seen and all(graph.count("modelwright.joined.default") == 1 for graph in seen)
     kinds = set(getattr(plain.config, "layer_types", None) or ["full_attention"])
     assert len(seen) <= len(kinds) + 1, "each layer is compiled anew"
 

@@ -14,7 +14,7 @@ from eighths import stand_in
 from families import FAMILIES, family
 from modelwright.engine import fp8
 from modelwright.errors import ModelError
-from modelwright.models import attention, gathered
+from modelwright.models import attention
 from modelwright.models.recompute import Products, draws, is_kept, kind_of, recompute
 from modelwright.models.text import hidden_states, load_model
 from modelwright.models.trainable import decoder_layers, recompute_activations, set_trainable
@@ -136,9 +136,9 @@ def test_frozen_layers_at_the_bottom_and_measuring_go_the_usual_way(
 
 def test_a_thin_product_is_had_again_whichever_operation_makes_it() -> None:
     x, thin, wide = torch.empty(10, 16), torch.empty(4096, 16), torch.empty(64, 16)
-    ours = gathered.product._opoverload
-    assert not is_kept(torch.ops.aten.mm.default, (x, thin.T)) and not is_kept(ours, (x, thin, None))
-    assert is_kept(torch.ops.aten.mm.default, (x, wide.T)) and is_kept(ours, (x, wide, None))
+    assert not is_kept(torch.ops.aten.mm.default, (x, thin.T)) and is_kept(torch.ops.aten.mm.default, (x, wide.T))
+    for ours in (torch.ops.modelwright.linear_mm.default, torch.ops.modelwright.gathered_mm.default):
+        assert not is_kept(ours, (x, thin)) and is_kept(ours, (x, wide))
 
 
 def test_a_later_word_takes_the_place_of_an_earlier(model_folder: Path) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from modelwright.models import products
 from modelwright.models.low_rank import BESIDE
+from modelwright.models.operations import operation
 
 CHANGED = "modified by an inplace operation"
 """What torch says of a tensor that was to be as it had been."""
@@ -29,19 +30,25 @@ def gather(into: Tensor, given: Tensor, x: Tensor) -> None:
     products.add_mm(into, given.T, x)
 
 
-@torch.library.custom_op("modelwright::linear_mm", mutates_args=())
-def product(x: Tensor, weight: Tensor, into: Tensor | None) -> Tensor:
-    """A linear layer, whose weight's gradient is added up there, if anywhere. x: [rows, in]."""
+@torch.library.custom_op("modelwright::gathered_mm", mutates_args=())
+def gathered(x: Tensor, weight: Tensor, into: Tensor) -> Tensor:
+    """A linear layer, whose weight's gradient is added up there. x: [rows, in]."""
     return products.mm(x, weight.T)
 
 
-@torch.library.custom_op("modelwright::backward_mm", mutates_args=())
-def backward(given: Tensor, weight: Tensor) -> Tensor:
+@operation("linear_mm(Tensor x, Tensor weight) -> Tensor", lambda x, weight: x.new_empty(len(x), len(weight)))
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """A linear layer. x: [rows, in]."""
+    return products.mm(x, weight.T)
+
+
+@operation("backward_mm(Tensor given, Tensor w) -> Tensor", lambda given, w: given.new_empty(len(given), w.shape[1]))
+def backward(given: Tensor, w: Tensor) -> Tensor:
     """The gradient of the input: [rows, in]."""
-    return products.mm(given, weight)
+    return products.mm(given, w)
 
 
-@torch.library.custom_op("modelwright::weight_mm", mutates_args=())
+@operation("weight_mm(Tensor given, Tensor x) -> Tensor", lambda given, x: x.new_empty(given.shape[1], x.shape[1]))
 def to_weight(given: Tensor, x: Tensor) -> Tensor:
     """The gradient of the weight: [out, in]."""
     return products.mm(given.T, x)
@@ -52,19 +59,9 @@ def _(into: Tensor, given: Tensor, x: Tensor) -> None:
     return None
 
 
-@product.register_fake
-def _(x: Tensor, weight: Tensor, into: Tensor | None) -> Tensor:
+@gathered.register_fake
+def _(x: Tensor, weight: Tensor, into: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
-
-
-@backward.register_fake
-def _(given: Tensor, weight: Tensor) -> Tensor:
-    return given.new_empty(given.shape[0], weight.shape[1])
-
-
-@to_weight.register_fake
-def _(given: Tensor, x: Tensor) -> Tensor:
-    return given.new_empty(given.shape[1], x.shape[1])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -74,16 +71,25 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _back(ctx: Any, given: Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
-    needs_x, needs_weight, _ = ctx.needs_input_grad
-    learnt: Tensor | None = None
-    if ctx.into is not None:
-        gather(ctx.into, given, x)
-    elif needs_weight:
-        learnt = to_weight(given, x)
-    return backward(given, weight) if needs_x else None, learnt, None
+    gather(ctx.into, given, x)
+    return backward(given, weight) if ctx.needs_input_grad[0] else None, None, None
 
 
-product.register_autograd(_back, setup_context=_keep)
+gathered.register_autograd(_back, setup_context=_keep)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        made: Tensor = product(x, weight)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad
+        return backward(given, weight) if needs_x else None, to_weight(given, x) if needs_weight else None
 
 
 class Gathering:
@@ -145,5 +151,6 @@ def multiplied(linear: Any, x: Tensor) -> Tensor:
     into: Tensor | None = getattr(linear, "into", None)
     if linear.bias is not None or (into is None and not products.is_large(x, linear.weight.T)):
         return F.linear(x, linear.weight, linear.bias)
-    made: Tensor = product(x.flatten(0, -2) if x.dim() > 1 else x[None], linear.weight, into)
+    rows, weight = x.flatten(0, -2) if x.dim() > 1 else x[None], linear.weight
+    made: Tensor = _Linear.apply(rows, weight) if into is None else gathered(rows, weight, into)  # type: ignore[no-untyped-call]
     return made.view(*x.shape[:-1], linear.weight.shape[0])

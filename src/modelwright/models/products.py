@@ -76,7 +76,7 @@ class Shape(NamedTuple):
 @dataclass
 class _Trials:
     known: bool = True
-    """Whether what was found is used."""
+    """Whether what was found is used; where nothing is and may be, products are left to torch."""
     allowed: bool = False
     seconds: float = 0.0
     """Spent so far."""
@@ -104,8 +104,8 @@ def allow(wish: str, operations: float) -> None:
 
     wish: the recipe's tune_products.
     """
-    _trials.known = wish != "never"
     _trials.allowed = wish == "always" or (wish == "auto" and operations / A_SECOND > LONG_SECONDS)
+    _trials.known = wish != "never" and (_trials.allowed or any(name.startswith(_here()) for name in _read()))
 
 
 def mm(first: Tensor, second: Tensor, to: Tensor | None = None) -> Tensor:
@@ -124,7 +124,7 @@ def add_mm(into: Tensor, first: Tensor, second: Tensor) -> None:
 
 def is_large(first: Tensor, second: Tensor) -> bool:
     """Whether the kernel of a product is chosen here: [rows, inner] × [inner, columns]."""
-    large = 2.0 * first.numel() * second.shape[1] >= LARGE
+    large = _trials.known and 2.0 * first.numel() * second.shape[1] >= LARGE
     return large and first.is_cuda and first.dtype is torch.bfloat16 and second.dtype is torch.bfloat16
 
 
@@ -267,9 +267,16 @@ def _read() -> dict[str, int]:
 
 
 def _name(shape: Shape) -> str:
-    versions = f"torch {torch.__version__}, cuBLAS {_library().cublasLtGetVersion()}"
+    return f"{_here()}: {shape}"
+
+
+def _here() -> str:
+    """The card, and what else decides which kernels there are."""
+    if (library := _library()) is None:
+        return "nowhere"
+    versions = f"torch {torch.__version__}, cuBLAS {library.cublasLtGetVersion()}"
     exact = "" if torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction else ", sums in fp32"
-    return f"{torch.cuda.get_device_name()}, {versions}{exact}: {shape}"
+    return f"{torch.cuda.get_device_name()}, {versions}{exact}"
 
 
 def _try(shape: Shape, device: torch.device) -> int:

@@ -22,11 +22,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from modelwright.errors import ModelError
 
-OF_OUR_OWN = ("modelwright::low_rank_gate", "modelwright::joined")
+OF_OUR_OWN = ("modelwright::low_rank_gate", "modelwright::joined", "modelwright::joined_gathered")
 """Products under other names, of a layer's whole gated part and of what attention begins with; the names of all others
 end in mm."""
-LINEAR = "modelwright::linear_mm"
-"""A product of our own whose second matrix is a layer's weight, and so is turned."""
+LINEAR = ("modelwright::linear_mm", "modelwright::gathered_mm")
+"""Products of our own whose second matrix is a layer's weight, and so is turned."""
 RANDOM = ("drop", "jitter", "noise")
 """How modules call the rates of what they draw at random, beside torch's own p."""
 THIN = 8
