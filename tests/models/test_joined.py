@@ -86,6 +86,14 @@ def test_one_product_is_what_three_are(family: str, name: str) -> None:
     assert len(seen) <= len(kinds) + 1, "each layer is compiled anew"
 
 
+def test_rows_of_another_length_are_no_reason_to_compile_again() -> None:
+    ours = joined.install(model_of("llama"))
+    seen = compiled(ours)
+    for length in (24, 20, 16, 12, 7):
+        ours(input_ids=TOKENS[:, :length], labels=TOKENS[:, :length], use_cache=False).loss.backward()
+    assert len(seen) <= 2, "one length, then any"
+
+
 def test_a_layer_that_is_not_compiled_is_left_as_it_is() -> None:
     plain = model_of("llama")
     ours = joined.install(copy.deepcopy(plain))

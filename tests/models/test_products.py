@@ -95,6 +95,26 @@ def test_what_cannot_be_tried_is_multiplied_as_usual_and_not_kept(
     assert not (tmp_path / products.KEPT).exists()
 
 
+@pytest.mark.parametrize(
+    ("wish", "kept", "chosen"),
+    [
+        ("auto", {}, False),
+        ("auto", {"here: 4x4x4 NN (4, 4)": 1}, True),
+        ("auto", {"another card: 4x4x4 NN (4, 4)": 1}, False),
+        ("always", {}, True),
+        ("never", {"here: 4x4x4 NN (4, 4)": 1}, False),
+    ],
+)
+def test_products_are_left_to_torch_where_no_kernel_is_known_and_none_is_tried(
+    monkeypatch: pytest.MonkeyPatch, wish: str, kept: dict[str, int], chosen: bool
+) -> None:
+    forget(monkeypatch)
+    monkeypatch.setattr(products, "_here", lambda: "here")
+    monkeypatch.setattr(products, "_read", lambda: kept)
+    products.allow(wish, 1e15)
+    assert products._trials.known == chosen
+
+
 def test_nothing_is_tried_before_it_pays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     library = Library(monkeypatch, tmp_path, {USUAL: 1.0, 0: 0.5})
     monkeypatch.setattr(products, "SEEN", 2)

@@ -36,13 +36,15 @@ def gathered(x: Tensor, weight: Tensor, into: Tensor) -> Tensor:
     return products.mm(x, weight.T)
 
 
-@operation("linear_mm(Tensor x, Tensor weight) -> Tensor", lambda x, weight: x.new_empty(len(x), len(weight)))
+@operation("linear_mm(Tensor x, Tensor weight) -> Tensor", lambda x, weight: x.new_empty(x.shape[0], weight.shape[0]))
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """A linear layer. x: [rows, in]."""
     return products.mm(x, weight.T)
 
 
-@operation("backward_mm(Tensor given, Tensor w) -> Tensor", lambda given, w: given.new_empty(len(given), w.shape[1]))
+@operation(
+    "backward_mm(Tensor given, Tensor w) -> Tensor", lambda given, w: given.new_empty(given.shape[0], w.shape[1])
+)
 def backward(given: Tensor, w: Tensor) -> Tensor:
     """The gradient of the input: [rows, in]."""
     return products.mm(given, w)

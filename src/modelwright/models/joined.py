@@ -31,7 +31,7 @@ NAMES = ("q_proj", "k_proj", "v_proj")
 
 @operation(
     "joined(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor",
-    lambda x, weights, biases: x.new_empty(len(x), sum(len(weight) for weight in weights)),
+    lambda x, weights, biases: x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights)),
 )
 def product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
     """What several linear layers make of the same rows, side by side. x: [rows, width]."""
@@ -41,7 +41,7 @@ def product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> T
 
 @operation(
     "joined_backward(Tensor given, Tensor[] weights) -> Tensor",
-    lambda given, weights: given.new_empty(len(given), weights[0].shape[1]),
+    lambda given, weights: given.new_empty(given.shape[0], weights[0].shape[1]),
 )
 def backward(given: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """The gradient of the rows. given: that of the product."""
