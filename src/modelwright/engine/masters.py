@@ -3,8 +3,8 @@
 An fp32 master is its bf16 rounding (the weight the model computes with) and a signed 16-bit rest: 4 bytes together
 instead of 6, no casting in the forward and backward pass, and the very arithmetic of fp32 masters in the update.
 
-On a GPU the update is one kernel for all small tensors and one for each large (`adamw_kernel.py`), and nothing has to
-be compiled by torch before it.
+On a GPU the update is one kernel for all small tensors and one for each large, or for all where they stay in their
+places (`adamw_kernel.py`), and nothing has to be compiled by torch before it.
 """
 
 from __future__ import annotations
