@@ -115,6 +115,15 @@ def test_products_are_left_to_torch_where_no_kernel_is_known_and_none_is_tried(
     assert products._trials.known == chosen
 
 
+def test_what_was_found_is_in_sight_where_there_is_no_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget(monkeypatch)
+    monkeypatch.setattr(products, "_library", lambda: object())
+    monkeypatch.setattr(products, "_read", lambda: {"NVIDIA H200, torch 2: 4x4x4 NN (4, 4)": 1})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    products.allow("auto", 1e15)
+    assert not products._trials.known
+
+
 def test_nothing_is_tried_before_it_pays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     library = Library(monkeypatch, tmp_path, {USUAL: 1.0, 0: 0.5})
     monkeypatch.setattr(products, "SEEN", 2)

@@ -105,7 +105,7 @@ def allow(wish: str, operations: float) -> None:
     wish: the recipe's tune_products.
     """
     _trials.allowed = wish == "always" or (wish == "auto" and operations / A_SECOND > LONG_SECONDS)
-    _trials.known = wish != "never" and (_trials.allowed or any(name.startswith(_here()) for name in _read()))
+    _trials.known = wish != "never" and (_trials.allowed or any(name.startswith(f"{_here()}: ") for name in _read()))
 
 
 def mm(first: Tensor, second: Tensor, to: Tensor | None = None) -> Tensor:
@@ -272,7 +272,7 @@ def _name(shape: Shape) -> str:
 
 def _here() -> str:
     """The card, and what else decides which kernels there are."""
-    if (library := _library()) is None:
+    if (library := _library()) is None or not torch.cuda.is_available():  # what another machine found may be in sight
         return "nowhere"
     versions = f"torch {torch.__version__}, cuBLAS {library.cublasLtGetVersion()}"
     exact = "" if torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction else ", sums in fp32"
