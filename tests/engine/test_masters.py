@@ -99,6 +99,18 @@ def test_a_step_that_was_got_ready_reads_the_gradients_that_came_since() -> None
     assert [float(weight.detach()[0]) for weight in (first, second, third)] == pytest.approx([1.1, 1.0, 0.9], abs=0.01)
 
 
+def test_gradients_of_which_copies_are_read_are_refused_by_every_recording() -> None:
+    (weight,), moves = moving(16)
+    weight.grad = torch.ones(16, 2).bfloat16()[:, 0]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="copies"):
+            moves.get_ready(to_stay=True)
+        moves.shorten(10.0)
+    weight.grad = torch.ones_like(weight)
+    moves.shorten(10.0)
+    assert moves.get_ready(to_stay=True).stays and moves.get_ready().stays
+
+
 def test_a_step_that_was_got_ready_and_skipped_keeps_no_gradients() -> None:
     (weight,), moves = moving(4)
     gradient = weakref.ref(weight.grad)

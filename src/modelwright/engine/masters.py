@@ -60,6 +60,8 @@ class Ready(NamedTuple):
     """How long they are."""
     moves: list[Moves]
     """What moves each group of weights."""
+    stays: bool
+    """Whether it may be done again with gradients that come in the same places."""
 
 
 class SplitAdamW(torch.optim.Optimizer):
@@ -111,7 +113,9 @@ class SplitAdamW(torch.optim.Optimizer):
         for group, move in zip(self.param_groups, ready.moves, strict=True):
             beta1, beta2 = group["betas"]
             rates = torch.stack((1 - beta1**count, (1 - beta2**count).sqrt()))
-            learning_rate = torch.as_tensor(group["lr"], dtype=torch.float32, device=count.device)
+            learning_rate = group["lr"]
+            if not isinstance(learning_rate, Tensor):  # filled in there: one that is sent would wait for the device
+                learning_rate = torch.full((), learning_rate, device=count.device)
             move((learning_rate, rates, self._shortened), (beta1, beta2, group["eps"], group["weight_decay"]))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -126,8 +130,9 @@ class SplitAdamW(torch.optim.Optimizer):
         """
         gradients = [weight.grad for group in self.param_groups for weight in group["params"]]
         ready = self._ready
-        if ready is None or any(now is not then for now, then in zip(gradients, ready.gradients, strict=True)):
-            ready = self._ready = Ready(gradients, *self._made_ready(gradients, to_stay))
+        others = ready is None or any(now is not then for now, then in zip(gradients, ready.gradients, strict=True))
+        if ready is None or others or (to_stay and not ready.stays):
+            ready = self._ready = Ready(gradients, *self._made_ready(gradients, to_stay), to_stay)
         return ready
 
     def _made_ready(self, gradients: list[Tensor | None], to_stay: bool) -> tuple[Callable[[], Tensor], list[Moves]]:

@@ -80,7 +80,7 @@ class Replay:
         torch.cuda.empty_cache()  # a recording has memory of its own; what the warm-up held is given back first
         graph = torch.cuda.CUDAGraph()
         try:
-            self._kept.append(self._ready())
+            ready = self._ready()
             # what other threads do meanwhile, such as pin memory for a checkpoint, is no part of it
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 output = self._work(**places)
@@ -90,6 +90,7 @@ class Replay:
             for weight in self._weights:
                 weight.grad = None
             return False
+        self._kept.append(ready)
         self._recorded[signature] = (graph, places, output, [weight.grad for weight in self._weights])
         return True
 
