@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import xxhash
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
-from modelwright.models import gathered, joined, low_rank
+from modelwright.models import gathered, joined, low_rank, operations
 from modelwright.plan.stage import StagePlan, solve
 from modelwright.runs.caches import (
     cut_at_start,
@@ -80,7 +81,8 @@ class Compiled:
             torch._dynamo.reset()
             torch._dynamo.config.recompile_limit = SHAPES
             torch.compiler.config.cache_key_tag = _operations()
-        joined.lay_together(self._parts)
+        # what is spread over ranks has places of its own, also while it is whole
+        joined.lay_together(part for part in self._parts if not isinstance(part, FSDPModule))
         for part in self._parts:
             part.compile()
 
@@ -102,7 +104,7 @@ class Compiled:
 def _operations() -> str:
     """What our own operations do: the compiler keeps what it made of them by their names alone."""
     digest = xxhash.xxh3_64()
-    for module in (gathered, joined, low_rank):
+    for module in (gathered, joined, low_rank, operations):
         digest.update(Path(str(module.__file__)).read_bytes())
     return f"modelwright {digest.hexdigest()}"
 

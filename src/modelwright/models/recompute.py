@@ -110,7 +110,7 @@ def _for_the_compiler() -> Any:
 
 
 # what is compiled is kept under this name, which has to change where the policy does
-_for_the_compiler.cache_hash = f"products up to {THIN} times as wide, attention, {OF_OUR_OWN}"  # type: ignore[attr-defined]
+_for_the_compiler.cache_hash = f"products up to {THIN} times as wide, attention, {OF_OUR_OWN}, {LINEAR}"  # type: ignore[attr-defined]
 
 
 class Products:
