@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from modelwright.bench import speed
 from modelwright.bench.speed_works import WORKS, Way, rows_of
 from modelwright.engine import loop
-from modelwright.models import joined
-from modelwright.models.gathered import Gathering
+from modelwright.models import gathered, joined
+from modelwright.models.gathered import Gathering, install
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +63,34 @@ def test_sums_are_those_of_torch(backend: str | None) -> None:
         layer.compile(backend=backend, fullgraph=True)
     for batches in (micro_batches(), micro_batches(1), micro_batches(2)):  # what stood there before is written over
         torch.testing.assert_close(sums(ours, gathering, batches), sums(plain, None, batches))
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"], ids=["eager", "compiled"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_product_of_ours_is_learnt_from_as_one_of_torch(
+    backend: str | None, frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(Layer(), Layer()).requires_grad_(not frozen)
+    ours = copy.deepcopy(plain)
+    install(ours)
+    made: list[Any] = []
+    usual = gathered.products.mm
+    monkeypatch.setattr(gathered.products, "mm", lambda *given: made.append(given) or usual(*given))
+    # of the layers, which ask for themselves: the product they come to is small and on a processor
+    monkeypatch.setattr(gathered.products, "is_large", lambda first, second: second.dim() == 2 and first.dim() == 3)
+    for layer in ours if backend else ():
+        layer.compile(backend=backend, fullgraph=True)
+    for rows in (5, 4, 3):
+        x, theirs = (torch.ones(2, rows, 8, requires_grad=True) for _ in range(2))
+        torch.testing.assert_close(ours(x), plain(theirs))
+        ours(x).square().sum().backward()
+        plain(theirs).square().sum().backward()
+        torch.testing.assert_close(x.grad, theirs.grad)
+    assert made
+    for weight, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert (weight.grad is None) == frozen
+        torch.testing.assert_close(weight.grad, other.grad)
 
 
 def test_a_layer_that_is_gone_through_twice_has_the_sum_of_both() -> None:

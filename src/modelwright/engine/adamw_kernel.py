@@ -135,23 +135,18 @@ class Shared:
 
 
 class Length:
-    """How long gradients are: sums of some squares, then the sum of these, in an order that never changes."""
+    """How long gradients of one type are: sums of squares, then the sum of these, in an order that never changes."""
 
     def __init__(self, gradients: Sequence[Tensor]) -> None:
-        self._kinds = [
-            (kind, _placed([(each,) for each in gradients if each.dtype is kind], READ))
-            for kind in sorted({each.dtype for each in gradients}, key=str)
-        ]
+        [self._type] = {TYPES[each.dtype] for each in gradients}
+        self._programs, self._table, self._aligned = _placed([(each,) for each in gradients], READ)
 
     def __call__(self) -> Tensor:
         """The length, in fp32."""
-        return torch.stack([self._squares(kind, *placed).sum() for kind, placed in self._kinds]).sum().sqrt()
-
-    @staticmethod
-    def _squares(kind: torch.dtype, programs: tuple[int], table: tuple[Tensor, Tensor], aligned: int) -> Tensor:
-        sums = torch.empty(programs, device=table[0].device)
-        _squared[programs](*table, sums, TYPES[kind], table[0].shape[1], aligned, READ, num_warps=8)
-        return sums
+        sums = torch.empty(self._programs, device=self._table[0].device)
+        columns = self._table[0].shape[1]
+        _squared[self._programs](*self._table, sums, self._type, columns, self._aligned, READ, num_warps=8)
+        return sums.sum().sqrt()
 
 
 def _placed(tensors: Sequence[tuple[Tensor, ...]], block: int) -> tuple[tuple[int], tuple[Tensor, Tensor], int]:

@@ -78,7 +78,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def length_of(gradients: list[Tensor]) -> Tensor:
-    """How long they are together, in fp32 whatever their type; every rank must ask."""
+    """How long they are together, in fp32 where they are no wider; every rank must ask."""
     parts = torch._foreach_norm(gradients, 2, dtype=torch.float32)
     return whole(torch.linalg.vector_norm(torch.stack(parts)))
 
