@@ -138,7 +138,8 @@ class Length:
     """How long gradients of one type are: sums of squares, then the sum of these, in an order that never changes."""
 
     def __init__(self, gradients: Sequence[Tensor]) -> None:
-        [self._type] = {TYPES[each.dtype] for each in gradients}
+        [kind] = {each.dtype for each in gradients}
+        self._type = TYPES[kind]
         self._programs, self._table, self._aligned = _placed([(each,) for each in gradients], READ)
 
     def __call__(self) -> Tensor:
