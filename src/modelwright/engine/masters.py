@@ -107,8 +107,6 @@ class SplitAdamW(torch.optim.Optimizer):
         assert closure is None
         count = self._count()
         ready, self._ready = self.get_ready(), None
-        if not count.is_cuda and self._shortened < 0:
-            return
         count += self._shortened >= 0
         for group, move in zip(self.param_groups, ready.moves, strict=True):
             beta1, beta2 = group["betas"]
@@ -130,8 +128,11 @@ class SplitAdamW(torch.optim.Optimizer):
         """
         gradients = [weight.grad for group in self.param_groups for weight in group["params"]]
         ready = self._ready
-        others = ready is None or any(now is not then for now, then in zip(gradients, ready.gradients, strict=True))
-        if ready is None or others or (to_stay and not ready.stays):
+        if (
+            ready is None
+            or (to_stay and not ready.stays)
+            or any(now is not then for now, then in zip(gradients, ready.gradients, strict=True))
+        ):
             ready = self._ready = Ready(gradients, *self._made_ready(gradients, to_stay), to_stay)
         return ready
 
@@ -164,7 +165,7 @@ class SplitAdamW(torch.optim.Optimizer):
 
 
 def _move_all(tensors: Iterable[Parts], now: Now, settings: Settings) -> None:
-    for parts in tensors:
+    for parts in tensors if now[2] >= 0 else ():
         _move(*parts, now, settings)
 
 
