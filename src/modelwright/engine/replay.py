@@ -26,15 +26,14 @@ class Replay:
     weights: those whose gradients the work makes anew. Each recording has gradients of its own, in its own memory,
     which become the weights' again whenever another was theirs: none is cleared, and none added to what was cleared.
 
-    ready: called before each recording; what it gives is kept as long.
+    ready: called before each recording; what it gives is kept with it.
     """
 
     def __init__(self, work: Work, weights: Sequence[Tensor] = (), ready: Callable[[], object] = lambda: None) -> None:
         self._work, self._weights, self._ready = work, weights, ready
-        self._kept: list[object] = []
         self._most = MOST
         self._seen: dict[Signature, int] = {}
-        self._recorded: dict[Signature, tuple[Any, dict[str, Tensor], Tensor, list[Tensor | None]]] = {}
+        self._recorded: dict[Signature, tuple[Any, dict[str, Tensor], Tensor, list[Tensor | None], object]] = {}
         self._lent: Signature | None = None
         self.last: Signature | None = None
         """What was replayed last; None where the work ran as it is."""
@@ -54,7 +53,7 @@ class Replay:
             if not may or not self._record(signature, inputs):
                 self._take_back()
                 return self._work(**inputs)
-        graph, places, output, gradients = self._recorded[signature]
+        graph, places, output, gradients, _ = self._recorded[signature]
         for name, place in places.items():
             place.copy_(inputs[name], non_blocking=True)
         graph.replay()
@@ -90,8 +89,7 @@ class Replay:
             for weight in self._weights:
                 weight.grad = None
             return False
-        self._kept.append(ready)
-        self._recorded[signature] = (graph, places, output, [weight.grad for weight in self._weights])
+        self._recorded[signature] = (graph, places, output, [weight.grad for weight in self._weights], ready)
         return True
 
 
