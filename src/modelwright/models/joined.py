@@ -134,7 +134,7 @@ def install(model: Any) -> Any:
     for attention in model.modules():
         if type(attention).__name__ not in KNOWN:
             continue
-        linears = [getattr(attention, name) for name in NAMES]
+        linears = _linears(attention)
         if all(map(_is_untouched, (attention, *linears))) and all(map(_is_usual, linears)):
             attention.forward = MethodType(_attend, attention)
             for number, linear in enumerate(linears):
@@ -146,14 +146,17 @@ def install(model: Any) -> Any:
 def lay_together(parts: Iterable[nn.Module]) -> None:
     """Move weights that are multiplied together next to each other, so that they are one matrix without a copy."""
     for attention in (module for part in parts for module in part.modules() if _is_joined(module)):
-        linears = [getattr(attention, name) for name in NAMES]
-        weights = [getattr(linear, "base_layer", linear).weight for linear in linears]
+        weights = [getattr(linear, "base_layer", linear).weight for linear in _linears(attention)]
         alike = all(type(weight) is nn.Parameter and weight.dtype is weights[0].dtype for weight in weights)
         if not alike or _as_one(weights) is not None:
             continue
         data = torch.split(torch.cat(weights), [len(weight) for weight in weights])
         for weight, part in zip(weights, data, strict=True):
             weight.data = part
+
+
+def _linears(attention: Any) -> list[Any]:
+    return [getattr(attention, name) for name in NAMES]
 
 
 def _is_joined(module: Any) -> bool:
@@ -191,7 +194,7 @@ def _is_usual(linear: Any) -> bool:
 def _attend(attention: Any, hidden_states: Tensor, *given: Any, **more: Any) -> Any:
     """The attention's own forward, for which the products are there already."""
     seen: Any = hidden_states
-    linears = [getattr(attention, name) for name in NAMES]
+    linears = _linears(attention)
     if torch.compiler.is_compiling() and all(hasattr(each, "number") for each in linears):
         if all(type(linear) is nn.Linear for linear in linears) and len({each.bias is None for each in linears}) == 1:
             seen = Made(hidden_states.shape, _side_by_side(hidden_states, linears))
