@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import string
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,38 @@ def test_one_bad_batch_is_skipped_and_training_goes_on(
     assert steps[5]["loss"] is None, "what is no number is written as null"
     assert "step 5 is skipped: not finite" in output
     assert checkpoints_are_finite(tmp_path / "run")
+
+
+def test_a_save_and_a_measurement_due_at_a_bad_step_are_made_after_the_next_good_one(
+    rig: Rig, model_folder: Path, tmp_path: Path
+) -> None:
+    recipe = tiny_recipe(tmp_path, model_folder)
+    code, output = rig.run(["run", str(recipe)], tmp_path, first=fault(POISON_THE_LOSS, [6], times=1))
+    assert code == 0, output
+    assert [saved["step"] for saved in told(tmp_path / "run", "saved")] == [3, 7, 9, 12]
+    assert [measured["step"] for measured in told(tmp_path / "run", "evaluation")] == [0, 7, 12]
+
+
+def test_rows_that_are_hard_to_learn_are_not_taken_for_an_illness(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
+    """Easy rows are soon known by heart; six of letters without sense lie far above them, and are learnt all the same.
+
+    Before, 52 to 72 of 400 such steps were skipped, and these rows ended where they began (4 to 5 nats).
+    """
+    recipe = tiny_recipe(
+        tmp_path, model_folder, per_device_train_batch_size=1, gradient_accumulation_steps=1, learning_rate=3e-3,
+        lr_scheduler_type="constant", max_steps=280, save_steps=280, eval_steps=280,
+    )  # fmt: skip
+    draw = random.Random(1)
+    easy = [("Which way", "North, always north, says the map.")] * 20
+    hard = [("What is the word", "".join(draw.choices(string.ascii_lowercase, k=16))) for _ in range(6)]
+    rows = [{"question": f"{question}, {number}?", "answer": answer}
+            for number, (question, answer) in enumerate(easy + hard)]  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    code, output = rig.run(["run", str(recipe)], tmp_path)
+    assert code == 0, output
+    steps = steps_of(tmp_path / "run")
+    assert sum(record["health"] != "ok" for record in steps.values()) <= 4
+    assert max(record["loss"] for step, record in steps.items() if step > 240) < 3.0
 
 
 def test_a_gate_refuses_a_metric_that_is_no_number(rig: Rig, model_folder: Path, tmp_path: Path) -> None:

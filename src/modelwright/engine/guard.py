@@ -20,6 +20,8 @@ LOSS_RISE = 1.5
 """A large gradient counts as a spike only with a loss so many times its median."""
 LOSS_LEAP = 4.0
 """A loss so many times its median is a spike whatever the gradient."""
+LEAST_LOSS = 1.0
+"""A median below counts as this: where rows are learnt by heart, one that is not yet learnt leaps and is no illness."""
 
 
 def is_spike(loss: Any, norm: Any, limits: Any) -> Any:
@@ -42,17 +44,26 @@ class Guard:
         self._factor = spike_factor
         self._losses: deque[float] = deque(maxlen=WINDOW)
         self._norms: deque[float] = deque(maxlen=WINDOW)
+        self._highest = 0.0
+        """The highest loss that was ever learnt from."""
+        self._doubted: list[float] = []
+        """Losses no higher than that, skipped since the last good step."""
 
     def judge(self, loss: float, norm: float, scaled: bool = False) -> Health:
         """Say whether the weights may move; `scaled` says that the loss scale can still shrink.
 
-        Only good steps are remembered.
+        Good steps are remembered. So is a loss that was skipped, once a good step follows: that was a hard batch, and
+        the next one like it is learnt from. Otherwise easy rows would keep hard ones out for ever.
         """
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return "overflow" if scaled and math.isfinite(loss) else "not finite"
         if is_spike(loss, norm, self.limits()):
+            if loss <= self._highest:
+                self._doubted.append(loss)
             return "spike"
-        self._losses.append(loss)
+        self._highest = max(self._highest, loss)
+        self._losses.extend((*self._doubted, loss))
+        self._doubted.clear()
         self._norms.append(norm)
         return "ok"
 
@@ -60,14 +71,17 @@ class Guard:
         """What the next step is held against: see `is_spike`."""
         if len(self._losses) < FEWEST:
             return math.inf, math.inf, math.inf
-        usual_loss, usual_norm = max(median(self._losses), 0.1), median(self._norms)
-        return LOSS_LEAP * usual_loss, LOSS_RISE * usual_loss, self._factor * usual_norm
+        usual_loss, usual_norm = max(median(self._losses), LEAST_LOSS), median(self._norms)
+        known = max(self._losses)  # what was as high of late was no illness
+        return max(LOSS_LEAP * usual_loss, known), max(LOSS_RISE * usual_loss, known), self._factor * usual_norm
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, so that a resumed run judges as the uninterrupted one would."""
-        return {"losses": list(self._losses), "norms": list(self._norms)}
+        return {"losses": list(self._losses), "norms": list(self._norms), "highest": self._highest}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Remember what the checkpoint remembers."""
         self._losses = deque(state["losses"], maxlen=WINDOW)
         self._norms = deque(state["norms"], maxlen=WINDOW)
+        self._highest = state.get("highest", max(self._losses, default=0.0))
+        self._doubted.clear()

@@ -29,7 +29,11 @@ class Measurements:
 
     def has(self, step: int) -> bool:
         """Whether the last measurement is of this step."""
-        return bool(self.all) and self.all[-1]["step"] == step
+        return bool(self.all) and self.last_step() == step
+
+    def last_step(self) -> int:
+        """The step measured last; 0 also where nothing was measured."""
+        return int(self.all[-1]["step"]) if self.all else 0
 
     def best_step(self) -> int | None:
         """The step with the best measure, of those that training itself reached."""

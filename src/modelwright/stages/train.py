@@ -124,17 +124,13 @@ class Training:
         self._settle()
 
     def _keep(self, report: StepReport) -> None:
-        """After a good step: measure and save when it is time."""
+        """After a good step: measure and save when it is time, or was at a bad step before it."""
         self.bad_steps = 0
-        last = report.step == self.plan.steps
-        if self.task.held_out_rows and (last or report.step % self.plan.eval_every == 0):
+        step, last = report.step, report.step == self.plan.steps
+        if self.task.held_out_rows and (last or _is_due(step, self.plan.eval_every, self.measured.last_step())):
             self._measure()
-        if (
-            last
-            or report.stop_asked
-            or report.step % self.plan.save_every == 0
-            or self.measured.best_step() == report.step
-        ):
+        due = _is_due(step, self.plan.save_every, self.saved_at)
+        if last or report.stop_asked or due or self.measured.best_step() == step:
             self._save()
 
     def _skip_or_go_back(self, report: StepReport) -> None:
@@ -321,3 +317,8 @@ class Training:
 
     def _note(self, line: str) -> None:
         self.context.journal.add("note", stage=self.stage, message=line)
+
+
+def _is_due(step: int, every: int, last: int) -> bool:
+    """Whether a multiple of so many steps was passed since the last time."""
+    return step // every > last // every
