@@ -95,10 +95,10 @@ def learnt(records: bool) -> tuple[list[float], dict[str, Tensor]]:
         told += [report.loss, report.grad_norm]
         if report.step == 4:
             engine.evaluate()
-            engine.guard.restore({"losses": [1e-9] * 64, "norms": [1e-9] * 64})
+            engine.guard.limits = lambda: (0.0, 0.0, 0.0)  # type: ignore[method-assign]
         if report.step == 5:
             assert report.health == "spike"
-            engine.guard.restore({"losses": [], "norms": []})
+            del engine.guard.limits
             engine.begin_anew()
     assert engine.cursor == Cursor(STEPS, EPOCHS * ROWS, EPOCHS * ROWS)
     return told, {name: value.clone() for name, value in engine._module.state_dict().items()}
