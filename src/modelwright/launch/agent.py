@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import signal
 import sys
+import tempfile
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
@@ -29,6 +33,9 @@ FINAL = {*LETTERS, Interrupted.exit_code}
 """What a rank leaves with when starting it again would change nothing."""
 GRACE_SECONDS = 600
 """How long ranks that are asked to stop may save; the supervisor sees to those that hang."""
+LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
+"""Characters of a temporary folder in which a socket can have its name; the folders of batch jobs may have more."""
+SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def main() -> None:
@@ -37,11 +44,24 @@ def main() -> None:
     die_with_parent(int(sys.argv[3]))
     if wish.preload:
         multiprocessing.set_forkserver_preload(["modelwright.launch.mortal", *wish.preload])
-        forkserver.ensure_running()  # it imports while this process does
+        with short_names():
+            forkserver.ensure_running()  # it imports while this process does
     logging.disable(logging.CRITICAL)  # the child's error is told, not the launcher's
     code, letter = _run(wish, signs)
     signs.end(code, letter)
     sys.exit(code)
+
+
+@contextmanager
+def short_names() -> Iterator[None]:
+    """Put sockets elsewhere where the temporary folder's name is too long for them; all else stays in it."""
+    usual = tempfile.gettempdir()
+    if len(os.fsencode(usual)) > LONGEST_FOLDER:
+        tempfile.tempdir = next((folder for folder in SHORT_FOLDERS if os.access(folder, os.W_OK | os.X_OK)), usual)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = usual
 
 
 def _run(wish: Wish, signs: Signs) -> tuple[int, str | None]:
