@@ -130,7 +130,7 @@ def train_ours(work: Work, way: Way, rows: np.ndarray[Any, Any], watch: Kernels 
 
     began, steps = time.perf_counter(), len(rows) // (work.rows * work.accumulation)
     settings = (Lora if work.lora else Pretrain).model_validate({
-        "max_steps": steps, "per_device_train_batch_size": work.rows, "learning_rate": 1e-4,
+        "max_steps": steps, "per_device_train_batch_size": work.rows, "learning_rate": work.learning_rate,
         "gradient_accumulation_steps": work.accumulation, "lr_scheduler_type": "constant", **way.settings,
     })  # fmt: skip
     world = replace(World(), device=_torch_device())
@@ -164,9 +164,9 @@ def train_theirs(work: Work, way: Way, rows: np.ndarray[Any, Any]) -> Pace:
     with tempfile.TemporaryDirectory() as place:
         settings = TrainingArguments(
             output_dir=place, max_steps=steps, per_device_train_batch_size=work.rows,
-            gradient_accumulation_steps=work.accumulation, learning_rate=1e-4, lr_scheduler_type="constant",
-            train_sampling_strategy="sequential", optim="adamw_torch_fused", seed=SEED, logging_steps=1,
-            save_strategy="no", report_to="none", disable_tqdm=True, **(way.peer or {}),
+            gradient_accumulation_steps=work.accumulation, learning_rate=work.learning_rate,
+            lr_scheduler_type="constant", train_sampling_strategy="sequential", optim="adamw_torch_fused", seed=SEED,
+            logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, **(way.peer or {}),
         )  # fmt: skip
         data = Dataset.from_dict({"input_ids": turns, "labels": turns}).with_format("torch")
         Trainer(model=_their_model(work), args=settings, train_dataset=data, callbacks=[clock(marks, losses)]).train()

@@ -89,7 +89,7 @@ def configuration(work: Work, settings: dict[str, Any], rows: int) -> Any:
         "model.flavor": FLAVOUR, "compile.enable": True, "debug.seed": SEED,
         "training.local_batch_size": work.rows, "training.global_batch_size": batch,
         "training.seq_len": work.length, "training.steps": rows // batch,
-        "optimizer.lr": 1e-4, "optimizer.beta2": 0.999, "optimizer.weight_decay": 0.0,
+        "optimizer.lr": work.learning_rate, "optimizer.beta2": 0.999, "optimizer.weight_decay": 0.0,
         "lr_scheduler.warmup_steps": 0, "lr_scheduler.decay_ratio": 0.0,
         "metrics.log_freq": 1, "comm.trace_buf_size": 0, **settings,
     }.items():  # fmt: skip

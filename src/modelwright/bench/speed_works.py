@@ -37,6 +37,8 @@ class Work:
     """Vocabulary."""
     lora: bool = False
     """Whether only low-rank matrices move, beside frozen weights."""
+    learning_rate: float = 1e-4
+    """From the first step on; with that of a small model a large one's loss climbs, and says nothing about the ways."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ WORKS = {
     "135m": Work(30, 576, 1536, 9, 3, rows=16, length=512),
     "0.5b": Work(14, 1536, 4096, 12, 4, rows=8, length=512),
     "fp32": Work(14, 1536, 4096, 12, 4, rows=8, length=512),
-    "6b": Work(32, 4096, 11008, 32, 8, rows=8, length=2048, accumulation=4),
+    "6b": Work(32, 4096, 11008, 32, 8, rows=8, length=2048, accumulation=4, learning_rate=1e-5),
     "lora": Work(32, 4096, 14336, 32, 8, rows=4, length=4096, words=128_256, lora=True),
 }
 WAYS = {
