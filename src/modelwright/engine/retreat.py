@@ -15,6 +15,7 @@ import xxhash
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from modelwright.engine import compilers
 from modelwright.models import gathered, joined, low_rank, operations
 from modelwright.plan.stage import StagePlan, solve
 from modelwright.runs.caches import (
@@ -30,8 +31,9 @@ SHAPES = 32
 MENDED: set[Path] = set()
 """Compile caches that this process has looked after."""
 COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
-COMPILING = ("torch._inductor.codecache", "triton.compiler", "triton.runtime.cache", "triton.runtime.build")
-"""Where they read what they have kept; what they meet there comes out as it is."""
+COMPILING = ("torch._inductor.codecache", "torch._inductor.async_compile", "triton.compiler", "triton.runtime.cache",
+             "triton.runtime.build")  # fmt: skip
+"""Where they read what they have kept, and wait for it; what they meet there comes out as it is."""
 
 
 def smaller_bites(plan: StagePlan) -> StagePlan | None:
@@ -81,6 +83,7 @@ class Compiled:
             torch._dynamo.reset()
             torch._dynamo.config.recompile_limit = SHAPES
             torch.compiler.config.cache_key_tag = _operations()
+            compilers.hear_their_end()
         # what is spread over ranks has places of its own, also while it is whole
         joined.lay_together(part for part in self._parts if not isinstance(part, FSDPModule))
         for part in self._parts:
@@ -94,6 +97,7 @@ class Compiled:
         torch._dynamo.reset()
         if self._tries == 1:
             fresh_compile_cache()
+            compilers.start_others()
             return f"compiling failed ({_first_line(error)}); it is tried again with a fresh cache"
         _as_they_are(self._parts)
         self._parts = []

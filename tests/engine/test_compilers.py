@@ -1,0 +1,57 @@
+"""Processes that compile kernels may be killed: who waits for one is told, and the next kernel finds others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+
+import pytest
+from torch._inductor import config
+from torch._inductor.async_compile import AsyncCompile, shutdown_compile_workers
+
+from modelwright.engine import compilers
+
+SOON, LATE = 60, 600
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Two compilers, as if there were a GPU to compile for."""
+    monkeypatch.setattr(compilers.torch.cuda, "is_available", lambda: True)
+    with config.patch(compile_threads=2):
+        shutdown_compile_workers()
+        compilers.hear_their_end()
+        yield
+        shutdown_compile_workers()
+
+
+def stop_with_its_workers(process: int) -> None:
+    workers = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process)], capture_output=True, text=True).stdout
+    for each in (process, *map(int, workers.split())):
+        os.kill(each, signal.SIGTERM)
+
+
+def test_whoever_waits_for_a_compiler_that_is_stopped_is_told(started: None) -> None:
+    pool = AsyncCompile.process_pool()
+    assert pool.submit(os.getpid).result(SOON) != os.getpid()
+    waits = pool.submit(time.sleep, LATE)
+    stop_with_its_workers(pool.process.pid)
+    with pytest.raises(RuntimeError, match="SubprocPool closed"):
+        waits.result(SOON)
+    with pytest.raises(RuntimeError, match="closed pool"):
+        AsyncCompile.process_pool().submit(os.getpid)
+    compilers.start_others()
+    assert AsyncCompile.process_pool().submit(os.getpid).result(SOON) != os.getpid()
+
+
+def test_files_that_took_the_numbers_of_closed_pipes_are_left_alone(started: None) -> None:
+    pipes = [os.pipe() for _ in range(4)]
+    compilers.hear_their_end()
+    for read, write in pipes:
+        os.write(write, b"open")
+        assert os.read(read, 4) == b"open"
+        os.close(read)
+        os.close(write)
