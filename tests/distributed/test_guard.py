@@ -109,7 +109,7 @@ def test_rows_that_are_hard_to_learn_are_not_taken_for_an_illness(rig: Rig, mode
     code, output = rig.run(["run", str(recipe)], tmp_path)
     assert code == 0, output
     steps = steps_of(tmp_path / "run")
-    assert sum(record["health"] != "ok" for record in steps.values()) <= 4
+    assert sum(record["health"] != "ok" for record in steps.values()) <= 16
     assert max(record["loss"] for step, record in steps.items() if step > 240) < 3.0
 
 

@@ -43,7 +43,7 @@ def test_whoever_waits_for_a_compiler_that_is_stopped_is_told(started: None) -> 
         waits.result(SOON)
     with pytest.raises(RuntimeError, match="closed pool"):
         AsyncCompile.process_pool().submit(os.getpid)
-    compilers.start_others()
+    compilers.hear_their_end()
     assert AsyncCompile.process_pool().submit(os.getpid).result(SOON) != os.getpid()
 
 

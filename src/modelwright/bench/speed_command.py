@@ -137,7 +137,7 @@ class Command:
         import torch
 
         section = {
-            "max_length": work.length, "per_device_train_batch_size": work.rows, "learning_rate": 1e-4,
+            "max_length": work.length, "per_device_train_batch_size": work.rows, "learning_rate": work.learning_rate,
             "lr_scheduler_type": "constant", "logging_steps": 1, "torch_compile": torch.cuda.is_available(),
             "save_total_limit": 2, "save_in_background": "always", "save_steps": between,
             "max_steps": 10 * between,

@@ -17,11 +17,13 @@ WINDOW = 64
 FEWEST = 16
 """Good steps needed before a spike can be told from the noise of the start."""
 LOSS_RISE = 1.5
-"""A large gradient counts as a spike only with a loss so many times its median."""
+"""A large gradient counts as a spike only with a loss so many times the usual one, the median."""
 LOSS_LEAP = 4.0
-"""A loss so many times its median is a spike whatever the gradient."""
-LEAST_LOSS = 1.0
-"""A median below counts as this: where rows are learnt by heart, one that is not yet learnt leaps and is no illness."""
+"""A loss so many times the usual one is a spike whatever the gradient."""
+LEAST_SHARE, LEAST_LOSS = 0.25, 1.0
+"""The usual loss is at least this share of that of the beginning, or this: what is learnt by heart has next to none."""
+WELL = 4
+"""So many good steps in a row show that a spike was a hard batch: as many bad ones would send the run back."""
 
 
 def is_spike(loss: Any, norm: Any, limits: Any) -> Any:
@@ -38,50 +40,71 @@ def is_bad(summed: Tensor, norm: Tensor, limits: Tensor) -> Tensor:
 
 
 class Guard:
-    """Remembers what loss and gradient are like, and says when a step is not like that."""
+    """Remembers what loss and gradient are like, and says when a step is not like that.
+
+    Where easy rows are known by heart, a hard one leaps, and to skip it would keep it out for ever. So a loss no higher
+    than those of the beginning is skipped once: when good steps follow, the next batch like it is learnt from.
+    """
 
     def __init__(self, spike_factor: float) -> None:
         self._factor = spike_factor
         self._losses: deque[float] = deque(maxlen=WINDOW)
         self._norms: deque[float] = deque(maxlen=WINDOW)
-        self._highest = 0.0
-        """The highest loss that was ever learnt from."""
-        self._doubted: list[float] = []
-        """Losses no higher than that, skipped since the last good step."""
+        self._began = 0.0
+        """The median of the first losses."""
+        self._doubted, self._good = 0.0, 0
+        """The highest loss that may have been a hard batch's, and good steps in a row since a spike."""
+        self._hard: deque[float] = deque(maxlen=WINDOW)
+        """Beside the losses: what a hard batch's was, where one was learnt from or good steps have shown it, else 0."""
 
     def judge(self, loss: float, norm: float, scaled: bool = False) -> Health:
-        """Say whether the weights may move; `scaled` says that the loss scale can still shrink.
-
-        Good steps are remembered. So is a loss that was skipped, once a good step follows: that was a hard batch, and
-        the next one like it is learnt from. Otherwise easy rows would keep hard ones out for ever.
-        """
+        """Say whether the weights may move; `scaled` says that the loss scale can still shrink."""
         if not (math.isfinite(loss) and math.isfinite(norm)):
+            self._good = 0
             return "overflow" if scaled and math.isfinite(loss) else "not finite"
         if is_spike(loss, norm, self.limits()):
-            if loss <= self._highest:
-                self._doubted.append(loss)
+            self._good = 0
+            if loss <= LOSS_RISE * self._began:
+                self._doubted = max(self._doubted, loss)
             return "spike"
-        self._highest = max(self._highest, loss)
-        self._losses.extend((*self._doubted, loss))
-        self._doubted.clear()
-        self._norms.append(norm)
+        self._remember(loss, norm)
         return "ok"
 
     def limits(self) -> tuple[float, float, float]:
         """What the next step is held against: see `is_spike`."""
+        leap, rise, longest = self._usual_limits()
+        known = max(self._hard, default=0.0)
+        return max(leap, known), max(rise, known), longest
+
+    def _usual_limits(self) -> tuple[float, float, float]:
+        """The same where no batch is hard."""
         if len(self._losses) < FEWEST:
             return math.inf, math.inf, math.inf
-        usual_loss, usual_norm = max(median(self._losses), LEAST_LOSS), median(self._norms)
-        known = max(self._losses)  # what was as high of late was no illness
-        return max(LOSS_LEAP * usual_loss, known), max(LOSS_RISE * usual_loss, known), self._factor * usual_norm
+        usual = max(median(self._losses), min(LEAST_SHARE * self._began, LEAST_LOSS))
+        return LOSS_LEAP * usual, LOSS_RISE * usual, self._factor * median(self._norms)
+
+    def _remember(self, loss: float, norm: float) -> None:
+        hard = loss if is_spike(loss, norm, self._usual_limits()) else 0.0
+        self._good += 1
+        if self._good == WELL:
+            hard, self._doubted = max(hard, self._doubted), 0.0
+        self._losses.append(loss)
+        self._norms.append(norm)
+        self._hard.append(hard)
+        if len(self._losses) == FEWEST and not self._began:
+            self._began = median(self._losses)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, so that a resumed run judges as the uninterrupted one would."""
-        return {"losses": list(self._losses), "norms": list(self._norms), "highest": self._highest}
+        return {
+            "losses": list(self._losses), "norms": list(self._norms), "hard": list(self._hard),
+            "began": self._began, "doubted": self._doubted, "good": self._good,
+        }  # fmt: skip
 
     def restore(self, state: dict[str, Any]) -> None:
         """Remember what the checkpoint remembers."""
         self._losses = deque(state["losses"], maxlen=WINDOW)
         self._norms = deque(state["norms"], maxlen=WINDOW)
-        self._highest = state.get("highest", max(self._losses, default=0.0))
-        self._doubted.clear()
+        self._hard = deque(state.get("hard", ()), maxlen=WINDOW)
+        self._began = state.get("began", median(self._losses) if len(self._losses) >= FEWEST else 0.0)
+        self._doubted, self._good = state.get("doubted", 0.0), state.get("good", 0)

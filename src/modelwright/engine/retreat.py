@@ -97,7 +97,7 @@ class Compiled:
         torch._dynamo.reset()
         if self._tries == 1:
             fresh_compile_cache()
-            compilers.start_others()
+            compilers.hear_their_end()
             return f"compiling failed ({_first_line(error)}); it is tried again with a fresh cache"
         _as_they_are(self._parts)
         self._parts = []

@@ -127,7 +127,8 @@ class Training:
         """After a good step: measure and save when it is time, or was at a bad step before it."""
         self.bad_steps = 0
         step, last = report.step, report.step == self.plan.steps
-        if self.task.held_out_rows and (last or _is_due(step, self.plan.eval_every, self.measured.last_step())):
+        looked = max(self.measured.last_step(), self.saved_at)  # whoever saved has looked whether to measure
+        if self.task.held_out_rows and (last or _is_due(step, self.plan.eval_every, looked)):
             self._measure()
         due = _is_due(step, self.plan.save_every, self.saved_at)
         if last or report.stop_asked or due or self.measured.best_step() == step:
