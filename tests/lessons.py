@@ -36,8 +36,8 @@ WIDTH = 116
 OFF_BY = 0.2
 TIME = r"(?:\d+ h \d+ min|\d+ min \d+ s|[\d.]+ s\b)"
 PRECISION = r"(?:fp32|bf16|fp16), on \d+ CPU threads?"
-MACHINE = rf"{TIME}|{PRECISION}|[\d,.]+ (?:tok/s|images/s|[KMG]i?B)|#{{5,}}"
-"""What differs from one machine to the next."""
+MACHINE = rf"{TIME}|{PRECISION}|[\d,.]+ (?:tok/s|images/s|[KMG]i?B)|grad [\d.e+-]+|#{{5,}}"
+"""What differs from one machine to the next; a gradient's length does where the arithmetic is another."""
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?%?"
 PIECE = re.compile(rf"(?P<machine>{MACHINE})|(?P<number>(?<![\w.-]){NUMBER}(?![\w-]))|(?P<gap>{GAP})")
 WORDS_OF_A_MODEL = re.compile(r"^(?P<who>\s*(?:before|after):)(?: .*)?$")

@@ -178,7 +178,7 @@ class Numerics(Frozen):
     max_skipped_steps: NonNegativeInt = 3
     """Bad steps in a row that are skipped before the run goes back to its last checkpoint."""
     spike_factor: Annotated[float, Field(gt=1)] = 10.0
-    """A gradient so many times its recent median, with a loss half as high again, is a bad step (of hard rows, once)."""
+    """A gradient so many times its recent median, with a loss half as high again, is a bad step (of hard rows once)."""
 
 
 class Trainable(Frozen):
