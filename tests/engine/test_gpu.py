@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -290,3 +291,28 @@ def test_fp8_that_is_kept_trains_on_the_gpu_as_if_it_had_been_forced(
     forced = run(tmp_path / "forced", model_folder, **settings, fp8_check="off")
     assert json.loads((kept / "plan.json").read_text())["sft"]["reasons"][-1].startswith("fp8 is kept")
     assert trace(kept) == trace(forced)
+
+
+@pytest.mark.parametrize("seconds", [0.5, 2.0, 5.0])
+def test_a_group_that_is_stopped_while_it_compiles_ends_with_a_checkpoint(
+    model_folder: Path, tmp_path: Path, seconds: float
+) -> None:
+    """As batch systems stop a job: the processes that compile are stopped too, and nobody waits for them."""
+    recipe = tiny_recipe(tmp_path, model_folder, precision="auto", torch_compile=True, max_steps=1000)
+    places = {name: str(tmp_path / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+    with (tmp_path / "output").open("w") as output:
+        trial = subprocess.Popen(
+            [sys.executable, "-m", "modelwright", "run", str(recipe)], env={**os.environ, **places},
+            stdout=output, stderr=output, start_new_session=True,
+        )  # fmt: skip
+    try:
+        journal, deadline = tmp_path / "run/journal.jsonl", time.monotonic() + 120
+        while time.monotonic() < deadline and not (journal.exists() and '"evaluation"' in journal.read_text()):
+            time.sleep(0.1)
+        time.sleep(seconds)
+        os.killpg(trial.pid, signal.SIGTERM)
+        assert trial.wait(60) == Interrupted.exit_code, (tmp_path / "output").read_text()
+    finally:
+        if trial.poll() is None:
+            os.killpg(trial.pid, signal.SIGKILL)
+    assert list((tmp_path / "run/stages/sft/checkpoints").glob("step-*")), (tmp_path / "output").read_text()
