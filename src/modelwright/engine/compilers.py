@@ -25,8 +25,8 @@ def hear_their_end() -> None:
             return
         pool: Any = AsyncCompile.process_pool()
         if not pool.running:
-            if pool.timer is not None:  # else it would speak to them again, and be heard on the screen
-                pool.timer.quit()
+            if timer := getattr(pool, "timer", None):  # it would speak to them again, and be heard on the screen
+                timer.quit()
             shutdown_compile_workers()
             pool = AsyncCompile.process_pool()
         let_pipes_end(pool)

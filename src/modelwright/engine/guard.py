@@ -23,7 +23,7 @@ LOSS_LEAP = 4.0
 LEAST_SHARE, LEAST_LOSS = 0.25, 1.0
 """The usual loss is at least this share of that of the beginning, or this: what is learnt by heart has next to none."""
 WELL = 4
-"""So many good steps in a row show that a spike was a hard batch: as many bad ones would send the run back."""
+"""So many good steps in a row show that a spike was a hard batch; by default as many bad ones send the run back."""
 
 
 def is_spike(loss: Any, norm: Any, limits: Any) -> Any:
