@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,7 @@ from types import ModuleType
 import pytest
 
 from modelwright.bench import peers, results, sft, speed, speed_command, speed_dpo, speed_titan, start
+from modelwright.bench.cluster import environment
 from modelwright.bench.speed_works import WAYS, WORKS, build, rows_of
 from modelwright.cli.main import main
 from modelwright.errors import UsageError
@@ -206,3 +208,15 @@ def test_figures_of_a_work_do_not_take_the_place_of_another_devices(
     with pytest.raises(UsageError, match="kept of NVIDIA H200"):
         speed.kept_with({"work": "dpo", "device": "2 CPU threads", "ways": {}})
     assert path.read_bytes() == before
+
+
+def test_processes_find_what_this_one_finds_wherever_they_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A GPU machine that cannot install has its packages in a folder, named from where the command was given."""
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more/beside.py").write_text("", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "more")
+    environ = environment({})
+    subprocess.run([sys.executable, "-c", "import beside, modelwright"], env=environ, cwd="/", check=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from modelwright.bench.results import children_of
+from modelwright.launch.supervisor import python_path
 from modelwright.runs.beat import process_state
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -119,8 +120,7 @@ def wrong_clock(folder: Path, seconds: int) -> tuple[str, ...] | None:
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
     """What a node's processes find: this very package, one thread, no hub."""
-    here = str(Path(__file__).resolve().parents[2])
-    return {**os.environ, "PYTHONPATH": here, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **more}
+    return {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **more}
 
 
 @contextmanager

@@ -59,7 +59,7 @@ class Supervisor:
         threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(_threads(wish.per_node))}
         self._agent = subprocess.Popen(
             [sys.executable, "-m", "modelwright.launch.agent", wish.as_text(), str(signs.folder), str(os.getpid())],
-            env={**QUIET, **_interface(wish), **threads, **os.environ, "PYTHONPATH": _python_path()},
+            env={**QUIET, **_interface(wish), **threads, **os.environ, "PYTHONPATH": python_path()},
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C reaches this process alone, and ranks are asked once
         )
@@ -175,10 +175,11 @@ def _threads(per_node: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // per_node)
 
 
-def _python_path() -> str:
-    """The agent and its ranks must find this very package, also where it is not installed."""
+def python_path() -> str:
+    """Where processes of ours find this very package, also where it is not installed, and whatever this one finds."""
     here = str(Path(__file__).resolve().parents[2])
-    return os.pathsep.join(dict.fromkeys([here, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]))
+    more = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    return os.pathsep.join(dict.fromkeys([here, *map(os.path.abspath, more)]))
 
 
 def _interface(wish: Wish) -> dict[str, str]:
