@@ -293,6 +293,33 @@ def test_fp8_that_is_kept_trains_on_the_gpu_as_if_it_had_been_forced(
     assert trace(kept) == trace(forced)
 
 
+@pytest.mark.parametrize("recorded", ["never", "always"])
+def test_a_card_that_others_have_filled_halves_the_rows_and_keeps_the_batch(
+    monkeypatch: pytest.MonkeyPatch, recorded: str
+) -> None:
+    """The error is the allocator's own: most of the card is taken."""
+    work = speed.Work(4, 1024, 2816, 8, 4, rows=8, length=1024, words=1024)
+    way, told = speed.Way("it", {"precision": "bf16", "cuda_graphs": recorded}), []
+    retreat = Engine._retreat
+
+    def heard(engine: Any, error: Exception) -> str | None:
+        told.append(retreat(engine, error))
+        return told[-1]
+
+    monkeypatch.setattr(Engine, "_retreat", heard)
+    let_go()
+    roomy = speed.train_ours(work, way, speed.rows_of(work, 8))
+    assert not told
+    let_go()
+    free, _ = torch.cuda.mem_get_info()
+    taken = torch.empty(free - int(0.75 * roomy.memory), dtype=torch.uint8, device="cuda")
+    cramped = speed.train_ours(work, way, speed.rows_of(work, 8))
+    del taken
+    let_go()
+    assert told[0].startswith("8 rows at once do not fit the memory; batch 8 = 4 per device × 1 device × 2")
+    assert cramped.losses == pytest.approx(roomy.losses, rel=2e-3)
+
+
 @pytest.mark.parametrize("seconds", [0.5, 2.0, 5.0])
 def test_a_group_that_is_stopped_while_it_compiles_ends_with_a_checkpoint(
     model_folder: Path, tmp_path: Path, seconds: float
