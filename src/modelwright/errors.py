@@ -37,6 +37,11 @@ def hide(text: str) -> str:
     return re.sub(SECRET, "(hidden)", whole, flags=re.IGNORECASE)
 
 
+def first_line(error: BaseException) -> str:
+    """What somebody else's error says, as far as a letter quotes it; its kind where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 class ModelwrightError(Exception):
     """A problem told as a letter: where, what was found, what would do."""
 

@@ -56,8 +56,12 @@ def test_what_cannot_be_injected_is_skipped_and_what_breaks_is_a_gap(tmp_path: P
     def breaks(bench: Bench) -> Outcome:
         raise TimeoutError("process 7 did not end")
 
+    def breaks_without_a_word(bench: Bench) -> Outcome:
+        raise AssertionError
+
     bench = Bench(tmp_path, 1)
-    for act, verdict, words in ((lacks, "skipped", "needs root"), (breaks, "gap", "did not end")):
+    cases = ((lacks, "skipped", "needs root"), (breaks, "gap", "did not end"), (breaks_without_a_word, "gap", "Assert"))
+    for act, verdict, words in cases:
         row = scorecard.row(Fault("R1", "a name", "a way", "a goal", "–", act, 1), bench)
         assert (row["verdict"], words in row["figure"]) == (verdict, True)
 

@@ -19,7 +19,7 @@ from modelwright.bench.judge import accelerate_bytes, config_of, judge, most_row
 from modelwright.bench.plan_table import lines
 from modelwright.bench.random_rows import RandomRows, random_images
 from modelwright.bench.settings import CPU_SETTINGS, GPU_SETTINGS, UNSEEN, Setting
-from modelwright.errors import UsageError
+from modelwright.errors import UsageError, first_line
 from modelwright.plan.calibration import OWN, calibration_for
 from modelwright.plan.facts import Facts, card, probe
 from modelwright.plan.memory import memory
@@ -104,9 +104,9 @@ def measure_all(wanted: Sequence[str] = (), into: Path | None = None) -> dict[st
             run |= measure_one(setting, plan)
             run["accelerate_bytes"] = accelerate_bytes(setting, plan.precision)
         except torch.OutOfMemoryError as error:
-            run["ran_out"] = str(error).splitlines()[0][:200]
+            run["ran_out"] = first_line(error)[:200]
         except Exception as error:  # one setting that fails must not take the others with it
-            run["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
+            run["failed"] = f"{type(error).__name__}: {first_line(error)}"[:300]
         gc.collect()
         if on_gpu:
             torch.cuda.empty_cache()

@@ -17,7 +17,7 @@ from typing import Any
 
 from modelwright.bench.progress import Progress
 from modelwright.data.sources import EMBEDDED
-from modelwright.errors import UsageError
+from modelwright.errors import UsageError, first_line
 from modelwright.recipe.load import load
 from modelwright.recipe.schema import Data, Part, Recipe
 from modelwright.recipe.values import Steps
@@ -46,7 +46,7 @@ def measure(
                 try:
                     row |= _run(recipe, stage, precision, steps, (Path(place), tokenizer))
                 except Exception as error:  # the next stage may still be measured
-                    row["failed"] = f"{type(error).__name__}: {(str(error) or '?').splitlines()[0][:200]}"
+                    row["failed"] = f"{type(error).__name__}: {first_line(error)[:200]}"
                 figures["stages"].append(row)
                 print(json.dumps(row), file=sys.stderr, flush=True)
                 _let_go()

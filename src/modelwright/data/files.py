@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from modelwright.data.json_window import Window
-from modelwright.errors import DataError, Problem, UsageError, hide
+from modelwright.errors import DataError, Problem, UsageError, first_line, hide
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 PIECE = 1 << 20
@@ -251,7 +251,7 @@ def _read_parquet(path: Path, stretch: Stretch) -> Iterator[Row | Fault]:
                     number += 1
                     yield Row(f"{path.name} row {number}", values)
     except Exception as error:  # the library raises many kinds, OverflowError for a date of year 0 among them
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         yield Fault(path.name, f"this is no whole Parquet file ({reason})", whole_file=True)
 
 

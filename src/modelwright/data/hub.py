@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.data.fetch import PAUSES, Denied, Published, fetch
-from modelwright.errors import DataError, Problem, StorageError, UsageError
+from modelwright.errors import DataError, Problem, StorageError, UsageError, first_line
 
 PASSING = (408, 425, 429)
 """Answers below 500 after which another try may do better."""
@@ -37,7 +37,7 @@ def load(name: str, config: str | None, split: str, pauses: tuple[float, ...] = 
         except (DataError, StorageError):
             raise
         except Exception as error:  # the hub client raises many kinds; each becomes one letter
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            reason = first_line(error)
             if not any(map(_may_pass, _causes(error))):
                 raise UsageError(
                     f"data: {name!r} is no local file or folder, and the hub gave no data set of that name ({reason}); "

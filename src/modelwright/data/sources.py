@@ -10,7 +10,7 @@ from typing import Any
 
 from modelwright.data import corpus, hub
 from modelwright.data.files import SUFFIXES, Fault, Row, read_file, strictly
-from modelwright.errors import DataError, Problem, UsageError
+from modelwright.errors import DataError, Problem, UsageError, first_line
 from modelwright.recipe.schema import Data
 
 HOME = Path(__file__).parent / "embedded"
@@ -109,7 +109,7 @@ def _stored_set(path: Path, data: Data | None) -> Any:
     try:
         stored = load_from_disk(str(path))
     except Exception as error:  # the library raises many kinds; each becomes one letter
-        letter = f"this is no whole data set of save_to_disk ({_first_line(error)})"
+        letter = f"this is no whole data set of save_to_disk ({first_line(error)[:200]})"
         raise DataError([Problem(path.name, letter)]) from None
     if not isinstance(stored, DatasetDict):
         return stored
@@ -129,8 +129,4 @@ def _rows_of(stored: Any, name: str, start: int, stop: int | None) -> Iterator[R
         for number, values in enumerate(stored.select(range(start, stop)) if start < stop else (), start + 1):
             yield Row(f"{name} row {number}", dict(values))
     except Exception as error:  # the library raises many kinds; each becomes one letter
-        yield Fault(f"{name} row {number + 1}", f"this row cannot be read ({_first_line(error)})", "", True)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        yield Fault(f"{name} row {number + 1}", f"this row cannot be read ({first_line(error)[:200]})", "", True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from modelwright.errors import ModelwrightError, PeerLost
+from modelwright.errors import ModelwrightError, PeerLost, first_line
 
 LISTEN_SECONDS = 0.3
 LINGER_SECONDS = 5.0
@@ -86,7 +86,7 @@ class Exits:
         self._ear.join(LINGER_SECONDS)
         if self._heard is not None:
             return OtherRankFailed(self._heard["letter"], self._heard["exit_code"])
-        reason = str(error).strip().splitlines()[0].rpartition("] ")[2].partition(". ")[0]
+        reason = first_line(error).rpartition("] ")[2].partition(". ")[0]
         return PeerLost(f"rank {self._rank} lost the others ({reason}); the same command continues")
 
 

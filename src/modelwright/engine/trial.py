@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from modelwright.engine.loop import Engine
+from modelwright.errors import first_line
 
 GAIN = 1.05
 """How many times as fast as bf16 it must be at least: less is not worth the digits."""
@@ -78,8 +79,7 @@ def _tried(engine: Engine, plain: Way, scaling: str) -> Trial:
         if engine.world.size > 1 or isinstance(error, torch.OutOfMemoryError):
             raise
         engine.begin_anew()  # half-made gradients are no part of the first step
-        first = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
-        return Trial(False, f"bf16 instead of fp8: fp8 failed here ({first})", scaling=scaling)
+        return Trial(False, f"bf16 instead of fp8: fp8 failed here ({first_line(error)[:160]})", scaling=scaling)
     return Trial(**engine.world.first(lambda: asdict(judge(plain, eight, scaling))))
 
 

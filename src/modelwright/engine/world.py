@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from modelwright import errors
 from modelwright.engine.exits import Exits, OtherRankFailed
 from modelwright.engine.place import attempt_of, per_node, place_in_world
-from modelwright.errors import ModelwrightError, PeerLost, UsageError
+from modelwright.errors import ModelwrightError, PeerLost, UsageError, first_line
 from modelwright.runs.beat import Beat, die_with_parent
 
 T = TypeVar("T")
@@ -155,7 +155,7 @@ def _connected(rank: int, size: int, device: torch.device, timeout_seconds: floa
         store = PrefixStore(f"modelwright/{attempt_of(os.environ)}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise PeerLost(
             f"rank {rank} of {size} could not meet the others ({reason}); run modelwright doctor --nodes"
         ) from None

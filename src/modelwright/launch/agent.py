@@ -20,7 +20,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from modelwright.errors import Interrupted, ModelwrightError
+from modelwright.errors import Interrupted, ModelwrightError, first_line
 from modelwright.launch import rank as ranks
 from modelwright.launch.causes import LETTERS, Cause, find_cause
 from modelwright.launch.muster import Muster
@@ -76,7 +76,7 @@ def _run(wish: Wish, signs: Signs) -> tuple[int, str | None]:
         return error.exit_code, str(error)
     except (RendezvousError, RuntimeError) as error:
         where = f"{wish.address}:{wish.port}"
-        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        reason = first_line(error.__cause__ or error)
         if wish.node == 0:
             return 2, f"port {wish.port} cannot be opened here ({reason}); choose another with --port"
         return 2, f"the main node does not answer at {where} ({reason}); is it started, and does the port get through?"
@@ -97,7 +97,7 @@ def _run(wish: Wish, signs: Signs) -> tuple[int, str | None]:
     except RendezvousError as error:
         return Interrupted.exit_code, f"the nodes did not meet again ({error}); the same command continues"
     except RuntimeError as error:  # the store went away while something was asked of it
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         who = "another node" if wish.node == 0 else "the main node"
         return Interrupted.exit_code, f"{who} has gone ({reason}); its output says why"
     else:

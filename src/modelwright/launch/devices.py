@@ -7,6 +7,7 @@ import subprocess
 import time
 from typing import Any
 
+from modelwright.errors import first_line
 from modelwright.launch.doctor import OLDEST_TORCH, Check
 from modelwright.plan.facts import probe
 from modelwright.plan.gpus import named
@@ -66,7 +67,7 @@ def bf16() -> Check:
             ones = torch.ones(64, 64, dtype=torch.bfloat16, device=device)
             right = bool(((ones @ ones) == 64).all())
         except RuntimeError as error:
-            right, told = False, str(error).splitlines()[0][:200]
+            right, told = False, first_line(error)[:200]
         else:
             told = "products come out wrong"
         if not right:
@@ -88,7 +89,7 @@ def speeds() -> list[Check]:
         try:
             rate = _products(torch, kind, size, on_gpu)
         except RuntimeError as error:
-            found.append(Check(f"{name} products", "warn", f"do not work here ({str(error).splitlines()[0]})"[:200]))
+            found.append(Check(f"{name} products", "warn", f"do not work here ({first_line(error)})"[:200]))
             continue
         told = f"{rate / 1e12:.1f} TFLOP/s" if on_gpu else f"{rate / 1e9:.3g} GFLOP/s"
         share = rate / known.rate(name) if known and known.rate(name) else None

@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
+from modelwright.errors import first_line
 from modelwright.launch import clock
 from modelwright.runs.caches import cache_dir, hub_cache
 
@@ -55,10 +56,9 @@ def examine(wanted: Sequence[Callable[[], Check | list[Check]]]) -> list[Check]:
         try:
             told = check()
         except Exception as error:  # whatever a broken installation raises is what the doctor is there to tell
-            words = (str(error).strip() or type(error).__name__).splitlines()[0]
             name = check.__name__.replace("_", " ")
             fix = "mend the installation: pip install --force-reinstall modelwright"
-            told = Check(name, "fail", f"{type(error).__name__}: {words}"[:300], fix)
+            told = Check(name, "fail", f"{type(error).__name__}: {first_line(error)}"[:300], fix)
         found += told if isinstance(told, list) else [told]
     return found
 

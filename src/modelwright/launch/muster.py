@@ -20,7 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from modelwright import __version__
-from modelwright.errors import Refused, UsageError
+from modelwright.errors import Refused, UsageError, first_line
 from modelwright.launch.equipment import alike, computes_on
 from modelwright.launch.signs import Signs
 from modelwright.launch.wish import Wish
@@ -105,7 +105,7 @@ class Muster:
             verdict = json.loads(store.get(f"muster/{ticket}/verdict"))
             store.set(f"muster/{ticket}/read", "")
         except RuntimeError as error:
-            raise UsageError(f"the main node does not answer ({str(error).splitlines()[0]})") from None
+            raise UsageError(f"the main node does not answer ({first_line(error)})") from None
         if verdict:
             raise Refused("\n".join(verdict))
 

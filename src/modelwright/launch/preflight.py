@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from modelwright.errors import UsageError
+from modelwright.errors import UsageError, first_line
 from modelwright.launch.doctor import Check
 from modelwright.launch.equipment import look_at_equipment
 from modelwright.launch.muster import ahead, facts_of, objections
@@ -31,7 +31,7 @@ def look_at_nodes(asked: Asked, loaded: LoadedRecipe | None) -> list[Check]:
     try:
         store = _meet(wish)
     except RuntimeError as error:
-        return [_unreachable(wish, _first_line(error))]
+        return [_unreachable(wish, first_line(error))]
     found = _absent(wish, store)
     if found:
         return found
@@ -42,7 +42,7 @@ def look_at_nodes(asked: Asked, loaded: LoadedRecipe | None) -> list[Check]:
         found.append(_bandwidth(wish, store))
     except RuntimeError as error:
         fix = "its own output says why; then start doctor on every node again"
-        found.append(Check("the others", "fail", f"another node has gone ({_first_line(error)})", fix))
+        found.append(Check("the others", "fail", f"another node has gone ({first_line(error)})", fix))
     return found
 
 
@@ -142,7 +142,7 @@ def _bandwidth(wish: Wish, store: Any) -> Check:
     try:
         rate = _exchange(wish, store)
     except RuntimeError as error:
-        found = f"the nodes meet, but cannot exchange gradients ({_first_line(error)})"
+        found = f"the nodes meet, but cannot exchange gradients ({first_line(error)})"
         fix = f"open all ports between the nodes, not only {wish.port}; GLOO_SOCKET_IFNAME names the network to take"
         return Check("all-reduce", "fail", found, fix)
     fix = (
@@ -172,7 +172,3 @@ def _exchange(wish: Wish, store: Any) -> float:
     dist.barrier()
     dist.destroy_process_group()
     return rate
-
-
-def _first_line(error: RuntimeError) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

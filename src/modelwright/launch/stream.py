@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from modelwright.errors import Problem, ProblemsFound
+from modelwright.errors import Problem, ProblemsFound, first_line
 
 Document = dict[str, Any]
 Step = str | int
@@ -165,7 +165,7 @@ def read_text(text: str, name: str) -> list[Manifest]:
         line = mark.line + 1 if mark else 1
         raise ProblemsFound([Problem(f"{name}:{line}", f"is not YAML: {error.problem or error.context}")]) from None
     except YAMLError as error:
-        raise ProblemsFound([Problem(name, f"is not YAML: {str(error).splitlines()[0]}")]) from None
+        raise ProblemsFound([Problem(name, f"is not YAML: {first_line(error)}")]) from None
     found = []
     for body in bodies:
         if not isinstance(body, CommentedMap):

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from modelwright.errors import first_line
 from modelwright.models import attention
 from modelwright.models.spread import Spread, spread_of
 from modelwright.models.text import FORWARD_TOLERANCE, bare, hidden_states
@@ -58,7 +59,7 @@ def why_not(model: Any) -> str | None:
         shared = hidden_states(model, tokens, positions, branch_mask(model, positions, branches))[0, 16:]
         alone = hidden_states(model, torch.cat([tokens[:, :8], tokens[:, 16:]], 1), positions[:, :16])[0, 8:]
     except (TypeError, ValueError, RuntimeError, KeyError) as error:
-        return f"it does not take the mask ({str(error).splitlines()[0]})"
+        return f"it does not take the mask ({first_line(error)})"
     finally:
         model.train(was_training)
     gap = float((shared.float() - alone.float()).abs().max() / alone.float().abs().max().clamp(min=1e-6))
@@ -104,7 +105,7 @@ def takes_paths(model: Any, lay_out: Callable[[Tensor], attention.Paths | Spread
             masked = hidden_states(model, tokens, positions, branch_mask(model, positions, branches))
             found = hidden_states(model, tokens, positions, documents=paths)
     except (TypeError, ValueError, RuntimeError) as error:
-        warnings.warn(f"branches are masked: {str(error).splitlines()[0]}", stacklevel=2)
+        warnings.warn(f"branches are masked: {first_line(error)}", stacklevel=2)
         return False
     gap = float((masked - found).float().abs().max() / masked.float().abs().max())
     return gap < (HALF_TOLERANCE if on_gpu else FORWARD_TOLERANCE)

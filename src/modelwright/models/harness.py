@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from modelwright.errors import ModelError
+from modelwright.errors import ModelError, first_line
 from modelwright.recipe.evaluation import FILES
 
 BATCH = 8
@@ -48,8 +48,9 @@ def run_tasks(model: Any, tokenizer: Any, tasks: Sequence[str], limit: int, besi
                 model=asked, tasks=names, limit=limit, bootstrap_iters=0, task_manager=known, log_samples=False
             )
     except Exception as error:  # the harness raises many kinds; each becomes one letter
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"evaluate.tasks: lm-eval could not measure {', '.join(tasks)} ({reason})") from None
+        raise ModelError(
+            f"evaluate.tasks: lm-eval could not measure {', '.join(tasks)} ({first_line(error)})"
+        ) from None
     metrics: dict[str, float | None] = {}
     for task, measured in found["results"].items():
         for name, value in measured.items():

@@ -12,7 +12,7 @@ import xxhash
 from jinja2 import TemplateError
 from torch import Tensor, nn
 
-from modelwright.errors import ModelError
+from modelwright.errors import ModelError, first_line
 from modelwright.models import attention, gathered, joined, smollm2, trust
 from modelwright.models.quantized import is_quantized, loading
 from modelwright.models.quiet import be_quiet, without_sklearn
@@ -77,7 +77,7 @@ def _from_hub(name: str, revision: str | None, beside: Path) -> Found:
         path = snapshot_download(name, revision=revision, ignore_patterns=NOT_FETCHED)
     except Exception as error:  # the hub client raises many kinds; each becomes one letter
         raise ModelError(
-            f"{_no_such_model(name, beside)}, and the hub did not give it ({_first_line(error)}); "
+            f"{_no_such_model(name, beside)}, and the hub did not give it ({first_line(error)}); "
             "check the name, the network, and HF_TOKEN for a gated model"
         ) from None
     return Found(name, Path(path), Path(path).name)  # the cache names its folders by commit
@@ -128,7 +128,7 @@ def load_tokenizer(path: Path) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # the library raises many kinds; each becomes one letter
-        raise ModelError(f"model: the tokenizer of {path} could not be loaded ({_first_line(error)})") from None
+        raise ModelError(f"model: the tokenizer of {path} could not be loaded ({first_line(error)})") from None
     _try_template(tokenizer, path)
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
         tokenizer.pad_token = tokenizer.eos_token  # eos stays trained: what trains goes by place, never by token
@@ -154,7 +154,7 @@ def load_model(path: Path, attending: str = "auto", quantization: str = "none", 
             use_safetensors=True, trust_remote_code=False, **quantized
         )  # fmt: skip
     except Exception as error:  # the library raises many kinds; each becomes one letter
-        raise ModelError(f"model: {path} could not be loaded ({_first_line(error)})") from None
+        raise ModelError(f"model: {path} could not be loaded ({first_line(error)})") from None
     if missing := sorted(read["missing_keys"]):  # the library would fill them with random numbers
         raise ModelError(
             f"model: {path} lacks {len(missing)} weights that its config.json asks for, such as {missing[0]}"
@@ -169,7 +169,7 @@ def _load_adapter(path: Path, attending: str) -> Any:
     try:
         return PeftModel.from_pretrained(base, path)
     except Exception as error:  # the library raises many kinds; each becomes one letter
-        raise ModelError(f"model: the adapter {path} could not be loaded ({_first_line(error)})") from None
+        raise ModelError(f"model: the adapter {path} could not be loaded ({first_line(error)})") from None
 
 
 def _try_template(tokenizer: Any, path: Path) -> None:
@@ -278,7 +278,3 @@ def stop_tokens(model: Any) -> list[int]:
 def bare(model: Any) -> Any:
     """The language model under an adapter wrapper; the adapters stay in its layers."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from modelwright.errors import ModelError
+from modelwright.errors import ModelError, first_line
 from modelwright.models import joined, low_rank
 from modelwright.models.recompute import recompute, take_back
 from modelwright.recipe.training import Checkpointing, Parts
@@ -130,4 +130,4 @@ def add_lora(model: Any, parts: Parts) -> Any:
     try:
         return get_peft_model(model, settings)
     except ValueError as error:
-        raise ModelError(f"model: LoRA could not be added ({str(error).splitlines()[0]})") from None
+        raise ModelError(f"model: LoRA could not be added ({first_line(error)})") from None

@@ -13,7 +13,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError, YAMLWarning
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
-from modelwright.errors import RecipeError
+from modelwright.errors import RecipeError, first_line
 from modelwright.recipe.tree import Located, Origin, RecipeProblem, problem
 
 LARGEST_FILE = 1_000_000
@@ -82,7 +82,7 @@ def _compose(text: str, origin: Origin) -> Node | None:
     except MarkedYAMLError as error:
         line, message = _reason(error, text)
     except YAMLError as error:
-        line, message = 1, f"is not YAML: {str(error).splitlines()[0]}"
+        line, message = 1, f"is not YAML: {first_line(error)}"
     except RecursionError:
         line, message = 1, f"the file is nested too deeply; it wants at most {DEEPEST} levels"
     raise RecipeError([problem(_at(origin, line), "", message)])

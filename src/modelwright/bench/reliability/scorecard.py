@@ -27,7 +27,7 @@ from modelwright.bench.reliability import (
     wishes,
 )
 from modelwright.bench.reliability.fault import Bench, Fault, Outcome, Skipped
-from modelwright.errors import UsageError
+from modelwright.errors import UsageError, first_line
 
 SEED = 20261115
 OPENS = "<!-- figures: made by `modelwright bench reliability --save` from bench/results/reliability.json -->"
@@ -88,7 +88,7 @@ def row(fault: Fault, bench: Bench) -> dict[str, Any]:
         outcome, verdict = Outcome(str(reason), False), "skipped"
     except Exception as error:
         traceback.print_exc()
-        outcome = Outcome(f"the trial failed ({type(error).__name__}: {str(error).splitlines()[0][:200]})", False)
+        outcome = Outcome(f"the trial failed ({type(error).__name__}: {first_line(error)[:200]})", False)
         verdict = "gap"
     return {
         "name": fault.name,
