@@ -117,7 +117,8 @@ def broken_cache(bench: Bench) -> Outcome:
 
 def _compiled_run(bench: Bench, folder: Path) -> tuple[int, str]:
     recipe = bench.recipe(folder, **COMPILED)
-    place = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    place = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), "TRITON_CACHE_DIR": str(folder / "cache/triton"),
+             "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # fmt: skip
     trial = bench.rig.start(["run", str(recipe)], folder, place, bench.worse)
     return trial.wait(COMPILE_SECONDS), trial.output
 
