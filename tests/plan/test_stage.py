@@ -118,10 +118,10 @@ def test_the_reason_says_what_the_weights_are_kept_in() -> None:
     kept = plan(facts=H100)
     assert kept.weights == "bf16"
     assert kept.reasons == (
-        "bf16 arithmetic: NVIDIA H100 multiplies bf16 fast; weights are kept in bf16 with exact masters",
+        "bf16 arithmetic: fast on NVIDIA H100; weights are kept in bf16 with exact masters",
     )
     wide = plan(facts=H100, weights="fp32")
-    assert (wide.weights, wide.reasons) == ("fp32", ("bf16 arithmetic: NVIDIA H100 multiplies bf16 fast",))
+    assert (wide.weights, wide.reasons) == ("fp32", ("bf16 arithmetic: fast on NVIDIA H100",))
 
 
 def test_a_wished_precision_is_taken_without_a_word() -> None:

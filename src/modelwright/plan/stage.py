@@ -171,7 +171,7 @@ def choose_products(wish: bool | str, precision: str, facts: Facts) -> tuple[boo
 def choose_precision(facts: Facts) -> tuple[str, str]:
     """The fastest arithmetic that this device does well; what the weights are kept in is chosen apart."""
     if facts.fast_bf16:
-        return "bf16", f"bf16 arithmetic: {facts.name} multiplies bf16 fast"
+        return "bf16", f"bf16 arithmetic: fast on {facts.name}"
     if facts.device == "cuda":
         return "fp16", f"fp16 arithmetic with a loss scaler: {facts.name} has no fast bf16"
     return "fp32", "fp32: this processor multiplies bf16 no faster"
