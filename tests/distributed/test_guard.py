@@ -66,6 +66,22 @@ def test_a_nan_that_came_once_is_rolled_back_and_leaves_no_trace(
     assert trace(tmp_path / "run") == trace(uninterrupted)
 
 
+@pytest.mark.parametrize(("steps", "reached"), [([5], 6), ([5, 6], 7), ([5, 6, 7, 8], 3)])
+def test_a_stop_at_a_bad_step_loses_no_step_before_it(
+    rig: Rig, model_folder: Path, tmp_path: Path, steps: list[int], reached: int
+) -> None:
+    """It waits for a step whose weights may be saved, or until the run has gone back to some that were."""
+    recipe = tiny_recipe(tmp_path, model_folder)
+    stop = "import os, signal; self.cursor.step == 4 and os.kill(os.getpid(), signal.SIGTERM)"
+    illness = fault(f"{stop}\n{POISON_THE_LOSS}", steps, times=len(steps))
+    code, output = rig.run(["run", str(recipe)], tmp_path, first=illness)
+    assert (code, f"stopped after step {reached} of 12" in output) == (75, True), output
+    assert max((tmp_path / "run/stages/sft/checkpoints").glob("step-*")).name.endswith(str(reached))
+    code, output = rig.run(["run", str(recipe)], tmp_path)
+    assert code == 0, output
+    assert told(tmp_path / "run", "resumed")[-1]["step"] == reached
+
+
 @pytest.mark.parametrize("judged", ["by the host", "where it is computed"])
 def test_one_bad_batch_is_skipped_and_training_goes_on(
     rig: Rig, model_folder: Path, tmp_path: Path, judged: str

@@ -117,9 +117,7 @@ def test_precision_is_what_the_device_does_well(facts: Facts, precision: str) ->
 def test_the_reason_says_what_the_weights_are_kept_in() -> None:
     kept = plan(facts=H100)
     assert kept.weights == "bf16"
-    assert kept.reasons == (
-        "bf16 arithmetic: fast on NVIDIA H100; weights are kept in bf16 with exact masters",
-    )
+    assert kept.reasons == ("bf16 arithmetic: fast on NVIDIA H100; weights are kept in bf16 with exact masters",)
     wide = plan(facts=H100, weights="fp32")
     assert (wide.weights, wide.reasons) == ("fp32", ("bf16 arithmetic: fast on NVIDIA H100",))
 

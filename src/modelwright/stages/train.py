@@ -94,8 +94,9 @@ class Training:
                 self._keep(report)
             if self.saver.done() or report.stop_asked:
                 self._settle()
-            if report.stop_asked:
-                raise Interrupted(f"stopped after step {report.step} of {self.plan.steps}; the same command continues")
+            if report.stop_asked and not self.bad_steps:  # what a bad step leaves is not saved: the next good one is
+                reached = self.engine.cursor.step
+                raise Interrupted(f"stopped after step {reached} of {self.plan.steps}; the same command continues")
 
     def _steps(self) -> Iterator[StepReport]:
         """The engine's steps, one of them watched where the recipe asks for it."""
