@@ -28,15 +28,15 @@ def sick(self, stop_asked):
     return well(self, stop_asked)
 Engine._step = sick
 """
-DIES_AT_STEP_5 = """
+STRUCK = """
 import os, signal
 from modelwright.engine.loop import Engine
 step = Engine._step
-def dying(self, stop_asked):
-    if self.cursor.step == 4:
-        os.kill(os.getpid(), signal.SIGKILL)
+def struck(self, stop_asked):
+    if self.cursor.step + 1 == {step}:
+        os.kill(os.getpid(), signal.{name})
     return step(self, stop_asked)
-Engine._step = dying
+Engine._step = struck
 """
 POISON_A_WEIGHT = "next(iter(self.weights.values())).data.view(-1)[0] = float('nan')"
 POISON_THE_LOSS = """
@@ -66,20 +66,19 @@ def test_a_nan_that_came_once_is_rolled_back_and_leaves_no_trace(
     assert trace(tmp_path / "run") == trace(uninterrupted)
 
 
-@pytest.mark.parametrize(("steps", "reached"), [([5], 6), ([5, 6], 7), ([5, 6, 7, 8], 3)])
-def test_a_stop_at_a_bad_step_loses_no_step_before_it(
-    rig: Rig, model_folder: Path, tmp_path: Path, steps: list[int], reached: int
+@pytest.mark.parametrize(("steps", "reached", "saved"), [([5], 6, 6), ([5, 6], 6, 3), ([12], 12, 9)])
+def test_a_stop_at_a_bad_step_waits_for_one_more_and_saves_that(
+    rig: Rig, model_folder: Path, tmp_path: Path, steps: list[int], reached: int, saved: int
 ) -> None:
-    """It waits for a step whose weights may be saved, or until the run has gone back to some that were."""
+    """It waits no longer, and not beyond the end: who asks it to stop may soon make it."""
     recipe = tiny_recipe(tmp_path, model_folder)
-    stop = "import os, signal; self.cursor.step == 4 and os.kill(os.getpid(), signal.SIGTERM)"
-    illness = fault(f"{stop}\n{POISON_THE_LOSS}", steps, times=len(steps))
-    code, output = rig.run(["run", str(recipe)], tmp_path, first=illness)
+    heard_at_the_bad_one = STRUCK.format(step=steps[0] - 1, name="SIGTERM")
+    ill = fault(POISON_THE_LOSS, steps, times=len(steps))
+    code, output = rig.run(["run", str(recipe)], tmp_path, first=ill + heard_at_the_bad_one)
     assert (code, f"stopped after step {reached} of 12" in output) == (75, True), output
-    assert max((tmp_path / "run/stages/sft/checkpoints").glob("step-*")).name.endswith(str(reached))
     code, output = rig.run(["run", str(recipe)], tmp_path)
     assert code == 0, output
-    assert told(tmp_path / "run", "resumed")[-1]["step"] == reached
+    assert [event["step"] for event in told(tmp_path / "run", "resumed")] == [saved]
 
 
 @pytest.mark.parametrize("judged", ["by the host", "where it is computed"])
@@ -160,7 +159,7 @@ def test_low_precision_learns_over_fp32_weights_and_resumes_exactly(
         tiny_recipe(folder, model_folder, precision=precision, max_steps=6, save_steps=2)
     code, output = rig.run(["run", str(whole / "recipe.yaml")], whole)
     assert code == 0, output
-    assert rig.run(["run", str(halved / "recipe.yaml")], halved, first=DIES_AT_STEP_5)[0] == -9
+    assert rig.run(["run", str(halved / "recipe.yaml")], halved, first=STRUCK.format(step=5, name="SIGKILL"))[0] == -9
     code, output = rig.run(["run", str(halved / "recipe.yaml")], halved)
     assert code == 0, output
     assert trace(halved / "run") == trace(whole / "run")

@@ -34,8 +34,8 @@ TRAINER = (
     "modelwright.stages.pipeline",
 )
 """What is loaded before trials are forked."""
-CARD = Path("/dev/nvidia0")
-"""Where there is a GPU. Libraries look at it as they are loaded, and then a fork could no longer use it."""
+CARDS = "nvidia[0-9]*"
+"""What GPUs are called in /dev. Libraries look at them as they are loaded, and then a fork could not use them."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def wait_for_step(run: Path, step: int) -> None:
 
 def _serve(preload: Sequence[str]) -> None:
     die_with_parent()
-    for name in () if CARD.exists() else preload:
+    for name in () if any(Path("/dev").glob(CARDS)) else preload:
         importlib.import_module(name)
     torch = sys.modules.get("torch")
     assert torch is None or torch.get_num_threads() == 1, "a pool of threads does not survive a fork"

@@ -81,7 +81,7 @@ class Training:
 
     def _train(self, meter: Meter) -> None:
         """Step to the end of the plan."""
-        stragglers = Stragglers()
+        stragglers, heard = Stragglers(), 0
         for report in self._steps():
             self._tell_step(report, meter)
             self._tell_changes()
@@ -94,7 +94,9 @@ class Training:
                 self._keep(report)
             if self.saver.done() or report.stop_asked:
                 self._settle()
-            if report.stop_asked and not self.bad_steps:  # what a bad step leaves is not saved: the next good one is
+            heard += report.stop_asked
+            # what a bad step leaves is not saved: one more is done, after which it may be
+            if heard > bool(self.bad_steps) or (heard and report.step == self.plan.steps):
                 reached = self.engine.cursor.step
                 raise Interrupted(f"stopped after step {reached} of {self.plan.steps}; the same command continues")
 
