@@ -52,7 +52,7 @@ def signatures(shingles: Shingles) -> Array:
 
 def signatures_by(wish: str, shingles: Shingles) -> Array:
     """The same numbers, by the CPU, by a GPU, or (auto) by a GPU where there is one that can be trusted."""
-    on_gpu = wish == "cuda" or (wish == "auto" and Path("/dev/nvidia0").exists() and _gpu_agrees())
+    on_gpu = wish == "cuda" or (wish == "auto" and any(Path("/dev").glob("nvidia[0-9]*")) and _gpu_agrees())
     return signatures_on("cuda", shingles) if on_gpu else signatures(shingles)
 
 
