@@ -95,8 +95,9 @@ class Training:
             if self.saver.done() or report.stop_asked:
                 self._settle()
             heard += report.stop_asked
-            # what a bad step leaves is not saved: one more is done, after which it may be
-            if heard > bool(self.bad_steps) or (heard and report.step == self.plan.steps):
+            # what a bad step leaves is not saved, but what one more leaves may be
+            waits = self.bad_steps and heard == 1 and report.step < self.plan.steps
+            if heard and not waits:
                 reached = self.engine.cursor.step
                 raise Interrupted(f"stopped after step {reached} of {self.plan.steps}; the same command continues")
 
