@@ -19,7 +19,7 @@ from typing import Any
 
 from modelwright.bench.cluster import cluster, left_of, missing, wrong_clock
 from modelwright.bench.scene import Scene, difference, finish, prepare
-from modelwright.errors import UsageError
+from modelwright.errors import UsageError, first_line
 
 Figures = dict[str, float]
 GOALS: dict[str, tuple[str, str, float]] = {
@@ -153,9 +153,8 @@ def _tried(trial: Trial, folder: Path, reference: Path) -> dict[str, Any]:
             scene.stop()
         kept = _kept(trial, folder, reference)
     except (RuntimeError, AssertionError, OSError, LookupError, StopIteration) as error:
-        told = str(error) or type(error).__name__
-        print(told, file=sys.stderr)
-        return {name: {**_row(name), "failed": told.splitlines()[0], "met": False} for name in trial.figures}
+        print(str(error) or type(error).__name__, file=sys.stderr)
+        return {name: {**_row(name), "failed": first_line(error), "met": False} for name in trial.figures}
     rows = {name: _judged(name, figures[name], kept, trial.nodes == "2") for name in trial.figures}
     for row in rows.values():
         print(f"{row['what']}: {row['figure']:g} ({time.monotonic() - began:.0f} s)", file=sys.stderr)

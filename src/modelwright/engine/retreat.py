@@ -98,10 +98,10 @@ class Compiled:
         if self._tries == 1:
             fresh_compile_cache()
             compilers.hear_their_end()
-            return f"compiling failed ({_first_line(error)}); it is tried again with a fresh cache"
+            return f"compiling failed ({_what_happened(error)}); it is tried again with a fresh cache"
         _as_they_are(self._parts)
         self._parts = []
-        return f"compiling failed again ({_first_line(error)}); the layers run as they are, slower and just as right"
+        return f"compiling failed again ({_what_happened(error)}); the layers run as they are, slower and just as right"
 
 
 @cache
@@ -138,7 +138,7 @@ def _mend(folder: Path, say: Callable[[str], None]) -> None:
         say(f"{count} libraries and kernels of the compile caches were cut short; they are compiled again")
 
 
-def _first_line(error: Any) -> str:
+def _what_happened(error: Any) -> str:
     """What happened, without the line that only says who met it."""
     head, *rest = (str(error).strip() or type(error).__name__).splitlines()
     return (rest[0] if rest and head.endswith(":") else head)[:160]

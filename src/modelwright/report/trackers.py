@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
+from modelwright.errors import first_line
 from modelwright.recipe.schema import Recipe
 from modelwright.report.tensorboard import EventFile
 from modelwright.report.tracker_packages import PACKAGES
@@ -108,7 +109,7 @@ class Aside:
             try:
                 tracker.close()
             except Exception as error:
-                _say(f"{self._name} did not end well ({type(error).__name__}: {_line(error)})")
+                _say(f"{self._name} did not end well ({type(error).__name__}: {first_line(error)[:300]})")
 
 
 @contextmanager
@@ -141,7 +142,7 @@ def _tracker(name: str, recipe: Recipe, folder: RunFolder) -> Direct | Aside | N
     except ImportError:
         _say(f"report_to names {name}, which is not installed: pip install {name}; the run goes on")
     except Exception as error:
-        _say(f"{name} could not be loaded ({type(error).__name__}: {_line(error)}); the run goes on")
+        _say(f"{name} could not be loaded ({type(error).__name__}: {first_line(error)[:300]}); the run goes on")
     else:
         return Aside(name, lambda: package(recipe, folder))
     return None
@@ -151,7 +152,7 @@ def _begun(name: str, begin: Callable[[], Tracker]) -> Tracker | None:
     try:
         return begin()
     except Exception as error:
-        _say(f"{name} could not begin ({type(error).__name__}: {_line(error)}); the run goes on")
+        _say(f"{name} could not begin ({type(error).__name__}: {first_line(error)[:300]}); the run goes on")
         return None
 
 
@@ -166,14 +167,9 @@ def _told(name: str, tracker: Tracker, event: Event) -> bool:
         elif kind == "resumed":
             tracker.begin_again(int(event["step"]), float(event["time"]))
     except Exception as error:
-        _say(f"{name} takes no more numbers ({type(error).__name__}: {_line(error)}); the run goes on")
+        _say(f"{name} takes no more numbers ({type(error).__name__}: {first_line(error)[:300]}); the run goes on")
         return False
     return True
-
-
-def _line(error: Exception) -> str:
-    """An error's first line; some have pages."""
-    return (str(error).splitlines() or [""])[0][:300]
 
 
 def _say(line: str) -> None:
