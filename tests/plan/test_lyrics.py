@@ -30,6 +30,14 @@ def test_from_an_l40s_to_an_l4_the_recipe_goes_from_16_times_4_to_8_times_8() ->
     wished, bitten = [line for line in small.plan.reasons if "instead of" in line]
     assert wished == "16 rows per device instead of 24, 4 times, keep the batch of 64 (global_batch_size)"
     assert bitten == "8 rows at once × 8 instead of 16 × 4, for the 22 GiB of L4; the batch of 64 is kept"
+    longer = planned("1xL4", "sft.max_length=16384", "sft.per_device_eval_batch_size=1")
+    assert longer.fits and "1 row at once × 64 instead of 16 × 4" in longer.plan.reasons[-1]
+
+
+def test_where_only_measuring_does_not_fit_fewer_rows_measured_at_once_would_do() -> None:
+    unfit = planned("1xL4", "sft.max_length=5000")
+    assert (unfit.fits, unfit.mends[0]) == (False, "per_device_eval_batch_size: 4")
+    assert planned("1xL4", "sft.max_length=5000", "sft.per_device_eval_batch_size=4").fits
 
 
 def test_a_card_without_bf16_gets_fp16_a_smaller_bite_and_the_same_batch() -> None:

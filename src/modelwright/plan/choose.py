@@ -113,8 +113,9 @@ def changes(asked: StagePlan, chosen: StagePlan, machines: Machines) -> tuple[st
     room = f"{machines.gpu.memory / 2**30:.0f} GiB of {machines.gpu.name}"
     if asked.per_device != chosen.per_device:
         told.append(
-            f"{chosen.per_device} rows at once × {chosen.accumulation} instead of {asked.per_device} × "
-            f"{asked.accumulation}, for the {room}; the batch of {chosen.global_batch} is kept"
+            f"{chosen.per_device} row{'s' * (chosen.per_device > 1)} at once × {chosen.accumulation} "
+            f"instead of {asked.per_device} × {asked.accumulation}, for the {room}; "
+            f"the batch of {chosen.global_batch} is kept"
         )
     if asked.gradient_checkpointing != chosen.gradient_checkpointing:
         told.append(f"{RECOMPUTED[chosen.gradient_checkpointing]}, for the {room}")
@@ -139,8 +140,14 @@ def faster_with_less(
 
 
 def mends(plan: StagePlan, settings: Training, shape: Shape, rows: Rows, machines: Machines) -> tuple[str, ...]:
-    """The smallest changes that would make it fit: other weights that move, more cards, another card."""
+    """The smallest changes that would make it fit: fewer rows measured, other weights moved, more or other cards."""
     found = []
+    measured = settings.per_device_eval_batch_size
+    while measured := measured // 2:
+        brief = settings.model_copy(update={"per_device_eval_batch_size": measured})
+        if _fastest(plan, brief, shape, rows, machines):
+            found.append(f"per_device_eval_batch_size: {measured}")
+            break
     if isinstance(shape, TextShape) and isinstance(settings, Parts) and not settings.trainable.lora:
         lighter = settings.model_copy(update={"trainable": Trainable(lora=True)})
         if _fastest(plan, lighter, shape, rows, machines):
