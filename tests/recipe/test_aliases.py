@@ -149,10 +149,17 @@ def test_two_names_for_one_setting_are_refused(tmp_path: Path) -> None:
         read(tmp_path, f"{HEAD}sft:\n  learning_rate: 1\n  lr: 2\n")
 
 
+def test_a_removed_setting_is_ignored_with_a_note(tmp_path: Path) -> None:
+    loaded = read(tmp_path, f"{HEAD}sft:\n  tune_products: always\n  lr: 1e-4\n")
+    assert loaded.recipe.sft is not None and loaded.recipe.sft.learning_rate == 1e-4
+    assert any("sft.tune_products is ignored: it was removed in 0.2" in note for note in loaded.notes)
+    with pytest.raises(RecipeError, match=r"model\.tune_products is unknown; it was removed in 0\.2; leave it out"):
+        read(tmp_path, HEAD.replace("{model_name_or_path: m}", "{model_name_or_path: m, tune_products: never}"))
+
+
 OURS_ALONE = {
     "weights",  # what they are kept in; theirs follows from how the model was loaded
     "cuda_graphs",  # theirs is a mode of torch_compile
-    "tune_products",  # they have none
     "ema_decay",  # they have none; the name is timm's
     "exp_avg_dtype",  # the name Megatron has for it
     "precision",  # theirs is bf16 and fp16; ours also says fp32 and auto

@@ -36,14 +36,10 @@ from modelwright.engine.shard import accumulating, layers_of, persistent_buffers
 from modelwright.engine.step import Cursor, StepReport
 from modelwright.engine.task import Batch, Coming, Prepared, Task, means, sent
 from modelwright.engine.world import World
-from modelwright.models import products
-from modelwright.models.gathered import Gathering
 from modelwright.plan.stage import StagePlan
 from modelwright.recipe.training import Training
 
 Result = TypeVar("Result")
-GATHERS = ("cuda",)
-"""Devices on which gradients are added up by the products that make them."""
 REHEARSED, TIMES = 2, 4
 """Micro-batches that are gone through where nothing is learnt yet, and how often: about 12 s with 6 B weights."""
 
@@ -78,11 +74,6 @@ class Engine:
         alone = world.size == 1 and not isinstance(self._forward, FSDPModule)
         self._records = world.device.type == "cuda" and alone and plan.precision != "fp16"
         self._records = self._records and is_worth_recording(self._module, settings.cuda_graphs)
-        alike = plan.weights == "bf16" or plan.precision == "fp32"  # or gradients are of another type than products
-        gathers = world.device.type in GATHERS and alone and alike and plan.accumulation > 1
-        self._gathering = Gathering(layers_of(self._module) if gathers else [])
-        tokens = plan.steps * plan.global_batch * (task.length(0) if task.rows else 0) / world.size
-        products.allow(settings.tune_products, 6.0 * tokens * sum(w.numel() for w in self._module.parameters()))
         self.begin_anew()
 
     def compute_in(self, precision: str, scaling: str) -> None:
@@ -105,8 +96,8 @@ class Engine:
         self._ahead: Prepared | None = None
         self._scale: tuple[float, Tensor] | None = None
         self._watch, self._idle, self._first_step = Stopwatch(self.world.device), Stopwatch(self.world.device), 0
-        self._first = Replay(self._first_micro_batch, list(self.weights.values()))
-        self._more = Replay(self._next_micro_batch)
+        self._first = Replay(self._micro_batch, list(self.weights.values()))
+        self._more = Replay(self._micro_batch)
         self._length, self._move = (
             Replay(part, ready=lambda: get_ready(self.optimizer)) for part in (self._clipped, self._moved)
         )
@@ -216,8 +207,6 @@ class Engine:
         """Another way to the same step, where there is one; ranks among others keep to what was agreed."""
         if self.world.size > 1:
             return None
-        if self._gathering.give_up(error):
-            return "a layer is gone through twice; each micro-batch's gradients are added in a pass of their own"
         if not isinstance(error, torch.OutOfMemoryError):
             return self._compiled.retreat(error)
         if not self._module.training and self.eval_rows > 1:
@@ -253,14 +242,6 @@ class Engine:
         if turn == 0:
             return self._first.behind(() if self._records else None, **inputs)
         return self._more.behind(self._first.last, **inputs)
-
-    def _first_micro_batch(self, **inputs: Tensor) -> Tensor:
-        with self._gathering.first():
-            return self._micro_batch(**inputs)
-
-    def _next_micro_batch(self, **inputs: Tensor) -> Tensor:
-        with self._gathering.more():
-            return self._micro_batch(**inputs)
 
     def _micro_batch(self, scale: Tensor, **inputs: Tensor) -> Tensor:
         """Add one micro-batch to the gradients; returns its summed measures, the loss first."""

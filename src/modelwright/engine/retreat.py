@@ -13,10 +13,9 @@ from typing import Any
 import torch
 import xxhash
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from modelwright.engine import compilers
-from modelwright.models import gathered, joined, low_rank, operations
+from modelwright.models import low_rank
 from modelwright.plan.stage import StagePlan, solve
 from modelwright.runs.caches import (
     cut_at_start,
@@ -84,8 +83,6 @@ class Compiled:
             torch._dynamo.config.recompile_limit = SHAPES
             torch.compiler.config.cache_key_tag = _operations()
             compilers.hear_their_end()
-        # what is spread over ranks has places of its own, also while it is whole
-        joined.lay_together(part for part in self._parts if not isinstance(part, FSDPModule))
         for part in self._parts:
             part.compile()
 
@@ -107,10 +104,7 @@ class Compiled:
 @cache
 def _operations() -> str:
     """What our own operations do: the compiler keeps what it made of them by their names alone."""
-    digest = xxhash.xxh3_64()
-    for module in (gathered, joined, low_rank, operations):
-        digest.update(Path(str(module.__file__)).read_bytes())
-    return f"modelwright {digest.hexdigest()}"
+    return f"modelwright {xxhash.xxh3_64_hexdigest(Path(low_rank.__file__).read_bytes())}"
 
 
 def _as_they_are(parts: list[nn.Module]) -> None:

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-from modelwright.models.products import add_mm, mm
-
 KNOWN = {"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "SmolLM3MLP"}
 """Layers known to be down(silu(gate(x)) · up(x)) and nothing more."""
 NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -42,9 +40,9 @@ def forward(
     one would be lost, and at first all are small (with B's of 1e-4 a fifth of what was learnt did not reach the loss).
     """
     inner = linear(x, torch.cat((gate_a, up_a))).mul_(scale)
-    opened, risen = mm(x, gate.T), mm(x, up.T)
+    opened, risen = x @ gate.T, x @ up.T
     passed = _gated(opened, risen, inner, gate_b, up_b)
-    return mm(passed, down.T), linear(passed, down_a).mul_(scale), opened, risen, inner
+    return passed @ down.T, linear(passed, down_a).mul_(scale), opened, risen, inner
 
 
 @torch.library.custom_op("modelwright::low_rank_gate_backward", mutates_args=())
@@ -55,11 +53,11 @@ def backward(
 ) -> Gradients:  # fmt: skip
     """The gradients of x and of the five thin matrices; out, thin: those of the answer and of the thin product."""
     rank, back_thin = gate_a.shape[0], thin * scale
-    given = mm(out, down)
+    given = out @ down
     d_gate, d_up, sums = _ungated(opened, risen, inner, gate_b, up_b, given, back_thin, down_a.T.contiguous())
     back_inner = torch.cat((d_gate @ gate_b, d_up @ up_b), 1).mul_(scale)
-    d_x = mm(d_gate, gate)
-    add_mm(d_x, d_up, up)
+    d_x = d_gate @ gate
+    d_x.addmm_(d_up, up)
     d_x.addmm_(back_inner, torch.cat((gate_a, up_a)))
     d_a = back_inner.T @ x
     d_gate_b, d_up_b, d_down_a = sums[0].clone(), sums[1].clone(), sums[2].T.contiguous()

@@ -22,11 +22,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from modelwright.errors import ModelError
 
-OF_OUR_OWN = ("modelwright::low_rank_gate", "modelwright::joined", "modelwright::joined_gathered")
-"""Products under other names, of a layer's whole gated part and of what attention begins with; the names of all others
-end in mm."""
-LINEAR = ("modelwright::linear_mm", "modelwright::gathered_mm")
-"""Products of our own whose second matrix is a layer's weight, and so is turned."""
+OF_OUR_OWN = ("modelwright::low_rank_gate",)
+"""Products under other names, of a layer's whole gated part; the names of all others end in mm."""
 RANDOM = ("drop", "jitter", "noise")
 """How modules call the rates of what they draw at random, beside torch's own p."""
 THIN = 8
@@ -96,8 +93,7 @@ def is_kept(operation: Any, args: Any) -> bool:
     if kind not in ("product", "added product"):
         return kind == "attention"
     first, second = args[1:3] if kind == "added product" else args[:2]
-    wide = second.shape[0 if operation.name().startswith(LINEAR) else -1]
-    return bool(wide <= THIN * first.shape[-1])
+    return bool(second.shape[-1] <= THIN * first.shape[-1])
 
 
 def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -110,7 +106,7 @@ def _for_the_compiler() -> Any:
 
 
 # what is compiled is kept under this name, which has to change where the policy does
-_for_the_compiler.cache_hash = f"products up to {THIN} times as wide, attention, {OF_OUR_OWN}, {LINEAR}"  # type: ignore[attr-defined]
+_for_the_compiler.cache_hash = f"products up to {THIN} times as wide, attention, {OF_OUR_OWN}"  # type: ignore[attr-defined]
 
 
 class Products:

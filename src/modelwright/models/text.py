@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from torch import Tensor, nn
 
 from modelwright.errors import ModelError, first_line
-from modelwright.models import attention, gathered, joined, smollm2, trust
+from modelwright.models import attention, smollm2, trust
 from modelwright.models.quantized import is_quantized, loading
 from modelwright.models.quiet import be_quiet, without_sklearn
 from modelwright.models.spread import Spread
@@ -228,11 +228,9 @@ def logits_of(model: Any, hidden: Tensor) -> Tensor:
 
 
 def move(model: Any, device: torch.device, wished: str) -> None:
-    """Bring a model to its device, with the fastest attention there that keeps documents apart, and fast products."""
+    """Bring a model to its device, with the fastest attention there that keeps documents apart."""
     if not is_quantized(model):
         model.to(device)
-    if device.type == "cuda":
-        gathered.install(joined.install(model))
     if device.type == "cuda" and wished == "auto":
         usual = model.config._attn_implementation
         attention.install(model)

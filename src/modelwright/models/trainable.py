@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from modelwright.errors import ModelError, first_line
-from modelwright.models import joined, low_rank
+from modelwright.models import low_rank
 from modelwright.models.recompute import recompute, take_back
 from modelwright.recipe.training import Checkpointing, Parts
 
@@ -32,8 +32,7 @@ def set_trainable(model: Any, parts: Parts) -> Any:
     if parts.trainable.untie_head:
         untie_head(model)
     if parts.trainable.lora:
-        model = low_rank.shorten(add_lora(model, parts))
-        return joined.install(model) if next(model.parameters()).is_cuda else model
+        return low_rank.shorten(add_lora(model, parts))
     if parts.trainable.partial:
         model.requires_grad_(False)
         for module in _moving_parts(model, parts):

@@ -126,6 +126,9 @@ VALUES: Mapping[str, Mapping[str, Word]] = {
 }
 """Other words for values of our own settings; ``None`` is the default."""
 
+REMOVED: Mapping[str, str] = {"tune_products": "0.2"}
+"""Settings of a stage that are ignored with a note, and the version that removed each."""
+
 
 @functools.cache
 def aliases_of(section: str) -> dict[str, Alias]:
@@ -193,6 +196,7 @@ class _Section:
 
     def rename(self) -> dict[str, Located]:
         """The section under our names."""
+        self._ignore_removed()
         table = aliases_of(self.key)
         off = {name for name, node in self.entries.items() if name in table and _is_off(table[name], node)}
         first: dict[str, str] = {}
@@ -213,6 +217,12 @@ class _Section:
             elif (translated := self._translate(name, table[name], node)) is not None:
                 renamed[ours] = replace(self._in_our_words(ours, translated), called=name)
         return renamed
+
+    def _ignore_removed(self) -> None:
+        removed = REMOVED.keys() & self.entries.keys() if self.key in TRAINING_STAGES else ()
+        for name in removed:
+            self._note(self.entries[name], f"{self._full(name)} is ignored: it was removed in {REMOVED[name]}")
+        self.entries = {name: node for name, node in self.entries.items() if name not in removed}
 
     def _translate(self, name: str, alias: Alias, node: Located) -> Located | None:
         """The value under our name, or nothing where it makes no sense there."""

@@ -171,8 +171,6 @@ class Numerics(Frozen):
     """Compile the layers: slower to start, faster to run on a GPU."""
     cuda_graphs: Literal["auto", "always", "never"] = "auto"
     """Record steps of one shape and replay them, on one GPU; auto: below two billion weights, where the host lags."""
-    tune_products: Literal["auto", "always", "never"] = "auto"
-    """Try which kernel is fastest for each large product while a GPU is hot, once; auto: if a stage takes an hour."""
     profile_memory: bool = False
     """Watch the third step's memory by component: into memory.json of the stage, and as a picture into the report."""
     max_skipped_steps: NonNegativeInt = 3

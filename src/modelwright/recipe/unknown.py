@@ -49,6 +49,7 @@ ADVICE = {
     "it is not offered; leave it out": ("push_to_hub", "hub_model_id", "trust_remote_code"),
     "data.columns maps columns, as {question: prompt}": ("dataset_text_field", "formatting"),
     "the tokenizer brings its chat template; leave it out": ("chat_template", "template"),
+    "it was removed in 0.2; leave it out": ("tune_products",),
     "it is not needed here; leave it out": (
         *("dataloader_num_workers", "remove_unused_columns", "ddp_find_unused_parameters", "group_by_length"),
     ),

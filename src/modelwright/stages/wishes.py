@@ -12,7 +12,7 @@ from modelwright.recipe.schema import Recipe
 FREE = frozenset({
     "logging_steps", "save_steps", "eval_steps", "save_total_limit", "per_device_eval_batch_size", "sharding",
     "gradient_checkpointing", "profile_memory", "keep_trunk", "share_prefix", "resume_from_checkpoint",
-    "ddp_bucket_cap_mb", "save_in_background", "tune_products",
+    "ddp_bucket_cap_mb", "save_in_background",
 })  # fmt: skip
 """Settings that may change between two starts of one run: they do not decide what is learnt."""
 

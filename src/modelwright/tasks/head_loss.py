@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from modelwright.models.products import mm
 from modelwright.tasks.losses import IGNORED, log_probabilities, summed_cross_entropy
 
 AT_ONCE = 4096
@@ -49,7 +48,7 @@ class _Likelihoods(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-        logits = mm(hidden, head.to(hidden.dtype).T)
+        logits = hidden @ head.to(hidden.dtype).T
         likely, total = _on(logits.is_cuda, _likely)(logits, targets)
         ctx.save_for_backward(hidden, head, targets, logits, total)
         return likely  # type: ignore[no-any-return]
@@ -61,8 +60,8 @@ class _Likelihoods(torch.autograd.Function):
         gradient = _on(logits.is_cuda, _likely_backward)(logits, total, targets, upstream)
         needs_hidden, needs_head = ctx.needs_input_grad[:2]
         return (
-            mm(gradient, head.to(hidden.dtype)) if needs_hidden else None,
-            mm(gradient.T, hidden).to(head.dtype) if needs_head else None,
+            gradient @ head.to(hidden.dtype) if needs_hidden else None,
+            (gradient.T @ hidden).to(head.dtype) if needs_head else None,
             None,
         )
 
@@ -93,12 +92,12 @@ class _HeadLoss(torch.autograd.Function):
         for start in range(0, len(hidden), AT_ONCE):
             some = hidden[start : start + AT_ONCE]
             judge = _on(some.is_cuda, _summed_with_gradient)
-            loss, gradient = judge(mm(some, words.T), targets[start : start + AT_ONCE])
+            loss, gradient = judge(some @ words.T, targets[start : start + AT_ONCE])
             summed += loss
             if to_hidden is not None:
-                mm(gradient, words, to_hidden[start : start + AT_ONCE])
+                torch.mm(gradient, words, out=to_hidden[start : start + AT_ONCE])
             if needs_head:
-                part = mm(gradient.T, some)
+                part = gradient.T @ some
                 # one part is all there is: nothing to add it to; several are added up in fp32
                 to_head = part if len(some) == len(hidden) else part.float() if to_head is None else to_head.add_(part)
         ctx.save_for_backward(to_hidden, to_head)
