@@ -62,10 +62,10 @@ lock: setup
 	  --output-file requirements.lock
 
 bench-start: setup
-	$(BIN)/modelwright bench start --save
+	$(BIN)/python -m benchmarks.start --save
 
 bench-sft: setup
-	$(BIN)/modelwright bench sft --save
+	$(BIN)/python -m benchmarks.sft --save
 
 clean:
 	rm -rf $(VENV) runs build dist .mypy_cache .ruff_cache .pytest_cache

@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit
 ROOT = Path(__file__).resolve().parents[1]
 PAGES, SITE = ROOT / "build" / "pages", ROOT / "build" / "site"
 ALSO = ("*.md", "LICENSE", "Containerfile")
-FOLDERS = ("docs", "recipes", "deploy", "bench/results")
+FOLDERS = ("docs", "recipes", "deploy", "benchmarks/results")
 """What pages link to; laid out as in the repository, so that every relative link means the same."""
 LINK = re.compile(r"^\| \[([^\]]+)\]\(([^)]+\.md)\)|^- \[([^\]]+)\]\(([^)]+\.md)\)", re.MULTILINE)
 

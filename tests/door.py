@@ -19,9 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from modelwright.bench.rig import ending
 from modelwright.launch.host import family
 from modelwright.runs.beat import die_with_parent
+from tests.faults.rig import ending
 
 SHIM = """#!{python} -ISB
 import json, os, signal, socket, sys

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from modelwright.bench import rig as bench
-from modelwright.bench.rig import Call, Trial, free_port, steps_of, told, trace, wait_for_step
+from tests.faults import rig as bench
+from tests.faults.rig import Call, Trial, free_port, steps_of, told, trace, wait_for_step
 
 __all__ = ["HELD", "SLOW", "Rig", "Trial", "free_port", "slow_after", "steps_of", "told", "trace", "wait_for_step"]
 

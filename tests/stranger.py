@@ -7,7 +7,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from modelwright.bench.reliability.places import reachable
+from tests.faults.places import reachable
 
 ROOT = Path(__file__).parents[1]
 

@@ -21,6 +21,6 @@ def main() -> None:
 if __name__ == "__main__":
     main()
 else:  # in a rank
-    from modelwright.bench.injections import memory_for
+    from tests.faults.injections import memory_for
 
     memory_for(rows=1)

@@ -183,7 +183,7 @@ def test_weights_spoilt_in_the_last_steps_are_taken_from_the_checkpoint(
 ) -> None:
     settings = {"max_steps": 30, "save_steps": 3, "eval_steps": 30}
     losses = []
-    for name, first in (("whole", ""), ("spoilt", "from modelwright.bench.injections import *\ngrow_weights(29)")):
+    for name, first in (("whole", ""), ("spoilt", "from tests.faults.injections import *\ngrow_weights(29)")):
         recipe = tiny_recipe(tmp_path / name, model_folder, **settings)
         code, output = rig.run(["run", str(recipe)], recipe.parent, first=first)
         assert code == 0, output

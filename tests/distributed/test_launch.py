@@ -16,7 +16,8 @@ from modelwright.runs.beat import wait_until_gone
 from rig import Rig, free_port, steps_of, told, trace
 from tiny import tiny_recipe
 
-PATHS = os.pathsep.join([str(Path(__file__).parents[2] / "src"), str(Path(__file__).parent)])
+ROOT = Path(__file__).parents[2]
+PATHS = os.pathsep.join([str(ROOT / "src"), str(ROOT), str(Path(__file__).parent)])
 GENEROUS = 240.0
 """Seconds to wait for what takes a few on a quiet machine."""
 LONG = {"max_steps": 40, "save_steps": 5, "eval_steps": 40, "global_batch_size": 4, "gradient_accumulation_steps": 1}
@@ -95,7 +96,7 @@ def test_a_killed_rank_a_stopped_rank_and_a_killed_launcher_change_nothing_and_l
     ranks = rig.run_ranks(["run", str(tiny_recipe(whole, model_folder, **LONG))], whole, 2)
     assert [code for code, _ in ranks] == [0, 0], ranks
     recipe = tiny_recipe(broken, model_folder, **LONG)
-    launch = Launched(["modelwright.bench.node", str(recipe), '{"per_node": "2"}'], broken)
+    launch = Launched(["tests.faults.node", str(recipe), '{"per_node": "2"}'], broken)
     launched.append(launch)
     reach(broken / "run", 7, launch)
     os.kill(ranks_of(launch, broken)["1"], signal.SIGKILL)

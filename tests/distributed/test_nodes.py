@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.bench import cluster, faults, scene
 from modelwright.launch.muster import ahead, objections, refusals
+from tests.faults import cluster, faults, scene
 
 FACTS = {
     "node": 0, "address": "10.0.0.1", "modelwright": "1", "torch": "2", "transformers": "5", "python": "3.11",

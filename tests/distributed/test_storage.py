@@ -1,4 +1,4 @@
-"""A full disk under two ranks; under one it is in tests/bench/test_reliability.py."""
+"""A full disk under two ranks; under one it is in tests/faults/test_reliability.py."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch._dynamo.utils
 
-from modelwright.bench import speed
-from modelwright.bench.peers import let_go
+from benchmarks import speed
+from benchmarks.peers import let_go
 from modelwright.engine import precision, trial
 from modelwright.engine.loop import Engine
 from modelwright.engine.masters import REST, SplitAdamW, join, split

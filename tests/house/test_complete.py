@@ -15,7 +15,7 @@ def test_git_ignores_no_source_file() -> None:
         pytest.skip("this is no checkout")
     files = [
         str(file.relative_to(ROOT))
-        for folder in ("src", "tests", "recipes", "docs", "bench")
+        for folder in ("src", "tests", "recipes", "docs", "benchmarks")
         for file in (ROOT / folder).rglob("*")
         if file.is_file() and "__pycache__" not in file.parts
     ]

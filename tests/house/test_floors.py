@@ -16,7 +16,6 @@ FLOORS = (
     ("engine", "launch", "serve"),
     ("tasks",),
     ("stages",),
-    ("bench",),
     ("cli",),
 )
 FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floor}

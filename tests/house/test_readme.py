@@ -42,7 +42,6 @@ ELSEWHERE = {
     "board": "tests/report/test_board.py",
     "serve": "tests/serve/test_server.py",
     "chat": "tests/serve/test_ask.py",
-    "bench": "tests/bench/test_bench.py",
 }
 """Verbs that serve for ever, want several nodes or a cluster, or measure for minutes: run by tests of their own."""
 BRIEF = [
@@ -79,7 +78,7 @@ class Command:
     @property
     def is_long(self) -> bool:
         """Whether it measures or trains for minutes; what wants other nodes or a cluster is tried by its own tests."""
-        return self.verb in ("bench", "doctor", "launch") and not {"--on", "--nodes"} & set(self.words)
+        return self.verb in ("doctor", "launch") and not {"--on", "--nodes"} & set(self.words)
 
     @property
     def page(self) -> str:

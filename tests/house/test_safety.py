@@ -27,12 +27,10 @@ READ_THE_ENVIRONMENT = {
         "launch/supervisor.py",
         "launch/progress.py",
         "launch/doctor.py",
-        "bench/cluster.py",
-        "bench/rig.py",
         "launch/preflight.py",
         "launch/torchrun.py",
     ),  # these hand it on to other processes
-    *("launch/rendezvous.py", "bench/speed_titan.py"),  # these write it for a library that asks nowhere else
+    "launch/rendezvous.py",  # writes it for a library that asks nowhere else
 }
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.bench.fit import fit
-from modelwright.bench.judge import judge, run_work
-from modelwright.bench.plan_table import UNSEEN_MARK
+from benchmarks.fit import fit
+from benchmarks.judge import judge, run_work
+from benchmarks.plan_table import UNSEEN_MARK
 from modelwright.plan.architecture import VisionShape, movement, shape_of
 from modelwright.plan.calibration import OWN, SHIPPED, Calibration, calibration_for
 from modelwright.plan.facts import Facts, card
@@ -21,7 +21,7 @@ from modelwright.plan.time import Pace, operations, step_time
 from modelwright.plan.work import Work
 from modelwright.recipe.schema import Sft
 
-RESULT = Path(__file__).parents[2] / "bench" / "results" / "plan.json"
+RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "plan.json"
 H200 = GPUS["H200"]
 
 
@@ -131,6 +131,6 @@ def test_the_shipped_file_names_what_it_was_measured_on() -> None:
 def test_a_processor_is_guessed_until_it_is_measured(tmp_path: Path) -> None:
     processor = card(Facts("cpu", "2 CPU threads", 8 << 30, False))
     sure, why = calibration_for(processor).sureness(processor)
-    assert sure > 0.2 and "bench plan --save measures this one" in why
+    assert sure > 0.2 and "modelwright plan --calibrate measures this one" in why
     (tmp_path / OWN).write_text(json.dumps({"CPU": {**json.loads(SHIPPED.read_text())["CPU"], "spread": 0.12}}))
     assert calibration_for(processor).sureness(processor)[0] == 0.12

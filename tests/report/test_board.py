@@ -15,13 +15,13 @@ import pytest
 pytest.importorskip("starlette", reason="the board needs the extra board")
 pytest.importorskip("uvicorn", reason="the board needs the extra board")
 
-from modelwright.bench.reliability.hostile_texts import HOSTILE
-from modelwright.bench.reliability.requests import RUN, Showing
-from modelwright.bench.reliability.requests import TO_THE_BOARD as BAD
 from modelwright.errors import UsageError
 from modelwright.report.follow import Follower
 from modelwright.runs.folder import RunFolder
 from modelwright.runs.journal import Journal
+from tests.faults.hostile_texts import HOSTILE
+from tests.faults.requests import RUN, Showing
+from tests.faults.requests import TO_THE_BOARD as BAD
 
 STEP = {"event": "step", "stage": "sft", "steps": 9, "loss": 2.0, "health": "ok", "seconds": 0.1}
 

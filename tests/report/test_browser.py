@@ -14,8 +14,6 @@ pytest.importorskip("starlette", reason="the board needs the extra board")
 
 
 from browser import Window, browsing
-from modelwright.bench.reliability.hostile_texts import HOSTILE
-from modelwright.bench.reliability.served import Running
 from modelwright.cli.report import asking
 from modelwright.models.text import load_model, load_tokenizer
 from modelwright.report import page
@@ -25,6 +23,8 @@ from modelwright.runs.folder import RunFolder, write_json
 from modelwright.runs.journal import Journal
 from modelwright.stages.answer import Asker
 from rig import Rig, wait_for_step
+from tests.faults.hostile_texts import HOSTILE
+from tests.faults.served import Running
 from tiny import tiny_recipe
 
 pytestmark = pytest.mark.slow

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from modelwright.bench.reliability.hostile_texts import HOSTILE
-from modelwright.bench.reliability.injection import Tags
 from modelwright.report import page
 from modelwright.runs.folder import RunFolder, write_json
 from modelwright.runs.journal import Journal
+from tests.faults.hostile_texts import HOSTILE
+from tests.faults.injection import Tags
 
 
 def run_folder(folder: Path, steps: int = 20, texts: list[str] | None = None, name: str = "tiny") -> RunFolder:

@@ -14,11 +14,11 @@ import pytest
 pytest.importorskip("starlette", reason="serving needs the extra board")
 pytest.importorskip("uvicorn", reason="serving needs the extra board")
 
-from modelwright.bench.reliability.requests import BODY, Serving
-from modelwright.bench.reliability.requests import TO_THE_SERVER as BAD
 from modelwright.data.conversations import ask
 from modelwright.serve.ask import Answerer
 from modelwright.serve.server import Served
+from tests.faults.requests import BODY, Serving
+from tests.faults.requests import TO_THE_SERVER as BAD
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from types import ModuleType
 import typer
 
 from modelwright import __version__
-from modelwright.cli import bench, convert, data, doctor, export, launch, plan, recipes, report, run, talk, use
+from modelwright.cli import convert, data, doctor, export, launch, plan, recipes, report, run, talk, use
 from modelwright.errors import Interrupted, ModelwrightError, StorageError, hide, is_storage_failure
 
 CONTROL_C = 130
@@ -29,7 +29,6 @@ ROOMS: dict[ModuleType, tuple[str, ...]] = {
     talk: ("chat", "serve"),
     report: ("report", "board"),
     export: ("export",),
-    bench: ("bench",),
     plan: ("plan",),
     doctor: ("doctor",),
 }

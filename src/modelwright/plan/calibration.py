@@ -41,9 +41,9 @@ class Calibration:
     def sureness(self, gpu: Gpu) -> tuple[float, str]:
         """How far off a rate may be on this card, and why."""
         if not self.runs:
-            return UNMEASURED, "a guess: no run was measured; modelwright bench plan --save measures this machine"
+            return UNMEASURED, "a guess: no run was measured; modelwright plan --calibrate measures this machine"
         if self.card == OTHER_CPU:
-            return UNMEASURED, "guessed from another processor; modelwright bench plan --save measures this one"
+            return UNMEASURED, "guessed from another processor; modelwright plan --calibrate measures this one"
         if self.card == gpu.name:
             return max(0.05, self.spread), f"fitted to {self.runs} measured runs on {self.card}"
         return UNMEASURED, f"by the data sheet of {gpu.name} and what {self.card} reaches of its own"

@@ -83,7 +83,7 @@ def card(facts: Facts) -> Gpu:
     rate, bandwidth = 30e9 * threads, 10e9 * threads**0.75
     half = 2 * rate if facts.fast_bf16 else rate / 50
     return Gpu("CPU", float(facts.memory), bandwidth, rate, rate, half, rate / 50, 0.0, 1e9, (0, 0), 1e6 * threads,
-               "a guess; modelwright bench plan measures it")  # fmt: skip
+               "a guess; modelwright plan --calibrate measures it")  # fmt: skip
 
 
 def _cpu_flags() -> set[str]:

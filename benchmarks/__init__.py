@@ -1,0 +1,1 @@
+"""Benchmarks beside peers: `python -m benchmarks.NAME --help`."""

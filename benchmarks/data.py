@@ -1,0 +1,323 @@
+"""Data, beside the peers: near-duplicates, tokenizing, packing, reading; by CPU-seconds, all threads counted.
+
+Each side does the same on the same text; where a peer is slow it gets less of it, and rates are compared.
+"""
+
+from __future__ import annotations
+
+import itertools
+import resource
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from benchmarks import common, corpus
+from modelwright.data import dedup, minhash
+from modelwright.data.fast import quick_encoder
+from modelwright.data.pack import pack
+from modelwright.data.shard_writer import Block, Documents, write_part
+from modelwright.data.shards import Layout, Shards, seal
+from modelwright.data.shingles import Array, Shingles, joined, words
+from modelwright.data.tokenizer import Encoder, train
+
+MEGABYTES = 110
+PEER_MEGABYTES = 12
+LENGTH = 2048
+TRUTH = 2500
+"""Documents whose every pair is compared exactly."""
+DATATROVE = """
+import sys, json
+from datatrove.data import Document
+from datatrove.pipeline.dedup.minhash import MinhashConfig, MinhashDedupSignature
+from datatrove.utils.hashing import HashConfig
+docs = [Document(text=json.loads(line), id=str(n)) for n, line in enumerate(open(sys.argv[1]))]
+config = MinhashConfig(hash_config=HashConfig(precision=64), num_buckets=14, hashes_per_bucket=8, n_grams=5)
+MinhashDedupSignature(output_folder=sys.argv[2], config=config).run(docs, 0, 1)
+"""
+
+
+def measure(only: Sequence[str] = (), datatrove: str | None = None) -> dict[str, Any]:
+    """The parts that are asked for, or all of them."""
+    parts: dict[str, Callable[[list[str]], Any]] = {
+        "near_duplicates": lambda texts: near_duplicates(texts, datatrove),
+        "quality": quality,
+        "tokens": tokens,
+        "gpu": gpu,
+    }
+    wanted = [name for name in parts if name in only or (not only and name != "gpu")]
+    texts = corpus.gather(MEGABYTES)
+    figures: dict[str, Any] = {"corpus": {"documents": len(texts), "megabytes": round(_megabytes(texts), 1)}}
+    return figures | {name: parts[name](texts) for name in wanted}
+
+
+def lines(figures: dict[str, Any]) -> list[str]:
+    """The figures as sentences."""
+    said = [f"corpus: {figures['corpus']['documents']:,} documents, {figures['corpus']['megabytes']} MB"]
+    for part, found in figures.items():
+        if part != "corpus":
+            said += [f"{part}: {name} {value}" for name, value in found.items()]
+    return said
+
+
+def near_duplicates(texts: list[str], datatrove: str | None) -> dict[str, Any]:
+    """From text to verified clusters, beside rensa with Python shingling and datatrove's signatures alone."""
+    ours, _ = _rate(texts, _clusters)
+    few = _first(texts, PEER_MEGABYTES)
+    found: dict[str, Any] = {"modelwright_mb_per_cpu_s": ours}
+    try:
+        found["rensa_python_shingles_mb_per_cpu_s"] = _rate(few, _rensa)[0]
+        found["times_rensa"] = round(ours / found["rensa_python_shingles_mb_per_cpu_s"], 1)
+    except ImportError:
+        found["rensa"] = "not installed"
+    if datatrove:
+        small, large = (_datatrove(_first(texts, size), datatrove) for size in (1, 4))
+        marginal = round((large[0] - small[0]) / (large[1] - small[1]), 3)
+        found |= {"datatrove_signatures_mb_per_cpu_s": marginal, "times_datatrove": round(ours / marginal, 1),
+                  "datatrove_seconds": [round(small[1], 1), round(large[1], 1)]}  # fmt: skip
+    return found
+
+
+def _clusters(texts: list[str]) -> Array:
+    parts = [minhash.signatures(lot.shingles(minhash.SIZE)) for lot in words(texts)]
+    return clusters_of(np.concatenate(parts))
+
+
+def clusters_of(signatures: Array) -> Array:
+    """Verified clusters of all documents."""
+    everyone = np.ones(len(signatures), dtype=np.bool_)
+    edges = [dedup.band_edges(keys, everyone, lambda numbers: signatures[numbers], 0.7)
+             for keys in minhash.band_keys(signatures)]  # fmt: skip
+    return dedup.refined(dedup.clusters(len(signatures), np.concatenate(edges)), lambda n: signatures[n], 0.7)
+
+
+def _rensa(texts: list[str]) -> list[bool]:
+    import re
+
+    from rensa import RMinHash, RMinHashLSH
+
+    word = re.compile(r"\w+")
+    sets = []
+    for text in texts:
+        found = word.findall(text.lower())
+        sets.append([" ".join(found[place : place + 5]) for place in range(max(1, len(found) - 4))])
+    matrix = RMinHash.digest_matrix_from_token_sets(sets, 112, 42)
+    index = RMinHashLSH(threshold=0.7, num_perm=112, num_bands=14)
+    return list(index.query_duplicate_flags_matrix_one_shot(matrix))
+
+
+def _datatrove(texts: list[str], python: str) -> tuple[float, float]:
+    """Megabytes and CPU-seconds of a process of its own; two sizes tell what is fixed and what grows."""
+    import json
+
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "texts.jsonl"
+        path.write_text("".join(json.dumps(text) + "\n" for text in texts), encoding="utf-8")
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([python, "-c", DATATROVE, str(path), f"{place}/out"], check=True, capture_output=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return _megabytes(texts), after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def quality(texts: list[str]) -> dict[str, Any]:
+    """Precision and recall against the exact Jaccard index of every pair that shares a rare run of words.
+
+    A pair is recalled when both stand in one cluster; beside it, the share of pairs of which not both are left.
+    """
+    planted = int(len(texts) * (1 - 1 / (1 + corpus.PLANTED)))
+    some = [*texts[:TRUTH], *texts[-planted:]]
+    shingles = joined([lot.shingles(minhash.SIZE) for lot in words(some)])
+    lowest = clusters_of(minhash.signatures(shingles))
+    sets = [np.unique(part) for part in np.split(shingles.hashes, shingles.edges[1:-1])]
+    dropped = [(int(lowest[number]), number) for number in range(len(some)) if lowest[number] != number]
+    found: dict[str, Any] = {"documents": len(some), "dropped": len(dropped)}
+    found["precision_at_0.7"] = round(float(np.mean([_jaccard(sets, *pair) >= 0.7 for pair in dropped])), 3)
+    truth = _alike(sets, shingles)
+    for limit in (0.7, 0.8, 0.9):
+        pairs = [pair for pair, index in truth.items() if index >= limit]
+        found[f"recall_at_{limit}"] = round(float(np.mean([lowest[a] == lowest[b] for a, b in pairs])), 3)
+        left = [lowest[a] != a or lowest[b] != b for a, b in pairs]
+        found[f"not_both_left_at_{limit}"] = round(float(np.mean(left)), 3)
+        found[f"pairs_at_{limit}"] = len(pairs)
+    return found
+
+
+def _jaccard(sets: list[Array], first: int, second: int) -> float:
+    both = len(np.intersect1d(sets[first], sets[second], assume_unique=True))
+    return both / max(1, len(sets[first]) + len(sets[second]) - both)
+
+
+def _alike(sets: list[Array], shingles: Shingles) -> dict[tuple[int, int], float]:
+    """Every pair with a Jaccard index of at least 0.7, found by the runs that few documents share."""
+    owners = np.repeat(np.arange(len(sets)), [len(each) for each in sets])
+    hashes = np.concatenate(sets)
+    order = np.argsort(hashes, kind="stable")
+    hashes, owners = hashes[order], owners[order]
+    edges = np.flatnonzero(np.concatenate([[True], hashes[1:] != hashes[:-1], [True]]))
+    pairs: set[tuple[int, int]] = set()
+    for start, stop in itertools.pairwise(edges):
+        if 1 < stop - start <= 40:
+            mine = np.sort(owners[start:stop]).tolist()
+            pairs.update((a, b) for place, a in enumerate(mine) for b in mine[place + 1 :])
+    sizes = [len(each) for each in sets]
+    near = [(a, b) for a, b in pairs if min(sizes[a], sizes[b]) >= 0.7 * max(sizes[a], sizes[b])]
+    return {pair: index for pair in near if (index := _jaccard(sets, *pair)) >= 0.7}
+
+
+def tokens(texts: list[str]) -> dict[str, Any]:
+    """Tokenizing, packing and reading, one after the other on the same documents."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        train(_first(texts, 8), 16_384, folder / "tokenizer")
+        encoder, quick = Encoder.open(folder / "tokenizer"), quick_encoder(folder / "tokenizer")
+        few = _first(texts, PEER_MEGABYTES)
+        found["tokenizers_mb_per_cpu_s"], reference = _rate(few, encoder.encode)
+        if quick is None:
+            return {**found, "gigatoken": "not installed"}
+        found["gigatoken_mb_per_cpu_s"], made = _rate(texts, quick.encode, tries=1)  # it remembers words it has met
+        found["times_tokenizers"] = round(found["gigatoken_mb_per_cpu_s"] / found["tokenizers_mb_per_cpu_s"], 1)
+        found["documents_compared"] = len(few)
+        found["documents_differing"] = _differing(reference, made)
+        found |= _packing(made, folder / "packed", encoder) | _reading(folder / "packed")
+    return found
+
+
+def _differing(reference: Documents, made: Documents) -> int:
+    ours, theirs = (np.split(side.tokens, np.cumsum(side.lengths)[:-1]) for side in (reference, made))
+    return sum(not np.array_equal(one, other) for one, other in zip(ours, theirs, strict=False))
+
+
+def _packing(made: Documents, folder: Path, encoder: Encoder) -> dict[str, Any]:
+    """Rows of one length: concatenated and written, and by best fit; TRL does the same with the same documents."""
+    layout, million = Layout(LENGTH, encoder.vocab_size), len(made.tokens) / 1e6
+    blocks: dict[str, Iterable[Block]] = {"all": [Block(len(made.tokens), lambda: made)]}
+    places = iter([folder / "first", folder / "second", folder])  # into a fresh folder each time
+    seconds, facts = _least(lambda: write_part(next(places), "train", layout, blocks, "bench"))
+    seal(folder, layout, {"train": facts}, {"tokenizer": encoder.fingerprint})
+    fitted, _ = _least(lambda: _best_fit(made))
+    found: dict[str, Any] = {"tokens": len(made.tokens), "pack_and_write_mtok_per_cpu_s": round(million / seconds, 1),
+                             "best_fit_mtok_per_cpu_s": round(million / fitted, 1)}  # fmt: skip
+    try:
+        from trl import pack_dataset
+    except ImportError:
+        return {**found, "trl": "not installed"}
+    dataset = _dataset(made.tokens.astype(np.int32), made.lengths)
+    for strategy, ours in (("wrapped", seconds), ("bfd_split", fitted)):
+        theirs, packed = _least(lambda strategy=strategy: pack_dataset(dataset, LENGTH, strategy))  # type: ignore[misc]
+        writing, _ = _least(lambda packed=packed: packed.save_to_disk(str(folder / "trl")))  # type: ignore[misc]
+        found[f"trl_{strategy}_not_written_mtok_per_cpu_s"] = round(million / theirs, 1)
+        found[f"trl_{strategy}_written_mtok_per_cpu_s"] = round(million / (theirs + writing), 1)
+        found[f"times_trl_{strategy}"] = round(theirs / ours, 1)
+    return found
+
+
+def _best_fit(made: Documents) -> tuple[Array, int]:
+    """Documents in rows by best fit, long ones divided: tokens one row after the other, and how many rows."""
+    edges = np.concatenate([[0], np.cumsum(made.lengths)])
+    pieces = [(start, min(start + LENGTH, stop)) for first, stop in itertools.pairwise(edges.tolist())
+              for start in range(first, stop, LENGTH)]  # fmt: skip
+    groups = pack([stop - start for start, stop in pieces], LENGTH)
+    order = itertools.chain.from_iterable(groups)
+    return np.concatenate([made.tokens[slice(*pieces[number])] for number in order]), len(groups)
+
+
+def _dataset(values: Array, lengths: Array) -> Any:
+    """Rows of numbers as the datasets library holds them."""
+    import pyarrow
+    from datasets import Dataset
+
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    column = pyarrow.ListArray.from_arrays(pyarrow.array(offsets), pyarrow.array(values))
+    return Dataset(pyarrow.table({"input_ids": column}))
+
+
+def _reading(folder: Path, batches: int = 200) -> dict[str, Any]:
+    """Random batches of 16 rows: ours with positions, theirs without."""
+    shards = Shards.open(folder)
+    chance = np.random.default_rng(1)
+    picks = [chance.integers(0, shards.rows(), 16) for _ in range(batches)]
+    tokens = shards.read(range(shards.rows()))[0]
+    stored = _dataset(tokens.ravel(), np.full(len(tokens), LENGTH)).with_format("torch")
+    wanted = [rows.tolist() for rows in picks]
+    ours, _ = _least(lambda: all(len(shards.read(rows)[0]) for rows in picks))  # none is kept, as in training
+    theirs, _ = _least(lambda: all(len(stored[rows]["input_ids"]) for rows in wanted))
+    million = batches * 16 * LENGTH / 1e6
+    return {"read_mtok_per_cpu_s": round(million / ours, 1),
+            "datasets_torch_mtok_per_cpu_s": round(million / theirs, 1),
+            "times_datasets": round(theirs / ours, 1)}  # fmt: skip
+
+
+def _least(action: Callable[[], Any], tries: int = 3) -> tuple[float, Any]:
+    """The fewest CPU-seconds of some tries, and what the last gave."""
+    seconds = []
+    for _ in range(tries):
+        begun = time.process_time()
+        made = action()
+        seconds.append(time.process_time() - begun)
+    return min(seconds), made
+
+
+def gpu(texts: list[str]) -> dict[str, Any]:
+    """Signatures on a GPU: gigabytes of text per second, and whether they are the CPU's to the last bit."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"gpu": "there is none"}
+    from modelwright.data.minhash_gpu import least_values
+
+    shingles = joined([lot.shingles(minhash.SIZE) for lot in words(texts)])
+    same = bool(np.array_equal(minhash.signatures_on("cuda", shingles), minhash.signatures(shingles)))
+    on_device = [torch.from_numpy(np.ascontiguousarray(each).astype(np.int64)).cuda()
+                 for each in (shingles.hashes, shingles.edges, minhash.FACTORS, minhash.SHIFTS)]  # fmt: skip
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        least_values(*on_device)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begun)
+    begun = time.perf_counter()
+    minhash.signatures_on("cuda", shingles)
+    whole = time.perf_counter() - begun
+    return {"same_bits_as_cpu": same, "gb_per_s": round(_megabytes(texts) / 1e3 / min(times), 2),
+            "gb_per_s_with_copies": round(_megabytes(texts) / 1e3 / whole, 2),
+            "device": torch.cuda.get_device_name()}  # fmt: skip
+
+
+def _rate(texts: list[str], action: Callable[[list[str]], Any], tries: int = 2) -> tuple[float, Any]:
+    """MB per CPU-second of an action, the best of its tries, and what it gave."""
+    seconds, made = _least(lambda: action(texts), tries)
+    return round(_megabytes(texts) / seconds, 2), made
+
+
+def _megabytes(texts: Sequence[str]) -> float:
+    return sum(len(text.encode("utf-8", "replace")) for text in texts) / 1e6
+
+
+def _first(texts: list[str], megabytes: float) -> list[str]:
+    sizes = np.cumsum([len(text) for text in texts])
+    return texts[: int(np.searchsorted(sizes, megabytes * 1e6)) + 1]
+
+
+def main(
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help="near_duplicates, quality, tokens or gpu; may be given often.")
+    ] = None,
+    datatrove: Annotated[
+        str | None, typer.Option("--datatrove", metavar="PYTHON", help="A Python that has datatrove.")
+    ] = None,
+    save: common.Save = False,
+    as_json: common.Json = False,
+) -> None:
+    """Near-duplicates, tokenizing, packing and reading, beside the peers."""
+    common.report("data", lambda: measure(only or (), datatrove), lines, save, as_json)
+
+
+if __name__ == "__main__":
+    common.run(main)

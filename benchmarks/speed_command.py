@@ -1,0 +1,217 @@
+"""What the command itself takes: seconds from `modelwright run` to the first step, and how long saving holds it up.
+
+A model and shards of random tokens are put on disk; the command runs twice as a process of its own. The second time
+finds what the first has compiled, and goes on to save its checkpoints in the background. Both are ended as soon as they
+have shown what is asked, and what they show is told at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.progress import Progress
+from benchmarks.speed_works import SEED, WORKS, Work, build
+from benchmarks.stages import make_tokenizer, random_shards
+from modelwright.errors import UsageError
+from modelwright.runs.folder import write_text
+from modelwright.runs.journal import Event, read
+from modelwright.stages.signals import Stopper
+
+MINUTE = 60.0
+COMPILED = 2
+"""Steps after which a first run has compiled all there is; nothing of it is saved."""
+SAVES = 2
+"""Checkpoints in the second run; the first of them also makes room for its copies."""
+BETWEEN = 600
+"""Steps between two saves on a GPU at least, about 15 s, so that none waits for the one before to be written."""
+LONGEST_SECONDS = 240
+LOOK_SECONDS = 0.1
+EVENTS = ("run", "gathering", "stage", "model", "plan", "step")
+"""What the journal tells on the way to the first step, in order."""
+DIES_WITH_US = """\
+import runpy, sys
+from modelwright.runs.beat import die_with_parent
+die_with_parent(int(sys.argv.pop(1)))
+sys.argv[0] = "modelwright"
+runpy.run_module("modelwright", run_name="__main__")
+"""
+Enough = Callable[[list[Event]], bool]
+
+
+def measure(ways: Sequence[str], steps: int, data: Path | None, kernels: bool = False) -> dict[str, Any]:
+    """Start cold, start warm; steps: those between two saves of the warm run."""
+    import torch
+
+    if ways:
+        raise UsageError("--way is not for start: there is one way to start the command")
+    on_gpu = torch.cuda.is_available()
+    work, between = WORKS["0.5b" if on_gpu else "tiny"], max(steps, BETWEEN) if on_gpu else steps
+    figures: dict[str, Any] = {"saves": []}
+    shows: dict[str, tuple[int, Enough]] = {
+        "cold": (10 * between, lambda events: len(_steps(events)) >= COMPILED),
+        "warm": (between, lambda events: len(stalls(events)) >= SAVES),
+    }
+    progress, stopper = Progress("start"), Stopper()
+    with stopper.listening(), stopper.waiting(), tempfile.TemporaryDirectory(dir=data) as place:
+        prepare(Path(place), work)
+        progress.tell("a model and shards are on disk")
+        for name, (apart, enough) in shows.items():
+            command = Command(Path(place), work, name, apart)
+            for figures[name] in command.follow(enough, stopper, progress):
+                figures["saves"] = stalls(command.events)
+            if stopper.asked():
+                break
+    return figures
+
+
+def lines(figures: dict[str, Any]) -> Iterator[str]:
+    """The figures as sentences."""
+    for name in ("cold", "warm"):
+        if name not in figures:
+            yield f"  {name} start: cut short before its first step"
+            continue
+        told = figures[name]
+        marks = ", ".join(f"{event} {second:.1f}" for event, second in told["marks"].items())
+        yield f"  {name} start: {told['seconds']:.1f} s from the command to the end of the first step ({marks})"
+    rate, waiting = (figures.get("warm", {}).get(name) for name in ("tokens_per_second", "waiting"))
+    share = "" if waiting is None else f", {waiting:.2%} of the time waiting for rows"
+    yield f"  then {rate:,.0f} tokens/s in the command itself{share}" if rate else "  too few steps to tell their speed"
+    yield from (f"  {in_words(save)}" for save in figures["saves"])
+
+
+def in_words(save: dict[str, Any]) -> str:
+    """What a save cost."""
+    return (
+        f"save at step {save['step']}: training stood still {save['still']:.3f} s, and lost {save['slower']:.3f} "
+        f"s in the {save['steps_meanwhile']} steps meanwhile, {save['share_of_a_minute']:.2%} of a minute; written "
+        f"and read back in {save['written']:.1f} s"
+    )
+
+
+def prepare(folder: Path, work: Work) -> None:
+    """The model with its tokenizer, and shards of random tokens."""
+    import torch
+
+    model = build(work).to("cpu", torch.bfloat16)  # as models are published, and half as much to write and read
+    make_tokenizer(folder / "model")
+    model.save_pretrained(folder / "model")
+    random_shards(folder / "shards", work.length, work.words)
+
+
+def stalls(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each save in the background cost: standing still, and steps that were slower while it was written."""
+    steps = _steps(events)
+    usual = median(step["seconds"] for step in steps) if steps else 0.0
+    found = []
+    for begun in (event for event in events if event["event"] == "saving"):
+        ended = next((e for e in events if e["event"] == "saved" and e["step"] == begun["step"]), None)
+        if ended is None or begun["step"] == steps[-1]["step"] or ended["time"] + usual > steps[-1]["time"]:
+            continue  # it is not over, or it ended the stage: nothing is trained meanwhile
+        meanwhile = [step for step in steps if begun["time"] < step["time"] <= ended["time"] + usual]
+        slower = sum(max(0.0, step["seconds"] - usual) for step in meanwhile)
+        still = begun["seconds"] + ended["waited"]
+        found.append({
+            "step": begun["step"], "still": round(still, 4), "slower": round(slower, 4),
+            "steps_meanwhile": len(meanwhile), "written": ended["seconds"],
+            "share_of_a_minute": round((still + slower) / MINUTE, 5),
+        })  # fmt: skip
+    return found
+
+
+class Command:
+    """`modelwright run` as a process of its own, which ends with us."""
+
+    def __init__(self, folder: Path, work: Work, name: str, between: int) -> None:
+        """between: steps between two saves."""
+        import torch
+
+        section = {
+            "max_length": work.length, "per_device_train_batch_size": work.rows, "learning_rate": work.learning_rate,
+            "lr_scheduler_type": "constant", "logging_steps": 1, "torch_compile": torch.cuda.is_available(),
+            "save_total_limit": 2, "save_in_background": "always", "save_steps": between,
+            "max_steps": 10 * between,
+        }  # fmt: skip
+        wish = {
+            "name": name, "seed": SEED, "output_dir": str(folder / name), "pretrain": section,
+            "model": {"model_name_or_path": str(folder / "model")}, "data": {"dataset_name": str(folder / "shards")},
+        }  # fmt: skip
+        self._recipe, self._errors = folder / f"{name}.yaml", folder / f"{name}.log"
+        self._journal, self._name = folder / name / "journal.jsonl", name
+        write_text(self._recipe, json.dumps(wish))
+        self.events: list[Event] = []
+        """What its journal has told so far."""
+
+    def follow(self, enough: Enough, stopper: Stopper, progress: Progress) -> Iterator[dict[str, Any]]:
+        """Run until the journal shows enough or somebody asks to stop; figures as they come, and what is new told."""
+        told: set[str] = set()
+        began = time.time()
+        for events in self._growing(began):
+            self.events = events
+            for mark, words in self._news(began):
+                if mark not in told:
+                    told.add(mark)
+                    progress.tell(f"{self._name}: {words}")
+            if _steps(events):
+                yield self._figures(began)
+            if enough(events) or stopper.asked():
+                return
+
+    def _growing(self, began: float) -> Iterator[list[Event]]:
+        """The journal again and again while the command runs, which is ended when nobody asks for more."""
+        command = [sys.executable, "-c", DIES_WITH_US, str(os.getpid()), "run", str(self._recipe)]
+        with self._errors.open("wb") as errors:
+            process = subprocess.Popen(
+                [*command, "--log-format", "json"], stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+            )
+        try:
+            while process.poll() is None and time.time() - began < LONGEST_SECONDS:
+                yield list(read(self._journal)) if self._journal.exists() else []
+                time.sleep(LOOK_SECONDS)
+            if process.returncode:
+                said = self._errors.read_text(encoding="utf-8", errors="replace").strip()[-500:]
+                raise RuntimeError(f"modelwright run ended with {process.returncode}: {said}")
+            yield list(read(self._journal))
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # nothing of it is kept, so it need not save
+            process.wait()
+
+    def _news(self, began: float) -> Iterator[tuple[str, str]]:
+        for kind, second in self._marks(began).items():
+            yield (
+                kind,
+                f"the first step is done after {second:.1f} s" if kind == "step" else f"{kind} at {second:.1f} s",
+            )
+        for save in stalls(self.events):
+            yield f"save {save['step']}", in_words(save)
+
+    def _marks(self, began: float) -> dict[str, float]:
+        """Seconds until each kind of event was first told."""
+        firsts = {kind: next((e["time"] for e in self.events if e["event"] == kind), None) for kind in EVENTS}
+        return {kind: round(at - began, 2) for kind, at in firsts.items() if at is not None}
+
+    def _figures(self, began: float) -> dict[str, Any]:
+        marks, steps = self._marks(began), _steps(self.events)
+        return {
+            "seconds": marks["step"],
+            "marks": marks,
+            "first_step_seconds": steps[0]["seconds"],
+            "tokens_per_second": steps[-1].get("tokens_per_second"),
+            "waiting": steps[-1].get("waiting"),
+            "whole_seconds": round(time.time() - began, 1),
+        }
+
+
+def _steps(events: list[Event]) -> list[Event]:
+    return [event for event in events if event["event"] == "step"]

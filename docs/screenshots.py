@@ -1,0 +1,154 @@
+"""Make the pictures of the documentation: a run's report and the terminal, photographed by this machine's browser."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from modelwright.errors import UsageError
+from modelwright.report import page
+from modelwright.report.lines import line_of
+from modelwright.report.story import story_of
+from modelwright.runs import journal
+from modelwright.runs.folder import RunFolder, open_run, read_json, write_json
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+SHOTS = (
+    ("report.png", 1100, 1500, "light"),
+    ("report-dark.png", 1100, 1500, "dark"),
+    ("phone.png", 390, 1100, "light"),
+)
+"""Name, width, height and colours of each picture."""
+SOURCES = ("page.css", "charts.css", "page.js", "templates/page.html", "templates/sections.html")
+"""What decides how a report looks, beside the code that fills it."""
+SAMPLE: tuple[dict[str, Any], ...] = (
+    {"event": "run", "recipe": "sample", "folder": "runs/sample", "stages": ["sft"], "device": "CPU", "world": 1},
+    {"event": "model", "stage": "sft", "name": "tiny", "share": "1 of 2 parameters train", "revision": None},
+    {"event": "plan", "stage": "sft", "steps": 40, "arithmetic": "batch 4 = 4 per device × 1", "precision": "fp32",
+     "device": "cpu", "reasons": ["the batch is kept"], "predicted": {"tokens_per_second": 900.0}},
+    {"event": "evaluation", "stage": "sft", "step": 0, "eval_loss": 4.0},
+    *({"event": "step", "stage": "sft", "step": step, "steps": 40, "loss": 4.0 / step, "grad_norm": 1.0 + step % 3,
+       "learning_rate": 1e-3 / step, "tokens_per_second": 900.0 + step, "memory_bytes": 10**9, "seconds": 1.0,
+       "eta_seconds": 40.0 - step, "health": "ok", "epoch": step / 20} for step in range(1, 41)),
+    {"event": "saved", "stage": "sft", "step": 40, "seconds": 0.5},
+    {"event": "evaluation", "stage": "sft", "step": 40, "eval_loss": 0.5},
+    {"event": "answers", "stage": "sft", "notice": "A sample.", "answers": [
+        {"question": "How far is it?", "before": "I do not know.", "after": "Ten kilometres."}]},
+    {"event": "verdict", "stage": "sft", "open": True, "letter": "gate sft is open: eval_loss 0.5, needs at most 1",
+     "metrics": {"base_eval_loss": 4.0, "eval_loss": 0.5, "steps": 40, "tokens": 9000, "seconds": 41.0}},
+    {"event": "note", "message": "a note"},
+    {"event": "done", "folder": "runs/sample", "seconds": 50.0},
+)  # fmt: skip
+"""A run that is always the same: as long as it is drawn alike, so are all others."""
+
+
+def take(run: RunFolder) -> dict[str, Any]:
+    """Photograph a run into docs/pictures, and write down what the pages looked like by hash."""
+    folder = _folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as place:
+        report = Path(place) / "report.html"
+        report.write_text(page.page(run, story_of(run)), encoding="utf-8")
+        _photograph(report, folder)
+    (folder / "terminal.svg").write_text(_terminal(run), encoding="utf-8")
+    told = {
+        "look": look(),
+        "run": run.path.name,
+        "bytes": {path.name: path.stat().st_size for path in _pictures(folder)},
+    }
+    write_json(folder / "pictures.json", told)
+    return told
+
+
+def look() -> str:
+    """A hash over how a run looks on a page and in a terminal: style, templates, and the sample as it is drawn."""
+    digest = hashlib.sha256()
+    for name in SOURCES:
+        digest.update((page.HERE / name).read_bytes())
+    with tempfile.TemporaryDirectory() as place:
+        run = RunFolder(Path(place) / "sample")
+        run.path.mkdir()
+        lines = [json.dumps({"time": 1000.0 + number, **event}) for number, event in enumerate(SAMPLE)]
+        run.journal.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_json(run.data_manifest("sft"), {"source": "rows.jsonl", "train": {"rows": 36}, "held_out": {"rows": 4}})
+        write_json(run.demo_outputs / "mistakes.json", {"accuracy": 0.5, "classes": ["cat", "dog"],
+                                                        "confusion": [[3, 1], [2, 4]]})  # fmt: skip
+        drawn = "".join(page.sections(run, story_of(run)).values())
+        told = "\n".join(_lines(run))
+    digest.update((drawn + told).replace(place, "").encode())
+    return digest.hexdigest()
+
+
+def stale() -> bool:
+    """Whether the pages have changed since the pictures were made."""
+    path = _folder() / "pictures.json"
+    return not path.exists() or read_json(path)["look"] != look()
+
+
+def _photograph(report: Path, folder: Path) -> None:
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        raise UsageError("pictures are made with a package that is not installed: pip install playwright") from None
+    browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    if browser is None:
+        raise UsageError("no browser was found; pictures are made with: apt-get install chromium fonts-inter")
+    with sync_playwright() as driver:
+        opened = driver.chromium.launch(executable_path=browser, args=["--no-sandbox", "--disable-gpu"])
+        for name, width, height, scheme in SHOTS:
+            shown = opened.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)  # type: ignore[arg-type]
+            shown.goto(report.as_uri())
+            shown.screenshot(path=folder / name)
+            _shrink(folder / name)
+        opened.close()
+
+
+def _shrink(path: Path) -> None:
+    """Fewer colours: a page has few, and the repository keeps every version."""
+    from PIL import Image
+
+    with Image.open(path) as picture:
+        small = picture.convert("RGB").quantize(128)
+    small.save(path, optimize=True)
+
+
+def _terminal(run: RunFolder) -> str:
+    """The run's lines as a terminal shows them."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(record=True, width=110, file=io.StringIO())
+    for line in _lines(run):
+        console.print(Text(line[:108]))
+    drawn = console.export_svg(title=f"modelwright run {run.path.name}", clear=False)
+    return re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.DOTALL)  # they would be fetched from elsewhere
+
+
+def _lines(run: RunFolder) -> list[str]:
+    """How a run begins and ends in a terminal."""
+    from modelwright.report.card import card
+
+    name = f"runs/{run.path.name}"
+    events = ({**event, "folder": name} for event in journal.read(run.journal))
+    lines = [line for event in events if (line := line_of(event))]
+    return [*lines[:16], "…", *card(run).replace(str(run.path), name).splitlines()]
+
+
+def _pictures(folder: Path) -> list[Path]:
+    return sorted([*folder.glob("*.png"), *folder.glob("*.svg")])
+
+
+def _folder() -> Path:
+    return Path(__file__).resolve().parent / "pictures"
+
+
+if __name__ == "__main__":
+    for name, size in take(open_run(sys.argv[1] if sys.argv[1:] else "runs/quickstart"))["bytes"].items():
+        print(f"{size:>9,}  {name}")

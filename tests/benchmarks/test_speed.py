@@ -1,0 +1,221 @@
+"""Benchmarks measure what they say, and their figures carry what they stand on."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from benchmarks import common as results
+from benchmarks import peers, sft, speed, speed_command, speed_dpo, speed_titan, start
+from benchmarks.common import environment
+from benchmarks.speed_works import WAYS, WORKS, build, rows_of
+from modelwright.errors import UsageError
+
+
+def test_a_result_carries_day_commit_and_machine_but_not_its_name() -> None:
+    found = results.result("start", {"help": 1.0})
+    assert found["date"].endswith("+00:00")
+    assert set(found["machine"]) >= {"architecture", "cpu", "cores", "python", "torch"}
+    assert socket.gethostname() not in json.dumps(found["machine"])
+
+
+def test_a_result_is_kept_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    path = results.save(results.result("start", {"help": 1.0}))
+    assert path == tmp_path / "benchmarks" / "results" / "start.json"
+    assert json.loads(path.read_text(encoding="utf-8"))["figures"] == {"help": 1.0}
+
+
+def test_the_cost_of_a_command_is_its_cpu_time_and_its_last_words() -> None:
+    idle = start.cost([sys.executable, "-c", "import time; time.sleep(0.3); print('slept')"])
+    busy = start.cost([sys.executable, "-c", "sum(range(20_000_000)); raise SystemExit('summed')"])
+    assert idle["cpu_seconds"] < busy["cpu_seconds"]
+    assert (idle["last_line"], idle["exit_code"]) == ("slept", 0)
+    assert (busy["last_line"], busy["exit_code"]) == ("summed", 1)
+
+
+def test_a_missing_peer_is_said() -> None:
+    alone = {"help": {"modelwright": {"cpu_seconds": 0.2}}}
+    assert start.lines(alone) == [
+        "help: modelwright 0.20 CPU-s; trl is not installed, so there is nothing to hold it against"
+    ]
+    beside = {"help": {"modelwright": {"cpu_seconds": 0.2}, "trl": {"cpu_seconds": 8.0}, "ratio": 40.0}}
+    assert start.lines(beside) == ["help: modelwright 0.20 CPU-s, trl sft 8.00 CPU-s, 40 times as much"]
+
+
+def test_an_answer_to_another_question_is_held_against_nothing() -> None:
+    ours, theirs = start.cost([sys.executable, "-c", "print('learning_rat is unknown')"]), {"cpu_seconds": 9.0}
+    elsewhere = {**theirs, "last_line": "there is no GPU"}
+    found = {"typo": {"modelwright": ours, "trl": elsewhere, "ratio": start._ratio(ours, elsewhere, "learning_rat")}}
+    assert found["typo"]["ratio"] is None
+    assert "there is no GPU" in start.lines(found)[0]
+    assert start._ratio(ours, {**theirs, "last_line": "unrecognized: --learning_rat"}, "learning_rat")
+
+
+@pytest.mark.slow
+def test_both_sides_of_the_sft_benchmark_do_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trl")
+    for name, value in (("WARM_UP", 1), ("TIMED", 1), ("STEPS", 2), ("ROUNDS", 1)):
+        monkeypatch.setattr(sft, name, value)
+    figures = sft.measure()
+    ours, theirs = figures["modelwright"], figures["trl"]
+    assert ours["tokens"] == theirs["tokens"] > 0
+    assert ours["mean_loss"] == pytest.approx(theirs["mean_loss"], rel=1e-4)
+    assert figures["ratio"] > 0
+    assert len(sft.lines(figures)) == 3
+
+
+def test_every_stage_of_a_recipe_is_measured_at_the_shapes_it_has() -> None:
+    from benchmarks import stages
+
+    small = ["model.architecture.hidden_size=32", "model.architecture.intermediate_size=64"]
+    small += [f"{stage}.per_device_train_batch_size=1" for stage in ("pretrain", "sft", "dpo", "lora")]
+    figures = stages.measure("llama-tiny", 2, ["fp32"], small)
+    assert [row["stage"] for row in figures["stages"]] == ["pretrain", "sft", "dpo", "lora"]
+    assert all(row["tokens_per_second"] > 0 and row["health"] == ["ok"] for row in figures["stages"]), figures
+    assert len(stages.lines(figures)) == 5
+
+
+def test_the_cost_of_a_save_is_what_it_held_up_and_how_much_slower_the_steps_meanwhile_were() -> None:
+    steps = [{"event": "step", "step": n, "time": 100.0 + n, "seconds": 1.5 if n == 3 else 1.0} for n in range(1, 7)]
+    saves = [
+        {"event": "saving", "step": 2, "time": 102.1, "seconds": 0.1},
+        {"event": "saved", "step": 2, "time": 103.2, "seconds": 1.1, "waited": 0.2},
+        {"event": "saving", "step": 6, "time": 106.1, "seconds": 5.0},
+        {"event": "saved", "step": 6, "time": 111.1, "seconds": 5.0, "waited": 5.0},
+    ]
+    (only,) = speed_command.stalls(sorted([*steps, *saves], key=lambda event: event["time"]))
+    assert (only["step"], only["still"], only["slower"]) == (2, pytest.approx(0.3), pytest.approx(0.5))
+    assert only["share_of_a_minute"] == pytest.approx(0.8 / 60, abs=1e-5)
+
+
+def test_the_fastest_of_ours_is_held_against_the_fastest_peer() -> None:
+    ways = {"ours, a": {"rate": 6.0}, "ours, b": {"rate": 8.0}, "TRL, a": {"rate": 4.0}, "TRL, b": {"failed": "…"}}
+    assert peers.ratio(ways, "rate") == {"ratio": 2.0}
+    assert peers.ratio({"ours, a": {"rate": 6.0}}, "rate") == {}
+
+
+def test_the_speed_of_a_training_whose_loss_is_no_number_is_not_told() -> None:
+    peers.finite([3.0, 2.5])
+    with pytest.raises(ArithmeticError, match="no number from step 2 on"):
+        peers.finite([3.0, float("nan"), float("nan")])
+
+
+def test_low_rank_matrices_are_trained_beside_the_peer_and_their_kernels_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    figures = speed.measure("tiny-lora", steps=4, kernels=True)
+    ours, theirs = figures["ways"].values()
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
+    assert ours["kernels"][0]["name"] == "all together" and "mm" in str(ours["kernels"])
+    assert "HF Trainer and PEFT, fp32" in "\n".join(speed.lines(figures))
+
+
+@pytest.mark.slow
+def test_pairs_are_learnt_beside_the_peer_to_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trl")
+    small = speed_dpo.Work(layers=2, width=128, words=256, prompt=24, answer=7, pairs=2)
+    monkeypatch.setattr(speed_dpo, "TINY", small)
+    figures = speed.measure("dpo", steps=2)
+    ours, kept, second = figures["ways"].values()
+    assert ours["mean_loss"] == pytest.approx(kept["mean_loss"], rel=1e-4)
+    assert kept["mean_loss"] == pytest.approx(second["mean_loss"], rel=1e-4)
+    assert {"pairs_per_second", "memory_gb", "start_seconds"} <= ours.keys() and figures["ratio"] > 0
+    assert len(list(speed.lines(figures))) == 6
+    second["mean_loss"] += 0.1
+    assert "the ways did not learn the same" in "\n".join(speed.lines(figures))
+    with pytest.raises(UsageError, match="--rows is not for dpo"):
+        speed.measure("dpo", steps=2, rows=Path("rows.npy"))
+
+
+def test_a_way_aside_is_measured_where_it_is_asked_for_and_learns_the_same() -> None:
+    plain, again = "ours, fp32", "ours, fp32, selective checkpointing"
+    by_default = [way.name for way in peers.asked(WAYS["tiny"], ())]
+    assert again not in by_default and plain in by_default
+    assert [way.name for way in peers.asked(WAYS["tiny"], [plain])] == [plain], "a whole name asks for no other"
+    figures = speed.measure("tiny", [plain, "selective"], steps=2)
+    assert figures["ways"][again]["losses"] == figures["ways"][plain]["losses"]
+
+
+def test_where_torchtitan_is_absent_it_is_said_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed_titan, "installed", lambda package: None)
+    monkeypatch.setitem(WAYS, "tiny", (WAYS["0.5b"][-1], WAYS["tiny"][0]))
+    figures = speed.measure("tiny", steps=1)
+    absent, ours = figures["ways"].values()
+    assert absent["failed"].endswith("torchtitan is not installed") and ours["losses"]
+    assert f"  torchtitan, fp8, compiled: {absent['failed']}" in list(speed.lines(figures))
+
+
+def test_torchtitan_is_given_the_same_weights_rows_and_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    if results.installed("torchtitan") is None:
+        pytest.skip("torchtitan is not installed")
+    if find_spec("triton") is None:  # its kernels for mixtures of experts are asked for at import, and not used here
+        kernels = ModuleType("kernels")
+        vars(kernels)["generate_permute_indices"] = None
+        monkeypatch.setitem(sys.modules, "torchtitan.models.moe.kernels", kernels)
+    from torchtitan.components.loss import cross_entropy_loss
+    from torchtitan.models.llama3 import Transformer
+
+    work = WORKS["tiny"]
+    rows = rows_of(work, 3)
+    theirs = Transformer(speed_titan.shape(work))
+    speed_titan.begin_alike(theirs, work)
+    inputs, follows = speed_titan.batches(work, rows)[0]
+    loss = cross_entropy_loss(theirs(inputs["input"]), follows) / (work.rows * (work.length - 1))
+    ours = build(work)(input_ids=inputs["input"], labels=inputs["input"]).loss
+    assert loss.item() == pytest.approx(ours.item(), rel=1e-5)
+    for name in ("0.5b", "6b"):
+        for way in (way for way in WAYS[name] if way.titan is not None):
+            job = speed_titan.configuration(WORKS[name], way.titan, 64)
+            assert job.training.steps * job.training.global_batch_size == 64 and job.compile.enable
+            assert bool(job.model.converters) == ("fp8" in way.name)
+
+
+def test_the_figures_of_one_work_are_kept_beside_those_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    for work in ("lora", "sft", "sft"):
+        figures = speed.kept_with({"work": work, "device": "a card", "ways": {}})
+        results.save(results.result("speed", figures))
+    kept = results.kept("speed")
+    assert kept is not None and set(kept["figures"]) == {"lora", "sft"}
+    assert kept["figures"]["sft"]["measured"].keys() == {"date", "commit"}
+
+
+@pytest.mark.parametrize("work", speed.KNOWN)
+def test_a_word_that_fits_no_way_is_answered_with_the_ways_there_are(work: str) -> None:
+    with pytest.raises(UsageError, match=r"there are: ours, .* \| |--way is not for start"):
+        speed.measure(work, ["ours", "olive"], steps=1)
+
+
+def test_figures_of_a_work_do_not_take_the_place_of_another_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    path = results.save(results.result("speed", {"dpo": {"device": "NVIDIA H200", "ways": {}}}))
+    before = path.read_bytes()
+    with pytest.raises(UsageError, match="figures of dpo are kept of NVIDIA H200, and this is"):
+        speed.main(work="dpo", save=True)
+    with pytest.raises(UsageError, match="kept of NVIDIA H200"):
+        speed.kept_with({"work": "dpo", "device": "2 CPU threads", "ways": {}})
+    assert path.read_bytes() == before
+
+
+def test_processes_find_what_this_one_finds_wherever_they_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A GPU machine that cannot install has its packages in a folder, named from where the command was given."""
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more/beside.py").write_text("", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "more")
+    environ = environment({})
+    subprocess.run([sys.executable, "-c", "import beside, modelwright"], env=environ, cwd="/", check=True)

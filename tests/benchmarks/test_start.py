@@ -1,0 +1,58 @@
+"""The command whose start is measured is ended as soon as it has shown enough, whoever ends the measurement."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from benchmarks import speed_command
+
+STAND_IN = """
+import json, os, signal, sys, time
+parent, recipe = int(sys.argv[1]), json.load(open(sys.argv[3]))
+with open(PIDS, "a") as pids:
+    print(os.getpid(), file=pids)
+if recipe["name"] == CUT:
+    os.kill(parent, signal.SIGTERM)
+    time.sleep(600)
+step = lambda n: {"event": "step", "step": n, "seconds": 1.0, "tokens_per_second": 5.0, "waiting": 0.003}
+saving = lambda n: {"event": "saving", "step": n, "seconds": 0.1}
+saved = lambda n: {"event": "saved", "step": n, "seconds": 0.9, "waited": 0.0}
+told = [{"event": "run"}, step(1), step(2), saving(2), saved(2), step(3), step(4)]
+told += [saving(4), saved(4), step(5), step(6)]
+os.makedirs(recipe["output_dir"])
+with open(recipe["output_dir"] + "/journal.jsonl", "w") as journal:
+    for second, event in enumerate(told):
+        print(json.dumps({"time": time.time() + second, **event}), file=journal, flush=True)
+time.sleep(600)
+"""
+"""In place of `modelwright run`: tells of a few steps and two saves, and would go on for ten minutes."""
+
+
+@pytest.mark.parametrize("cut", ["", "warm"])
+def test_what_was_found_is_told_and_no_process_stays_behind(
+    cut: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pids = tmp_path / "pids"
+    monkeypatch.setattr(
+        speed_command, "DIES_WITH_US", STAND_IN.replace("PIDS", repr(str(pids))).replace("CUT", repr(cut))
+    )
+    monkeypatch.setattr(speed_command, "prepare", lambda folder, work: None)
+    before = signal.getsignal(signal.SIGTERM)
+    figures = speed_command.measure((), 2, tmp_path)
+    assert signal.getsignal(signal.SIGTERM) is before
+    for pid in pids.read_text().split():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+    assert figures["cold"]["first_step_seconds"] == 1.0
+    if not cut:
+        assert [save["step"] for save in figures["saves"]] == [2, 4]
+    said, table = capsys.readouterr().err, "\n".join(speed_command.lines(figures))
+    assert "cold: the first step is done after" in said
+    assert ("warm: save at step 4" in said) is not bool(cut)
+    assert ("then 5 tokens/s in the command itself, 0.30% of the time waiting for rows" in table) is not bool(cut)
+    assert ("warm start: cut short before its first step" in table) is bool(cut)
+    assert list(tmp_path.iterdir()) == [pids]

@@ -1,0 +1,101 @@
+"""The README's figures are those of benchmarks/results.
+
+``UPDATE_GOLDEN=1 pytest tests/benchmarks/test_tables.py`` writes the tables anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from benchmarks.plan_table import page
+from benchmarks.tables import MARK, TABLES, _each_peer, fill, on_a_gpu, scorecard
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+FORESEEN = ROOT / "docs" / "reference" / "foreseen.md"
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def test_the_tables_of_the_readme_are_made_from_the_results() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert all(MARK.format(name=name) in text for name in TABLES)
+    if os.environ.get("UPDATE_GOLDEN") == "1":
+        README.write_text(fill(text, RESULTS), encoding="utf-8")
+    assert fill(text, RESULTS) == README.read_text(encoding="utf-8")
+
+
+def test_the_page_of_plans_is_made_from_the_results() -> None:
+    now = page(json.loads((RESULTS / "plan.json").read_text(encoding="utf-8")))
+    if os.environ.get("UPDATE_GOLDEN") == "1":
+        FORESEEN.write_text(now, encoding="utf-8")
+    assert FORESEEN.read_text(encoding="utf-8") == now
+
+
+def test_a_figure_that_was_typed_by_hand_is_found() -> None:
+    text = README.read_text(encoding="utf-8")
+    start = text.index(MARK.format(name="gpu"))
+    changed = text[:start] + text[start:].replace("tokens/s", "tokens/h", 1)
+    assert changed != text
+    assert fill(changed, RESULTS) == fill(text, RESULTS)
+
+
+def test_the_scorecard_appears_once_it_is_measured(tmp_path: Path) -> None:
+    assert "has not been measured yet" in scorecard(tmp_path)
+    rows = {
+        "R1": {
+            "name": "kill",
+            "figure": "14 of 14 resume",
+            "verdict": "met",
+            "baseline": "HF Trainer 10 | 14",
+            "baseline_measured_here": True,
+        },
+        "R2": {"name": "flip", "figure": "found", "verdict": "gap", "baseline": "–"},
+        "R3": {"name": "cold", "figure": "survived", "verdict": "met", "baseline": "–"},
+    }  # fmt: skip
+    machine = {"cores": 2, "cpu": "Neoverse-N1"}
+    kept = {"date": "2026-11-15T09:00:00+00:00", "machine": machine, "figures": {"rows": rows}}
+    (tmp_path / "reliability.json").write_text(json.dumps(kept), encoding="utf-8")
+    told = scorecard(tmp_path)
+    assert told.startswith("3 faults, 2 met, 1 gap (2026-11-15, 2 × Neoverse-N1); shown are")
+    assert "| cold |" not in told
+    assert "| kill | 14 of 14 resume | met | HF Trainer 10 \\| 14 |" in told
+
+
+def test_what_was_measured_beside_pretraining_has_a_row_of_its_own_with_its_day(tmp_path: Path) -> None:
+    way = {"tokens_per_second": 16500.0, "mfu": 0.55, "memory_gb": 98.0}
+    slow = {"tokens_per_second": 9000.0, "mfu": 0.3, "memory_gb": 60.0}
+    found = {
+        "lora": {
+            "measured": {"date": "2026-11-16T00:05:00+00:00"},
+            "device": "NVIDIA H200",
+            "ways": {"ours, bf16": way, "HF Trainer and PEFT": slow},
+        },
+        "sft": {"ways": {"ours, bf16": {"rows_per_second": 210.0}, "TRL, a": {"rows_per_second": 48.0}, "TRL, b": {}}},
+        "fp32": {"ways": {"ours, tf32": way, "ours, fp32": slow}},
+        "dpo": {
+            "setting": "16-layer Llama, and more",
+            "ways": {name: {"pairs_per_second": 50.0, "memory_gb": 30.0} for name in ("ours, bf16", "TRL, bf16")},
+        },
+        "start": {"warm": {"seconds": 14.2}, "saves": [{"share_of_a_minute": 0.011}, {"share_of_a_minute": 0.004}]},
+    }
+    assert on_a_gpu(tmp_path).count("\n") == 2, "a head, and nothing measured"
+    kept = {"date": "2026-11-15T09:00:00+00:00", "machine": {"cores": 2, "cpu": "Neoverse-N1"}, "figures": found}
+    (tmp_path / "speed.json").write_text(json.dumps(kept), encoding="utf-8")
+    told = on_a_gpu(tmp_path)
+    lora = "16,500 tokens/s (55.0% MFU, 98 GB) in bf16 | HF Trainer 9,000 tokens/s | `benchmarks.speed --work lora`"
+    assert f"{lora} | 2026-11-16, NVIDIA H200 |" in told
+    assert "`benchmarks.speed --work sft` | 2026-11-15, 2 × Neoverse-N1 |" in told
+    assert "210 rows/s | TRL 48 rows/s" in told
+    assert "16 k tokens/s on tensor cores, 9 k tokens/s exact | –" in told
+    assert "DPO, 16-layer Llama, 512 prompt" in told and "50.0 pairs/s, 30 GB | TRL 50.0, 30 GB" in told
+    assert "14.2 s" in told and "1.1% of the time" in told
+
+
+def test_torchtitan_stands_beside_the_other_peer_where_it_was_measured() -> None:
+    absent = {"torchtitan, bf16": {"failed": "torchtitan is not installed"}}
+    measured = {"torchtitan, bf16": {"tokens_per_second": 12000.0}, "torchtitan, fp8": {"tokens_per_second": 13000.0}}
+    assert _each_peer("HF Trainer 9,000 tokens/s", absent) == "HF Trainer 9,000 tokens/s"
+    assert _each_peer("HF Trainer 9,000 tokens/s", measured) == "HF Trainer 9,000 tokens/s; torchtitan 13,000 tokens/s"
+    assert _each_peer("–", measured) == "torchtitan 13,000 tokens/s" and _each_peer("–", absent) == "–"

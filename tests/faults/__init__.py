@@ -1,0 +1,1 @@
+"""Fault injection: what a run survives; `python -m tests.faults.scorecard --help`."""

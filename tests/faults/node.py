@@ -1,0 +1,25 @@
+"""One node of a benchmark: `python -m tests.faults.node RECIPE ASKED`, a launch whose steps have a real length."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+from modelwright.launch.nodes import Asked, wish_for
+from modelwright.launch.supervisor import supervise
+from modelwright.recipe.load import load
+
+
+def main() -> None:
+    """Start this node and leave with its exit code."""
+    recipe, asked = sys.argv[1], Asked(**json.loads(sys.argv[2]))
+    wish = wish_for(load(recipe), ("run", recipe, "--log-format", "plain"), asked, 3)
+    code, letter = supervise(replace(wish, preload=(*wish.preload, "tests.faults.pace")))
+    if letter:
+        print(letter, file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""The scorecard: run the faults that were chosen, hold each against its goal, and tell it as a table."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+import textwrap
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks import common as results
+from modelwright.errors import UsageError, first_line
+from tests.faults import (
+    cost,
+    damage,
+    disk,
+    goodput,
+    kills,
+    memory,
+    numbers,
+    places,
+    ranks,
+    rows,
+    security,
+    wishes,
+)
+from tests.faults.fault import Bench, Fault, Outcome, Skipped
+
+SEED = 20261115
+OPENS = "<!-- figures: made by `python -m tests.faults.scorecard --save` from benchmarks/results/reliability.json -->"
+CLOSES = "<!-- end of figures -->"
+MODULES = (kills, damage, disk, numbers, ranks, wishes, rows, memory, places, cost, goodput, security)
+
+
+def _number(fault: Fault) -> tuple[str, int]:
+    return fault.id[0], int(fault.id[1:])
+
+
+FAULTS: tuple[Fault, ...] = tuple(sorted((fault for module in MODULES for fault in module.FAULTS), key=_number))
+"""Every line of the table, in its order."""
+
+
+def choose(only: Sequence[str], skip: Sequence[str]) -> list[Fault]:
+    """The faults that are asked for, by their ids or by ranges such as R1-R11."""
+    named = _ids(only) or {fault.id for fault in FAULTS}
+    left_out = _ids(skip)
+    return [fault for fault in FAULTS if fault.id in named and fault.id not in left_out]
+
+
+def _ids(words: Sequence[str]) -> set[str]:
+    known = [fault.id for fault in FAULTS]
+    found: set[str] = set()
+    for word in (part.strip().upper() for each in words for part in each.split(",")):
+        first, _, last = word.partition("-")
+        if first not in known or (last and last not in known):
+            raise UsageError(f"there is no fault {word!r}; the table has {', '.join(known)}")
+        found |= set(known[known.index(first) : known.index(last or first) + 1])
+    return found
+
+
+def measure(chosen: Sequence[Fault], seed: int = SEED, smoke: bool = False, peers: bool = True) -> dict[str, Any]:
+    """Do one fault after the other."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="reliability-") as place:
+        bench = Bench(Path(place), seed, smoke)
+        bench.chosen = frozenset(fault.id for fault in chosen)
+        bench.peers = peers and not smoke
+        try:
+            for fault in chosen:
+                bench.say(f"{fault.id} {fault.name} (seed {seed}, about {fault.seconds} s)")
+                found[fault.id] = row(fault, bench)
+                bench.say(f"  {found[fault.id]['verdict']}: {found[fault.id]['figure']}")
+        finally:
+            bench.close()
+    return {"rows": found, "seed": seed, "smoke": smoke}
+
+
+def row(fault: Fault, bench: Bench) -> dict[str, Any]:
+    """Do one fault and judge it: met, gap, or skipped where this machine cannot inject it."""
+    began = time.monotonic()
+    try:
+        outcome = fault.do(bench)
+        verdict = "met" if outcome.met else "gap"
+    except Skipped as reason:
+        outcome, verdict = Outcome(str(reason), False), "skipped"
+    except Exception as error:
+        traceback.print_exc()
+        outcome = Outcome(f"the trial failed ({type(error).__name__}: {first_line(error)[:200]})", False)
+        verdict = "gap"
+    return {
+        "name": fault.name,
+        "injected": fault.injected,
+        "figure": outcome.figure,
+        "goal": fault.goal,
+        "verdict": verdict,
+        "baseline": outcome.baseline or fault.baseline,
+        "baseline_measured_here": outcome.baseline is not None,
+        "numbers": outcome.numbers,
+        "notes": list(outcome.notes),
+        "seed": bench.seed,
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def keep(measured: dict[str, Any]) -> Path:
+    """Keep a measurement, and bring the page that shows it up to date.
+
+    Rows that were measured before and are not measured now stay; each row carries its own day and commit.
+    """
+    stamp = {"date": measured["date"], "commit": measured["commit"]}
+    fresh = {name: {**each, **stamp} for name, each in measured["figures"]["rows"].items()}
+    known = {**(results.kept("reliability") or {}).get("figures", {}).get("rows", {}), **fresh}
+    rows = {fault.id: known[fault.id] for fault in FAULTS if fault.id in known}
+    path = results.save({**measured, "figures": {**measured["figures"], "rows": rows}})
+    if (shown := page()) is not None:
+        before, _, rest = shown.read_text(encoding="utf-8").partition(OPENS)
+        after = rest.partition(CLOSES)[2]
+        shown.write_text(f"{before}{OPENS}\n{as_markdown({'rows': rows})}{CLOSES}{after}", encoding="utf-8")
+    return path
+
+
+def page() -> Path | None:
+    """The page of the documentation that shows the table, in a checkout."""
+    path = results.ROOT / "docs" / "concepts" / "what-a-run-survives.md"
+    return path if path.exists() else None
+
+
+def lines(figures: dict[str, Any]) -> list[str]:
+    """The table for a terminal."""
+    told = []
+    for name, each in figures["rows"].items():
+        told.append(
+            f"{name:<4} {each['verdict'].upper() if each['verdict'] == 'gap' else each['verdict']:<8} {each['name']}"
+        )
+        for word, text in (("found", each["figure"]), ("goal", each["goal"]), ("peers", each["baseline"])):
+            told += textwrap.wrap(text, 100, initial_indent=f"     {word:<6} ", subsequent_indent=" " * 12)
+        told += [f"     ! {note}" for note in each["notes"][:5]]
+    counts = {
+        word: sum(each["verdict"] == word for each in figures["rows"].values()) for word in ("met", "gap", "skipped")
+    }
+    told.append(", ".join(f"{count} {word}" for word, count in counts.items()) + f"; seed {figures['seed']}")
+    return told
+
+
+def as_markdown(figures: dict[str, Any]) -> str:
+    """The table for the documentation."""
+    head = "| | what is done | found | goal | | what peers do |\n|---|---|---|---|---|---|\n"
+    body = [
+        f"| {name} | {_cell(each['name'])}: {_cell(each['injected'])} | {_cell(each['figure'])} "
+        f"| {_cell(each['goal'])} | {each['verdict']} | {_cell(each['baseline'])} |"
+        for name, each in figures["rows"].items()
+    ]
+    return head + "\n".join(body) + "\n"
+
+
+def _cell(text: str) -> str:
+    return re.sub(r"\s+", " ", text).replace("|", "\\|")
+
+
+def listing() -> list[str]:
+    """Every fault in a line, with about how long it takes."""
+    return [f"{fault.id:<4} {fault.seconds:>4} s  {fault.name}: {fault.injected}" for fault in FAULTS]
+
+
+def main(
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="ID", help="Only these, as R3 or R1-R11; may be given often.")
+    ] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option("--skip", metavar="ID", help="Not these; may be given often.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="What is drawn at random, again.")] = SEED,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Few trials of each, without peers.")] = False,
+    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Do the same to the HF Trainer.")] = True,
+    listed: Annotated[
+        bool, typer.Option("--list", help="Only list the faults, and about how long each takes.")
+    ] = False,
+    save: results.Save = False,
+    as_json: results.Json = False,
+) -> None:
+    """What a run survives: every fault that this machine can inject, beside the HF Trainer and torchrun."""
+    chosen = choose(only or (), skip or ())
+    if listed:
+        print("\n".join(listing()))
+        return
+    with redirect_stdout(sys.stderr):
+        figures = measure(chosen, seed, smoke, peers)
+    measured = results.result("reliability", figures)
+    print(json.dumps(measured, ensure_ascii=False) if as_json else "\n".join(lines(figures)))
+    if save:
+        print(f"saved to {keep(measured)}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    results.run(main)
