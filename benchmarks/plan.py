@@ -2,42 +2,29 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import math
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any
 
 import typer
 
 from benchmarks import common
-from benchmarks.fit import fit, left_out
-from benchmarks.judge import accelerate_bytes, config_of, judge, most_rows, work_of
+from benchmarks.judge import accelerate_bytes, leave_one_out, max_batch_rows
 from benchmarks.plan_table import lines
-from benchmarks.random_rows import RandomRows, random_images
-from benchmarks.settings import CPU_SETTINGS, GPU_SETTINGS, UNSEEN, Setting
-from modelwright.errors import UsageError, first_line
-from modelwright.plan.calibration import OWN, calibration_for
+from benchmarks.settings import ALL_GPU_CASES, HELD_OUT_CASES
+from modelwright.errors import UsageError
+from modelwright.plan.calibration import calibration_for
 from modelwright.plan.facts import Facts, card, probe
+from modelwright.plan.fit import CPU_CASES, PlanCase, compare_with_measured, fit, work_of
 from modelwright.plan.memory import memory
 from modelwright.plan.stage import StagePlan, plan_stage
-from modelwright.runs.caches import cache_dir
 from modelwright.runs.folder import write_json
+from modelwright.stages.measure import case_settings, guarded_case
 
-__all__ = ["judged", "keep", "lines", "measure", "read_runs"]
-
-SEED = 42
-WARM_UP, TIMED, LONG, TIMED_IF_LONG = 5, 6, 0.4, 3
-"""Steps before the clock counts, and on it; and how many of these where a step takes longer than so many seconds."""
-STEPS = WARM_UP + TIMED + 1
-STARVED = 0.75
-"""Of the threads' time, the share below which other processes took the rest: the processor's own clock counts then."""
 WANTED = "it wants a runs.json that benchmarks.plan --into FOLDER has written"
 
 
@@ -51,14 +38,14 @@ def judged(runs: dict[str, Any]) -> dict[str, Any]:
     gpu, good = card(Facts(**runs["device"])), [run for run in runs["runs"] if "peak_bytes" in run]
     if not good:
         return {**runs, "judged": [], "calibration": {}}
-    unseen = {setting.name for setting in UNSEEN}
+    unseen = {case.name for case in HELD_OUT_CASES}
     seen = [run for run in good if run["setting"]["name"] not in unseen] or good
     before = calibration_for(gpu)
     after = fit(seen, gpu, before)
-    blind, others = judge(good, gpu, before), left_out(good, seen, gpu, after)
+    blind, others = compare_with_measured(good, gpu, before), leave_one_out(good, seen, gpu, after)
     told = [
         {**run, **_errors("before", first), **_errors("left_out", other)}
-        for run, first, other in zip(judge(good, gpu, after), blind, others, strict=True)
+        for run, first, other in zip(compare_with_measured(good, gpu, after), blind, others, strict=True)
     ]
     return {**runs, "judged": told, "calibration": {after.card: after.as_json()}}
 
@@ -84,159 +71,36 @@ def read_runs(paths: Sequence[Path]) -> dict[str, Any]:
     return {"device": found[-1]["device"], "runs": [run for told in found for run in told["runs"]]}
 
 
-def keep(figures: dict[str, Any]) -> Path:
-    """Keep the fitted coefficients for the plans of this machine."""
-    path = cache_dir() / OWN
-    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    write_json(path, {**known, **figures["calibration"]})
-    return path
-
-
 def measure_all(wanted: Sequence[str] = (), into: Path | None = None) -> dict[str, Any]:
     """Measure every setting, each guarded, and write what is known after each one."""
-    import torch
-
-    on_gpu, facts = torch.cuda.is_available(), probe()
+    facts = probe()
     runs: list[dict[str, Any]] = []
-    for setting in (*GPU_SETTINGS, *UNSEEN) if on_gpu else CPU_SETTINGS:
-        if wanted and not any(word in setting.name for word in wanted):
+    for case in (*ALL_GPU_CASES, *HELD_OUT_CASES) if facts.device == "cuda" else CPU_CASES:
+        if wanted and not any(word in case.name for word in wanted):
             continue
         began = time.perf_counter()
-        setting, plan, run = planned(setting, facts)
-        try:
-            run |= measure_one(setting, plan)
-            run["accelerate_bytes"] = accelerate_bytes(setting, plan.precision)
-        except torch.OutOfMemoryError as error:
-            run["ran_out"] = first_line(error)[:200]
-        except Exception as error:  # one setting that fails must not take the others with it
-            run["failed"] = f"{type(error).__name__}: {first_line(error)}"[:300]
-        gc.collect()
-        if on_gpu:
-            torch.cuda.empty_cache()
-        runs.append({"setting": asdict(setting), "took": round(time.perf_counter() - began, 1), **run})
+        case, plan, run = planned(case, facts)
+        run |= guarded_case(case, plan)
+        if "peak_bytes" in run:
+            run["accelerate_bytes"] = accelerate_bytes(case, plan.precision)
+        runs.append({"setting": asdict(case), "took": round(time.perf_counter() - began, 1), **run})
         print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
         if into is not None:
             write_json(into / "runs.json", {"device": asdict(facts), "runs": runs})
     return {"device": asdict(facts), "runs": runs}
 
 
-def planned(setting: Setting, facts: Facts) -> tuple[Setting, StagePlan, dict[str, Any]]:
-    """A setting with its rows and its plan, and what the planner says of its memory before it is tried."""
+def planned(case: PlanCase, facts: Facts) -> tuple[PlanCase, StagePlan, dict[str, Any]]:
+    """A case with its rows and its plan, and what the planner says of its memory before it is tried."""
     gpu, fitted = card(facts), calibration_for(card(facts))
-    plan = plan_stage(_settings(setting), 1, 1, facts)
-    if not setting.rows:
-        most = most_rows(setting, plan.as_json(), gpu, fitted)
-        setting = replace(setting, rows=max(1, -(-int(1000 * setting.beyond * most) // 1000)))
-        plan = plan_stage(_settings(setting), 1, 1, facts)
-    needed = memory(work_of(setting, plan.as_json(), facts.device == "cuda"), fitted.memory).needed
+    plan = plan_stage(case_settings(case), 1, 1, facts)
+    if not case.rows:
+        most = max_batch_rows(case, plan.as_json(), gpu, fitted)
+        case = replace(case, rows=max(1, -(-int(1000 * case.beyond * most) // 1000)))
+        plan = plan_stage(case_settings(case), 1, 1, facts)
+    needed = memory(work_of(case, plan.as_json(), facts.device == "cuda"), fitted.memory).needed
     told = {"plan": plan.as_json(), "needed_bytes": round(needed), "said_to_fit": needed <= gpu.memory}
-    return setting, plan, told
-
-
-def measure_one(setting: Setting, plan: StagePlan) -> dict[str, Any]:
-    """A few steps of the real engine: the peak of memory, and the median step once everything is warm."""
-    import torch
-
-    from modelwright.engine.loop import Engine
-    from modelwright.engine.world import World
-
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    torch.manual_seed(SEED)
-    settings = _settings(setting)
-    task = _task(setting, settings, device)
-    engine = Engine(task, settings, replace(plan, rows=task.rows), World(device=device), SEED)
-    if on_gpu:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    tokens, seconds, warm_up = _timed(engine, 1 if on_gpu else torch.get_num_threads(), on_gpu)
-    if engine.plan.per_device < plan.per_device:  # the engine would go on with smaller bites
-        return {"ran_out": engine.changes[-1]}
-    found: dict[str, Any] = {
-        "step_seconds": [round(value, 6) for value in seconds],
-        "warm_up_seconds": round(warm_up, 3),
-        "tokens_per_step": tokens,
-        "tokens_per_second": round(tokens / median(seconds), 2),
-        "trained": sum(weight.numel() for weight in engine.weights.values()),
-    }
-    return {**found, **(_device_peak(engine) if on_gpu else _watched_peak(engine))}
-
-
-def _timed(engine: Any, threads: int, on_gpu: bool) -> tuple[int, list[float], float]:
-    """Tokens of a step, the seconds of each once warm, and those before."""
-    marks, steps = [(time.perf_counter(), time.process_time())], engine.steps()
-    planned, warm_up, tokens, wanted = engine.plan.per_device, WARM_UP if on_gpu else 2, 0, STEPS
-    while len(marks) <= wanted and engine.plan.per_device == planned:
-        tokens = next(steps).tokens
-        marks.append((time.perf_counter(), time.process_time()))
-        wanted = warm_up + (TIMED if marks[-1][0] - marks[-2][0] < LONG else TIMED_IF_LONG)
-    seconds = []
-    for (began, used), (ended, used_then) in pairwise(marks[warm_up:]):
-        starved = not on_gpu and used_then - used < STARVED * threads * (ended - began)
-        seconds.append((used_then - used) / threads if starved else ended - began)
-    return tokens, seconds or [math.inf], marks[min(warm_up, len(marks) - 1)][0] - marks[0][0]
-
-
-def _device_peak(engine: Any) -> dict[str, int]:
-    """What the allocator of the GPU has seen since the first step."""
-    import torch
-
-    next(engine.steps())
-    return {
-        "peak_bytes": torch.cuda.max_memory_allocated(),
-        "reserved_bytes": torch.cuda.max_memory_reserved(),
-        "steady_bytes": torch.cuda.memory_allocated(),
-    }
-
-
-def _watched_peak(engine: Any) -> dict[str, Any]:
-    """On a CPU: the bytes of all tensors, watched over one more step."""
-    from modelwright.engine.profile import Profiler
-
-    profiler = Profiler(engine.task.module, engine.optimizer)
-    with profiler.watching():
-        next(engine.steps())
-    told = profiler.as_json()
-    return {"peak_bytes": told["peak_bytes"], "parts": told["parts"]}
-
-
-def _settings(setting: Setting) -> Any:
-    """What the recipe's section would be."""
-    from modelwright.recipe.schema import Classify, Dpo, Sft
-
-    kind: Any = {"sft": Sft, "dpo": Dpo, "classify": Classify}[setting.stage]
-    known = {name: value for name, value in setting.settings.items() if name in kind.model_fields}
-    told = {"max_steps": STEPS, "lr_scheduler_type": "constant", "learning_rate": 1e-5, **known}
-    return kind(per_device_train_batch_size=max(1, setting.rows), **told)
-
-
-def _task(setting: Setting, settings: Any, device: Any) -> Any:
-    """The task of a setting over random rows."""
-    if setting.stage == "classify":
-        return random_images(setting.rows * 8, setting.smaller.get("width", 64), settings)
-    model = _model(setting, settings, device)
-    words = model.config.get_text_config().vocab_size
-    rows = setting.rows * settings.gradient_accumulation_steps
-    return RandomRows(model, settings, (rows, setting.length, words))
-
-
-def _model(setting: Setting, settings: Any, device: Any) -> Any:
-    """A model of the setting's shape with random weights, made ready as a stage makes it."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from modelwright.models import text, trainable
-    from modelwright.models.quiet import be_quiet
-
-    be_quiet()
-    config = config_of(setting)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-    text.move(model, device, "auto")
-    model = trainable.set_trainable(model, settings)
-    if settings.gradient_checkpointing:
-        trainable.recompute_activations(model, settings.gradient_checkpointing)
-    return model.to(device)
+    return case, plan, told
 
 
 def main(

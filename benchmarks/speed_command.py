@@ -22,10 +22,12 @@ from typing import Any
 
 from benchmarks.progress import Progress
 from benchmarks.speed_works import SEED, WORKS, Work, build
-from benchmarks.stages import make_tokenizer, random_shards
+from modelwright.data.sources import EMBEDDED
+from modelwright.data.tokenizer import train
 from modelwright.errors import UsageError
 from modelwright.runs.folder import write_text
 from modelwright.runs.journal import Event, read
+from modelwright.stages.random_task import random_shards
 from modelwright.stages.signals import Stopper
 
 MINUTE = 60.0
@@ -104,7 +106,7 @@ def prepare(folder: Path, work: Work) -> None:
     import torch
 
     model = build(work).to("cpu", torch.bfloat16)  # as models are published, and half as much to write and read
-    make_tokenizer(folder / "model")
+    train(EMBEDDED["field-guide"].read_text(encoding="utf-8").splitlines(), 1024, folder / "model")
     model.save_pretrained(folder / "model")
     random_shards(folder / "shards", work.length, work.words)
 

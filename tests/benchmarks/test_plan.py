@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.plan import judged, planned
 from benchmarks.plan_table import lines
-from benchmarks.settings import GPU_SETTINGS, UNSEEN
+from benchmarks.settings import ALL_GPU_CASES, HELD_OUT_CASES
 from modelwright.plan.facts import Facts
 
 H200 = Facts("cuda", "NVIDIA H200", 150_109_880_320, True, 989.4e12)
@@ -21,7 +21,7 @@ def no_coefficients_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_settings_at_the_edge_stand_on_both_sides_of_it() -> None:
-    said = {each.name: planned(each, H200) for each in (*GPU_SETTINGS, *UNSEEN) if not each.rows}
+    said = {each.name: planned(each, H200) for each in (*ALL_GPU_CASES, *HELD_OUT_CASES) if not each.rows}
     assert len(said) >= 5
     for name, (setting, plan, told) in said.items():
         assert plan.per_device == setting.rows > 1
@@ -31,11 +31,11 @@ def test_settings_at_the_edge_stand_on_both_sides_of_it() -> None:
 
 def test_a_training_that_runs_out_though_it_was_said_to_fit_is_named() -> None:
     runs = []
-    for number, each in enumerate(GPU_SETTINGS[:3]):
+    for number, each in enumerate(ALL_GPU_CASES[:3]):
         setting, _, told = planned(each, H200)
         run = {"setting": asdict(setting), "took": 1.0, **told}
         measured = {"peak_bytes": told["needed_bytes"], "tokens_per_second": 1e5, "accelerate_bytes": None}
         runs.append(run | (measured if number else {"ran_out": "16 rows at once do not fit the memory"}))
     figures = judged({"device": asdict(H200), "runs": runs})
     assert len(figures["judged"]) == 2 and figures["calibration"]["H200"]["runs"] == 2
-    assert lines(figures)[-1] == f"said to fit and ran out of memory: {GPU_SETTINGS[0].name}"
+    assert lines(figures)[-1] == f"said to fit and ran out of memory: {ALL_GPU_CASES[0].name}"

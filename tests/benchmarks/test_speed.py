@@ -72,17 +72,6 @@ def test_both_sides_of_the_sft_benchmark_do_the_same_work(monkeypatch: pytest.Mo
     assert len(sft.lines(figures)) == 3
 
 
-def test_every_stage_of_a_recipe_is_measured_at_the_shapes_it_has() -> None:
-    from benchmarks import stages
-
-    small = ["model.architecture.hidden_size=32", "model.architecture.intermediate_size=64"]
-    small += [f"{stage}.per_device_train_batch_size=1" for stage in ("pretrain", "sft", "dpo", "lora")]
-    figures = stages.measure("llama-tiny", 2, ["fp32"], small)
-    assert [row["stage"] for row in figures["stages"]] == ["pretrain", "sft", "dpo", "lora"]
-    assert all(row["tokens_per_second"] > 0 and row["health"] == ["ok"] for row in figures["stages"]), figures
-    assert len(stages.lines(figures)) == 5
-
-
 def test_the_cost_of_a_save_is_what_it_held_up_and_how_much_slower_the_steps_meanwhile_were() -> None:
     steps = [{"event": "step", "step": n, "time": 100.0 + n, "seconds": 1.5 if n == 3 else 1.0} for n in range(1, 7)]
     saves = [

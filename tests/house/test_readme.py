@@ -78,7 +78,8 @@ class Command:
     @property
     def is_long(self) -> bool:
         """Whether it measures or trains for minutes; what wants other nodes or a cluster is tried by its own tests."""
-        return self.verb in ("doctor", "launch") and not {"--on", "--nodes"} & set(self.words)
+        measures = self.verb == "plan" and {"--measure", "--calibrate"} & set(self.words)
+        return bool(measures) or (self.verb in ("doctor", "launch") and not {"--on", "--nodes"} & set(self.words))
 
     @property
     def page(self) -> str:
@@ -143,7 +144,7 @@ def test_the_quick_commands_of_a_page_run_one_after_the_other(
     for name, body in files().items():
         (tmp_path / name).write_text(body, encoding="utf-8")
     for command in ALL:
-        if command.page == page and command.verb in COLD:
+        if command.page == page and command.verb in COLD and not command.is_long:
             with monkeypatch.context() as patch:
                 for name, value in command.environ.items():
                     patch.setenv(name, value)

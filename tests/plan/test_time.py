@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fit import fit
-from benchmarks.judge import judge, run_work
 from benchmarks.plan_table import UNSEEN_MARK
 from modelwright.plan.architecture import VisionShape, movement, shape_of
 from modelwright.plan.calibration import OWN, SHIPPED, Calibration, calibration_for
 from modelwright.plan.facts import Facts, card
+from modelwright.plan.fit import compare_with_measured, fit, run_work
 from modelwright.plan.gpus import GPUS, NETWORK
 from modelwright.plan.memory import memory
 from modelwright.plan.shapes import KNOWN
@@ -95,7 +94,7 @@ def test_a_scale_for_each_row_costs_what_it_did_on_an_h200(
 def test_the_shipped_coefficients_hold_for_the_kept_measurements() -> None:
     figures = json.loads(RESULT.read_text(encoding="utf-8"))["figures"]
     gpu = card(Facts(**figures["device"]))
-    judged = judge(figures["runs"], gpu, calibration_for(gpu))
+    judged = compare_with_measured(figures["runs"], gpu, calibration_for(gpu))
     assert len({run["setting"]["name"] for run in judged}) >= 10
     assert all(abs(run["memory_error"]) < 0.05 for run in judged), "memory within 5 %"
     fitted = [run for run in judged if not run["setting"]["name"].startswith(UNSEEN_MARK)]

@@ -38,6 +38,8 @@ class Ingredients:
     """Changes when the model does."""
     data_fingerprint: str
     """Changes when the data does."""
+    load_model: Callable[..., Any] | None = None
+    """Makes a language model in place of `text.load_model`: with random weights, where steps are only measured."""
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def ready_model(context: Context, found: Ingredients, settings: TextStage) -> tu
             "adapter; merge it first, or use quantization: none"
         )
     attending, device = context.recipe.model.attn_implementation, context.world.device
-    model = text.load_model(found.model.path, attending, settings.quantization, device)
+    model = (found.load_model or text.load_model)(found.model.path, attending, settings.quantization, device)
     if hasattr(model, "merge_and_unload"):  # a parent that is an adapter: its matrices become part of the weights
         model = model.merge_and_unload()
     text.move(model, device, attending)

@@ -1,16 +1,84 @@
-"""Rows of random tokens or pixels in the form that the real tasks give them: speed and memory do not ask for sense."""
+"""Random weights, tokens and pixels in the form that the stages' own tasks have: speed and memory need no sense."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+
+from modelwright.errors import UsageError
+from modelwright.plan.fit import PlanCase
+from modelwright.plan.shapes import KNOWN
 
 SEED = 42
 
 
-class RandomRows:
+def task_of(case: PlanCase, settings: Any, device: torch.device) -> Any:
+    """The task of a case over random rows, its model made ready as a stage makes it."""
+    from modelwright.models import text, trainable
+
+    if case.stage == "classify":
+        return random_images(case.rows * 8, case.smaller.get("width", 64), settings)
+    model = _random_model(config_of(case), "auto", device)
+    text.move(model, device, "auto")
+    model = trainable.set_trainable(model, settings)
+    if settings.gradient_checkpointing:
+        trainable.recompute_activations(model, settings.gradient_checkpointing)
+    words = model.config.get_text_config().vocab_size
+    rows = case.rows * settings.gradient_accumulation_steps
+    return TokenRowsTask(model.to(device), settings, (rows, case.length, words))
+
+
+def config_of(case: PlanCase) -> Any:
+    """The transformers config of a case's shape."""
+    from transformers import CONFIG_MAPPING
+
+    told = {**KNOWN[case.model], **case.smaller}
+    family = str(told.pop("model_type"))
+    if family == "gpt_neox":
+        told = {key: value for key, value in told.items() if key not in ("num_key_value_heads", "head_dim")}
+    told["max_position_embeddings"] = max(case.length, 512)
+    return CONFIG_MAPPING[family](**told, bos_token_id=0, eos_token_id=0, pad_token_id=0)
+
+
+def random_weights(path: Path, attending: str, quantization: str, device: torch.device) -> Any:
+    """A model of a folder's configuration with random weights, made on the device itself: a 7B takes no disk."""
+    from transformers import AutoConfig
+
+    if quantization != "none":
+        raise UsageError(f"quantization: {quantization} wants weights that are there; train the stages before it first")
+    return _random_model(AutoConfig.from_pretrained(path), attending, device)
+
+
+def _random_model(config: Any, attending: str, device: torch.device) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    from modelwright.models.quiet import be_quiet
+
+    be_quiet()
+    implementation = "sdpa" if attending == "auto" else attending
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=implementation)
+
+
+def random_shards(folder: Path, length: int, words: int) -> None:
+    """Shards of random tokens in documents of many lengths: speed does not ask for sense."""
+    from modelwright.data.shard_writer import Block, Documents, write_part
+    from modelwright.data.shards import Layout, seal
+
+    draw = np.random.default_rng(42)
+    layout = Layout(length, words)
+    lengths = draw.integers(20, 2 * length, 512)
+    made = Documents(draw.integers(0, words, int(lengths.sum())).astype(np.uint32), lengths, lengths * 4)
+    parts = {"train": write_part(folder, "train", layout, {"random": [Block(len(made.tokens), lambda: made)]}, "r")}
+    seal(folder, layout, parts, {"tokenizer": "random"})
+
+
+class TokenRowsTask:
     """Rows of random tokens in the form that the stage's own task gives them."""
 
     def __init__(self, model: Any, settings: Any, size: tuple[int, int, int]) -> None:
@@ -62,8 +130,6 @@ class RandomRows:
         return self._pairs(chosen)
 
     def _pairs(self, chosen: Any) -> Any:
-        import torch
-
         from modelwright.data.chat import Encoded
         from modelwright.data.preferences import EncodedPair
         from modelwright.engine.task import Batch
@@ -95,3 +161,10 @@ def random_images(rows: int, width: int, settings: Any) -> Any:
         return ImageSet(images, draw.integers(0, 10, count, dtype=np.int64), classes, "random pixels")
 
     return ClassifyTask(resnet18(10, width, 3), ImageSplit(some(rows), some(64)), settings, SEED)
+
+
+def free_device() -> None:
+    """Free a model and its optimizer state before the next one is made."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
