@@ -62,7 +62,7 @@ lock: setup
 	  --output-file requirements.lock
 
 bench-start: setup
-	$(BIN)/python -m benchmarks.start --save
+	$(BIN)/python -m benchmarks.startup --save
 
 bench-sft: setup
 	$(BIN)/python -m benchmarks.sft --save

@@ -6,18 +6,22 @@ Each side does the same on the same text; where a peer is slow it gets less of i
 from __future__ import annotations
 
 import itertools
+import json
+import random
 import resource
 import subprocess
+import sys
+import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 
-from benchmarks import common, corpus
+from benchmarks import common
 from modelwright.data import dedup, minhash
 from modelwright.data.fast import quick_encoder
 from modelwright.data.pack import pack
@@ -51,7 +55,7 @@ def measure(only: Sequence[str] = (), datatrove: str | None = None) -> dict[str,
         "gpu": gpu,
     }
     wanted = [name for name in parts if name in only or (not only and name != "gpu")]
-    texts = corpus.gather(MEGABYTES)
+    texts = gather(MEGABYTES)
     figures: dict[str, Any] = {"corpus": {"documents": len(texts), "megabytes": round(_megabytes(texts), 1)}}
     return figures | {name: parts[name](texts) for name in wanted}
 
@@ -129,7 +133,7 @@ def quality(texts: list[str]) -> dict[str, Any]:
 
     A pair is recalled when both stand in one cluster; beside it, the share of pairs of which not both are left.
     """
-    planted = int(len(texts) * (1 - 1 / (1 + corpus.PLANTED)))
+    planted = int(len(texts) * (1 - 1 / (1 + PLANTED)))
     some = [*texts[:TRUTH], *texts[-planted:]]
     shingles = joined([lot.shingles(minhash.SIZE) for lot in words(some)])
     lowest = clusters_of(minhash.signatures(shingles))
@@ -317,6 +321,65 @@ def main(
 ) -> None:
     """Near-duplicates, tokenizing, packing and reading, beside the peers."""
     common.report("data", lambda: measure(only or (), datatrove), lines, save, as_json)
+
+
+SUFFIXES = (".py", ".pyi", ".md", ".rst", ".txt")
+LONGEST = 100_000
+SHORTEST = 200
+PLANTED = 0.05
+"""Share of documents that come again with some words changed."""
+
+
+def gather(megabytes: float, seed: int = 3) -> list[str]:
+    """So many megabytes of documents, a file each, in the order of their paths; the planted ones stand at the end."""
+    texts: list[str] = []
+    size = 0
+    for path in _files():
+        try:
+            text = path.read_text(encoding="utf-8")[:LONGEST]
+        except (OSError, UnicodeDecodeError):
+            continue
+        if len(text) < SHORTEST:
+            continue
+        texts.append(text)
+        size += len(text)
+        if size >= megabytes * 1e6:
+            break
+    chance = random.Random(seed)
+    return texts + [_changed(text, chance) for text in chance.sample(texts, int(PLANTED * len(texts)))]
+
+
+def _files() -> Iterator[Path]:
+    places = dict.fromkeys(filter(None, (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), *sys.path)))
+    seen: set[Path] = set()
+    for folder in map(Path, places):
+        if folder.name in ("site-packages", "dist-packages") or folder == Path(sysconfig.get_path("stdlib")):
+            for path in sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file()):
+                if path not in seen:
+                    seen.add(path)
+                    yield path
+
+
+def _changed(text: str, chance: random.Random) -> str:
+    words = text.split(" ")
+    for _ in range(max(1, int(len(words) * chance.choice((0.005, 0.01, 0.02, 0.03, 0.05))))):
+        words[chance.randrange(len(words))] = f"changed{chance.randrange(10_000)}"
+    return " ".join(words)
+
+
+def write_jsonl(texts: list[str], path: Path, megabytes: float) -> int:
+    """Write documents again and again, each time a little otherwise, until the file is so large; returns the rows."""
+    size = rows = turn = 0
+    with path.open("w", encoding="utf-8") as file:
+        while size < megabytes * 1e6:
+            for number, text in enumerate(texts):
+                salted = text if turn == 0 else text.replace("e", f"e{turn}", 400 + number % 7)
+                size += file.write(json.dumps({"text": salted}, ensure_ascii=False) + "\n")
+                rows += 1
+                if size >= megabytes * 1e6:
+                    break
+            turn += 1
+    return rows
 
 
 if __name__ == "__main__":

@@ -8,18 +8,27 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
 
 from benchmarks import common
-from benchmarks.judge import accelerate_bytes, leave_one_out, max_batch_rows
-from benchmarks.plan_table import lines
-from benchmarks.settings import ALL_GPU_CASES, HELD_OUT_CASES
 from modelwright.errors import UsageError
-from modelwright.plan.calibration import calibration_for
+from modelwright.plan.calibration import Calibration, calibration_for
 from modelwright.plan.facts import Facts, card, probe
-from modelwright.plan.fit import CPU_CASES, PlanCase, compare_with_measured, fit, work_of
+from modelwright.plan.fit import (
+    CPU_CASES,
+    GPU_CASES,
+    HALF_BILLION,
+    LAST_TWO,
+    PlanCase,
+    Run,
+    compare_with_measured,
+    fit,
+    work_of,
+)
+from modelwright.plan.gpus import Gpu
 from modelwright.plan.memory import memory
 from modelwright.plan.stage import StagePlan, plan_stage
 from modelwright.runs.folder import write_json
@@ -118,6 +127,236 @@ def main(
     common.report(
         "plan", lambda: judged(read_runs(again)) if again else measure(only or (), into), lines, save, as_json
     )
+
+
+def leave_one_out(runs: Sequence[Run], seen: Sequence[Run], gpu: Gpu, fitted: Calibration) -> list[Run]:
+    """Each run judged by coefficients fitted to what was seen of other settings; `fitted` are those of all seen."""
+    found = []
+    for run in runs:
+        others = [other for other in seen if other["setting"]["name"] != run["setting"]["name"]]
+        found += compare_with_measured([run], gpu, fit(others, gpu, fitted) if 0 < len(others) < len(seen) else fitted)
+    return found
+
+
+def max_batch_rows(case: PlanCase, plan: dict[str, Any], gpu: Gpu, fitted: Calibration) -> int:
+    """The most rows at once that the planner says fit: training with them must not run out of memory."""
+    rows = 1
+    while memory(work_of(case, {**plan, "per_device": rows + 1}, True), fitted.memory).needed <= gpu.memory:
+        rows += 1
+    return rows
+
+
+def accelerate_bytes(case: PlanCase, precision: str) -> int | None:
+    """What accelerate's estimator says that training takes; None where it is not installed or knows no such model."""
+    try:
+        import torch
+        from accelerate.commands.estimate import estimate_training_usage  # type: ignore[import-untyped]
+        from accelerate.utils import calculate_maximum_sizes  # type: ignore[import-untyped]
+
+        if case.stage == "classify":
+            return None
+        from transformers import AutoModelForCausalLM
+
+        from modelwright.stages.random_task import config_of
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config_of(case))
+        total, _ = calculate_maximum_sizes(model)
+        said = estimate_training_usage(
+            total, {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(precision, precision)
+        )
+        return int(max(said.values()))
+    except (ImportError, KeyError, ValueError, TypeError):
+        return None
+
+
+_ONE_BILLION = {"num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 128256,
+                "tie_word_embeddings": True}  # fmt: skip
+_FOUR_BILLION = {"num_hidden_layers": 36, "hidden_size": 2560, "intermediate_size": 9728, "head_dim": 128,
+                 "vocab_size": 151936}  # fmt: skip
+ALL_GPU_CASES = (
+    *GPU_CASES,
+    PlanCase("0.5B full 1024 tf32", "llama-6b", 4, 1024, settings={"precision": "fp32"}, smaller=HALF_BILLION),
+    PlanCase("270M full 2048, 262k words", "gemma-3-270m", 4, 2048),
+    PlanCase("360M full 1024", "smollm2-360m", 8, 1024),
+    PlanCase("410M full 1024", "pythia-410m", 16, 1024, settings={"weights": "fp32"}),
+    PlanCase("3B last 2 + tied head 1024 checkpointed", "smollm3-3b", 8, 1024,
+            settings={"trainable": LAST_TWO, "gradient_checkpointing": True}),
+    PlanCase("3B last 2 + own head 1024", "smollm3-3b", 8, 1024,
+            settings={"trainable": {**LAST_TWO, "untie_head": True}}),
+    PlanCase("3B LoRA 2048 selective", "smollm3-3b", 4, 2048,
+            settings={"trainable": "lora", "gradient_checkpointing": "selective"}),
+    PlanCase("3B LoRA 2048 selective compiled", "smollm3-3b", 4, 2048,
+            settings={"trainable": "lora", "gradient_checkpointing": "selective", "torch_compile": True}),
+    PlanCase("3B full 2048 compiled", "smollm3-3b", 4, 2048, settings={"torch_compile": True}),
+    PlanCase("3B full 4096", "smollm3-3b", 2, 4096),
+    PlanCase("3B full 4096 compiled", "smollm3-3b", 2, 4096, settings={"torch_compile": True}),
+    PlanCase("3B full 4096 checkpointed", "smollm3-3b", 2, 4096, settings={"gradient_checkpointing": True}),
+    PlanCase("3B full 4096 selective", "smollm3-3b", 2, 4096, settings={"gradient_checkpointing": "selective"}),
+    PlanCase("3B full 4096 selective compiled", "smollm3-3b", 2, 4096,
+            settings={"gradient_checkpointing": "selective", "torch_compile": True}),
+    PlanCase("3B full 4096 checkpointed compiled", "smollm3-3b", 2, 4096,
+            settings={"gradient_checkpointing": True, "torch_compile": True}),
+    PlanCase("3B full 4096 selective compiled fp8", "smollm3-3b", 2, 4096,
+            settings={"gradient_checkpointing": "selective", "torch_compile": True, "precision": "fp8"}),
+    PlanCase("3B full 4096 compiled fp8", "smollm3-3b", 2, 4096,
+            settings={"torch_compile": True, "precision": "fp8"}),
+    PlanCase("3B DPO LoRA 1024", "smollm3-3b", 4, 1024, "dpo", settings={"trainable": "lora"}),
+    PlanCase("6B last 2 layers 1024", "llama-6b", 8, 1024, settings={"trainable": {"last_layers": 2}}),
+    PlanCase("6B full 2048 checkpointed", "llama-6b", 4, 2048,
+            settings={"gradient_checkpointing": True, "weights": "fp32"}),
+    PlanCase("6B full 2048 compiled", "llama-6b", 2, 2048, settings={"torch_compile": True}),
+    PlanCase("6B full 2048 compiled fp8", "llama-6b", 2, 2048,
+            settings={"torch_compile": True, "precision": "fp8"}),
+    PlanCase("7B full 1024 checkpointed compiled", "llama-7b", 4, 1024,
+            settings={"gradient_checkpointing": True, "torch_compile": True}),
+    PlanCase("7B LoRA 4096 checkpointed", "llama-7b", 2, 4096,
+            settings={"trainable": "lora", "gradient_checkpointing": True}),
+    PlanCase("ResNet-18 bf16 1024", "resnet18", 1024, stage="classify"),
+    PlanCase("0.5B full 512 compiled, not recorded", "llama-6b", 8, 512,
+            settings={"torch_compile": True, "cuda_graphs": "never"}, smaller=HALF_BILLION),
+    PlanCase("1.2B full 1024", "llama-6b", 6, 1024, smaller=_ONE_BILLION),
+    PlanCase("360M DPO LoRA 512", "smollm2-360m", 16, 512, "dpo", settings={"trainable": "lora"}),
+    PlanCase("2.1B full 512 checkpointed, twice", "smollm2-1.7b", 16, 512, smaller={"num_hidden_layers": 30},
+            settings={"gradient_checkpointing": True, "gradient_accumulation_steps": 2}),
+    PlanCase("3B LoRA 1024 compiled", "smollm3-3b", 6, 1024, settings={"trainable": "lora", "torch_compile": True}),
+    PlanCase("4B last 4 layers 1536", "llama-6b", 6, 1536, settings={"trainable": {"last_layers": 4}},
+            smaller=_FOUR_BILLION),
+    PlanCase("5B full 1024 fp8", "llama-6b", 4, 1024, settings={"precision": "fp8"},
+            smaller={"num_hidden_layers": 26}),
+    PlanCase("7B DPO LoRA 1024 checkpointed", "llama-7b", 4, 1024, "dpo",
+            settings={"trainable": "lora", "gradient_checkpointing": True}),
+    PlanCase("ResNet-18 of width 96, 768", "resnet18", 768, stage="classify", smaller={"width": 96}),
+    PlanCase("1.7B full 2048, as many rows as fit", "smollm2-1.7b", 0, 2048),
+    PlanCase("3B full 1024, as many rows as fit", "smollm3-3b", 0, 1024),
+    PlanCase("3B full 1024, an eighth more than fit", "smollm3-3b", 0, 1024, beyond=1.125),
+    PlanCase("7B LoRA 2048, as many rows as fit", "llama-7b", 0, 2048, settings={"trainable": "lora"}),
+    PlanCase("7B LoRA 2048, an eighth more than fit", "llama-7b", 0, 2048, settings={"trainable": "lora"},
+             beyond=1.125),
+    PlanCase("4B full 2048, 8 rows", "llama-6b", 8, 2048, smaller=_FOUR_BILLION),
+    PlanCase("4B full 2048, 9 rows", "llama-6b", 9, 2048, smaller=_FOUR_BILLION),
+    PlanCase("6B full 2048, fp32 weights, 16 rows", "llama-6b", 16, 2048, settings={"weights": "fp32"}),
+)  # fmt: skip
+"""The last ones go to the edge of the memory: what is said to fit must run, and what is said not to must run out."""
+
+HELD_OUT_CASES = (
+    PlanCase("unseen: 4B full 2048, as many rows as fit", "llama-6b", 0, 2048, smaller=_FOUR_BILLION),
+    PlanCase("unseen: 0.9B full 1536", "smollm2-1.7b", 4, 1536, smaller={"num_hidden_layers": 12}),
+    PlanCase("unseen: 2.5B last 3 + own head 2048", "smollm3-3b", 4, 2048, smaller={"num_hidden_layers": 28},
+            settings={"trainable": {"last_layers": 3, "head": True, "untie_head": True}}),
+    PlanCase("unseen: 135M DPO full 512", "smollm2-135m", 16, 512, "dpo"),
+    PlanCase("unseen: 5B LoRA 1024 checkpointed", "llama-6b", 8, 1024, smaller={"num_hidden_layers": 26},
+            settings={"trainable": "lora", "gradient_checkpointing": True}),
+    PlanCase("unseen: ResNet-18 of width 128, 256", "resnet18", 256, stage="classify", smaller={"width": 128}),
+    PlanCase("unseen: 7B full 2048, as many rows as fit", "llama-7b", 0, 2048),
+)  # fmt: skip
+"""Never used to fit the coefficients: other shapes, and ways to train them together."""
+
+
+JUDGES = {"before": "by what was known before", "": "fitted", "left_out": "fitted to the others"}
+"""Who foresaw: the prefixes of the errors, and their words."""
+
+
+UNSEEN_MARK = "unseen: "
+OPENING = """# Foreseen and measured
+
+<!-- written by benchmarks.plan; UPDATE_GOLDEN=1 python -m pytest tests/benchmarks/test_tables.py -->
+
+What the planner said of trainings and what they took: {device}, {day}, `python -m benchmarks.plan`. Each was foreseen
+by coefficients that were fitted to all others, and none was ever fitted to a setting that is called unseen. The last
+column is accelerate's estimate of the memory, which knows weights and optimizer, but neither rows nor what moves.
+{since}"""
+EDGE = """## At the edge of the memory
+
+What is said to fit must run, and what is said not to fit should run out:
+"""
+
+
+def lines(figures: dict[str, Any]) -> list[str]:
+    """The table of predictions and measurements."""
+    three = f"{'before':>7} {'fitted':>7} {'others':>7}"
+    told = [f"{'setting':<42} {'memory':>9} {three}   {'tokens/s':>10} {three}   accelerate"]
+    told += [_text_row(run) for run in figures["judged"]]
+    told += [f"{run['setting']['name']}: failed, {run['failed']}" for run in figures["runs"] if "failed" in run]
+    told += [_edge(run) for run in figures["runs"] if _is_edge(run)]
+    if figures["judged"]:
+        told += [f"{words}: {summary(figures['judged'], prefix)}" for prefix, words in JUDGES.items()]
+        peers = [abs(run["accelerate_error"]) for run in figures["judged"] if run.get("accelerate_error") is not None]
+        told += [f"accelerate's estimate: memory {median(peers):.0%} off, worst {max(peers):.0%}"] if peers else []
+    broken = [run["setting"]["name"] for run in figures["runs"] if run.get("said_to_fit") and "ran_out" in run]
+    told.append(f"said to fit and ran out of memory: {', '.join(broken) or 'none'}")
+    return told
+
+
+def page(measured: dict[str, Any]) -> str:
+    """The page of figures for the docs, from what was kept."""
+    figures, since = measured["figures"], measured.get("since", "")
+    opening = {
+        "day": measured["date"][:10],
+        "device": figures["device"]["name"],
+        "since": f"{since}\n" if since else "",
+    }
+    told = [OPENING.format(**opening)]
+    told += ["| setting | GB | planned | tokens/s | planned | accelerate |", "|---|---|---|---|---|---|"]
+    told += [_markdown_row(run) for run in figures["judged"]]
+    told += ["", *(f"- {JUDGES[prefix]}: {summary(figures['judged'], prefix)}." for prefix in ("", "left_out"))]
+    if unseen := [run for run in figures["judged"] if run["setting"]["name"].startswith(UNSEEN_MARK)]:
+        told.append(f"- the {len(unseen)} unseen ones alone, {JUDGES['before']}: {summary(unseen, 'before')}.")
+    edge = [run for run in figures["runs"] if _is_edge(run)]
+    told += ["", EDGE, *(f"- {_edge(run)}" for run in edge)]
+    told += [] if edge else ["None of these settings has been measured yet, nor has one that is called unseen."]
+    return "\n".join(told) + "\n"
+
+
+def summary(judged: Sequence[dict[str, Any]], prefix: str) -> str:
+    """How far one judge was off, in the middle and at worst."""
+    memory = sorted(abs(run[named(prefix, "memory_error")]) for run in judged)
+    rate = sorted(abs(run[named(prefix, "rate_error")]) for run in judged)
+    inside = sum(value <= 0.05 for value in memory), sum(value <= 0.10 for value in rate)
+    return (
+        f"memory {median(memory):.1%} off, worst {memory[-1]:.1%}, within 5 % {inside[0]} of {len(memory)}; "
+        f"tokens/s {median(rate):.1%}, worst {rate[-1]:.1%}, within 10 % {inside[1]} of {len(rate)}"
+    )
+
+
+def named(prefix: str, error: str) -> str:
+    """The key of an error by who foresaw."""
+    return f"{prefix}_{error}" if prefix else error
+
+
+def _text_row(run: dict[str, Any]) -> str:
+    peer = run.get("accelerate_error")
+    memory, rate = (
+        " ".join(f"{run[named(prefix, error)]:>+7.1%}" for prefix in JUDGES) for error in ("memory_error", "rate_error")
+    )
+    return (
+        f"{run['setting']['name']:<42} {run['peak_bytes'] / 1e9:>7.2f}GB {memory}   "
+        f"{run['tokens_per_second']:>10,.0f} {rate}   " + (f"{peer:+.0%}" if peer is not None else "-")
+    )
+
+
+def _markdown_row(run: dict[str, Any]) -> str:
+    peer, prefix = run.get("accelerate_error"), "left_out"
+    cells = (
+        run["setting"]["name"],
+        f"{run['peak_bytes'] / 1e9:.2f}",
+        f"{run[named(prefix, 'memory_error')]:+.1%}",
+        f"{run['tokens_per_second']:,.0f}",
+        f"{run[named(prefix, 'rate_error')]:+.1%}",
+        "–" if peer is None else f"{peer:+.0%}",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _is_edge(run: dict[str, Any]) -> bool:
+    return "fit" in run["setting"]["name"] or "ran_out" in run
+
+
+def _edge(run: dict[str, Any]) -> str:
+    said = "fits" if run.get("said_to_fit") else "does not fit"
+    found = "ran out of memory" if "ran_out" in run else f"ran with {run.get('reserved_bytes', 0) / 1e9:.1f} GB"
+    needs = f"{run.get('needed_bytes', 0) / 1e9:.1f} GB"
+    return f"{run['setting']['name']}, {run['plan']['per_device']} rows: said to need {needs}, {said}; {found}"
 
 
 if __name__ == "__main__":

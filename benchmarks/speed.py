@@ -17,15 +17,18 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks import common, speed_command, speed_dpo, speed_sft, speed_titan
-from benchmarks.kernels import Kernels
-from benchmarks.peers import asked, clock, each, finite, ratio, table
+from benchmarks import common, speed_dpo, speed_sft, speed_titan, startup
+from benchmarks.common import Kernels, clock, ratio, require_finite, run_variants, select_variants, variant_lines
 from benchmarks.speed_works import EXACT, SEED, WAYS, WORKS, Rows, Way, Work, build, flops_per_token, rows_of
 from modelwright.errors import UsageError
 
 LATE = 50
 """Steps at the end whose mean loss is compared."""
-OTHERS: dict[str, Any] = {"sft": speed_sft, "dpo": speed_dpo, "start": speed_command}
+OTHERS: dict[str, tuple[Any, Any]] = {
+    "sft": (speed_sft.measure, speed_sft.lines),
+    "dpo": (speed_dpo.measure, speed_dpo.lines),
+    "start": (startup.measure_first_step, startup.first_step_lines),
+}
 """Works that are more than rows of one length through one model."""
 KNOWN = (*WORKS, *OTHERS)
 NOT_WATCHED = Kernels(False)
@@ -56,14 +59,14 @@ def measure(
     work = work or _usual()
     told: dict[str, Any] = {"work": work, "device": _device(), "steps": steps, "ways": {}}
     if work in OTHERS:
-        return told | dict(OTHERS[work].measure(ways, steps, rows, kernels))
+        return told | dict(OTHERS[work][0](ways, steps, rows, kernels))
 
     def figures(way: Way, watch: Kernels) -> dict[str, Any]:
         pace = train(WORKS[work], way, rows_of(WORKS[work], steps, rows), watch)
-        finite(pace.losses)
+        require_finite(pace.losses)
         return _figures(WORKS[work], pace)
 
-    told["ways"] = each(asked(WAYS[work], ways), kernels, figures)
+    told["ways"] = run_variants(select_variants(WAYS[work], ways), kernels, figures)
     return told | ratio(told["ways"], "tokens_per_second")
 
 
@@ -88,7 +91,7 @@ def lines(figures: dict[str, Any]) -> Iterator[str]:
     """The table."""
     yield f"{figures['work']} on {figures['device']}, {figures['steps']} steps"
     if figures["work"] in OTHERS:
-        yield from OTHERS[figures["work"]].lines(figures)
+        yield from OTHERS[figures["work"]][1](figures)
         return
 
     def line(name: str, way: dict[str, Any]) -> str:
@@ -99,7 +102,7 @@ def lines(figures: dict[str, Any]) -> Iterator[str]:
             + gap_to_exact(figures, name)
         )
 
-    yield from table(figures["ways"], line)
+    yield from variant_lines(figures["ways"], line)
     if "ratio" in figures:
         yield f"  ratio {figures['ratio']:.2f} (above 1: ours is faster)"
 

@@ -15,9 +15,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.common import installed
-from benchmarks.kernels import Kernels
-from benchmarks.peers import asked, each, finite, ratio, table
+from benchmarks.common import Kernels, installed, ratio, require_finite, run_variants, select_variants, variant_lines
 from modelwright.errors import UsageError
 
 SEED = 42
@@ -125,7 +123,7 @@ def measure(ways: Sequence[str], steps: int, data: Path | None, kernels: bool = 
     if data is not None:
         raise UsageError("--rows is not for dpo: its pairs are drawn, so that their lengths are exact")
     gpu = torch.cuda.is_available()
-    wanted = [way for way in asked(WAYS["cuda" if gpu else "cpu"], ways) if not way.peer or installed("trl")]
+    wanted = [way for way in select_variants(WAYS["cuda" if gpu else "cpu"], ways) if not way.peer or installed("trl")]
     work = BILLION if gpu else TINY
     with tempfile.TemporaryDirectory() as place:
         make_model(Path(place), work)
@@ -133,14 +131,14 @@ def measure(ways: Sequence[str], steps: int, data: Path | None, kernels: bool = 
 
         def figures(way: Way, watch: Kernels) -> dict[str, Any]:
             trial = train_theirs(stand, way) if way.peer else train_ours(stand, way, watch)
-            finite([trial.loss])
+            require_finite([trial.loss])
             return {
                 "pairs_per_second": round(work.pairs / median(trial.seconds[len(trial.seconds) // 2 :]), 3),
                 "memory_gb": round(memory_in_use() / 1e9, 2), "start_seconds": round(trial.start, 1),
                 "reference_seconds": round(trial.reference, 2), "mean_loss": round(trial.loss, 5),
             }  # fmt: skip
 
-        told = each(wanted, kernels, figures)
+        told = run_variants(wanted, kernels, figures)
     setting = f"{work}, {'bf16 arithmetic' if gpu else 'fp32, pairs per CPU-second'}"
     return {"setting": setting, "ways": told, **ratio(told, "pairs_per_second")}
 
@@ -156,7 +154,7 @@ def lines(figures: dict[str, Any]) -> Iterator[str]:
             f"mean loss {way['mean_loss']:.4f}"
         )
 
-    yield from table(figures["ways"], line)
+    yield from variant_lines(figures["ways"], line)
     losses = [way["mean_loss"] for way in figures["ways"].values() if "failed" not in way]
     if losses and max(losses) - min(losses) > ALIKE:
         yield f"  the ways did not learn the same: their losses are {max(losses) - min(losses):.3f} apart"

@@ -15,9 +15,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.common import installed
-from benchmarks.kernels import Kernels
-from benchmarks.peers import asked, clock, each, finite, ratio, table
+from benchmarks.common import (
+    Kernels,
+    clock,
+    installed,
+    ratio,
+    require_finite,
+    run_variants,
+    select_variants,
+    variant_lines,
+)
 from benchmarks.survival import SEED, Scene, conversations_of, load_model, prepared
 
 LEARNING_RATE = 2e-5
@@ -100,7 +107,7 @@ def measure(ways: Sequence[str], steps: int, data: Path | None, kernels: bool = 
     from modelwright.engine.meter import memory_in_use
 
     shape = "smollm3" if torch.cuda.is_available() else "tiny"
-    wanted = [way for way in asked(WAYS[shape], ways) if not way.peer or installed("trl")]
+    wanted = [way for way in select_variants(WAYS[shape], ways) if not way.peer or installed("trl")]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     at_once, times = BATCH[shape]
     scene = Scene(shape, None if shape == "smollm3" else 12, at_once * times, 1, steps)
@@ -110,14 +117,14 @@ def measure(ways: Sequence[str], steps: int, data: Path | None, kernels: bool = 
 
         def figures(way: Way, watch: Kernels) -> dict[str, Any]:
             trial = train_theirs(stand, way) if way.peer else train_ours(stand, way, watch)
-            finite(trial.losses)
+            require_finite(trial.losses)
             return {
                 "rows_per_second": round(trial.rows / median(trial.seconds[len(trial.seconds) // 2 :]), 2),
                 "rows_a_step": round(trial.rows, 2), "memory_gb": round(memory_in_use() / 1e9, 2),
                 "start_seconds": round(trial.start, 1), "losses": [round(loss, 4) for loss in trial.losses],
             }  # fmt: skip
 
-        told = each(wanted, kernels, figures)
+        told = run_variants(wanted, kernels, figures)
     return {"shape": shape, "rows": len(rows.train), "ways": told, **ratio(told, "rows_per_second")}
 
 
@@ -131,7 +138,7 @@ def lines(figures: dict[str, Any]) -> Iterator[str]:
             f"{way['start_seconds']:.0f} s to start, loss {way['losses'][0]:.3f} → {way['losses'][-1]:.3f}"
         )
 
-    yield from table(figures["ways"], line)
+    yield from variant_lines(figures["ways"], line)
     if "ratio" in figures:
         yield f"  ratio {figures['ratio']:.2f} (above 1: ours is faster)"
 

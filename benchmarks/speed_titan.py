@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import free_port, installed
-from benchmarks.peers import let_go, now
+from benchmarks.common import free_device, free_port, installed, now
 from benchmarks.speed_works import SEED, Work, build
 from modelwright.errors import UsageError
 
@@ -42,7 +41,7 @@ def train(work: Work, settings: dict[str, Any], rows: np.ndarray[Any, Any]) -> t
         register_train_spec(place, specification(work, batches(work, rows), marks, losses))
         trainer = Trainer(configuration(work, {"job.dump_folder": place, "model.name": place, **settings}, len(rows)))
         begin_alike(trainer.model_parts[0], work)
-        let_go()
+        free_device()
         marks.append(now())
         trainer.train()
         trainer.close()

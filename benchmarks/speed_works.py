@@ -61,8 +61,6 @@ EXACT = "ours, fp32 weights and autocast"
 """What the other ways' losses are held against."""
 COMPILED = {"precision": "bf16", "torch_compile": True}
 HALF_MEAN = {**COMPILED, "exp_avg_dtype": "bf16"}
-TUNED = {"tune_products": "always"}
-"""As a training of hours would be."""
 SELECTIVE, FULL = ({"gradient_checkpointing": how} for how in ("selective", True))
 CHECKPOINTED = {"bf16": True, "gradient_checkpointing": True}
 TITAN_FP8 = {"model.converters": ["quantize.linear.float8"], "quantize.linear.float8.filter_fqns": ["output"]}
@@ -118,8 +116,7 @@ WAYS = {
         Way("HF Trainer, tf32", peer={"tf32": True}),
     ),
     "6b": (
-        Way("ours, bf16", {**HALF_MEAN, **TUNED}),
-        Way("ours, bf16, kernels not tried", {**HALF_MEAN, "tune_products": "never"}, aside=True),
+        Way("ours, bf16", HALF_MEAN),
         Way("ours, bf16, selective checkpointing", {**HALF_MEAN, **SELECTIVE}, aside=True),
         Way("ours, bf16, full checkpointing", {**HALF_MEAN, **FULL}, aside=True),
         Way("ours, fp8", {**HALF_MEAN, "precision": "fp8"}),
@@ -132,7 +129,7 @@ WAYS = {
         Way("torchtitan, fp8, compiled, full checkpointing", titan={**KEEP_FEW, **TITAN_FP8}),
     ),
     "lora": (
-        Way("ours, bf16", {**COMPILED, **TUNED}),
+        Way("ours, bf16", COMPILED),
         Way("ours, bf16, selective checkpointing", {**COMPILED, **SELECTIVE}, aside=True),
         Way("ours, bf16, full checkpointing", {**COMPILED, **FULL}, aside=True),
         Way("ours, fp8", {**COMPILED, "precision": "fp8"}),

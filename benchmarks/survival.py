@@ -17,8 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks import common
-from benchmarks.common import installed
-from benchmarks.peers import finite
+from benchmarks.common import installed, require_finite
 from modelwright.errors import UsageError
 
 SEED, LEARNING_RATE = 42, 5e-5
@@ -86,7 +85,7 @@ def measure(scene: str = "twin", data: Path | None = None) -> dict[str, Any]:
         steps = -(-len(rows.train) * wish.epochs // wish.batch)
         kept = train_ours(wish, rows, folder, device, steps)
         plain = train_ours(wish, rows, folder, device, wish.beside, keep_trunk="off", share_prefix=False)
-        finite([*kept.losses, *plain.losses])
+        require_finite([*kept.losses, *plain.losses])
         theirs = train_theirs(wish, rows, folder, device) if installed("trl") else None
     return _figures(wish, len(rows.train), kept, plain, theirs)
 

@@ -302,7 +302,7 @@ def _starting(figures: Figures) -> list[Cells]:
             f"{what}, CPU-seconds",
             f"{figures[name]['modelwright']['cpu_seconds']:.2f}",
             f"TRL {figures[name]['trl']['cpu_seconds']:.1f}",
-            "`benchmarks.start`",
+            "`benchmarks.startup`",
         )
         for name, what in (("help", "help of a command"), ("typo", "the answer to a misspelt setting"))
     ]

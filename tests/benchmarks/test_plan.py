@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.plan import judged, planned
-from benchmarks.plan_table import lines
-from benchmarks.settings import ALL_GPU_CASES, HELD_OUT_CASES
+from benchmarks.plan import ALL_GPU_CASES, HELD_OUT_CASES, judged, lines, planned
 from modelwright.plan.facts import Facts
 
 H200 = Facts("cuda", "NVIDIA H200", 150_109_880_320, True, 989.4e12)

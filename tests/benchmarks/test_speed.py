@@ -12,30 +12,29 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks import common as results
-from benchmarks import peers, sft, speed, speed_command, speed_dpo, speed_titan, start
+from benchmarks import common, sft, speed, speed_dpo, speed_titan, startup
 from benchmarks.common import environment
 from benchmarks.speed_works import WAYS, WORKS, build, rows_of
 from modelwright.errors import UsageError
 
 
 def test_a_result_carries_day_commit_and_machine_but_not_its_name() -> None:
-    found = results.result("start", {"help": 1.0})
+    found = common.result("start", {"help": 1.0})
     assert found["date"].endswith("+00:00")
     assert set(found["machine"]) >= {"architecture", "cpu", "cores", "python", "torch"}
     assert socket.gethostname() not in json.dumps(found["machine"])
 
 
 def test_a_result_is_kept_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results, "ROOT", tmp_path)
-    path = results.save(results.result("start", {"help": 1.0}))
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    path = common.save(common.result("start", {"help": 1.0}))
     assert path == tmp_path / "benchmarks" / "results" / "start.json"
     assert json.loads(path.read_text(encoding="utf-8"))["figures"] == {"help": 1.0}
 
 
 def test_the_cost_of_a_command_is_its_cpu_time_and_its_last_words() -> None:
-    idle = start.cost([sys.executable, "-c", "import time; time.sleep(0.3); print('slept')"])
-    busy = start.cost([sys.executable, "-c", "sum(range(20_000_000)); raise SystemExit('summed')"])
+    idle = startup.cost([sys.executable, "-c", "import time; time.sleep(0.3); print('slept')"])
+    busy = startup.cost([sys.executable, "-c", "sum(range(20_000_000)); raise SystemExit('summed')"])
     assert idle["cpu_seconds"] < busy["cpu_seconds"]
     assert (idle["last_line"], idle["exit_code"]) == ("slept", 0)
     assert (busy["last_line"], busy["exit_code"]) == ("summed", 1)
@@ -43,20 +42,20 @@ def test_the_cost_of_a_command_is_its_cpu_time_and_its_last_words() -> None:
 
 def test_a_missing_peer_is_said() -> None:
     alone = {"help": {"modelwright": {"cpu_seconds": 0.2}}}
-    assert start.lines(alone) == [
+    assert startup.lines(alone) == [
         "help: modelwright 0.20 CPU-s; trl is not installed, so there is nothing to hold it against"
     ]
     beside = {"help": {"modelwright": {"cpu_seconds": 0.2}, "trl": {"cpu_seconds": 8.0}, "ratio": 40.0}}
-    assert start.lines(beside) == ["help: modelwright 0.20 CPU-s, trl sft 8.00 CPU-s, 40 times as much"]
+    assert startup.lines(beside) == ["help: modelwright 0.20 CPU-s, trl sft 8.00 CPU-s, 40 times as much"]
 
 
 def test_an_answer_to_another_question_is_held_against_nothing() -> None:
-    ours, theirs = start.cost([sys.executable, "-c", "print('learning_rat is unknown')"]), {"cpu_seconds": 9.0}
+    ours, theirs = startup.cost([sys.executable, "-c", "print('learning_rat is unknown')"]), {"cpu_seconds": 9.0}
     elsewhere = {**theirs, "last_line": "there is no GPU"}
-    found = {"typo": {"modelwright": ours, "trl": elsewhere, "ratio": start._ratio(ours, elsewhere, "learning_rat")}}
+    found = {"typo": {"modelwright": ours, "trl": elsewhere, "ratio": startup._ratio(ours, elsewhere, "learning_rat")}}
     assert found["typo"]["ratio"] is None
-    assert "there is no GPU" in start.lines(found)[0]
-    assert start._ratio(ours, {**theirs, "last_line": "unrecognized: --learning_rat"}, "learning_rat")
+    assert "there is no GPU" in startup.lines(found)[0]
+    assert startup._ratio(ours, {**theirs, "last_line": "unrecognized: --learning_rat"}, "learning_rat")
 
 
 @pytest.mark.slow
@@ -80,21 +79,21 @@ def test_the_cost_of_a_save_is_what_it_held_up_and_how_much_slower_the_steps_mea
         {"event": "saving", "step": 6, "time": 106.1, "seconds": 5.0},
         {"event": "saved", "step": 6, "time": 111.1, "seconds": 5.0, "waited": 5.0},
     ]
-    (only,) = speed_command.stalls(sorted([*steps, *saves], key=lambda event: event["time"]))
+    (only,) = startup.stalls(sorted([*steps, *saves], key=lambda event: event["time"]))
     assert (only["step"], only["still"], only["slower"]) == (2, pytest.approx(0.3), pytest.approx(0.5))
     assert only["share_of_a_minute"] == pytest.approx(0.8 / 60, abs=1e-5)
 
 
 def test_the_fastest_of_ours_is_held_against_the_fastest_peer() -> None:
     ways = {"ours, a": {"rate": 6.0}, "ours, b": {"rate": 8.0}, "TRL, a": {"rate": 4.0}, "TRL, b": {"failed": "…"}}
-    assert peers.ratio(ways, "rate") == {"ratio": 2.0}
-    assert peers.ratio({"ours, a": {"rate": 6.0}}, "rate") == {}
+    assert common.ratio(ways, "rate") == {"ratio": 2.0}
+    assert common.ratio({"ours, a": {"rate": 6.0}}, "rate") == {}
 
 
 def test_the_speed_of_a_training_whose_loss_is_no_number_is_not_told() -> None:
-    peers.finite([3.0, 2.5])
+    common.require_finite([3.0, 2.5])
     with pytest.raises(ArithmeticError, match="no number from step 2 on"):
-        peers.finite([3.0, float("nan"), float("nan")])
+        common.require_finite([3.0, float("nan"), float("nan")])
 
 
 def test_low_rank_matrices_are_trained_beside_the_peer_and_their_kernels_told(
@@ -126,9 +125,11 @@ def test_pairs_are_learnt_beside_the_peer_to_the_same_loss(monkeypatch: pytest.M
 
 def test_a_way_aside_is_measured_where_it_is_asked_for_and_learns_the_same() -> None:
     plain, again = "ours, fp32", "ours, fp32, selective checkpointing"
-    by_default = [way.name for way in peers.asked(WAYS["tiny"], ())]
+    by_default = [way.name for way in common.select_variants(WAYS["tiny"], ())]
     assert again not in by_default and plain in by_default
-    assert [way.name for way in peers.asked(WAYS["tiny"], [plain])] == [plain], "a whole name asks for no other"
+    assert [way.name for way in common.select_variants(WAYS["tiny"], [plain])] == [plain], (
+        "a whole name asks for no other"
+    )
     figures = speed.measure("tiny", [plain, "selective"], steps=2)
     assert figures["ways"][again]["losses"] == figures["ways"][plain]["losses"]
 
@@ -143,7 +144,7 @@ def test_where_torchtitan_is_absent_it_is_said_and_the_others_go_on(monkeypatch:
 
 
 def test_torchtitan_is_given_the_same_weights_rows_and_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    if results.installed("torchtitan") is None:
+    if common.installed("torchtitan") is None:
         pytest.skip("torchtitan is not installed")
     if find_spec("triton") is None:  # its kernels for mixtures of experts are asked for at import, and not used here
         kernels = ModuleType("kernels")
@@ -170,11 +171,11 @@ def test_torchtitan_is_given_the_same_weights_rows_and_settings(monkeypatch: pyt
 def test_the_figures_of_one_work_are_kept_beside_those_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(results, "ROOT", tmp_path)
+    monkeypatch.setattr(common, "ROOT", tmp_path)
     for work in ("lora", "sft", "sft"):
         figures = speed.kept_with({"work": work, "device": "a card", "ways": {}})
-        results.save(results.result("speed", figures))
-    kept = results.kept("speed")
+        common.save(common.result("speed", figures))
+    kept = common.kept("speed")
     assert kept is not None and set(kept["figures"]) == {"lora", "sft"}
     assert kept["figures"]["sft"]["measured"].keys() == {"date", "commit"}
 
@@ -188,8 +189,8 @@ def test_a_word_that_fits_no_way_is_answered_with_the_ways_there_are(work: str) 
 def test_figures_of_a_work_do_not_take_the_place_of_another_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(results, "ROOT", tmp_path)
-    path = results.save(results.result("speed", {"dpo": {"device": "NVIDIA H200", "ways": {}}}))
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    path = common.save(common.result("speed", {"dpo": {"device": "NVIDIA H200", "ways": {}}}))
     before = path.read_bytes()
     with pytest.raises(UsageError, match="figures of dpo are kept of NVIDIA H200, and this is"):
         speed.main(work="dpo", save=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import speed_command
+from benchmarks import startup
 
 STAND_IN = """
 import json, os, signal, sys, time
@@ -37,12 +37,10 @@ def test_what_was_found_is_told_and_no_process_stays_behind(
     cut: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pids = tmp_path / "pids"
-    monkeypatch.setattr(
-        speed_command, "DIES_WITH_US", STAND_IN.replace("PIDS", repr(str(pids))).replace("CUT", repr(cut))
-    )
-    monkeypatch.setattr(speed_command, "prepare", lambda folder, work: None)
+    monkeypatch.setattr(startup, "DIES_WITH_US", STAND_IN.replace("PIDS", repr(str(pids))).replace("CUT", repr(cut)))
+    monkeypatch.setattr(startup, "_write_inputs", lambda folder, work: None)
     before = signal.getsignal(signal.SIGTERM)
-    figures = speed_command.measure((), 2, tmp_path)
+    figures = startup.measure_first_step((), 2, tmp_path)
     assert signal.getsignal(signal.SIGTERM) is before
     for pid in pids.read_text().split():
         with pytest.raises(ProcessLookupError):
@@ -50,7 +48,7 @@ def test_what_was_found_is_told_and_no_process_stays_behind(
     assert figures["cold"]["first_step_seconds"] == 1.0
     if not cut:
         assert [save["step"] for save in figures["saves"]] == [2, 4]
-    said, table = capsys.readouterr().err, "\n".join(speed_command.lines(figures))
+    said, table = capsys.readouterr().err, "\n".join(startup.first_step_lines(figures))
     assert "cold: the first step is done after" in said
     assert ("warm: save at step 4" in said) is not bool(cut)
     assert ("then 5 tokens/s in the command itself, 0.30% of the time waiting for rows" in table) is not bool(cut)

@@ -9,7 +9,7 @@ import json
 import os
 from pathlib import Path
 
-from benchmarks.plan_table import page
+from benchmarks.plan import page
 from benchmarks.tables import MARK, TABLES, _each_peer, fill, on_a_gpu, scorecard
 
 ROOT = Path(__file__).parents[2]

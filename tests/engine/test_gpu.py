@@ -18,7 +18,7 @@ import torch
 import torch._dynamo.utils
 
 from benchmarks import speed
-from benchmarks.peers import let_go
+from benchmarks.common import free_device
 from modelwright.engine import precision, trial
 from modelwright.engine.loop import Engine
 from modelwright.engine.masters import REST, SplitAdamW, join, split
@@ -181,7 +181,7 @@ def test_what_is_computed_again_is_recorded_too_and_learns_the_same(
     work = speed.Work(4, 1024, 2816, 8, 4, rows=4, length=512, words=1024, lora=lora)
     found = {}
     for how, when in ((False, "never"), ("selective", "never"), ("selective", "always"), (True, "always")):
-        let_go()
+        free_device()
         recorded.clear()
         wish = {"precision": "bf16", "cuda_graphs": when, "torch_compile": compiled, "gradient_checkpointing": how}
         found[how, when] = speed.train_ours(work, speed.Way("it", wish), speed.rows_of(work, 12))
@@ -307,15 +307,15 @@ def test_a_card_that_others_have_filled_halves_the_rows_and_keeps_the_batch(
         return told[-1]
 
     monkeypatch.setattr(Engine, "_retreat", heard)
-    let_go()
+    free_device()
     roomy = speed.train_ours(work, way, speed.rows_of(work, 8))
     assert not told
-    let_go()
+    free_device()
     free, _ = torch.cuda.mem_get_info()
     taken = torch.empty(free - int(0.75 * roomy.memory), dtype=torch.uint8, device="cuda")
     cramped = speed.train_ours(work, way, speed.rows_of(work, 8))
     del taken
-    let_go()
+    free_device()
     assert told[0].startswith("8 rows at once do not fit the memory; batch 8 = 4 per device × 1 device × 2")
     assert cramped.losses == pytest.approx(roomy.losses, rel=2e-3)
 

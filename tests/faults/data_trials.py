@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks import common, corpus
+from benchmarks import common, data
 from modelwright.runs.folder import hash_file
 
 RECIPE = """\
@@ -39,7 +39,7 @@ def measure(gigabytes: Sequence[float] = (), megabytes: float = 100.0) -> dict[s
         folder, found = Path(place), dict[str, Any]()
         if megabytes:
             source = folder / "raw.jsonl"
-            corpus.write_jsonl(corpus.gather(megabytes), source, megabytes)
+            data.write_jsonl(data.gather(megabytes), source, megabytes)
             found = _trials(folder, source, megabytes)
         return found | {"memory": [traced(folder, size) for size in gigabytes]}
 
@@ -118,7 +118,7 @@ def _killed(folder: Path, source: Path, whole: dict[str, Any]) -> dict[str, Any]
 def traced(folder: Path, gigabytes: float) -> dict[str, Any]:
     """The most memory that a preparation by two processes takes, and the CPU-seconds of each of its steps."""
     source, output = folder / "large.jsonl", folder / "large"
-    rows = corpus.write_jsonl(corpus.gather(min(100.0, gigabytes * 1e3)), source, gigabytes * 1e3)
+    rows = data.write_jsonl(data.gather(min(100.0, gigabytes * 1e3)), source, gigabytes * 1e3)
     recipe = folder / "large.yaml"
     recipe.write_text(RECIPE.format(source=source, workers=2), encoding="utf-8")
     command = [sys.executable, "-c", TRACE, str(recipe), str(output)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.plan_table import UNSEEN_MARK
+from benchmarks.plan import UNSEEN_MARK
 from modelwright.plan.architecture import VisionShape, movement, shape_of
 from modelwright.plan.calibration import OWN, SHIPPED, Calibration, calibration_for
 from modelwright.plan.facts import Facts, card

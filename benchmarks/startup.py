@@ -1,14 +1,10 @@
-"""What the command itself takes: seconds from `modelwright run` to the first step, and how long saving holds it up.
-
-A model and shards of random tokens are put on disk; the command runs twice as a process of its own. The second time
-finds what the first has compiled, and goes on to save its checkpoints in the background. Both are ended as soon as they
-have shown what is asked, and what they show is told at once.
-"""
+"""What a first answer costs: CPU-seconds of help and of a typing mistake, beside TRL's own command."""
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -20,7 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.progress import Progress
+from benchmarks import common
+from benchmarks.common import Progress
 from benchmarks.speed_works import SEED, WORKS, Work, build
 from modelwright.data.sources import EMBEDDED
 from modelwright.data.tokenizer import train
@@ -29,6 +26,80 @@ from modelwright.runs.folder import write_text
 from modelwright.runs.journal import Event, read
 from modelwright.stages.random_task import random_shards
 from modelwright.stages.signals import Stopper
+
+TRIES = 3
+OURS_MISTYPED = """\
+name: typo
+model: {model_name_or_path: smollm2-135m-instruct}
+data: {dataset_name: field-guide, columns: {question: prompt, answer: completion}}
+sft: {learning_rat: 1e-4}
+"""
+MISTAKE = "learning_rat"
+# without use_cpu a machine without a GPU is answered about that, and the mistake is never seen
+THEIRS_MISTYPED = "model_name_or_path: some/model\ndataset_name: some/data\nuse_cpu: true\nlearning_rat: 1e-4\n"
+
+
+def measure() -> dict[str, Any]:
+    """Both programs in the same two situations; the ratio says how many times as much theirs takes."""
+    ours, theirs = [sys.executable, "-m", "modelwright"], [str(Path(sys.executable).with_name("trl")), "sft"]
+    figures: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as place:
+        our_file, their_file = Path(place) / "ours.yaml", Path(place) / "theirs.yaml"
+        our_file.write_text(OURS_MISTYPED, encoding="utf-8")
+        their_file.write_text(THEIRS_MISTYPED, encoding="utf-8")
+        for name, us, them in (
+            ("help", [*ours, "--help"], [*theirs, "--help"]),
+            ("typo", [*ours, "check", str(our_file)], [*theirs, "--config", str(their_file)]),
+        ):
+            figures[name] = {"modelwright": cost(us)}
+            if Path(theirs[0]).exists():
+                figures[name]["trl"] = cost(them)
+                figures[name]["ratio"] = _ratio(**figures[name], mistake=MISTAKE if name == "typo" else "")
+    return figures
+
+
+def cost(command: Sequence[str]) -> dict[str, Any]:
+    """Run a command a few times and take the least CPU time, since noise only ever adds; and its last words."""
+    least = float("inf")
+    for _ in range(TRIES):
+        before = _children_seconds()
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        least = min(least, _children_seconds() - before)
+    said = (done.stderr.strip() or done.stdout.strip()).splitlines() or [""]
+    last = said[-1].replace(f"{tempfile.gettempdir()}/", "").strip()
+    return {"cpu_seconds": round(least, 3), "exit_code": done.returncode, "last_line": last}
+
+
+def lines(figures: dict[str, Any]) -> list[str]:
+    """The figures as sentences."""
+    return [f"{name}: modelwright {found['modelwright']['cpu_seconds']:.2f} CPU-s{_beside(found)}"
+            for name, found in figures.items()]  # fmt: skip
+
+
+def _beside(found: dict[str, Any]) -> str:
+    peer = found.get("trl")
+    if peer is None:
+        return "; trl is not installed, so there is nothing to hold it against"
+    if found["ratio"] is None:
+        return f"; trl sft said something else ({peer['last_line']}), so the two cannot be held against each other"
+    return f", trl sft {peer['cpu_seconds']:.2f} CPU-s, {found['ratio']:.0f} times as much"
+
+
+def _ratio(modelwright: dict[str, Any], trl: dict[str, Any], mistake: str) -> float | None:
+    """How many times as much theirs takes; None where one of them did not answer the mistake."""
+    answered = all(mistake in side["last_line"] for side in (modelwright, trl))
+    return round(trl["cpu_seconds"] / modelwright["cpu_seconds"], 1) if answered else None
+
+
+def _children_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def main(save: common.Save = False, as_json: common.Json = False) -> None:
+    """CPU-seconds of help and of a typing mistake, beside the command of TRL."""
+    common.report("start", measure, lines, save, as_json)
+
 
 MINUTE = 60.0
 COMPILED = 2
@@ -51,7 +122,7 @@ runpy.run_module("modelwright", run_name="__main__")
 Enough = Callable[[list[Event]], bool]
 
 
-def measure(ways: Sequence[str], steps: int, data: Path | None, kernels: bool = False) -> dict[str, Any]:
+def measure_first_step(ways: Sequence[str], steps: int, data: Path | None, kernels: bool = False) -> dict[str, Any]:
     """Start cold, start warm; steps: those between two saves of the warm run."""
     import torch
 
@@ -66,7 +137,7 @@ def measure(ways: Sequence[str], steps: int, data: Path | None, kernels: bool = 
     }
     progress, stopper = Progress("start"), Stopper()
     with stopper.listening(), stopper.waiting(), tempfile.TemporaryDirectory(dir=data) as place:
-        prepare(Path(place), work)
+        _write_inputs(Path(place), work)
         progress.tell("a model and shards are on disk")
         for name, (apart, enough) in shows.items():
             command = Command(Path(place), work, name, apart)
@@ -77,7 +148,7 @@ def measure(ways: Sequence[str], steps: int, data: Path | None, kernels: bool = 
     return figures
 
 
-def lines(figures: dict[str, Any]) -> Iterator[str]:
+def first_step_lines(figures: dict[str, Any]) -> Iterator[str]:
     """The figures as sentences."""
     for name in ("cold", "warm"):
         if name not in figures:
@@ -101,7 +172,7 @@ def in_words(save: dict[str, Any]) -> str:
     )
 
 
-def prepare(folder: Path, work: Work) -> None:
+def _write_inputs(folder: Path, work: Work) -> None:
     """The model with its tokenizer, and shards of random tokens."""
     import torch
 
@@ -217,3 +288,7 @@ class Command:
 
 def _steps(events: list[Event]) -> list[Event]:
     return [event for event in events if event["event"] == "step"]
+
+
+if __name__ == "__main__":
+    common.run(main)
