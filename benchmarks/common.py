@@ -328,24 +328,6 @@ def require_finite(losses: list[float]) -> None:
         raise ArithmeticError(f"the loss is no number from step {bad[0]} on; how fast that was says nothing")
 
 
-def clock(marks: list[float], losses: list[float]) -> Any:
-    """What writes down when a trainer of theirs ended each step, and the losses it tells."""
-    from transformers import TrainerCallback
-
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            marks.append(now())
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            marks.append(now())
-
-        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-            if "loss" in logs:
-                losses.append(float(logs["loss"]))
-
-    return Clock()
-
-
 def now() -> float:
     """The time when the device has done what it was given."""
     import torch

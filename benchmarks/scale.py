@@ -135,7 +135,7 @@ def _times(found: Estimate, alone: float) -> float | None:
 
 def _measured(ranks: Sequence[int]) -> dict[str, Any]:
     """Tokens per second with so many ranks of one thread each, every rank given the same number of rows."""
-    from benchmarks.sft import make_model
+    from benchmarks.workloads import make_model
     from modelwright.data.sources import EMBEDDED
 
     busy = os.getloadavg()[0]

@@ -5,21 +5,20 @@ On a machine without a GPU the same code runs a model of a few thousand weights,
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 
-from benchmarks import common, speed_dpo, speed_sft, speed_titan, startup
-from benchmarks.common import Kernels, clock, ratio, require_finite, run_variants, select_variants, variant_lines
-from benchmarks.speed_works import EXACT, SEED, WAYS, WORKS, Rows, Way, Work, build, flops_per_token, rows_of
+from benchmarks import common, speed_dpo, speed_sft, startup
+from benchmarks.common import Kernels, ratio, require_finite, run_variants, select_variants, variant_lines
+from benchmarks.peer_trainers import NOT_PROFILED, StepTimes, in_our_order, train_ours, train_peer, train_torchtitan
+from benchmarks.workloads import EXACT, SEED, WAYS, WORKS, Rows, Variant, Workload, build, flops_per_token, rows_of
 from modelwright.errors import UsageError
 
 LATE = 50
@@ -31,21 +30,6 @@ OTHERS: dict[str, tuple[Any, Any]] = {
 }
 """Works that are more than rows of one length through one model."""
 KNOWN = (*WORKS, *OTHERS)
-NOT_WATCHED = Kernels(False)
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How one way went."""
-
-    seconds: list[float]
-    """Of each step."""
-    losses: list[float]
-    """After each step."""
-    memory: int
-    """The most bytes held on the device."""
-    start: float
-    """Seconds before the second step began: loading, compiling, recording."""
 
 
 def measure(
@@ -61,7 +45,7 @@ def measure(
     if work in OTHERS:
         return told | dict(OTHERS[work][0](ways, steps, rows, kernels))
 
-    def figures(way: Way, watch: Kernels) -> dict[str, Any]:
+    def figures(way: Variant, watch: Kernels) -> dict[str, Any]:
         pace = train(WORKS[work], way, rows_of(WORKS[work], steps, rows), watch)
         require_finite(pace.losses)
         return _figures(WORKS[work], pace)
@@ -116,14 +100,16 @@ def gap_to_exact(figures: dict[str, Any], name: str) -> str:
     return f", {other / exact - 1:+.2%} of exact weights' over the last {LATE} steps"
 
 
-def train(work: Work, way: Way, rows: np.ndarray[Any, Any], watch: Kernels) -> Pace:
+def train(work: Workload, way: Variant, rows: np.ndarray[Any, Any], watch: Kernels) -> StepTimes:
     """One way over the rows, by whoever it names."""
     if way.titan is not None:
-        return _pace(*speed_titan.train(work, way.titan, rows))
-    return train_ours(work, way, rows, watch) if way.peer is None else train_theirs(work, way, rows)
+        return train_torchtitan(work, way.titan, rows)
+    return train_modelwright(work, way, rows, watch) if way.peer is None else train_hf(work, way, rows)
 
 
-def train_ours(work: Work, way: Way, rows: np.ndarray[Any, Any], watch: Kernels = NOT_WATCHED) -> Pace:
+def train_modelwright(
+    work: Workload, way: Variant, rows: np.ndarray[Any, Any], watch: Kernels = NOT_PROFILED
+) -> StepTimes:
     """Our engine on one device."""
     from modelwright.engine.loop import Engine
     from modelwright.engine.world import World
@@ -143,41 +129,25 @@ def train_ours(work: Work, way: Way, rows: np.ndarray[Any, Any], watch: Kernels 
     task = Rows(trainable.set_trainable(model, settings), rows)
     trainable.recompute_activations(model, settings.gradient_checkpointing)
     engine = Engine(task, settings, plan_stage(settings, task.rows, 1, probe()), world, SEED)
-    marks, losses = [time.perf_counter()], []
-    for report in watch.during(engine.steps(), steps):
-        marks.append(time.perf_counter())
-        losses.append(report.loss)
-    return _pace(marks, losses, began)
+    return train_ours(engine, steps, began, watch)
 
 
-def train_theirs(work: Work, way: Way, rows: np.ndarray[Any, Any]) -> Pace:
+def train_hf(work: Workload, way: Variant, rows: np.ndarray[Any, Any]) -> StepTimes:
     """The HF Trainer on the same rows in our order."""
     from datasets import Dataset
     from transformers import Trainer, TrainingArguments
 
-    from modelwright.data.stream import Order
-
-    began = time.perf_counter()
-    marks: list[float] = []
-    losses: list[float] = []
-
-    batch = work.rows * work.accumulation
-    steps = len(rows) // batch
-    order = Order(len(rows), batch, len(rows), SEED)
-    turns = [rows[row].tolist() for step in range(steps) for row in order.at(step)]
-    with tempfile.TemporaryDirectory() as place:
-        settings = TrainingArguments(
-            output_dir=place, max_steps=steps, per_device_train_batch_size=work.rows,
-            gradient_accumulation_steps=work.accumulation, learning_rate=work.learning_rate,
-            lr_scheduler_type="constant", train_sampling_strategy="sequential", optim="adamw_torch_fused", seed=SEED,
-            logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, **(way.peer or {}),
-        )  # fmt: skip
-        data = Dataset.from_dict({"input_ids": turns, "labels": turns}).with_format("torch")
-        Trainer(model=_their_model(work), args=settings, train_dataset=data, callbacks=[clock(marks, losses)]).train()
-    return _pace(marks, losses, began)
+    began, batch = time.perf_counter(), work.rows * work.accumulation
+    turns = [row.tolist() for row in in_our_order(rows, batch, len(rows) // batch)]
+    settings = {
+        "max_steps": len(rows) // batch, "per_device_train_batch_size": work.rows, "learning_rate": work.learning_rate,
+        "gradient_accumulation_steps": work.accumulation, **(way.peer or {}),
+    }  # fmt: skip
+    data = Dataset.from_dict({"input_ids": turns, "labels": turns}).with_format("torch")
+    return train_peer(Trainer, TrainingArguments, settings, began, model=_their_model(work), train_dataset=data)[0]
 
 
-def _their_model(work: Work) -> Any:
+def _their_model(work: Workload) -> Any:
     """The same model; beside low-rank matrices the frozen weights are bf16 on a GPU, as their users load them."""
     import torch
 
@@ -192,16 +162,9 @@ def _their_model(work: Work) -> Any:
     return model
 
 
-def _pace(marks: list[float], losses: list[float], began: float) -> Pace:
-    from modelwright.engine.meter import memory_in_use
-
-    seconds = [after - before for before, after in pairwise(marks)]
-    return Pace(seconds, losses, memory_in_use(), marks[1] - began)
-
-
-def _figures(work: Work, pace: Pace) -> dict[str, Any]:
+def _figures(work: Workload, pace: StepTimes) -> dict[str, Any]:
     tokens = work.rows * work.length * work.accumulation
-    rate = tokens / median(pace.seconds[len(pace.seconds) // 2 :])
+    rate = tokens / pace.step_seconds
     peak = _peak()
     return {
         "tokens_per_second": round(rate, 1),

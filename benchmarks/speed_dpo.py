@@ -10,15 +10,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from statistics import mean, median
 from typing import Any
 
 from benchmarks.common import Kernels, installed, ratio, require_finite, run_variants, select_variants, variant_lines
+from benchmarks.peer_trainers import StepTimes, in_our_order, train_ours, train_peer
+from benchmarks.workloads import SEED
 from modelwright.errors import UsageError
 
-SEED = 42
 LEARNING_RATE = 1e-6
 EOS = "</s>"
 ALIKE = 0.01
@@ -26,7 +25,7 @@ ALIKE = 0.01
 
 
 @dataclass(frozen=True)
-class Work:
+class DpoWorkload:
     """What is trained."""
 
     layers: int
@@ -50,7 +49,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Way:
+class DpoVariant:
     """One way to learn from pairs."""
 
     name: str
@@ -65,29 +64,29 @@ class Way:
     """Whether the peer keeps what the reference says, rather than a second model."""
 
 
-TINY = Work(layers=4, width=256, words=2048, prompt=192, answer=63, pairs=4)
-BILLION = Work(layers=16, width=2048, words=50304, prompt=512, answer=511, pairs=8)
+TINY = DpoWorkload(layers=4, width=256, words=2048, prompt=192, answer=63, pairs=4)
+BILLION = DpoWorkload(layers=16, width=2048, words=50304, prompt=512, answer=511, pairs=8)
 WAYS = {
     "cpu": (
-        Way("ours, fp32"),
-        Way("TRL, fp32", peer=True),
-        Way("TRL with a second model, fp32", peer=True, cached=False),
+        DpoVariant("ours, fp32"),
+        DpoVariant("TRL, fp32", peer=True),
+        DpoVariant("TRL with a second model, fp32", peer=True, cached=False),
     ),
     "cuda": (
-        Way("ours, bf16", compiled=True),
-        Way("TRL, bf16", peer=True),
-        Way("TRL with a second model, bf16", peer=True, cached=False),
-        Way("ours not compiled, bf16"),
-        Way("ours with flex attention, bf16", compiled=True, attention="flex_attention"),
+        DpoVariant("ours, bf16", compiled=True),
+        DpoVariant("TRL, bf16", peer=True),
+        DpoVariant("TRL with a second model, bf16", peer=True, cached=False),
+        DpoVariant("ours not compiled, bf16"),
+        DpoVariant("ours with flex attention, bf16", compiled=True, attention="flex_attention"),
     ),
 }
 
 
 @dataclass(frozen=True)
-class Stand:
+class BenchSetup:
     """What every way is given."""
 
-    work: Work
+    work: DpoWorkload
     """What is trained."""
     folder: Path
     """The model, and room for files."""
@@ -100,25 +99,9 @@ class Stand:
         return self.work.prompt + self.work.answer + 1
 
 
-@dataclass(frozen=True)
-class Trial:
-    """How one way went."""
-
-    seconds: list[float]
-    """Of each step."""
-    loss: float
-    """Mean loss over all steps: every way must come to the same."""
-    reference: float
-    """Seconds spent on the reference before the first step; with a second model, on loading it."""
-    start: float
-    """Seconds before the second step began."""
-
-
 def measure(ways: Sequence[str], steps: int, data: Path | None, kernels: bool = False) -> dict[str, Any]:
     """Each way in turn; one that fails tells why and the others go on."""
     import torch
-
-    from modelwright.engine.meter import memory_in_use
 
     if data is not None:
         raise UsageError("--rows is not for dpo: its pairs are drawn, so that their lengths are exact")
@@ -127,15 +110,15 @@ def measure(ways: Sequence[str], steps: int, data: Path | None, kernels: bool = 
     work = BILLION if gpu else TINY
     with tempfile.TemporaryDirectory() as place:
         make_model(Path(place), work)
-        stand = Stand(work, Path(place), steps)
+        setup = BenchSetup(work, Path(place), steps)
 
-        def figures(way: Way, watch: Kernels) -> dict[str, Any]:
-            trial = train_theirs(stand, way) if way.peer else train_ours(stand, way, watch)
-            require_finite([trial.loss])
+        def figures(way: DpoVariant, watch: Kernels) -> dict[str, Any]:
+            reference, times = train_trl(setup, way) if way.peer else train_modelwright(setup, way, watch)
+            require_finite(times.losses)
             return {
-                "pairs_per_second": round(work.pairs / median(trial.seconds[len(trial.seconds) // 2 :]), 3),
-                "memory_gb": round(memory_in_use() / 1e9, 2), "start_seconds": round(trial.start, 1),
-                "reference_seconds": round(trial.reference, 2), "mean_loss": round(trial.loss, 5),
+                "pairs_per_second": round(work.pairs / times.step_seconds, 3),
+                "memory_gb": round(times.memory / 1e9, 2), "start_seconds": round(times.start, 1),
+                "reference_seconds": round(reference, 2), "mean_loss": round(times.mean_loss, 5),
             }  # fmt: skip
 
         told = run_variants(wanted, kernels, figures)
@@ -162,8 +145,8 @@ def lines(figures: dict[str, Any]) -> Iterator[str]:
         yield f"  ratio {figures['ratio']:.2f} (above 1: ours is faster)"
 
 
-def train_ours(stand: Stand, way: Way, watch: Kernels) -> Trial:
-    """Our engine on one device, the prompt computed once for both answers."""
+def train_modelwright(setup: BenchSetup, way: DpoVariant, watch: Kernels) -> tuple[float, StepTimes]:
+    """Our engine on one device, the prompt computed once for both answers; first the reference's seconds."""
     import torch
 
     from modelwright.data.preferences import Pair, Preferences
@@ -179,73 +162,54 @@ def train_ours(stand: Stand, way: Way, watch: Kernels) -> Trial:
     def said(role: str, words: str) -> tuple[dict[str, str], ...]:
         return ({"role": role, "content": words},)
 
-    began, work = now(), stand.work
+    began, work = now(), setup.work
     pairs = [
         Pair(str(row), said("user", prompt), said("assistant", chosen), said("assistant", rejected), prompt)
-        for row, (prompt, chosen, rejected) in enumerate(texts(stand))
+        for row, (prompt, chosen, rejected) in enumerate(texts(setup))
     ]
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    model = text.load_model(stand.folder, way.attention)
+    model = text.load_model(setup.folder, way.attention)
     text.move(model, device, way.attention)
     settings = Dpo(
-        max_steps=stand.steps, per_device_train_batch_size=work.pairs, per_device_eval_batch_size=work.pairs,
-        max_length=stand.longest, precision="auto" if torch.cuda.is_available() else "fp32",
+        max_steps=setup.steps, per_device_train_batch_size=work.pairs, per_device_eval_batch_size=work.pairs,
+        max_length=setup.longest, precision="auto" if torch.cuda.is_available() else "fp32",
         learning_rate=LEARNING_RATE, lr_scheduler_type="constant", torch_compile=way.compiled,
     )  # fmt: skip
-    task = DpoTask(model, text.load_tokenizer(stand.folder), Preferences(pairs, [], ""), settings, ())
+    task = DpoTask(model, text.load_tokenizer(setup.folder), Preferences(pairs, [], ""), settings, ())
     assert task.not_shared is None, task.not_shared
     engine = Engine(task, settings, plan_stage(settings, task.rows, 1, probe()), World(device=device), SEED)
     loaded = now()
-    set_reference(task, engine, stand.folder / f"reference of {way.name}", "random")
-    marks, losses = [now()], []
-    for report in watch.during(engine.steps(), stand.steps):
-        losses.append(report.loss)
-        marks.append(now())
-    return _trial(marks, mean(losses), loaded, began)
+    set_reference(task, engine, setup.folder / f"reference of {way.name}", "random")
+    return now() - loaded, train_ours(engine, setup.steps, began, watch, now)
 
 
-def train_theirs(stand: Stand, way: Way) -> Trial:
-    """TRL's trainer on the same pairs in the order our engine takes them; what it would do besides is turned off."""
+def train_trl(setup: BenchSetup, way: DpoVariant) -> tuple[float, StepTimes]:
+    """TRL's trainer on the same pairs in the order our engine takes them; with a second model, the time to load it."""
     import torch
-    from datasets import Dataset, disable_progress_bars
-    from transformers import TrainerCallback
+    from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
-    from modelwright.data.stream import Order
     from modelwright.models import text
 
-    disable_progress_bars()
-    began, work, marks, drawn = now(), stand.work, list[float](), texts(stand)
-
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            marks.append(now())
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            marks.append(now())
-
-    gpu, order = torch.cuda.is_available(), Order(len(drawn), work.pairs, len(drawn), SEED)
-    rows = [drawn[row] for step in range(stand.steps) for row in order.at(step)]
-    settings = DPOConfig(
-        output_dir=str(stand.folder / "trl"), max_steps=stand.steps, per_device_train_batch_size=work.pairs,
-        precompute_ref_log_probs=way.cached, precompute_ref_batch_size=work.pairs,
-        max_length=stand.longest, beta=0.1, learning_rate=LEARNING_RATE, lr_scheduler_type="constant",
-        train_sampling_strategy="sequential", use_cpu=not gpu, bf16=gpu, gradient_checkpointing=False,
-        optim="adamw_torch_fused", seed=SEED, logging_strategy="no", save_strategy="no", report_to="none",
-        disable_tqdm=True,
-    )  # fmt: skip
+    began, work, gpu = now(), setup.work, torch.cuda.is_available()
+    rows = in_our_order(texts(setup), work.pairs, setup.steps)
+    settings = {
+        "max_steps": setup.steps, "per_device_train_batch_size": work.pairs, "precompute_ref_log_probs": way.cached,
+        "precompute_ref_batch_size": work.pairs, "max_length": setup.longest, "beta": 0.1,
+        "learning_rate": LEARNING_RATE, "use_cpu": not gpu, "bf16": gpu, "gradient_checkpointing": False,
+    }  # fmt: skip
     data = Dataset.from_list([{"prompt": p, "chosen": f" {c}", "rejected": f" {r}"} for p, c, r in rows])
-    model, tokenizer = text.load_model(stand.folder), text.load_tokenizer(stand.folder)
+    model, tokenizer = text.load_model(setup.folder), text.load_tokenizer(setup.folder)
     loaded = now()
-    trainer = DPOTrainer(
-        model, args=settings, processing_class=tokenizer, callbacks=[Clock()], train_dataset=data
-    )  # fmt: skip
+    times, trainer = train_peer(
+        DPOTrainer, DPOConfig, settings, began, now, model=model, processing_class=tokenizer, train_dataset=data
+    )
     first = trainer.train_dataset[0]
     assert (len(first["prompt_ids"]), len(first["chosen_ids"])) == (work.prompt, work.answer + 1)
-    return _trial(marks, trainer.train().training_loss, loaded, began)
+    return began + times.before - loaded, times
 
 
-def make_model(folder: Path, work: Work) -> None:
+def make_model(folder: Path, work: DpoWorkload) -> None:
     """A Llama with random weights, and a tokenizer whose words are numbers, so that lengths are exact."""
     import torch
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
@@ -267,12 +231,12 @@ def make_model(folder: Path, work: Work) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def texts(stand: Stand) -> list[tuple[str, str, str]]:
+def texts(setup: BenchSetup) -> list[tuple[str, str, str]]:
     """Prompts with two answers each, of exact lengths; the end-of-text token comes on top."""
     import numpy as np
 
-    work, dice = stand.work, np.random.default_rng(SEED)
-    shape = (work.pairs * stand.steps, work.prompt + 2 * work.answer)
+    work, dice = setup.work, np.random.default_rng(SEED)
+    shape = (work.pairs * setup.steps, work.prompt + 2 * work.answer)
     cut = [list(map(str, row)) for row in dice.integers(1, work.words - 1, shape)]
     ends = (work.prompt, work.prompt + work.answer)
     return [(" ".join(r[: ends[0]]), " ".join(r[ends[0] : ends[1]]), " ".join(r[ends[1] :])) for r in cut]
@@ -286,7 +250,3 @@ def now() -> float:
         return time.process_time()
     torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def _trial(marks: list[float], loss: float, loaded: float, began: float) -> Trial:
-    return Trial([after - before for before, after in pairwise(marks)], loss, marks[0] - loaded, marks[1] - began)

@@ -10,14 +10,11 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from benchmarks.common import (
     Kernels,
-    clock,
     installed,
     ratio,
     require_finite,
@@ -25,7 +22,9 @@ from benchmarks.common import (
     select_variants,
     variant_lines,
 )
-from benchmarks.survival import SEED, Scene, conversations_of, load_model, prepared
+from benchmarks.peer_trainers import StepTimes, conversation_dataset, in_our_order, train_ours, train_peer
+from benchmarks.survival import Scene, conversations_of, load_model, prepared
+from benchmarks.workloads import SEED
 
 LEARNING_RATE = 2e-5
 LONGEST = 4096
@@ -33,7 +32,7 @@ LONGEST = 4096
 
 
 @dataclass(frozen=True)
-class Way:
+class SftVariant:
     """One way to fine-tune."""
 
     name: str
@@ -52,18 +51,18 @@ ON_CPU = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
 PACKED = {"packing": True, "max_length": LONGEST}
 WAYS = {
     "smollm3": (
-        Way("ours, bf16", COMPILED),
-        Way("ours, bf16, not compiled", {"precision": "bf16"}),
-        Way("ours, bf16, packed, nothing shared", {**COMPILED, **PACKED, "share_prefix": False}),
-        Way("TRL, bf16, liger", LIGER, peer=True),
-        Way("TRL, bf16, liger, packed", {**LIGER, **PACKED}, peer=True),
-        Way("TRL, bf16 weights, liger", LIGER, peer=True, halved=True),
+        SftVariant("ours, bf16", COMPILED),
+        SftVariant("ours, bf16, not compiled", {"precision": "bf16"}),
+        SftVariant("ours, bf16, packed, nothing shared", {**COMPILED, **PACKED, "share_prefix": False}),
+        SftVariant("TRL, bf16, liger", LIGER, peer=True),
+        SftVariant("TRL, bf16, liger, packed", {**LIGER, **PACKED}, peer=True),
+        SftVariant("TRL, bf16 weights, liger", LIGER, peer=True, halved=True),
     ),
     "tiny": (
-        Way("ours, fp32", {"precision": "fp32"}),
-        Way("ours, fp32, packed, nothing shared", {"precision": "fp32", "packing": True, "share_prefix": False}),
-        Way("TRL, fp32", ON_CPU, peer=True),
-        Way("TRL, fp32, packed", {**ON_CPU, "packing": True}, peer=True),
+        SftVariant("ours, fp32", {"precision": "fp32"}),
+        SftVariant("ours, fp32, packed, nothing shared", {"precision": "fp32", "packing": True, "share_prefix": False}),
+        SftVariant("TRL, fp32", ON_CPU, peer=True),
+        SftVariant("TRL, fp32, packed", {**ON_CPU, "packing": True}, peer=True),
     ),
 }  # fmt: skip
 BATCH = {"smollm3": (16, 2), "tiny": (2, 2)}
@@ -71,21 +70,7 @@ BATCH = {"smollm3": (16, 2), "tiny": (2, 2)}
 
 
 @dataclass(frozen=True)
-class Trial:
-    """How one way went."""
-
-    rows: float
-    """Questions and answers in a step."""
-    seconds: list[float]
-    """Of each step."""
-    losses: list[float]
-    """Of each step."""
-    start: float
-    """Seconds before the second step began."""
-
-
-@dataclass(frozen=True)
-class Stand:
+class BenchSetup:
     """What every way is given."""
 
     scene: Scene
@@ -104,8 +89,6 @@ def measure(ways: Sequence[str], steps: int, data: Path | None, kernels: bool = 
     """Each way in turn; one that fails tells why and the others go on."""
     import torch
 
-    from modelwright.engine.meter import memory_in_use
-
     shape = "smollm3" if torch.cuda.is_available() else "tiny"
     wanted = [way for way in select_variants(WAYS[shape], ways) if not way.peer or installed("trl")]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -113,15 +96,15 @@ def measure(ways: Sequence[str], steps: int, data: Path | None, kernels: bool = 
     scene = Scene(shape, None if shape == "smollm3" else 12, at_once * times, 1, steps)
     with tempfile.TemporaryDirectory() as place:
         rows = conversations_of(scene, data)
-        stand = Stand(scene, rows, prepared(scene, rows, Path(place)), device, steps)
+        setup = BenchSetup(scene, rows, prepared(scene, rows, Path(place)), device, steps)
 
-        def figures(way: Way, watch: Kernels) -> dict[str, Any]:
-            trial = train_theirs(stand, way) if way.peer else train_ours(stand, way, watch)
-            require_finite(trial.losses)
+        def figures(way: SftVariant, watch: Kernels) -> dict[str, Any]:
+            rows_a_step, times = train_trl(setup, way) if way.peer else train_modelwright(setup, way, watch)
+            require_finite(times.losses)
             return {
-                "rows_per_second": round(trial.rows / median(trial.seconds[len(trial.seconds) // 2 :]), 2),
-                "rows_a_step": round(trial.rows, 2), "memory_gb": round(memory_in_use() / 1e9, 2),
-                "start_seconds": round(trial.start, 1), "losses": [round(loss, 4) for loss in trial.losses],
+                "rows_per_second": round(rows_a_step / times.step_seconds, 2),
+                "rows_a_step": round(rows_a_step, 2), "memory_gb": round(times.memory / 1e9, 2),
+                "start_seconds": round(times.start, 1), "losses": [round(loss, 4) for loss in times.losses],
             }  # fmt: skip
 
         told = run_variants(wanted, kernels, figures)
@@ -143,7 +126,7 @@ def lines(figures: dict[str, Any]) -> Iterator[str]:
         yield f"  ratio {figures['ratio']:.2f} (above 1: ours is faster)"
 
 
-def train_ours(stand: Stand, way: Way, watch: Kernels) -> Trial:
+def train_modelwright(setup: BenchSetup, way: SftVariant, watch: Kernels) -> tuple[float, StepTimes]:
     """Our engine; every weight moves."""
     from modelwright.engine.loop import Engine
     from modelwright.engine.world import World
@@ -154,64 +137,44 @@ def train_ours(stand: Stand, way: Way, watch: Kernels) -> Trial:
     from modelwright.tasks.sft import SftTask
 
     began = time.perf_counter()
-    wish: dict[str, Any] = {"per_device_train_batch_size": stand.scene.batch, "max_length": 1024, **way.settings}
+    wish: dict[str, Any] = {"per_device_train_batch_size": setup.scene.batch, "max_length": 1024, **way.settings}
     settings = Sft.model_validate(
-        {"max_steps": stand.steps, "learning_rate": LEARNING_RATE, "lr_scheduler_type": "constant", **wish}
+        {"max_steps": setup.steps, "learning_rate": LEARNING_RATE, "lr_scheduler_type": "constant", **wish}
     )
-    model = load_model(stand.scene, stand.folder, stand.device, settings)
-    text.move(model, stand.device, "auto")
-    task = SftTask(model, text.load_tokenizer(stand.folder), stand.rows, settings, text.stop_tokens(model))
+    model = load_model(setup.scene, setup.folder, setup.device, settings)
+    text.move(model, setup.device, "auto")
+    task = SftTask(model, text.load_tokenizer(setup.folder), setup.rows, settings, text.stop_tokens(model))
     in_a_row = len(task.train_set.rows) / task.rows
     if settings.packing:
-        rows = max(1, round(stand.scene.batch / in_a_row))
+        rows = max(1, round(setup.scene.batch / in_a_row))
         settings = settings.model_copy(update={"per_device_train_batch_size": rows})
     plan = plan_stage(settings, task.rows, 1, probe())
-    engine = Engine(task, settings, plan, World(device=stand.device), SEED)
-    marks, losses = [time.perf_counter()], []
-    for report in watch.during(engine.steps(), stand.steps):
-        losses.append(report.loss)
-        marks.append(time.perf_counter())
-    return _trial(plan.global_batch * in_a_row, marks, losses, began)
+    engine = Engine(task, settings, plan, World(device=setup.device), SEED)
+    return plan.global_batch * in_a_row, train_ours(engine, setup.steps, began, watch)
 
 
-def train_theirs(stand: Stand, way: Way) -> Trial:
+def train_trl(setup: BenchSetup, way: SftVariant) -> tuple[float, StepTimes]:
     """TRL's trainer on the same rows in our order."""
     import torch
-    from datasets import Dataset, disable_progress_bars
     from trl import SFTConfig, SFTTrainer
 
-    from modelwright.data.stream import Order
     from modelwright.models import text
     from modelwright.recipe.schema import Sft
 
-    disable_progress_bars()
-    began, scene = time.perf_counter(), stand.scene
-    marks: list[float] = []
-    losses: list[float] = []
+    began, scene = time.perf_counter(), setup.scene
     at_once, times = BATCH[scene.name]
     packs = bool(way.settings.get("packing"))
     # packed rows hold several: enough of them for every step
-    count = scene.batch * stand.steps * (3 if packs else 1)
-    order = Order(len(stand.rows.train), scene.batch, count, SEED)
-    turns = [stand.rows.train[row].messages for step in range(count // scene.batch) for row in order.at(step)]
-    data = Dataset.from_list([{"prompt": list(each[:-1]), "completion": list(each[-1:])} for each in turns])
+    rows = in_our_order(setup.rows.train, scene.batch, setup.steps * (3 if packs else 1))
     # several packed rows at once would become one with a mask of all by all: the peer is faster a row at a time
     at_once, times = (1, max(1, scene.batch // 10)) if packs else (at_once, times)
-    wish = {"per_device_train_batch_size": at_once, "gradient_accumulation_steps": times, "max_length": 1024}
-    settings = SFTConfig(
-        output_dir=str(stand.folder / "trl"), max_steps=stand.steps, learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant", optim="adamw_torch_fused", train_sampling_strategy="sequential", seed=SEED,
-        logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, **{**wish, **way.settings},
+    settings = {
+        "max_steps": setup.steps, "learning_rate": LEARNING_RATE, "per_device_train_batch_size": at_once,
+        "gradient_accumulation_steps": times, "max_length": 1024, **way.settings,
+    }  # fmt: skip
+    model = load_model(scene, setup.folder, setup.device, Sft())
+    measured, trainer = train_peer(
+        SFTTrainer, SFTConfig, settings, began, model=model.to(torch.bfloat16) if way.halved else model,
+        train_dataset=conversation_dataset(rows), processing_class=text.load_tokenizer(setup.folder),
     )  # fmt: skip
-    model = load_model(scene, stand.folder, stand.device, Sft())
-    trainer = SFTTrainer(
-        model=model.to(torch.bfloat16) if way.halved else model, args=settings, train_dataset=data,
-        processing_class=text.load_tokenizer(stand.folder), callbacks=[clock(marks, losses)],
-    )  # fmt: skip
-    trainer.train()
-    in_a_row = len(turns) / len(trainer.train_dataset)
-    return _trial(at_once * times * in_a_row, marks, losses, began)
-
-
-def _trial(rows: float, marks: list[float], losses: list[float], began: float) -> Trial:
-    return Trial(rows, [after - before for before, after in pairwise(marks)], losses, marks[1] - began)
+    return at_once * times * len(rows) / len(trainer.train_dataset), measured

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks import common
 from benchmarks.common import Progress
-from benchmarks.speed_works import SEED, WORKS, Work, build
+from benchmarks.workloads import SEED, WORKS, Workload, build
 from modelwright.data.sources import EMBEDDED
 from modelwright.data.tokenizer import train
 from modelwright.errors import UsageError
@@ -172,7 +172,7 @@ def in_words(save: dict[str, Any]) -> str:
     )
 
 
-def _write_inputs(folder: Path, work: Work) -> None:
+def _write_inputs(folder: Path, work: Workload) -> None:
     """The model with its tokenizer, and shards of random tokens."""
     import torch
 
@@ -205,7 +205,7 @@ def stalls(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 class Command:
     """`modelwright run` as a process of its own, which ends with us."""
 
-    def __init__(self, folder: Path, work: Work, name: str, between: int) -> None:
+    def __init__(self, folder: Path, work: Workload, name: str, between: int) -> None:
         """between: steps between two saves."""
         import torch
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import tempfile
 import time
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -18,9 +17,11 @@ import typer
 
 from benchmarks import common
 from benchmarks.common import installed, require_finite
+from benchmarks.peer_trainers import StepTimes, conversation_dataset, in_our_order, train_ours, train_peer
+from benchmarks.workloads import SEED, make_tokenizer
 from modelwright.errors import UsageError
 
-SEED, LEARNING_RATE = 42, 5e-5
+LEARNING_RATE = 5e-5
 COLUMNS: dict[str, Any] = {"full-question": "prompt", "question": "prompt", "answer": "completion"}
 MOVING: Any = {"last_layers": 2, "head": True, "untie_head": True}
 SMOLLM3_3B: dict[str, Any] = {
@@ -55,24 +56,6 @@ SCENES = {
 }
 
 
-@dataclass(frozen=True)
-class Trial:
-    """How one training went."""
-
-    losses: list[float]
-    """Of each step."""
-    seconds: list[float]
-    """Of each step."""
-    before: float
-    """Seconds before the first step: tokenizing, planning, the frozen layers."""
-    notes: tuple[str, ...] = ()
-    """What was computed once."""
-
-    def rows_per_second(self, batch: int) -> float:
-        """In the median step, the first one left out."""
-        return batch / median(self.seconds[1:] or self.seconds)
-
-
 def measure(scene: str = "twin", data: Path | None = None) -> dict[str, Any]:
     """Ours with everything kept, ours without, and the peer where it is installed."""
     import torch
@@ -83,11 +66,13 @@ def measure(scene: str = "twin", data: Path | None = None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
         folder = prepared(wish, rows, Path(place))
         steps = -(-len(rows.train) * wish.epochs // wish.batch)
-        kept = train_ours(wish, rows, folder, device, steps)
-        plain = train_ours(wish, rows, folder, device, wish.beside, keep_trunk="off", share_prefix=False)
+        kept, notes = train_modelwright(wish, rows, folder, device, steps)
+        plain, _ = train_modelwright(wish, rows, folder, device, wish.beside, keep_trunk="off", share_prefix=False)
         require_finite([*kept.losses, *plain.losses])
-        theirs = train_theirs(wish, rows, folder, device) if installed("trl") else None
-    return _figures(wish, len(rows.train), kept, plain, theirs)
+        theirs = train_trl(wish, rows, folder, device) if installed("trl") else None
+    found = _figures(wish, len(rows.train), kept, plain, theirs)
+    found["modelwright"]["notes"] = list(notes)
+    return found
 
 
 def conversations_of(scene: Scene, data: Path | None) -> Any:
@@ -107,7 +92,9 @@ def conversations_of(scene: Scene, data: Path | None) -> Any:
     return conversations.Conversations(items, [], "bench")
 
 
-def train_ours(scene: Scene, rows: Any, folder: Path, device: Any, steps: int, **savings: Any) -> Trial:
+def train_modelwright(
+    scene: Scene, rows: Any, folder: Path, device: Any, steps: int, **savings: Any
+) -> tuple[StepTimes, tuple[str, ...]]:
     """Our engine; the clock starts when the model is there."""
     from modelwright.engine.loop import Engine
     from modelwright.engine.world import World
@@ -131,60 +118,29 @@ def train_ours(scene: Scene, rows: Any, folder: Path, device: Any, steps: int, *
     plan = plan_stage(settings, task.rows, 1, probe())
     engine = Engine(task, settings, plan, World(device=device), SEED)
     told = saver.settle(engine, folder / "trunk", "bench")
-    marks, losses = [time.perf_counter()], []
-    for report in engine.steps():
-        losses.append(report.loss)
-        marks.append(time.perf_counter())
-    notes = (*saver.lines(plan), *([told] if told else []))
-    return Trial(losses, [after - before for before, after in pairwise(marks)], marks[0] - began, notes)
+    times = train_ours(engine, steps, began)
+    return times, (*saver.lines(plan), *([told] if told else []))
 
 
-def train_theirs(scene: Scene, rows: Any, folder: Path, device: Any) -> Trial:
+def train_trl(scene: Scene, rows: Any, folder: Path, device: Any) -> StepTimes:
     """TRL's trainer: the same model, weights that move, rows, order and precision; padded, as its users run it."""
-    from datasets import Dataset, disable_progress_bars
-    from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    from modelwright.data.stream import Order
     from modelwright.models import text
     from modelwright.recipe.schema import Sft
 
-    disable_progress_bars()
-    marks: list[float] = []
-    losses: list[float] = []
-
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            marks.append(time.perf_counter())
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            _wait(device)
-            marks.append(time.perf_counter())
-
-        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-            if "loss" in logs:
-                losses.append(float(logs["loss"]))
-
-    order = Order(len(rows.train), scene.batch, scene.beside * scene.batch, SEED)
-    turns = [rows.train[row].messages for step in range(scene.beside) for row in order.at(step)]
-    settings = SFTConfig(
-        output_dir=str(folder / "trl"), max_steps=scene.beside, per_device_train_batch_size=scene.batch,
-        max_length=1024, learning_rate=LEARNING_RATE, lr_scheduler_type="constant", optim="adamw_torch_fused",
-        train_sampling_strategy="sequential", use_cpu=device.type == "cpu", bf16=device.type == "cuda",
-        gradient_checkpointing=False, seed=SEED, logging_steps=1, save_strategy="no", report_to="none",
-        disable_tqdm=True,
-    )  # fmt: skip
-    wish = Sft(trainable=MOVING)
+    settings = {
+        "max_steps": scene.beside, "per_device_train_batch_size": scene.batch, "max_length": 1024,
+        "learning_rate": LEARNING_RATE, "use_cpu": device.type == "cpu", "bf16": device.type == "cuda",
+        "gradient_checkpointing": False,
+    }  # fmt: skip
     began = time.perf_counter()
-    trainer = SFTTrainer(
-        model=load_model(scene, folder, device, wish),
-        args=settings,
-        train_dataset=Dataset.from_list([{"prompt": list(each[:-1]), "completion": list(each[-1:])} for each in turns]),
+    times, _ = train_peer(
+        SFTTrainer, SFTConfig, settings, began, model=load_model(scene, folder, device, Sft(trainable=MOVING)),
+        train_dataset=conversation_dataset(in_our_order(rows.train, scene.batch, scene.beside)),
         processing_class=text.load_tokenizer(folder),
-        callbacks=[Clock()],
-    )
-    trainer.train()
-    return Trial(losses, [after - before for before, after in pairwise(marks)], marks[0] - began)
+    )  # fmt: skip
+    return times
 
 
 def load_model(scene: Scene, folder: Path, device: Any, settings: Any) -> Any:
@@ -234,7 +190,7 @@ def lines(figures: dict[str, Any]) -> list[str]:
     ]
 
 
-def _figures(scene: Scene, rows: int, kept: Trial, plain: Trial, theirs: Trial | None) -> dict[str, Any]:
+def _figures(scene: Scene, rows: int, kept: StepTimes, plain: StepTimes, theirs: StepTimes | None) -> dict[str, Any]:
     seen = rows * scene.epochs
     seconds = kept.before + sum(kept.seconds)
     found: dict[str, Any] = {
@@ -244,31 +200,34 @@ def _figures(scene: Scene, rows: int, kept: Trial, plain: Trial, theirs: Trial |
         "modelwright": {
             "seconds": round(seconds, 2),
             "seconds_before": round(kept.before, 2),
-            "rows_per_second": round(kept.rows_per_second(scene.batch), 2),
+            "rows_per_second": round(_rows_per_second(kept, scene), 2),
             "overall_rows_per_second": round(seen / seconds, 2),
             "seconds_of_steps": round(sum(kept.seconds), 2),
             "slowest_steps": sorted((round(each, 3) for each in kept.seconds), reverse=True)[:12],
             "losses": kept.losses,
-            "notes": list(kept.notes),
         },
-        "without savings": {"rows_per_second": round(plain.rows_per_second(scene.batch), 2), "losses": plain.losses},
+        "without savings": {"rows_per_second": round(_rows_per_second(plain, scene), 2), "losses": plain.losses},
         "largest_loss_difference": max(abs(a - b) for a, b in zip(kept.losses, plain.losses, strict=False)),
     }
     if theirs is not None:
-        pace = theirs.rows_per_second(scene.batch)
+        pace = _rows_per_second(theirs, scene)
         extrapolated = round(seen / pace, 1)
         found["trl"] = {
             "rows_per_second": round(pace, 2), "seconds_extrapolated": extrapolated, "losses": theirs.losses,
             "overall_rows_per_second": round(scene.batch * len(theirs.seconds) / sum(theirs.seconds), 2),
         }  # fmt: skip
         found["ratio"] = round(extrapolated / seconds, 2)
-        found["ratio_of_steps"] = round(kept.rows_per_second(scene.batch) / pace, 2)
+        found["ratio_of_steps"] = round(_rows_per_second(kept, scene) / pace, 2)
     return found
+
+
+def _rows_per_second(times: StepTimes, scene: Scene) -> float:
+    """In the median step, the first one left out."""
+    return scene.batch / median(times.seconds[1:] or times.seconds)
 
 
 def prepared(scene: Scene, rows: Any, folder: Path) -> Path:
     """A folder with the tokenizer: the twin's own, or one learnt from the rows."""
-    from benchmarks.sft import make_tokenizer
     from modelwright.models import smollm2, text
 
     if scene.name == "twin":

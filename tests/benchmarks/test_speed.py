@@ -12,9 +12,9 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks import common, sft, speed, speed_dpo, speed_titan, startup
+from benchmarks import common, peer_trainers, sft, speed, speed_dpo, startup
 from benchmarks.common import environment
-from benchmarks.speed_works import WAYS, WORKS, build, rows_of
+from benchmarks.workloads import WAYS, WORKS, build, rows_of
 from modelwright.errors import UsageError
 
 
@@ -109,7 +109,7 @@ def test_low_rank_matrices_are_trained_beside_the_peer_and_their_kernels_told(
 @pytest.mark.slow
 def test_pairs_are_learnt_beside_the_peer_to_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trl")
-    small = speed_dpo.Work(layers=2, width=128, words=256, prompt=24, answer=7, pairs=2)
+    small = speed_dpo.DpoWorkload(layers=2, width=128, words=256, prompt=24, answer=7, pairs=2)
     monkeypatch.setattr(speed_dpo, "TINY", small)
     figures = speed.measure("dpo", steps=2)
     ours, kept, second = figures["ways"].values()
@@ -135,7 +135,7 @@ def test_a_way_aside_is_measured_where_it_is_asked_for_and_learns_the_same() -> 
 
 
 def test_where_torchtitan_is_absent_it_is_said_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed_titan, "installed", lambda package: None)
+    monkeypatch.setattr(peer_trainers, "installed", lambda package: None)
     monkeypatch.setitem(WAYS, "tiny", (WAYS["0.5b"][-1], WAYS["tiny"][0]))
     figures = speed.measure("tiny", steps=1)
     absent, ours = figures["ways"].values()
@@ -155,15 +155,15 @@ def test_torchtitan_is_given_the_same_weights_rows_and_settings(monkeypatch: pyt
 
     work = WORKS["tiny"]
     rows = rows_of(work, 3)
-    theirs = Transformer(speed_titan.shape(work))
-    speed_titan.begin_alike(theirs, work)
-    inputs, follows = speed_titan.batches(work, rows)[0]
+    theirs = Transformer(peer_trainers.titan_shape(work))
+    peer_trainers.copy_our_weights(theirs, work)
+    inputs, follows = peer_trainers.titan_batches(work, rows)[0]
     loss = cross_entropy_loss(theirs(inputs["input"]), follows) / (work.rows * (work.length - 1))
     ours = build(work)(input_ids=inputs["input"], labels=inputs["input"]).loss
     assert loss.item() == pytest.approx(ours.item(), rel=1e-5)
     for name in ("0.5b", "6b"):
         for way in (way for way in WAYS[name] if way.titan is not None):
-            job = speed_titan.configuration(WORKS[name], way.titan, 64)
+            job = peer_trainers.titan_config(WORKS[name], way.titan, 64)
             assert job.training.steps * job.training.global_batch_size == 64 and job.compile.enable
             assert bool(job.model.converters) == ("fp8" in way.name)
 

@@ -156,9 +156,11 @@ def test_packed_documents_are_apart_at_full_speed(model_folder: Path) -> None:
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_recorded_steps_compute_what_unrecorded_steps_compute(accumulation: int) -> None:
-    work = speed.Work(2, 256, 512, 4, 2, rows=2, length=128, words=1024, accumulation=accumulation)
+    work = speed.Workload(2, 256, 512, 4, 2, rows=2, length=128, words=1024, accumulation=accumulation)
     plain, recorded = (
-        speed.train_ours(work, speed.Way(when, {"precision": "bf16", "cuda_graphs": when}), speed.rows_of(work, 12))
+        speed.train_modelwright(
+            work, speed.Variant(when, {"precision": "bf16", "cuda_graphs": when}), speed.rows_of(work, 12)
+        )
         for when in ("never", "always")
     )
     assert recorded.losses == pytest.approx(plain.losses, rel=2e-3)
@@ -178,13 +180,13 @@ def test_what_is_computed_again_is_recorded_too_and_learns_the_same(
         return recorded[-1]
 
     monkeypatch.setattr(Replay, "_record", watched)
-    work = speed.Work(4, 1024, 2816, 8, 4, rows=4, length=512, words=1024, lora=lora)
+    work = speed.Workload(4, 1024, 2816, 8, 4, rows=4, length=512, words=1024, lora=lora)
     found = {}
     for how, when in ((False, "never"), ("selective", "never"), ("selective", "always"), (True, "always")):
         free_device()
         recorded.clear()
         wish = {"precision": "bf16", "cuda_graphs": when, "torch_compile": compiled, "gradient_checkpointing": how}
-        found[how, when] = speed.train_ours(work, speed.Way("it", wish), speed.rows_of(work, 12))
+        found[how, when] = speed.train_modelwright(work, speed.Variant("it", wish), speed.rows_of(work, 12))
         assert all(recorded) and bool(recorded) == (when == "always"), (how, when, recorded)
     plain = found[False, "never"]
     for pace in found.values():
@@ -213,7 +215,7 @@ def given_to(weights: list[torch.nn.Parameter]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("recorded", ["never", "always"])
 def test_a_bad_step_moves_nothing_before_the_host_has_judged_it(monkeypatch: pytest.MonkeyPatch, recorded: str) -> None:
-    work = speed.Work(2, 256, 512, 4, 2, rows=2, length=128, words=1024)
+    work = speed.Workload(2, 256, 512, 4, 2, rows=2, length=128, words=1024)
     seen: list[torch.Tensor] = []
     step, sick = Engine._step, {6, 8}
 
@@ -226,7 +228,8 @@ def test_a_bad_step_moves_nothing_before_the_host_has_judged_it(monkeypatch: pyt
         return report
 
     monkeypatch.setattr(Engine, "_step", watched)
-    speed.train_ours(work, speed.Way("it", {"precision": "bf16", "cuda_graphs": recorded}), speed.rows_of(work, 12))
+    variant = speed.Variant("it", {"precision": "bf16", "cuda_graphs": recorded})
+    speed.train_modelwright(work, variant, speed.rows_of(work, 12))
     assert {number for number, (was, now) in enumerate(pairwise(seen)) if torch.equal(was, now)} == sick
 
 
@@ -271,10 +274,10 @@ def test_the_kernel_moves_weights_as_the_formula_does(mean: torch.dtype, odd: in
 
 def test_fp8_learns_what_bf16_learns() -> None:
     pytest.importorskip("torchao")
-    work = speed.Work(2, 256, 512, 4, 2, rows=8, length=128, words=1024)
-    exact = speed.train_ours(work, speed.Way("bf16", {"precision": "bf16"}), speed.rows_of(work, 12))
-    eighth = speed.train_ours(
-        work, speed.Way("fp8", {"precision": "fp8", "torch_compile": True}), speed.rows_of(work, 12)
+    work = speed.Workload(2, 256, 512, 4, 2, rows=8, length=128, words=1024)
+    exact = speed.train_modelwright(work, speed.Variant("bf16", {"precision": "bf16"}), speed.rows_of(work, 12))
+    eighth = speed.train_modelwright(
+        work, speed.Variant("fp8", {"precision": "fp8", "torch_compile": True}), speed.rows_of(work, 12)
     )
     assert eighth.losses == pytest.approx(exact.losses, rel=2e-2)
 
@@ -298,8 +301,8 @@ def test_a_card_that_others_have_filled_halves_the_rows_and_keeps_the_batch(
     monkeypatch: pytest.MonkeyPatch, recorded: str
 ) -> None:
     """The error is the allocator's own: most of the card is taken."""
-    work = speed.Work(4, 1024, 2816, 8, 4, rows=8, length=1024, words=1024)
-    way, told = speed.Way("it", {"precision": "bf16", "cuda_graphs": recorded}), []
+    work = speed.Workload(4, 1024, 2816, 8, 4, rows=8, length=1024, words=1024)
+    way, told = speed.Variant("it", {"precision": "bf16", "cuda_graphs": recorded}), []
     retreat = Engine._retreat
 
     def heard(engine: Any, error: Exception) -> str | None:
@@ -308,12 +311,12 @@ def test_a_card_that_others_have_filled_halves_the_rows_and_keeps_the_batch(
 
     monkeypatch.setattr(Engine, "_retreat", heard)
     free_device()
-    roomy = speed.train_ours(work, way, speed.rows_of(work, 8))
+    roomy = speed.train_modelwright(work, way, speed.rows_of(work, 8))
     assert not told
     free_device()
     free, _ = torch.cuda.mem_get_info()
     taken = torch.empty(free - int(0.75 * roomy.memory), dtype=torch.uint8, device="cuda")
-    cramped = speed.train_ours(work, way, speed.rows_of(work, 8))
+    cramped = speed.train_modelwright(work, way, speed.rows_of(work, 8))
     del taken
     free_device()
     assert told[0].startswith("8 rows at once do not fit the memory; batch 8 = 4 per device × 1 device × 2")

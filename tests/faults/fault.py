@@ -182,7 +182,7 @@ def questions(count: int) -> list[dict[str, str]]:
 
 def make_tiny_model(folder: str) -> None:
     """A Llama of two layers and width 64, with a tokenizer learnt from the rows."""
-    from benchmarks.sft import make_model
+    from benchmarks.workloads import make_model
 
     texts = [text for row in questions(200) for text in row.values()]
     make_model(Path(folder), texts, layers=2, width=64, words=400)

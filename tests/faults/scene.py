@@ -94,7 +94,7 @@ class Scene:
 
 def prepare(folder: Path) -> Path:
     """A tiny model and a recipe that tunes it, in a folder."""
-    from benchmarks.sft import make_model
+    from benchmarks.workloads import make_model
     from modelwright.data.sources import EMBEDDED
 
     folder.mkdir(parents=True)
