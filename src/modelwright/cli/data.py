@@ -124,7 +124,7 @@ def prepare(
     prepare_environment()
     loaded = load_named(recipe, sets or (), preparing=True)
     from modelwright.data.prepare import REPORT
-    from modelwright.runs import lock
+    from modelwright.runs.lock import hold
     from modelwright.runs.folder import RunFolder, read_json
     from modelwright.stages import prepare as stage
 
@@ -132,7 +132,7 @@ def prepare(
     crew = _crew(loaded.recipe.prepare, share, ray)
     folder.mkdir(parents=True, exist_ok=True)
     plan = stage.plan_of(loaded, folder)
-    with lock.hold(folder / f".lock{share.replace('/', '-') if share else ''}"):
+    with hold(folder / f".lock{share.replace('/', '-') if share else ''}"):
         try:
             for told in stage.prepare_shards(plan, crew, loaded):
                 print(f"\r{told.step}: {told.done} of {told.of} pieces  ", end="", file=sys.stderr, flush=True)

@@ -107,10 +107,10 @@ def status(
     """Say where a job stands: its phase, its pods, its progress."""
     from dataclasses import asdict
 
-    from modelwright.launch import cluster
+    from modelwright.launch import cluster as cluster_client
 
     client, order = _client(recipe, sets, target)
-    found = cluster.status(client, order)
+    found = cluster_client.status(client, order)
     if as_json:
         print(json.dumps(asdict(found)))
         return
@@ -129,20 +129,20 @@ def logs(
     target: TargetOption = None,
 ) -> None:
     """Show what the first pod writes."""
-    from modelwright.launch import cluster
+    from modelwright.launch import cluster as cluster_client
 
     client, order = _client(recipe, sets, target)
-    if code := cluster.logs(client, order, follow):
+    if code := cluster_client.logs(client, order, follow):
         raise typer.Exit(code)
 
 
 @job.command("cancel")
 def cancel(recipe: RecipeArgument, sets: SetOption = None, target: TargetOption = None) -> None:
     """Delete a job; its volumes, and the run on them, stay."""
-    from modelwright.launch import cluster
+    from modelwright.launch import cluster as cluster_client
 
     client, order = _client(recipe, sets, target)
-    print(cluster.cancel(client, order) or f"there was no {order.target} {order.name}")
+    print(cluster_client.cancel(client, order) or f"there was no {order.target} {order.name}")
 
 
 @job.command("pull")
@@ -153,10 +153,10 @@ def pull(
     target: TargetOption = None,
 ) -> None:
     """Bring the run folder of a job home."""
-    from modelwright.launch import cluster
+    from modelwright.launch import cluster as cluster_client
 
     client, order = _client(recipe, sets, target)
-    folder = cluster.pull(client, order, into or Path("runs") / order.parcel.recipe.name)
+    folder = cluster_client.pull(client, order, into or Path("runs") / order.parcel.recipe.name)
     print(f"{order.run_folder} is now {folder}")
 
 
@@ -233,9 +233,9 @@ def _disturbance(text: str) -> Disturbance:
 
 
 def _submit(order: Job, text: str, as_json: bool) -> None:
-    from modelwright.launch import cluster
+    from modelwright.launch import cluster as cluster_client
 
-    said = cluster.submit(cluster.client(order.cluster.namespace), text, order)
+    said = cluster_client.submit(cluster_client.client(order.cluster.namespace), text, order)
     if as_json:
         print(
             json.dumps({"job": order.name, "target": order.target, "namespace": order.cluster.namespace, "said": said})

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from modelwright.data.stream import order_of, share
-from modelwright.engine import fp8
+from modelwright.engine.fp8 import convert, switch
 from modelwright.engine.average import Average
 from modelwright.engine.guard import Guard, is_bad
 from modelwright.engine.masters import SplitAdamW, halve
@@ -59,7 +59,7 @@ class Engine:
         rests = halve(self._module) if plan.weights == "bf16" else None
         if plan.tf32:
             keep_angles_exact(self._module)
-        self._eighths = fp8.convert(self._module) if plan.precision == "fp8" else []
+        self._eighths = convert(self._module) if plan.precision == "fp8" else []
         self._compiles = settings.torch_compile
         self.compute_in(plan.precision, plan.scaling)
         self._forward = shard(self._module, world, plan.sharding, self.precision.compute, settings.ddp_bucket_cap_mb)
@@ -78,7 +78,7 @@ class Engine:
 
     def compute_in(self, precision: str, scaling: str) -> None:
         """Use this arithmetic from now on; what was built in fp8 can compute in bf16 too, and nothing else changes."""
-        fp8.switch(self._eighths, scaling if precision == "fp8" else None)
+        switch(self._eighths, scaling if precision == "fp8" else None)
         self.precision = Precision(precision, self.world.device, self.plan.weights, self.plan.tf32, scaling)
         if (precision, scaling) != (self.plan.precision, self.plan.scaling):
             self.plan = replace(self.plan, precision=precision, scaling=scaling)

@@ -24,7 +24,7 @@ from modelwright.recipe.load import LoadedRecipe, dump
 from modelwright.recipe.schema import Data
 from modelwright.report import page
 from modelwright.report.trackers import tracking
-from modelwright.runs import lock
+from modelwright.runs.lock import hold
 from modelwright.runs.folder import RunFolder, is_sealed, is_without_seal, read_json, write_text
 from modelwright.runs.journal import Journal, Watcher
 from modelwright.stages import evaluate, init, lineage, prepare
@@ -61,7 +61,7 @@ def run(loaded: LoadedRecipe, watch: Watcher | None = None, orders: Orders = NO_
         def take_folder() -> str | None:
             folder.refuse_links()
             folder.create()
-            return held.enter_context(lock.hold(folder.lock))
+            return held.enter_context(hold(folder.lock))
 
         dead_holder = world.first(take_folder)
         told = held.enter_context(tracking(loaded.recipe, folder, watch)) if world.is_main else None
