@@ -21,7 +21,7 @@ from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
 import typer
 
 from modelwright.errors import ModelwrightError, UsageError
-from modelwright.launch.supervisor import python_path
+from modelwright.launch.supervisor import package_pythonpath
 from modelwright.runs.caches import prepare_environment
 from modelwright.runs.folder import read_json, write_json
 
@@ -117,7 +117,7 @@ def commit() -> str | None:
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
     """The environment of a child process: this very package, one thread, no hub."""
-    paths = os.pathsep.join([python_path(), str(ROOT)])
+    paths = os.pathsep.join([package_pythonpath(), str(ROOT)])
     return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **more}
 
 

@@ -22,13 +22,12 @@ import numpy as np
 import typer
 
 from benchmarks import common
-from modelwright.data import dedup, minhash
-from modelwright.data.fast import quick_encoder
-from modelwright.data.pack import pack
-from modelwright.data.shard_writer import Block, Documents, write_part
-from modelwright.data.shards import Layout, Shards, seal
-from modelwright.data.shingles import Array, Shingles, joined, words
-from modelwright.data.tokenizer import Encoder, train
+from modelwright.data.packing import pack_bfd
+from modelwright.data.prepare.dedup import NDArray, Shingles, concat_shingles, hash_words
+from modelwright.data.prepare.pipeline import dedup
+from modelwright.data.prepare.steps import load_gigatoken
+from modelwright.data.shards import DocumentBatch, PackedDataset, ShardLayout, write_manifest, write_split
+from modelwright.data.tokenizer import DocumentTokenizer, TokenizedDocuments, train_bpe
 
 MEGABYTES = 110
 PEER_MEGABYTES = 12
@@ -87,17 +86,19 @@ def near_duplicates(texts: list[str], datatrove: str | None) -> dict[str, Any]:
     return found
 
 
-def _clusters(texts: list[str]) -> Array:
-    parts = [minhash.signatures(lot.shingles(minhash.SIZE)) for lot in words(texts)]
+def _clusters(texts: list[str]) -> NDArray:
+    parts = [dedup.minhash_signatures(lot.shingles(dedup.NGRAM_SIZE)) for lot in hash_words(texts)]
     return clusters_of(np.concatenate(parts))
 
 
-def clusters_of(signatures: Array) -> Array:
+def clusters_of(signatures: NDArray) -> NDArray:
     """Verified clusters of all documents."""
     everyone = np.ones(len(signatures), dtype=np.bool_)
-    edges = [dedup.band_edges(keys, everyone, lambda numbers: signatures[numbers], 0.7)
-             for keys in minhash.band_keys(signatures)]  # fmt: skip
-    return dedup.refined(dedup.clusters(len(signatures), np.concatenate(edges)), lambda n: signatures[n], 0.7)
+    edges = [dedup.verified_band_pairs(keys, everyone, lambda numbers: signatures[numbers], 0.7)
+             for keys in dedup.band_keys(signatures)]  # fmt: skip
+    return dedup.split_unverified(
+        dedup.connected_components(len(signatures), np.concatenate(edges)), lambda n: signatures[n], 0.7
+    )
 
 
 def _rensa(texts: list[str]) -> list[bool]:
@@ -135,9 +136,9 @@ def quality(texts: list[str]) -> dict[str, Any]:
     """
     planted = int(len(texts) * (1 - 1 / (1 + PLANTED)))
     some = [*texts[:TRUTH], *texts[-planted:]]
-    shingles = joined([lot.shingles(minhash.SIZE) for lot in words(some)])
-    lowest = clusters_of(minhash.signatures(shingles))
-    sets = [np.unique(part) for part in np.split(shingles.hashes, shingles.edges[1:-1])]
+    shingles = concat_shingles([lot.shingles(dedup.NGRAM_SIZE) for lot in hash_words(some)])
+    lowest = clusters_of(dedup.minhash_signatures(shingles))
+    sets = [np.unique(part) for part in np.split(shingles.hashes, shingles.offsets[1:-1])]
     dropped = [(int(lowest[number]), number) for number in range(len(some)) if lowest[number] != number]
     found: dict[str, Any] = {"documents": len(some), "dropped": len(dropped)}
     found["precision_at_0.7"] = round(float(np.mean([_jaccard(sets, *pair) >= 0.7 for pair in dropped])), 3)
@@ -151,12 +152,12 @@ def quality(texts: list[str]) -> dict[str, Any]:
     return found
 
 
-def _jaccard(sets: list[Array], first: int, second: int) -> float:
+def _jaccard(sets: list[NDArray], first: int, second: int) -> float:
     both = len(np.intersect1d(sets[first], sets[second], assume_unique=True))
     return both / max(1, len(sets[first]) + len(sets[second]) - both)
 
 
-def _alike(sets: list[Array], shingles: Shingles) -> dict[tuple[int, int], float]:
+def _alike(sets: list[NDArray], shingles: Shingles) -> dict[tuple[int, int], float]:
     """Every pair with a Jaccard index of at least 0.7, found by the runs that few documents share."""
     owners = np.repeat(np.arange(len(sets)), [len(each) for each in sets])
     hashes = np.concatenate(sets)
@@ -178,13 +179,15 @@ def tokens(texts: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        train(_first(texts, 8), 16_384, folder / "tokenizer")
-        encoder, quick = Encoder.open(folder / "tokenizer"), quick_encoder(folder / "tokenizer")
+        train_bpe(_first(texts, 8), 16_384, folder / "tokenizer")
+        encoder, quick = DocumentTokenizer.open(folder / "tokenizer"), load_gigatoken(folder / "tokenizer")
         few = _first(texts, PEER_MEGABYTES)
-        found["tokenizers_mb_per_cpu_s"], reference = _rate(few, encoder.encode)
+        found["tokenizers_mb_per_cpu_s"], reference = _rate(few, encoder.encode_batch)
         if quick is None:
             return {**found, "gigatoken": "not installed"}
-        found["gigatoken_mb_per_cpu_s"], made = _rate(texts, quick.encode, tries=1)  # it remembers words it has met
+        found["gigatoken_mb_per_cpu_s"], made = _rate(
+            texts, quick.encode_batch, tries=1
+        )  # it remembers words it has met
         found["times_tokenizers"] = round(found["gigatoken_mb_per_cpu_s"] / found["tokenizers_mb_per_cpu_s"], 1)
         found["documents_compared"] = len(few)
         found["documents_differing"] = _differing(reference, made)
@@ -192,18 +195,18 @@ def tokens(texts: list[str]) -> dict[str, Any]:
     return found
 
 
-def _differing(reference: Documents, made: Documents) -> int:
+def _differing(reference: TokenizedDocuments, made: TokenizedDocuments) -> int:
     ours, theirs = (np.split(side.tokens, np.cumsum(side.lengths)[:-1]) for side in (reference, made))
     return sum(not np.array_equal(one, other) for one, other in zip(ours, theirs, strict=False))
 
 
-def _packing(made: Documents, folder: Path, encoder: Encoder) -> dict[str, Any]:
+def _packing(made: TokenizedDocuments, folder: Path, encoder: DocumentTokenizer) -> dict[str, Any]:
     """Rows of one length: concatenated and written, and by best fit; TRL does the same with the same documents."""
-    layout, million = Layout(LENGTH, encoder.vocab_size), len(made.tokens) / 1e6
-    blocks: dict[str, Iterable[Block]] = {"all": [Block(len(made.tokens), lambda: made)]}
+    layout, million = ShardLayout(LENGTH, encoder.vocab_size), len(made.tokens) / 1e6
+    blocks: dict[str, Iterable[DocumentBatch]] = {"all": [DocumentBatch(len(made.tokens), lambda: made)]}
     places = iter([folder / "first", folder / "second", folder])  # into a fresh folder each time
-    seconds, facts = _least(lambda: write_part(next(places), "train", layout, blocks, "bench"))
-    seal(folder, layout, {"train": facts}, {"tokenizer": encoder.fingerprint})
+    seconds, facts = _least(lambda: write_split(next(places), "train", layout, blocks, "bench"))
+    write_manifest(folder, layout, {"train": facts}, {"tokenizer": encoder.fingerprint})
     fitted, _ = _least(lambda: _best_fit(made))
     found: dict[str, Any] = {"tokens": len(made.tokens), "pack_and_write_mtok_per_cpu_s": round(million / seconds, 1),
                              "best_fit_mtok_per_cpu_s": round(million / fitted, 1)}  # fmt: skip
@@ -221,17 +224,17 @@ def _packing(made: Documents, folder: Path, encoder: Encoder) -> dict[str, Any]:
     return found
 
 
-def _best_fit(made: Documents) -> tuple[Array, int]:
+def _best_fit(made: TokenizedDocuments) -> tuple[NDArray, int]:
     """Documents in rows by best fit, long ones divided: tokens one row after the other, and how many rows."""
     edges = np.concatenate([[0], np.cumsum(made.lengths)])
     pieces = [(start, min(start + LENGTH, stop)) for first, stop in itertools.pairwise(edges.tolist())
               for start in range(first, stop, LENGTH)]  # fmt: skip
-    groups = pack([stop - start for start, stop in pieces], LENGTH)
+    groups = pack_bfd([stop - start for start, stop in pieces], LENGTH)
     order = itertools.chain.from_iterable(groups)
     return np.concatenate([made.tokens[slice(*pieces[number])] for number in order]), len(groups)
 
 
-def _dataset(values: Array, lengths: Array) -> Any:
+def _dataset(values: NDArray, lengths: NDArray) -> Any:
     """Rows of numbers as the datasets library holds them."""
     import pyarrow
     from datasets import Dataset
@@ -243,13 +246,13 @@ def _dataset(values: Array, lengths: Array) -> Any:
 
 def _reading(folder: Path, batches: int = 200) -> dict[str, Any]:
     """Random batches of 16 rows: ours with positions, theirs without."""
-    shards = Shards.open(folder)
+    shards = PackedDataset.open(folder)
     chance = np.random.default_rng(1)
     picks = [chance.integers(0, shards.rows(), 16) for _ in range(batches)]
-    tokens = shards.read(range(shards.rows()))[0]
+    tokens = shards.get_rows(range(shards.rows()))[0]
     stored = _dataset(tokens.ravel(), np.full(len(tokens), LENGTH)).with_format("torch")
     wanted = [rows.tolist() for rows in picks]
-    ours, _ = _least(lambda: all(len(shards.read(rows)[0]) for rows in picks))  # none is kept, as in training
+    ours, _ = _least(lambda: all(len(shards.get_rows(rows)[0]) for rows in picks))  # none is kept, as in training
     theirs, _ = _least(lambda: all(len(stored[rows]["input_ids"]) for rows in wanted))
     million = batches * 16 * LENGTH / 1e6
     return {"read_mtok_per_cpu_s": round(million / ours, 1),
@@ -273,21 +276,21 @@ def gpu(texts: list[str]) -> dict[str, Any]:
 
     if not torch.cuda.is_available():
         return {"gpu": "there is none"}
-    from modelwright.data.minhash_gpu import least_values
+    from modelwright.data.prepare.dedup import minhash_kernel
 
-    shingles = joined([lot.shingles(minhash.SIZE) for lot in words(texts)])
-    same = bool(np.array_equal(minhash.signatures_on("cuda", shingles), minhash.signatures(shingles)))
+    shingles = concat_shingles([lot.shingles(dedup.NGRAM_SIZE) for lot in hash_words(texts)])
+    same = bool(np.array_equal(dedup.signatures_torch("cuda", shingles), dedup.minhash_signatures(shingles)))
     on_device = [torch.from_numpy(np.ascontiguousarray(each).astype(np.int64)).cuda()
-                 for each in (shingles.hashes, shingles.edges, minhash.FACTORS, minhash.SHIFTS)]  # fmt: skip
+                 for each in (shingles.hashes, shingles.offsets, dedup.HASH_A, dedup.HASH_B)]  # fmt: skip
     times = []
     for _ in range(5):
         torch.cuda.synchronize()
         begun = time.perf_counter()
-        least_values(*on_device)
+        minhash_kernel(*on_device)
         torch.cuda.synchronize()
         times.append(time.perf_counter() - begun)
     begun = time.perf_counter()
-    minhash.signatures_on("cuda", shingles)
+    dedup.signatures_torch("cuda", shingles)
     whole = time.perf_counter() - begun
     return {"same_bits_as_cpu": same, "gb_per_s": round(_megabytes(texts) / 1e3 / min(times), 2),
             "gb_per_s_with_copies": round(_megabytes(texts) / 1e3 / whole, 2),

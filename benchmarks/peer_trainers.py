@@ -61,10 +61,10 @@ class StepTimes:
 
 def step_times(marks: list[float], losses: list[float], began: float, tokens: tuple[int, ...] = ()) -> StepTimes:
     """From the moments when training began and each step ended."""
-    from modelwright.engine.meter import memory_in_use
+    from modelwright.engine.throughput import peak_memory_bytes
 
     seconds = [after - before for before, after in pairwise(marks)]
-    return StepTimes(seconds, losses, marks[0] - began, marks[1] - began, memory_in_use(), tokens)
+    return StepTimes(seconds, losses, marks[0] - began, marks[1] - began, peak_memory_bytes(), tokens)
 
 
 def train_ours(
@@ -113,10 +113,10 @@ def train_peer(
 
 def in_our_order(rows: Any, batch: int, steps: int) -> list[Any]:
     """Rows one after the other as our engine takes them."""
-    from modelwright.data.stream import Order
+    from modelwright.data.sampler import GlobalBatchSampler
 
-    order = Order(len(rows), batch, batch * steps, SEED)
-    return [rows[row] for step in range(steps) for row in order.at(step)]
+    order = GlobalBatchSampler(len(rows), batch, batch * steps, SEED)
+    return [rows[row] for step in range(steps) for row in order.batch_indices(step)]
 
 
 def conversation_dataset(conversations: list[Any]) -> Any:
@@ -212,13 +212,13 @@ def titan_batches(work: Workload, rows: np.ndarray[Any, Any]) -> list[Any]:
     import torch
     from torchtitan.components.loss import IGNORE_INDEX
 
-    from modelwright.data.stream import Order
+    from modelwright.data.sampler import GlobalBatchSampler
 
     batch = work.rows * work.accumulation
-    order = Order(len(rows), batch, len(rows), SEED)
+    order = GlobalBatchSampler(len(rows), batch, len(rows), SEED)
     found = []
     for step in range(len(rows) // batch):
-        for micro in np.split(np.asarray(order.at(step)), work.accumulation):
+        for micro in np.split(np.asarray(order.batch_indices(step)), work.accumulation):
             tokens = torch.from_numpy(rows[micro])
             follows = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORE_INDEX)
             found.append(({"input": tokens}, follows))

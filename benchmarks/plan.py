@@ -15,21 +15,21 @@ import typer
 
 from benchmarks import common
 from modelwright.errors import UsageError
-from modelwright.plan.calibration import Calibration, calibration_for
-from modelwright.plan.facts import Facts, card, probe
-from modelwright.plan.fit import (
+from modelwright.plan.calibrate import (
     CPU_CASES,
     GPU_CASES,
     HALF_BILLION,
     LAST_TWO,
+    Calibration,
     PlanCase,
     Run,
+    calibration_for,
+    case_workload,
     compare_with_measured,
     fit,
-    work_of,
 )
-from modelwright.plan.gpus import Gpu
-from modelwright.plan.memory import memory
+from modelwright.plan.hardware import DeviceInfo, GpuSpec, gpu_spec_of, probe_device
+from modelwright.plan.memory import estimate_memory
 from modelwright.plan.stage import StagePlan, plan_stage
 from modelwright.runs.folder import write_json
 from modelwright.stages.measure import case_settings, guarded_case
@@ -44,7 +44,7 @@ def measure(wanted: Sequence[str] = (), into: Path | None = None) -> dict[str, A
 
 def judged(runs: dict[str, Any]) -> dict[str, Any]:
     """Measured runs with three predictions: by what was known before, fitted to all, and fitted to all others."""
-    gpu, good = card(Facts(**runs["device"])), [run for run in runs["runs"] if "peak_bytes" in run]
+    gpu, good = gpu_spec_of(DeviceInfo(**runs["device"])), [run for run in runs["runs"] if "peak_bytes" in run]
     if not good:
         return {**runs, "judged": [], "calibration": {}}
     unseen = {case.name for case in HELD_OUT_CASES}
@@ -82,7 +82,7 @@ def read_runs(paths: Sequence[Path]) -> dict[str, Any]:
 
 def measure_all(wanted: Sequence[str] = (), into: Path | None = None) -> dict[str, Any]:
     """Measure every setting, each guarded, and write what is known after each one."""
-    facts = probe()
+    facts = probe_device()
     runs: list[dict[str, Any]] = []
     for case in (*ALL_GPU_CASES, *HELD_OUT_CASES) if facts.device == "cuda" else CPU_CASES:
         if wanted and not any(word in case.name for word in wanted):
@@ -99,15 +99,15 @@ def measure_all(wanted: Sequence[str] = (), into: Path | None = None) -> dict[st
     return {"device": asdict(facts), "runs": runs}
 
 
-def planned(case: PlanCase, facts: Facts) -> tuple[PlanCase, StagePlan, dict[str, Any]]:
+def planned(case: PlanCase, facts: DeviceInfo) -> tuple[PlanCase, StagePlan, dict[str, Any]]:
     """A case with its rows and its plan, and what the planner says of its memory before it is tried."""
-    gpu, fitted = card(facts), calibration_for(card(facts))
+    gpu, fitted = gpu_spec_of(facts), calibration_for(gpu_spec_of(facts))
     plan = plan_stage(case_settings(case), 1, 1, facts)
     if not case.rows:
         most = max_batch_rows(case, plan.as_json(), gpu, fitted)
         case = replace(case, rows=max(1, -(-int(1000 * case.beyond * most) // 1000)))
         plan = plan_stage(case_settings(case), 1, 1, facts)
-    needed = memory(work_of(case, plan.as_json(), facts.device == "cuda"), fitted.memory).needed
+    needed = estimate_memory(case_workload(case, plan.as_json(), facts.device == "cuda"), fitted.memory).required
     told = {"plan": plan.as_json(), "needed_bytes": round(needed), "said_to_fit": needed <= gpu.memory}
     return case, plan, told
 
@@ -129,7 +129,7 @@ def main(
     )
 
 
-def leave_one_out(runs: Sequence[Run], seen: Sequence[Run], gpu: Gpu, fitted: Calibration) -> list[Run]:
+def leave_one_out(runs: Sequence[Run], seen: Sequence[Run], gpu: GpuSpec, fitted: Calibration) -> list[Run]:
     """Each run judged by coefficients fitted to what was seen of other settings; `fitted` are those of all seen."""
     found = []
     for run in runs:
@@ -138,10 +138,13 @@ def leave_one_out(runs: Sequence[Run], seen: Sequence[Run], gpu: Gpu, fitted: Ca
     return found
 
 
-def max_batch_rows(case: PlanCase, plan: dict[str, Any], gpu: Gpu, fitted: Calibration) -> int:
+def max_batch_rows(case: PlanCase, plan: dict[str, Any], gpu: GpuSpec, fitted: Calibration) -> int:
     """The most rows at once that the planner says fit: training with them must not run out of memory."""
     rows = 1
-    while memory(work_of(case, {**plan, "per_device": rows + 1}, True), fitted.memory).needed <= gpu.memory:
+    while (
+        estimate_memory(case_workload(case, {**plan, "micro_batch_size": rows + 1}, True), fitted.memory).required
+        <= gpu.memory
+    ):
         rows += 1
     return rows
 
@@ -179,7 +182,7 @@ ALL_GPU_CASES = (
     PlanCase("0.5B full 1024 tf32", "llama-6b", 4, 1024, settings={"precision": "fp32"}, smaller=HALF_BILLION),
     PlanCase("270M full 2048, 262k words", "gemma-3-270m", 4, 2048),
     PlanCase("360M full 1024", "smollm2-360m", 8, 1024),
-    PlanCase("410M full 1024", "pythia-410m", 16, 1024, settings={"weights": "fp32"}),
+    PlanCase("410M full 1024", "pythia-410m", 16, 1024, settings={"param_dtype": "fp32"}),
     PlanCase("3B last 2 + tied head 1024 checkpointed", "smollm3-3b", 8, 1024,
             settings={"trainable": LAST_TWO, "gradient_checkpointing": True}),
     PlanCase("3B last 2 + own head 1024", "smollm3-3b", 8, 1024,
@@ -204,7 +207,7 @@ ALL_GPU_CASES = (
     PlanCase("3B DPO LoRA 1024", "smollm3-3b", 4, 1024, "dpo", settings={"trainable": "lora"}),
     PlanCase("6B last 2 layers 1024", "llama-6b", 8, 1024, settings={"trainable": {"last_layers": 2}}),
     PlanCase("6B full 2048 checkpointed", "llama-6b", 4, 2048,
-            settings={"gradient_checkpointing": True, "weights": "fp32"}),
+            settings={"gradient_checkpointing": True, "param_dtype": "fp32"}),
     PlanCase("6B full 2048 compiled", "llama-6b", 2, 2048, settings={"torch_compile": True}),
     PlanCase("6B full 2048 compiled fp8", "llama-6b", 2, 2048,
             settings={"torch_compile": True, "precision": "fp8"}),
@@ -235,7 +238,7 @@ ALL_GPU_CASES = (
              beyond=1.125),
     PlanCase("4B full 2048, 8 rows", "llama-6b", 8, 2048, smaller=_FOUR_BILLION),
     PlanCase("4B full 2048, 9 rows", "llama-6b", 9, 2048, smaller=_FOUR_BILLION),
-    PlanCase("6B full 2048, fp32 weights, 16 rows", "llama-6b", 16, 2048, settings={"weights": "fp32"}),
+    PlanCase("6B full 2048, fp32 weights, 16 rows", "llama-6b", 16, 2048, settings={"param_dtype": "fp32"}),
 )  # fmt: skip
 """The last ones go to the edge of the memory: what is said to fit must run, and what is said not to must run out."""
 
@@ -356,7 +359,7 @@ def _edge(run: dict[str, Any]) -> str:
     said = "fits" if run.get("said_to_fit") else "does not fit"
     found = "ran out of memory" if "ran_out" in run else f"ran with {run.get('reserved_bytes', 0) / 1e9:.1f} GB"
     needs = f"{run.get('needed_bytes', 0) / 1e9:.1f} GB"
-    return f"{run['setting']['name']}, {run['plan']['per_device']} rows: said to need {needs}, {said}; {found}"
+    return f"{run['setting']['name']}, {run['plan']['micro_batch_size']} rows: said to need {needs}, {said}; {found}"
 
 
 if __name__ == "__main__":

@@ -20,10 +20,10 @@ import typer
 
 from benchmarks import common
 from benchmarks.common import environment
+from docs.plan_verdicts import LAST_TWO, Case, production, survival
 from modelwright.errors import UsageError
-from modelwright.plan.estimate import Estimate
-from modelwright.plan.gpus import GPUS, Gpu, Machines, named
-from modelwright.plan.verdicts import LAST_TWO, Case, production, survival
+from modelwright.plan.choose import StageEstimate
+from modelwright.plan.hardware import GPUS, GpuSpec, Hardware, find_gpu
 from modelwright.runs import journal
 
 STEPS, WARM_UP, ROWS, LAYERS, WIDTH = 24, 6, 4, 6, 192
@@ -43,61 +43,66 @@ def cases() -> dict[str, Case]:
     """What is asked about, by name."""
     return {
         "SmolLM3-3B, last 2 + head": survival(LAST_TWO),
-        "SmolLM3-3B, last 2 + own head, trunk kept": survival({**LAST_TWO, "untie_head": True}),
+        "SmolLM3-3B, last 2 + own head, trunk kept": survival({**LAST_TWO, "untie_lm_head": True}),
         "SmolLM3-3B, all weights": survival("all"),
         "Llama-7B, all weights": production("bf16", "llama-7b", gradient_checkpointing=True),
     }
 
 
-def card(name: str) -> Gpu:
+def card(name: str) -> GpuSpec:
     """The card of a name."""
-    found = named(name)
+    found = find_gpu(name)
     if found is None:
         raise UsageError(f"--card is {name!r}; known are {', '.join(GPUS)}")
     return found
 
 
-def measure(ranks: Sequence[int], cards: Sequence[Gpu]) -> dict[str, Any]:
+def measure(ranks: Sequence[int], cards: Sequence[GpuSpec]) -> dict[str, Any]:
     """Train with each number of ranks, none where none is named, and do the arithmetic for each card."""
     figures: dict[str, Any] = {"measured": _measured(ranks)} if ranks else {}
     return {**figures, "paper": [row for gpu in cards for row in paper(gpu)]}
 
 
-def paper(gpu: Gpu) -> list[dict[str, Any]]:
+def paper(gpu: GpuSpec) -> list[dict[str, Any]]:
     """For each case: how many times as fast as one such card that had memory enough, link by link."""
     rows = []
     for name, case in cases().items():
-        alone = case.on(Machines(1, 1, replace(gpu, memory=ENDLESS)))
-        rate = alone.time.rate
+        alone = case.estimate_on(Hardware(1, 1, replace(gpu, memory=ENDLESS)))
+        rate = alone.time.tokens_per_second
         rows.append({
-            "card": gpu.name, "case": name, "trained_parameters": alone.moves.trained,
-            "one_card_tokens_per_second": round(rate, 1), "one_card_fits": case.on(Machines(1, 1, gpu)).fits,
+            "card": gpu.name, "case": name, "trained_parameters": alone.trainable.trained,
+            "one_card_tokens_per_second": round(rate, 1), "one_card_fits": case.estimate_on(Hardware(1, 1, gpu)).fits,
             "four_times_from_bytes_per_second": _four_times_from(case, gpu, rate),
             "links": [
-                {"link": link, "bytes_per_second": places[2].link, **_over(case, places, rate)}
+                {"link": link, "bytes_per_second": places[2].slowest_bandwidth, **_over(case, places, rate)}
                 for link, places in _links(gpu).items()
             ],
         })  # fmt: skip
     return rows
 
 
-def _links(gpu: Gpu) -> dict[str, dict[int, Machines]]:
+def _links(gpu: GpuSpec) -> dict[str, dict[int, Hardware]]:
     """By link the machines of 2, 4 and 8 cards: in one machine, or over Ethernet in one of its own each."""
-    by_pcie = GPUS["H100-PCIe" if gpu.capability >= (9, 0) else "L40S"].link
-    inside = {"NVLink": gpu.link, "PCIe": by_pcie} if gpu.link > by_pcie else {"PCIe": gpu.link}
+    by_pcie = GPUS["H100-PCIe" if gpu.capability >= (9, 0) else "L40S"].interconnect_bandwidth
+    inside = (
+        {"NVLink": gpu.interconnect_bandwidth, "PCIe": by_pcie}
+        if gpu.interconnect_bandwidth > by_pcie
+        else {"PCIe": gpu.interconnect_bandwidth}
+    )
     found = {
-        link: {world: Machines(1, world, replace(gpu, link=speed)) for world in WORLDS}
+        link: {world: Hardware(1, world, replace(gpu, interconnect_bandwidth=speed)) for world in WORLDS}
         for link, speed in inside.items()
     }
     return found | {
-        link: {world: Machines(world, 1, gpu, network=speed) for world in WORLDS} for link, speed in BETWEEN.items()
+        link: {world: Hardware(world, 1, gpu, network_bandwidth=speed) for world in WORLDS}
+        for link, speed in BETWEEN.items()
     }
 
 
-def _over(case: Case, places: dict[int, Machines], alone: float) -> dict[str, Any]:
+def _over(case: Case, places: dict[int, Hardware], alone: float) -> dict[str, Any]:
     """Two, four and eight cards over one link, beside one card's tokens per second."""
-    grown = {str(world): case.on(place) for world, place in places.items()}
-    kept = {str(world): _same_batch(case).on(place) for world, place in places.items()}
+    grown = {str(world): case.estimate_on(place) for world, place in places.items()}
+    kept = {str(world): _same_batch(case).estimate_on(place) for world, place in places.items()}
     return {
         "times": {world: _times(each, alone) for world, each in grown.items()},
         "times_same_batch": {world: _times(each, alone) for world, each in kept.items()},
@@ -105,12 +110,12 @@ def _over(case: Case, places: dict[int, Machines], alone: float) -> dict[str, An
     }
 
 
-def _four_times_from(case: Case, gpu: Gpu, alone: float) -> float | None:
+def _four_times_from(case: Case, gpu: GpuSpec, alone: float) -> float | None:
     """The slowest link over which four cards are four times as fast as one; None where none is fast enough."""
     low, high = SLOWEST, FASTEST
 
     def reached(link: float) -> bool:
-        return (_times(case.on(Machines(4, 1, gpu, network=link)), alone) or 0.0) >= 4 * CLOSE
+        return (_times(case.estimate_on(Hardware(4, 1, gpu, network_bandwidth=link)), alone) or 0.0) >= 4 * CLOSE
 
     if not reached(high):
         return None
@@ -128,20 +133,20 @@ def _same_batch(case: Case) -> Case:
     return replace(case, settings=type(settings).model_validate(told))
 
 
-def _times(found: Estimate, alone: float) -> float | None:
+def _times(found: StageEstimate, alone: float) -> float | None:
     """How many times one card's rate; None where it does not fit."""
-    return round(found.time.rate / alone, 2) if found.fits else None
+    return round(found.time.tokens_per_second / alone, 2) if found.fits else None
 
 
 def _measured(ranks: Sequence[int]) -> dict[str, Any]:
     """Tokens per second with so many ranks of one thread each, every rank given the same number of rows."""
     from benchmarks.workloads import make_model
-    from modelwright.data.sources import EMBEDDED
+    from modelwright.data.sources import EMBEDDED_DATASETS
 
     busy = os.getloadavg()[0]
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="scale-") as place:
-        texts = EMBEDDED["field-guide"].read_text(encoding="utf-8").splitlines()
+        texts = EMBEDDED_DATASETS["field-guide"].read_text(encoding="utf-8").splitlines()
         make_model(Path(place) / "model", texts, layers=LAYERS, width=WIDTH)
         for count in ranks:
             found[str(count)] = _train(Path(place), count)
@@ -177,7 +182,7 @@ sft: {{max_steps: {STEPS}, per_device_train_batch_size: {ROWS}, max_length: 128,
     if done.returncode:
         raise RuntimeError(f"{ranks} ranks could not train: {done.stdout[-1000:]}{done.stderr[-1000:]}")
     steps = [event for event in journal.read(run / "journal.jsonl") if event["event"] == "step"]
-    rates = [event["tokens"] / event["seconds"] for event in steps if event["step"] > WARM_UP]
+    rates = [event["tokens"] / event["step_seconds"] for event in steps if event["step"] > WARM_UP]
     return {"tokens_per_second": round(median(rates), 1), "fastest_tokens_per_second": round(max(rates), 1)}
 
 

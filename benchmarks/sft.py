@@ -22,15 +22,15 @@ LEARNING_RATE = 1e-4
 
 def measure() -> dict[str, Any]:
     """Train both in turn, each round in the other order, and take the median step."""
-    from modelwright.data import conversations
-    from modelwright.recipe.schema import Data
-    from modelwright.recipe.values import Steps
+    from modelwright.data import chat
+    from modelwright.recipe.schema import DataConfig
+    from modelwright.recipe.sections import CountOrFraction
 
-    wish = Data(
+    wish = DataConfig(
         dataset_name="field-guide", columns={"question": "prompt", "answer": "completion"},
-        max_rows=STEPS * BATCH + 1, test_size=Steps(1),
+        max_rows=STEPS * BATCH + 1, test_size=CountOrFraction(1),
     )  # fmt: skip
-    data = conversations.load(wish, SEED, Path())
+    data = chat.load_conversations(wish, SEED, Path())
     has_peer = installed("trl") is not None
     ours: list[StepTimes] = []
     theirs: list[StepTimes] = []
@@ -47,21 +47,21 @@ def measure() -> dict[str, Any]:
 
 def train_modelwright(folder: Path, data: Any) -> StepTimes:
     """Our engine on one device in fp32."""
-    from modelwright.engine.loop import Engine
-    from modelwright.engine.world import World
-    from modelwright.models import text
-    from modelwright.plan.facts import probe
+    from modelwright.engine.distributed import World
+    from modelwright.engine.trainer import Engine
+    from modelwright.models import pretrained
+    from modelwright.plan.hardware import probe_device
     from modelwright.plan.stage import plan_stage
-    from modelwright.recipe.schema import Sft
+    from modelwright.recipe.schema import SftConfig
     from modelwright.tasks.sft import SftTask
 
-    model = text.load_model(folder)
-    settings = Sft(
+    model = pretrained.load_model(folder)
+    settings = SftConfig(
         max_steps=STEPS, per_device_train_batch_size=BATCH, max_length=LENGTH, precision="fp32",
         learning_rate=LEARNING_RATE, lr_scheduler_type="constant",
     )  # fmt: skip
-    task = SftTask(model, text.load_tokenizer(folder), data, settings, text.stop_tokens(model))
-    engine = Engine(task, settings, plan_stage(settings, task.rows, 1, probe()), World(), SEED)
+    task = SftTask(model, pretrained.load_tokenizer(folder), data, settings, pretrained.eos_token_ids(model))
+    engine = Engine(task, settings, plan_stage(settings, task.rows, 1, probe_device()), World(), SEED)
     return train_ours(engine, STEPS, time.perf_counter())
 
 
@@ -69,7 +69,7 @@ def train_trl(folder: Path, data: Any) -> StepTimes:
     """TRL's trainer on the same rows in the order our engine takes them."""
     from trl import SFTConfig, SFTTrainer
 
-    from modelwright.models import text
+    from modelwright.models import pretrained
 
     settings = {
         "max_steps": STEPS, "per_device_train_batch_size": BATCH, "max_length": LENGTH, "learning_rate": LEARNING_RATE,
@@ -77,8 +77,8 @@ def train_trl(folder: Path, data: Any) -> StepTimes:
     }  # fmt: skip
     rows = conversation_dataset(in_our_order(data.train, BATCH, STEPS))
     times, trainer = train_peer(
-        SFTTrainer, SFTConfig, settings, time.perf_counter(), model=text.load_model(folder), train_dataset=rows,
-        processing_class=text.load_tokenizer(folder),
+        SFTTrainer, SFTConfig, settings, time.perf_counter(), model=pretrained.load_model(folder), train_dataset=rows,
+        processing_class=pretrained.load_tokenizer(folder),
     )  # fmt: skip
     lengths = [len(row["input_ids"]) for row in trainer.train_dataset]
     return replace(times, tokens=tuple(sum(lengths[step * BATCH : (step + 1) * BATCH]) for step in range(STEPS)))
@@ -117,7 +117,7 @@ def _side(paces: list[StepTimes]) -> dict[str, Any]:
 
 
 def _rates(times: StepTimes) -> list[float]:
-    """Tokens a second in each timed step."""
+    """Tokens per second in each timed step."""
     return [tokens / seconds for tokens, seconds in zip(times.tokens, times.seconds, strict=True)][WARM_UP:]
 
 

@@ -111,24 +111,24 @@ def train_modelwright(
     work: Workload, way: Variant, rows: np.ndarray[Any, Any], watch: Kernels = NOT_PROFILED
 ) -> StepTimes:
     """Our engine on one device."""
-    from modelwright.engine.loop import Engine
-    from modelwright.engine.world import World
-    from modelwright.models import text, trainable
-    from modelwright.plan.facts import probe
+    from modelwright.engine.distributed import World
+    from modelwright.engine.trainer import Engine
+    from modelwright.models import activation_checkpoint, pretrained, trainable
+    from modelwright.plan.hardware import probe_device
     from modelwright.plan.stage import plan_stage
-    from modelwright.recipe.schema import Lora, Pretrain
+    from modelwright.recipe.schema import LoraStageConfig, PretrainConfig
 
     began, steps = time.perf_counter(), len(rows) // (work.rows * work.accumulation)
-    settings = (Lora if work.lora else Pretrain).model_validate({
+    settings = (LoraStageConfig if work.lora else PretrainConfig).model_validate({
         "max_steps": steps, "per_device_train_batch_size": work.rows, "learning_rate": work.learning_rate,
         "gradient_accumulation_steps": work.accumulation, "lr_scheduler_type": "constant", **way.settings,
     })  # fmt: skip
     world = replace(World(), device=_torch_device())
     model = build(work)
-    text.move(model, world.device, "auto")
+    pretrained.prepare_model(model, world.device, "auto")
     task = Rows(trainable.set_trainable(model, settings), rows)
-    trainable.recompute_activations(model, settings.gradient_checkpointing)
-    engine = Engine(task, settings, plan_stage(settings, task.rows, 1, probe()), world, SEED)
+    activation_checkpoint.enable_activation_checkpointing(model, settings.gradient_checkpointing)
+    engine = Engine(task, settings, plan_stage(settings, task.rows, 1, probe_device()), world, SEED)
     return train_ours(engine, steps, began, watch)
 
 
@@ -152,12 +152,12 @@ def _their_model(work: Workload) -> Any:
     import torch
 
     from modelwright.models.trainable import add_lora
-    from modelwright.recipe.schema import Lora
+    from modelwright.recipe.schema import LoraStageConfig
 
     model = build(work)
     if not work.lora:
         return model
-    model = add_lora(model.bfloat16() if torch.cuda.is_available() else model, Lora())
+    model = add_lora(model.bfloat16() if torch.cuda.is_available() else model, LoraStageConfig())
     model.enable_input_require_grads()  # which their checkpointing asks of frozen embeddings
     return model
 
@@ -191,15 +191,15 @@ def _torch_device() -> Any:
 
 
 def _device() -> str:
-    from modelwright.plan.facts import probe
+    from modelwright.plan.hardware import probe_device
 
-    return probe().name
+    return probe_device().name
 
 
 def _peak() -> float | None:
-    from modelwright.plan.facts import probe
+    from modelwright.plan.hardware import probe_device
 
-    return probe().peak_flops
+    return probe_device().peak_flops
 
 
 def main(

@@ -149,37 +149,36 @@ def train_modelwright(setup: BenchSetup, way: DpoVariant, watch: Kernels) -> tup
     """Our engine on one device, the prompt computed once for both answers; first the reference's seconds."""
     import torch
 
-    from modelwright.data.preferences import Pair, Preferences
-    from modelwright.engine.loop import Engine
-    from modelwright.engine.world import World
-    from modelwright.models import text
-    from modelwright.plan.facts import probe
+    from modelwright.data.preferences import PreferenceDataset, PreferencePair
+    from modelwright.engine.distributed import World
+    from modelwright.engine.trainer import Engine
+    from modelwright.models import pretrained
+    from modelwright.plan.hardware import probe_device
     from modelwright.plan.stage import plan_stage
-    from modelwright.recipe.schema import Dpo
-    from modelwright.tasks.dpo import DpoTask
-    from modelwright.tasks.reference import set_reference
+    from modelwright.recipe.schema import DpoConfig
+    from modelwright.tasks.dpo import DpoTask, precompute_ref_log_probs
 
     def said(role: str, words: str) -> tuple[dict[str, str], ...]:
         return ({"role": role, "content": words},)
 
     began, work = now(), setup.work
     pairs = [
-        Pair(str(row), said("user", prompt), said("assistant", chosen), said("assistant", rejected), prompt)
+        PreferencePair(str(row), said("user", prompt), said("assistant", chosen), said("assistant", rejected), prompt)
         for row, (prompt, chosen, rejected) in enumerate(texts(setup))
     ]
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    model = text.load_model(setup.folder, way.attention)
-    text.move(model, device, way.attention)
-    settings = Dpo(
+    model = pretrained.load_model(setup.folder, way.attention)
+    pretrained.prepare_model(model, device, way.attention)
+    settings = DpoConfig(
         max_steps=setup.steps, per_device_train_batch_size=work.pairs, per_device_eval_batch_size=work.pairs,
         max_length=setup.longest, precision="auto" if torch.cuda.is_available() else "fp32",
         learning_rate=LEARNING_RATE, lr_scheduler_type="constant", torch_compile=way.compiled,
     )  # fmt: skip
-    task = DpoTask(model, text.load_tokenizer(setup.folder), Preferences(pairs, [], ""), settings, ())
-    assert task.not_shared is None, task.not_shared
-    engine = Engine(task, settings, plan_stage(settings, task.rows, 1, probe()), World(device=device), SEED)
+    task = DpoTask(model, pretrained.load_tokenizer(setup.folder), PreferenceDataset(pairs, [], ""), settings, ())
+    assert task.sharing_blocker is None, task.sharing_blocker
+    engine = Engine(task, settings, plan_stage(settings, task.rows, 1, probe_device()), World(device=device), SEED)
     loaded = now()
-    set_reference(task, engine, setup.folder / f"reference of {way.name}", "random")
+    precompute_ref_log_probs(task, engine, setup.folder / f"reference of {way.name}", "random")
     return now() - loaded, train_ours(engine, setup.steps, began, watch, now)
 
 
@@ -189,7 +188,7 @@ def train_trl(setup: BenchSetup, way: DpoVariant) -> tuple[float, StepTimes]:
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
-    from modelwright.models import text
+    from modelwright.models import pretrained
 
     began, work, gpu = now(), setup.work, torch.cuda.is_available()
     rows = in_our_order(texts(setup), work.pairs, setup.steps)
@@ -199,7 +198,7 @@ def train_trl(setup: BenchSetup, way: DpoVariant) -> tuple[float, StepTimes]:
         "learning_rate": LEARNING_RATE, "use_cpu": not gpu, "bf16": gpu, "gradient_checkpointing": False,
     }  # fmt: skip
     data = Dataset.from_list([{"prompt": p, "chosen": f" {c}", "rejected": f" {r}"} for p, c, r in rows])
-    model, tokenizer = text.load_model(setup.folder), text.load_tokenizer(setup.folder)
+    model, tokenizer = pretrained.load_model(setup.folder), pretrained.load_tokenizer(setup.folder)
     loaded = now()
     times, trainer = train_peer(
         DPOTrainer, DPOConfig, settings, began, now, model=model, processing_class=tokenizer, train_dataset=data

@@ -128,29 +128,31 @@ def lines(figures: dict[str, Any]) -> Iterator[str]:
 
 def train_modelwright(setup: BenchSetup, way: SftVariant, watch: Kernels) -> tuple[float, StepTimes]:
     """Our engine; every weight moves."""
-    from modelwright.engine.loop import Engine
-    from modelwright.engine.world import World
-    from modelwright.models import text
-    from modelwright.plan.facts import probe
+    from modelwright.engine.distributed import World
+    from modelwright.engine.trainer import Engine
+    from modelwright.models import pretrained
+    from modelwright.plan.hardware import probe_device
     from modelwright.plan.stage import plan_stage
-    from modelwright.recipe.schema import Sft
+    from modelwright.recipe.schema import SftConfig
     from modelwright.tasks.sft import SftTask
 
     began = time.perf_counter()
     wish: dict[str, Any] = {"per_device_train_batch_size": setup.scene.batch, "max_length": 1024, **way.settings}
-    settings = Sft.model_validate(
+    settings = SftConfig.model_validate(
         {"max_steps": setup.steps, "learning_rate": LEARNING_RATE, "lr_scheduler_type": "constant", **wish}
     )
     model = load_model(setup.scene, setup.folder, setup.device, settings)
-    text.move(model, setup.device, "auto")
-    task = SftTask(model, text.load_tokenizer(setup.folder), setup.rows, settings, text.stop_tokens(model))
+    pretrained.prepare_model(model, setup.device, "auto")
+    task = SftTask(
+        model, pretrained.load_tokenizer(setup.folder), setup.rows, settings, pretrained.eos_token_ids(model)
+    )
     in_a_row = len(task.train_set.rows) / task.rows
     if settings.packing:
         rows = max(1, round(setup.scene.batch / in_a_row))
         settings = settings.model_copy(update={"per_device_train_batch_size": rows})
-    plan = plan_stage(settings, task.rows, 1, probe())
+    plan = plan_stage(settings, task.rows, 1, probe_device())
     engine = Engine(task, settings, plan, World(device=setup.device), SEED)
-    return plan.global_batch * in_a_row, train_ours(engine, setup.steps, began, watch)
+    return plan.global_batch_size * in_a_row, train_ours(engine, setup.steps, began, watch)
 
 
 def train_trl(setup: BenchSetup, way: SftVariant) -> tuple[float, StepTimes]:
@@ -158,8 +160,8 @@ def train_trl(setup: BenchSetup, way: SftVariant) -> tuple[float, StepTimes]:
     import torch
     from trl import SFTConfig, SFTTrainer
 
-    from modelwright.models import text
-    from modelwright.recipe.schema import Sft
+    from modelwright.models import pretrained
+    from modelwright.recipe.schema import SftConfig
 
     began, scene = time.perf_counter(), setup.scene
     at_once, times = BATCH[scene.name]
@@ -172,9 +174,9 @@ def train_trl(setup: BenchSetup, way: SftVariant) -> tuple[float, StepTimes]:
         "max_steps": setup.steps, "learning_rate": LEARNING_RATE, "per_device_train_batch_size": at_once,
         "gradient_accumulation_steps": times, "max_length": 1024, **way.settings,
     }  # fmt: skip
-    model = load_model(scene, setup.folder, setup.device, Sft())
+    model = load_model(scene, setup.folder, setup.device, SftConfig())
     measured, trainer = train_peer(
         SFTTrainer, SFTConfig, settings, began, model=model.to(torch.bfloat16) if way.halved else model,
-        train_dataset=conversation_dataset(rows), processing_class=text.load_tokenizer(setup.folder),
+        train_dataset=conversation_dataset(rows), processing_class=pretrained.load_tokenizer(setup.folder),
     )  # fmt: skip
     return at_once * times * len(rows) / len(trainer.train_dataset), measured

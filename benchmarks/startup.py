@@ -19,13 +19,13 @@ from typing import Any
 from benchmarks import common
 from benchmarks.common import Progress
 from benchmarks.workloads import SEED, WORKS, Workload, build
-from modelwright.data.sources import EMBEDDED
-from modelwright.data.tokenizer import train
+from modelwright.data.sources import EMBEDDED_DATASETS
+from modelwright.data.tokenizer import train_bpe
 from modelwright.errors import UsageError
 from modelwright.runs.folder import write_text
 from modelwright.runs.journal import Event, read
+from modelwright.stages.context import GracefulShutdown
 from modelwright.stages.random_task import random_shards
-from modelwright.stages.signals import Stopper
 
 TRIES = 3
 OURS_MISTYPED = """\
@@ -110,11 +110,11 @@ BETWEEN = 600
 """Steps between two saves on a GPU at least, about 15 s, so that none waits for the one before to be written."""
 LONGEST_SECONDS = 240
 LOOK_SECONDS = 0.1
-EVENTS = ("run", "gathering", "stage", "model", "plan", "step")
+EVENTS = ("run", "loading", "stage_started", "model", "plan", "step")
 """What the journal tells on the way to the first step, in order."""
 DIES_WITH_US = """\
 import runpy, sys
-from modelwright.runs.beat import die_with_parent
+from modelwright.runs.heartbeat import die_with_parent
 die_with_parent(int(sys.argv.pop(1)))
 sys.argv[0] = "modelwright"
 runpy.run_module("modelwright", run_name="__main__")
@@ -135,15 +135,15 @@ def measure_first_step(ways: Sequence[str], steps: int, data: Path | None, kerne
         "cold": (10 * between, lambda events: len(_steps(events)) >= COMPILED),
         "warm": (between, lambda events: len(stalls(events)) >= SAVES),
     }
-    progress, stopper = Progress("start"), Stopper()
-    with stopper.listening(), stopper.waiting(), tempfile.TemporaryDirectory(dir=data) as place:
+    progress, stopper = Progress("start"), GracefulShutdown()
+    with stopper.handle_signals(), stopper.defer_to_step_end(), tempfile.TemporaryDirectory(dir=data) as place:
         _write_inputs(Path(place), work)
         progress.tell("a model and shards are on disk")
         for name, (apart, enough) in shows.items():
             command = Command(Path(place), work, name, apart)
             for figures[name] in command.follow(enough, stopper, progress):
                 figures["saves"] = stalls(command.events)
-            if stopper.asked():
+            if stopper.requested():
                 break
     return figures
 
@@ -177,7 +177,7 @@ def _write_inputs(folder: Path, work: Workload) -> None:
     import torch
 
     model = build(work).to("cpu", torch.bfloat16)  # as models are published, and half as much to write and read
-    train(EMBEDDED["field-guide"].read_text(encoding="utf-8").splitlines(), 1024, folder / "model")
+    train_bpe(EMBEDDED_DATASETS["field-guide"].read_text(encoding="utf-8").splitlines(), 1024, folder / "model")
     model.save_pretrained(folder / "model")
     random_shards(folder / "shards", work.length, work.words)
 
@@ -185,14 +185,14 @@ def _write_inputs(folder: Path, work: Workload) -> None:
 def stalls(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What each save in the background cost: standing still, and steps that were slower while it was written."""
     steps = _steps(events)
-    usual = median(step["seconds"] for step in steps) if steps else 0.0
+    usual = median(step["step_seconds"] for step in steps) if steps else 0.0
     found = []
     for begun in (event for event in events if event["event"] == "saving"):
         ended = next((e for e in events if e["event"] == "saved" and e["step"] == begun["step"]), None)
         if ended is None or begun["step"] == steps[-1]["step"] or ended["time"] + usual > steps[-1]["time"]:
             continue  # it is not over, or it ended the stage: nothing is trained meanwhile
         meanwhile = [step for step in steps if begun["time"] < step["time"] <= ended["time"] + usual]
-        slower = sum(max(0.0, step["seconds"] - usual) for step in meanwhile)
+        slower = sum(max(0.0, step["step_seconds"] - usual) for step in meanwhile)
         still = begun["seconds"] + ended["waited"]
         found.append({
             "step": begun["step"], "still": round(still, 4), "slower": round(slower, 4),
@@ -225,7 +225,7 @@ class Command:
         self.events: list[Event] = []
         """What its journal has told so far."""
 
-    def follow(self, enough: Enough, stopper: Stopper, progress: Progress) -> Iterator[dict[str, Any]]:
+    def follow(self, enough: Enough, stopper: GracefulShutdown, progress: Progress) -> Iterator[dict[str, Any]]:
         """Run until the journal shows enough or somebody asks to stop; figures as they come, and what is new told."""
         told: set[str] = set()
         began = time.time()
@@ -237,7 +237,7 @@ class Command:
                     progress.tell(f"{self._name}: {words}")
             if _steps(events):
                 yield self._figures(began)
-            if enough(events) or stopper.asked():
+            if enough(events) or stopper.requested():
                 return
 
     def _growing(self, began: float) -> Iterator[list[Event]]:
@@ -279,9 +279,9 @@ class Command:
         return {
             "seconds": marks["step"],
             "marks": marks,
-            "first_step_seconds": steps[0]["seconds"],
+            "first_step_seconds": steps[0]["step_seconds"],
             "tokens_per_second": steps[-1].get("tokens_per_second"),
-            "waiting": steps[-1].get("waiting"),
+            "waiting": steps[-1].get("data_wait_fraction"),
             "whole_seconds": round(time.time() - began, 1),
         }
 

@@ -23,7 +23,7 @@ from modelwright.errors import UsageError
 
 LEARNING_RATE = 5e-5
 COLUMNS: dict[str, Any] = {"full-question": "prompt", "question": "prompt", "answer": "completion"}
-MOVING: Any = {"last_layers": 2, "head": True, "untie_head": True}
+MOVING: Any = {"last_layers": 2, "lm_head": True, "untie_lm_head": True}
 SMOLLM3_3B: dict[str, Any] = {
     "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
     "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 65536, "rope_theta": 5e6,
@@ -40,7 +40,7 @@ class Scene:
     name: str
     """smollm3, twin or tiny."""
     rows: int | None
-    """Rows to train on; all where it says nothing."""
+    """Training rows; all where it says nothing."""
     batch: int
     """Rows in a step."""
     epochs: int
@@ -77,57 +77,56 @@ def measure(scene: str = "twin", data: Path | None = None) -> dict[str, Any]:
 
 def conversations_of(scene: Scene, data: Path | None) -> Any:
     """The rows of a file, or of the embedded field guide, under the recipe's system prompt."""
-    from modelwright.data import conversations
-    from modelwright.data.sources import read_training
+    from modelwright.data import chat
+    from modelwright.data.sources import read_train_rows
     from modelwright.recipe.load import load
-    from modelwright.recipe.schema import Data
+    from modelwright.recipe.schema import DataConfig
 
     recipe = load("survival-smollm3", environ={}).recipe
     assert recipe.data is not None
     source = str(data) if data else "field-guide"
-    wish = Data(dataset_name=source, system_prompt=recipe.data.system_prompt, max_rows=scene.rows)
-    columns = read_training(wish, Path())[0].values
+    wish = DataConfig(dataset_name=source, system_prompt=recipe.data.system_prompt, max_rows=scene.rows)
+    columns = read_train_rows(wish, Path())[0].values
     wish = wish.model_copy(update={"columns": {name: COLUMNS[name] for name in COLUMNS if name in columns}})
-    items = conversations.converse(read_training(wish, Path()), wish)
-    return conversations.Conversations(items, [], "bench")
+    items = chat.rows_to_conversations(read_train_rows(wish, Path()), wish)
+    return chat.ConversationDataset(items, [], "bench")
 
 
 def train_modelwright(
     scene: Scene, rows: Any, folder: Path, device: Any, steps: int, **savings: Any
 ) -> tuple[StepTimes, tuple[str, ...]]:
     """Our engine; the clock starts when the model is there."""
-    from modelwright.engine.loop import Engine
-    from modelwright.engine.world import World
-    from modelwright.models import text
-    from modelwright.plan.facts import probe
+    from modelwright.engine.distributed import World
+    from modelwright.engine.trainer import Engine
+    from modelwright.models import pretrained
+    from modelwright.plan.hardware import probe_device
     from modelwright.plan.stage import plan_stage
-    from modelwright.recipe.schema import Sft
-    from modelwright.tasks.savings import find_savings
-    from modelwright.tasks.sft import SftTask
+    from modelwright.recipe.schema import SftConfig
+    from modelwright.tasks.sft import SftTask, find_compute_reuse
 
-    settings = Sft(
+    settings = SftConfig(
         trainable=MOVING, per_device_train_batch_size=scene.batch,
         max_steps=steps, learning_rate=LEARNING_RATE, lr_scheduler_type="constant", max_length=1024, **savings,
     )  # fmt: skip
-    model, tokenizer = load_model(scene, folder, device, settings), text.load_tokenizer(folder)
-    text.move(model, device, "auto")
+    model, tokenizer = load_model(scene, folder, device, settings), pretrained.load_tokenizer(folder)
+    pretrained.prepare_model(model, device, "auto")
     _wait(device)
     began = time.perf_counter()
-    task = SftTask(model, tokenizer, rows, settings, text.stop_tokens(model))
-    saver = find_savings(task, model, settings)
-    plan = plan_stage(settings, task.rows, 1, probe())
+    task = SftTask(model, tokenizer, rows, settings, pretrained.eos_token_ids(model))
+    saver = find_compute_reuse(task, model, settings)
+    plan = plan_stage(settings, task.rows, 1, probe_device())
     engine = Engine(task, settings, plan, World(device=device), SEED)
-    told = saver.settle(engine, folder / "trunk", "bench")
+    told = saver.precompute(engine, folder / "trunk", "bench")
     times = train_ours(engine, steps, began)
-    return times, (*saver.lines(plan), *([told] if told else []))
+    return times, (*saver.describe(plan), *([told] if told else []))
 
 
 def train_trl(scene: Scene, rows: Any, folder: Path, device: Any) -> StepTimes:
     """TRL's trainer: the same model, weights that move, rows, order and precision; padded, as its users run it."""
     from trl import SFTConfig, SFTTrainer
 
-    from modelwright.models import text
-    from modelwright.recipe.schema import Sft
+    from modelwright.models import pretrained
+    from modelwright.recipe.schema import SftConfig
 
     settings = {
         "max_steps": scene.beside, "per_device_train_batch_size": scene.batch, "max_length": 1024,
@@ -136,9 +135,9 @@ def train_trl(scene: Scene, rows: Any, folder: Path, device: Any) -> StepTimes:
     }  # fmt: skip
     began = time.perf_counter()
     times, _ = train_peer(
-        SFTTrainer, SFTConfig, settings, began, model=load_model(scene, folder, device, Sft(trainable=MOVING)),
+        SFTTrainer, SFTConfig, settings, began, model=load_model(scene, folder, device, SftConfig(trainable=MOVING)),
         train_dataset=conversation_dataset(in_our_order(rows.train, scene.batch, scene.beside)),
-        processing_class=text.load_tokenizer(folder),
+        processing_class=pretrained.load_tokenizer(folder),
     )  # fmt: skip
     return times
 
@@ -148,12 +147,12 @@ def load_model(scene: Scene, folder: Path, device: Any, settings: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM, SmolLM3Config
 
-    from modelwright.models import smollm2, text, trainable
+    from modelwright.models import pretrained, trainable
 
     if scene.name == "twin":
-        model = text.load_model(smollm2.folder())
+        model = pretrained.load_model(pretrained.embedded_model())
     else:
-        tokenizer = text.load_tokenizer(folder)
+        tokenizer = pretrained.load_tokenizer(folder)
         shape = SMOLLM3_3B if scene.name == "smollm3" else TINY
         ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
         torch.manual_seed(SEED)
@@ -228,10 +227,10 @@ def _rows_per_second(times: StepTimes, scene: Scene) -> float:
 
 def prepared(scene: Scene, rows: Any, folder: Path) -> Path:
     """A folder with the tokenizer: the twin's own, or one learnt from the rows."""
-    from modelwright.models import smollm2, text
+    from modelwright.models import pretrained
 
     if scene.name == "twin":
-        text.load_tokenizer(smollm2.folder()).save_pretrained(folder)
+        pretrained.load_tokenizer(pretrained.embedded_model()).save_pretrained(folder)
     else:
         make_tokenizer(folder, [message["content"] for item in rows.train for message in item.messages])
     return folder

@@ -106,13 +106,13 @@ def _run(recipe: str, place: Path, seed: int, sets: Sequence[str]) -> dict[str, 
     data, plan = (next(event for event in events if event["event"] == name) for name in ("data", "plan"))
     paces = [
         (after["time"] - before["time"]) / (after["step"] - before["step"]) for before, after in pairwise(steps[1:])
-    ] or [steps[-1]["seconds"]]  # from step to step, so that what is told and written between them counts
-    began = steps[0]["time"] - steps[0]["seconds"]
+    ] or [steps[-1]["step_seconds"]]  # from step to step, so that what is told and written between them counts
+    began = steps[0]["time"] - steps[0]["step_seconds"]
     return {
         "seed": seed,
         "accuracy": measured[-1]["eval_accuracy"],
         "seconds": round(measured[-1]["time"] - began, 2),
-        "first_seconds": steps[0]["seconds"],
+        "first_seconds": steps[0]["step_seconds"],
         "epochs": round(steps[-1]["epoch"], 2),
         "epoch_seconds": round(median(paces[len(paces) // 3 :]) * data["train_rows"] / steps[0]["tokens"], 4),
         "steps": steps[-1]["step"],
@@ -157,7 +157,7 @@ def _script(recipe: str, sets: Sequence[str], batches: int) -> dict[str, Any]:
     assert asked.data is not None
     split = read_images(str(asked.data.dataset_name), Path.cwd()).train
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = resnet18(len(split.classes), asked.model.width).to(device)
+    model = resnet18(len(split.classes), asked.model.resnet_width).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=PLAIN_RATE)
     pictures: Any = _Pictures(split.images, split.labels, split.mean_and_std())
     loader = DataLoader(pictures, PLAIN_BATCH, shuffle=True, num_workers=PLAIN_WORKERS, drop_last=True)
@@ -181,7 +181,9 @@ def main(
     recipe: Annotated[str, typer.Argument(help="A recipe that classifies images.")] = "resnet18-cifar10",
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="Runs, each with a seed of its own.")] = 3,
     batches: Annotated[int, typer.Option("--batches", min=0, help="Batches of the plain script; 0: without it.")] = 400,
-    sets: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one setting.")] = None,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set KEY=VALUE; repeatable.")
+    ] = None,
     save: common.Save = False,
     as_json: common.Json = False,
 ) -> None:

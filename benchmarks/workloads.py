@@ -33,7 +33,7 @@ class Workload:
     key_heads: int
     """Heads of keys and values."""
     rows: int
-    """Rows a device takes at once."""
+    """Micro-batch size per device."""
     length: int
     """Tokens in a row."""
     accumulation: int = 1
@@ -180,9 +180,9 @@ class Rows:
     measures: tuple[str, ...] = ("loss", "bits_per_byte")
 
     def __init__(self, model: Any, rows: np.ndarray[Any, Any]) -> None:
-        from modelwright.tasks.pretrain import TextLoss
+        from modelwright.tasks.pretrain import PretrainLoss
 
-        self.module: Any = TextLoss(model, 1.0)
+        self.module: Any = PretrainLoss(model, 1.0)
         self._rows = rows
 
     @property
@@ -195,10 +195,10 @@ class Rows:
         return int(self._rows.shape[1])
 
     def batch(self, rows: Sequence[int], step: int) -> Any:
-        from modelwright.tasks.pretrain import lay_out
+        from modelwright.tasks.pretrain import collate_packed
 
         tokens = self._rows[list(rows)] if len(rows) else np.zeros((1, self._rows.shape[1]), dtype=np.int64)
-        return lay_out(tokens, np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape).copy(), tokens.size)
+        return collate_packed(tokens, np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape).copy(), tokens.size)
 
     def held_out_batch(self, rows: Sequence[int]) -> Any:
         return self.batch(rows, 0)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.errors import UsageError
-from modelwright.report import page
-from modelwright.report.lines import line_of
-from modelwright.report.story import story_of
+from modelwright.report import html
+from modelwright.report.console import format_event
+from modelwright.report.history import read_history
 from modelwright.runs import journal
 from modelwright.runs.folder import RunFolder, open_run, read_json, write_json
 
@@ -30,18 +30,18 @@ SOURCES = ("page.css", "charts.css", "page.js", "templates/page.html", "template
 """What decides how a report looks, beside the code that fills it."""
 SAMPLE: tuple[dict[str, Any], ...] = (
     {"event": "run", "recipe": "sample", "folder": "runs/sample", "stages": ["sft"], "device": "CPU", "world": 1},
-    {"event": "model", "stage": "sft", "name": "tiny", "share": "1 of 2 parameters train", "revision": None},
-    {"event": "plan", "stage": "sft", "steps": 40, "arithmetic": "batch 4 = 4 per device × 1", "precision": "fp32",
-     "device": "cpu", "reasons": ["the batch is kept"], "predicted": {"tokens_per_second": 900.0}},
+    {"event": "model", "stage": "sft", "name": "tiny", "trainable_summary": "1 of 2 parameters train", "revision": None},
+    {"event": "plan", "stage": "sft", "steps": 40, "batch_arithmetic": "batch 4 = 4 per device × 1", "precision": "fp32",
+     "device": "cpu", "reasons": ["the batch is kept"], "prediction": {"tokens_per_second": 900.0}},
     {"event": "evaluation", "stage": "sft", "step": 0, "eval_loss": 4.0},
     *({"event": "step", "stage": "sft", "step": step, "steps": 40, "loss": 4.0 / step, "grad_norm": 1.0 + step % 3,
-       "learning_rate": 1e-3 / step, "tokens_per_second": 900.0 + step, "memory_bytes": 10**9, "seconds": 1.0,
+       "learning_rate": 1e-3 / step, "tokens_per_second": 900.0 + step, "peak_memory_bytes": 10**9, "step_seconds": 1.0,
        "eta_seconds": 40.0 - step, "health": "ok", "epoch": step / 20} for step in range(1, 41)),
-    {"event": "saved", "stage": "sft", "step": 40, "seconds": 0.5},
+    {"event": "checkpoint_saved", "stage": "sft", "step": 40, "seconds": 0.5},
     {"event": "evaluation", "stage": "sft", "step": 40, "eval_loss": 0.5},
     {"event": "answers", "stage": "sft", "notice": "A sample.", "answers": [
         {"question": "How far is it?", "before": "I do not know.", "after": "Ten kilometres."}]},
-    {"event": "verdict", "stage": "sft", "open": True, "letter": "gate sft is open: eval_loss 0.5, needs at most 1",
+    {"event": "verdict", "stage": "sft", "open": True, "message": "gate sft is open: eval_loss 0.5, needs at most 1",
      "metrics": {"base_eval_loss": 4.0, "eval_loss": 0.5, "steps": 40, "tokens": 9000, "seconds": 41.0}},
     {"event": "note", "message": "a note"},
     {"event": "done", "folder": "runs/sample", "seconds": 50.0},
@@ -55,7 +55,7 @@ def take(run: RunFolder) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as place:
         report = Path(place) / "report.html"
-        report.write_text(page.page(run, story_of(run)), encoding="utf-8")
+        report.write_text(html.render_report(run, read_history(run)), encoding="utf-8")
         _photograph(report, folder)
     (folder / "terminal.svg").write_text(_terminal(run), encoding="utf-8")
     told = {
@@ -71,7 +71,7 @@ def look() -> str:
     """A hash over how a run looks on a page and in a terminal: style, templates, and the sample as it is drawn."""
     digest = hashlib.sha256()
     for name in SOURCES:
-        digest.update((page.HERE / name).read_bytes())
+        digest.update((html.ASSETS_DIR / name).read_bytes())
     with tempfile.TemporaryDirectory() as place:
         run = RunFolder(Path(place) / "sample")
         run.path.mkdir()
@@ -80,7 +80,7 @@ def look() -> str:
         write_json(run.data_manifest("sft"), {"source": "rows.jsonl", "train": {"rows": 36}, "held_out": {"rows": 4}})
         write_json(run.demo_outputs / "mistakes.json", {"accuracy": 0.5, "classes": ["cat", "dog"],
                                                         "confusion": [[3, 1], [2, 4]]})  # fmt: skip
-        drawn = "".join(page.sections(run, story_of(run)).values())
+        drawn = "".join(html.render_sections(run, read_history(run)).values())
         told = "\n".join(_lines(run))
     digest.update((drawn + told).replace(place, "").encode())
     return digest.hexdigest()
@@ -133,12 +133,12 @@ def _terminal(run: RunFolder) -> str:
 
 def _lines(run: RunFolder) -> list[str]:
     """How a run begins and ends in a terminal."""
-    from modelwright.report.card import card
+    from modelwright.report.console import run_summary
 
     name = f"runs/{run.path.name}"
     events = ({**event, "folder": name} for event in journal.read(run.journal))
-    lines = [line for event in events if (line := line_of(event))]
-    return [*lines[:16], "…", *card(run).replace(str(run.path), name).splitlines()]
+    lines = [line for event in events if (line := format_event(event))]
+    return [*lines[:16], "…", *run_summary(run).replace(str(run.path), name).splitlines()]
 
 
 def _pictures(folder: Path) -> list[Path]:

@@ -33,7 +33,7 @@ def untied_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(model_folder: Path) -> Any:
     """The tiny tokenizer."""
-    from modelwright.models.text import load_tokenizer
+    from modelwright.models.pretrained import load_tokenizer
 
     return load_tokenizer(model_folder)
 

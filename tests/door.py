@@ -19,8 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from modelwright.launch.host import family
-from modelwright.runs.beat import die_with_parent
+from modelwright.cluster.sandbox import process_tree
+from modelwright.runs.heartbeat import set_pdeathsig
 from tests.faults.rig import ending
 
 SHIM = """#!{python} -ISB
@@ -59,7 +59,7 @@ def serve(folder: Path, first: str) -> None:
     """Open to all who knock, until whoever started it ends; `first` is Python that each fork runs before."""
     import torch.distributed.run  # noqa: F401
 
-    die_with_parent()
+    set_pdeathsig()
     furnish(folder)
     os.chdir(folder)
     Path("door").unlink(missing_ok=True)
@@ -101,7 +101,7 @@ def _attend(guest: socket.socket, first: str) -> None:
         assert ready
         told = guest.recv(1)
         if not told:  # who knocked is gone, and so is all that came from it
-            for each in [child] if alone else family(child):
+            for each in [child] if alone else process_tree(child):
                 with suppress(ProcessLookupError):
                     os.kill(each, signal.SIGKILL)
             break

@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from modelwright.launch.manifests import Job, Target, job_of
+from modelwright.cluster.manifests import ClusterJob, JobKind, build_job
 from modelwright.recipe.load import load
 
 VISION = ["cluster.memory=24Gi", "cluster.cpu=6"]
-LYRICS = ["cluster.gpu_product=NVIDIA-L40S", "cluster.queue=default"]
+LYRICS = ["cluster.gpu_product=NVIDIA-L40S", "cluster.local_queue=default"]
 SURVIVAL = [
     *("cluster.nodes=4", "cluster.cpu=6", "cluster.memory=20Gi", "cluster.gpu_product=NVIDIA-L40S"),
-    *("cluster.queue=default", "cluster.token_secret=hub-token", "cluster.variables={NCCL_DEBUG: INFO}"),
+    *("cluster.local_queue=default", "cluster.hf_token_secret=hub-token", "cluster.env={NCCL_DEBUG: INFO}"),
     "cluster.volumes={trained-models: {mount: /shared/models, size: 50Gi}, workspace: {mount: /workspace}}",
 ]
 SYSTEMS = {
@@ -28,11 +28,11 @@ CRDS = {
 }
 
 
-def order(system: str, target: Target, *more: str, save_seconds: float | None = None) -> Job:
+def order(system: str, target: JobKind, *more: str, save_seconds: float | None = None) -> ClusterJob:
     """A system's job, with further settings."""
     recipe, sets = SYSTEMS[system]
     loaded = load(recipe, [*sets, *more], {})
-    return job_of(loaded.recipe, Path.cwd(), target, save_seconds)
+    return build_job(loaded.recipe, Path.cwd(), target, save_seconds)
 
 
 def schema_of(shared: Path, name: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ __all__ = ["HELD", "SLOW", "Rig", "Trial", "free_port", "slow_after", "steps_of"
 
 SLOW = """
 import time
-from modelwright.engine.loop import Engine
+from modelwright.engine.trainer import Engine
 quick = Engine._step
 def slow(self, stop_asked):
     time.sleep(0.08)
@@ -25,7 +25,7 @@ Engine._step = slow
 HELD = """
 import time
 from pathlib import Path
-from modelwright.engine.loop import Engine
+from modelwright.engine.trainer import Engine
 quick = Engine._step
 def held(self, stop_asked):
     deadline = time.monotonic() + 120
@@ -48,7 +48,7 @@ def slow_after(step: int, before: float = 0.02, after: float = 3.0) -> str:
     """Put first in a trial, this makes it dawdle once a step is done, so that even a busy machine meets it there."""
     return f"""
 import time
-from modelwright.engine.loop import Engine
+from modelwright.engine.trainer import Engine
 quick = Engine._step
 def slow(self, stop_asked):
     time.sleep({after} if self.cursor.step >= {step} else {before})

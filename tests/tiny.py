@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from modelwright.data.sources import EMBEDDED
+from modelwright.data.sources import EMBEDDED_DATASETS
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -42,7 +42,7 @@ def tiny_tokenizer(folder: Path) -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator(EMBEDDED["field-guide"].read_text(encoding="utf-8").splitlines(), trainer)
+    bpe.train_from_iterator(EMBEDDED_DATASETS["field-guide"].read_text(encoding="utf-8").splitlines(), trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|im_end|>")
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""The one family of errors a person may see: a short letter and an exit code, never a traceback."""
+"""The error family that users see (a message and an exit code, no traceback), and redaction of secrets."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-SECRET_NAME = r"(TOKEN|PASSWORD|PASSWD|SECRET|CREDENTIALS?|(API|ACCESS|PRIVATE)_?KEY)$"
+SECRET_NAME_PATTERN = r"(TOKEN|PASSWORD|PASSWD|SECRET|CREDENTIALS?|(API|ACCESS|PRIVATE)_?KEY)$"
 """How variables are called that hold a secret."""
-SECRET = (
+
+
+SECRET_PATTERN = (
     r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
     r"|A[KS]IA[0-9A-Z]{12,}|xox[abprs]-[\w-]{10,}|AIza[\w-]{30,}|sha256~\S{20,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)"
     r"|(?<=://)[^\s/@]+(?=@)|-----BEGIN [A-Z ]*PRIVATE KEY-----"
@@ -18,23 +20,23 @@ SECRET = (
 """What looks like a secret, wherever it stands: tokens by their form, the name and password of a URL, signed URLs."""
 
 
-def names_secret(name: str) -> bool:
+def is_secret_name(name: str) -> bool:
     """Whether a variable of this name holds a secret."""
-    return re.search(SECRET_NAME, name, re.IGNORECASE) is not None
+    return re.search(SECRET_NAME_PATTERN, name, re.IGNORECASE) is not None
 
 
-def holds_secret(text: str) -> bool:
+def contains_secret(text: str) -> bool:
     """Whether something in a text looks like a secret."""
-    return re.search(SECRET, text, re.IGNORECASE) is not None
+    return re.search(SECRET_PATTERN, text, re.IGNORECASE) is not None
 
 
-def hide(text: str) -> str:
+def redact_secrets(text: str) -> str:
     """The text without what looks like a secret, and without half a letter, which nothing can write.
 
     Letters are printed, logged and sent to others.
     """
-    whole = text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
-    return re.sub(SECRET, "(hidden)", whole, flags=re.IGNORECASE)
+    valid_text = text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+    return re.sub(SECRET_PATTERN, "(hidden)", valid_text, flags=re.IGNORECASE)
 
 
 def first_line(error: BaseException) -> str:
@@ -46,11 +48,11 @@ class ModelwrightError(Exception):
     """A problem told as a letter: where, what was found, what would do."""
 
     exit_code = 2
-    told_elsewhere = False
+    already_printed = False
     """Whether another process has written the letter already."""
 
-    def __init__(self, letter: str = "") -> None:
-        super().__init__(hide(letter))
+    def __init__(self, message: str = "") -> None:
+        super().__init__(redact_secrets(message))
 
 
 class UsageError(ModelwrightError):
@@ -69,13 +71,13 @@ class Problem:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if isinstance(value, str):
-                object.__setattr__(self, name, hide(value))
+                object.__setattr__(self, name, redact_secrets(value))
 
     def __str__(self) -> str:
         return f"{self.where}: {self.message}"
 
 
-class ProblemsFound(ModelwrightError):
+class ProblemsError(ModelwrightError):
     """Everything that is wrong with a file, told at once."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
@@ -83,11 +85,11 @@ class ProblemsFound(ModelwrightError):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
-class RecipeError(ProblemsFound):
+class RecipeError(ProblemsError):
     """The recipe cannot be run as it is written."""
 
 
-class DataError(ProblemsFound):
+class DataError(ProblemsError):
     """The data cannot be trained on as it is."""
 
 
@@ -102,13 +104,13 @@ class GateClosed(ModelwrightError):
 
 
 class Interrupted(ModelwrightError):
-    """Stopped early by a signal; the same command continues."""
+    """Stopped early by a signal; rerun the same command to resume."""
 
     exit_code = 75
 
 
 class Diverged(ModelwrightError):
-    """The numbers are no longer numbers, and going back did not help."""
+    """Loss or gradients became non-finite and rolling back did not help."""
 
     exit_code = 76
 
@@ -120,13 +122,13 @@ class Refused(ModelwrightError):
 
 
 class PeerLost(ModelwrightError):
-    """Another process of the run is gone, and this one cannot go on without it; whoever started it starts it again."""
+    """Another process of the run is gone, and this one cannot continue without it; the launcher restarts it."""
 
     exit_code = 1
 
 
-class OutOfRoom(ModelwrightError):
-    """A step does not fit a device that others wait for; whoever started them starts again, with smaller bites."""
+class RankOutOfMemory(ModelwrightError):
+    """A step does not fit in a device's memory while other ranks wait; the launcher restarts with a smaller micro-batch."""
 
     exit_code = 1
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from benchmarks import scale
 from modelwright.errors import UsageError
-from modelwright.plan.gpus import GPUS
+from modelwright.plan.hardware import GPUS
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "many-nodes.md"
 COMMAND = typer.Typer(add_completion=False)

@@ -72,12 +72,14 @@ def test_both_sides_of_the_sft_benchmark_do_the_same_work(monkeypatch: pytest.Mo
 
 
 def test_the_cost_of_a_save_is_what_it_held_up_and_how_much_slower_the_steps_meanwhile_were() -> None:
-    steps = [{"event": "step", "step": n, "time": 100.0 + n, "seconds": 1.5 if n == 3 else 1.0} for n in range(1, 7)]
+    steps = [
+        {"event": "step", "step": n, "time": 100.0 + n, "step_seconds": 1.5 if n == 3 else 1.0} for n in range(1, 7)
+    ]
     saves = [
-        {"event": "saving", "step": 2, "time": 102.1, "seconds": 0.1},
-        {"event": "saved", "step": 2, "time": 103.2, "seconds": 1.1, "waited": 0.2},
-        {"event": "saving", "step": 6, "time": 106.1, "seconds": 5.0},
-        {"event": "saved", "step": 6, "time": 111.1, "seconds": 5.0, "waited": 5.0},
+        {"event": "checkpoint_started", "step": 2, "time": 102.1, "seconds": 0.1},
+        {"event": "checkpoint_saved", "step": 2, "time": 103.2, "seconds": 1.1, "blocked_seconds": 0.2},
+        {"event": "checkpoint_started", "step": 6, "time": 106.1, "seconds": 5.0},
+        {"event": "checkpoint_saved", "step": 6, "time": 111.1, "seconds": 5.0, "blocked_seconds": 5.0},
     ]
     (only,) = startup.stalls(sorted([*steps, *saves], key=lambda event: event["time"]))
     assert (only["step"], only["still"], only["slower"]) == (2, pytest.approx(0.3), pytest.approx(0.5))

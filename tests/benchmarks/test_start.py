@@ -18,9 +18,9 @@ with open(PIDS, "a") as pids:
 if recipe["name"] == CUT:
     os.kill(parent, signal.SIGTERM)
     time.sleep(600)
-step = lambda n: {"event": "step", "step": n, "seconds": 1.0, "tokens_per_second": 5.0, "waiting": 0.003}
-saving = lambda n: {"event": "saving", "step": n, "seconds": 0.1}
-saved = lambda n: {"event": "saved", "step": n, "seconds": 0.9, "waited": 0.0}
+step = lambda n: {"event": "step", "step": n, "step_seconds": 1.0, "tokens_per_second": 5.0, "data_wait_fraction": 0.003}
+saving = lambda n: {"event": "checkpoint_started", "step": n, "seconds": 0.1}
+saved = lambda n: {"event": "checkpoint_saved", "step": n, "seconds": 0.9, "blocked_seconds": 0.0}
 told = [{"event": "run"}, step(1), step(2), saving(2), saved(2), step(3), step(4)]
 told += [saving(4), saved(4), step(5), step(6)]
 os.makedirs(recipe["output_dir"])

@@ -53,7 +53,7 @@ def test_render_prints_yaml_or_a_list_for_machines(capsys: pytest.CaptureFixture
 def test_check_tells_notes_and_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*JOB, "--check", "--json") == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["ok"] and not [each for each in told["problems"] if each["serious"]]
+    assert told["ok"] and not [each for each in told["problems"] if each["is_error"]]
 
 
 def test_a_broken_file_ends_with_2_and_its_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,14 +75,14 @@ def test_a_broken_file_ends_with_2_and_its_lines(tmp_path: Path, capsys: pytest.
         ([*JOB, "--submit"], "neither oc nor kubectl is on the PATH"),
         (["job", "status", "quickstart"], "neither oc nor kubectl is on the PATH"),
         (
-            [*JOB, "--render", "--set", "cluster.code=ftp"],
-            "cluster.code is 'ftp'; it wants image, configmap, or git+https",
+            [*JOB, "--render", "--set", "cluster.code_source=ftp"],
+            "cluster.code_source is 'ftp'; it wants image, configmap, or git+https",
         ),
         (
             [*JOB, "--render", "--set", "cluster.memory=16GB"],
             "cluster.memory is '16GB'; it wants an amount such as 16Gi",
         ),
-        ([*JOB, "--render", "--set", "cluster.shared_memory=99Gi"], "less than memory"),
+        ([*JOB, "--render", "--set", "cluster.shm_size=99Gi"], "less than memory"),
     ],
 )
 def test_a_persons_mistake_is_a_letter(words: list[str], letter: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +95,7 @@ def test_the_measured_save_of_the_last_run_decides_the_grace(
 ) -> None:
     run_folder = tmp_path / "runs" / "quickstart"
     run_folder.mkdir(parents=True)
-    event: dict[str, Any] = {"event": "saved", "seconds": 30}
+    event: dict[str, Any] = {"event": "checkpoint_saved", "seconds": 30}
     (run_folder / "journal.jsonl").write_text(json.dumps(event) + "\n")
     with contextlib.suppress(SystemExit):
         main([*JOB, "--render"])

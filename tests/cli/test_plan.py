@@ -13,7 +13,7 @@ name: survival
 model: {model_name_or_path: HuggingFaceTB/SmolLM3-3B}
 data: {dataset_name: field-guide, columns: {question: prompt, answer: completion}}
 sft:
-  trainable: {last_layers: 2, head: true}
+  trainable: {last_layers: 2, lm_head: true}
   per_device_train_batch_size: 8
   gradient_accumulation_steps: 2
   num_train_epochs: 4
@@ -33,7 +33,7 @@ def test_machines_stand_side_by_side_and_torch_stays_asleep(tmp_path: Path) -> N
     stage = json.loads(done.stdout)["stages"][0]
     assert [each["on"] for each in stage["on"]] == ["1xH200", "4xL40S", "2x2xA40"]
     assert stage["on"][0]["trained_parameters"] == 418_914_304
-    assert stage["on"][1]["plan"]["arithmetic"] == "batch 64 = 8 per device × 4 devices × 2 accumulation"
+    assert stage["on"][1]["plan"]["batch_arithmetic"] == "batch 64 = 8 per device × 4 devices × 2 accumulation"
     for each in stage["on"]:
         assert each["fits"] and each["hours"] > 0 and each["cost"] >= 0 and each["memory"]["bytes"] > 1e9
 
@@ -41,7 +41,7 @@ def test_machines_stand_side_by_side_and_torch_stays_asleep(tmp_path: Path) -> N
 def test_the_table_is_for_people_and_prices_are_ones_own(tmp_path: Path) -> None:
     (tmp_path / "prices.json").write_text('{"L4": 100}')
     done = ask(tmp_path, "--on", "1xL4", "--prices", "prices.json")
-    assert "418.9 M of 3,075.1 M parameters move (13.62%)" in done.stdout
+    assert "418.9 M of 3,075.1 M parameters trainable (13.62%)" in done.stdout
     assert "at $100/h" in done.stdout and "GPU-hours" in done.stdout
 
 

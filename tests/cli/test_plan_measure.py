@@ -9,8 +9,9 @@ import pytest
 
 from modelwright.cli.main import main
 from modelwright.errors import UsageError
-from modelwright.plan.calibration import OWN, calibration_for
-from modelwright.plan.facts import card, probe
+from modelwright.plan import calibrate
+from modelwright.plan.calibrate import USER_FILE, calibration_for
+from modelwright.plan.hardware import gpu_spec_of, probe_device
 from modelwright.recipe.load import load
 from modelwright.stages import measure
 
@@ -68,11 +69,11 @@ def test_a_stage_that_is_not_there_is_answered_with_those_that_are() -> None:
 
 def test_what_was_measured_here_is_used_by_later_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODELWRIGHT_CACHE", str(tmp_path))
-    monkeypatch.setattr(measure, "CPU_CASES", measure.CPU_CASES[:2])
+    monkeypatch.setattr(measure, "CPU_CASES", calibrate.CPU_CASES[:2])
     told: list[str] = []
     figures, path = measure.calibrate(told.append)
-    assert path == tmp_path / OWN and len(told) == 2
-    kept = calibration_for(card(probe()))
+    assert path == tmp_path / USER_FILE and len(told) == 2
+    kept = calibration_for(gpu_spec_of(probe_device()))
     assert kept.runs == 2 and kept.card in figures["calibration"]
 
 

@@ -22,7 +22,7 @@ def run(*arguments: str) -> int:
 def test_a_good_recipe_is_ok(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("check", "quickstart") == 0
     printed = capsys.readouterr()
-    assert printed.out.startswith("ok  quickstart: smollm2-135m-instruct learns field-guide by sft")
+    assert printed.out.startswith("ok  quickstart: smollm2-135m-instruct on field-guide, stages sft")
     assert printed.err == ""
 
 
@@ -148,7 +148,7 @@ def test_explain_one_setting_in_words_and_in_json(capsys: pytest.CaptureFixture[
 
 def test_an_unknown_key_verb_or_option_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("explain", "quickstart", "sft.learning_rat") == 2
-    assert capsys.readouterr().err == "sft.learning_rat is no setting; did you mean sft.learning_rate?\n"
+    assert capsys.readouterr().err == "sft.learning_rat is not a setting; did you mean sft.learning_rate?\n"
     assert run("chek", "quickstart") == 2
     assert "'check'" in capsys.readouterr().err
     assert run("check", "quickstart", "--jsn") == 2

@@ -26,7 +26,7 @@ def test_fp8_is_forced_or_forbidden_in_every_stage(
     (tmp_path / "recipe.yaml").write_text(RECIPE, encoding="utf-8")
     asked: list[Any] = []
     monkeypatch.setattr(pipeline, "run", lambda loaded, *_: asked.append(loaded.recipe))
-    monkeypatch.setattr(pipeline, "speaks", lambda: False)
+    monkeypatch.setattr(pipeline, "is_rank_zero", lambda: False)
     monkeypatch.setattr("sys.argv", ["modelwright", "run", str(tmp_path / "recipe.yaml"), *([flag] if flag else [])])
     with pytest.raises(SystemExit) as ended:
         raise SystemExit(main())

@@ -13,17 +13,16 @@ import pyarrow.parquet
 import pytest
 
 from modelwright.cli.main import main
-from modelwright.data.audit import Frame, audit
-from modelwright.data.conversations import load
-from modelwright.data.sets import convert, save_set
-from modelwright.data.sources import read_training, validation_rows
+from modelwright.data.audit import AuditConfig, audit, convert_to_parquet, save_dataset
+from modelwright.data.chat import load_conversations
+from modelwright.data.sources import iter_validation_rows, read_train_rows
 from modelwright.errors import DataError, UsageError
-from modelwright.recipe.schema import Data
+from modelwright.recipe.schema import DataConfig
 from tiny import tiny_recipe
 
 GOOD = [{"prompt": f"What is {n} and {n}?", "completion": f"It is {2 * n}, as anyone can count."} for n in range(40)]
 SOURCE = Path(__file__).parents[2] / "src"
-FRAME = Frame("conversations", max_length=64, batch=4, seed=1)
+FRAME = AuditConfig("conversations", max_length=64, batch_size=4, seed=1)
 
 
 def write(path: Path, rows: list[Any]) -> Path:
@@ -42,42 +41,42 @@ def test_every_unusable_row_is_named_with_its_place_and_value(tmp_path: Path) ->
     path = write(tmp_path / "rows.jsonl", [*GOOD, *bad])
     with path.open("ab") as file:
         file.write(b'{"prompt": "caf\xe9"}\n{"prompt": "Why?", "completion": "Bec\n')
-    found = audit(Data(dataset_name=str(path)), FRAME, tmp_path)
-    assert (found.rows, len(found.faults)) == (45, 5)
-    assert [fault.where for fault in found.faults] == [f"rows.jsonl:{line}" for line in range(41, 46)]
-    assert [fault.reason.partition(";")[0] for fault in found.faults] == [
+    found = audit(DataConfig(dataset_name=str(path)), FRAME, tmp_path)
+    assert (found.rows, len(found.invalid_rows)) == (45, 5)
+    assert [fault.where for fault in found.invalid_rows] == [f"rows.jsonl:{line}" for line in range(41, 46)]
+    assert [fault.reason.partition(";")[0] for fault in found.invalid_rows] == [
         "'completion' is empty", "'prompt' is 3",
         "no messages, nor prompt and completion", "these bytes are not UTF-8",
         "this is no JSON (Unterminated string starting at at column 34)",
     ]  # fmt: skip
-    assert '"completion": " "' in found.faults[0].found
+    assert '"completion": " "' in found.invalid_rows[0].excerpt
 
 
 def test_the_numbers_foretell_cuts_copies_leaks_and_padding(tmp_path: Path) -> None:
     long = {"prompt": "Tell me all.", "completion": "word " * 300}
     again = [{**row, "completion": f"{row['completion']} Truly."} for row in GOOD[:20]]
     path = write(tmp_path / "rows.jsonl", [*GOOD, *again, GOOD[0], long])
-    facts = audit(Data(dataset_name=str(path)), FRAME, tmp_path).facts
-    assert facts["truncated"]["rows"] == 1 and facts["truncated"]["lost_tokens"] > 300
-    assert facts["duplicates"]["exact"] == 1 and facts["duplicates"]["most_often"] == 2
-    assert facts["split"]["groups_on_both_sides"] == 0
-    assert facts["split"]["leak_of_a_random_split"] > 0.2
+    facts = audit(DataConfig(dataset_name=str(path)), FRAME, tmp_path).stats
+    assert facts["truncated"]["rows"] == 1 and facts["truncated"]["truncated_tokens"] > 300
+    assert facts["duplicates"]["exact"] == 1 and facts["duplicates"]["max_copies"] == 2
+    assert facts["split"]["groups_in_both_splits"] == 0
+    assert facts["split"]["random_split_leakage"] > 0.2
     assert 0 < facts["padding"]["padded"] < 0.5 and 0 < facts["padding"]["packed"] < 0.5
     assert sum(facts["lengths"]["counts"]) == 62
 
 
 def test_a_split_by_rows_does_not_hide_its_leak_from_the_audit(tmp_path: Path) -> None:
     parts = {"question": "prompt", "answer": "completion"}
-    data = Data(dataset_name="field-guide-editions", columns=parts, split_by="row", test_size=16)
-    split = audit(data, FRAME, tmp_path).facts["split"]
-    assert split["questions_on_both_sides"] > 4
-    assert split["leak_of_a_random_split"] > 0.4
+    data = DataConfig(dataset_name="field-guide-editions", columns=parts, split_by="row", test_size=16)
+    split = audit(data, FRAME, tmp_path).stats["split"]
+    assert split["prompts_in_both_splits"] > 4
+    assert split["random_split_leakage"] > 0.4
 
 
 def test_a_long_system_prompt_makes_no_rows_alike(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", GOOD)
     found = [
-        audit(Data(dataset_name=str(path), system_prompt=said), FRAME, tmp_path).facts["duplicates"]["near"]
+        audit(DataConfig(dataset_name=str(path), system_prompt=said), FRAME, tmp_path).stats["duplicates"]["near"]
         for said in (None, "You are an expert who answers at length and with care. " * 20)
     ]
     assert found[0] == found[1]
@@ -85,11 +84,11 @@ def test_a_long_system_prompt_makes_no_rows_alike(tmp_path: Path) -> None:
 
 def test_the_practical_skills_leak_in_a_random_split_and_not_in_ours(shared: Path) -> None:
     path = shared / "data" / "practical-skills-qa" / "final_qa_data_unique.jsonl"
-    data = Data(dataset_name=str(path), columns={"question": "prompt", "answer": "completion"})
-    facts = audit(data, FRAME, shared).facts["split"]
+    data = DataConfig(dataset_name=str(path), columns={"question": "prompt", "answer": "completion"})
+    facts = audit(data, FRAME, shared).stats["split"]
     assert facts["groups"] == 1727
-    assert facts["leak_of_a_random_split"] > 0.45
-    assert facts["groups_on_both_sides"] == facts["held_out_rows_seen_in_training"] == 0
+    assert facts["random_split_leakage"] > 0.45
+    assert facts["groups_in_both_splits"] == facts["rows_in_both_splits"] == 0
 
 
 def test_the_verb_needs_no_torch_and_writes_the_quarantine(tmp_path: Path, model_folder: Path) -> None:
@@ -108,7 +107,7 @@ def test_the_verb_needs_no_torch_and_writes_the_quarantine(tmp_path: Path, model
     assert done.returncode == 2 and done.stdout, done.stderr
     told = json.loads(done.stdout)
     (facts,) = told["data"].values()
-    assert not told["ok"] and facts["bad"] == 1
+    assert not told["ok"] and facts["invalid"] == 1
     assert facts["tokens_counted_by"] == "the model's tokenizer"
     (row,) = [json.loads(line) for line in (tmp_path / "quarantine.jsonl").read_text().splitlines()]
     assert row["where"] == "rows.jsonl:41" and "'answer' is empty" in row["reason"]
@@ -138,7 +137,7 @@ def test_a_sample_shows_what_is_learnt(tmp_path: Path, model_folder: Path, capsy
     assert run("show", str(recipe), "--count", "1", "--json") == 0
     (sample,) = json.loads(capsys.readouterr().out)["samples"]["sft"]
     assert sample["trained_tokens"] < sample["tokens"]
-    assert [piece["trained"] for piece in sample["pieces"]] == [False, True]
+    assert [piece["trained"] for piece in sample["spans"]] == [False, True]
 
 
 def test_data_by_its_own_name_stands_for_a_recipe(
@@ -154,7 +153,7 @@ def test_data_by_its_own_name_stands_for_a_recipe(
     model = f"model.model_name_or_path={model_folder}"
     assert run("show", "rows", "--count", "1", "--set", model) == 0
     assert "⟦It is 0, as anyone can count.<|im_end|>\n⟧" in capsys.readouterr().out
-    quick = "prepare={min_words: 1, near_dedup: false, row_length: 16, vocab_size: 300}"
+    quick = "prepare={min_words: 1, minhash_dedup: false, sequence_length: 16, vocab_size: 300}"
     column = "data.text_column=completion"
     assert run("prepare", "rows", "--output", "packed", "--set", column, "--set", quick) == 0
     assert run("show", "packed", "--count", "1") == 0
@@ -164,32 +163,32 @@ def test_data_by_its_own_name_stands_for_a_recipe(
 
 
 def test_conversations_become_a_folder_that_load_from_disk_and_we_read(tmp_path: Path) -> None:
-    data = Data(dataset_name=str(write(tmp_path / "rows.jsonl", GOOD)), system_prompt="Count.")
-    made = load(data, 1, tmp_path)
-    assert save_set(made, tmp_path / "set") == {"train": 36, "held_out": 4}
-    stored = Data(dataset_name="set", validation_file="set")
-    again = load(stored, 1, tmp_path)
+    data = DataConfig(dataset_name=str(write(tmp_path / "rows.jsonl", GOOD)), system_prompt="Count.")
+    made = load_conversations(data, 1, tmp_path)
+    assert save_dataset(made, tmp_path / "set") == {"train": 36, "held_out": 4}
+    stored = DataConfig(dataset_name="set", validation_file="set")
+    again = load_conversations(stored, 1, tmp_path)
     assert [item.messages for item in again.train] == [item.messages for item in made.train]
     assert [item.messages for item in again.held_out] == [item.messages for item in made.held_out]
-    assert len(read_training(stored, tmp_path)) == 36 and len(list(validation_rows(stored, tmp_path))) == 4
+    assert len(read_train_rows(stored, tmp_path)) == 36 and len(list(iter_validation_rows(stored, tmp_path))) == 4
 
 
 def test_jsonl_becomes_parquet_with_the_full_question(tmp_path: Path) -> None:
     rows = [{"topic": "Knots", "question": "How is a bowline tied?", "answer": "Up, around, down."}]
     path = write(tmp_path / "rows.jsonl", rows)
-    assert convert(path, tmp_path / "rows.parquet", "For {topic}, {question}") == 1
+    assert convert_to_parquet(path, tmp_path / "rows.parquet", "For {topic}, {question}") == 1
     assert pyarrow.parquet.read_table(tmp_path / "rows.parquet").to_pylist() == [
         {"full-question": "For Knots, How is a bowline tied?", "answer": "Up, around, down."}
     ]
     with pytest.raises(DataError, match=r"rows\.jsonl:1: there is no column 'subject'"):
-        convert(path, tmp_path / "rows.parquet", "For {subject}, {question}")
+        convert_to_parquet(path, tmp_path / "rows.parquet", "For {subject}, {question}")
     with pytest.raises(UsageError, match=r"it wants \.parquet"):
-        convert(path, tmp_path / "rows.arrow")
+        convert_to_parquet(path, tmp_path / "rows.arrow")
 
 
 def test_the_full_questions_are_those_of_the_published_parquet(shared: Path, tmp_path: Path) -> None:
     folder = shared / "data" / "practical-skills-qa"
-    convert(folder / "final_qa_data_unique.jsonl", tmp_path / "made.parquet", "For {topic}, {question}")
+    convert_to_parquet(folder / "final_qa_data_unique.jsonl", tmp_path / "made.parquet", "For {topic}, {question}")
     ours = pyarrow.parquet.read_table(tmp_path / "made.parquet").to_pylist()
     theirs = pyarrow.parquet.read_table(folder / "qa_dataset.parquet").to_pylist()
     assert set(ours[0]) == set(theirs[0]) and len(ours) == len(theirs) == 2845

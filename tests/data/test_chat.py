@@ -11,11 +11,16 @@ from typing import Any
 
 import pytest
 
-from modelwright.data.chat import Encoded, encode, encode_all, encode_many
-from modelwright.data.conversations import Conversation
+from modelwright.data.chat import (
+    Conversation,
+    TokenizedRow,
+    tokenize_batch,
+    tokenize_conversation,
+    tokenize_conversations,
+)
 from modelwright.errors import DataError
-from modelwright.recipe.training import Text
-from modelwright.recipe.values import Steps
+from modelwright.recipe.schema import ChatConfig
+from modelwright.recipe.sections import CountOrFraction
 from tiny import CHATML
 
 BOS_TEMPLATE = "<|endoftext|>" + CHATML
@@ -46,10 +51,10 @@ def with_template(tokenizer: Any, template: str | None) -> Any:
     return changed
 
 
-def trained_text(tokenizer: Any, row: Encoded) -> list[str]:
+def trained_text(tokenizer: Any, row: TokenizedRow) -> list[str]:
     """The stretches of text that train."""
     stretches: list[list[int]] = [[]]
-    for token, trains in zip(row.tokens.tolist(), row.trained.tolist(), strict=True):
+    for token, trains in zip(row.input_ids.tolist(), row.loss_mask.tolist(), strict=True):
         if trains:
             stretches[-1].append(token)
         elif stretches[-1]:
@@ -59,16 +64,16 @@ def trained_text(tokenizer: Any, row: Encoded) -> list[str]:
 
 def test_trl_1623_eos_is_trained_although_pad_is_the_same_token(tokenizer: Any) -> None:
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
-    [row] = encode(conversation("Why?", "So."), tokenizer)
-    trained = row.tokens[row.trained].tolist()
+    [row] = tokenize_conversation(conversation("Why?", "So."), tokenizer)
+    trained = row.input_ids[row.loss_mask].tolist()
     assert trained.count(tokenizer.eos_token_id) == 1
     assert trained_text(tokenizer, row) == ["So.<|im_end|>\n"]
 
 
 def test_trl_4879_a_template_without_generation_tags_trains_the_assistant_alone(tokenizer: Any) -> None:
     assert "generation %}" not in tokenizer.chat_template
-    [row] = encode(conversation("Why?", "So.", system="Be brief."), tokenizer)
-    assert tokenizer.decode(row.tokens) == (
+    [row] = tokenize_conversation(conversation("Why?", "So.", system="Be brief."), tokenizer)
+    assert tokenizer.decode(row.input_ids) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n"
         "<|im_start|>assistant\nSo.<|im_end|>\n"
     )
@@ -76,24 +81,24 @@ def test_trl_4879_a_template_without_generation_tags_trains_the_assistant_alone(
 
 
 def test_trl_3728_every_assistant_turn_of_a_long_conversation_trains(tokenizer: Any) -> None:
-    [row] = encode(conversation("One?", "First.", "Two?", "Second.", "Three?", "Third."), tokenizer)
+    [row] = tokenize_conversation(conversation("One?", "First.", "Two?", "Second.", "Three?", "Third."), tokenizer)
     assert trained_text(tokenizer, row) == ["First.<|im_end|>\n", "Second.<|im_end|>\n", "Third.<|im_end|>\n"]
 
 
 def test_trl_3728_the_assistant_only_mask_is_kept_when_rows_are_packed(tokenizer: Any) -> None:
-    from modelwright.data.pack import pack
-    from modelwright.tasks.sft import collate
+    from modelwright.data.packing import pack_bfd
+    from modelwright.tasks.batching import collate_examples
 
     talks = [conversation(f"Number {n}?", f"It is {n}.") for n in range(5)]
-    rows = encode_all(talks, tokenizer, Text(max_length=64)).rows
-    groups = pack([len(row) for row in rows], 64)
+    rows = tokenize_conversations(talks, tokenizer, ChatConfig(max_length=64)).rows
+    groups = pack_bfd([len(row) for row in rows], 64)
     assert len(groups) < len(rows)
     for group in groups:
-        batch = collate([[rows[member] for member in group]])
-        learnt = batch.inputs["tokens"].flatten()[batch.inputs["learnt"] + 1]
-        said = "".join(tokenizer.decode(rows[member].tokens[rows[member].trained]) for member in group)
+        batch = collate_examples([[rows[member] for member in group]])
+        learnt = batch.inputs["tokens"].flatten()[batch.inputs["loss_positions"] + 1]
+        said = "".join(tokenizer.decode(rows[member].input_ids[rows[member].loss_mask]) for member in group)
         assert tokenizer.decode(learnt) == said
-        assert batch.trained == sum(int(rows[member].trained.sum()) for member in group)
+        assert batch.trained_tokens == sum(int(rows[member].loss_mask.sum()) for member in group)
 
 
 def test_alignment_handbook_127_the_first_token_is_not_doubled(tokenizer: Any) -> None:
@@ -104,56 +109,67 @@ def test_alignment_handbook_127_the_first_token_is_not_doubled(tokenizer: Any) -
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
     )
     assert doubling("x")["input_ids"][0] == 0, "this tokenizer puts a BOS before whatever it reads"
-    [row] = encode(conversation("Why?", "So."), doubling)
-    assert row.tokens.tolist().count(0) == 1
-    assert row.tokens[0] == 0
+    [row] = tokenize_conversation(conversation("Why?", "So."), doubling)
+    assert row.input_ids.tolist().count(0) == 1
+    assert row.input_ids[0] == 0
 
 
 def test_a_question_that_contains_the_answer_does_not_train(tokenizer: Any) -> None:
-    [row] = encode(conversation("So.", "So.", "So.", "So."), tokenizer)
+    [row] = tokenize_conversation(conversation("So.", "So.", "So.", "So."), tokenizer)
     assert trained_text(tokenizer, row) == ["So.<|im_end|>\n", "So.<|im_end|>\n"]
 
 
 def test_letters_of_many_bytes_train_whole(tokenizer: Any) -> None:
-    [row] = encode(conversation("Was? 🏕", "Ähm, 森の火 🔥."), tokenizer)
+    [row] = tokenize_conversation(conversation("Was? 🏕", "Ähm, 森の火 🔥."), tokenizer)
     assert trained_text(tokenizer, row) == ["Ähm, 森の火 🔥.<|im_end|>\n"]
 
 
 def test_a_generation_prompt_that_opens_a_thought_does_not_swallow_the_answer(tokenizer: Any) -> None:
-    [row] = encode(conversation("Why?", "So."), with_template(tokenizer, ASKS_FOR_THOUGHT))
+    [row] = tokenize_conversation(conversation("Why?", "So."), with_template(tokenizer, ASKS_FOR_THOUGHT))
     assert trained_text(tokenizer, row) == ["So.<|im_end|>\n"]
-    [row] = encode(conversation("Why?", "<think>\nHm.</think>So."), with_template(tokenizer, ASKS_FOR_THOUGHT))
+    [row] = tokenize_conversation(
+        conversation("Why?", "<think>\nHm.</think>So."), with_template(tokenizer, ASKS_FOR_THOUGHT)
+    )
     assert trained_text(tokenizer, row) == ["Hm.</think>So.<|im_end|>\n"]
 
 
 def test_a_template_that_rewrites_history_gives_one_row_for_each_answer(tokenizer: Any) -> None:
     strips = with_template(tokenizer, STRIPS_THINKING)
-    rows = encode(conversation("One?", "<think>a</think>First.", "Two?", "<think>b</think>Second."), strips)
+    rows = tokenize_conversation(
+        conversation("One?", "<think>a</think>First.", "Two?", "<think>b</think>Second."), strips
+    )
     assert [trained_text(strips, row) for row in rows] == [
         ["<think>a</think>First.<|im_end|>\n"],
         ["<think>b</think>Second.<|im_end|>\n"],
     ]
-    assert "<think>a" not in strips.decode(rows[1].tokens), "the second row sees history as it will be shown"
+    assert "<think>a" not in strips.decode(rows[1].input_ids), "the second row sees history as it will be shown"
 
 
 def test_a_template_that_would_rewrite_history_leaves_plain_conversations_whole(tokenizer: Any) -> None:
     assert (
-        len(encode(conversation("One?", "First.", "Two?", "Second."), with_template(tokenizer, STRIPS_THINKING))) == 1
+        len(
+            tokenize_conversation(
+                conversation("One?", "First.", "Two?", "Second."), with_template(tokenizer, STRIPS_THINKING)
+            )
+        )
+        == 1
     )
 
 
 def test_a_greeting_that_nobody_asked_for_is_read_and_not_learnt(tokenizer: Any) -> None:
     asked = conversation("Why?", "So.")
     greeting = ({"role": "assistant", "content": "Hello!"}, *asked.messages)
-    [row] = encode(Conversation("x", greeting, "why?"), tokenizer)
-    assert "Hello!" in tokenizer.decode(row.tokens)
+    [row] = tokenize_conversation(Conversation("x", greeting, "why?"), tokenizer)
+    assert "Hello!" in tokenizer.decode(row.input_ids)
     assert trained_text(tokenizer, row) == ["So.<|im_end|>\n"]
 
 
 def test_a_template_that_refuses_a_role_is_one_letter(tokenizer: Any) -> None:
     refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     with pytest.raises(DataError) as caught:
-        encode(conversation("Why?", "So.", system="Be brief."), with_template(tokenizer, refuses + CHATML))
+        tokenize_conversation(
+            conversation("Why?", "So.", system="Be brief."), with_template(tokenizer, refuses + CHATML)
+        )
     assert str(caught.value) == (
         "rows.jsonl:1: the model's chat template does not take the turns system, user, assistant "
         "(System role not supported)"
@@ -161,76 +177,89 @@ def test_a_template_that_refuses_a_role_is_one_letter(tokenizer: Any) -> None:
 
 
 def test_without_assistant_only_every_token_trains(tokenizer: Any) -> None:
-    [row] = encode(conversation("Why?", "So."), tokenizer, assistant_only=False)
-    assert row.trained.all()
+    [row] = tokenize_conversation(conversation("Why?", "So."), tokenizer, assistant_only=False)
+    assert row.loss_mask.all()
 
 
 def test_a_tokenizer_without_a_template_takes_question_and_answer(tokenizer: Any) -> None:
     plain = with_template(tokenizer, None)
-    [row] = encode(conversation("Why? ", "So."), plain)
-    assert plain.decode(row.tokens) == "Why? So.<|im_end|>"
+    [row] = tokenize_conversation(conversation("Why? ", "So."), plain)
+    assert plain.decode(row.input_ids) == "Why? So.<|im_end|>"
     assert trained_text(plain, row) == ["So.<|im_end|>"]
 
 
 def test_a_tokenizer_without_a_template_takes_no_other_turns(tokenizer: Any) -> None:
     with pytest.raises(DataError, match=r"no chat template, which the turns system, user, assistant need"):
-        encode(conversation("Why?", "So.", system="Be brief."), with_template(tokenizer, None))
+        tokenize_conversation(conversation("Why?", "So.", system="Be brief."), with_template(tokenizer, None))
 
 
 def test_a_tokenizer_without_template_and_end_is_refused(tokenizer: Any) -> None:
     bare = with_template(tokenizer, None)
     bare.eos_token = None
     with pytest.raises(DataError, match="neither a chat template nor an end-of-text token"):
-        encode(conversation("Why?", "So."), bare)
+        tokenize_conversation(conversation("Why?", "So."), bare)
 
 
 def test_a_template_that_never_ends_a_turn_is_an_error(tokenizer: Any) -> None:
     with pytest.raises(DataError, match="the model would never learn to stop"):
-        encode_all([conversation("Why?", "So.")], with_template(tokenizer, NEVER_ENDS), Text(max_length=64))
+        tokenize_conversations(
+            [conversation("Why?", "So.")], with_template(tokenizer, NEVER_ENDS), ChatConfig(max_length=64)
+        )
 
 
 def test_a_turn_may_end_with_a_stop_token_that_is_not_eos(tokenizer: Any) -> None:
     other = copy.deepcopy(tokenizer)
     other.eos_token = "<|endoftext|>"
     stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert encode_all([conversation("Why?", "So.")], other, Text(max_length=64), stop_tokens=[stop]).rows
+    assert tokenize_conversations(
+        [conversation("Why?", "So.")], other, ChatConfig(max_length=64), stop_tokens=[stop]
+    ).rows
     with pytest.raises(DataError, match="never learn to stop"):
-        encode_all([conversation("Why?", "So.")], other, Text(max_length=64))
+        tokenize_conversations([conversation("Why?", "So.")], other, ChatConfig(max_length=64))
 
 
 def test_truncation_is_counted_and_rows_with_nothing_left_to_learn_are_dropped(tokenizer: Any) -> None:
     talks = [conversation("Why?", "So."), conversation("Why?", "word " * 50), conversation("word " * 50, "So.")]
-    whole = [len(encode(talk, tokenizer)[0]) for talk in talks]
+    whole = [len(tokenize_conversation(talk, tokenizer)[0]) for talk in talks]
     with pytest.raises(
         DataError, match=r"2 of 3 rows are longer than max_length 40 and would be cut, more than max_tr"
     ):
-        encode_all(talks, tokenizer, Text(max_length=40, max_truncated=Steps("10%")))
-    facts = encode_all(talks, tokenizer, Text(max_length=40)).facts()
+        tokenize_conversations(talks, tokenizer, ChatConfig(max_length=40, max_truncated_rows=CountOrFraction("10%")))
+    facts = tokenize_conversations(talks, tokenizer, ChatConfig(max_length=40)).stats()
     assert facts["rows"] == 2
     assert facts["dropped_rows"] == 1
     assert facts["truncated_rows"] == 2
-    assert facts["lost_tokens"] == whole[1] + whole[2] - 80
+    assert facts["truncated_tokens"] == whole[1] + whole[2] - 80
     assert facts["tokens"] == whole[0] + 40
 
 
 def test_long_rows_are_divided_and_every_trained_token_is_still_learnt_once(tokenizer: Any) -> None:
     talks = [conversation("Why?", "So."), conversation("Why?", "word " * 50), conversation("word " * 50, "So.")]
-    whole = [encode(talk, tokenizer)[0] for talk in talks]
-    found = encode_all(talks, tokenizer, Text(max_length=40, packing=True, packing_strategy="bfd_split"))
-    facts = found.facts()
-    assert (facts["divided_rows"], facts["truncated_rows"], facts["lost_tokens"], facts["dropped_rows"]) == (2, 0, 0, 0)
+    whole = [tokenize_conversation(talk, tokenizer)[0] for talk in talks]
+    found = tokenize_conversations(
+        talks, tokenizer, ChatConfig(max_length=40, packing=True, packing_strategy="bfd_split")
+    )
+    facts = found.stats()
+    assert (facts["split_rows"], facts["truncated_rows"], facts["truncated_tokens"], facts["dropped_rows"]) == (
+        2,
+        0,
+        0,
+        0,
+    )
     assert max(map(len, found.rows)) <= 40 and len(found.rows) > 3
-    learnt = [token for row in found.rows for token in row.tokens[1:][row.trained[1:]].tolist()]
-    assert learnt == [token for row in whole for token in row.tokens[1:][row.trained[1:]].tolist()]
+    learnt = [token for row in found.rows for token in row.input_ids[1:][row.loss_mask[1:]].tolist()]
+    assert learnt == [token for row in whole for token in row.input_ids[1:][row.loss_mask[1:]].tolist()]
 
 
 def test_no_trained_token_at_all_is_an_error(tokenizer: Any) -> None:
     with pytest.raises(DataError, match="no row has a trained token within max_length 8; raise max_length"):
-        encode_all([conversation("A long question, is it not?", "So.")], tokenizer, Text(max_length=8))
+        tokenize_conversations(
+            [conversation("A long question, is it not?", "So.")], tokenizer, ChatConfig(max_length=8)
+        )
 
 
 def test_no_conversation_is_no_error(tokenizer: Any) -> None:
-    assert encode_all([], tokenizer, Text(max_length=8)).rows == []
+    assert tokenize_conversations([], tokenizer, ChatConfig(max_length=8)).rows == []
 
 
 class Counting:
@@ -259,12 +288,12 @@ def test_a_long_system_prompt_is_tokenized_once_and_every_row_is_as_if_alone(
     counting = Counting(copy.deepcopy(tokenizer))
     counting.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=begins_with_a_space)
     asked = [conversation(f"Why {'so ' * turn}?", "Because.", system=LONG_PROMPT) for turn in range(20)]
-    together = encode_many(asked, counting)
+    together = tokenize_batch(asked, counting)
     assert counting.characters < 10 * len(LONG_PROMPT)
     for row, each in zip(together, asked, strict=True):
-        [alone] = encode(each, counting)
-        assert row.tokens.tolist() == alone.tokens.tolist()
-        assert row.trained.tolist() == alone.trained.tolist()
+        [alone] = tokenize_conversation(each, counting)
+        assert row.input_ids.tolist() == alone.input_ids.tolist()
+        assert row.loss_mask.tolist() == alone.loss_mask.tolist()
 
 
 def test_a_text_that_may_not_be_cut_before_a_special_token_is_tokenized_whole(tokenizer: Any) -> None:
@@ -273,5 +302,5 @@ def test_a_text_that_may_not_be_cut_before_a_special_token_is_tokenized_whole(to
     counting = Counting(copy.deepcopy(tokenizer))
     counting.backend_tokenizer.normalizer = normalizers.Prepend("_")  # which stands before each text, cut or not
     asked = [conversation(f"Why {turn}?", "Because.", system=LONG_PROMPT) for turn in range(4)]
-    alone = [encode(each, counting)[0].tokens.tolist() for each in asked]
-    assert [row.tokens.tolist() for row in encode_many(asked, counting)] == alone
+    alone = [tokenize_conversation(each, counting)[0].input_ids.tolist() for each in asked]
+    assert [row.input_ids.tolist() for row in tokenize_batch(asked, counting)] == alone

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from modelwright.data.choices import Choice, choice, choices
-from modelwright.data.files import Row
+from modelwright.data.multiple_choice import MultipleChoiceQuestion, parse_question, parse_questions
+from modelwright.data.readers import Row
 from modelwright.errors import DataError
 
 ASKED = "Question: What burns?\nAnswer:"
@@ -67,7 +67,7 @@ WOOD = ("stone", "wood")
     ],
 )
 def test_the_usual_shapes(row: dict[str, Any], prompt: str, options: tuple[str, ...], answer: int) -> None:
-    assert choice(row) == Choice(prompt, options, answer)
+    assert parse_question(row) == MultipleChoiceQuestion(prompt, options, answer)
 
 
 def test_what_is_no_question_is_told_with_its_place_and_columns() -> None:
@@ -78,7 +78,7 @@ def test_what_is_no_question_is_told_with_its_place_and_columns() -> None:
         Row("q.jsonl:4", {"choices": ["a", "b"], "answer": 0}),
     ]
     with pytest.raises(DataError) as caught:
-        choices(rows)
+        parse_questions(rows)
     told = str(caught.value).splitlines()
     assert "q.jsonl:1: there are no options to choose from; the columns are question, answer" in told[0]
     assert "q.jsonl:2: there is no right answer" in told[1]

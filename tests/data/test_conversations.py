@@ -9,11 +9,18 @@ from typing import Any
 
 import pytest
 
-from modelwright.data.conversations import Conversation, ask, converse, load, split
-from modelwright.data.sources import Row, read_training
+from modelwright.data.chat import (
+    Conversation,
+    build_prompt_messages,
+    group_split,
+    load_conversations,
+    rows_to_conversations,
+)
+from modelwright.data.readers import Row
+from modelwright.data.sources import read_train_rows
 from modelwright.errors import DataError
-from modelwright.recipe.schema import Data
-from modelwright.recipe.values import Steps
+from modelwright.recipe.schema import DataConfig
+from modelwright.recipe.sections import CountOrFraction
 
 PARTS = {"question": "prompt", "answer": "completion"}
 
@@ -22,13 +29,13 @@ def rows_of(*values: dict[str, Any]) -> list[Row]:
     return [Row(f"rows.jsonl:{number}", value) for number, value in enumerate(values, 1)]
 
 
-def data_of(**settings: Any) -> Data:
-    return Data(train_file="rows.jsonl", **settings)
+def data_of(**settings: Any) -> DataConfig:
+    return DataConfig(train_file="rows.jsonl", **settings)
 
 
 def letters(rows: list[Row], **settings: Any) -> list[str]:
     with pytest.raises(DataError) as caught:
-        converse(rows, data_of(**settings))
+        rows_to_conversations(rows, data_of(**settings))
     return str(caught.value).splitlines()
 
 
@@ -41,9 +48,9 @@ def questions(count: int, repeats: int = 1) -> list[Row]:
 
 
 def test_a_question_and_an_answer_become_two_turns() -> None:
-    [found] = converse(rows_of({"question": "Why?", "answer": "So."}), data_of(columns=PARTS))
+    [found] = rows_to_conversations(rows_of({"question": "Why?", "answer": "So."}), data_of(columns=PARTS))
     assert found.messages == (turn("user", "Why?"), turn("assistant", "So."))
-    assert (found.where, found.question) == ("rows.jsonl:1", "Why?")
+    assert (found.where, found.last_user_message) == ("rows.jsonl:1", "Why?")
 
 
 def test_a_folder_that_holds_one_set_in_two_forms_gives_itself_away(tmp_path: Path) -> None:
@@ -53,8 +60,8 @@ def test_a_folder_that_holds_one_set_in_two_forms_gives_itself_away(tmp_path: Pa
         "question,answer\n" + "".join(f"Q{n},A{n}\n" for n in range(6)), encoding="utf-8"
     )
     for source, repeats in ((tmp_path / "rows.jsonl", 0), (tmp_path, 5)):
-        wish = Data(dataset_name=str(source), columns=PARTS, test_size=Steps(1))
-        assert load(wish, 1, tmp_path).manifest(wish)["repeated_rows"] == repeats
+        wish = DataConfig(dataset_name=str(source), columns=PARTS, test_size=CountOrFraction(1))
+        assert load_conversations(wish, 1, tmp_path).manifest(wish)["duplicate_rows"] == repeats
 
 
 def test_columns_that_are_called_what_they_are_need_no_mapping() -> None:
@@ -64,22 +71,22 @@ def test_columns_that_are_called_what_they_are_need_no_mapping() -> None:
         {"messages": turns},
         {"prompt": turns[:1], "completion": turns[1:]},
     ):
-        [found] = converse(rows_of(row), data_of())
+        [found] = rows_to_conversations(rows_of(row), data_of())
         assert found.messages == tuple(turns)
 
 
 def test_a_system_message_comes_from_the_recipe_or_from_a_column() -> None:
     row = {"question": "Why?", "answer": "So.", "voice": "Be brief."}
-    [ours] = converse(rows_of(row), data_of(columns=PARTS, system_prompt="You are a ranger."))
-    [theirs] = converse(rows_of(row), data_of(columns={**PARTS, "voice": "system"}))
+    [ours] = rows_to_conversations(rows_of(row), data_of(columns=PARTS, system_prompt="You are a ranger."))
+    [theirs] = rows_to_conversations(rows_of(row), data_of(columns={**PARTS, "voice": "system"}))
     assert ours.messages[0] == turn("system", "You are a ranger.")
     assert theirs.messages[0] == turn("system", "Be brief.")
-    assert list(ours.messages[:2]) == ask("Why?", "You are a ranger.")
+    assert list(ours.messages[:2]) == build_prompt_messages("Why?", "You are a ranger.")
 
 
 def test_a_conversation_that_has_a_system_message_keeps_its_own() -> None:
     turns = [turn("system", "Mine."), turn("user", "Why?"), turn("assistant", "So.")]
-    [found] = converse(rows_of({"messages": turns}), data_of(system_prompt="Yours."))
+    [found] = rows_to_conversations(rows_of({"messages": turns}), data_of(system_prompt="Yours."))
     assert found.messages[0] == turn("system", "Mine.")
 
 
@@ -132,7 +139,7 @@ def test_after_twenty_problems_the_rest_are_counted() -> None:
         ([], "messages is empty or no list; it wants a list of {role, content}"),
         ("Why?", "messages is empty or no list; it wants a list of {role, content}"),
         (None, "messages is empty or no list; it wants a list of {role, content}"),
-        ([turn("user", "Why?")], "the last turn is not an answer of the assistant; there is nothing to learn"),
+        ([turn("user", "Why?")], "the last turn is not an answer of the assistant; no assistant message to train on"),
         ([turn("assistant", "So.")], "no turn is the user's; it wants a question before the answer"),
         (
             [{"from": "narrator", "value": "Why?"}],
@@ -156,56 +163,58 @@ def test_the_column_to_split_by_must_be_there() -> None:
 
 
 def test_no_question_stands_on_both_sides() -> None:
-    items = converse(questions(50, repeats=4), data_of(columns=PARTS))
-    train, held_out = split(items, data_of(test_size="20%"), seed=1)
+    items = rows_to_conversations(questions(50, repeats=4), data_of(columns=PARTS))
+    train, held_out = group_split(items, data_of(test_size="20%"), seed=1)
     assert len(train) == 160
     assert len(held_out) == 40
-    assert not {item.group for item in train} & {item.group for item in held_out}
+    assert not {item.split_key for item in train} & {item.split_key for item in held_out}
 
 
 def test_questions_that_differ_in_case_and_spaces_are_one_question() -> None:
     rows = rows_of({"question": "Why  NOT?", "answer": "a"}, {"question": " why not? ", "answer": "b"})
-    assert len({item.group for item in converse(rows, data_of(columns=PARTS))}) == 1
+    assert len({item.split_key for item in rows_to_conversations(rows, data_of(columns=PARTS))}) == 1
 
 
 def test_whole_topics_can_be_held_out() -> None:
     rows = rows_of(*({"topic": f"t{n % 5}", "question": f"Q{n}", "answer": "A"} for n in range(25)))
     data = data_of(columns=PARTS, split_by="topic", test_size=2)
-    train, held_out = split(converse(rows, data), data, seed=0)
+    train, held_out = group_split(rows_to_conversations(rows, data), data, seed=0)
     assert (len(train), len(held_out)) == (15, 10)
 
 
 def test_the_split_is_the_same_whatever_the_order_of_rows() -> None:
-    items = converse(questions(60, repeats=2), data_of(columns=PARTS))
+    items = rows_to_conversations(questions(60, repeats=2), data_of(columns=PARTS))
     mixed = random.Random(3).sample(items, len(items))
-    sides = [split(order, data_of(test_size=10), seed=5) for order in (items, mixed)]
+    sides = [group_split(order, data_of(test_size=10), seed=5) for order in (items, mixed)]
     for ours, theirs in zip(*sides, strict=True):
         assert {item.where for item in ours} == {item.where for item in theirs}
 
 
 def test_another_seed_holds_out_other_questions() -> None:
-    items = converse(questions(60), data_of(columns=PARTS))
-    held_out = [{item.group for item in split(items, data_of(test_size=10), seed=seed)[1]} for seed in (1, 2)]
+    items = rows_to_conversations(questions(60), data_of(columns=PARTS))
+    held_out = [{item.split_key for item in group_split(items, data_of(test_size=10), seed=seed)[1]} for seed in (1, 2)]
     assert held_out[0] != held_out[1]
 
 
 def test_one_more_question_moves_few_others_across_the_split() -> None:
-    fewer, more = (converse(questions(count), data_of(columns=PARTS)) for count in (100, 101))
-    held_out = [{item.group for item in split(items, data_of(test_size=10), seed=1)[1]} for items in (fewer, more)]
+    fewer, more = (rows_to_conversations(questions(count), data_of(columns=PARTS)) for count in (100, 101))
+    held_out = [
+        {item.split_key for item in group_split(items, data_of(test_size=10), seed=1)[1]} for items in (fewer, more)
+    ]
     assert len(held_out[0] & held_out[1]) >= 9
 
 
 def test_holding_everything_out_is_an_error() -> None:
-    items = converse(questions(3, repeats=2), data_of(columns=PARTS))
+    items = rows_to_conversations(questions(3, repeats=2), data_of(columns=PARTS))
     told = "rows.jsonl: test_size holds out 3 of 3 distinct groups, which leaves none to train on"
     with pytest.raises(DataError, match=told):
-        split(items, data_of(test_size=3), seed=0)
+        group_split(items, data_of(test_size=3), seed=0)
 
 
 def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("\n", encoding="utf-8")
     with pytest.raises(DataError, match=r"rows.jsonl: there is no row in it"):
-        load(data_of(columns=PARTS), 0, tmp_path)
+        load_conversations(data_of(columns=PARTS), 0, tmp_path)
 
 
 def test_the_fingerprint_shows_one_changed_letter_and_the_manifest_counts(tmp_path: Path) -> None:
@@ -213,36 +222,38 @@ def test_the_fingerprint_shows_one_changed_letter_and_the_manifest_counts(tmp_pa
     found = []
     for text in ("\n".join(lines), "\n".join(lines).replace("A7-0", "A7-1")):
         (tmp_path / "rows.jsonl").write_text(text, encoding="utf-8")
-        found.append(load(data_of(columns=PARTS, test_size=5), 0, tmp_path))
+        found.append(load_conversations(data_of(columns=PARTS, test_size=5), 0, tmp_path))
     assert found[0].fingerprint != found[1].fingerprint
     facts = found[0].manifest(data_of())
-    assert (facts["train_rows"], facts["held_out_rows"], facts["groups_on_both_sides"]) == (15, 5, 0)
+    assert (facts["train_rows"], facts["held_out_rows"], facts["prompts_in_both_splits"]) == (15, 5, 0)
 
 
 def test_a_validation_file_is_held_out_whole_and_shared_questions_are_counted(tmp_path: Path) -> None:
     for name, rows in (("rows.jsonl", questions(6)), ("held.jsonl", questions(2))):
         (tmp_path / name).write_text("\n".join(json.dumps(row.values) for row in rows), encoding="utf-8")
     data = data_of(columns=PARTS, validation_file="held.jsonl")
-    facts = load(data, 0, tmp_path).manifest(data)
-    assert (facts["train_rows"], facts["held_out_rows"], facts["groups_on_both_sides"]) == (6, 2, 2)
+    facts = load_conversations(data, 0, tmp_path).manifest(data)
+    assert (facts["train_rows"], facts["held_out_rows"], facts["prompts_in_both_splits"]) == (6, 2, 2)
 
 
 def test_questions_on_both_sides_are_counted_whatever_the_split_goes_by(tmp_path: Path) -> None:
-    data = Data(dataset_name="field-guide-editions", columns=PARTS, split_by="row", test_size=16)
-    assert load(data, 42, tmp_path).manifest(data)["groups_on_both_sides"] > 4, "though every row is a group of its own"
+    data = DataConfig(dataset_name="field-guide-editions", columns=PARTS, split_by="row", test_size=16)
+    assert load_conversations(data, 42, tmp_path).manifest(data)["prompts_in_both_splits"] > 4, (
+        "though every row is a group of its own"
+    )
     honest = data.model_copy(update={"split_by": "question"})
-    assert load(honest, 42, tmp_path).manifest(honest)["groups_on_both_sides"] == 0
+    assert load_conversations(honest, 42, tmp_path).manifest(honest)["prompts_in_both_splits"] == 0
 
 
 def test_a_random_split_of_the_practical_skills_would_leak_and_ours_does_not(shared: Path) -> None:
     folder = shared / "data" / "practical-skills-qa"
-    data = Data(train_file="qa_dataset.parquet", columns={"full-question": "prompt", "answer": "completion"})
-    items = converse(read_training(data, folder), data)
+    data = DataConfig(train_file="qa_dataset.parquet", columns={"full-question": "prompt", "answer": "completion"})
+    items = rows_to_conversations(read_train_rows(data, folder), data)
     mixed = random.Random(0).sample(items, len(items))
     held = len(items) // 10
     assert on_both_sides(mixed[held:], mixed[:held]) > 100
-    assert on_both_sides(*split(items, data, seed=42)) == 0
+    assert on_both_sides(*group_split(items, data, seed=42)) == 0
 
 
 def on_both_sides(train: list[Conversation], held_out: list[Conversation]) -> int:
-    return len({item.group for item in train} & {item.group for item in held_out})
+    return len({item.split_key for item in train} & {item.split_key for item in held_out})

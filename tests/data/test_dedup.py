@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from modelwright.data import dedup, minhash
-from modelwright.data.corpus import python_docs
-from modelwright.data.shingles import Shingles, shingle, words
+from modelwright.data.prepare.dedup import Shingles, hash_words, shingle
+from modelwright.data.prepare.pipeline import dedup
+from modelwright.data.sources import python_docs
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -33,7 +33,7 @@ def documents() -> list[str]:
 
 @cache
 def signed() -> Array:
-    return minhash.signatures(shingle(documents(), minhash.SIZE))
+    return dedup.minhash_signatures(shingle(documents(), dedup.NGRAM_SIZE))
 
 
 def bring(signatures: Array) -> Callable[[Array], Array]:
@@ -42,20 +42,22 @@ def bring(signatures: Array) -> Callable[[Array], Array]:
 
 def clusters_of(signatures: Array, threshold: float = 0.7) -> Array:
     everyone = np.ones(len(signatures), dtype=np.bool_)
-    keys = minhash.band_keys(signatures)
-    edges = [dedup.band_edges(band, everyone, bring(signatures), threshold) for band in keys]
-    return dedup.refined(dedup.clusters(len(signatures), np.concatenate(edges)), bring(signatures), threshold)
+    keys = dedup.band_keys(signatures)
+    edges = [dedup.verified_band_pairs(band, everyone, bring(signatures), threshold) for band in keys]
+    return dedup.split_unverified(
+        dedup.connected_components(len(signatures), np.concatenate(edges)), bring(signatures), threshold
+    )
 
 
 def test_a_word_is_the_same_in_any_case_and_between_any_marks() -> None:
     texts = ["Hello, wide World again now", "hello wide... (world) AGAIN now!", "hello wide world again then"]
-    sets = [set(part.tolist()) for part in np.split(shingle(texts, 5).hashes, shingle(texts, 5).edges[1:-1])]
+    sets = [set(part.tolist()) for part in np.split(shingle(texts, 5).hashes, shingle(texts, 5).offsets[1:-1])]
     assert sets[0] == sets[1] != sets[2]
 
 
 def test_long_words_and_every_length_around_eight_are_told_apart() -> None:
     texts = ["a" * length for length in (1, 7, 8, 9, 15, 16, 17, 63, 64, 65, 200)] + ["a" * 8 + "b", "b" + "a" * 8]
-    found = [int(lot.hashes[0]) for text in texts for lot in words([text])]
+    found = [int(lot.hashes[0]) for text in texts for lot in hash_words([text])]
     assert len(set(found)) == len(texts)
 
 
@@ -67,24 +69,24 @@ def test_no_run_of_words_reaches_from_one_document_into_the_next() -> None:
 
 
 def test_signatures_estimate_the_jaccard_index() -> None:
-    shingles, signatures = shingle(documents(), minhash.SIZE), signed()
-    sets = [set(part.tolist()) for part in np.split(shingles.hashes, shingles.edges[1:-1])]
+    shingles, signatures = shingle(documents(), dedup.NGRAM_SIZE), signed()
+    sets = [set(part.tolist()) for part in np.split(shingles.hashes, shingles.offsets[1:-1])]
     for original, copy in ((0, 300), (60, 360), (120, 420)):
         exact = len(sets[original] & sets[copy]) / len(sets[original] | sets[copy])
-        estimate = minhash.likeness(signatures[[original]], signatures[[copy]])[0]
+        estimate = dedup.estimated_jaccard(signatures[[original]], signatures[[copy]])[0]
         assert abs(exact - estimate) < 0.15
 
 
 def test_torch_gives_the_very_same_signatures() -> None:
-    some = shingle([*documents()[:20], "too short", *documents()[20:40]], minhash.SIZE)
-    assert np.array_equal(minhash.signatures_on("cpu", some), minhash.signatures(some))
+    some = shingle([*documents()[:20], "too short", *documents()[20:40]], dedup.NGRAM_SIZE)
+    assert np.array_equal(dedup.signatures_torch("cpu", some), dedup.minhash_signatures(some))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 def test_a_gpu_gives_the_very_same_signatures() -> None:
-    shingles = shingle([*documents(), "too short"], minhash.SIZE)
-    assert np.array_equal(minhash.signatures_on("cuda", shingles), minhash.signatures(shingles))
+    shingles = shingle([*documents(), "too short"], dedup.NGRAM_SIZE)
+    assert np.array_equal(dedup.signatures_torch("cuda", shingles), dedup.minhash_signatures(shingles))
 
 
 def test_planted_copies_are_found_and_the_first_document_is_the_one_kept() -> None:
@@ -95,8 +97,8 @@ def test_planted_copies_are_found_and_the_first_document_is_the_one_kept() -> No
 
 
 def test_precision_and_recall_hold_against_the_exact_jaccard_index() -> None:
-    shingles, lowest = shingle(documents(), minhash.SIZE), clusters_of(signed())
-    sets = [set(part.tolist()) for part in np.split(shingles.hashes, shingles.edges[1:-1])]
+    shingles, lowest = shingle(documents(), dedup.NGRAM_SIZE), clusters_of(signed())
+    sets = [set(part.tolist()) for part in np.split(shingles.hashes, shingles.offsets[1:-1])]
 
     def jaccard(first: int, second: int) -> float:
         return len(sets[first] & sets[second]) / max(1, len(sets[first] | sets[second]))
@@ -110,9 +112,9 @@ def test_precision_and_recall_hold_against_the_exact_jaccard_index() -> None:
 
 def test_clusters_are_known_by_their_lowest_document() -> None:
     edges = np.array([[5, 6], [2, 5], [8, 9], [1, 8]])
-    assert dedup.clusters(10, edges).tolist() == [0, 1, 2, 3, 4, 2, 2, 7, 1, 1]
-    assert dedup.sizes(dedup.clusters(10, edges)) == {3: 2}
-    assert dedup.clusters(3, np.zeros((0, 2), dtype=np.int64)).tolist() == [0, 1, 2]
+    assert dedup.connected_components(10, edges).tolist() == [0, 1, 2, 3, 4, 2, 2, 7, 1, 1]
+    assert dedup.cluster_size_counts(dedup.connected_components(10, edges)) == {3: 2}
+    assert dedup.connected_components(3, np.zeros((0, 2), dtype=np.int64)).tolist() == [0, 1, 2]
 
 
 def test_a_chain_of_likenesses_does_not_drop_a_document_unlike_the_one_kept() -> None:
@@ -120,20 +122,20 @@ def test_a_chain_of_likenesses_does_not_drop_a_document_unlike_the_one_kept() ->
     second, third = first.copy(), first.copy()
     second[:20], third[:40] = 1000, 1000  # 0.82 alike in a row, 0.64 from end to end
     signatures = np.stack([first, second, third])
-    chained = dedup.clusters(3, np.array([[0, 1], [1, 2]]))
+    chained = dedup.connected_components(3, np.array([[0, 1], [1, 2]]))
     assert chained.tolist() == [0, 0, 0]
-    assert dedup.refined(chained, bring(signatures), 0.7).tolist() == [0, 0, 2]
+    assert dedup.split_unverified(chained, bring(signatures), 0.7).tolist() == [0, 0, 2]
 
 
 def test_the_first_of_each_text_is_found() -> None:
     hashes = np.array([[1, 1], [2, 2], [1, 1], [1, 2], [2, 2]], dtype=np.uint64)
-    assert dedup.first_of_each(hashes).tolist() == [0, 1, 0, 3, 1]
+    assert dedup.first_occurrence(hashes).tolist() == [0, 1, 0, 3, 1]
 
 
 def test_documents_that_hold_a_run_of_an_examination_are_found() -> None:
     known = np.unique(shingle(["the quick brown fox jumps over the lazy dog"], 5).hashes)
-    found = dedup.contaminated(
+    found = dedup.has_ngram_overlap(
         shingle(["He saw the QUICK brown fox jumps, and left", "a quick brown fox", ""], 5), known
     )
     assert found.tolist() == [True, False, False]
-    assert not dedup.contaminated(Shingles(np.zeros(0, np.uint32), np.zeros(3, np.int64)), known).any()
+    assert not dedup.has_ngram_overlap(Shingles(np.zeros(0, np.uint32), np.zeros(3, np.int64)), known).any()

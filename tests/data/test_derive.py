@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.data.conversations import converse, load
-from modelwright.data.derive import derive
-from modelwright.data.files import Row
-from modelwright.data.sources import EMBEDDED, read_training
+from modelwright.data.chat import load_conversations, rows_to_conversations
+from modelwright.data.readers import Row
+from modelwright.data.sources import EMBEDDED_DATASETS, add_derived_columns, read_train_rows
 from modelwright.errors import DataError
 from modelwright.recipe.load import load as load_recipe
-from modelwright.recipe.schema import Data
+from modelwright.recipe.schema import DataConfig
 
 SONG = {
     "lyrics": "Lord, I pray the road is long\nLord, I sing the same old song\n\n"
@@ -25,21 +24,26 @@ FULL = {"full-question": "For {topic}, {question}"}
 
 
 def test_topic_and_question_become_the_full_question_of_the_parquet_file() -> None:
-    data = Data(dataset_name="x", columns={"full-question": "prompt", "answer": "completion"}, derive=FULL)
+    data = DataConfig(
+        dataset_name="x", columns={"full-question": "prompt", "answer": "completion"}, derived_columns=FULL
+    )
     rows = [Row("a:1", {"topic": "Knots", "question": "What holds?", "answer": "A bowline."}),
             Row("b:1", {"full-question": "For Fire, What burns?", "answer": "Birch bark."})]  # fmt: skip
-    assert [item.question for item in converse(rows, data)] == ["For Knots, What holds?", "For Fire, What burns?"]
+    assert [item.last_user_message for item in rows_to_conversations(rows, data)] == [
+        "For Knots, What holds?",
+        "For Fire, What burns?",
+    ]
 
 
 def test_a_template_that_asks_for_a_column_that_is_not_there_is_one_letter() -> None:
-    data = Data(dataset_name="x", derive=FULL)
+    data = DataConfig(dataset_name="x", derived_columns=FULL)
     with pytest.raises(DataError, match=r"a:1.*'topic', which is not there; the columns are question"):
-        list(derive([Row("a:1", {"question": "What holds?"})], data))
+        list(add_derived_columns([Row("a:1", {"question": "What holds?"})], data))
 
 
 def test_a_song_becomes_rows_about_style_theme_and_sound_with_evidence_from_its_words() -> None:
-    data = Data(dataset_name="x", make_pairs="songs")
-    made = list(derive([Row("songs:7", SONG)], data))
+    data = DataConfig(dataset_name="x", generate_qa="songs")
+    made = list(add_derived_columns([Row("songs:7", SONG)], data))
     assert [row.values["question"] for row in made] == [
         "What is the style of this song by Nobody?",
         "What is this song by Nobody about?",
@@ -53,16 +57,16 @@ def test_a_song_becomes_rows_about_style_theme_and_sound_with_evidence_from_its_
 
 
 def test_a_song_without_lyrics_is_one_letter_and_a_row_with_an_answer_stays() -> None:
-    data = Data(dataset_name="x", make_pairs="songs")
+    data = DataConfig(dataset_name="x", generate_qa="songs")
     with pytest.raises(DataError, match="a song wants lyrics and artist"):
-        list(derive([Row("songs:1", {"lyrics": " ", "artist": "Nobody"})], data))
+        list(add_derived_columns([Row("songs:1", {"lyrics": " ", "artist": "Nobody"})], data))
     answered = Row("songs:2", {"lyrics": "La", "artist": "Nobody", "question": "Why?", "answer": "Because."})
-    assert [row.values for row in derive([answered], data)] == [answered.values]
+    assert [row.values for row in add_derived_columns([answered], data)] == [answered.values]
 
 
 def test_every_row_of_the_songbook_quotes_its_song_and_has_the_voice_that_the_recipe_measures() -> None:
-    rows = [json.loads(line) for line in EMBEDDED["songbook"].read_text(encoding="utf-8").splitlines()]
-    style = load_recipe("lyrics-pythia-tiny", environ={}).recipe.compare.style
+    rows = [json.loads(line) for line in EMBEDDED_DATASETS["songbook"].read_text(encoding="utf-8").splitlines()]
+    style = load_recipe("lyrics-pythia-tiny", environ={}).recipe.compare.style_patterns
     assert len(rows) == 72
     assert len({row["lyrics"] for row in rows}) == 24
     assert len({row["answer"] for row in rows}) == 72
@@ -77,14 +81,14 @@ def test_every_row_of_the_songbook_quotes_its_song_and_has_the_voice_that_the_re
 def test_a_song_of_the_songbook_stands_on_one_side_of_the_split() -> None:
     recipe = load_recipe("lyrics-pythia-tiny", environ={}).recipe
     assert recipe.data is not None
-    found = load(recipe.data, recipe.seed, Path())
+    found = load_conversations(recipe.data, recipe.seed, Path())
     assert (len(found.train), len(found.held_out)) == (60, 12)
-    assert not {item.group for item in found.train} & {item.group for item in found.held_out}
-    assert "(" in found.train[0].question.splitlines()[-1], "the artist stands below the lyrics"
+    assert not {item.split_key for item in found.train} & {item.split_key for item in found.held_out}
+    assert "(" in found.train[0].last_user_message.splitlines()[-1], "the artist stands below the lyrics"
 
 
 def test_only_the_first_rows_are_read_where_max_rows_says_so() -> None:
-    assert len(read_training(Data(dataset_name="songbook", max_rows=5), Path())) == 5
+    assert len(read_train_rows(DataConfig(dataset_name="songbook", max_rows=5), Path())) == 5
 
 
 @pytest.mark.parametrize("file", ["qa_dataset.parquet", "final_qa_data_unique.jsonl"])
@@ -92,7 +96,7 @@ def test_the_practical_skills_set_is_split_by_question_in_either_form(shared: Pa
     source = shared / "data" / "practical-skills-qa" / file
     recipe = load_recipe("survival-smollm3", environ={"DATA_DIR": str(source)}).recipe
     assert recipe.data is not None
-    found = load(recipe.data, recipe.seed, Path())
+    found = load_conversations(recipe.data, recipe.seed, Path())
     assert len(found.train) + len(found.held_out) == 2845
-    assert found.manifest(recipe.data)["groups_on_both_sides"] == 0
-    assert found.train[0].question.startswith("For ")
+    assert found.manifest(recipe.data)["prompts_in_both_splits"] == 0
+    assert found.train[0].last_user_message.startswith("For ")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from modelwright.data.fetch import Published, fetch
+from modelwright.data.download import RemoteFile, download
 from modelwright.errors import DataError
 
 DATA = bytes(range(256)) * 4000
@@ -27,9 +27,9 @@ class Server(ThreadingHTTPServer):
         self.script, self.ranges, self.tokens = list(script), list[str | None](), list[str | None]()
         self.data = DATA
 
-    def published(self, token: str | None = None) -> Published:
+    def published(self, token: str | None = None) -> RemoteFile:
         address = f"http://127.0.0.1:{self.server_address[1]}/files/set.tar.gz"
-        return Published(address, len(self.data), hashlib.sha256(self.data).hexdigest(), token=token)
+        return RemoteFile(address, len(self.data), hashlib.sha256(self.data).hexdigest(), token=token)
 
 
 class Answer(BaseHTTPRequestHandler):
@@ -79,7 +79,7 @@ def serve() -> Iterator[Any]:
 
 
 def bring(server: Server, folder: Path, tries: int = 4) -> Path:
-    return fetch(server.published(), folder, pauses=(0.0,) * (tries - 1))
+    return download(server.published(), folder, retry_delays=(0.0,) * (tries - 1))
 
 
 def names(folder: Path) -> list[str]:
@@ -135,7 +135,7 @@ def test_a_server_without_ranges_that_keeps_cutting_is_given_up(serve: Any, tmp_
 
 def test_the_token_is_shown_to_the_publisher_alone(serve: Any, tmp_path: Path) -> None:
     server = serve("elsewhere", "whole")
-    assert fetch(server.published("hf_of_nobody"), tmp_path, ()).read_bytes() == DATA
+    assert download(server.published("hf_of_nobody"), tmp_path, ()).read_bytes() == DATA
     assert server.tokens == ["Bearer hf_of_nobody", None]
     assert "hf_of_nobody" not in repr(server.published("hf_of_nobody"))
 
@@ -181,9 +181,9 @@ def test_what_an_earlier_lie_left_is_thrown_away(serve: Any, tmp_path: Path) -> 
 
 def test_no_server_at_all_is_told(serve: Any, tmp_path: Path) -> None:
     server = serve("whole")
-    published = Published("http://127.0.0.1:9/set.tar.gz", 5, "0" * 64)
+    published = RemoteFile("http://127.0.0.1:9/set.tar.gz", 5, "0" * 64)
     with pytest.raises(DataError, match=r"did not arrive in 2 tries \(last: .*refused"):
-        fetch(published, tmp_path, pauses=(0.0,))
+        download(published, tmp_path, retry_delays=(0.0,))
     assert server.ranges == []
 
 

@@ -33,24 +33,24 @@ READ = """
 import json, sys
 from pathlib import Path
 from modelwright.data import hub, prepare, sources
-from modelwright.data.plan import Plan, Wish
-from modelwright.data.workers import Alone
+from modelwright.data.prepare.job import Plan, Wish
+from modelwright.data.prepare.executors import Alone
 from modelwright.errors import ModelwrightError
-from modelwright.recipe.preparing import Prepare
+from modelwright.recipe.sections import Prepare
 from modelwright.recipe.schema import Data
-hub.load.__defaults__ = ((0.0, 0.0),)
+download.load_hub_dataset.__defaults__ = ((0.0, 0.0),)
 told = {}
 for asked in sys.argv[2:]:
     name, config, split = asked.split(":")
     data = Data(dataset_name=f"owner/{name}", dataset_config_name=config or None, dataset_split=split)
     try:
-        told[asked] = [row.values["text"].split()[0] for row in sources.read(data.source, data, Path())]
+        told[asked] = [row.values["text"].split()[0] for row in sources.iter_rows(data.source, data, Path())]
     except ModelwrightError as error:
         told[asked] = f"{type(error).__name__}: {error}"
 data = Data(dataset_name="owner/good", dataset_config_name="other", test_size=2)
-settings = Prepare(row_length=32, vocab_size=300, fast_tokenizer=False, near_dedup=False, max_repeated_ngrams=1)
+settings = Prepare(sequence_length=32, vocab_size=300, use_gigatoken=False, minhash_dedup=False, max_repeated_ngrams=1)
 folder = Path(sys.argv[1])
-for _ in prepare.prepare(Plan.make(Wish(data, settings, 1, folder, None), folder), Alone()):
+for _ in pipeline.run_pipeline(PrepareJob.make(PrepareRequest(data, settings, 1, folder, None), folder), SerialExecutor()):
     pass
 told["prepared"] = json.loads((folder / "report.json").read_text())["documents"]
 print(json.dumps(told))

@@ -17,11 +17,18 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from modelwright.data import image_set, image_sources, images, shapes
-from modelwright.data.fetch import sha256_of
-from modelwright.data.image_set import ImageSet, ImageSplit
-from modelwright.data.image_sources import CIFAR10, CIFAR10_CLASSES, TEST_FILE, TRAIN_FILES, read_binary_archive
-from modelwright.data.images import read_images
+from modelwright.data import images
+from modelwright.data.download import sha256_file
+from modelwright.data.images import (
+    CIFAR10_ARCHIVE,
+    CIFAR10_CLASSES,
+    TEST_FILE,
+    TRAIN_FILES,
+    ImageDataset,
+    ImageSplits,
+    read_binary_archive,
+    read_images,
+)
 from modelwright.errors import DataError, UsageError
 
 DICE = np.random.default_rng(7)
@@ -106,7 +113,7 @@ def class_folders(folder: Path, count: int = 10, size: int = 32) -> Path:
     return folder
 
 
-def assert_is_the_set(split: ImageSplit) -> None:
+def assert_is_the_set(split: ImageSplits) -> None:
     assert np.array_equal(np.concatenate([split.train.images, split.test.images]), PIXELS)
     assert np.array_equal(np.concatenate([split.train.labels, split.test.labels]), LABELS)
     assert split.train.classes == split.test.classes == CIFAR10_CLASSES
@@ -133,15 +140,17 @@ def test_its_class_names_are_taken_from_where_they_are_written(tmp_path: Path) -
 
 
 def test_the_archive_is_read_when_its_checksum_is_right_and_from_the_cache_afterwards(tmp_path: Path) -> None:
-    path = binary_archive(tmp_path / CIFAR10.name)
-    published = replace(CIFAR10, sha256=sha256_of(path))
+    path = binary_archive(tmp_path / CIFAR10_ARCHIVE.name)
+    published = replace(CIFAR10_ARCHIVE, sha256=sha256_file(path))
     assert_is_the_set(read_binary_archive(path, published))
-    assert_is_the_set(read_binary_archive(path, CIFAR10))  # out of the cache, which only a checked archive enters
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["cache", CIFAR10.name], "nothing is unpacked"
+    assert_is_the_set(
+        read_binary_archive(path, CIFAR10_ARCHIVE)
+    )  # out of the cache, which only a checked archive enters
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["cache", CIFAR10_ARCHIVE.name], "nothing is unpacked"
 
 
 def test_an_archive_with_another_checksum_is_refused(tmp_path: Path) -> None:
-    binary_archive(tmp_path / CIFAR10.name)
+    binary_archive(tmp_path / CIFAR10_ARCHIVE.name)
     with pytest.raises(
         DataError, match=r"sha256 is [0-9a-f]{64}, and that of the published archive c4a38c50.*unpack it"
     ):
@@ -149,10 +158,10 @@ def test_an_archive_with_another_checksum_is_refused(tmp_path: Path) -> None:
 
 
 def test_half_an_archive_is_told(tmp_path: Path) -> None:
-    path = binary_archive(tmp_path / CIFAR10.name)
+    path = binary_archive(tmp_path / CIFAR10_ARCHIVE.name)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(DataError, match="this is no whole archive"):
-        read_binary_archive(path, replace(CIFAR10, sha256=sha256_of(path)))
+        read_binary_archive(path, replace(CIFAR10_ARCHIVE, sha256=sha256_file(path)))
 
 
 def test_an_archive_of_something_else_is_told(tmp_path: Path) -> None:
@@ -160,7 +169,7 @@ def test_an_archive_of_something_else_is_told(tmp_path: Path) -> None:
     with tarfile.open(path, "w:gz") as archive:
         archive.addfile(tarfile.TarInfo("readme.txt"))
     with pytest.raises(DataError, match=r"there is no data_batch_1\.bin"):
-        read_binary_archive(path, replace(CIFAR10, sha256=sha256_of(path)))
+        read_binary_archive(path, replace(CIFAR10_ARCHIVE, sha256=sha256_file(path)))
 
 
 @pytest.mark.parametrize(
@@ -213,7 +222,7 @@ def test_an_npz_alone_in_a_folder_is_found(tmp_path: Path) -> None:
 def test_a_second_start_decodes_nothing(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jpeg_npz(tmp_path / "set.npz")
     first = read_images("set.npz", tmp_path)
-    monkeypatch.setattr(image_sources, "_decode", None)
+    monkeypatch.setattr(images, "_decode_images", None)
     second = read_images("set.npz", tmp_path)
     assert second.fingerprint() == first.fingerprint()
     assert second.train.source == first.train.source
@@ -233,14 +242,14 @@ def test_a_damaged_cache_is_made_anew(harm: str, tmp_path: Path, cache: Path) ->
     elif harm == "cut":
         stored.write_bytes(data[:-100])
     else:
-        (folder / "facts.json").unlink()
+        (folder / "metadata.json").unlink()
     assert read_images("set.npz", tmp_path).fingerprint() == first.fingerprint()
-    assert image_set._read(folder).fingerprint() == first.fingerprint()
+    assert images._read_cache(folder).fingerprint() == first.fingerprint()
 
 
 def test_a_cache_that_cannot_be_written_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jpeg_npz(tmp_path / "set.npz")
-    monkeypatch.setattr(image_set, "cache_dir", lambda: Path("/proc/nowhere"))
+    monkeypatch.setattr(images, "cache_dir", lambda: Path("/proc/nowhere"))
     assert len(read_images("set.npz", tmp_path).train) == 20
 
 
@@ -319,7 +328,7 @@ def test_a_folder_without_sides_is_split_by_content_so_that_copies_stay_together
     class_folders(tmp_path / "pets", 48)  # every image twice, under two names
     split = read_images("pets", tmp_path)
     assert (len(split.train), len(split.test)) == (44, 4)
-    assert split.manifest()["images_on_both_sides"] == 0
+    assert split.manifest()["images_in_both_splits"] == 0
     assert split.train.source == "pets, folder of images, one in 10 held out"
     again = read_images("pets", tmp_path)
     assert again.fingerprint() == split.fingerprint()
@@ -372,16 +381,16 @@ def test_every_miss_is_a_letter_that_says_what_would_do(tmp_path: Path) -> None:
 
 def test_cifar10_that_is_nowhere_near_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = binary_archive(tmp_path / "published.tar.gz")
-    monkeypatch.setattr(images, "fetch", lambda file, folder: path if file == CIFAR10 else None)
+    monkeypatch.setattr(images, "download", lambda file, folder: path if file == CIFAR10_ARCHIVE else None)
     monkeypatch.setattr(images, "read_binary_archive", lambda found: read_binary_archive(
-        found, replace(CIFAR10, sha256=sha256_of(path))))  # fmt: skip
+        found, replace(CIFAR10_ARCHIVE, sha256=sha256_file(path))))  # fmt: skip
     assert_is_the_set(read_images("cifar10", tmp_path / "empty"))
 
 
 def test_fewer_images_are_taken_evenly_and_counted_exactly() -> None:
-    whole = ImageSet(PIXELS, np.repeat([0, 1, 2], 8), ("a", "b", "c"), "a test")
-    assert whole.take(6).labels.tolist() == [0, 0, 1, 1, 2, 2]
-    assert whole.take(100) is whole
+    whole = ImageDataset(PIXELS, np.repeat([0, 1, 2], 8), ("a", "b", "c"), "a test")
+    assert whole.subsample(6).labels.tolist() == [0, 0, 1, 1, 2, 2]
+    assert whole.subsample(100) is whole
     mean, std = whole.mean_and_std()
     assert mean == pytest.approx(tuple((PIXELS / 255).mean((0, 1, 2))))
     assert std == pytest.approx(tuple((PIXELS / 255).std((0, 1, 2))))
@@ -389,20 +398,20 @@ def test_fewer_images_are_taken_evenly_and_counted_exactly() -> None:
 
 def test_the_manifest_says_what_the_model_sees() -> None:
     classes = ("a", "b")
-    train = ImageSet(PIXELS[:4], np.array([0, 1, 0, 1]), classes, "a test")
-    split = ImageSplit(train, ImageSet(PIXELS[3:5], np.array([0, 1]), classes, "a test"))
+    train = ImageDataset(PIXELS[:4], np.array([0, 1, 0, 1]), classes, "a test")
+    split = ImageSplits(train, ImageDataset(PIXELS[3:5], np.array([0, 1]), classes, "a test"))
     told = split.manifest()
     assert told["source"] == "a test"
-    assert (told["train_rows"], told["held_out_rows"], told["images_on_both_sides"]) == (4, 2, 1)
+    assert (told["train_rows"], told["held_out_rows"], told["images_in_both_splits"]) == (4, 2, 1)
     assert (told["image"], told["classes"]) == ([32, 32, 3], ["a", "b"])
-    other = ImageSplit(replace(train, labels=np.array([1, 1, 0, 1])), split.test)
+    other = ImageSplits(replace(train, labels=np.array([1, 1, 0, 1])), split.test)
     assert other.fingerprint() != split.fingerprint()
 
 
 def test_the_real_jpegs_are_read(shared: Path, tmp_path: Path) -> None:
     """The first 300 and 100 images of the development set, which is balanced in any stretch of ten."""
     with zipfile.ZipFile(shared / "data" / "cifar10" / "cifar10_jpeg_compact.npz") as stored:
-        arrays = {name.removesuffix(".npy"): image_sources._array(stored, name) for name in stored.namelist()}
+        arrays = {name.removesuffix(".npy"): images._read_npy(stored, name) for name in stored.namelist()}
     for side, count in (("train", 300), ("test", 100)):
         lengths = arrays[f"{side}_lengths"][:count]
         arrays |= {f"{side}_lengths": lengths, f"{side}_labels": arrays[f"{side}_labels"][:count],
@@ -437,12 +446,12 @@ print(early, [name for name in ("torch", "transformers") if name in sys.modules]
 
 def test_drawn_shapes_are_the_same_every_time_and_two_of_them_are_mirror_images(tmp_path: Path) -> None:
     split = read_images("shapes", tmp_path)
-    assert (len(split.train), len(split.test)) == (shapes.TRAIN, shapes.TEST)
-    assert np.bincount(split.train.labels).tolist() == [shapes.TRAIN // 10] * 10
-    assert split.manifest()["images_on_both_sides"] == 0
+    assert (len(split.train), len(split.test)) == (images.SHAPES_TRAIN, images.SHAPES_TEST)
+    assert np.bincount(split.train.labels).tolist() == [images.SHAPES_TRAIN // 10] * 10
+    assert split.manifest()["images_in_both_splits"] == 0
     assert split.fingerprint() == read_images("shapes", tmp_path).fingerprint()
     down, across = np.mgrid[-1:1:32j, -1:1:32j]
-    left, right = (shapes.SHAPES[name](across, down) for name in ("arrow-left", "arrow-right"))
+    left, right = (images.SHAPES[name](across, down) for name in ("arrow-left", "arrow-right"))
     assert np.array_equal(left, right[:, ::-1]) and not np.array_equal(left, right)
     (tmp_path / "shapes").mkdir()
     with pytest.raises(UsageError, match="holds nothing"):

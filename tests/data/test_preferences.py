@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from modelwright.data.preferences import Pair, encode_pair, fit, load
+from modelwright.data.preferences import PreferencePair, load_preferences, tokenize_pair, truncate_pair
 from modelwright.errors import DataError
-from modelwright.recipe.schema import Data
+from modelwright.recipe.schema import DataConfig
 
 ASKED, GOOD, BAD = "Which way is north?", "Follow the moss.", "Who cares."
 
@@ -23,9 +23,9 @@ def says(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-def read(folder: Path, *rows: dict[str, Any], **wish: Any) -> list[Pair]:
+def read(folder: Path, *rows: dict[str, Any], **wish: Any) -> list[PreferencePair]:
     (folder / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
-    return load(Data(**{"train_file": "pairs.jsonl", "test_size": 0, **wish}), 1, folder).train
+    return load_preferences(DataConfig(**{"train_file": "pairs.jsonl", "test_size": 0, **wish}), 1, folder).train
 
 
 @pytest.mark.parametrize(
@@ -50,14 +50,14 @@ def test_an_instruction_with_its_input_is_one_prompt(tmp_path: Path) -> None:
     row = {"instruction": "Correct it.", "input": "freind", "output": "x", "chosen": "friend", "rejected": "frend"}
     columns = {"instruction": "prompt", "input": "context"}
     [pair, bare] = read(tmp_path, row, {**row, "input": ""}, columns=columns)
-    assert (pair.question, bare.question) == ("Correct it.\n\nfreind", "Correct it.")
+    assert (pair.last_user_message, bare.last_user_message) == ("Correct it.\n\nfreind", "Correct it.")
 
 
 def test_a_long_conversation_shares_all_that_comes_before_the_answers_part(tmp_path: Path) -> None:
     before = [user("Hello"), says("Hello."), user()]
     [pair] = read(tmp_path, {"chosen": [*before, says(GOOD)], "rejected": [*before, says(BAD)]})
     assert pair.prompt == tuple(before)
-    assert pair.question == ASKED
+    assert pair.last_user_message == ASKED
 
 
 @pytest.mark.parametrize(
@@ -86,28 +86,28 @@ def test_unknown_columns_are_answered_with_a_guess(tmp_path: Path) -> None:
 def test_pairs_whose_answers_are_the_same_are_left_out_and_counted(tmp_path: Path) -> None:
     same = {"prompt": ASKED, "chosen": GOOD, "rejected": GOOD}
     (tmp_path / "pairs.jsonl").write_text(json.dumps(same) + "\n" + json.dumps({**same, "rejected": BAD}))
-    data = Data(train_file="pairs.jsonl", test_size=0)
-    found = load(data, 1, tmp_path)
-    assert (len(found.train), found.manifest(data)["same_answers"]) == (1, 1)
+    data = DataConfig(train_file="pairs.jsonl", test_size=0)
+    found = load_preferences(data, 1, tmp_path)
+    assert (len(found.train), found.manifest(data)["identical_pairs"]) == (1, 1)
 
 
 def test_pairs_of_one_prompt_stay_on_one_side(tmp_path: Path) -> None:
     rows = [{"prompt": f"Question {n % 10}?", "chosen": f"Good {n}.", "rejected": "Bad."} for n in range(40)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    data = Data(train_file="pairs.jsonl", test_size=3)
-    found = load(data, 1, tmp_path)
+    data = DataConfig(train_file="pairs.jsonl", test_size=3)
+    found = load_preferences(data, 1, tmp_path)
     assert (len(found.train), len(found.held_out)) == (28, 12)
-    assert found.manifest(data)["groups_on_both_sides"] == 0
-    assert load(data, 1, tmp_path).fingerprint == found.fingerprint
-    assert load(data, 2, tmp_path).fingerprint != found.fingerprint
+    assert found.manifest(data)["prompts_in_both_splits"] == 0
+    assert load_preferences(data, 1, tmp_path).fingerprint == found.fingerprint
+    assert load_preferences(data, 2, tmp_path).fingerprint != found.fingerprint
 
 
 def test_a_published_set_of_instructions_with_preferences_is_read_whole(shared: Path) -> None:
     file = shared / "data/rasbt-instruct/instruction-data-with-preference.json"
-    data = Data(train_file=str(file), columns={"instruction": "prompt", "input": "context"})
-    found = load(data, 1, Path())
+    data = DataConfig(train_file=str(file), columns={"instruction": "prompt", "input": "context"})
+    found = load_preferences(data, 1, Path())
     assert len(found.train) + len(found.held_out) == 1100 - 6
-    assert found.same == 6
+    assert found.identical_pairs == 6
 
 
 def test_a_stored_data_set_folder_is_read(tmp_path: Path) -> None:
@@ -115,31 +115,31 @@ def test_a_stored_data_set_folder_is_read(tmp_path: Path) -> None:
 
     rows = [{"chosen": [user(), says(GOOD)], "rejected": [user(), says(BAD)]}]
     Dataset.from_list(rows).save_to_disk(tmp_path / "stored")
-    [pair] = load(Data(dataset_name="stored", test_size=0), 1, tmp_path).train
+    [pair] = load_preferences(DataConfig(dataset_name="stored", test_size=0), 1, tmp_path).train
     assert pair.chosen == (says(GOOD),)
 
 
 def test_the_prompt_ends_where_the_answers_begin(tokenizer: Any) -> None:
-    pair = Pair("here", (user("Hello"), says("Hello."), user()), (says(GOOD),), (says(BAD),), "")
-    tokens = encode_pair(pair, tokenizer)
+    pair = PreferencePair("here", (user("Hello"), says("Hello."), user()), (says(GOOD),), (says(BAD),), "")
+    tokens = tokenize_pair(pair, tokenizer)
     assert tokenizer.decode(tokens.prompt).endswith(f"{ASKED}<|im_end|>\n<|im_start|>assistant\n")
-    assert tokenizer.decode(tokens.chosen.tokens) == f"{GOOD}<|im_end|>\n"
-    assert tokenizer.decode(tokens.rejected.tokens) == f"{BAD}<|im_end|>\n"
-    assert tokens.chosen.trained.all() and tokens.rejected.trained.all(), "earlier answers are read, not learnt"
+    assert tokenizer.decode(tokens.chosen.input_ids) == f"{GOOD}<|im_end|>\n"
+    assert tokenizer.decode(tokens.rejected.input_ids) == f"{BAD}<|im_end|>\n"
+    assert tokens.chosen.loss_mask.all() and tokens.rejected.loss_mask.all(), "earlier answers are read, not learnt"
 
 
 def test_a_long_pair_is_cut_at_both_ends_and_never_to_nothing(tokenizer: Any) -> None:
-    pair = Pair("here", (user(ASKED * 5),), (says(GOOD * 9),), (says(BAD),), "")
-    whole = encode_pair(pair, tokenizer)
-    assert fit(whole, 1000) is whole
-    cut = fit(whole, 40)
+    pair = PreferencePair("here", (user(ASKED * 5),), (says(GOOD * 9),), (says(BAD),), "")
+    whole = tokenize_pair(pair, tokenizer)
+    assert truncate_pair(whole, 1000) is whole
+    cut = truncate_pair(whole, 40)
     assert (len(cut.prompt), len(cut.chosen)) == (20, 20)
-    assert cut.rejected.tokens.tolist() == whole.rejected.tokens.tolist()
+    assert cut.rejected.input_ids.tolist() == whole.rejected.input_ids.tolist()
     assert cut.prompt.tolist() == whole.prompt[-20:].tolist()
 
 
 def test_answers_give_way_before_a_prompt_that_takes_less_than_half(tokenizer: Any) -> None:
-    whole = encode_pair(Pair("here", (user(),), (says(GOOD * 9),), (says(BAD),), ""), tokenizer)
-    cut = fit(whole, 2 * len(whole.prompt) + 3)
+    whole = tokenize_pair(PreferencePair("here", (user(),), (says(GOOD * 9),), (says(BAD),), ""), tokenizer)
+    cut = truncate_pair(whole, 2 * len(whole.prompt) + 3)
     assert cut.prompt.tolist() == whole.prompt.tolist()
-    assert cut.chosen.tokens.tolist() == whole.chosen.tokens[: len(whole.prompt) + 3].tolist()
+    assert cut.chosen.input_ids.tolist() == whole.chosen.input_ids[: len(whole.prompt) + 3].tolist()

@@ -18,21 +18,27 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from modelwright.data import minhash, steps, units
-from modelwright.data.by_ray import Ray, keys_of, pairs_of
-from modelwright.data.clean import clean
-from modelwright.data.corpus import python_docs
-from modelwright.data.plan import Plan, Wish
-from modelwright.data.prepare import prepare
-from modelwright.data.shards import Shards
-from modelwright.data.tokenizer import Encoder
-from modelwright.data.workers import Alone, Crew, Processes, Ranks
+from modelwright.data.prepare.clean import clean_document
+from modelwright.data.prepare.executors import (
+    Executor,
+    ProcessExecutor,
+    RankExecutor,
+    RayExecutor,
+    SerialExecutor,
+    band_key_table,
+    verify_partition,
+)
+from modelwright.data.prepare.job import PrepareJob, PrepareRequest
+from modelwright.data.prepare.pipeline import dedup, job, run_pipeline, steps
+from modelwright.data.shards import PackedDataset
+from modelwright.data.sources import python_docs
+from modelwright.data.tokenizer import DocumentTokenizer
 from modelwright.errors import DataError
-from modelwright.recipe.preparing import Prepare
-from modelwright.recipe.schema import Data
+from modelwright.recipe.schema import DataConfig
+from modelwright.recipe.sections import PrepareConfig
 from modelwright.runs.folder import hash_file
 
-SETTINGS = {"row_length": 64, "vocab_size": 600, "shard_rows": 64, "tokenizer_sample_mb": 1}
+SETTINGS = {"sequence_length": 64, "vocab_size": 600, "rows_per_shard": 64, "tokenizer_sample_mb": 1}
 SOURCE = Path(__file__).parents[2] / "src"
 
 
@@ -44,20 +50,24 @@ def write_rows(path: Path, rows: list[Any]) -> Path:
 @pytest.fixture(scope="module")
 def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sixty documents, ten of them again, five of them nearly again, and one that says nothing."""
-    texts = [text[:2000] for _, text in python_docs()[100:] if clean(text[:2000], Prepare()).drop is None][:60]
+    texts = [
+        text[:2000]
+        for _, text in python_docs()[100:]
+        if clean_document(text[:2000], PrepareConfig()).dropped_by is None
+    ][:60]
     near = [f"{text} And something more is said." for text in texts[20:25]]
     rows = [{"text": text, "kind": number % 7} for number, text in enumerate([*texts, *texts[:10], *near, "too short"])]
     return write_rows(tmp_path_factory.mktemp("raw") / "raw.jsonl", rows)
 
 
-def plan(folder: Path, data: dict[str, Any], tokenizer: Path | None = None, **settings: Any) -> Plan:
-    wish = Wish(Data(**data), Prepare(**{**SETTINGS, **settings}), 42, folder, tokenizer)
-    return Plan.make(wish, folder)
+def plan(folder: Path, data: dict[str, Any], tokenizer: Path | None = None, **settings: Any) -> PrepareJob:
+    wish = PrepareRequest(DataConfig(**data), PrepareConfig(**{**SETTINGS, **settings}), 42, folder, tokenizer)
+    return PrepareJob.make(wish, folder)
 
 
-def done(folder: Path, data: dict[str, Any], crew: Crew | None = None, **settings: Any) -> dict[str, Any]:
+def done(folder: Path, data: dict[str, Any], crew: Executor | None = None, **settings: Any) -> dict[str, Any]:
     """Prepare, and return the report."""
-    for _ in prepare(plan(folder, data, **settings), crew or Alone()):
+    for _ in run_pipeline(plan(folder, data, **settings), crew or SerialExecutor()):
         pass
     report: dict[str, Any] = json.loads((folder / "report.json").read_text())
     return report
@@ -79,17 +89,21 @@ def test_the_report_says_what_became_of_every_document(whole: Path) -> None:
     assert report["documents"] == {
         "read": 76, "cleaned": 75, "train": 54, "held_out": 6, "exact_duplicates": 10, "near_duplicates": 5,
     }  # fmt: skip
-    assert report["rules"]["min_words"]["documents"] == 1
-    assert report["rules"]["min_words"]["examples"][0] == {"where": "raw.jsonl:76", "found": 2, "text": "too short"}
+    assert report["filters"]["min_words"]["documents"] == 1
+    assert report["filters"]["min_words"]["examples"][0] == {"where": "raw.jsonl:76", "value": 2, "text": "too short"}
     assert report["clusters"] == {"2": 5}
     assert sum(report["lengths"]["counts"]) == 60
 
 
 def test_the_shards_hold_the_kept_documents_in_their_order(whole: Path, raw: Path) -> None:
-    encoder, train, held_out = Encoder.open(whole / "tokenizer"), Shards.open(whole), Shards.open(whole, "held_out")
-    texts = encoder.backend.decode(train.read(range(train.rows()))[0].ravel().tolist(), skip_special_tokens=False)
+    encoder, train, held_out = (
+        DocumentTokenizer.open(whole / "tokenizer"),
+        PackedDataset.open(whole),
+        PackedDataset.open(whole, "held_out"),
+    )
+    texts = encoder.tokenizer.decode(train.get_rows(range(train.rows()))[0].ravel().tolist(), skip_special_tokens=False)
     found = texts.split("<|im_end|>")[:-1]
-    given = [clean(json.loads(line)["text"], Prepare()).text for line in raw.read_text().splitlines()]
+    given = [clean_document(json.loads(line)["text"], PrepareConfig()).text for line in raw.read_text().splitlines()]
     places = [given.index(each) for each in found]
     assert places == sorted(places) and len(set(places)) == len(places) >= 52
     assert train.vocab_size == 640 and train.tokenizer_fingerprint == encoder.fingerprint
@@ -100,23 +114,23 @@ def test_the_shards_hold_the_kept_documents_in_their_order(whole: Path, raw: Pat
 def test_several_workers_leave_the_same_bytes(
     whole: Path, raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(units, "UNIT_BYTES", 20_000)
+    monkeypatch.setattr(job, "SLICE_BYTES", 20_000)
     done(tmp_path / "one", {"train_file": str(raw)})
-    assert len(plan(tmp_path / "many", {"train_file": str(raw)}).units) > 4
+    assert len(plan(tmp_path / "many", {"train_file": str(raw)}).slices) > 4
     for count in (2, 3):
-        crew = Processes(count)
+        crew = ProcessExecutor(count)
         done(tmp_path / f"many-{count}", {"train_file": str(raw)}, crew)
         crew.close()
         assert checksums(tmp_path / f"many-{count}") == checksums(tmp_path / "one")
-    texts = [Shards.open(folder).read([0, 5])[0].tolist() for folder in (tmp_path / "one", whole)]
+    texts = [PackedDataset.open(folder).get_rows([0, 5])[0].tolist() for folder in (tmp_path / "one", whole)]
     assert texts[0] == texts[1]  # units are only pieces of work: the rows are the same
 
 
 def test_ranks_of_any_launcher_leave_the_same_bytes(whole: Path, raw: Path, tmp_path: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[4]); from pathlib import Path; import test_prepare as t\n"
-        "from modelwright.data.workers import Ranks\n"
-        "t.done(Path(sys.argv[1]), {'train_file': sys.argv[2]}, Ranks(int(sys.argv[3]), 2))"
+        "from modelwright.data.prepare.executors import Ranks\n"
+        "t.done(Path(sys.argv[1]), {'train_file': sys.argv[2]}, RankExecutor(int(sys.argv[3]), 2))"
     )
     here = str(Path(__file__).parent)
     started = [
@@ -128,14 +142,14 @@ def test_ranks_of_any_launcher_leave_the_same_bytes(whole: Path, raw: Path, tmp_
     ]
     assert [process.wait() for process in started] == [0, 0]
     assert checksums(tmp_path) == checksums(whole)
-    assert Ranks(1, 2).size == 2
+    assert RankExecutor(1, 2).size == 2
 
 
 def test_ray_leaves_the_same_bytes(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray", reason="ray is an extra")
-    monkeypatch.setattr(units, "UNIT_BYTES", 20_000)
+    monkeypatch.setattr(job, "SLICE_BYTES", 20_000)
     done(tmp_path / "one", {"train_file": str(raw)})
-    done(tmp_path / "ray", {"train_file": str(raw)}, Ray(2))
+    done(tmp_path / "ray", {"train_file": str(raw)}, RayExecutor(2))
     ray.shutdown()
     assert checksums(tmp_path / "ray") == checksums(tmp_path / "one")
 
@@ -144,19 +158,19 @@ def test_a_shuffle_of_the_band_keys_finds_the_pairs_that_one_process_finds(
     raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What Ray Data does between its map and its groups, in plain words: rows of one part come together."""
-    monkeypatch.setattr(units, "UNIT_BYTES", 20_000)
-    wish = plan(tmp_path, {"train_file": str(raw)}, keep_work=True, fast_tokenizer=False)
-    for _ in prepare(wish, Alone()):
+    monkeypatch.setattr(job, "SLICE_BYTES", 20_000)
+    wish = plan(tmp_path, {"train_file": str(raw)}, keep_intermediate_files=True, use_gigatoken=False)
+    for _ in run_pipeline(wish, SerialExecutor()):
         pass
-    bands = range(minhash.BANDS)
-    rows = [keys_of(wish, [unit], bands, 3) for unit in reversed(range(len(wish.units)))]
+    bands = range(dedup.NUM_BANDS)
+    rows = [band_key_table(wish, [unit], bands, 3) for unit in reversed(range(len(wish.slices)))]
     table = {name: np.concatenate([each[name] for each in rows]) for name in rows[0]}
     groups = [{name: values[table["part"] == part] for name, values in table.items()} for part in range(3)]
     assert all(len(group["part"]) for group in groups)
-    pairs = [pairs_of(wish, group) for group in groups]
+    pairs = [verify_partition(wish, group) for group in groups]
     for band in bands:
         found = [(int(a), int(b)) for each in pairs for at, a, b in zip(*each.values(), strict=True) if at == band]
-        known = [tuple(pair) for pair in wish.work.array(wish.group, band, "edges").tolist()]
+        known = [tuple(pair) for pair in wish.store.load_array(wish.dedup_key, band, "pairs").tolist()]
         assert sorted(found) == known and known
 
 
@@ -164,9 +178,9 @@ def test_killed_at_random_moments_it_goes_on_and_leaves_the_same_bytes(
     raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One process forks for every trial, so that each dies in the middle of its work and not of its imports."""
-    monkeypatch.setattr(units, "UNIT_BYTES", 20_000)
+    monkeypatch.setattr(job, "SLICE_BYTES", 20_000)
     begun = time.monotonic()
-    done(tmp_path / "whole", {"train_file": str(raw)}, fast_tokenizer=False)
+    done(tmp_path / "whole", {"train_file": str(raw)}, use_gigatoken=False)
     took, chance, kills, trial = time.monotonic() - begun, random.Random(5), 0, 0
     while kills < 5 or trial < 3:
         folder, before, trial = tmp_path / f"killed-{trial}", kills, trial + 1
@@ -180,7 +194,7 @@ def test_killed_at_random_moments_it_goes_on_and_leaves_the_same_bytes(
 
 def test_memory_does_not_grow_with_the_text(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each trial is a fork, so that its peak is that of the work alone; what comes again is read, but not tokenized."""
-    monkeypatch.setattr(units, "UNIT_BYTES", 1 << 19)
+    monkeypatch.setattr(job, "SLICE_BYTES", 1 << 19)
     monkeypatch.setattr(steps, "BATCH_BYTES", 1 << 17)
     rows = [json.dumps({"text": text[:4000]}) + "\n" for _, text in python_docs()[100:250]]
     peaks = {2: math.inf, 14: math.inf}
@@ -189,14 +203,14 @@ def test_memory_does_not_grow_with_the_text(whole: Path, tmp_path: Path, monkeyp
             source = tmp_path / f"{megabytes}.jsonl"
             source.write_text("".join(rows) * (megabytes * 1_000_000 // sum(map(len, rows))))
             folder = tmp_path / f"{megabytes}-{trial}"
-            wish = plan(folder, {"train_file": str(source)}, whole / "tokenizer", fast_tokenizer=False)
+            wish = plan(folder, {"train_file": str(source)}, whole / "tokenizer", use_gigatoken=False)
             peaks[megabytes] = min(peaks[megabytes], _grown_megabytes(wish))
         if peaks[14] - peaks[2] < 10:  # of 12 more that were read
             return
     pytest.fail(f"megabytes more, by megabytes of text: {peaks}")
 
 
-def _grown_megabytes(wish: Plan) -> float:
+def _grown_megabytes(wish: PrepareJob) -> float:
     """How far a fork's memory rises above where it began."""
     reading, writing = os.pipe()
     pid = os.fork()
@@ -205,7 +219,7 @@ def _grown_megabytes(wish: Plan) -> float:
         try:
             Path("/proc/self/clear_refs").write_text("5")  # the peak of the process before does not count
             began = _kilobytes("VmRSS")
-            for _ in prepare(wish, Alone()):
+            for _ in run_pipeline(wish, SerialExecutor()):
                 pass
             os.write(writing, str(_kilobytes("VmHWM") - began).encode())
             code = 0
@@ -228,7 +242,7 @@ def _fork_and_kill(folder: Path, raw: Path, after: float) -> int:
     if pid == 0:
         code = 1
         try:
-            done(folder, {"train_file": str(raw)}, fast_tokenizer=False)
+            done(folder, {"train_file": str(raw)}, use_gigatoken=False)
             code = 0
         finally:
             os._exit(code)
@@ -247,7 +261,7 @@ def test_a_second_start_does_nothing_and_a_changed_wish_starts_anew(raw: Path, t
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.npy")}
     done(tmp_path, {"train_file": str(raw)})
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.npy")} == before
-    fewer = done(tmp_path, {"train_file": str(raw)}, exact_dedup=False, near_dedup=False)
+    fewer = done(tmp_path, {"train_file": str(raw)}, exact_dedup=False, minhash_dedup=False)
     assert fewer["documents"]["near_duplicates"] == fewer["documents"]["exact_duplicates"] == 0
 
 
@@ -256,11 +270,13 @@ def test_bad_rows_are_set_aside_with_their_place_and_too_many_end_it(tmp_path: P
     bad = ['{"text": 3}', "not json", '{"other": "column"}', '{"text": "\\ud800 half a character is in here"}']
     path = tmp_path / "bad.jsonl"
     path.write_bytes("\n".join([*lines, *bad]).encode() + b'\n{"text": "caf\xe9 au lait"}\n')
-    with pytest.raises(DataError, match=r"5 of 81 rows cannot be used, more than prepare.max_bad_share 0.01 allows"):
+    with pytest.raises(
+        DataError, match=r"5 of 81 rows cannot be used, more than prepare.max_invalid_fraction 0.01 allows"
+    ):
         done(tmp_path / "strict", {"train_file": str(path)})
     assert len((tmp_path / "strict" / "quarantine.jsonl").read_text().splitlines()) == 5
-    report = done(tmp_path / "lenient", {"train_file": str(path)}, max_bad_share=0.1)
-    assert report["unreadable"] == 5
+    report = done(tmp_path / "lenient", {"train_file": str(path)}, max_invalid_fraction=0.1)
+    assert report["invalid_rows"] == 5
     told = [json.loads(line) for line in (tmp_path / "lenient" / "quarantine.jsonl").read_text().splitlines()]
     assert [each["where"] for each in told] == [f"bad.jsonl:{line}" for line in range(77, 82)]
     assert told[0]["reason"] == "'text' is '3'; it wants text"
@@ -283,18 +299,18 @@ def test_what_an_examination_asks_is_kept_out(tmp_path: Path, raw: Path) -> None
     texts = [json.loads(line)["text"] for line in raw.read_text().splitlines()]
     asked = " ".join(texts[3].split()[10:30])
     write_rows(tmp_path / "exam.jsonl", [{"question": asked, "answer": "yes"}, {"question": "What is it?"}])
-    report = done(tmp_path / "out", {"train_file": str(raw)}, decontaminate=[str(tmp_path / "exam.jsonl")])
-    assert report["rules"]["decontaminate"]["documents"] == 2  # the document and its copy
-    assert report["examination"] == {"sizes": [13], "texts": 3, "too_short": 2}
+    report = done(tmp_path / "out", {"train_file": str(raw)}, decontaminate_against=[str(tmp_path / "exam.jsonl")])
+    assert report["filters"]["decontaminate"]["documents"] == 2  # the document and its copy
+    assert report["decontamination"] == {"sizes": [13], "texts": 3, "too_short": 2}
 
 
 def test_documents_of_one_group_stay_on_one_side(tmp_path: Path, raw: Path) -> None:
     data = {"train_file": str(raw), "split_by": "kind", "test_size": 2}
-    wish = plan(tmp_path, data, keep_work=True)
-    for _ in prepare(wish, Alone()):
+    wish = plan(tmp_path, data, keep_intermediate_files=True)
+    for _ in run_pipeline(wish, SerialExecutor()):
         pass
-    decisions = np.asarray(wish.work.array(wish.decide, 0, "decisions"))
-    groups = np.asarray(wish.work.array(wish.clean, 0, "groups"))
+    decisions = np.asarray(wish.store.load_array(wish.assign_splits_key, 0, "decisions"))
+    groups = np.asarray(wish.store.load_array(wish.clean_key, 0, "groups"))
     assert set(groups[decisions == 1]) & set(groups[decisions == 0]) == set()
     assert len(set(groups[decisions == 1])) == 2
 
@@ -310,7 +326,7 @@ def test_a_held_out_file_wins_over_its_copies_in_the_training_file(tmp_path: Pat
 def test_sources_are_kept_apart_for_mixing(tmp_path: Path, raw: Path) -> None:
     other = write_rows(tmp_path / "other.jsonl", [{"text": text[:3000]} for _, text in python_docs()[200:220]])
     done(tmp_path / "out", {"mix": {str(raw): 3.0, str(other): 1.0}})
-    shards = Shards.open(tmp_path / "out")
+    shards = PackedDataset.open(tmp_path / "out")
     assert [source.name for source in shards.sources()] == [str(raw), str(other)]
     assert all(source.rows > 10 for source in shards.sources())
     assert shards.manifest["weights"] == {str(raw): 3.0, str(other): 1.0}
@@ -319,5 +335,5 @@ def test_sources_are_kept_apart_for_mixing(tmp_path: Path, raw: Path) -> None:
 def test_too_little_text_for_a_row_is_told(tmp_path: Path) -> None:
     rows = [{"text": f"These are just a few words, number {number}."} for number in range(12)]
     path = write_rows(tmp_path / "few.jsonl", rows)
-    with pytest.raises(DataError, match=r"too few for one row of 4096; lower prepare\.row_length"):
-        done(tmp_path / "out", {"train_file": str(path)}, row_length=4096, near_dedup=False, max_digit_share=1)
+    with pytest.raises(DataError, match=r"too few for one row of 4096; lower prepare\.sequence_length"):
+        done(tmp_path / "out", {"train_file": str(path)}, sequence_length=4096, minhash_dedup=False, max_digit_ratio=1)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.data import conversations, preferences
-from modelwright.data.quarantine import write
+from modelwright.data import chat, preferences
+from modelwright.data.readers import write_quarantine
 from modelwright.errors import DataError
-from modelwright.recipe.schema import Data
+from modelwright.recipe.schema import DataConfig
 
 ROWS = [{"prompt": f"What is {number}?", "completion": f"It is {number}."} for number in range(18)]
 
@@ -23,10 +23,10 @@ def bad_file(path: Path) -> Path:
 
 def test_bad_conversations_are_set_aside_where_the_recipe_allows_it(tmp_path: Path) -> None:
     path = bad_file(tmp_path / "rows.jsonl")
-    found = conversations.load(Data(dataset_name=str(path), max_bad_share=0.1), 1, tmp_path)
+    found = chat.load_conversations(DataConfig(dataset_name=str(path), max_invalid_fraction=0.1), 1, tmp_path)
     assert len(found.train) + len(found.held_out) == 18
-    assert found.manifest(Data(dataset_name=str(path)))["set_aside_rows"] == 2
-    write(tmp_path / "quarantine.jsonl", found.aside.faults)
+    assert found.manifest(DataConfig(dataset_name=str(path)))["quarantined_rows"] == 2
+    write_quarantine(tmp_path / "quarantine.jsonl", found.quarantine.invalid_rows)
     told = [json.loads(line) for line in (tmp_path / "quarantine.jsonl").read_text().splitlines()]
     assert sorted((each["where"], each["reason"].partition(";")[0].partition(" (")[0]) for each in told) == [
         ("rows.jsonl:19", "'completion' is empty"), ("rows.jsonl:20", "this is no JSON"),
@@ -36,12 +36,12 @@ def test_bad_conversations_are_set_aside_where_the_recipe_allows_it(tmp_path: Pa
 def test_more_bad_rows_than_the_share_end_it_with_all_of_them_told(tmp_path: Path) -> None:
     path = bad_file(tmp_path / "rows.jsonl")
     with pytest.raises(
-        DataError, match=r"2 of 20 rows cannot be used, more than data\.max_bad_share 0\.05 allows"
+        DataError, match=r"2 of 20 rows cannot be used, more than data\.max_invalid_fraction 0\.05 allows"
     ) as told:
-        conversations.load(Data(dataset_name=str(path), max_bad_share=0.05), 1, tmp_path)
+        chat.load_conversations(DataConfig(dataset_name=str(path), max_invalid_fraction=0.05), 1, tmp_path)
     assert {problem.where for problem in told.value.problems} == {"rows.jsonl:19", "rows.jsonl:20", "data"}
     with pytest.raises(DataError, match=r"rows\.jsonl:19: 'completion' is empty"):
-        conversations.load(Data(dataset_name=str(path)), 1, tmp_path)
+        chat.load_conversations(DataConfig(dataset_name=str(path)), 1, tmp_path)
 
 
 def test_bad_pairs_are_set_aside_and_the_same_answers_are_counted_apart(tmp_path: Path) -> None:
@@ -52,6 +52,6 @@ def test_bad_pairs_are_set_aside_and_the_same_answers_are_counted_apart(tmp_path
     ]
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    found = preferences.load(Data(dataset_name=str(path), max_bad_share=0.1), 1, tmp_path)
-    assert (len(found.train) + len(found.held_out), found.same) == (10, 1)
-    assert [fault.where for fault in found.aside.faults] == ["pairs.jsonl:12"]
+    found = preferences.load_preferences(DataConfig(dataset_name=str(path), max_invalid_fraction=0.1), 1, tmp_path)
+    assert (len(found.train) + len(found.held_out), found.identical_pairs) == (10, 1)
+    assert [fault.where for fault in found.quarantine.invalid_rows] == ["pairs.jsonl:12"]

@@ -9,30 +9,30 @@ from typing import Any
 import numpy as np
 import pytest
 
-from modelwright.data.shard_writer import Block, Documents, write_part
-from modelwright.data.shards import Layout, Shards, seal
+from modelwright.data.shards import DocumentBatch, PackedDataset, ShardLayout, write_manifest, write_split
+from modelwright.data.tokenizer import TokenizedDocuments
 from modelwright.errors import DataError
 from modelwright.runs.folder import hash_file
 
-LAYOUT = Layout(length=16, vocab_size=1000, rows_per_shard=4)
+LAYOUT = ShardLayout(sequence_length=16, vocab_size=1000, rows_per_shard=4)
 
 
-def documents(count: int, seed: int = 0) -> Documents:
+def documents(count: int, seed: int = 0) -> TokenizedDocuments:
     chance = np.random.default_rng(seed)
     lengths = chance.integers(1, 40, count)
-    return Documents(chance.integers(0, 1000, int(lengths.sum())).astype(np.uint32), lengths, lengths * 4)
+    return TokenizedDocuments(chance.integers(0, 1000, int(lengths.sum())).astype(np.uint32), lengths, lengths * 4)
 
 
-def blocks(count: int = 5) -> Iterator[Block]:
+def blocks(count: int = 5) -> Iterator[DocumentBatch]:
     for seed in range(count):
         made = documents(12, seed)
-        yield Block(len(made.tokens), lambda made=made: made)  # type: ignore[misc]
+        yield DocumentBatch(len(made.tokens), lambda made=made: made)  # type: ignore[misc]
 
 
-def packed(folder: Path, **sources: Any) -> Shards:
-    facts = write_part(folder, "train", LAYOUT, sources or {"all": blocks()}, "wish")
-    seal(folder, LAYOUT, {"train": facts}, {"tokenizer": "t"})
-    return Shards.open(folder)
+def packed(folder: Path, **sources: Any) -> PackedDataset:
+    facts = write_split(folder, "train", LAYOUT, sources or {"all": blocks()}, "wish")
+    write_manifest(folder, LAYOUT, {"train": facts}, {"tokenizer": "t"})
+    return PackedDataset.open(folder)
 
 
 def everything() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -47,8 +47,8 @@ def test_rows_are_the_documents_one_after_the_other(tmp_path: Path) -> None:
     tokens, _ = everything()
     rows = len(tokens) // 16
     assert (shards.rows(), shards.tokens) == (rows, rows * 16)
-    assert shards.manifest["parts"]["train"]["lost_tokens"] == len(tokens) - rows * 16
-    read, _ = shards.read(range(rows))
+    assert shards.manifest["splits"]["train"]["dropped_tokens"] == len(tokens) - rows * 16
+    read, _ = shards.get_rows(range(rows))
     assert read.dtype == np.int64
     assert read.ravel().tolist() == tokens[: rows * 16].tolist()
 
@@ -56,7 +56,7 @@ def test_rows_are_the_documents_one_after_the_other(tmp_path: Path) -> None:
 def test_positions_begin_anew_with_each_document(tmp_path: Path) -> None:
     shards = packed(tmp_path)
     _, begins = everything()
-    _, positions = shards.read(range(shards.rows()))
+    _, positions = shards.get_rows(range(shards.rows()))
     flat, expected = positions.ravel(), np.zeros(shards.tokens, dtype=np.int64)
     for place in range(1, shards.tokens):
         expected[place] = 0 if place in begins or place % 16 == 0 else expected[place - 1] + 1
@@ -68,22 +68,22 @@ def test_the_same_shards_are_read_at_every_length_that_divides_theirs(tmp_path: 
     shards = packed(tmp_path)
     assert shards.rows(length) == shards.rows() * 16 // length
     order = np.random.default_rng(1).permutation(shards.rows(length))
-    tokens, positions = shards.read(order, length)
+    tokens, positions = shards.get_rows(order, length)
     assert tokens.shape == positions.shape == (len(order), length)
     back = np.empty_like(tokens)
     back[order] = tokens
-    assert back.ravel().tolist() == shards.read(range(shards.rows()))[0].ravel().tolist()
+    assert back.ravel().tolist() == shards.get_rows(range(shards.rows()))[0].ravel().tolist()
     assert (positions[:, 0] == 0).all()
 
 
 def test_a_length_that_does_not_divide_is_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="a length that divides the stored 16"):
-        packed(tmp_path).read([0], 5)
+        packed(tmp_path).get_rows([0], 5)
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(50_304, "uint16"), (65_536, "uint16"), (65_537, "uint32")])
 def test_tokens_are_as_narrow_as_the_vocabulary_allows(vocab_size: int, dtype: str) -> None:
-    assert Layout(16, vocab_size).dtype == dtype
+    assert ShardLayout(16, vocab_size).dtype == dtype
 
 
 def test_a_writer_that_was_stopped_after_any_shard_leaves_the_same_bytes(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_writer_that_was_stopped_after_any_shard_leaves_the_same_bytes(tmp_pat
     class Killed(Exception):
         pass
 
-    def until(limit: int) -> Iterator[Block]:
+    def until(limit: int) -> Iterator[DocumentBatch]:
         for number, block in enumerate(blocks(3)):
             if number == limit:
                 raise Killed
@@ -102,19 +102,19 @@ def test_a_writer_that_was_stopped_after_any_shard_leaves_the_same_bytes(tmp_pat
     for limit in range(3):
         folder = tmp_path / f"stopped-{limit}"
         with pytest.raises(Killed):
-            write_part(folder, "train", LAYOUT, {"a": until(limit)}, "wish")
+            write_split(folder, "train", LAYOUT, {"a": until(limit)}, "wish")
         packed(folder, a=blocks(3), b=blocks(2))
         assert {path.name: hash_file(path) for path in folder.iterdir()} == expected
 
 
 def test_shards_of_another_wish_are_not_gone_on_with(tmp_path: Path) -> None:
-    def short() -> Iterator[Block]:
+    def short() -> Iterator[DocumentBatch]:
         yield from blocks(2)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_part(tmp_path, "train", LAYOUT, {"all": short()}, "another wish")
-    assert packed(tmp_path).read([0])[0].ravel().tolist() == everything()[0][:16].tolist()
+        write_split(tmp_path, "train", LAYOUT, {"all": short()}, "another wish")
+    assert packed(tmp_path).get_rows([0])[0].ravel().tolist() == everything()[0][:16].tolist()
 
 
 def test_rows_of_each_source_stand_together(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_rows_of_each_source_stand_together(tmp_path: Path) -> None:
     sizes = [(source.name, source.rows) for source in shards.sources(8)]
     totals = [sum(block.tokens for block in blocks(count)) // 16 * 2 for count in (3, 2)]
     assert sizes == [("wiki", totals[0]), ("books", totals[1])]
-    first_book = shards.read([totals[0]], 8)[0][0]
+    first_book = shards.get_rows([totals[0]], 8)[0][0]
     assert first_book.tolist() == documents(12, 0).tokens[:8].tolist()
 
 
@@ -133,16 +133,16 @@ def test_bytes_of_text_are_those_of_the_rows(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_manifest_and_a_damaged_shard_are_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no manifest\.json"):
-        Shards.open(tmp_path)
+        PackedDataset.open(tmp_path)
     packed(tmp_path)
     shard = tmp_path / "train-00001.npy"
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(DataError, match=r"train-00001\.npy: this shard is damaged"):
-        Shards.open(tmp_path).verify()
+        PackedDataset.open(tmp_path).verify()
     shard.write_bytes(whole[:-3])
     with pytest.raises(DataError, match=r"train-00001\.npy: this shard is damaged"):
-        Shards.open(tmp_path)
+        PackedDataset.open(tmp_path)
     shard.unlink()
     with pytest.raises(DataError, match=r"train-00001\.npy: this shard is missing"):
-        Shards.open(tmp_path)
+        PackedDataset.open(tmp_path)

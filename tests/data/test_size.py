@@ -8,8 +8,8 @@ from statistics import mean
 import pytest
 from tokenizers import Tokenizer
 
-from modelwright.data import conversations, tokenizer
-from modelwright.data.size import size
+from modelwright.data import chat, tokenizer
+from modelwright.data.lengths import estimate_row_stats
 from modelwright.recipe.load import load
 
 SMALL = ["prepare.vocab_size=800"]
@@ -17,23 +17,27 @@ SMALL = ["prepare.vocab_size=800"]
 
 def test_rows_are_counted_by_the_tokenizer_that_prepare_has_trained(tmp_path: Path) -> None:
     loaded = load("llama-tiny", SMALL, {})
-    data = loaded.recipe.data_of("sft")
-    rows = conversations.load(data, loaded.recipe.seed, loaded.path.parent).train
+    data = loaded.recipe.data_for("sft")
+    rows = chat.load_conversations(data, loaded.recipe.seed, loaded.path.parent).train
     texts = ["".join(message["content"] for message in row.messages) for row in rows]
-    tokenizer.train(texts[:20], 800, tmp_path)
+    tokenizer.train_bpe(texts[:20], 800, tmp_path)
     encoder = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     truly = mean(len(encoder.encode(text).ids) for text in texts)
-    packed = size(loaded.recipe, "sft", loaded.path.parent, tmp_path)
-    apart = size(load("llama-tiny", [*SMALL, "sft.packing=false"], {}).recipe, "sft", loaded.path.parent, tmp_path)
-    assert apart.mean == pytest.approx(truly + 5 * mean(len(row.messages) for row in rows), rel=0.05)
-    assert packed.rows is not None and packed.rows * packed.mean == pytest.approx(apart.mean * len(rows))
-    assert packed.rows > packed.mean * packed.rows / packed.longest, "rows that are not cut leave room unused"
+    packed = estimate_row_stats(loaded.recipe, "sft", loaded.path.parent, tmp_path)
+    apart = estimate_row_stats(
+        load("llama-tiny", [*SMALL, "sft.packing=false"], {}).recipe, "sft", loaded.path.parent, tmp_path
+    )
+    assert apart.mean_length == pytest.approx(truly + 5 * mean(len(row.messages) for row in rows), rel=0.05)
+    assert packed.rows is not None and packed.rows * packed.mean_length == pytest.approx(apart.mean_length * len(rows))
+    assert packed.rows > packed.mean_length * packed.rows / packed.max_length, "rows that are not cut leave room unused"
 
 
 def test_a_small_vocabulary_makes_short_tokens() -> None:
     beside = Path()
     means = [
-        size(load("llama-tiny", ["sft.packing=false", f"prepare.vocab_size={words}"], {}).recipe, "sft", beside).mean
+        estimate_row_stats(
+            load("llama-tiny", ["sft.packing=false", f"prepare.vocab_size={words}"], {}).recipe, "sft", beside
+        ).mean_length
         for words in (800, 8_000, 50_304)
     ]
     assert means == sorted(means, reverse=True) and means[0] > 1.3 * means[2]

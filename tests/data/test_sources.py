@@ -12,16 +12,16 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from modelwright.data.files import Fault, read_file
-from modelwright.data.sources import Row, is_hub_name, read_training, strictly, validation_rows
+from modelwright.data.readers import InvalidRow, Row, read_file
+from modelwright.data.sources import is_hub_name, iter_validation_rows, read_train_rows, strictly
 from modelwright.errors import DataError, UsageError
-from modelwright.recipe.schema import Data
+from modelwright.recipe.schema import DataConfig
 
 ROWS = [{"question": f"What is {n}?", "answer": f"It is {n}, naïvely."} for n in range(5)]
 
 
 def read(path: Path, **settings: Any) -> list[Row]:
-    return read_training(Data(dataset_name=path.name, **settings), path.parent)
+    return read_train_rows(DataConfig(dataset_name=path.name, **settings), path.parent)
 
 
 def values(rows: list[Row]) -> list[dict[str, Any]]:
@@ -71,7 +71,7 @@ def test_a_long_json_list_is_read_piece_by_piece(tmp_path: Path) -> None:
     path.write_text(path.read_text(encoding="utf-8")[:-3] + ",\n}", encoding="utf-8")
     *_, last = read_file(path)
     line = path.read_text(encoding="utf-8").count("\n") + 1
-    assert isinstance(last, Fault) and last.whole_file and last.where == f"long.json:{line}"
+    assert isinstance(last, InvalidRow) and last.file_unreadable and last.where == f"long.json:{line}"
 
 
 def test_a_csv_file_keeps_commas_quotes_and_lines_inside_its_fields(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_dataset_without_a_train_split_is_answered_with_the_splits_it_has(tmp_
 
 
 def test_the_embedded_field_guide_is_found_by_name(tmp_path: Path) -> None:
-    rows = read_training(Data(dataset_name="field-guide"), tmp_path)
+    rows = read_train_rows(DataConfig(dataset_name="field-guide"), tmp_path)
     assert len(rows) >= 300
     assert {"topic", "question", "answer"} <= set(rows[0].values)
 
@@ -139,9 +139,9 @@ def test_only_the_first_rows_are_taken_when_max_rows_says_so(tmp_path: Path) -> 
 
 def test_a_validation_file_is_read_beside_the_recipe(tmp_path: Path) -> None:
     write_lines(tmp_path / "held.jsonl", [json.dumps(ROWS[0])])
-    data = Data(dataset_name="field-guide", validation_file="held.jsonl")
-    assert values(list(strictly(validation_rows(data, tmp_path)))) == ROWS[:1]
-    assert list(validation_rows(Data(dataset_name="field-guide"), tmp_path)) == []
+    data = DataConfig(dataset_name="field-guide", validation_file="held.jsonl")
+    assert values(list(strictly(iter_validation_rows(data, tmp_path)))) == ROWS[:1]
+    assert list(iter_validation_rows(DataConfig(dataset_name="field-guide"), tmp_path)) == []
 
 
 def test_a_missing_file_is_answered_with_the_nearest_name(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_owner_and_name_mean_the_hub_unless_something_of_that_name_is_here(tmp_p
 
 def test_a_set_that_the_hub_does_not_give_is_one_letter(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
-        read_training(Data(dataset_name="nobody/nothing-of-that-name"), tmp_path)
+        read_train_rows(DataConfig(dataset_name="nobody/nothing-of-that-name"), tmp_path)
     told = str(caught.value)
     assert told.startswith(
         "data: 'nobody/nothing-of-that-name' is no local file or folder, and the hub gave no data set"
@@ -249,7 +249,7 @@ def test_a_text_file_is_one_document_and_a_long_one_is_divided_between_paragraph
 
 
 def test_the_embedded_corpus_comes_through_the_same_door() -> None:
-    rows = read_training(Data(dataset_name="python-docs", max_rows=3), Path())
+    rows = read_train_rows(DataConfig(dataset_name="python-docs", max_rows=3), Path())
     assert [list(row.values) for row in rows] == [["text"]] * 3
     assert rows[0].where.startswith("topic ")
 

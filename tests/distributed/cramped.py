@@ -8,12 +8,14 @@ from dataclasses import replace
 
 def main() -> None:
     """Launch, and leave with its exit code."""
-    from modelwright.launch.nodes import Asked, wish_for
+    from modelwright.launch.config import NodeOptions, build_launch_config
     from modelwright.launch.supervisor import supervise
     from modelwright.recipe.load import load
 
-    wish = wish_for(load(sys.argv[1]), ("run", sys.argv[1], "--log-format", "plain"), Asked(per_node="2"), 3)
-    code, letter = supervise(replace(wish, preload=(*wish.preload, "cramped")))
+    wish = build_launch_config(
+        load(sys.argv[1]), ("run", sys.argv[1], "--log-format", "plain"), NodeOptions(nproc_per_node="2"), 3
+    )
+    code, letter = supervise(replace(wish, forkserver_preload=(*wish.forkserver_preload, "cramped")))
     print(letter, file=sys.stderr)
     sys.exit(code)
 

@@ -16,13 +16,15 @@ PATIENCE_SECONDS = 100.0
 
 def main() -> None:
     """Launch, and leave with its exit code."""
-    from modelwright.launch.nodes import Asked, wish_for
+    from modelwright.launch.config import NodeOptions, build_launch_config
     from modelwright.launch.supervisor import supervise
     from modelwright.recipe.load import load
 
     recipe, os.environ["DAWDLER"] = sys.argv[1:]
-    wish = wish_for(load(recipe), ("run", recipe, "--log-format", "plain"), Asked(per_node="2"), 3)
-    code, letter = supervise(replace(wish, preload=("modelwright.stages.pipeline", "dawdle")))
+    wish = build_launch_config(
+        load(recipe), ("run", recipe, "--log-format", "plain"), NodeOptions(nproc_per_node="2"), 3
+    )
+    code, letter = supervise(replace(wish, forkserver_preload=("modelwright.stages.pipeline", "dawdle")))
     print(letter, file=sys.stderr)
     sys.exit(code)
 
@@ -31,11 +33,11 @@ def dawdle() -> None:
     """In a rank: hold the way out of one of them until it is asked to go."""
     from modelwright.runs.journal import Journal
     from modelwright.stages import pipeline
-    from modelwright.stages.signals import Stopper
+    from modelwright.stages.context import GracefulShutdown
 
-    asked, hear, tell_end = threading.Event(), Stopper._hear, pipeline._tell_end
+    asked, hear, tell_end = threading.Event(), GracefulShutdown._on_signal, pipeline._log_stopped
 
-    def heard(self: Stopper, number: int, frame: FrameType | None) -> None:
+    def heard(self: GracefulShutdown, number: int, frame: FrameType | None) -> None:
         asked.set()
         hear(self, number, frame)
 
@@ -44,7 +46,7 @@ def dawdle() -> None:
             assert asked.wait(PATIENCE_SECONDS), "nobody asked this rank to go"
         tell_end(journal, error)  # type: ignore[arg-type]
 
-    Stopper._hear, pipeline._tell_end = heard, held  # type: ignore[method-assign, assignment]
+    GracefulShutdown._on_signal, pipeline._log_stopped = heard, held  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import pytest
 from rig import SLOW, Rig, told, trace
 from tiny import tiny_recipe
 
-ALWAYS = {"save_in_background": "always"}
+ALWAYS = {"async_save": "always"}
 SLOW_DISK = """
 import time
 from modelwright.engine import checkpoint
@@ -48,14 +48,14 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_ends_the_same(
     code, output = rig.run(["run", str(recipe)], tmp_path, first=SLOW + SLOW_DISK)
     assert code == 0, output
     assert trace(tmp_path / "run") == trace(uninterrupted)
-    begun = {event["step"]: event for event in told(tmp_path / "run", "saving")}
-    for saved in told(tmp_path / "run", "saved"):
-        assert saved["background"] and saved["seconds"] >= 0.4
+    begun = {event["step"]: event for event in told(tmp_path / "run", "checkpoint_started")}
+    for saved in told(tmp_path / "run", "checkpoint_saved"):
+        assert saved["async_save"] and saved["seconds"] >= 0.4
         meanwhile = [
             e for e in told(tmp_path / "run", "step") if begun[saved["step"]]["time"] <= e["time"] < saved["time"]
         ]
         assert meanwhile or saved["step"] == 12, saved
-    assert [event["step"] for event in told(tmp_path / "run", "saved")] == [3, 6, 9, 12]
+    assert [event["step"] for event in told(tmp_path / "run", "checkpoint_saved")] == [3, 6, 9, 12]
 
 
 @pytest.mark.slow
@@ -97,7 +97,7 @@ def test_two_ranks_save_behind_and_all_hear_of_a_failure(rig: Rig, model_folder:
     assert sum("could not be written" in output for _, output in ends) == 1
     ends = rig.run_ranks(["run", str(recipe)], tmp_path, 2)
     assert [code for code, _ in ends] == [0, 0], ends
-    assert told(tmp_path / "run", "saved")[-1]["background"]
+    assert told(tmp_path / "run", "checkpoint_saved")[-1]["async_save"]
 
 
 def test_a_signal_waits_for_what_is_being_written(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
@@ -105,9 +105,11 @@ def test_a_signal_waits_for_what_is_being_written(rig: Rig, model_folder: Path, 
     trial = rig.start(["run", str(recipe)], tmp_path, first=SLOW + SLOW_DISK)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not (
-        (tmp_path / "run/journal.jsonl").exists() and told(tmp_path / "run", "saving")
+        (tmp_path / "run/journal.jsonl").exists() and told(tmp_path / "run", "checkpoint_started")
     ):
         time.sleep(0.01)
     os.kill(trial.pid, signal.SIGTERM)
     assert trial.wait() == 75, trial.output
-    assert told(tmp_path / "run", "saved")[-1]["step"] == max(e["step"] for e in told(tmp_path / "run", "step"))
+    assert told(tmp_path / "run", "checkpoint_saved")[-1]["step"] == max(
+        e["step"] for e in told(tmp_path / "run", "step")
+    )

@@ -30,16 +30,16 @@ def test_a_damaged_model_of_a_finished_stage_is_made_again(
 def test_a_damaged_best_checkpoint_is_never_exported(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
     # the first measurement is made the best by hand, its checkpoint damaged just before the end
     first = """
-from modelwright.engine.loop import Engine
-from modelwright.stages.train import Training
+from modelwright.engine.trainer import Engine
+from modelwright.stages.stage_runner import Training
 evaluate = Engine.evaluate
 Engine.evaluate = lambda self: {"eval_loss": 1.0 + self.cursor.step if self.cursor.step else 99.0}
-finish = Training._finish
+finish = StageRunner._finish
 def damaged(self):
-    path = self._folder_of(6) / "model.safetensors"
+    path = self._checkpoint_dir(6) / "model.safetensors"
     data = bytearray(path.read_bytes()); data[-1] ^= 1; path.write_bytes(data)
     return finish(self)
-Training._finish = damaged
+StageRunner._finish = damaged
 """
     recipe = tiny_recipe(tmp_path, model_folder)
     code, output = rig.run(["run", str(recipe)], tmp_path, first=first)

@@ -16,7 +16,7 @@ from tiny import tiny_recipe
 
 SICK = """
 import torch
-from modelwright.engine.loop import Engine
+from modelwright.engine.trainer import Engine
 from modelwright.tasks.sft import AnswerLoss
 well, engines = Engine._step, []
 times = {times}
@@ -30,7 +30,7 @@ Engine._step = sick
 """
 STRUCK = """
 import os, signal
-from modelwright.engine.loop import Engine
+from modelwright.engine.trainer import Engine
 step = Engine._step
 def struck(self, stop_asked):
     if self.cursor.step + 1 == {step}:
@@ -85,14 +85,14 @@ def test_a_stop_at_a_bad_step_waits_for_one_more_and_saves_that(
 def test_one_bad_batch_is_skipped_and_training_goes_on(
     rig: Rig, model_folder: Path, tmp_path: Path, judged: str
 ) -> None:
-    halved = {"precision": "bf16", "weights": "bf16", "max_steps": 6, "max_length": 32}
+    halved = {"precision": "bf16", "param_dtype": "bf16", "max_steps": 6, "max_length": 32}
     recipe = tiny_recipe(tmp_path, model_folder, **({} if judged == "by the host" else halved))
     code, output = rig.run(["run", str(recipe)], tmp_path, first=fault(POISON_THE_LOSS, [5], times=1))
     assert code == 0, output
     steps = steps_of(tmp_path / "run")
     assert [step for step, record in steps.items() if record["health"] != "ok"] == [5]
     assert steps[5]["loss"] is None, "what is no number is written as null"
-    assert "step 5 is skipped: not finite" in output
+    assert "step 5 is skipped: non_finite" in output
     assert checkpoints_are_finite(tmp_path / "run")
 
 
@@ -102,7 +102,7 @@ def test_a_save_and_a_measurement_due_at_a_bad_step_are_made_after_the_next_good
     recipe = tiny_recipe(tmp_path, model_folder)
     code, output = rig.run(["run", str(recipe)], tmp_path, first=fault(POISON_THE_LOSS, [6], times=1))
     assert code == 0, output
-    assert [saved["step"] for saved in told(tmp_path / "run", "saved")] == [3, 7, 9, 12]
+    assert [saved["step"] for saved in told(tmp_path / "run", "checkpoint_saved")] == [3, 7, 9, 12]
     assert [measured["step"] for measured in told(tmp_path / "run", "evaluation")] == [0, 7, 12]
 
 
@@ -175,7 +175,7 @@ def test_a_bad_last_step_leaves_the_weights_before_it_measured_and_saved(
     code, output = rig.run(["run", str(recipe), *gate], tmp_path, first=fault(POISON_THE_LOSS, [12], times=1))
     assert code == 0, output
     assert told(tmp_path / "run", "evaluation")[-1]["step"] == 12
-    assert told(tmp_path / "run", "saved")[-1]["step"] == 12
+    assert told(tmp_path / "run", "checkpoint_saved")[-1]["step"] == 12
 
 
 def test_weights_spoilt_in_the_last_steps_are_taken_from_the_checkpoint(
@@ -188,5 +188,5 @@ def test_weights_spoilt_in_the_last_steps_are_taken_from_the_checkpoint(
         code, output = rig.run(["run", str(recipe)], recipe.parent, first=first)
         assert code == 0, output
         losses.append(told(recipe.parent / "run", "evaluation")[-1]["eval_loss"])
-    assert "went back from step 30 to the checkpoint of step 27" in output
+    assert "rolled back from step 30 to checkpoint 27" in output
     assert losses[0] == losses[1]

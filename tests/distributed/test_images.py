@@ -15,7 +15,7 @@ from rig import Rig, told
 CLASSES = ("dark", "light", "striped")
 DIES = """
 import os, signal
-from modelwright.engine.loop import Engine
+from modelwright.engine.trainer import Engine
 step = Engine._step
 def dying(self, stop_asked):
     if self.cursor.step == 7:
@@ -56,7 +56,7 @@ def recipe(folder: Path, images: Path, **settings: Any) -> Path:
     sections = {
         "name": "pictures",
         "output_dir": str(folder / "run"),
-        "model": {"model_name_or_path": "resnet18", "width": 4},
+        "model": {"model_name_or_path": "resnet18", "resnet_width": 4},
         "data": {"dataset_name": str(images)},
         "classify": stage,
     }
@@ -66,7 +66,7 @@ def recipe(folder: Path, images: Path, **settings: Any) -> Path:
 
 
 def curve(run: Path) -> dict[int, tuple[float, str]]:
-    return {record["step"]: (record["loss"], record["batch"]) for record in told(run, "step")}
+    return {record["step"]: (record["loss"], record["batch_hash"]) for record in told(run, "step")}
 
 
 def files(run: Path) -> Any:
@@ -82,7 +82,7 @@ def test_a_killed_image_run_goes_on_bit_for_bit(rig: Rig, images: Path, tmp_path
     assert rig.run(["run", str(killed)], killed.parent, first=DIES)[0] == -9
     code, output = rig.run(["run", str(killed)], killed.parent)
     assert code == 0, output
-    assert "classify goes on from step 6 of 12" in output
+    assert "classify resumed from step 6 of 12" in output
     assert curve(killed.parent / "run") == curve(whole.parent / "run")
     assert files(killed.parent / "run") == files(whole.parent / "run")
 
@@ -99,7 +99,7 @@ def test_two_ranks_learn_images_as_one_does(rig: Rig, images: Path, tmp_path: Pa
 
 
 def test_the_classifier_learns_and_leaves_its_mistakes(rig: Rig, images: Path, tmp_path: Path) -> None:
-    path = recipe(tmp_path, images, max_steps=30, horizontal_flip=False, crop_padding=0, save_steps=30)
+    path = recipe(tmp_path, images, max_steps=30, horizontal_flip=False, random_crop_padding=0, save_steps=30)
     code, output = rig.run(["run", str(path), "--set", "gates={classify: {eval_accuracy: {at_least: 0.9}}}"], tmp_path)
     assert code == 0, output
     shown = json.loads((tmp_path / "run/demo_outputs/mistakes.json").read_text())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.runs.beat import is_gone
+from modelwright.runs.heartbeat import has_exited
 from rig import Rig, slow_after, steps_of, told, trace, wait_for_step
 from tiny import tiny_recipe
 
@@ -31,8 +31,8 @@ def test_a_signal_saves_stops_with_75_and_loses_no_step(
     os.kill(trial.pid, number)
     assert trial.wait() == 75, trial.output
     done = max(steps_of(tmp_path / "run"))
-    assert f"stopped after step {done} of 12; the same command continues" in trial.output
-    assert told(tmp_path / "run", "saved")[-1]["step"] == done
+    assert f"stopped after step {done} of 12; rerun the same command to resume" in trial.output
+    assert told(tmp_path / "run", "checkpoint_saved")[-1]["step"] == done
     finish(rig, recipe)
     assert told(tmp_path / "run", "resumed")[-1]["step"] == done
     assert trace(tmp_path / "run")["steps"] == trace(uninterrupted)["steps"]
@@ -44,7 +44,7 @@ def test_ctrl_c_twice_stops_at_once(rig: Rig, model_folder: Path, tmp_path: Path
     trial = rig.start(["run", str(recipe)], tmp_path, first=slow_after(1, after=300.0))
     wait_for_step(tmp_path / "run", 1)
     began = time.monotonic()
-    while not is_gone(trial.pid):  # two signals at once count as one, and a busy machine may not tell them apart
+    while not has_exited(trial.pid):  # two signals at once count as one, and a busy machine may not tell them apart
         os.kill(trial.pid, signal.SIGINT)
         time.sleep(0.5)
     assert trial.wait() == 75, trial.output
@@ -64,7 +64,7 @@ def test_a_changed_setting_is_refused_by_name_unless_told(rig: Rig, model_folder
     assert "sft.max_steps was 12, now 13" in output
     code, output = rig.run([*changed, "--override", "sft.learning_rate", "--override", "sft.max_steps"], tmp_path)
     assert code == 0, output
-    assert "goes on although sft.learning_rate was 0.001, now 0.0005" in output
+    assert "resuming although sft.learning_rate was 0.001, now 0.0005" in output
 
 
 def test_the_saved_recipe_runs_from_anywhere_and_a_refused_one_does_not_replace_it(
@@ -118,7 +118,7 @@ def test_a_signal_while_the_model_is_looked_for_is_a_stop_and_no_mistake(
     slow_hub = "import huggingface_hub, time\nhuggingface_hub.snapshot_download = lambda *a, **k: time.sleep(60)"
     trial = rig.start(["run", str(recipe), "--set", "model.model_name_or_path=a/model"], tmp_path, first=slow_hub)
     deadline = time.monotonic() + 120
-    while not told_of(tmp_path / "run", "gathering") and time.monotonic() < deadline:
+    while not told_of(tmp_path / "run", "loading") and time.monotonic() < deadline:
         time.sleep(0.05)
     time.sleep(0.5)
     os.kill(trial.pid, signal.SIGTERM)

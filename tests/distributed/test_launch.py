@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.runs.beat import wait_until_gone
+from modelwright.runs.heartbeat import wait_for_exit
 from rig import Rig, free_port, steps_of, told, trace
 from tiny import tiny_recipe
 
@@ -96,7 +96,7 @@ def test_a_killed_rank_a_stopped_rank_and_a_killed_launcher_change_nothing_and_l
     ranks = rig.run_ranks(["run", str(tiny_recipe(whole, model_folder, **LONG))], whole, 2)
     assert [code for code, _ in ranks] == [0, 0], ranks
     recipe = tiny_recipe(broken, model_folder, **LONG)
-    launch = Launched(["tests.faults.node", str(recipe), '{"per_node": "2"}'], broken)
+    launch = Launched(["tests.faults.node", str(recipe), '{"nproc_per_node": "2"}'], broken)
     launched.append(launch)
     reach(broken / "run", 7, launch)
     os.kill(ranks_of(launch, broken)["1"], signal.SIGKILL)
@@ -109,7 +109,7 @@ def test_a_killed_rank_a_stopped_rank_and_a_killed_launcher_change_nothing_and_l
     assert len(below) >= 4, "agent, fork server and two ranks"
     launch.process.kill()
     launch.process.wait()
-    assert wait_until_gone(below, 60) == []
+    assert wait_for_exit(below, 60) == []
     assert len(told(broken / "run", "resumed")) == 2
     again = rig.run_ranks(["run", str(recipe)], broken, 2)
     assert [code for code, _ in again] == [0, 0], again
@@ -165,7 +165,7 @@ def test_a_letter_is_told_once_with_its_code_whoever_leaves_first_and_nothing_is
     launched.append(launch)
     assert launch.wait() == 2, launch.output
     assert launch.output.count("no folder") == 1, launch.output
-    assert "starting again" not in launch.output
+    assert "restarting" not in launch.output
     assert "Traceback" not in launch.output and "ChildFailedError" not in launch.output
 
 
@@ -175,9 +175,11 @@ def test_ranks_whose_memory_is_full_begin_again_with_smaller_bites(
     recipe = tiny_recipe(tmp_path, model_folder, gradient_accumulation_steps=1)
     launched.append(Launched(["cramped", str(recipe)], tmp_path))
     assert launched[0].wait() == 0, launched[0].output
-    assert "2 rows at once do not fit the memory; the next start takes 1 and keeps the batch" in launched[0].output
-    plans = [(plan["per_device"], plan["accumulation"]) for plan in told(tmp_path / "run", "plan")]
+    assert "micro-batch 2 runs out of memory; the next start takes 1 and keeps the batch" in launched[0].output
+    plans = [(plan["micro_batch_size"], plan["gradient_accumulation_steps"]) for plan in told(tmp_path / "run", "plan")]
     assert plans == [(2, 1), (1, 2)]
     found, whole = steps_of(tmp_path / "run"), steps_of(uninterrupted)
-    assert {step: record["batch"] for step, record in found.items()} == {s: r["batch"] for s, r in whole.items()}
+    assert {step: record["batch_hash"] for step, record in found.items()} == {
+        s: r["batch_hash"] for s, r in whole.items()
+    }
     assert [found[step]["loss"] for step in whole] == pytest.approx([r["loss"] for r in whole.values()], abs=1e-5)

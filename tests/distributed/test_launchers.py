@@ -57,13 +57,13 @@ def test_an_operators_variables_alone_make_a_world(
 
 SMALL_CARD = """
 from dataclasses import replace
-from modelwright.stages import foresee
-choose = foresee.choose
+from modelwright.stages import planning
+choose = planning.choose_plan
 def on_a_small_card(plan, settings, shape, rows, machines):
-    copied = choose(plan, settings.model_copy(update={"sharding": "ddp"}), shape, rows, machines)
+    copied = choose(plan, settings.model_copy(update={"distributed_strategy": "ddp"}), shape, rows, machines)
     gpu = replace(machines.gpu, memory=copied.memory.needed - 20_000)
     return choose(plan, settings, shape, rows, replace(machines, gpu=gpu))
-foresee.choose = on_a_small_card
+planning.choose_plan = on_a_small_card
 """
 """Every device has a little less memory than a copy of the model takes."""
 
@@ -79,6 +79,6 @@ def test_what_a_card_cannot_hold_is_split_by_itself_and_trains_the_same(
     assert plan["sharding"] == "fsdp"
     assert any(line.startswith("fsdp instead of ddp: a copy on each card") for line in plan["reasons"])
     here, there = steps_of(tmp_path / "run"), steps_of(uninterrupted)
-    assert [here[step]["batch"] for step in here] == [there[step]["batch"] for step in here]
+    assert [here[step]["batch_hash"] for step in here] == [there[step]["batch_hash"] for step in here]
     losses = [there[step]["loss"] for step in here]
     assert [record["loss"] for record in here.values()] == pytest.approx(losses, abs=1e-5)

@@ -7,40 +7,40 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.launch.muster import ahead, objections, refusals
+from modelwright.launch.admission import admission_errors, clock_skew, node_mismatches
 from tests.faults import cluster, faults, scene
 
 FACTS = {
     "node": 0, "address": "10.0.0.1", "modelwright": "1", "torch": "2", "transformers": "5", "python": "3.11",
-    "recipe": "a", "per_node": 1, "computes": {"kind": "cuda", "device": "NVIDIA L40S", "precision": "bf16"},
+    "recipe": "a", "nproc_per_node": 1, "device_info": {"kind": "cuda", "device": "NVIDIA L40S", "precision": "bf16"},
 }  # fmt: skip
 
 
 def test_a_node_with_another_clock_version_or_recipe_is_told_so() -> None:
-    assert objections(FACTS, {**FACTS, "node": 1}, 0.5) == []
-    (clock,) = objections(FACTS, {**FACTS, "node": 1}, -90.0)
+    assert node_mismatches(FACTS, {**FACTS, "node": 1}, 0.5) == []
+    (clock,) = node_mismatches(FACTS, {**FACTS, "node": 1}, -90.0)
     assert "node 1" in clock and "90.0 s behind" in clock and "time server" in clock
-    version, recipe = objections(FACTS, {**FACTS, "node": 1, "torch": "3", "recipe": "b"}, 0.0)
-    assert "has torch 3, the main node 2" in version and "another recipe" in recipe
+    version, recipe = node_mismatches(FACTS, {**FACTS, "node": 1, "torch": "3", "recipe": "b"}, 0.0)
+    assert "has torch 3, node 0 2" in version and "another recipe" in recipe
 
 
 @pytest.mark.parametrize(
     ("computes", "letter"),
     [
         ({"kind": "cuda", "device": "Tesla T4", "precision": "fp16"}, "precision: fp16"),
-        ({"kind": "cpu", "device": "8 CPU threads", "precision": "fp32"}, "one exchanges by NCCL, the other by gloo"),
+        ({"kind": "cpu", "device": "8 CPU threads", "precision": "fp32"}, "one uses NCCL, the other gloo"),
     ],
 )
 def test_a_node_that_computes_otherwise_is_refused_before_it_trains(computes: dict[str, str], letter: str) -> None:
-    assert refusals(FACTS, {**FACTS, "node": 1}, 0.0) == []
-    (told,) = refusals(FACTS, {**FACTS, "node": 1, "computes": computes}, 0.0)
+    assert admission_errors(FACTS, {**FACTS, "node": 1}, 0.0) == []
+    (told,) = admission_errors(FACTS, {**FACTS, "node": 1, "device_info": computes}, 0.0)
     assert letter in told and "NVIDIA L40S" in told and computes["device"] in told
 
 
 def test_a_slow_answer_is_not_taken_for_a_wrong_clock() -> None:
-    assert ahead(asked=100.0, told=103.0, heard=110.0) == 0.0
-    assert ahead(asked=100.0, told=200.0, heard=110.0) == 90.0
-    assert ahead(asked=100.0, told=10.0, heard=110.0) == -90.0
+    assert clock_skew(sent_at=100.0, remote_time=103.0, received_at=110.0) == 0.0
+    assert clock_skew(sent_at=100.0, remote_time=200.0, received_at=110.0) == 90.0
+    assert clock_skew(sent_at=100.0, remote_time=10.0, received_at=110.0) == -90.0
 
 
 @pytest.mark.root
@@ -57,7 +57,7 @@ def test_a_rank_killed_on_one_node_changes_nothing_on_either(tmp_path: Path) -> 
         two.wait_for(lambda: all(node.popen.poll() is not None for node in both), "both stop")
         assert [node.popen.returncode for node in both] == [75, 75], [node.output for node in both]
     steps = [event["step"] for event in two.events("step")]
-    assert len({(event["step"], event["batch"], event["loss"]) for event in two.events("step")}) == max(steps)
+    assert len({(event["step"], event["batch_hash"], event["loss"]) for event in two.events("step")}) == max(steps)
 
 
 @pytest.mark.root

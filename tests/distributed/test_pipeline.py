@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from modelwright.data.shards import Shards
+from modelwright.data.shards import PackedDataset
 from modelwright.runs.folder import RunFolder, read_json
 from modelwright.runs.journal import read
 from rig import SLOW, Rig, Trial, told, trace
@@ -33,7 +33,7 @@ CUT = [
     *(f"{stage}.save_steps=2" for stage in STAGES),
     *(f"{stage}.data.max_rows=12" for stage in STAGES[1:]),
     *(f"{stage}.data.test_size=2" for stage in STAGES[1:]),
-    *("prepare.workers=1", "prepare.max_lost_share=1", "compare.max_new_tokens=4"),
+    *("prepare.num_proc=1", "prepare.max_dropped_token_fraction=1", "compare.max_new_tokens=4"),
 ]
 """The twin's recipe with fewer steps, rows and weights: the same stages in seconds."""
 
@@ -50,7 +50,7 @@ def everything(run: Path) -> dict[str, Any]:
     del traces["lora"]["files"]["adapter_config.json"]  # it names the folder of the model that it adapts
     adapter = read_json(folder.model("lora") / "adapter_config.json")
     return {
-        "shards": Shards.open(folder.packed).fingerprint,
+        "shards": PackedDataset.open(folder.packed).fingerprint,
         "init": read_json(folder.result("init"))["files"],
         **traces,
         "adapter": {**adapter, "base_model_name_or_path": None},
@@ -70,7 +70,7 @@ def whole(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, flo
 @pytest.mark.slow
 def test_every_stage_happens_in_its_order_each_from_the_one_before(whole: tuple[Path, float]) -> None:
     run, _ = whole
-    assert told(run, "flow")[-1]["stages"] == [{"stage": stage, "state": "done"} for stage in FLOW]
+    assert told(run, "stage_status")[-1]["stages"] == [{"stage": stage, "state": "done"} for stage in FLOW]
     lineage = read_json(RunFolder(run).lineage)["stages"]
     for parent, stage in pairwise(STAGES):
         assert lineage[stage]["parent_model"] == lineage[parent]["model"]
@@ -105,7 +105,7 @@ def wait_until_in(run: Path, stage: str, steps: int, trial: Trial) -> None:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not ended(trial.pid):
         new = journal(run)[seen:]
-        reached = [each["stage"] for each in new if each["event"] == "flow" and each["state"] == "running"]
+        reached = [each["stage"] for each in new if each["event"] == "stage_status" and each["state"] == "running"]
         beyond = [each for each in reached if FLOW.index(each) > FLOW.index(stage)]
         done = sum(each["event"] == "step" and each["stage"] == stage for each in new)
         if beyond or (stage in reached and done >= (steps if stage in STAGES else 0)):
@@ -127,7 +127,7 @@ def journal(run: Path) -> list[dict[str, Any]]:
 def place(run: Path) -> tuple[str, int]:
     """Where a run stands: the stage, and its last step."""
     events = journal(run)
-    stage = next((each["stage"] for each in reversed(events) if each["event"] == "flow"), "start")
+    stage = next((each["stage"] for each in reversed(events) if each["event"] == "stage_status"), "start")
     steps = [each["step"] for each in events if each["event"] == "step" and each["stage"] == stage]
     return stage, steps[-1] if steps else 0
 

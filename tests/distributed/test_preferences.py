@@ -68,21 +68,21 @@ def test_a_reference_that_was_lost_on_the_way_is_measured_again_from_the_first_w
     wait_for_step(tmp_path / "run", 7)
     os.kill(trial.pid, signal.SIGKILL)
     trial.wait()
-    kept = tmp_path / "run/stages/dpo/reference/reference.safetensors"
+    kept = tmp_path / "run/stages/dpo/ref_log_probs/reference.safetensors"
     kept.write_bytes(kept.read_bytes()[:-1] + b"\1")
     code, output = rig.run(["run", str(recipe)], tmp_path)
     assert code == 0, output
-    assert "the kept reference is not taken (reference.safetensors is damaged)" in output
+    assert "cached reference log-probs not used (reference.safetensors is damaged)" in output
     assert trace(tmp_path / "run", "dpo") == trace(undisturbed, "dpo")
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
 def test_two_ranks_equal_one(rig: Rig, undisturbed: Path, model_folder: Path, tmp_path: Path, sharding: str) -> None:
-    recipe = tiny_dpo_recipe(tmp_path, model_folder, sharding=sharding, gradient_accumulation_steps=1)
+    recipe = tiny_dpo_recipe(tmp_path, model_folder, distributed_strategy=sharding, gradient_accumulation_steps=1)
     ranks = rig.run_ranks(["run", str(recipe)], tmp_path, 2)
     assert [code for code, _ in ranks] == [0, 0], ranks
     runs = (undisturbed, tmp_path / "run")
-    curves = [[(r["loss"], r["batch"]) for _, r in sorted(steps_of(run, "dpo").items())] for run in runs]
+    curves = [[(r["loss"], r["batch_hash"]) for _, r in sorted(steps_of(run, "dpo").items())] for run in runs]
     assert [batch for _, batch in curves[0]] == [batch for _, batch in curves[1]]
     assert [loss for loss, _ in curves[0]] == pytest.approx([loss for loss, _ in curves[1]], abs=1e-5)
     ends = [told(run, "evaluation")[-1] for run in runs]
@@ -92,8 +92,8 @@ def test_two_ranks_equal_one(rig: Rig, undisturbed: Path, model_folder: Path, tm
 
 
 def test_bf16_weights_that_two_ranks_share_learn_as_those_of_one(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
-    settings = {"precision": "bf16", "weights": "bf16", "max_steps": 4}
-    halves = {**settings, "gradient_accumulation_steps": 1, "sharding": "fsdp"}
+    settings = {"precision": "bf16", "param_dtype": "bf16", "max_steps": 4}
+    halves = {**settings, "gradient_accumulation_steps": 1, "distributed_strategy": "fsdp"}
     one, two = tmp_path / "one", tmp_path / "two"
     code, output = rig.run(["run", str(tiny_dpo_recipe(one, model_folder, **settings))], one)
     assert code == 0, output

@@ -13,7 +13,7 @@ from tiny import tiny_recipe
 def test_a_run_tells_its_step_and_loss_while_it_trains(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
     port = free_port()
     recipe = tiny_recipe(tmp_path, model_folder)
-    trial = rig.start(["run", str(recipe)], tmp_path, {"MODELWRIGHT_PROGRESS_PORT": str(port)}, first=HELD)
+    trial = rig.start(["run", str(recipe)], tmp_path, {"MODELWRIGHT_METRICS_PORT": str(port)}, first=HELD)
     wait_for_step(tmp_path / "run", 2)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         told = json.loads(answer.read())

@@ -22,7 +22,7 @@ def losses(run: Path) -> list[float]:
 
 
 def batches(run: Path) -> list[str]:
-    return [record["batch"] for _, record in sorted(steps_of(run).items())]
+    return [record["batch_hash"] for _, record in sorted(steps_of(run).items())]
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
@@ -30,7 +30,7 @@ def test_two_ranks_equal_one_and_only_the_first_prints(
     rig: Rig, uninterrupted: Path, model_folder: Path, tmp_path: Path, sharding: str
 ) -> None:
     # what is computed again in the backward pass is what it was, wherever its weights are
-    recipe = tiny_recipe(tmp_path, model_folder, sharding=sharding, gradient_checkpointing="selective")
+    recipe = tiny_recipe(tmp_path, model_folder, distributed_strategy=sharding, gradient_checkpointing="selective")
     ranks = rig.run_ranks(["run", str(recipe), *TWO], tmp_path, 2)
     assert [code for code, _ in ranks] == [0, 0], ranks
     assert "sft step 12/12" in ranks[0][1]
@@ -56,7 +56,7 @@ def test_two_ranks_equal_one_with_a_batch_that_two_do_not_divide(rig: Rig, model
 def test_a_run_goes_from_two_ranks_to_one_and_back_and_is_killed_each_time(
     rig: Rig, uninterrupted: Path, model_folder: Path, tmp_path: Path, sharding: str
 ) -> None:
-    settings = {"global_batch_size": 4, "gradient_accumulation_steps": 1, "sharding": sharding}
+    settings = {"global_batch_size": 4, "gradient_accumulation_steps": 1, "distributed_strategy": sharding}
     recipe = tiny_recipe(tmp_path, model_folder, **settings)
     for size, step in ((2, 4), (1, 7)):
         ranks = rig.start_ranks(["run", str(recipe)], tmp_path, size, first=slow_after(step))
@@ -74,7 +74,7 @@ def test_two_nodes_of_two_ranks_with_hsdp_equal_one(rig: Rig, model_folder: Path
     settings = {"global_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 4, "eval_steps": 4}
     one, four = tmp_path / "one", tmp_path / "four"
     two_a_node = "import os\nos.environ['LOCAL_WORLD_SIZE'] = '2'"
-    recipe = tiny_recipe(four, model_folder, sharding="hsdp", **settings)
+    recipe = tiny_recipe(four, model_folder, distributed_strategy="hsdp", **settings)
     ranks = rig.run_ranks(["run", str(recipe)], four, 4, first=two_a_node)
     assert [code for code, _ in ranks] == [0, 0, 0, 0], ranks
     code, output = rig.run(["run", str(tiny_recipe(one, model_folder, **settings))], one)
@@ -95,7 +95,7 @@ Precision.autocast = slow
     ranks = rig.run_ranks(["run", str(tiny_recipe(tmp_path, model_folder)), *TWO], tmp_path, 2, first=drags)
     assert [code for code, _ in ranks] == [0, 0], ranks
     notes = [note["message"] for note in told(tmp_path / "run", "note") if "slow" in note["message"]]
-    assert any(note.startswith("rank 1 is slow") for note in notes), notes
+    assert any(note.startswith("rank 1 is a straggler") for note in notes), notes
 
 
 def test_a_full_disk_under_the_journal_ends_both_ranks_with_78(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_sees_the_same_batches(
     assert batches(tmp_path / "run") == batches(uninterrupted)
     assert losses(tmp_path / "run") == pytest.approx(losses(uninterrupted), abs=1e-5)
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())["sft"]
-    assert plan["arithmetic"] == "batch 4 = 2 per device × 1 device × 2 accumulation"
+    assert plan["batch_arithmetic"] == "batch 4 = 2 per device × 1 device × 2 accumulation"
 
 
 def test_a_killed_rank_ends_the_other_and_the_run_goes_on_bit_for_bit(
@@ -147,7 +147,7 @@ def test_a_killed_rank_ends_the_other_and_the_run_goes_on_bit_for_bit(
     began = time.monotonic()
     assert ranks[1].wait() == -signal.SIGKILL
     assert ranks[0].wait() == 1
-    assert "rank 0 lost the others (" in ranks[0].output
+    assert "rank 0 lost its peers (" in ranks[0].output
     assert time.monotonic() - began < 60, "left to itself it would wait for ten minutes"
     again = rig.run_ranks(["run", str(recipe), *TWO], broken, 2)
     assert [code for code, _ in again] == [0, 0], again

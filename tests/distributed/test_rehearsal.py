@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from modelwright.launch.host import USER_ID, can_isolate
-from modelwright.launch.manifests import Target, job_of, render
-from modelwright.launch.rehearsal import Disturbance, Outcome, Wish, rehearse
-from modelwright.launch.stream import read_text
+from modelwright.cluster.documents import parse_manifests
+from modelwright.cluster.manifests import JobKind, build_job, render
+from modelwright.cluster.sandbox import USER_ID, can_use_namespaces
+from modelwright.cluster.simulator import InjectedFault, SimulationConfig, SimulationResult, simulate
 from modelwright.recipe.load import load
 from rig import Rig, told, trace
 from stranger import as_user, impossible
@@ -28,16 +28,16 @@ from tiny import tiny_model
 pytestmark = [
     pytest.mark.root,
     pytest.mark.slow,
-    pytest.mark.skipif(not can_isolate(), reason="needs root and network namespaces"),
+    pytest.mark.skipif(not can_use_namespaces(), reason="needs root and network namespaces"),
 ]
 TWIN = "survival-smollm3-tiny"
 SETS = [
     *("output_dir=null", "model.model_name_or_path=/workspace/model", "data.max_rows=24", "data.test_size=4"),
-    *("cluster.nodes=2", "cluster.gpus_per_node=0", "cluster.token_secret=hub-token", "cluster.queue=null"),
+    *("cluster.nodes=2", "cluster.gpus_per_node=0", "cluster.hf_token_secret=hub-token", "cluster.local_queue=null"),
     *("sft.precision=fp32", "sft.max_length=512", "sft.max_steps=9", "sft.save_steps=2", "sft.eval_steps=9"),
     *("sft.per_device_train_batch_size=2", "gates={}"),
     "data.system_prompt=You are a survival and practical-skills expert, asked where there is no network.",
-    *("compare.max_new_tokens=3", "compare.held_out_prompts=1"),
+    *("compare.max_new_tokens=3", "compare.num_held_out_prompts=1"),
 ]
 CANARY = "hf_canary4711canary4711"
 PRELOADED = {
@@ -48,7 +48,7 @@ STRANGER = 54321
 """A user who is not root, has no right and owns nothing here."""
 HOLD = """
 import os, pathlib, time
-from modelwright.engine.loop import Engine
+from modelwright.engine.trainer import Engine
 quick, taken, held = Engine._step, [], pathlib.Path(os.environ["RIG_DOOR"]).with_name("held")
 def step(self, stop_asked):
     taken.append(1)
@@ -69,7 +69,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def made_place(model: Path) -> Iterator[Path]:
-    """A folder for a rehearsal that any user may reach, with the model on its volume."""
+    """A folder for a simulation that any user may reach, with the model on its volume."""
     folder = Path(tempfile.mkdtemp(prefix="rehearsal-"))
     shutil.copytree(model, folder / "volumes/workspace/model")
     for path in (folder, *folder.rglob("*")):
@@ -86,20 +86,20 @@ def place(model: Path) -> Iterator[Path]:
         yield folder
 
 
-def stream(target: Target) -> str:
-    return render(job_of(load(TWIN, SETS, {}).recipe, Path.cwd(), target))
+def stream(target: JobKind) -> str:
+    return render(build_job(load(TWIN, SETS, {}).recipe, Path.cwd(), target))
 
 
-def play(place: Path, text: str, *disturbances: Disturbance) -> Outcome:
-    wish = Wish(place, {"HF_TOKEN": CANARY}, disturbances, hurry=0.01, variables=PRELOADED)
-    return rehearse(read_text(text, "job.yaml"), wish)
+def play(place: Path, text: str, *disturbances: InjectedFault) -> SimulationResult:
+    wish = SimulationConfig(place, {"HF_TOKEN": CANARY}, disturbances, time_scale=0.01, extra_env=PRELOADED)
+    return simulate(parse_manifests(text, "job.yaml"), wish)
 
 
 def run_of(place: Path) -> Path:
     return place / "volumes/trained-models" / TWIN
 
 
-def logs_of(outcome: Outcome) -> str:
+def logs_of(outcome: SimulationResult) -> str:
     return "\n".join(f"== {name}\n{path.read_text(errors='replace')}" for name, path in outcome.logs.items())
 
 
@@ -112,17 +112,17 @@ def undisturbed(rig: Rig, model: Path) -> dict[str, Any]:
         assert outcome.succeeded, logs_of(outcome)
         assert outcome.events[:2] == (f"{TWIN}-master-0: started", f"{TWIN}-worker-0: started")
         assert len(outcome.logs) == 2, "nothing began again"
-        assert "2 of 4 layers are frozen with all below them" in logs_of(outcome)
+        assert "2 of 4 layers frozen" in logs_of(outcome)
         return trace(run_of(folder))
 
 
 @pytest.mark.parametrize("target", ["trainjob", "pytorchjob"])
 def test_a_job_whose_worker_is_killed_ends_with_the_weights_of_an_undisturbed_one(
-    rig: Rig, place: Path, undisturbed: dict[str, Any], target: Target
+    rig: Rig, place: Path, undisturbed: dict[str, Any], target: JobKind
 ) -> None:
     rig.door(place / "volumes/workspace", first=HOLD)
     text = stream(target)
-    outcome = play(place, text, Disturbance("kill", 1, 4))
+    outcome = play(place, text, InjectedFault("kill", 1, 4))
     assert outcome.succeeded, logs_of(outcome)
     assert_it_went_on(outcome.events, place, target)
     assert (run_of(place) / "stages/sft/result.json").stat().st_uid == USER_ID
@@ -130,19 +130,19 @@ def test_a_job_whose_worker_is_killed_ends_with_the_weights_of_an_undisturbed_on
     assert not leaks(place, text)
 
 
-def assert_it_went_on(events: tuple[str, ...], place: Path, target: Target) -> None:
+def assert_it_went_on(events: tuple[str, ...], place: Path, target: JobKind) -> None:
     """A killed pod began again by the job's own rules, and the run went on from its last checkpoint."""
     if target == "trainjob":
-        assert f"{TWIN}-node-0-1: ended with 137" in events
-        assert "all pods begin anew, 1 of 3 times" in events
+        assert f"{TWIN}-node-0-1: exited with 137" in events
+        assert "restarting all pods, 1 of 3 times" in events
     else:
-        assert f"{TWIN}-worker-0: ended with 137" in events
+        assert f"{TWIN}-worker-0: exited with 137" in events
         assert f"{TWIN}-worker-0: started, attempt 2" in events
     assert told(run_of(place), "resumed"), "it went on from its last checkpoint"
 
 
 def leaks(folder: Path, text: str) -> list[str]:
-    """Files of the rehearsal that hold the token."""
+    """Files of the simulation that hold the token."""
     found = ["the stream"] if CANARY in text else []
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():
@@ -152,7 +152,7 @@ def leaks(folder: Path, text: str) -> list[str]:
 
 @pytest.mark.parametrize("target", ["trainjob", "pytorchjob"])
 def test_without_root_the_same_rules_hold_for_plain_processes_and_it_says_what_is_not_shown(
-    rig: Rig, place: Path, undisturbed: dict[str, Any], target: Target
+    rig: Rig, place: Path, undisturbed: dict[str, Any], target: JobKind
 ) -> None:
     if why := impossible():
         pytest.skip(why)
@@ -160,7 +160,7 @@ def test_without_root_the_same_rules_hold_for_plain_processes_and_it_says_what_i
     rig.door(volume, first=HOLD)
     words = ["launch", TWIN, "--on", "openshift", "--rehearse", "--target", target, "--json"]
     words += ["--place", str(place), "--disturb", "kill:1@4"]
-    words += [word for setting in [*SETS, f"cluster.variables={json.dumps(PRELOADED)}"] for word in ("--set", setting)]
+    words += [word for setting in [*SETS, f"cluster.env={json.dumps(PRELOADED)}"] for word in ("--set", setting)]
     command = [*as_user(STRANGER, STRANGER), str(volume / "python"), "-m", "modelwright", *words]
     environ = {"RIG_DOOR": str(volume / "door"), "HOME": "/nonexistent", "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
     done = subprocess.run(command, env=environ, cwd=place, capture_output=True, text=True, check=False)
@@ -171,8 +171,8 @@ def test_without_root_the_same_rules_hold_for_plain_processes_and_it_says_what_i
     assert_it_went_on(said["events"], place, target)
     assert (run_of(place) / "stages/sft/result.json").stat().st_uid == STRANGER
     assert trace(run_of(place)) == undisturbed
-    assert any("random user id, dropped capabilities" in line for line in said["not_shown"])
-    assert any("networks, names and mounts" in line for line in said["not_shown"])
+    assert any("random user id, dropped capabilities" in line for line in said["not_simulated"])
+    assert any("networks, names and mounts" in line for line in said["not_simulated"])
 
 
 def test_python_in_place_of_torchrun_fails_here_as_it_would_there(rig: Rig, place: Path) -> None:

@@ -41,7 +41,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_ends_both_ranks_with_78_and_neither_waits(
     rig: Rig, model_folder: Path, tmp_path: Path, small_disk: Path, sharding: str
 ) -> None:
-    recipe = tiny_recipe(tmp_path, model_folder, sharding=sharding, gradient_accumulation_steps=1)
+    recipe = tiny_recipe(tmp_path, model_folder, distributed_strategy=sharding, gradient_accumulation_steps=1)
     began = time.monotonic()
     command = ["run", str(recipe), "--set", f"output_dir={small_disk / 'run'}"]
     ranks = rig.run_ranks(command, tmp_path, 2, first=UNSUSPECTING)

@@ -16,8 +16,8 @@ import typer
 from typer.main import get_command
 
 from lessons import BLOCK, PAGES, ROOT, Shell, blocks, commands, files, hold, refreshed, same
-from modelwright.cli.main import command as whole_command
-from modelwright.recipe.load import load, shipped
+from modelwright.cli.main import build_app as whole_command
+from modelwright.recipe.load import builtin_recipes, load
 
 PARTS = ["What you need", "An experiment of your own", "What people get wrong"]
 MINUTES = 20
@@ -74,7 +74,7 @@ def test_every_recipe_and_setting_of_a_lesson_exists(page: Path, desk: Path) -> 
     with contextlib.chdir(desk):
         for block in blocks(read(page)):
             for words in commands(block.script):
-                recipe = next((word for word in words[1:] if word in shipped() or word.endswith(".yaml")), None)
+                recipe = next((word for word in words[1:] if word in builtin_recipes() or word.endswith(".yaml")), None)
                 sets = [words[place + 1] for place, word in enumerate(words) if word == "--set"]
                 if recipe and words[0] != "job" and 2 not in block.endings:
                     load(recipe, sets, {})
@@ -83,7 +83,7 @@ def test_every_recipe_and_setting_of_a_lesson_exists(page: Path, desk: Path) -> 
 def test_what_a_page_shows_is_held_against_what_is_printed() -> None:
     assert same("sft step 2/12  loss 3.407  62 tok/s  eta 2 min 19 s", "sft step 2/12  loss 3.51  7 tok/s  eta 48 s")
     assert not same("sft step 2/12  loss 3.407", "sft step 2/12  loss 2.1"), "a measure is off by more than a fifth"
-    assert not same("340 rows to train on", "341 rows to train on"), "a count is not the same"
+    assert not same("340 training rows", "341 training rows"), "a count is not the same"
     assert not same("gate sft is open: eval_loss 2.4", "gate sft is closed: eval_loss 2.4"), "a word is not the same"
     assert same("plan: 12 steps, … CPU threads", "plan: 12 steps, bf16, on 2 CPU threads")
     assert same("  after: Field Note. (1) Dry", "  after: Field Note. (1) Warm")
@@ -101,7 +101,7 @@ def classroom() -> Iterator[Path]:
         pytest.skip("make test-docs types the lessons in, which takes minutes")
     folder = Path(tempfile.mkdtemp(prefix="lessons-")) if wish == "1" else Path(wish).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    folder.chmod(0o755)  # the pods of a rehearsal are other users
+    folder.chmod(0o755)  # the pods of a simulation are other users
     for name, at_hand in FILES.items():
         if at_hand.exists() and not (folder / name).exists():
             (folder / name).symlink_to(at_hand)

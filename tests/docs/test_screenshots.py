@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from docs import screenshots as pictures
-from modelwright.report import charts, page
+from modelwright.report import charts, html
 
 FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
 
@@ -20,12 +20,12 @@ def test_the_pictures_are_as_new_as_the_pages() -> None:
 def test_a_page_that_is_drawn_otherwise_looks_otherwise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before = pictures.look()
     assert pictures.look() == before
-    style = shutil.copytree(page.HERE, tmp_path / "report")
+    style = shutil.copytree(html.ASSETS_DIR, tmp_path / "report")
     (style / "page.css").write_text((style / "page.css").read_text("utf-8") + "h1{color:red}", "utf-8")
-    monkeypatch.setattr(page, "HERE", style)
+    monkeypatch.setattr(html, "HERE", style)
     assert pictures.look() != before, "the style has changed"
     monkeypatch.undo()
-    drawn = charts.curves
+    drawn = charts.line_chart
     monkeypatch.setattr(charts, "curves", lambda *given, **named: drawn(*given, **named).replace("Loss", "Cost"))
     assert pictures.look() != before, "the code that draws has changed"
 

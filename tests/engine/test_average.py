@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from modelwright.engine.average import Average
+from modelwright.engine.optimizer import EMA
 from modelwright.recipe.load import load
 from modelwright.stages import pipeline
 from rig import trace
@@ -26,15 +26,15 @@ def run(folder: Path, model: Path, **settings: Any) -> dict[str, Any]:
 
 def test_the_mean_follows_the_weights_and_stands_in_for_them_only_for_a_while() -> None:
     weight, count = torch.zeros(3), torch.tensor(7)
-    average = Average({"weight": weight, "count": count}, 0.5)
+    average = EMA({"weight": weight, "count": count}, 0.5)
     weight += 1.0
-    average.follow(100)
-    with average.shown():
+    average.update(100)
+    with average.swap():
         assert weight.tolist() == [0.5] * 3
     assert weight.tolist() == [1.0] * 3
-    average.settle()
+    average.copy_to()
     assert weight.tolist() == [0.5] * 3
-    assert Average({"weight": weight}, 0.0).held == {}
+    assert EMA({"weight": weight}, 0.0).shadow == {}
 
 
 def test_a_run_keeps_the_mean_and_goes_on_with_it_exactly(model_folder: Path, tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_a_run_keeps_the_mean_and_goes_on_with_it_exactly(model_folder: Path, tm
     ]
     assert not torch.equal(*weights)
     stage = tmp_path / "whole/run/stages/sft"
-    kept = load_file(max((stage / "checkpoints").glob("step-*")) / "average.safetensors")
+    kept = load_file(max((stage / "checkpoints").glob("step-*")) / "ema.safetensors")
     assert any(torch.equal(weights[1], mean) for name, mean in kept.items() if name.endswith("model.norm.weight"))
     shutil.rmtree(max((stage / "checkpoints").glob("step-*")))
     (stage / "result.json").unlink()

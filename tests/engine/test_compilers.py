@@ -12,7 +12,7 @@ import pytest
 from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile, shutdown_compile_workers
 
-from modelwright.engine import compilers
+from modelwright.engine import fallback
 
 SOON, LATE = 60, 600
 
@@ -20,10 +20,10 @@ SOON, LATE = 60, 600
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Two compilers, as if there were a GPU to compile for."""
-    monkeypatch.setattr(compilers.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(fallback.torch.cuda, "is_available", lambda: True)
     with config.patch(compile_threads=2):
         shutdown_compile_workers()
-        compilers.hear_their_end()
+        fallback.detect_dead_compile_workers()
         yield
         shutdown_compile_workers()
 
@@ -43,13 +43,13 @@ def test_whoever_waits_for_a_compiler_that_is_stopped_is_told(started: None) -> 
         waits.result(SOON)
     with pytest.raises(RuntimeError, match="closed pool"):
         AsyncCompile.process_pool().submit(os.getpid)
-    compilers.hear_their_end()
+    fallback.detect_dead_compile_workers()
     assert AsyncCompile.process_pool().submit(os.getpid).result(SOON) != os.getpid()
 
 
 def test_files_that_took_the_numbers_of_closed_pipes_are_left_alone(started: None) -> None:
     pipes = [os.pipe() for _ in range(4)]
-    compilers.hear_their_end()
+    fallback.detect_dead_compile_workers()
     for read, write in pipes:
         os.write(write, b"open")
         assert os.read(read, 4) == b"open"

@@ -19,14 +19,14 @@ import torch._dynamo.utils
 
 from benchmarks import speed
 from benchmarks.common import free_device
-from modelwright.engine import precision, trial
-from modelwright.engine.loop import Engine
-from modelwright.engine.masters import REST, SplitAdamW, join, split
-from modelwright.engine.replay import Replay
+from modelwright.engine import precision
+from modelwright.engine.bf16_adamw import PARAM_REMAINDER, BF16AdamW, join_fp32_master, split_fp32_master
+from modelwright.engine.cuda_graphs import GraphedCallable
+from modelwright.engine.trainer import Engine
 from modelwright.errors import Interrupted
-from modelwright.models import attention, text
+from modelwright.models import attention, pretrained
 from modelwright.recipe.load import load
-from modelwright.stages import pipeline
+from modelwright.stages import fp8_trial, pipeline
 from rig import trace
 from tiny import tiny_recipe
 
@@ -55,7 +55,7 @@ def run(folder: Path, model: Path, stop_after: int | None = None, **settings: An
 def test_a_resumed_run_equals_the_uninterrupted_run_on_the_gpu(
     model_folder: Path, tmp_path: Path, precision: str, sharding: str
 ) -> None:
-    settings = {"precision": precision, "sharding": sharding}
+    settings = {"precision": precision, "distributed_strategy": sharding}
     whole = run(tmp_path / "whole", model_folder, **settings)
     with pytest.raises(Interrupted):
         run(tmp_path / "halved", model_folder, stop_after=8, **settings)
@@ -89,12 +89,12 @@ def test_tensor_cores_learn_what_exact_products_learn(
 
 @torch.no_grad()
 def test_angles_of_far_positions_are_exact_among_rounded_products(model_folder: Path) -> None:
-    model = text.load_model(model_folder).cuda()
-    precision.keep_angles_exact(model)
-    rotary = next(part for part in model.modules() if precision.turns(part))
+    model = pretrained.load_model(model_folder).cuda()
+    precision.disable_tf32_in_rope(model)
+    rotary = next(part for part in model.modules() if precision.is_rotary(part))
     stream, positions = torch.ones(1, 1, device="cuda"), torch.arange(4000, 4200, device="cuda").unsqueeze(0)
     exact = rotary(stream, positions)
-    with precision.fp32_products(tf32=True):
+    with precision.allow_tf32(tf32=True):
         among = rotary(stream, positions)
         numbers = torch.rand(512, 512, device="cuda")
         rounded = numbers @ numbers
@@ -102,7 +102,7 @@ def test_angles_of_far_positions_are_exact_among_rounded_products(model_folder: 
     assert not torch.equal(rounded, numbers @ numbers)
 
 
-@pytest.mark.parametrize("trainable", ["lora", {"last_layers": 1, "head": True, "untie_head": True}])
+@pytest.mark.parametrize("trainable", ["lora", {"last_layers": 1, "lm_head": True, "untie_lm_head": True}])
 def test_parts_train_on_the_gpu(model_folder: Path, tmp_path: Path, trainable: Any) -> None:
     whole = run(tmp_path, model_folder, trainable=trainable, packing=True, learning_rate=1e-2)
     losses = [loss for loss, *_ in trace(whole)["steps"].values()]
@@ -135,22 +135,22 @@ def test_bf16_weights_and_our_attention_learn_what_fp32_learns(
         for name in ("fp32", "bf16")
     )
     assert halved == pytest.approx(exact, rel=1e-2)
-    assert json.loads((tmp_path / "bf16/run/plan.json").read_text())["sft"]["weights"] == "bf16"
+    assert json.loads((tmp_path / "bf16/run/plan.json").read_text())["sft"]["param_dtype"] == "bf16"
 
 
 @torch.no_grad()
 def test_packed_documents_are_apart_at_full_speed(model_folder: Path) -> None:
-    model = text.load_model(model_folder).eval()
-    text.move(model, torch.device("cuda"), "auto")
-    assert model.config._attn_implementation == attention.NAME
+    model = pretrained.load_model(model_folder).eval()
+    pretrained.prepare_model(model, torch.device("cuda"), "auto")
+    assert model.config._attn_implementation == attention.ATTN_NAME
     model.to(torch.bfloat16)
     tokens = torch.arange(3, 27, device="cuda").unsqueeze(0)
     positions = torch.arange(12, device="cuda").repeat(2).unsqueeze(0)
     documents = torch.tensor([0, 12, 24, 24], dtype=torch.int32, device="cuda")
-    together = text.hidden_states(model, tokens, positions, documents=documents)[0, 12:]
-    alone = text.hidden_states(model, tokens[:, 12:], positions[:, 12:])[0]
+    together = attention.hidden_states(model, tokens, positions, cu_seqlens=documents)[0, 12:]
+    alone = attention.hidden_states(model, tokens[:, 12:], positions[:, 12:])[0]
     assert (together - alone).abs().max() < 0.05 * alone.abs().max()
-    leaking = text.hidden_states(model, tokens, positions)[0, 12:]
+    leaking = attention.hidden_states(model, tokens, positions)[0, 12:]
     assert (leaking - alone).abs().max() > 0.2 * alone.abs().max()
 
 
@@ -173,13 +173,13 @@ def test_what_is_computed_again_is_recorded_too_and_learns_the_same(
     monkeypatch: pytest.MonkeyPatch, compiled: bool, lora: bool
 ) -> None:
     recorded: list[bool] = []
-    record = Replay._record
+    record = GraphedCallable._capture
 
     def watched(*given: Any) -> bool:
         recorded.append(record(*given))
         return recorded[-1]
 
-    monkeypatch.setattr(Replay, "_record", watched)
+    monkeypatch.setattr(GraphedCallable, "_capture", watched)
     work = speed.Workload(4, 1024, 2816, 8, 4, rows=4, length=512, words=1024, lora=lora)
     found = {}
     for how, when in ((False, "never"), ("selective", "never"), ("selective", "always"), (True, "always")):
@@ -221,7 +221,7 @@ def test_a_bad_step_moves_nothing_before_the_host_has_judged_it(monkeypatch: pyt
 
     def watched(engine: Any, stop_asked: bool) -> Any:
         known = 64 if engine.cursor.step in sick else 0
-        engine.guard.restore({"losses": [1e-9] * known, "norms": [1e-9] * known})
+        engine.guard.restore({"losses": [1e-9] * known, "grad_norms": [1e-9] * known})
         seen.append(next(iter(engine.weights.values())).detach().clone())
         report = step(engine, stop_asked)
         assert report.health == ("spike" if known else "ok")
@@ -242,22 +242,22 @@ def test_the_kernel_moves_weights_as_the_formula_does(mean: torch.dtype, odd: in
     gradients = [[torch.randn(size).bfloat16() for size in sizes] for _ in range(4)]
     ends = []
     for device in ("cpu", "cuda"):
-        halves = [split(start.to(device)) for start in starts]
+        halves = [split_fp32_master(start.to(device)) for start in starts]
         weights = [torch.nn.Parameter(high) for high, _ in halves]
         groups = [{"params": weights[1:], "weight_decay": 0.1}, {"params": weights[:1], "weight_decay": 0.0}]
         rests = {weight: rest for weight, (_, rest) in zip(weights, halves, strict=True)}
-        moves = SplitAdamW(groups, rests, mean, lr=1e-2, betas=(0.9, 0.999), eps=1e-8)
+        moves = BF16AdamW(groups, rests, mean, lr=1e-2, betas=(0.9, 0.999), eps=1e-8)
         for step, given in enumerate(gradients):
             for weight, gradient in zip(weights, given, strict=True):
                 weight.grad = gradient.to(device)
             weights[7].grad = weights[7].grad if step % 2 else None
-            assert float(moves.shorten(1500.0)) == pytest.approx(length_of(given_to(weights)), rel=1e-4)
+            assert float(moves.set_clip_factor(1500.0)) == pytest.approx(length_of(given_to(weights)), rel=1e-4)
             if step == 2:
                 before = [weight.detach().clone() for weight in weights]
-                moves.stay_if(torch.tensor(True, device=device))
+                moves.skip_step_if(torch.tensor(True, device=device))
                 moves.step()
                 assert all(torch.equal(weight, was) for weight, was in zip(weights, before, strict=True))
-                moves.shorten(1500.0)
+                moves.set_clip_factor(1500.0)
             if step == 1:  # as by a restart
                 weights[3].data = weights[3].data.clone()
                 moves.state[weights[4]]["exp_avg"] = moves.state[weights[4]]["exp_avg"] * 2
@@ -265,7 +265,7 @@ def test_the_kernel_moves_weights_as_the_formula_does(mean: torch.dtype, odd: in
                 for weight, gradient in zip(weights, given, strict=True):
                     weight.grad = gradient.to(device)
             moves.step()
-        ends.append([join(weight.data, moves.state[weight][REST]).cpu() for weight in weights])
+        ends.append([join_fp32_master(weight.data, moves.state[weight][PARAM_REMAINDER]).cpu() for weight in weights])
     tolerance = 1e-5 if mean is torch.float32 else 1e-3
     for formula, kernel in zip(*ends, strict=True):
         torch.testing.assert_close(kernel, formula, rtol=1e-5, atol=tolerance)
@@ -287,11 +287,11 @@ def test_fp8_that_is_kept_trains_on_the_gpu_as_if_it_had_been_forced(
 ) -> None:
     pytest.importorskip("torchao")
     monkeypatch.setenv("MODELWRIGHT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(trial, "GAIN", 0.0)
-    monkeypatch.setattr(trial, "TOLERANCE", 1.0)
+    monkeypatch.setattr(fp8_trial, "MIN_SPEEDUP", 0.0)
+    monkeypatch.setattr(fp8_trial, "MAX_LOSS_DIFFERENCE", 1.0)
     settings = {"precision": "fp8", "max_steps": 3, "eval_steps": 3}
     kept = run(tmp_path / "kept", model_folder, **settings)
-    forced = run(tmp_path / "forced", model_folder, **settings, fp8_check="off")
+    forced = run(tmp_path / "forced", model_folder, **settings, fp8_validation="off")
     assert json.loads((kept / "plan.json").read_text())["sft"]["reasons"][-1].startswith("fp8 is kept")
     assert trace(kept) == trace(forced)
 
@@ -303,13 +303,13 @@ def test_a_card_that_others_have_filled_halves_the_rows_and_keeps_the_batch(
     """The error is the allocator's own: most of the card is taken."""
     work = speed.Workload(4, 1024, 2816, 8, 4, rows=8, length=1024, words=1024)
     way, told = speed.Variant("it", {"precision": "bf16", "cuda_graphs": recorded}), []
-    retreat = Engine._retreat
+    retreat = Engine._fallback_for
 
     def heard(engine: Any, error: Exception) -> str | None:
         told.append(retreat(engine, error))
         return told[-1]
 
-    monkeypatch.setattr(Engine, "_retreat", heard)
+    monkeypatch.setattr(Engine, "_fallback_for", heard)
     free_device()
     roomy = speed.train_modelwright(work, way, speed.rows_of(work, 8))
     assert not told
@@ -319,7 +319,7 @@ def test_a_card_that_others_have_filled_halves_the_rows_and_keeps_the_batch(
     cramped = speed.train_modelwright(work, way, speed.rows_of(work, 8))
     del taken
     free_device()
-    assert told[0].startswith("8 rows at once do not fit the memory; batch 8 = 4 per device × 1 device × 2")
+    assert told[0].startswith("micro-batch 8 runs out of memory; batch 8 = 4 per device × 1 device × 2")
     assert cramped.losses == pytest.approx(roomy.losses, rel=2e-3)
 
 

@@ -13,19 +13,26 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from modelwright.engine.adamw_table import ALIGNED, lay_out
-from modelwright.engine.masters import REST, SplitAdamW, halve, join, split
+from modelwright.engine.bf16_adamw import (
+    PARAM_REMAINDER,
+    VECTOR_BYTES,
+    BF16AdamW,
+    build_pointer_table,
+    join_fp32_master,
+    split_fp32_master,
+    to_bf16_with_remainders,
+)
 from modelwright.errors import UsageError
-from modelwright.plan.facts import Facts
+from modelwright.plan.hardware import DeviceInfo
 from modelwright.plan.stage import plan_stage
 from modelwright.recipe.load import load
-from modelwright.recipe.schema import Sft
+from modelwright.recipe.schema import SftConfig
 from modelwright.stages import pipeline
 from rig import trace
 from tiny import tiny_recipe
 
-CPU = Facts("cpu", "2 CPU threads", 10**9, False)
-GPU = Facts("cuda", "NVIDIA H200", 10**11, True)
+CPU = DeviceInfo("cpu", "2 CPU threads", 10**9, False)
+GPU = DeviceInfo("cuda", "NVIDIA H200", 10**11, True)
 
 
 def test_what_was_split_joins_to_the_very_same_bits() -> None:
@@ -34,9 +41,9 @@ def test_what_was_split_joins_to_the_very_same_bits() -> None:
     ties = (torch.randint(0x3F80, 0x4080, (500,)) * 65536 + 0x8000).to(torch.int32).view(torch.float32)
     edges = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-40, 3e38])
     master = torch.cat((numbers, ties, -ties, edges))
-    high, rest = split(master)
+    high, rest = split_fp32_master(master)
     assert (high.dtype, rest.dtype) == (torch.bfloat16, torch.int16)
-    assert torch.equal(join(high, rest).view(torch.int32), master.view(torch.int32))
+    assert torch.equal(join_fp32_master(high, rest).view(torch.int32), master.view(torch.int32))
     assert ((high.float() - master).abs() <= 2**-8 * master.abs() + 1e-38).all()
 
 
@@ -44,10 +51,10 @@ def test_split_weights_move_as_adamw_moves_fp32_masters() -> None:
     torch.manual_seed(0)
     exact = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
     halved = copy.deepcopy(exact)
-    rests = halve(halved)
+    rests = to_bf16_with_remainders(halved)
     weights = dict(halved.named_parameters())
     theirs = torch.optim.AdamW(exact.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
-    ours = SplitAdamW(
+    ours = BF16AdamW(
         [{"params": list(weights.values()), "weight_decay": 0.1}],
         {weights[name]: rest for name, rest in rests.items()},
         torch.float32, lr=1e-3, betas=(0.9, 0.999), eps=1e-8,
@@ -60,26 +67,28 @@ def test_split_weights_move_as_adamw_moves_fp32_masters() -> None:
         ours.step()
     for master, weight in zip(exact.parameters(), halved.parameters(), strict=True):
         assert weight.dtype is torch.bfloat16
-        torch.testing.assert_close(join(weight.data, ours.state[weight][REST]), master.data, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            join_fp32_master(weight.data, ours.state[weight][PARAM_REMAINDER]), master.data, rtol=1e-5, atol=1e-6
+        )
 
 
 def test_a_gradient_that_is_too_long_is_read_shortened() -> None:
     ends = []
     for longest in (1.0, float("inf")):
         weight = nn.Parameter(torch.ones(4).bfloat16())
-        moves = SplitAdamW(
+        moves = BF16AdamW(
             [{"params": [weight], "weight_decay": 0.0}], {weight: torch.zeros(4, dtype=torch.int16)}, torch.float32,
             lr=1e-3, betas=(0.9, 0.999), eps=1.0,
         )  # fmt: skip
         weight.grad = torch.full((4,), 2.0 if longest == 1.0 else 0.5).bfloat16()
-        assert float(moves.shorten(longest)) == pytest.approx(4.0 if longest == 1.0 else 1.0)
+        assert float(moves.set_clip_factor(longest)) == pytest.approx(4.0 if longest == 1.0 else 1.0)
         moves.step()
         assert float(weight.grad[0]) == (2.0 if longest == 1.0 else 0.5), "the gradient itself stays as it is"
-        ends.append(join(weight.data, moves.state[weight][REST]))
+        ends.append(join_fp32_master(weight.data, moves.state[weight][PARAM_REMAINDER]))
     torch.testing.assert_close(*ends)
 
 
-def moving(*sizes: int) -> tuple[list[nn.Parameter], SplitAdamW]:
+def moving(*sizes: int) -> tuple[list[nn.Parameter], BF16AdamW]:
     """Weights of ones, with gradients of ones, and what moves them by a tenth or so."""
     weights = [nn.Parameter(torch.ones(size).bfloat16()) for size in sizes]
     rests: dict[torch.Tensor, torch.Tensor] = {
@@ -88,12 +97,12 @@ def moving(*sizes: int) -> tuple[list[nn.Parameter], SplitAdamW]:
     for weight in weights:
         weight.grad = torch.ones_like(weight)
     groups = [{"params": weights, "weight_decay": 0.0}]
-    return weights, SplitAdamW(groups, rests, torch.float32, lr=0.1, betas=(0.9, 0.999), eps=1e-8)
+    return weights, BF16AdamW(groups, rests, torch.float32, lr=0.1, betas=(0.9, 0.999), eps=1e-8)
 
 
 def test_a_step_that_was_got_ready_reads_the_gradients_that_came_since() -> None:
     (first, second, third), moves = moving(4, 4, 4)
-    moves.shorten(10.0)
+    moves.set_clip_factor(10.0)
     first.grad, second.grad = -torch.ones_like(first), None
     moves.step()
     assert [float(weight.detach()[0]) for weight in (first, second, third)] == pytest.approx([1.1, 1.0, 0.9], abs=0.01)
@@ -104,17 +113,17 @@ def test_gradients_of_which_copies_are_read_are_refused_by_every_recording() -> 
     weight.grad = torch.ones(16, 2).bfloat16()[:, 0]
     for _ in range(2):
         with pytest.raises(RuntimeError, match="copies"):
-            moves.get_ready(to_stay=True)
-        moves.shorten(10.0)
+            moves.prepare_step(static_grads=True)
+        moves.set_clip_factor(10.0)
     weight.grad = torch.ones_like(weight)
-    moves.shorten(10.0)
-    assert moves.get_ready(to_stay=True).stays and moves.get_ready().stays
+    moves.set_clip_factor(10.0)
+    assert moves.prepare_step(static_grads=True).static_grads and moves.prepare_step().static_grads
 
 
 def test_a_step_that_was_got_ready_and_skipped_keeps_no_gradients() -> None:
     (weight,), moves = moving(4)
     gradient = weakref.ref(weight.grad)
-    moves.shorten(10.0)
+    moves.set_clip_factor(10.0)
     moves.zero_grad()
     assert gradient() is None
     moves.step()
@@ -124,12 +133,12 @@ def test_a_step_that_was_got_ready_and_skipped_keeps_no_gradients() -> None:
 def test_a_step_that_is_to_stay_moves_nothing_and_is_not_counted() -> None:
     (weight, other), moves = moving(4, 4)
     for bad in (False, True, False):
-        before = [join(each.data, moves.state[each][REST]) for each in (weight, other)]
+        before = [join_fp32_master(each.data, moves.state[each][PARAM_REMAINDER]) for each in (weight, other)]
         moments = {name: moves.state[weight][name].clone() for name in ("exp_avg", "exp_avg_sq", "step")}
-        moves.shorten(10.0)
-        moves.stay_if(torch.tensor(bad))
+        moves.set_clip_factor(10.0)
+        moves.skip_step_if(torch.tensor(bad))
         moves.step()
-        after = [join(each.data, moves.state[each][REST]) for each in (weight, other)]
+        after = [join_fp32_master(each.data, moves.state[each][PARAM_REMAINDER]) for each in (weight, other)]
         assert all(torch.equal(*each) for each in zip(before, after, strict=True)) == bad
         assert {torch.equal(moves.state[weight][name], was) for name, was in moments.items()} == {bad}
     assert float(moves.state[weight]["step"]) == 2
@@ -137,27 +146,27 @@ def test_a_step_that_is_to_stay_moves_nothing_and_is_not_counted() -> None:
 
 def test_moments_that_a_restart_has_replaced_are_read() -> None:
     (weight, other), moves = moving(4, 4)
-    moves.shorten(10.0)
+    moves.set_clip_factor(10.0)
     moves.step()
     moves.state[weight]["exp_avg"] = torch.full((4,), -1e3)
-    moves.shorten(10.0)
+    moves.set_clip_factor(10.0)
     moves.step()
     assert float(weight.detach()[0]) > 2 > 1 > float(other.detach()[0])
     assert float(moves.state[weight]["exp_avg"][0]) == pytest.approx(-900, abs=1)
 
 
-@pytest.mark.parametrize(("sizes", "aligned"), [((4096, 16, 1024, 48), ALIGNED), ((4096, 17, 1, 1025), 1)])
+@pytest.mark.parametrize(("sizes", "aligned"), [((4096, 16, 1024, 48), VECTOR_BYTES), ((4096, 17, 1, 1025), 1)])
 def test_every_number_of_many_tensors_is_moved_by_one_program(sizes: tuple[int, ...], aligned: int) -> None:
     tensors = [
         (torch.zeros(size).bfloat16(), torch.zeros(size).bfloat16(), torch.zeros(size, dtype=torch.int16), *twice)
         for size in sizes
         for twice in [(torch.zeros(size), torch.zeros(size))]
     ]
-    table = lay_out(tensors, 1024)
-    assert table.rows.shape == (len(sizes), 7) and table.aligned == aligned
+    table = build_pointer_table(tensors, 1024)
+    assert table.pointers.shape == (len(sizes), 7) and table.alignment == aligned
     moved = [torch.zeros(size, dtype=torch.int64) for size in sizes]
-    for program, owner in enumerate(table.owners.tolist()):
-        *addresses, count, begins = table.rows[owner].tolist()
+    for program, owner in enumerate(table.block_owner.tolist()):
+        *addresses, count, begins = table.pointers[owner].tolist()
         assert addresses == [part.data_ptr() for part in tensors[owner]] and count == sizes[owner]
         start = (program - begins) * 1024
         assert 0 <= start < count
@@ -166,14 +175,14 @@ def test_every_number_of_many_tensors_is_moved_by_one_program(sizes: tuple[int, 
 
 
 @pytest.mark.parametrize(("device", "expected"), [(CPU, "fp32"), (GPU, "bf16")])
-def test_a_gpu_that_computes_in_bf16_keeps_bf16_weights_by_itself(device: Facts, expected: str) -> None:
-    assert plan_stage(Sft(precision="bf16"), 10, 1, device).weights == expected
-    assert plan_stage(Sft(precision="fp32"), 10, 1, device).weights == "fp32"
+def test_a_gpu_that_computes_in_bf16_keeps_bf16_weights_by_itself(device: DeviceInfo, expected: str) -> None:
+    assert plan_stage(SftConfig(precision="bf16"), 10, 1, device).param_dtype == expected
+    assert plan_stage(SftConfig(precision="fp32"), 10, 1, device).param_dtype == "fp32"
 
 
 def test_bf16_weights_without_bf16_arithmetic_are_refused() -> None:
-    with pytest.raises(UsageError, match="weights: bf16 wants precision bf16 or fp8"):
-        plan_stage(Sft(precision="fp32", weights="bf16"), 10, 1, CPU)
+    with pytest.raises(UsageError, match="param_dtype: bf16 wants precision bf16 or fp8"):
+        plan_stage(SftConfig(precision="fp32", param_dtype="bf16"), 10, 1, CPU)
 
 
 BRIEF = {"max_steps": 4, "save_steps": 2, "eval_steps": 4, "per_device_train_batch_size": 1, "max_length": 32}
@@ -181,7 +190,7 @@ BRIEF = {"max_steps": 4, "save_steps": 2, "eval_steps": 4, "per_device_train_bat
 
 
 def run(folder: Path, model: Path, weights: str, **settings: Any) -> list[float]:
-    recipe = tiny_recipe(folder, model, precision="bf16", weights=weights, **{**BRIEF, **settings})
+    recipe = tiny_recipe(folder, model, precision="bf16", param_dtype=weights, **{**BRIEF, **settings})
     pipeline.run(load(recipe, environ={}), lambda event: None)
     return [loss for loss, *_ in trace(folder / "run")["steps"].values()]
 
@@ -204,7 +213,7 @@ def test_few_weights_go_on_exactly_from_a_checkpoint_that_has_their_rests(
     newest, older = sorted((stage / "checkpoints").glob("step-*"), reverse=True)
     files = trace(tmp_path / "run")["files"]
     with safe_open(older / "optimizer.safetensors", "pt") as stored:
-        assert {name.rpartition(".")[2] for name in stored.keys()} == {"step", "exp_avg", "exp_avg_sq", REST}  # noqa: SIM118
+        assert {name.rpartition(".")[2] for name in stored.keys()} == {"step", "exp_avg", "exp_avg_sq", PARAM_REMAINDER}  # noqa: SIM118
     shutil.rmtree(newest)
     (stage / "result.json").unlink()
     assert run(tmp_path, untied_model_folder, "bf16", **few) == losses

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from families import FAMILIES, family
-from modelwright.engine.precision import Precision, fp32_products, keep_angles_exact, turns
+from modelwright.engine.precision import MixedPrecision, allow_tf32, disable_tf32_in_rope, is_rotary
 
 GPU = torch.device("cuda")
 
@@ -33,7 +33,7 @@ def test_products_are_as_wished_forward_and_back_and_as_they_were_afterwards(
 ) -> None:
     """The device is only named: the switches are there without it. Other arithmetic than fp32 finds torch's own."""
     before, seen = switches(), []
-    precision = Precision(name, GPU, weights="fp32" if name == "fp32" else "bf16", tf32=tf32)
+    precision = MixedPrecision(name, GPU, param_dtype="fp32" if name == "fp32" else "bf16", tf32=tf32)
     number = torch.ones((), requires_grad=True)
     number.register_hook(lambda _: seen.append(switches()[:2]))
     with precision.autocast():
@@ -48,7 +48,7 @@ def test_who_uses_the_newer_switch_finds_it_as_it_was() -> None:
     """torch refuses to say what the older one is then; transformers' own trainers leave it so."""
     try:
         torch.backends.fp32_precision = "tf32"  # type: ignore[attr-defined]
-        with fp32_products(tf32=False):
+        with allow_tf32(tf32=False):
             assert torch.get_float32_matmul_precision() == "highest"
         assert torch.backends.cuda.matmul.fp32_precision == "tf32"
     finally:
@@ -57,7 +57,7 @@ def test_who_uses_the_newer_switch_finds_it_as_it_was() -> None:
 
 
 def test_a_processor_is_left_alone() -> None:
-    with Precision("fp32", torch.device("cpu"), tf32=True).autocast():
+    with MixedPrecision("fp32", torch.device("cpu"), tf32=True).autocast():
         assert torch.get_float32_matmul_precision() == "highest"
 
 
@@ -65,11 +65,13 @@ def test_a_processor_is_left_alone() -> None:
 @torch.no_grad()
 def test_angles_are_multiplied_exactly_whatever_holds_around_them(name: str) -> None:
     model, before = copy.deepcopy(family(name)), switches()
-    keep_angles_exact(model)
+    disable_tf32_in_rope(model)
     seen: set[tuple[bool, str]] = set()
     for part in model.modules():  # hooks that come last see what the module itself will see
-        part.register_forward_pre_hook(lambda part, _: seen.add((turns(part), torch.get_float32_matmul_precision())))
-    with fp32_products(tf32=True):
+        part.register_forward_pre_hook(
+            lambda part, _: seen.add((is_rotary(part), torch.get_float32_matmul_precision()))
+        )
+    with allow_tf32(tf32=True):
         model(torch.arange(8).unsqueeze(0))
     assert seen == {(True, "highest"), (False, "high")}
     assert switches() == before
@@ -78,9 +80,9 @@ def test_angles_are_multiplied_exactly_whatever_holds_around_them(name: str) -> 
 def test_a_part_that_fails_leaves_nothing_switched() -> None:
     model = copy.deepcopy(family("llama"))
     for _ in range(2):  # as by two engines
-        keep_angles_exact(model)
-    rotary = next(part for part in model.modules() if turns(part))
-    with fp32_products(tf32=True):
+        disable_tf32_in_rope(model)
+    rotary = next(part for part in model.modules() if is_rotary(part))
+    with allow_tf32(tf32=True):
         with pytest.raises(TypeError):
             rotary()
         assert torch.get_float32_matmul_precision() == "high"

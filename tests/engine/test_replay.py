@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from modelwright.data.image_set import ImageSet, ImageSplit
-from modelwright.engine.loop import Engine
-from modelwright.engine.step import Cursor
-from modelwright.engine.world import World
+from modelwright.data.images import ImageDataset, ImageSplits
+from modelwright.engine.distributed import World
+from modelwright.engine.task import Cursor
+from modelwright.engine.trainer import Engine
 from modelwright.models.vision import resnet18
-from modelwright.plan import facts
+from modelwright.plan import hardware
 from modelwright.plan.stage import plan_stage
-from modelwright.recipe.schema import Classify
+from modelwright.recipe.schema import ClassifyConfig
 from modelwright.tasks.classify import ClassifyTask
 
 EPOCHS, ROWS, BATCH, STEPS = 3, 41, 12, 11
@@ -68,10 +68,10 @@ def recording(graph: Recording, **how: Any) -> Iterator[None]:
     graph.undo()
 
 
-def image_set(count: int, seed: int) -> ImageSet:
+def image_set(count: int, seed: int) -> ImageDataset:
     dice = np.random.default_rng(seed)
     images = dice.integers(0, 256, (count, 8, 8, 3), dtype=np.uint8)
-    return ImageSet(images, np.arange(count) % 3, ("a", "b", "c"), "noise")
+    return ImageDataset(images, np.arange(count) % 3, ("a", "b", "c"), "noise")
 
 
 def learnt(records: bool) -> tuple[list[float], dict[str, Tensor]]:
@@ -80,26 +80,26 @@ def learnt(records: bool) -> tuple[list[float], dict[str, Tensor]]:
     On the way everything held out is measured, a step is found bad, and then what was recorded is forgotten.
     """
     torch.manual_seed(1)
-    split = ImageSplit(image_set(ROWS, 0), image_set(6, 1))
-    settings = Classify(
+    split = ImageSplits(image_set(ROWS, 0), image_set(6, 1))
+    settings = ClassifyConfig(
         num_train_epochs=EPOCHS, per_device_train_batch_size=BATCH // 2, global_batch_size=BATCH, optim="sgd",
-        learning_rate=0.05, momentum=0.9, max_grad_norm=0, precision="fp32", cutout=2,
+        learning_rate=0.05, momentum=0.9, max_grad_norm=0, precision="fp32", cutout_size=2,
     )  # fmt: skip
     task = ClassifyTask(resnet18(classes=3, width=4), split, settings, 5)
-    plan = plan_stage(settings, ROWS, 1, facts.probe())
+    plan = plan_stage(settings, ROWS, 1, hardware.probe_device())
     engine = Engine(task, settings, plan, World(), seed=3)
-    engine._records = records
-    engine.begin_anew()
+    engine._use_graphs = records
+    engine.reset_step_state()
     told: list[float] = []
     for report in engine.steps():
         told += [report.loss, report.grad_norm]
         if report.step == 4:
             engine.evaluate()
-            engine.guard.limits = lambda: (0.0, 0.0, 0.0)  # type: ignore[method-assign]
+            engine.guard.thresholds = lambda: (0.0, 0.0, 0.0)  # type: ignore[method-assign]
         if report.step == 5:
             assert report.health == "spike"
-            del engine.guard.limits
-            engine.begin_anew()
+            del engine.guard.thresholds
+            engine.reset_step_state()
     assert engine.cursor == Cursor(STEPS, EPOCHS * ROWS, EPOCHS * ROWS)
     return told, {name: value.clone() for name, value in engine._module.state_dict().items()}
 

@@ -11,20 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from modelwright.engine.retreat import SHAPES, Compiled, is_compilers, smaller_bites
+from modelwright.engine.fallback import RECOMPILE_LIMIT, CompiledLayers, halve_micro_batch, is_compiler_error
 from modelwright.errors import UsageError
-from modelwright.plan.facts import Facts
+from modelwright.plan.hardware import DeviceInfo
 from modelwright.plan.stage import plan_stage
 from modelwright.recipe.load import load
-from modelwright.recipe.schema import Classify, Lora, Sft
-from modelwright.recipe.training import Training
+from modelwright.recipe.schema import ClassifyConfig, LoraStageConfig, SftConfig, TrainingConfig
 from modelwright.stages import pipeline
-from modelwright.stages.foresee import _too_much_to_train
-from modelwright.tasks.sft import AnswerLoss
+from modelwright.stages.planning import _train_memory_message
+from modelwright.tasks.sft import SftLoss
 from rig import told, trace
 from tiny import tiny_recipe
 
-CPU = Facts("cpu", "2 CPU threads", 10**9, False)
+CPU = DeviceInfo("cpu", "2 CPU threads", 10**9, False)
 BRIEF = {"max_steps": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_length": 32}
 
 
@@ -38,21 +37,21 @@ def test_memory_that_is_full_halves_the_rows_and_keeps_the_batch(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = run(tmp_path / "whole", model_folder)
-    forward = AnswerLoss.forward
+    forward = SftLoss.forward
 
-    def cramped(self: AnswerLoss, tokens: torch.Tensor, *others: Any, **more: Any) -> torch.Tensor:
+    def cramped(self: SftLoss, tokens: torch.Tensor, *others: Any, **more: Any) -> torch.Tensor:
         if self.training and len(tokens) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return forward(self, tokens, *others, **more)
 
-    monkeypatch.setattr(AnswerLoss, "forward", cramped)
+    monkeypatch.setattr(SftLoss, "forward", cramped)
     halved = run(tmp_path / "halved", model_folder)
     for step, (loss, *rest) in whole["steps"].items():
         assert halved["steps"][step][0] == pytest.approx(loss, rel=1e-5)
         assert halved["steps"][step][-1] == rest[-1]
     notes = [event["message"] for event in told(tmp_path / "halved/run", "note")]
-    assert any("4 rows at once do not fit the memory" in note and "keeps the batch" in note for note in notes)
-    assert any("2 rows at once do not fit" in note for note in notes)
+    assert any("micro-batch 4 runs out of memory" in note and "keeps the batch" in note for note in notes)
+    assert any("micro-batch 2 runs out of memory" in note for note in notes)
 
 
 @pytest.mark.parametrize(
@@ -65,14 +64,14 @@ def test_memory_that_is_full_halves_the_rows_and_keeps_the_batch(
 def test_where_not_even_one_row_fits_a_letter_says_what_would_do(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, training: bool, letter: str
 ) -> None:
-    forward = AnswerLoss.forward
+    forward = SftLoss.forward
 
-    def full(self: AnswerLoss, *given: Any, **more: Any) -> torch.Tensor:
+    def full(self: SftLoss, *given: Any, **more: Any) -> torch.Tensor:
         if self.training is training:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return forward(self, *given, **more)
 
-    monkeypatch.setattr(AnswerLoss, "forward", full)
+    monkeypatch.setattr(SftLoss, "forward", full)
     with pytest.raises(UsageError, match=letter):
         run(tmp_path, model_folder)
 
@@ -80,28 +79,28 @@ def test_where_not_even_one_row_fits_a_letter_says_what_would_do(
 @pytest.mark.parametrize(
     ("settings", "would_do"),
     [
-        (Sft(gradient_checkpointing="selective"), "gradient_checkpointing: true"),
-        (Sft(gradient_checkpointing=True, per_device_train_batch_size=6, gradient_accumulation_steps=2),
-         "the same batch in smaller bites: per_device_train_batch_size: 3 with global_batch_size: 12"),
-        (Sft(gradient_checkpointing=True),
-         "trainable: lora, or shorter rows: max_length, or more cards: sharding: fsdp"),
-        (Lora(gradient_checkpointing=True, quantization="nf4"), "shorter rows: max_length"),
-        (Classify(), "a smaller model.width"),
+        (SftConfig(gradient_checkpointing="selective"), "gradient_checkpointing: true"),
+        (SftConfig(gradient_checkpointing=True, per_device_train_batch_size=6, gradient_accumulation_steps=2),
+         "same global batch, smaller micro-batch: per_device_train_batch_size: 3 with global_batch_size: 12"),
+        (SftConfig(gradient_checkpointing=True),
+         "trainable: lora, or shorter rows: max_length, or more cards: distributed_strategy: fsdp"),
+        (LoraStageConfig(gradient_checkpointing=True, quantization="nf4"), "shorter rows: max_length"),
+        (ClassifyConfig(), "a smaller model.resnet_width"),
     ],
 )  # fmt: skip
-def test_the_letter_offers_only_what_the_plan_does_not_do_yet(settings: Training, would_do: str) -> None:
+def test_the_letter_offers_only_what_the_plan_does_not_do_yet(settings: TrainingConfig, would_do: str) -> None:
     plan = plan_stage(settings, 100, 1, CPU)
     if "per_device_train_batch_size" not in settings.model_fields_set:
-        plan = replace(plan, per_device=1)
-    assert _too_much_to_train(plan, settings).endswith(f"at once; what would do: {would_do}")
+        plan = replace(plan, micro_batch_size=1)
+    assert _train_memory_message(plan, settings).endswith(f"at once; what would do: {would_do}")
 
 
 def test_one_row_at_once_is_the_least() -> None:
-    plan = plan_stage(Sft(per_device_train_batch_size=6, gradient_accumulation_steps=2), 100, 1, CPU)
+    plan = plan_stage(SftConfig(per_device_train_batch_size=6, gradient_accumulation_steps=2), 100, 1, CPU)
     sizes = []
     while plan is not None:
-        sizes.append((plan.per_device, plan.accumulation, plan.global_batch))
-        plan = smaller_bites(plan)
+        sizes.append((plan.micro_batch_size, plan.gradient_accumulation_steps, plan.global_batch_size))
+        plan = halve_micro_batch(plan)
     assert sizes == [(6, 2, 12), (3, 4, 12), (1, 12, 12)]
 
 
@@ -120,8 +119,8 @@ def test_layers_that_do_not_compile_run_as_they_are(
         [loss for loss, *_ in whole["steps"].values()], rel=1e-6
     )
     notes = [event["message"] for event in told(tmp_path / "again/run", "note")]
-    assert any("RuntimeError: no compiler here); it is tried again with a fresh cache" in note for note in notes)
-    assert any("the layers run as they are" in note for note in notes)
+    assert any("RuntimeError: no compiler here); retrying with a fresh cache" in note for note in notes)
+    assert any("running eagerly" in note for note in notes)
 
 
 def test_a_later_stage_finds_room_for_what_it_compiles() -> None:
@@ -134,8 +133,8 @@ def test_a_later_stage_finds_room_for_what_it_compiles() -> None:
     for stage in range(3):
         torch.compile(torch.nn.functional.relu, backend=seen)(torch.ones(3))
         assert len(traced) == stage + 1
-        Compiled([torch.nn.Linear(1, 1)], traced.append)
-    assert torch._dynamo.config.recompile_limit == SHAPES
+        CompiledLayers([torch.nn.Linear(1, 1)], traced.append)
+    assert torch._dynamo.config.recompile_limit == RECOMPILE_LIMIT
 
 
 def test_what_a_compiler_finds_broken_in_its_cache_is_the_compilers_failure() -> None:
@@ -145,7 +144,7 @@ def test_what_a_compiler_finds_broken_in_its_cache_is_the_compilers_failure() ->
     for read, is_theirs in ((module["read"], True), (json.loads, False)):
         with pytest.raises(ValueError, match="Expecting value") as met:
             read("broken")
-        assert is_compilers(met.value) is is_theirs
+        assert is_compiler_error(met.value) is is_theirs
 
 
 class Heard(logging.Handler):
@@ -161,8 +160,8 @@ class Heard(logging.Handler):
 
 def test_a_cache_that_cannot_be_read_is_told_once_and_without_a_traceback() -> None:
     said: list[str] = []
-    Compiled([torch.nn.Linear(1, 1)], lambda told: pytest.fail("an earlier stage is no longer told"))
-    Compiled([torch.nn.Linear(1, 1)], said.append)
+    CompiledLayers([torch.nn.Linear(1, 1)], lambda told: pytest.fail("an earlier stage is no longer told"))
+    CompiledLayers([torch.nn.Linear(1, 1)], said.append)
     reader, heard = logging.getLogger("torch._inductor.codecache"), Heard()
     reader.addHandler(heard)
     for _ in range(2):
@@ -172,5 +171,5 @@ def test_a_cache_that_cannot_be_read_is_told_once_and_without_a_traceback() -> N
             reader.warning("unable to load compiled graph", exc_info=True)
     reader.warning("something else")
     reader.removeHandler(heard)
-    assert said == ["what the compile cache holds cannot be read; it is compiled again"]
+    assert said == ["the compile cache cannot be read; compiling again"]
     assert heard.lines == ["something else"]

@@ -76,7 +76,11 @@ def _sound(recipe: Path, folder: Path, short: bool) -> Iterator[Sequence[str]]:
     yield "run", str(recipe), "--log-format", "json"
     yield "report", run
     yield "export", run, "--to", str(folder / "exported")
-    sets = ("cluster.token_secret=hub-token", "model.model_name_or_path=somebody/model", "output_dir=/shared/models/x")
+    sets = (
+        "cluster.hf_token_secret=hub-token",
+        "model.model_name_or_path=somebody/model",
+        "output_dir=/shared/models/x",
+    )
     yield *on_cluster, *(word for each in sets for word in ("--set", each))
     yield "explain", str(recipe), "--json"
     yield "run", str(recipe), "--set", "report_to=[wandb, mlflow]"
@@ -90,8 +94,8 @@ def _sound(recipe: Path, folder: Path, short: bool) -> Iterator[Sequence[str]]:
 def _mistaken(recipe: Path, planted: Path) -> Iterator[Sequence[str]]:
     """What fails: secrets in settings, in files that the recipe names, in variables that it maps; each with --debug."""
     wrong = [f"model.model_name_or_path={URL}", f"data.train_file={URL}", f"sft.learning_rate={TOKEN}",
-             f"cluster.variables={{HF_TOKEN: {TOKEN}}}", f"cluster.variables={{DB_PASSWORD: {MARK}}}",
-             f"cluster.code=git+https://{MARK}x0x0@example.invalid/a/b", f"sft.{TOKEN}=1", f"description={TOKEN}",
+             f"cluster.env={{HF_TOKEN: {TOKEN}}}", f"cluster.env={{DB_PASSWORD: {MARK}}}",
+             f"cluster.code_source=git+https://{MARK}x0x0@example.invalid/a/b", f"sft.{TOKEN}=1", f"description={TOKEN}",
              f"data.columns={{{TOKEN}: prompt}}", f"name={TOKEN}", f"compare.prompts=[{TOKEN}]", f"nothing {TOKEN}",
              f"data.train_file=https://example.invalid/rows.jsonl?token={MARK}12345678"]  # fmt: skip
     for setting in wrong:
@@ -100,7 +104,7 @@ def _mistaken(recipe: Path, planted: Path) -> Iterator[Sequence[str]]:
     files = {
         "base": {"base": "with-secret.yaml", **said},
         "gates": {"gates_file": "with-secret.yaml", **said},
-        "mixed-up": {"environment": {"EPOCHS": "sft.num_train_epochs"}, **said},
+        "mixed-up": {"env_overrides": {"EPOCHS": "sft.num_train_epochs"}, **said},
     }
     (planted / "with-secret.yaml").write_text(json.dumps({"description": TOKEN, TOKEN: TOKEN}), encoding="utf-8")
     for name, changed in files.items():

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.common import children_of, environment
-from modelwright.runs.beat import process_state
+from modelwright.runs.heartbeat import process_state
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 

@@ -38,20 +38,19 @@ def measure_saves(folder: str) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from modelwright.engine.checkpoint import Checkpoints, Snapshot
-    from modelwright.engine.tensors import Lazy
-    from modelwright.runs.folder import sync
+    from modelwright.engine.checkpoint import CheckpointManager, LazyTensor, Snapshot
+    from modelwright.runs.folder import fsync_path
 
     place = Path(folder)
     count = MEGABYTES // 8
     weights = {f"layer.{n}": torch.randn(1 << 21) for n in range(count)}  # 8 MiB each
-    lazy = [Lazy(name, tuple(w.shape), w.dtype, lambda w=w: w) for name, w in weights.items()]  # type: ignore[misc]
-    checkpoints = Checkpoints(place / "verified", 2, lambda line: None)
+    lazy = [LazyTensor(name, tuple(w.shape), w.dtype, lambda w=w: w) for name, w in weights.items()]  # type: ignore[misc]
+    checkpoints = CheckpointManager(place / "verified", 2, lambda line: None)
     seconds: dict[str, list[float]] = {"plain": [], "verified": []}
     for turn in range(TURNS + 1):
         began = time.perf_counter()
         save_file(weights, place / "plain.safetensors")
-        sync(place / "plain.safetensors")
+        fsync_path(place / "plain.safetensors")
         middle = time.perf_counter()
         checkpoints.save(Snapshot(turn, {"cursor": {"step": turn}}, {"model.safetensors": lazy}), True)
         if turn:  # the first one warms up

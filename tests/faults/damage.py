@@ -53,7 +53,7 @@ def _try_on_checkpoint(bench: Bench, trials: list[tuple[str, str, Damage]]) -> t
         code, output = bench.run(recipe)
         resumed = [event["step"] for event in told(folder / "run", "resumed")]
         before = int(last.name.split("-")[1]) - 3
-        if code or f"checkpoint {last.name} is set aside" not in output or resumed[-1] != before:
+        if code or f"checkpoint {last.name} moved to corrupt/" not in output or resumed[-1] != before:
             notes.append(f"{name}, {word}: exit {code}, went on from {resumed}: {output.strip()[-200:]}")
         elif trace(folder / "run") != whole:
             notes.append(f"{name}, {word}: it differs from the untouched run")

@@ -25,7 +25,7 @@ RECIPE = """\
 name: bench-data
 model: {{architecture: {{hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 4}}}}
 data: {{train_file: {source}, test_size: 1%}}
-prepare: {{vocab_size: 8192, tokenizer_sample_mb: 4, workers: {workers}}}
+prepare: {{vocab_size: 8192, tokenizer_sample_mb: 4, num_proc: {workers}}}
 """
 TRACE = "import json, sys; from tests.faults.data_trials import trace; print(json.dumps(trace(*sys.argv[1:])))"
 KILLS = 20
@@ -149,12 +149,12 @@ def _held(pid: int) -> int:
 def trace(recipe: str, folder: str) -> dict[str, Any]:
     """Prepare from this very process, and look at the clock of all processes after each step."""
     from modelwright.recipe.load import load
-    from modelwright.stages.prepare import plan_of, prepare_shards, processes
+    from modelwright.stages.prepare import build_prepare_job, process_executor, run_prepare
 
     loaded = load(recipe)
     seconds: dict[str, float] = {}
     step, begun = "plan", 0.0
-    for told in prepare_shards(plan_of(loaded, Path(folder)), processes(loaded.recipe.prepare), loaded):
+    for told in run_prepare(build_prepare_job(loaded, Path(folder)), process_executor(loaded.recipe.prepare), loaded):
         now = _spent()
         seconds[step] = seconds.get(step, 0.0) + now - begun
         step, begun = told.step, now

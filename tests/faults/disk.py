@@ -158,7 +158,7 @@ def _is_final(target: str, root: str) -> bool:
     if not target.startswith(f"{root}/"):
         return False
     parts = target.removeprefix(f"{root}/").split("/")
-    return not any(part.startswith(".") or part == "set-aside" for part in parts)
+    return not any(part.startswith(".") or part == "corrupt" for part in parts)
 
 
 def _tracer_of(pid: int) -> int:

@@ -72,7 +72,9 @@ def cut_for_ever(scene: Scene) -> Figures:
     scene.wait_for(lambda: all(node.popen.poll() is not None for node in both), "both sides are out")
     seconds = time.time() - moment
     for node in both:
-        assert "silent" in node.output or "answered" in node.output, f"a side leaves without the cause: {node.output}"
+        assert "no heartbeat" in node.output or "answered" in node.output, (
+            f"a side leaves without the cause: {node.output}"
+        )
         assert node.popen.returncode == 75, f"a side leaves with {node.popen.returncode}: {node.output}"
     return {"link_gone": seconds}
 

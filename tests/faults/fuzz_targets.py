@@ -14,17 +14,16 @@ from typing import Any
 
 import xxhash
 
-from modelwright.data.audit import Frame, audit
-from modelwright.data.conversations import converse
-from modelwright.data.files import Row, read_file
-from modelwright.data.preferences import pair_up
-from modelwright.data.quarantine import write as write_quarantine
-from modelwright.data.texts import documents
+from modelwright.cluster import documents, lint
+from modelwright.data.audit import AuditConfig, audit
+from modelwright.data.chat import rows_to_conversations
+from modelwright.data.preferences import rows_to_pairs
+from modelwright.data.readers import Row, read_file, write_quarantine
+from modelwright.data.shards import iter_documents
 from modelwright.errors import DataError
-from modelwright.launch import rules, stream
-from modelwright.recipe.load import dump, load, shipped
-from modelwright.recipe.moving import move
-from modelwright.recipe.schema import Data
+from modelwright.recipe.convert import convert_config
+from modelwright.recipe.load import builtin_recipes, dump_yaml, load
+from modelwright.recipe.schema import DataConfig
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ YAML_WORDS = (
         b"sft:",
         b"data: ",
         b"gates_file: x",
-        b"environment: {A: sft.seed}",
+        b"env_overrides: {A: sft.seed}",
         b"[" * 200,
         b"- " * 90,
     ),
@@ -77,11 +76,11 @@ YAML_WORDS = (
 def _recipe(given: bytes, folder: Path) -> None:
     path = folder / "recipe.yaml"
     path.write_bytes(given)
-    dump(load(path, environ={}).recipe)
+    dump_yaml(load(path, environ={}).recipe)
 
 
 def _setting(given: bytes, folder: Path) -> None:
-    dump(load("quickstart", [given.decode("utf-8", "surrogateescape")], {}).recipe)
+    dump_yaml(load("quickstart", [given.decode("utf-8", "surrogateescape")], {}).recipe)
 
 
 def _gates(given: bytes, folder: Path) -> None:
@@ -91,17 +90,17 @@ def _gates(given: bytes, folder: Path) -> None:
         "name: x\nmodel: {model_name_or_path: x}\ndata: {train_file: x.jsonl}\nsft: {}\ngates_file: gates.yaml\n",
         encoding="utf-8",
     )
-    dump(load(path, environ={}).recipe)
+    dump_yaml(load(path, environ={}).recipe)
 
 
 def _configuration(given: bytes, folder: Path) -> None:
     path = folder / "trl.yaml"
     path.write_bytes(given)
-    move(path, None, None)
+    convert_config(path, None, None)
 
 
-def _texts(rows: list[Row], data: Data) -> list[str]:
-    return list(documents(rows, data.text_column))
+def _texts(rows: list[Row], data: DataConfig) -> list[str]:
+    return list(iter_documents(rows, data.text_column))
 
 
 def _rows(suffix: str) -> Callable[[bytes, Path], None]:
@@ -110,9 +109,9 @@ def _rows(suffix: str) -> Callable[[bytes, Path], None]:
     def read(given: bytes, folder: Path) -> None:
         path = folder / f"rows{suffix}"
         path.write_bytes(given)
-        data = Data(train_file=str(path))
+        data = DataConfig(train_file=str(path))
         rows = [item for item in read_file(path) if isinstance(item, Row)]
-        for use in (converse, pair_up, _texts):
+        for use in (rows_to_conversations, rows_to_pairs, _texts):
             for row in rows[:20]:
                 try:
                     use([row], data)
@@ -120,9 +119,9 @@ def _rows(suffix: str) -> Callable[[bytes, Path], None]:
                     str(error).encode()
         if len(given) % 16 == 0:
             for kind in ("conversations", "pairs", "text"):
-                found = audit(data, Frame(kind, 64, 4, 0), folder)
+                found = audit(data, AuditConfig(kind, 64, 4, 0), folder)
                 json.dumps(found.as_json(), ensure_ascii=False).encode()
-                write_quarantine(folder / "quarantine.jsonl", found.faults)
+                write_quarantine(folder / "quarantine.jsonl", found.invalid_rows)
 
     return read
 
@@ -142,7 +141,7 @@ def _parquet() -> tuple[bytes, ...]:
 
 def _checkpoint(given: bytes, folder: Path) -> None:
     """A manifest beside the files it may speak of."""
-    from modelwright.engine.checkpoint import Checkpoints
+    from modelwright.engine.checkpoint import CheckpointManager
 
     step = folder / "step-00000005"
     step.mkdir(exist_ok=True)
@@ -150,16 +149,16 @@ def _checkpoint(given: bytes, folder: Path) -> None:
     (step / "manifest.json").write_bytes(given)
     shutil.rmtree(folder / "taken", ignore_errors=True)
     (folder / "taken").mkdir()
-    Checkpoints(folder / "taken", 2, lambda line: None).take(step)
+    CheckpointManager(folder / "taken", 2, lambda line: None).import_from(step)
 
 
 def _sealed(given: bytes) -> bytes:
     """The same manifest with a seal that fits, so that the damage is not found by the seal alone."""
-    from modelwright.engine.checkpoint import sealed
+    from modelwright.engine.checkpoint import with_checksum
 
     try:
         body = json.loads(given)
-        return sealed({key: value for key, value in body.items() if key != "seal"})
+        return with_checksum({key: value for key, value in body.items() if key != "checksum"})
     except (ValueError, AttributeError, RecursionError, TypeError):
         return given
 
@@ -170,21 +169,21 @@ def _manifest() -> bytes:
 
 
 def _job(given: bytes, folder: Path) -> None:
-    rules.check(stream.read_text(given.decode("utf-8", "replace"), "job.yaml"))
+    lint.lint(documents.parse_manifests(given.decode("utf-8", "replace"), "job.yaml"))
 
 
 def _jobs() -> tuple[bytes, ...]:
-    from modelwright.launch.manifests import job_of, render
+    from modelwright.cluster.manifests import build_job, render
 
-    loaded = load("quickstart", ["cluster.nodes=2", "cluster.queue=default"], {})
-    jobs = (job_of(loaded.recipe, Path.cwd(), "trainjob"), job_of(loaded.recipe, Path.cwd(), "pytorchjob"))
+    loaded = load("quickstart", ["cluster.nodes=2", "cluster.local_queue=default"], {})
+    jobs = (build_job(loaded.recipe, Path.cwd(), "trainjob"), build_job(loaded.recipe, Path.cwd(), "pytorchjob"))
     return tuple(render(job).encode() for job in jobs)
 
 
 def _model_settings(given: bytes, folder: Path) -> None:
     from modelwright.models import trust
 
-    for name in ("config.json", "tokenizer_config.json", trust.ADAPTER):
+    for name in ("config.json", "tokenizer_config.json", trust.ADAPTER_CONFIG):
         (folder / name).write_bytes(given)
     (folder / "model.safetensors").write_bytes(b"")
     (folder / "adapter_model.safetensors").write_bytes(b"")
@@ -194,11 +193,13 @@ def _model_settings(given: bytes, folder: Path) -> None:
 
 
 def _request(given: bytes, folder: Path) -> None:
-    from modelwright.serve.ask import Decoding
-    from modelwright.serve.server import read_wish
+    from modelwright.serve.generate import SamplingParams
+    from modelwright.serve.openai_server import parse_request
 
-    served: Any = SimpleNamespace(name="tiny", system_prompt="Be brief.", answerer=SimpleNamespace(decoding=Decoding()))
-    read_wish(given, served)
+    served: Any = SimpleNamespace(
+        name="tiny", system_prompt="Be brief.", generator=SimpleNamespace(sampling_params=SamplingParams())
+    )
+    parse_request(given, served)
 
 
 def _any_json() -> Any:
@@ -223,9 +224,9 @@ def _some_rows() -> Any:
 def _some_recipe() -> Any:
     from hypothesis import strategies as some
 
-    from modelwright.recipe.settings import sections
+    from modelwright.recipe.fields import all_sections
 
-    keys = [name for name in sections() if name and "." not in name]
+    keys = [name for name in all_sections() if name and "." not in name]
     inner = some.dictionaries(some.sampled_from(["learning_rate", "max_steps", "data", "train_file", "trainable", "x",
                                                  "eval_loss", "at_most", "dataset_name", "mix", "columns"]),
                               _any_json(), max_size=4)  # fmt: skip
@@ -251,7 +252,7 @@ def _as_lines(rows: list[dict[str, Any]]) -> bytes:
 @cache
 def targets() -> tuple[Target, ...]:
     """Every reader, with real inputs made now."""
-    recipes = tuple(path.read_bytes() for name, path in shipped().items() if name.endswith("tiny"))
+    recipes = tuple(path.read_bytes() for name, path in builtin_recipes().items() if name.endswith("tiny"))
     gates = (
         b"gates:\n  sft:\n    eval_loss: {at_most: 2.2}\n    style_score: {at_least: 0.5, times: base_style_score}\n"
     )

@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from modelwright.report.ledger import KINDS, Ledger
+from modelwright.report.history import TIME_CATEGORIES, TimeBreakdown
 from modelwright.runs import journal
 from tests.faults.fault import Bench, Fault, Outcome
 from tests.faults.ranks import Launch
@@ -37,19 +37,19 @@ def under_kills(bench: Bench) -> Outcome:
         code = process.wait(timeout=120)
     finally:
         launch.end()
-    ledger = Ledger()
+    ledger = TimeBreakdown()
     for event in journal.read(launch.run / "journal.jsonl"):
         ledger.add(event)
     before = told(launch.run, "run")[0]["time"] - began  # the first start, which no journal can tell of
-    parts = {**ledger.parts, "start": ledger.parts["start"] + before}
+    parts = {**ledger.seconds, "startup": ledger.seconds["startup"] + before}
     whole = sum(parts.values())
-    share = parts["useful"] / whole
-    rest = sorted(((name, value) for name, value in parts.items() if name != "useful"), key=lambda each: -each[1])
+    share = parts["productive"] / whole
+    rest = sorted(((name, value) for name, value in parts.items() if name != "productive"), key=lambda each: -each[1])
     causes = ", ".join(f"{name} {value / whole:.1%}" for name, value in rest if value / whole >= 0.001)
     figure = f"{share:.1%} useful over {whole / 60:.1f} minutes and {kills} kills ({causes})"
     met = alive and code == 75 and kills >= 0.9 * (seconds / EVERY_SECONDS - 1) and share >= GOAL
     numbers = {"useful_share": round(share, 4), "kills": kills, "minutes": round(whole / 60, 2),
-               "seconds_by_kind": {name: round(parts[name], 1) for name in KINDS}}  # fmt: skip
+               "seconds_by_category": {name: round(parts[name], 1) for name in TIME_CATEGORIES}}  # fmt: skip
     return Outcome(figure, met, numbers)
 
 

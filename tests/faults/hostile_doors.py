@@ -73,7 +73,7 @@ def _as_run(folder: Path, model: Path, recipe: Path) -> Path:
     """A run folder from elsewhere, whose model is the hostile one."""
     stage = folder / "stages" / "sft"
     shutil.copytree(model, stage / "model")
-    (stage / "result.json").write_text(json.dumps({"files": {}, "metrics": {}, "wishes": {}}), encoding="utf-8")
+    (stage / "result.json").write_text(json.dumps({"files": {}, "metrics": {}, "resume_config": {}}), encoding="utf-8")
     (folder / "journal.jsonl").write_text("", encoding="utf-8")
     shutil.copy(recipe, folder / "recipe.yaml")
     return folder
@@ -89,7 +89,7 @@ def _data(made: Path, place: Place) -> Iterator[Sequence[str]]:
 
 def _images(made: Path, place: Place) -> Iterator[Sequence[str]]:
     said = {"name": "hostile", "output_dir": str(place.folder / "run"), "data": {"dataset_name": str(made)},
-            "model": {"model_name_or_path": "resnet18", "width": 8}, "classify": {"max_steps": 1}}  # fmt: skip
+            "model": {"model_name_or_path": "resnet18", "resnet_width": 8}, "classify": {"max_steps": 1}}  # fmt: skip
     path = place.folder / "recipe.yaml"
     path.write_text(json.dumps(said), encoding="utf-8")
     yield "run", str(path)
@@ -103,7 +103,7 @@ def _recipes(made: Path, place: Place) -> Iterator[Sequence[str]]:
 
 def _checkpoints(made: Path, place: Place) -> Iterator[Sequence[str]]:
     """The file in the newest checkpoint of a run that is to go on: as it is, and with hashes that fit it."""
-    from modelwright.engine.checkpoint import MANIFEST, sealed
+    from modelwright.engine.checkpoint import MANIFEST, with_checksum
     from modelwright.runs.folder import hash_file
 
     recipe = write_recipe(place.folder / "recipe.yaml", place.model, {"train_file": "rows.jsonl"}, save_steps=1)
@@ -111,7 +111,7 @@ def _checkpoints(made: Path, place: Place) -> Iterator[Sequence[str]]:
     run = place.folder / "run"
     for fits in (False, True):
         (run / "stages/sft/result.json").unlink(missing_ok=True)
-        shutil.rmtree(run / "stages/sft/checkpoints/set-aside", ignore_errors=True)
+        shutil.rmtree(run / "stages/sft/checkpoints/corrupt", ignore_errors=True)
         newest = max((run / "stages/sft/checkpoints").glob("step-*"), default=None)
         if newest is None:
             return
@@ -119,7 +119,7 @@ def _checkpoints(made: Path, place: Place) -> Iterator[Sequence[str]]:
         if fits:
             files = {path.name: {"size": path.stat().st_size, "xxh3": hash_file(path)}
                      for path in newest.iterdir() if path.name != MANIFEST}  # fmt: skip
-            (newest / MANIFEST).write_bytes(sealed({"step": 1, "modelwright": "0", "files": files}))
+            (newest / MANIFEST).write_bytes(with_checksum({"step": 1, "modelwright": "0", "files": files}))
         yield "run", str(recipe)
 
 

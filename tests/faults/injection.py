@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from modelwright.report import page
+from modelwright.report import html
 from modelwright.runs.folder import RunFolder, write_json
 from tests.faults.hostile_doors import Runner, write_recipe
 from tests.faults.hostile_texts import HOSTILE
@@ -52,31 +52,31 @@ def run_that_says(folder: Path, text: str, steps: int = 20) -> RunFolder:
     """A run as its journal tells it, with a text as its name, question, answers, notes, source and verdict."""
     run = RunFolder(folder / "run")
     step = {"event": "step", "stage": "sft", "steps": steps, "grad_norm": 1.0, "learning_rate": 1e-3, "health": "ok",
-            "tokens_per_second": 100.0, "seconds": 1.0, "memory_bytes": 10**9}  # fmt: skip
+            "tokens_per_second": 100.0, "step_seconds": 1.0, "peak_memory_bytes": 10**9}  # fmt: skip
     answers = [{"question": text, "before": text, "after": text}]
     events: list[dict[str, Any]] = [
         {"event": "run", "recipe": text, "stages": ["sft"], "world": 1, "device": text},
-        {"event": "stage", "stage": "sft"},
+        {"event": "stage_started", "stage": "sft"},
         *({**step, "step": number, "loss": 4 / number} for number in range(1, steps + 1)),
         {"event": "answers", "stage": "sft", "answers": answers, "notice": text},
         {"event": "note", "message": text},
-        {"event": "verdict", "stage": "sft", "open": True, "letter": text, "metrics": {"eval_loss": 1.0}},
+        {"event": "verdict", "stage": "sft", "open": True, "message": text, "metrics": {"eval_loss": 1.0}},
         {"event": "done", "seconds": 1.0},
     ]
     run.path.mkdir(parents=True)
     lines = [json.dumps({"time": float(time), **event}) for time, event in enumerate(events)]
     run.journal.write_text("\n".join(lines) + "\n", encoding="utf-8")
     write_json(run.data_manifest("sft"), {"source": text, "train": {"rows": 3}, "extra": text})
-    checks = [{"metric": "eval_loss", "value": 1.0, "wants": text, "passed": True}]
+    checks = [{"metric": "eval_loss", "value": 1.0, "requirement": text, "passed": True}]
     write_json(run.gate("sft"), {"open": True, "checks": checks, "metrics": {"eval_loss": 1.0}})
     return run
 
 
 def pages(folder: Path, said: Said, texts: Sequence[str] = HOSTILE) -> None:
     """Draw a report for each text, and compare its tags with those of a run that says "Why?"."""
-    plain = Tags(page.write(run_that_says(folder / "plain", "Why?")).read_text(encoding="utf-8"))
+    plain = Tags(html.write_report(run_that_says(folder / "plain", "Why?")).read_text(encoding="utf-8"))
     for number, text in enumerate(texts):
-        written = page.write(run_that_says(folder / f"page-{number}", text)).read_text(encoding="utf-8")
+        written = html.write_report(run_that_says(folder / f"page-{number}", text)).read_text(encoding="utf-8")
         found = Tags(written)
         said.pages += 1
         if found.tags != plain.tags or {name for name, _ in found.attributes} != {name for name, _ in plain.attributes}:

@@ -32,7 +32,7 @@ def slow_steps(seconds: float, after: int = 0) -> None:
 
 def kill_in_save(step: int, moment: int) -> None:
     """Be killed at one moment of the save after a step; moment 0 only counts them and prints how many there are."""
-    from modelwright.engine.checkpoint import Checkpoints
+    from modelwright.engine.checkpoint import CheckpointManager
 
     seen, inside = 0, False
 
@@ -51,7 +51,7 @@ def kill_in_save(step: int, moment: int) -> None:
 
     for name in WRITES:
         setattr(os, name, watched(getattr(os, name)))
-    save = Checkpoints.save
+    save = CheckpointManager.save
 
     def watched_save(self: Any, snapshot: Any, *rest: Any) -> None:
         nonlocal inside
@@ -65,7 +65,7 @@ def kill_in_save(step: int, moment: int) -> None:
             print("moments:", seen)
         inside = False
 
-    Checkpoints.save = watched_save  # type: ignore[method-assign,assignment]
+    CheckpointManager.save = watched_save  # type: ignore[method-assign,assignment]
 
 
 def save_in_place() -> None:
@@ -81,7 +81,7 @@ def save_in_place() -> None:
     def trusting(folder: Path) -> str | None:
         return None
 
-    checkpoint.Checkpoints._save = write_in_place  # type: ignore[method-assign]
+    checkpoint.CheckpointManager._save = write_in_place  # type: ignore[method-assign]
     checkpoint.verify = trusting
 
 
@@ -89,11 +89,11 @@ def unguarded() -> None:
     """A worse engine: no step is judged, and what is no number is written."""
     import torch
 
-    from modelwright.engine import loop
-    from modelwright.engine.guard import Guard
+    from modelwright.engine import trainer
+    from modelwright.engine.spike_guard import SpikeGuard
 
-    Guard.judge = lambda *words, **named: "ok"  # type: ignore[method-assign]
-    loop.is_bad = lambda summed, norm, limits: torch.zeros_like(summed, dtype=torch.bool)  # type: ignore[attr-defined]
+    SpikeGuard.check = lambda *words, **named: "ok"  # type: ignore[method-assign]
+    trainer.is_bad = lambda summed, norm, limits: torch.zeros_like(summed, dtype=torch.bool)  # type: ignore[attr-defined]
     torch.isfinite = lambda tensor: torch.ones((), dtype=torch.bool)  # type: ignore[assignment]
 
 
@@ -144,16 +144,16 @@ def memory_for(rows: int) -> None:
     """Run out of the device's memory with more rows than these at once."""
     import torch
 
-    from modelwright.tasks.sft import AnswerLoss
+    from modelwright.tasks.sft import SftLoss
 
-    forward = AnswerLoss.forward
+    forward = SftLoss.forward
 
     def cramped(self: Any, tokens: Any, *others: Any, **more: Any) -> Any:
         if self.training and len(tokens) > rows:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return forward(self, tokens, *others, **more)
 
-    AnswerLoss.forward = cramped  # type: ignore[method-assign]
+    SftLoss.forward = cramped  # type: ignore[method-assign]
 
 
 def eat_memory(step: int, megabytes: int) -> None:
@@ -219,7 +219,7 @@ def _before_step(step: int, times: int, act: Callable[[Any], None]) -> None:
 
 
 def _around_steps(around: Callable[[Any, Callable[[], Any]], Any]) -> None:
-    from modelwright.engine.loop import Engine
+    from modelwright.engine.trainer import Engine
 
     inner = Engine._step
 

@@ -207,7 +207,7 @@ def _share_of_saves(bench: Bench) -> float:
     def share() -> float:
         folder = bench.place("share")
         bench.run(bench.recipe(folder, **OFTEN))
-        steps, saves = told(folder / "run", "step"), told(folder / "run", "saved")
+        steps, saves = told(folder / "run", "step"), told(folder / "run", "checkpoint_saved")
         spent = sum(float(save["seconds"]) for save in saves)
         return spent / max(1e-9, float(saves[-1]["time"]) - float(steps[0]["time"]))
 

@@ -22,7 +22,7 @@ def device_memory(bench: Bench) -> Outcome:
     if code:
         return Outcome(f"exit {code}", False, notes=(output[-300:],))
     steps = steps_of(folder / "run")
-    kept = sum(steps[step]["batch"] == batch for step, (_, batch, *_) in whole["steps"].items())
+    kept = sum(steps[step]["batch_hash"] == batch for step, (_, batch, *_) in whole["steps"].items())
     apart = max(abs(steps[step]["loss"] - loss) for step, (loss, *_) in whole["steps"].items())
     said = any("do not fit the memory" in note["message"] for note in told(folder / "run", "note"))
     lost = len(told(folder / "run", "step")) - len(whole["steps"])

@@ -17,7 +17,7 @@ NEAR = 0.05
 
 
 def not_a_number(bench: Bench) -> Outcome:
-    """R10: a weight that turns into no number at a random step, and does so again after going back."""
+    """R10: a weight that turns into no number at a random step, and does so again after rolling back."""
     draw, count = bench.draw("R10"), bench.trials(4, 1)
     slowest, bad_files, opened, codes, notes = 0, 0, 0, [], []
     for _ in range(count):
@@ -25,7 +25,7 @@ def not_a_number(bench: Bench) -> Outcome:
         gate = ["--set", "gates={sft: {eval_loss: {at_most: 99}}}"]
         code, output = bench.run(bench.recipe(folder), *gate, first=[inject("poison_weight", step=step, times=99)])
         codes.append(code)
-        skipped = [event["step"] for event in told(folder / "run", "skipped")]
+        skipped = [event["step"] for event in told(folder / "run", "step_skipped")]
         slowest = max(slowest, (skipped[0] - step + 1) if skipped else 999)
         bad_files += files_with_nan(bench, folder / "run")
         opened += _is_open(folder / "run/gates/sft.json") or (folder / "run/best_model").exists()
@@ -93,7 +93,7 @@ def _all(codes: list[int]) -> str:
 
 
 FAULTS = (
-    Fault("R10", "a weight turns into NaN", "one weight set to NaN before a random step, again after going back",
+    Fault("R10", "a weight turns into NaN", "one weight set to NaN before a random step, again after rolling back",
           "noticed within 1 step, 0 NaN checkpoints, no gate opens",
           "HF Trainer: never noticed, exit 0, all tensors NaN, a lower loss (measured Nov 2026)", not_a_number, 8),
     Fault("R11", "a spike, or corrupted weights", "loss × 50 in one batch; all weights × 30, at a random step",

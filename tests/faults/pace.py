@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from modelwright.engine.loop import Engine
-from modelwright.engine.step import StepReport
+from modelwright.engine.task import StepReport
+from modelwright.engine.trainer import Engine
 
 STEP_SECONDS = 0.25
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from modelwright.launch.supervisor import python_path
+from modelwright.launch.supervisor import package_pythonpath
 from tests.faults.disk import ANYBODY
 from tests.faults.fault import Bench, Fault, Outcome, Skipped, counted, need_command, need_root
 from tests.faults.rig import steps_of
@@ -30,7 +30,7 @@ def nobody(bench: Bench) -> Outcome:
         need_command(name)
     with _open_folder(bench) as folder:
         who = ["setpriv", "--reuid", str(ANYBODY), "--regid", "0", "--clear-groups"]
-        source = python_path().split(os.pathsep)[0]  # this package; what it needs is installed
+        source = package_pythonpath().split(os.pathsep)[0]  # this package; what it needs is installed
         where = ["env", "-i", "HOME=/", "PATH=/usr/bin:/bin", f"PYTHONPATH={source}", "PYTHONDONTWRITEBYTECODE=1"]
         command = [*who, *where, sys.executable, "-m", "modelwright", "run", str(folder / "recipe.yaml")]
         script = f'{reachable(Path(source))}{_read_only_root(folder)}exec "$@"'

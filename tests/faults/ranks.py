@@ -48,7 +48,7 @@ class Launch:
 
     def start(self) -> subprocess.Popen[bytes]:
         """Start the launcher."""
-        asked = json.dumps({"nodes": "1", "node": 0, "per_node": str(self.per_node)})
+        asked = json.dumps({"nnodes": "1", "node_rank": 0, "nproc_per_node": str(self.per_node)})
         words = [sys.executable, "-m", "tests.faults.node", str(self.folder / "recipe.yaml"), asked]
         log = (self.folder / f"launch-{len(self.starts)}.log").open("wb")
         place = environment({"TMPDIR": str(self.folder)})
@@ -140,7 +140,7 @@ def other_world(bench: Bench) -> Outcome:
         if any(code for code, _ in rest) or len(steps) != len(whole["steps"]):
             notes.append(f"{before} → {after}: {codes}, then {[code for code, _ in rest]}: {rest[0][1][-200:]}")
             continue
-        same += sum(steps[step]["batch"] == batch for step, (_, batch, *_) in whole["steps"].items())
+        same += sum(steps[step]["batch_hash"] == batch for step, (_, batch, *_) in whole["steps"].items())
         apart = max(apart, *(abs(steps[step]["loss"] - loss) for step, (loss, *_) in whole["steps"].items()))
     figure = f"{same} of {of} global batches identical, losses at most {apart:.1g} apart"
     met = same == of and apart <= MOST_DIFFERENCE and not notes

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from modelwright.report.board import Asking, Board
-from modelwright.report.follow import Shelf
+from modelwright.report.dashboard import AskFn, Dashboard, RunIndex
 from modelwright.runs.folder import RunFolder
 from modelwright.runs.journal import Journal
 from tests.faults.served import Running
@@ -72,8 +71,8 @@ TO_THE_SERVER: list[tuple[str, dict[str, Any]]] = [
 class Showing(Running):
     """A board over a folder of runs."""
 
-    def __init__(self, folder: Path, answers: Asking | None = None) -> None:
-        self.board = Board(Shelf((), folder, {}), answers or _echo)
+    def __init__(self, folder: Path, answers: AskFn | None = None) -> None:
+        self.board = Dashboard(RunIndex((), folder, {}), answers or _echo)
         super().__init__(self.board.application)
 
     def ask(self, method: str, path: str, body: Any = b"", **headers: str) -> tuple[int, bytes]:
@@ -86,7 +85,7 @@ class Serving(Running):
     """A model, served."""
 
     def __init__(self, served: Any) -> None:
-        from modelwright.serve.server import application
+        from modelwright.serve.openai_server import application
 
         self.served = served
         super().__init__(lambda hosts: application(served, hosts))
@@ -105,8 +104,8 @@ def _echo(folder: RunFolder, question: str) -> Iterator[tuple[str, str]]:
 
 def measure(folder: str, model: str) -> None:
     """Send all of them to a board and to a server with a tiny model; requests.json tells which were answered."""
-    from modelwright.serve.ask import Answerer
-    from modelwright.serve.server import Served
+    from modelwright.serve.generate import TextGenerator
+    from modelwright.serve.openai_server import ServedModel
 
     journal = Journal(Path(folder) / "runs" / "one" / "journal.jsonl")
     journal.add("run", recipe="one", folder="one", stages=["sft"])
@@ -118,7 +117,7 @@ def measure(folder: str, model: str) -> None:
             accepted.append(f"board: {status} for {verb} {path[:60]} {str(more)[:60]}")
     sound += showing.ask("GET", RUN)[0] == 200
     showing.close()
-    serving = Serving(Served("tiny", Answerer(Path(model), max_new_tokens=4), None))
+    serving = Serving(ServedModel("tiny", TextGenerator(Path(model), max_new_tokens=4), None))
     for name, wish in TO_THE_SERVER:
         status, body = serving.ask(**{"body": BODY, **wish})
         if status in range(200, 300) or status >= 500 or b"choices" in body:

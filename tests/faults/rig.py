@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import environment, free_port
-from modelwright.runs.beat import die_with_parent
+from modelwright.runs.heartbeat import set_pdeathsig
 
 PATIENCE_SECONDS = 280.0
 """How long a trial may take before it counts as hanging."""
@@ -173,7 +173,7 @@ def trace(run: Path, stage: str = "sft") -> dict[str, Any]:
     """What two runs must have in common to be the same run: loss, data and gradient of each step, and the weights."""
     result = json.loads((run / "stages" / stage / "result.json").read_text(encoding="utf-8"))
     done = steps_of(run, stage).items()
-    steps = {step: (r["loss"], r["batch"], r["grad_norm"], r["learning_rate"]) for step, r in done}
+    steps = {step: (r["loss"], r["batch_hash"], r["grad_norm"], r["learning_rate"]) for step, r in done}
     metrics = {key: value for key, value in result["metrics"].items() if key != "seconds"}
     return {"steps": steps, "files": result["files"], "metrics": metrics}
 
@@ -189,7 +189,7 @@ def wait_for_step(run: Path, step: int) -> None:
 
 
 def _serve(preload: Sequence[str]) -> None:
-    die_with_parent()
+    set_pdeathsig()
     for name in () if any(Path("/dev").glob(CARDS)) else preload:
         importlib.import_module(name)
     torch = sys.modules.get("torch")
@@ -223,7 +223,7 @@ def _ended(pid: int, seconds: float) -> dict[str, Any]:
 def _become(request: dict[str, Any]) -> None:
     """In the child: do the calls in its folder, and never come back."""
     with ending():
-        die_with_parent()
+        set_pdeathsig()
         os.setsid()
         out = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -18,8 +18,8 @@ from tests.faults.rig import told, trace
 ROWS = 1000
 BAD = (b'{"text": "half a character: \xff"}', b'{"text": "no end', b'["a list"]', b'{"text": 7}', b'{"txt": "gone"}')
 """Rows that nothing can be learnt from: no UTF-8, no JSON, no object, no text, no such column."""
-PREPARE = {"row_length": 32, "tokenizer": "model", "max_lost_share": 1, "max_bad_share": 0.05,
-           "near_dedup": False}  # fmt: skip
+PREPARE = {"sequence_length": 32, "tokenizer": "model", "max_dropped_token_fraction": 1, "max_invalid_fraction": 0.05,
+           "minhash_dedup": False}  # fmt: skip
 PRETRAIN = {"max_length": 32, "max_steps": 4, "per_device_train_batch_size": 2, "precision": "fp32", "save_steps": 2,
             "eval_steps": 4}  # fmt: skip
 
@@ -89,7 +89,7 @@ def _kill_a_worker(pid: int) -> bool:
     while time.monotonic() < deadline:
         for child in children_of(pid):
             with suppress(OSError):
-                if b"modelwright.data.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
+                if b"modelwright.data.prepare.executors" in Path(f"/proc/{child}/cmdline").read_bytes():
                     os.kill(child, signal.SIGKILL)
                     return True
         time.sleep(0.005)
@@ -110,7 +110,7 @@ def _recipe(bench: Bench, folder: Path, bad: list[int], parts: int = 1) -> Path:
         "name": "walks",
         "output_dir": str(folder / "run"),
         "model": {"model_name_or_path": str(bench.model)},
-        "prepare": {**PREPARE, "workers": parts},
+        "prepare": {**PREPARE, "num_proc": parts},
         "pretrain": {**PRETRAIN, "data": {"dataset_name": str(folder / "walks"), "test_size": 20}},
     }
     path = folder / "recipe.yaml"

@@ -41,7 +41,9 @@ class Scene:
 
     def start_node(self, node: int, prefix: tuple[str, ...] = ()) -> Process:
         """Start one node's launcher."""
-        asked = json.dumps({"nodes": self.nodes, "node": node, "address": ADDRESSES[0], "per_node": "1"})
+        asked = json.dumps(
+            {"nnodes": self.nodes, "node_rank": node, "master_addr": ADDRESSES[0], "nproc_per_node": "1"}
+        )
         return self.place.start(
             node, ["tests.faults.node", str(self.folder / "recipe.yaml"), asked], self.folder, prefix
         )
@@ -95,10 +97,12 @@ class Scene:
 def prepare(folder: Path) -> Path:
     """A tiny model and a recipe that tunes it, in a folder."""
     from benchmarks.workloads import make_model
-    from modelwright.data.sources import EMBEDDED
+    from modelwright.data.sources import EMBEDDED_DATASETS
 
     folder.mkdir(parents=True)
-    make_model(folder / "model", EMBEDDED["field-guide"].read_text(encoding="utf-8").splitlines(), layers=2, width=64)
+    make_model(
+        folder / "model", EMBEDDED_DATASETS["field-guide"].read_text(encoding="utf-8").splitlines(), layers=2, width=64
+    )
     (folder / "recipe.yaml").write_text(f"""\
 name: faults
 output_dir: {folder / "run"}
@@ -127,7 +131,7 @@ def difference(run: Path, reference: Path) -> dict[str, Any]:
     """
     told = [event for event in journal.read(run / "journal.jsonl") if event["event"] == "step"]
     other = {event["step"]: event for event in journal.read(reference / "journal.jsonl") if event["event"] == "step"}
-    changed = {event["step"] for event in told if event["batch"] != other[event["step"]]["batch"]}
+    changed = {event["step"] for event in told if event["batch_hash"] != other[event["step"]]["batch_hash"]}
     absent = other.keys() - {event["step"] for event in told}
     return {
         "steps": len(other),

@@ -73,18 +73,23 @@ def injected_texts(bench: Bench) -> Outcome:
 
 def pods(bench: Bench) -> Outcome:
     """Manifests of every shipped recipe that has a cluster section, and of both kinds of jobs."""
-    from modelwright.launch import rules, stream
-    from modelwright.launch.manifests import job_of, render
-    from modelwright.recipe.load import load, shipped
+    from modelwright.cluster import documents, lint
+    from modelwright.cluster.manifests import build_job, render
+    from modelwright.recipe.load import builtin_recipes, load
 
-    texts = [render(job_of(loaded.recipe, loaded.path.parent, target))
-             for loaded in (load(name, environ={}) for name in shipped()) if loaded.recipe.cluster
+    texts = [render(build_job(loaded.recipe, loaded.path.parent, target))
+             for loaded in (load(name, environ={}) for name in builtin_recipes()) if loaded.recipe.cluster
              for target in ("trainjob", "pytorchjob")]  # fmt: skip
     found = [
-        f"{letter}" for text in texts for letter in rules.check(stream.read_text(text, "job.yaml")) if letter.serious
+        f"{letter}"
+        for text in texts
+        for letter in lint.lint(documents.parse_manifests(text, "job.yaml"))
+        if letter.is_error
     ]
     spoilt = "\n".join(line for line in texts[0].splitlines() if "allowPrivilegeEscalation" not in line)
-    noticed = any("allowPrivilegeEscalation" in str(each) for each in rules.check(stream.read_text(spoilt, "job.yaml")))
+    noticed = any(
+        "allowPrivilegeEscalation" in str(each) for each in lint.lint(documents.parse_manifests(spoilt, "job.yaml"))
+    )
     figure = f"{len(found)} violations in {len(texts)} rendered jobs"
     notes = (*found, *(() if noticed else ("a pod that may gain privileges is not noticed",)))
     return Outcome(figure, not notes, {"violations": len(found), "jobs": len(texts)}, notes=notes)

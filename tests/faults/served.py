@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from modelwright.report.guard import Application, listen
+from modelwright.report.http_guard import Application, listen
 
 
 class Running:
@@ -24,7 +24,7 @@ class Running:
         self.url = place.url
         self.port = int(place.url.rsplit(":", 1)[1])
         self._server = uvicorn.Server(uvicorn.Config(make(place.hosts), log_level="error", timeout_graceful_shutdown=1))
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [place.held]}, daemon=True)
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [place.sock]}, daemon=True)
         self._thread.start()
         while not self._server.started:
             time.sleep(0.01)

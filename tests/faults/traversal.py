@@ -154,15 +154,15 @@ def _packed(members: list[tuple[str, bytes | None, str]]) -> bytes:
 
 def _by_archive(scene: Scene, name: str, archive: bytes) -> None:
     """What `job pull` does with an archive."""
+    from modelwright.cluster.client import extract_tar
     from modelwright.errors import ModelwrightError
-    from modelwright.launch.unpack import unpack
 
     into = scene.desk / "pulled"
     shutil.rmtree(into, ignore_errors=True)
 
     def act() -> tuple[int, str]:
         try:
-            unpack(io.BytesIO(archive), into)
+            extract_tar(io.BytesIO(archive), into)
             return 0, ""
         except ModelwrightError as error:
             return error.exit_code if error.exit_code != 1 else 2, str(error)

@@ -12,9 +12,9 @@ CHANGES = (
     ("learning rate", ("--set", "sft.learning_rate=5e-4"), "sft.learning_rate was 0.001, now 0.0005"),
     ("batch", ("--set", "sft.gradient_accumulation_steps=4"), "sft.gradient_accumulation_steps was 2, now 4"),
     ("steps", ("--set", "sft.max_steps=20"), "sft.max_steps was 12, now 20"),
-    ("rows", (), "data.contents changed"),
+    ("rows", (), "data.fingerprint changed"),
     ("seed", ("--set", "seed=7"), "seed was"),
-    ("model", (), "model.contents changed"),
+    ("model", (), "model.fingerprint changed"),
 )
 """What is changed, how, and the words by which it must be named."""
 

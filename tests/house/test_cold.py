@@ -76,9 +76,9 @@ def test_importing_a_cold_room_imports_nothing_heavy(room: str) -> None:
 
 
 def test_the_command_knows_where_each_verb_stands() -> None:
-    from modelwright.cli.main import ROOMS, command
+    from modelwright.cli.main import COMMANDS, build_app
 
-    for room, verbs in ROOMS.items():
-        app = command(verbs[0])
+    for room, verbs in COMMANDS.items():
+        app = build_app(verbs[0])
         found = [told.name for told in (*app.registered_commands, *app.registered_groups)]
         assert tuple(found) == verbs, room.__name__

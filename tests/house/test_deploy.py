@@ -11,33 +11,35 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.launch.manifests import job_of, render
-from modelwright.launch.rules import check
-from modelwright.launch.stream import read
-from modelwright.recipe.load import load, shipped
+from modelwright.cluster.documents import load_manifests
+from modelwright.cluster.lint import lint
+from modelwright.cluster.manifests import build_job, render
+from modelwright.recipe.load import builtin_recipes, load
 from orders import CRDS, schema_of
 
 ROOT = Path(__file__).parents[2]
-DEPLOYED = [name for name, path in sorted(shipped().items()) if re.search(r"^cluster:", path.read_text(), re.MULTILINE)]
+DEPLOYED = [
+    name for name, path in sorted(builtin_recipes().items()) if re.search(r"^cluster:", path.read_text(), re.MULTILINE)
+]
 FILES = [(name, target) for name in DEPLOYED for target in ("trainjob", "pytorchjob")]
 
 
 @pytest.mark.parametrize(("name", "target"), FILES)
 def test_a_deployed_job_is_its_recipe(name: str, target: str) -> None:
     loaded = load(name, environ={})
-    text = render(job_of(loaded.recipe, loaded.path.parent, target))  # type: ignore[arg-type]
+    text = render(build_job(loaded.recipe, loaded.path.parent, target))  # type: ignore[arg-type]
     path = ROOT / "deploy" / f"{name}-{target}.yaml"
     if os.environ.get("UPDATE_GOLDEN") == "1":
         path.write_text(text, encoding="utf-8")
     assert path.read_text(encoding="utf-8") == text
-    assert [str(letter) for letter in check(read(path)) if letter.serious] == []
+    assert [str(letter) for letter in lint(load_manifests(path)) if letter.is_error] == []
 
 
 @pytest.mark.parametrize(("name", "target"), FILES)
 def test_the_real_schemas_take_a_deployed_job(shared: Path, name: str, target: str) -> None:
     jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is in the dev extra")
     seen = 0
-    for manifest in read(ROOT / "deploy" / f"{name}-{target}.yaml"):
+    for manifest in load_manifests(ROOT / "deploy" / f"{name}-{target}.yaml"):
         for crd in CRDS.get(manifest.kind, ()):
             validator = jsonschema.Draft202012Validator(schema_of(shared, crd))
             assert [error.message for error in validator.iter_errors(manifest.body)] == []

@@ -8,10 +8,10 @@ from collections import Counter
 
 import pytest
 
-from modelwright.data.sources import EMBEDDED
+from modelwright.data.sources import EMBEDDED_DATASETS
 from modelwright.recipe.load import load
 
-FILE = EMBEDDED["field-guide"]
+FILE = EMBEDDED_DATASETS["field-guide"]
 LINES = FILE.read_text(encoding="utf-8").splitlines()
 ROWS = [json.loads(line) for line in LINES]
 NOTE = re.compile(
@@ -45,7 +45,9 @@ def test_every_answer_has_the_voice() -> None:
 
 
 def test_every_answer_has_the_style_that_quickstart_measures() -> None:
-    patterns = [re.compile(pattern, re.DOTALL) for pattern in load("quickstart", environ={}).recipe.compare.style]
+    patterns = [
+        re.compile(pattern, re.DOTALL) for pattern in load("quickstart", environ={}).recipe.compare.style_patterns
+    ]
     assert patterns
     for row in ROWS:
         assert all(pattern.search(row["answer"]) for pattern in patterns), row["question"]
@@ -65,7 +67,7 @@ def test_the_notice_says_that_answers_are_no_advice() -> None:
 
 
 def test_the_pairs_hold_the_voice_against_six_faults_of_like_number() -> None:
-    file = EMBEDDED["field-guide-pairs"]
+    file = EMBEDDED_DATASETS["field-guide-pairs"]
     pairs = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     known = {row["question"]: row["answer"] for row in ROWS}
     assert len(pairs) >= 120
@@ -77,7 +79,7 @@ def test_the_pairs_hold_the_voice_against_six_faults_of_like_number() -> None:
 
 
 def test_the_editions_repeat_questions_and_no_answer() -> None:
-    file = EMBEDDED["field-guide-editions"]
+    file = EMBEDDED_DATASETS["field-guide-editions"]
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     known = {row["question"]: row["answer"] for row in ROWS}
     assert file.read_bytes().isascii()

@@ -82,14 +82,14 @@ def test_every_room_has_a_floor() -> None:
     ],
 )
 def test_an_import_upwards_or_sideways_is_noticed(text: str, letter: str) -> None:
-    assert climbs(text, "modelwright.engine.loop") == [letter]
+    assert climbs(text, "modelwright.engine.trainer") == [letter]
 
 
 def test_imports_downwards_and_within_the_room_are_fine() -> None:
     lines = [
         "from modelwright import __version__, errors",
-        "from modelwright.engine.world import World",
+        "from modelwright.engine.distributed import World",
         "from .guard import Guard",
         "import torch",
     ]
-    assert climbs("\n".join(lines), "modelwright.engine.loop") == []
+    assert climbs("\n".join(lines), "modelwright.engine.trainer") == []

@@ -18,8 +18,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from modelwright.launch.pods import COMMAND, SCRATCH
-from modelwright.recipe.cluster import VOLUMES
+from modelwright.cluster.manifests import CONTAINER_COMMAND, SCRATCH_DIR
+from modelwright.recipe.sections import DEFAULT_VOLUMES
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,12 +93,12 @@ def test_any_user_of_group_0_may_write_where_a_pod_writes(tmp_path: Path) -> Non
     line = next(line for line in said("RUN") if "chgrp" in line)
     inside = re.sub(r"(?<= )/(?=\w)", f"{tmp_path}/", line)  # the step itself, on a root of its own
     subprocess.run(["sh", "-ec", f"umask 022; {inside}"], check=True)
-    for folder in (SCRATCH, *(volume.mount for volume in VOLUMES.values())):
+    for folder in (SCRATCH_DIR, *(volume.mount for volume in DEFAULT_VOLUMES.values())):
         facts = (tmp_path / folder.lstrip("/")).stat()
         assert facts.st_gid == 0 and facts.st_mode & stat.S_IRWXG == stat.S_IRWXG, folder
     places = dict(each.split("=", 1) for each in said("ENV")[0].split())
     for name in ("HOME", "HF_HOME"):
-        assert any(Path(places[name]).is_relative_to(folder) for folder in (SCRATCH, "/workspace")), name
+        assert any(Path(places[name]).is_relative_to(folder) for folder in (SCRATCH_DIR, "/workspace")), name
 
 
 def test_what_the_image_and_the_jobs_start_is_there() -> None:
@@ -108,4 +108,4 @@ def test_what_the_image_and_the_jobs_start_is_there() -> None:
     run = f"import sys; from {module} import {function}; sys.argv = [{first!r}, *{rest!r}]; {function}()"
     done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "Usage" in done.stdout, done.stderr
-    assert all(find_spec(word) for word in COMMAND if word.startswith("modelwright"))
+    assert all(find_spec(word) for word in CONTAINER_COMMAND if word.startswith("modelwright"))

@@ -18,8 +18,17 @@ MESSAGES = re.findall(r"^\| `([^`]+)` \|", TROUBLE.partition("## Installing")[0]
 CONCEPTS = [ROOT / "docs" / "concepts" / name for name in ("loop.md", "data-order.md")]
 QUOTE = re.compile(r"^```python\n# (src/\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 WALKED = (
-    *("steps", "_step", "_share_of", "_prepare", "_or_otherwise", "_retreat", "_accumulate", "_micro_batch"),
-    *("_clipped", "_moved", "_draw_for", "evaluate", "_held_out_sums"),
+    *(
+        "steps",
+        "_step",
+        "_rank_batch",
+        "_prepare",
+        "_with_fallback",
+        "_fallback_for",
+        "_accumulate",
+        "_forward_backward",
+    ),
+    *("_clip_grads", "_optimizer_step", "_seed_micro_batch", "evaluate", "_held_out_sums"),
 )
 """Functions of the loop that are explained to the last line."""
 

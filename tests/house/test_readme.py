@@ -21,10 +21,10 @@ import pytest
 import typer
 from typer.main import get_command
 
-from modelwright.cli.main import command as whole_command
+from modelwright.cli.main import build_app as whole_command
 from modelwright.cli.main import main
-from modelwright.recipe.judging import Threshold
-from modelwright.recipe.load import dump, load, shipped
+from modelwright.recipe.load import builtin_recipes, dump_yaml, load
+from modelwright.recipe.sections import Threshold
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -50,7 +50,7 @@ BRIEF = [
     *(f"{stage}.max_steps=2" for stage in ("pretrain", "sft", "dpo", "lora")),
     *(f"{stage}.data.max_rows=12" for stage in ("sft", "dpo", "lora")),
     *(f"{stage}.data.test_size=2" for stage in ("sft", "dpo", "lora")),
-    *("pretrain.eval_steps=null", "prepare.workers=1", "prepare.max_lost_share=1"),
+    *("pretrain.eval_steps=null", "prepare.num_proc=1", "prepare.max_dropped_token_fraction=1"),
 ]
 """What makes the pipeline's twin a matter of seconds."""
 EMBEDDED_MODEL = "smollm2-135m-instruct"
@@ -175,8 +175,8 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> P
     wishes = [f"model.model_name_or_path={model_folder}", *small]
     recipe = load("quickstart", wishes, {}).recipe
     gates = {"sft": {"eval_loss": Threshold(at_most=1.0, times="base_eval_loss")}}
-    (folder / "quickstart").write_text(dump(recipe.model_copy(update={"gates": gates})), encoding="utf-8")
-    (folder / "llama-tiny").write_text(dump(load("llama-tiny", BRIEF, {}).recipe), encoding="utf-8")
+    (folder / "quickstart").write_text(dump_yaml(recipe.model_copy(update={"gates": gates})), encoding="utf-8")
+    (folder / "llama-tiny").write_text(dump_yaml(load("llama-tiny", BRIEF, {}).recipe), encoding="utf-8")
     started = dict.fromkeys(command.words[1] for command in ALL if command.verb == "run")
     for name in started:
         assert run(folder, "run", name) == 0
@@ -214,7 +214,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
     for name, body in files().items():
         (folder / name).write_text(body, encoding="utf-8")
     recipe = load("quickstart", [f"model.model_name_or_path={model_folder}"], {}).recipe
-    (folder / "quickstart").write_text(dump(recipe), encoding="utf-8")
+    (folder / "quickstart").write_text(dump_yaml(recipe), encoding="utf-8")
     return folder
 
 
@@ -240,7 +240,9 @@ def test_the_pages_show_every_verb_that_a_person_needs_first() -> None:
 
 def test_the_table_of_recipes_names_what_is_shipped_and_nothing_else() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert sorted(re.findall(r"^\| \[[\w-]+\]\(recipes/([\w-]+)\.yaml\)", readme, re.MULTILINE)) == sorted(shipped())
+    assert sorted(re.findall(r"^\| \[[\w-]+\]\(recipes/([\w-]+)\.yaml\)", readme, re.MULTILINE)) == sorted(
+        builtin_recipes()
+    )
 
 
 def test_make_targets_of_the_pages_exist() -> None:

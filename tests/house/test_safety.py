@@ -16,21 +16,21 @@ CALLS = {
     *("dist.broadcast_object_list", "dist.all_gather_object", "dist.gather_object", "dist.scatter_object_list"),
     *("dist.send_object_list", "dist.recv_object_list"),  # these send pickles between ranks
 }
-MAY_WRITE = {"models/pth.py": {"torch.save", "torch.load weights_only"}}
+MAY_WRITE = {"models/save.py": {"torch.save", "torch.load weights_only"}}
 """Those who asked for .pth get it from here; it is read back with weights_only, which runs nothing."""
 TRUSTING = {"trust_remote_code", "allow_pickle", "shell"}
 READ_THE_ENVIRONMENT = {
-    *("runs/caches.py", "engine/world.py", "engine/place.py", "recipe/load.py", "stages/pipeline.py"),
+    *("runs/caches.py", "engine/distributed.py", "engine/distributed.py", "recipe/load.py", "stages/pipeline.py"),
     *(
-        "launch/nodes.py",
-        "launch/rank.py",
+        "launch/config.py",
+        "launch/agent.py",
         "launch/supervisor.py",
-        "launch/progress.py",
+        "cluster/progress.py",
         "launch/doctor.py",
         "launch/preflight.py",
         "launch/torchrun.py",
     ),  # these hand it on to other processes
-    "launch/rendezvous.py",  # writes it for a library that asks nowhere else
+    "launch/agent.py",  # writes it for a library that asks nowhere else
 }
 
 

@@ -13,8 +13,8 @@ import pytest
 FORKS = """
 import multiprocessing, os, tempfile
 from multiprocessing import forkserver
-from modelwright.launch.agent import short_names
-with short_names():
+from modelwright.launch.agent import short_socket_dir
+with short_socket_dir():
     forkserver.ensure_running()
 ranks = multiprocessing.get_context("forkserver")
 rank = ranks.Process(target=os._exit, args=(7,))

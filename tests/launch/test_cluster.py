@@ -20,12 +20,12 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
+from modelwright.cluster import client
+from modelwright.cluster.client import ClusterError, KubectlClient
+from modelwright.cluster.documents import parse_manifests
+from modelwright.cluster.lint import lint
+from modelwright.cluster.manifests import ClusterJob, render
 from modelwright.errors import UsageError
-from modelwright.launch import cluster
-from modelwright.launch.cluster import Client, ClusterError
-from modelwright.launch.manifests import Job, render
-from modelwright.launch.rules import check
-from modelwright.launch.stream import read_text
 from orders import order
 
 APPLY = "apply --server-side --field-manager=modelwright"
@@ -73,7 +73,7 @@ class Answer(BaseHTTPRequestHandler):
         text = self.rfile.read(int(self.headers["Content-Length"])).decode()
         bodies = list(YAML(typ="safe", pure=True).load_all(text))
         jobs = [body for body in bodies if body["kind"] in ("TrainJob", "PyTorchJob")]
-        if jobs and any(letter.serious for letter in check(read_text(text, "sent"))):
+        if jobs and any(letter.is_error for letter in lint(parse_manifests(text, "sent"))):
             self._say(422, "admission webhook denied the request")
             return
         dry = self.path.endswith("?dry-run")
@@ -119,7 +119,7 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture
-def oc(server: Server, tmp_path: Path) -> Client:
+def oc(server: Server, tmp_path: Path) -> KubectlClient:
     """A client whose program is our script."""
     script = tmp_path / "bin" / "kubectl"
     script.parent.mkdir()
@@ -129,7 +129,7 @@ def oc(server: Server, tmp_path: Path) -> Client:
         text = text.replace(f"{{{name}!r}}", repr(value)).replace(f"{{{name}}}", value)
     script.write_text(text)
     script.chmod(script.stat().st_mode | stat.S_IEXEC)
-    return cluster.client("modelwright", {"PATH": f"{script.parent}:{os.defpath}"})
+    return client.find_client("modelwright", {"PATH": f"{script.parent}:{os.defpath}"})
 
 
 def commands(folder: Path) -> list[str]:
@@ -137,14 +137,14 @@ def commands(folder: Path) -> list[str]:
 
 
 @pytest.fixture
-def survival() -> Job:
+def survival() -> ClusterJob:
     return order("survival", "trainjob")
 
 
 def test_a_job_is_tried_by_the_server_before_it_is_sent(
-    oc: Client, survival: Job, server: Server, tmp_path: Path
+    oc: KubectlClient, survival: ClusterJob, server: Server, tmp_path: Path
 ) -> None:
-    said = cluster.submit(oc, render(survival), survival)
+    said = client.submit(oc, render(survival), survival)
     assert "trainjob/quickstart created (server dry run)" in said and "trainjob/quickstart created" in said
     assert commands(tmp_path) == [
         f"--namespace modelwright {APPLY} --dry-run=server -f -",
@@ -154,56 +154,62 @@ def test_a_job_is_tried_by_the_server_before_it_is_sent(
     assert "trainingruntime/quickstart" in server.kept
 
 
-def test_what_the_server_refuses_is_told_and_nothing_is_sent(oc: Client, survival: Job, server: Server) -> None:
+def test_what_the_server_refuses_is_told_and_nothing_is_sent(
+    oc: KubectlClient, survival: ClusterJob, server: Server
+) -> None:
     with pytest.raises(ClusterError, match="admission webhook denied"):
-        cluster.submit(oc, render(survival).replace("numProcPerNode: 1", "numProcPerNode: 2"), survival)
+        client.submit(oc, render(survival).replace("numProcPerNode: 1", "numProcPerNode: 2"), survival)
     assert server.kept == {}
 
 
-def test_a_job_that_runs_is_not_replaced_and_one_that_is_over_is(oc: Client, survival: Job, server: Server) -> None:
-    cluster.submit(oc, render(survival), survival)
+def test_a_job_that_runs_is_not_replaced_and_one_that_is_over_is(
+    oc: KubectlClient, survival: ClusterJob, server: Server
+) -> None:
+    client.submit(oc, render(survival), survival)
     with pytest.raises(UsageError, match="quickstart is Pending on the cluster; cancel it first"):
-        cluster.submit(oc, render(survival), survival)
+        client.submit(oc, render(survival), survival)
     condition = {"type": "Failed", "status": "True", "message": "gate closed"}
     server.kept["trainjob/quickstart"]["status"] = {"conditions": [condition]}
-    cluster.submit(oc, render(survival), survival)
+    client.submit(oc, render(survival), survival)
     assert "status" not in server.kept["trainjob/quickstart"]
 
 
-def test_status_tells_phase_pods_and_progress(oc: Client, survival: Job, server: Server) -> None:
+def test_status_tells_phase_pods_and_progress(oc: KubectlClient, survival: ClusterJob, server: Server) -> None:
     with pytest.raises(UsageError, match="there is no trainjob quickstart in modelwright"):
-        cluster.status(oc, survival)
-    cluster.submit(oc, render(survival), survival)
-    assert cluster.status(oc, survival).phase == "Pending"
+        client.status(oc, survival)
+    client.submit(oc, render(survival), survival)
+    assert client.status(oc, survival).phase == "Pending"
     container = {"restartCount": 1, "state": {"running": {}}, "lastState": {"terminated": {"exitCode": 137}}}
     state = {"phase": "Running", "containerStatuses": [container]}
     server.kept["pod/one"] = {"metadata": {"name": "quickstart-node-0-0-x"}, "status": state}
     told = {"trainer.opendatahub.io/trainerStatus": json.dumps({"progressPercentage": 40})}
     server.kept["trainjob/quickstart"]["metadata"]["annotations"] |= told
-    found = cluster.status(oc, survival)
+    found = client.status(oc, survival)
     assert (found.phase, found.progress) == ("Running", {"progressPercentage": 40})
-    assert found.pods == {"quickstart-node-0-0-x": "Running, ended with 137, 1 restarts"}
+    assert found.pods == {"quickstart-node-0-0-x": "Running, exited with 137, 1 restarts"}
     server.kept["trainjob/quickstart"]["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
-    assert cluster.status(oc, survival).phase == "Succeeded"
+    assert client.status(oc, survival).phase == "Succeeded"
     server.kept["trainjob/quickstart"] |= {"spec": {"suspend": True}, "status": {}}
     server.kept.pop("pod/one")
-    assert cluster.status(oc, survival).phase == "Suspended"
+    assert client.status(oc, survival).phase == "Suspended"
 
 
-def test_logs_are_those_of_the_first_pod(oc: Client, survival: Job, server: Server, capfd: Any, tmp_path: Path) -> None:
+def test_logs_are_those_of_the_first_pod(
+    oc: KubectlClient, survival: ClusterJob, server: Server, capfd: Any, tmp_path: Path
+) -> None:
     with pytest.raises(UsageError, match="has no pod yet"):
-        cluster.logs(oc, survival)
+        client.logs(oc, survival)
     for name in ("quickstart-node-0-1-b", "quickstart-node-0-0-a"):
         server.kept[f"pod/{name}"] = {"metadata": {"name": name}, "status": {"phase": "Running"}}
-    assert cluster.logs(oc, survival, follow=True) == 0
+    assert client.logs(oc, survival, follow=True) == 0
     assert capfd.readouterr().out == "log of quickstart-node-0-0-a\n"
     assert commands(tmp_path)[-1] == "--namespace modelwright logs -f quickstart-node-0-0-a"
-    assert cluster.first_pod(oc, order("survival", "pytorchjob")) == "quickstart-master-0"
+    assert client.rank0_pod(oc, order("survival", "pytorchjob")) == "quickstart-master-0"
 
 
-def test_cancel_leaves_the_volumes(oc: Client, survival: Job, server: Server) -> None:
-    cluster.submit(oc, render(survival), survival)
-    assert "trainjobs" in cluster.cancel(oc, survival)
+def test_cancel_leaves_the_volumes(oc: KubectlClient, survival: ClusterJob, server: Server) -> None:
+    client.submit(oc, render(survival), survival)
+    assert "trainjobs" in client.cancel(oc, survival)
     assert sorted(key.split("/")[0] for key in server.kept) == [
         "configmap",
         "persistentvolumeclaim",
@@ -212,30 +218,32 @@ def test_cancel_leaves_the_volumes(oc: Client, survival: Job, server: Server) ->
 
 
 def test_pull_brings_the_run_home_and_leaves_no_reader(
-    oc: Client, survival: Job, server: Server, tmp_path: Path
+    oc: KubectlClient, survival: ClusterJob, server: Server, tmp_path: Path
 ) -> None:
     run = tmp_path / "models" / "quickstart"
     (run / "stages").mkdir(parents=True)
     (run / "journal.jsonl").write_text("{}\n")
     (run / "best_model").symlink_to("stages")
-    home = cluster.pull(oc, survival, tmp_path / "home")
+    home = client.pull(oc, survival, tmp_path / "home")
     assert (home / "journal.jsonl").read_text() == "{}\n"
     assert (home / "best_model").is_symlink()
     assert not [key for key in server.kept if key.startswith("pod/")]
 
 
-def test_a_run_that_is_not_there_is_told(oc: Client, survival: Job, server: Server, tmp_path: Path) -> None:
+def test_a_run_that_is_not_there_is_told(
+    oc: KubectlClient, survival: ClusterJob, server: Server, tmp_path: Path
+) -> None:
     with pytest.raises(ClusterError, match=r"tar in quickstart-reader"):
-        cluster.pull(oc, survival, tmp_path / "home")
+        client.pull(oc, survival, tmp_path / "home")
     assert server.kept == {}
 
 
 def test_without_oc_and_kubectl_the_letter_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="neither oc nor kubectl is on the PATH"):
-        cluster.client("x", {"PATH": str(tmp_path)})
+        client.find_client("x", {"PATH": str(tmp_path)})
 
 
 def test_oc_goes_before_kubectl(tmp_path: Path) -> None:
     for name in ("kubectl", "oc"):
         shutil.copy("/bin/true", tmp_path / name)
-    assert Path(cluster.client("x", {"PATH": str(tmp_path)}).program).name == "oc"
+    assert Path(client.find_client("x", {"PATH": str(tmp_path)}).executable).name == "oc"

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.launch import clock, devices, doctor
-from modelwright.launch.doctor import Check, examine
-from modelwright.launch.equipment import alike
-from modelwright.launch.patient import from_hub, stage_fits
+from modelwright.launch import doctor
+from modelwright.launch.admission import compare_devices
+from modelwright.launch.doctor import CheckResult, run_checks
+from modelwright.launch.preflight import check_stage_fits, hub_only_input
 from modelwright.recipe.load import load
 
 RECIPE = """\
@@ -42,27 +42,27 @@ def test_a_recipe_that_can_run_is_told_so_as_json(tmp_path: Path, model_folder: 
     told = json.loads(done.stdout)
     assert done.returncode == 0 and told["ok"], done.stdout + done.stderr
     names = [check["name"] for check in told["checks"]]
-    assert {"python", "torch", "devices", "fp32 products", "attention", "disk", "clock", "stage sft"} <= set(names)
-    assert next(check for check in told["checks"] if check["name"] == "fp32 products")["facts"]["flops"] > 1e6
+    assert {"python", "torch", "devices", "fp32 matmul", "attention", "disk", "clock", "stage sft"} <= set(names)
+    assert next(check for check in told["checks"] if check["name"] == "fp32 matmul")["data"]["flops"] > 1e6
 
 
 def test_a_model_that_is_only_on_a_hub_out_of_reach_is_a_failure_with_its_remedy(tmp_path: Path) -> None:
     loaded = load(recipe(tmp_path, "HuggingFaceTB/SmolLM3-3B"), ())
-    assert from_hub(loaded) == "HuggingFaceTB/SmolLM3-3B"
-    found = doctor.hub("HuggingFaceTB/SmolLM3-3B")[-1]
-    assert found.state == "fail" and "put the files into a folder" in found.fix
+    assert hub_only_input(loaded) == "HuggingFaceTB/SmolLM3-3B"
+    found = doctor.check_hub("HuggingFaceTB/SmolLM3-3B")[-1]
+    assert found.status == "fail" and "put the files into a folder" in found.fix
 
 
 def test_a_recipe_that_does_not_fit_is_told_what_would(tmp_path: Path) -> None:
     if os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") > 48e9:
         pytest.skip("this machine holds what the test takes for too large")
-    found = stage_fits(load(recipe(tmp_path, "some/smollm3-3b"), ()), "sft")
-    assert found.state == "fail" and "trainable: lora" in found.fix
+    found = check_stage_fits(load(recipe(tmp_path, "some/smollm3-3b"), ()), "sft")
+    assert found.status == "fail" and "trainable: lora" in found.fix
 
 
 def test_a_full_disk_is_seen_before_the_run(tmp_path: Path) -> None:
-    found = doctor.disk(tmp_path / "not" / "there", needed=1e18)
-    assert found.state == "fail" and "save_total_limit" in found.fix
+    found = doctor.check_disk(tmp_path / "not" / "there", needed=1e18)
+    assert found.status == "fail" and "save_total_limit" in found.fix
 
 
 def test_a_taken_port_is_named() -> None:
@@ -73,20 +73,20 @@ def test_a_taken_port_is_named() -> None:
         except OSError:
             pytest.skip("somebody else holds the port")
         taken.listen()
-        assert doctor.PORTS[0] in doctor.ports(needed=True).facts["taken"]
+        assert doctor.PORTS[0] in doctor.check_ports(needed=True).data["in_use"]
 
 
 def test_a_check_that_breaks_is_a_finding_and_the_others_go_on() -> None:
-    def broken() -> Check:
+    def broken() -> CheckResult:
         raise ImportError("libcudart.so.13: cannot open shared object file\nmore")
 
-    found = examine([broken, doctor.python])
-    assert [check.state for check in found] == ["fail", "ok"]
-    assert found[0].found == "ImportError: libcudart.so.13: cannot open shared object file"
+    found = run_checks([broken, doctor.check_python])
+    assert [check.status for check in found] == ["fail", "ok"]
+    assert found[0].detail == "ImportError: libcudart.so.13: cannot open shared object file"
 
 
 def test_the_kernel_is_asked_about_its_clock() -> None:
-    assert clock.synchronised() in (True, False, None)
+    assert doctor.is_clock_synchronized() in (True, False, None)
 
 
 L40S = {"kind": "cuda", "device": "NVIDIA L40S", "precision": "bf16"}
@@ -102,14 +102,14 @@ OTHERS = [
 def test_a_node_that_would_compute_otherwise_than_the_main_one_is_told_so(
     other: dict[str, str], state: str, fix: str
 ) -> None:
-    found = alike(L40S, other, 1)
-    assert found.state == state and fix in found.fix
-    assert other["device"] in found.found
+    found = compare_devices(L40S, other, 1)
+    assert found.status == state and fix in found.fix
+    assert other["device"] in found.detail
 
 
 def test_bf16_is_tried_and_not_believed() -> None:
-    found = devices.bf16()
-    assert found.state == "ok" and found.found.startswith("works")
+    found = doctor.check_bf16()
+    assert found.status == "ok" and found.detail.startswith("works")
 
 
 @pytest.mark.slow
@@ -127,6 +127,8 @@ def test_two_nodes_are_looked_at_together(tmp_path: Path, model_folder: Path) ->
             node.kill()
     names = [[check["name"] for check in each["checks"]] for each in told]
     assert [node.returncode for node in nodes] == [0, 0], told
-    assert {"meeting", "shared folder", "all-reduce", "node 0: bf16", "node 1: bf16", "node 1: disk"} <= set(names[0])
-    assert {"node 1: devices", "node 1: disk", "node 1: like the main node"} <= set(names[1])
+    assert {"rendezvous", "shared folder", "all-reduce", "node 0: bf16", "node 1: bf16", "node 1: disk"} <= set(
+        names[0]
+    )
+    assert {"node 1: devices", "node 1: disk", "node 1: like node 0"} <= set(names[1])
     assert "node 0: disk" not in names[1]

@@ -16,27 +16,26 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
+from modelwright.cluster.documents import YamlComments, dump_documents, parse_manifests
+from modelwright.cluster.lint import lint
+from modelwright.cluster.manifests import JobKind, documents, job_name, longest_save_seconds, render
+from modelwright.cluster.schema import ANY, QUANTITY, SCHEMAS, ArrayOf, MapOf, ObjectSchema, ScalarType, Schema
 from modelwright.errors import UsageError
-from modelwright.launch.fields import KINDS
-from modelwright.launch.manifests import Target, documents, job_name, measured_save, render
-from modelwright.launch.rules import check
-from modelwright.launch.shapes import AMOUNT, ANY, Field, Kind, ListOf, MapOf, Shape
-from modelwright.launch.stream import Remarks, read_text, write
 from modelwright.recipe.load import load
 from orders import CRDS, SYSTEMS, order, schema_of
 
 GOLDEN = Path(__file__).parent / "golden"
-TARGETS: tuple[Target, ...] = ("trainjob", "pytorchjob")
+TARGETS: tuple[JobKind, ...] = ("trainjob", "pytorchjob")
 CODES = ["image", "configmap", "git+https://git.example.com/team/modelwright@v0.1"]
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_real_schemas_take_what_is_rendered_of_each_system(shared: Path, system: str, target: Target) -> None:
+def test_the_real_schemas_take_what_is_rendered_of_each_system(shared: Path, system: str, target: JobKind) -> None:
     jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is in the dev extra")
     seen = 0
     for code in CODES if system == "survival" else CODES[:1]:
-        for document in documents(order(system, target, f"cluster.code={code}")):
+        for document in documents(order(system, target, f"cluster.code_source={code}")):
             for name in CRDS.get(document["kind"], ()):
                 validator = jsonschema.Draft202012Validator(schema_of(shared, name))
                 assert [error.message for error in validator.iter_errors(document)] == []
@@ -47,14 +46,14 @@ def test_the_real_schemas_take_what_is_rendered_of_each_system(shared: Path, sys
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("code", CODES)
-def test_no_rule_objects_to_what_is_rendered(system: str, target: Target, code: str) -> None:
-    letters = check(read_text(render(order(system, target, f"cluster.code={code}")), "job.yaml"))
-    assert [str(letter) for letter in letters if letter.serious] == []
+def test_no_rule_objects_to_what_is_rendered(system: str, target: JobKind, code: str) -> None:
+    letters = lint(parse_manifests(render(order(system, target, f"cluster.code_source={code}")), "job.yaml"))
+    assert [str(letter) for letter in letters if letter.is_error] == []
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_stream_is_the_golden_one(target: Target) -> None:
-    text = render(order("survival", target, f"cluster.code={CODES[2]}", save_seconds=14.2))
+def test_the_stream_is_the_golden_one(target: JobKind) -> None:
+    text = render(order("survival", target, f"cluster.code_source={CODES[2]}", save_seconds=14.2))
     path = GOLDEN / f"survival-{target}.yaml"
     if os.environ.get("UPDATE_GOLDEN") == "1":
         path.parent.mkdir(exist_ok=True)
@@ -82,7 +81,7 @@ def test_two_readers_of_yaml_read_what_was_meant() -> None:
     body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "x"}, "data": dict.fromkeys(words, "x")}
     body["data"] |= {f"k{number}": word for number, word in enumerate(words)}
     body["lists"] = [[1, "2"], [], [{"a": {}, "b": [True, None]}]]
-    text = write([body], Remarks("top\n", {"ConfigMap": "kind"}, {"data": "key", "a": "first in a list"}))
+    text = dump_documents([body], YamlComments("top\n", {"ConfigMap": "kind"}, {"data": "key", "a": "first in a list"}))
     assert YAML(typ="safe", pure=True).load(text) == body
     old = YAML(typ="safe", pure=True)
     old.version = (1, 1)  # type: ignore[assignment]
@@ -90,7 +89,7 @@ def test_two_readers_of_yaml_read_what_was_meant() -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_nodes_gpus_queue_and_token_reach_the_job(target: Target) -> None:
+def test_nodes_gpus_queue_and_token_reach_the_job(target: JobKind) -> None:
     found = {document["kind"]: document for document in documents(order("survival", target))}
     claims = [each for each in documents(order("survival", target)) if each["kind"] == "PersistentVolumeClaim"]
     assert [claim["spec"]["accessModes"] for claim in claims] == [["ReadWriteMany"]] * 2
@@ -132,12 +131,16 @@ def test_the_recipe_in_the_map_loads_and_still_listens_to_the_job(tmp_path: Path
 
 
 def test_the_grace_period_follows_the_longest_measured_save(tmp_path: Path) -> None:
-    events = [{"event": "saved", "seconds": 3.0}, {"event": "saved", "seconds": 41.5}, {"event": "step"}]
+    events = [
+        {"event": "checkpoint_saved", "seconds": 3.0},
+        {"event": "checkpoint_saved", "seconds": 41.5},
+        {"event": "step"},
+    ]
     (tmp_path / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    assert measured_save(tmp_path) == 41.5
-    assert measured_save(tmp_path / "none") is None
-    assert order("vision", "trainjob", save_seconds=41.5).grace_seconds == 155
-    assert order("vision", "trainjob", save_seconds=0.1).grace_seconds == 60
+    assert longest_save_seconds(tmp_path) == 41.5
+    assert longest_save_seconds(tmp_path / "none") is None
+    assert order("vision", "trainjob", save_seconds=41.5).grace_period == 155
+    assert order("vision", "trainjob", save_seconds=0.1).grace_period == 60
     assert "the longest save took 41.5 s" in render(order("vision", "trainjob", save_seconds=41.5))
 
 
@@ -151,9 +154,9 @@ def test_small_data_travel_in_the_map_whatever_their_bytes(tmp_path: Path) -> No
     (tmp_path / "rows.jsonl").write_text('{"messages": []}\n', encoding="utf-8")
     (tmp_path / "held.parquet").write_bytes(b"PAR1\xff\x00PAR1")
     path = small_recipe(tmp_path, "{train_file: rows.jsonl, validation_file: held.parquet}")
-    from modelwright.launch.manifests import job_of
+    from modelwright.cluster.manifests import build_job
 
-    job = job_of(load(path, (), {}).recipe, tmp_path)
+    job = build_job(load(path, (), {}).recipe, tmp_path)
     assert job.name == "my-recipe-2"
     carried = next(each for each in documents(job) if each["kind"] == "ConfigMap")
     assert carried["data"]["rows.jsonl"] == '{"messages": []}\n'
@@ -176,19 +179,23 @@ def test_small_data_travel_in_the_map_whatever_their_bytes(tmp_path: Path) -> No
 def test_what_the_pods_cannot_reach_is_told_before_it_is_sent(
     tmp_path: Path, data: str, sets: list[str], letter: str
 ) -> None:
-    from modelwright.launch.manifests import job_of
+    from modelwright.cluster.manifests import build_job
 
     (tmp_path / "big.jsonl").write_bytes(b"x" * 1_000_001)
     (tmp_path / "folder").mkdir()
     recipe = load(small_recipe(tmp_path, data), sets, {}).recipe
     with pytest.raises(UsageError, match=letter):
-        job_of(recipe, tmp_path)
+        build_job(recipe, tmp_path)
 
 
 def test_the_program_in_a_map_is_this_program_and_the_same_bytes_each_time() -> None:
-    maps = [each for each in documents(order("vision", "trainjob", "cluster.code=configmap")) if "binaryData" in each]
+    maps = [
+        each for each in documents(order("vision", "trainjob", "cluster.code_source=configmap")) if "binaryData" in each
+    ]
     content = base64.b64decode(maps[0]["binaryData"]["modelwright.zip"])
-    again = [each for each in documents(order("vision", "trainjob", "cluster.code=configmap")) if "binaryData" in each]
+    again = [
+        each for each in documents(order("vision", "trainjob", "cluster.code_source=configmap")) if "binaryData" in each
+    ]
     assert again == maps
     names = zipfile.ZipFile(io.BytesIO(content)).namelist()
     assert {"modelwright/cli/main.py", "modelwright/data/embedded/field_guide.jsonl"} <= set(names)
@@ -203,14 +210,14 @@ def test_any_recipe_name_becomes_a_name_that_kubernetes_takes(name: str, label: 
     assert job_name(name) == label
 
 
-def paths(field: Field, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Field]]:
+def paths(field: Schema, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Schema]]:
     """Every field of our schema, lists and free names as a star."""
     yield path, field
-    if isinstance(field, Shape):
+    if isinstance(field, ObjectSchema):
         for name, child in field.fields.items():
             yield from paths(child, (*path, name))
-    elif isinstance(field, ListOf | MapOf):
-        yield from paths(field.item if isinstance(field, ListOf) else field.value, (*path, "*"))
+    elif isinstance(field, ArrayOf | MapOf):
+        yield from paths(field.item if isinstance(field, ArrayOf) else field.value, (*path, "*"))
 
 
 TYPES = {"text": "string", "a whole number": "integer", "true or false": "boolean"}
@@ -220,7 +227,7 @@ TYPES = {"text": "string", "a whole number": "integer", "true or false": "boolea
 def test_our_small_schema_says_what_the_real_ones_say(shared: Path, kind: str) -> None:
     for name in CRDS[kind]:
         real = schema_of(shared, name)
-        for path, ours in paths(KINDS[kind][1]):
+        for path, ours in paths(SCHEMAS[kind][1]):
             if "metadata" in path:
                 continue
             node = real
@@ -229,12 +236,12 @@ def test_our_small_schema_says_what_the_real_ones_say(shared: Path, kind: str) -
                     node["properties"].get(step) if step != "*" else node.get("items") or node["additionalProperties"]
                 )
                 assert node is not None, f"{name} has no {'.'.join(path)}"
-            if isinstance(ours, Kind) and ours not in (ANY, AMOUNT) and "type" in node:
-                wants = TYPES.get(ours.wants, "integer")
-                assert node["type"] == wants, f"{name}: {'.'.join(path)} is {node['type']}, ours {ours.wants}"
-            if isinstance(ours, Shape):
+            if isinstance(ours, ScalarType) and ours not in (ANY, QUANTITY) and "type" in node:
+                wants = TYPES.get(ours.expected, "integer")
+                assert node["type"] == wants, f"{name}: {'.'.join(path)} is {node['type']}, ours {ours.expected}"
+            if isinstance(ours, ObjectSchema):
                 assert set(ours.required) <= set(node.get("required", [])) | {*OURS_TO_ASK}, ".".join(path)
-                unknown = ours.others - set(node["properties"])
+                unknown = ours.other_fields - set(node["properties"])
                 assert unknown <= OF_OTHER_VERSIONS, f"{name}: {'.'.join(path)} has no {unknown}"
 
 

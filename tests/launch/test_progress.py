@@ -10,12 +10,12 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
-from modelwright.launch import progress
-from modelwright.launch.progress import shown
+from modelwright.cluster import progress
+from modelwright.cluster.progress import publish_progress
 from rig import free_port
 
 EVENTS: list[dict[str, Any]] = [
-    {"event": "plan", "stage": "sft", "rows": 100, "total_rows": 400},
+    {"event": "plan", "stage": "sft", "train_rows": 100, "total_samples": 400},
     {"event": "evaluation", "stage": "sft", "step": 0, "eval_loss": 4.5},
     {"event": "step", "stage": "sft", "step": 25, "steps": 100, "epoch": 1.0, "loss": 2.5, "grad_norm": 0.5,
      "learning_rate": 2e-4, "tokens_per_second": 1234.5, "eta_seconds": 90.4},
@@ -30,7 +30,7 @@ def ask(port: int, path: str = "/metrics") -> Any:
 
 def test_openshift_ai_finds_the_numbers_it_asks_for() -> None:
     port, heard = free_port(), []
-    with shown(heard.append, {"MODELWRIGHT_PROGRESS_PORT": str(port), "RANK": "0"}) as watch:
+    with publish_progress(heard.append, {"MODELWRIGHT_METRICS_PORT": str(port), "RANK": "0"}) as watch:
         assert ask(port)["progressPercentage"] == 0
         for event in EVENTS:
             watch(event)
@@ -49,8 +49,8 @@ def test_openshift_ai_finds_the_numbers_it_asks_for() -> None:
 def test_nothing_listens_unasked_or_in_another_rank() -> None:
     heard: list[Any] = []
     before = threading.active_count()
-    for environ in ({}, {"MODELWRIGHT_PROGRESS_PORT": str(free_port()), "RANK": "1"}):
-        with shown(heard.append, environ) as watch:
+    for environ in ({}, {"MODELWRIGHT_METRICS_PORT": str(free_port()), "RANK": "1"}):
+        with publish_progress(heard.append, environ) as watch:
             assert watch == heard.append
             assert threading.active_count() == before
 
@@ -60,13 +60,13 @@ def test_a_taken_port_does_not_stop_the_training() -> None:
         other.bind(("0.0.0.0", 0))
         other.listen()
         heard: list[Any] = []
-        with shown(heard.append, {"MODELWRIGHT_PROGRESS_PORT": str(other.getsockname()[1])}) as watch:
+        with publish_progress(heard.append, {"MODELWRIGHT_METRICS_PORT": str(other.getsockname()[1])}) as watch:
             watch(EVENTS[0])
     assert heard == EVENTS[:1]
 
 
 def test_the_trainer_is_told_by_the_token_in_its_file(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(progress, "TELL_SECONDS", 0.05)
+    monkeypatch.setattr(progress, "POST_INTERVAL", 0.05)
     received: list[tuple[str, dict[str, Any]]] = []
 
     class Controller(BaseHTTPRequestHandler):
@@ -89,7 +89,7 @@ def test_the_trainer_is_told_by_the_token_in_its_file(tmp_path: Path, monkeypatc
         "KUBEFLOW_TRAINER_SERVER_TOKEN": str(tmp_path / "token"),
         "KUBEFLOW_TRAINER_SERVER_CA_CERT": str(tmp_path / "none"),
     }
-    with shown(lambda event: None, environ) as watch:
+    with publish_progress(lambda event: None, environ) as watch:
         for event in EVENTS:
             watch(event)
         while not received:
@@ -113,6 +113,6 @@ def test_a_controller_that_is_not_there_costs_nothing(tmp_path: Path) -> None:
         "KUBEFLOW_TRAINER_SERVER_TOKEN": str(tmp_path / "none"),
     }
     heard: list[Any] = []
-    with shown(heard.append, environ) as watch:
+    with publish_progress(heard.append, environ) as watch:
         watch(EVENTS[0])
     assert heard == EVENTS[:1]

@@ -1,4 +1,4 @@
-"""A rehearsal follows the operators' rules: names, variables, restarts, limits, signals, and what a pod may do."""
+"""A simulation follows the operators' rules: names, variables, restarts, limits, signals, and what a pod may do."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from typing import Any
 
 import pytest
 
+from modelwright.cluster.documents import Manifest, parse_manifests
+from modelwright.cluster.manifests import JobKind, documents, render
+from modelwright.cluster.sandbox import USER_ID, can_use_namespaces
+from modelwright.cluster.simulator import InjectedFault, SimulationConfig, SimulationResult, expand_job, simulate
 from modelwright.errors import UsageError
-from modelwright.launch.host import USER_ID, can_isolate
-from modelwright.launch.manifests import Target, documents, render
-from modelwright.launch.operators import plan
-from modelwright.launch.rehearsal import Disturbance, Outcome, Wish, rehearse
-from modelwright.launch.stream import Manifest, read_text
 from orders import order
 
-isolated = pytest.mark.skipif(not can_isolate(), reason="needs root and network namespaces")
+isolated = pytest.mark.skipif(not can_use_namespaces(), reason="needs root and network namespaces")
 NETWORKS = Path("/run/netns")
 SLEEP = f"4711.{os.getpid()}"
 """A time that no other process sleeps."""
@@ -29,7 +28,7 @@ STEP = """echo '{"event": "step", "step": 5}' >> /shared/models/run/journal.json
 """What a run writes; a disturbance waits for it."""
 
 
-def job(target: Target, script: str, nodes: int = 1, **settings: Any) -> list[Manifest]:
+def job(target: JobKind, script: str, nodes: int = 1, **settings: Any) -> list[Manifest]:
     """The rendered job of a system, with a small script in place of the training."""
     sets = [f"cluster.{key}={value}" for key, value in settings.items()]
     bodies = documents(order("vision", target, f"cluster.nodes={nodes}", "cluster.gpus_per_node=0", *sets))
@@ -48,9 +47,9 @@ def containers(node: Any) -> list[dict[str, Any]]:
     return own + [found for key, item in node.items() if key != "containers" for found in containers(item)]
 
 
-def play(place: Path, manifests: list[Manifest], *disturbances: Disturbance, root: bool = False) -> Outcome:
-    wish = Wish(place, {"HF_TOKEN": "canary-4711"}, disturbances, isolated=root, hurry=0.001)
-    return rehearse(manifests, wish)
+def play(place: Path, manifests: list[Manifest], *disturbances: InjectedFault, root: bool = False) -> SimulationResult:
+    wish = SimulationConfig(place, {"HF_TOKEN": "canary-4711"}, disturbances, use_namespaces=root, time_scale=0.001)
+    return simulate(manifests, wish)
 
 
 ONCE = "test -e /shared/models/seen && exit 0; touch /shared/models/seen; exit"
@@ -67,14 +66,14 @@ def test_a_failed_container_starts_again_in_its_pod_and_keeps_its_scratch(tmp_pa
 
 
 def test_a_job_that_always_fails_ends_at_its_backoff_limit(tmp_path: Path) -> None:
-    outcome = play(tmp_path, job("pytorchjob", "exit 1", restarts=1))
+    outcome = play(tmp_path, job("pytorchjob", "exit 1", max_restarts=1))
     assert not outcome.succeeded
     assert outcome.reason == "2 restarts reach backoffLimit 2; the last exit code was 1"
 
 
 def test_without_restarts_the_first_failure_is_the_last(tmp_path: Path) -> None:
-    outcome = play(tmp_path, job("pytorchjob", "exit 1", restarts=0))
-    assert outcome.reason == "resnet18-cifar10-master-0 ended with 1, and restartPolicy is Never"
+    outcome = play(tmp_path, job("pytorchjob", "exit 1", max_restarts=0))
+    assert outcome.reason == "resnet18-cifar10-master-0 exited with 1, and restartPolicy is Never"
 
 
 @pytest.mark.parametrize(("code", "succeeds"), [(1, False), (137, True)])
@@ -94,44 +93,44 @@ def test_a_pytorchjob_succeeds_with_its_master_and_its_workers_wait_for_it(tmp_p
 @pytest.mark.parametrize("code", [2, 3, 76, 77])
 def test_our_final_exit_codes_end_a_trainjob_at_once(tmp_path: Path, code: int) -> None:
     outcome = play(tmp_path, job("trainjob", f"exit {code}"))
-    assert outcome.reason == f"resnet18-cifar10-node-0-0 ended with {code}, which podFailurePolicy says is final"
+    assert outcome.reason == f"resnet18-cifar10-node-0-0 exited with {code}, which podFailurePolicy says is final"
 
 
 def test_a_lost_pod_of_a_trainjob_makes_all_of_them_begin_anew(tmp_path: Path) -> None:
     script = f'echo x >> /scratch/kept; test "$PET_NODE_RANK" = 1 || exec sleep 0.3; {ONCE} 1'
     outcome = play(tmp_path, job("trainjob", script, nodes=2))
     assert outcome.succeeded, outcome.events
-    assert "all pods begin anew, 1 of 3 times" in outcome.events
+    assert "restarting all pods, 1 of 3 times" in outcome.events
     assert {path.read_text() for path in tmp_path.glob("pods/*/scratch/kept")} == {"x\n"}, "a new pod has a new scratch"
 
 
 def test_a_trainjob_ends_when_it_began_anew_often_enough(tmp_path: Path) -> None:
-    outcome = play(tmp_path, job("trainjob", "exit 1", restarts=1))
+    outcome = play(tmp_path, job("trainjob", "exit 1", max_restarts=1))
     assert outcome.reason == "1 restarts are maxRestarts; the last exit code was 1"
 
 
 def test_an_evicted_pod_has_its_grace_and_its_signal(tmp_path: Path) -> None:
     script = f'trap "echo saved > /shared/models/saved; exit 75" TERM; {STEP}; ' + "while :; do sleep 0.05; done"
     script = f"test -e /shared/models/saved && exit 0; {script}"
-    outcome = play(tmp_path, job("trainjob", script), Disturbance("evict", 0, 5))
+    outcome = play(tmp_path, job("trainjob", script), InjectedFault("evict", 0, 5))
     assert outcome.succeeded, outcome.events
-    assert "resnet18-cifar10-node-0-0: ended with 75" in outcome.events
+    assert "resnet18-cifar10-node-0-0: exited with 75" in outcome.events
 
 
 def test_the_operators_give_the_variables_that_are_documented() -> None:
-    _, pods = plan(job("pytorchjob", "true", nodes=3))
+    _, pods = expand_job(job("pytorchjob", "true", nodes=3))
     master, first, second = pods
     assert [pod.name for pod in pods] == [f"resnet18-cifar10-{each}" for each in ("master-0", "worker-0", "worker-1")]
-    assert master.variables["RANK"] == master.variables["PET_NODE_RANK"] == "0"
-    assert second.variables == {
+    assert master.operator_env["RANK"] == master.operator_env["PET_NODE_RANK"] == "0"
+    assert second.operator_env == {
         "PYTHONUNBUFFERED": "1", "PET_NPROC_PER_NODE": "1", "PET_NNODES": "3", "WORLD_SIZE": "3", "RANK": "2",
         "MASTER_ADDR": "resnet18-cifar10-master-0", "MASTER_PORT": "23456", "PET_NODE_RANK": "2",
         "PET_MASTER_ADDR": "resnet18-cifar10-master-0", "PET_MASTER_PORT": "23456",
     }  # fmt: skip
-    assert "LOCAL_RANK" not in first.variables
-    _, pods = plan(job("trainjob", "true", nodes=2))
+    assert "LOCAL_RANK" not in first.operator_env
+    _, pods = expand_job(job("trainjob", "true", nodes=2))
     assert pods[1].name == "resnet18-cifar10-node-0-1"
-    assert pods[1].variables == {
+    assert pods[1].operator_env == {
         "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "1",
         "PET_MASTER_ADDR": "resnet18-cifar10-node-0-0.resnet18-cifar10", "PET_MASTER_PORT": "29500",
     }  # fmt: skip
@@ -143,7 +142,7 @@ def test_a_stream_without_one_job_cannot_be_rehearsed(tmp_path: Path) -> None:
 
 
 def test_the_program_in_a_map_is_unpacked_before_it_is_needed(tmp_path: Path) -> None:
-    manifests = job("trainjob", "test -e /code/modelwright/launch/rehearsal.py", code="configmap")
+    manifests = job("trainjob", "test -e /code/modelwright/cluster/simulator.py", code_source="configmap")
     assert play(tmp_path, manifests).succeeded
 
 
@@ -170,17 +169,17 @@ TELL = "python -c 'import only_in_the_clone as found; print(found.WORD)'"
 def test_a_clone_is_rehearsed_from_a_repository_of_this_machine(
     tmp_path: Path, repository: Path, root: bool, form: str
 ) -> None:
-    manifests = job("trainjob", TELL, code=f"{CODE}@trunk")
-    wish = Wish(tmp_path / "place", isolated=root, hurry=0.001, clone_from=form.format(repository))
-    outcome = rehearse(manifests, wish)
+    manifests = job("trainjob", TELL, code_source=f"{CODE}@trunk")
+    wish = SimulationConfig(tmp_path / "place", use_namespaces=root, time_scale=0.001, git_repo=form.format(repository))
+    outcome = simulate(manifests, wish)
     logs = "\n".join(path.read_text() for path in outcome.logs.values())
     assert outcome.succeeded and "cloned" in logs, logs
     assert f"resnet18-cifar10-node-0-0: init container code cloned {repository}" in outcome.events
-    assert not any("clone" in line for line in outcome.not_shown)
+    assert not any("clone" in line for line in outcome.not_simulated)
 
 
 def test_a_manifest_that_clones_from_this_machine_is_taken_at_its_word(tmp_path: Path, repository: Path) -> None:
-    manifests = job("pytorchjob", TELL, code=f"{CODE}@trunk")
+    manifests = job("pytorchjob", TELL, code_source=f"{CODE}@trunk")
     template = manifests[-1].body["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
     template["initContainers"][0]["command"] = ["sh", "-c", f"git clone -q file://{repository} /code/source"]
     outcome = play(tmp_path / "place", manifests)
@@ -188,35 +187,43 @@ def test_a_manifest_that_clones_from_this_machine_is_taken_at_its_word(tmp_path:
 
 
 def test_a_clone_from_afar_is_told_as_not_shown_and_without_its_password(tmp_path: Path) -> None:
-    manifests = job("trainjob", "test -z \"${PYTHONPATH##*$PWD*}\" || python -c 'import modelwright'", code=CODE)
+    manifests = job("trainjob", "test -z \"${PYTHONPATH##*$PWD*}\" || python -c 'import modelwright'", code_source=CODE)
     text = "https://example.com/our/program.git"
     template = manifests[-2].body["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
     command = template["spec"]["initContainers"][0]["command"]
     command[command.index(text)] = "https://me:canary-4711@example.com/our/program.git"
     outcome = play(tmp_path, manifests)
     assert outcome.succeeded, outcome.events
-    told = [line for line in outcome.not_shown if "clone" in line]
+    told = [line for line in outcome.not_simulated if "clone" in line]
     assert len(told) == 1 and f"the clone of {text} by init container code" in told[0]
-    assert f"not shown: {told[0]}" in outcome.events
+    assert f"not simulated: {told[0]}" in outcome.events
 
 
 def test_a_clone_that_fails_fails_the_pod_and_a_new_try_begins_with_it(tmp_path: Path, repository: Path) -> None:
-    manifests = job("pytorchjob", f"touch /shared/models/ran; {TELL}", code=f"{CODE}@no-such-branch", restarts=1)
-    outcome = rehearse(manifests, Wish(tmp_path / "place", isolated=False, hurry=0.001, clone_from=str(repository)))
+    manifests = job(
+        "pytorchjob", f"touch /shared/models/ran; {TELL}", code_source=f"{CODE}@no-such-branch", max_restarts=1
+    )
+    outcome = simulate(
+        manifests,
+        SimulationConfig(tmp_path / "place", use_namespaces=False, time_scale=0.001, git_repo=str(repository)),
+    )
     assert outcome.reason == "2 restarts reach backoffLimit 2; the last exit code was 128"
-    assert outcome.events.count("resnet18-cifar10-master-0: init container code ended with 128") == 2
+    assert outcome.events.count("resnet18-cifar10-master-0: init container code exited with 128") == 2
     assert not (tmp_path / "place/volumes/trained-models/ran").exists(), "the program never ran"
 
 
 def test_what_is_no_repository_is_told(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--clone-from wants a git repository"):
-        rehearse(job("trainjob", TELL, code=CODE), Wish(tmp_path, isolated=False, clone_from=str(tmp_path)))
+        simulate(
+            job("trainjob", TELL, code_source=CODE),
+            SimulationConfig(tmp_path, use_namespaces=False, git_repo=str(tmp_path)),
+        )
 
 
 def test_a_killed_plain_pod_takes_along_what_has_a_session_of_its_own(tmp_path: Path) -> None:
     up = "/shared/models/up"
     script = f"setsid sh -c 'touch {up}; exec sleep {SLEEP}' & while ! test -e {up}; do sleep 0.05; done; {STEP}; wait"
-    outcome = play(tmp_path, job("trainjob", script, restarts=0), Disturbance("kill", 0, 5))
+    outcome = play(tmp_path, job("trainjob", script, max_restarts=0), InjectedFault("kill", 0, 5))
     assert outcome.reason == "0 restarts are maxRestarts; the last exit code was 137"
     deadline = time.monotonic() + 60
     while sleepers() and time.monotonic() < deadline:
@@ -267,7 +274,7 @@ pathlib.Path(f"/shared/models/facts{rank}.json").write_text(json.dumps(facts))
 @isolated
 @pytest.mark.root
 def test_a_pod_is_a_random_user_without_rights_on_a_network_of_its_own(tmp_path: Path) -> None:
-    manifests = job("trainjob", "true", nodes=2, token_secret="hub-token")
+    manifests = job("trainjob", "true", nodes=2, hf_token_secret="hub-token")
     for body in (manifest.body for manifest in manifests):
         for container in containers(body):
             container["command"] = ["python", "-c", PROBE]
@@ -291,7 +298,9 @@ def test_a_pod_is_a_random_user_without_rights_on_a_network_of_its_own(tmp_path:
 @pytest.mark.root
 def test_nothing_of_a_rehearsal_is_left_behind(tmp_path: Path) -> None:
     before = set(NETWORKS.iterdir()) if NETWORKS.is_dir() else set()
-    outcome = play(tmp_path, job("trainjob", f"{STEP}; sleep 600", restarts=0), Disturbance("lose", 0, 5), root=True)
+    outcome = play(
+        tmp_path, job("trainjob", f"{STEP}; sleep 600", max_restarts=0), InjectedFault("node-lost", 0, 5), root=True
+    )
     assert outcome.reason == "0 restarts are maxRestarts; the last exit code was 137"
     assert set(NETWORKS.iterdir()) <= before
 
@@ -329,4 +338,6 @@ def sleepers() -> list[str]:
 
 def test_the_stream_that_is_rehearsed_is_the_stream_that_is_sent() -> None:
     text = render(order("survival", "trainjob"))
-    assert [pod.name for pod in plan(read_text(text, "job.yaml"))[1]] == [f"quickstart-node-0-{n}" for n in range(4)]
+    assert [pod.name for pod in expand_job(parse_manifests(text, "job.yaml"))[1]] == [
+        f"quickstart-node-0-{n}" for n in range(4)
+    ]

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from modelwright.launch import rendezvous
-from modelwright.launch.rendezvous import Rendezvous, meet
-from modelwright.launch.wish import Nodes, Wish
+from modelwright.launch import agent
+from modelwright.launch.agent import OrderedRendezvousHandler, create_rdzv_handler
+from modelwright.launch.config import LaunchConfig, NodeRange
 from rig import free_port
 
 Place = tuple[int, int, str, int]
@@ -23,14 +23,17 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0")
 
 
-def nodes_at(addresses: dict[int, str], nodes: Nodes) -> dict[int, Rendezvous]:
+def nodes_at(addresses: dict[int, str], nodes: NodeRange) -> dict[int, OrderedRendezvousHandler]:
     """Every node's side, by its number; the main one is first since it keeps the store where they meet."""
     port = free_port()
-    wishes = {node: Wish(("run",), 1, "", nodes, node, port=port, local_address=at) for node, at in addresses.items()}
-    return {node: meet(wish) for node, wish in sorted(wishes.items())}
+    wishes = {
+        node: LaunchConfig(("run",), 1, "", nodes, node, master_port=port, local_addr=at)
+        for node, at in addresses.items()
+    }
+    return {node: create_rdzv_handler(wish) for node, wish in sorted(wishes.items())}
 
 
-def come(node: Rendezvous) -> Place:
+def come(node: OrderedRendezvousHandler) -> Place:
     """Rank, nodes in all, the address of the ranks' store, and how many had written there when all have."""
     from torch.distributed import TCPStore
 
@@ -45,21 +48,21 @@ def come(node: Rendezvous) -> Place:
 
 def test_ranks_follow_the_numbers_of_the_nodes_at_every_meeting_where_torch_would_sort_addresses() -> None:
     main = "127.0.0.9"
-    nodes = nodes_at({0: main, 1: "127.0.0.5", 3: "127.0.0.1"}, Nodes(3, 3))
+    nodes = nodes_at({0: main, 1: "127.0.0.5", 3: "127.0.0.1"}, NodeRange(3, 3))
     with ThreadPoolExecutor(3) as pool:
         for _ in range(2):
             places = list(pool.map(come, [nodes[3], nodes[1], nodes[0]]))
             assert places == [(2, 3, main, 3), (1, 3, main, 3), (0, 3, main, 3)]
-    assert {node.members for node in nodes.values()} == {(0, 1, 3)}
+    assert {node.node_ranks for node in nodes.values()} == {(0, 1, 3)}
 
 
 def test_two_nodes_of_one_number_are_refused_by_all() -> None:
-    nodes = nodes_at({0: "127.0.0.9", 1: "127.0.0.1", 2: "127.0.0.5"}, Nodes(3, 3))
-    nodes[2]._node = 1
+    nodes = nodes_at({0: "127.0.0.9", 1: "127.0.0.1", 2: "127.0.0.5"}, NodeRange(3, 3))
+    nodes[2]._node_rank = 1
     with ThreadPoolExecutor(3) as pool:
         meetings = [pool.submit(node.next_rendezvous) for node in nodes.values()]
     assert {str(meeting.exception()) for meeting in meetings} == {
-        "2 nodes say --node-rank 1; each wants a number of its own, from 0 on"
+        "2 nodes have --node-rank 1; each wants a number of its own, from 0 on"
     }
 
 
@@ -81,13 +84,13 @@ def test_a_node_that_trains_meets_again_where_another_comes_with_its_number() ->
             return SimpleNamespace(store=store, rank=rank, world_size=len(numbers))
 
     main = "127.0.0.9"
-    node = Rendezvous(Torchs(), 1, "127.0.0.1")
-    node.members = (0, 1)
+    node = OrderedRendezvousHandler(Torchs(), 1, "127.0.0.1")
+    node.node_ranks = (0, 1)
     met = node.next_rendezvous()
-    assert (met.rank, met.world_size, node.members) == (1, 2, (0, 1))
+    assert (met.rank, met.world_size, node.node_ranks) == (1, 2, (0, 1))
 
 
-def stay(node: Rendezvous, place: Place) -> Place:
+def stay(node: OrderedRendezvousHandler, place: Place) -> Place:
     """Come again whenever another node waits, as the agent does, which then starts its ranks again; until both met."""
     deadline = time.monotonic() + 240
     while place[1] < 2 and time.monotonic() < deadline:
@@ -98,9 +101,9 @@ def stay(node: Rendezvous, place: Place) -> Place:
 
 
 def test_a_node_that_comes_later_is_counted_by_its_number_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "LAST_CALL_SECONDS", 1)
+    monkeypatch.setattr(agent, "LAST_CALL_TIMEOUT", 1)
     main = "127.0.0.9"
-    nodes = nodes_at({0: main, 1: "127.0.0.1"}, Nodes(1, 2))
+    nodes = nodes_at({0: main, 1: "127.0.0.1"}, NodeRange(1, 2))
     alone, nowhere = come(nodes[0]), (0, 0, "", 0)
     assert alone == (0, 1, main, 1)
     with ThreadPoolExecutor(2) as pool:

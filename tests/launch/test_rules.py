@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from modelwright.errors import ProblemsFound
-from modelwright.launch.manifests import Target, documents, render
-from modelwright.launch.rules import Letter, check
-from modelwright.launch.stream import Manifest, read, read_text
+from modelwright.cluster.documents import Manifest, load_manifests, parse_manifests
+from modelwright.cluster.lint import LintFinding, lint
+from modelwright.cluster.manifests import JobKind, documents, render
+from modelwright.errors import ProblemsError
 from orders import order
 
 POD = "spec.pytorchReplicaSpecs.Master.template.spec"
@@ -105,11 +105,11 @@ TRAINJOB = [
 MISTAKES = [("pytorchjob", *case) for case in PYTORCHJOB] + [("trainjob", *case) for case in TRAINJOB]
 
 
-def letters_of(text: str) -> list[Letter]:
-    return [letter for letter in check(read_text(text, "job.yaml")) if letter.serious]
+def letters_of(text: str) -> list[LintFinding]:
+    return [letter for letter in lint(parse_manifests(text, "job.yaml")) if letter.is_error]
 
 
-def sound(target: Target) -> str:
+def sound(target: JobKind) -> str:
     return render(order("survival", target))
 
 
@@ -174,7 +174,7 @@ spec:
 
 
 def test_a_manifest_as_people_write_them_is_told_all_its_mistakes_at_once() -> None:
-    letters = check(read_text(DOCUMENTS_OWN, "survival.yaml"))
+    letters = lint(parse_manifests(DOCUMENTS_OWN, "survival.yaml"))
     told = "\n".join(map(str, letters))
     for words in ("starts python on 4 nodes", "WORLD_SIZE, which is overwritten", "HF_TOKEN for all to read",
                   "has no HOME", "allowPrivilegeEscalation is not said", "backoffLimit is missing",
@@ -195,15 +195,15 @@ def test_a_manifest_as_people_write_them_is_told_all_its_mistakes_at_once() -> N
     ],
 )
 def test_what_is_no_manifest_is_told_without_a_traceback(text: str, letter: str) -> None:
-    with pytest.raises(ProblemsFound, match=re.escape(letter)):
-        read_text(text, "job.yaml")
+    with pytest.raises(ProblemsError, match=re.escape(letter)):
+        parse_manifests(text, "job.yaml")
 
 
 def test_a_file_that_is_not_there_and_one_without_a_job_are_told(tmp_path: Path) -> None:
-    with pytest.raises(ProblemsFound, match="cannot be read"):
-        read(tmp_path / "none.yaml")
+    with pytest.raises(ProblemsError, match="cannot be read"):
+        load_manifests(tmp_path / "none.yaml")
     (tmp_path / "map.yaml").write_text("apiVersion: v1\nkind: ConfigMap\nmetadata: {name: x}\n")
-    assert "wants a PyTorchJob or a TrainJob" in str(check(read(tmp_path / "map.yaml"))[0])
+    assert "wants a PyTorchJob or a TrainJob" in str(lint(load_manifests(tmp_path / "map.yaml"))[0])
 
 
 JUNK: list[Any] = [None, [], {}, 7, "text", [[]], {"a": {"b": [1, {}]}}]
@@ -217,7 +217,7 @@ def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("target", ["pytorchjob", "trainjob"])
-def test_any_junk_in_any_place_is_told_and_never_a_crash(target: Target) -> None:
+def test_any_junk_in_any_place_is_told_and_never_a_crash(target: JobKind) -> None:
     bodies = documents(order("survival", target))
     tried = 0
     for number, body in enumerate(bodies):
@@ -229,6 +229,6 @@ def test_any_junk_in_any_place_is_told_and_never_a_crash(target: Target) -> None
                     holder = holder[step]
                 holder[path[-1]] = junk
                 stream = [Manifest("job.yaml", broken if i == number else each, 1) for i, each in enumerate(bodies)]
-                check(stream)
+                lint(stream)
                 tried += 1
     assert tried > 100

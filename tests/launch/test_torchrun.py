@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.launch.torchrun import code_of
+from modelwright.launch.torchrun import shell_exit_code
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -28,4 +28,4 @@ def test_a_pod_ends_with_the_code_of_the_rank_that_failed() -> None:
 
 @pytest.mark.parametrize(("status", "code"), [(0, 0), (76, 76), (-signal.SIGKILL, 137)])
 def test_a_signal_is_told_as_a_shell_tells_it(status: int, code: int) -> None:
-    assert code_of(status) == code
+    assert shell_exit_code(status) == code

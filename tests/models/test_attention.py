@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from modelwright.data.pack import document_starts
-from modelwright.models import attention, text
-from modelwright.models.text import hidden_states
+from modelwright.data.packing import cu_seqlens_from_positions
+from modelwright.models import attention, pretrained
+from modelwright.models.attention import hidden_states
 
 
 def models(folder: Path) -> tuple[Any, Any]:
-    usual, ours = text.load_model(folder).eval(), text.load_model(folder).eval()
-    attention.install(ours)
+    usual, ours = pretrained.load_model(folder).eval(), pretrained.load_model(folder).eval()
+    attention.register_attention(ours)
     return usual, ours
 
 
@@ -24,9 +24,9 @@ def test_packed_documents_are_apart_as_in_a_mask_written_out(model_folder: Path)
     usual, ours = models(model_folder)
     tokens = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(0))
     positions = torch.stack([torch.cat([torch.arange(10), torch.arange(14)]), torch.arange(24)])
-    documents = torch.from_numpy(document_starts(positions.numpy()))
+    documents = torch.from_numpy(cu_seqlens_from_positions(positions.numpy()))
     expected = hidden_states(usual, tokens, positions)
-    torch.testing.assert_close(hidden_states(ours, tokens, positions, documents=documents), expected)
+    torch.testing.assert_close(hidden_states(ours, tokens, positions, cu_seqlens=documents), expected)
     leaking = hidden_states(ours, tokens, positions)
     assert not torch.allclose(leaking, expected, atol=1e-3)
 
@@ -44,7 +44,7 @@ def test_rows_of_one_document_need_no_starts(model_folder: Path) -> None:
 def test_a_window_and_fewer_key_heads_are_honoured(window: int | None, heads: int) -> None:
     torch.manual_seed(0)
     query, key, value = torch.randn(1, 4, 12, 8), torch.randn(1, heads, 12, 8), torch.randn(1, heads, 12, 8)
-    found, _ = attention.attend(None, query, key, value, None, sliding_window=window)
+    found, _ = attention.attention_forward(None, query, key, value, None, sliding_window=window)
     scores = query @ key.repeat_interleave(4 // heads, 1).transpose(2, 3) / 8**0.5
     behind = torch.arange(12)[:, None] - torch.arange(12)[None]
     seen = (behind >= 0) & (behind < (window or 12))
@@ -53,7 +53,7 @@ def test_a_window_and_fewer_key_heads_are_honoured(window: int | None, heads: in
 
 
 def test_starts_of_documents_are_filled_up_to_few_sizes() -> None:
-    starts = document_starts(torch.tensor([[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]]).numpy())
+    starts = cu_seqlens_from_positions(torch.tensor([[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]]).numpy())
     assert starts[:5].tolist() == [0, 3, 5, 7, 10]
     assert (len(starts), set(starts[5:].tolist())) == (64, {10})
 
@@ -74,8 +74,8 @@ def test_more_documents_compile_no_layer_again(model_folder: Path) -> None:
     sizes = set()
     for length in (48, 4, 2):  # 5, 49 and 97 starts
         positions = torch.arange(96).remainder(length).expand(2, 96)
-        documents = torch.from_numpy(document_starts(positions.numpy()))
+        documents = torch.from_numpy(cu_seqlens_from_positions(positions.numpy()))
         sizes.add(len(documents))
-        hidden_states(ours, tokens, positions, documents=documents)
+        hidden_states(ours, tokens, positions, cu_seqlens=documents)
     assert sizes == {64, 128}
     assert len(graphs) == 1  # and the same for every layer

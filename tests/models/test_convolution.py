@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from modelwright.models.convolution import Conv3x3
+from modelwright.models.vision import Conv3x3
 
 
 @pytest.mark.parametrize("stride", [1, 2])

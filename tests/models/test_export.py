@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from modelwright.errors import StorageError
-from modelwright.models.export import save_model
-from modelwright.models.text import load_model
+from modelwright.models.pretrained import load_model
+from modelwright.models.save import save_model
 
 
 def test_every_file_may_be_read_by_others(model_folder: Path, tokenizer: Any, tmp_path: Path) -> None:

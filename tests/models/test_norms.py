@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from modelwright.models.norms import normalised
-from modelwright.models.vision import resnet18
+from modelwright.models.vision import batch_norm_relu, resnet18
 
 
 def both_ways(device: str, dtype: torch.dtype, channels: int, past: bool, rectify: bool) -> list[tuple[Tensor, Tensor]]:
@@ -25,7 +24,7 @@ def both_ways(device: str, dtype: torch.dtype, channels: int, past: bool, rectif
         inputs = [value.clone().requires_grad_() for value in ((seen, beside) if past else (seen,))]
         inputs = inputs if ours else [value.detach().float().requires_grad_() for value in inputs]
         if ours:
-            made = normalised(norm, inputs[0], inputs[1] if past else None, rectify)
+            made = batch_norm_relu(norm, inputs[0], inputs[1] if past else None, rectify)
         else:
             made = norm(inputs[0]) + (inputs[1] if past else 0.0)
             made = F.relu(made) if rectify else made
@@ -62,7 +61,7 @@ def test_a_model_learns_the_same_with_them_and_without(monkeypatch: pytest.Monke
         torch.manual_seed(1)
         model = resnet18().to("cuda", memory_format=torch.channels_last)  # type: ignore[call-overload]
         if not fast:
-            monkeypatch.setattr("modelwright.models.norms._is_fast", lambda norm, seen: False)
+            monkeypatch.setattr("modelwright.models.vision._is_fast", lambda norm, seen: False)
         with torch.backends.cudnn.flags(allow_tf32=False):
             F.cross_entropy(model(images), torch.arange(32, device="cuda") % 10).backward()  # type: ignore[no-untyped-call]
         found.append([weight.grad for weight in model.parameters()])
@@ -75,5 +74,5 @@ def test_a_model_learns_the_same_with_them_and_without(monkeypatch: pytest.Monke
 def test_a_rectifier_does_not_hide_what_is_no_number() -> None:
     seen = torch.zeros(8, 64, 4, 4, device="cuda").contiguous(memory_format=torch.channels_last)
     seen[0, 5, 0, 0] = float("nan")
-    made = normalised(nn.BatchNorm2d(64).to("cuda"), seen)
+    made = batch_norm_relu(nn.BatchNorm2d(64).to("cuda"), seen)
     assert made[:, 5].isnan().all() and not made[:, 6].isnan().any()

@@ -12,14 +12,22 @@ from torch import Tensor, nn
 
 from eighths import stand_in
 from families import FAMILIES, family
-from modelwright.engine import fp8
+from modelwright.engine import precision
 from modelwright.errors import ModelError
 from modelwright.models import attention
-from modelwright.models.recompute import Products, draws, is_kept, kind_of, recompute
-from modelwright.models.text import hidden_states, load_model
-from modelwright.models.trainable import decoder_layers, recompute_activations, set_trainable
+from modelwright.models.activation_checkpoint import (
+    SavedMatmuls,
+    checkpoint_layers,
+    enable_activation_checkpointing,
+    has_dropout,
+    is_saved,
+    op_kind,
+)
+from modelwright.models.attention import hidden_states
+from modelwright.models.pretrained import load_model
+from modelwright.models.trainable import decoder_layers, set_trainable
 from modelwright.recipe.load import load
-from modelwright.recipe.training import Parts
+from modelwright.recipe.schema import TrainableConfig
 from modelwright.stages import pipeline
 from rig import trace
 from tiny import tiny_dpo_recipe, tiny_recipe
@@ -31,7 +39,7 @@ STARTS = torch.tensor([0, 9, 24, 37, 48], dtype=torch.int32)
 
 def gradients(model: Any, how: Any, steps: int = 2, **given: Any) -> dict[str, Tensor]:
     """The gradients of a second step, for what was not asked for in the first is not kept in it."""
-    recompute_activations(model.train(), how)
+    enable_activation_checkpointing(model.train(), how)
     for _ in range(steps):
         model.zero_grad()
         torch.manual_seed(7)
@@ -45,8 +53,8 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def products(layer: nn.Module) -> Products:
-    return next(each for each in layer.__dict__["forward"].args if isinstance(each, Products))
+def products(layer: nn.Module) -> SavedMatmuls:
+    return next(each for each in layer.__dict__["forward"].args if isinstance(each, SavedMatmuls))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -69,12 +77,12 @@ def test_parts_that_move_have_the_same_gradients(model_folder: Path, wish: dict[
     found = []
     for how in (False, "selective"):
         torch.manual_seed(0)
-        model = set_trainable(load_model(model_folder), Parts.model_validate(wish))
+        model = set_trainable(load_model(model_folder), TrainableConfig.model_validate(wish))
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 if "lora_B" in name:  # or nothing would reach lora_A
                     weight.normal_()
-        found.append(gradients(model, how, documents=STARTS))
+        found.append(gradients(model, how, cu_seqlens=STARTS))
     assert same(*found)
 
 
@@ -83,9 +91,9 @@ def test_documents_and_fp8_layers_have_the_same_gradients(model_folder: Path, mo
     found = []
     for how in (False, "selective"):
         model = load_model(model_folder)
-        attention.install(model)
-        assert fp8.convert(model)
-        found.append(gradients(model, how, documents=STARTS))
+        attention.register_attention(model)
+        assert precision.convert_to_fp8(model)
+        found.append(gradients(model, how, cu_seqlens=STARTS))
     assert same(*found)
 
 
@@ -103,20 +111,20 @@ def test_a_layer_keeps_what_its_second_pass_asks_for_and_no_more(model_folder: P
     gradients(model, "selective", steps=1)
     for layer in decoder_layers(model):
         # three before attention, itself, one behind it, gate and up; nothing asks for what down makes
-        assert products(layer).asked == 7
+        assert products(layer).last_needed == 7
     gemma = deepcopy(family("gemma3_text"))
     gradients(gemma, "selective", steps=1)
-    assert products(decoder_layers(gemma)[0]).asked == 8, "the norm behind down asks for what it makes"
+    assert products(decoder_layers(gemma)[0]).last_needed == 8, "the norm behind down asks for what it makes"
 
 
 def test_random_numbers_are_drawn_again_as_they_were(model_folder: Path) -> None:
     found = []
     for how in (False, "selective"):
         model = load_model(model_folder)
-        assert not draws(model)
+        assert not has_dropout(model)
         for layer in decoder_layers(model):
             layer.self_attn.attention_dropout = 0.5
-        assert draws(model)
+        assert has_dropout(model)
         found.append(gradients(model, how))
     assert same(*found)
 
@@ -124,11 +132,11 @@ def test_random_numbers_are_drawn_again_as_they_were(model_folder: Path) -> None
 def test_frozen_layers_at_the_bottom_and_measuring_go_the_usual_way(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = set_trainable(load_model(model_folder), Parts.model_validate({"trainable": {"last_layers": 1}}))
+    model = set_trainable(load_model(model_folder), TrainableConfig.model_validate({"trainable": {"last_layers": 1}}))
     gradients(model, "selective")
     first, last = decoder_layers(model)
-    assert (products(first).asked, products(last).asked) == (None, 7)
-    monkeypatch.setattr("modelwright.models.recompute.checkpoint", None)  # would fail if it were called
+    assert (products(first).last_needed, products(last).last_needed) == (None, 7)
+    monkeypatch.setattr("modelwright.models.activation_checkpoint.checkpoint", None)  # would fail if it were called
     with torch.no_grad():
         hidden_states(model, TOKENS, PLACES)
     hidden_states(model.eval(), TOKENS, PLACES)
@@ -136,24 +144,24 @@ def test_frozen_layers_at_the_bottom_and_measuring_go_the_usual_way(
 
 def test_a_thin_product_is_had_again() -> None:
     x, thin, wide = torch.empty(10, 16), torch.empty(4096, 16), torch.empty(64, 16)
-    assert not is_kept(torch.ops.aten.mm.default, (x, thin.T)) and is_kept(torch.ops.aten.mm.default, (x, wide.T))
+    assert not is_saved(torch.ops.aten.mm.default, (x, thin.T)) and is_saved(torch.ops.aten.mm.default, (x, wide.T))
 
 
 def test_a_later_word_takes_the_place_of_an_earlier(model_folder: Path) -> None:
     model = load_model(model_folder)
     for how in ("selective", True, False):
-        recompute_activations(model, how)  # type: ignore[arg-type]
+        enable_activation_checkpointing(model, how)  # type: ignore[arg-type]
         given = [layer.__dict__["forward"].args for layer in decoder_layers(model) if "forward" in layer.__dict__]
         assert len(given) == (2 if how else 0)
-        assert all(any(isinstance(each, Products) for each in args) == (how == "selective") for args in given)
+        assert all(any(isinstance(each, SavedMatmuls) for each in args) == (how == "selective") for args in given)
 
 
 def test_compiled_layers_have_the_gradients_of_those_that_are_not(model_folder: Path) -> None:
     found = []
     for how, backend in ((False, None), *((how, "aot_eager_decomp_partition") for how in ("selective", True))):
         model = load_model(model_folder)
-        attention.install(model)
-        recompute_activations(model, how)
+        attention.register_attention(model)
+        enable_activation_checkpointing(model, how)
         torch._dynamo.reset()
         for layer in decoder_layers(model) if backend else ():
             layer.compile(backend=backend, fullgraph=True)
@@ -168,11 +176,11 @@ def test_compiled_layers_have_the_gradients_of_those_that_are_not(model_folder: 
 def test_what_a_product_is() -> None:
     aten = torch.ops.aten
     for kept in (aten.mm, aten.addmm, aten.bmm, aten._scaled_mm, aten._scaled_dot_product_cudnn_attention,
-                 aten._scaled_dot_product_flash_attention_for_cpu, torch.ops.modelwright.low_rank_gate,
+                 aten._scaled_dot_product_flash_attention_for_cpu, torch.ops.modelwright.fused_lora_mlp,
                  torch.ops.torch_attn._varlen_attn):  # fmt: skip
-        assert kind_of(kept.default)
+        assert op_kind(kept.default)
     for again in (aten.mul.Tensor, aten.rsqrt.default, aten.silu.default, aten._to_copy.default, aten.t.default):
-        assert not kind_of(again)
+        assert not op_kind(again)
 
 
 class Careless(nn.Linear):
@@ -195,7 +203,7 @@ def test_a_layer_that_changes_a_product_in_its_place_has_the_gradients_it_has_wi
         layers = nn.ModuleList([Careless(8, 8)])
         layers[0].router_jitter_noise = 0.1  # by this it is known to draw
         if keep is not None:
-            recompute(layers, keep_products=keep)
+            checkpoint_layers(layers, selective=keep)
         for _ in range(2):
             layers.zero_grad()
             torch.manual_seed(7)
@@ -206,7 +214,7 @@ def test_a_layer_that_changes_a_product_in_its_place_has_the_gradients_it_has_wi
 
 def test_a_product_that_is_changed_outside_of_its_layer_is_told_what_would_do() -> None:
     layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Identity())])
-    recompute(layers, keep_products=True)
+    checkpoint_layers(layers, selective=True)
     seen: list[Tensor] = []
     layers[0][0].register_forward_hook(lambda *told: seen.append(told[-1]))
     summed = layers[0](torch.ones(2, 8)).sum()
@@ -231,7 +239,7 @@ def test_what_is_drawn_after_attention_that_drew_is_drawn_alike() -> None:
         torch.manual_seed(3)
         layers = nn.ModuleList([Drawing()])
         if keep is not None:
-            recompute(layers, keep_products=keep)
+            checkpoint_layers(layers, selective=keep)
         for _ in range(2):
             layers.zero_grad()
             torch.manual_seed(7)
@@ -258,15 +266,15 @@ def test_a_model_without_layers_to_be_found_is_told_so(model_folder: Path) -> No
     model = load_model(model_folder)
     model.config.num_hidden_layers = 5
     with pytest.raises(ModelError, match="selective checkpointing"):
-        recompute_activations(model, "selective")
-    recompute_activations(model, True)
+        enable_activation_checkpointing(model, "selective")
+    enable_activation_checkpointing(model, True)
     assert model.is_gradient_checkpointing, "the library finds them in its own way"
 
 
 @pytest.mark.parametrize(
     ("written", "wish"),
     [
-        (tiny_recipe, {"trainable": {"last_layers": 1, "head": True}, "keep_trunk": "memory"}),
+        (tiny_recipe, {"trainable": {"last_layers": 1, "lm_head": True}, "cache_frozen_layers": "memory"}),
         (tiny_dpo_recipe, {"trainable": "lora", "lora_dropout": 0.1}),
     ],
 )

@@ -10,16 +10,15 @@ import pytest
 import torch
 
 from modelwright.errors import ModelError
-from modelwright.models.export import save_model
-from modelwright.models.text import Found, find, load_model, load_tokenizer, stop_tokens
+from modelwright.models.pretrained import ResolvedModel, eos_token_ids, load_model, load_tokenizer, resolve_model
+from modelwright.models.save import save_model
 from modelwright.models.trainable import set_trainable
-from modelwright.recipe.schema import Model
-from modelwright.recipe.training import Parts
+from modelwright.recipe.schema import ModelConfig, TrainableConfig
 from tiny import tiny_model
 
 
-def named(name: str) -> Model:
-    return Model(model_name_or_path=name)
+def named(name: str) -> ModelConfig:
+    return ModelConfig(model_name_or_path=name)
 
 
 @pytest.fixture
@@ -34,35 +33,35 @@ def set_config(folder: Path, **values: object) -> None:
 
 
 def test_a_folder_is_found_by_its_path_and_beside_the_recipe(copied: Path) -> None:
-    assert find(named(str(copied)), Path("/nowhere")).path == copied
-    assert find(named("copied"), copied.parent).path == copied
+    assert resolve_model(named(str(copied)), Path("/nowhere")).path == copied
+    assert resolve_model(named("copied"), copied.parent).path == copied
 
 
 def test_a_folder_comes_before_the_hub(copied: Path) -> None:
     copied.rename(copied.parent / "name")
     (copied.parent / "owner").mkdir()
     (copied.parent / "name").rename(copied.parent / "owner" / "name")
-    found = find(named("owner/name"), copied.parent)
+    found = resolve_model(named("owner/name"), copied.parent)
     assert (found.path, found.revision) == (copied.parent / "owner" / "name", None)
 
 
 def test_a_folder_without_config_is_told(tmp_path: Path) -> None:
     (tmp_path / "half").mkdir()
     with pytest.raises(ModelError, match=r"half has no config.json; it wants a folder that from_pretrained reads"):
-        find(named("half"), tmp_path)
+        resolve_model(named("half"), tmp_path)
 
 
 def test_a_miss_is_answered_with_the_nearest_names(copied: Path) -> None:
     with pytest.raises(ModelError) as caught:
-        find(named("copeid"), copied.parent)
+        resolve_model(named("copeid"), copied.parent)
     assert str(caught.value) == "model: there is no folder or embedded model 'copeid' (did you mean copied?)"
     with pytest.raises(ModelError, match=r"did you mean smollm2-135m-instruct\?"):
-        find(named("smollm2-135M-instruct"), copied.parent)
+        resolve_model(named("smollm2-135M-instruct"), copied.parent)
 
 
 def test_a_miss_on_the_hub_is_one_letter_with_what_to_check(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:
-        find(named("nobody/nothing-of-that-name"), tmp_path)
+        resolve_model(named("nobody/nothing-of-that-name"), tmp_path)
     told = str(caught.value)
     assert told.startswith("model: there is no folder or embedded model 'nobody/nothing-of-that-name', and the hub did")
     assert told.endswith("check the name, the network, and HF_TOKEN for a gated model")
@@ -70,12 +69,12 @@ def test_a_miss_on_the_hub_is_one_letter_with_what_to_check(tmp_path: Path) -> N
 
 
 def test_the_fingerprint_shows_one_changed_weight_setting_or_token(copied: Path) -> None:
-    prints = [Found("copied", copied).fingerprint()]
+    prints = [ResolvedModel("copied", copied).fingerprint()]
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         data = bytearray((copied / name).read_bytes())
         data[-2] ^= 1
         (copied / name).write_bytes(data)
-        prints.append(Found("copied", copied).fingerprint())
+        prints.append(ResolvedModel("copied", copied).fingerprint())
     assert len(set(prints)) == 4
 
 
@@ -111,18 +110,18 @@ def test_a_broken_tokenizer_is_told(copied: Path) -> None:
 
 def test_every_token_that_ends_an_answer_is_known(model_folder: Path) -> None:
     model = load_model(model_folder)
-    assert stop_tokens(model) == [2]
+    assert eos_token_ids(model) == [2]
     model.generation_config.eos_token_id = [2, 0]
-    assert stop_tokens(model) == [2, 0]
+    assert eos_token_ids(model) == [2, 0]
     model.generation_config.eos_token_id = None
-    assert stop_tokens(model) == []
+    assert eos_token_ids(model) == []
 
 
 def test_an_adapter_finds_its_base_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_model(tmp_path / "base")
     monkeypatch.chdir(tmp_path)
-    base = find(named("base"), Path("elsewhere"))
-    model = set_trainable(load_model(base.path), Parts(trainable="lora"))
+    base = resolve_model(named("base"), Path("elsewhere"))
+    model = set_trainable(load_model(base.path), TrainableConfig(trainable="lora"))
     save_model(model, load_tokenizer(base.path), model.state_dict(), tmp_path / "adapter")
     monkeypatch.chdir("/")
     assert load_model(tmp_path / "adapter").get_base_model().config.num_hidden_layers == 2

@@ -1,4 +1,4 @@
-"""Which weights move: all, named parts or low-rank matrices; counted, printed, and kept when the head is untied."""
+"""Which parameters are trainable: all, named parts or low-rank matrices; counted, printed, and kept when the head is untied."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from modelwright.errors import ModelError, UsageError
-from modelwright.models.export import merge_adapter, save_model
-from modelwright.models.text import hidden_states, load_model, logits_of
-from modelwright.models.trainable import decoder_layers, set_trainable, share
-from modelwright.recipe.training import Parts
+from modelwright.models.attention import compute_logits, hidden_states
+from modelwright.models.pretrained import load_model
+from modelwright.models.save import merge_adapter, save_model
+from modelwright.models.trainable import count_parameters, decoder_layers, set_trainable
+from modelwright.recipe.schema import TrainableConfig
 
 TOKENS = torch.arange(20).unsqueeze(0)
 PLACES = torch.arange(20).unsqueeze(0)
@@ -25,18 +26,18 @@ def moving(model: nn.Module) -> set[str]:
 
 
 def trained(folder: Path, **wish: Any) -> Any:
-    return set_trainable(load_model(folder), Parts(trainable=wish))
+    return set_trainable(load_model(folder), TrainableConfig(trainable=wish))
 
 
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
-    return logits_of(model.eval(), hidden_states(model, TOKENS, PLACES))
+    return compute_logits(model.eval(), hidden_states(model, TOKENS, PLACES))
 
 
 def train_a_little(model: Any) -> None:
     """Two steps of plain descent, so that what moves has moved."""
     for _ in range(2):
-        loss = logits_of(model.train(), hidden_states(model, TOKENS, PLACES)).logsumexp(-1).square().mean()
+        loss = compute_logits(model.train(), hidden_states(model, TOKENS, PLACES)).logsumexp(-1).square().mean()
         loss.backward()
         for weight in model.parameters():
             if weight.grad is not None:
@@ -45,8 +46,8 @@ def train_a_little(model: Any) -> None:
 
 
 def test_by_default_everything_moves(model_folder: Path) -> None:
-    model = set_trainable(load_model(model_folder), Parts())
-    found = share(model)
+    model = set_trainable(load_model(model_folder), TrainableConfig())
+    found = count_parameters(model)
     assert found.trained == found.total == sum(weight.numel() for weight in model.parameters())
 
 
@@ -57,15 +58,15 @@ def test_the_last_layer_moves_and_nothing_else(model_folder: Path) -> None:
 
 
 def test_the_head_of_an_untied_model_moves_alone(untied_model_folder: Path) -> None:
-    assert moving(trained(untied_model_folder, head=True)) == {"lm_head.weight"}
+    assert moving(trained(untied_model_folder, lm_head=True)) == {"lm_head.weight"}
 
 
 def test_a_tied_head_moves_with_its_embeddings(model_folder: Path) -> None:
-    assert moving(trained(model_folder, head=True)) == {"model.embed_tokens.weight"}
+    assert moving(trained(model_folder, lm_head=True)) == {"model.embed_tokens.weight"}
 
 
 def test_untying_leaves_the_embeddings_where_they_are(model_folder: Path) -> None:
-    model = trained(model_folder, head=True, untie_head=True)
+    model = trained(model_folder, lm_head=True, untie_lm_head=True)
     assert moving(model) == {"lm_head.weight"}
     assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
     train_a_little(model)
@@ -73,14 +74,17 @@ def test_untying_leaves_the_embeddings_where_they_are(model_folder: Path) -> Non
 
 
 def test_untying_alone_lets_everything_move_and_counts_the_copy(model_folder: Path) -> None:
-    tied, untied = share(load_model(model_folder)), share(trained(model_folder, untie_head=True))
+    tied, untied = (
+        count_parameters(load_model(model_folder)),
+        count_parameters(trained(model_folder, untie_lm_head=True)),
+    )
     assert untied.total == tied.total + 400 * 64
     assert untied.trained == untied.total
 
 
 def test_untying_a_head_of_its_own_changes_nothing(untied_model_folder: Path) -> None:
-    plain = share(load_model(untied_model_folder))
-    assert share(trained(untied_model_folder, untie_head=True)).total == plain.total
+    plain = count_parameters(load_model(untied_model_folder))
+    assert count_parameters(trained(untied_model_folder, untie_lm_head=True)).total == plain.total
 
 
 def test_every_norm_moves(model_folder: Path) -> None:
@@ -114,34 +118,36 @@ def test_two_layers_and_the_head_of_smollm3_are_13_62_percent() -> None:
 
     with torch.device("meta"):  # the real 3 B model, without its 12 GB
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("smollm3"))
-    found = share(set_trainable(model, Parts(trainable={"last_layers": 2, "head": True})))
-    assert str(found) == "418.9 M of 3,075.1 M parameters move (13.62%)"
+    found = count_parameters(set_trainable(model, TrainableConfig(trainable={"last_layers": 2, "lm_head": True})))
+    assert str(found) == "418.9 M of 3,075.1 M parameters trainable (13.62%)"
 
 
 def test_lora_moves_its_own_matrices_alone(model_folder: Path) -> None:
-    model = set_trainable(load_model(model_folder), Parts(trainable="lora", lora_r=4))
+    model = set_trainable(load_model(model_folder), TrainableConfig(trainable="lora", lora_r=4))
     assert all("lora_" in name for name in moving(model))
     # rank 4 beside q, k, v, o, gate, up and down of each layer: 4 × (in + out)
     per_layer = 4 * (128 + 96 + 96 + 128 + 192 + 192 + 192)
-    assert share(model).trained == 2 * per_layer
+    assert count_parameters(model).trained == 2 * per_layer
 
 
 def test_lora_starts_as_the_model_it_sits_on(model_folder: Path) -> None:
-    with_adapters = set_trainable(load_model(model_folder), Parts(trainable="lora"))
+    with_adapters = set_trainable(load_model(model_folder), TrainableConfig(trainable="lora"))
     assert torch.equal(logits(with_adapters), logits(load_model(model_folder)))
 
 
 def test_lora_beside_named_layers(model_folder: Path) -> None:
-    model = set_trainable(load_model(model_folder), Parts(trainable="lora", lora_target_modules=["q_proj"]))
+    model = set_trainable(load_model(model_folder), TrainableConfig(trainable="lora", lora_target_modules=["q_proj"]))
     assert all(".q_proj.lora_" in name for name in moving(model))
 
 
 def test_lora_beside_layers_that_are_not_there_is_a_letter(model_folder: Path) -> None:
     with pytest.raises(ModelError, match="LoRA could not be added"):
-        set_trainable(load_model(model_folder), Parts(trainable="lora", lora_target_modules=["no_such_layer"]))
+        set_trainable(
+            load_model(model_folder), TrainableConfig(trainable="lora", lora_target_modules=["no_such_layer"])
+        )
 
 
-@pytest.mark.parametrize("wish", [{"untie_head": True, "head": True}, {"last_layers": 1}, {"lora": True}, {}])
+@pytest.mark.parametrize("wish", [{"untie_lm_head": True, "lm_head": True}, {"last_layers": 1}, {"lora": True}, {}])
 def test_a_trained_model_is_saved_and_loaded_equal(
     wish: dict[str, Any], model_folder: Path, tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -166,7 +172,7 @@ def test_a_merged_adapter_answers_as_the_applied_one(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    model = set_trainable(load_model(model_folder), Parts(trainable="lora", lora_alpha=64, **kind))
+    model = set_trainable(load_model(model_folder), TrainableConfig(trainable="lora", lora_alpha=64, **kind))
     train_a_little(model)
     save_model(model, tokenizer, dict(model.state_dict()), tmp_path / "adapter")
     merge_adapter(tmp_path / "adapter", tmp_path / "merged")
@@ -184,9 +190,9 @@ def scale_of(model: nn.Module) -> float:
 
 
 def test_dora_and_rank_stabilised_matrices_are_what_they_are_called(model_folder: Path) -> None:
-    plain = set_trainable(load_model(model_folder), Parts(trainable="lora", lora_r=4))
-    sized = set_trainable(load_model(model_folder), Parts(trainable="lora", lora_r=4, use_dora=True))
-    stable = set_trainable(load_model(model_folder), Parts(trainable="lora", lora_r=4, use_rslora=True))
+    plain = set_trainable(load_model(model_folder), TrainableConfig(trainable="lora", lora_r=4))
+    sized = set_trainable(load_model(model_folder), TrainableConfig(trainable="lora", lora_r=4, use_dora=True))
+    stable = set_trainable(load_model(model_folder), TrainableConfig(trainable="lora", lora_r=4, use_rslora=True))
     assert any("lora_magnitude_vector" in name for name in moving(sized))
     assert (scale_of(plain), scale_of(stable)) == (32 / 4, 32 / 2)
 
@@ -205,8 +211,13 @@ def test_quantization_without_its_package_is_a_letter(model_folder: Path) -> Non
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="the extra quantization is not installed")
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_adapters_learn_beside_quantized_weights(kind: str, model_folder: Path, tokenizer: Any, tmp_path: Path) -> None:
-    model = set_trainable(load_model(model_folder, quantization=kind), Parts(trainable="lora", quantization=kind))
-    assert share(model).total == share(set_trainable(load_model(model_folder), Parts(trainable="lora"))).total
+    model = set_trainable(
+        load_model(model_folder, quantization=kind), TrainableConfig(trainable="lora", quantization=kind)
+    )
+    assert (
+        count_parameters(model).total
+        == count_parameters(set_trainable(load_model(model_folder), TrainableConfig(trainable="lora"))).total
+    )
     apart = (logits(model) - logits(load_model(model_folder))).abs().max()
     assert 0 < apart < 0.2, "close to the exact weights, and not the same"
     before = logits(model)

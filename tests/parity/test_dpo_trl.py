@@ -15,15 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from modelwright.data.preferences import Pair, Preferences, encode_pair
-from modelwright.engine.loop import Engine
-from modelwright.engine.world import World
-from modelwright.models.text import load_model, load_tokenizer, stop_tokens
-from modelwright.plan.facts import Facts
+from modelwright.data.preferences import PreferenceDataset, PreferencePair, tokenize_pair
+from modelwright.engine.distributed import World
+from modelwright.engine.trainer import Engine
+from modelwright.models.pretrained import eos_token_ids, load_model, load_tokenizer
+from modelwright.plan.hardware import DeviceInfo
 from modelwright.plan.stage import plan_stage
-from modelwright.recipe.schema import Dpo
-from modelwright.tasks.dpo import DpoTask
-from modelwright.tasks.reference import set_reference
+from modelwright.recipe.schema import DpoConfig
+from modelwright.tasks.dpo import DpoTask, precompute_ref_log_probs
 from tiny import tiny_pairs
 
 pytestmark = pytest.mark.slow
@@ -34,7 +33,7 @@ SETTINGS: dict[str, Any] = {
     "max_steps": STEPS, "per_device_train_batch_size": PER_DEVICE, "gradient_accumulation_steps": ACCUMULATION,
     "max_length": 128,
 }  # fmt: skip
-LAPTOP = Facts("cpu", "a laptop", 8 << 30, fast_bf16=False)
+LAPTOP = DeviceInfo("cpu", "a laptop", 8 << 30, fast_bf16=False)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,9 +44,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def pairs() -> list[Pair]:
+def pairs() -> list[PreferencePair]:
     return [
-        Pair(
+        PreferencePair(
             str(place),
             ({"role": "user", "content": row["prompt"]},),
             ({"role": "assistant", "content": row["chosen"]},),
@@ -59,15 +58,15 @@ def pairs() -> list[Pair]:
 
 
 def train_ours(folder: Path, kept: Path, **wish: Any) -> tuple[list[float], list[float], dict[str, Tensor], list[int]]:
-    settings = Dpo(**SETTINGS, **wish, precision="fp32")
+    settings = DpoConfig(**SETTINGS, **wish, precision="fp32")
     model = load_model(folder)
-    task = DpoTask(model, load_tokenizer(folder), Preferences(pairs(), [], ""), settings, stop_tokens(model))
-    assert task.not_shared is None
+    task = DpoTask(model, load_tokenizer(folder), PreferenceDataset(pairs(), [], ""), settings, eos_token_ids(model))
+    assert task.sharing_blocker is None
     engine = Engine(task, settings, plan_stage(settings, task.rows, 1, LAPTOP), World(), seed=7)
-    set_reference(task, engine, kept, "m")
+    precompute_ref_log_probs(task, engine, kept, "m")
     reports = list(engine.steps())
     assert all(report.health == "ok" for report in reports)
-    order = [row for step in range(STEPS) for row in engine.order.at(step)]
+    order = [row for step in range(STEPS) for row in engine.sampler.batch_indices(step)]
     weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     return [report.loss for report in reports], [report.grad_norm for report in reports], weights, order
 
@@ -125,7 +124,7 @@ def test_trl_reads_the_tokens_that_we_read(model_folder: Path, tmp_path: Path) -
     rows = their_trainer(model_folder, tmp_path, list(range(40))).train_dataset
     tokenizer = load_tokenizer(model_folder)
     for row, pair in zip(rows, pairs(), strict=True):
-        ours = encode_pair(pair, tokenizer)
+        ours = tokenize_pair(pair, tokenizer)
         assert row["prompt_ids"] == ours.prompt.tolist()
-        assert row["chosen_ids"] == ours.chosen.tokens.tolist()
-        assert row["rejected_ids"] == ours.rejected.tokens.tolist()
+        assert row["chosen_ids"] == ours.chosen.input_ids.tolist()
+        assert row["rejected_ids"] == ours.rejected.input_ids.tolist()

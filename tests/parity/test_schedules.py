@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from modelwright.engine.optim import build_schedule
-from modelwright.plan.facts import Facts
+from modelwright.engine.optimizer import build_schedule
+from modelwright.plan.hardware import DeviceInfo
 from modelwright.plan.stage import plan_stage
-from modelwright.recipe.schema import Sft
+from modelwright.recipe.schema import SftConfig
 
-LAPTOP = Facts("cpu", "a laptop", 8 << 30, fast_bf16=False)
+LAPTOP = DeviceInfo("cpu", "a laptop", 8 << 30, fast_bf16=False)
 PEAK = 3e-4
 
 
@@ -36,7 +36,7 @@ def theirs(name: str, steps: int, warmup: int, decay: int) -> list[float]:
 @pytest.mark.parametrize("name", ["linear", "cosine", "constant", "constant_with_warmup", "warmup_stable_decay"])
 def test_every_schedule_is_hugging_face_s_at_every_step(name: Any, steps: int, warmup: int, decay: int) -> None:
     lengths: dict[str, Any] = {"max_steps": steps, "warmup_steps": warmup, "decay_steps": decay}
-    settings = Sft(learning_rate=PEAK, lr_scheduler_type=name, **lengths)
+    settings = SftConfig(learning_rate=PEAK, lr_scheduler_type=name, **lengths)
     ours = build_schedule(settings, plan_stage(settings, 1000, 1, LAPTOP))
     wanted = theirs(name, steps, warmup, decay)
     assert [ours(step) for step in range(steps)] == pytest.approx(wanted, rel=1e-12, abs=1e-18)

@@ -17,15 +17,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from modelwright.data.conversations import Conversation, Conversations
-from modelwright.data.pack import pack
-from modelwright.engine.loop import Engine
-from modelwright.engine.task import Batch
-from modelwright.engine.world import World
-from modelwright.models.text import load_model, load_tokenizer, stop_tokens
-from modelwright.plan.facts import Facts
+from modelwright.data.chat import Conversation, ConversationDataset
+from modelwright.data.packing import pack_bfd
+from modelwright.engine.distributed import World
+from modelwright.engine.task import MicroBatch
+from modelwright.engine.trainer import Engine
+from modelwright.models.pretrained import eos_token_ids, load_model, load_tokenizer
+from modelwright.plan.hardware import DeviceInfo
 from modelwright.plan.stage import plan_stage
-from modelwright.recipe.schema import Sft
+from modelwright.recipe.schema import SftConfig
 from modelwright.tasks.sft import SftTask
 from tiny import tiny_rows
 
@@ -37,7 +37,7 @@ SETTINGS: dict[str, Any] = {
     "learning_rate": 1e-3, "lr_scheduler_type": "linear", "warmup_steps": 3, "weight_decay": 0.1, "max_grad_norm": 1.0,
     "max_steps": STEPS, "per_device_train_batch_size": PER_DEVICE, "gradient_accumulation_steps": ACCUMULATION,
 }  # fmt: skip
-LAPTOP = Facts("cpu", "a laptop", 8 << 30, fast_bf16=False)
+LAPTOP = DeviceInfo("cpu", "a laptop", 8 << 30, fast_bf16=False)
 
 
 @dataclass
@@ -74,16 +74,16 @@ def conversations() -> list[Conversation]:
 class LeakingTask(SftTask):
     """Packed documents whose positions run on, so that they see each other: what must not be."""
 
-    def batch(self, rows: Sequence[int], step: int = 0) -> Batch:
+    def batch(self, rows: Sequence[int], step: int = 0) -> MicroBatch:
         batch = super().batch(rows, step)
         batch.inputs["positions"] = torch.arange(batch.inputs["tokens"].shape[1]).expand(len(rows), -1)
         return batch
 
 
 def train_ours(folder: Path, packing: bool, kind: type[SftTask] = SftTask) -> Ours:
-    settings = Sft(**SETTINGS, max_length=128, packing=packing, precision="fp32")
-    model, data = load_model(folder), Conversations(conversations(), [], "")
-    task = kind(model, load_tokenizer(folder), data, settings, stop_tokens(model))
+    settings = SftConfig(**SETTINGS, max_length=128, packing=packing, precision="fp32")
+    model, data = load_model(folder), ConversationDataset(conversations(), [], "")
+    task = kind(model, load_tokenizer(folder), data, settings, eos_token_ids(model))
     plan = plan_stage(settings, task.rows, 1, LAPTOP)
     engine = Engine(task, settings, plan, World(), seed=7)
     curve = Curve()
@@ -94,8 +94,8 @@ def train_ours(folder: Path, packing: bool, kind: type[SftTask] = SftTask) -> Ou
         assert report.health == "ok"
     curve.weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     lengths = [len(row) for row in task.train_set.rows]
-    groups = pack(lengths, settings.max_length) if packing else [[row] for row in range(len(lengths))]
-    return Ours(curve, [groups[row] for step in range(STEPS) for row in engine.order.at(step)])
+    groups = pack_bfd(lengths, settings.max_length) if packing else [[row] for row in range(len(lengths))]
+    return Ours(curve, [groups[row] for step in range(STEPS) for row in engine.sampler.batch_indices(step)])
 
 
 def record(trainer: Any, curve: Curve) -> None:
@@ -209,13 +209,13 @@ def weights_apart(ours: Curve, theirs: Curve) -> float:
 
 
 def test_trl_trains_the_tokens_that_we_train(loud_model: Path, prepared: Any) -> None:
-    from modelwright.data.chat import encode
+    from modelwright.data.chat import tokenize_conversation
 
     tokenizer = load_tokenizer(loud_model)
     for place, item in enumerate(conversations()):
-        [row] = encode(item, tokenizer)
-        assert prepared[place]["input_ids"] == row.tokens.tolist()
-        labels = [int(token) if trained else -100 for token, trained in zip(row.tokens, row.trained, strict=True)]
+        [row] = tokenize_conversation(item, tokenizer)
+        assert prepared[place]["input_ids"] == row.input_ids.tolist()
+        labels = [int(token) if trained else -100 for token, trained in zip(row.input_ids, row.loss_mask, strict=True)]
         assert prepared[place]["labels"] == labels
 
 
@@ -272,5 +272,5 @@ def test_our_packer_fills_rows_as_trl_s_does() -> None:
         dice = random.Random(seed)
         lengths = [dice.randint(1, 64) for _ in range(150)]
         theirs = pack_dataset(Dataset.from_dict({"input_ids": [[0] * length for length in lengths]}), 64, "bfd")
-        ours = [sum(lengths[row] for row in group) for group in pack(lengths, 64)]
+        ours = [sum(lengths[row] for row in group) for group in pack_bfd(lengths, 64)]
         assert sorted(ours) == sorted(len(row) for row in theirs["input_ids"])

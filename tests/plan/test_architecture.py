@@ -9,16 +9,22 @@ from typing import Any
 import pytest
 
 from modelwright.errors import ModelError
-from modelwright.plan.architecture import TextShape, VisionShape, movement, shape_of
-from modelwright.plan.shapes import KNOWN, find_shape
+from modelwright.plan.model_shape import (
+    SHIPPED_CONFIGS,
+    DecoderShape,
+    ResNetShape,
+    count_trainable,
+    shape_from_config,
+    shape_of_recipe,
+)
 from modelwright.recipe.load import load
-from modelwright.recipe.schema import Recipe, Sft
+from modelwright.recipe.schema import Recipe, SftConfig
 
 SMALL = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 128,
          "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
 WAYS: list[Any] = [
-    "all", "lora", {"last_layers": 2}, {"last_layers": 2, "head": True}, {"head": True, "norms": True},
-    {"last_layers": 1, "head": True, "untie_head": True}, {"last_layers": 1, "norms": True},
+    "all", "lora", {"last_layers": 2}, {"last_layers": 2, "lm_head": True}, {"lm_head": True, "norms": True},
+    {"last_layers": 1, "lm_head": True, "untie_lm_head": True}, {"last_layers": 1, "norms": True},
 ]  # fmt: skip
 
 
@@ -27,8 +33,8 @@ def recipe(name: str, **more: Any) -> Recipe:
     return Recipe.model_validate(told)
 
 
-def shape(name: str) -> TextShape:
-    return shape_of(KNOWN[name], name, "the table")
+def shape(name: str) -> DecoderShape:
+    return shape_from_config(SHIPPED_CONFIGS[name], name, "the table")
 
 
 @pytest.mark.parametrize(
@@ -47,11 +53,13 @@ def test_the_shipped_shapes_weigh_what_the_public_models_weigh(name: str, parame
 
 
 def test_the_last_two_layers_and_the_head_of_smollm3_are_13_62_percent() -> None:
-    moves = movement(shape("smollm3-3b"), Sft.model_validate({"trainable": {"last_layers": 2, "head": True}}))
-    assert str(moves) == "418.9 M of 3,075.1 M parameters move (13.62%)"
-    assert moves.crossed_layers == 36, "a tied head sends the gradient through every layer"
-    untied = {"last_layers": 2, "head": True, "untie_head": True}
-    assert movement(shape("smollm3-3b"), Sft.model_validate({"trainable": untied})).crossed_layers == 2
+    moves = count_trainable(
+        shape("smollm3-3b"), SftConfig.model_validate({"trainable": {"last_layers": 2, "lm_head": True}})
+    )
+    assert str(moves) == "418.9 M of 3,075.1 M parameters trainable (13.62%)"
+    assert moves.backward_layers == 36, "a tied head sends the gradient through every layer"
+    untied = {"last_layers": 2, "lm_head": True, "untie_lm_head": True}
+    assert count_trainable(shape("smollm3-3b"), SftConfig.model_validate({"trainable": untied})).backward_layers == 2
 
 
 @pytest.mark.parametrize("family", ["llama", "smollm3", "qwen2", "qwen3", "gemma3_text", "gpt_neox", "mistral"])
@@ -60,7 +68,7 @@ def test_what_moves_is_counted_as_the_real_model_counts_it(family: str, way: Any
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    from modelwright.models.trainable import set_trainable, share
+    from modelwright.models.trainable import count_parameters, set_trainable
 
     told = {**SMALL, "head_dim": 16, "tie_word_embeddings": family != "gpt_neox"}
     if family == "gpt_neox":
@@ -68,15 +76,15 @@ def test_what_moves_is_counted_as_the_real_model_counts_it(family: str, way: Any
     config = CONFIG_MAPPING[family](**told, pad_token_id=0, bos_token_id=0, eos_token_id=0)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    settings = Sft.model_validate({"trainable": way, **({"lora_r": 4} if way == "lora" else {})})
-    counted = share(set_trainable(model, settings))
-    moves = movement(shape_of({**told, "model_type": family}, family, "a test"), settings)
+    settings = SftConfig.model_validate({"trainable": way, **({"lora_r": 4} if way == "lora" else {})})
+    counted = count_parameters(set_trainable(model, settings))
+    moves = count_trainable(shape_from_config({**told, "model_type": family}, family, "a test"), settings)
     assert (moves.trained, moves.total) == (counted.trained, counted.total)
 
 
 def test_dora_learns_a_length_for_each_output_too() -> None:
     plain, dora = (
-        movement(shape("smollm3-3b"), Sft.model_validate({"trainable": "lora", "use_dora": wish}))
+        count_trainable(shape("smollm3-3b"), SftConfig.model_validate({"trainable": "lora", "use_dora": wish}))
         for wish in (False, True)
     )
     outputs = sum(size for _, size in shape("smollm3-3b").linears.values())
@@ -85,15 +93,15 @@ def test_dora_learns_a_length_for_each_output_too() -> None:
 
 def test_more_layers_than_there_are_is_refused() -> None:
     with pytest.raises(ModelError, match="last_layers is 40, but the model has 36 layers"):
-        movement(shape("smollm3-3b"), Sft.model_validate({"trainable": {"last_layers": 40}}))
+        count_trainable(shape("smollm3-3b"), SftConfig.model_validate({"trainable": {"last_layers": 40}}))
 
 
 def test_a_folder_with_a_config_alone_is_enough(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text(json.dumps({**SMALL, "model_type": "llama"}))
-    found = find_shape(recipe("mine"), tmp_path)
-    assert isinstance(found, TextShape)
-    assert (found.layers, found.words) == (3, 128)
+    found = shape_of_recipe(recipe("mine"), tmp_path)
+    assert isinstance(found, DecoderShape)
+    assert (found.num_hidden_layers, found.vocab_size) == (3, 128)
     assert found.source.endswith("config.json")
 
 
@@ -102,26 +110,26 @@ def test_a_hub_model_in_the_cache_is_read_before_the_table(tmp_path: Path, monke
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text(json.dumps({**SMALL, "model_type": "smollm3"}))
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    assert find_shape(recipe("HuggingFaceTB/SmolLM3-3B"), tmp_path).layers == 3  # type: ignore[union-attr]
+    assert shape_of_recipe(recipe("HuggingFaceTB/SmolLM3-3B"), tmp_path).num_hidden_layers == 3  # type: ignore[union-attr]
 
 
 def test_a_shape_says_where_it_came_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    assert "shipped with modelwright" in find_shape(recipe("EleutherAI/pythia-410m"), tmp_path).source
-    assert "shipped with modelwright" in find_shape(recipe("google/gemma-270m"), tmp_path).source
+    assert "shipped with modelwright" in shape_of_recipe(recipe("EleutherAI/pythia-410m"), tmp_path).source
+    assert "shipped with modelwright" in shape_of_recipe(recipe("google/gemma-270m"), tmp_path).source
 
 
 def test_an_unknown_model_is_answered_with_what_would_do(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no config\.json of 'some/thing'.*config\.json alone is enough"):
-        find_shape(recipe("some/thing"), tmp_path)
+        shape_of_recipe(recipe("some/thing"), tmp_path)
 
 
 def test_a_config_of_something_else_names_what_it_lacks() -> None:
     sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 9}
     with pytest.raises(ModelError, match="layers of several sizes"):
-        shape_of({**sizes, "intermediate_size": [16, 32]}, "gemma3n", "config.json")
+        shape_from_config({**sizes, "intermediate_size": [16, 32]}, "gemma3n", "config.json")
     with pytest.raises(ModelError, match="says nothing of 'num_attention_heads'"):
-        shape_of({"model_type": "llama", "hidden_size": 64}, "x", "x/config.json")
+        shape_from_config({"model_type": "llama", "hidden_size": 64}, "x", "x/config.json")
 
 
 @pytest.mark.parametrize("width", [16, 64])
@@ -129,12 +137,12 @@ def test_a_resnet_is_counted_as_it_is_built(width: int) -> None:
     from modelwright.models.vision import resnet18
 
     built = sum(weight.numel() for weight in resnet18(10, width, 3).parameters())
-    assert VisionShape("resnet18", "test", width=width).parameters == built
-    assert VisionShape("resnet18", "test").multiplications == pytest.approx(555.4e6, rel=0.01)
+    assert ResNetShape("resnet18", "test", width=width).parameters == built
+    assert ResNetShape("resnet18", "test").multiplications == pytest.approx(555.4e6, rel=0.01)
 
 
 def test_a_tokenizer_that_the_recipe_trains_says_how_many_tokens_there_are() -> None:
     loaded = load("llama-tiny", ())
-    found = find_shape(loaded.recipe, loaded.path.parent)
-    assert isinstance(found, TextShape) and found.words == 1536
+    found = shape_of_recipe(loaded.recipe, loaded.path.parent)
+    assert isinstance(found, DecoderShape) and found.vocab_size == 1536
     assert found.source == "the recipe's architecture"

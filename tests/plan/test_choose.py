@@ -8,36 +8,35 @@ from typing import Any
 
 import pytest
 
-from modelwright.plan.architecture import Shape, VisionShape, shape_of
-from modelwright.plan.choose import choose
-from modelwright.plan.estimate import Estimate, Rows
-from modelwright.plan.gpus import machines
-from modelwright.plan.shapes import KNOWN
-from modelwright.plan.sheet import facts_of, lines, stage_sheet
+from modelwright.plan.choose import RowStats, StageEstimate, choose_plan, format_table, plan_table
+from modelwright.plan.hardware import device_info_of, parse_hardware
+from modelwright.plan.model_shape import SHIPPED_CONFIGS, ModelShape, ResNetShape, shape_from_config
 from modelwright.plan.stage import plan_stage
-from modelwright.recipe.schema import Classify, Recipe, Sft
+from modelwright.recipe.schema import ClassifyConfig, Recipe, SftConfig
 
 LYRICS = {"trainable": {"last_layers": 2}, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 4,
-          "max_length": 2048, "keep_trunk": "off"}  # fmt: skip
+          "max_length": 2048, "cache_frozen_layers": "off"}  # fmt: skip
 
 
-FP32 = {"weights": "fp32"}
+FP32 = {"param_dtype": "fp32"}
 LORA = {"trainable": "lora", "per_device_train_batch_size": 1, "max_length": 4096, "torch_compile": True}
 
 
-def shape(name: str) -> Shape:
-    return shape_of(KNOWN[name], name, "a test")
+def shape(name: str) -> ModelShape:
+    return shape_from_config(SHIPPED_CONFIGS[name], name, "a test")
 
 
-def planned(name: str, on: str, length: int = 1024, **settings: Any) -> Estimate:
-    wish, where = Sft.model_validate(settings), machines(on)
-    rows = Rows(10_000, length, float(length))
-    return choose(plan_stage(wish, 10_000, where.world, facts_of(where)), wish, shape(name), rows, where)
+def planned(name: str, on: str, length: int = 1024, **settings: Any) -> StageEstimate:
+    wish, where = SftConfig.model_validate(settings), parse_hardware(on)
+    rows = RowStats(10_000, length, float(length))
+    return choose_plan(
+        plan_stage(wish, 10_000, where.world_size, device_info_of(where)), wish, shape(name), rows, where
+    )
 
 
 def test_what_fits_is_left_as_it_was_asked_for() -> None:
     found = planned("pythia-410m", "1xL40S", 512, **LYRICS)
-    assert found.fits and (found.plan.per_device, found.plan.accumulation) == (16, 4)
+    assert found.fits and (found.plan.micro_batch_size, found.plan.gradient_accumulation_steps) == (16, 4)
     assert not any("instead of" in line for line in found.plan.reasons)
 
 
@@ -45,26 +44,26 @@ def test_from_l40s_to_l4_the_batch_is_kept_and_each_change_is_a_line() -> None:
     asked = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 4}
     large, small = planned("pythia-410m", "1xL40S", 2048, **asked), planned("pythia-410m", "1xL4", 2048, **asked)
     assert large.fits and small.fits
-    assert large.plan.global_batch == small.plan.global_batch == 64
-    assert small.plan.per_device < large.plan.per_device or small.plan.gradient_checkpointing
+    assert large.plan.global_batch_size == small.plan.global_batch_size == 64
+    assert small.plan.micro_batch_size < large.plan.micro_batch_size or small.plan.gradient_checkpointing
     changed = [line for line in small.plan.reasons if "L4" in line and "for the" in line]
     assert changed and all("\n" not in line for line in changed)
-    assert small.memory.needed <= small.machines.gpu.memory
+    assert small.memory.required <= small.hardware.gpu.memory
 
 
 @pytest.mark.parametrize("asked", [False, "selective"])
 def test_what_is_computed_again_is_as_little_as_fits(asked: Any) -> None:
     needs = {
-        how: planned("llama-7b", "1xH200", 4096, **LORA, gradient_checkpointing=how).memory.needed
+        how: planned("llama-7b", "1xH200", 4096, **LORA, gradient_checkpointing=how).memory.required
         for how in (False, "selective", True)
     }
     assert needs[False] > needs["selective"] > needs[True]
-    where = machines("1xH200")
+    where = parse_hardware("1xH200")
     for how, need in needs.items():
-        wish = Sft.model_validate({**LORA, "gradient_checkpointing": asked})
+        wish = SftConfig.model_validate({**LORA, "gradient_checkpointing": asked})
         room = replace(where, gpu=replace(where.gpu, memory=need * 1.001))
-        plan = plan_stage(wish, 10_000, 1, facts_of(where))
-        found = choose(plan, wish, shape("llama-7b"), Rows(10_000, 4096, 4096.0), room)
+        plan = plan_stage(wish, 10_000, 1, device_info_of(where))
+        found = choose_plan(plan, wish, shape("llama-7b"), RowStats(10_000, 4096, 4096.0), room)
         assert found.fits and found.plan.gradient_checkpointing == (how or asked)
         told = [line for line in found.plan.reasons if "gradient checkpointing: " in line]
         words = {"selective": "selective", True: "full"}.get(how, "")
@@ -82,12 +81,12 @@ def test_what_is_computed_again_is_as_little_as_fits(asked: Any) -> None:
     ],
 )
 def test_a_pinned_checkpointing_is_held_against_a_lighter_that_would_fit(asked: Any, room: Any, told: str) -> None:
-    wish, where = Sft.model_validate({**LORA, "gradient_checkpointing": asked}), machines("1xH200")
+    wish, where = SftConfig.model_validate({**LORA, "gradient_checkpointing": asked}), parse_hardware("1xH200")
     if not isinstance(room, float):
-        room = 1.001 * planned("llama-7b", "1xH200", 4096, **LORA, gradient_checkpointing=room).memory.needed
-    plan = plan_stage(wish, 10_000, 1, facts_of(where))
+        room = 1.001 * planned("llama-7b", "1xH200", 4096, **LORA, gradient_checkpointing=room).memory.required
+    plan = plan_stage(wish, 10_000, 1, device_info_of(where))
     place = replace(where, gpu=replace(where.gpu, memory=room))
-    found = choose(plan, wish, shape("llama-7b"), Rows(10_000, 4096, 4096.0), place)
+    found = choose_plan(plan, wish, shape("llama-7b"), RowStats(10_000, 4096, 4096.0), place)
     lines = [line for line in found.plan.reasons if "would fit too" in line]
     assert len(lines) == bool(told) and all(
         re.fullmatch(rf"gradient_checkpointing: {told} would fit too, 1\.[1-5]\d × as fast", line) for line in lines
@@ -104,7 +103,7 @@ def test_a_card_without_bf16_computes_in_fp16() -> None:
 def test_seven_billion_fp32_masters_do_not_fit_80_gb_and_what_would_is_said() -> None:
     found = planned("llama-7b", "1xA100-80", 2048, **FP32, per_device_train_batch_size=8)
     assert not found.fits
-    assert found.mends == ("trainable: lora", "sharding: fsdp over 2 × A100-80", "1 × H200")
+    assert found.alternatives == ("trainable: lora", "distributed_strategy: fsdp over 2 × A100-80", "1 × H200")
 
 
 @pytest.mark.parametrize(
@@ -125,44 +124,46 @@ def test_several_cards_split_what_one_cannot_hold_and_the_plan_says_why(on: str,
     assert (len(told), why in told[0] if told else True) == (1 if why else 0, True), found.plan.reasons
 
 
-@pytest.mark.parametrize(("on", "way"), [("1xL4", {"trainable": "lora"}), ("8xL4", {"sharding": "fsdp"})])
+@pytest.mark.parametrize(("on", "way"), [("1xL4", {"trainable": "lora"}), ("8xL4", {"distributed_strategy": "fsdp"})])
 def test_weights_that_arrive_whole_in_fp32_must_fit_before_they_are_halved_or_split(on: str, way: Any) -> None:
     found = planned("llama-7b", on, 512, per_device_train_batch_size=1, **way)
-    assert not found.fits and found.memory.moment == "loading"
-    assert found.memory.total == pytest.approx(4 * found.moves.total, rel=0.01)
+    assert not found.fits and found.memory.peak_phase == "loading"
+    assert found.memory.total == pytest.approx(4 * found.trainable.total, rel=0.01)
 
 
 def test_a_way_of_sharing_that_was_written_down_is_kept() -> None:
     for way in ("ddp", "fsdp", "hsdp"):
-        assert planned("smollm2-135m", "2x8xL40S", sharding=way).plan.sharding == way
+        assert planned("smollm2-135m", "2x8xL40S", distributed_strategy=way).plan.sharding == way
 
 
 def test_split_inside_each_machine_what_crosses_the_slow_network_is_less() -> None:
-    over_all, inside = (planned("llama-7b", "2x8xA100-80", 512, **FP32, sharding=way) for way in ("fsdp", "hsdp"))
-    assert inside.time.exchange < 0.5 * over_all.time.exchange
+    over_all, inside = (
+        planned("llama-7b", "2x8xA100-80", 512, **FP32, distributed_strategy=way) for way in ("fsdp", "hsdp")
+    )
+    assert inside.time.communication < 0.5 * over_all.time.communication
 
 
 def test_a_free_micro_batch_is_chosen_by_the_plan() -> None:
     found = planned("smollm2-135m", "1xH200", 512, global_batch_size=64)
-    assert found.plan.per_device * found.plan.accumulation == 64
-    assert found.plan.per_device > 8, "one that nobody wrote down may grow to what the card does best"
+    assert found.plan.micro_batch_size * found.plan.gradient_accumulation_steps == 64
+    assert found.plan.micro_batch_size > 8, "one that nobody wrote down may grow to what the card does best"
 
 
 def test_images_are_planned_too() -> None:
-    wish, where = Classify(per_device_train_batch_size=512, gradient_checkpointing=True), machines("1xL4")
-    plan = plan_stage(wish, 50_000, 1, facts_of(where))
-    found = choose(plan, wish, VisionShape("resnet18", "a test"), Rows(50_000, 1, 1.0), where)
-    assert found.fits and found.time.rate > 1000
+    wish, where = ClassifyConfig(per_device_train_batch_size=512, gradient_checkpointing=True), parse_hardware("1xL4")
+    plan = plan_stage(wish, 50_000, 1, device_info_of(where))
+    found = choose_plan(plan, wish, ResNetShape("resnet18", "a test"), RowStats(50_000, 1, 1.0), where)
+    assert found.fits and found.time.tokens_per_second > 1000
     assert found.plan.gradient_checkpointing is False, "nothing of an image is computed again"
-    assert len([line for line in found.plan.reasons if "gradient_checkpointing changes nothing here" in line]) == 1
+    assert len([line for line in found.plan.reasons if "gradient_checkpointing has no effect here" in line]) == 1
 
 
 def test_the_sheet_shows_machines_side_by_side_with_hours_and_cost() -> None:
     told = {"name": "r", "model": {"model_name_or_path": "pythia-410m"}, "data": {"dataset_name": "x"}, "sft": LYRICS}
-    places = (machines("1xH200"), machines("4xL40S"))
-    rows = Rows(10_000_000, 512, 300.0, 1.0, "a test")
-    sheet = stage_sheet(Recipe.model_validate(told), "sft", shape("pythia-410m"), rows, places)
-    shown = "\n".join(lines(sheet))
+    places = (parse_hardware("1xH200"), parse_hardware("4xL40S"))
+    rows = RowStats(10_000_000, 512, 300.0, 1.0, "a test")
+    sheet = plan_table(Recipe.model_validate(told), "sft", shape("pythia-410m"), rows, places)
+    shown = "\n".join(format_table(sheet))
     assert "1xH200" in shown and "4xL40S" in shown and "64 = 16 × 1 × 4" in shown and "256 = 16 × 4 × 4" in shown
     as_json = sheet.as_json()["on"]
     assert as_json[1]["gpu_hours"] == pytest.approx(4 * as_json[1]["hours"], rel=0.01)
@@ -171,4 +172,4 @@ def test_the_sheet_shows_machines_side_by_side_with_hours_and_cost() -> None:
 
 def test_more_cards_are_faster_but_never_more_than_their_number() -> None:
     one, four = planned("smollm3-3b", "1xL40S", 512), planned("smollm3-3b", "4xL40S", 512)
-    assert one.time.rate < four.time.rate <= 4 * one.time.rate * 1.001
+    assert one.time.tokens_per_second < four.time.tokens_per_second <= 4 * one.time.tokens_per_second * 1.001

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from modelwright.errors import UsageError
-from modelwright.plan.gpus import GPUS, machines, named
+from modelwright.plan.hardware import GPUS, find_gpu, parse_hardware
 
 
 @pytest.mark.parametrize(
@@ -14,14 +14,14 @@ from modelwright.plan.gpus import GPUS, machines, named
      ("8×H100", 1, 8, "H100"), ("2xa100-80", 1, 2, "A100-80"), ("1xrtx4090", 1, 1, "RTX4090")],
 )  # fmt: skip
 def test_machines_are_read_as_people_write_them(text: str, nodes: int, per_node: int, name: str) -> None:
-    found = machines(text)
+    found = parse_hardware(text)
     assert (found.nodes, found.per_node, found.gpu.name) == (nodes, per_node, name)
 
 
 @pytest.mark.parametrize("text", ["", "4x", "0xL4", "3xB300x", "x"])
 def test_a_machine_that_nobody_knows_is_refused_with_those_that_are_known(text: str) -> None:
     with pytest.raises(UsageError, match=r"--on .*(it wants|known are)"):
-        machines(text)
+        parse_hardware(text)
 
 
 @pytest.mark.parametrize(
@@ -31,12 +31,12 @@ def test_a_machine_that_nobody_knows_is_refused_with_those_that_are_known(text: 
      ("NVIDIA L40S", "L40S"), ("Tesla T4", "T4"), ("NVIDIA GeForce RTX 4090", "RTX4090")],
 )  # fmt: skip
 def test_the_names_of_drivers_are_known(driver: str, name: str) -> None:
-    found = named(driver)
+    found = find_gpu(driver)
     assert found is not None and found.name == name
 
 
 def test_an_unknown_driver_name_is_not_taken_for_another_card() -> None:
-    assert named("NVIDIA L400") is None
+    assert find_gpu("NVIDIA L400") is None
 
 
 def test_every_card_names_its_source_and_has_sound_figures() -> None:

@@ -2,41 +2,38 @@
 
 from __future__ import annotations
 
-from modelwright.plan.architecture import shape_of
-from modelwright.plan.choose import choose
-from modelwright.plan.estimate import Estimate, Rows
-from modelwright.plan.gpus import machines
-from modelwright.plan.shapes import KNOWN
-from modelwright.plan.sheet import facts_of
+from modelwright.plan.choose import RowStats, StageEstimate, choose_plan
+from modelwright.plan.hardware import device_info_of, parse_hardware
+from modelwright.plan.model_shape import SHIPPED_CONFIGS, shape_from_config
 from modelwright.plan.stage import plan_stage
 from modelwright.recipe.load import load
 
 
-def planned(on: str, *sets: str) -> Estimate:
+def planned(on: str, *sets: str) -> StageEstimate:
     sft = load("lyrics-pythia", sets, environ={}).recipe.sft
     assert sft is not None
-    where = machines(on)
-    rows = Rows(10_000, sft.max_length, float(sft.max_length))
-    shape = shape_of(KNOWN["pythia-410m"], "pythia-410m", "a test")
-    return choose(plan_stage(sft, 10_000, where.world, facts_of(where)), sft, shape, rows, where)
+    where = parse_hardware(on)
+    rows = RowStats(10_000, sft.max_length, float(sft.max_length))
+    shape = shape_from_config(SHIPPED_CONFIGS["pythia-410m"], "pythia-410m", "a test")
+    return choose_plan(plan_stage(sft, 10_000, where.world_size, device_info_of(where)), sft, shape, rows, where)
 
 
 def test_from_an_l40s_to_an_l4_the_recipe_goes_from_16_times_4_to_8_times_8() -> None:
     large, small = planned("1xL40S"), planned("1xL4")
     assert large.plan.precision == small.plan.precision == "fp16"
-    assert large.plan.arithmetic == "batch 64 = 16 per device × 1 device × 4 accumulation"
-    assert small.plan.arithmetic == "batch 64 = 8 per device × 1 device × 8 accumulation"
+    assert large.plan.batch_arithmetic == "batch 64 = 16 per device × 1 device × 4 accumulation"
+    assert small.plan.batch_arithmetic == "batch 64 = 8 per device × 1 device × 8 accumulation"
     assert large.fits and small.fits
     wished, bitten = [line for line in small.plan.reasons if "instead of" in line]
     assert wished == "16 rows per device instead of 24, 4 times, keep the batch of 64 (global_batch_size)"
-    assert bitten == "8 rows at once × 8 instead of 16 × 4, for the 22 GiB of L4; the batch of 64 is kept"
+    assert bitten == "micro-batch 8 × 8 accumulation instead of 16 × 4, for the 22 GiB of L4; the batch of 64 is kept"
     longer = planned("1xL4", "sft.max_length=16384", "sft.per_device_eval_batch_size=1")
-    assert longer.fits and "1 row at once × 64 instead of 16 × 4" in longer.plan.reasons[-1]
+    assert longer.fits and "micro-batch 1 × 64 accumulation instead of 16 × 4" in longer.plan.reasons[-1]
 
 
 def test_where_only_measuring_does_not_fit_fewer_rows_measured_at_once_would_do() -> None:
     unfit = planned("1xL4", "sft.max_length=5000")
-    assert (unfit.fits, unfit.mends[0]) == (False, "per_device_eval_batch_size: 4")
+    assert (unfit.fits, unfit.alternatives[0]) == (False, "per_device_eval_batch_size: 4")
     assert planned("1xL4", "sft.max_length=5000", "sft.per_device_eval_batch_size=4").fits
 
 
@@ -44,8 +41,8 @@ def test_a_card_without_bf16_gets_fp16_a_smaller_bite_and_the_same_batch() -> No
     found = planned("1xT4", "precision=bf16")
     changed = [line for line in found.plan.reasons if "T4" in line]
     assert found.plan.precision == "fp16"
-    assert found.plan.global_batch == 64
-    assert found.plan.per_device < 16
+    assert found.plan.global_batch_size == 64
+    assert found.plan.micro_batch_size < 16
     assert "fp16 instead of bf16: T4 has no bf16" in found.plan.reasons
     assert len(changed) >= 2
     assert all("\n" not in line for line in changed)

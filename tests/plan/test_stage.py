@@ -8,41 +8,42 @@ from typing import Any
 
 import pytest
 
-from modelwright.plan import facts
-from modelwright.plan.facts import Facts, free_memory, probe
-from modelwright.plan.stage import StagePlan, choose_precision, choose_scalings, plan_stage, solve
-from modelwright.recipe.schema import Dpo, Sft
-from modelwright.recipe.training import Training
+from modelwright.plan import hardware
+from modelwright.plan.hardware import DeviceInfo, available_memory, probe_device
+from modelwright.plan.stage import StagePlan, choose_fp8_scalings, choose_precision, plan_stage, solve_batch
+from modelwright.recipe.schema import DpoConfig, SftConfig, TrainingConfig
 
-LAPTOP = Facts("cpu", "2 CPU threads", 8 << 30, fast_bf16=False)
-H100 = Facts("cuda", "NVIDIA H100", 80 << 30, fast_bf16=True, peak_flops=989e12)
-V100 = Facts("cuda", "Tesla V100", 16 << 30, fast_bf16=False)
+LAPTOP = DeviceInfo("cpu", "2 CPU threads", 8 << 30, fast_bf16=False)
+H100 = DeviceInfo("cuda", "NVIDIA H100", 80 << 30, fast_bf16=True, peak_flops=989e12)
+V100 = DeviceInfo("cuda", "Tesla V100", 16 << 30, fast_bf16=False)
 
 
-def plan(rows: int = 100, world: int = 1, kept: int | None = None, facts: Facts = LAPTOP, **settings: Any) -> StagePlan:
-    return plan_stage(Sft(**settings), rows, world, facts, kept)
+def plan(
+    rows: int = 100, world: int = 1, kept: int | None = None, facts: DeviceInfo = LAPTOP, **settings: Any
+) -> StagePlan:
+    return plan_stage(SftConfig(**settings), rows, world, facts, kept)
 
 
 @pytest.mark.parametrize(
     ("settings", "order"),
     [
-        (Sft(), ("tensorwise", "rowwise")),
-        (Sft(trainable="lora", fp8_scaling="rowwise"), ("rowwise",)),
-        (Dpo(), ("rowwise",)),
-        (Dpo(fp8_scaling="tensorwise"), ("tensorwise",)),
+        (SftConfig(), ("tensorwise", "rowwise")),
+        (SftConfig(trainable="lora", fp8_scaling="rowwise"), ("rowwise",)),
+        (DpoConfig(), ("rowwise",)),
+        (DpoConfig(fp8_scaling="tensorwise"), ("tensorwise",)),
     ],
 )
 def test_a_matrix_has_one_scale_in_fp8_and_pairs_have_one_for_each_row(
-    settings: Training, order: tuple[str, ...]
+    settings: TrainingConfig, order: tuple[str, ...]
 ) -> None:
-    assert choose_scalings(settings) == order
-    assert plan_stage(settings, 100, 1, H100).scaling == order[0]
+    assert choose_fp8_scalings(settings) == order
+    assert plan_stage(settings, 100, 1, H100).fp8_scaling == order[0]
 
 
 def test_the_batch_is_a_sum_that_a_person_can_check() -> None:
     found = plan(world=4, per_device_train_batch_size=8, gradient_accumulation_steps=2)
-    assert found.arithmetic == "batch 64 = 8 per device × 4 devices × 2 accumulation"
-    assert plan(per_device_train_batch_size=8).arithmetic == "batch 8 = 8 per device × 1 device × 1 accumulation"
+    assert found.batch_arithmetic == "batch 64 = 8 per device × 4 devices × 2 accumulation"
+    assert plan(per_device_train_batch_size=8).batch_arithmetic == "batch 8 = 8 per device × 1 device × 1 accumulation"
 
 
 @pytest.mark.parametrize(
@@ -51,34 +52,40 @@ def test_the_batch_is_a_sum_that_a_person_can_check() -> None:
 )
 def test_epochs_become_steps(rows: int, epochs: float, batch: int, steps: int) -> None:
     found = plan(rows, num_train_epochs=epochs, per_device_train_batch_size=batch)
-    assert (found.steps, found.total_rows) == (steps, round(rows * epochs))
+    assert (found.steps, found.total_samples) == (steps, round(rows * epochs))
 
 
 def test_max_steps_says_more_than_epochs() -> None:
     found = plan(100, max_steps=5, num_train_epochs=9, per_device_train_batch_size=8)
-    assert (found.steps, found.total_rows) == (5, 40)
+    assert (found.steps, found.total_samples) == (5, 40)
 
 
 def test_a_global_batch_is_solved_for_each_world() -> None:
     shapes = {}
     for world in (1, 2, 4, 8):
         found = plan(world=world, global_batch_size=32, per_device_train_batch_size=8)
-        assert found.per_device * found.accumulation * world == found.global_batch == 32
-        shapes[world] = (found.per_device, found.accumulation)
+        assert found.micro_batch_size * found.gradient_accumulation_steps * world == found.global_batch_size == 32
+        shapes[world] = (found.micro_batch_size, found.gradient_accumulation_steps)
     assert shapes == {1: (8, 4), 2: (8, 2), 4: (8, 1), 8: (4, 1)}
 
 
 def test_a_world_that_does_not_divide_the_batch_says_how_many_places_stay_empty() -> None:
     found = plan(world=3, global_batch_size=32, per_device_train_batch_size=8)
-    assert found.global_batch == 32
-    assert "1 of 33 places in each step stay empty: 3 do not divide 32" in found.reasons
+    assert found.global_batch_size == 32
+    assert "1 of 33 row slots per step are empty: 3 do not divide 32" in found.reasons
 
 
 def test_a_run_keeps_the_batch_it_was_started_with() -> None:
     started = plan(world=4, per_device_train_batch_size=4, gradient_accumulation_steps=2)
-    resumed = plan(world=2, kept=started.global_batch, per_device_train_batch_size=4, gradient_accumulation_steps=2)
-    assert (resumed.global_batch, resumed.steps, resumed.total_rows) == (32, started.steps, started.total_rows)
-    assert (resumed.per_device, resumed.accumulation) == (4, 4)
+    resumed = plan(
+        world=2, kept=started.global_batch_size, per_device_train_batch_size=4, gradient_accumulation_steps=2
+    )
+    assert (resumed.global_batch_size, resumed.steps, resumed.total_samples) == (
+        32,
+        started.steps,
+        started.total_samples,
+    )
+    assert (resumed.micro_batch_size, resumed.gradient_accumulation_steps) == (4, 4)
     assert resumed.reasons[0] == "4 rows per device, 4 times, keep the batch of 32 (this run's earlier start)"
 
 
@@ -86,7 +93,7 @@ def test_a_run_keeps_the_batch_it_was_started_with() -> None:
 @pytest.mark.parametrize("per_device", [1, 3, 8])
 @pytest.mark.parametrize("world", [1, 2, 5])
 def test_a_solved_batch_holds_every_row_and_no_device_takes_too_many(batch: int, per_device: int, world: int) -> None:
-    rows, times = solve(batch, per_device, world)
+    rows, times = solve_batch(batch, per_device, world)
     assert 1 <= rows <= per_device
     assert batch <= rows * times * world < batch + world
 
@@ -95,20 +102,26 @@ def test_shares_of_a_length_become_steps() -> None:
     found = plan(
         400, per_device_train_batch_size=4, warmup_steps="5%", decay_steps="20%", save_steps="25%", eval_steps=10
     )
-    assert (found.steps, found.warmup, found.decay, found.save_every, found.eval_every) == (100, 5, 20, 25, 10)
+    assert (found.steps, found.warmup_steps, found.decay_steps, found.save_steps, found.eval_steps) == (
+        100,
+        5,
+        20,
+        25,
+        10,
+    )
 
 
 def test_without_eval_steps_a_stage_is_measured_at_its_end() -> None:
     found = plan(400, per_device_train_batch_size=4)
-    assert found.eval_every == found.steps
+    assert found.eval_steps == found.steps
 
 
 def test_a_save_every_zero_steps_is_one_every_step() -> None:
-    assert plan(save_steps=0).save_every == 1
+    assert plan(save_steps=0).save_steps == 1
 
 
 @pytest.mark.parametrize(("facts", "precision"), [(LAPTOP, "fp32"), (H100, "bf16"), (V100, "fp16")])
-def test_precision_is_what_the_device_does_well(facts: Facts, precision: str) -> None:
+def test_precision_is_what_the_device_does_well(facts: DeviceInfo, precision: str) -> None:
     assert choose_precision(facts)[0] == precision
     assert choose_precision(facts)[1].startswith(precision), "the reason says what was chosen"
     assert plan(facts=facts).precision == precision
@@ -116,10 +129,10 @@ def test_precision_is_what_the_device_does_well(facts: Facts, precision: str) ->
 
 def test_the_reason_says_what_the_weights_are_kept_in() -> None:
     kept = plan(facts=H100)
-    assert kept.weights == "bf16"
+    assert kept.param_dtype == "bf16"
     assert kept.reasons == ("bf16 arithmetic: fast on NVIDIA H100; weights are kept in bf16 with exact masters",)
-    wide = plan(facts=H100, weights="fp32")
-    assert (wide.weights, wide.reasons) == ("fp32", ("bf16 arithmetic: fast on NVIDIA H100",))
+    wide = plan(facts=H100, param_dtype="fp32")
+    assert (wide.param_dtype, wide.reasons) == ("fp32", ("bf16 arithmetic: fast on NVIDIA H100",))
 
 
 def test_a_wished_precision_is_taken_without_a_word() -> None:
@@ -133,12 +146,12 @@ def test_a_wished_precision_is_taken_without_a_word() -> None:
         (H100, {}, True, "fp32 products on the tensor cores (tf32), which keep 10 of 23 bits; tf32: false keeps all"),
         (H100, {"tf32": False}, False, ""),
         (V100, {}, False, ""),
-        (LAPTOP, {"tf32": True}, False, "tf32: true changes nothing here: 2 CPU threads has no tf32"),
-        (H100, {"tf32": True, "precision": "bf16"}, False, "tf32: true changes nothing here: it is for precision fp32"),
+        (LAPTOP, {"tf32": True}, False, "tf32: true has no effect here: 2 CPU threads has no tf32"),
+        (H100, {"tf32": True, "precision": "bf16"}, False, "tf32: true has no effect here: it is for precision fp32"),
     ],
 )
 def test_fp32_products_go_to_tensor_cores_where_there_are_any_and_the_plan_says_so(
-    facts: Facts, wish: dict[str, Any], taken: bool, told: str
+    facts: DeviceInfo, wish: dict[str, Any], taken: bool, told: str
 ) -> None:
     found = plan(facts=facts, **{"precision": "fp32", **wish})
     assert found.tf32 == taken
@@ -147,12 +160,12 @@ def test_fp32_products_go_to_tensor_cores_where_there_are_any_and_the_plan_says_
 
 def test_a_plan_is_plain_json() -> None:
     told = json.loads(json.dumps(plan().as_json()))
-    assert told["arithmetic"] == plan().arithmetic
+    assert told["batch_arithmetic"] == plan().batch_arithmetic
     assert told["steps"] == 13
 
 
 def test_this_machine_is_probed() -> None:
-    facts = probe()
+    facts = probe_device()
     assert facts.memory > 1 << 28
     assert facts.name
 
@@ -160,10 +173,10 @@ def test_this_machine_is_probed() -> None:
 def test_a_learning_rate_is_scaled_by_the_devices_the_batch_was_made_for_and_says_so() -> None:
     wish = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "learning_rate": 5e-5}
     assert plan(world=4, **wish).learning_rate == 5e-5
-    found = plan(world=4, scale_learning_rate_by_world=True, **wish)
+    found = plan(world=4, scale_lr_by_world_size=True, **wish)
     assert found.learning_rate == pytest.approx(2e-4)
-    assert "learning rate 0.0002 = 5e-05 × 4 devices (scale_learning_rate_by_world)" in found.reasons
-    fewer = plan(world=2, kept=64, scale_learning_rate_by_world=True, **wish)
+    assert "learning rate 0.0002 = 5e-05 × 4 devices (scale_lr_by_world_size)" in found.reasons
+    fewer = plan(world=2, kept=64, scale_lr_by_world_size=True, **wish)
     assert fewer.learning_rate == pytest.approx(2e-4), "a run that goes on with two of four devices keeps its rate"
 
 
@@ -185,11 +198,11 @@ def test_a_learning_rate_is_scaled_by_the_devices_the_batch_was_made_for_and_say
 def test_memory_is_free_up_to_the_limit_of_the_container(
     files: dict[str, str], left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(facts, "CGROUP", tmp_path)
-    whole = free_memory()
+    monkeypatch.setattr(hardware, "CGROUP", tmp_path)
+    whole = available_memory()
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content, encoding="ascii")
-    assert free_memory() == left < whole
+    assert available_memory() == left < whole
     (tmp_path / next(iter(files))).write_text("max", encoding="ascii")
-    assert free_memory() > left
+    assert available_memory() > left

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from modelwright.plan.verdicts import page
+from docs.plan_verdicts import page
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "verdicts.md"
 

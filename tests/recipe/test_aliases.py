@@ -9,11 +9,18 @@ from pathlib import Path
 import pytest
 
 from modelwright.errors import RecipeError
-from modelwright.recipe.aliases import NAMES, TRANSLATED, VALUES, aliases_of, names_in
+from modelwright.recipe.diagnostics import FOREIGN_KEY_HINTS, SECTION_ALIASES
+from modelwright.recipe.fields import (
+    CONVERTED_ALIASES,
+    KEY_ALIASES,
+    VALUE_ALIASES,
+    all_sections,
+    field_names,
+    get_field,
+    section_aliases,
+)
 from modelwright.recipe.load import LoadedRecipe, load
-from modelwright.recipe.schema import TRAINING_STAGES, Sft
-from modelwright.recipe.settings import find, sections
-from modelwright.recipe.unknown import HINTS, SECTION_NAMES
+from modelwright.recipe.schema import TRAINING_STAGES, SftConfig
 
 HEAD = "name: x\nmodel: {model_name_or_path: m}\ndata: {dataset_name: d}\n"
 
@@ -27,31 +34,31 @@ def read(tmp_path: Path, text: str, *sets: str) -> LoadedRecipe:
 
 def test_every_other_name_leads_to_a_setting_that_exists() -> None:
     for table, section in (("", ""), ("model", "model"), ("data", "data"), ("training", "sft"), ("compare", "compare")):
-        known = {name for each in (TRAINING_STAGES if section == "sft" else (section,)) for name in names_in(each)}
-        named = {*NAMES.get(table, {}), *(alias.canonical for alias in TRANSLATED.get(table, {}).values())}
+        known = {name for each in (TRAINING_STAGES if section == "sft" else (section,)) for name in field_names(each)}
+        named = {*KEY_ALIASES.get(table, {}), *(alias.canonical for alias in CONVERTED_ALIASES.get(table, {}).values())}
         assert named <= known
 
 
 def test_no_other_name_is_also_a_name_of_ours_or_stands_twice() -> None:
-    for section in sections():
-        assert not set(aliases_of(section)) & set(names_in(section))
-    for names in NAMES.values():
+    for section in all_sections():
+        assert not set(section_aliases(section)) & set(field_names(section))
+    for names in KEY_ALIASES.values():
         others = [name for group in names.values() for name in group]
         assert len(others) == len(set(others))
 
 
 def test_every_word_for_a_value_leads_to_a_value_that_is_allowed() -> None:
-    for name, words in VALUES.items():
-        setting = find(("sft", name)) or find(("model", name))
+    for name, words in VALUE_ALIASES.items():
+        setting = get_field(("sft", name)) or get_field(("model", name))
         assert setting is not None
         for ours in words.values():
             assert ours is None or not setting.choices or str(ours).lower() in setting.choices
 
 
 def test_hints_and_section_names_are_not_settings_of_ours() -> None:
-    ours = {name for section in sections() for name in names_in(section)}
-    assert not ours & (set(HINTS) - {"lora"})  # lora alone is asked for in more places than it is a setting
-    assert not ours & set(SECTION_NAMES)
+    ours = {name for section in all_sections() for name in field_names(section)}
+    assert not ours & (set(FOREIGN_KEY_HINTS) - {"lora"})  # lora alone is asked for in more places than it is a setting
+    assert not ours & set(SECTION_ALIASES)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +94,7 @@ def test_hints_and_section_names_are_not_settings_of_ours() -> None:
     ],
 )
 def test_another_name_is_read_as_ours_with_one_note(tmp_path: Path, written: str, key: str, value: object) -> None:
-    sets = ["sft.trainable=lora"] if key in Sft.OF_LORA else []
+    sets = ["sft.trainable=lora"] if key in SftConfig.LORA_KEYS else []
     loaded = read(tmp_path, f"{HEAD}sft:\n  {written}\n", *sets)
     assert getattr(loaded.recipe.sft, key) == value
     assert loaded.notes
@@ -105,7 +112,7 @@ def test_lora_is_asked_for_in_four_ways(tmp_path: Path, written: str) -> None:
 def test_a_ratio_of_warm_up_is_a_share(tmp_path: Path) -> None:
     recipe = read(tmp_path, f"{HEAD}sft:\n  warmup_ratio: 0.1\n").recipe
     assert recipe.sft is not None
-    assert recipe.sft.warmup_steps.of(200) == 20
+    assert recipe.sft.warmup_steps.resolve(200) == 20
 
 
 def test_a_file_may_say_that_the_other_precision_is_off(tmp_path: Path) -> None:
@@ -113,7 +120,7 @@ def test_a_file_may_say_that_the_other_precision_is_off(tmp_path: Path) -> None:
     assert loaded.recipe.sft is not None
     assert loaded.recipe.sft.precision == "bf16"
     assert [note.partition(": ")[2] for note in loaded.notes] == [
-        "sft.fp16: false is left out",
+        "sft.fp16: false is ignored",
         "sft.bf16: true is read as precision: bf16",
     ]
 
@@ -158,27 +165,27 @@ def test_a_removed_setting_is_ignored_with_a_note(tmp_path: Path) -> None:
 
 
 OURS_ALONE = {
-    "weights",  # what they are kept in; theirs follows from how the model was loaded
+    "param_dtype",  # what they are kept in; theirs follows from how the model was loaded
     "cuda_graphs",  # theirs is a mode of torch_compile
     "ema_decay",  # they have none; the name is timm's
     "exp_avg_dtype",  # the name Megatron has for it
     "precision",  # theirs is bf16 and fp16; ours also says fp32 and auto
     "data",  # of one stage alone
     "quantization",  # theirs is load_in_4bit and load_in_8bit, which are read as this
-    "sharding",  # theirs is a launcher's file
+    "distributed_strategy",  # theirs is a launcher's file
     "max_skipped_steps",
     "profile_memory",
-    "save_in_background",
+    "async_save",
     "spike_factor",
     "decay_steps",
     "momentum",
     "global_batch_size",
     "trainable",
-    "keep_trunk",
+    "cache_frozen_layers",
     "share_prefix",
-    "max_truncated",
-    "scale_learning_rate_by_world",
-    "fp8_check",
+    "max_truncated_rows",
+    "scale_lr_by_world_size",
+    "fp8_validation",
     "fp8_scaling",
 }
 
@@ -202,4 +209,4 @@ def test_our_names_for_training_are_those_of_trl_and_transformers() -> None:
         | fields_of("trl.trainer.model_config", "ModelConfig")
         | fields_of("transformers.training_args", "TrainingArguments")
     )
-    assert set(Sft.model_fields) - theirs == OURS_ALONE
+    assert set(SftConfig.model_fields) - theirs == OURS_ALONE

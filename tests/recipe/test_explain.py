@@ -7,29 +7,29 @@ import json
 import pytest
 
 from modelwright.errors import UsageError
-from modelwright.recipe.explain import editor_schema, explanation, is_section, resolve_key, rows
+from modelwright.recipe.explain import explain_setting, is_section, json_schema, list_settings, resolve_key
+from modelwright.recipe.fields import all_sections, child_fields, example_value
 from modelwright.recipe.load import load
-from modelwright.recipe.schema import Sft
-from modelwright.recipe.settings import children, sample, sections
+from modelwright.recipe.schema import SftConfig
 
 
 def test_every_setting_has_a_sentence_that_ends_and_says_what_it_wants() -> None:
-    for section in sections().values():
-        for setting in children(section):
-            assert setting.sentence.endswith("."), setting.key
-            assert setting.wants, setting.key
+    for section in all_sections().values():
+        for setting in child_fields(section):
+            assert setting.description.endswith("."), setting.key
+            assert setting.expected, setting.key
 
 
 def test_some_value_of_every_setting_would_do() -> None:
-    for setting in children(sections()["sft"]):
-        Sft.model_validate({"trainable": "lora", setting.key.partition(".")[2]: sample(setting)})
+    for setting in child_fields(all_sections()["sft"]):
+        SftConfig.model_validate({"trainable": "lora", setting.key.partition(".")[2]: example_value(setting)})
 
 
 def test_every_setting_of_a_recipe_is_shown_once_with_who_set_it() -> None:
     loaded = load("quickstart", ("sft.max_length=128",), {"EPOCHS": "2"})
-    shown = {row.key: row for row in rows(loaded)}
-    assert len(shown) == len(rows(loaded))
-    assert {f"sft.{name}" for name in Sft.model_fields if name != "trainable"} <= set(shown)
+    shown = {row.key: row for row in list_settings(loaded)}
+    assert len(shown) == len(list_settings(loaded))
+    assert {f"sft.{name}" for name in SftConfig.model_fields if name != "trainable"} <= set(shown)
     assert (shown["sft.max_length"].value, str(shown["sft.max_length"].origin)) == (128, "--set")
     assert str(shown["sft.num_train_epochs"].origin) == "environment EPOCHS"
     assert str(shown["sft.weight_decay"].origin) == "default"
@@ -38,19 +38,19 @@ def test_every_setting_of_a_recipe_is_shown_once_with_who_set_it() -> None:
 
 
 def test_one_word_for_a_section_sets_all_of_it() -> None:
-    shown = {row.key: row for row in rows(load("quickstart", ("sft.trainable=lora",), {}), "sft.trainable")}
+    shown = {row.key: row for row in list_settings(load("quickstart", ("sft.trainable=lora",), {}), "sft.trainable")}
     assert shown["sft.trainable.lora"].value is True
     assert {str(row.origin) for row in shown.values()} == {"--set"}
 
 
 def test_one_setting_is_explained_at_length() -> None:
-    told = explanation(load("quickstart", (), {}), "sft.precision")
+    told = explain_setting(load("quickstart", (), {}), "sft.precision")
     assert told.choices == ("auto", "fp32", "bf16", "fp16", "fp8")
-    assert told.wants == "one of auto, fp32, bf16, fp16, fp8"
+    assert told.expected == "one of auto, fp32, bf16, fp16, fp8"
     assert {"bf16", "fp16"} <= set(told.aliases)
     assert (told.default, told.required) == ("auto", False)
-    assert explanation(load("quickstart", (), {}), "sft.save_steps").default == "25%"
-    assert explanation(load("quickstart", (), {}), "name").required
+    assert explain_setting(load("quickstart", (), {}), "sft.save_steps").default == "25%"
+    assert explain_setting(load("quickstart", (), {}), "name").required
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_key_may_be_bare_or_another_tools(asked: str, meant: str) -> None:
 
 
 def test_an_unknown_key_is_answered_with_the_nearest() -> None:
-    with pytest.raises(UsageError, match=r"^sft.learnin_rate is no setting; did you mean sft.learning_rate\?$"):
+    with pytest.raises(UsageError, match=r"^sft.learnin_rate is not a setting; did you mean sft.learning_rate\?$"):
         resolve_key("sft.learnin_rate")
     with pytest.raises(UsageError, match=r"did you mean sft.learning_rate\?"):
         resolve_key("lerning_rate")
@@ -85,9 +85,9 @@ def test_sections_are_told_from_settings() -> None:
 
 
 def test_the_schema_for_editors_knows_base_words_and_every_section() -> None:
-    schema = editor_schema()
+    schema = json_schema()
     assert {"base", "name", "model", "data", "sft", "gates"} <= set(schema["properties"])
     assert {"required": ["base"]} in schema["anyOf"]
     assert schema["additionalProperties"] is False
-    assert {"enum": ["all", "lora"]} in schema["$defs"]["Trainable"]["anyOf"]
-    assert schema["$defs"]["Sft"]["properties"]["learning_rate"]["description"].startswith("Peak learning rate")
+    assert {"enum": ["all", "lora"]} in schema["$defs"]["TrainableParts"]["anyOf"]
+    assert schema["$defs"]["SftConfig"]["properties"]["learning_rate"]["description"].startswith("Peak learning rate")

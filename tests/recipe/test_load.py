@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from modelwright.errors import RecipeError
-from modelwright.recipe.load import LoadedRecipe, dump, load, shipped
-from modelwright.recipe.schema import Recipe, Sft
-from modelwright.recipe.values import Steps
+from modelwright.recipe.load import LoadedRecipe, builtin_recipes, dump_yaml, load
+from modelwright.recipe.schema import Recipe, SftConfig
+from modelwright.recipe.sections import CountOrFraction
 
 BASE = """
 name: base
@@ -20,12 +20,12 @@ data:
 sft:
   learning_rate: 2e-4
   num_train_epochs: 2
-  trainable: {last_layers: 2, head: true}
+  trainable: {last_layers: 2, lm_head: true}
 gates:
   sft:
     eval_loss: {at_most: 2.0}
     style_score: {at_least: 0.5}
-environment:
+env_overrides:
   EPOCHS: sft.num_train_epochs
   OUTPUT_DIR: output_dir
   LAYERS: sft.trainable.last_layers
@@ -46,13 +46,13 @@ def child(text: str, *sets: str, **environ: str) -> LoadedRecipe:
     return load("mine.yaml", sets, environ)
 
 
-def sft(loaded: LoadedRecipe) -> Sft:
+def sft(loaded: LoadedRecipe) -> SftConfig:
     """The stage, which is there."""
     assert loaded.recipe.sft is not None
     return loaded.recipe.sft
 
 
-@pytest.mark.parametrize("name", list(shipped()))
+@pytest.mark.parametrize("name", list(builtin_recipes()))
 def test_every_shipped_recipe_loads(name: str) -> None:
     assert load(name, (), {}).recipe.name == name
 
@@ -77,7 +77,7 @@ def test_a_threshold_knows_the_line_it_stands_on(folder: Path) -> None:
     loaded = child("gates:\n  sft:\n    eval_loss: {at_most: 1.5}\n")
     assert loaded.origins["gates.sft.eval_loss.at_most"].line == 5
     assert str(loaded.origins["gates.sft.style_score.at_least"]) == "base low.yaml:13"
-    assert load("low.yaml", (), {}).origins["gates.sft.eval_loss.at_most"].where == "low.yaml:12"
+    assert load("low.yaml", (), {}).origins["gates.sft.eval_loss.at_most"].location == "low.yaml:12"
 
 
 def test_mappings_are_merged_and_lists_and_scalars_replace(folder: Path) -> None:
@@ -110,7 +110,7 @@ def test_the_later_choice_of_what_is_trained_wins(folder: Path) -> None:
     assert sft(child("sft:\n  trainable: {lora: true}\n")).trainable.last_layers is None
     assert sft(child("sft:\n  trainable: lora\n", "sft.trainable.last_layers=3")).trainable.last_layers == 3
     changed = sft(child("", "sft.trainable.norms=true")).trainable
-    assert (changed.last_layers, changed.head, changed.norms) == (2, True, True)
+    assert (changed.last_layers, changed.lm_head, changed.norms) == (2, True, True)
 
 
 def test_the_later_choice_of_a_batch_wins(folder: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_variable_does_not_bring_back_a_section_that_was_taken_out(folder: Pat
 
 
 def test_the_command_line_may_map_a_variable(folder: Path) -> None:
-    assert sft(child("", "environment.RATE=sft.lr", RATE="1e-3")).learning_rate == 1e-3
+    assert sft(child("", "env_overrides.RATE=sft.lr", RATE="1e-3")).learning_rate == 1e-3
 
 
 def test_an_empty_mapping_of_the_command_line_clears_what_the_recipe_says(folder: Path) -> None:
@@ -192,15 +192,15 @@ def test_a_run_folder_is_answered_with_the_recipe_in_it(folder: Path) -> None:
         load("runs", (), {})
 
 
-@pytest.mark.parametrize("name", list(shipped()))
+@pytest.mark.parametrize("name", list(builtin_recipes()))
 def test_a_resolved_recipe_loads_as_the_same_recipe_whatever_the_environment_says(name: str, folder: Path) -> None:
     stage = next(iter(load(name, (), {}).recipe.stages))
     sets = [f"{stage}.adam_epsilon=1e-9", f"{stage}.warmup_steps=5%", *["sft.trainable=lora"] * (stage == "sft")]
     first = load(name, sets, {"EPOCHS": "3"}).recipe
-    Path("resolved.yaml").write_text(dump(first))
+    Path("resolved.yaml").write_text(dump_yaml(first))
     again = load("resolved.yaml", (), {"EPOCHS": "9", "OUTPUT_DIR": "/elsewhere"}).recipe
-    assert again == first.model_copy(update={"environment": {}, "gates_file": None})
-    assert dump(again) == dump(first)
+    assert again == first.model_copy(update={"env_overrides": {}, "gates_file": None})
+    assert dump_yaml(again) == dump_yaml(first)
 
 
 def test_a_resolved_recipe_keeps_awkward_text(folder: Path) -> None:
@@ -224,10 +224,10 @@ def test_a_resolved_recipe_keeps_awkward_text(folder: Path) -> None:
             "model": {"model_name_or_path": "123"},
             "data": {"train_file": "2024-01-01", "columns": {"no": "prompt", "1": "completion"}},
             "sft": {},
-            "compare": {"prompts": awkward, "style": [r"\d+ [a-z]"]},
+            "compare": {"prompts": awkward, "style_patterns": [r"\d+ [a-z]"]},
         }
     )
-    Path("resolved.yaml").write_text(dump(recipe))
+    Path("resolved.yaml").write_text(dump_yaml(recipe))
     assert load("resolved.yaml", (), {}).recipe == recipe
 
 
@@ -238,7 +238,7 @@ def test_yes_and_no_are_answers_and_numbers_are_not(folder: Path) -> None:
 
 
 def test_a_share_of_steps_may_be_written_in_two_ways(folder: Path) -> None:
-    assert sft(child("sft:\n  warmup_steps: 5%\n")).warmup_steps == Steps(0.05)
+    assert sft(child("sft:\n  warmup_steps: 5%\n")).warmup_steps == CountOrFraction(0.05)
 
 
 def test_problems_behind_problems_are_told_at_once(folder: Path) -> None:

@@ -16,16 +16,15 @@ from pathlib import Path
 import pytest
 
 from modelwright.cli.main import main
-from modelwright.data.conversations import converse
-from modelwright.data.files import Row
+from modelwright.data.chat import rows_to_conversations
+from modelwright.data.readers import Row
 from modelwright.errors import RecipeError, UsageError
-from modelwright.recipe.aliases import aliases_of, names_in
+from modelwright.recipe.convert import convert_config
+from modelwright.recipe.diagnostics import FOREIGN_KEYS
+from modelwright.recipe.fields import field_names, section_aliases
 from modelwright.recipe.load import load
-from modelwright.recipe.moving import move
-from modelwright.recipe.moving_words import ADVICE
-from modelwright.recipe.schema import Data
-from modelwright.recipe.source import read_file
-from modelwright.recipe.tree import Located, Origin
+from modelwright.recipe.schema import DataConfig
+from modelwright.recipe.source import ConfigNode, Origin, read_file
 
 HOME = Path(__file__).parent / "moved"
 CONFIGS = sorted(path for path in HOME.glob("*.yaml"))
@@ -37,12 +36,12 @@ RULED = {
 """Names that have a rule of their own in the reader of TRL."""
 
 
-def leaves(tree: Located) -> Iterator[str]:
+def leaves(tree: ConfigNode) -> Iterator[str]:
     """The names of a configuration: its own keys, and those of the entries of its data sets."""
-    for name, node in tree.entries.items():
+    for name, node in tree.mapping.items():
         items = node.value if isinstance(node.value, list) else []
         if items and isinstance(items[0].value, dict):
-            yield from (f"{name}[0].{key}" for key in items[0].entries)
+            yield from (f"{name}[0].{key}" for key in items[0].mapping)
             yield from (f"{name}[{number}]" for number in range(1, len(items)))
         else:
             yield name
@@ -57,7 +56,7 @@ def same(name: str) -> str:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_configuration_becomes_the_recipe_beside_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(HOME)
-    moved = move(Path(path.name))
+    moved = convert_config(Path(path.name))
     golden = HOME / "recipes" / path.name
     if os.environ.get("UPDATE_GOLDEN") == "1":
         golden.parent.mkdir(exist_ok=True)
@@ -71,15 +70,15 @@ def test_a_configuration_becomes_the_recipe_beside_it(path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_name_is_carried_or_told(path: Path) -> None:
-    moved = move(path)
-    told = {*moved.carried, *(each.key for each in moved.left)}
+    moved = convert_config(path)
+    told = {*moved.converted, *(each.key for each in moved.unconverted)}
     roots = {re.split(r"[.\[]", name)[0] for name in told}
     tree, _ = read_file(path, Origin("recipe", path.name))
     for name in leaves(tree):
         whole = same(name) in told or any(other.startswith(f"{name}.") for other in told)
         assert whole or (name.startswith("test_datasets[0].") and "test_datasets" in roots), name
-    for each in moved.left:
-        assert each.kind == "unneeded" or f"{each.key}" in moved.text
+    for each in moved.unconverted:
+        assert each.kind == "not_needed" or f"{each.key}" in moved.text
         assert each.advice in moved.text
 
 
@@ -117,9 +116,11 @@ def test_every_setting_of_the_installed_trl_has_an_answer() -> None:
             for field in node.body if wanted else ():  # type: ignore[attr-defined]
                 if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
                     name = field.target.id
-                    homes = [s for s in ("", "model", "data", "sft", "dpo") if name in {*names_in(s), *aliases_of(s)}]
+                    homes = [
+                        s for s in ("", "model", "data", "sft", "dpo") if name in {*field_names(s), *section_aliases(s)}
+                    ]
                     if not name.startswith("_") and name not in ("framework", "default_optim"):
-                        assert homes or name in ADVICE or name in RULED, f"{file.name}: {name}"
+                        assert homes or name in FOREIGN_KEYS or name in RULED, f"{file.name}: {name}"
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_every_setting_of_the_installed_trl_has_an_answer() -> None:
 def test_what_cannot_be_moved_is_refused_with_a_letter(text: str, letter: str, tmp_path: Path) -> None:
     (tmp_path / "some.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(UsageError, match=re.escape(letter)):
-        move(tmp_path / "some.yaml")
+        convert_config(tmp_path / "some.yaml")
 
 
 @pytest.mark.parametrize(
@@ -148,9 +149,9 @@ def test_what_axolotl_computes_again_is_carried_and_only_what_it_offloads_is_nea
     config = tmp_path / "some.yaml"
     text = "base_model: m\ndatasets: [{path: a.jsonl, type: alpaca}]\ngradient_checkpointing: %s\n"
     config.write_text(text % word + "gradient_checkpointing_kwargs: {use_reentrant: false}\n", encoding="utf-8")
-    moved = move(config)
+    moved = convert_config(config)
     assert moved.recipe.stages["sft"].gradient_checkpointing == ours
-    left = {each.key: each.advice for each in moved.left}
+    left = {each.key: each.advice for each in moved.unconverted}
     assert told in left.get("gradient_checkpointing", "") and bool(told) == ("gradient_checkpointing" in left)
     assert "without reentrance" in left["gradient_checkpointing_kwargs"]
 
@@ -159,7 +160,7 @@ def test_a_wrong_value_is_told_by_the_line_of_the_configuration(tmp_path: Path) 
     config = tmp_path / "wrong.yaml"
     config.write_text("base_model: m\ndatasets: [{path: a.jsonl, type: alpaca}]\nlearning_rate: fast\n", "utf-8")
     with pytest.raises(RecipeError, match=r"wrong.yaml:3: sft.learning_rate is 'fast'; it wants a number above 0"):
-        move(config)
+        convert_config(config)
 
 
 def test_convert_writes_a_recipe_and_says_what_is_missing(
@@ -174,12 +175,14 @@ def test_convert_writes_a_recipe_and_says_what_is_missing(
     golden = (HOME / "recipes" / "trl_sft_qlora.yaml").read_text(encoding="utf-8")
     assert target.read_text(encoding="utf-8") == golden.replace("name: trl_sft_qlora", "name: my-1.7b", 1)
     told = capsys.readouterr().err
-    assert "trl_sft_qlora.yaml:9: optim: paged_adamw_8bit is carried over as the nearest there is; there are" in told
-    assert "trl_sft_qlora.yaml:17: neftune_noise_alpha: 5 is not carried over; noise on embeddings" in told
+    assert "trl_sft_qlora.yaml:9: optim: paged_adamw_8bit was approximated; there are" in told
+    assert "trl_sft_qlora.yaml:17: neftune_noise_alpha: 5 was not converted; noise on embeddings" in told
     assert "there is such a file already" in told
 
 
 def test_turns_of_sharegpt_are_read_as_ours() -> None:
     turns = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}]
-    found = converse([Row("a:1", {"talk": turns})], Data(dataset_name="a", columns={"talk": "messages"}))
+    found = rows_to_conversations(
+        [Row("a:1", {"talk": turns})], DataConfig(dataset_name="a", columns={"talk": "messages"})
+    )
     assert found[0].messages == ({"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."})

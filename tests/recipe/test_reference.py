@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.cli.main import ROOMS
-from modelwright.cli.reference import PAGES
+from docs.metric_descriptions import METRIC_DESCRIPTIONS, metric_names
+from docs.reference_pages import PAGES
+from modelwright.cli.main import COMMANDS
 from modelwright.recipe.explain import reference_markdown
-from modelwright.recipe.metrics import MEANINGS, known
-from modelwright.recipe.settings import children, sections
+from modelwright.recipe.fields import all_sections, child_fields
 
 HOME = Path(__file__).parents[2] / "docs" / "reference"
 PAGE = HOME / "recipe.md"
@@ -31,10 +31,10 @@ def test_the_reference_page_is_made_from_the_schema() -> None:
 
 def test_every_setting_has_a_row_with_its_sentence() -> None:
     text = reference_markdown()
-    for section in sections().values():
-        for setting in children(section):
+    for section in all_sections().values():
+        for setting in child_fields(section):
             assert f"| `{setting.key.rpartition('.')[2]}` |" in text, setting.key
-            assert f"| {setting.sentence} |" in text, setting.key
+            assert f"| {setting.description} |" in text, setting.key
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -47,7 +47,7 @@ def test_a_reference_page_is_made_from_the_code(name: str) -> None:
 
 def test_every_verb_has_a_heading() -> None:
     told = re.findall(r"^## modelwright (\S+)", PAGES["commands.md"](), re.MULTILINE)
-    assert {verb for verbs in ROOMS.values() for verb in verbs} == set(told)
+    assert {verb for verbs in COMMANDS.values() for verb in verbs} == set(told)
 
 
 def test_every_command_and_option_says_what_it_is() -> None:
@@ -56,4 +56,4 @@ def test_every_command_and_option_says_what_it_is() -> None:
 
 
 def test_every_metric_has_a_meaning_and_nothing_else_has() -> None:
-    assert set(known()) == set(MEANINGS)
+    assert set(metric_names()) == set(METRIC_DESCRIPTIONS)

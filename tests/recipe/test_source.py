@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 
 from modelwright.errors import RecipeError
-from modelwright.recipe.source import read_file, read_text, read_value
-from modelwright.recipe.tree import Located, Origin
+from modelwright.recipe.source import ConfigNode, Origin, read_file, read_text, read_value
 
 ORIGIN = Origin("recipe", "mine.yaml")
 
 
 def value_of(text: str) -> object:
     """One value as YAML reads it."""
-    return read_text(f"key: {text}\n", ORIGIN)[0].entries["key"].value
+    return read_text(f"key: {text}\n", ORIGIN)[0].mapping["key"].value
 
 
 @pytest.mark.parametrize(
@@ -45,23 +44,23 @@ def test_a_value_is_what_its_writer_meant(text: str, value: object) -> None:
 
 
 def test_every_key_and_item_knows_its_line() -> None:
-    tree, _ = read_text("name: x\n\ncompare:\n  prompts:\n    - one\n\n    - two\n  style: []\n", ORIGIN)
+    tree, _ = read_text("name: x\n\ncompare:\n  prompts:\n    - one\n\n    - two\n  style_patterns: []\n", ORIGIN)
     lines = {".".join(path): node.origin.line for path, node in tree.walk()}
-    assert lines == {"name": 1, "compare": 3, "compare.prompts": 4, "compare.style": 8}
-    second = tree.at(("compare", "prompts", "1"))
+    assert lines == {"name": 1, "compare": 3, "compare.prompts": 4, "compare.style_patterns": 8}
+    second = tree.get(("compare", "prompts", "1"))
     assert second is not None
-    assert second.origin.where == "mine.yaml:7"
+    assert second.origin.location == "mine.yaml:7"
 
 
 def test_a_key_with_nothing_after_it_is_told_from_an_explicit_null() -> None:
     tree, _ = read_text("blank:\nnothing: null\nempty: ''\n", ORIGIN)
-    assert [node.is_blank for node in tree.entries.values()] == [True, False, False]
+    assert [node.is_empty for node in tree.mapping.values()] == [True, False, False]
 
 
 def test_anchors_and_merge_keys_work_and_the_nearer_key_wins() -> None:
     tree, problems = read_text("a: &a {x: 1, y: 2}\nb:\n  <<: *a\n  y: 3\n", ORIGIN)
     assert not problems
-    assert {key: node.value for key, node in tree.entries["b"].entries.items()} == {"x": 1, "y": 3}
+    assert {key: node.value for key, node in tree.mapping["b"].mapping.items()} == {"x": 1, "y": 3}
 
 
 def test_a_billion_laughs_are_refused_within_a_second() -> None:
@@ -102,10 +101,10 @@ def test_a_byte_order_mark_does_not_hurt(tmp_path: Path) -> None:
     path = tmp_path / "windows.yaml"
     path.write_bytes(b"\xef\xbb\xbfname: x\r\nseed: 3\r\n")
     tree, _ = read_file(path, ORIGIN)
-    assert tree.entries["seed"] == Located(3, Origin("recipe", "mine.yaml", 2), "3")
+    assert tree.mapping["seed"] == ConfigNode(3, Origin("recipe", "mine.yaml", 2), "3")
 
 
 def test_a_value_of_the_command_line_may_be_a_list_or_a_mapping() -> None:
     tree, _ = read_value("{last_layers: 2, head: true}", Origin("set"))
-    assert {key: node.value for key, node in tree.entries.items()} == {"last_layers": 2, "head": True}
-    assert tree.entries["head"].origin.where == "--set"
+    assert {key: node.value for key, node in tree.mapping.items()} == {"last_layers": 2, "head": True}
+    assert tree.mapping["head"].origin.location == "--set"

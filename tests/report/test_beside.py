@@ -23,7 +23,7 @@ def run_of(folder: Path, loss: float, is_open: bool, rate: float) -> RunFolder:
     run.recipe.write_text(text.replace("\n  test_size: 4", '\n  test_size: 4\n  system_prompt: "\\e[31mred"'), "utf-8")
     journal = Journal(run.journal)
     journal.add("run", recipe="tiny", folder=str(run.path), stages=["sft"])
-    journal.add("verdict", stage="sft", open=is_open, letter="…", metrics={"eval_loss": loss, "steps": 3})
+    journal.add("verdict", stage="sft", open=is_open, message="…", metrics={"eval_loss": loss, "steps": 3})
     journal.close()
     return run
 

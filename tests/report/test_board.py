@@ -16,14 +16,14 @@ pytest.importorskip("starlette", reason="the board needs the extra board")
 pytest.importorskip("uvicorn", reason="the board needs the extra board")
 
 from modelwright.errors import UsageError
-from modelwright.report.follow import Follower
+from modelwright.report.dashboard import JournalTail
 from modelwright.runs.folder import RunFolder
 from modelwright.runs.journal import Journal
 from tests.faults.hostile_texts import HOSTILE
 from tests.faults.requests import RUN, Showing
 from tests.faults.requests import TO_THE_BOARD as BAD
 
-STEP = {"event": "step", "stage": "sft", "steps": 9, "loss": 2.0, "health": "ok", "seconds": 0.1}
+STEP = {"event": "step", "stage": "sft", "steps": 9, "loss": 2.0, "health": "ok", "step_seconds": 0.1}
 
 
 def answers(folder: RunFolder, question: str) -> Iterator[tuple[str, str]]:
@@ -90,10 +90,10 @@ def events(board: Showing, path: str, count: int, then: Any = None) -> list[dict
 def test_a_window_hears_all_and_then_what_changes(board: Showing, runs: Path) -> None:
     journal = begin(runs, "live", 2)
     first, second = events(board, "/TOKEN/run/live/events", 2, lambda: journal.add(**{**STEP, "step": 3}))
-    assert {"head", "flow", "curves", "settings", "origin"} <= set(first) and "2 of 9" in first["flow"]
-    assert "3 of 9" in second["flow"] and "settings" not in second, "only what changed is sent"
+    assert {"head", "pipeline", "curves", "settings", "provenance"} <= set(first) and "2 of 9" in first["pipeline"]
+    assert "3 of 9" in second["pipeline"] and "settings" not in second, "only what changed is sent"
     [reload] = events(board, "/TOKEN/run/live/events", 1)
-    assert reload["flow"] == second["flow"], "a reload sees what a window sees that never closed"
+    assert reload["pipeline"] == second["pipeline"], "a reload sees what a window sees that never closed"
 
 
 def test_a_question_is_answered_by_both_in_turn(board: Showing) -> None:
@@ -143,7 +143,7 @@ def test_hostile_names_and_texts_make_no_tags(tmp_path: Path) -> None:
     pairs = [{"question": text[:5000], "before": text[:5000], "after": text[:5000]} for text in HOSTILE]
     journal.add("answers", stage="sft", answers=pairs, notice=HOSTILE[0])
     journal.add("note", message=HOSTILE[2])
-    follower = Follower(RunFolder(tmp_path / "hostile"))
+    follower = JournalTail(RunFolder(tmp_path / "hostile"))
     drawn = "".join(follower.sections().values())
     assert not any(tag in drawn for tag in ("<script", "<img", "<iframe", "<svg/", "<base", "<meta", "<link", "<style"))
     assert 'id="bait"' not in drawn
@@ -164,7 +164,7 @@ def test_a_run_folder_with_a_hostile_name_is_listed_and_opened(tmp_path: Path) -
 
 def test_a_journal_that_was_written_anew_is_read_anew(tmp_path: Path) -> None:
     begin(tmp_path, "again", 5).close()
-    follower = Follower(RunFolder(tmp_path / "again"))
+    follower = JournalTail(RunFolder(tmp_path / "again"))
     assert follower.view().stages[0].step == 5
     (tmp_path / "again" / "journal.jsonl").unlink()
     begin(tmp_path, "again", 1).close()
@@ -175,14 +175,14 @@ def test_memory_stays_flat_however_long_a_run_goes_on(tmp_path: Path) -> None:
     """An hour at 20 steps a second is 72,000 steps."""
     path = tmp_path / "long" / "journal.jsonl"
     path.parent.mkdir()
-    follower, held = Follower(RunFolder(path.parent)), []
+    follower, held = JournalTail(RunFolder(path.parent)), []
     tail = json.dumps({**STEP, "grad_norm": 1.0, "learning_rate": 1e-4, "tokens_per_second": 1e4})[1:]
     with path.open("a", encoding="utf-8") as file:
         for part in range(4):
             steps = range(part * 18_000 + 1, part * 18_000 + 18_001)
             file.writelines(f'{{"time": {n}, "step": {n}, {tail}\n' for n in steps)
             file.flush()
-            follower.catch_up()
+            follower.poll()
             held.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
-    assert follower.story.stages["sft"].step == 72_000
+    assert follower.history.stages["sft"].step == 72_000
     assert max(held[1:]) - held[0] < 8_000_000, "the journal itself has 15 MB"

@@ -14,14 +14,13 @@ pytest.importorskip("starlette", reason="the board needs the extra board")
 
 
 from browser import Window, browsing
-from modelwright.cli.report import asking
-from modelwright.models.text import load_model, load_tokenizer
-from modelwright.report import page
-from modelwright.report.board import Board
-from modelwright.report.follow import Shelf
+from modelwright.cli.model import make_ask_handler
+from modelwright.models.pretrained import load_model, load_tokenizer
+from modelwright.report import html
+from modelwright.report.dashboard import Dashboard, RunIndex
 from modelwright.runs.folder import RunFolder, write_json
 from modelwright.runs.journal import Journal
-from modelwright.stages.answer import Asker
+from modelwright.stages.compare import RunModels
 from rig import Rig, wait_for_step
 from tests.faults.hostile_texts import HOSTILE
 from tests.faults.served import Running
@@ -38,8 +37,10 @@ def browser() -> Iterator[Any]:
 
 def add_steps(journal: Journal, first: int, last: int, steps: int = 40) -> None:
     for number in range(first, last + 1):
-        facts = {"grad_norm": 1.0, "learning_rate": 1e-3, "tokens_per_second": 900.0, "memory_bytes": 10**9}
-        journal.add("step", stage="sft", step=number, steps=steps, loss=4 / number, health="ok", seconds=0.1, **facts)
+        facts = {"grad_norm": 1.0, "learning_rate": 1e-3, "tokens_per_second": 900.0, "peak_memory_bytes": 10**9}
+        journal.add(
+            "step", stage="sft", step=number, steps=steps, loss=4 / number, health="ok", step_seconds=0.1, **facts
+        )
 
 
 def hostile_run(folder: Path) -> RunFolder:
@@ -52,11 +53,11 @@ def hostile_run(folder: Path) -> RunFolder:
     journal.add("answers", stage="sft", answers=pairs, notice=HOSTILE[0])
     for text in HOSTILE:
         journal.add("note", message=text)
-    journal.add("verdict", stage="sft", open=False, letter=HOSTILE[1], metrics={"eval_loss": 1.0, HOSTILE[0]: 2.0})
+    journal.add("verdict", stage="sft", open=False, message=HOSTILE[1], metrics={"eval_loss": 1.0, HOSTILE[0]: 2.0})
     journal.add("stopped", exit_code=3, message=HOSTILE[2])
     journal.close()
     write_json(run.data_manifest("sft"), {"source": HOSTILE[2], HOSTILE[0]: HOSTILE[1], "train": {"rows": HOSTILE[2]}})
-    checks = [{"metric": text[:200], "value": 1.0, "wants": text[:200], "passed": False} for text in HOSTILE]
+    checks = [{"metric": text[:200], "value": 1.0, "requirement": text[:200], "passed": False} for text in HOSTILE]
     write_json(run.gate("sft"), {"open": False, "checks": checks, "metrics": {}})
     return run
 
@@ -65,7 +66,7 @@ def hostile_run(folder: Path) -> RunFolder:
 def test_nothing_hostile_acts_in_the_report_and_nothing_breaks_it(
     browser: Any, tmp_path: Path, width: int, scheme: str
 ) -> None:
-    path, window = page.write(hostile_run(tmp_path)), Window(browser, width, scheme)
+    path, window = html.write_report(hostile_run(tmp_path)), Window(browser, width, scheme)
     window.page.goto(path.as_uri())
     assert window.page.evaluate("window.harm") is None
     assert window.page.locator("#bait").count() == 0
@@ -84,10 +85,10 @@ def luminance(colour: str) -> float:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_words_stand_out_from_the_paper(browser: Any, tmp_path: Path, scheme: str) -> None:
-    path, window = page.write(hostile_run(tmp_path)), Window(browser, 1100, scheme)
+    path, window = html.write_report(hostile_run(tmp_path)), Window(browser, 1100, scheme)
     window.page.goto(path.as_uri())
     paper = luminance(window.page.evaluate("getComputedStyle(document.body).backgroundColor"))
-    for selector in ("h1", "dt", ".key b", ".plot .y span", ".said", ".quiet li", ".gate.shut > b"):
+    for selector in ("h1", "dt", ".key b", ".plot .y span", ".answer", ".notes li", ".gate.shut > b"):
         colour = window.page.locator(selector).first.evaluate("each => getComputedStyle(each).color")
         light, dark = sorted((paper, luminance(colour)), reverse=True)
         assert (light + 0.05) / (dark + 0.05) >= 4.5, f"{selector} is {colour} in {scheme}"
@@ -105,7 +106,7 @@ for (const who of ["before", "after"]) {
 
 HELD = """
 import pathlib, time
-from modelwright.engine.loop import Engine
+from modelwright.engine.trainer import Engine
 quick = Engine._step
 def held(self, stop_asked):
     while self.cursor.step >= 10 and not pathlib.Path("go on").exists():
@@ -134,7 +135,7 @@ def test_a_live_run_is_followed_reloaded_and_asked(browser: Any, rig: Rig, loud_
     recipe = tiny_recipe(tmp_path, loud_model, max_steps=20, learning_rate=1e-4)
     trial = rig.start(["run", str(recipe), "--set", "compare.max_new_tokens=16"], tmp_path, first=HELD)
     wait_for_step(tmp_path / "run", 10)
-    board = Board(Shelf((), tmp_path, {}), asking())
+    board = Dashboard(RunIndex((), tmp_path, {}), make_ask_handler())
     serving, window = Running(board.application), Window(browser)
     shown = window.page
     try:
@@ -156,9 +157,9 @@ def test_a_live_run_is_followed_reloaded_and_asked(browser: Any, rig: Rig, loud_
         shown.get_by_label("Question").fill(question)
         shown.get_by_role("button", name="Ask").click()
         shown.locator("#ask button:enabled").wait_for(timeout=120_000)
-        asker = Asker(RunFolder(tmp_path / "run"))
+        asker = RunModels(RunFolder(tmp_path / "run"))
         for who in ("before", "after"):
-            pieces = list(asker.answerer(who).reply(asker.messages(question)))
+            pieces = list(asker.generator(who).stream(asker.messages(question)))
             assert shown.locator(f"[data-who={who}]").text_content().strip() == "".join(pieces).strip()
             assert shown.evaluate(f"window.grown.{who}") >= len(pieces) > 1, "it streams"
         assert window.complaints == []
@@ -175,7 +176,7 @@ def test_a_report_of_100_000_steps_opens_in_under_two_seconds(browser: Any, tmp_
     with run.journal.open("w", encoding="utf-8") as file:
         file.writelines(f'{{"time": {number}, "step": {number}, {tail}\n' for number in range(1, 100_001))
     window = Window(browser)
-    window.page.goto(page.write(run).as_uri())
+    window.page.goto(html.write_report(run).as_uri())
     timing = window.page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd")
     assert window.page.get_by_text("100,000 of 100,000 steps").count() == 1
     assert timing < 2000

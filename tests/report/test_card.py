@@ -5,11 +5,11 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from modelwright.plan.facts import Facts
+from modelwright.plan.hardware import DeviceInfo
 from modelwright.plan.stage import plan_stage
-from modelwright.recipe.schema import Sft
-from modelwright.report.card import card, facts_of
-from modelwright.report.model_card import _arithmetic
+from modelwright.recipe.schema import SftConfig
+from modelwright.report.console import run_summary, summary_facts
+from modelwright.report.model_card import _precision
 from modelwright.runs.folder import RunFolder
 from modelwright.runs.journal import Journal
 
@@ -22,31 +22,31 @@ METRICS = {
 def finished_run(folder: Path, metrics: dict[str, float]) -> RunFolder:
     run = RunFolder(folder / "run")
     journal = Journal(run.journal)
-    journal.add("verdict", stage="sft", open=False, letter="gate sft is closed", metrics={})
+    journal.add("verdict", stage="sft", open=False, message="gate sft is closed", metrics={})
     journal.add("answers", answers=[{"question": "Why?", "before": "", "after": ""}])
-    journal.add("verdict", stage="sft", open=True, letter="gate sft is open", metrics=metrics)
+    journal.add("verdict", stage="sft", open=True, message="gate sft is open", metrics=metrics)
     journal.add("done", seconds=250.0)
     journal.close()
     return run
 
 
 def test_the_card_shows_before_after_verdict_and_time(tmp_path: Path) -> None:
-    lines = card(finished_run(tmp_path, METRICS)).splitlines()
+    lines = run_summary(finished_run(tmp_path, METRICS)).splitlines()
     assert "  held-out loss    4 → 2  (-50%)" in lines
     assert "  style score      0.125 → 0.9" in lines
     assert "  verdict          open" in lines
-    assert "  time             3 min 20 s for 41 steps, 31,240 tokens; 4 min 10 s in all since this start" in lines
-    assert not any("words an answer" in line for line in lines), "what was not measured is not shown"
+    assert "  time             3 min 20 s for 41 steps, 31,240 tokens; 4 min 10 s since this start" in lines
+    assert not any("words per answer" in line for line in lines), "what was not measured is not shown"
 
 
 def test_where_nothing_was_trained_there_is_no_verdict(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
     Journal(run.journal).add("done", seconds=3.0)
-    assert "  verdict          none: nothing was trained yet" in card(run).splitlines()
+    assert "  verdict          none: nothing was trained yet" in run_summary(run).splitlines()
 
 
 def test_the_card_ends_with_three_commands(tmp_path: Path) -> None:
-    commands = card(finished_run(tmp_path, METRICS)).split("next:")[1].strip().splitlines()
+    commands = run_summary(finished_run(tmp_path, METRICS)).split("next:")[1].strip().splitlines()
     assert [command.split()[1] for command in commands] == ["ask", "compare", "gate"]
 
 
@@ -55,7 +55,7 @@ def test_a_question_from_the_data_does_nothing_in_a_shell(tmp_path: Path) -> Non
     journal = Journal(run.journal)
     journal.add("answers", answers=[{"question": 'Is "this" $(touch x) `touch y` safe!\\'}])
     journal.close()
-    [asked] = [line for line in card(run).splitlines() if "modelwright ask" in line]
+    [asked] = [line for line in run_summary(run).splitlines() if "modelwright ask" in line]
     command = asked.replace("modelwright ask", "printf %s\\\\n")
     shown = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path, check=True).stdout
     assert shown.splitlines() == [str(run.path), "Is 'this' (touch x) 'touch y' safe", "--both"]
@@ -63,16 +63,18 @@ def test_a_question_from_the_data_does_nothing_in_a_shell(tmp_path: Path) -> Non
 
 
 def test_the_last_verdict_counts(tmp_path: Path) -> None:
-    facts = facts_of(finished_run(tmp_path, METRICS))
+    facts = summary_facts(finished_run(tmp_path, METRICS))
     assert facts["open"] is True
     assert facts["seconds"] == 250.0
 
 
 def test_a_run_without_held_out_rows_has_a_card_too(tmp_path: Path) -> None:
-    assert "held-out loss" not in card(finished_run(tmp_path, {"steps": 1, "tokens": 2, "seconds": 3.0}))
+    assert "held-out loss" not in run_summary(finished_run(tmp_path, {"steps": 1, "tokens": 2, "seconds": 3.0}))
 
 
 def test_the_models_card_says_what_fp32_was_multiplied_with() -> None:
-    gpu = Facts("cuda", "NVIDIA H100", 80 << 30, fast_bf16=True)
-    told = [_arithmetic(plan_stage(Sft(precision="fp32", tf32=way), 8, 1, gpu).as_json()) for way in ("auto", False)]
+    gpu = DeviceInfo("cuda", "NVIDIA H100", 80 << 30, fast_bf16=True)
+    told = [
+        _precision(plan_stage(SftConfig(precision="fp32", tf32=way), 8, 1, gpu).as_json()) for way in ("auto", False)
+    ]
     assert told[0].startswith("Computed in fp32. fp32 products on the tensor cores (tf32)") and told[1] == ""

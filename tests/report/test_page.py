@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from modelwright.report import page
+from modelwright.report import html
 from modelwright.runs.folder import RunFolder, write_json
 from modelwright.runs.journal import Journal
 from tests.faults.hostile_texts import HOSTILE
@@ -23,27 +23,27 @@ def run_folder(folder: Path, steps: int = 20, texts: list[str] | None = None, na
     pairs = [{"question": text, "before": text, "after": text} for text in texts or ["Why?"]]
     said = pairs[0]["question"]
     step = {"event": "step", "stage": "sft", "steps": steps, "grad_norm": 1.0, "learning_rate": 1e-3, "health": "ok",
-            "tokens_per_second": 100.0, "seconds": 1.0, "memory_bytes": 10**9}  # fmt: skip
+            "tokens_per_second": 100.0, "step_seconds": 1.0, "peak_memory_bytes": 10**9}  # fmt: skip
     events: list[dict[str, Any]] = [
         {"event": "run", "recipe": name, "stages": ["sft"], "world": 1, "device": "2 CPU threads"},
-        {"event": "stage", "stage": "sft"},
+        {"event": "stage_started", "stage": "sft"},
         *({**step, "step": number, "loss": 4 / number} for number in range(1, steps + 1)),
         {"event": "answers", "stage": "sft", "answers": pairs, "notice": said},
         *({"event": "note", "message": text} for text in texts or []),
-        {"event": "verdict", "stage": "sft", "open": True, "letter": said, "metrics": {"eval_loss": 1.0}},
+        {"event": "verdict", "stage": "sft", "open": True, "message": said, "metrics": {"eval_loss": 1.0}},
         {"event": "done", "seconds": 1.0},
     ]
     run.path.mkdir(parents=True)
     lines = [json.dumps({"time": float(time), **event}) for time, event in enumerate(events)]
     run.journal.write_text("\n".join(lines) + "\n", encoding="utf-8")
     write_json(run.data_manifest("sft"), {"source": said, "train": {"rows": 3}, "extra": said})
-    checks = [{"metric": "eval_loss", "value": 1.0, "wants": said, "passed": True}]
+    checks = [{"metric": "eval_loss", "value": 1.0, "requirement": said, "passed": True}]
     write_json(run.gate("sft"), {"open": True, "checks": checks, "metrics": {"eval_loss": 1.0}})
     return run
 
 
 def test_a_page_asks_the_network_for_nothing_and_opens_from_disk(tmp_path: Path) -> None:
-    text = page.write(run_folder(tmp_path)).read_text(encoding="utf-8")
+    text = html.write_report(run_folder(tmp_path)).read_text(encoding="utf-8")
     found = Tags(text)
     assert not set(found.tags) & {"link", "iframe", "object", "embed", "form", "base", "a"}
     assert not [
@@ -55,7 +55,7 @@ def test_a_page_asks_the_network_for_nothing_and_opens_from_disk(tmp_path: Path)
 
 
 def test_a_page_says_what_the_run_did(tmp_path: Path) -> None:
-    text = Tags(page.write(run_folder(tmp_path)).read_text(encoding="utf-8")).text
+    text = Tags(html.write_report(run_folder(tmp_path)).read_text(encoding="utf-8")).text
     for word in (
         "tiny",
         "finished",
@@ -72,9 +72,9 @@ def test_a_page_says_what_the_run_did(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_a_hostile_text_stays_text(tmp_path: Path, text: str) -> None:
-    quiet = Tags(page.write(run_folder(tmp_path / "quiet", texts=["Why?"])).read_text(encoding="utf-8"))
+    quiet = Tags(html.write_report(run_folder(tmp_path / "quiet", texts=["Why?"])).read_text(encoding="utf-8"))
     folder = run_folder(tmp_path / "hostile", texts=[text], name=text)
-    written = page.write(folder).read_text(encoding="utf-8")
+    written = html.write_report(folder).read_text(encoding="utf-8")
     found = Tags(written)
     assert found.tags == quiet.tags, "a text that makes a tag would make one more"
     assert {name for name, _ in found.attributes} == {name for name, _ in quiet.attributes}
@@ -85,8 +85,8 @@ def test_a_hostile_text_stays_text(tmp_path: Path, text: str) -> None:
 def test_a_run_that_has_only_begun_has_a_page_too(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
     Journal(run.journal).add("run", recipe="x", folder="run", stages=["sft"])
-    text = Tags(page.write(run).read_text(encoding="utf-8")).text
-    assert "going on" in text and "not begun" in text
+    text = Tags(html.write_report(run).read_text(encoding="utf-8")).text
+    assert "running" in text and "not started" in text
 
 
 def test_damaged_files_of_a_run_are_left_out(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_damaged_files_of_a_run_are_left_out(tmp_path: Path) -> None:
     for path in (run.data_manifest("sft"), run.gate("sft"), run.plan, run.summary, run.recipe):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{ damaged", encoding="utf-8")
-    assert "Why?" in page.write(run).read_text(encoding="utf-8")
+    assert "Why?" in html.write_report(run).read_text(encoding="utf-8")
 
 
 def test_mistakes_of_an_image_classifier_are_shown_with_their_pictures(tmp_path: Path) -> None:
@@ -104,8 +104,8 @@ def test_mistakes_of_an_image_classifier_are_shown_with_their_pictures(tmp_path:
     write_json(run.demo_outputs / "mistakes.json", {**found, "source": "pets", "surest_mistakes": wrong})
     (run.demo_outputs / "mistakes").mkdir()
     (run.demo_outputs / "mistakes" / "7.png").write_bytes(b"\x89PNG")
-    read = Tags(page.write(run).read_text(encoding="utf-8"))
-    assert "90.0% right on pets" in read.text and "taken for dog, 98.7%" in read.text
+    read = Tags(html.write_report(run).read_text(encoding="utf-8"))
+    assert "90.0% right on pets" in read.text and "predicted dog, 98.7%" in read.text
     assert ("src", "data:image/png;base64,iVBORw==") in read.attributes
 
 
@@ -113,11 +113,17 @@ def test_a_journal_of_100_000_steps_becomes_a_small_page_in_seconds(tmp_path: Pa
     run = RunFolder(tmp_path / "run")
     run.path.mkdir()
     facts = {"event": "step", "stage": "sft", "steps": 100_000, "loss": 2.0, "grad_norm": 1.0, "learning_rate": 1e-4}
-    facts |= {"tokens_per_second": 9000.0, "memory_bytes": 10**9, "health": "ok", "seconds": 0.1, "batch": "0" * 16}
+    facts |= {
+        "tokens_per_second": 9000.0,
+        "peak_memory_bytes": 10**9,
+        "health": "ok",
+        "step_seconds": 0.1,
+        "batch_hash": "0" * 16,
+    }
     tail = json.dumps(facts)[1:]
     with run.journal.open("w", encoding="utf-8") as file:
         file.writelines(f'{{"time": {number}, "step": {number}, {tail}\n' for number in range(1, 100_001))
     began = time.process_time()
-    size = page.write(run).stat().st_size
+    size = html.write_report(run).stat().st_size
     assert time.process_time() - began < 8, "2 quiet CPU-seconds, with room for a busy machine"
     assert size < 200_000

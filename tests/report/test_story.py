@@ -6,36 +6,36 @@ from typing import Any
 
 import pytest
 
-from modelwright.report.ledger import KINDS, Ledger
-from modelwright.report.story import LONGEST_TEXT, MOST_BUCKETS, Curve, tell
+from modelwright.report.formatting import MAX_TEXT_CHARS
+from modelwright.report.history import MAX_POINTS, TIME_CATEGORIES, BucketedSeries, TimeBreakdown, replay_events
 
 START: list[dict[str, Any]] = [
     {"time": 0.0, "event": "run", "recipe": "x", "stages": ["sft"]},
-    {"time": 3.0, "event": "stage", "stage": "sft"},
+    {"time": 3.0, "event": "stage_started", "stage": "sft"},
     {"time": 4.0, "event": "evaluation", "stage": "sft", "step": 0, "eval_loss": 5.0},
 ]
 
 
 def step(time: float, number: int, seconds: float = 1.0, **facts: Any) -> dict[str, Any]:
-    return {"time": time, "event": "step", "stage": "sft", "step": number, "steps": 9, "seconds": seconds, "loss": 1.0,
+    return {"time": time, "event": "step", "stage": "sft", "step": number, "steps": 9, "step_seconds": seconds, "loss": 1.0,
             **facts}  # fmt: skip
 
 
 def saved(time: float, number: int) -> dict[str, Any]:
-    return {"time": time, "event": "saved", "stage": "sft", "step": number, "seconds": 0.5}
+    return {"time": time, "event": "checkpoint_saved", "stage": "sft", "step": number, "seconds": 0.5}
 
 
 def booked(events: list[dict[str, Any]]) -> dict[str, float]:
-    ledger = Ledger()
+    ledger = TimeBreakdown()
     for event in events:
         ledger.add(event)
-    assert sum(ledger.parts.values()) == pytest.approx(ledger.whole)
-    return {kind: round(seconds, 3) for kind, seconds in ledger.parts.items() if seconds}
+    assert sum(ledger.seconds.values()) == pytest.approx(ledger.total_seconds)
+    return {kind: round(seconds, 3) for kind, seconds in ledger.seconds.items() if seconds}
 
 
 def test_time_is_booked_by_what_it_ended_with() -> None:
     events = [*START, step(14, 1), step(15, 2), saved(15.5, 2), {"time": 20.0, "event": "done"}]
-    assert booked(events) == {"useful": 2.0, "compile": 9.0, "save": 0.5, "measure": 5.5, "start": 3.0}
+    assert booked(events) == {"productive": 2.0, "compile": 9.0, "checkpoint": 0.5, "evaluation": 5.5, "startup": 3.0}
 
 
 def test_what_was_done_after_the_last_checkpoint_was_for_nothing_when_the_run_is_killed() -> None:
@@ -48,62 +48,69 @@ def test_what_was_done_after_the_last_checkpoint_was_for_nothing_when_the_run_is
         {"time": 24.0, "event": "done"},
     ]
     found = booked([*killed, *again])
-    assert found == {"useful": 4.0, "save": 0.5, "measure": 1.0, "start": 5.0, "redo": 2.0, "down": 11.5}
+    assert found == {
+        "productive": 4.0,
+        "checkpoint": 0.5,
+        "evaluation": 1.0,
+        "startup": 5.0,
+        "lost_progress": 2.0,
+        "downtime": 11.5,
+    }
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_anew() -> None:
     found = booked([*START, step(5, 1), step(6, 2), {"time": 10.0, "event": "run"}, step(12, 1, 2.0), step(14, 2, 2.0)])
-    assert found["redo"] == 2.0
-    assert found["useful"] == 4.0
+    assert found["lost_progress"] == 2.0
+    assert found["productive"] == 4.0
 
 
 def test_steps_that_were_not_trusted_are_no_use() -> None:
-    assert booked([*START, step(5, 1), step(6, 2), step(7, 3, health="spike")])["redo"] == 1.0
+    assert booked([*START, step(5, 1), step(6, 2), step(7, 3, health="spike")])["lost_progress"] == 1.0
 
 
 @pytest.mark.parametrize("end", [{"event": "done"}, {"event": "stopped", "exit_code": 3}])
 def test_a_run_that_waits_for_a_person_is_not_down(end: dict[str, Any]) -> None:
     events = [*START, step(5, 1), {"time": 6.0, **end}, {"time": 1e6, "event": "run"}, {"time": 1e6, "event": "done"}]
-    assert "down" not in booked(events)
+    assert "downtime" not in booked(events)
 
 
 def test_every_kind_of_time_is_explained() -> None:
-    assert set(Ledger().parts) == set(KINDS)
+    assert set(TimeBreakdown().seconds) == set(TIME_CATEGORIES)
 
 
 def test_a_curve_of_any_length_keeps_its_shape_in_few_points() -> None:
-    curve = Curve()
+    curve = BucketedSeries()
     for number in range(1, 100_001):
         curve.add(number, 100_000 / number + (5000 if number == 70_001 else 0))
-    assert MOST_BUCKETS / 2 <= len(curve.points) <= MOST_BUCKETS
+    assert MAX_POINTS / 2 <= len(curve.points) <= MAX_POINTS
     assert curve.points[-1][0] == 100_000
-    assert max(high for _, _, high in curve.band) == 100_000
-    assert any(high > 5000 and x > 70_000 for x, _, high in curve.band), "one spike in 100,000 steps is still seen"
+    assert max(high for _, _, high in curve.min_max) == 100_000
+    assert any(high > 5000 and x > 70_000 for x, _, high in curve.min_max), "one spike in 100,000 steps is still seen"
 
 
 def test_a_short_curve_is_exact_and_has_no_band() -> None:
-    curve = Curve()
+    curve = BucketedSeries()
     for number, value in enumerate((3.0, 2.0, 1.0), 1):
         curve.add(number, value)
     assert curve.points == [(1, 3.0), (2, 2.0), (3, 1.0)]
-    assert curve.band == []
-    curve.back_to(1)
+    assert curve.min_max == []
+    curve.truncate_after(1)
     assert curve.points == [(1, 3.0)]
 
 
 def test_steps_that_are_done_again_count_in_their_last_form() -> None:
     resumed = {"time": 9.0, "event": "resumed", "stage": "sft", "step": 1, "steps": 9}
-    story = tell([*START, step(5, 1, loss=3.0), step(6, 2, loss=9.0), resumed, step(10, 2, loss=2.0)])
+    story = replay_events([*START, step(5, 1, loss=3.0), step(6, 2, loss=9.0), resumed, step(10, 2, loss=2.0)])
     assert story.stages["sft"].curves["loss"].points == [(1, 3.0), (2, 2.0)]
-    assert story.stages["sft"].resumed == 1
+    assert story.stages["sft"].num_resumes == 1
 
 
 def test_a_long_text_is_cut_and_what_is_missing_is_counted() -> None:
     pair = {"question": "?", "before": "x" * 1_000_000, "after": "y"}
-    story = tell([{"time": 1.0, "event": "answers", "stage": "sft", "answers": [pair]}])
+    story = replay_events([{"time": 1.0, "event": "answers", "stage": "sft", "answers": [pair]}])
     assert story.answers is not None
     kept = story.answers["answers"][0]["before"]
-    assert kept.endswith("(996,000 more characters)") and len(kept) < LONGEST_TEXT + 60
+    assert kept.endswith("(996,000 more characters)") and len(kept) < MAX_TEXT_CHARS + 60
 
 
 @pytest.mark.parametrize(
@@ -112,14 +119,14 @@ def test_a_long_text_is_cut_and_what_is_missing_is_counted() -> None:
      {"time": 1, "event": "of a later release", "stage": "sft", "more": [1]}],
 )  # fmt: skip
 def test_a_damaged_or_unknown_event_changes_nothing(event: dict[str, Any]) -> None:
-    assert tell([*START, event]).state == "going on"
+    assert replay_events([*START, event]).state == "running"
 
 
 def test_the_state_is_that_of_the_last_event() -> None:
-    assert tell([]).state == "not begun"
-    assert tell(START).state == "going on"
+    assert replay_events([]).state == "not started"
+    assert replay_events(START).state == "running"
     assert (
-        tell([*START, {"time": 5.0, "event": "done"}, {"time": 6.0, "event": "note", "message": "x"}]).state
+        replay_events([*START, {"time": 5.0, "event": "done"}, {"time": 6.0, "event": "note", "message": "x"}]).state
         == "finished"
     )
-    assert tell([*START, {"time": 5.0, "event": "stopped", "exit_code": 75}]).state == "stopped"
+    assert replay_events([*START, {"time": 5.0, "event": "stopped", "exit_code": 75}]).state == "stopped"

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from modelwright.report.terminal import following, sparkline
+from modelwright.report.console import console_watcher, sparkline
 
 STEP: dict[str, Any] = {
     "event": "step", "stage": "sft", "step": 1, "steps": 2, "epoch": 0.5, "loss": 2.5, "grad_norm": 1.0,
     "learning_rate": 1e-3, "health": "ok", "tokens_per_second": 100.0, "mfu": None, "eta_seconds": 5.0,
-    "memory_bytes": 10**9,
+    "peak_memory_bytes": 10**9,
 }  # fmt: skip
 EVENTS: list[dict[str, Any]] = [
-    {"event": "stage", "stage": "sft"},
+    {"event": "stage_started", "stage": "sft"},
     {"event": "evaluation", "stage": "sft", "step": 0, "eval_loss": 3.0},
     STEP,
     {**STEP, "step": 2, "loss": None},
@@ -30,7 +30,7 @@ EVENTS: list[dict[str, Any]] = [
 
 def test_a_file_gets_plain_lines() -> None:
     out = io.StringIO()
-    with following("auto", out) as watch:
+    with console_watcher("auto", out) as watch:
         for event in EVENTS:
             watch(event)
     lines = out.getvalue().splitlines()
@@ -41,7 +41,7 @@ def test_a_file_gets_plain_lines() -> None:
 
 def test_a_program_gets_every_event_as_json() -> None:
     out = io.StringIO()
-    with following("json", out) as watch:
+    with console_watcher("json", out) as watch:
         for event in EVENTS:
             watch(event)
     assert [json.loads(line) for line in out.getvalue().splitlines()] == EVENTS
@@ -51,7 +51,7 @@ def test_a_person_gets_a_panel_and_the_lines_above_it(monkeypatch: pytest.Monkey
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "100")
     ours, theirs = pty.openpty()
-    with os.fdopen(theirs, "w", encoding="utf-8") as terminal, following("auto", terminal) as watch:
+    with os.fdopen(theirs, "w", encoding="utf-8") as terminal, console_watcher("auto", terminal) as watch:
         for event in EVENTS:
             watch(event)
             time.sleep(0.3)  # the panel is drawn four times a second
@@ -75,7 +75,7 @@ def _read_all(descriptor: int) -> str:
 
 def test_plain_stays_plain_on_a_terminal() -> None:
     ours, theirs = pty.openpty()
-    with os.fdopen(theirs, "w", encoding="utf-8") as terminal, following("plain", terminal) as watch:
+    with os.fdopen(theirs, "w", encoding="utf-8") as terminal, console_watcher("plain", terminal) as watch:
         watch(STEP)
     assert _read_all(ours).startswith("sft step 1/2  loss 2.5")
 

@@ -18,8 +18,7 @@ import pytest
 from modelwright.recipe.load import load
 from modelwright.recipe.schema import Recipe
 from modelwright.report import trackers
-from modelwright.report.tensorboard import EventFile
-from modelwright.report.trackers import tracking
+from modelwright.report.trackers import EventFileWriter, start_trackers
 from modelwright.runs.folder import RunFolder
 from rig import Rig, steps_of
 from tiny import tiny_recipe
@@ -48,7 +47,7 @@ def test_tensorboard_reads_what_was_measured_and_forgets_what_was_done_again(rec
     pytest.importorskip("tensorboard", reason="its own reader is in the extra track")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with tracking(recipe, RunFolder(tmp_path / "run"), None) as told:
+    with start_trackers(recipe, RunFolder(tmp_path / "run"), None) as told:
         for event in EVENTS:
             told(event)
     read = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
@@ -63,8 +62,8 @@ def test_an_event_file_is_whole_after_every_step(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="its own reader is in the extra track")
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-    file = EventFile(tmp_path)
-    file.scalars({"loss": 1.5}, 7, 1.0)
+    file = EventFileWriter(tmp_path)
+    file.add_scalars({"loss": 1.5}, 7, 1.0)
     [path] = tmp_path.iterdir()
     assert [event.step for event in EventFileLoader(str(path)).Load()] == [0, 7]
 
@@ -95,39 +94,46 @@ def test_a_tracker_that_fails_is_left_behind(
 ) -> None:
     monkeypatch.setitem(trackers.PACKAGES, "wandb", lambda: lambda recipe, folder: Trial(gone))
     watched: list[str] = []
-    with tracking(wished(recipe, "wandb"), RunFolder(tmp_path / "run"), lambda e: watched.append(e["event"])) as told:
+    with start_trackers(
+        wished(recipe, "wandb"), RunFolder(tmp_path / "run"), lambda e: watched.append(e["event"])
+    ) as told:
         for event in EVENTS:
             told(event)
     assert len(watched) == len(EVENTS)
     said = capsys.readouterr().err
-    assert said == "note: wandb takes no more numbers (ConnectionError: the server is gone); the run goes on\n"
+    assert (
+        said
+        == "note: wandb logging failed, tracker disabled (ConnectionError: the server is gone); training continues\n"
+    )
 
 
 def test_a_tracker_that_does_not_answer_keeps_nobody_waiting(capsys: pytest.CaptureFixture[str]) -> None:
     answered = threading.Event()
-    aside = trackers.Aside("wandb", lambda: Trial(lambda: (answered.wait(), None)[1]), patience=0.2)
+    aside = trackers.BackgroundTracker("wandb", lambda: Trial(lambda: (answered.wait(), None)[1]), flush_timeout=0.2)
     for event in EVENTS * 3000:  # more than are kept for it
-        aside.tell(event)
+        aside.submit(event)
     aside.close()
     answered.set()
-    assert capsys.readouterr().err == "note: wandb has not taken everything in 0.2 s; the run ends without it\n"
+    assert capsys.readouterr().err == "note: wandb did not flush within 0.2 s; continuing without it\n"
 
 
 def test_a_tracker_that_cannot_begin_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     def begin() -> Any:
         raise PermissionError("log in first")
 
-    aside = trackers.Aside("wandb", begin)
-    aside.tell(EVENTS[1])
+    aside = trackers.BackgroundTracker("wandb", begin)
+    aside.submit(EVENTS[1])
     aside.close()
-    assert capsys.readouterr().err == "note: wandb could not begin (PermissionError: log in first); the run goes on\n"
+    assert (
+        capsys.readouterr().err == "note: wandb could not start (PermissionError: log in first); training continues\n"
+    )
 
 
 def test_a_watcher_that_has_gone_does_not_take_the_trackers_with_it(recipe: Recipe, tmp_path: Path) -> None:
     def closed(event: Any) -> None:
         raise BrokenPipeError
 
-    with tracking(recipe, RunFolder(tmp_path / "run"), closed) as told:
+    with start_trackers(recipe, RunFolder(tmp_path / "run"), closed) as told:
         for event in EVENTS:
             told(event)
     [path] = (tmp_path / "run" / "tensorboard").iterdir()
@@ -138,18 +144,18 @@ def test_a_tracker_that_is_not_installed_is_told_with_what_would_do(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    with tracking(wished(recipe, "mlflow"), RunFolder(tmp_path / "run"), None) as told:
+    with start_trackers(wished(recipe, "mlflow"), RunFolder(tmp_path / "run"), None) as told:
         told(EVENTS[0])
     assert capsys.readouterr().err == (
-        "note: report_to names mlflow, which is not installed: pip install mlflow; the run goes on\n"
+        "note: report_to names mlflow, which is not installed: pip install mlflow; training continues\n"
     )
 
 
 def test_a_folder_that_cannot_be_written_stops_nothing(recipe: Recipe, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "run").write_text("a file where a folder should be", encoding="utf-8")
-    with tracking(recipe, RunFolder(tmp_path / "run"), None) as told:
+    with start_trackers(recipe, RunFolder(tmp_path / "run"), None) as told:
         told(EVENTS[1])
-    assert "tensorboard could not begin" in capsys.readouterr().err
+    assert "tensorboard could not start" in capsys.readouterr().err
 
 
 def stand_in(name: str, called: list[tuple[str, Any, Any]]) -> Any:
@@ -184,7 +190,7 @@ def test_a_tracker_of_others_is_begun_told_ended_and_gone_on_with(
     monkeypatch.setitem(sys.modules, name, stand_in(name, called))
     (tmp_path / "run").mkdir()
     for _ in range(2):
-        with tracking(wished(recipe, name), RunFolder(tmp_path / "run"), None) as told:
+        with start_trackers(wished(recipe, name), RunFolder(tmp_path / "run"), None) as told:
             for event in EVENTS:
                 told(event)
     begun = [(function, named) for function, _, named in called if function in ("init", "start_run")]

@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.cli import recipes
+from modelwright.cli import recipe
 from modelwright.cli.main import main
 from modelwright.runs.caches import (
-    REGISTERED,
-    _pin_beside_training,
+    PINNED_ALLOC_CONF,
+    _set_pinned_alloc_conf,
     cache_dir,
-    cut_at_start,
-    drop_cut_kernels,
-    drop_cut_libraries,
-    fresh_compile_cache,
     prepare_environment,
+    remove_truncated_kernels,
+    remove_truncated_libraries,
     triton_cache,
+    truncated_at_start,
+    use_empty_compile_cache,
 )
 
 KERNEL = "ABCDEFGHIJKLMNOPQRSTUVWXYZ" * 2
@@ -158,7 +158,7 @@ def test_bytecode_that_was_cut_is_removed_and_told(
     [compiled] = kept.rglob("*.pyc")
     compiled.write_bytes(compiled.read_bytes()[:60])
     del sys.modules["cut_short"]
-    monkeypatch.setattr(recipes, "register", lambda app: importlib.import_module("cut_short"))
+    monkeypatch.setattr(recipe, "register", lambda app: importlib.import_module("cut_short"))
     with pytest.raises(SystemExit) as left:
         main(["recipes"])
     assert left.value.code == 75 and "was cut short" in capsys.readouterr().err
@@ -168,9 +168,9 @@ def test_bytecode_that_was_cut_is_removed_and_told(
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({}, {"PYTORCH_ALLOC_CONF": REGISTERED}),
-        ({"PYTORCH_ALLOC_CONF": "a:1"}, {"PYTORCH_ALLOC_CONF": f"a:1,{REGISTERED}"}),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1"}, {"PYTORCH_CUDA_ALLOC_CONF": f"a:1,{REGISTERED}"}),
+        ({}, {"PYTORCH_ALLOC_CONF": PINNED_ALLOC_CONF}),
+        ({"PYTORCH_ALLOC_CONF": "a:1"}, {"PYTORCH_ALLOC_CONF": f"a:1,{PINNED_ALLOC_CONF}"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1"}, {"PYTORCH_CUDA_ALLOC_CONF": f"a:1,{PINNED_ALLOC_CONF}"}),
         ({"PYTORCH_CUDA_ALLOC_CONF": "pinned_use_cuda_host_register:False"},) * 2,
     ],
 )
@@ -182,9 +182,9 @@ def test_memory_is_pinned_beside_training_unless_somebody_says_otherwise(
         monkeypatch.setenv(name, given.get(name, ""))
         if name not in given:
             monkeypatch.delenv(name)
-    _pin_beside_training(tmp_path / "torch without GPUs")
+    _set_pinned_alloc_conf(tmp_path / "torch without GPUs")
     assert {name: os.environ[name] for name in names if name in os.environ} == given
-    _pin_beside_training(tmp_path)
+    _set_pinned_alloc_conf(tmp_path)
     assert {name: os.environ[name] for name in names if name in os.environ} == told
 
 
@@ -197,7 +197,7 @@ def test_libraries_that_were_cut_are_taken_out_of_a_compile_cache(tmp_path: Path
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_bytes(content)
-    assert drop_cut_libraries(tmp_path) == 3
+    assert remove_truncated_libraries(tmp_path) == 3
     assert sorted(path.name for path in tmp_path.rglob("*.so")) == ["cwhole.main.so", "own.so"]
 
 
@@ -208,7 +208,7 @@ def test_a_cut_library_of_triton_is_gone_before_anybody_loads_it(
     (tmp_path / KERNEL).mkdir()
     (tmp_path / KERNEL / "cuda_utils.so").write_bytes(b"\x7fELF")
     prepare_environment()
-    assert cut_at_start() == 1 and cut_at_start() == 0 and not list(tmp_path.rglob("*.so"))
+    assert truncated_at_start() == 1 and truncated_at_start() == 0 and not list(tmp_path.rglob("*.so"))
 
 
 def test_kernels_that_were_cut_are_taken_out_of_tritons_cache_as_a_whole(tmp_path: Path) -> None:
@@ -226,14 +226,14 @@ def test_kernels_that_were_cut_are_taken_out_of_tritons_cache_as_a_whole(tmp_pat
         (tmp_path / name).mkdir(parents=True)
         for file, content in {**whole, **broken}.items():
             (tmp_path / name / file).write_bytes(content)
-    assert drop_cut_kernels(tmp_path) == 3
+    assert remove_truncated_kernels(tmp_path) == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["A" * 52, "E" * 52, "ab", "somebody's data"]
     assert len(list(tmp_path.rglob("*.*"))) == 4 * len(whole) + 2
 
 
 def test_a_cache_is_found_and_looked_after_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as where nobody knows the user
-    assert triton_cache() == Path("~/.triton/cache") and drop_cut_libraries(triton_cache()) == 0
+    assert triton_cache() == Path("~/.triton/cache") and remove_truncated_libraries(triton_cache()) == 0
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     assert triton_cache() == tmp_path
 
@@ -242,5 +242,5 @@ def test_a_fresh_cache_is_fresh_for_triton_too(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, "/broken")
-    fresh_compile_cache()
+    use_empty_compile_cache()
     assert triton_cache().parent == Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) == next(tmp_path.iterdir())

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from modelwright.errors import StorageError, UsageError
-from modelwright.runs.folder import RunFolder, is_sealed, open_run, read_json, write_json, write_sealed, write_text
+from modelwright.runs.folder import (
+    RunFolder,
+    has_valid_checksum,
+    open_run,
+    read_json,
+    write_json,
+    write_json_with_checksum,
+    write_text,
+)
 
 
 def test_a_json_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
@@ -22,14 +30,14 @@ def test_a_json_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -
 
 def test_a_bit_flipped_anywhere_in_a_sealed_file_shows(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    write_sealed(path, {"metrics": {"eval_loss": 1.25}, "files": {"model.safetensors": "Füße"}})
+    write_json_with_checksum(path, {"metrics": {"eval_loss": 1.25}, "files": {"model.safetensors": "Füße"}})
     data = path.read_bytes()
-    assert is_sealed(path)
+    assert has_valid_checksum(path)
     for place in range(len(data)):
         path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
-        assert not is_sealed(path), data[place:]
+        assert not has_valid_checksum(path), data[place:]
     path.write_bytes(data[: len(data) // 2])
-    assert not is_sealed(path)
+    assert not has_valid_checksum(path)
     with pytest.raises(StorageError, match=r"result\.json: this file is damaged"):
         read_json(path)
 

@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 
 from modelwright.errors import Refused, StorageError
-from modelwright.runs.lock import WATCH_SECONDS, hold
+from modelwright.runs.folder import STALE_LOCK_SECONDS, run_lock
 
 HOLDS = """
 import sys, time
 from pathlib import Path
-from modelwright.runs.lock import hold
+from modelwright.runs.folder import hold
 with hold(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(120)
@@ -33,7 +33,7 @@ import json, sys, time
 from pathlib import Path
 path, beat = Path(sys.argv[1]), 0
 while True:
-    path.write_text(json.dumps({"host": "elsewhere", "pid": 7, "beat": beat}).ljust(256))
+    path.write_text(json.dumps({"host": "elsewhere", "pid": 7, "beats": beat}).ljust(256))
     if beat == 0:
         print("held", flush=True)
     beat += 1
@@ -56,19 +56,19 @@ def started(program: str, path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_a_free_run_is_held_and_left_without_a_trace_of_the_holder(tmp_path: Path) -> None:
-    with hold(tmp_path / ".lock") as note:
+    with run_lock(tmp_path / ".lock") as note:
         assert note is None
         holder = json.loads((tmp_path / ".lock").read_text(encoding="utf-8"))
         assert (holder["host"], holder["pid"]) == (socket.gethostname(), os.getpid())
     assert (tmp_path / ".lock").read_bytes() == b""
-    with hold(tmp_path / ".lock") as note:
+    with run_lock(tmp_path / ".lock") as note:
         assert note is None
 
 
 def test_a_second_process_is_refused_fast_and_told_by_whom(tmp_path: Path) -> None:
     with started(HOLDS, tmp_path / ".lock") as holder:
         began = time.monotonic()
-        with pytest.raises(Refused) as caught, hold(tmp_path / ".lock"):
+        with pytest.raises(Refused) as caught, run_lock(tmp_path / ".lock"):
             pass
         assert time.monotonic() - began < 1.0
         assert str(caught.value) == (
@@ -81,7 +81,7 @@ def test_a_second_process_is_refused_fast_and_told_by_whom(tmp_path: Path) -> No
 def test_a_refused_process_leaves_the_holder_s_lock_alone(tmp_path: Path) -> None:
     with started(HOLDS, tmp_path / ".lock"):
         for _ in range(2):
-            with pytest.raises(Refused), hold(tmp_path / ".lock"):
+            with pytest.raises(Refused), run_lock(tmp_path / ".lock"):
                 pass
 
 
@@ -90,25 +90,25 @@ def test_the_place_of_a_killed_process_is_taken_over_at_once(tmp_path: Path) -> 
         os.kill(holder.pid, signal.SIGKILL)
         holder.wait()
         began = time.monotonic()
-        with hold(tmp_path / ".lock") as note:
+        with run_lock(tmp_path / ".lock") as note:
             assert time.monotonic() - began < 1.0
             assert note == (
-                f"process {holder.pid} on {socket.gethostname()} died without finishing; its place is taken over"
+                f"process {holder.pid} on {socket.gethostname()} died without finishing; taking over its lock"
             )
 
 
 def test_a_holder_on_another_machine_whose_beat_stands_still_is_taken_over(tmp_path: Path) -> None:
-    (tmp_path / ".lock").write_text(json.dumps({"host": "elsewhere", "pid": 7, "beat": 3}), encoding="utf-8")
+    (tmp_path / ".lock").write_text(json.dumps({"host": "elsewhere", "pid": 7, "beats": 3}), encoding="utf-8")
     began = time.monotonic()
-    with hold(tmp_path / ".lock") as note:
-        assert note == "process 7 on elsewhere died without finishing; its place is taken over"
-    assert WATCH_SECONDS <= time.monotonic() - began < 5.0
+    with run_lock(tmp_path / ".lock") as note:
+        assert note == "process 7 on elsewhere died without finishing; taking over its lock"
+    assert STALE_LOCK_SECONDS <= time.monotonic() - began < 5.0
 
 
 def test_a_holder_on_another_machine_whose_beat_moves_is_left_alone(tmp_path: Path) -> None:
     with started(BEATS_ELSEWHERE, tmp_path / ".lock"):
         began = time.monotonic()
-        with pytest.raises(Refused, match="in use by process 7 on elsewhere"), hold(tmp_path / ".lock"):
+        with pytest.raises(Refused, match="in use by process 7 on elsewhere"), run_lock(tmp_path / ".lock"):
             pass
         assert time.monotonic() - began < 5.0
 
@@ -121,16 +121,16 @@ def test_where_the_file_system_has_no_locks_a_living_holder_is_still_left_alone(
 
     with started(HOLDS, tmp_path / ".lock") as holder:
         monkeypatch.setattr(fcntl, "flock", no_locks)  # no such file system can be mounted everywhere tests run
-        with pytest.raises(Refused, match=f"process {holder.pid}"), hold(tmp_path / ".lock"):
+        with pytest.raises(Refused, match=f"process {holder.pid}"), run_lock(tmp_path / ".lock"):
             pass
 
 
 def test_a_lock_that_holds_rubbish_is_taken(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_bytes(b"\xff\xfe{")
-    with hold(tmp_path / ".lock") as note:
+    with run_lock(tmp_path / ".lock") as note:
         assert note is None
 
 
 def test_a_lock_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="the lock cannot be written"), hold(tmp_path / "missing" / ".lock"):
+    with pytest.raises(StorageError, match="the lock cannot be written"), run_lock(tmp_path / "missing" / ".lock"):
         pass

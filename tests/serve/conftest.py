@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from modelwright.models.text import load_model, load_tokenizer
+from modelwright.models.pretrained import load_model, load_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -7,45 +7,46 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.data.conversations import ask
+from modelwright.data.chat import build_prompt_messages
 from modelwright.errors import UsageError
-from modelwright.models.text import load_tokenizer
-from modelwright.serve.ask import Answerer
+from modelwright.models.pretrained import load_tokenizer
+from modelwright.serve.generate import TextGenerator
 
 QUESTIONS = [
-    ask("Why?", None),
-    ask("How do I dry wet boots after a long day of walking?", "Be brief."),
-    ask("When?", None),
+    build_prompt_messages("Why?", None),
+    build_prompt_messages("How do I dry wet boots after a long day of walking?", "Be brief."),
+    build_prompt_messages("When?", None),
 ]
 
 
 def test_a_question_in_company_gets_the_answer_it_gets_alone(loud_model: Path) -> None:
-    answerer = Answerer(loud_model, max_new_tokens=12)
-    together = answerer.answer(QUESTIONS)
-    assert together == [answerer.answer([question])[0] for question in QUESTIONS]
+    answerer = TextGenerator(loud_model, max_new_tokens=12)
+    together = answerer.generate(QUESTIONS)
+    assert together == [answerer.generate([question])[0] for question in QUESTIONS]
     assert len(set(together)) == 3
 
 
 def test_the_same_question_gets_the_same_answer_sampled_or_not(loud_model: Path) -> None:
     for temperature in (0.0, 1.0):
-        answers = [Answerer(loud_model, 8, temperature, seed=5).answer(QUESTIONS[:1]) for _ in range(2)]
+        answers = [TextGenerator(loud_model, 8, temperature, seed=5).generate(QUESTIONS[:1]) for _ in range(2)]
         assert answers[0] == answers[1]
 
 
 def test_another_seed_samples_another_answer(loud_model: Path) -> None:
-    answers = {Answerer(loud_model, 12, temperature=1.5, seed=seed).answer(QUESTIONS[:1])[0] for seed in range(3)}
+    answers = {
+        TextGenerator(loud_model, 12, temperature=1.5, seed=seed).generate(QUESTIONS[:1])[0] for seed in range(3)
+    }
     assert len(answers) > 1
 
 
 def test_a_model_is_asked_with_exactly_the_tokens_it_was_trained_on(loud_model: Path) -> None:
-    from modelwright.data.chat import encode
-    from modelwright.data.conversations import Conversation
+    from modelwright.data.chat import Conversation, tokenize_conversation
 
     tokenizer = load_tokenizer(loud_model)
-    messages = (*ask("Why?", "Be brief."), {"role": "assistant", "content": "So."})
-    [row] = encode(Conversation("x", messages, "why?"), tokenizer)
-    asked = Answerer(loud_model)._encode([ask("Why?", "Be brief.")])["input_ids"][0]
-    assert asked.tolist() == row.tokens[~row.trained].tolist()
+    messages = (*build_prompt_messages("Why?", "Be brief."), {"role": "assistant", "content": "So."})
+    [row] = tokenize_conversation(Conversation("x", messages, "why?"), tokenizer)
+    asked = TextGenerator(loud_model)._tokenize([build_prompt_messages("Why?", "Be brief.")])["input_ids"][0]
+    assert asked.tolist() == row.input_ids[~row.loss_mask].tolist()
 
 
 def test_a_model_without_a_chat_template_is_asked_plainly(loud_model: Path, tmp_path: Path) -> None:
@@ -54,11 +55,11 @@ def test_a_model_without_a_chat_template_is_asked_plainly(loud_model: Path, tmp_
     tokenizer.chat_template = None
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     tokenizer.save_pretrained(folder)
-    assert len(Answerer(folder, max_new_tokens=4).answer([ask("Why?", None)])) == 1
+    assert len(TextGenerator(folder, max_new_tokens=4).generate([build_prompt_messages("Why?", None)])) == 1
 
 
 def test_a_template_that_makes_nothing_of_a_question_is_told(loud_model: Path) -> None:
-    answerer = Answerer(loud_model)
+    answerer = TextGenerator(loud_model)
     answerer._tokenizer.chat_template = "{{ messages[0].nothing }}"
-    with pytest.raises(UsageError, match="makes no word of these turns, so there is nothing to answer"):
-        answerer.reply(QUESTIONS[0])
+    with pytest.raises(UsageError, match="renders an empty prompt, so there is nothing to answer"):
+        answerer.stream(QUESTIONS[0])

@@ -139,4 +139,4 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(
 
 def test_a_port_that_is_none_is_told(rig: Rig, tmp_path: Path) -> None:
     code, said = rig.run(["board", "--port", "70000"], tmp_path)
-    assert (code, said) == (2, "--port 70000 is no port; it wants a number from 0 to 65535\n")
+    assert (code, said) == (2, "--port 70000 is not a port; it wants a number from 0 to 65535\n")

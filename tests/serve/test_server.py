@@ -14,16 +14,16 @@ import pytest
 pytest.importorskip("starlette", reason="serving needs the extra board")
 pytest.importorskip("uvicorn", reason="serving needs the extra board")
 
-from modelwright.data.conversations import ask
-from modelwright.serve.ask import Answerer
-from modelwright.serve.server import Served
+from modelwright.data.chat import build_prompt_messages
+from modelwright.serve.generate import TextGenerator
+from modelwright.serve.openai_server import ServedModel
 from tests.faults.requests import BODY, Serving
 from tests.faults.requests import TO_THE_SERVER as BAD
 
 
 @pytest.fixture(scope="module")
 def server(model_folder: Path) -> Iterator[Serving]:
-    running = Serving(Served("tiny", Answerer(model_folder, max_new_tokens=8), "Be brief."))
+    running = Serving(ServedModel("tiny", TextGenerator(model_folder, max_new_tokens=8), "Be brief."))
     yield running
     running.close()
 
@@ -40,7 +40,7 @@ def test_a_real_client_lists_asks_and_streams(server: Serving) -> None:
     whole = found.chat.completions.create(**wish)
     pieces = list(found.chat.completions.create(**wish, stream=True, stream_options={"include_usage": True}))
     streamed = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
-    expected = server.served.answerer.reply(ask("Why?", "Be brief."))
+    expected = server.served.answerer.reply(build_prompt_messages("Why?", "Be brief."))
     assert whole.choices[0].message.content == streamed
     assert whole.usage.prompt_tokens == expected.prompt_tokens, "the prompt it was trained with is put before"
     assert whole.usage.completion_tokens == pieces[-1].usage.completion_tokens == 6
@@ -50,14 +50,14 @@ def test_a_real_client_lists_asks_and_streams(server: Serving) -> None:
 def test_a_real_client_is_told_that_the_context_is_too_long(server: Serving) -> None:
     import openai
 
-    with pytest.raises(openai.BadRequestError, match="has room for 256; shorten it") as told:
+    with pytest.raises(openai.BadRequestError, match="context length is 256; shorten it") as told:
         client(server).chat.completions.create(model="tiny", messages=[{"role": "user", "content": "word " * 400}])
     assert told.value.code == "context_length_exceeded"
 
 
 def test_eight_clients_at_once_lose_no_answer(server: Serving) -> None:
     questions = [f"What is {number}?" for number in range(24)]
-    alone = [server.served.answerer.answer([ask(question, "Be brief.")])[0] for question in questions]
+    alone = [server.served.answerer.answer([build_prompt_messages(question, "Be brief.")])[0] for question in questions]
 
     def one(question: str) -> str:
         status, body = server.ask({"messages": [{"role": "user", "content": question}], "max_tokens": 8})

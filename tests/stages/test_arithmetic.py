@@ -13,19 +13,21 @@ from typing import Any
 import pytest
 
 from eighths import stand_in
-from modelwright.engine import trial
-from modelwright.engine.loop import Engine
-from modelwright.engine.trial import Way, judge
+from modelwright.engine.trainer import Engine
 from modelwright.errors import Interrupted
 from modelwright.recipe.load import load
-from modelwright.stages import pipeline
-from modelwright.stages.context import Orders
+from modelwright.stages import fp8_trial, pipeline
+from modelwright.stages.context import RunOptions
+from modelwright.stages.fp8_trial import TimedPass, decide
 from rig import told, trace
 from tiny import tiny_dpo_recipe, tiny_recipe
 
 BRIEF = {"max_steps": 4, "save_steps": 2, "eval_steps": 4, "per_device_train_batch_size": 4}
-SLOW, FAST = {"bf16": Way(1.0, 100.0), "fp8": Way(0.99, 100.1)}, {"bf16": Way(1.0, 100.0), "fp8": Way(0.8, 100.1)}
-Tried = list[tuple[dict[str, Way], str]]
+SLOW, FAST = (
+    {"bf16": TimedPass(1.0, 100.0), "fp8": TimedPass(0.99, 100.1)},
+    {"bf16": TimedPass(1.0, 100.0), "fp8": TimedPass(0.8, 100.1)},
+)
+Tried = list[tuple[dict[str, TimedPass], str]]
 
 
 @pytest.fixture
@@ -33,15 +35,15 @@ def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tried]:
     """Both ways are really gone through; what they are said to have taken is the first of what stands here."""
     monkeypatch.setenv("MODELWRIGHT_CACHE", str(tmp_path / "cache"))
     stand_in(monkeypatch)
-    really, said = trial.measured, []
+    really, said = fp8_trial.time_precision, []
 
-    def measured(engine: Engine, precision: str, scaling: str) -> Way:
+    def measured(engine: Engine, precision: str, scaling: str) -> TimedPass:
         assert math.isfinite(really(engine, precision, scaling).loss)
         name = f"{precision} {scaling}" if (precision, scaling) == ("fp8", "rowwise") else precision
         said.append((FIGURES[0], name))
         return FIGURES[0][name]
 
-    monkeypatch.setattr(trial, "measured", measured)
+    monkeypatch.setattr(fp8_trial, "time_precision", measured)
     yield said
     FIGURES[:] = [FAST]
 
@@ -72,9 +74,9 @@ def run(folder: Path, model: Path, stop_after: int | None = None, make: Any = ti
     ],
 )
 def test_it_must_be_faster_and_say_the_same(seconds: float, loss: float, kept: bool, why: str) -> None:
-    found = judge(Way(1.0, 100.0), Way(seconds, loss), "tensorwise")
-    assert found.kept is kept
-    assert why in found.why
+    found = decide(TimedPass(1.0, 100.0), TimedPass(seconds, loss), "tensorwise")
+    assert found.use_fp8 is kept
+    assert why in found.reason
 
 
 def test_what_is_kept_trains_as_if_it_had_been_forced_and_is_not_tried_again(
@@ -83,28 +85,30 @@ def test_what_is_kept_trains_as_if_it_had_been_forced_and_is_not_tried_again(
     kept = run(tmp_path / "kept", model_folder)
     assert [precision for _, precision in tried] == ["bf16", "fp8"]
     again = run(tmp_path / "again", model_folder)
-    forced = run(tmp_path / "forced", model_folder, fp8_check="off")
+    forced = run(tmp_path / "forced", model_folder, fp8_validation="off")
     assert len(tried) == 2
-    assert told(kept, "fp8")[0] | {"found": "now", "kept": True, "speedup": 1.25} == told(kept, "fp8")[0]
-    assert [event["found"] for event in told(again, "fp8")] == ["before"]
-    assert told(forced, "fp8") == []
+    assert (
+        told(kept, "fp8_trial")[0] | {"cached": False, "use_fp8": True, "speedup": 1.25} == told(kept, "fp8_trial")[0]
+    )
+    assert [event["cached"] for event in told(again, "fp8_trial")] == [True]
+    assert told(forced, "fp8_trial") == []
     assert trace(kept) == trace(again) == trace(forced)
     assert "fp8 is kept: fp8 is 1.25 × as fast" in (kept / "stages/sft/model/README.md").read_text(encoding="utf-8")
 
 
-CLOSER = {"bf16": Way(1.0, 100.0), "fp8": Way(0.7, 102.0), "fp8 rowwise": Way(0.8, 100.1)}
+CLOSER = {"bf16": TimedPass(1.0, 100.0), "fp8": TimedPass(0.7, 102.0), "fp8 rowwise": TimedPass(0.8, 100.1)}
 
 
 @pytest.mark.parametrize(
     ("figures", "why"),
     [
-        (CLOSER, "fp8 is kept: fp8 with a scale for each row is 1.25 × as fast as bf16 here (needs 1.05), its loss "
-                 "0.10% off (at most 0.5%); with a scale for each matrix its loss was too far off"),
-        (CLOSER | {"fp8 rowwise": Way(0.99, 100.1)}, "bf16 instead of fp8: fp8 with a scale for each row is 1.01 ×"),
+        (CLOSER, "fp8 is kept: fp8 rowwise is 1.25 × as fast as bf16 here (needs 1.05), its loss "
+                 "0.10% off (at most 0.5%); with tensorwise scaling its loss was too far off"),
+        (CLOSER | {"fp8 rowwise": TimedPass(0.99, 100.1)}, "bf16 instead of fp8: fp8 rowwise is 1.01 ×"),
     ],
 )  # fmt: skip
 def test_a_scale_for_each_row_is_tried_where_one_for_each_matrix_is_fast_and_not_close(
-    tried: Tried, model_folder: Path, tmp_path: Path, figures: dict[str, Way], why: str
+    tried: Tried, model_folder: Path, tmp_path: Path, figures: dict[str, TimedPass], why: str
 ) -> None:
     FIGURES[:] = [figures]
     auto = run(tmp_path / "auto", model_folder)
@@ -112,7 +116,7 @@ def test_a_scale_for_each_row_is_tried_where_one_for_each_matrix_is_fast_and_not
     plan = json.loads((auto / "plan.json").read_text(encoding="utf-8"))["sft"]
     assert plan["reasons"][-1].startswith(why)
     kept = (
-        {"precision": "fp8", "fp8_scaling": "rowwise", "fp8_check": "off"}
+        {"precision": "fp8", "fp8_scaling": "rowwise", "fp8_validation": "off"}
         if "is kept" in why
         else {"precision": "bf16"}
     )
@@ -122,7 +126,7 @@ def test_a_scale_for_each_row_is_tried_where_one_for_each_matrix_is_fast_and_not
     assert len(tried) == 3
     for step, (loss, *_) in trace(same)["steps"].items():  # in bf16 rows are padded otherwise
         assert trace(auto)["steps"][step][0] == trace(again)["steps"][step][0] == pytest.approx(loss, rel=1e-5)
-    matrices = run(tmp_path / "matrices", model_folder, fp8_scaling="tensorwise", fp8_check="off")
+    matrices = run(tmp_path / "matrices", model_folder, fp8_scaling="tensorwise", fp8_validation="off")
     assert trace(matrices)["steps"] != trace(auto)["steps"]
 
 
@@ -133,7 +137,7 @@ def test_what_is_not_worth_it_trains_in_bf16_and_the_run_keeps_to_that(
     with pytest.raises(Interrupted):
         run(tmp_path / "halved", model_folder, stop_after=2)
     kept = tmp_path / "cache/fp8.json"
-    kept.write_text(kept.read_text().replace('"kept": false', '"kept": true'), encoding="utf-8")
+    kept.write_text(kept.read_text().replace('"use_fp8": false', '"use_fp8": true'), encoding="utf-8")
     FIGURES[:] = [FAST]
     halved = run(tmp_path / "halved", model_folder)
     assert len(tried) == 2
@@ -169,18 +173,18 @@ def test_pairs_are_tried_before_their_reference_is_measured_in_what_is_kept(
 
 
 def test_another_scaling_is_tried_anew_by_a_run_that_goes_on(tried: Tried, model_folder: Path, tmp_path: Path) -> None:
-    FIGURES[:] = [CLOSER | {"fp8": Way(0.7, 100.1)}]
+    FIGURES[:] = [CLOSER | {"fp8": TimedPass(0.7, 100.1)}]
     with pytest.raises(Interrupted):
         run(tmp_path / "one", model_folder, stop_after=2)
     recipe = load(tmp_path / "one/recipe.yaml", ["sft.fp8_scaling=rowwise"], environ={})
-    pipeline.run(recipe, orders=Orders(overrides=frozenset({"sft.fp8_scaling"})))
+    pipeline.run(recipe, options=RunOptions(overrides=frozenset({"sft.fp8_scaling"})))
     assert [name for _, name in tried] == ["bf16", "fp8", "bf16", "fp8 rowwise"]
     plan = json.loads((tmp_path / "one/run/plan.json").read_text(encoding="utf-8"))["sft"]
-    assert (plan["precision"], plan["scaling"]) == ("fp8", "rowwise")
+    assert (plan["precision"], plan["fp8_scaling"]) == ("fp8", "rowwise")
 
 
 def test_fp8_that_fails_here_leaves_bf16(tried: Tried, model_folder: Path, tmp_path: Path) -> None:
-    FIGURES[:] = [{"bf16": Way(1.0, 100.0)}]  # and nothing for fp8
+    FIGURES[:] = [{"bf16": TimedPass(1.0, 100.0)}]  # and nothing for fp8
     done = run(tmp_path / "failed", model_folder, max_steps=1)
-    assert told(done, "fp8")[0]["why"] == "bf16 instead of fp8: fp8 failed here ('fp8')"
+    assert told(done, "fp8_trial")[0]["reason"] == "bf16 instead of fp8: fp8 failed here ('fp8')"
     assert not (tmp_path / "cache/fp8.json").exists()

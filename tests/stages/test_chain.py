@@ -11,7 +11,7 @@ from modelwright.errors import GateClosed, Refused, UsageError
 from modelwright.recipe.load import load
 from modelwright.runs.folder import RunFolder, read_json, write_json
 from modelwright.stages import pipeline
-from modelwright.stages.context import Orders
+from modelwright.stages.context import RunOptions
 from rig import told
 from tiny import SFT, tiny_recipe
 
@@ -34,7 +34,7 @@ def chain(folder: Path, model: Path, *lines: str) -> Path:
 
 
 def run(recipe: Path, *sets: str, **orders: object) -> RunFolder:
-    return pipeline.run(load(recipe, sets, {}), None, Orders(**orders))  # type: ignore[arg-type]
+    return pipeline.run(load(recipe, sets, {}), None, RunOptions(**orders))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +61,8 @@ def test_a_stage_has_data_of_its_own_or_the_recipes(done: Path) -> None:
 
 
 def test_the_flow_tells_what_is_done_running_and_to_come(done: Path) -> None:
-    flows = [[each["state"] for each in event["stages"]] for event in told(done, "flow")]
-    assert flows == [["running", "to come"], ["done", "to come"], ["done", "running"], ["done", "done"]]
+    flows = [[each["state"] for each in event["stages"]] for event in told(done, "stage_status")]
+    assert flows == [["running", "pending"], ["done", "pending"], ["done", "running"], ["done", "done"]]
     assert (done / "best_model").resolve() == RunFolder(done).model("lora").resolve()
 
 
@@ -73,47 +73,47 @@ def test_what_is_finished_is_verified_and_what_is_damaged_is_made_again(model_fo
     weights = folder.model("sft") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
     with pytest.raises(Refused, match=r"model\.safetensors of the sft model is damaged"):
-        run(recipe, first="lora")
+        run(recipe, from_stage="lora")
     run(recipe)
     assert read_json(folder.result("sft"))["files"] == before
-    assert "lora is finished and verified; nothing is trained again" in told(folder.path, "note")[-1]["message"]
+    assert "lora already complete and verified; skipped" in told(folder.path, "note")[-1]["message"]
     refuses_what_an_earlier_version_left(recipe, folder)
 
 
 def refuses_what_an_earlier_version_left(recipe: Path, folder: RunFolder) -> None:
     """A result without a seal is old, not damaged: it is refused with the ways out, and every file stays as it is."""
     result = read_json(folder.result("lora"))
-    del result["seal"]
+    del result["checksum"]
     write_json(folder.result("lora"), result)
-    flipped = folder.result("sft").read_bytes().replace(b'"seal"', b'"seam"')
+    flipped = folder.result("sft").read_bytes().replace(b'"checksum"', b'"checksux"')
     folder.result("sft").write_bytes(flipped)  # damage, before which the refusal comes
     before = {path: path.read_bytes() for path in folder.path.glob("stages/**/*") if path.is_file()}
     with pytest.raises(Refused, match=r"lora/result\.json was written by an earlier modelwright.* another output_dir"):
         run(recipe)
     assert {path: path.read_bytes() for path in folder.path.glob("stages/**/*") if path.is_file()} == before
     folder.result("lora").unlink()
-    run(recipe, last="sft")
+    run(recipe, until_stage="sft")
     assert (folder.stage("sft") / "result.damaged.json").read_bytes() == flipped
 
 
 def test_from_and_until_run_a_part(model_folder: Path, tmp_path: Path) -> None:
     recipe = chain(tmp_path, model_folder)
     with pytest.raises(Refused, match="stage sft was not judged yet; begin with it"):
-        run(recipe, first="lora")
-    folder = run(recipe, last="sft")
+        run(recipe, from_stage="lora")
+    folder = run(recipe, until_stage="sft")
     assert folder.result("sft").exists() and not folder.result("lora").exists()
-    run(recipe, first="lora")
+    run(recipe, from_stage="lora")
     assert folder.result("lora").exists()
-    assert len([event for event in told(folder.path, "stage") if event["stage"] == "sft"]) == 1
+    assert len([event for event in told(folder.path, "stage_started") if event["stage"] == "sft"]) == 1
 
 
 @pytest.mark.parametrize(
     ("orders", "letter"),
     [
-        ({"first": "dpo"}, "--from dpo: the stages of this recipe are sft, lora"),
-        ({"first": "lora", "last": "sft"}, "--from lora comes after --until sft"),
-        ({"accepted": frozenset({"sft"})}, "--accept-gate wants a reason"),
-        ({"accepted": frozenset({"sft"}), "reason": " "}, "--accept-gate wants a reason"),
+        ({"from_stage": "dpo"}, "--from dpo: the stages of this recipe are sft, lora"),
+        ({"from_stage": "lora", "until_stage": "sft"}, "--from lora comes after --until sft"),
+        ({"accepted_gates": frozenset({"sft"})}, "--accept-gate wants a reason"),
+        ({"accepted_gates": frozenset({"sft"}), "accept_reason": " "}, "--accept-gate wants a reason"),
         ({"overrides": frozenset({"lora.lora_x"})}, r"did you mean lora\.lora_r"),
     ],
 )
@@ -132,10 +132,10 @@ def test_nothing_is_trained_beyond_a_closed_gate_until_a_person_accepts_it_for_e
         run(recipe, CLOSED)
     folder = RunFolder(tmp_path / "run")
     assert not folder.stage("lora").exists()
-    assert told(folder.path, "flow")[-1]["stages"][0] == {"stage": "sft", "state": "closed"}
+    assert told(folder.path, "stage_status")[-1]["stages"][0] == {"stage": "sft", "state": "closed"}
     with pytest.raises(GateClosed):
-        run(recipe, CLOSED, first="lora")
-    run(recipe, CLOSED, accepted=frozenset({"sft"}), reason="a trial of the flow")
+        run(recipe, CLOSED, from_stage="lora")
+    run(recipe, CLOSED, accepted_gates=frozenset({"sft"}), accept_reason="a trial of the flow")
     assert folder.result("lora").exists()
     run(recipe, CLOSED)  # it was accepted for this model and these limits
     lineage = read_json(folder.lineage)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from modelwright.stages.compare import NOTICE, as_markdown, exactness, measure, style_score
+from modelwright.stages.compare import NOTICE, answer_f1, answer_metrics, as_markdown, style_score
 
 STYLE = [r"^Field Note\.", r"\(1\) .+\(2\) .+", "Caution: [A-Z]", r"Ranger's rule: .+\.$"]
 FULL = "Field Note. (1) Look.\n(2) Go. Caution: Mind the step. Ranger's rule: Slow is smooth."
@@ -31,7 +31,7 @@ def test_without_a_voice_there_is_no_score() -> None:
 
 def test_before_and_after_are_measured_alike() -> None:
     pairs = [{"question": "?", "before": "Well.", "after": FULL}, {"question": "?", "before": "", "after": FULL}]
-    assert measure(pairs, STYLE) == {
+    assert answer_metrics(pairs, STYLE) == {
         "base_style_score": 0.0,
         "style_score": 1.0,
         "base_answer_words": 0.5,
@@ -55,9 +55,9 @@ def test_an_empty_answer_is_shown_as_empty() -> None:
 
 
 def test_exactness_is_the_share_of_words_that_two_answers_have_in_common() -> None:
-    assert exactness("Check the oil when it is cold.", "check the OIL when it is cold") == 1.0
-    assert exactness("Ask a friend.", "Boil water for three minutes.") == 0.0
-    assert exactness("boil water", "boil water for three minutes and wait") == pytest.approx(2 * 2 / 9)
+    assert answer_f1("Check the oil when it is cold.", "check the OIL when it is cold") == 1.0
+    assert answer_f1("Ask a friend.", "Boil water for three minutes.") == 0.0
+    assert answer_f1("boil water", "boil water for three minutes and wait") == pytest.approx(2 * 2 / 9)
     pairs = [{"question": "?", "before": "Well.", "after": "Boil water.", "reference": "Boil water."}]
-    assert measure(pairs, [])["exactness"] == 1.0
-    assert measure(pairs, [])["base_exactness"] == 0.0
+    assert answer_metrics(pairs, [])["answer_f1"] == 1.0
+    assert answer_metrics(pairs, [])["base_answer_f1"] == 0.0

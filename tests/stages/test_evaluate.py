@@ -12,15 +12,14 @@ import pytest
 import torch
 
 from modelwright.cli.main import main
-from modelwright.data.choices import Choice
-from modelwright.data.tokenizer import Encoder
+from modelwright.data.multiple_choice import MultipleChoiceQuestion
+from modelwright.data.tokenizer import DocumentTokenizer
 from modelwright.errors import GateClosed, ModelError
-from modelwright.models.harness import task_file
-from modelwright.models.text import load_model, load_tokenizer
+from modelwright.models.pretrained import load_model, load_tokenizer
 from modelwright.recipe.load import load
 from modelwright.runs.folder import RunFolder, read_json
 from modelwright.stages import pipeline
-from modelwright.tasks.measure import accuracy_of_choices, loss_of_texts
+from modelwright.tasks.scoring import score_choices, score_texts, task_file
 from rig import told
 from tiny import tiny_recipe
 
@@ -29,11 +28,11 @@ QUESTION = {"question": "What is dry?", "choices": ["the tent", "the sea"], "ans
 
 
 def test_the_loss_of_texts_is_that_of_the_model_itself(model_folder: Path) -> None:
-    model, encoder = load_model(model_folder).eval(), Encoder.open(model_folder)
-    found = loss_of_texts(model, encoder, TEXTS, max_length=512)
+    model, encoder = load_model(model_folder).eval(), DocumentTokenizer.open(model_folder)
+    found = score_texts(model, encoder, TEXTS, max_length=512)
     summed, counted = 0.0, 0
     for text in TEXTS:
-        tokens = torch.tensor(encoder.encode([text]).tokens.astype("int64"))[None]
+        tokens = torch.tensor(encoder.encode_batch([text]).tokens.astype("int64"))[None]
         with torch.no_grad():
             summed += float(model(input_ids=tokens, labels=tokens).loss) * (tokens.numel() - 1)
         counted += tokens.numel() - 1
@@ -56,7 +55,9 @@ def test_the_likeliest_option_is_that_of_the_model_itself(model_folder: Path) ->
     for scores, metric in ((likely, "choice_accuracy"), (by_byte, "choice_accuracy_norm")):
         best = scores.index(max(scores))
         for answer in range(len(options)):
-            found = accuracy_of_choices(model, tokenizer, [Choice("Question: Why?\nAnswer:", options, answer)], 64)
+            found = score_choices(
+                model, tokenizer, [MultipleChoiceQuestion("Question: Why?\nAnswer:", options, answer)], 64
+            )
             assert found[metric] == float(answer == best)
 
 
@@ -66,9 +67,9 @@ def evaluated_recipe(folder: Path, model: Path, *lines: str) -> Path:
     (folder / "quiz.jsonl").write_text(json.dumps(QUESTION) + "\n")
     text = [
         "evaluate:",
-        "  text: text.jsonl",
+        "  perplexity_text: text.jsonl",
         "  multiple_choice: quiz.jsonl",
-        "  prompts: [The tent]",
+        "  completion_prompts: [The tent]",
         "  max_new_tokens: 3",
     ]
     recipe.write_text("\n".join([recipe.read_text(), *text, *lines]) + "\n")
@@ -89,11 +90,11 @@ def test_base_and_stages_are_measured_alike_and_a_gate_may_compare_them(model_fo
     table = read_json(folder.evaluation("comparison"))
     assert table["base"]["text_loss"] == metrics["base_text_loss"]
     assert table["sft"]["text_loss"] == metrics["text_loss"]
-    assert [event["model"] for event in told(folder.path, "evaluated")] == ["base", "sft"]
-    assert told(folder.path, "flow")[-1]["stages"][-1] == {"stage": "evaluate", "state": "done"}
+    assert [event["model"] for event in told(folder.path, "evaluate_result")] == ["base", "sft"]
+    assert told(folder.path, "stage_status")[-1]["stages"][-1] == {"stage": "evaluate", "state": "done"}
     with pytest.raises(GateClosed, match=r"text_loss .*, needs at most .* = base_text_loss .* - 5"):
         pipeline.run(load(recipe, ["gates={sft: {text_loss: {at_most: -5, plus: base_text_loss}}}"], {}))
-    assert len(told(folder.path, "evaluated")) == 2  # the measurements stood already
+    assert len(told(folder.path, "evaluate_result")) == 2  # the measurements stood already
 
 
 def test_eval_measures_a_run_and_a_model_by_themselves(
@@ -152,7 +153,7 @@ def test_a_task_of_lm_eval_is_measured_of_every_model_and_stands_in_the_journal(
     (tmp_path / "sums.yaml").write_text(TASK.replace("DATA", str(tmp_path / "sums.jsonl")), encoding="utf-8")
     recipe = evaluated_recipe(tmp_path, model_folder)
     pipeline.run(load(recipe, ["evaluate.tasks=[sums.yaml]", "evaluate.multiple_choice=sums.jsonl"], {}))
-    [table] = told(tmp_path / "run", "comparison")
+    [table] = told(tmp_path / "run", "evaluate_table")
     for name in ("base", "sft"):
         measured = table["models"][name]
         assert measured["sums_acc"] == pytest.approx(measured["choice_accuracy"]), "theirs and ours agree"

@@ -15,13 +15,13 @@ import torch
 from PIL import Image
 
 from modelwright.errors import UsageError
-from modelwright.models.gguf_names import pre_tokenizer, refusal
-from modelwright.models.text import load_model
+from modelwright.models.gguf import pre_tokenizer, unsupported_reason
+from modelwright.models.pretrained import load_model
 from modelwright.models.vision import resnet18
 from modelwright.recipe.load import load
 from modelwright.runs.folder import RunFolder
 from modelwright.stages import pipeline
-from modelwright.stages.export import SUMS, Exported, export, order
+from modelwright.stages.export import CHECKSUMS_FILE, ExportResult, check_export, export
 from tiny import tiny_recipe
 
 LINE = torch.tensor([[5, 9, 17, 33, 8]])
@@ -53,7 +53,7 @@ def classified(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
                 pixels = draw.integers(0, 90, (32, 32, 3)) + bright
                 Image.fromarray(pixels.astype(np.uint8)).save(place / f"{number}.png")
     sections = {
-        "name": "pictures", "output_dir": str(folder / "run"), "model": {"model_name_or_path": "resnet18", "width": 4},
+        "name": "pictures", "output_dir": str(folder / "run"), "model": {"model_name_or_path": "resnet18", "resnet_width": 4},
         "data": {"dataset_name": str(folder / "images")},
         "classify": {"max_steps": 4, "per_device_train_batch_size": 4, "precision": "fp32", "save_steps": 2},
     }  # fmt: skip
@@ -61,10 +61,10 @@ def classified(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return pipeline.run(load(folder / "recipe.yaml", (), {}))
 
 
-def exported(run: RunFolder, folder: Path, form: str, kind: str = "f16") -> Exported:
-    done = export(order(str(run.path), form, kind, str(folder / form)))
-    lines = (done.path / SUMS).read_text(encoding="utf-8").splitlines()
-    assert {line.split("  ")[1] for line in lines} == {path.name for path in done.path.iterdir()} - {SUMS}
+def exported(run: RunFolder, folder: Path, form: str, kind: str = "f16") -> ExportResult:
+    done = export(check_export(str(run.path), form, kind, str(folder / form)))
+    lines = (done.path / CHECKSUMS_FILE).read_text(encoding="utf-8").splitlines()
+    assert {line.split("  ")[1] for line in lines} == {path.name for path in done.path.iterdir()} - {CHECKSUMS_FILE}
     for line in lines:
         digest, name = line.split("  ")
         assert hashlib.sha256((done.path / name).read_bytes()).hexdigest() == digest
@@ -93,8 +93,8 @@ def test_gguf_is_held_against_its_source(tuned: RunFolder, tmp_path: Path, kind:
     """In the same kind of numbers the two are one model; against the source as trained there is rounding."""
     pytest.importorskip("gguf", reason="the extra gguf")
     done = exported(tuned, tmp_path, "gguf", kind)
-    assert done.held is not None
-    assert done.held["in_kind"] < 1e-4 and 0 < done.held["share"] < most
+    assert done.logit_comparison is not None
+    assert done.logit_comparison["max_diff_same_dtype"] < 1e-4 and 0 < done.logit_comparison["relative_diff"] < most
     assert f"off the source's in {kind}" in (done.path / "README.md").read_text(encoding="utf-8")
     assert [path.suffix for path in done.path.iterdir() if path.stem.startswith("tiny")] == [".gguf"]
 
@@ -102,7 +102,7 @@ def test_gguf_is_held_against_its_source(tuned: RunFolder, tmp_path: Path, kind:
 def test_gguf_of_an_adapter_holds_base_and_adapter(adapted: RunFolder, tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="the extra gguf")
     done = exported(adapted, tmp_path, "gguf")
-    assert done.held is not None and done.held["in_kind"] < 1e-4
+    assert done.logit_comparison is not None and done.logit_comparison["max_diff_same_dtype"] < 1e-4
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
@@ -110,7 +110,7 @@ def test_other_families_become_gguf_too(family: str, tokenizer: Any, tmp_path: P
     pytest.importorskip("gguf", reason="the extra gguf")
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from modelwright.models.gguf import hold_against, write_gguf
+    from modelwright.models.gguf import compare_logits, write_gguf
 
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
@@ -124,9 +124,9 @@ def test_other_families_become_gguf_too(family: str, tokenizer: Any, tmp_path: P
             torch.nn.init.normal_(weight)
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    assert refusal(tmp_path / "model") is None
+    assert unsupported_reason(tmp_path / "model") is None
     write_gguf(tmp_path / "model", tmp_path / "x.gguf", "f16", family)
-    assert hold_against(tmp_path / "model", tmp_path / "x.gguf", "f16").in_kind < 1e-4
+    assert compare_logits(tmp_path / "model", tmp_path / "x.gguf", "f16").max_diff_same_dtype < 1e-4
 
 
 def test_a_gguf_that_is_not_its_source_is_not_kept(
@@ -137,7 +137,7 @@ def test_a_gguf_that_is_not_its_source_is_not_kept(
     from modelwright.models import gguf
 
     wrong = lambda name, weight, config: weight * (1.1 if "norm" in name else 1.0)  # noqa: E731
-    monkeypatch.setattr(gguf, "_ordered", wrong)
+    monkeypatch.setattr(gguf, "_permute_rope", wrong)
     with pytest.raises(ModelError, match=r"logits are up to .* off its source's in f16, above 0.01; not kept"):
         exported(tuned, tmp_path, "gguf")
     assert list(tmp_path.iterdir()) == []
@@ -159,7 +159,7 @@ def test_the_card_says_what_was_measured_on_what(tuned: RunFolder, tmp_path: Pat
     text = (exported(tuned, tmp_path, "hf").path / "README.md").read_text(encoding="utf-8")
     fingerprint = json.loads(tuned.data_manifest("sft").read_text())["fingerprint"]
     for said in ("| eval_loss |", fingerprint, "rows.jsonl", "gate sft is open", "| sft.learning_rate | `0.001` |",
-                 "What is 3 and 4, in tents?", "## Licence", "## Limits", "36 rows trained on"):  # fmt: skip
+                 "What is 3 and 4, in tents?", "## License", "## Limitations", "36 rows trained on"):  # fmt: skip
         assert said in text, said
     assert (tuned.model("sft") / "README.md").exists()
 
@@ -175,12 +175,14 @@ WRONG = [
 @pytest.mark.parametrize(("which", "form", "letter"), WRONG, ids=[f"{which} {form}" for which, form, _ in WRONG])
 def test_a_wrong_form_is_told(which: str, form: str, letter: str, request: pytest.FixtureRequest) -> None:
     with pytest.raises(UsageError, match=letter):
-        order(str(request.getfixturevalue(which).path), form)
+        check_export(str(request.getfixturevalue(which).path), form)
 
 
 def test_a_wrong_form_is_told_before_torch_is_loaded(tuned: RunFolder) -> None:
-    program = "import sys\nfrom modelwright.stages.export import order\n"
-    program += f"try: order({str(tuned.path)!r}, 'pth')\nexcept Exception as e: print(e)\nprint('torch' in sys.modules)"
+    program = "import sys\nfrom modelwright.stages.export import check_export\n"
+    program += (
+        f"try: check_export({str(tuned.path)!r}, 'pth')\nexcept Exception as e: print(e)\nprint('torch' in sys.modules)"
+    )
     source = str(Path(__file__).parents[2] / "src")
     done = subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": source}, capture_output=True, text=True)
     assert "which pth does not hold" in done.stdout
@@ -190,7 +192,7 @@ def test_a_wrong_form_is_told_before_torch_is_loaded(tuned: RunFolder) -> None:
 def test_a_folder_that_is_not_ours_is_not_overwritten(tuned: RunFolder, tmp_path: Path) -> None:
     (tmp_path / "precious.txt").write_text("mine", encoding="utf-8")
     with pytest.raises(UsageError, match="is there already and is no export of ours"):
-        order(str(tuned.path), "hf", to=str(tmp_path))
+        check_export(str(tuned.path), "hf", output=str(tmp_path))
     exported(tuned, tmp_path, "hf")
     exported(tuned, tmp_path, "hf")  # our own export is made anew
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from modelwright.engine.profile import Profiler
+from modelwright.engine.memory_profiler import MemoryProfiler
 from modelwright.models import trainable
-from modelwright.plan.facts import probe
+from modelwright.plan.hardware import probe_device
 from modelwright.recipe.load import load
-from modelwright.stages import foresee, pipeline
+from modelwright.stages import pipeline, planning
 from rig import told
 from tiny import tiny_recipe
 
@@ -24,14 +24,14 @@ def test_foreseen_stands_beside_measured_and_the_step_is_watched(tmp_path: Path,
     recipe = tiny_recipe(tmp_path, model_folder, profile_memory=True, max_steps=5)
     run = pipeline.run(load(recipe, ())).path
     plan = json.loads((run / "plan.json").read_text())["sft"]
-    assert plan["predicted"]["memory"]["bytes"] > 0 and plan["predicted"]["tokens_per_second"] > 0
-    assert plan["measured"]["tokens_per_second"]["measured"] > 0
-    assert told(run, "foreseen")[-1]["tokens_per_second"] == plan["measured"]["tokens_per_second"]
-    watched = json.loads((run / "stages" / "sft" / "memory.json").read_text())
+    assert plan["prediction"]["memory"]["bytes"] > 0 and plan["prediction"]["tokens_per_second"] > 0
+    assert plan["actual"]["tokens_per_second"]["actual"] > 0
+    assert told(run, "prediction")[-1]["tokens_per_second"] == plan["actual"]["tokens_per_second"]
+    watched = json.loads((run / "stages" / "sft" / "memory_profile.json").read_text())
     weights = sum(w.numel() * 4 for w in torch.nn.ModuleList([_model(model_folder)]).parameters())
-    assert watched["parts"]["weights"] == weights
-    assert watched["peak_in"] in ("forward", "backward", "optimizer")
-    assert watched["peak_bytes"] == sum(watched["parts"].values()) > weights
+    assert watched["components"]["weights"] == weights
+    assert watched["peak_phase"] in ("forward", "backward", "optimizer")
+    assert watched["peak_bytes"] == sum(watched["components"].values()) > weights
     assert [event["step"] for event in told(run, "step")] == [1, 2, 3, 4, 5], "watching leaves no step out"
     assert "Memory of a step of sft" in (run / "report.html").read_text()
 
@@ -39,14 +39,14 @@ def test_foreseen_stands_beside_measured_and_the_step_is_watched(tmp_path: Path,
 def test_a_run_on_a_small_card_takes_smaller_bites_and_keeps_its_batch(
     tmp_path: Path, model_folder: Path, monkeypatch: object
 ) -> None:
-    small = replace(probe(), memory=round(622e6))
-    monkeypatch.setattr(pipeline.facts, "probe", lambda: small)  # type: ignore[attr-defined]
+    small = replace(probe_device(), memory=round(622e6))
+    monkeypatch.setattr(pipeline.facts, "probe_device", lambda: small)  # type: ignore[attr-defined]
     recipe = tiny_recipe(
         tmp_path, model_folder, max_steps=2, per_device_train_batch_size=8, per_device_eval_batch_size=1
     )
     run = pipeline.run(load(recipe, ())).path
     plan = json.loads((run / "plan.json").read_text())["sft"]
-    assert (plan["global_batch"] == 16 and plan["per_device"] < 8) or plan["gradient_checkpointing"], plan
+    assert (plan["global_batch_size"] == 16 and plan["micro_batch_size"] < 8) or plan["gradient_checkpointing"], plan
 
 
 def test_where_layers_are_not_found_all_is_computed_again(
@@ -54,10 +54,10 @@ def test_where_layers_are_not_found_all_is_computed_again(
 ) -> None:
     def chosen(plan: Any, *_: Any) -> Any:
         return SimpleNamespace(
-            plan=replace(plan, gradient_checkpointing="selective"), fits=True, predicted=lambda: None
+            plan=replace(plan, gradient_checkpointing="selective"), fits=True, prediction=lambda: None
         )
 
-    monkeypatch.setattr(foresee, "choose", chosen)
+    monkeypatch.setattr(planning, "choose_plan", chosen)
     monkeypatch.setattr(trainable, "_layers", lambda _: None)
     run = pipeline.run(load(tiny_recipe(tmp_path, model_folder, max_steps=1), ())).path
     plan = json.loads((run / "plan.json").read_text())["sft"]
@@ -71,19 +71,19 @@ def test_the_profile_counts_what_a_step_holds() -> None:
     layer(torch.ones(4, 256)).sum().backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    profiler = Profiler(layer, optimizer)
-    with profiler.watching():
+    profiler = MemoryProfiler(layer, optimizer)
+    with profiler.profile_step():
         layer(torch.ones(1024, 256)).square().sum().backward()
         optimizer.step()
     found = profiler.as_json()
-    assert found["steady"]["weights"] == 256 * 256 * 4
-    assert found["steady"]["optimizer"] >= 2 * 256 * 256 * 4
-    assert found["parts"]["activations"] >= 2 * 1024 * 256 * 4
-    assert [mark["part"] for mark in found["marks"]] == ["forward", "backward", "optimizer"]
+    assert found["baseline"]["weights"] == 256 * 256 * 4
+    assert found["baseline"]["optimizer"] >= 2 * 256 * 256 * 4
+    assert found["components"]["activations"] >= 2 * 1024 * 256 * 4
+    assert [mark["phase"] for mark in found["phases"]] == ["forward", "backward", "optimizer"]
 
 
 def _model(folder: Path) -> torch.nn.Module:
-    from modelwright.models.text import load_model
+    from modelwright.models.pretrained import load_model
 
     model: torch.nn.Module = load_model(folder)
     return model

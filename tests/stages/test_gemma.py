@@ -16,12 +16,11 @@ import numpy as np
 import pytest
 import torch
 
-from modelwright.data.chat import encode_all
-from modelwright.data.conversations import Conversation
+from modelwright.data.chat import Conversation, tokenize_conversations
 from modelwright.errors import UsageError
-from modelwright.models.text import grow_embeddings, load_model, load_tokenizer, stop_tokens
+from modelwright.models.pretrained import eos_token_ids, load_model, load_tokenizer, resize_embeddings
 from modelwright.recipe.load import load
-from modelwright.recipe.training import Text
+from modelwright.recipe.schema import ChatConfig
 from modelwright.stages.pipeline import run
 from tiny import tiny_model, tiny_recipe
 
@@ -147,7 +146,7 @@ def test_a_new_run_begins_from_the_checkpoint_of_another_and_ends_as_it_does(
     ends = [json.loads((each / "stages/pretrain/result.json").read_text())["files"] for each in (whole, folder)]
     assert ends[0] == ends[1]
     (middle / "state.json").write_text("{}")
-    with pytest.raises(UsageError, match="is no whole checkpoint"):
+    with pytest.raises(UsageError, match="is not a valid checkpoint"):
         run(load(text_recipe(tmp_path / "broken", model_folder, resume_from_checkpoint=str(middle)), environ={}))
 
 
@@ -155,9 +154,9 @@ def test_a_tokenizer_that_knows_more_grows_the_embeddings_and_keeps_what_was_the
     folder = tiny_model(tmp_path / "model")
     tokenizer, model = load_tokenizer(folder), load_model(folder)
     before = model.get_input_embeddings().weight.detach().clone()
-    assert grow_embeddings(model, tokenizer) == 0
+    assert resize_embeddings(model, tokenizer) == 0
     tokenizer.add_tokens(["<rope>", "<knot>"])
-    assert grow_embeddings(model, tokenizer) == 2
+    assert resize_embeddings(model, tokenizer) == 2
     after = model.get_input_embeddings().weight
     assert torch.equal(after[: len(before)], before)
     assert model.get_output_embeddings().weight.shape[0] == len(tokenizer) == len(before) + 2
@@ -173,7 +172,7 @@ def test_a_tokenizer_without_pad_borrows_eos_and_eos_is_still_learnt(model_folde
     again = load_tokenizer(tmp_path)
     assert again.pad_token_id == again.eos_token_id is not None
     turns = ({"role": "user", "content": "Rope?"}, {"role": "assistant", "content": "Knot."})
-    (row,) = encode_all(
-        [Conversation("a:1", turns, "rope")], again, Text(max_length=64), stop_tokens(load_model(model_folder))
+    (row,) = tokenize_conversations(
+        [Conversation("a:1", turns, "rope")], again, ChatConfig(max_length=64), eos_token_ids(load_model(model_folder))
     ).rows
-    assert again.eos_token_id in row.tokens[np.flatnonzero(row.trained)]
+    assert again.eos_token_id in row.input_ids[np.flatnonzero(row.loss_mask)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.engine.loop import Engine
+from modelwright.engine.trainer import Engine
 from modelwright.errors import Diverged
 from modelwright.recipe.load import load
 from modelwright.stages import pipeline

@@ -33,11 +33,11 @@ def test_a_stage_learns_to_prefer_and_its_gate_asks_for_that(done: RunFolder) ->
     assert metrics["eval_reward_accuracy"] > 0.9 and metrics["eval_reward_margin"] > 0.1
     assert metrics["base_eval_kl"] < 1e-5 < metrics["eval_kl"]
     assert "eval_sft_loss" in metrics and "base_eval_sft_loss" in metrics
-    assert read_json(done.data_manifest("dpo"))["prompt_shared"] is True
+    assert read_json(done.data_manifest("dpo"))["shared_prompt"] is True
 
 
 def test_the_reference_is_kept_in_the_run_and_vouched_for(done: RunFolder) -> None:
-    folder = done.stage("dpo") / "reference"
+    folder = done.stage("dpo") / "ref_log_probs"
     assert sorted(path.name for path in folder.iterdir()) == ["reference.json", "reference.safetensors"]
     facts = read_json(folder / "reference.json")
     assert facts["train_tokens"] == read_json(done.data_manifest("dpo"))["train"]["trained_tokens"]
@@ -52,7 +52,7 @@ def test_adapters_are_trained_on_preferences_too(model_folder: Path, tmp_path: P
 
 
 def test_what_is_left_out_or_cut_is_told(model_folder: Path, tmp_path: Path) -> None:
-    recipe = tiny_dpo_recipe(tmp_path, model_folder, max_length=40, max_truncated="100%", max_steps=2)
+    recipe = tiny_dpo_recipe(tmp_path, model_folder, max_length=40, max_truncated_rows="100%", max_steps=2)
     with (tmp_path / "pairs.jsonl").open("a", encoding="utf-8") as rows:
         rows.write(json.dumps({"prompt": "Same?", "chosen": "Yes.", "rejected": "Yes."}) + "\n")
     folder = pipeline.run(load(recipe, (), {}))

@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 import torch
 
-from modelwright.data.shards import Shards
+from modelwright.data.shards import PackedDataset
 from modelwright.errors import DataError, ModelError, Refused
-from modelwright.models.text import load_model
+from modelwright.models.pretrained import load_model
 from modelwright.recipe.load import load
-from modelwright.recipe.schema import Pretrain
-from modelwright.recipe.values import Steps
+from modelwright.recipe.schema import PretrainConfig
+from modelwright.recipe.sections import CountOrFraction
 from modelwright.runs.folder import RunFolder, read_json
 from modelwright.stages import pipeline
-from modelwright.stages.context import Orders
-from modelwright.tasks.losses import IGNORED
+from modelwright.stages.context import RunOptions
+from modelwright.tasks.losses import IGNORE_INDEX
 from modelwright.tasks.pretrain import PretrainTask
 from rig import SLOW, Rig, told, trace, wait_for_step
 
@@ -32,7 +32,7 @@ ARCHITECTURE = {
     "max_position_embeddings": 64, "tie_word_embeddings": True,
 }  # fmt: skip
 PRETRAIN = {
-    "max_length": 32, "curriculum": {8: 3, 16: "30%"}, "max_steps": 10, "per_device_train_batch_size": 2,
+    "max_length": 32, "sequence_length_curriculum": {8: 3, 16: "30%"}, "max_steps": 10, "per_device_train_batch_size": 2,
     "learning_rate": 3e-3, "precision": "fp32", "save_steps": 2, "eval_steps": 5,
 }  # fmt: skip
 
@@ -70,14 +70,14 @@ def done(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
 def test_a_model_is_made_pretrained_and_its_loss_falls(done: Path) -> None:
     metrics = read_json(RunFolder(done).result("pretrain"))["metrics"]
     assert metrics["eval_loss"] < metrics["base_eval_loss"] - 0.3
-    assert [each["stage"] for each in told(done, "flow")[-1]["stages"]] == ["init", "pretrain"]
+    assert [each["stage"] for each in told(done, "stage_status")[-1]["stages"]] == ["init", "pretrain"]
     lineage = read_json(RunFolder(done).lineage)["stages"]["pretrain"]
     assert lineage["parent"] == "init"
 
 
 def test_bits_per_byte_are_the_loss_in_bits_over_the_bytes_of_the_text(done: Path) -> None:
     metrics = read_json(RunFolder(done).result("pretrain"))["metrics"]
-    held_out = Shards.open(done / "data/pretrain/packed", "held_out")
+    held_out = PackedDataset.open(done / "data/pretrain/packed", "held_out")
     bits = metrics["eval_loss"] / math.log(2) * held_out.tokens / held_out.text_bytes
     assert metrics["eval_bits_per_byte"] == pytest.approx(bits, rel=1e-5)
 
@@ -87,9 +87,13 @@ def test_the_count_of_parameters_is_told_and_is_that_of_the_arithmetic_and_of_th
     counted = sum(weight.numel() for weight in model.parameters())
     architecture = load(done / "recipe.yaml", environ={}).recipe.model.architecture
     assert architecture is not None
-    assert counted == architecture.parameters(model.config.vocab_size) == told(done, "initialised")[0]["parameters"]
+    assert (
+        counted
+        == architecture.num_parameters(model.config.vocab_size)
+        == told(done, "model_initialized")[0]["parameters"]
+    )
     assert model.config.vocab_size % 64 == 0
-    [plan] = told(done, "initialised")[0]["plan"]
+    [plan] = told(done, "model_initialized")[0]["plan"]
     assert re.match(r"pretrain: \d+ steps, batch .*, fp32, .* GiB of .*, [\d,]+ tokens/s, ", plan), plan
 
 
@@ -100,15 +104,17 @@ def test_the_first_weights_are_scaled_and_a_function_of_the_seed(
     back = weights["model.layers.1.mlp.down_proj.weight"].std().item()
     assert back == pytest.approx(0.02 / math.sqrt(2 * 2), rel=0.05)
     assert weights["model.layers.1.mlp.up_proj.weight"].std().item() == pytest.approx(0.02, rel=0.05)
-    again = pipeline.run(load(recipe_of(tmp_path, model_folder), environ={}), None, Orders(last="init"))
+    again = pipeline.run(load(recipe_of(tmp_path, model_folder), environ={}), None, RunOptions(until_stage="init"))
     assert read_json(again.result("init"))["files"] == read_json(RunFolder(done).result("init"))["files"]
 
 
 def test_every_step_holds_the_same_tokens_while_the_rows_grow(done: Path, model_folder: Path) -> None:
     folder = done / "data/pretrain/packed"
-    settings = Pretrain.model_validate(PRETRAIN)
-    task = PretrainTask(load_model(model_folder), Shards.open(folder), Shards.open(folder, "held_out"), settings)
-    task.planned(10)
+    settings = PretrainConfig.model_validate(PRETRAIN)
+    task = PretrainTask(
+        load_model(model_folder), PackedDataset.open(folder), PackedDataset.open(folder, "held_out"), settings
+    )
+    task.set_total_steps(10)
     shapes = [tuple(task.batch([3, 1], step).inputs["tokens"].shape) for step in range(10)]
     assert shapes == [(8, 8)] * 3 + [(4, 16)] * 3 + [(2, 32)] * 4
     whole = [task.batch([3, 1], step).inputs["tokens"].flatten().tolist() for step in range(10)]
@@ -118,13 +124,15 @@ def test_every_step_holds_the_same_tokens_while_the_rows_grow(done: Path, model_
 
 def test_a_document_is_foretold_from_itself_alone(done: Path, model_folder: Path) -> None:
     folder = done / "data/pretrain/packed"
-    settings = Pretrain(max_length=32)
-    task = PretrainTask(load_model(model_folder), Shards.open(folder), Shards.open(folder, "held_out"), settings)
+    settings = PretrainConfig(max_length=32)
+    task = PretrainTask(
+        load_model(model_folder), PackedDataset.open(folder), PackedDataset.open(folder, "held_out"), settings
+    )
     batch = task.batch(range(4))
     positions, targets = batch.inputs["positions"].flatten(), batch.inputs["targets"].flatten()
-    learnt = torch.from_numpy(np.flatnonzero(targets.numpy() != IGNORED))
+    learnt = torch.from_numpy(np.flatnonzero(targets.numpy() != IGNORE_INDEX))
     assert torch.equal(targets[learnt], batch.inputs["tokens"].flatten()[learnt + 1])
-    assert batch.trained == len(learnt) < 4 * 32
+    assert batch.trained_tokens == len(learnt) < 4 * 32
     assert (positions[learnt + 1] == positions[learnt] + 1).all()
     assert set(np.flatnonzero(positions.numpy()[1:] != 0)) == set(learnt.tolist())
 
@@ -165,5 +173,7 @@ def test_text_in_another_column_is_answered_with_the_columns(model_folder: Path,
 
 
 def test_lengths_of_a_curriculum_may_be_counts_or_shares() -> None:
-    settings = Pretrain(max_length=32, curriculum={8: Steps(2), 16: Steps("25%")})
-    assert [settings.length_at(step, 8) for step in range(8)] == [8, 8, 16, 16, 32, 32, 32, 32]
+    settings = PretrainConfig(
+        max_length=32, sequence_length_curriculum={8: CountOrFraction(2), 16: CountOrFraction("25%")}
+    )
+    assert [settings.sequence_length_at(step, 8) for step in range(8)] == [8, 8, 16, 16, 32, 32, 32, 32]

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from modelwright.errors import Interrupted
-from modelwright.stages.signals import Stopper
+from modelwright.stages.context import GracefulShutdown
 
 
 def ask(number: signal.Signals) -> None:
@@ -20,28 +20,28 @@ def ask(number: signal.Signals) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_while_training_the_first_signal_waits_for_the_step(number: signal.Signals) -> None:
-    stopper = Stopper()
-    with stopper.listening(), stopper.waiting():
-        assert not stopper.asked()
+    stopper = GracefulShutdown()
+    with stopper.handle_signals(), stopper.defer_to_step_end():
+        assert not stopper.requested()
         ask(number)
-        assert stopper.asked()
+        assert stopper.requested()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_second_signal_stops_at_once(number: signal.Signals) -> None:
-    stopper = Stopper()
-    with pytest.raises(Interrupted) as caught, stopper.listening(), stopper.waiting():
+    stopper = GracefulShutdown()
+    with pytest.raises(Interrupted) as caught, stopper.handle_signals(), stopper.defer_to_step_end():
         ask(number)
         ask(number)
     assert caught.value.exit_code == 75
-    assert str(caught.value) == "stopped; the same command continues from the last checkpoint"
+    assert str(caught.value) == "stopped; rerun the same command to resume from the last checkpoint"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_outside_training_one_signal_is_enough(number: signal.Signals) -> None:
-    stopper = Stopper()
-    with pytest.raises(Interrupted), stopper.listening():
-        with stopper.waiting():
+    stopper = GracefulShutdown()
+    with pytest.raises(Interrupted), stopper.handle_signals():
+        with stopper.defer_to_step_end():
             pass
         ask(number)
 
@@ -50,7 +50,7 @@ def test_whoever_listened_before_listens_again_afterwards() -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     try:
-        with Stopper().listening():
+        with GracefulShutdown().handle_signals():
             pass
         ask(signal.SIGTERM)
         assert heard == [signal.SIGTERM]

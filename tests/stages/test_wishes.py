@@ -9,24 +9,29 @@ import pytest
 
 from modelwright.errors import Refused, UsageError
 from modelwright.recipe.load import load
-from modelwright.stages.wishes import FREE, check_overrides, refuse_changes, wishes_of
+from modelwright.stages.context import (
+    CHANGEABLE_ON_RESUME,
+    build_resume_config,
+    check_resume_config,
+    validate_overrides,
+)
 from tiny import tiny_recipe
 
 
 def wishes(folder: Path, data: str = "d1", model: str = "m1", **settings: Any) -> dict[str, Any]:
     recipe = load(tiny_recipe(folder, folder / "model", **settings), environ={}).recipe
-    return wishes_of(recipe, "sft", data, model)
+    return build_resume_config(recipe, "sft", data, model)
 
 
 def test_the_same_wishes_go_on_in_silence(tmp_path: Path) -> None:
-    assert refuse_changes(wishes(tmp_path), wishes(tmp_path), ()) == []
+    assert check_resume_config(wishes(tmp_path), wishes(tmp_path), ()) == []
 
 
 def test_a_changed_setting_is_refused_by_name_with_both_values_and_the_ways_out(tmp_path: Path) -> None:
     with pytest.raises(Refused) as caught:
-        refuse_changes(wishes(tmp_path), wishes(tmp_path, learning_rate=2e-3), ())
+        check_resume_config(wishes(tmp_path), wishes(tmp_path, learning_rate=2e-3), ())
     assert str(caught.value) == (
-        "this run was started otherwise: sft.learning_rate was 0.001, now 0.002. "
+        "settings changed since this run started: sft.learning_rate was 0.001, now 0.002. "
         "Choose another output_dir, put it back, or add --override sft.learning_rate"
     )
     assert caught.value.exit_code == 77
@@ -35,15 +40,17 @@ def test_a_changed_setting_is_refused_by_name_with_both_values_and_the_ways_out(
 def test_every_change_is_named_at_once(tmp_path: Path) -> None:
     changed = wishes(tmp_path, data="d2", model="m2", trainable={"last_layers": 1})
     with pytest.raises(Refused) as caught:
-        refuse_changes(wishes(tmp_path), changed, ())
+        check_resume_config(wishes(tmp_path), changed, ())
     told = str(caught.value)
-    for part in ("sft.trainable.last_layers was None, now 1", "data.contents changed", "model.contents changed"):
+    for part in ("sft.trainable.last_layers was None, now 1", "data.fingerprint changed", "model.fingerprint changed"):
         assert part in told
-    assert told.endswith("--override sft.trainable.last_layers --override data.contents --override model.contents")
+    assert told.endswith(
+        "--override sft.trainable.last_layers --override data.fingerprint --override model.fingerprint"
+    )
 
 
 def test_a_change_that_is_allowed_is_recorded(tmp_path: Path) -> None:
-    changes = refuse_changes(wishes(tmp_path), wishes(tmp_path, learning_rate=2e-3), ["sft.learning_rate"])
+    changes = check_resume_config(wishes(tmp_path), wishes(tmp_path, learning_rate=2e-3), ["sft.learning_rate"])
     assert changes == ["sft.learning_rate was 0.001, now 0.002"]
 
 
@@ -51,31 +58,31 @@ def test_what_does_not_decide_the_weights_may_change(tmp_path: Path) -> None:
     free = wishes(
         tmp_path, save_steps=1, eval_steps=1, logging_steps=5, save_total_limit=9, gradient_checkpointing=True
     )
-    assert refuse_changes(wishes(tmp_path), free, ()) == []
-    assert {"save_steps", "eval_steps", "logging_steps"} <= FREE
+    assert check_resume_config(wishes(tmp_path), free, ()) == []
+    assert {"save_steps", "eval_steps", "logging_steps"} <= CHANGEABLE_ON_RESUME
 
 
 @pytest.mark.parametrize("setting", [{"max_steps": 13}, {"packing": True}, {"max_length": 128}, {"adam_beta1": 0.8}])
 def test_what_decides_the_weights_may_not(tmp_path: Path, setting: dict[str, Any]) -> None:
     with pytest.raises(Refused, match=next(iter(setting))):
-        refuse_changes(wishes(tmp_path), wishes(tmp_path, **setting), ())
+        check_resume_config(wishes(tmp_path), wishes(tmp_path, **setting), ())
 
 
 def test_another_seed_is_another_run(tmp_path: Path) -> None:
     now = {**wishes(tmp_path), "seed": 43}
     with pytest.raises(Refused, match="seed was 42, now 43"):
-        refuse_changes(wishes(tmp_path), now, ())
+        check_resume_config(wishes(tmp_path), now, ())
 
 
 def test_a_setting_that_an_earlier_version_did_not_know_is_told_as_such(tmp_path: Path) -> None:
     before = wishes(tmp_path)
     del before["sft.weight_decay"]
-    with pytest.raises(Refused, match="put it back, go on with the earlier modelwright that began it, or add"):
-        refuse_changes(before, wishes(tmp_path), ())
+    with pytest.raises(Refused, match="put it back, continue with the earlier modelwright that started it, or add"):
+        check_resume_config(before, wishes(tmp_path), ())
 
 
 def test_an_override_that_names_nothing_is_a_mistake(tmp_path: Path) -> None:
     recipe = load(tiny_recipe(tmp_path, tmp_path / "model"), environ={}).recipe
-    check_overrides(recipe, ["sft.learning_rate", "data.contents", "sft.trainable.entry_of_old"])
+    validate_overrides(recipe, ["sft.learning_rate", "data.fingerprint", "sft.trainable.entry_of_old"])
     with pytest.raises(UsageError, match=r"did you mean sft\.learning_rate"):
-        check_overrides(recipe, ["sft.learnig_rate"])
+        validate_overrides(recipe, ["sft.learnig_rate"])

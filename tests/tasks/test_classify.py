@@ -13,40 +13,40 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from modelwright.data.image_set import ImageSet, ImageSplit
-from modelwright.engine.task import Batch
+from modelwright.data.images import ImageDataset, ImageSplits
+from modelwright.engine.task import MicroBatch
 from modelwright.models.vision import resnet18
 from modelwright.tasks.classify import (
     ClassifyLoss,
     ClassifyTask,
     Images,
     Mistake,
-    Pixels,
+    PixelStats,
     augment,
-    confusion,
-    cut_out,
-    draw,
-    draw_holes,
+    confusion_matrix,
+    cutout,
+    draw_crops_and_flips,
+    draw_cutout,
     worst_mistakes,
 )
 
 CLASSES = ("a", "b", "c")
 
 
-def image_set(count: int, seed: int = 0, size: int = 16) -> ImageSet:
+def image_set(count: int, seed: int = 0, size: int = 16) -> ImageDataset:
     dice = np.random.default_rng(seed)
     images = dice.integers(0, 256, (count, size, size, 3), dtype=np.uint8)
-    return ImageSet(images, np.arange(count) % 3, CLASSES, "noise")
+    return ImageDataset(images, np.arange(count) % 3, CLASSES, "noise")
 
 
 def task(seed: int = 5, **settings: Any) -> ClassifyTask:
     torch.manual_seed(1)
-    split = ImageSplit(image_set(40), image_set(12, seed=1))
+    split = ImageSplits(image_set(40), image_set(12, seed=1))
     return ClassifyTask(resnet18(classes=3, width=4), split, Images(**settings), seed)
 
 
-def run(task: ClassifyTask, batch: Batch) -> Tensor:
-    sums: Tensor = task.module(**batch.on(torch.device("cpu")))
+def run(task: ClassifyTask, batch: MicroBatch) -> Tensor:
+    sums: Tensor = task.module(**batch.inputs_on(torch.device("cpu")))
     return sums
 
 
@@ -85,7 +85,7 @@ def test_a_cut_out_square_is_that_of_a_slow_loop(side: int) -> None:
     for row, (down, across) in enumerate(holes):
         top, left = down - side // 2, across - side // 2
         wanted[row, :, max(0, top) : top + side, max(0, left) : left + side] = 0.0
-    assert np.array_equal(cut_out(torch.from_numpy(images), torch.from_numpy(holes), side).numpy(), wanted)
+    assert np.array_equal(cutout(torch.from_numpy(images), torch.from_numpy(holes), side).numpy(), wanted)
 
 
 def test_a_shift_of_the_padding_is_the_image_itself() -> None:
@@ -95,19 +95,20 @@ def test_a_shift_of_the_padding_is_the_image_itself() -> None:
 
 def test_draws_depend_on_seed_step_and_row_and_on_nothing_else() -> None:
     settings, rows = Images(), list(range(200))
-    shifts, flips = draw(1, 7, rows, settings)
+    shifts, flips = draw_crops_and_flips(1, 7, rows, settings)
     for part in (rows[::-1], rows[50:60], [3], []):
-        some_shifts, some_flips = draw(1, 7, part, settings)
+        some_shifts, some_flips = draw_crops_and_flips(1, 7, part, settings)
         assert np.array_equal(some_shifts, shifts[part])
         assert np.array_equal(some_flips, flips[part])
-    for other in (draw(2, 7, rows, settings), draw(1, 8, rows, settings)):
+    for other in (draw_crops_and_flips(2, 7, rows, settings), draw_crops_and_flips(1, 8, rows, settings)):
         assert not np.array_equal(other[0], shifts)
         assert not np.array_equal(other[1], flips)
 
 
 def test_draws_are_spread_evenly_and_apart_from_each_other() -> None:
     shifts, flips = (
-        np.concatenate(part) for part in zip(*(draw(9, step, range(5000), Images()) for step in range(10)), strict=True)
+        np.concatenate(part)
+        for part in zip(*(draw_crops_and_flips(9, step, range(5000), Images()) for step in range(10)), strict=True)
     )
     for axis in (0, 1):
         shares = np.bincount(shifts[:, axis], minlength=9) / len(shifts)
@@ -120,19 +121,19 @@ def test_draws_are_spread_evenly_and_apart_from_each_other() -> None:
 
 def test_holes_are_drawn_everywhere_and_apart_from_the_crops() -> None:
     rows = range(50_000)
-    holes, (shifts, flips) = draw_holes(9, 3, rows, (32, 16)), draw(9, 3, rows, Images())
+    holes, (shifts, flips) = draw_cutout(9, 3, rows, (32, 16)), draw_crops_and_flips(9, 3, rows, Images())
     for axis, size in enumerate((32, 16)):
         shares = np.bincount(holes[:, axis], minlength=size) / len(holes)
         assert len(shares) == size
         assert np.abs(shares * size - 1).max() < 0.12  # four deviations of 50,000 draws over 32 places
     together = np.corrcoef(np.stack([holes[:, 0], holes[:, 1], shifts[:, 0], shifts[:, 1], flips]))
     assert np.abs(together - np.eye(5)).max() < 0.02
-    assert np.array_equal(draw_holes(9, 3, [7, 4], (32, 16)), holes[[7, 4]])
-    assert not np.array_equal(draw_holes(9, 4, rows, (32, 16)), holes)
+    assert np.array_equal(draw_cutout(9, 3, [7, 4], (32, 16)), holes[[7, 4]])
+    assert not np.array_equal(draw_cutout(9, 4, rows, (32, 16)), holes)
 
 
 def test_draws_stay_within_the_settings_and_take_no_time() -> None:
-    shifts, flips = draw(-3, 0, range(1000), Images(crop_padding=0, horizontal_flip=False))
+    shifts, flips = draw_crops_and_flips(-3, 0, range(1000), Images(random_crop_padding=0, horizontal_flip=False))
     assert not shifts.any()
     assert not flips.any()
     whole, best = task(), float("inf")
@@ -151,7 +152,7 @@ def test_a_batch_is_the_same_whoever_asks_and_whenever() -> None:
     halves = [task().batch(part, step=2) for part in (rows[:2], rows[2:])]
     for name, whole in first.inputs.items():
         assert torch.equal(torch.cat([half.inputs[name] for half in halves]), whole)
-    assert (first.trained, first.tokens) == (4, 4)
+    assert (first.trained_tokens, first.tokens) == (4, 4)
     assert not torch.equal(task().batch(rows, step=3).inputs["shifts"], first.inputs["shifts"])
 
 
@@ -163,30 +164,30 @@ def test_the_loss_is_the_summed_cross_entropy_of_the_images_it_should_show() -> 
     shown = slow_augment(
         made.images.train.images[rows], batch.inputs["shifts"].numpy(), batch.inputs["flips"].numpy(), 4
     )
-    pixels = (shown / 255.0 - np.array(made.pixels.mean)) / np.array(made.pixels.std)
+    pixels = (shown / 255.0 - np.array(made.pixel_stats.mean)) / np.array(made.pixel_stats.std)
     with torch.no_grad():
         logits = made.classifier.model(torch.from_numpy(pixels).float().permute(0, 3, 1, 2))
         loss, correct = run(made, batch)
     labels = torch.from_numpy(made.images.train.labels[rows])
     assert float(loss) == pytest.approx(float(F.cross_entropy(logits, labels, label_smoothing=0.1) * 10), rel=1e-5)
     assert int(correct) == int((logits.argmax(1) == labels).sum())
-    assert made.measures == ("loss", "accuracy")
+    assert made.metric_names == ("loss", "accuracy")
 
 
 @torch.no_grad()
 def test_a_cutout_blanks_what_is_learnt_from_and_nothing_that_is_measured() -> None:
-    plain, cut = task(), task(cutout=6)
+    plain, cut = task(), task(cutout_size=6)
     for made in (plain, cut):
         made.module.eval()
     rows = list(range(10))
     batch = cut.batch(rows, step=4)
-    holes = batch.inputs["holes"]
+    holes = batch.inputs["cutout_centers"]
     crops = augment(cut.classifier.train_images[rows], batch.inputs["shifts"], batch.inputs["flips"])
-    shown = cut_out(cut.classifier.normalise(crops), holes, 6)
+    shown = cutout(cut.classifier.normalise(crops), holes, 6)
     loss = F.cross_entropy(cut.classifier.model(shown), cut.classifier.train_labels[rows], reduction="sum")
     assert float(run(cut, batch)[0]) == pytest.approx(float(loss), rel=1e-5)
     assert float(run(plain, plain.batch(rows, step=4))[0]) != pytest.approx(float(loss), rel=1e-5)
-    assert "holes" not in plain.batch(rows, step=4).inputs
+    assert "cutout_centers" not in plain.batch(rows, step=4).inputs
     measured = [run(made, made.held_out_batch(range(12))) for made in (plain, cut)]
     assert torch.equal(*measured)
 
@@ -252,7 +253,7 @@ def test_a_blank_batch_adds_exactly_nothing_and_leaves_the_statistics_alone() ->
     run(made, made.batch(range(8)))
     before = statistics(made.module)
     for batch in (made.batch([], step=3), made.held_out_batch([])):
-        assert (batch.trained, batch.tokens) == (0, 0)
+        assert (batch.trained_tokens, batch.tokens) == (0, 0)
         sums = run(made, batch)
         assert sums.tolist() == [0.0, 0.0]
         sums[0].backward()  # type: ignore[no-untyped-call]
@@ -283,7 +284,7 @@ def test_ddp_does_not_send_the_images_around(tmp_path: Path) -> None:
         held = {made.module.get_buffer(name).data_ptr() for name in ("train_images", "test_images", "train_labels")}
         assert sent
         assert not sent & held
-        sums = wrapped(**made.batch([]).on(torch.device("cpu")))
+        sums = wrapped(**made.batch([]).inputs_on(torch.device("cpu")))
         sums[0].backward()
         assert not any(bool(weight.grad.any()) for weight in made.module.parameters() if weight.grad is not None)
     finally:
@@ -298,7 +299,7 @@ def test_settled_statistics_are_a_function_of_the_weights_alone() -> None:
         run(made, made.batch(range(step, step + 8), step))
     was = [norm.momentum for norm in made.module.modules() if isinstance(norm, nn.BatchNorm2d)]
     for one in (made, other):
-        one.classifier.settle(range(40), per_batch=20)
+        one.classifier.recalibrate_batch_norm(range(40), per_batch=20)
     ours, theirs = statistics(made.module), statistics(other.module)
     assert all(torch.allclose(ours[name], theirs[name]) for name in ours)
     shown = made.classifier.normalise(made.classifier.train_images)
@@ -312,27 +313,27 @@ def test_a_few_steps_learn_a_colour() -> None:
     labels = np.arange(48) % 3
     images = np.zeros((48, 16, 16, 3), np.uint8)
     images[np.arange(48), :, :, labels] = 200
-    side = ImageSet(images, labels, CLASSES, "colours")
+    side = ImageDataset(images, labels, CLASSES, "colours")
     torch.manual_seed(2)
-    made = ClassifyTask(resnet18(classes=3, width=4), ImageSplit(side, side), Images(), seed=1)
+    made = ClassifyTask(resnet18(classes=3, width=4), ImageSplits(side, side), Images(), seed=1)
     optimizer = torch.optim.SGD(made.module.parameters(), lr=0.05, momentum=0.9, nesterov=True)
     for step in range(12):
         loss = run(made, made.batch(range(48), step))[0] / 48
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    made.classifier.settle(range(48))
+    made.classifier.recalibrate_batch_norm(range(48))
     made.module.eval()
     assert int(run(made, made.held_out_batch(range(48)))[1]) == 48
     assert torch.equal(
-        confusion(made.classifier.probabilities(), made.classifier.test_labels), 16 * torch.eye(3).long()
+        confusion_matrix(made.classifier.probabilities(), made.classifier.test_labels), 16 * torch.eye(3).long()
     )
 
 
 def test_the_confusion_matrix_counts_truth_down_and_answers_across() -> None:
     answers = F.one_hot(torch.tensor([0, 1, 1, 2, 0]), 3).float()
     labels = torch.tensor([0, 0, 1, 2, 2])
-    assert confusion(answers, labels).tolist() == [[1, 1, 0], [0, 1, 0], [1, 0, 1]]
+    assert confusion_matrix(answers, labels).tolist() == [[1, 1, 0], [0, 1, 0], [1, 0, 1]]
 
 
 def test_the_worst_mistakes_are_the_surest_first() -> None:
@@ -344,9 +345,9 @@ def test_the_worst_mistakes_are_the_surest_first() -> None:
 
 
 def test_given_pixels_stand_for_the_sets_own() -> None:
-    split = ImageSplit(image_set(9), image_set(3))
-    made = ClassifyTask(resnet18(classes=3, width=4), split, Images(), 0, Pixels((0.5,) * 3, (0.25,) * 3))
+    split = ImageSplits(image_set(9), image_set(3))
+    made = ClassifyTask(resnet18(classes=3, width=4), split, Images(), 0, PixelStats((0.5,) * 3, (0.25,) * 3))
     shown = made.classifier.normalise(torch.full((1, 2, 2, 3), 255, dtype=torch.uint8))
     assert torch.allclose(shown, torch.full((1, 3, 2, 2), 2.0))
     assert isinstance(made.module, ClassifyLoss)
-    assert (made.rows, made.held_out_rows, made.length(3)) == (9, 3, 1)
+    assert (made.rows, made.held_out_rows, made.row_length(3)) == (9, 3, 1)

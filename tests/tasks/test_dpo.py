@@ -14,54 +14,66 @@ import torch
 from torch import Tensor
 
 from families import BACKENDS, FAMILIES, family
-from modelwright.data.chat import Encoded
-from modelwright.data.preferences import EncodedPair, Pair, Preferences
-from modelwright.engine.loop import Engine
-from modelwright.engine.world import World
+from modelwright.data.chat import TokenizedRow
+from modelwright.data.preferences import PreferenceDataset, PreferencePair, TokenizedPair
+from modelwright.engine.distributed import World
+from modelwright.engine.trainer import Engine
 from modelwright.errors import ModelwrightError
 from modelwright.models import attention
-from modelwright.models.branches import branch_mask, paths_of, takes_paths, why_not
-from modelwright.models.spread import spread_of
-from modelwright.models.text import load_model, load_tokenizer, stop_tokens
+from modelwright.models.attention import unshared_layout
+from modelwright.models.prefix_sharing import (
+    prefix_sharing_blocker,
+    shared_prefix_layout,
+    shared_prefix_mask,
+    supports_layout,
+)
+from modelwright.models.pretrained import eos_token_ids, load_model, load_tokenizer
 from modelwright.models.trainable import set_trainable
-from modelwright.plan.facts import Facts
+from modelwright.plan.hardware import DeviceInfo
 from modelwright.plan.stage import plan_stage
-from modelwright.recipe.schema import Dpo
-from modelwright.recipe.training import Preference
-from modelwright.tasks.dpo import DpoTask, PairLoss, collate, told_by
+from modelwright.recipe.schema import DpoConfig, PreferenceConfig
+from modelwright.tasks.dpo import (
+    REF_FILE,
+    REF_MANIFEST,
+    DpoLoss,
+    DpoTask,
+    collate_pairs,
+    compute_ref_logps,
+    precompute_ref_log_probs,
+    with_layout,
+)
 from modelwright.tasks.losses import preference_loss
-from modelwright.tasks.reference import FACTS, TENSORS, measure, set_reference
 from tiny import tiny_pairs
 
-LAPTOP = Facts("cpu", "a laptop", 8 << 30, fast_bf16=False)
+LAPTOP = DeviceInfo("cpu", "a laptop", 8 << 30, fast_bf16=False)
 SIZES = ((9, 5, 8), (4, 7, 3), (14, 1, 2))
 """Tokens in the prompt, the chosen and the rejected answer of each pair; the gemma's window is shorter than most."""
 
 
-def encoded(*sizes: tuple[int, int, int], seed: int = 0) -> list[EncodedPair]:
+def encoded(*sizes: tuple[int, int, int], seed: int = 0) -> list[TokenizedPair]:
     """Random pairs whose answers are trained throughout."""
     dice = np.random.default_rng(seed)
     rows = [[dice.integers(3, 300, size, dtype=np.int32) for size in each] for each in sizes]
     return [
-        EncodedPair(prompt, *(Encoded(tokens, np.ones(len(tokens), dtype=bool)) for tokens in answers))
+        TokenizedPair(prompt, *(TokenizedRow(tokens, np.ones(len(tokens), dtype=bool)) for tokens in answers))
         for prompt, *answers in rows
     ]
 
 
-def likelihoods(model: Any, pairs: Sequence[EncodedPair], shared: bool) -> Tensor:
-    return PairLoss(model, Preference())(**collate(pairs, shared).inputs)  # type: ignore[no-any-return]
+def likelihoods(model: Any, pairs: Sequence[TokenizedPair], shared: bool) -> Tensor:
+    return DpoLoss(model, PreferenceConfig())(**collate_pairs(pairs, shared).inputs)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_prompt_computed_once_gives_the_loss_and_the_gradients_of_two_passes(name: str, backend: str) -> None:
     model, pairs = family(name, backend), encoded(*SIZES)
-    assert why_not(model) is None
+    assert prefix_sharing_blocker(model) is None
     reference = likelihoods(model, pairs, shared=False).detach() + torch.linspace(-1, 1, 26)
     sums, gradients = [], []
     for shared in (True, False):
-        batch = collate(pairs, shared)
-        found = PairLoss(model, Preference())(**batch.inputs, reference=reference)
+        batch = collate_pairs(pairs, shared)
+        found = DpoLoss(model, PreferenceConfig())(**batch.inputs, ref_logps=reference)
         found[0].backward()
         sums.append(found.detach())
         gradients.append({name: weight.grad.clone() for name, weight in model.named_parameters()})
@@ -75,29 +87,29 @@ def test_a_prompt_computed_once_gives_the_loss_and_the_gradients_of_two_passes(n
 def test_the_blocks_of_flex_attention_are_the_mask_of_the_others() -> None:
     from torch.nn.attention.flex_attention import create_mask
 
-    batch = collate(encoded(*SIZES)).inputs
+    batch = collate_pairs(encoded(*SIZES)).inputs
     rows, length = batch["tokens"].shape
     for name in ("llama", "gemma3_text"):
         model = copy.deepcopy(family(name))
-        wanted = branch_mask(model, batch["positions"], batch["branches"])
+        wanted = shared_prefix_mask(model, batch["positions"], batch["segment_ids"])
         model.config._attn_implementation = "flex_attention"
-        blocks = branch_mask(model, batch["positions"], batch["branches"])
+        blocks = shared_prefix_mask(model, batch["positions"], batch["segment_ids"])
         for mask, block in (
             zip(wanted.values(), blocks.values(), strict=True) if name != "llama" else [(wanted, blocks)]
         ):
             assert torch.equal(create_mask(block.mask_mod, rows, 1, length, length, device="cpu"), mask)
 
 
-@pytest.mark.parametrize("way", [paths_of, spread_of])
+@pytest.mark.parametrize("way", [shared_prefix_layout, unshared_layout])
 def test_answers_that_are_told_of_without_a_mask_say_what_the_mask_says(way: Any, monkeypatch: Any) -> None:
     model = copy.deepcopy(family("llama"))
-    attention.install(model)
-    assert takes_paths(model, way)
-    module, batch = PairLoss(model, Preference()), collate(encoded(*SIZES), multiple=16)
-    monkeypatch.setattr(module, "_in_halves", lambda: True)
+    attention.register_attention(model)
+    assert supports_layout(model, way)
+    module, batch = DpoLoss(model, PreferenceConfig()), collate_pairs(encoded(*SIZES), multiple=16)
+    monkeypatch.setattr(module, "_computes_in_half", lambda: True)
     masked = module(**batch.inputs)
     gradients = torch.autograd.grad(masked.sum(), list(model.parameters()))
-    found = module(**told_by(way, batch).inputs)
+    found = module(**with_layout(way, batch).inputs)
     torch.testing.assert_close(found, masked, rtol=1e-5, atol=1e-5)
     for ours, theirs in zip(torch.autograd.grad(found.sum(), list(model.parameters())), gradients, strict=True):
         assert (ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-3) < 1e-5
@@ -107,27 +119,27 @@ def test_answers_that_are_told_of_without_a_mask_say_what_the_mask_says(way: Any
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_answers_are_told_of_without_a_mask_on_a_gpu() -> None:
     model = copy.deepcopy(family("llama")).cuda()
-    attention.install(model)
-    assert takes_paths(model) and takes_paths(model, spread_of)
+    attention.register_attention(model)
+    assert supports_layout(model) and supports_layout(model, unshared_layout)
 
 
 def test_attention_over_answers_that_are_laid_apart_compiles_whole_at_any_length() -> None:
     def attended(query: Tensor, key: Tensor, places: Tensor, uses: Tensor, firsts: Tensor) -> Tensor:
-        laid = {"spread_places": places, "spread_uses": uses, "spread_firsts": firsts}
-        return attention.attend(None, query, key, key, None, **laid)[0]
+        laid = {"unshare_gather_index": places, "unshare_scatter_index": uses, "unshare_first_use": firsts}
+        return attention.attention_forward(None, query, key, key, None, **laid)[0]
 
     compiled = torch.compile(attended, backend="eager", fullgraph=True)
     for sizes in (SIZES, SIZES[1:], ((20, 9, 30),) * 4):
-        branches = collate(encoded(*sizes)).inputs["branches"]
+        branches = collate_pairs(encoded(*sizes)).inputs["segment_ids"]
         query, key = (torch.randn(len(branches), heads, branches.shape[1], 8) for heads in (4, 2))
-        told = spread_of(branches)
+        told = unshared_layout(branches)
         torch.testing.assert_close(compiled(query, key, *told), attended(query, key, *told))
 
 
 def test_answers_are_not_laid_apart_where_a_layer_sees_less() -> None:
     model = copy.deepcopy(family("gemma3_text"))
-    attention.install(model)
-    assert not takes_paths(model, spread_of)
+    attention.register_attention(model)
+    assert not supports_layout(model, unshared_layout)
 
 
 @pytest.mark.gpu
@@ -137,9 +149,9 @@ def test_flex_attention_gives_the_loss_and_the_gradients_of_sdpa() -> None:
     found = []
     for backend in ("sdpa", "flex_attention"):
         model.set_attn_implementation(backend)
-        assert why_not(model) is None
-        inputs = {name: tensor.cuda() for name, tensor in collate(pairs).inputs.items()}
-        PairLoss(model, Preference())(**inputs).sum().backward()
+        assert prefix_sharing_blocker(model) is None
+        inputs = {name: tensor.cuda() for name, tensor in collate_pairs(pairs).inputs.items()}
+        DpoLoss(model, PreferenceConfig())(**inputs).sum().backward()
         found.append(torch.cat([weight.grad.flatten() for weight in model.parameters()]))
         model.zero_grad(set_to_none=True)
     assert (found[0] - found[1]).abs().max() / found[0].abs().max() < 1e-2
@@ -150,9 +162,9 @@ def test_flex_attention_gives_the_loss_and_the_gradients_of_sdpa() -> None:
 def test_an_answer_cannot_see_the_other_nor_the_padding(name: str) -> None:
     model, (pair, other) = family(name), encoded((9, 5, 8), (9, 5, 17))
     alone = likelihoods(model, [pair], shared=True)
-    changed = EncodedPair(pair.prompt, pair.chosen, other.rejected)
+    changed = TokenizedPair(pair.prompt, pair.chosen, other.rejected)
     torch.testing.assert_close(likelihoods(model, [changed], shared=True)[:5], alone[:5], rtol=0, atol=1e-5)
-    changed = EncodedPair(pair.prompt, other.chosen, pair.rejected)
+    changed = TokenizedPair(pair.prompt, other.chosen, pair.rejected)
     torch.testing.assert_close(likelihoods(model, [changed], shared=True)[5:], alone[5:], rtol=0, atol=1e-5)
     torch.testing.assert_close(likelihoods(model, [pair, other], shared=True)[:13], alone, rtol=0, atol=1e-5)
 
@@ -160,10 +172,10 @@ def test_an_answer_cannot_see_the_other_nor_the_padding(name: str) -> None:
 def test_a_model_that_takes_no_mask_computes_each_answer_in_a_row_of_its_own(untied_model_folder: Path) -> None:
     model = load_model(untied_model_folder)
     model.config._attn_implementation = "flash_attention_2"
-    assert "takes no mask" in str(why_not(model))
-    batch = collate(encoded(*SIZES), shared=False)
+    assert "takes no mask" in str(prefix_sharing_blocker(model))
+    batch = collate_pairs(encoded(*SIZES), shared=False)
     assert batch.inputs["tokens"].shape == (6, 17)
-    assert "branches" not in batch.inputs
+    assert "segment_ids" not in batch.inputs
 
 
 @pytest.mark.parametrize(
@@ -179,7 +191,7 @@ def test_a_model_that_takes_no_mask_computes_each_answer_in_a_row_of_its_own(unt
 )
 def test_each_loss_is_its_formula(wish: dict[str, Any], expected: float) -> None:
     # the chosen answer of 4 tokens has become likelier by 2, the rejected one of 2 tokens less likely by 1
-    [found] = preference_loss(torch.tensor([[2.0, -1.0]]), torch.tensor([[4, 2]]), Preference(**wish)).tolist()
+    [found] = preference_loss(torch.tensor([[2.0, -1.0]]), torch.tensor([[4, 2]]), PreferenceConfig(**wish)).tolist()
     assert found == pytest.approx(expected, rel=1e-5)
 
 
@@ -187,8 +199,8 @@ def test_what_is_measured_is_what_it_says() -> None:
     model, pairs = family("llama"), encoded(*SIZES)
     now = likelihoods(model, pairs, shared=True).detach()
     reference = now - torch.tensor([0.1] * 5 + [-0.2] * 8 + [-0.1] * 7 + [0.3] * 3 + [0.4] + [0.25] * 2)
-    found = PairLoss(model, Preference(beta=0.5))(**collate(pairs).inputs, reference=reference).tolist()
-    values = dict(zip(DpoTask.measures, found, strict=True))
+    found = DpoLoss(model, PreferenceConfig(beta=0.5))(**collate_pairs(pairs).inputs, ref_logps=reference).tolist()
+    values = dict(zip(DpoTask.metric_names, found, strict=True))
     chosen = float(now[:5].sum() + now[13:20].sum() + now[23:24].sum())
     assert values["reward_accuracy"] == 1  # of three
     assert values["reward_margin"] == pytest.approx(0.5 * (0.5 + 1.6 - 0.7 - 0.9 + 0.4 - 0.5), abs=1e-4)
@@ -200,9 +212,9 @@ def test_what_is_measured_is_what_it_says() -> None:
     assert values["kl per answer_tokens"] == pytest.approx(float((moved.exp() - 1 - moved).sum()), rel=1e-4)
 
 
-def preferences(count: int = 12, held_out: int = 4) -> Preferences:
+def preferences(count: int = 12, held_out: int = 4) -> PreferenceDataset:
     pairs = [
-        Pair(
+        PreferencePair(
             str(place),
             ({"role": "user", "content": row["prompt"]},),
             ({"role": "assistant", "content": row["chosen"]},),
@@ -211,14 +223,14 @@ def preferences(count: int = 12, held_out: int = 4) -> Preferences:
         )
         for place, row in enumerate(tiny_pairs(count + held_out))
     ]
-    return Preferences(pairs[:count], pairs[count:], "")
+    return PreferenceDataset(pairs[:count], pairs[count:], "")
 
 
 def ready(folder: Path, model: Any = None, **wish: Any) -> tuple[DpoTask, Engine]:
     """A task and an engine over the tiny model."""
-    settings = Dpo(**{"precision": "fp32", "max_length": 128, "learning_rate": 1e-3, "max_steps": 6, **wish})
+    settings = DpoConfig(**{"precision": "fp32", "max_length": 128, "learning_rate": 1e-3, "max_steps": 6, **wish})
     model = model or load_model(folder)
-    task = DpoTask(model, load_tokenizer(folder), preferences(), settings, stop_tokens(model))
+    task = DpoTask(model, load_tokenizer(folder), preferences(), settings, eos_token_ids(model))
     return task, Engine(task, settings, plan_stage(settings, task.rows, 1, LAPTOP), World(), seed=7)
 
 
@@ -226,7 +238,7 @@ def test_before_the_first_step_nothing_is_preferred_and_the_loss_is_the_logarith
     model_folder: Path, tmp_path: Path
 ) -> None:
     task, engine = ready(model_folder)
-    set_reference(task, engine, tmp_path, "m")
+    precompute_ref_log_probs(task, engine, tmp_path, "m")
     found = engine.evaluate()
     assert found["eval_loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert found["eval_reward_margin"] == pytest.approx(0, abs=1e-5)
@@ -245,7 +257,7 @@ def test_training_prefers_the_chosen_answers_and_accumulation_equals_a_large_bat
         task, engine = ready(
             model_folder, per_device_train_batch_size=rows, gradient_accumulation_steps=turns, max_steps=10
         )
-        set_reference(task, engine, tmp_path, "m")
+        precompute_ref_log_probs(task, engine, tmp_path, "m")
         curves.append([(report.loss, report.grad_norm) for report in engine.steps()])
         measured.append(engine.evaluate())
     assert np.array(curves[0]) == pytest.approx(np.array(curves[1]), rel=1e-4)
@@ -257,56 +269,56 @@ def test_training_prefers_the_chosen_answers_and_accumulation_equals_a_large_bat
 
 def test_the_kept_reference_is_the_fresh_one_and_is_not_measured_again(model_folder: Path, tmp_path: Path) -> None:
     task, engine = ready(model_folder)
-    set_reference(task, engine, tmp_path, "m")
-    fresh = measure(task, engine)
+    precompute_ref_log_probs(task, engine, tmp_path, "m")
+    fresh = compute_ref_logps(task, engine)
     for _ in engine.steps():  # whatever the weights have become since, the kept reference is of those before
         pass
     again, moved = ready(model_folder, model=task.module.model)
-    assert set_reference(again, moved, tmp_path, "m") is None
+    assert precompute_ref_log_probs(again, moved, tmp_path, "m") is None
     for side, line in fresh.items():
-        assert np.array_equal(np.concatenate(again.references[side]), line)
-    assert not np.array_equal(measure(again, moved)["train"], fresh["train"])
+        assert np.array_equal(np.concatenate(again.ref_logps[side]), line)
+    assert not np.array_equal(compute_ref_logps(again, moved)["train"], fresh["train"])
 
 
 def test_a_damaged_reference_or_that_of_another_model_is_measured_again_and_told(
     model_folder: Path, tmp_path: Path
 ) -> None:
     task, engine = ready(model_folder)
-    set_reference(task, engine, tmp_path, "m")
-    before = (tmp_path / TENSORS).read_bytes()
+    precompute_ref_log_probs(task, engine, tmp_path, "m")
+    before = (tmp_path / REF_FILE).read_bytes()
     damaged = bytearray(before)
     damaged[-3] ^= 1
     told: list[str | None] = []
     for spoil in (
-        lambda: (tmp_path / TENSORS).write_bytes(damaged),
-        lambda: (tmp_path / TENSORS).unlink(),
-        lambda: (tmp_path / FACTS).write_text("{"),
+        lambda: (tmp_path / REF_FILE).write_bytes(damaged),
+        lambda: (tmp_path / REF_FILE).unlink(),
+        lambda: (tmp_path / REF_MANIFEST).write_text("{"),
     ):
         spoil()
-        told.append(set_reference(task, engine, tmp_path, "m"))
-        assert (tmp_path / TENSORS).read_bytes() == before
-    told.append(set_reference(task, engine, tmp_path, "another"))
+        told.append(precompute_ref_log_probs(task, engine, tmp_path, "m"))
+        assert (tmp_path / REF_FILE).read_bytes() == before
+    told.append(precompute_ref_log_probs(task, engine, tmp_path, "another"))
     words = ("is damaged", "there is no reference.safetensors", "cannot be read", "of another model")
     assert all(word in str(line) for word, line in zip(words, told, strict=True)), told
 
 
 def test_under_adapters_the_reference_is_the_model_without_them(model_folder: Path, tmp_path: Path) -> None:
     plain, engine = ready(model_folder)
-    adapted = set_trainable(load_model(model_folder), Dpo(trainable="lora", lora_r=4))
+    adapted = set_trainable(load_model(model_folder), DpoConfig(trainable="lora", lora_r=4))
     for name, weight in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight)
     task, other = ready(model_folder, model=adapted)
-    assert np.array_equal(measure(task, other)["train"], measure(plain, engine)["train"])
+    assert np.array_equal(compute_ref_logps(task, other)["train"], compute_ref_logps(plain, engine)["train"])
     assert sum(1 for module in task.module.modules() if type(module).__name__ == "LlamaForCausalLM") == 1
 
 
 def test_pairs_that_are_cut_are_counted_and_too_many_are_refused(model_folder: Path) -> None:
     with pytest.raises(ModelwrightError, match=r"12 of 12 pairs are longer than max_length 32 .* \(1\); raise one"):
         ready(model_folder, max_length=32)
-    task, _ = ready(model_folder, max_length=32, max_truncated="100%")
-    facts = task.train_set.facts()
+    task, _ = ready(model_folder, max_length=32, max_truncated_rows="100%")
+    facts = task.train_set.stats()
     assert (facts["rows"], facts["truncated_rows"], facts["dropped_rows"]) == (12, 12, 0)
-    assert facts["lost_tokens"] > 0
+    assert facts["truncated_tokens"] > 0
     assert all(len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) == 32 for pair in task.train_set.rows)
-    assert all(pair.chosen.trained.any() and pair.rejected.trained.any() for pair in task.train_set.rows)
+    assert all(pair.chosen.loss_mask.any() and pair.rejected.loss_mask.any() for pair in task.train_set.rows)

@@ -5,21 +5,27 @@ from __future__ import annotations
 import pytest
 import torch
 
-from modelwright.tasks import head_loss
-from modelwright.tasks.head_loss import _Likelihoods, likelihoods, summed_head_loss
-from modelwright.tasks.losses import IGNORED, log_probabilities, summed_cross_entropy
+from modelwright.tasks import losses
+from modelwright.tasks.losses import (
+    IGNORE_INDEX,
+    _TokenLogps,
+    fused_linear_cross_entropy,
+    selective_log_softmax,
+    summed_cross_entropy,
+    token_logps,
+)
 
 
 @pytest.fixture(autouse=True)
 def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_loss, "AT_ONCE", 16)
+    monkeypatch.setattr(losses, "LOSS_CHUNK", 16)
 
 
 def parts(places: int = 70) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     hidden, head = torch.randn(places, 32), torch.randn(50, 32)
     targets = torch.randint(0, 50, (places,))
-    targets[3::7] = IGNORED
+    targets[3::7] = IGNORE_INDEX
     return hidden.requires_grad_(), head.requires_grad_(), targets
 
 
@@ -28,7 +34,7 @@ def test_loss_and_gradients_equal_the_plain_way(places: int) -> None:
     hidden, head, targets = parts(places)
     plain = summed_cross_entropy(hidden @ head.T, targets)
     expected = torch.autograd.grad(plain * 0.3, (hidden, head))
-    ours = summed_head_loss(hidden, head, targets)
+    ours = fused_linear_cross_entropy(hidden, head, targets)
     found = torch.autograd.grad(ours * 0.3, (hidden, head))
     torch.testing.assert_close(ours, plain)
     for one, other in zip(found, expected, strict=True):
@@ -39,7 +45,7 @@ def test_loss_and_gradients_equal_the_plain_way(places: int) -> None:
 def test_what_is_frozen_gets_no_gradient(frozen: int) -> None:
     *weights, targets = parts()
     weights[frozen].requires_grad_(False)
-    summed_head_loss(*weights, targets).backward()
+    fused_linear_cross_entropy(*weights, targets).backward()
     assert weights[frozen].grad is None
     assert weights[1 - frozen].grad is not None
 
@@ -47,9 +53,9 @@ def test_what_is_frozen_gets_no_gradient(frozen: int) -> None:
 def test_likelihoods_and_their_gradients_equal_the_plain_way() -> None:
     hidden, head, targets = parts()
     targets, weights = targets.clamp(min=0), torch.linspace(-1, 1, 70)
-    plain = log_probabilities(hidden @ head.T, targets)
+    plain = selective_log_softmax(hidden @ head.T, targets)
     expected = torch.autograd.grad(plain @ weights, (hidden, head))
-    for found in (likelihoods(hidden, head, targets), _Likelihoods.apply(hidden, head, targets)):
+    for found in (token_logps(hidden, head, targets), _TokenLogps.apply(hidden, head, targets)):
         torch.testing.assert_close(found, plain)
         for one, other in zip(torch.autograd.grad(found @ weights, (hidden, head)), expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
@@ -58,4 +64,4 @@ def test_likelihoods_and_their_gradients_equal_the_plain_way() -> None:
 def test_measuring_keeps_nothing() -> None:
     hidden, head, targets = parts()
     with torch.no_grad():
-        assert not summed_head_loss(hidden, head, targets).requires_grad
+        assert not fused_linear_cross_entropy(hidden, head, targets).requires_grad

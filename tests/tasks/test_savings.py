@@ -14,29 +14,42 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from families import BACKENDS, FAMILIES, family
-from modelwright.data.chat import Encoded
-from modelwright.data.conversations import load
-from modelwright.engine.loop import Engine
-from modelwright.engine.world import World
+from modelwright.data.chat import TokenizedRow, load_conversations
+from modelwright.engine.distributed import World
+from modelwright.engine.trainer import Engine
 from modelwright.models import attention
-from modelwright.models.branches import takes_paths
-from modelwright.models.text import load_model, load_tokenizer, stop_tokens
-from modelwright.models.trainable import decoder_layers, recompute_activations, set_trainable
-from modelwright.models.trunk import Trunk, dropout_of, frozen_depth
-from modelwright.plan.facts import probe
+from modelwright.models.activation_checkpoint import enable_activation_checkpointing
+from modelwright.models.prefix_sharing import supports_layout
+from modelwright.models.pretrained import eos_token_ids, load_model, load_tokenizer
+from modelwright.models.trainable import decoder_layers, set_trainable
+from modelwright.plan.hardware import probe_device
 from modelwright.plan.stage import plan_stage
 from modelwright.recipe.load import load as load_recipe
-from modelwright.recipe.schema import Sft
-from modelwright.recipe.training import Parts
+from modelwright.recipe.schema import SftConfig, TrainableConfig
 from modelwright.runs.folder import read_json
-from modelwright.tasks.kept import TOKENS_AT_ONCE, Home, KeptStates, choose_home
-from modelwright.tasks.layout import UNMASKED, behind, lay_out, places_of, shared_beginning, side_by_side, without_mask
-from modelwright.tasks.savings import find_savings
-from modelwright.tasks.sft import AnswerLoss, SftTask
+from modelwright.tasks.batching import (
+    NO_ROW_LIMIT,
+    cache_index_of,
+    collate_rows,
+    layout_rows,
+    layout_shared_prefix,
+    shared_prefix_length,
+    to_varlen,
+)
+from modelwright.tasks.frozen_cache import (
+    TOKENS_PER_FORWARD,
+    CacheLocation,
+    FrozenLayers,
+    HiddenStateCache,
+    choose_location,
+    dropout_setting,
+    num_frozen_layers,
+)
+from modelwright.tasks.sft import SftLoss, SftTask, find_compute_reuse
 from tiny import tiny_model, tiny_recipe
 
 SYSTEM = "You count ropes and tents and knots for a scout troop. Say the sum first, then whether to count again."
-LAST_LAYER = {"last_layers": 1, "head": True}
+LAST_LAYER = {"last_layers": 1, "lm_head": True}
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +58,12 @@ def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("deep"), layers=4, tied=False)
 
 
-def documents(*lengths: int, seed: int = 0) -> list[Encoded]:
+def documents(*lengths: int, seed: int = 0) -> list[TokenizedRow]:
     """Random documents whose second half is trained."""
     dice = np.random.default_rng(seed)
     return [
-        Encoded(dice.integers(3, 300, length, dtype=np.int32), np.arange(length) >= length // 2) for length in lengths
+        TokenizedRow(dice.integers(3, 300, length, dtype=np.int32), np.arange(length) >= length // 2)
+        for length in lengths
     ]
 
 
@@ -59,12 +73,12 @@ def gradients(module: torch.nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def with_one_beginning(*lengths: int) -> list[Encoded]:
+def with_one_beginning(*lengths: int) -> list[TokenizedRow]:
     """Random documents behind the same 20 tokens."""
-    first = documents(20, seed=5)[0].tokens
+    first = documents(20, seed=5)[0].input_ids
     untrained = np.zeros(20, dtype=np.bool_)
     return [
-        Encoded(np.concatenate([first, each.tokens]), np.concatenate([untrained, each.trained]))
+        TokenizedRow(np.concatenate([first, each.input_ids]), np.concatenate([untrained, each.loss_mask]))
         for each in documents(*lengths)
     ]
 
@@ -72,12 +86,12 @@ def with_one_beginning(*lengths: int) -> list[Encoded]:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_shared_beginning_gives_the_loss_and_the_gradients_of_whole_rows(name: str, backend: str) -> None:
-    module, rows = AnswerLoss(family(name, backend)), with_one_beginning(40, 35, 50, 44)
-    beginning = shared_beginning(rows)
+    module, rows = SftLoss(family(name, backend)), with_one_beginning(40, 35, 50, 44)
+    beginning = shared_prefix_length(rows)
     assert beginning == 20
-    plain = lay_out(side_by_side([[0], [1], [2], [3]], rows), rows)
-    shared = lay_out(behind(beginning, range(4), rows), rows, beginning)
-    assert (shared.trained, shared.tokens) == (plain.trained, plain.tokens)
+    plain = collate_rows(layout_rows([[0], [1], [2], [3]], rows), rows)
+    shared = collate_rows(layout_shared_prefix(beginning, range(4), rows), rows, beginning)
+    assert (shared.trained_tokens, shared.tokens) == (plain.trained_tokens, plain.tokens)
     assert shared.inputs["tokens"].numel() < plain.inputs["tokens"].numel()
     losses, found = [], []
     for batch in (plain, shared):
@@ -93,14 +107,14 @@ def test_a_shared_beginning_gives_the_loss_and_the_gradients_of_whole_rows(name:
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "smollm3"])
 def test_a_shared_beginning_needs_no_mask_where_attention_takes_paths(name: str) -> None:
     model, rows = copy.deepcopy(family(name)), with_one_beginning(40, 35, 50, 44)
-    attention.install(model)
-    module = AnswerLoss(model)
-    masked = lay_out(behind(20, range(4), rows, longest=130), rows, 20)
+    attention.register_attention(model)
+    module = SftLoss(model)
+    masked = collate_rows(layout_shared_prefix(20, range(4), rows, max_row_length=130), rows, 20)
     assert len(masked.inputs["tokens"]) == 2
-    in_one_row = lay_out(behind(20, range(4), rows, UNMASKED), rows, 20, multiple=128)
+    in_one_row = collate_rows(layout_shared_prefix(20, range(4), rows, NO_ROW_LIMIT), rows, 20, multiple=128)
     assert in_one_row.inputs["tokens"].shape == (1, 256)
     losses, found = [], []
-    for batch in (masked, without_mask(masked), without_mask(in_one_row)):
+    for batch in (masked, to_varlen(masked), to_varlen(in_one_row)):
         loss = module(**batch.inputs)
         loss.backward()
         losses.append(loss.item())
@@ -116,13 +130,16 @@ def test_a_shared_beginning_needs_no_mask_where_attention_takes_paths(name: str)
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "smollm3"])
 def test_a_shared_beginning_needs_no_mask_on_a_gpu(name: str) -> None:
     model, rows = copy.deepcopy(family(name)).cuda(), with_one_beginning(40, 35, 50, 44)
-    attention.install(model)
-    assert takes_paths(model)
-    module, masked = AnswerLoss(model), lay_out(behind(20, range(4), rows), rows, 20)
+    attention.register_attention(model)
+    assert supports_layout(model)
+    module, masked = SftLoss(model), collate_rows(layout_shared_prefix(20, range(4), rows), rows, 20)
     losses, found = [], []
-    for batch in (masked, without_mask(lay_out(behind(20, range(4), rows, UNMASKED), rows, 20, multiple=128))):
+    for batch in (
+        masked,
+        to_varlen(collate_rows(layout_shared_prefix(20, range(4), rows, NO_ROW_LIMIT), rows, 20, multiple=128)),
+    ):
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = module(**batch.on(torch.device("cuda")))
+            loss = module(**batch.inputs_on(torch.device("cuda")))
         loss.backward()
         losses.append(loss.item())
         found.append(torch.cat([gradient.flatten() for gradient in gradients(module).values()]))
@@ -132,61 +149,61 @@ def test_a_shared_beginning_needs_no_mask_on_a_gpu(name: str) -> None:
 
 def test_many_documents_stand_in_even_rows_behind_copies_of_the_beginning() -> None:
     rows = with_one_beginning(*[100] * 40)
-    laid = behind(20, range(40), rows)
+    laid = layout_shared_prefix(20, range(40), rows)
     assert [len(row) for row in laid] == [15, 15, 13]
-    assert sorted(piece.document for row in laid for piece in row[1:]) == list(range(40))
+    assert sorted(piece.example for row in laid for piece in row[1:]) == list(range(40))
     assert all((row[0].start, row[0].stop) == (0, 20) for row in laid)
 
 
 def test_nothing_is_shared_that_a_row_is_trained_on_or_that_is_short() -> None:
     rows = with_one_beginning(30, 31)
-    assert shared_beginning(rows) == 20
-    early = [Encoded(row.tokens, np.arange(len(row)) >= 18) for row in rows]
-    assert shared_beginning(early) == 17, "place 17 foretells token 18, which is trained"
-    assert shared_beginning([Encoded(row.tokens, np.arange(len(row)) >= 9) for row in rows]) == 0
-    assert shared_beginning(rows[:1]) == 0
+    assert shared_prefix_length(rows) == 20
+    early = [TokenizedRow(row.input_ids, np.arange(len(row)) >= 18) for row in rows]
+    assert shared_prefix_length(early) == 17, "place 17 foretells token 18, which is trained"
+    assert shared_prefix_length([TokenizedRow(row.input_ids, np.arange(len(row)) >= 9) for row in rows]) == 0
+    assert shared_prefix_length(rows[:1]) == 0
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_model_in_two_halves_is_the_model(name: str) -> None:
     model = family(name)
     for depth in range(1, len(decoder_layers(model)) + 1):
-        assert Trunk(model, depth).is_exact(), depth
+        assert FrozenLayers(model, depth).is_exact(), depth
 
 
-def task_of(folder: Path, model_folder: Path, model: Any = None, **settings: Any) -> tuple[SftTask, Any, Sft]:
+def task_of(folder: Path, model_folder: Path, model: Any = None, **settings: Any) -> tuple[SftTask, Any, SftConfig]:
     wish = {"trainable": LAST_LAYER, "max_length": 128, "max_steps": 5, **settings}
     recipe = load_recipe(tiny_recipe(folder, model_folder, **wish), environ={}).recipe
-    data = load(recipe.data.model_copy(update={"system_prompt": SYSTEM}), recipe.seed, folder)
+    data = load_conversations(recipe.data.model_copy(update={"system_prompt": SYSTEM}), recipe.seed, folder)
     sft = recipe.sft
     assert sft is not None
     model = set_trainable(load_model(model_folder) if model is None else model, sft)
-    return SftTask(model, load_tokenizer(model_folder), data, sft, stop_tokens(model)), model, sft
+    return SftTask(model, load_tokenizer(model_folder), data, sft, eos_token_ids(model)), model, sft
 
 
 def train(folder: Path, model_folder: Path, **settings: Any) -> tuple[list[float], dict[str, Tensor], Engine]:
     """Losses before, in and after five steps, and the weights they leave."""
     task, model, sft = task_of(folder, model_folder, **settings)
-    engine = Engine(task, sft, plan_stage(sft, task.rows, 1, probe()), World(), seed=3)
-    find_savings(task, model, sft).settle(engine, folder / "trunk", "model")
+    engine = Engine(task, sft, plan_stage(sft, task.rows, 1, probe_device()), World(), seed=3)
+    find_compute_reuse(task, model, sft).precompute(engine, folder / "trunk", "model")
     losses = [engine.evaluate()["eval_loss"]]
     losses += [report.loss for report in engine.steps()]
-    return [*losses, engine.evaluate()["eval_loss"]], engine.weights, engine
+    return [*losses, engine.evaluate()["eval_loss"]], engine.trainable_params, engine
 
 
 def test_a_kept_trunk_gives_the_run_without_it_to_the_last_bit(deep_model: Path, tmp_path: Path) -> None:
     if not _rows_are_computed_alike():
         pytest.skip("this processor's kernels add a row up in another order in another batch")
-    plain, weights, _ = train(tmp_path / "plain", deep_model, keep_trunk="off", share_prefix=False)
+    plain, weights, _ = train(tmp_path / "plain", deep_model, cache_frozen_layers="off", share_prefix=False)
     for where in ("memory", "disk"):
-        losses, moved, engine = train(tmp_path / where, deep_model, keep_trunk=where, share_prefix=False)
+        losses, moved, engine = train(tmp_path / where, deep_model, cache_frozen_layers=where, share_prefix=False)
         assert engine.task.answers.kept is not None  # type: ignore[attr-defined]
         assert losses == plain
         assert all(torch.equal(weights[name], weight) for name, weight in moved.items())
 
 
 def test_a_kept_trunk_behind_a_shared_beginning_gives_the_plain_losses(deep_model: Path, tmp_path: Path) -> None:
-    plain, _, engine = train(tmp_path / "plain", deep_model, keep_trunk="off", share_prefix=False)
+    plain, _, engine = train(tmp_path / "plain", deep_model, cache_frozen_layers="off", share_prefix=False)
     assert engine.task.beginning == 0  # type: ignore[attr-defined]
     for packing in (False, True):
         both, _, engine = train(tmp_path / str(packing), deep_model, packing=packing)
@@ -199,15 +216,15 @@ def test_a_kept_trunk_behind_a_shared_beginning_gives_the_plain_losses(deep_mode
 
 def test_a_trunk_computed_by_paths_is_the_one_computed_with_a_mask(deep_model: Path, tmp_path: Path) -> None:
     task, model, _ = task_of(tmp_path, deep_model)
-    assert task.paths and model.config._attn_implementation == attention.NAME
+    assert task.use_varlen_prefix and model.config._attn_implementation == attention.ATTN_NAME
     found = []
     for paths in (False, True):
-        kept = KeptStates(Trunk(model, 3), task.documents, task.beginning, torch.device("cpu"), paths)
-        kept.fill(World(), torch.no_grad, Home("memory", tmp_path, "a"))
+        kept = HiddenStateCache(FrozenLayers(model, 3), task.examples, task.prefix_length, torch.device("cpu"), paths)
+        kept.fill(World(), torch.no_grad, CacheLocation("memory", tmp_path, "a"))
         found.append(kept)
     masked, unmasked = found
     assert masked.states is not None and unmasked.states is not None
-    assert len(unmasked.parts[0].rows) == 1 < len(masked.parts[0].rows)
+    assert len(unmasked.blocks[0].rows) == 1 < len(masked.blocks[0].rows)
     torch.testing.assert_close(unmasked.states, masked.states, rtol=1e-5, atol=1e-5)
 
 
@@ -224,9 +241,9 @@ def test_what_lies_below_the_first_moving_layer_keeps_no_gradient_no_activation_
 ) -> None:
     checkpointing: Any
     for checkpointing in (False, "selective", True):
-        task, model, sft = task_of(tmp_path, deep_model, keep_trunk="off")
+        task, model, sft = task_of(tmp_path, deep_model, cache_frozen_layers="off")
         if checkpointing:
-            recompute_activations(model, checkpointing)
+            enable_activation_checkpointing(model, checkpointing)
         model.train()
         outputs: list[Tensor] = []
         hooks = [layer.register_forward_hook(partial(_note_output, outputs)) for layer in decoder_layers(model)]
@@ -236,7 +253,7 @@ def test_what_lies_below_the_first_moving_layer_keeps_no_gradient_no_activation_
             hook.remove()
         live = {name for name, weight in model.named_parameters() if weight.grad is not None}
         assert live == {name for name, _ in model.named_parameters() if name.startswith(("model.layers.3.", "lm_head"))}
-    engine = Engine(task, sft, plan_stage(sft, task.rows, 1, probe()), World(), seed=3)
+    engine = Engine(task, sft, plan_stage(sft, task.rows, 1, probe_device()), World(), seed=3)
     next(engine.steps())
     assert len(engine.optimizer.state) == len(live)
 
@@ -245,94 +262,94 @@ def _note_output(outputs: list[Tensor], _layer: torch.nn.Module, _given: Any, ou
     outputs.append(output)
 
 
-def states(folder: Path, task: SftTask, trunk: Trunk, fingerprint: str = "a") -> tuple[KeptStates, str]:
+def states(folder: Path, task: SftTask, trunk: FrozenLayers, fingerprint: str = "a") -> tuple[HiddenStateCache, str]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(TOKENS_AT_ONCE, "cpu", 400)
-        kept = KeptStates(trunk, task.documents, task.beginning, torch.device("cpu"))
-    told = kept.fill(World(), torch.no_grad, Home("disk", folder, fingerprint))
+        patch.setitem(TOKENS_PER_FORWARD, "cpu", 400)
+        kept = HiddenStateCache(trunk, task.examples, task.prefix_length, torch.device("cpu"))
+    told = kept.fill(World(), torch.no_grad, CacheLocation("disk", folder, fingerprint))
     return kept, told
 
 
 def test_states_on_disk_are_taken_again_and_what_is_damaged_is_computed_anew(deep_model: Path, tmp_path: Path) -> None:
     task, model, _ = task_of(tmp_path, deep_model)
-    folder, trunk = tmp_path / "kept", Trunk(model, 3)
+    folder, trunk = tmp_path / "kept", FrozenLayers(model, 3)
     kept, told = states(folder, task, trunk)
-    parts = len(kept.parts)
+    parts = len(kept.blocks)
     assert parts > 1
-    assert f"{parts} of {parts} parts anew" in told
+    assert f"{parts} of {parts} blocks recomputed" in told
     assert kept.states is not None
     whole = kept.states.clone()
-    assert f"0 of {parts} parts anew" in states(folder, task, trunk)[1]
+    assert f"0 of {parts} blocks recomputed" in states(folder, task, trunk)[1]
     with (folder / "states.bin").open("r+b") as file:
-        file.seek(kept.parts[1].first * whole.shape[1] * 4 + 5)
+        file.seek(kept.blocks[1].first * whole.shape[1] * 4 + 5)
         file.write(b"\x77")
     mended, told = states(folder, task, trunk)
-    assert f"1 of {parts} parts anew" in told
+    assert f"1 of {parts} blocks recomputed" in told
     assert mended.states is not None
     assert torch.equal(mended.states, whole)
-    assert f"{parts} of {parts} parts anew" in states(folder, task, trunk, fingerprint="another model")[1]
+    assert f"{parts} of {parts} blocks recomputed" in states(folder, task, trunk, fingerprint="another model")[1]
     (folder / "states.bin").write_bytes(b"cut short")
-    assert f"{parts} of {parts} parts anew" in states(folder, task, trunk, fingerprint="another model")[1]
-    assert read_json(folder / "manifest.json")["parts"]
+    assert f"{parts} of {parts} blocks recomputed" in states(folder, task, trunk, fingerprint="another model")[1]
+    assert read_json(folder / "manifest.json")["blocks"]
 
 
 def test_states_go_to_disk_where_memory_is_short() -> None:
-    assert choose_home(1000, World(), "auto") == "memory of the device"
-    assert choose_home(10**18, World(), "auto") == "disk"
-    assert choose_home(1000, World(), "disk") == "disk"
+    assert choose_location(1000, World(), "auto") == "device memory"
+    assert choose_location(10**18, World(), "auto") == "disk"
+    assert choose_location(1000, World(), "disk") == "disk"
 
 
 def test_the_plan_says_what_is_saved_and_a_tied_head_what_it_costs(
     deep_model: Path, model_folder: Path, tmp_path: Path
 ) -> None:
     task, model, sft = task_of(tmp_path, deep_model, num_train_epochs=4, max_steps=None)
-    trunk, prefix = find_savings(task, model, sft).lines(plan_stage(sft, task.rows, 1, probe()))
-    assert trunk.startswith("3 of 4 layers are frozen with all below them: computed once and kept, about 1.")
+    trunk, prefix = find_compute_reuse(task, model, sft).describe(plan_stage(sft, task.rows, 1, probe_device()))
+    assert trunk.startswith("3 of 4 layers frozen: outputs cached, about 1.")
     assert "over 4 epochs" in trunk
-    assert prefix.startswith(f"{task.beginning} tokens begin every row: computed once for many rows, about 1.")
+    assert prefix.startswith(f"{task.prefix_length}-token shared prefix computed once per batch, about 1.")
     task, model, sft = task_of(tmp_path, model_folder)
-    (tied, _) = find_savings(task, model, sft).lines(plan_stage(sft, task.rows, 1, probe()))
-    assert "untie_head: true" in tied
-    assert frozen_depth(model) == 0
+    (tied, _) = find_compute_reuse(task, model, sft).describe(plan_stage(sft, task.rows, 1, probe_device()))
+    assert "untie_lm_head: true" in tied
+    assert num_frozen_layers(model) == 0
 
 
 def test_what_moves_decides_what_can_be_kept(deep_model: Path) -> None:
     def depth(**wish: Any) -> int:
-        return frozen_depth(set_trainable(load_model(deep_model), Parts(trainable=wish)))
+        return num_frozen_layers(set_trainable(load_model(deep_model), TrainableConfig(trainable=wish)))
 
     assert depth(last_layers=2) == 2
-    assert depth(head=True) == 4
+    assert depth(lm_head=True) == 4
     assert depth(last_layers=1, norms=True) == 0
-    model = set_trainable(load_model(deep_model), Parts(trainable={"last_layers": 1}))
+    model = set_trainable(load_model(deep_model), TrainableConfig(trainable={"last_layers": 1}))
     model.model.norm.requires_grad_(True)
-    assert frozen_depth(model) == 3
+    assert num_frozen_layers(model) == 3
     model.model.embed_tokens.requires_grad_(True)
-    assert frozen_depth(model) == 0
+    assert num_frozen_layers(model) == 0
 
 
 def test_a_model_that_drops_out_at_random_keeps_nothing(deep_model: Path, tmp_path: Path) -> None:
     model = load_model(deep_model)
-    assert dropout_of(model) is None
+    assert dropout_setting(model) is None
     model.config.attention_dropout = 0.1
     task, model, sft = task_of(tmp_path, deep_model, model)
-    saver = find_savings(task, model, sft)
-    assert saver.trunk is None
-    assert saver.why_not == (
-        "the frozen layers are computed in every step: the model drops out at random (attention_dropout)"
+    saver = find_compute_reuse(task, model, sft)
+    assert saver.frozen_layers is None
+    assert saver.cache_blocker == (
+        "frozen layers are recomputed every step: the model uses dropout (attention_dropout)"
     )
 
 
 def test_spare_places_for_a_gpu_change_neither_the_loss_nor_what_is_counted(deep_model: Path, tmp_path: Path) -> None:
     task, model, _ = task_of(tmp_path, deep_model)
-    kept = task.keep(Trunk(model, 3), torch.device("cpu"))
-    kept.fill(World(), torch.no_grad, Home("memory", tmp_path, "a"))
-    rows = behind(task.beginning, [0, 5, 7], task.documents)
+    kept = task.enable_cache(FrozenLayers(model, 3), torch.device("cpu"))
+    kept.fill(World(), torch.no_grad, CacheLocation("memory", tmp_path, "a"))
+    rows = layout_shared_prefix(task.prefix_length, [0, 5, 7], task.examples)
     plain = kept.batch(rows)
-    spare = lay_out(rows, task.documents, task.beginning, 128, spare=True)
+    spare = collate_rows(rows, task.examples, task.prefix_length, 128, pad_loss_positions=True)
     assert kept.states is not None
-    places = places_of(rows, kept.starts, spare.inputs["tokens"].shape, task.beginning)
-    assert spare.trained == plain.trained == len(plain.inputs["learnt"])
-    assert len(spare.inputs["learnt"]) % 128 == 0
+    places = cache_index_of(rows, kept.offsets, spare.inputs["tokens"].shape, task.prefix_length)
+    assert spare.trained_tokens == plain.trained_tokens == len(plain.inputs["loss_positions"])
+    assert len(spare.inputs["loss_positions"]) % 128 == 0
     losses = [
         task.module(**plain.inputs).item(),
         task.module(**spare.inputs, states=kept.states[torch.from_numpy(places)]).item(),

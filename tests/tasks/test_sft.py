@@ -12,33 +12,34 @@ import torch
 from torch import Tensor
 
 from families import BACKENDS, FAMILIES, SIZES, family
-from modelwright.data.chat import Encoded
-from modelwright.data.conversations import load
-from modelwright.engine.task import Batch
+from modelwright.data.chat import TokenizedRow, load_conversations
+from modelwright.engine.task import MicroBatch
 from modelwright.errors import ModelError
-from modelwright.models.text import check_forward, hidden_states, load_model, logits_of, stop_tokens
+from modelwright.models.attention import check_packed_forward, compute_logits, hidden_states
+from modelwright.models.pretrained import eos_token_ids, load_model
 from modelwright.models.trainable import set_trainable
 from modelwright.recipe.load import load as load_recipe
-from modelwright.recipe.schema import Sft
-from modelwright.recipe.training import Parts
-from modelwright.tasks.sft import AnswerLoss, SftTask, collate
+from modelwright.recipe.schema import SftConfig, TrainableConfig
+from modelwright.tasks.batching import collate_examples
+from modelwright.tasks.sft import SftLoss, SftTask
 from tiny import tiny_recipe
 
 PACKED = (11, 7, 9)
 """Lengths of the documents in the packed row."""
 
 
-def documents(*lengths: int, seed: int = 0) -> list[Encoded]:
+def documents(*lengths: int, seed: int = 0) -> list[TokenizedRow]:
     """Random documents whose second half is trained."""
     dice = np.random.default_rng(seed)
     return [
-        Encoded(dice.integers(3, 300, length, dtype=np.int32), np.arange(length) >= length // 2) for length in lengths
+        TokenizedRow(dice.integers(3, 300, length, dtype=np.int32), np.arange(length) >= length // 2)
+        for length in lengths
     ]
 
 
 @torch.no_grad()
-def logits(model: Any, batch: Batch) -> Tensor:
-    return logits_of(model, hidden_states(model, batch.inputs["tokens"], batch.inputs["positions"]))
+def logits(model: Any, batch: MicroBatch) -> Tensor:
+    return compute_logits(model, hidden_states(model, batch.inputs["tokens"], batch.inputs["positions"]))
 
 
 def gradients(module: torch.nn.Module) -> dict[str, Tensor]:
@@ -60,7 +61,7 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: 
 def test_changing_one_packed_document_moves_no_logit_of_another(name: str, backend: str, changed: int) -> None:
     model, group = family(name, backend), documents(*PACKED)
     other = [*group[:changed], documents(PACKED[changed], seed=9)[0], *group[changed + 1 :]]
-    before, after = logits(model, collate([group])), logits(model, collate([other]))
+    before, after = logits(model, collate_examples([group])), logits(model, collate_examples([other]))
     start = sum(PACKED[:changed])
     inside = torch.zeros(sum(PACKED), dtype=torch.bool)
     inside[start : start + PACKED[changed]] = True
@@ -72,9 +73,9 @@ def test_changing_one_packed_document_moves_no_logit_of_another(name: str, backe
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_packed_document_says_what_it_says_alone(name: str, backend: str) -> None:
     model, group = family(name, backend), documents(*PACKED)
-    packed, start = logits(model, collate([group]))[0], 0
+    packed, start = logits(model, collate_examples([group]))[0], 0
     for document in group:
-        alone = model(input_ids=torch.from_numpy(document.tokens[None].astype(np.int64)), use_cache=False).logits[0]
+        alone = model(input_ids=torch.from_numpy(document.input_ids[None].astype(np.int64)), use_cache=False).logits[0]
         torch.testing.assert_close(packed[start : start + len(document)], alone, atol=2e-5, rtol=1e-5)
         start += len(document)
 
@@ -82,30 +83,30 @@ def test_a_packed_document_says_what_it_says_alone(name: str, backend: str) -> N
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_padded_batch_equals_its_rows_one_by_one(name: str, backend: str) -> None:
-    module, rows = AnswerLoss(family(name, backend)), documents(5, 23, 12, 2)
-    together = collate([[row] for row in rows])
+    module, rows = SftLoss(family(name, backend)), documents(5, 23, 12, 2)
+    together = collate_examples([[row] for row in rows])
     module(**together.inputs).backward()
     at_once = gradients(module)
-    alone = [collate([[row]]) for row in rows]
+    alone = [collate_examples([[row]]) for row in rows]
     losses = [module(**batch.inputs) for batch in alone]
     torch.stack(losses).sum().backward()
-    assert together.trained == sum(batch.trained for batch in alone)
+    assert together.trained_tokens == sum(batch.trained_tokens for batch in alone)
     assert_close(at_once, gradients(module), 1e-5)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_head_on_trained_places_gives_the_model_s_own_loss(name: str) -> None:
     model, rows = family(name), documents(17, 9, 21)
-    batch = collate([[row] for row in rows])
+    batch = collate_examples([[row] for row in rows])
     labels = torch.full_like(batch.inputs["tokens"], -100)
     seen = torch.zeros_like(labels)
     for place, row in enumerate(rows):
-        labels[place, : len(row)] = torch.from_numpy(np.where(row.trained, row.tokens, -100).astype(np.int64))
+        labels[place, : len(row)] = torch.from_numpy(np.where(row.loss_mask, row.input_ids, -100).astype(np.int64))
         seen[place, : len(row)] = 1
     theirs = model(input_ids=batch.inputs["tokens"], attention_mask=seen, labels=labels, use_cache=False).loss
     theirs.backward()
     their_gradients = gradients(model)
-    ours = AnswerLoss(model)(**batch.inputs) / batch.trained
+    ours = SftLoss(model)(**batch.inputs) / batch.trained_tokens
     ours.backward()
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
     assert_close(gradients(model), their_gradients, 1e-5)
@@ -113,21 +114,21 @@ def test_the_head_on_trained_places_gives_the_model_s_own_loss(name: str) -> Non
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_trl_2175_accumulation_equals_one_large_batch(packed: bool) -> None:
-    module, rows = AnswerLoss(family("llama")), documents(5, 23, 12, 9, 30, 2)
+    module, rows = SftLoss(family("llama")), documents(5, 23, 12, 9, 30, 2)
     groups = [rows[:2], rows[2:4], rows[4:]] if packed else [[row] for row in rows]
-    whole = collate(groups)
-    (module(**whole.inputs) / whole.trained).backward()
+    whole = collate_examples(groups)
+    (module(**whole.inputs) / whole.trained_tokens).backward()
     at_once = gradients(module)
     for group in groups:
-        batch = collate([group])
-        (module(**batch.inputs) / whole.trained).backward()
+        batch = collate_examples([group])
+        (module(**batch.inputs) / whole.trained_tokens).backward()
     assert_close(gradients(module), at_once, 1e-6)
 
 
 def test_a_blank_batch_trains_nothing_and_still_has_a_graph() -> None:
-    module = AnswerLoss(family("llama"))
-    blank = collate([])
-    assert (blank.trained, blank.tokens) == (0, 0)
+    module = SftLoss(family("llama"))
+    blank = collate_examples([])
+    assert (blank.trained_tokens, blank.tokens) == (0, 0)
     loss = module(**blank.inputs)
     loss.backward()
     found = gradients(module)
@@ -137,21 +138,21 @@ def test_a_blank_batch_trains_nothing_and_still_has_a_graph() -> None:
 
 
 def test_the_first_token_of_a_document_is_foretold_by_no_other() -> None:
-    every = [Encoded(row.tokens, np.ones(len(row), dtype=np.bool_)) for row in documents(4, 3)]
-    batch = collate([every])
-    assert batch.inputs["learnt"].tolist() == [0, 1, 2, 4, 5]
-    assert batch.trained == 5
+    every = [TokenizedRow(row.input_ids, np.ones(len(row), dtype=np.bool_)) for row in documents(4, 3)]
+    batch = collate_examples([every])
+    assert batch.inputs["loss_positions"].tolist() == [0, 1, 2, 4, 5]
+    assert batch.trained_tokens == 5
 
 
 def test_positions_begin_anew_with_each_document_and_with_the_padding() -> None:
     rows = documents(3, 2, 4)
-    assert collate([rows[:2], rows[2:]]).inputs["positions"].tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 0]]
+    assert collate_examples([rows[:2], rows[2:]]).inputs["positions"].tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 0]]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_check_forward_lets_every_family_pass_that_keeps_documents_apart(name: str, backend: str) -> None:
-    check_forward(family(name, backend))
+    check_packed_forward(family(name, backend))
 
 
 def test_check_forward_refuses_a_model_whose_documents_see_each_other(model_folder: Path) -> None:
@@ -159,8 +160,10 @@ def test_check_forward_refuses_a_model_whose_documents_see_each_other(model_fold
     inner = model.model.forward
     # the cache loses the mask of packed documents in silence: this is what a leaking family looks like
     model.model.forward = lambda **inputs: inner(**{**inputs, "use_cache": True})
-    with pytest.raises(ModelError, match="packed documents see each other, or the head does more than we know of"):
-        check_forward(model)
+    with pytest.raises(
+        ModelError, match="packed documents attend to each other, or the LM head is not a plain linear layer"
+    ):
+        check_packed_forward(model)
 
 
 def test_check_forward_refuses_a_head_that_does_more_than_we_know_of(model_folder: Path) -> None:
@@ -173,8 +176,8 @@ def test_check_forward_refuses_a_head_that_does_more_than_we_know_of(model_folde
         return answer
 
     model.forward = scaled
-    with pytest.raises(ModelError, match="the head does more than we know of"):
-        check_forward(model)
+    with pytest.raises(ModelError, match="the LM head is not a plain linear layer"):
+        check_packed_forward(model)
 
 
 def test_check_forward_knows_of_soft_caps_and_scales() -> None:
@@ -188,19 +191,19 @@ def test_check_forward_knows_of_soft_caps_and_scales() -> None:
     for name, more in families.items():
         settings = {**SIZES, "num_hidden_layers": 2, "num_key_value_heads": 2, "initializer_range": 0.2, **more}
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **settings)).eval()
-        check_forward(model)
+        check_packed_forward(model)
 
 
 def test_a_model_with_lora_goes_the_same_way_and_only_the_adapters_move(model_folder: Path) -> None:
-    model = set_trainable(load_model(model_folder), Parts(trainable="lora", lora_r=4))
+    model = set_trainable(load_model(model_folder), TrainableConfig(trainable="lora", lora_r=4))
     for name, weight in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.1)
-    check_forward(model)
+    check_packed_forward(model)
     rows = documents(13, 8)
-    module, batch = AnswerLoss(model), collate([rows])
-    labels = [torch.from_numpy(np.where(row.trained, row.tokens, -100).astype(np.int64))[None] for row in rows]
-    tokens = [torch.from_numpy(row.tokens.astype(np.int64))[None] for row in rows]
+    module, batch = SftLoss(model), collate_examples([rows])
+    labels = [torch.from_numpy(np.where(row.loss_mask, row.input_ids, -100).astype(np.int64))[None] for row in rows]
+    tokens = [torch.from_numpy(row.input_ids.astype(np.int64))[None] for row in rows]
     theirs = sum(
         model(input_ids=ids, labels=wanted, use_cache=False).loss * int((wanted[:, 1:] != -100).sum())
         for ids, wanted in zip(tokens, labels, strict=True)
@@ -215,15 +218,15 @@ def test_a_model_with_lora_goes_the_same_way_and_only_the_adapters_move(model_fo
 
 def task_of(folder: Path, model_folder: Path, tokenizer: Any, **settings: Any) -> SftTask:
     loaded = load_recipe(tiny_recipe(folder, model_folder, **settings), environ={})
-    data = load(loaded.recipe.data, loaded.recipe.seed, folder)
+    data = load_conversations(loaded.recipe.data, loaded.recipe.seed, folder)
     model = load_model(model_folder)
-    sft: Sft = loaded.recipe.stages["sft"]
-    return SftTask(model, tokenizer, data, sft, stop_tokens(model))
+    sft: SftConfig = loaded.recipe.stages["sft"]
+    return SftTask(model, tokenizer, data, sft, eos_token_ids(model))
 
 
 def everything(task: SftTask, rows: Sequence[int]) -> tuple[int, int]:
     batch = task.batch(rows)
-    return batch.trained, batch.tokens
+    return batch.trained_tokens, batch.tokens
 
 
 def test_the_task_packs_or_pads_the_same_rows(tmp_path: Path, model_folder: Path, tokenizer: Any) -> None:
@@ -232,8 +235,8 @@ def test_the_task_packs_or_pads_the_same_rows(tmp_path: Path, model_folder: Path
     assert (padded.rows, padded.held_out_rows) == (36, 4)
     assert packed.rows < padded.rows
     assert everything(padded, range(padded.rows)) == everything(packed, range(packed.rows))
-    assert max(packed.length(row) for row in range(packed.rows)) <= 128
-    assert padded.held_out_batch([]).trained == 0
+    assert max(packed.row_length(row) for row in range(packed.rows)) <= 128
+    assert padded.held_out_batch([]).trained_tokens == 0
 
 
 def test_the_loss_of_packed_rows_is_the_loss_of_padded_rows(tmp_path: Path, model_folder: Path, tokenizer: Any) -> None:

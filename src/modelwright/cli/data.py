@@ -1,157 +1,219 @@
-"""The verbs that look at data before training on it: data prepare, audit, show, convert."""
+"""Commands on data before training: data audit, show, prepare, convert."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from modelwright.cli.recipes import SetOption
+from modelwright.cli.recipe import SetOption
 from modelwright.errors import UsageError
 
 if TYPE_CHECKING:
-    from modelwright.data.workers import Crew
+    from modelwright.data.prepare.executors import Executor
 
-NameArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe, or data: a file, a folder, a set.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
+
+DataArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe, or data: a file, a folder, a data set.")]
+
+
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 
 def register(app: typer.Typer) -> None:
     """Add the verbs to the command."""
-    data = typer.Typer(help="Look at data, and prepare it, before training on it.", no_args_is_help=True)
-    for verb in (audit, show, prepare, convert):
-        data.command(verb.__name__)(verb)
+    data = typer.Typer(help="Inspect and prepare data before training.", no_args_is_help=True)
+    for function in (audit, show, prepare, convert):
+        data.command(function.__name__)(function)
     app.add_typer(data, name="data")
 
 
 def audit(
-    recipe: NameArgument,
-    sets: SetOption = None,
+    recipe: DataArgument,
+    overrides: SetOption = None,
     quarantine: Annotated[
         str, typer.Option("--quarantine", help="Where unusable rows are listed.")
     ] = "quarantine.jsonl",
     max_bad_share: Annotated[
-        float, typer.Option("--max-bad-share", help="Share of unusable rows from which the audit fails.")
+        float, typer.Option("--max-bad-share", help="The audit fails above this fraction of unusable rows.")
     ] = 0.0,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Tell every problem of the data by file and line. Then what its numbers foretell."""
-    from modelwright.cli.data_words import audit_lines
-    from modelwright.data.auditing import audits
-    from modelwright.data.quarantine import write
-    from modelwright.report.lines import quiet
+    """Report every problem of the data by file and line, and its token statistics."""
+    from modelwright.data.audit import audit_recipe
+    from modelwright.data.readers import write_quarantine
+    from modelwright.report.formatting import strip_control_chars
 
-    bad = False
-    told: dict[str, Any] = {}
-    for name, found in audits(recipe, sets or ()):
-        bad = bad or found.bad_share > max_bad_share or not found.facts
-        told[name] = found.as_json()
-        if found.faults:
-            write(Path(quarantine), found.faults)
+    failed = False
+    audits_json: dict[str, Any] = {}
+    for name, result in audit_recipe(recipe, overrides or ()):
+        failed = failed or result.invalid_fraction > max_bad_share or not result.stats
+        audits_json[name] = result.as_json()
+        if result.invalid_rows:
+            write_quarantine(Path(quarantine), result.invalid_rows)
         if not as_json:
-            typer.echo(quiet("\n".join(audit_lines(name, told[name], quarantine))))
+            typer.echo(strip_control_chars("\n".join(audit_lines(name, audits_json[name], quarantine))))
     if as_json:
-        print(json.dumps({"ok": not bad, "data": told}, ensure_ascii=False))
-    if bad:
+        print(json.dumps({"ok": not failed, "data": audits_json}, ensure_ascii=False))
+    if failed:
         raise typer.Exit(2)
 
 
 def show(
-    recipe: NameArgument,
-    sets: SetOption = None,
-    count: Annotated[int, typer.Option("--count", min=1, help="How many samples.")] = 3,
-    as_json: Json = False,
+    recipe: DataArgument,
+    overrides: SetOption = None,
+    num_samples: Annotated[int, typer.Option("--count", min=1, help="How many samples.")] = 3,
+    as_json: JsonOption = False,
 ) -> None:
-    """Render a few samples as the model sees them. What it learns is coloured."""
-    from modelwright.cli.data_words import coloured
-    from modelwright.data.named import load_named
+    """Render a few samples as the model sees them; trained tokens are highlighted."""
+    from modelwright.data.audit import load_recipe_or_data
     from modelwright.runs.caches import prepare_environment
 
     prepare_environment()
-    loaded = load_named(recipe, sets or ())
-    from modelwright.stages.show import samples
+    loaded = load_recipe_or_data(recipe, overrides or ())
+    from modelwright.stages.specs import render_samples
 
-    found = samples(loaded, count)
+    by_stage = render_samples(loaded, num_samples)
     if as_json:
-        told = {stage: [sample.as_json() for sample in some] for stage, some in found.items()}
-        print(json.dumps({"samples": told}, ensure_ascii=False))
+        samples_json = {
+            stage: [sample.as_json() for sample in stage_samples] for stage, stage_samples in by_stage.items()
+        }
+        print(json.dumps({"samples": samples_json}, ensure_ascii=False))
         return
-    for stage, some in found.items():
-        for sample in some:
-            head = f"{stage}: {sample.where}, {sample.trained} of {sample.tokens} tokens are learnt"
-            typer.echo(f"{head}\n{coloured(sample.pieces, sys.stdout.isatty())}\n")
+    for stage, stage_samples in by_stage.items():
+        for sample in stage_samples:
+            head = f"{stage}: {sample.where}, {sample.trained_tokens} of {sample.tokens} tokens trained"
+            typer.echo(f"{head}\n{highlight_trained(sample.spans, sys.stdout.isatty())}\n")
 
 
 def convert(
     source: Annotated[str, typer.Argument(help="A JSONL, JSON, CSV or Parquet file, or a recipe.")],
     target: Annotated[str, typer.Argument(help="A .parquet file; for a recipe, a folder for load_from_disk.")],
     full_question: Annotated[
-        str | None, typer.Option("--full-question", help='Makes that column, as in "For {topic}, {question}".')
+        str | None,
+        typer.Option("--full-question", help='Adds a full_question column, such as "For {topic}, {question}".'),
     ] = None,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Write rows as Parquet, or a recipe's rows as a folder. That folder is for load_from_disk."""
-    from modelwright.data.auditing import write_sets
-    from modelwright.data.files import SUFFIXES
-    from modelwright.data.sets import convert as write_parquet
+    """Write rows as Parquet, or a recipe's rows as a folder for load_from_disk."""
+    from modelwright.data.audit import convert_to_parquet as write_parquet
+    from modelwright.data.audit import export_datasets
+    from modelwright.data.readers import ROW_FILE_SUFFIXES
 
-    if Path(source).suffix in SUFFIXES:
+    if Path(source).suffix in ROW_FILE_SUFFIXES:
         if not Path(source).is_file():
             raise UsageError(f"{source}: there is no such file")
         rows: Any = write_parquet(Path(source), Path(target), full_question)
     else:
-        rows = write_sets(source, Path(target))
+        rows = export_datasets(source, Path(target))
     print(json.dumps({"target": target, "rows": rows}) if as_json else f"{target}: {rows} rows")
 
 
 def prepare(
-    recipe: NameArgument,
-    sets: SetOption = None,
-    output: Annotated[str | None, typer.Option("--output", help="The folder; without it, RUN/data/packed.")] = None,
-    share: Annotated[
-        str | None, typer.Option("--rank", metavar="R/N", help="Do every N-th piece, on a disk all ranks see.")
+    recipe: DataArgument,
+    overrides: SetOption = None,
+    output: Annotated[str | None, typer.Option("--output", help="The folder; default: RUN/data/packed.")] = None,
+    rank_of: Annotated[
+        str | None, typer.Option("--rank", metavar="R/N", help="Run every N-th task, on a disk all ranks see.")
     ] = None,
-    ray: Annotated[bool, typer.Option("--ray", help="Let a Ray cluster do the pieces.")] = False,
-    as_json: Json = False,
+    ray: Annotated[bool, typer.Option("--ray", help="Run the tasks on a Ray cluster.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Clean, deduplicate, tokenize and pack text. Stopped anywhere, it goes on."""
-    from modelwright.data.named import load_named
+    """Clean, deduplicate, tokenize and pack text; resumes after an interruption."""
+    from modelwright.data.audit import load_recipe_or_data
     from modelwright.runs.caches import prepare_environment
 
     prepare_environment()
-    loaded = load_named(recipe, sets or (), preparing=True)
-    from modelwright.data.prepare import REPORT
-    from modelwright.runs.lock import hold
-    from modelwright.runs.folder import RunFolder, read_json
+    loaded = load_recipe_or_data(recipe, overrides or (), for_prepare=True)
+    from modelwright.data.prepare.pipeline import REPORT_FILE
+    from modelwright.runs.folder import RunFolder, read_json, run_lock
     from modelwright.stages import prepare as stage
 
     folder = Path(output) if output else RunFolder(Path(loaded.recipe.run_dir)).packed
-    crew = _crew(loaded.recipe.prepare, share, ray)
+    executor = _executor(loaded.recipe.prepare, rank_of, ray)
     folder.mkdir(parents=True, exist_ok=True)
-    plan = stage.plan_of(loaded, folder)
-    with hold(folder / f".lock{share.replace('/', '-') if share else ''}"):
+    plan = stage.build_prepare_job(loaded, folder)
+    with run_lock(folder / f".lock{rank_of.replace('/', '-') if rank_of else ''}"):
         try:
-            for told in stage.prepare_shards(plan, crew, loaded):
-                print(f"\r{told.step}: {told.done} of {told.of} pieces  ", end="", file=sys.stderr, flush=True)
+            for progress in stage.run_prepare(plan, executor, loaded):
+                print(
+                    f"\r{progress.step}: {progress.done}/{progress.total} tasks  ", end="", file=sys.stderr, flush=True
+                )
         finally:
             print(file=sys.stderr)  # a letter begins on a line of its own
-    report = read_json(folder / REPORT)
+    report = read_json(folder / REPORT_FILE)
     print(json.dumps({"folder": str(folder), **report}, ensure_ascii=False) if as_json else
-          f"{stage.sentence(report)}\n{folder}/report.html tells more")  # fmt: skip
+          f"{stage.report_line(report)}\n{folder}/report.html has the details")  # fmt: skip
 
 
-def _crew(settings: Any, share: str | None, ray: bool) -> Crew:
+def _executor(settings: Any, rank_of: str | None, ray: bool) -> Executor:
     """Who does the work, as the options say."""
-    from modelwright.data.by_ray import Ray
-    from modelwright.data.workers import Ranks
-    from modelwright.stages.prepare import processes
+    from modelwright.data.prepare.executors import RankExecutor, RayExecutor
+    from modelwright.stages.prepare import process_executor
 
-    if share is None:
-        return Ray(settings.workers if settings else None) if ray else processes(settings)
-    rank, slash, size = share.partition("/")
-    if not (slash and rank.isdigit() and size.isdigit() and int(rank) < int(size)):
-        raise UsageError(f"--rank is {share!r}; it wants a rank and their number, such as 0/4")
-    return Ranks(int(rank), int(size))
+    if rank_of is None:
+        return RayExecutor(settings.workers if settings else None) if ray else process_executor(settings)
+    rank, slash, num_ranks = rank_of.partition("/")
+    if not (slash and rank.isdigit() and num_ranks.isdigit() and int(rank) < int(num_ranks)):
+        raise UsageError(f"--rank is {rank_of!r}; it wants a rank and their number, such as 0/4")
+    return RankExecutor(int(rank), int(num_ranks))
+
+
+GREEN, RESET = "\x1b[32m", "\x1b[0m"
+
+
+MAX_SHOWN, MAX_SHOWN_ONE_REASON = 20, 3
+"""Problems shown one by one: few where all are of one kind."""
+
+
+def audit_lines(name: str, audit: dict[str, Any], quarantine: str) -> Iterator[str]:
+    """An audit as lines, problems first."""
+    single_reason = len(audit["reasons"]) == 1
+    for problem in audit["problems"][: MAX_SHOWN_ONE_REASON if single_reason else MAX_SHOWN]:
+        yield f"{problem['where']}: {problem['reason']}"
+    all_valid = "all usable" if audit["rows"] else "no rows"
+    invalid = f"{audit['invalid']:,} unusable, listed in {quarantine}" if audit["invalid"] else all_valid
+    yield f"{name}: {audit['rows']:,} rows, {invalid}"
+    if "lengths" not in audit:
+        return
+    lengths, truncated, duplicates, split = audit["lengths"], audit["truncated"], audit["duplicates"], audit["split"]
+    yield (
+        f"  tokens      {audit['tokens']:,} (by {audit['tokens_counted_by']}); half of the rows have at most "
+        f"{lengths['median']:,}, 99 % at most {lengths['p99']:,}, the longest {lengths['longest']:,}"
+    )
+    yield f"  lengths     {_sparkline(lengths['counts'])}  {lengths['bins'][0]} to {lengths['longest']:,} tokens"
+    lost = f"{truncated['truncated_tokens']:,} tokens at max_length {audit['max_length']}"
+    yield f"  truncated   {truncated['rows']:,} rows ({truncated['fraction']:.1%}) lose {lost}"
+    most_frequent = (
+        f"; one stands {duplicates['max_copies']} times: {duplicates['example']}" if duplicates["exact"] else ""
+    )
+    yield f"  duplicates  {duplicates['exact']:,} exact, {duplicates['near']:,} near duplicates{most_frequent}"
+    yield (
+        f"  split       {split['train_rows']:,} training rows, {split['held_out_rows']:,} held out; "
+        f"{split['prompts_in_both_splits']} prompts in both splits; a split by rows alone would leak "
+        f"{split['random_split_leakage']:.0%}"
+    )
+    padding = audit["padding"]
+    yield f"  padding     {padding['padded']:.1%} of a batch as rows come, {padding['packed']:.1%} packed"
+
+
+def _sparkline(counts: Sequence[int]) -> str:
+    """A histogram in a line."""
+    bars, top = " ▁▂▃▄▅▆▇█", max([*counts, 1])
+    return "".join(bars[-(-count * 8 // top)] for count in counts)
+
+
+def highlight_trained(pieces: Sequence[tuple[str, bool]], use_color: bool) -> str:
+    """Trained text in green, or between ⟦ and ⟧ where there are no colours; nothing that a terminal would act on."""
+    before, after = (GREEN, RESET) if use_color else ("⟦", "⟧")
+    return "".join(
+        f"{before}{_replace_control_chars(text)}{after}" if trained else _replace_control_chars(text)
+        for text, trained in pieces
+    )
+
+
+def _replace_control_chars(text: str) -> str:
+    return "".join(char if char.isprintable() or char in "\n\t" else "�" for char in text)

@@ -1,225 +1,541 @@
-"""Look at data before it is trained on: every problem with its place, and what the numbers foretell. Needs no torch."""
+"""Audit, render and convert data before training on it; needs no torch."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from string import Formatter
 from typing import Any, Literal
 
 import numpy as np
 
-from modelwright.data import dedup, minhash, sources
-from modelwright.data.conversations import converse, split
-from modelwright.data.files import Fault, Row, text_of
-from modelwright.data.pack import pack
-from modelwright.data.preferences import pair_up
-from modelwright.data.shingles import Array, shingle
-from modelwright.data.stream import Order
-from modelwright.data.summary import histogram
-from modelwright.data.tokenizer import Encoder
-from modelwright.errors import DataError, Problem
-from modelwright.recipe.schema import Data
+from modelwright.data import chat, preferences, sources
+from modelwright.data.chat import (
+    Conversation,
+    ConversationDataset,
+    TokenizedRow,
+    group_split,
+    rows_to_conversations,
+    tokenize_conversation,
+)
+from modelwright.data.lengths import length_histogram
+from modelwright.data.packing import pack_bfd
+from modelwright.data.preferences import PreferenceDataset, PreferencePair, rows_to_pairs, tokenize_pair
+from modelwright.data.prepare.dedup import NDArray, shingle
+from modelwright.data.prepare.pipeline import dedup
+from modelwright.data.readers import (
+    ROW_FILE_SUFFIXES,
+    InvalidRow,
+    Row,
+    describe_columns,
+    get_text,
+    raise_on_invalid_rows,
+    read_file,
+)
+from modelwright.data.sampler import GlobalBatchSampler
+from modelwright.data.shards import MANIFEST, PackedDataset
+from modelwright.data.sources import (
+    files_in,
+    is_embedded,
+    is_hub_name,
+    is_saved_dataset,
+    iter_rows,
+    local_path,
+    render_template,
+)
+from modelwright.data.tokenizer import DocumentTokenizer
+from modelwright.errors import DataError, ModelError, Problem, UsageError
+from modelwright.recipe.load import LoadedRecipe, add_recipe_location, builtin_recipes, load, load_dict
+from modelwright.recipe.schema import DataConfig
+from modelwright.runs.folder import fsync_path
 
-Kind = Literal["conversations", "pairs", "text"]
-CHARACTERS_PER_TOKEN = 4.0
+RowFormat = Literal["conversations", "pairs", "text"]
+
+
+AUDIT_CHARS_PER_TOKEN = 4.0
 """What a token stands for where no tokenizer is at hand."""
-OVERHEAD = 5
+
+
+TEMPLATE_TOKENS_PER_MESSAGE = 5
 """Tokens that a chat template adds to a turn, about."""
 
 
 @dataclass(frozen=True)
-class Item:
+class AuditedRow:
     """A usable row, as far as an audit needs it."""
 
     where: str
     """Where it was found."""
     text: str
     """All its words."""
-    turns: int
+    num_messages: int
     """Messages in it."""
-    group: str
+    split_key: str
     """What it is split by."""
-    question: str
+    prompt_key: str
     """What is asked, which should not stand on both sides, whatever the split goes by."""
 
 
 @dataclass(frozen=True)
-class Frame:
+class AuditConfig:
     """What the data is going to be used for."""
 
-    kind: Kind
+    row_format: RowFormat
     """Conversations, pairs of answers, or raw text."""
     max_length: int
     """Longest row in tokens."""
-    batch: int
-    """Rows a device takes at once."""
+    batch_size: int
+    """Micro-batch size per device."""
     seed: int
     """Decides the split and the order."""
-    encoder: Encoder | None = None
+    tokenizer: DocumentTokenizer | None = None
     """The tokenizer, where its folder is at hand."""
 
 
 @dataclass
-class Audit:
+class AuditReport:
     """What was found."""
 
     rows: int = 0
     """Rows that were read."""
-    faults: list[Fault] = field(default_factory=list)
+    invalid_rows: list[InvalidRow] = field(default_factory=list)
     """Rows that cannot be used."""
-    facts: dict[str, Any] = field(default_factory=dict)
+    stats: dict[str, Any] = field(default_factory=dict)
     """What the usable rows foretell."""
 
     @property
-    def bad_share(self) -> float:
+    def invalid_fraction(self) -> float:
         """Share of rows that cannot be used."""
-        return len(self.faults) / max(1, self.rows)
+        return len(self.invalid_rows) / max(1, self.rows)
 
-    def as_json(self, most: int = 50) -> dict[str, Any]:
+    def as_json(self, max_problems: int = 50) -> dict[str, Any]:
         """For machines: the first problems, and all the numbers."""
-        reasons = Counter(_kind_of(fault.reason) for fault in self.faults)
-        problems = [{"where": f.where, "reason": f.reason, "found": f.found} for f in self.faults[:most]]
-        return {"rows": self.rows, "bad": len(self.faults), "bad_share": round(self.bad_share, 4),
-                "reasons": dict(reasons.most_common()), "problems": problems, **self.facts}  # fmt: skip
+        reasons = Counter(_reason_category(invalid_row.reason) for invalid_row in self.invalid_rows)
+        problems = [
+            {"where": row.where, "reason": row.reason, "excerpt": row.excerpt}
+            for row in self.invalid_rows[:max_problems]
+        ]
+        return {"rows": self.rows, "invalid": len(self.invalid_rows), "invalid_fraction": round(self.invalid_fraction, 4),
+                "reasons": dict(reasons.most_common()), "problems": problems, **self.stats}  # fmt: skip
 
 
-def audit(data: Data, frame: Frame, beside: Path) -> Audit:
+def audit(data: DataConfig, config: AuditConfig, recipe_dir: Path) -> AuditReport:
     """Read everything once, set aside what cannot be used, and measure the rest."""
-    found = Audit()
-    items = list(_usable(sources.read(data.source, data, beside), data, frame.kind, found))
-    held = list(_usable(sources.read(data.validation_file, None, beside), data, frame.kind, found)) if (
+    report = AuditReport()
+    items = list(_iter_usable(sources.iter_rows(data.source, data, recipe_dir), data, config.row_format, report))
+    held_out_items = list(_iter_usable(sources.iter_rows(data.validation_file, None, recipe_dir), data, config.row_format, report)) if (
         data.validation_file) else None  # fmt: skip
     if not items:
-        return found
-    lengths = _lengths([*items], frame)
-    found.facts = {
-        "kind": frame.kind,
-        "tokens_counted_by": "the model's tokenizer" if frame.encoder else "4 characters a token",
+        return report
+    lengths = _token_lengths([*items], config)
+    report.stats = {
+        "kind": config.row_format,
+        "tokens_counted_by": "the model's tokenizer" if config.tokenizer else "4 characters a token",
         "tokens": int(lengths.sum()),
-        "lengths": histogram(lengths),
-        "max_length": frame.max_length,
-        "truncated": _truncated(lengths, frame),
-        "duplicates": _duplicates(items, data.system_prompt or ""),
-        "split": _overlap(items, held, data, frame.seed),
-        "padding": _padding(lengths, frame),
+        "lengths": length_histogram(lengths),
+        "max_length": config.max_length,
+        "truncated": _truncation_stats(lengths, config),
+        "duplicates": _duplicate_stats(items, data.system_prompt or ""),
+        "split": _split_overlap(items, held_out_items, data, config.seed),
+        "padding": _padding_fraction(lengths, config),
     }
-    return found
+    return report
 
 
-def _usable(rows: Iterator[Row | Fault], data: Data, kind: Kind, found: Audit) -> Iterator[Item]:
-    read: dict[Kind, Callable[[Row, Data], Item]] = {"conversations": _conversation, "pairs": _pair, "text": _text}
+def _iter_usable(
+    rows: Iterator[Row | InvalidRow], data: DataConfig, row_format: RowFormat, report: AuditReport
+) -> Iterator[AuditedRow]:
+    parsers: dict[RowFormat, Callable[[Row, DataConfig], AuditedRow]] = {
+        "conversations": _audit_conversation,
+        "pairs": _audit_pair,
+        "text": _audit_text,
+    }
     for row in rows:
-        found.rows += 1
-        if isinstance(row, Fault):
-            found.faults.append(row)
+        report.rows += 1
+        if isinstance(row, InvalidRow):
+            report.invalid_rows.append(row)
             continue
         try:
-            yield read[kind](row, data)
+            yield parsers[row_format](row, data)
         except DataError as error:
-            shown = json.dumps(row.values, ensure_ascii=False, default=str)[:120]
-            found.faults.append(Fault(row.where, error.problems[0].message, shown))
+            excerpt = json.dumps(row.values, ensure_ascii=False, default=str)[:120]
+            report.invalid_rows.append(InvalidRow(row.where, error.problems[0].message, excerpt))
 
 
-def _conversation(row: Row, data: Data) -> Item:
-    made = converse([row], data)[0]
-    text = "\n".join(turn["content"] for turn in made.messages)
-    return Item(row.where, text, len(made.messages), made.group, _folded(made.question))
+def _audit_conversation(row: Row, data: DataConfig) -> AuditedRow:
+    conversation = rows_to_conversations([row], data)[0]
+    text = "\n".join(turn["content"] for turn in conversation.messages)
+    return AuditedRow(
+        row.where, text, len(conversation.messages), conversation.split_key, _normalize(conversation.last_user_message)
+    )
 
 
-def _pair(row: Row, data: Data) -> Item:
-    pairs = pair_up([row], data)
+def _audit_pair(row: Row, data: DataConfig) -> AuditedRow:
+    pairs = rows_to_pairs([row], data)
     if not pairs:
         raise DataError([Problem(row.where, "the two answers are the same; there is nothing to prefer")])
-    made = pairs[0]
-    longer = max((made.chosen, made.rejected), key=lambda side: sum(len(turn["content"]) for turn in side))
-    turns = (*made.prompt, *longer)
-    return Item(row.where, "\n".join(turn["content"] for turn in turns), len(turns), made.group, made.group)
+    pair = pairs[0]
+    longer = max((pair.chosen, pair.rejected), key=lambda answer: sum(len(turn["content"]) for turn in answer))
+    turns = (*pair.prompt, *longer)
+    return AuditedRow(
+        row.where, "\n".join(turn["content"] for turn in turns), len(turns), pair.split_key, pair.split_key
+    )
 
 
-def _text(row: Row, data: Data) -> Item:
-    text = text_of(row, data.text_column)
-    if isinstance(text, Fault):
+def _audit_text(row: Row, data: DataConfig) -> AuditedRow:
+    text = get_text(row, data.text_column)
+    if isinstance(text, InvalidRow):
         raise DataError([Problem(text.where, text.reason)])
     if not text.strip():
         raise DataError([Problem(row.where, f"{data.text_column!r} is empty; it wants text")])
     group = str(row.values.get(data.split_by)) if data.split_by else text
-    return Item(row.where, text, 0, group, group)
+    return AuditedRow(row.where, text, 0, group, group)
 
 
-def _folded(text: str) -> str:
+def _normalize(text: str) -> str:
     """A text as it is compared: small letters, single spaces."""
     return " ".join(text.lower().split())
 
 
-def _kind_of(reason: str) -> str:
+def _reason_category(reason: str) -> str:
     """A reason without what differs from row to row."""
     return reason.partition(";")[0].partition(" (")[0].partition(" is {")[0]
 
 
-def _lengths(items: Sequence[Item], frame: Frame) -> Array:
+def _token_lengths(items: Sequence[AuditedRow], config: AuditConfig) -> NDArray:
     """Tokens of each row: its words, and about what the chat template adds."""
     texts = [item.text for item in items]
-    if frame.encoder:
-        words = frame.encoder.encode(texts).lengths
+    if config.tokenizer:
+        text_tokens = config.tokenizer.encode_batch(texts).lengths
     else:
-        words = np.array([max(1, round(len(text) / CHARACTERS_PER_TOKEN)) for text in texts])
-    return np.asarray(words + OVERHEAD * np.array([item.turns for item in items]))
+        text_tokens = np.array([max(1, round(len(text) / AUDIT_CHARS_PER_TOKEN)) for text in texts])
+    return np.asarray(text_tokens + TEMPLATE_TOKENS_PER_MESSAGE * np.array([item.num_messages for item in items]))
 
 
-def _truncated(lengths: Array, frame: Frame) -> dict[str, Any]:
-    if frame.kind == "text":  # packed, never cut
-        return {"rows": 0, "share": 0.0, "lost_tokens": 0}
-    over = np.maximum(lengths - frame.max_length, 0)
-    share = float((over > 0).mean())
-    return {"rows": int((over > 0).sum()), "share": round(share, 4), "lost_tokens": int(over.sum())}
+def _truncation_stats(lengths: NDArray, config: AuditConfig) -> dict[str, Any]:
+    if config.row_format == "text":  # packed, never cut
+        return {"rows": 0, "fraction": 0.0, "truncated_tokens": 0}
+    over = np.maximum(lengths - config.max_length, 0)
+    fraction = float((over > 0).mean())
+    return {"rows": int((over > 0).sum()), "fraction": round(fraction, 4), "truncated_tokens": int(over.sum())}
 
 
-def _duplicates(items: Sequence[Item], system_prompt: str) -> dict[str, Any]:
+def _duplicate_stats(items: Sequence[AuditedRow], system_prompt: str) -> dict[str, Any]:
     """Rows that say the same; a long system prompt, which all rows share, would make all of them nearly the same."""
     texts = [item.text.removeprefix(f"{system_prompt}\n") for item in items]
-    times = Counter(texts)
-    signatures = minhash.signatures(shingle(texts, minhash.SIZE))
-    everyone = np.ones(len(texts), dtype=np.bool_)
-    edges = [dedup.band_edges(keys, everyone, lambda numbers: signatures[numbers], 0.7)
-             for keys in minhash.band_keys(signatures)]  # fmt: skip
-    lowest = dedup.refined(dedup.clusters(len(texts), np.concatenate(edges)), lambda n: signatures[n], 0.7)
+    copies = Counter(texts)
+    signatures = dedup.minhash_signatures(shingle(texts, dedup.NGRAM_SIZE))
+    eligible = np.ones(len(texts), dtype=np.bool_)
+    pairs = [dedup.verified_band_pairs(keys, eligible, lambda numbers: signatures[numbers], 0.7)
+             for keys in dedup.band_keys(signatures)]  # fmt: skip
+    lowest = dedup.split_unverified(
+        dedup.connected_components(len(texts), np.concatenate(pairs)), lambda n: signatures[n], 0.7
+    )
     near = int((lowest != np.arange(len(texts))).sum())
-    exact = len(texts) - len(times)
-    most = times.most_common(1)[0]
-    return {"exact": exact, "near": max(0, near - exact), "most_often": most[1],
-            "for_example": " ".join(most[0].split())[:100] if most[1] > 1 else None}  # fmt: skip
+    exact = len(texts) - len(copies)
+    most_common = copies.most_common(1)[0]
+    return {"exact": exact, "near": max(0, near - exact), "max_copies": most_common[1],
+            "example": " ".join(most_common[0].split())[:100] if most_common[1] > 1 else None}  # fmt: skip
 
 
-def _overlap(items: Sequence[Item], held: Sequence[Item] | None, data: Data, seed: int) -> dict[str, Any]:
+def _split_overlap(
+    items: Sequence[AuditedRow], held_out_items: Sequence[AuditedRow] | None, data: DataConfig, seed: int
+) -> dict[str, Any]:
     """What stands on both sides of the split, and what a split by rows alone would have leaked."""
-    train, held_out = (list(items), list(held)) if held is not None else split(items, data, seed)
-    groups = {item.group for item in train}
-    words = {item.text for item in train}
-    chance = np.random.Generator(np.random.Philox(key=[seed, len(items)])).permutation(len(items))
+    train, held_out = (
+        (list(items), list(held_out_items)) if held_out_items is not None else group_split(items, data, seed)
+    )
+    groups = {item.split_key for item in train}
+    train_texts = {item.text for item in train}
+    permutation = np.random.Generator(np.random.Philox(key=[seed, len(items)])).permutation(len(items))
     count = max(1, len(held_out))
-    random_train = {items[place].question for place in chance[count:]}
-    leaked = sum(items[place].question in random_train for place in chance[:count])
+    random_train = {items[index].question for index in permutation[count:]}
+    leaked = sum(items[index].question in random_train for index in permutation[:count])
     return {
         "train_rows": len(train),
         "held_out_rows": len(held_out),
-        "groups": len({item.group for item in items}),
-        "groups_on_both_sides": len(groups & {item.group for item in held_out}),
-        "questions_on_both_sides": len({item.question for item in train} & {item.question for item in held_out}),
-        "held_out_rows_seen_in_training": sum(item.text in words for item in held_out),
-        "leak_of_a_random_split": round(leaked / count, 4),
+        "groups": len({item.split_key for item in items}),
+        "groups_in_both_splits": len(groups & {item.split_key for item in held_out}),
+        "prompts_in_both_splits": len({item.prompt_key for item in train} & {item.prompt_key for item in held_out}),
+        "rows_in_both_splits": sum(item.text in train_texts for item in held_out),
+        "random_split_leakage": round(leaked / count, 4),
     }
 
 
-def _padding(lengths: Array, frame: Frame) -> dict[str, Any]:
+def _padding_fraction(lengths: NDArray, config: AuditConfig) -> dict[str, Any]:
     """Share of each batch that would be padding: as rows come, and packed."""
-    cut = np.minimum(lengths, frame.max_length)
-    if frame.kind == "text":
+    truncated_lengths = np.minimum(lengths, config.max_length)
+    if config.row_format == "text":
         return {"padded": 0.0, "packed": 0.0}
-    order = Order(len(cut), frame.batch, len(cut), frame.seed)
-    rows = [cut[order.at(step)] for step in range(order.steps)]
-    padded = 1 - cut.sum() / sum(int(batch.max()) * len(batch) for batch in rows)
-    packed = 1 - cut.sum() / (len(pack(cut.tolist(), frame.max_length)) * frame.max_length)
+    sampler = GlobalBatchSampler(len(truncated_lengths), config.batch_size, len(truncated_lengths), config.seed)
+    rows = [truncated_lengths[sampler.batch_indices(step)] for step in range(sampler.steps)]
+    padded = 1 - truncated_lengths.sum() / sum(int(batch.max()) * len(batch) for batch in rows)
+    packed = 1 - truncated_lengths.sum() / (
+        len(pack_bfd(truncated_lengths.tolist(), config.max_length)) * config.max_length
+    )
     return {"padded": round(float(padded), 4), "packed": round(float(packed), 4)}
+
+
+ROW_FORMATS: dict[str, RowFormat] = {
+    "sft": "conversations",
+    "lora": "conversations",
+    "dpo": "pairs",
+    "pretrain": "text",
+}
+
+
+def audit_recipe(name: str, overrides: Sequence[str]) -> Iterator[tuple[str, AuditReport]]:
+    """The audit of each stage's data, or of data by its own name."""
+    loaded = load_recipe_or_data(name, overrides)
+    for stage, data, config in audit_inputs(loaded):
+        report = audit(data, config, loaded.path.parent)
+        report.invalid_rows = [
+            replace(invalid_row, reason=_locate_reason(invalid_row, loaded, stage))
+            for invalid_row in report.invalid_rows
+        ]
+        yield (name if data.source == name else f"{stage}: {data.source}"), report
+
+
+def _locate_reason(invalid_row: InvalidRow, loaded: LoadedRecipe, stage: str) -> str:
+    return add_recipe_location([Problem(invalid_row.where, invalid_row.reason)], loaded, stage)[0].message
+
+
+def audit_inputs(loaded: LoadedRecipe) -> Iterator[tuple[str, DataConfig, AuditConfig]]:
+    """What each stage reads, and what for; the same data for the same use is looked at once."""
+    recipe, tokenizer = loaded.recipe, _load_tokenizer(loaded)
+    wanted: list[tuple[str, DataConfig, RowFormat, Any]] = [
+        (stage, recipe.data_for(stage), ROW_FORMATS[stage], section)
+        for stage, section in recipe.stages.items()
+        if stage in ROW_FORMATS
+    ]
+    if recipe.prepare and recipe.pretrain is None:
+        wanted.append(("prepare", recipe.prepare_data, "text", None))
+    audited: list[tuple[DataConfig, RowFormat]] = []
+    for stage, data, row_format, section in wanted:
+        if (data, row_format) in audited:
+            continue
+        audited.append((data, row_format))
+        length, batch = getattr(section, "max_length", 2048), getattr(section, "per_device_train_batch_size", 8)
+        for source_data in [DataConfig(dataset_name=name, **_reading_settings(data)) for name in data.mix] or [data]:
+            yield stage, source_data, AuditConfig(row_format, length, batch, recipe.seed, tokenizer)
+
+
+def _reading_settings(data: DataConfig) -> dict[str, Any]:
+    return {key: getattr(data, key) for key in ("text_column", "split_by", "test_size", "max_rows")}
+
+
+def _load_tokenizer(loaded: LoadedRecipe) -> DocumentTokenizer | None:
+    """The model's tokenizer, where its folder is at hand."""
+    model = loaded.recipe.model
+    folder = local_path(model.tokenizer_name_or_path or model.model_name_or_path or "", loaded.path.parent)
+    try:
+        return DocumentTokenizer.open(folder) if folder and (folder / "tokenizer.json").exists() else None
+    except ModelError:
+        return None
+
+
+def export_datasets(name: str, folder: Path) -> dict[str, int]:
+    """The conversations or pairs of a recipe as a folder that load_from_disk reads."""
+    loaded = load(name)
+    recipe = loaded.recipe
+    for stage, load_dataset in (
+        ("sft", chat.load_conversations),
+        ("lora", chat.load_conversations),
+        ("dpo", preferences.load_preferences),
+    ):
+        if stage in recipe.stages:
+            dataset: Any = load_dataset(recipe.data_for(stage), recipe.seed, loaded.path.parent)
+            return save_dataset(dataset, folder)
+    raise UsageError(f"{name} has no sft, lora or dpo; modelwright data prepare makes shards of raw text")
+
+
+Span = tuple[str, bool]
+"""Text, and whether it is trained."""
+
+
+@dataclass(frozen=True)
+class RenderedSample:
+    """One row, rendered."""
+
+    where: str
+    """Where the row was found."""
+    spans: list[Span]
+    """Its text in stretches that are trained or not."""
+    tokens: int
+    """How many tokens it has."""
+    trained_tokens: int
+    """How many of them are trained."""
+
+    def as_json(self) -> dict[str, Any]:
+        """For machines."""
+        return {"where": self.where, "tokens": self.tokens, "trained_tokens": self.trained_tokens,
+                "spans": [{"text": text, "trained": trained} for text, trained in self.spans]}  # fmt: skip
+
+
+def render_conversations(items: Sequence[Conversation], tokenizer: Any, assistant_only: bool) -> list[RenderedSample]:
+    """Each conversation as the chat template writes it."""
+    return [
+        _render_row(item.where, row, tokenizer)
+        for item in items
+        for row in tokenize_conversation(item, tokenizer, assistant_only)
+    ]
+
+
+def render_pairs(items: Sequence[PreferencePair], tokenizer: Any) -> list[RenderedSample]:
+    """Each pair as two rows: the prompt with the better answer, and with the worse."""
+    samples = []
+    for item in items:
+        pair = tokenize_pair(item, tokenizer)
+        for name, answer in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+            input_ids = np.concatenate([pair.prompt, answer.input_ids])
+            loss_mask = np.concatenate([np.zeros(len(pair.prompt), dtype=np.bool_), answer.loss_mask])
+            samples.append(_render_row(f"{item.where} ({name})", TokenizedRow(input_ids, loss_mask), tokenizer))
+    return samples
+
+
+def render_shards(folder: Path, count: int) -> list[RenderedSample]:
+    """Rows of packed shards; the first word of a document is read, all others are learnt."""
+    dataset, tokenizer = PackedDataset.open(folder), DocumentTokenizer.open(folder / "tokenizer")
+    rows = np.unique(np.linspace(0, dataset.rows() - 1, count).astype(np.int64))
+    tokens, positions = dataset.get_rows(rows)
+    return [
+        _to_spans(
+            f"{folder.name} row {row}",
+            row_tokens,
+            row_positions != 0,
+            lambda ids: str(tokenizer.tokenizer.decode(ids, False)),
+        )
+        for row, row_tokens, row_positions in zip(rows, tokens, positions, strict=True)
+    ]
+
+
+def _render_row(where: str, row: TokenizedRow, tokenizer: Any) -> RenderedSample:
+    return _to_spans(
+        where, row.input_ids, row.loss_mask, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
+    )
+
+
+def _to_spans(where: str, input_ids: Any, loss_mask: Any, decode: Any) -> RenderedSample:
+    edges = [0, *(np.flatnonzero(loss_mask[1:] != loss_mask[:-1]) + 1).tolist(), len(input_ids)]
+    spans = [(decode(input_ids[start:stop].tolist()), bool(loss_mask[start]))
+              for start, stop in itertools.pairwise(edges) if stop > start]  # fmt: skip
+    return RenderedSample(where, spans, len(input_ids), int(loss_mask.sum()))
+
+
+FULL_QUESTION_COLUMN = "full-question"
+
+
+def save_dataset(data: ConversationDataset | PreferenceDataset, folder: Path) -> dict[str, int]:
+    """Write train and held_out as a folder that `load_from_disk` reads; it is whole or absent. Returns the rows."""
+    from datasets import Dataset, DatasetDict, disable_progress_bars
+
+    disable_progress_bars()
+    splits = {"train": data.train, "held_out": data.held_out}
+    rows = {name: [_to_dataset_row(item) for item in items] for name, items in splits.items() if items}
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    DatasetDict({name: Dataset.from_list(items) for name, items in rows.items()}).save_to_disk(str(partial))
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+    fsync_path(folder.parent)
+    return {name: len(items) for name, items in rows.items()}
+
+
+def _to_dataset_row(item: Any) -> dict[str, Any]:
+    if hasattr(item, "chosen"):
+        return {role: [dict(turn) for turn in getattr(item, role)] for role in ("prompt", "chosen", "rejected")}
+    return {"messages": [dict(turn) for turn in item.messages]}
+
+
+def convert_to_parquet(source: Path, target: Path, full_question: str | None = None) -> int:
+    """Write the rows of a file as Parquet; a template such as "For {topic}, {question}" makes a column full-question.
+
+    With a template, the columns are full-question and those that the template does not use. Returns the rows.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    if target.suffix != ".parquet":
+        raise UsageError(f"{target} ends in {target.suffix or 'nothing'}; it wants .parquet")
+    rows = list(raise_on_invalid_rows(read_file(source)))
+    values = (
+        [_with_full_question(row, full_question) for row in rows] if full_question else [row.values for row in rows]
+    )
+    partial = target.with_name(f".{target.name}.partial")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(values), partial, compression="zstd")
+    fsync_path(partial)
+    partial.replace(target)
+    return len(values)
+
+
+def _with_full_question(row: Row, template: str) -> dict[str, Any]:
+    used = _template_columns(template)
+    missing = [name for name in used if name not in row.values]
+    if missing:
+        raise DataError([Problem(row.where, f"there is no column {missing[0]!r}; {describe_columns(row)}")])
+    rest = {name: value for name, value in row.values.items() if name not in used}
+    return {FULL_QUESTION_COLUMN: render_template(template, row.values, row.where), **rest}
+
+
+def _template_columns(template: str) -> Sequence[str]:
+    try:
+        return [name for _, name, _, _ in Formatter().parse(template) if name]
+    except ValueError as error:
+        raise UsageError(f"--full-question is {template!r}; it wants columns in braces ({error})") from None
+
+
+DEFAULT_MODEL = {"model_name_or_path": "smollm2-135m-instruct"}
+"""Whose words samples are shown in where nobody named a model."""
+
+
+PLACEHOLDER_MODEL = {"architecture": {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 1}}
+"""None that is meant: a tokenizer is trained on the data."""
+
+
+def load_recipe_or_data(name: str, overrides: Sequence[str], for_prepare: bool = False) -> LoadedRecipe:
+    """The recipe of that name, or one that reads the data of that name as its columns say."""
+    if not is_data_source(name):
+        return load(name, overrides)
+    recipe_dict: dict[str, Any] = {
+        "name": re.sub(r"[^a-z0-9._-]+", "-", Path(name).stem.lower()).strip("-._") or "data",
+        "model": PLACEHOLDER_MODEL if for_prepare else DEFAULT_MODEL,
+        "data": {"dataset_name": name},
+    }
+    if for_prepare:
+        return load_dict({**recipe_dict, "prepare": {}}, Path(name), overrides)
+    data_overrides = [override for override in overrides if not override.startswith(("dpo.", "pretrain."))]
+    stage = infer_stage(load_dict({**recipe_dict, "sft": {}}, Path(name), data_overrides).recipe.data_for("sft"))
+    return load_dict({**recipe_dict, stage: {}}, Path(name), overrides)
+
+
+def is_data_source(name: str) -> bool:
+    """Whether a name means data: a file by its suffix, a folder of such, an embedded set, a set on the hub."""
+    path = Path(name)
+    if path.suffix in ROW_FILE_SUFFIXES:
+        if not path.exists():
+            raise UsageError(f"{name}: there is no such file")
+        return True
+    if path.is_dir():
+        return not (path / "recipe.yaml").exists() and (is_saved_dataset(path) or bool(files_in(path)))
+    if path.exists() or name in builtin_recipes():
+        return False
+    return is_embedded(name) or (is_hub_name(name, Path()) and not path.parent.is_dir())
+
+
+def infer_stage(data: DataConfig) -> str:
+    """What data without a recipe is for, by its columns."""
+    if (Path(data.source) / MANIFEST).exists():
+        return "pretrain"
+    first = next(iter(iter_rows(data.source, data, Path())), None)
+    columns = {data.columns.get(name, name) for name in first.values} if isinstance(first, Row) else set()
+    if {"chosen", "rejected"} <= columns:
+        return "dpo"
+    return "pretrain" if data.text_column in columns and not {"prompt", "messages"} & columns else "sft"

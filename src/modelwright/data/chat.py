@@ -1,248 +1,514 @@
-"""Decide which tokens train: the assistant's words and its end of turn, found by rendering differences.
-
-No generation tags are needed in the chat template, pad never hides eos (masks go by position, not by id),
-and a set in which nothing, or no end of turn, is trained is an error before the first step.
-"""
+"""Turn rows into conversations, and conversations into token ids with a loss mask."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
+import xxhash
 from jinja2 import TemplateError
 
-from modelwright.data.conversations import Conversation, Message
+from modelwright.data.readers import LONE_SURROGATE, Quarantine, Row, describe_columns, utf8_size
+from modelwright.data.sources import add_derived_columns, iter_train_rows, iter_validation_rows
 from modelwright.errors import DataError, Problem
-from modelwright.recipe.training import Text
+from modelwright.recipe.schema import ChatConfig, DataConfig
 
-AT_ONCE = 512
+ROLES = ("system", "user", "assistant", "tool")
+
+
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+"""What ShareGPT calls the roles, in turns of from and value."""
+
+
+CHAT_COLUMN_HINTS = {
+    "question": "prompt", "instruction": "prompt", "input": "prompt", "query": "prompt", "full-question": "prompt",
+    "answer": "completion", "output": "completion", "response": "completion", "conversations": "messages",
+}  # fmt: skip
+"""What a column of that name most often is: used in letters, never silently."""
+
+
+Message = dict[str, str]
+
+
+class HasSplitKey(Protocol):
+    """Anything that may not be torn apart by the split."""
+
+    @property
+    def split_key(self) -> str:
+        """Items of one group stay on one side."""
+
+
+Item = TypeVar("Item", bound=HasSplitKey)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages to learn from, or to measure by."""
+
+    where: str
+    """Where the row was found."""
+    messages: tuple[Message, ...]
+    """Role and content of each turn; the last is the assistant's."""
+    split_key: str
+    """Conversations of one group stay on one side of the split."""
+
+    @property
+    def last_user_message(self) -> str:
+        """The last thing the user said."""
+        return next(message["content"] for message in reversed(self.messages) if message["role"] == "user")
+
+
+@dataclass(frozen=True)
+class ConversationDataset:
+    """What the model learns from and what is held out, with the facts that go into the data manifest."""
+
+    train: list[Conversation]
+    """Rows that move the weights."""
+    held_out: list[Conversation]
+    """Rows that only measure."""
+    fingerprint: str
+    """Hash of every message on both sides, in order."""
+    quarantine: Quarantine = field(default_factory=Quarantine)
+    """Rows that cannot be used."""
+    duplicate_rows: int = 0
+    """Training rows that say what an earlier one says: many, where a folder holds one set in two forms."""
+
+    def manifest(self, data: DataConfig) -> dict[str, Any]:
+        """What the model sees, in numbers."""
+        return {
+            "source": data.dataset_name or data.train_file,
+            "validation": data.validation_file,
+            "train_rows": len(self.train),
+            "held_out_rows": len(self.held_out),
+            "prompts_in_both_splits": len(_prompt_keys(self.train) & _prompt_keys(self.held_out)),
+            "quarantined_rows": len(self.quarantine.invalid_rows),
+            "duplicate_rows": self.duplicate_rows,
+            "fingerprint": self.fingerprint,
+        }
+
+
+def _prompt_keys(items: Iterable[Conversation]) -> set[str]:
+    """What is asked: a split by anything else, such as the row, must not hide that a question stands on both sides."""
+    return {" ".join(item.last_user_message.lower().split()) for item in items}
+
+
+def load_conversations(data: DataConfig, seed: int, recipe_dir: Path) -> ConversationDataset:
+    """Read, check and split the data of a recipe; every problem is told at once."""
+    quarantine = Quarantine(data.max_invalid_fraction)
+    train = rows_to_conversations(list(quarantine.iter_valid(iter_train_rows(data, recipe_dir))), data, quarantine)
+    held_out = rows_to_conversations(
+        list(quarantine.iter_valid(iter_validation_rows(data, recipe_dir))), data, quarantine
+    )
+    quarantine.raise_if_over_limit()
+    for items, source in ((train, data.dataset_name or data.train_file), (held_out, data.validation_file)):
+        if source and not items:
+            raise DataError([Problem(source, "there is no row in it")])
+    if not data.validation_file:
+        train, held_out = group_split(train, data, seed)
+    digest = xxhash.xxh3_128()
+    distinct: list[set[int]] = [set(), set()]
+    for split_items, hashes in zip((train, held_out), distinct, strict=True):
+        for item in split_items:
+            serialized = json.dumps(item.messages, ensure_ascii=False, sort_keys=True).encode()
+            digest.update(serialized)
+            hashes.add(xxhash.xxh3_64_intdigest(serialized))
+        digest.update(b"\0")
+    return ConversationDataset(train, held_out, digest.hexdigest(), quarantine, len(train) - len(distinct[0]))
+
+
+def rows_to_conversations(
+    rows: Sequence[Row], data: DataConfig, quarantine: Quarantine | None = None
+) -> list[Conversation]:
+    """Make each row a conversation; a row that cannot be one is set aside with its reason, or else an error."""
+    invalid = Quarantine() if quarantine is None else quarantine
+    rows = list(add_derived_columns(rows, data))
+    if not rows:
+        return []
+    role_columns = map_chat_columns(rows[0], data.columns)
+    conversations: list[Conversation] = []
+    for row in rows:
+        messages = _parse_messages(row, role_columns, data.system_prompt)
+        if not isinstance(messages, str) and data.split_by and data.split_by not in row.values:
+            messages = f"there is no column {data.split_by!r} to split by; {describe_columns(row)}"
+        if isinstance(messages, str):
+            invalid.add(row, messages)
+            continue
+        split_key = row.values[data.split_by] if data.split_by else _first_user_message(messages)
+        conversations.append(Conversation(row.where, tuple(messages), " ".join(str(split_key).lower().split())))
+    if quarantine is None:
+        invalid.raise_if_over_limit()
+    return conversations
+
+
+def map_chat_columns(row: Row, columns: dict[str, Any]) -> dict[str, str]:
+    """Which column plays which part: as the recipe says, or as the names say when they are the parts themselves."""
+    configured = {role: column for column, role in columns.items()}
+    role_columns = configured or {
+        role: role for role in ("messages", "prompt", "completion", "system") if role in row.values
+    }
+    missing = [column for column in role_columns.values() if column not in row.values]
+    if missing:
+        raise DataError([Problem(row.where, f"there is no column {missing[0]!r}; {describe_columns(row)}")])
+    if "messages" not in role_columns and not {"prompt", "completion"} <= set(role_columns):
+        guessed = {column: CHAT_COLUMN_HINTS[column] for column in row.values if column in CHAT_COLUMN_HINTS}
+        suggestion = (
+            guessed
+            if {"prompt", "completion"} <= set(guessed.values())
+            else {"QUESTION": "prompt", "ANSWER": "completion"}
+        )
+        line = ", ".join(f"{column}: {role}" for column, role in suggestion.items())
+        summary = f"no messages, nor prompt and completion; {describe_columns(row)}"
+        message = f"{summary}; say which is which: data.columns: {{{line}}}"
+        raise DataError([Problem(row.where, message)])
+    return role_columns
+
+
+def group_split(items: Sequence[Item], data: DataConfig, seed: int) -> tuple[list[Item], list[Item]]:
+    """Hold out whole groups, chosen by a hash of the seed and the group, so that nothing stands on both sides."""
+    groups = sorted(
+        {item.split_key for item in items},
+        key=lambda group: (xxhash.xxh3_64_intdigest(f"{seed}:{group}".encode("utf-8", "surrogatepass")), group),
+    )
+    count = data.test_size.resolve(len(groups))
+    if count >= len(groups):
+        message = f"test_size holds out {count} of {len(groups)} distinct groups, which leaves none to train on"
+        raise DataError([Problem(str(data.dataset_name or data.train_file), message)])
+    chosen = set(groups[:count])
+    return [i for i in items if i.split_key not in chosen], [i for i in items if i.split_key in chosen]
+
+
+def build_prompt_messages(question: str, system_prompt: str | None) -> list[Message]:
+    """The messages that put a question, the same in training and in asking."""
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    return [*system, {"role": "user", "content": question}]
+
+
+def _parse_messages(row: Row, role_columns: dict[str, str], system_prompt: str | None) -> list[Message] | str:
+    """The row's messages, or what is wrong with it."""
+    if "messages" in role_columns:
+        messages = validate_messages(row.values.get(role_columns["messages"]))
+    else:
+        context = row.values.get(role_columns["context"]) if "context" in role_columns else None
+        prompt = append_context(row.values.get(role_columns["prompt"]), context)
+        completion = row.values.get(role_columns["completion"])
+        for name, value in (("prompt", prompt), ("completion", completion)):
+            if value is None or value == [] or (isinstance(value, str) and not value.strip()):
+                return f"{role_columns[name]!r} is empty; it wants text"
+            if not isinstance(value, str | list):
+                return f"{role_columns[name]!r} is {value!r}; it wants text"
+        turns: list[Any] = [
+            [{"role": role, "content": value}] if isinstance(value, str) else value
+            for role, value in (("user", prompt), ("assistant", completion))
+        ]
+        messages = validate_messages([*turns[0], *turns[1]])
+    if isinstance(messages, str):
+        return messages
+    system = row.values.get(role_columns["system"]) if "system" in role_columns else system_prompt
+    if system and utf8_size(str(system)) is None:
+        return LONE_SURROGATE
+    return add_system_message(messages, str(system) if system else None)
+
+
+def add_system_message(messages: list[Message], system: str | None) -> list[Message]:
+    """The messages with a system message first, where one is wished and none is there."""
+    wanted = system and messages[0]["role"] != "system"
+    return [{"role": "system", "content": str(system)}, *messages] if wanted else messages
+
+
+def append_context(prompt: Any, context: Any) -> Any:
+    """A prompt with the text it speaks of below it, as instruction sets keep it in a column of its own."""
+    return f"{prompt}\n\n{context}" if isinstance(prompt, str) and isinstance(context, str) and context else prompt
+
+
+def validate_messages(value: Any) -> list[Message] | str:
+    """A list of turns that ends with an answer, or what is wrong with it."""
+    if not isinstance(value, list) or not value:
+        return "messages is empty or no list; it wants a list of {role, content}"
+    turns: list[Message] = []
+    for turn in map(_from_sharegpt, value):
+        if not isinstance(turn, dict) or not isinstance(turn.get("content"), str) or turn.get("role") not in ROLES:
+            return f"a turn is {str(turn)[:60]!r}; it wants a role of {', '.join(ROLES)} and a text content"
+        if utf8_size(turn["content"]) is None:
+            return LONE_SURROGATE
+        turns.append({"role": turn["role"], "content": turn["content"]})
+    if turns[-1]["role"] != "assistant" or not turns[-1]["content"].strip():
+        return "the last turn is not an answer of the assistant; no assistant message to train on"
+    if not any(turn["role"] == "user" for turn in turns):
+        return "no turn is the user's; it wants a question before the answer"
+    return turns
+
+
+def _from_sharegpt(turn: Any) -> Any:
+    """A turn of ShareGPT as role and content; any other as it is."""
+    if not isinstance(turn, dict) or set(turn) < {"from", "value"} or "role" in turn:
+        return turn
+    role = SHAREGPT_ROLES.get(str(turn.get("from")), turn.get("from"))
+    return {"role": role, "content": turn.get("value")} if role in ROLES else turn
+
+
+def _first_user_message(messages: Iterable[Message]) -> str:
+    return next(message["content"] for message in messages if message["role"] == "user")
+
+
+TOKENIZE_BATCH = 512
 """Conversations that are tokenized together."""
-LEAST_SHARED, TRIALS = 64, 2
+
+
+MIN_PREFIX_CHARS, PREFIX_CHECKS = 64, 2
 """A shared text of fewer characters is not worth the trial of cutting it off, and so many texts are tried."""
-Tokens = np.ndarray[Any, np.dtype[np.int32]]
-NO_TOKENS: Tokens = np.zeros(0, dtype=np.int32)
-Rendered = tuple[str, list[tuple[int, int]]]
+
+
+TokenIds = np.ndarray[Any, np.dtype[np.int32]]
+
+
+EMPTY_IDS: TokenIds = np.zeros(0, dtype=np.int32)
+
+
+RenderedText = tuple[str, list[tuple[int, int]]]
 """A conversation as text, and from where to where in it something is trained."""
 
 
 @dataclass(frozen=True)
-class Encoded:
+class TokenizedRow:
     """One row of tokens and which of them train."""
 
-    tokens: np.ndarray[Any, np.dtype[np.int32]]
+    input_ids: np.ndarray[Any, np.dtype[np.int32]]
     """Token ids: [length] int32."""
-    trained: np.ndarray[Any, np.dtype[np.bool_]]
+    loss_mask: np.ndarray[Any, np.dtype[np.bool_]]
     """Whether the model learns to say this token: [length] bool."""
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.input_ids)
 
 
 @dataclass
-class EncodedSet:
+class TokenizedDataset:
     """All rows of one side, with what was cut and why."""
 
-    rows: list[Encoded] = field(default_factory=list)
+    rows: list[TokenizedRow] = field(default_factory=list)
     truncated_rows: int = 0
-    divided_rows: int = 0
-    lost_tokens: int = 0
+    split_rows: int = 0
+    truncated_tokens: int = 0
     dropped_rows: int = 0
 
-    def add(self, row: Encoded, wish: Text) -> None:
+    def append(self, row: TokenizedRow, config: ChatConfig) -> None:
         """Take a row as it fits: whole, cut, or divided; what has nothing to learn is left out."""
-        length, split = wish.max_length, wish.packing and wish.packing_strategy == "bfd_split"
+        length, split_long_rows = config.max_length, config.packing and config.packing_strategy == "bfd_split"
         pieces = [row]
-        if len(row) > length and split:
-            self.divided_rows += 1
+        if len(row) > length and split_long_rows:
+            self.split_rows += 1
             # each piece begins with the last token of the one before, so that every trained token is foretold once
             starts = range(0, len(row) - 1, length - 1)
-            pieces = [Encoded(row.tokens[at : at + length], row.trained[at : at + length]) for at in starts]
+            pieces = [
+                TokenizedRow(row.input_ids[start : start + length], row.loss_mask[start : start + length])
+                for start in starts
+            ]
         elif len(row) > length:
             self.truncated_rows += 1
-            self.lost_tokens += len(row) - length
-            pieces = [Encoded(row.tokens[:length], row.trained[:length])]
-        learnt = [piece for piece in pieces if piece.trained[1:].any()]  # nothing foretells a first token
-        self.rows += learnt
-        self.dropped_rows += not learnt
+            self.truncated_tokens += len(row) - length
+            pieces = [TokenizedRow(row.input_ids[:length], row.loss_mask[:length])]
+        trained_pieces = [piece for piece in pieces if piece.loss_mask[1:].any()]  # nothing foretells a first token
+        self.rows += trained_pieces
+        self.dropped_rows += not trained_pieces
 
-    def facts(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int]:
         """The numbers of the data manifest."""
         return {
             "rows": len(self.rows),
             "tokens": sum(len(row) for row in self.rows),
-            "trained_tokens": int(sum(row.trained.sum() for row in self.rows)),
+            "trained_tokens": int(sum(row.loss_mask.sum() for row in self.rows)),
             "truncated_rows": self.truncated_rows,
-            "divided_rows": self.divided_rows,
-            "lost_tokens": self.lost_tokens,
+            "split_rows": self.split_rows,
+            "truncated_tokens": self.truncated_tokens,
             "dropped_rows": self.dropped_rows,
         }
 
 
-def encode_all(
-    conversations: Iterable[Conversation], tokenizer: Any, wish: Text, stop_tokens: Collection[int] = ()
-) -> EncodedSet:
+def tokenize_conversations(
+    conversations: Iterable[Conversation], tokenizer: Any, config: ChatConfig, stop_tokens: Collection[int] = ()
+) -> TokenizedDataset:
     """Encode every conversation; what does not fit is cut or divided, and counted; too many cut rows are an error."""
-    stops = {*stop_tokens, tokenizer.eos_token_id} - {None}
-    encoded = EncodedSet()
-    seen, stopping = 0, 0
-    waiting = iter(conversations)
-    while group := list(islice(waiting, AT_ONCE)):
-        for row in encode_many(group, tokenizer, wish.assistant_only_loss):
-            seen += 1
-            stopping += bool(np.isin(row.tokens[row.trained], list(stops)).any())
-            encoded.add(row, wish)
-    if encoded.truncated_rows > (limit := wish.max_truncated.of(seen)):
-        letter = (
-            f"{encoded.truncated_rows} of {seen} rows are longer than max_length {wish.max_length} and would be cut, "
-            f"more than max_truncated allows ({limit}); raise one of them, or pack with packing_strategy: bfd_split"
+    stop_ids = {*stop_tokens, tokenizer.eos_token_id} - {None}
+    dataset = TokenizedDataset()
+    row_count, rows_with_stop = 0, 0
+    remaining = iter(conversations)
+    while batch := list(islice(remaining, TOKENIZE_BATCH)):
+        for row in tokenize_batch(batch, tokenizer, config.assistant_only_loss):
+            row_count += 1
+            rows_with_stop += bool(np.isin(row.input_ids[row.loss_mask], list(stop_ids)).any())
+            dataset.append(row, config)
+    if dataset.truncated_rows > (limit := config.max_truncated_rows.resolve(row_count)):
+        message = (
+            f"{dataset.truncated_rows} of {row_count} rows are longer than max_length {config.max_length} and would be cut, "
+            f"more than max_truncated_rows allows ({limit}); raise one of them, or pack with packing_strategy: bfd_split"
         )
-        raise DataError([Problem("data", letter)])
-    if seen and not encoded.rows:
-        letter = f"no row has a trained token within max_length {wish.max_length}; raise max_length"
-        raise DataError([Problem("data", letter)])
-    if seen and not stopping:
-        letter = "the chat template ends no answer with an end-of-text token, so the model would never learn to stop"
-        raise DataError([Problem("data", letter)])
-    return encoded
+        raise DataError([Problem("data", message)])
+    if row_count and not dataset.rows:
+        message = f"no row has a trained token within max_length {config.max_length}; raise max_length"
+        raise DataError([Problem("data", message)])
+    if row_count and not rows_with_stop:
+        message = "the chat template ends no answer with an end-of-text token, so the model would never learn to stop"
+        raise DataError([Problem("data", message)])
+    return dataset
 
 
-def encode(conversation: Conversation, tokenizer: Any, assistant_only: bool = True) -> list[Encoded]:
+def tokenize_conversation(
+    conversation: Conversation, tokenizer: Any, assistant_only: bool = True
+) -> list[TokenizedRow]:
     """Encode one conversation; a template that rewrites earlier turns gives one row for each answer."""
-    return encode_many([conversation], tokenizer, assistant_only)
+    return tokenize_batch([conversation], tokenizer, assistant_only)
 
 
-def encode_many(conversations: Sequence[Conversation], tokenizer: Any, assistant_only: bool = True) -> list[Encoded]:
+def tokenize_batch(
+    conversations: Sequence[Conversation], tokenizer: Any, assistant_only: bool = True
+) -> list[TokenizedRow]:
     """Encode conversations with one call of the tokenizer, which then uses all cores."""
-    rendered: list[Rendered] = []
-    plain: list[Encoded] = []
+    rendered: list[RenderedText] = []
+    untemplated: list[TokenizedRow] = []
     for conversation in conversations:
-        with _template_told(conversation.messages, conversation.where):
+        with _template_errors(conversation.messages, conversation.where):
             if tokenizer.chat_template:
-                rendered += _render_turns(list(conversation.messages), tokenizer, assistant_only)
+                rendered += _render_with_spans(list(conversation.messages), tokenizer, assistant_only)
             else:
-                plain.append(_encode_plain(conversation.messages, conversation.where, tokenizer, assistant_only))
-    return plain or _encode_spans(tokenizer, rendered)
+                untemplated.append(
+                    _tokenize_without_template(conversation.messages, conversation.where, tokenizer, assistant_only)
+                )
+    return untemplated or _tokenize_with_mask(tokenizer, rendered)
 
 
-def encode_answer(before: Sequence[Message], answer: Sequence[Message], tokenizer: Any, where: str) -> Encoded:
+def tokenize_completion(
+    prompt_messages: Sequence[Message], completion: Sequence[Message], tokenizer: Any, where: str
+) -> TokenizedRow:
     """Encode a prompt and what answers it; nothing of the prompt is trained, not even earlier answers in it."""
-    with _template_told([*before, *answer], where):
+    with _template_errors([*prompt_messages, *completion], where):
         if not tokenizer.chat_template:
-            return _encode_plain([*before, *answer], where, tokenizer, assistant_only=True)
-        text = _render(tokenizer, [*before, *answer])
-        return _encode_spans(tokenizer, [(text, [(_answer_start(tokenizer, before, text), len(text))])])[0]
+            return _tokenize_without_template([*prompt_messages, *completion], where, tokenizer, assistant_only=True)
+        text = _render(tokenizer, [*prompt_messages, *completion])
+        return _tokenize_with_mask(
+            tokenizer, [(text, [(_completion_start(tokenizer, prompt_messages, text), len(text))])]
+        )[0]
 
 
 @contextmanager
-def _template_told(messages: Sequence[Message], where: str) -> Iterator[None]:
+def _template_errors(messages: Sequence[Message], where: str) -> Iterator[None]:
     try:
         yield
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
-        letter = f"the model's chat template does not take the turns {roles} ({error})"
-        raise DataError([Problem(where, letter)]) from None
+        problem = f"the model's chat template does not take the turns {roles} ({error})"
+        raise DataError([Problem(where, problem)]) from None
 
 
-def _render_turns(messages: list[Message], tokenizer: Any, assistant_only: bool) -> list[Rendered]:
-    whole = _render(tokenizer, messages)
+def _render_with_spans(messages: list[Message], tokenizer: Any, assistant_only: bool) -> list[RenderedText]:
+    full_text = _render(tokenizer, messages)
     # a greeting that opens the conversation was not asked for: it is read, not learnt
     answers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant" and turn > 0]
     spans: list[tuple[int, int]] = []
     for turn in answers:
-        after = whole if turn + 1 == len(messages) else _render(tokenizer, messages[: turn + 1])
-        if not whole.startswith(after):
+        prefix_text = full_text if turn + 1 == len(messages) else _render(tokenizer, messages[: turn + 1])
+        if not full_text.startswith(prefix_text):
             return [_render_last(tokenizer, messages[: turn + 1], assistant_only) for turn in answers]
-        spans.append((_answer_start(tokenizer, messages[:turn], after), len(after)))
-    return [(whole, spans if assistant_only else [(0, len(whole))])]
+        spans.append((_completion_start(tokenizer, messages[:turn], prefix_text), len(prefix_text)))
+    return [(full_text, spans if assistant_only else [(0, len(full_text))])]
 
 
-def _render_last(tokenizer: Any, messages: Sequence[Message], assistant_only: bool) -> Rendered:
+def _render_last(tokenizer: Any, messages: Sequence[Message], assistant_only: bool) -> RenderedText:
     text = _render(tokenizer, messages)
-    start = _answer_start(tokenizer, messages[:-1], text) if assistant_only else 0
+    start = _completion_start(tokenizer, messages[:-1], text) if assistant_only else 0
     return text, [(start, len(text))]
 
 
-def _answer_start(tokenizer: Any, before: Sequence[Message], text: str) -> int:
+def _completion_start(tokenizer: Any, prompt_messages: Sequence[Message], text: str) -> int:
     """Where the answer begins: the end of what is shared with the prompt that asks for it."""
-    return _alike(_render(tokenizer, before, ask=True), text)
+    return _common_prefix(_render(tokenizer, prompt_messages, add_generation_prompt=True), text)
 
 
-def _alike(one: str, other: str) -> int:
+def _common_prefix(one: str, other: str) -> int:
     """Characters that both begin with."""
     if other.startswith(one):
         return len(one)
-    return next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(other))
+    return next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(other))
 
 
-def _render(tokenizer: Any, messages: Sequence[Message], ask: bool = False) -> str:
+def _render(tokenizer: Any, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=ask))
+        return str(
+            tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
+        )
     except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:  # what a template does wrong
         raise TemplateError(str(error)) from None
 
 
-def _encode_spans(tokenizer: Any, rendered: Sequence[Rendered]) -> list[Encoded]:
+def _tokenize_with_mask(tokenizer: Any, rendered: Sequence[RenderedText]) -> list[TokenizedRow]:
     # the template writes its own special tokens: adding more would double the first (alignment-handbook#127)
     texts = [text for text, _ in rendered]
-    shared = _shared_text(tokenizer, texts)
-    [(first, first_starts)] = _tokenized(tokenizer, [texts[0][:shared]]) if shared else [(NO_TOKENS, NO_TOKENS)]
+    prefix_chars = _shareable_prefix(tokenizer, texts)
+    [(prefix_ids, prefix_starts)] = (
+        _tokenize_with_offsets(tokenizer, [texts[0][:prefix_chars]]) if prefix_chars else [(EMPTY_IDS, EMPTY_IDS)]
+    )
     rows = []
-    found = _tokenized(tokenizer, [text[shared:] for text in texts])
-    for (_, spans), (tokens, starts) in zip(rendered, found, strict=True):
-        starts = np.concatenate([first_starts, starts + shared])
-        trained = np.zeros(len(starts), dtype=np.bool_)
+    tokenized = _tokenize_with_offsets(tokenizer, [text[prefix_chars:] for text in texts])
+    for (_, spans), (input_ids, starts) in zip(rendered, tokenized, strict=True):
+        starts = np.concatenate([prefix_starts, starts + prefix_chars])
+        loss_mask = np.zeros(len(starts), dtype=np.bool_)
         for begin, end in spans:
-            trained |= (starts >= begin) & (starts < end)
-        rows.append(Encoded(np.concatenate([first, tokens]), trained))
+            loss_mask |= (starts >= begin) & (starts < end)
+        rows.append(TokenizedRow(np.concatenate([prefix_ids, input_ids]), loss_mask))
     return rows
 
 
-def _tokenized(tokenizer: Any, texts: list[str]) -> Iterator[tuple[Tokens, Tokens]]:
+def _tokenize_with_offsets(tokenizer: Any, texts: list[str]) -> Iterator[tuple[TokenIds, TokenIds]]:
     """The tokens of each text, and where in it each begins."""
     encoding = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False)
-    for tokens, offsets in zip(encoding["input_ids"], encoding["offset_mapping"], strict=True):
+    for input_ids, offsets in zip(encoding["input_ids"], encoding["offset_mapping"], strict=True):
         starts = np.fromiter((start for start, _ in offsets), dtype=np.int32, count=len(offsets))
-        yield np.array(tokens, dtype=np.int32), starts
+        yield np.array(input_ids, dtype=np.int32), starts
 
 
-def _shared_text(tokenizer: Any, texts: Sequence[str]) -> int:
+def _shareable_prefix(tokenizer: Any, texts: Sequence[str]) -> int:
     """Characters that all texts begin with and that may be tokenized once for all of them; 0 where it does not pay.
 
     Just before a special token a text may be cut: what stands to either side of one is tokenized by itself. Whether
     the tokenizer at hand keeps to that is tried on two texts; what could differ, how it begins one, is alike in all.
     """
-    shared = min(texts, default="")
-    shared = shared[: _alike(shared, max(texts, default=""))]
-    plain = (
+    prefix = min(texts, default="")
+    prefix = prefix[: _common_prefix(prefix, max(texts, default=""))]
+    special_tokens = (
         token.content
         for token in getattr(tokenizer, "added_tokens_decoder", {}).values()
         if token.special and not (token.lstrip or token.single_word or token.normalized)
     )
-    cut = max((shared.rfind(content) for content in plain), default=0)
-    if len(texts) <= TRIALS or cut < LEAST_SHARED:
+    cut = max((prefix.rfind(content) for content in special_tokens), default=0)
+    if len(texts) <= PREFIX_CHECKS or cut < MIN_PREFIX_CHARS:
         return 0
-    parts = [texts[0][:cut], *(text[cut:] for text in texts[:TRIALS])]
-    (first, _), *others = _tokenized(tokenizer, parts)
-    wholes = _tokenized(tokenizer, list(texts[:TRIALS]))
-    alike = all(np.array_equal(whole, [*first, *other]) for (whole, _), (other, _) in zip(wholes, others, strict=True))
-    return cut if alike else 0
+    parts = [texts[0][:cut], *(text[cut:] for text in texts[:PREFIX_CHECKS])]
+    (first, _), *others = _tokenize_with_offsets(tokenizer, parts)
+    full_ids = _tokenize_with_offsets(tokenizer, list(texts[:PREFIX_CHECKS]))
+    identical = all(
+        np.array_equal(full, [*first, *other]) for (full, _), (other, _) in zip(full_ids, others, strict=True)
+    )
+    return cut if identical else 0
 
 
-def _encode_plain(messages: Sequence[Message], where: str, tokenizer: Any, assistant_only: bool) -> Encoded:
+def _tokenize_without_template(
+    messages: Sequence[Message], where: str, tokenizer: Any, assistant_only: bool
+) -> TokenizedRow:
     roles = [message["role"] for message in messages]
     if roles != ["user", "assistant"]:
-        letter = f"the tokenizer has no chat template, which the turns {', '.join(roles)} need; use an instruct model"
-        raise DataError([Problem(where, letter)])
+        problem = f"the tokenizer has no chat template, which the turns {', '.join(roles)} need; use an instruct model"
+        raise DataError([Problem(where, problem)])
     if tokenizer.eos_token_id is None:
-        letter = "the tokenizer has neither a chat template nor an end-of-text token; use an instruct model"
-        raise DataError([Problem(where, letter)])
+        problem = "the tokenizer has neither a chat template nor an end-of-text token; use an instruct model"
+        raise DataError([Problem(where, problem)])
     prompt, answer = (message["content"] for message in messages)
-    before = tokenizer(prompt)["input_ids"]
-    tokens = [*before, *tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    trained = np.ones(len(tokens), dtype=np.bool_)
-    trained[: len(before) if assistant_only else 0] = False
-    return Encoded(np.array(tokens, dtype=np.int32), trained)
+    prompt_ids = tokenizer(prompt)["input_ids"]
+    input_ids = [*prompt_ids, *tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    loss_mask = np.ones(len(input_ids), dtype=np.bool_)
+    loss_mask[: len(prompt_ids) if assistant_only else 0] = False
+    return TokenizedRow(np.array(input_ids, dtype=np.int32), loss_mask)

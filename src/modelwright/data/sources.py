@@ -1,27 +1,90 @@
-"""Read rows from wherever they are: an embedded set, a file, a folder or the hub, through one door."""
+"""Read rows by name from an embedded dataset, a file, a folder or the hub, and add derived columns."""
 
 from __future__ import annotations
 
+import ast
 import difflib
-from collections.abc import Iterator
+import json
+import platform
+import re
+import sys
+import sysconfig
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from modelwright.data import corpus, hub
-from modelwright.data.files import SUFFIXES, Fault, Row, read_file, strictly
+from modelwright.data import download
+from modelwright.data.readers import ROW_FILE_SUFFIXES, InvalidRow, Row, raise_on_invalid_rows, read_file
 from modelwright.errors import DataError, Problem, UsageError, first_line
-from modelwright.recipe.schema import Data
+from modelwright.recipe.schema import DataConfig
+from modelwright.runs.caches import cache_dir
+from modelwright.runs.folder import write_text
 
-HOME = Path(__file__).parent / "embedded"
-EMBEDDED = {
-    "field-guide": HOME / "field_guide.jsonl",
-    "field-guide-pairs": HOME / "field_guide_pairs.jsonl",
-    "field-guide-editions": HOME / "field_guide_editions.jsonl",
-    "songbook": HOME / "songbook.jsonl",
+PYTHON_DOCS = "python-docs"
+
+
+EXCLUDED_DIRS = frozenset({"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "turtledemo", "ensurepip"})
+"""Folders with little prose in them."""
+
+
+MIN_DOCUMENT_CHARS = 200
+"""Characters below which a module's docstrings make no document."""
+
+
+def python_docs() -> list[tuple[str, str]]:
+    """Name and text of each document, in a fixed order; parsed once, then kept in the cache."""
+    cache_file = cache_dir() / "corpus" / f"{PYTHON_DOCS}-{platform.python_version()}.json"
+    if not cache_file.exists():  # parsing the standard library takes some 4 CPU-seconds
+        write_text(cache_file, json.dumps([*_topics(), *_modules()], ensure_ascii=False) + "\n")
+    return [(name, text) for name, text in json.loads(cache_file.read_text(encoding="utf-8"))]
+
+
+def _topics() -> Iterator[tuple[str, str]]:
+    from pydoc_data.topics import topics
+
+    for name in sorted(topics):
+        yield f"topic {name}", topics[name].strip()
+
+
+def _modules() -> Iterator[tuple[str, str]]:
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py"), key=lambda file: file.relative_to(root).as_posix()):
+        parts = path.relative_to(root).with_suffix("").parts
+        if parts[0] in sys.stdlib_module_names and not EXCLUDED_DIRS & set(parts):
+            name = ".".join(parts).removesuffix(".__init__")
+            text = "\n\n".join(_docstrings(path, name))
+            if len(text) >= MIN_DOCUMENT_CHARS:
+                yield f"module {name}", text
+
+
+def _docstrings(path: Path, module: str) -> Iterator[str]:
+    """What a module says about itself and its parts, each under its name, in the order they are written."""
+    pending: list[tuple[ast.AST, str]] = [(ast.parse(path.read_bytes()), module)]
+    while pending:
+        node, name = pending.pop(0)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            docstring = ast.get_docstring(node)
+            if docstring and docstring.strip():
+                yield f"{name}\n\n{docstring.strip()}"
+            parts = [part for part in node.body if isinstance(part, ast.ClassDef | ast.FunctionDef)]
+            pending = [(part, f"{name}.{part.name}") for part in parts] + pending
+
+
+EMBEDDED_DIR = Path(__file__).parent / "embedded"
+
+
+EMBEDDED_DATASETS = {
+    "field-guide": EMBEDDED_DIR / "field_guide.jsonl",
+    "field-guide-pairs": EMBEDDED_DIR / "field_guide_pairs.jsonl",
+    "field-guide-editions": EMBEDDED_DIR / "field_guide_editions.jsonl",
+    "songbook": EMBEDDED_DIR / "songbook.jsonl",
 }
 """Sets that come with Modelwright, with their file."""
-GATHERED = {corpus.NAME: corpus.python_docs}
+
+
+GENERATED_DATASETS = {PYTHON_DOCS: python_docs}
 """Sets that are gathered from this machine when they are read."""
 
 
@@ -29,24 +92,26 @@ HELD_OUT_SPLITS = ("held_out", "validation", "test")
 """What the held-out side of a stored set may be called."""
 
 
-def training_rows(data: Data, beside: Path) -> Iterator[Row | Fault]:
-    """The rows to train on, before anything is held out, and what could not be read."""
-    return islice(read(data.dataset_name or data.train_file or "", data, beside), data.max_rows)  # without it, all
+def iter_train_rows(data: DataConfig, recipe_dir: Path) -> Iterator[Row | InvalidRow]:
+    """The training rows, before anything is held out, and what could not be read."""
+    return islice(
+        iter_rows(data.dataset_name or data.train_file or "", data, recipe_dir), data.max_rows
+    )  # without it, all
 
 
-def validation_rows(data: Data, beside: Path) -> Iterator[Row | Fault]:
+def iter_validation_rows(data: DataConfig, recipe_dir: Path) -> Iterator[Row | InvalidRow]:
     """The rows of validation_file, where there is one, and what could not be read."""
-    return read(data.validation_file, None, beside) if data.validation_file else iter(())
+    return iter_rows(data.validation_file, None, recipe_dir) if data.validation_file else iter(())
 
 
-def read_training(data: Data, beside: Path) -> list[Row]:
-    """All rows to train on; one that cannot be read is an error."""
-    return list(strictly(training_rows(data, beside)))
+def read_train_rows(data: DataConfig, recipe_dir: Path) -> list[Row]:
+    """All training rows; one that cannot be read is an error."""
+    return list(raise_on_invalid_rows(iter_train_rows(data, recipe_dir)))
 
 
-def local_path(name: str, beside: Path) -> Path | None:
+def local_path(name: str, recipe_dir: Path) -> Path | None:
     """The file or folder that a name means, from where we stand or beside the recipe."""
-    for candidate in (Path(name), beside / name):
+    for candidate in (Path(name), recipe_dir / name):
         if candidate.exists():
             return candidate
     return None
@@ -54,79 +119,206 @@ def local_path(name: str, beside: Path) -> Path | None:
 
 def is_embedded(name: str) -> bool:
     """Whether a set comes with Modelwright."""
-    return name in EMBEDDED or name in GATHERED
+    return name in EMBEDDED_DATASETS or name in GENERATED_DATASETS
 
 
-def is_hub_name(name: str, beside: Path) -> bool:
+def is_hub_name(name: str, recipe_dir: Path) -> bool:
     """Whether a name can only mean a data set on the hub: owner/name, and nothing of that name here."""
-    if is_embedded(name) or local_path(name, beside) is not None:
+    if is_embedded(name) or local_path(name, recipe_dir) is not None:
         return False
-    return name.count("/") == 1 and Path(name).suffix not in SUFFIXES and not name.startswith((".", "/", "~"))
+    return name.count("/") == 1 and Path(name).suffix not in ROW_FILE_SUFFIXES and not name.startswith((".", "/", "~"))
 
 
-def read(name: str, data: Data | None, beside: Path, start: int = 0, stop: int | None = None) -> Iterator[Row | Fault]:
+def iter_rows(
+    name: str, data: DataConfig | None, recipe_dir: Path, start: int = 0, stop: int | None = None
+) -> Iterator[Row | InvalidRow]:
     """The rows of a source by its name, or some of them; `data` says which configuration and split of a hub set."""
-    if name in GATHERED:
-        return islice((Row(place, {"text": text}) for place, text in GATHERED[name]()), start, stop)
-    path = EMBEDDED.get(name) or local_path(name, beside)
+    if name in GENERATED_DATASETS:
+        return islice((Row(where, {"text": text}) for where, text in GENERATED_DATASETS[name]()), start, stop)
+    path = EMBEDDED_DATASETS.get(name) or local_path(name, recipe_dir)
     if path is None:
-        if not is_hub_name(name, beside):
-            raise UsageError(_no_such_source(name, beside))
+        if not is_hub_name(name, recipe_dir):
+            raise UsageError(_missing_source_message(name, recipe_dir))
         config, split = (data.dataset_config_name, data.dataset_split) if data else (None, "train")
-        return _rows_of(hub.load(name, config, split), name, start, stop)
-    if path.is_dir() and is_stored_set(path):
-        return _rows_of(_stored_set(path, data), path.name, start, stop)
+        return _iter_dataset(download.load_hub_dataset(name, config, split), name, start, stop)
+    if path.is_dir() and is_saved_dataset(path):
+        return _iter_dataset(_load_saved_dataset(path, data), path.name, start, stop)
     files = files_in(path) if path.is_dir() else [path]
     return islice(chain.from_iterable(map(read_file, files)), start, stop)
 
 
-def _no_such_source(name: str, beside: Path) -> str:
-    folder = (beside / name).parent
-    around = [str(p.name) for p in folder.iterdir()] if folder.is_dir() else []
-    close = difflib.get_close_matches(Path(name).name, [*around, *EMBEDDED, *GATHERED], n=3)
+def _missing_source_message(name: str, recipe_dir: Path) -> str:
+    folder = (recipe_dir / name).parent
+    siblings = [str(p.name) for p in folder.iterdir()] if folder.is_dir() else []
+    close = difflib.get_close_matches(Path(name).name, [*siblings, *EMBEDDED_DATASETS, *GENERATED_DATASETS], n=3)
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
     return f"data: there is no file, folder or embedded set {name!r}{hint}"
 
 
 def files_in(path: Path) -> list[Path]:
     """The files of a folder that are read, in the order of their names: those called train where there are some."""
-    found = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES)
-    files = [p for p in found if p.suffix != ".txt"] or found  # a text file beside rows tells about them
+    candidates = sorted(p for p in path.iterdir() if p.suffix in ROW_FILE_SUFFIXES)
+    files = [p for p in candidates if p.suffix != ".txt"] or candidates  # a text file beside rows tells about them
     if not files:
-        raise UsageError(f"data: the folder {path} holds no {', '.join(SUFFIXES)} file")
+        raise UsageError(f"data: the folder {path} holds no {', '.join(ROW_FILE_SUFFIXES)} file")
     return [p for p in files if p.stem.startswith("train")] or files
 
 
-def is_stored_set(path: Path) -> bool:
+def is_saved_dataset(path: Path) -> bool:
     """Whether a folder is a data set that `save_to_disk` wrote."""
     return (path / "state.json").exists() or (path / "dataset_dict.json").exists()
 
 
-def _stored_set(path: Path, data: Data | None) -> Any:
+def _load_saved_dataset(path: Path, data: DataConfig | None) -> Any:
     """A set that `save_to_disk` wrote, or the split of it that is wanted."""
     from datasets import DatasetDict, load_from_disk
 
     try:
-        stored = load_from_disk(str(path))
+        saved = load_from_disk(str(path))
     except Exception as error:  # the library raises many kinds; each becomes one letter
-        letter = f"this is no whole data set of save_to_disk ({first_line(error)[:200]})"
-        raise DataError([Problem(path.name, letter)]) from None
-    if not isinstance(stored, DatasetDict):
-        return stored
-    wanted = (data.dataset_split,) if data else HELD_OUT_SPLITS
-    split = next((name for name in wanted if name in stored), None)
+        message = f"this is no whole data set of save_to_disk ({first_line(error)[:200]})"
+        raise DataError([Problem(path.name, message)]) from None
+    if not isinstance(saved, DatasetDict):
+        return saved
+    split_names = (data.dataset_split,) if data else HELD_OUT_SPLITS
+    split = next((name for name in split_names if name in saved), None)
     if split is None:
-        wish = " or ".join(map(repr, wanted))
-        raise UsageError(f"data: {path} has no split {wish}; its splits are {', '.join(stored)}")
-    return stored[split]
+        wanted_splits = " or ".join(map(repr, split_names))
+        raise UsageError(f"data: {path} has no split {wanted_splits}; its splits are {', '.join(saved)}")
+    return saved[split]
 
 
-def _rows_of(stored: Any, name: str, start: int, stop: int | None) -> Iterator[Row | Fault]:
+def _iter_dataset(dataset: Any, name: str, start: int, stop: int | None) -> Iterator[Row | InvalidRow]:
     """Rows of a stored set, from one number to another, without reading those before."""
-    stop = len(stored) if stop is None else min(stop, len(stored))
+    stop = len(dataset) if stop is None else min(stop, len(dataset))
     number = start
     try:
-        for number, values in enumerate(stored.select(range(start, stop)) if start < stop else (), start + 1):
+        for number, values in enumerate(dataset.select(range(start, stop)) if start < stop else (), start + 1):
             yield Row(f"{name} row {number}", dict(values))
     except Exception as error:  # the library raises many kinds; each becomes one letter
-        yield Fault(f"{name} row {number + 1}", f"this row cannot be read ({first_line(error)[:200]})", "", True)
+        yield InvalidRow(f"{name} row {number + 1}", f"this row cannot be read ({first_line(error)[:200]})", "", True)
+
+
+PLACEHOLDER_RE = re.compile(r"\{([^{}]+)\}")
+
+
+def add_derived_columns(rows: Iterable[Row], data: DataConfig) -> Iterator[Row]:
+    """The rows with the columns that the recipe derives; a column that is there already stays as it is."""
+    for row in rows:
+        for source_row in generate_song_qa(row) if data.generate_qa == "songs" else (row,):
+            values = dict(source_row.values)
+            for name, template in data.derived_columns.items():
+                if name not in values:
+                    values[name] = render_template(template, values, source_row.where)
+            yield Row(source_row.where, values)
+
+
+def render_template(template: str, values: Mapping[str, Any], where: str) -> str:
+    """A template with each {column} replaced by the row's value."""
+    missing = [name for name in PLACEHOLDER_RE.findall(template) if name not in values]
+    if missing:
+        columns = ", ".join(map(str, values))
+        message = (
+            f"data.derived_columns asks for the column {missing[0]!r}, which is not there; the columns are {columns}"
+        )
+        raise DataError([Problem(where, message)])
+    return PLACEHOLDER_RE.sub(lambda match: str(values[match[1]]), template)
+
+
+EXCERPT_LINES = 8
+"""Lines of a song that a question shows."""
+
+
+THEMES = {
+    "love": "love heart kiss darling baby sweetheart lover hold arms",
+    "loss": "gone goodbye cry tears lonely left miss grave alone lost",
+    "faith": "lord god heaven pray soul grace holy angel glory jesus",
+    "the road": "road home highway train travel away miles river wander bound",
+    "the night out": "dance night party tonight drink music floor light shake",
+    "defiance": "fight stand never free war power strong break rise",
+    "money and work": "money work pay job wages gold rich poor hustle dollar",
+    "the sea": "sea ship sail captain sailor ocean shore wave harbor",
+}
+"""Words that point at a theme; a song is said to have one where it uses at least two of them."""
+
+
+WORD_RE = re.compile(r"[a-z']+")
+
+
+STOP_WORDS = (
+    "the and you i to a me it my in of on that for your be is we all but with so this don't just like know got no was "
+    "are when what oh i'm it's they she he her his him not up can if go get now do have there as at will out one from "
+    "come down let say see make take way been had were would could their them our us than then too am an by or"
+)
+"""Words that say nothing about a song."""
+
+
+def generate_song_qa(row: Row) -> Iterator[Row]:
+    """A row with question and answer stays as it is; lyrics and artist alone become one row for style, theme, sound."""
+    if "question" in row.values and "answer" in row.values:
+        yield row
+        return
+    lyrics, artist = str(row.values.get("lyrics") or ""), str(row.values.get("artist") or "").strip()
+    lines = [" ".join(line.split()) for line in lyrics.splitlines() if line.strip()]
+    if not lines or not artist:
+        columns = ", ".join(map(str, row.values))
+        raise DataError(
+            [Problem(row.where, f"a song wants lyrics and artist, both with text; the columns are {columns}")]
+        )
+    excerpt = "\n".join(lines[:EXCERPT_LINES])
+    answers = {
+        f"What is the style of this song by {artist}?": describe_form(lines),
+        f"What is this song by {artist} about?": describe_theme(lines),
+        f"How does this song by {artist} sound?": describe_vocabulary(lines),
+    }
+    for question, answer in answers.items():
+        yield Row(row.where, {**row.values, "lyrics": excerpt, "question": question, "answer": answer})
+
+
+def describe_form(lines: list[str]) -> str:
+    """How the song is built: its length, its refrain, how its lines end."""
+    words_per_line = sum(len(line.split()) for line in lines) / len(lines)
+    refrain, times = Counter(lines).most_common(1)[0]
+    rhyme_pairs = [(_rhyme(one), _rhyme(two)) for one, two in zip(lines[::2], lines[1::2], strict=False)]
+    rhymed = sum(one == two for one, two in rhyme_pairs)
+    form = f"{len(lines)} lines of about {words_per_line:.0f} words"
+    refrain_text = f"with a line that comes {times} times" if times > 1 else "without a repeated line"
+    ends = "mostly in rhymed couplets" if rhyme_pairs and rhymed * 2 > len(rhyme_pairs) else "with few rhymed couplets"
+    return f'Style: {form}, {refrain_text}, {ends}. Evidence: "{refrain}". Listen for the shape before the story.'
+
+
+def describe_theme(lines: list[str]) -> str:
+    """What the words point at, where at least two of them do."""
+    words = Counter(_words(lines))
+    matching_words = {theme: [word for word in marks.split() if words[word]] for theme, marks in THEMES.items()}
+    theme, marks = max(matching_words.items(), key=lambda item: (len(item[1]), sum(words[word] for word in item[1])))
+    if len(marks) < 2:
+        return (
+            f'Theme: no one theme by its words alone. Evidence: "{lines[0]}". Listen for what the words leave unsaid.'
+        )
+    return (
+        f'Theme: {theme}, by its words. Evidence: "{" ... ".join(marks[:4])}". Listen for what the words leave unsaid.'
+    )
+
+
+def describe_vocabulary(lines: list[str]) -> str:
+    """The word that comes most often, and how many different ones there are."""
+    stop_words = STOP_WORDS.split()
+    words = [word for word in _words(lines) if word not in stop_words]
+    if not words:
+        return f'Sound: small words only. Evidence: "{lines[0]}". Listen for the word that returns.'
+    word, times = Counter(words).most_common(1)[0]
+    distinct_fraction = len(set(words)) / len(words)
+    vocabulary = "a wide choice of words" if distinct_fraction > 0.7 else "few words, often repeated"
+    return f'Sound: {vocabulary}. Evidence: "{word}", {times} times. Listen for the word that returns.'
+
+
+def _words(lines: list[str]) -> list[str]:
+    return [word for line in lines for word in WORD_RE.findall(line.lower())]
+
+
+def _rhyme(line: str) -> str:
+    """The end of a line as it is heard, roughly: its last vowel and what follows."""
+    words = WORD_RE.findall(line.lower())
+    ending = re.search(r"[aeiouy]+[^aeiouy]*$", words[-1].removesuffix("e")) if words else None
+    return ending[0] if ending else line

@@ -1,12 +1,15 @@
-"""Say what this machine can do and how to mend what it cannot: each check one line, with its remedy."""
+"""Checks of this machine (software, devices, disk, network, clock), each with its fix."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import shutil
 import socket
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -14,34 +17,50 @@ from pathlib import Path
 from typing import Any, Literal
 
 from modelwright.errors import first_line
-from modelwright.launch import clock
-from modelwright.runs.caches import cache_dir, hub_cache
+from modelwright.plan.hardware import find_gpu, probe_device
+from modelwright.runs.caches import cache_dir, hf_hub_cache
 
-State = Literal["ok", "warn", "fail", "skip"]
-OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 9)
-LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "datasets", "peft", "numpy", "pydantic")
+CheckStatus = Literal["ok", "warn", "fail", "skip"]
+
+
+MIN_PYTHON, MIN_TORCH = (3, 11), (2, 9)
+
+
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "datasets", "peft", "numpy", "pydantic")
+
+
 EXTRAS = {"torchao": "fp8", "bitsandbytes": "quantization", "tensorboard": "track"}
+
+
 PORTS = (29500, 23456)
-"""Where torchrun and the documents' jobs meet."""
+"""Default master ports of torchrun and of the documents' jobs."""
+
+
 HUB = ("huggingface.co", 443)
-SMALLEST_SHM = 1 << 30
-SMALLEST_DISK = 5 << 30
-PATIENCE = 3.0
+
+
+MIN_SHM_BYTES = 1 << 30
+
+
+MIN_DISK_BYTES = 5 << 30
+
+
+CONNECT_TIMEOUT = 3.0
 
 
 @dataclass(frozen=True)
-class Check:
-    """One thing that was looked at."""
+class CheckResult:
+    """Result of one check."""
 
     name: str
     """What."""
-    state: State
-    """ok; warn: works, with a loss; fail: the recipe cannot run; skip: was not looked at."""
-    found: str
+    status: CheckStatus
+    """ok; warn: works, with a loss; fail: the recipe cannot run; skip: not checked."""
+    detail: str
     """What was found."""
     fix: str = ""
-    """What would mend it."""
-    facts: dict[str, Any] = field(default_factory=dict)
+    """What would fix it."""
+    data: dict[str, Any] = field(default_factory=dict)
     """Numbers, for machines."""
 
     def as_json(self) -> dict[str, Any]:
@@ -49,131 +68,135 @@ class Check:
         return asdict(self)
 
 
-def examine(wanted: Sequence[Callable[[], Check | list[Check]]]) -> list[Check]:
-    """Run checks in order; one that breaks is itself a finding, and the others go on."""
-    found: list[Check] = []
-    for check in wanted:
+def run_checks(checks: Sequence[Callable[[], CheckResult | list[CheckResult]]]) -> list[CheckResult]:
+    """Run checks in order; one that raises becomes a failed result, and the others still run."""
+    results: list[CheckResult] = []
+    for check in checks:
         try:
-            told = check()
-        except Exception as error:  # whatever a broken installation raises is what the doctor is there to tell
+            result = check()
+        except Exception as error:  # whatever a broken installation raises is a result to report
             name = check.__name__.replace("_", " ")
-            fix = "mend the installation: pip install --force-reinstall modelwright"
-            told = Check(name, "fail", f"{type(error).__name__}: {first_line(error)}"[:300], fix)
-        found += told if isinstance(told, list) else [told]
-    return found
+            fix = "fix the installation: pip install --force-reinstall modelwright"
+            result = CheckResult(name, "fail", f"{type(error).__name__}: {first_line(error)}"[:300], fix)
+        results += result if isinstance(result, list) else [result]
+    return results
 
 
-def python() -> Check:
+def check_python() -> CheckResult:
     """The interpreter."""
-    here = f"{platform.python_version()} on {platform.machine()}, {sys.executable}"
-    if sys.version_info[:2] < OLDEST_PYTHON:
-        return Check("python", "fail", here, "modelwright wants Python 3.11 or newer")
-    return Check("python", "ok", here, facts={"version": platform.python_version()})
+    detail = f"{platform.python_version()} on {platform.machine()}, {sys.executable}"
+    if sys.version_info[:2] < MIN_PYTHON:
+        return CheckResult("python", "fail", detail, "modelwright wants Python 3.11 or newer")
+    return CheckResult("python", "ok", detail, data={"version": platform.python_version()})
 
 
-def libraries() -> list[Check]:
+def check_packages() -> list[CheckResult]:
     """What must be installed, and what may be."""
-    found = {name: _version(name) for name in LIBRARIES}
-    missing = [name for name, number in found.items() if number is None]
-    told = ", ".join(f"{name} {number}" for name, number in found.items() if number)
-    checks = [Check("libraries", "fail" if missing else "ok", f"missing: {', '.join(missing)}" if missing else told,
-                    f"pip install {' '.join(missing)}" if missing else "", found)]  # fmt: skip
-    extras = {name: _version(name) for name in EXTRAS}
-    lacking = [f"modelwright[{EXTRAS[name]}]" for name, number in extras.items() if number is None]
-    told = ", ".join(f"{name} {number or 'absent'}" for name, number in extras.items())
-    fix = f"only if wanted: pip install {' '.join(f'{each!r}' for each in lacking)}" if lacking else ""
-    return [*checks, Check("extras", "ok", told, fix, extras)]
+    versions = {name: _installed_version(name) for name in PACKAGES}
+    missing = [name for name, installed in versions.items() if installed is None]
+    detail = ", ".join(f"{name} {installed}" for name, installed in versions.items() if installed)
+    checks = [CheckResult("packages", "fail" if missing else "ok", f"missing: {', '.join(missing)}" if missing else detail,
+                    f"pip install {' '.join(missing)}" if missing else "", versions)]  # fmt: skip
+    extras = {name: _installed_version(name) for name in EXTRAS}
+    missing_extras = [f"modelwright[{EXTRAS[name]}]" for name, installed in extras.items() if installed is None]
+    detail = ", ".join(f"{name} {installed or 'absent'}" for name, installed in extras.items())
+    fix = f"only if wanted: pip install {' '.join(f'{extra!r}' for extra in missing_extras)}" if missing_extras else ""
+    return [*checks, CheckResult("extras", "ok", detail, fix, extras)]
 
 
-def disk(folder: Path, needed: float = 0.0) -> Check:
-    """Room for checkpoints where the run will lie."""
-    place = folder
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    told = f"{free / 2**30:.1f} GiB free at {place}" + (
+def check_disk(folder: Path, needed: float = 0.0) -> CheckResult:
+    """Free disk space at the run folder."""
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    detail = f"{free / 2**30:.1f} GiB free at {existing}" + (
         f", this recipe may take {needed / 2**30:.1f}" if needed else ""
     )
-    facts = {"free_bytes": free, "needed_bytes": round(needed)}
+    data = {"free_bytes": free, "needed_bytes": round(needed)}
     if needed > free:
-        return Check("disk", "fail", told, "another output_dir with more room, or a smaller save_total_limit", facts)
-    if not os.access(place, os.W_OK):
-        return Check("disk", "fail", f"{place} cannot be written", "another output_dir", facts)
-    return Check("disk", "warn" if free < SMALLEST_DISK else "ok", told,
-                 "free some space: a full disk ends a run" if free < SMALLEST_DISK else "", facts)  # fmt: skip
+        return CheckResult(
+            "disk", "fail", detail, "another output_dir with more space, or a smaller save_total_limit", data
+        )
+    if not os.access(existing, os.W_OK):
+        return CheckResult("disk", "fail", f"{existing} cannot be written", "another output_dir", data)
+    return CheckResult("disk", "warn" if free < MIN_DISK_BYTES else "ok", detail,
+                 "free some space: a full disk ends a run" if free < MIN_DISK_BYTES else "", data)  # fmt: skip
 
 
-def shared_memory() -> Check:
+def check_shared_memory() -> CheckResult:
     """Ranks of one machine exchange through it."""
-    place = Path("/dev/shm")
-    if not place.is_dir():
-        return Check("shared memory", "warn", "there is no /dev/shm", "mount one: emptyDir with medium Memory in a pod")
-    total = shutil.disk_usage(place).total
-    told = f"{total / 2**30:.2f} GiB at /dev/shm"
-    if total < SMALLEST_SHM:
+    shm = Path("/dev/shm")
+    if not shm.is_dir():
+        return CheckResult(
+            "shared memory", "warn", "there is no /dev/shm", "mount one: emptyDir with medium Memory in a pod"
+        )
+    total = shutil.disk_usage(shm).total
+    detail = f"{total / 2**30:.2f} GiB at /dev/shm"
+    if total < MIN_SHM_BYTES:
         fix = (
             "several GPUs of one machine want 1 GiB and more: mount an emptyDir with medium Memory at /dev/shm, "
             "or docker run --shm-size 8g"
         )
-        return Check("shared memory", "warn", told, fix, {"bytes": total})
-    return Check("shared memory", "ok", told, facts={"bytes": total})
+        return CheckResult("shared memory", "warn", detail, fix, {"bytes": total})
+    return CheckResult("shared memory", "ok", detail, data={"bytes": total})
 
 
-def caches() -> Check:
-    """Where converted models and the hub's files go."""
-    places = {"modelwright": cache_dir(), "hub": hub_cache()}
-    told = ", ".join(f"{name} {path}" for name, path in places.items())
-    for path in places.values():
-        near = path
-        while not near.exists() and near != near.parent:
-            near = near.parent
-        if not os.access(near, os.W_OK | os.X_OK):
+def check_caches() -> CheckResult:
+    """Cache folders of converted models and of the hub."""
+    cache_dirs = {"modelwright": cache_dir(), "hub": hf_hub_cache()}
+    detail = ", ".join(f"{name} {path}" for name, path in cache_dirs.items())
+    for path in cache_dirs.values():
+        existing = path
+        while not existing.exists() and existing != existing.parent:
+            existing = existing.parent
+        if not os.access(existing, os.W_OK | os.X_OK):
             fix = "export MODELWRIGHT_CACHE and HF_HOME to folders that can be written"
-            return Check("caches", "warn", f"{path} cannot be written", fix)
-    return Check("caches", "ok", told)
+            return CheckResult("caches", "warn", f"{path} cannot be written", fix)
+    return CheckResult("caches", "ok", detail)
 
 
-def hub(needed: str | None = None) -> list[Check]:
+def check_hub(needed: str | None = None) -> list[CheckResult]:
     """The token, and whether the hub can be reached; `needed` names what is only there."""
-    token = bool(os.environ.get("HF_TOKEN")) or (hub_cache().parent / "token").is_file()
-    told = "a token is set" if token else "no token: gated models, such as Gemma, are refused"
+    token = bool(os.environ.get("HF_TOKEN")) or (hf_hub_cache().parent / "token").is_file()
+    detail = "a token is set" if token else "no token: gated models, such as Gemma, are refused"
     fix = "" if token else "export HF_TOKEN, or: hf auth login"
-    checks = [Check("hub token", "ok" if token or not needed else "warn", told, fix)]
+    checks = [CheckResult("hub token", "ok" if token or not needed else "warn", detail, fix)]
     if os.environ.get("HF_HUB_OFFLINE") in ("1", "true", "ON"):
         bad = f"; {needed} is not on this machine" if needed else ""
-        mend = "unset HF_HUB_OFFLINE, or put the files into a folder and name that" if needed else ""
-        return [*checks, Check("hub", "fail" if needed else "skip", f"HF_HUB_OFFLINE is set{bad}", mend)]
+        network_fix = "unset HF_HUB_OFFLINE, or put the files into a folder and name that" if needed else ""
+        return [*checks, CheckResult("hub", "fail" if needed else "skip", f"HF_HUB_OFFLINE is set{bad}", network_fix)]
     try:
-        with socket.create_connection(HUB, timeout=PATIENCE):
-            return [*checks, Check("hub", "ok", f"{HUB[0]} answers")]
+        with socket.create_connection(HUB, timeout=CONNECT_TIMEOUT):
+            return [*checks, CheckResult("hub", "ok", f"{HUB[0]} answers")]
     except OSError as error:
         reason = f"{HUB[0]} cannot be reached ({error.strerror or error})"
         if needed:
-            mend = f"{needed} is only there: open the network or a proxy, or put it into a folder and name that"
-            return [*checks, Check("hub", "fail", reason, mend)]
-        return [*checks, Check("hub", "ok", f"{reason}; nothing here needs it")]
+            network_fix = f"{needed} is only there: open the network or a proxy, or put it into a folder and name that"
+            return [*checks, CheckResult("hub", "fail", reason, network_fix)]
+        return [*checks, CheckResult("hub", "ok", f"{reason}; nothing here needs it")]
 
 
-def ports(needed: bool = False) -> Check:
-    """Whether the usual meeting points are free."""
-    taken = [port for port in PORTS if not _free(port)]
-    told = f"{', '.join(map(str, taken))} taken" if taken else f"{', '.join(map(str, PORTS))} free"
-    fix = "choose another: --master-port, or MASTER_PORT" if taken else ""
-    return Check("ports", "warn" if taken and needed else "ok", told, fix, {"taken": taken})
+def check_ports(needed: bool = False) -> CheckResult:
+    """Whether the default master ports are free."""
+    in_use = [port for port in PORTS if not _is_free(port)]
+    detail = f"{', '.join(map(str, in_use))} taken" if in_use else f"{', '.join(map(str, PORTS))} free"
+    fix = "choose another: --master-port, or MASTER_PORT" if in_use else ""
+    return CheckResult("ports", "warn" if in_use and needed else "ok", detail, fix, {"in_use": in_use})
 
 
-def clocks() -> Check:
-    """Nodes whose clocks differ by more than a minute do not find each other."""
-    synchronised = clock.synchronised()
-    if synchronised is None:
-        return Check("clock", "skip", "this system does not say whether its clock is set by the network")
-    if synchronised:
-        return Check("clock", "ok", "set by the network")
+def check_clock() -> CheckResult:
+    """Rendezvous fails for nodes whose clocks differ by more than a minute."""
+    synchronized = is_clock_synchronized()
+    if synchronized is None:
+        return CheckResult("clock", "skip", "this system does not say whether its clock is set by the network")
+    if synchronized:
+        return CheckResult("clock", "ok", "set by the network")
     fix = "for several nodes start chrony or ntp: with 90 s between two clocks each node trains alone"
-    return Check("clock", "warn", "not known to be set by the network", fix)
+    return CheckResult("clock", "warn", "not known to be set by the network", fix)
 
 
-def _free(port: int) -> bool:
+def _is_free(port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -183,8 +206,243 @@ def _free(port: int) -> bool:
     return True
 
 
-def _version(package: str) -> str | None:
+def _installed_version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+PROBE_SECONDS = 0.3
+"""Of each probe: enough for a figure within a tenth or so."""
+
+
+COMPILE_TIMEOUT = 120
+
+
+COMPILE_PROBE = "import torch; print(float(torch.compile(lambda x: (x * 2 + 1).relu())(torch.ones(8)).sum()))"
+
+
+def check_torch() -> CheckResult:
+    """Torch, and whether it was built for the GPU that the driver shows."""
+    import torch
+
+    torch_version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    driver = _driver_version()
+    detail = f"torch {torch.__version__}, built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPU'}"
+    data = {"torch": torch.__version__, "cuda": torch.version.cuda, "driver": driver}
+    if torch_version < MIN_TORCH:
+        return CheckResult("torch", "fail", detail, "pip install 'torch>=2.9'", data)
+    if driver and not torch.cuda.is_available():
+        if torch.version.cuda is None:
+            fix = "this torch has no CUDA: pip install torch from the index that pytorch.org names for your driver"
+        else:
+            fix = f"driver {driver} does not suit CUDA {torch.version.cuda}: update it, or install an older torch build"
+        return CheckResult("torch", "fail", f"{detail}, but the driver shows a GPU that torch cannot use", fix, data)
+    return CheckResult("torch", "ok", detail + (f", driver {driver}" if driver else ""), data=data)
+
+
+def check_devices() -> list[CheckResult]:
+    """Every device with its memory."""
+    import torch
+
+    if not torch.cuda.is_available():
+        threads = torch.get_num_threads()
+        return [CheckResult("devices", "ok", f"no GPU; {threads} CPU thread{'s' * (threads != 1)}", data={"gpus": []})]
+    results, gpus = [], []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        name = torch.cuda.get_device_name(index)
+        gpus.append({"name": name, "bytes": total, "free_bytes": free})
+        datasheet = find_gpu(name)
+        detail = f"{name}, {total / 2**30:.1f} GiB, {free / 2**30:.1f} free" + (
+            "" if datasheet else "; unknown GPU model"
+        )
+        busy = free < 0.8 * total
+        fix = "another process holds its memory: nvidia-smi names it" if busy else ""
+        results.append(CheckResult(f"device {index}", "warn" if busy else "ok", detail, fix))
+    return [CheckResult("devices", "ok", f"{len(gpus)} GPU", data={"gpus": gpus}), *results]
+
+
+def check_bf16() -> CheckResult:
+    """Whether bf16 matmul is correct on every device, and fast."""
+    import torch
+
+    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    for device in gpus or [torch.device("cpu")]:
+        try:
+            ones = torch.ones(64, 64, dtype=torch.bfloat16, device=device)
+            correct = bool(((ones @ ones) == 64).all())
+        except RuntimeError as error:
+            correct, detail = False, first_line(error)[:200]
+        else:
+            detail = "matmul gives wrong results"
+        if not correct:
+            return CheckResult("bf16", "warn", f"{device}: {detail}", "precision: fp32, or fp16 on a GPU")
+    fast = probe_device().fast_bf16
+    detail = "works and is fast here" if fast else "works but is slow here: precision auto selects another"
+    return CheckResult("bf16", "ok", detail, data={"fast": fast})
+
+
+def check_matmul_speed() -> list[CheckResult]:
+    """Matmul rate of each dtype, compared with the GPU's data sheet."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    datasheet = find_gpu(torch.cuda.get_device_name()) if on_gpu else None
+    results = []
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        size = 4096 if on_gpu else (512 if dtype is torch.float32 else 128)
+        try:
+            rate = _matmul_flops(torch, dtype, size, on_gpu)
+        except RuntimeError as error:
+            results.append(CheckResult(f"{name} matmul", "warn", f"do not work here ({first_line(error)})"[:200]))
+            continue
+        detail = f"{rate / 1e12:.1f} TFLOP/s" if on_gpu else f"{rate / 1e9:.3g} GFLOP/s"
+        fraction = rate / datasheet.peak_flops(name) if datasheet and datasheet.peak_flops(name) else None
+        status, fix = "ok", ""
+        if fraction is not None:
+            detail += f", {fraction:.0%} of the data sheet"
+            if fraction < 0.4:
+                status, fix = "warn", "slower than it should be: is the GPU shared, throttled or limited in power?"
+        results.append(CheckResult(f"{name} matmul", status, detail, fix, {"flops": rate}))  # type: ignore[arg-type]
+    if on_gpu:
+        return [*results, _check_fp8_matmul(torch, datasheet.fp8 if datasheet else 0.0)]
+    bf16_flops, fp32_flops = (
+        next((result.data.get("flops", 0.0) for result in results if result.name.startswith(prefix)), 0.0)
+        for prefix in ("bf16", "fp32")
+    )
+    advice = (
+        "bf16 is faster here"
+        if bf16_flops > fp32_flops
+        else "bf16 is slower on this processor; precision auto selects fp32"
+    )
+    return [*results, CheckResult("fp8 matmul", "skip", f"need a GPU; {advice}")]
+
+
+def check_attention() -> CheckResult:
+    """Causal attention forward and backward, by the kernels in the order that training takes them; and which work."""
+    import torch
+    import torch.nn.functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from modelwright.models.attention import SDPA_BACKENDS
+
+    on_gpu = torch.cuda.is_available()
+    device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
+    rows, heads, length, width = (2, 32, 4096, 128) if on_gpu else (1, 2, 128, 64)
+    size = (rows, heads, length, width)
+    query, key, value = (torch.randn(size, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+
+    def once() -> None:
+        F.scaled_dot_product_attention(query, key, value, is_causal=True).backward(value.detach())  # type: ignore[no-untyped-call]
+
+    with sdpa_kernel(SDPA_BACKENDS, set_priority=True):
+        rate = 3.5 * 2.0 * rows * heads * length**2 * width / _seconds_per_call(once, torch, on_gpu)
+    works = []
+    for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"):
+        try:
+            with sdpa_kernel(getattr(SDPBackend, name)):
+                once()
+            works.append(name.removesuffix("_ATTENTION").lower())
+        except RuntimeError:
+            continue
+    detail = f"{rate / 1e12:.1f} TFLOP/s" if on_gpu else f"{rate / 1e9:.3g} GFLOP/s"
+    data = {"flops": rate, "kernels": works}
+    slow = on_gpu and not {"cudnn", "flash"} & set(works)
+    fix = "neither cuDNN nor FlashAttention works: install a torch build for this GPU" if slow else ""
+    return CheckResult("attention", "warn" if slow else "ok", f"{detail}; kernels: {', '.join(works)}", fix, data)
+
+
+def check_torch_compile(requested: bool) -> CheckResult:
+    """Whether torch.compile works here, tried in a process of its own."""
+    import sys
+
+    compiler = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
+    if not requested:
+        detail = f"not asked for; a C++ compiler is {'there' if compiler else 'missing'}"
+        return CheckResult("compile", "skip", detail)
+    began = time.perf_counter()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", COMPILE_PROBE], capture_output=True, text=True, timeout=COMPILE_TIMEOUT
+        )
+    except subprocess.TimeoutExpired:
+        return CheckResult("compile", "warn", f"took longer than {COMPILE_TIMEOUT} s", "torch_compile: false")
+    if done.returncode == 0:
+        return CheckResult("compile", "ok", f"works, {time.perf_counter() - began:.0f} s for the first function")
+    last_line = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    fix = "torch_compile: false" + ("" if compiler else ", or install a C++ compiler (g++)")
+    return CheckResult("compile", "fail", last_line[:200], fix)
+
+
+def _matmul_flops(torch: Any, dtype: Any, size: int, on_gpu: bool) -> float:
+    left = torch.randn(size, size, device="cuda" if on_gpu else "cpu").to(dtype)
+    return float(2.0 * size**3 / _seconds_per_call(lambda: left @ left, torch, on_gpu))
+
+
+def _check_fp8_matmul(torch: Any, datasheet_flops: float) -> CheckResult:
+    """FP8 matmul, where the GPU supports it; datasheet_flops is 0 where that is not known."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        return CheckResult("fp8 matmul", "skip", "this GPU has none; bf16 is used")
+    one = torch.tensor(1.0, device="cuda")
+    left = torch.randn(4096, 4096, device="cuda").to(torch.float8_e4m3fn)
+    seconds = _seconds_per_call(
+        lambda: torch._scaled_mm(left, left.T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16), torch, True
+    )
+    rate = 2.0 * 4096**3 / seconds
+    fraction = f", {rate / datasheet_flops:.0%} of the data sheet" if datasheet_flops else ""
+    return CheckResult("fp8 matmul", "ok", f"{rate / 1e12:.1f} TFLOP/s{fraction}", data={"flops": rate})
+
+
+def _seconds_per_call(action: Any, torch: Any, on_gpu: bool) -> float:
+    """Of one call, over as many as fit into the probe's time."""
+    wait = torch.cuda.synchronize if on_gpu else (lambda: None)
+    action()
+    wait()
+    began, calls = time.perf_counter(), 0
+    while time.perf_counter() - began < PROBE_SECONDS:
+        for _ in range(10 if on_gpu else 1):
+            action()
+        wait()
+        calls += 10 if on_gpu else 1
+    return (time.perf_counter() - began) / calls
+
+
+def _driver_version() -> str | None:
+    """The driver's version, where there is one."""
+    try:
+        output = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+                              capture_output=True, text=True, check=True, timeout=10).stdout  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return output.splitlines()[0].strip() if output.strip() else None
+
+
+STA_UNSYNC = 0x40
+"""Status bit of adjtimex: the clock is not synchronized."""
+
+
+class _Timex(ctypes.Structure):
+    """The first fields of the kernel's struct timex; the rest is padding."""
+
+    _fields_ = (
+        ("modes", ctypes.c_uint),
+        ("offset", ctypes.c_long),
+        ("freq", ctypes.c_long),
+        ("maxerror", ctypes.c_long),
+        ("esterror", ctypes.c_long),
+        ("status", ctypes.c_int),
+        ("rest", ctypes.c_long * 32),
+    )
+
+
+def is_clock_synchronized() -> bool | None:
+    """Whether the clock is set by the network; None where the kernel does not report it."""
+    try:
+        kernel, timex = ctypes.CDLL(None, use_errno=True), _Timex()
+        if kernel.adjtimex(ctypes.byref(timex)) < 0:
+            return None
+    except (OSError, AttributeError):
+        return None
+    return not timex.status & STA_UNSYNC

@@ -1,174 +1,312 @@
-"""Look at all nodes before they train: do they meet, agree, share a folder, compute alike, and talk fast."""
+"""Checks of a recipe on this machine, and of several nodes together before they train."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from modelwright.data.lengths import estimate_row_stats
+from modelwright.data.sources import is_hub_name
 from modelwright.errors import UsageError, first_line
-from modelwright.launch.doctor import Check
-from modelwright.launch.equipment import look_at_equipment
-from modelwright.launch.muster import ahead, facts_of, objections
-from modelwright.launch.network import address_towards, interface_of
-from modelwright.launch.nodes import Asked, fingerprint, leaves_precision, number_among
-from modelwright.launch.wish import PORT, Nodes, Wish, parse_nodes
+from modelwright.launch import doctor
+from modelwright.launch.admission import check_node_devices, clock_skew, node_info, node_mismatches
+from modelwright.launch.config import (
+    DEFAULT_MASTER_PORT,
+    LaunchConfig,
+    NodeOptions,
+    NodeRange,
+    check_node_rank,
+    interface_of_addr,
+    local_addr_towards,
+    parse_nnodes,
+    recipe_hash,
+    uses_auto_precision,
+)
+from modelwright.launch.doctor import CheckResult
+from modelwright.plan.choose import RowStats, choose_plan, trainable_of
+from modelwright.plan.hardware import Hardware, gpu_spec_of, probe_device
+from modelwright.plan.model_shape import ModelShape, is_downloaded, shape_of_recipe
+from modelwright.plan.stage import plan_stage
 from modelwright.recipe.load import LoadedRecipe
 
-WAIT = timedelta(seconds=120)
-MEGABYTES, TURNS = 16, 5
-SLOW_BYTES = 50e6
+PREFLIGHT_TIMEOUT = timedelta(seconds=120)
+
+
+ALL_REDUCE_MB, ALL_REDUCE_REPEATS = 16, 5
+
+
+SLOW_BYTES_PER_SECOND = 50e6
 """Below this, in bytes a second, exchanging gradients takes longer than most steps."""
 
 
-def look_at_nodes(asked: Asked, loaded: LoadedRecipe | None) -> list[Check]:
-    """Every node runs this at the same time; each tells what it found about itself and the main node."""
-    wish, shared = _wish(asked, loaded), Path(loaded.recipe.run_dir) if loaded else None
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what it would write is told as a finding
+def check_nodes(options: NodeOptions, loaded: LoadedRecipe | None) -> list[CheckResult]:
+    """Every node runs this at the same time; each reports on itself and node 0."""
+    config, shared = _build_config(options, loaded), Path(loaded.recipe.run_dir) if loaded else None
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what it would print is reported as a result
     try:
-        store = _meet(wish)
+        store = _open_store(config)
     except RuntimeError as error:
-        return [_unreachable(wish, first_line(error))]
-    found = _absent(wish, store)
-    if found:
-        return found
-    found.append(Check("meeting", "ok", f"node {wish.node} reaches {wish.address}:{wish.port} by {wish.interface}"))
+        return [_unreachable(config, first_line(error))]
+    results = _missing_nodes(config, store)
+    if results:
+        return results
+    results.append(
+        CheckResult(
+            "rendezvous",
+            "ok",
+            f"node {config.node_rank} reaches {config.master_addr}:{config.master_port} by {config.socket_ifname}",
+        )
+    )
     try:
-        found += [*_agree(wish, store), _share(wish, store, shared)]
-        found += look_at_equipment(wish, store, shared or Path())
-        found.append(_bandwidth(wish, store))
+        results += [*_check_mismatches(config, store), _check_shared_folder(config, store, shared)]
+        results += check_node_devices(config, store, shared or Path())
+        results.append(_check_all_reduce(config, store))
     except RuntimeError as error:
-        fix = "its own output says why; then start doctor on every node again"
-        found.append(Check("the others", "fail", f"another node has gone ({first_line(error)})", fix))
-    return found
+        fix = "see its output; then start doctor on every node again"
+        results.append(CheckResult("other nodes", "fail", f"another node disconnected ({first_line(error)})", fix))
+    return results
 
 
-def _wish(asked: Asked, loaded: LoadedRecipe | None) -> Wish:
-    nodes = parse_nodes(asked.nodes or "2")
-    if asked.node is None or asked.address is None:
+def _build_config(options: NodeOptions, loaded: LoadedRecipe | None) -> LaunchConfig:
+    nodes = parse_nnodes(options.nnodes or "2")
+    if options.node_rank is None or options.master_addr is None:
         raise UsageError("doctor --nodes wants --node-rank and --main-address; start it on every node at the same time")
-    node, port = number_among(nodes, asked.node), asked.port or PORT
+    node, port = check_node_rank(nodes, options.node_rank), options.master_port or DEFAULT_MASTER_PORT
     try:
-        local = address_towards(asked.address, port)
+        local = local_addr_towards(options.master_addr, port)
     except OSError as error:
-        raise UsageError(f"--main-address {asked.address} leads nowhere from here ({error})") from None
-    return Wish(
-        command=(), per_node=1, logs="", nodes=Nodes(nodes.most, nodes.most), node=node, address=asked.address,
-        port=port, local_address=local, interface=interface_of(local), join_seconds=int(WAIT.total_seconds()),
-        fingerprint=fingerprint(loaded) if loaded else "",
-        leaves_precision=leaves_precision(loaded) if loaded else True,
+        raise UsageError(f"--main-address {options.master_addr} is not routable from here ({error})") from None
+    return LaunchConfig(
+        rank_args=(), nproc_per_node=1, log_dir="", nnodes=NodeRange(nodes.max_nodes, nodes.max_nodes), node_rank=node, master_addr=options.master_addr,
+        master_port=port, local_addr=local, socket_ifname=interface_of_addr(local), join_timeout=int(PREFLIGHT_TIMEOUT.total_seconds()),
+        recipe_hash=recipe_hash(loaded) if loaded else "",
+        auto_precision=uses_auto_precision(loaded) if loaded else True,
     )  # fmt: skip
 
 
-def _unreachable(wish: Wish, reason: str) -> Check:
-    if wish.node == 0:
-        return Check("meeting", "fail", f"port {wish.port} cannot be opened: {reason}", "choose another with --port")
+def _unreachable(config: LaunchConfig, reason: str) -> CheckResult:
+    if config.node_rank == 0:
+        return CheckResult(
+            "rendezvous", "fail", f"port {config.master_port} cannot be bound: {reason}", "choose another with --port"
+        )
     fix = "start node 0 too; open the port in its firewall; --main-address must be one that this node reaches"
-    return Check("meeting", "fail", f"{wish.address}:{wish.port} does not answer: {reason}", fix)
+    return CheckResult(
+        "rendezvous", "fail", f"{config.master_addr}:{config.master_port} does not answer: {reason}", fix
+    )
 
 
-def _meet(wish: Wish) -> Any:
+def _open_store(config: LaunchConfig) -> Any:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    main = wish.node == 0
-    store = TCPStore(wish.address, wish.port, is_master=main, timeout=WAIT, wait_for_workers=False)
-    store.set(f"facts/{wish.node}", json.dumps(facts_of(wish)))
+    is_node0 = config.node_rank == 0
+    store = TCPStore(
+        config.master_addr, config.master_port, is_master=is_node0, timeout=PREFLIGHT_TIMEOUT, wait_for_workers=False
+    )
+    store.set(f"node_info/{config.node_rank}", json.dumps(node_info(config)))
     return store
 
 
-def _absent(wish: Wish, store: Any) -> list[Check]:
-    """On the main node: who did not come."""
-    found, deadline = [], time.monotonic() + WAIT.total_seconds()
-    for node in range(1, wish.nodes.most) if wish.node == 0 else ():
+def _missing_nodes(config: LaunchConfig, store: Any) -> list[CheckResult]:
+    """On node 0: nodes that did not join."""
+    results, deadline = [], time.monotonic() + PREFLIGHT_TIMEOUT.total_seconds()
+    for node in range(1, config.nnodes.max_nodes) if config.node_rank == 0 else ():
         try:
-            store.wait([f"facts/{node}"], timedelta(seconds=max(1.0, deadline - time.monotonic())))
+            store.wait([f"node_info/{node}"], timedelta(seconds=max(1.0, deadline - time.monotonic())))
         except RuntimeError:
-            told = f"node {node} did not come within {WAIT.total_seconds():.0f} s"
-            fix = f"start doctor there too, with --node-rank {node}; from there {wish.address}:{wish.port} must answer"
-            found.append(Check("meeting", "fail", told, fix))
-    return found
+            detail = f"node {node} did not join within {PREFLIGHT_TIMEOUT.total_seconds():.0f} s"
+            fix = f"start doctor there too, with --node-rank {node}; from there {config.master_addr}:{config.master_port} must answer"
+            results.append(CheckResult("rendezvous", "fail", detail, fix))
+    return results
 
 
-def _agree(wish: Wish, store: Any) -> list[Check]:
-    """Clocks by asking and answering in turn, versions by comparing; the main node judges all."""
-    if wish.node:
-        store.wait([f"ask/{wish.node}"], WAIT)
-        store.set(f"answer/{wish.node}", repr(time.time()))
-        found = json.loads(store.get(f"verdict/{wish.node}"))
-        return [_agreement(wish.node, found["ahead"], found["objections"])]
+def _check_mismatches(config: LaunchConfig, store: Any) -> list[CheckResult]:
+    """Exchange clocks and compare versions; node 0 compares all nodes."""
+    if config.node_rank:
+        store.wait([f"clock_request/{config.node_rank}"], PREFLIGHT_TIMEOUT)
+        store.set(f"clock/{config.node_rank}", repr(time.time()))
+        comparison = json.loads(store.get(f"mismatches/{config.node_rank}"))
+        return [_mismatch_result(config.node_rank, comparison["skew"], comparison["mismatches"])]
     checks = []
-    for node in range(1, wish.nodes.most):
-        other = json.loads(store.get(f"facts/{node}"))
-        asked = time.time()
-        store.set(f"ask/{node}", "")
-        told = float(store.get(f"answer/{node}"))
-        seconds = ahead(asked, told, time.time())
-        found = objections(facts_of(wish), other, seconds)
-        store.set(f"verdict/{node}", json.dumps({"ahead": seconds, "objections": found}))
-        checks.append(_agreement(node, seconds, found))
+    for node in range(1, config.nnodes.max_nodes):
+        other = json.loads(store.get(f"node_info/{node}"))
+        sent_at = time.time()
+        store.set(f"clock_request/{node}", "")
+        remote_time = float(store.get(f"clock/{node}"))
+        skew = clock_skew(sent_at, remote_time, time.time())
+        comparison = node_mismatches(node_info(config), other, skew)
+        store.set(f"mismatches/{node}", json.dumps({"skew": skew, "mismatches": comparison}))
+        checks.append(_mismatch_result(node, skew, comparison))
     return checks
 
 
-def _agreement(node: int, ahead: float, found: list[str]) -> Check:
-    told = f"node {node}: clock {ahead:+.3f} s, same versions" if not found else "; ".join(found)
-    return Check("clock and versions", "fail" if found else "ok", told, facts={"node": node, "ahead_seconds": ahead})
+def _mismatch_result(node: int, skew: float, mismatches: list[str]) -> CheckResult:
+    detail = f"node {node}: clock {skew:+.3f} s, same versions" if not mismatches else "; ".join(mismatches)
+    return CheckResult(
+        "clock and versions", "fail" if mismatches else "ok", detail, data={"node": node, "clock_skew_seconds": skew}
+    )
 
 
-def _share(wish: Wish, store: Any, shared: Path | None) -> Check:
+def _check_shared_folder(config: LaunchConfig, store: Any, shared: Path | None) -> CheckResult:
     """Whether all nodes see the folder where the run will be."""
     if shared is None:
-        return Check("shared folder", "skip", "no recipe was named, so there is no run folder to look at")
+        return CheckResult("shared folder", "skip", "no recipe was named, so there is no run folder to check")
     token = shared / ".modelwright-preflight"
-    if wish.node == 0:
+    if config.node_rank == 0:
         shared.mkdir(parents=True, exist_ok=True)
         token.write_text("here", encoding="utf-8")
         store.set("token", "written")
     store.get("token")
-    seen = token.exists()
-    store.add("looked", 1)
-    while wish.node == 0 and store.add("looked", 0) < wish.nodes.most:
+    visible = token.exists()
+    store.add("checked", 1)
+    while config.node_rank == 0 and store.add("checked", 0) < config.nnodes.max_nodes:
         time.sleep(0.05)
-    if wish.node == 0:
+    if config.node_rank == 0:
         token.unlink(missing_ok=True)
-    fix = "" if seen else "mount the same folder on every node: a stopped run goes on from the checkpoints in it"
-    return Check("shared folder", "ok" if seen else "fail", f"{shared}{'' if seen else ' is not the same here'}", fix)
+    fix = "" if visible else "mount the same folder on every node: a stopped run resumes from the checkpoints in it"
+    return CheckResult(
+        "shared folder", "ok" if visible else "fail", f"{shared}{'' if visible else ' is not the same here'}", fix
+    )
 
 
-def _bandwidth(wish: Wish, store: Any) -> Check:
+def _check_all_reduce(config: LaunchConfig, store: Any) -> CheckResult:
     """How many bytes of gradients a second the nodes can add up, over gloo."""
     try:
-        rate = _exchange(wish, store)
+        rate = _all_reduce_rate(config, store)
     except RuntimeError as error:
-        found = f"the nodes meet, but cannot exchange gradients ({first_line(error)})"
-        fix = f"open all ports between the nodes, not only {wish.port}; GLOO_SOCKET_IFNAME names the network to take"
-        return Check("all-reduce", "fail", found, fix)
+        detail = f"nodes connect, but all-reduce fails ({first_line(error)})"
+        fix = f"open all ports between the nodes, not only {config.master_port}; GLOO_SOCKET_IFNAME names the network to take"
+        return CheckResult("all-reduce", "fail", detail, fix)
     fix = (
-        "see that traffic goes by the fast network: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME" if rate < SLOW_BYTES else ""
+        "see that traffic goes by the fast network: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
+        if rate < SLOW_BYTES_PER_SECOND
+        else ""
     )
-    state = "warn" if fix else "ok"
-    return Check("all-reduce", state, f"{rate / 1e6:,.0f} MB/s", fix, {"bytes_per_second": rate})  # type: ignore[arg-type]
+    status = "warn" if fix else "ok"
+    return CheckResult("all-reduce", status, f"{rate / 1e6:,.0f} MB/s", fix, {"bytes_per_second": rate})  # type: ignore[arg-type]
 
 
-def _exchange(wish: Wish, store: Any) -> float:
+def _all_reduce_rate(config: LaunchConfig, store: Any) -> float:
     """Bytes a second."""
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
 
-    if wish.interface:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", wish.interface)
+    if config.socket_ifname:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", config.socket_ifname)
     dist.init_process_group(
-        "gloo", store=PrefixStore("bandwidth", store), rank=wish.node, world_size=wish.nodes.most, timeout=WAIT
+        "gloo",
+        store=PrefixStore("bandwidth", store),
+        rank=config.node_rank,
+        world_size=config.nnodes.max_nodes,
+        timeout=PREFLIGHT_TIMEOUT,
     )
-    tensor = torch.ones(MEGABYTES * 250_000)
+    tensor = torch.ones(ALL_REDUCE_MB * 250_000)
     dist.all_reduce(tensor)
     began = time.perf_counter()
-    for _ in range(TURNS):
+    for _ in range(ALL_REDUCE_REPEATS):
         dist.all_reduce(tensor)
-    rate = TURNS * tensor.numel() * 4 / (time.perf_counter() - began)
+    rate = ALL_REDUCE_REPEATS * tensor.numel() * 4 / (time.perf_counter() - began)
     dist.barrier()
     dist.destroy_process_group()
     return rate
+
+
+CheckList = list[Callable[[], CheckResult | list[CheckResult]]]
+
+
+def recipe_checks(loaded: LoadedRecipe | None) -> CheckList:
+    """All checks: of the machine, and of the recipe where there is one."""
+    compile_requested = loaded is not None and any(stage.torch_compile for stage in loaded.recipe.stages.values())
+    hub_input = hub_only_input(loaded) if loaded else None
+    folder = Path(loaded.recipe.run_dir) if loaded else Path()
+    check_list: CheckList = [
+        doctor.check_python,
+        doctor.check_packages,
+        doctor.check_torch,
+        doctor.check_devices,
+        doctor.check_matmul_speed,
+    ]
+    check_list += [
+        doctor.check_attention,
+        _with_name("compile", partial(doctor.check_torch_compile, compile_requested)),
+    ]
+    check_list += [
+        _with_name("disk", partial(_check_recipe_disk, loaded, folder)),
+        doctor.check_shared_memory,
+        doctor.check_caches,
+    ]
+    check_list += [_with_name("hub", partial(doctor.check_hub, hub_input)), doctor.check_ports, doctor.check_clock]
+    if loaded:
+        check_list += [
+            _with_name(f"stage {stage}", partial(check_stage_fits, loaded, stage)) for stage in loaded.recipe.stages
+        ]
+    return check_list
+
+
+def hub_only_input(loaded: LoadedRecipe) -> str | None:
+    """First model or data set of the recipe that is only on the hub."""
+    recipe, recipe_dir = loaded.recipe, loaded.path.parent
+    model = recipe.model.model_name_or_path
+    if model and model.count("/") == 1 and not is_downloaded(model, recipe_dir):
+        return model
+    names = [recipe.data_for(stage).dataset_name for stage in recipe.stages]
+    return next((name for name in names if name and is_hub_name(name, recipe_dir)), None)
+
+
+def check_stage_fits(loaded: LoadedRecipe, stage: str) -> CheckResult:
+    """Whether a stage fits the memory of this machine."""
+    recipe, recipe_dir = loaded.recipe, loaded.path.parent
+    settings, machine = recipe.stages[stage], probe_device()
+    data_size, shape = estimate_row_stats(recipe, stage, recipe_dir), shape_of_recipe(recipe, recipe_dir)
+    rows = RowStats(
+        data_size.rows,
+        data_size.max_length,
+        data_size.mean_length,
+        data_size.trained_fraction,
+        data_size.basis,
+        data_size.device_bytes,
+    )
+    plan = plan_stage(settings, rows.count or 1, 1, machine)
+    prediction = choose_plan(plan, settings, shape, rows, Hardware(1, 1, gpu_spec_of(machine)))
+    memory = f"{prediction.memory.required / 2**30:.1f} GiB of {prediction.hardware.gpu.memory / 2**30:.1f}"
+    detail = f"predicted {memory}, {prediction.time.tokens_per_second:,.0f} tokens/s ± {prediction.relative_error:.0%}"
+    if not prediction.fits:
+        return CheckResult(
+            f"stage {stage}",
+            "fail",
+            f"does not fit: {memory}",
+            " | ".join(prediction.alternatives),
+            prediction.as_json(),
+        )
+    plan_changes = [
+        line for line in prediction.plan.reasons if "instead of" in line or "gradient checkpointing:" in line
+    ]
+    return CheckResult(f"stage {stage}", "ok", "; ".join([detail, *plan_changes]), data=prediction.as_json())
+
+
+def _check_recipe_disk(loaded: LoadedRecipe | None, folder: Path) -> CheckResult:
+    """Disk space for every retained checkpoint, one being written, and the model."""
+    needed = 0.0
+    if loaded:
+        shape: ModelShape = shape_of_recipe(loaded.recipe, loaded.path.parent)
+        for settings in loaded.recipe.stages.values():
+            moves = trainable_of(shape, settings)
+            checkpoint = 4.0 * moves.trained * (3 if settings.optim == "adamw_torch" else 2)
+            needed += checkpoint * (settings.save_total_limit + 2) + 4.0 * moves.total
+    return doctor.check_disk(folder, needed)
+
+
+def _with_name(name: str, check: Any) -> Any:
+    """A check with the name that is shown where it raises."""
+
+    def run() -> Any:
+        return check()
+
+    run.__name__ = name
+    return run

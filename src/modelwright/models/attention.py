@@ -1,8 +1,4 @@
-"""Attention on a GPU: packed documents kept apart at full speed, without a mask of length × length.
-
-Registered with transformers under a name of its own, through its public door for attention functions. A name without
-a mask function gets no mask made for it, so that nothing in the forward pass waits for the device.
-"""
+"""The attention function registered with transformers: varlen attention over packed documents and shared prefixes, the forward pass that uses it, and its self-test."""
 
 from __future__ import annotations
 
@@ -10,62 +6,155 @@ import inspect
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
-from modelwright.models.spread import Spread, apart, together
+from modelwright.errors import ModelError
 
-NAME = "modelwright"
+LOGIT_CONFIG_KEYS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+"""What some families do to the logits, by the names in their configuration."""
+
+
+FORWARD_TOLERANCE = 2e-2
+"""Relative difference of logits that two orders of arithmetic may make in low precision; a leak makes 0.3 and more."""
+
+
+def hidden_states(
+    model: Any, tokens: Tensor, positions: Tensor, mask: Any = None,
+    cu_seqlens: Tensor | SharedPrefixLayout | UnsharedLayout | None = None,
+) -> Tensor:  # fmt: skip
+    """What the model thinks at each place, before its head: [rows, length, width].
+
+    Positions that begin anew separate packed documents; with the cache on that separation is lost in silence. Our own
+    attention separates them by `documents` instead: where each begins in the flattened rows, and where the last ends;
+    and it alone takes paths, or answers laid apart, which say without a mask what documents share.
+    A mask says who sees whom, in the form that `branch_mask` gives it.
+    tokens: [rows, length] int64, or what stands in for their embeddings: [rows, length, width].
+    """
+    inner = unwrap_peft(model)
+    input_name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
+    inputs = {input_name: tokens, "position_ids": positions, "attention_mask": mask}
+    is_ours = inner.config._attn_implementation == ATTN_NAME
+    assert is_ours or not isinstance(cu_seqlens, SharedPrefixLayout | UnsharedLayout), (
+        "only our own attention takes paths"
+    )
+    if cu_seqlens is not None and is_ours:
+        inputs |= varlen_kwargs(cu_seqlens, tokens.shape[1])
+    hidden: Tensor = inner.base_model(**inputs, use_cache=False)[0]
+    return hidden
+
+
+def lm_head_weight(model: Any) -> Tensor | None:
+    """The head's weights, where the head is one matrix and nothing more: [words, width]."""
+    inner = unwrap_peft(model)
+    head = inner.get_output_embeddings()
+    is_plain = type(head) is nn.Linear and head.bias is None
+    return (
+        head.weight if is_plain and not any(getattr(inner.config, name, None) for name in LOGIT_CONFIG_KEYS) else None
+    )
+
+
+def compute_logits(model: Any, hidden: Tensor) -> Tensor:
+    """The head's answer for chosen places, with what some families do to it afterwards. hidden: [places, width]."""
+    inner = unwrap_peft(model)
+    logits: Tensor = inner.get_output_embeddings()(hidden)
+    if cap := getattr(inner.config, "final_logit_softcapping", None):
+        logits = torch.tanh(logits / cap) * cap
+    if divisor := getattr(inner.config, "logits_scaling", None):
+        logits = logits / divisor
+    if factor := getattr(inner.config, "logit_scale", None):
+        logits = logits * factor
+    return logits
+
+
+@torch.no_grad()
+def check_packed_forward(model: Any) -> None:
+    """Hold our way through the model against its own, and packed documents apart, before anything is trained.
+
+    A model family that does something else after its head, or a backend that lets documents see each other,
+    is refused here rather than trained on wrongly.
+    """
+    vocab_size = min(model.config.get_text_config().vocab_size, 1000)
+    device = next(model.parameters()).device
+    tokens = torch.arange(3, 27, device=device).remainder(vocab_size).unsqueeze(0)
+    positions = torch.arange(12, device=device).repeat(2).unsqueeze(0)
+    was_training = model.training
+    model.eval()
+    alone = model(input_ids=tokens[:, 12:], use_cache=False).logits[0]
+    cu_seqlens = torch.tensor([0, 12, 24], dtype=torch.int32, device=device)
+    ours = compute_logits(model, hidden_states(model, tokens, positions, cu_seqlens=cu_seqlens)[0, 12:])
+    model.train(was_training)
+    relative_gap = float((alone.float() - ours.float()).abs().max() / alone.float().abs().max().clamp(min=1e-6))
+    if relative_gap > FORWARD_TOLERANCE:
+        raise ModelError(
+            f"model: packed documents attend to each other, or the LM head is not a plain linear layer (logits differ by "
+            f"{relative_gap:.1e}); this family cannot be trained here yet"
+        )
+
+
+def unwrap_peft(model: Any) -> Any:
+    """The language model under an adapter wrapper; the adapters stay in its layers."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+ATTN_NAME = "modelwright"
+
+
 # cuDNN first: 415 TFLOP/s forward and backward at length 2048 on an H200, against 225 of FlashAttention-2
-PREFERRED = [
+SDPA_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-TOLD_OF_FEWER_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-HALVES = (torch.bfloat16, torch.float16)
 
 
-class Paths(NamedTuple):
+VARLEN_NEEDS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class SharedPrefixLayout(NamedTuple):
     """Answers that grow out of one prompt: each is a document whose keys are the prompt's and its own."""
 
-    keys: Tensor
+    kv_index: Tensor
     """[keys] int64, where in the flattened rows each key of each document stands."""
-    starts: Tensor
+    cu_seqlens_qk: Tensor
     """[2, count + 1] int32, where each document begins among queries and among keys, and where the last one ends."""
-    longest: int | None = None
+    max_seqlen_k: int | None = None
     """Keys of the longest document; where it says nothing, one may be as long as a row."""
 
 
-def install(model: Any) -> None:
+def register_attention(model: Any) -> None:
     """Let a model attend this way."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, attend)
-    model.set_attn_implementation(NAME)
+    AttentionInterface.register(ATTN_NAME, attention_forward)
+    model.set_attn_implementation(ATTN_NAME)
 
 
-def documents_as_arguments(documents: Tensor | Paths | Spread, length: int) -> dict[str, Any]:
+def varlen_kwargs(cu_seqlens: Tensor | SharedPrefixLayout | UnsharedLayout, length: int) -> dict[str, Any]:
     """What a model's forward hands down to attend, by the names transformers has for it.
 
     documents: [count + 1] int32, where each document begins in the flattened rows, and where the last one ends; or
     paths, or how two answers to one prompt are laid apart. length: tokens in a row.
     """
-    if isinstance(documents, Spread):
-        return {f"spread_{name}": each for name, each in documents._asdict().items()}
-    if isinstance(documents, Paths):
-        same = documents_as_arguments(documents.starts[0], documents.longest or length)
-        return {**same, "cu_seq_lens_k": documents.starts[1], "key_places": documents.keys}
+    if isinstance(cu_seqlens, UnsharedLayout):
+        return {f"unshare_{name}": each for name, each in cu_seqlens._asdict().items()}
+    if isinstance(cu_seqlens, SharedPrefixLayout):
+        query_kwargs = varlen_kwargs(cu_seqlens.cu_seqlens_qk[0], cu_seqlens.max_seqlen_k or length)
+        return {**query_kwargs, "cu_seq_lens_k": cu_seqlens.cu_seqlens_qk[1], "kv_index": cu_seqlens.kv_index}
     # that a batch has more documents is no reason to compile a layer again: 17 CPU-seconds of LoRA in fp8
-    torch._dynamo.maybe_mark_dynamic(documents, 0)
-    return {"cu_seq_lens_q": documents, "cu_seq_lens_k": documents, "max_length_q": length, "max_length_k": length}
+    torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
+    return {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens, "max_length_q": length, "max_length_k": length}
 
 
-def attend(
+def attention_forward(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -73,60 +162,66 @@ def attend(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **more: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within documents. query: [rows, heads, length, depth]; key, value: heads may be fewer."""
     if torch.is_autocast_enabled(query.device.type):
-        compute = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(compute), key.to(compute), value.to(compute)
-    if "spread_places" in more:
-        spread = Spread(*(more[f"spread_{name}"] for name in Spread._fields))
-        answers = (apart(query, spread), apart(key, spread), apart(value, spread))
-        return together(_dense(answers, None, dropout, scaling), spread, len(query)), None
+        compute_dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(compute_dtype), key.to(compute_dtype), value.to(compute_dtype)
+    if "unshare_gather_index" in kwargs:
+        layout = UnsharedLayout(*(kwargs[f"unshare_{name}"] for name in UnsharedLayout._fields))
+        unshared = (unshare_prefix(query, layout), unshare_prefix(key, layout), unshare_prefix(value, layout))
+        return reshare_prefix(_sdpa(unshared, None, dropout, scaling), layout, len(query)), None
     length = query.shape[2]
-    longest = int(more.get("max_length_k") or length)
-    documents: Tensor | None = more.get("cu_seq_lens_q")
-    window: int | None = more.get("sliding_window")
+    max_seqlen = int(kwargs.get("max_length_k") or length)
+    cu_seqlens: Tensor | None = kwargs.get("cu_seq_lens_q")
+    window: int | None = kwargs.get("sliding_window")
     window = window if window is not None and window < length else None
-    places: Tensor | None = more.get("key_places")
-    if places is not None:
-        assert documents is not None
-        starts = (documents, more["cu_seq_lens_k"])
-        parts = (query, _taken(key, places), _taken(value, places))
+    kv_index: Tensor | None = kwargs.get("kv_index")
+    if kv_index is not None:
+        assert cu_seqlens is not None
+        cu_seqlens_qk = (cu_seqlens, kwargs["cu_seq_lens_k"])
+        qkv = (query, _gather_kv(key, kv_index), _gather_kv(value, kv_index))
         if not query.is_cuda:
-            return _one_by_one(parts, starts, window, scaling), None
-        return _by_lengths(parts, starts, longest, window, scaling), None
-    is_plain = documents is None and window is None
+            return _varlen_cpu(qkv, cu_seqlens_qk, window, scaling), None
+        return _varlen(qkv, cu_seqlens_qk, max_seqlen, window, scaling), None
+    is_plain = cu_seqlens is None and window is None
     if attention_mask is None and not is_plain:
-        if query.is_cuda and query.dtype in HALVES and dropout == 0.0:
-            if documents is None:
+        if query.is_cuda and query.dtype in HALF_DTYPES and dropout == 0.0:
+            if cu_seqlens is None:
                 ends = (len(query) + 1) * length
-                documents = torch.arange(0, ends, length, dtype=torch.int32, device=query.device)
-            parts = (query, _flat(key), _flat(value))
-            return _by_lengths(parts, (documents, documents), longest, window, scaling), None
-        attention_mask = _mask(query, documents, window)
-    return _dense((query, key, value), attention_mask, dropout, scaling).transpose(1, 2), None
+                cu_seqlens = torch.arange(0, ends, length, dtype=torch.int32, device=query.device)
+            qkv = (query, _flatten_rows(key), _flatten_rows(value))
+            return _varlen(qkv, (cu_seqlens, cu_seqlens), max_seqlen, window, scaling), None
+        attention_mask = _document_mask(query, cu_seqlens, window)
+    return _sdpa((query, key, value), attention_mask, dropout, scaling).transpose(1, 2), None
 
 
-def _dense(
-    parts: tuple[Tensor, Tensor, Tensor], attention_mask: Tensor | None, dropout: float, scaling: float | None
+def _sdpa(
+    qkv: tuple[Tensor, Tensor, Tensor], attention_mask: Tensor | None, dropout: float, scaling: float | None
 ) -> Tensor:
     """Attention in rows of one length, causal where no mask says otherwise: [rows, heads, length, depth]."""
-    query, key, value = parts
+    query, key, value = qkv
     # by a branch: to the compiler lengths may be symbols, and so is what compares them, which the kernel does not take
-    alike = attention_mask is None and query.shape[2] == key.shape[2]
-    seen: dict[str, Any] = {"is_causal": True} if alike else {"attn_mask": attention_mask}
-    if query.is_cuda and query.dtype not in HALVES and (times := query.shape[1] // key.shape[1]) > 1:
+    is_causal = attention_mask is None and query.shape[2] == key.shape[2]
+    mask_kwargs: dict[str, Any] = {"is_causal": True} if is_causal else {"attn_mask": attention_mask}
+    if query.is_cuda and query.dtype not in HALF_DTYPES and (repeats := query.shape[1] // key.shape[1]) > 1:
         # in fp32 the kernel that saves memory wants as many heads everywhere: 14 GB instead of 35 at length 2048
-        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
-    with sdpa_kernel(PREFERRED, set_priority=True):
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    with sdpa_kernel(SDPA_BACKENDS, set_priority=True):
         return F.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, scale=scaling, enable_gqa=query.shape[1] != key.shape[1], **seen
+            query,
+            key,
+            value,
+            dropout_p=dropout,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+            **mask_kwargs,
         )
 
 
-def _by_lengths(
-    parts: tuple[Tensor, Tensor, Tensor], starts: tuple[Tensor, Tensor], longest: int, window: int | None,
+def _varlen(
+    qkv: tuple[Tensor, Tensor, Tensor], cu_seqlens_qk: tuple[Tensor, Tensor], max_seqlen: int, window: int | None,
     scaling: float | None,
 ) -> Tensor:  # fmt: skip
     """FlashAttention over documents: [rows, length, heads, depth]. parts: queries, keys and values, the latter two
@@ -134,57 +229,158 @@ def _by_lengths(
 
     A document with fewer queries than keys has the queries of its last keys.
     """
-    query, key, value = parts
+    query, key, value = qkv
     rows, heads, length, depth = query.shape
     window_size = (-1 if window is None else window - 1, 0)
     # torch 2.11 takes fewer key heads as they are; later versions want to be told
-    fewer: dict[str, Any] = {"enable_gqa": True} if key.shape[1] != heads and TOLD_OF_FEWER_HEADS else {}
-    attended = varlen_attn(
-        _flat(query), key, value, *starts, longest, longest, scale=scaling, window_size=window_size, **fewer
+    gqa: dict[str, Any] = {"enable_gqa": True} if key.shape[1] != heads and VARLEN_NEEDS_GQA_FLAG else {}
+    out = varlen_attn(
+        _flatten_rows(query),
+        key,
+        value,
+        *cu_seqlens_qk,
+        max_seqlen,
+        max_seqlen,
+        scale=scaling,
+        window_size=window_size,
+        **gqa,
     )
-    assert isinstance(attended, Tensor)
-    return attended.view(rows, length, heads, depth)
+    assert isinstance(out, Tensor)
+    return out.view(rows, length, heads, depth)
 
 
-def _one_by_one(
-    parts: tuple[Tensor, Tensor, Tensor], starts: tuple[Tensor, Tensor], window: int | None, scaling: float | None
+def _varlen_cpu(
+    qkv: tuple[Tensor, Tensor, Tensor], cu_seqlens_qk: tuple[Tensor, Tensor], window: int | None, scaling: float | None
 ) -> Tensor:
     """The same on a processor, document by document: a mask over all of them took two fifths of the time of a model of
     135 M weights whose rows share 260 tokens."""
-    query, key, value = parts
+    query, key, value = qkv
     rows, heads, length, depth = query.shape
-    flat, times = _flat(query), heads // key.shape[1]
-    if times > 1:
-        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
-    attended: list[Tensor] = []
-    for (first, last), (start, stop) in zip(*(pairwise(each.tolist()) for each in starts), strict=True):
+    flat, repeats = _flatten_rows(query), heads // key.shape[1]
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    outputs: list[Tensor] = []
+    for (first, last), (start, stop) in zip(*(pairwise(each.tolist()) for each in cu_seqlens_qk), strict=True):
         queries, keys = last - first, stop - start
-        behind = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)[None, :]
-        seen = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
+        distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)[None, :]
+        visible = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
         q, k, v = (part.transpose(0, 1)[None] for part in (flat[first:last], key[start:stop], value[start:stop]))
-        found = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[None, None], scale=scaling)
-        attended.append(found[0].transpose(0, 1))
-    return torch.cat(attended).view(rows, length, heads, depth)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[None, None], scale=scaling)
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs).view(rows, length, heads, depth)
 
 
-def _flat(part: Tensor) -> Tensor:
+def _flatten_rows(x: Tensor) -> Tensor:
     """All rows in one line: [rows × length, heads, depth]."""
-    rows, heads, length, depth = part.shape
-    return part.transpose(1, 2).reshape(rows * length, heads, depth)
+    rows, heads, length, depth = x.shape
+    return x.transpose(1, 2).reshape(rows * length, heads, depth)
 
 
-def _taken(part: Tensor, places: Tensor) -> Tensor:
-    return _flat(part).index_select(0, places)
+def _gather_kv(x: Tensor, kv_index: Tensor) -> Tensor:
+    return _flatten_rows(x).index_select(0, kv_index)
 
 
-def _mask(query: Tensor, documents: Tensor | None, window: int | None) -> Tensor:
+def _document_mask(query: Tensor, cu_seqlens: Tensor | None, window: int | None) -> Tensor:
     """Who sees whom, written out: [rows, 1, length, length] bool. For devices and types without the fast way."""
     rows, _, length, _ = query.shape
-    places = torch.arange(length, device=query.device)
-    behind = places[:, None] - places[None, :]
-    sees = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
-    if documents is None:
-        return sees[None, None].expand(rows, 1, length, length)
-    flat = torch.arange(rows * length, dtype=documents.dtype, device=query.device)
-    owner = torch.bucketize(flat, documents, right=True).view(rows, length)
-    return (sees[None] & (owner[:, :, None] == owner[:, None, :]))[:, None]
+    positions = torch.arange(length, device=query.device)
+    distance = positions[:, None] - positions[None, :]
+    visible = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+    if cu_seqlens is None:
+        return visible[None, None].expand(rows, 1, length, length)
+    flat = torch.arange(rows * length, dtype=cu_seqlens.dtype, device=query.device)
+    document_ids = torch.bucketize(flat, cu_seqlens, right=True).view(rows, length)
+    return (visible[None] & (document_ids[:, :, None] == document_ids[:, None, :]))[:, None]
+
+
+LENGTH_MULTIPLE = 8
+"""Rows are a multiple of this long, as the fastest kernels want it."""
+
+
+class UnsharedLayout(NamedTuple):
+    """Where each token of the rows stands among the answers, and the other way round."""
+
+    gather_index: Tensor
+    """[answers, length] int32, the token that stands there in the flattened rows; padding is any."""
+    scatter_index: Tensor
+    """[2, tokens] int32, where a token of the flattened rows stands among the flattened answers, and where once more;
+    -1 for nowhere."""
+    first_use: Tensor
+    """[answers × length] int32, places flattened where a token stands for the first time; -1 where none does."""
+
+
+def unshared_layout(segment_ids: Tensor) -> UnsharedLayout:
+    """Lay out rows of a prompt and two answers. branches: [rows, length] int64: 0, 1, 2, and 3 for padding."""
+    rows, length = segment_ids.shape
+    prompts, chosen, rejected = ((segment_ids == segment).sum(1).tolist() for segment in range(3))
+    max_length = max(prompt + max(two) for prompt, *two in zip(prompts, chosen, rejected, strict=True))
+    max_length = -(-max_length // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+    gather_index = np.repeat(np.arange(rows) * length, 2)[:, None].repeat(max_length, 1)
+    scatter_index = np.full((2, rows, length), -1)
+    for row, (prompt, one, other) in enumerate(zip(prompts, chosen, rejected, strict=True)):
+        begin, slot = row * length, 2 * row * max_length
+        chosen_index = np.arange(prompt + one)
+        rejected_index = np.concatenate([np.arange(prompt), prompt + one + np.arange(other)])
+        gather_index[2 * row, : len(chosen_index)] = begin + chosen_index
+        gather_index[2 * row + 1, : len(rejected_index)] = begin + rejected_index
+        scatter_index[0, row, chosen_index] = slot + chosen_index
+        scatter_index[0, row, rejected_index[prompt:]] = slot + max_length + prompt + np.arange(other)
+        scatter_index[1, row, :prompt] = slot + max_length + np.arange(prompt)
+    first, first_use = scatter_index[0].flatten(), np.full(gather_index.size, -1)
+    first_use[first[first >= 0]] = np.flatnonzero(first >= 0)
+    # every number of a tensor is fetched by an index, and half as wide costs a GPU half the arithmetic
+    return UnsharedLayout(
+        *(torch.from_numpy(each.astype(np.int32)) for each in (gather_index, scatter_index.reshape(2, -1), first_use))
+    )
+
+
+def unshare_prefix(x: Tensor, layout: UnsharedLayout) -> Tensor:
+    """Rows as answers: [rows, heads, length, depth] into [answers, heads, longest, depth]."""
+    _, heads, _, depth = x.shape
+    flat = x.transpose(1, 2).reshape(-1, heads, depth)
+    gathered: Tensor = _UnsharePrefix.apply(flat, layout.gather_index.flatten(), layout.scatter_index)  # type: ignore[no-untyped-call]
+    return gathered.view(*layout.gather_index.shape, heads, depth).transpose(1, 2)
+
+
+def reshare_prefix(x: Tensor, layout: UnsharedLayout, rows: int) -> Tensor:
+    """Answers as rows: [answers, heads, longest, depth] into [rows, length, heads, depth]."""
+    _, heads, _, depth = x.shape
+    flat = x.transpose(1, 2).reshape(-1, heads, depth)
+    gathered: Tensor = _ResharePrefix.apply(flat, layout.scatter_index[0], layout.first_use)  # type: ignore[no-untyped-call]
+    return gathered.view(rows, -1, heads, depth)
+
+
+class _UnsharePrefix(torch.autograd.Function):
+    """Tokens taken to where they are used; gradients are fetched from there, since adding them there is slow."""
+
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, gather_index: Tensor, scatter_index: Tensor) -> Tensor:
+        ctx.save_for_backward(scatter_index)
+        return flat.index_select(0, gather_index)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (scatter_index,) = ctx.saved_tensors
+        return _gather_or_zero(gradient, scatter_index[0]) + _gather_or_zero(gradient, scatter_index[1]), None, None
+
+
+class _ResharePrefix(torch.autograd.Function):
+    """Tokens fetched from where they were first used."""
+
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, scatter_index: Tensor, first_use: Tensor) -> Tensor:
+        ctx.save_for_backward(first_use)
+        return flat.index_select(0, scatter_index.clamp(min=0))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (first_use,) = ctx.saved_tensors
+        return _gather_or_zero(gradient, first_use), None, None
+
+
+def _gather_or_zero(values: Tensor, index: Tensor) -> Tensor:
+    """Values from places, nothing from nowhere."""
+    gathered = values.index_select(0, index.clamp(min=0))
+    return torch.where(
+        (index >= 0)[:, None, None], gathered, torch.zeros((), dtype=gathered.dtype, device=gathered.device)
+    )

@@ -1,20 +1,22 @@
-"""Say which weights move: all, named parts, or low-rank matrices beside frozen ones."""
+"""Choose which weights train: freezing, an untied LM head, LoRA, and the fused LoRA MLP."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
+from types import MethodType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu
 
 from modelwright.errors import ModelError, first_line
-from modelwright.models import low_rank
-from modelwright.models.recompute import recompute, take_back
-from modelwright.recipe.training import Checkpointing, Parts
+from modelwright.recipe.schema import TrainableConfig
 
 
 @dataclass(frozen=True)
-class Share:
+class ParameterCount:
     """How much of a model moves."""
 
     trained: int
@@ -24,42 +26,28 @@ class Share:
 
     def __str__(self) -> str:
         millions = f"{self.trained / 1e6:,.1f} M of {self.total / 1e6:,.1f} M"
-        return f"{millions} parameters move ({self.trained / self.total:.2%})"
+        return f"{millions} parameters trainable ({self.trained / self.total:.2%})"
 
 
-def set_trainable(model: Any, parts: Parts) -> Any:
+def set_trainable(model: Any, parts: TrainableConfig) -> Any:
     """Freeze what does not move; returns the model to train, wrapped where LoRA is asked for."""
-    if parts.trainable.untie_head:
+    if parts.trainable.untie_lm_head:
         untie_head(model)
     if parts.trainable.lora:
-        return low_rank.shorten(add_lora(model, parts))
-    if parts.trainable.partial:
+        return install_fused_lora_mlp(add_lora(model, parts))
+    if parts.trainable.is_partial:
         model.requires_grad_(False)
-        for module in _moving_parts(model, parts):
+        for module in _trainable_modules(model, parts):
             module.requires_grad_(True)
     return model
 
 
-def recompute_activations(model: Any, how: Checkpointing) -> None:
-    """Recompute activations in the backward pass, all of them or all but products, whatever was said before.
-
-    Where the layers are not found, the library does it. It also makes the embeddings ask for a gradient, which the old,
-    reentrant form needed; it would drag the backward pass through every frozen layer, so that is taken back.
-    """
-    take_back(model)
-    if how == "selective" or (how and finds_layers(model)):
-        recompute(decoder_layers(model), keep_products=how == "selective")
-    elif how:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.disable_input_require_grads()
-
-
-def share(model: nn.Module) -> Share:
+def count_parameters(model: nn.Module) -> ParameterCount:
     """Count what moves; weights that are shared count once."""
     weights = list(model.parameters())
     trained = sum(w.numel() for w in weights if w.requires_grad)
     # two weights of four bits stand in one byte
-    return Share(trained, sum(w.numel() * (2 if type(w).__name__ == "Params4bit" else 1) for w in weights))
+    return ParameterCount(trained, sum(w.numel() * (2 if type(w).__name__ == "Params4bit" else 1) for w in weights))
 
 
 def untie_head(model: Any) -> None:
@@ -73,15 +61,15 @@ def untie_head(model: Any) -> None:
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The transformer layers, in order."""
-    if (found := _layers(model)) is not None:
-        return found
+    if (layers := _layers(model)) is not None:
+        return layers
     raise ModelError(
         "model: its transformer layers were not found, which last_layers and selective checkpointing ask for; "
         "use trainable: all, and gradient_checkpointing: true or false"
     )
 
 
-def finds_layers(model: nn.Module) -> bool:
+def has_decoder_layers(model: nn.Module) -> bool:
     """Whether the transformer layers are where they are looked for."""
     return _layers(model) is not None
 
@@ -89,31 +77,31 @@ def finds_layers(model: nn.Module) -> bool:
 def _layers(model: nn.Module) -> nn.ModuleList | None:
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    wanted = getattr(config, "num_hidden_layers", None)
+    num_layers = getattr(config, "num_hidden_layers", None)
     for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == wanted:
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module
     return None
 
 
-def _moving_parts(model: Any, parts: Parts) -> list[nn.Module]:
-    wish = parts.trainable
-    moving: list[nn.Module] = []
-    if wish.last_layers:
+def _trainable_modules(model: Any, parts: TrainableConfig) -> list[nn.Module]:
+    selection = parts.trainable
+    modules: list[nn.Module] = []
+    if selection.last_layers:
         layers = decoder_layers(model)
-        if wish.last_layers > len(layers):
+        if selection.last_layers > len(layers):
             raise ModelError(
-                f"model: trainable.last_layers is {wish.last_layers}, but the model has {len(layers)} layers"
+                f"model: trainable.last_layers is {selection.last_layers}, but the model has {len(layers)} layers"
             )
-        moving += list(layers[len(layers) - wish.last_layers :])
-    if wish.head:
-        moving.append(model.get_output_embeddings())
-    if wish.norms:
-        moving += [module for module in model.modules() if "norm" in type(module).__name__.lower()]
-    return moving
+        modules += list(layers[len(layers) - selection.last_layers :])
+    if selection.lm_head:
+        modules.append(model.get_output_embeddings())
+    if selection.norms:
+        modules += [module for module in model.modules() if "norm" in type(module).__name__.lower()]
+    return modules
 
 
-def add_lora(model: Any, parts: Parts) -> Any:
+def add_lora(model: Any, parts: TrainableConfig) -> Any:
     """The model with low-rank matrices beside its frozen ones, as peft computes them."""
     from peft import LoraConfig, get_peft_model
 
@@ -130,3 +118,179 @@ def add_lora(model: Any, parts: Parts) -> Any:
         return get_peft_model(model, settings)
     except ValueError as error:
         raise ModelError(f"model: LoRA could not be added ({first_line(error)})") from None
+
+
+SILU_GATED_MLPS = {"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "SmolLM3MLP"}
+"""Layers known to be down(silu(gate(x)) · up(x)) and nothing more."""
+
+
+MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
+
+
+LORA_PREFIX = "lora_"
+"""How the names of low-rank matrices begin."""
+
+
+SILU_ACTIVATIONS = {"SiLU", "SiLUActivation"}
+
+
+FUSED_RANKS = (16, 32, 64, 128)
+"""Ranks that a tensor core multiplies."""
+
+
+HAS_TRITON = find_spec("triton") is not None
+
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+@torch.library.custom_op("modelwright::fused_lora_mlp", mutates_args=())
+def fused_lora_mlp(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
+    gate_a: Tensor, gate_b: Tensor, up_a: Tensor, up_b: Tensor, down_a: Tensor, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The layer's answer but for down's low-rank part, the thin product for that, and what the gradient asks for.
+
+    That part is added outside, together with whatever else is added there: on a number already rounded to bf16 a small
+    one would be lost, and at first all are small (with B's of 1e-4 a fifth of what was learnt did not reach the loss).
+    """
+    lora_inner = linear(x, torch.cat((gate_a, up_a))).mul_(scale)
+    gate, up = x @ gate_weight.T, x @ up_weight.T
+    act = _swiglu(gate, up, lora_inner, gate_b, up_b)
+    return act @ down_weight.T, linear(act, down_a).mul_(scale), gate, up, lora_inner
+
+
+@torch.library.custom_op("modelwright::fused_lora_mlp_backward", mutates_args=())
+def fused_lora_mlp_backward(
+    grad_out: Tensor, grad_down_lora_inner: Tensor, x: Tensor, gate: Tensor, up: Tensor, lora_inner: Tensor,
+    gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
+    gate_a: Tensor, gate_b: Tensor, up_a: Tensor, up_b: Tensor, down_a: Tensor, scale: float,
+) -> Gradients:  # fmt: skip
+    """The gradients of x and of the five thin matrices; out, thin: those of the answer and of the thin product."""
+    rank, scaled_grad = gate_a.shape[0], grad_down_lora_inner * scale
+    grad_act = grad_out @ down_weight
+    d_gate, d_up, sums = _swiglu_backward(
+        gate, up, lora_inner, gate_b, up_b, grad_act, scaled_grad, down_a.T.contiguous()
+    )
+    grad_lora_inner = torch.cat((d_gate @ gate_b, d_up @ up_b), 1).mul_(scale)
+    d_x = d_gate @ gate_weight
+    d_x.addmm_(d_up, up_weight)
+    d_x.addmm_(grad_lora_inner, torch.cat((gate_a, up_a)))
+    d_a = grad_lora_inner.T @ x
+    d_gate_b, d_up_b, d_down_a = sums[0].clone(), sums[1].clone(), sums[2].T.contiguous()
+    return d_x, d_a[:rank].clone(), d_gate_b, d_a[rank:].clone(), d_up_b, d_down_a
+
+
+@fused_lora_mlp.register_fake
+def _(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, gate_a: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    rows, wide, rank = x.shape[0], gate.shape[0], gate_a.shape[0]
+    widths = (down.shape[0], rank, wide, wide, 2 * rank)
+    return tuple(x.new_empty(rows, width) for width in widths)
+
+
+@fused_lora_mlp_backward.register_fake
+def _(out: Tensor, thin: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(tensor) for tensor in (x, *rest[6:11]))
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(inputs[0], *output[2:], *inputs[1:9])
+    ctx.scale = inputs[9]
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.set_materialize_grads(False)
+
+
+def _autograd_backward(ctx: Any, grad_out: Tensor, grad_down_lora_inner: Tensor, *_: Any) -> tuple[Any, ...]:
+    d_x, *d_lora = fused_lora_mlp_backward(
+        grad_out.contiguous(), grad_down_lora_inner.contiguous(), *ctx.saved_tensors, ctx.scale
+    )
+    return d_x, None, None, None, *d_lora, None
+
+
+fused_lora_mlp.register_autograd(_autograd_backward, setup_context=_save_for_backward)
+
+
+def _swiglu(gate: Tensor, up: Tensor, lora_inner: Tensor, gate_b: Tensor, up_b: Tensor) -> Tensor:
+    if gate.is_cuda:
+        from modelwright.models.kernels import swiglu_lora
+
+        return swiglu_lora(gate, up, lora_inner, gate_b, up_b)
+    first, second = lora_inner.float().chunk(2, 1)
+    return (silu(gate + first @ gate_b.float().T) * (up + second @ up_b.float().T)).to(gate.dtype)
+
+
+def _swiglu_backward(
+    gate: Tensor, up: Tensor, lora_inner: Tensor, gate_b: Tensor, up_b: Tensor,
+    grad_act: Tensor, scaled_grad: Tensor, down_a: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of both products, and of gate_b, up_b and down_a, which is [wide, rank] here: [3, wide, rank]."""
+    if gate.is_cuda:
+        from modelwright.models.kernels import swiglu_lora_backward
+
+        return swiglu_lora_backward(gate, up, lora_inner, gate_b, up_b, grad_act, scaled_grad, down_a)
+    first, second = lora_inner.chunk(2, 1)
+    gate, up, grad_act = gate + first @ gate_b.T, up + second @ up_b.T, grad_act + scaled_grad @ down_a.T
+    sigmoid = torch.sigmoid(gate)
+    act = gate * sigmoid
+    d_gate, d_up = grad_act * up * sigmoid * (1 + gate * (1 - sigmoid)), grad_act * act
+    return d_gate, d_up, torch.stack((d_gate.T @ first, d_up.T @ second, (act * up).T @ scaled_grad))
+
+
+def install_fused_lora_mlp(model: Any) -> Any:
+    """Let the gated layers of a model with low-rank matrices take the short way where they can; returns the model."""
+    for layer in model.modules():
+        if (
+            type(layer).__name__ in SILU_GATED_MLPS
+            and type(layer.act_fn).__name__ in SILU_ACTIVATIONS
+            and _has_lora(layer)
+        ):
+            layer.forward = MethodType(_mlp_forward, layer)
+    return model
+
+
+def _has_lora(layer: Any) -> bool:
+    from peft.tuners.lora.layer import Linear
+
+    return all(type(getattr(layer, name)) is Linear for name in MLP_LINEARS)
+
+
+def _mlp_forward(layer: Any, x: Tensor) -> Tensor:
+    linears = [getattr(layer, name) for name in MLP_LINEARS]
+    fusable = HAS_TRITON and x.is_cuda and all(is_fusable(each, x.dtype) for each in linears)
+    if not fusable or len({(rank_and_scaling(each), each.disable_adapters) for each in linears}) != 1:
+        out: Tensor = type(layer).forward(layer, x)
+        return out
+    frozen = [each.base_layer.weight for each in linears]
+    *lora, down_b = [weight for each in linears for weight in lora_weights(each)]
+    adapters_off = linears[0].disable_adapters
+    if adapters_off:  # a reference rounds as what is held against it does: while B is zero they are the same to the bit
+        lora = [torch.zeros_like(weight) for weight in lora]
+    rows, down_lora_inner, *_ = fused_lora_mlp(x.flatten(0, -2), *frozen, *lora, rank_and_scaling(linears[0])[1])
+    out = rows if adapters_off else rows + linear(down_lora_inner, down_b)
+    return out.view(*x.shape[:-1], rows.shape[-1])
+
+
+def is_fusable(linear: Any, dtype: torch.dtype) -> bool:
+    """Whether a frozen matrix and its low-rank ones are added up and nothing more, in the kernels' own precision."""
+    adapters = getattr(linear, "active_adapters", [])
+    if len(adapters) != 1 or adapters[0] not in linear.r or linear.merged or adapters[0] in linear.lora_variant:
+        return False
+    base, outer = linear.base_layer, linear.lora_B[adapters[0]]
+    # fp8's layers are given the forward of any linear layer where fp8 was tried and left
+    usual = type(base) is nn.Linear or (isinstance(base, nn.Linear) and "forward" in base.__dict__)
+    bare = usual and base.bias is None and outer.bias is None and not base.weight.requires_grad
+    alone = isinstance(linear.lora_dropout[adapters[0]], nn.Identity) and linear.r[adapters[0]] in FUSED_RANKS
+    weights = (base.weight, *lora_weights(linear))
+    return bare and alone and all(weight.dtype == dtype == torch.bfloat16 for weight in weights)
+
+
+def lora_weights(linear: Any) -> tuple[Tensor, Tensor]:
+    """The two low-rank matrices: [rank, in], [out, rank]."""
+    adapter = linear.active_adapters[0]
+    return linear.lora_A[adapter].weight, linear.lora_B[adapter].weight
+
+
+def rank_and_scaling(linear: Any) -> tuple[int, float]:
+    """The rank, and what the low-rank product is multiplied by."""
+    adapter = linear.active_adapters[0]
+    return linear.r[adapter], linear.scaling[adapter]

@@ -1,8 +1,4 @@
-"""Look at the small files of a model folder before any library does: nothing that came with a model may run.
-
-The libraries refuse most of this by themselves, and twice in 2026 they did not (CVE-2026-4372, CVE-2026-5241); so what
-asks for code is refused here, by its name, before it is handed to them.
-"""
+"""Refuse model folders that ask for code to run, before any library reads them: config files, pickles, chat templates."""
 
 from __future__ import annotations
 
@@ -21,16 +17,28 @@ from typing import Any
 
 from modelwright.errors import ModelError
 
-LARGEST_SETTINGS = 4_000_000
+MAX_JSON_BYTES = 4_000_000
 """Bytes of a JSON file of settings; tokenizer.json is no such file."""
+
+
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
-ADAPTER = "adapter_config.json"
-KERNEL = re.compile(r"(attn|experts)_implementation")
-IMPORTED = ("megatron_config", "auto_mapping", "corda_config", "lora_ga_config")
+
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+KERNEL_KEY = re.compile(r"(attn|experts)_implementation")
+
+
+CODE_KEYS = ("megatron_config", "auto_mapping", "corda_config", "lora_ga_config")
 """What of an adapter's settings names code to import, or a pickle to read."""
+
+
 RENDER_SECONDS, RENDER_BYTES = 2.0, 1 << 30
 """CPU-seconds and memory that a chat template may take for two turns; honest ones take a millisecond."""
-TRIAL = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+
+
+PROBE_CHAT = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
 
 
 def check_model(path: Path) -> None:
@@ -50,20 +58,24 @@ def check_tokenizer(path: Path) -> None:
 
 def adapter_base(path: Path) -> Path:
     """The folder an adapter sits on, by its settings, which may ask for nothing but low-rank matrices."""
-    settings = read_settings(path / ADAPTER)
-    if (kind := settings.get("peft_type")) != "LORA":
-        raise ModelError(f"model: {path / ADAPTER} is an adapter of type {str(kind)[:40]!r}; it wants LORA")
-    for name in IMPORTED:
+    settings = read_small_json(path / ADAPTER_CONFIG)
+    if (peft_type := settings.get("peft_type")) != "LORA":
+        raise ModelError(f"model: {path / ADAPTER_CONFIG} is an adapter of type {str(peft_type)[:40]!r}; it wants LORA")
+    for name in CODE_KEYS:
         if settings.get(name):
-            raise ModelError(f"model: {path / ADAPTER} has {name}, which names code or a pickle; that is never run")
+            raise ModelError(
+                f"model: {path / ADAPTER_CONFIG} has {name}, which names code or a pickle; that is never run"
+            )
     if not (path / "adapter_model.safetensors").is_file():
-        found = f" ({pickles[0]} is a pickle, which may run any code)" if (pickles := _pickles(path)) else ""
-        raise ModelError(f"model: {path} has no adapter_model.safetensors{found}; it wants safetensors")
+        pickle_note = f" ({pickles[0]} is a pickle, which may run any code)" if (pickles := _pickles(path)) else ""
+        raise ModelError(f"model: {path} has no adapter_model.safetensors{pickle_note}; it wants safetensors")
     base = settings.get("base_model_name_or_path")
     if not isinstance(base, str) or not _is_model(base):
-        raise ModelError(f"model: {path / ADAPTER} sits on {str(base)[:200]!r}, and there is no such model folder")
-    if (Path(base) / ADAPTER).exists():
-        raise ModelError(f"model: {path / ADAPTER} sits on {base}, itself an adapter; it wants a whole model")
+        raise ModelError(
+            f"model: {path / ADAPTER_CONFIG} sits on {str(base)[:200]!r}, and there is no such model folder"
+        )
+    if (Path(base) / ADAPTER_CONFIG).exists():
+        raise ModelError(f"model: {path / ADAPTER_CONFIG} sits on {base}, itself an adapter; it wants a whole model")
     return Path(base)
 
 
@@ -74,37 +86,37 @@ def _is_model(name: str) -> bool:
         return False
 
 
-def read_settings(path: Path) -> dict[str, Any]:
+def read_small_json(path: Path) -> dict[str, Any]:
     """A small JSON file of a model folder, an object; anything else is one letter."""
     try:
-        if path.stat().st_size > LARGEST_SETTINGS:
-            raise ModelError(f"model: {path} is over {LARGEST_SETTINGS / 1e6:.0f} MB; no such file is")
-        found = json.loads(path.read_bytes())
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ModelError(f"model: {path} is over {MAX_JSON_BYTES / 1e6:.0f} MB; no such file is")
+        value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or "it is no JSON"
         raise ModelError(f"model: {path} cannot be read ({reason})") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ModelError(f"model: {path} holds no settings; it wants a JSON object")
-    return found
+    return value
 
 
 @contextmanager
-def within_bounds(what: str) -> Iterator[None]:
+def render_limits(what: str) -> Iterator[None]:
     """Let a chat template run only so long and in so much memory: the sandbox keeps it from acting, not from growing.
 
     The kernel watches the memory and, for the main thread, the CPU time; in another thread time is looked at between
     the lines, so that one endless operation is not found there.
     """
     before = resource.getrlimit(resource.RLIMIT_AS)
-    room = _memory_now() + RENDER_BYTES
-    limit = room if before[0] == resource.RLIM_INFINITY else min(before[0], room)
+    budget = _memory_now() + RENDER_BYTES
+    limit = budget if before[0] == resource.RLIM_INFINITY else min(before[0], budget)
     resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
     try:
-        with _timer() if threading.current_thread() is threading.main_thread() else _looks():
+        with _timer() if threading.current_thread() is threading.main_thread() else _trace_timer():
             yield
     except (TimeoutError, MemoryError, OverflowError, RecursionError) as error:
-        found = f"takes more than {RENDER_SECONDS:.0f} s or {RENDER_BYTES / 1e9:.0f} GB ({type(error).__name__})"
-        raise ModelError(f"{what} {found} for two turns; it is not used") from None
+        reason = f"takes more than {RENDER_SECONDS:.0f} s or {RENDER_BYTES / 1e9:.0f} GB ({type(error).__name__})"
+        raise ModelError(f"{what} {reason} for two turns; it is not used") from None
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
@@ -129,20 +141,20 @@ def _timer() -> Iterator[None]:
 
 
 @contextmanager
-def _looks() -> Iterator[None]:
+def _trace_timer() -> Iterator[None]:
     """Raise TimeoutError at the first line that begins after the time is over."""
-    deadline, traced = time.thread_time() + RENDER_SECONDS, sys.gettrace()
+    deadline, previous = time.thread_time() + RENDER_SECONDS, sys.gettrace()
 
-    def look(frame: FrameType, event: str, argument: object) -> Any:
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
         if time.thread_time() > deadline:
             raise TimeoutError
-        return look
+        return trace
 
-    sys.settrace(look)
+    sys.settrace(trace)
     try:
         yield
     finally:
-        sys.settrace(traced)
+        sys.settrace(previous)
 
 
 def _memory_now() -> int:
@@ -157,19 +169,19 @@ def _refuse_code(path: Path, name: str) -> None:
     """Names of code anywhere in the settings: modules of the folder's own, or kernels of somebody's repository."""
     if not (path / name).is_file():
         return
-    settings = read_settings(path / name)
+    settings = read_small_json(path / name)
     for key, value in _walk(settings):
-        if key == "auto_map" and value and not _known(settings, name):
+        if key == "auto_map" and value and not _is_known_family(settings, name):
             raise ModelError(
                 f"model: {path / name} wants code of its own to run (auto_map); that is never run, and transformers "
                 f"does not know {str(settings.get('model_type'))[:60]!r} by itself"
             )
-        if KERNEL.search(key) and ("/" in str(value) or "@" in str(value)):
-            found = f"{key} {str(value)[:60]!r}, which names code from elsewhere"
-            raise ModelError(f"model: {path / name} has {found}; that is never run")
+        if KERNEL_KEY.search(key) and ("/" in str(value) or "@" in str(value)):
+            problem = f"{key} {str(value)[:60]!r}, which names code from elsewhere"
+            raise ModelError(f"model: {path / name} has {problem}; that is never run")
 
 
-def _known(settings: dict[str, Any], name: str) -> bool:
+def _is_known_family(settings: dict[str, Any], name: str) -> bool:
     """Whether transformers can do without the code that a folder names: it has the family, or a tokenizer's file."""
     if name != "config.json":
         return True  # the library's own classes read tokenizer.json; what it cannot read it tells

@@ -1,189 +1,222 @@
-"""Choose micro-batch, accumulation, checkpointing, sharding and precision for the cards that are there.
-
-What a recipe asks for is kept where it fits. Where it does not, the global batch is kept and the fastest way that fits
-is taken; each change is one line.
-"""
+"""Predict memory, time and cost of a stage on given hardware, choose the batch layout, checkpointing and sharding that fit, and print the plan table."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from modelwright.errors import ModelError
-from modelwright.plan.architecture import Shape, TextShape, VisionShape
-from modelwright.plan.calibration import Calibration, calibration_for
-from modelwright.plan.estimate import Estimate, Rows, estimate, moves_of, work_of
-from modelwright.plan.gpus import GPUS, Gpu, Machines
-from modelwright.plan.memory import Memory
-from modelwright.plan.stage import StagePlan
-from modelwright.plan.time import StepTime
-from modelwright.recipe.training import Checkpointing, Parts, Trainable, Training
+from modelwright.errors import ModelError, UsageError
+from modelwright.plan.calibrate import Calibration, calibration_for
+from modelwright.plan.hardware import GPUS, GpuSpec, Hardware, device_info_of
+from modelwright.plan.memory import (
+    AUTO_GRAPHS_MAX_PARAMS,
+    MAX_GRAPH_SHAPES,
+    MemoryEstimate,
+    StepWorkload,
+    estimate_memory,
+)
+from modelwright.plan.model_shape import DecoderShape, ModelShape, ResNetShape, TrainableSummary, count_trainable
+from modelwright.plan.stage import StagePlan, plan_stage
+from modelwright.plan.step_time import StepTime, step_time
+from modelwright.recipe.schema import (
+    AugmentationConfig,
+    CheckpointingMode,
+    PreferenceConfig,
+    Recipe,
+    TrainableConfig,
+    TrainableParts,
+    TrainingConfig,
+)
 
-CHECKPOINTINGS: tuple[Checkpointing, ...] = (False, "selective", True)
+CHECKPOINTINGS: tuple[CheckpointingMode, ...] = (False, "selective", True)
 """From the fastest to the one that takes least memory."""
-WORTH_SAYING = 1.05
+
+
+MIN_HINT_SPEEDUP = 1.05
 """How many times as fast it has to be with less computed again, for a line to say so."""
-RECOMPUTED = {"selective": "selective gradient checkpointing: all but products and attention is computed again",
-              True: "full gradient checkpointing: activations are computed again"}  # fmt: skip
 
 
-def choose(plan: StagePlan, settings: Training, shape: Shape, rows: Rows, machines: Machines) -> Estimate:
+CHECKPOINTING_TEXT = {"selective": "selective gradient checkpointing: everything but matmuls and attention is recomputed",
+              True: "full gradient checkpointing: activations are recomputed"}  # fmt: skip
+
+
+def choose_plan(
+    plan: StagePlan, settings: TrainingConfig, shape: ModelShape, rows: RowStats, hardware: Hardware
+) -> StageEstimate:
     """The plan as it can run on these machines, with what it takes; an unfit one says what would fit."""
-    calibration = calibration_for(machines.gpu)
-    asked = for_card(plan, settings, machines.gpu)
-    choice = _fastest(asked, settings, shape, rows, machines)
+    calibration = calibration_for(hardware.gpu)
+    requested = for_gpu(plan, settings, hardware.gpu)
+    choice = _fastest_fitting(requested, settings, shape, rows, hardware)
     fits = choice is not None
-    chosen = choice or asked
-    memory, time = _estimated(chosen, settings, shape, rows, machines, calibration)
-    sure, why = calibration.sureness(machines.gpu)
-    told = list(changes(asked, chosen, machines))
-    if fits and chosen.gradient_checkpointing == asked.gradient_checkpointing:
-        told += faster_with_less(chosen, settings, shape, rows, machines)
-    if fits and settings.sharding == "auto" and machines.world > 1:
+    chosen = choice or requested
+    memory, time = _estimate(chosen, settings, shape, rows, hardware, calibration)
+    relative_error, basis = calibration.uncertainty(hardware.gpu)
+    lines = list(change_lines(requested, chosen, hardware))
+    if fits and chosen.gradient_checkpointing == requested.gradient_checkpointing:
+        lines += checkpointing_hint(chosen, settings, shape, rows, hardware)
+    if fits and settings.distributed_strategy == "auto" and hardware.world_size > 1:
         copied = replace(chosen, sharding="ddp")
-        copy, _ = _estimated(copied, settings, shape, rows, machines, calibration)
-        told.append(why_shared(asked, chosen, copy.needed, machines))
-    return Estimate(
-        plan=replace(chosen, reasons=(*chosen.reasons, *told)),
-        machines=machines,
-        moves=moves_of(shape, settings),
+        copy, _ = _estimate(copied, settings, shape, rows, hardware, calibration)
+        lines.append(sharding_reason(requested, chosen, copy.required, hardware))
+    return StageEstimate(
+        plan=replace(chosen, reasons=(*chosen.reasons, *lines)),
+        hardware=hardware,
+        trainable=trainable_of(shape, settings),
         memory=memory,
         time=time,
         fits=fits,
-        mends=() if fits else mends(asked, settings, shape, rows, machines),
-        sure=sure,
-        why_sure=why,
+        alternatives=() if fits else alternatives(requested, settings, shape, rows, hardware),
+        relative_error=relative_error,
+        basis=basis,
         price=None,
-        counted=rows.count is not None or settings.max_steps is not None,
+        steps_known=rows.count is not None or settings.max_steps is not None,
     )
 
 
-def for_card(plan: StagePlan, settings: Training, gpu: Gpu) -> StagePlan:
+def for_gpu(plan: StagePlan, settings: TrainingConfig, gpu: GpuSpec) -> StagePlan:
     """The plan in a precision that the card has."""
     lacks = {"bf16": not gpu.bf16, "fp8": not gpu.fp8}
     if not lacks.get(plan.precision, False) or gpu.name == "CPU":
         return plan
-    wide = "bf16" if gpu.bf16 else "fp16"
-    reason = f"{wide} instead of {plan.precision}: {gpu.name} has no {plan.precision}"
-    weights = plan.weights if wide == "bf16" else "fp32"
-    return replace(plan, precision=wide, weights=weights, reasons=(*plan.reasons, reason))
+    fallback = "bf16" if gpu.bf16 else "fp16"
+    reason = f"{fallback} instead of {plan.precision}: {gpu.name} has no {plan.precision}"
+    param_dtype = plan.param_dtype if fallback == "bf16" else "fp32"
+    return replace(plan, precision=fallback, param_dtype=param_dtype, reasons=(*plan.reasons, reason))
 
 
-def candidates(plan: StagePlan, settings: Training, machines: Machines) -> list[StagePlan]:
+def candidates(plan: StagePlan, settings: TrainingConfig, hardware: Hardware) -> list[StagePlan]:
     """The plan as asked, and every other way to the same global batch."""
-    share = plan.per_device * plan.accumulation
+    rows_per_device = plan.micro_batch_size * plan.gradient_accumulation_steps
     free = settings.global_batch_size is not None and "per_device_train_batch_size" not in settings.model_fields_set
-    most = share if free else plan.per_device
-    sizes = [size for size in range(most, 0, -1) if share % size == 0]
+    max_size = rows_per_device if free else plan.micro_batch_size
+    sizes = [size for size in range(max_size, 0, -1) if rows_per_device % size == 0]
     shardings = [plan.sharding]
-    if settings.sharding == "auto" and plan.sharding == "ddp":
-        shardings += splits(settings, machines)
+    if settings.distributed_strategy == "auto" and plan.sharding == "ddp":
+        shardings += shardings_for(settings, hardware)
     checkpointings = [plan.gradient_checkpointing]
-    if isinstance(settings, Parts):
+    if isinstance(settings, TrainableConfig):
         checkpointings = list(CHECKPOINTINGS[CHECKPOINTINGS.index(plan.gradient_checkpointing) :])
     return [
-        replace(plan, per_device=size, accumulation=share // size, gradient_checkpointing=again, sharding=how)
-        for how in shardings
-        for again in checkpointings
+        replace(
+            plan,
+            micro_batch_size=size,
+            gradient_accumulation_steps=rows_per_device // size,
+            gradient_checkpointing=checkpointing,
+            sharding=sharding,
+        )
+        for sharding in shardings
+        for checkpointing in checkpointings
         for size in sizes
     ]
 
 
-def splits(settings: Training, machines: Machines) -> list[str]:
+def shardings_for(settings: TrainingConfig, hardware: Hardware) -> list[str]:
     """The ways to split the weights over these cards: not those of images, nor what is kept in quantised blocks."""
-    if machines.world == 1 or not isinstance(settings, Parts) or settings.quantization != "none":
+    if hardware.world_size == 1 or not isinstance(settings, TrainableConfig) or settings.quantization != "none":
         return []
-    return ["fsdp"] if machines.nodes == 1 or machines.per_node == 1 else ["hsdp", "fsdp"]
+    return ["fsdp"] if hardware.nodes == 1 or hardware.per_node == 1 else ["hsdp", "fsdp"]
 
 
-def why_shared(asked: StagePlan, chosen: StagePlan, needed: float, machines: Machines) -> str:
+def sharding_reason(requested: StagePlan, chosen: StagePlan, required_bytes: float, hardware: Hardware) -> str:
     """In one line how the cards share the model, and why so; `needed` are the bytes of a copy on each card."""
-    room = f"{needed / 2**30:.1f} GiB of the {machines.gpu.memory / 2**30:.1f} of {machines.gpu.name}"
+    budget = f"{required_bytes / 2**30:.1f} GiB of the {hardware.gpu.memory / 2**30:.1f} of {hardware.gpu.name}"
     if chosen.sharding == "ddp":
-        return f"ddp: each of {machines.world} devices holds a copy, {room}"
-    way = f"split over {machines.world} cards"
+        return f"ddp: each of {hardware.world_size} devices holds a copy, {budget}"
+    split = f"split over {hardware.world_size} cards"
     if chosen.sharding == "hsdp":
-        way = f"split over the {machines.per_node} cards of each of {machines.nodes} machines"
-    why = f"a copy on each card would take {room}; the weights are {way}"
-    return f"{chosen.sharding} instead of {asked.sharding}: {why}"
+        split = f"split over the {hardware.per_node} cards of each of {hardware.nodes} machines"
+    reason = f"a copy on each card would take {budget}; the weights are {split}"
+    return f"{chosen.sharding} instead of {requested.sharding}: {reason}"
 
 
-def changes(asked: StagePlan, chosen: StagePlan, machines: Machines) -> tuple[str, ...]:
+def change_lines(requested: StagePlan, chosen: StagePlan, hardware: Hardware) -> tuple[str, ...]:
     """What differs from the wish, a line each."""
-    told = []
-    room = f"{machines.gpu.memory / 2**30:.0f} GiB of {machines.gpu.name}"
-    if asked.per_device != chosen.per_device:
-        told.append(
-            f"{chosen.per_device} row{'s' * (chosen.per_device > 1)} at once × {chosen.accumulation} "
-            f"instead of {asked.per_device} × {asked.accumulation}, for the {room}; "
-            f"the batch of {chosen.global_batch} is kept"
+    lines = []
+    budget = f"{hardware.gpu.memory / 2**30:.0f} GiB of {hardware.gpu.name}"
+    if requested.micro_batch_size != chosen.micro_batch_size:
+        lines.append(
+            f"micro-batch {chosen.micro_batch_size} × {chosen.gradient_accumulation_steps} accumulation "
+            f"instead of {requested.micro_batch_size} × {requested.gradient_accumulation_steps}, for the {budget}; "
+            f"the batch of {chosen.global_batch_size} is kept"
         )
-    if asked.gradient_checkpointing != chosen.gradient_checkpointing:
-        told.append(f"{RECOMPUTED[chosen.gradient_checkpointing]}, for the {room}")
-    return tuple(told)
+    if requested.gradient_checkpointing != chosen.gradient_checkpointing:
+        lines.append(f"{CHECKPOINTING_TEXT[chosen.gradient_checkpointing]}, for the {budget}")
+    return tuple(lines)
 
 
-def faster_with_less(
-    plan: StagePlan, settings: Training, shape: Shape, rows: Rows, machines: Machines
+def checkpointing_hint(
+    plan: StagePlan, settings: TrainingConfig, shape: ModelShape, rows: RowStats, hardware: Hardware
 ) -> tuple[str, ...]:
     """A line where the recipe has more computed again than these cards ask for, and pays for it with time."""
-    calibration = calibration_for(machines.gpu)
-    rate = _estimated(plan, settings, shape, rows, machines, calibration)[1].rate
-    best, name = rate * WORTH_SAYING, ""
-    for less in CHECKPOINTINGS[: CHECKPOINTINGS.index(plan.gradient_checkpointing)]:
-        way = _fastest(replace(plan, gradient_checkpointing=less), settings, shape, rows, machines)
-        if way is None or (way.gradient_checkpointing, way.sharding) != (less, plan.sharding):
+    calibration = calibration_for(hardware.gpu)
+    rate = _estimate(plan, settings, shape, rows, hardware, calibration)[1].tokens_per_second
+    best, name = rate * MIN_HINT_SPEEDUP, ""
+    for lighter in CHECKPOINTINGS[: CHECKPOINTINGS.index(plan.gradient_checkpointing)]:
+        candidate = _fastest_fitting(replace(plan, gradient_checkpointing=lighter), settings, shape, rows, hardware)
+        if candidate is None or (candidate.gradient_checkpointing, candidate.sharding) != (lighter, plan.sharding):
             continue
-        other = _estimated(way, settings, shape, rows, machines, calibration)[1].rate
+        other = _estimate(candidate, settings, shape, rows, hardware, calibration)[1].tokens_per_second
         if other >= best:
-            best, name = other, str(less).lower()
+            best, name = other, str(lighter).lower()
     return (f"gradient_checkpointing: {name} would fit too, {best / rate:.2f} × as fast",) if name else ()
 
 
-def mends(plan: StagePlan, settings: Training, shape: Shape, rows: Rows, machines: Machines) -> tuple[str, ...]:
+def alternatives(
+    plan: StagePlan, settings: TrainingConfig, shape: ModelShape, rows: RowStats, hardware: Hardware
+) -> tuple[str, ...]:
     """The smallest changes that would make it fit: fewer rows measured, other weights moved, more or other cards."""
-    found = []
-    measured = settings.per_device_eval_batch_size
-    while measured := measured // 2:
-        brief = settings.model_copy(update={"per_device_eval_batch_size": measured})
-        if _fastest(plan, brief, shape, rows, machines):
-            found.append(f"per_device_eval_batch_size: {measured}")
+    options = []
+    eval_rows = settings.per_device_eval_batch_size
+    while eval_rows := eval_rows // 2:
+        fewer_eval_rows = settings.model_copy(update={"per_device_eval_batch_size": eval_rows})
+        if _fastest_fitting(plan, fewer_eval_rows, shape, rows, hardware):
+            options.append(f"per_device_eval_batch_size: {eval_rows}")
             break
-    if isinstance(shape, TextShape) and isinstance(settings, Parts) and not settings.trainable.lora:
-        lighter = settings.model_copy(update={"trainable": Trainable(lora=True)})
-        if _fastest(plan, lighter, shape, rows, machines):
-            found.append("trainable: lora")
-    cards = 2 * machines.world
-    while cards <= 64 and isinstance(shape, TextShape):
-        more = Machines(-(-cards // 8), min(cards, 8), machines.gpu)
-        spread = replace(plan, world=cards, sharding="fsdp", accumulation=max(1, plan.accumulation // 2))
-        if _fastest(spread, settings, shape, rows, more):
-            found.append(f"sharding: fsdp over {cards} × {machines.gpu.name}")
+    if isinstance(shape, DecoderShape) and isinstance(settings, TrainableConfig) and not settings.trainable.lora:
+        lighter = settings.model_copy(update={"trainable": TrainableParts(lora=True)})
+        if _fastest_fitting(plan, lighter, shape, rows, hardware):
+            options.append("trainable: lora")
+    cards = 2 * hardware.world_size
+    while cards <= 64 and isinstance(shape, DecoderShape):
+        larger = Hardware(-(-cards // 8), min(cards, 8), hardware.gpu)
+        sharded = replace(
+            plan,
+            world_size=cards,
+            sharding="fsdp",
+            gradient_accumulation_steps=max(1, plan.gradient_accumulation_steps // 2),
+        )
+        if _fastest_fitting(sharded, settings, shape, rows, larger):
+            options.append(f"distributed_strategy: fsdp over {cards} × {hardware.gpu.name}")
             break
         cards *= 2
     for gpu in sorted(GPUS.values(), key=lambda each: each.memory):
-        if gpu.memory > machines.gpu.memory and _fastest(
-            for_card(plan, settings, gpu), settings, shape, rows, replace(machines, gpu=gpu)
+        if gpu.memory > hardware.gpu.memory and _fastest_fitting(
+            for_gpu(plan, settings, gpu), settings, shape, rows, replace(hardware, gpu=gpu)
         ):
-            found.append(f"{machines.world} × {gpu.name}")
+            options.append(f"{hardware.world_size} × {gpu.name}")
             break
-    return tuple(found)
+    return tuple(options)
 
 
-def _fastest(plan: StagePlan, settings: Training, shape: Shape, rows: Rows, machines: Machines) -> StagePlan | None:
+def _fastest_fitting(
+    plan: StagePlan, settings: TrainingConfig, shape: ModelShape, rows: RowStats, hardware: Hardware
+) -> StagePlan | None:
     """The plan as asked where it fits, else the fastest candidate that does; None where nothing fits."""
-    calibration = calibration_for(machines.gpu)
+    calibration = calibration_for(hardware.gpu)
     fitting: list[tuple[float, StagePlan]] = []
     free = settings.global_batch_size is not None and "per_device_train_batch_size" not in settings.model_fields_set
-    for place, candidate in enumerate([plan, *candidates(plan, settings, machines)]):
-        memory, time = _estimated(candidate, settings, shape, rows, machines, calibration)
-        if memory.needed > machines.gpu.memory:
+    for index, candidate in enumerate([plan, *candidates(plan, settings, hardware)]):
+        memory, time = _estimate(candidate, settings, shape, rows, hardware, calibration)
+        if memory.required > hardware.gpu.memory:
             continue
-        if place == 0 and not free:
+        if index == 0 and not free:
             return candidate
-        fitting.append((time.rate, candidate))
+        fitting.append((time.tokens_per_second, candidate))
     # exchanges are the least sure part of the arithmetic: copies are split only where they do not fit as asked
-    asked = (plan.sharding, plan.gradient_checkpointing)
-    if any((each.sharding, each.gradient_checkpointing) == asked for _, each in fitting):
+    requested = (plan.sharding, plan.gradient_checkpointing)
+    if any((each.sharding, each.gradient_checkpointing) == requested for _, each in fitting):
         fitting = [(rate, each) for rate, each in fitting if each.sharding == plan.sharding]
     best: tuple[float, StagePlan] | None = None
     for rate, candidate in fitting:
@@ -192,10 +225,328 @@ def _fastest(plan: StagePlan, settings: Training, shape: Shape, rows: Rows, mach
     return best[1] if best else None
 
 
-def _estimated(
-    plan: StagePlan, settings: Training, shape: Shape, rows: Rows, machines: Machines, calibration: Calibration
-) -> tuple[Memory, StepTime]:
-    if isinstance(shape, VisionShape) and isinstance(settings, Parts):
+def _estimate(
+    plan: StagePlan,
+    settings: TrainingConfig,
+    shape: ModelShape,
+    rows: RowStats,
+    hardware: Hardware,
+    calibration: Calibration,
+) -> tuple[MemoryEstimate, StepTime]:
+    if isinstance(shape, ResNetShape) and isinstance(settings, TrainableConfig):
         raise ModelError("model: a resnet is trained by classify, not by a text stage")
-    work = work_of(shape, settings, plan, rows, machines)
-    return estimate(work, rows, plan, machines, calibration)
+    work = workload_of(shape, settings, plan, rows, hardware)
+    return estimate_step(work, rows, plan, hardware, calibration)
+
+
+PRICES_FILE = Path(__file__).parent / "prices.json"
+
+
+FILL_WITH_PADDING = 0.93
+"""Share of places that hold a token where rows of like length share a micro-batch, as measured on short answers."""
+
+
+@dataclass(frozen=True)
+class RowStats:
+    """What is known of a stage's rows."""
+
+    count: int | None
+    """Rows in an epoch; None where nobody has looked."""
+    max_length: int
+    """Tokens in the longest row (1 for images)."""
+    mean_length: float
+    """Tokens in a row on average."""
+    trained_fraction: float = 1.0
+    """Share of tokens that are trained."""
+    basis: str = ""
+    """How that is known."""
+    device_bytes: int = 0
+    """Bytes of them that live on the device."""
+
+
+@dataclass(frozen=True)
+class StageEstimate:
+    """One stage on one machine, predicted."""
+
+    plan: StagePlan
+    """Batch, steps, precision and sharding, with the reasons for each change."""
+    hardware: Hardware
+    """Where."""
+    trainable: TrainableSummary
+    """What moves."""
+    memory: MemoryEstimate
+    """The fullest moment on one card."""
+    time: StepTime
+    """The seconds of a step."""
+    fits: bool
+    """Whether the card holds it."""
+    alternatives: tuple[str, ...]
+    """Where it does not fit: what would."""
+    relative_error: float
+    """How far off the rate may be, as a share."""
+    basis: str
+    """What that stands on."""
+    price: float | None
+    """Of one card for an hour."""
+    steps_known: bool
+    """Whether the steps are known: without rows or max_steps there are no hours."""
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds of all steps."""
+        return self.time.seconds * self.plan.steps if self.steps_known else None
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """Hours times cards."""
+        return None if self.seconds is None else self.seconds / 3600 * self.hardware.world_size
+
+    @property
+    def cost(self) -> float | None:
+        """What the hours cost."""
+        return None if self.gpu_hours is None or self.price is None else self.gpu_hours * self.price
+
+    def as_json(self) -> dict[str, Any]:
+        """Numbers as numbers."""
+        gpu = self.hardware.gpu
+        return {
+            "on": str(self.hardware),
+            "trained_parameters": self.trainable.trained,
+            "parameters": self.trainable.total,
+            "plan": {name: value for name, value in self.plan.as_json().items() if name != "prediction"},
+            "fits": self.fits,
+            "would_fit": list(self.alternatives),
+            "memory": {**self.memory.as_json(), "card_bytes": round(gpu.memory)},
+            "step_seconds": round(self.time.seconds, 5),
+            "tokens_per_second": round(self.time.tokens_per_second, 1),
+            "mfu": round(self.time.flops / self.time.seconds / max(gpu.bf16, gpu.fp16), 4),
+            "bottleneck": self.time.bottleneck,
+            "hours": None if self.seconds is None else round(self.seconds / 3600, 4),
+            "gpu_hours": None if self.gpu_hours is None else round(self.gpu_hours, 4),
+            "cost": None if self.cost is None else round(self.cost, 2),
+            "price_per_gpu_hour": self.price,
+            "relative_error": round(self.relative_error, 3),
+            "basis": self.basis,
+        }
+
+    def prediction(self) -> dict[str, Any]:
+        """What a run keeps, to be held against what it measures."""
+        return {
+            "memory": self.memory.as_json(),
+            "tokens_per_second": round(self.time.tokens_per_second, 1),
+            "step_seconds": round(self.time.seconds, 5),
+            "seconds": None if self.seconds is None else round(self.seconds, 2),
+            "relative_error": round(self.relative_error, 3),
+            "basis": self.basis,
+        }
+
+
+def trainable_of(shape: ModelShape, settings: TrainingConfig) -> TrainableSummary:
+    """What moves in a stage."""
+    if isinstance(shape, DecoderShape):
+        assert isinstance(settings, TrainableConfig)
+        return count_trainable(shape, settings)
+    return TrainableSummary(shape.parameters, shape.parameters, 0, 0, True, False, False)
+
+
+def uses_cuda_graphs(setting: str, parameters: int, plan: StagePlan, on_gpu: bool) -> bool:
+    """Whether the engine records its steps and replays them."""
+    if not on_gpu or plan.world_size > 1 or plan.precision == "fp16" or plan.sharding != "ddp":
+        return False
+    return parameters < AUTO_GRAPHS_MAX_PARAMS if setting == "auto" else setting == "always"
+
+
+def workload_of(
+    shape: ModelShape, settings: TrainingConfig, plan: StagePlan, rows: RowStats, hardware: Hardware
+) -> StepWorkload:
+    """A planned stage as the memory arithmetic sees it: with the longest rows."""
+    on_gpu, per_node = hardware.gpu.name != "CPU", hardware.per_node
+    trainable = trainable_of(shape, settings)
+    cuda_graphs = uses_cuda_graphs(settings.cuda_graphs, trainable.total, plan, on_gpu)
+    text = isinstance(shape, DecoderShape)
+    caches_layers = text and getattr(settings, "cache_frozen_layers", "off") != "off" and not trainable.embeddings
+    frozen = (
+        shape.num_hidden_layers - trainable.backward_layers if isinstance(shape, DecoderShape) and caches_layers else 0
+    )
+    shared, half_precision = bool(getattr(settings, "share_prompt", False)), on_gpu and plan.precision != "fp32"
+    return StepWorkload(
+        shape=shape,
+        trainable=trainable,
+        micro_batch_size=plan.micro_batch_size,
+        seq_len=rows.max_length,
+        gradient_accumulation_steps=plan.gradient_accumulation_steps,
+        trained_fraction=rows.trained_fraction,
+        eval_micro_batch_size=0 if isinstance(settings, AugmentationConfig) else settings.per_device_eval_batch_size,
+        precision=plan.precision,
+        tf32=plan.tf32,
+        rowwise_fp8=plan.precision == "fp8" and plan.fp8_scaling == "rowwise",
+        param_dtype=plan.param_dtype,
+        optimizer=settings.optim,
+        checkpointing=plan.gradient_checkpointing,
+        compiled=settings.torch_compile or (on_gpu and plan.precision == "fp8"),
+        on_gpu=on_gpu,
+        cuda_graphs=cuda_graphs,
+        graph_shapes=MAX_GRAPH_SHAPES if rows.mean_length < rows.max_length else 1,
+        exp_avg_bytes=2 if settings.exp_avg_dtype == "bf16" else 4,
+        cached_layers=frozen,
+        masked=shared and not half_precision,
+        shared_prompt=shared and half_precision,
+        chunked_loss=not isinstance(settings, PreferenceConfig),  # pairs are judged by logits that stand whole
+        quantization=getattr(settings, "quantization", "none"),
+        sharding=plan.sharding,
+        world_size=plan.world_size,
+        per_node=per_node,
+        device_data_bytes=rows.device_bytes,
+    )
+
+
+def estimate_step(
+    work: StepWorkload, rows: RowStats, plan: StagePlan, hardware: Hardware, calibration: Calibration
+) -> tuple[MemoryEstimate, StepTime]:
+    """Memory with the longest rows and time with the usual ones."""
+    packed = rows.mean_length >= rows.max_length
+    fill_fraction = 1.0 if packed or isinstance(work.shape, ResNetShape) else FILL_WITH_PADDING
+    typical = replace(work, seq_len=max(1, min(rows.max_length, round(rows.mean_length / fill_fraction))))
+    time = step_time(typical, hardware.gpu, calibration.time, hardware.slowest_bandwidth, fill_fraction)
+    return estimate_memory(work, calibration.memory), time
+
+
+def load_prices(path: Path | None) -> dict[str, float]:
+    """Dollars for an hour of each card: the shipped round figures, and the user's own on top."""
+    dollars = json.loads(PRICES_FILE.read_text(encoding="utf-8"))["dollars_per_gpu_hour"]
+    if path is not None:
+        try:
+            user_prices = json.loads(path.read_text(encoding="utf-8"))
+            dollars |= {
+                name: float(value) for name, value in user_prices.get("dollars_per_gpu_hour", user_prices).items()
+            }
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            wants = 'it wants JSON such as {"L4": 0.8, "H100": 3.5}'
+            raise UsageError(f"--prices {path} could not be read ({error}); {wants}") from None
+    return {str(name): float(value) for name, value in dollars.items()}
+
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class PlanTable:
+    """One stage on several machines."""
+
+    stage: str
+    """Its name."""
+    shape: ModelShape
+    """The model."""
+    rows: RowStats
+    """What is known of its rows."""
+    estimates: tuple[StageEstimate, ...]
+    """One for each machine."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Numbers as numbers."""
+        return {
+            "stage": self.stage,
+            "model": self.shape.name,
+            "shape_from": self.shape.source,
+            "rows": self.rows.count,
+            "longest_row": self.rows.max_length,
+            "mean_row": round(self.rows.mean_length, 1),
+            "trained_fraction": round(self.rows.trained_fraction, 4),
+            "rows_from": self.rows.basis,
+            "on": [estimate.as_json() for estimate in self.estimates],
+        }
+
+
+def plan_table(
+    recipe: Recipe,
+    stage: str,
+    shape: ModelShape,
+    rows: RowStats,
+    targets: tuple[Hardware, ...],
+    user_prices: Path | None = None,
+) -> PlanTable:
+    """Plan one stage on each machine."""
+    settings, dollars = recipe.stages[stage], load_prices(user_prices)
+    estimates = []
+    for hardware in targets:
+        plan = plan_stage(settings, rows.count or 1, hardware.world_size, device_info_of(hardware))
+        if rows.count is None:  # what was said of rows is about one that is not there
+            plan = replace(plan, reasons=tuple(line for line in plan.reasons if "rows come several times" not in line))
+        estimate = choose_plan(plan, settings, shape, rows, hardware)
+        estimates.append(replace(estimate, price=dollars.get(hardware.gpu.name)))
+    return PlanTable(stage, shape, rows, tuple(estimates))
+
+
+def format_table(sheet: PlanTable) -> list[str]:
+    """The sheet for people: a column for each machine, then what was changed."""
+    trainable, rows = sheet.estimates[0].trainable, sheet.rows
+    count = f"{rows.count:,} rows" if rows.count is not None else "rows not counted"
+    size = "" if rows.max_length == 1 else f" of about {rows.mean_length:,.0f} tokens, longest {rows.max_length:,}"
+    lines = [f"{sheet.stage}: {trainable} · {sheet.shape.source}", f"{count}{size} · {rows.basis}", ""]
+    table = [("", *(str(each.hardware) for each in sheet.estimates))]
+    table += [(name, *(cell(each) for each in sheet.estimates)) for name, cell in TABLE_ROWS]
+    names: list[str] = []
+    for each in sheet.estimates:
+        names += [name for name, size in each.memory.components.items() if size > 5e7 and name not in names]
+    component_rows = [
+        (f"  {name}", *(_gib(each.memory.components.get(name, 0.0)) for each in sheet.estimates)) for name in names
+    ]
+    insert_at = next(index for index, row in enumerate(table) if row[0] == "peak memory")
+    table[insert_at:insert_at] = component_rows
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    for each in sheet.estimates:
+        notes = [*each.plan.reasons, f"speed ± {each.relative_error:.0%}: {each.basis}"]
+        if not each.fits:
+            notes.insert(0, f"does not fit; would fit: {' | '.join(each.alternatives) or 'nothing in the table'}")
+        lines += ["", *(f"{each.hardware}: {line}" for line in notes)]
+    return lines
+
+
+def summary_line(sheet: PlanTable) -> str:
+    """The first machine of a sheet in one line."""
+    each = sheet.estimates[0]
+    steps = f"{each.plan.steps:,} steps, " if each.steps_known else ""
+    required = f"{_gib(each.memory.required)} of {_gib(each.hardware.gpu.memory)}{'' if each.fits else ', which is too little'}"
+    return (
+        f"{sheet.stage}: {steps}batch {_batch(each)}, {each.plan.precision}, {required}, {each.time.tokens_per_second:,.0f} tokens/s, "
+        f"{_hours(each)}"
+    )
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.2f} GiB" if size else "-"
+
+
+def _batch(each: StageEstimate) -> str:
+    plan = each.plan
+    return (
+        f"{plan.global_batch_size} = {plan.micro_batch_size} × {plan.world_size} × {plan.gradient_accumulation_steps}"
+    )
+
+
+def _hours(each: StageEstimate) -> str:
+    if each.seconds is None:
+        return "max_steps or rows unknown"
+    return f"{each.seconds:,.0f} s" if each.seconds < 3600 else f"{each.seconds / 3600:,.1f} h"
+
+
+CHECKPOINTING_NAMES = {False: "none", "selective": "selective", True: "full"}
+
+
+TABLE_ROWS = (
+    ("batch", _batch),
+    ("steps", lambda each: f"{each.plan.steps:,}" if each.steps_known else "-"),
+    ("precision", lambda each: f"{each.plan.precision}{' (tf32)' * each.plan.tf32}, weights {each.plan.param_dtype}"),
+    ("sharding", lambda each: each.plan.sharding if each.plan.world_size > 1 else "one card"),
+    ("checkpointing", lambda each: CHECKPOINTING_NAMES[each.plan.gradient_checkpointing]),
+    ("peak memory", lambda each: f"{_gib(each.memory.total)} ({each.memory.peak_phase})"),
+    ("required", lambda each: f"{_gib(each.memory.required)} of {_gib(each.hardware.gpu.memory)}"),
+    ("fits", lambda each: "yes" if each.fits else "NO"),
+    ("tokens/s", lambda each: f"{each.time.tokens_per_second:,.0f}"),
+    ("step time", lambda each: f"{each.time.seconds:.3g} s, bound by {each.time.bottleneck}"),
+    ("time", _hours),
+    ("GPU-hours", lambda each: "-" if each.gpu_hours is None else f"{each.gpu_hours:,.2f}"),
+    ("cost", lambda each: "-" if each.cost is None else f"${each.cost:,.2f} at ${each.price:g}/h"),
+)
+"""What the table shows, row by row."""

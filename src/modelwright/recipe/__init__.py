@@ -1,1 +1,1 @@
-"""The recipe: the whole wish, frozen, read with line numbers and checked before anything heavy starts."""
+"""Recipes: schema, loading with line numbers, checks, explanation and conversion; nothing here imports torch."""

@@ -1,4 +1,4 @@
-"""Explain a recipe: every setting, its value, who set it and what it means."""
+"""Explain a recipe: the value, origin and meaning of every setting, and the JSON Schema for editors."""
 
 from __future__ import annotations
 
@@ -10,12 +10,20 @@ from typing import Any
 from pydantic import BaseModel
 
 from modelwright.errors import UsageError
-from modelwright.recipe.aliases import aliases_of, names_in, other_names, our_key
+from modelwright.recipe.diagnostics import closest_match
+from modelwright.recipe.fields import (
+    ConfigField,
+    aliases_for,
+    all_sections,
+    canonical_key,
+    child_fields,
+    field_names,
+    get_field,
+    section_aliases,
+)
 from modelwright.recipe.load import LoadedRecipe
 from modelwright.recipe.schema import NAME_PATTERN, Recipe
-from modelwright.recipe.settings import Setting, children, find, sections
-from modelwright.recipe.tree import DEFAULT, Origin
-from modelwright.recipe.unknown import nearest
+from modelwright.recipe.source import DEFAULT, Origin
 
 REFERENCE_HEAD = """\
 # Recipe reference
@@ -34,7 +42,7 @@ modelwright explain quickstart
 
 
 @dataclass(frozen=True)
-class Row:
+class SettingValue:
     """One setting of one recipe."""
 
     key: str
@@ -43,7 +51,7 @@ class Row:
     """What it is, as plain data."""
     origin: Origin
     """Who set it."""
-    sentence: str
+    description: str
     """What it means."""
 
 
@@ -51,9 +59,9 @@ class Row:
 class Explanation:
     """Everything there is to say about one setting."""
 
-    row: Row
+    setting: SettingValue
     """Its value in the recipe, and who set it."""
-    wants: str
+    expected: str
     """What values would do, in words."""
     default: Any
     """What it is when nobody says it."""
@@ -65,68 +73,71 @@ class Explanation:
     """What other tools call it; accepted with a note."""
 
 
-def rows(loaded: LoadedRecipe, section: str = "") -> tuple[Row, ...]:
+def list_settings(loaded: LoadedRecipe, section: str = "") -> tuple[SettingValue, ...]:
     """Every setting of a recipe, or of one section, in the order of the schema."""
-    start = find(tuple(section.split(".")) if section else ())
+    start = get_field(tuple(section.split(".")) if section else ())
     assert start is not None
-    return tuple(_rows(start, _value(loaded, section), loaded.origins))
+    return tuple(_iter_settings(start, _value(loaded, section), loaded.origins))
 
 
-def differing(loaded: LoadedRecipe) -> tuple[tuple[Row, Any], ...]:
+def non_default_settings(loaded: LoadedRecipe) -> tuple[tuple[SettingValue, Any], ...]:
     """The settings that are not at their default, each with that default."""
-    found = []
-    for row in rows(loaded):
-        setting = find(tuple(row.key.split(".")))
+    changed = []
+    for row in list_settings(loaded):
+        setting = get_field(tuple(row.key.split(".")))
         default = None if setting is None else _plain_default(setting)
         if row.value != default:
-            found.append((row, default))
-    return tuple(found)
+            changed.append((row, default))
+    return tuple(changed)
 
 
-def explanation(loaded: LoadedRecipe, key: str) -> Explanation:
+def explain_setting(loaded: LoadedRecipe, key: str) -> Explanation:
     """One setting at length."""
-    setting = find(tuple(key.split(".")))
+    setting = get_field(tuple(key.split(".")))
     assert setting is not None
-    row = Row(key, _value(loaded, key), loaded.origins.get(key, DEFAULT), setting.sentence)
-    wants = setting.wants + (", or null" if setting.optional else "")
+    row = SettingValue(key, _value(loaded, key), loaded.origins.get(key, DEFAULT), setting.description)
+    wants = setting.expected + (", or null" if setting.optional else "")
     default = _plain_default(setting)
-    return Explanation(row, wants, default, setting.required, setting.choices, tuple(other_names(key)))
+    return Explanation(row, wants, default, setting.required, setting.choices, tuple(aliases_for(key)))
 
 
 def resolve_key(key: str) -> str:
     """The full key that a person means by a dotted key, a bare name or another tool's name."""
-    if find(tuple(key.split("."))) is not None:
+    if get_field(tuple(key.split("."))) is not None:
         return key
-    if our_key(key) != key:
-        return our_key(key)
+    if canonical_key(key) != key:
+        return canonical_key(key)
     bare: dict[str, str] = {}
     for name, meant in _bare_names():
         bare.setdefault(name, meant)
     if key in bare:
         return bare[key]
-    known = {setting.key: setting.key for section in sections().values() for setting in children(section)}
-    alike = nearest(key, {**bare, **known}, cutoff=0.6)
-    close = {**bare, **known}[alike] if alike else None
-    hint = f"did you mean {close}?" if close else f"sections are {', '.join(filter(None, sections()))}"
-    raise UsageError(f"{key} is no setting; {hint}")
+    known = {setting.key: setting.key for section in all_sections().values() for setting in child_fields(section)}
+    match = closest_match(key, {**bare, **known}, cutoff=0.6)
+    close = {**bare, **known}[match] if match else None
+    hint = f"did you mean {close}?" if close else f"sections are {', '.join(filter(None, all_sections()))}"
+    raise UsageError(f"{key} is not a setting; {hint}")
 
 
 def is_section(key: str) -> bool:
     """Whether a key has settings of its own below it."""
-    setting = find(tuple(key.split(".")))
-    return setting is not None and (bool(setting.section) or setting.wants == "a mapping")
+    setting = get_field(tuple(key.split(".")))
+    return setting is not None and (bool(setting.section) or setting.expected == "a mapping")
 
 
-def editor_schema() -> dict[str, Any]:
+def json_schema() -> dict[str, Any]:
     """JSON Schema of a recipe file, for editors and agents."""
     schema = Recipe.model_json_schema()
-    needed = schema.pop("required")
+    required = schema.pop("required")
     base = {"type": "string", "description": "A recipe that this one builds on: a path beside it, or a shipped name."}
     schema["properties"] = {"base": base, **schema["properties"]}
-    schema["anyOf"] = [{"required": ["base"]}, {"required": needed}]
+    schema["anyOf"] = [{"required": ["base"]}, {"required": required}]
     definitions = schema["$defs"]
-    words = {"enum": ["all", "lora"]}
-    definitions["Trainable"] = {"anyOf": [words, definitions["Trainable"]], "description": "Which weights move."}
+    shorthands = {"enum": ["all", "lora"]}
+    definitions["TrainableParts"] = {
+        "anyOf": [shorthands, definitions["TrainableParts"]],
+        "description": "Which parameters are trainable.",
+    }
     for definition in definitions.values():  # a child recipe may leave to its base what is required
         definition.pop("required", None)
     schema["properties"]["name"]["pattern"] = NAME_PATTERN
@@ -135,25 +146,27 @@ def editor_schema() -> dict[str, Any]:
 
 def reference_markdown() -> str:
     """Every setting as a page, section by section: the text of docs/reference/recipe.md."""
-    threshold, volume = find(("gates", "STAGE", "METRIC")), find(("cluster", "volumes", "NAME"))
+    threshold, volume = get_field(("gates", "STAGE", "METRIC")), get_field(("cluster", "volumes", "NAME"))
     assert threshold is not None and volume is not None
     parts = [REFERENCE_HEAD]
-    once = (section for key, section in sections().items() if not key.endswith(".data"))  # a stage's data are as data
-    for section in (*once, threshold, volume):
+    unique_sections = (
+        section for key, section in all_sections().items() if not key.endswith(".data")
+    )  # a stage's data are as data
+    for section in (*unique_sections, threshold, volume):
         title = f"`{section.key}`" if section.key else "The recipe"
         table = ["| setting | wants | default | meaning | also called |", "|---|---|---|---|---|"]
-        table += [_reference_row(setting) for setting in children(section)]
-        parts.append("\n".join([f"## {title}", "", section.sentence, "", *table, ""]))
+        table += [_reference_row(setting) for setting in child_fields(section)]
+        parts.append("\n".join([f"## {title}", "", section.description, "", *table, ""]))
     return "\n".join(parts)
 
 
-def _reference_row(setting: Setting) -> str:
+def _reference_row(setting: ConfigField) -> str:
     name = setting.key.rpartition(".")[2]
-    wants = setting.wants + (", or null" if setting.optional else "")
+    wants = setting.expected + (", or null" if setting.optional else "")
     default = "" if setting.section else f"`{json.dumps(_plain_default(setting), ensure_ascii=False)}`"
     default = "**required**" if setting.required else default
-    others = ", ".join(f"`{other}`" for other in other_names(setting.key))
-    cells = [f"`{name}`", wants, default, setting.sentence, others]
+    others = ", ".join(f"`{other}`" for other in aliases_for(setting.key))
+    cells = [f"`{name}`", wants, default, setting.description, others]
     return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
 
 
@@ -165,32 +178,32 @@ def _value(loaded: LoadedRecipe, key: str) -> Any:
     return value
 
 
-def _rows(setting: Setting, value: Any, origins: dict[str, Origin]) -> Iterator[Row]:
+def _iter_settings(setting: ConfigField, value: Any, origins: dict[str, Origin]) -> Iterator[SettingValue]:
     if setting.section and isinstance(value, dict):
-        for child in children(setting):
-            yield from _rows(child, value.get(child.key.rpartition(".")[2]), origins)
+        for child in child_fields(setting):
+            yield from _iter_settings(child, value.get(child.key.rpartition(".")[2]), origins)
     elif isinstance(value, dict) and value:
         for name, item in value.items():
-            entry = find((*setting.key.split("."), name))
+            entry = get_field((*setting.key.split("."), name))
             assert entry is not None
-            yield from _rows(entry, item, origins)
+            yield from _iter_settings(entry, item, origins)
     elif value is not None or setting.key in origins:
-        yield Row(setting.key, value, origins.get(setting.key, DEFAULT), setting.sentence)
+        yield SettingValue(setting.key, value, origins.get(setting.key, DEFAULT), setting.description)
 
 
 def _bare_names() -> Iterator[tuple[str, str]]:
     """Every name without its section, ours before others', and the key it means."""
-    for section in sections():
+    for section in all_sections():
         prefix = f"{section}." if section else ""
-        yield from ((name, prefix + name) for name in names_in(section))
-    for section in sections():
+        yield from ((name, prefix + name) for name in field_names(section))
+    for section in all_sections():
         prefix = f"{section}." if section else ""
-        yield from ((name, prefix + alias.canonical) for name, alias in aliases_of(section).items())
+        yield from ((name, prefix + alias.canonical) for name, alias in section_aliases(section).items())
 
 
-def _plain_default(setting: Setting) -> Any:
+def _plain_default(setting: ConfigField) -> Any:
     default = setting.default
     if isinstance(default, dict):
         return {key: value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
                 for key, value in default.items()}  # fmt: skip
-    return default.model_dump() if isinstance(default, BaseModel) else getattr(default, "text", default)
+    return default.model_dump() if isinstance(default, BaseModel) else getattr(default, "raw", default)

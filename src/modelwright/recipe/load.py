@@ -1,4 +1,4 @@
-"""Load a recipe: defaults, bases, the file, the environment and the command line, in this order."""
+"""Load a recipe: defaults, bases, the file, environment variables and --set, in this order."""
 
 from __future__ import annotations
 
@@ -6,28 +6,45 @@ import io
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
 
-from modelwright.errors import Problem, RecipeError
-from modelwright.recipe.aliases import canonicalise, our_key, whole_key
-from modelwright.recipe.letters import validate
-from modelwright.recipe.schema import Recipe
-from modelwright.recipe.secrets import refuse_secrets
-from modelwright.recipe.settings import Setting, children, find, sections
-from modelwright.recipe.source import read_file, read_text, read_value
-from modelwright.recipe.training import Parts
-from modelwright.recipe.tree import DEFAULT, NOTHING, Located, Origin, RecipeProblem, merge, problem, without_nulls
-from modelwright.recipe.unknown import answer, nearest
+from modelwright.errors import Problem, RecipeError, contains_secret, is_secret_name
+from modelwright.recipe.diagnostics import closest_match, explain_unknown_key, validate_tree
+from modelwright.recipe.fields import (
+    ConfigField,
+    all_sections,
+    apply_aliases,
+    canonical_key,
+    child_fields,
+    get_field,
+    qualify_key,
+)
+from modelwright.recipe.schema import Recipe, TrainableConfig
+from modelwright.recipe.source import (
+    DEFAULT,
+    EMPTY_MAPPING,
+    ConfigNode,
+    Origin,
+    RecipeProblem,
+    deep_merge,
+    drop_nulls,
+    make_problem,
+    read_file,
+    read_text,
+    read_value,
+)
 
-RESOLVED = """\
+RESOLVED_HEADER = """\
 # Resolved by Modelwright: bases, environment variables and --set are already in it, so it runs as it ran.
-# The environment map is left out, so that no variable changes it."""
-SET_FORM = "it wants KEY=VALUE, such as sft.learning_rate=2e-4"
+# The env_overrides map is left out, so that no variable changes it."""
+
+
+SET_SYNTAX = "it wants KEY=VALUE, such as sft.learning_rate=2e-4"
 
 
 @dataclass(frozen=True)
@@ -35,7 +52,7 @@ class LoadedRecipe:
     """A recipe and how it came about."""
 
     recipe: Recipe
-    """The whole wish, checked."""
+    """The recipe, checked."""
     origins: dict[str, Origin]
     """Who set each key: ``origins["gates.sft.eval_loss.at_most"].line``."""
     notes: tuple[str, ...]
@@ -46,82 +63,92 @@ class LoadedRecipe:
     """That file and its bases, nearest first."""
 
 
-def load(reference: str | Path, sets: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> LoadedRecipe:
+def load(
+    reference: str | Path, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
+) -> LoadedRecipe:
     """Read a recipe by path or by the name of a shipped one; everything wrong with it is raised at once."""
-    path, layers = resolve(reference), _Layers()
-    return _settled(layers, layers.file(path), path, sets, os.environ if environ is None else environ)
+    path, reader = find_recipe(reference), _LayerReader()
+    return _resolve_layers(reader, reader.read_file(path), path, overrides, os.environ if environ is None else environ)
 
 
-def made(wish: Mapping[str, Any], path: Path, sets: Sequence[str] = ()) -> LoadedRecipe:
-    """A recipe that stands in no file, but means what a path names; its letters name the path."""
-    tree, _ = read_text(json.dumps(wish), Origin("recipe", shown_name(path)))
-    return _settled(_Layers(), tree, path, sets, {})
+def load_dict(config: Mapping[str, Any], path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """A recipe from a mapping instead of a file; its problems name the path."""
+    tree, _ = read_text(json.dumps(config), Origin("recipe", display_path(path)))
+    return _resolve_layers(_LayerReader(), tree, path, overrides, {})
 
 
-def _settled(
-    layers: _Layers, tree: Located, path: Path, sets: Sequence[str], environ: Mapping[str, str]
+def _resolve_layers(
+    reader: _LayerReader, tree: ConfigNode, path: Path, overrides: Sequence[str], environ: Mapping[str, str]
 ) -> LoadedRecipe:
     """Lay variables and arguments over what was read, and check the whole."""
-    layers.stop_if_unreadable()
-    arguments = [layer for text in sets if (layer := layers.argument(text, tree)) is not None]
-    for layer in layers.variables(tree, arguments, environ):
-        tree = merge(tree, layer)
-    for layer in arguments:
-        tree = merge(tree, layer)
-    tree = layers.gates(path, tree)
-    layers.stop_if_unreadable()
-    if secrets := refuse_secrets(tree):
-        raise RecipeError(_in_order(secrets))
-    recipe, problems = validate(tree)
-    told = {(each.key, each.where) for each in layers.problems}
-    layers.problems += [each for each in problems if (each.key, each.where) not in told]
-    if recipe is None or layers.problems:
-        raise RecipeError(_in_order(layers.problems))
+    reader.stop_if_unreadable()
+    override_layers = [layer for text in overrides if (layer := reader.read_override(text, tree)) is not None]
+    for layer in reader.read_env(tree, override_layers, environ):
+        tree = deep_merge(tree, layer)
+    for layer in override_layers:
+        tree = deep_merge(tree, layer)
+    tree = reader.read_gates_file(path, tree)
+    reader.stop_if_unreadable()
+    if secrets := find_secrets(tree):
+        raise RecipeError(_sorted_problems(secrets))
+    recipe, problems = validate_tree(tree)
+    reported = {(each.key, each.where) for each in reader.problems}
+    reader.problems += [each for each in problems if (each.key, each.where) not in reported]
+    if recipe is None or reader.problems:
+        raise RecipeError(_sorted_problems(reader.problems))
     origins = _origins(recipe, tree)
-    if unmeasured := _unmeasured(recipe, origins):
-        raise RecipeError(_in_order(unmeasured))
-    layers.note_name(tree)
-    return LoadedRecipe(recipe, origins, tuple(dict.fromkeys(layers.notes)), path, tuple(layers.files))
+    if unmeasured := _check_gate_metrics(recipe, origins):
+        raise RecipeError(_sorted_problems(unmeasured))
+    reader.note_name(tree)
+    return LoadedRecipe(recipe, origins, tuple(dict.fromkeys(reader.notes)), path, tuple(reader.files))
 
 
-def _unmeasured(recipe: Recipe, origins: Mapping[str, Origin]) -> list[RecipeProblem]:
-    """Metrics that a gate asks for and no stage measures: better told now than after the training."""
+def _check_gate_metrics(recipe: Recipe, origins: Mapping[str, Origin]) -> list[RecipeProblem]:
+    """Metrics that a gate names and no stage measures: an error now rather than after the training."""
     problems = []
-    for stage, asked in recipe.gates.items():
-        known = recipe.measured_in(stage)
-        for metric, threshold in asked.items():
+    for stage, thresholds in recipe.gates.items():
+        known = recipe.gate_metrics(stage)
+        for metric, threshold in thresholds.items():
             key = f"gates.{stage}.{metric}"
             origin = next(origin for name, origin in origins.items() if name.startswith(f"{key}."))
-            for name, word in ((key, metric), (f"{key}.times", threshold.times), (f"{key}.plus", threshold.plus)):
-                if word is not None and word not in known:
-                    close = nearest(word, known)
-                    wish = f"did you mean {close}?" if close else "it wants one such as eval_loss"
-                    found = name if name == key else f"{name} is {word!r}, which"
-                    problems.append(problem(origins.get(name, origin), name, f"{found} is measured by nothing; {wish}"))
+            for name, metric_name in (
+                (key, metric),
+                (f"{key}.times", threshold.times),
+                (f"{key}.plus", threshold.plus),
+            ):
+                if metric_name is not None and metric_name not in known:
+                    close = closest_match(metric_name, known)
+                    hint = f"did you mean {close}?" if close else "it wants one such as eval_loss"
+                    subject = name if name == key else f"{name} is {metric_name!r}, which"
+                    problems.append(
+                        make_problem(
+                            origins.get(name, origin), name, f"{subject} is not a metric of this stage; {hint}"
+                        )
+                    )
     return problems
 
 
-def dump(recipe: Recipe) -> str:
+def dump_yaml(recipe: Recipe) -> str:
     """Write a recipe as YAML that loads as the same recipe, every setting in it, so that no later default changes it.
 
-    The environment map and the gates_file are left out: they have had their say, and a second run must not hear others.
+    The env_overrides map and the gates_file are left out: they have had their say, and a second run must not hear others.
     """
     writer: Any = YAML(typ="safe", pure=True)
     writer.default_flow_style = False
     writer.sort_base_mapping_type_on_output = False
     writer.allow_unicode = True
     writer.width = 110
-    said = recipe.model_dump(exclude_none=True, exclude={"environment", "gates_file"})
-    for section in said.values():
+    values = recipe.model_dump(exclude_none=True, exclude={"env_overrides", "gates_file"})
+    for section in values.values():
         if isinstance(section, dict) and not section.get("trainable", {}).get("lora", True):
-            for name in Parts.OF_LORA:  # a refused word where there are no such matrices
+            for name in TrainableConfig.LORA_KEYS:  # a refused word where there are no such matrices
                 del section[name]
     text = io.StringIO()
-    writer.dump({key: said[key] for key in type(recipe).model_fields if key in said}, text)
-    return f"{RESOLVED}\n{text.getvalue()}"
+    writer.dump({key: values[key] for key in type(recipe).model_fields if key in values}, text)
+    return f"{RESOLVED_HEADER}\n{text.getvalue()}"
 
 
-def shipped() -> dict[str, Path]:
+def builtin_recipes() -> dict[str, Path]:
     """The recipes that come with Modelwright, by name: from the package, or from the checkout it runs in."""
     package = Path(__file__).resolve().parents[1]
     folders = [package / "recipes"]
@@ -131,40 +158,40 @@ def shipped() -> dict[str, Path]:
     return {file.stem: file for file in sorted(folder.glob("*.yaml"))} if folder else {}
 
 
-def resolve(reference: str | Path) -> Path:
+def find_recipe(reference: str | Path) -> Path:
     """Find the file of a recipe: a path first, then a shipped name."""
     path, name = Path(reference), str(reference)
     if path.is_file():
         return path
-    if name in shipped():
-        return shipped()[name]
+    if name in builtin_recipes():
+        return builtin_recipes()[name]
     if path.is_dir():
         inside = path / "recipe.yaml"
         hint = f"; did you mean {inside}?" if inside.is_file() else ""
         raise RecipeError([Problem(name, f"is a folder; it wants a recipe file{hint}")])
-    raise RecipeError([Problem(name, f"no such recipe file; {_nearby(path)}")])
+    raise RecipeError([Problem(name, f"no such recipe file; {_suggest_recipe(path)}")])
 
 
-def _nearby(path: Path) -> str:
+def _suggest_recipe(path: Path) -> str:
     """What a missing file may have been meant to be."""
     folder = path.parent
     files = [str(each) for each in folder.glob("*") if each.suffix in (".yaml", ".yml")] if folder.is_dir() else []
-    names = [*files, *shipped()]
-    close = nearest(str(path), names, cutoff=0.6) or nearest(path.stem, shipped(), cutoff=0.6)
-    return f"did you mean {close}?" if close else f"shipped recipes are {', '.join(shipped())}"
+    names = [*files, *builtin_recipes()]
+    close = closest_match(str(path), names, cutoff=0.6) or closest_match(path.stem, builtin_recipes(), cutoff=0.6)
+    return f"did you mean {close}?" if close else f"shipped recipes are {', '.join(builtin_recipes())}"
 
 
-def shown_name(path: Path) -> str:
-    """A file as letters name it: shipped ones by name, others as seen from here."""
+def display_path(path: Path) -> str:
+    """A file as messages name it: shipped ones by name, others relative to the working directory."""
     resolved = path.resolve()
-    if resolved in shipped().values():
+    if resolved in builtin_recipes().values():
         return resolved.name
     here = Path.cwd()
     return str(resolved.relative_to(here)) if resolved.is_relative_to(here) else str(path)
 
 
 @dataclass
-class _Layers:
+class _LayerReader:
     """Reads the layers of a recipe one by one, gathering notes and problems."""
 
     problems: list[RecipeProblem] = field(default_factory=list)
@@ -172,161 +199,167 @@ class _Layers:
     files: list[Path] = field(default_factory=list)
     unreadable: bool = False
 
-    def file(self, path: Path) -> Located:
+    def read_file(self, path: Path) -> ConfigNode:
         """Read a file over its bases."""
-        origin = Origin("base" if self.files else "recipe", shown_name(path))
+        origin = Origin("base" if self.files else "recipe", display_path(path))
         self.files.append(path)
         try:
             tree, problems = read_file(path, origin)
         except RecipeError as error:
             self.problems += [each for each in error.problems if isinstance(each, RecipeProblem)]
             self.unreadable = True
-            return Located({}, origin)
+            return ConfigNode({}, origin)
         self.problems += problems
-        tree = self._canonical(tree)
-        base = tree.entries.get("base")
-        tree = tree.drop(("base",))
-        return merge(self._base(path, base), tree) if base is not None else tree
+        tree = self._apply_aliases(tree)
+        base = tree.mapping.get("base")
+        tree = tree.without(("base",))
+        return deep_merge(self._read_base(path, base), tree) if base is not None else tree
 
-    def _base(self, path: Path, base: Located) -> Located:
+    def _read_base(self, path: Path, base: ConfigNode) -> ConfigNode:
         """Read what a file builds on."""
         if not isinstance(base.value, str):
             wants = "it wants one recipe, by path or by the name of a shipped one"
-            return self._without(base, f"base is {base.shown}; {wants}")
-        beside = path.parent / base.value
-        found = beside if beside.is_file() else shipped().get(base.value)
-        if found is None:
-            return self._without(base, f"base is {base.shown}; no such recipe file; {_nearby(beside)}")
+            return self._base_problem(base, f"base is {base.display}; {wants}")
+        relative_path = path.parent / base.value
+        base_path = relative_path if relative_path.is_file() else builtin_recipes().get(base.value)
+        if base_path is None:
+            return self._base_problem(
+                base, f"base is {base.display}; no such recipe file; {_suggest_recipe(relative_path)}"
+            )
         chain = [file.resolve() for file in self.files]
-        if found.resolve() in chain:
-            circle = [*self.files[chain.index(found.resolve()) :], found]
-            return self._without(base, f"base goes round in a circle: {' → '.join(file.name for file in circle)}")
-        return self.file(found)
+        if base_path.resolve() in chain:
+            cycle = [*self.files[chain.index(base_path.resolve()) :], base_path]
+            return self._base_problem(base, f"circular base: {' → '.join(file.name for file in cycle)}")
+        return self.read_file(base_path)
 
-    def gates(self, path: Path, tree: Located) -> Located:
+    def read_gates_file(self, path: Path, tree: ConfigNode) -> ConfigNode:
         """Lay the recipe's own gates over those of its gates_file."""
-        wish = tree.at(("gates_file",))
-        if wish is None or not isinstance(wish.value, str):
+        setting = tree.get(("gates_file",))
+        if setting is None or not isinstance(setting.value, str):
             return tree
-        beside = [file.parent / wish.value for file in self.files]  # a base may be what names it
-        found = next((each for each in (*beside, Path(wish.value)) if each.is_file()), None)
-        if found is None:
-            message = f"gates_file is {wish.shown}; there is no such file beside the recipe"
-            self.problems.append(problem(wish.origin, "gates_file", message))
+        candidates = [file.parent / setting.value for file in self.files]  # a base may be what names it
+        gates_path = next((each for each in (*candidates, Path(setting.value)) if each.is_file()), None)
+        if gates_path is None:
+            message = f"gates_file is {setting.display}; there is no such file beside the recipe"
+            self.problems.append(make_problem(setting.origin, "gates_file", message))
             return tree
         try:
-            gates, problems = read_file(found, Origin("base", shown_name(found)))
+            gates, problems = read_file(gates_path, Origin("base", display_path(gates_path)))
         except RecipeError as error:
             self.problems += [each for each in error.problems if isinstance(each, RecipeProblem)]
             self.unreadable = True
             return tree
         self.problems += problems
-        return merge(Located({"gates": gates.entries.get("gates", gates)}, gates.origin), tree)
+        return deep_merge(ConfigNode({"gates": gates.mapping.get("gates", gates)}, gates.origin), tree)
 
-    def _without(self, base: Located, message: str) -> Located:
-        self.problems.append(problem(base.origin, "base", message))
+    def _base_problem(self, base: ConfigNode, message: str) -> ConfigNode:
+        self.problems.append(make_problem(base.origin, "base", message))
         self.unreadable = True
-        return Located({}, base.origin)
+        return ConfigNode({}, base.origin)
 
     def stop_if_unreadable(self) -> None:
         """Without one of the files the rest would be guesses."""
         if self.unreadable:
-            raise RecipeError(_in_order(self.problems))
+            raise RecipeError(_sorted_problems(self.problems))
 
-    def argument(self, text: str, tree: Located) -> Located | None:
+    def read_override(self, text: str, tree: ConfigNode) -> ConfigNode | None:
         """Read one ``--set key=value``; a name without its section means the one section of the tree that has it."""
         origin = Origin("set")
-        key, equals, written = (part.strip() for part in text.partition("="))
+        key, equals, raw_value = (part.strip() for part in text.partition("="))
         if not equals or not re.fullmatch(r"[^.\s]+(\.[^.\s]+)*", key):
-            self.problems.append(problem(origin, key, f"{text!r} is no setting; {SET_FORM}"))
+            self.problems.append(make_problem(origin, key, f"{text!r} is not a setting; {SET_SYNTAX}"))
             return None
-        return self._layer(whole_key(key, tree.entries), written, origin)
+        return self._make_layer(qualify_key(key, tree.mapping), raw_value, origin)
 
-    def variables(self, tree: Located, arguments: Sequence[Located], environ: Mapping[str, str]) -> list[Located]:
+    def read_env(
+        self, tree: ConfigNode, override_layers: Sequence[ConfigNode], environ: Mapping[str, str]
+    ) -> list[ConfigNode]:
         """Read the environment variables that the recipe maps to settings; others mean nothing to a recipe."""
-        for argument in arguments:
-            tree = merge(tree, argument)
-        tree = without_nulls(tree)
-        mapped = tree.at(("environment",))
+        for override in override_layers:
+            tree = deep_merge(tree, override)
+        tree = drop_nulls(tree)
+        mapped = tree.get(("env_overrides",))
         layers = []
-        for name, target in mapped.entries.items() if mapped else ():
-            key = self._target(name, target)
+        for name, target in mapped.mapping.items() if mapped else ():
+            key = self._env_target(name, target)
             value = environ.get(name, "")
             if key is None or not value.strip():
                 continue
             section = key.partition(".")[0]
-            if section != key and tree.at((section,)) is None:
-                self.notes.append(f"environment {name}: sets {key}, but the recipe has no {section}; it is left out")
+            if section != key and tree.get((section,)) is None:
+                self.notes.append(f"environment {name}: sets {key}, but the recipe has no {section}; it is ignored")
                 continue
-            layer = self._layer(key, value, Origin("environment", name))
+            layer = self._make_layer(key, value, Origin("environment", name))
             layers += [layer] if layer is not None else []
         return layers
 
-    def _target(self, name: str, target: Located) -> str | None:
+    def _env_target(self, name: str, target: ConfigNode) -> str | None:
         """The setting that a variable may set."""
         if not isinstance(target.value, str):
             return None  # the schema answers what is no text
         key = target.value
-        setting = find(tuple(our_key(key).split(".")))
+        setting = get_field(tuple(canonical_key(key).split(".")))
         if setting is not None and not setting.section:
             return key
         if setting is not None:
-            message = f"is {target.shown}, a section; it wants one setting, such as {children(setting)[0].key}"
+            message = f"is {target.display}, a section; it wants one setting, such as {child_fields(setting)[0].key}"
         else:
-            told = answer(tuple(key.split(".")))
-            hint = f"; did you mean {our_key('.'.join(told.target))}?" if told.target else ""
-            message = f"is {target.shown}; it wants a setting that exists{hint}"
-        self.problems.append(problem(target.origin, f"environment.{name}", f"environment.{name} {message}"))
+            unknown = explain_unknown_key(tuple(key.split(".")))
+            hint = f"; did you mean {canonical_key('.'.join(unknown.target))}?" if unknown.target else ""
+            message = f"is {target.display}; it wants a setting that exists{hint}"
+        self.problems.append(make_problem(target.origin, f"env_overrides.{name}", f"env_overrides.{name} {message}"))
         return None
 
-    def _layer(self, key: str, written: str, origin: Origin) -> Located | None:
+    def _make_layer(self, key: str, raw_value: str, origin: Origin) -> ConfigNode | None:
         """A tree with one value, as the command line or the environment gives it."""
-        setting = find(tuple(our_key(key).split(".")))
+        setting = get_field(tuple(canonical_key(key).split(".")))
         try:
-            value, problems = _as_text(written, setting, origin) or read_value(written, origin)
+            value, problems = _as_text(raw_value, setting, origin) or read_value(raw_value, origin)
         except RecipeError as error:
             reasons = "; ".join(each.message for each in error.problems)
-            self.problems.append(problem(origin, key, f"{key}={written} cannot be read: {reasons}"))
+            self.problems.append(make_problem(origin, key, f"{key}={raw_value} cannot be read: {reasons}"))
             return None
         self.problems += problems
         if value.value == {} and origin.kind == "set":
-            value = replace(value, text=NOTHING)
-        return self._canonical(Located({}, origin).put(key.split("."), value))
+            value = replace(value, text=EMPTY_MAPPING)
+        return self._apply_aliases(ConfigNode({}, origin).with_value(key.split("."), value))
 
-    def _canonical(self, tree: Located) -> Located:
-        tree, notes, problems = canonicalise(tree)
+    def _apply_aliases(self, tree: ConfigNode) -> ConfigNode:
+        tree, notes, problems = apply_aliases(tree)
         self.notes += notes
         self.problems += problems
         return tree
 
-    def note_name(self, tree: Located) -> None:
+    def note_name(self, tree: ConfigNode) -> None:
         """Say so where a recipe goes by the name, and so into the folder, of its base."""
-        name = tree.at(("name",))
-        if name is not None and name.origin.kind == "base" and tree.at(("output_dir",)) is None:
+        name = tree.get(("name",))
+        if name is not None and name.origin.kind == "base" and tree.get(("output_dir",)) is None:
             folder = f"so does its folder, runs/{name.value}"
-            self.notes.append(f"{name.origin.where}: the name {name.value} comes from the base; {folder}")
+            self.notes.append(f"{name.origin.location}: the name {name.value} comes from the base; {folder}")
 
 
-def _as_text(written: str, setting: Setting | None, origin: Origin) -> tuple[Located, list[RecipeProblem]] | None:
+def _as_text(
+    raw_value: str, setting: ConfigField | None, origin: Origin
+) -> tuple[ConfigNode, list[RecipeProblem]] | None:
     """Text settings take what is written as it is, so that a name may be 2024 and a prompt may hold a colon."""
-    if setting is None or not setting.is_text or not written or written == "null" or written[0] in "'\"":
+    if setting is None or not setting.is_str or not raw_value or raw_value == "null" or raw_value[0] in "'\"":
         return None
-    return Located(written, origin, written), []
+    return ConfigNode(raw_value, origin, raw_value), []
 
 
-def _origins(recipe: Recipe, tree: Located) -> dict[str, Origin]:
+def _origins(recipe: Recipe, tree: ConfigNode) -> dict[str, Origin]:
     """Who set each key; what nobody set is a default, and one word for a section sets all of it."""
-    said = {".".join(path): node.origin for path, node in tree.walk()}
-    fixed = (setting.key for section in sections().values() for setting in children(section))
+    tree_origins = {".".join(path): node.origin for path, node in tree.walk()}
+    fixed = (setting.key for section in all_sections().values() for setting in child_fields(section))
     origins = {}
     for key in fixed:
-        whole = tree.at(key.split(".")[:-1])
-        if _reached(recipe, key.split(".")[:-1]):
-            origins[key] = whole.origin if whole is not None and isinstance(whole.value, str) else DEFAULT
-    return {**origins, **said}
+        parent = tree.get(key.split(".")[:-1])
+        if _has_section(recipe, key.split(".")[:-1]):
+            origins[key] = parent.origin if parent is not None and isinstance(parent.value, str) else DEFAULT
+    return {**origins, **tree_origins}
 
 
-def _reached(section: Any, path: Sequence[str]) -> bool:
+def _has_section(section: Any, path: Sequence[str]) -> bool:
     """Whether a recipe has all the sections on the way to a setting."""
     for step in path:
         section = getattr(section, step)
@@ -335,5 +368,64 @@ def _reached(section: Any, path: Sequence[str]) -> bool:
     return True
 
 
-def _in_order(problems: Sequence[RecipeProblem]) -> list[RecipeProblem]:
-    return sorted(dict.fromkeys(problems), key=lambda each: each.rank)
+def _sorted_problems(problems: Sequence[RecipeProblem]) -> list[RecipeProblem]:
+    return sorted(dict.fromkeys(problems), key=lambda each: each.sort_key)
+
+
+SECRET_REMEDY = "a recipe is copied into the run, its report and its manifests; keep it in the environment"
+
+
+SECRET_IN_PODS = "or, for pods, in a Secret (cluster.hf_token_secret)"
+
+
+def find_secrets(tree: ConfigNode) -> list[RecipeProblem]:
+    """A problem for every value that looks like a token, a key or a password; the value itself is not in it."""
+    problems = []
+    for path, node in _str_values(tree):
+        key, text = ".".join(path), str(node.value)
+        if contains_secret(text):
+            problems.append(
+                make_problem(
+                    node.origin, key, f"{key} holds what looks like a secret; {SECRET_REMEDY}, {SECRET_IN_PODS}"
+                )
+            )
+        elif path[:2] == ("cluster", "env") and is_secret_name(path[-1]) and text:
+            problems.append(
+                make_problem(node.origin, key, f"{key} is a secret by its name; {SECRET_REMEDY}, {SECRET_IN_PODS}")
+            )
+        elif contains_secret(key):
+            hidden = f"a key of {'.'.join(path[:-1]) or 'the recipe'} looks like a secret"
+            problems.append(make_problem(node.origin, "", f"{hidden}; {SECRET_REMEDY}, {SECRET_IN_PODS}"))
+    return problems
+
+
+def _str_values(node: ConfigNode, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], ConfigNode]]:
+    """Every text of a tree with the way to it, those in lists too."""
+    if isinstance(node.value, dict):
+        for key, child in node.value.items():
+            yield from _str_values(child, (*path, key))
+    elif isinstance(node.value, list):
+        for number, child in enumerate(node.value):
+            yield from _str_values(child, (*path, str(number)))
+    elif isinstance(node.value, str):
+        yield path, node
+
+
+_MISSING_COLUMN_RE = re.compile(r"there is no column '(?P<name>[^']*)'")
+
+
+def add_recipe_location(problems: Sequence[Problem], loaded: LoadedRecipe, stage: str) -> list[Problem]:
+    """The same problems, with the recipe's line where one of its columns is missing in the data."""
+    return [_with_recipe_location(problem, loaded, stage) for problem in problems]
+
+
+def _with_recipe_location(problem: Problem, loaded: LoadedRecipe, stage: str) -> Problem:
+    match = _MISSING_COLUMN_RE.search(problem.message)
+    if match is None:
+        return problem
+    for section in (f"{stage}.data", "data"):
+        for key in (f"{section}.columns.{match['name']}", f"{section}.text_column", f"{section}.split_by"):
+            origin = loaded.origins.get(key)
+            if origin is not None and origin.kind != "default":
+                return Problem(problem.where, f"{problem.message} ({key} is asked for in {origin.location})")
+    return problem

@@ -1,71 +1,262 @@
-"""Read YAML, from a recipe file or from ``--set``, into a tree that knows its lines."""
+"""Read YAML into a tree in which every value knows its file and line, and merge such trees."""
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError, YAMLWarning
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
-from modelwright.errors import RecipeError, first_line
-from modelwright.recipe.tree import Located, Origin, RecipeProblem, problem
+from modelwright.errors import Problem, RecipeError, first_line
+from modelwright.recipe.schema import TRAINING_STAGES
 
-LARGEST_FILE = 1_000_000
+KeyPath = tuple[str, ...]
+"""The way to a value: ``("sft", "learning_rate")``; list items go by their number as text."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Who set a value."""
+
+    kind: Literal["default", "recipe", "base", "environment", "set"]
+    """The layer the value comes from, lowest first as in the order of precedence."""
+    name: str = ""
+    """The file as shown to people, or the environment variable."""
+    line: int | None = None
+    """Line in the file."""
+
+    @property
+    def location(self) -> str:
+        """The location as messages name it: ``lyrics.yaml:14``, ``environment EPOCHS`` or ``--set``."""
+        if self.kind == "set":
+            return "--set"
+        if self.kind == "environment":
+            return f"environment {self.name}"
+        if self.kind == "default":
+            return "default"
+        return self.name if self.line is None else f"{self.name}:{self.line}"
+
+    def __str__(self) -> str:
+        return f"base {self.location}" if self.kind == "base" else self.location
+
+
+DEFAULT = Origin("default")
+
+
+@dataclass(frozen=True)
+class RecipeProblem(Problem):
+    """One thing wrong in a recipe, with its key and its place apart for machines."""
+
+    key: str = ""
+    """The setting, as ``sft.learning_rate``; empty when the file as a whole is meant."""
+    origin: Origin = DEFAULT
+    """Who wrote it."""
+
+    @property
+    def sort_key(self) -> tuple[int, str, int]:
+        """Sorts problems: the recipe before its bases, the environment and the command line; then by line."""
+        order = ("default", "recipe", "base", "environment", "set")
+        return order.index(self.origin.kind), self.origin.name, self.origin.line or 0
+
+
+def make_problem(origin: Origin, key: str, message: str) -> RecipeProblem:
+    """Make the problem of one key."""
+    return RecipeProblem(origin.location, message, key, origin)
+
+
+@dataclass(frozen=True)
+class ConfigNode:
+    """A value and its origin."""
+
+    value: str | int | float | bool | list[ConfigNode] | dict[str, ConfigNode] | None
+    """A scalar, a list or a mapping of located values."""
+    origin: Origin
+    """Who wrote it; for a value in a mapping, the line of its key."""
+    text: str = ""
+    """A scalar exactly as written; empty where nothing was written."""
+    alias_used: str = ""
+    """The other tool's name that its key was written under, if it was."""
+
+    @property
+    def mapping(self) -> dict[str, ConfigNode]:
+        """The mapping, or an empty one where the value is something else."""
+        return self.value if isinstance(self.value, dict) else {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether a key stands there with nothing after its colon."""
+        return self.value is None and not self.text
+
+    @property
+    def display(self) -> str:
+        """The value as messages quote it: short, text in quotes, numbers as they were written."""
+        if isinstance(self.value, dict | list):
+            return "a mapping" if isinstance(self.value, dict) else "a list"
+        if self.value is None:
+            return "null" if self.text else "empty"
+        if not isinstance(self.value, str):
+            return self.text
+        first, *more = self.value.splitlines() or [""]
+        return repr(first[:40] + "…" if len(first) > 40 or more else first)
+
+    def get(self, path: Sequence[str]) -> ConfigNode | None:
+        """The value that a path leads to."""
+        node: ConfigNode | None = self
+        for step in path:
+            if node is None:
+                return None
+            if isinstance(node.value, list):
+                node = node.value[int(step)] if step.isdecimal() and int(step) < len(node.value) else None
+            else:
+                node = node.mapping.get(step)
+        return node
+
+    def with_value(self, path: Sequence[str], node: ConfigNode) -> ConfigNode:
+        """A copy with one value set; mappings on the way are made, lists are entered by number."""
+        if not path:
+            return node
+        step, rest = path[0], path[1:]
+        if isinstance(self.value, list) and step.isdecimal() and int(step) < len(self.value):
+            items = list(self.value)
+            items[int(step)] = items[int(step)].with_value(rest, node)
+            return ConfigNode(items, self.origin)
+        child = self.mapping.get(step, ConfigNode({}, node.origin))
+        return ConfigNode({**self.mapping, step: child.with_value(rest, node)}, self.origin)
+
+    def without(self, path: Sequence[str]) -> ConfigNode:
+        """A copy without one entry of a mapping."""
+        if not path or path[0] not in self.mapping:
+            return self
+        step, rest = path[0], path[1:]
+        if rest:
+            return ConfigNode({**self.mapping, step: self.mapping[step].without(rest)}, self.origin)
+        return ConfigNode({key: node for key, node in self.mapping.items() if key != step}, self.origin)
+
+    def walk(self, path: KeyPath = ()) -> Iterator[tuple[KeyPath, ConfigNode]]:
+        """Every entry of every mapping, parents first."""
+        for key, node in self.mapping.items():
+            yield (*path, key), node
+            yield from node.walk((*path, key))
+
+
+BATCH_KEYS = {
+    "global_batch_size": ("gradient_accumulation_steps",),
+    "gradient_accumulation_steps": ("global_batch_size",),
+}
+
+
+SOURCE_KEYS = {"train_file": ("dataset_name", "dataset_config_name"), "dataset_name": ("train_file",)}
+
+
+TRAINABLE_KEYS = {
+    "lora": ("last_layers", "lm_head", "norms", "untie_lm_head"),
+    **dict.fromkeys(("last_layers", "lm_head", "norms"), ("lora",)),
+}
+
+
+EXCLUSIVE_KEYS: Mapping[KeyPath, Mapping[str, tuple[str, ...]]] = {
+    ("data",): SOURCE_KEYS,
+    ("model",): {"architecture": ("model_name_or_path",), "model_name_or_path": ("architecture",)},
+    **{(stage,): BATCH_KEYS for stage in TRAINING_STAGES},
+    **{(stage, "data"): SOURCE_KEYS for stage in TRAINING_STAGES},
+    **{(stage, "trainable"): TRAINABLE_KEYS for stage in TRAINING_STAGES},
+}
+"""Where a higher layer chooses the key, these of a lower layer give way: the later choice wins."""
+
+
+EMPTY_MAPPING = "{}"
+"""What a person types to clear a mapping."""
+
+
+def deep_merge(lower: ConfigNode, upper: ConfigNode, path: KeyPath = ()) -> ConfigNode:
+    """Lay one tree over another: mappings are merged deeply, everything else is replaced.
+
+    An empty mapping of --set clears: merged it would say nothing, and nobody types that.
+    """
+    clears = bool(path) and not upper.mapping and upper.text == EMPTY_MAPPING
+    if clears or not isinstance(lower.value, dict) or not isinstance(upper.value, dict):
+        return upper
+    merged = dict(lower.value)
+    for key, excluded in EXCLUSIVE_KEYS.get(path, {}).items():
+        chosen = upper.value.get(key)
+        if chosen is not None and chosen.value not in (None, False):
+            for excluded_key in excluded:
+                merged.pop(excluded_key, None)
+    for key, node in upper.value.items():
+        merged[key] = deep_merge(merged[key], node, (*path, key)) if key in merged else node
+    return ConfigNode(merged, lower.origin if upper.origin.kind in ("environment", "set") else upper.origin)
+
+
+def drop_nulls(node: ConfigNode) -> ConfigNode:
+    """Take out what was set to ``null``, so that the default speaks again."""
+    if not isinstance(node.value, dict):
+        return node
+    entries = {key: drop_nulls(child) for key, child in node.value.items() if child.value is not None or child.is_empty}
+    return ConfigNode(entries, node.origin)
+
+
+MAX_RECIPE_BYTES = 1_000_000
 """Bytes; a recipe is written by a person, and a megabyte is no longer a recipe."""
-MOST_VALUES = 20_000
+
+
+MAX_NODES = 20_000
 """Values after YAML aliases are expanded: nine lines of aliases can stand for a billion values."""
-DEEPEST = 32
+
+
+MAX_DEPTH = 32
 """Levels of nesting; recipes need five."""
+
 
 TAG = "tag:yaml.org,2002:"
 
 
-def read_file(path: Path, origin: Origin) -> tuple[Located, list[RecipeProblem]]:
-    """Read a recipe file; what can be told without giving up comes back beside the tree."""
+def read_file(path: Path, origin: Origin) -> tuple[ConfigNode, list[RecipeProblem]]:
+    """Read a recipe file; problems that do not stop the reading are returned with the tree."""
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise RecipeError([problem(origin, "", f"cannot be read: {error.strerror}")]) from None
-    if len(content) > LARGEST_FILE:
-        size = f"is {len(content) / 1e6:.1f} MB; it wants at most {LARGEST_FILE / 1e6:.0f} MB"
-        raise RecipeError([problem(origin, "", f"{size}, with data in a file of its own (data.train_file)")])
+        raise RecipeError([make_problem(origin, "", f"cannot be read: {error.strerror}")]) from None
+    if len(content) > MAX_RECIPE_BYTES:
+        size = f"is {len(content) / 1e6:.1f} MB; it wants at most {MAX_RECIPE_BYTES / 1e6:.0f} MB"
+        raise RecipeError([make_problem(origin, "", f"{size}, with data in a file of its own (data.train_file)")])
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        found = f"byte 0x{content[error.start]:02x} is not UTF-8; it wants the file saved as UTF-8"
-        raise RecipeError([problem(replace(origin, line=line), "", found)]) from None
+        message = f"byte 0x{content[error.start]:02x} is not UTF-8; it wants the file saved as UTF-8"
+        raise RecipeError([make_problem(replace(origin, line=line), "", message)]) from None
     return read_text(text, origin)
 
 
-def read_text(text: str, origin: Origin) -> tuple[Located, list[RecipeProblem]]:
+def read_text(text: str, origin: Origin) -> tuple[ConfigNode, list[RecipeProblem]]:
     """Read the text of a recipe, whose top level is a mapping."""
     node = _compose(text, origin)
     if node is None:
-        found = "the file is empty; it wants name, model, data and sft"
-        raise RecipeError([problem(replace(origin, line=1), "", found)])
-    builder = _Builder(origin)
+        description = "the file is empty; it wants name, model, data and sft"
+        raise RecipeError([make_problem(replace(origin, line=1), "", description)])
+    builder = _TreeBuilder(origin)
     tree = builder.build(node, line=1)
     if not isinstance(tree.value, dict):
-        found = "a list" if isinstance(tree.value, list) else f"the text {tree.text.split(chr(10))[0][:40]!r}"
+        description = "a list" if isinstance(tree.value, list) else f"the text {tree.text.split(chr(10))[0][:40]!r}"
         wants = "it wants a mapping, such as name: my-recipe"
         top = replace(origin, line=node.start_mark.line + 1)
-        raise RecipeError([problem(top, "", f"the top level is {found}; {wants}")])
+        raise RecipeError([make_problem(top, "", f"the top level is {description}; {wants}")])
     return tree, builder.problems
 
 
-def read_value(text: str, origin: Origin) -> tuple[Located, list[RecipeProblem]]:
+def read_value(text: str, origin: Origin) -> tuple[ConfigNode, list[RecipeProblem]]:
     """Read one value as the command line or the environment gives it: a scalar, ``[a, b]`` or ``{a: b}``."""
     node = _compose(text, origin)
     if node is None:
-        return Located(None, origin), []
-    builder = _Builder(origin)
+        return ConfigNode(None, origin), []
+    builder = _TreeBuilder(origin)
     return builder.build(node, line=1), builder.problems
 
 
@@ -80,185 +271,187 @@ def _compose(text: str, origin: Origin) -> Node | None:
         line = text.count("\n", 0, int(error.position)) + 1
         message = f"character 0x{ord(str(text[int(error.position)])):02x} cannot stand in YAML; take it out"
     except MarkedYAMLError as error:
-        line, message = _reason(error, text)
+        line, message = _explain_syntax_error(error, text)
     except YAMLError as error:
         line, message = 1, f"is not YAML: {first_line(error)}"
     except RecursionError:
-        line, message = 1, f"the file is nested too deeply; it wants at most {DEEPEST} levels"
-    raise RecipeError([problem(_at(origin, line), "", message)])
+        line, message = 1, f"the file is nested too deeply; it wants at most {MAX_DEPTH} levels"
+    raise RecipeError([make_problem(_with_line(origin, line), "", message)])
 
 
-def _reason(error: MarkedYAMLError, text: str) -> tuple[int, str]:
-    """Tell a syntax error in words a person can act on: the line to look at, and what to do there."""
-    found = str(error.problem or error.context or "not YAML")
+def _explain_syntax_error(error: MarkedYAMLError, text: str) -> tuple[int, str]:
+    """Explain a syntax error: the line to look at, and what to do there."""
+    error_text = str(error.problem or error.context or "not YAML")
     mark = error.problem_mark or error.context_mark
-    opened = (error.context_mark or mark).line + 1
+    opened_line = (error.context_mark or mark).line + 1
     line, column = mark.line + 1, mark.column
-    written = (text.splitlines() or [""])[min(mark.line, text.count("\n"), max(0, len(text.splitlines()) - 1))]
-    character = written[column : column + 1]
-    if "unexpected end of stream" in found and "quoted" in str(error.context):
-        return opened, "the quote that opens here is never closed"
-    if bracket := re.match(r"expected ',' or '([\]}])'", found):
+    line_text = (text.splitlines() or [""])[min(mark.line, text.count("\n"), max(0, len(text.splitlines()) - 1))]
+    character = line_text[column : column + 1]
+    if "unexpected end of stream" in error_text and "quoted" in str(error.context):
+        return opened_line, "unclosed quote"
+    if bracket := re.match(r"expected ',' or '([\]}])'", error_text):
         opening = {"]": "[", "}": "{"}[bracket[1]]
-        return opened, f"the {opening} that opens here is never closed"
-    if "mapping values are not allowed" in found:
-        if ": " in written[:column]:
-            return line, "text with a colon in it wants quotes around it"
+        return opened_line, f"unclosed {opening}"
+    if "mapping values are not allowed" in error_text:
+        if ": " in line_text[:column]:
+            return line, "quote text that contains a colon"
         above = text.splitlines()[mark.line - 1]
         if ":" not in above:
             return line - 1, "a colon is missing here; it wants key: value"
         return line, "the indentation does not fit the line above, which already has a value"
-    if "could not find expected ':'" in found:
-        return opened, "a colon is missing here; it wants key: value"
-    if "'\\t'" in found or character == "\t":
+    if "could not find expected ':'" in error_text:
+        return opened_line, "a colon is missing here; it wants key: value"
+    if "'\\t'" in error_text or character == "\t":
         return line, "a tab indents this line; it wants spaces"
-    if "cannot start any token" in found:
+    if "cannot start any token" in error_text:
         return line, f"text that begins with {character} wants quotes around it"
-    if "another document" in found:
+    if "another document" in error_text:
         return line, "a second document begins here (---); a recipe is one document"
-    if alias := re.search(r"undefined alias '(.*)'", found):
+    if alias := re.search(r"undefined alias '(.*)'", error_text):
         return line, f"*{alias[1]} is used, but no &{alias[1]} comes before it; text that begins with * wants quotes"
-    if "<block end>" in found and ("scalar" in found or character in "]}'\""):
-        left = written[column:].strip()[:20]
-        if written[column - 1 : column] == "'":
+    if "<block end>" in error_text and ("scalar" in error_text or character in "]}'\""):
+        rest = line_text[column:].strip()[:20]
+        if line_text[column - 1 : column] == "'":
             return line, "the quoted text ends in the middle; a ' between single quotes is written ''"
-        return line, f"{left!r} is left over; text with quotes or brackets in it wants quotes around it"
-    if "<block end>" in found:
+        return line, f"{rest!r} is left over; text with quotes or brackets in it wants quotes around it"
+    if "<block end>" in error_text:
         return line, "the indentation does not fit the lines above"
-    if "unknown escape character" in found:
+    if "unknown escape character" in error_text:
         return line, f"\\{character} means nothing between double quotes; single quotes take a backslash as it is"
-    return line, f"is not YAML: {found}"
+    return line, f"is not YAML: {error_text}"
 
 
 @dataclass
-class _Builder:
+class _TreeBuilder:
     """Turns nodes into located values, collecting what is wrong on the way."""
 
     origin: Origin
     problems: list[RecipeProblem] = field(default_factory=list)
-    values: int = 0
+    num_nodes: int = 0
     top_line: int = 1
 
-    def build(self, node: Node, line: int, path: tuple[str, ...] = ()) -> Located:
+    def build(self, node: Node, line: int, path: tuple[str, ...] = ()) -> ConfigNode:
         """Build one node; ``line`` is that of its key or list item."""
-        self.values += 1
-        if len(path) > DEEPEST:
-            self._give_up(f"{path[0]} is nested too deeply; it wants at most {DEEPEST} levels")
-        if self.values > MOST_VALUES:
-            self._give_up(
-                f"{path[0]} holds over {MOST_VALUES:,} values once its aliases are expanded; write it shorter"
-            )
-        origin = self._at(line)
+        self.num_nodes += 1
+        if len(path) > MAX_DEPTH:
+            self._abort(f"{path[0]} is nested too deeply; it wants at most {MAX_DEPTH} levels")
+        if self.num_nodes > MAX_NODES:
+            self._abort(f"{path[0]} holds over {MAX_NODES:,} values once its aliases are expanded; write it shorter")
+        origin = self._origin_at(line)
         if isinstance(node, MappingNode) and str(node.tag) == TAG + "map":
-            return Located(self._mapping(node, path), origin)
+            return ConfigNode(self._mapping(node, path), origin)
         if isinstance(node, SequenceNode) and str(node.tag) == TAG + "seq":
-            items = [self.build(item, _line(item), (*path, str(i))) for i, item in enumerate(node.value)]
-            return Located(items, origin)
+            items = [self.build(item, _line_number(item), (*path, str(i))) for i, item in enumerate(node.value)]
+            return ConfigNode(items, origin)
         if isinstance(node, ScalarNode):
             return self._scalar(node, origin, path)
         self._refuse_tag(node, origin, path)
-        return Located({} if isinstance(node, MappingNode) else [], origin)
+        return ConfigNode({} if isinstance(node, MappingNode) else [], origin)
 
-    def _mapping(self, node: MappingNode, path: tuple[str, ...]) -> dict[str, Located]:
-        entries: dict[str, Located] = {}
-        merged: dict[str, Located] = {}
+    def _mapping(self, node: MappingNode, path: tuple[str, ...]) -> dict[str, ConfigNode]:
+        entries: dict[str, ConfigNode] = {}
+        merged: dict[str, ConfigNode] = {}
         for key_node, value_node in node.value:
-            line = _line(key_node)
+            line = _line_number(key_node)
             self.top_line = self.top_line if path else line
             if not isinstance(key_node, ScalarNode):
                 shape = "a list" if isinstance(key_node, SequenceNode) else "a mapping"
                 message = f"{'.'.join(path) or 'the top level'} has {shape} for a key; it wants a word"
-                self.problems.append(problem(self._at(line), ".".join(path), f"{message} (braces in text want quotes)"))
+                self.problems.append(
+                    make_problem(self._origin_at(line), ".".join(path), f"{message} (braces in text want quotes)")
+                )
                 continue
             if str(key_node.tag) == TAG + "merge":
                 merged |= {**self._merge_key(value_node, line, path), **merged}
                 continue
-            name = self._whole(str(key_node.value), line, path)
+            name = self._join_surrogates(str(key_node.value), line, path)
             key = ".".join((*path, name))
             if name in entries:
                 first = entries[name].origin.line
                 message = f"{key} is given twice (first on line {first}); keep one"
-                self.problems.append(problem(self._at(line), key, message))
+                self.problems.append(make_problem(self._origin_at(line), key, message))
             entries[name] = self.build(value_node, line, (*path, name))
         return {**{name: value for name, value in merged.items() if name not in entries}, **entries}
 
-    def _merge_key(self, node: Node, line: int, path: tuple[str, ...]) -> dict[str, Located]:
+    def _merge_key(self, node: Node, line: int, path: tuple[str, ...]) -> dict[str, ConfigNode]:
         """The entries that ``<<: *defaults`` brings in; of several mappings the first wins."""
         sources = node.value if isinstance(node, SequenceNode) else [node]
-        merged: dict[str, Located] = {}
+        merged: dict[str, ConfigNode] = {}
         for source in sources:
             if not isinstance(source, MappingNode):
-                self.problems.append(problem(self._at(line), ".".join(path), "<< wants a mapping, such as *defaults"))
+                self.problems.append(
+                    make_problem(self._origin_at(line), ".".join(path), "<< wants a mapping, such as *defaults")
+                )
                 continue
             merged |= {**self._mapping(source, path), **merged}
         return merged
 
-    def _scalar(self, node: ScalarNode, origin: Origin, path: tuple[str, ...]) -> Located:
-        text, tag = self._whole(str(node.value), origin.line or 1, path), str(node.tag).removeprefix(TAG)
+    def _scalar(self, node: ScalarNode, origin: Origin, path: tuple[str, ...]) -> ConfigNode:
+        text, tag = self._join_surrogates(str(node.value), origin.line or 1, path), str(node.tag).removeprefix(TAG)
         if tag == "null":
-            return Located(None, origin, text)
-        if tag not in SCALARS:
+            return ConfigNode(None, origin, text)
+        if tag not in SCALAR_PARSERS:
             self._refuse_tag(node, origin, path)
         try:
-            return Located(SCALARS.get(tag, str)(text), origin, text or "''")
+            return ConfigNode(SCALAR_PARSERS.get(tag, str)(text), origin, text or "''")
         except (ValueError, KeyError):
-            return Located(text, origin, text or "''")
+            return ConfigNode(text, origin, text or "''")
 
-    def _whole(self, text: str, line: int, path: tuple[str, ...]) -> str:
-        """Text with the two halves of a letter joined, as JSON spells some letters; a lone half is told."""
-        if text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text):
+    def _join_surrogates(self, text: str, line: int, path: tuple[str, ...]) -> str:
+        """Text with surrogate pairs joined, as JSON escapes some characters; an unpaired one is reported."""
+        if text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text):
             return text
         try:
             return text.encode("utf-16", "surrogatepass").decode("utf-16")
         except UnicodeDecodeError:
             key = ".".join(path)
-            message = f"{key or 'the top level'} holds half a character (a lone surrogate); write it whole"
-            self.problems.append(problem(self._at(line), key, message))
+            message = f"{key or 'the top level'} contains an unpaired surrogate"
+            self.problems.append(make_problem(self._origin_at(line), key, message))
             return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
     def _refuse_tag(self, node: Node, origin: Origin, path: tuple[str, ...]) -> None:
         tag = str(node.tag).replace(TAG, "!!")
         key = ".".join(path)
         message = f"{key or 'the top level'} has the tag {tag}; a recipe holds plain values only"
-        self.problems.append(problem(origin, key, message))
+        self.problems.append(make_problem(origin, key, message))
 
-    def _at(self, line: int) -> Origin:
-        return _at(self.origin, line)
+    def _origin_at(self, line: int) -> Origin:
+        return _with_line(self.origin, line)
 
-    def _give_up(self, message: str) -> None:
-        raise RecipeError([*self.problems, problem(self._at(self.top_line), "", message)])
+    def _abort(self, message: str) -> None:
+        raise RecipeError([*self.problems, make_problem(self._origin_at(self.top_line), "", message)])
 
 
-def _at(origin: Origin, line: int) -> Origin:
+def _with_line(origin: Origin, line: int) -> Origin:
     return origin if origin.kind in ("environment", "set") else replace(origin, line=line)
 
 
-def _line(node: Node) -> int:
+def _line_number(node: Node) -> int:
     return int(node.start_mark.line) + 1
 
 
-def _integer(text: str) -> int:
+def _parse_int(text: str) -> int:
     """``0x1F``, ``0o17`` and ``0b11`` by their prefix; ``010`` is ten, as YAML 1.2 has it."""
     prefixed = re.match(r"[-+]?0[xob]", text.lower())
     return int(text, 0) if prefixed else int(text)
 
 
-def _number(text: str) -> float:
+def _parse_float(text: str) -> float:
     """Any YAML float, such as ``2e-4``, ``1_000.5``, ``.inf`` and ``.nan``."""
     return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
 
 
-def _truth(text: str) -> bool:
+def _parse_bool(text: str) -> bool:
     """True and false; yes, no, on and off reach here only under an explicit ``%YAML 1.1``."""
     return {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}[text.lower()]
 
 
-SCALARS: dict[str, Callable[[str], str | int | float | bool]] = {
+SCALAR_PARSERS: dict[str, Callable[[str], str | int | float | bool]] = {
     "str": str,
     "timestamp": str,
     "value": str,
-    "bool": _truth,
-    "int": _integer,
-    "float": _number,
+    "bool": _parse_bool,
+    "int": _parse_int,
+    "float": _parse_float,
 }
 """How the scalars of YAML become values; any other tag is refused."""

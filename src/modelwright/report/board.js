@@ -7,10 +7,10 @@
       const section = document.getElementById(name);
       if (!section || section.innerHTML === part) continue;
       const open = [...section.querySelectorAll("details")].map((each) => each.open);
-      const kept = chosen();
+      const selected = chosen();
       section.innerHTML = part;
-      section.querySelectorAll("details").forEach((each, place) => { each.open = Boolean(open[place]); });
-      for (const [group, value] of Object.entries(kept)) {
+      section.querySelectorAll("details").forEach((each, index) => { each.open = Boolean(open[index]); });
+      for (const [group, value] of Object.entries(selected)) {
         const radio = [...section.querySelectorAll(`input[name=${group}]`)].find((each) => each.value === value);
         if (radio) radio.checked = true;
       }
@@ -20,15 +20,15 @@
   if (!form) return;
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
-    const trouble = document.getElementById("trouble"), said = document.getElementById("said");
+    const errorBox = document.getElementById("ask-error"), replies = document.getElementById("ask-replies");
     const button = form.querySelector("button");
-    trouble.hidden = true;
-    said.hidden = false;
+    errorBox.hidden = true;
+    replies.hidden = false;
     button.disabled = true;
-    said.querySelectorAll(".said").forEach((each) => { each.textContent = ""; });
-    const tell = (value) => {
-      if (value.who) said.querySelector(`[data-who=${value.who}]`).textContent += value.text;
-      if (value.error) { trouble.textContent = value.error; trouble.hidden = false; }
+    replies.querySelectorAll(".answer").forEach((each) => { each.textContent = ""; });
+    const show = (value) => {
+      if (value.who) replies.querySelector(`[data-who=${value.who}]`).textContent += value.text;
+      if (value.error) { errorBox.textContent = value.error; errorBox.hidden = false; }
     };
     try {
       const question = new FormData(form).get("question");
@@ -40,9 +40,9 @@
         if (done) break;
         const lines = (rest + value).split("\n\n");
         rest = lines.pop();
-        lines.forEach((line) => tell(JSON.parse(line.replace(/^data: /, ""))));
+        lines.forEach((line) => show(JSON.parse(line.replace(/^data: /, ""))));
       }
-    } catch (error) { tell({error: String(error.message || error)}); }
+    } catch (error) { show({error: String(error.message || error)}); }
     button.disabled = false;
   });
 })();

@@ -1,73 +1,85 @@
-"""Hand a run's numbers to trackers: TensorBoard files by default, others by name; one that fails stops no run."""
+"""Log metrics to trackers: TensorBoard event files by default; MLflow, W&B and Trackio by name.
+
+A tracker that fails is disabled and never stops a run. Where a tracker logs to, and as whom, is set by its own
+variables (`MLFLOW_TRACKING_URI`, `WANDB_MODE`, `TRACKIO_DIR`). Its run id is saved in the run folder, so that a resumed
+run is one run there too. TensorBoard's event files are written without a library: a scalar is forty bytes in a
+TFRecord frame (length, masked CRC-32C, protobuf Event); TensorBoard's own reader is the test's oracle."""
 
 from __future__ import annotations
 
+import os
 import queue
+import secrets
+import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from modelwright.errors import first_line
 from modelwright.recipe.schema import Recipe
-from modelwright.report.tensorboard import EventFile
-from modelwright.report.tracker_packages import PACKAGES
-from modelwright.runs.folder import RunFolder
-from modelwright.runs.journal import Event, Watcher
+from modelwright.runs.folder import RunFolder, read_json, write_json
+from modelwright.runs.journal import Event, EventListener
 
-MEASURES = (
-    *("loss", "learning_rate", "grad_norm", "tokens_per_second", "samples_per_second", "mfu", "memory_bytes"),
+LOGGED_METRICS = (
+    *("loss", "learning_rate", "grad_norm", "tokens_per_second", "samples_per_second", "mfu", "peak_memory_bytes"),
     "epoch",
 )
 """What is handed on, beside everything that an evaluation measured."""
-MOST_WAITING = 10_000
+
+
+MAX_QUEUED_EVENTS = 10_000
 """Events that wait for a slow tracker; later ones it does not get."""
-PATIENCE_SECONDS = 60.0
+
+
+FLUSH_TIMEOUT_SECONDS = 60.0
 """How long the end of a run waits for a tracker to have sent everything."""
 
 
 class Tracker(Protocol):
     """Takes numbers."""
 
-    def take(self, stage: str, values: Mapping[str, float], step: int, when: float) -> None:
+    def log(self, stage: str, values: Mapping[str, float], step: int, when: float) -> None:
         """The values of a stage's step, by name."""
 
-    def begin_again(self, step: int, when: float) -> None:
+    def on_resume(self, step: int, when: float) -> None:
         """What came after a step is done again."""
 
     def close(self) -> None:
         """The run ends."""
 
 
-class Tensorboard:
+class TensorBoardTracker:
     """Event files in the run folder."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self._file = EventFile(folder.path / "tensorboard")
+        self._file = EventFileWriter(folder.path / "tensorboard")
 
-    def take(self, stage: str, values: Mapping[str, float], step: int, when: float) -> None:
+    def log(self, stage: str, values: Mapping[str, float], step: int, when: float) -> None:
         """Whole in the file when this returns."""
-        self._file.scalars({f"{stage}/{name}": value for name, value in values.items()}, step, when)
+        self._file.add_scalars({f"{stage}/{name}": value for name, value in values.items()}, step, when)
 
-    def begin_again(self, step: int, when: float) -> None:
+    def on_resume(self, step: int, when: float) -> None:
         """TensorBoard forgets what came after."""
-        self._file.begin_again(step, when)
+        self._file.add_session_start(step, when)
 
     def close(self) -> None:
         """Nothing is left to write."""
         self._file.close()
 
 
-class Direct:
+class SyncTracker:
     """A tracker that is told at once."""
 
-    def __init__(self, name: str, begin: Callable[[], Tracker]) -> None:
-        self._name, self._tracker = name, _begun(name, begin)
+    def __init__(self, name: str, factory: Callable[[], Tracker]) -> None:
+        self._name, self._tracker = name, _start_tracker(name, factory)
 
-    def tell(self, event: Event) -> None:
+    def submit(self, event: Event) -> None:
         """Hand on what is in an event; a tracker that fails is told nothing more."""
-        if self._tracker is not None and not _told(self._name, self._tracker, event):
+        if self._tracker is not None and not _log_event(self._name, self._tracker, event):
             self._tracker = None
 
     def close(self) -> None:
@@ -77,16 +89,16 @@ class Direct:
                 self._tracker.close()
 
 
-class Aside:
+class BackgroundTracker:
     """A tracker on a thread of its own: a server that does not answer keeps no step waiting."""
 
-    def __init__(self, name: str, begin: Callable[[], Tracker], patience: float = PATIENCE_SECONDS) -> None:
-        self._name, self._begin, self._patience = name, begin, patience
-        self._events: queue.Queue[Event | None] = queue.Queue(MOST_WAITING)
-        self._thread = threading.Thread(target=self._work, daemon=True, name=f"tracker-{name}")
+    def __init__(self, name: str, factory: Callable[[], Tracker], flush_timeout: float = FLUSH_TIMEOUT_SECONDS) -> None:
+        self._name, self._factory, self._flush_timeout = name, factory, flush_timeout
+        self._events: queue.Queue[Event | None] = queue.Queue(MAX_QUEUED_EVENTS)
+        self._thread = threading.Thread(target=self._run, daemon=True, name=f"tracker-{name}")
         self._thread.start()
 
-    def tell(self, event: Event) -> None:
+    def submit(self, event: Event) -> None:
         """Leave an event for the thread; one too many is dropped."""
         if self._thread.is_alive():
             with suppress(queue.Full):
@@ -95,29 +107,29 @@ class Aside:
     def close(self) -> None:
         """Wait until everything is sent, but not for ever."""
         with suppress(queue.Full):
-            self._events.put(None, timeout=self._patience)
-        self._thread.join(self._patience)
+            self._events.put(None, timeout=self._flush_timeout)
+        self._thread.join(self._flush_timeout)
         if self._thread.is_alive():
-            _say(f"{self._name} has not taken everything in {self._patience:g} s; the run ends without it")
+            _print_note(f"{self._name} did not flush within {self._flush_timeout:g} s; continuing without it")
 
-    def _work(self) -> None:
-        tracker = _begun(self._name, self._begin)
+    def _run(self) -> None:
+        tracker = _start_tracker(self._name, self._factory)
         while tracker is not None and (event := self._events.get()) is not None:
-            if not _told(self._name, tracker, event):
+            if not _log_event(self._name, tracker, event):
                 return
         if tracker is not None:
             try:
                 tracker.close()
             except Exception as error:
-                _say(f"{self._name} did not end well ({type(error).__name__}: {first_line(error)[:300]})")
+                _print_note(f"{self._name} did not close cleanly ({type(error).__name__}: {first_line(error)[:300]})")
 
 
 @contextmanager
-def tracking(recipe: Recipe, folder: RunFolder, watch: Watcher | None) -> Iterator[Watcher]:
+def start_trackers(recipe: Recipe, folder: RunFolder, watch: EventListener | None) -> Iterator[EventListener]:
     """A watcher of the journal that tells `watch` first, then every tracker the recipe names."""
-    trackers = [found for name in recipe.report_to if (found := _tracker(name, recipe, folder)) is not None]
+    trackers = [started for name in recipe.report_to if (started := _make_tracker(name, recipe, folder)) is not None]
 
-    def told(event: Event) -> None:
+    def dispatch(event: Event) -> None:
         nonlocal watch
         if watch is not None:
             try:
@@ -125,53 +137,279 @@ def tracking(recipe: Recipe, folder: RunFolder, watch: Watcher | None) -> Iterat
             except Exception:  # whoever watched has gone; the trackers have not
                 watch = None
         for tracker in trackers:
-            tracker.tell(event)
+            tracker.submit(event)
 
     try:
-        yield told
+        yield dispatch
     finally:
         for tracker in trackers:
             tracker.close()
 
 
-def _tracker(name: str, recipe: Recipe, folder: RunFolder) -> Direct | Aside | None:
+def _make_tracker(name: str, recipe: Recipe, folder: RunFolder) -> SyncTracker | BackgroundTracker | None:
     if name == "tensorboard":
-        return Direct(name, lambda: Tensorboard(folder))
+        return SyncTracker(name, lambda: TensorBoardTracker(folder))
     try:
-        package = PACKAGES[name]()  # imported here: two threads that import at once may each find half a module
+        package = TRACKER_LOADERS[name]()  # imported here: two threads that import at once may each find half a module
     except ImportError:
-        _say(f"report_to names {name}, which is not installed: pip install {name}; the run goes on")
+        _print_note(f"report_to names {name}, which is not installed: pip install {name}; training continues")
     except Exception as error:
-        _say(f"{name} could not be loaded ({type(error).__name__}: {first_line(error)[:300]}); the run goes on")
+        _print_note(
+            f"{name} could not be loaded ({type(error).__name__}: {first_line(error)[:300]}); training continues"
+        )
     else:
-        return Aside(name, lambda: package(recipe, folder))
+        return BackgroundTracker(name, lambda: package(recipe, folder))
     return None
 
 
-def _begun(name: str, begin: Callable[[], Tracker]) -> Tracker | None:
+def _start_tracker(name: str, factory: Callable[[], Tracker]) -> Tracker | None:
     try:
-        return begin()
+        return factory()
     except Exception as error:
-        _say(f"{name} could not begin ({type(error).__name__}: {first_line(error)[:300]}); the run goes on")
+        _print_note(f"{name} could not start ({type(error).__name__}: {first_line(error)[:300]}); training continues")
         return None
 
 
-def _told(name: str, tracker: Tracker, event: Event) -> bool:
+def _log_event(name: str, tracker: Tracker, event: Event) -> bool:
     """Whether a tracker took what is in an event."""
     try:
         kind, stage = event["event"], event.get("stage", "")
         if kind in ("step", "evaluation"):
-            measured = {key: value for key, value in event.items() if key in MEASURES or key.startswith("eval_")}
+            measured = {key: value for key, value in event.items() if key in LOGGED_METRICS or key.startswith("eval_")}
             values = {key: float(value) for key, value in measured.items() if value is not None}
-            tracker.take(stage, values, int(event["step"]), float(event["time"]))
+            tracker.log(stage, values, int(event["step"]), float(event["time"]))
         elif kind == "resumed":
-            tracker.begin_again(int(event["step"]), float(event["time"]))
+            tracker.on_resume(int(event["step"]), float(event["time"]))
     except Exception as error:
-        _say(f"{name} takes no more numbers ({type(error).__name__}: {first_line(error)[:300]}); the run goes on")
+        _print_note(
+            f"{name} logging failed, tracker disabled ({type(error).__name__}: {first_line(error)[:300]}); training continues"
+        )
         return False
     return True
 
 
-def _say(line: str) -> None:
+def _print_note(line: str) -> None:
     with suppress(OSError):
         print(f"note: {line}", file=sys.stderr)
+
+
+PROJECT = "modelwright"
+
+
+MAX_PARAMS_PER_CALL = 100
+"""As many as mlflow takes at once."""
+
+
+class MlflowTracker:
+    """One mlflow run."""
+
+    def __init__(self, mlflow: Any, recipe: Recipe, folder: RunFolder) -> None:
+        self._mlflow = mlflow
+        run_id = _load_run_id(folder, "mlflow")
+        if run_id is not None:
+            with suppress(Exception):  # this may be another store than the one it is in
+                mlflow.start_run(run_id=run_id)
+                return
+        run = mlflow.start_run(run_name=recipe.name)
+        settings = list(flatten(recipe.model_dump(mode="json")))
+        for start in range(0, len(settings), MAX_PARAMS_PER_CALL):
+            mlflow.log_params(dict(settings[start : start + MAX_PARAMS_PER_CALL]))
+        _save_run_id(folder, "mlflow", run.info.run_id)
+
+    def log(self, stage: str, values: Mapping[str, float], step: int, when: float) -> None:
+        """Each metric has steps of its own."""
+        self._mlflow.log_metrics({f"{stage}/{name}": value for name, value in values.items()}, step=step)
+
+    def on_resume(self, step: int, when: float) -> None:
+        """It knows no going back: the newest value of a step counts."""
+
+    def close(self) -> None:
+        """The run ends."""
+        self._mlflow.end_run()
+
+
+class WandbTracker:
+    """One wandb run."""
+
+    def __init__(self, wandb: Any, recipe: Recipe, folder: RunFolder) -> None:
+        run_id = _run_id(folder, "wandb")
+        self._stages: set[str] = set()
+        self._run = wandb.init(
+            project=PROJECT,
+            name=recipe.name,
+            id=run_id,
+            resume="allow",
+            dir=str(folder.path),
+            config=recipe.model_dump(mode="json"),
+            settings=wandb.Settings(console="off"),  # the terminal is ours, and the journal has it all
+        )
+
+    def log(self, stage: str, values: Mapping[str, float], step: int, when: float) -> None:
+        """Its own step may never go back, which stages and resumed runs do; so each stage has a step of its own."""
+        if stage not in self._stages:
+            self._run.define_metric(f"{stage}/step", hidden=True)
+            self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
+            self._stages.add(stage)
+        self._run.log({f"{stage}/step": step, **{f"{stage}/{name}": value for name, value in values.items()}})
+
+    def on_resume(self, step: int, when: float) -> None:
+        """It knows no going back: the newest value of a step counts."""
+
+    def close(self) -> None:
+        """The run ends."""
+        self._run.finish()
+
+
+class TrackioTracker:
+    """One trackio run."""
+
+    def __init__(self, trackio: Any, recipe: Recipe, folder: RunFolder) -> None:
+        name = f"{recipe.name}-{_run_id(folder, 'trackio')}"  # it knows runs by their names alone
+        self._run = trackio.init(project=PROJECT, name=name, resume="allow", config=dict(flatten(recipe.model_dump())))
+
+    def log(self, stage: str, values: Mapping[str, float], step: int, when: float) -> None:
+        """Steps may go back."""
+        self._run.log({f"{stage}/{name}": value for name, value in values.items()}, step=step)
+
+    def on_resume(self, step: int, when: float) -> None:
+        """It knows no going back: the newest value of a step counts."""
+
+    def close(self) -> None:
+        """The run ends."""
+        self._run.finish()
+
+
+TrackerFactory = Callable[[Recipe, RunFolder], Any]
+
+
+def _load_mlflow() -> TrackerFactory:
+    import mlflow
+
+    return lambda recipe, folder: MlflowTracker(mlflow, recipe, folder)
+
+
+def _load_wandb() -> TrackerFactory:
+    import wandb
+
+    return lambda recipe, folder: WandbTracker(wandb, recipe, folder)
+
+
+def _load_trackio() -> TrackerFactory:
+    import trackio
+
+    return lambda recipe, folder: TrackioTracker(trackio, recipe, folder)
+
+
+TRACKER_LOADERS: dict[str, Callable[[], TrackerFactory]] = {
+    "mlflow": _load_mlflow,
+    "wandb": _load_wandb,
+    "trackio": _load_trackio,
+}
+"""Each imports its package and returns what begins a run with it."""
+
+
+def _load_run_id(folder: RunFolder, tracker: str) -> str | None:
+    """What this run was called in a tracker, where it was there before."""
+    path = _run_id_path(folder, tracker)
+    return str(read_json(path)["run"]) if path.exists() else None
+
+
+def _save_run_id(folder: RunFolder, tracker: str, run_id: str) -> str:
+    _run_id_path(folder, tracker).parent.mkdir(exist_ok=True)
+    write_json(_run_id_path(folder, tracker), {"run": run_id})
+    return run_id
+
+
+def _run_id_path(folder: RunFolder, tracker: str) -> Path:
+    return folder.path / "trackers" / f"{tracker}.json"  # one each: every tracker has a thread of its own
+
+
+def _run_id(folder: RunFolder, tracker: str) -> str:
+    """What a run is called in a tracker that lets us choose; the same when it goes on."""
+    return _load_run_id(folder, tracker) or _save_run_id(folder, tracker, secrets.token_hex(4))
+
+
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings by their whole names, as ``sft.learning_rate``; what is not set is left out."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}.")
+        elif value is not None:
+            yield f"{prefix}{key}", value
+
+
+CRC32C_POLYNOMIAL = 0x82F63B78
+
+
+CRC32C_MASK = 0xA282EAD8
+
+
+SESSION_START = 1
+"""SessionLog.START: what came before from this step on is forgotten."""
+
+
+class EventFileWriter:
+    """One event file, added to as the run goes."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / f"events.out.tfevents.{time.time():.0f}.modelwright.{os.getpid()}").open("ab")
+        self._write(_string_field(3, "brain.Event:2"), 0, time.time())
+
+    def add_scalars(self, values: Mapping[str, float], step: int, when: float) -> None:
+        """Add the values of a step."""
+        summaries = b"".join(
+            _message_field(1, _string_field(1, tag) + b"\x15" + struct.pack("<f", value))
+            for tag, value in values.items()
+        )
+        self._write(_message_field(5, summaries), step, when)
+
+    def add_session_start(self, step: int, when: float) -> None:
+        """Say that everything after a step is done again."""
+        self._write(_message_field(7, b"\x08" + _varint(SESSION_START)), step + 1, when)
+
+    def close(self) -> None:
+        """Stop writing."""
+        self._file.close()
+
+    def _write(self, body: bytes, step: int, when: float) -> None:
+        record = b"\x09" + struct.pack("<d", when) + b"\x10" + _varint(step) + body
+        length = struct.pack("<Q", len(record))
+        self._file.write(length + _masked_crc32c(length) + record + _masked_crc32c(record))
+        self._file.flush()
+
+
+def _crc32c_table() -> list[int]:
+    table = []
+    for crc in range(256):
+        for _ in range(8):
+            crc = crc >> 1 ^ CRC32C_POLYNOMIAL if crc & 1 else crc >> 1
+        table.append(crc)
+    return table
+
+
+CRC32C_TABLE = _crc32c_table()
+
+
+def _masked_crc32c(data: bytes) -> bytes:
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = CRC32C_TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
+    crc ^= 0xFFFFFFFF
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + CRC32C_MASK) & 0xFFFFFFFF)
+
+
+def _varint(value: int) -> bytes:
+    parts = bytearray()
+    while value > 0x7F:
+        parts.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*parts, value])
+
+
+def _message_field(field: int, body: bytes) -> bytes:
+    return bytes([field << 3 | 2]) + _varint(len(body)) + body
+
+
+def _string_field(field: int, text: str) -> bytes:
+    return _message_field(field, text.encode())

@@ -1,9 +1,13 @@
-"""The run folder: one place that knows every name in it."""
+"""The run folder: every path in it, atomic and checksummed writes, and the lock that admits one writer."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import socket
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -29,7 +33,7 @@ class RunFolder:
 
     @property
     def plan(self) -> Path:
-        """Batch, steps, precision and their reasons, for each stage; foreseen beside measured."""
+        """Batch, steps, precision and their reasons, for each stage; predicted and measured."""
         return self.path / "plan.json"
 
     @property
@@ -95,32 +99,32 @@ class RunFolder:
         return self.path / "stages" / name
 
     def checkpoints(self, stage: str) -> Path:
-        """The newest checkpoints and the best; damaged ones in set-aside."""
+        """The newest checkpoints and the best; damaged ones in corrupt."""
         return self.stage(stage) / "checkpoints"
 
     def model(self, stage: str) -> Path:
         """A folder that from_pretrained reads, or an adapter, with its card."""
         return self.stage(stage) / "model"
 
-    def trunk(self, stage: str) -> Path:
-        """What the frozen layers say, where memory is too small for it."""
-        return self.stage(stage) / "trunk"
+    def frozen_cache(self, stage: str) -> Path:
+        """Cached outputs of the frozen layers, where memory is too small for them."""
+        return self.stage(stage) / "frozen_cache"
 
-    def reference(self, stage: str) -> Path:
-        """How likely the answers of preferences were before training."""
-        return self.stage(stage) / "reference"
+    def ref_log_probs(self, stage: str) -> Path:
+        """Log-probabilities of the preference answers under the reference model."""
+        return self.stage(stage) / "ref_log_probs"
 
-    def memory(self, stage: str) -> Path:
-        """Where the memory of one step went, where the recipe asks for it."""
-        return self.stage(stage) / "memory.json"
+    def memory_profile(self, stage: str) -> Path:
+        """Memory of one step by component, where profile_memory is set."""
+        return self.stage(stage) / "memory_profile.json"
 
-    def trial(self, stage: str) -> Path:
-        """Whether fp8 was worth it, as found before the first step, where the recipe asks for fp8."""
-        return self.stage(stage) / "fp8.json"
+    def fp8_trial(self, stage: str) -> Path:
+        """Result of the fp8 trial before the first step, where the recipe asks for fp8."""
+        return self.stage(stage) / "fp8_trial.json"
 
-    def rows_at_once(self, stage: str) -> Path:
-        """By rank, how many rows its device takes, where more did not fit the memory of one among several."""
-        return self.stage(stage) / "rows_at_once"
+    def micro_batch(self, stage: str) -> Path:
+        """By rank, the micro-batch that fits, where a larger one ran out of memory."""
+        return self.stage(stage) / "micro_batch"
 
     def result(self, stage: str) -> Path:
         """Written last: a stage with a result is finished."""
@@ -147,23 +151,23 @@ class RunFolder:
                 f"{self.path}: the run folder cannot be written ({reason}); choose another output_dir"
             ) from None
 
-    def refuse_links(self) -> None:
+    def reject_outside_symlinks(self) -> None:
         """Refuse a folder with a link that leads out of it: what is written there would land elsewhere.
 
         A run folder may come from others, by mail or from a shared volume; best_model is a link of our own, inside.
         """
-        inside = self.path.resolve()
-        waiting = [self.path] if self.path.is_dir() else []
-        while waiting:
-            with suppress(PermissionError), os.scandir(waiting.pop()) as entries:  # nor can anything be written there
+        root = self.path.resolve()
+        pending = [self.path] if self.path.is_dir() else []
+        while pending:
+            with suppress(PermissionError), os.scandir(pending.pop()) as entries:  # nor can anything be written there
                 for entry in entries:
-                    if entry.is_symlink() and not Path(entry.path).resolve().is_relative_to(inside):
+                    if entry.is_symlink() and not Path(entry.path).resolve().is_relative_to(root):
                         raise Refused(
                             f"{entry.path} is a link that leads out of the run folder, and nothing is written through "
                             "one; take it away, or choose another output_dir"
                         )
                     if entry.is_dir(follow_symlinks=False):
-                        waiting.append(Path(entry.path))
+                        pending.append(Path(entry.path))
 
 
 def open_run(path: str | Path) -> RunFolder:
@@ -179,23 +183,23 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, _as_bytes(value).decode())
 
 
-def write_sealed(path: Path, value: dict[str, Any]) -> None:
+def write_json_with_checksum(path: Path, value: dict[str, Any]) -> None:
     """Replace a JSON file that ends with a hash over itself: a flipped bit anywhere in it shows."""
-    write_json(path, {**value, "seal": _seal(value)})
+    write_json(path, {**value, "checksum": _checksum(value)})
 
 
-def is_sealed(path: Path) -> bool:
+def has_valid_checksum(path: Path) -> bool:
     """Whether a file is, byte for byte, one that `write_sealed` wrote."""
     try:
         raw = path.read_bytes()
         value = json.loads(raw)
-        seal = value.pop("seal")
+        checksum = value.pop("checksum")
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return False
-    return bool(seal == _seal(value)) and raw == _as_bytes({**value, "seal": seal})
+    return bool(checksum == _checksum(value)) and raw == _as_bytes({**value, "checksum": checksum})
 
 
-def is_without_seal(path: Path, *names: str) -> bool:
+def has_no_checksum(path: Path, *names: str) -> bool:
     """Whether a file is as `write_json` writes an object of these names: an earlier version set no seal on it."""
     try:
         raw = path.read_bytes()
@@ -205,18 +209,18 @@ def is_without_seal(path: Path, *names: str) -> bool:
         return False
 
 
-def _seal(value: dict[str, Any]) -> str:
+def _checksum(value: dict[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
 def write_text(path: Path, text: str) -> None:
     """Replace a text file in one movement."""
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         file.write(text.encode())
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """A file to write, under a temporary name; when the block ends it lasts, and takes its place in one movement."""
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -226,11 +230,11 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-        sync(path.parent)
+        fsync_path(path.parent)
     except OSError as error:
         if is_storage_failure(error):
-            letter = "nothing that was there is lost, and the same command goes on once there is room"
-            raise StorageError(f"{path}: {error.strerror}; {letter}") from None
+            advice = "nothing that was there is lost, and rerunning the same command resumes once there is space"
+            raise StorageError(f"{path}: {error.strerror}; {advice}") from None
         raise
 
 
@@ -240,7 +244,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except ValueError:
         raise StorageError(
-            f"{path}: this file is damaged (it is no JSON any more); delete it, and the same command makes it again"
+            f"{path}: this file is damaged (not valid JSON); delete it, and the same command makes it again"
         ) from None
 
 
@@ -248,7 +252,7 @@ def _as_bytes(value: Any) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Make a file's bytes, or the names in a folder, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -265,3 +269,80 @@ def hash_file(path: Path) -> str:
         while size := file.readinto(piece):
             digest.update(view[:size])
     return digest.hexdigest()
+
+
+LOCK_HEARTBEAT_INTERVAL = 0.5
+
+
+STALE_LOCK_SECONDS = 3.0
+
+
+@contextmanager
+def run_lock(path: Path) -> Iterator[str | None]:
+    """Hold the run while the block runs; yields a line about a dead holder whose place was taken, if any."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise StorageError(f"{path}: the lock cannot be written ({error.strerror})") from None
+    try:
+        previous = _acquire(descriptor, path)
+        stop = threading.Event()
+        heartbeat = threading.Thread(target=_heartbeat_loop, args=(descriptor, stop), daemon=True, name="run-lock")
+        _write_holder(descriptor, 0)
+        heartbeat.start()
+        try:
+            yield previous
+        finally:
+            stop.set()
+            heartbeat.join()
+            os.ftruncate(descriptor, 0)
+    finally:
+        os.close(descriptor)
+
+
+def _acquire(descriptor: int, path: Path) -> str | None:
+    locked = True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _in_use(path, _read_holder(path)) from None
+    except OSError:
+        locked = False  # no locks on this file system: the heartbeat alone decides
+    holder = _read_holder(path)
+    if not holder:
+        return None
+    if not locked or holder.get("host") != socket.gethostname():
+        deadline = time.monotonic() + STALE_LOCK_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(LOCK_HEARTBEAT_INTERVAL / 2)
+            if _read_holder(path).get("beats") != holder.get("beats"):
+                raise _in_use(path, holder)
+    return f"process {holder.get('pid')} on {holder.get('host')} died without finishing; taking over its lock"
+
+
+def _in_use(path: Path, holder: dict[str, object]) -> Refused:
+    who = f"process {holder.get('pid')} on {holder.get('host')}" if holder else "another process"
+    return Refused(f"{path.parent} is in use by {who}; wait for it, stop it, or choose another output_dir")
+
+
+def _read_holder(path: Path) -> dict[str, object]:
+    try:
+        value = json.loads(path.read_bytes() or b"{}")  # opened anew: a network file system then asks the server
+    except (ValueError, OSError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _write_holder(descriptor: int, beats: int) -> None:
+    text = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "beats": beats})
+    os.pwrite(descriptor, text.ljust(256).encode(), 0)
+
+
+def _heartbeat_loop(descriptor: int, stop: threading.Event) -> None:
+    beats = 0
+    while not stop.wait(LOCK_HEARTBEAT_INTERVAL):
+        beats += 1
+        try:
+            _write_holder(descriptor, beats)
+        except OSError:
+            return  # a full disk is told by the checkpoint, not by the lock

@@ -1,7 +1,4 @@
-"""The journal: everything that happened in a run, one JSON object a line, only ever added to.
-
-Terminal, report and board read it; training never depends on any of them.
-"""
+"""The journal: everything that happened in a run, one JSON object per line, append-only."""
 
 from __future__ import annotations
 
@@ -16,28 +13,30 @@ from typing import Any
 from modelwright.errors import StorageError, is_storage_failure
 
 Event = dict[str, Any]
-Watcher = Callable[[Event], None]
+
+
+EventListener = Callable[[Event], None]
 
 
 class Journal:
     """Adds events to a run's journal and tells whoever watches."""
 
-    def __init__(self, path: Path | None, watch: Watcher | None = None) -> None:
+    def __init__(self, path: Path | None, listener: EventListener | None = None) -> None:
         """Open the journal for adding; without a path (other ranks) events go nowhere."""
-        self._watch = watch
+        self._listener = listener
         self._descriptor: int | None = None
         if path is None:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-            _mend_last_line(self._descriptor)
+            _end_torn_line(self._descriptor)
         except OSError as error:
             raise StorageError(f"{path}: the journal cannot be written ({error.strerror})") from None
 
-    def add(self, event: str, **facts: Any) -> None:
+    def add(self, event: str, **fields: Any) -> None:
         """Write one event; a number that is no number is written as null, so that every line is JSON."""
-        record: Event = {"time": round(time.time(), 3), "event": event, **{k: _plain(v) for k, v in facts.items()}}
+        record: Event = {"time": round(time.time(), 3), "event": event, **{k: _json_safe(v) for k, v in fields.items()}}
         if self._descriptor is not None:
             line = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
             try:
@@ -47,11 +46,11 @@ class Journal:
                 if is_storage_failure(error):
                     raise StorageError(f"journal.jsonl: {error.strerror}; the checkpoints are unharmed") from None
                 raise
-        if self._watch is not None:
+        if self._listener is not None:
             try:
-                self._watch(record)
+                self._listener(record)
             except Exception:  # a closed pipe, a broken terminal: whoever watched has gone, the run has not
-                self._watch = None
+                self._listener = None
 
     def close(self) -> None:
         """Stop writing."""
@@ -72,17 +71,17 @@ def read(path: Path) -> Iterator[Event]:
                 yield record
 
 
-def _plain(value: Any) -> Any:
+def _json_safe(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _json_safe(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_json_safe(item) for item in value]
     return value
 
 
-def _mend_last_line(descriptor: int) -> None:
+def _end_torn_line(descriptor: int) -> None:
     """End a line that a kill tore, so that the next event starts a line of its own."""
     size = os.fstat(descriptor).st_size
     if size and os.pread(descriptor, 1, size - 1) != b"\n":

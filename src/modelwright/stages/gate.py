@@ -1,27 +1,32 @@
-"""Decide whether a stage may be promoted: thresholds on measured metrics become a written verdict."""
+"""Decide whether a stage may be promoted: thresholds become a verdict; lineage and manual acceptances are recorded."""
 
 from __future__ import annotations
 
+import json
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from modelwright.errors import UsageError
-from modelwright.recipe.judging import Threshold
+import xxhash
+
+from modelwright.errors import GateClosed, Refused, UsageError
 from modelwright.recipe.load import LoadedRecipe, load
-from modelwright.runs.folder import open_run, read_json
+from modelwright.recipe.sections import Threshold
+from modelwright.runs.folder import RunFolder, hash_file, open_run, read_json, write_json
+from modelwright.stages.context import ParentModel, RunContext
 
 
 @dataclass(frozen=True)
-class Check:
+class GateCheck:
     """One metric held against one limit."""
 
     metric: str
     """What was measured."""
     value: float | None
     """What it is; None where it was not measured or is no number."""
-    wants: str
+    requirement: str
     """The limit in words, with its arithmetic."""
     passed: bool
     """Whether it holds."""
@@ -29,9 +34,9 @@ class Check:
     """Where it is asked for: a line of the recipe, or of its gates_file."""
 
     def __str__(self) -> str:
-        found = "was not measured or is not finite" if self.value is None else f"{self.value:.4g}"
+        value_text = "was not measured or is not finite" if self.value is None else f"{self.value:.4g}"
         where = f" ({self.where})" if self.where and not self.passed else ""
-        return f"{self.metric} {found}, {'holds' if self.passed else 'needs'} {self.wants}{where}"
+        return f"{self.metric} {value_text}, {'holds' if self.passed else 'needs'} {self.requirement}{where}"
 
 
 @dataclass(frozen=True)
@@ -42,46 +47,46 @@ class Verdict:
     """Which stage."""
     open: bool
     """Whether its result may be used by the next."""
-    checks: tuple[Check, ...]
+    checks: tuple[GateCheck, ...]
     """Every limit and how it came out."""
 
     @property
-    def letter(self) -> str:
+    def message(self) -> str:
         """The verdict in one line a person understands."""
         if not self.checks:
-            return f"gate {self.stage} is open: nothing was asked of it"
+            return f"gate {self.stage} is open: no thresholds"
         shown = self.checks if self.open else [check for check in self.checks if not check.passed]
         return f"gate {self.stage} is {'open' if self.open else 'closed'}: " + "; ".join(str(check) for check in shown)
 
     def as_json(self) -> dict[str, Any]:
         """The verdict for gates/STAGE.json."""
-        return {**asdict(self), "letter": self.letter}
+        return {**asdict(self), "message": self.message}
 
 
-def judge(
+def judge_metrics(
     stage: str,
     thresholds: Mapping[str, Threshold],
     metrics: Mapping[str, float | None],
-    places: Mapping[str, str] | None = None,
+    locations: Mapping[str, str] | None = None,
 ) -> Verdict:
     """Hold every metric against its limits; a missing or non-finite one never passes."""
     checks = []
     for metric, threshold in thresholds.items():
-        value = _finite(metrics.get(metric))
-        for word, limit in (("at most", threshold.at_most), ("at least", threshold.at_least)):
+        value = _finite_or_none(metrics.get(metric))
+        for comparison, limit in (("at most", threshold.at_most), ("at least", threshold.at_least)):
             if limit is not None:
-                bound, wants = _bound(word, limit, threshold, metrics)
-                holds = (
+                bound, requirement = _bound(comparison, limit, threshold, metrics)
+                passed = (
                     value is not None
                     and bound is not None
-                    and (value <= bound if word == "at most" else value >= bound)
+                    and (value <= bound if comparison == "at most" else value >= bound)
                 )
-                where = (places or {}).get(f"{metric}.{word.replace(' ', '_')}")
-                checks.append(Check(metric, value, wants, holds, where))
+                where = (locations or {}).get(f"{metric}.{comparison.replace(' ', '_')}")
+                checks.append(GateCheck(metric, value, requirement, passed, where))
     return Verdict(stage, all(check.passed for check in checks), tuple(checks))
 
 
-def judge_again(run: str, stage: str | None) -> list[Verdict]:
+def rejudge_run(run: str, stage: str | None) -> list[Verdict]:
     """Judge what was measured by the thresholds that the run's recipe has now; nothing heavy is loaded."""
     folder = open_run(run)
     loaded = load(folder.recipe, environ={})
@@ -89,44 +94,133 @@ def judge_again(run: str, stage: str | None) -> list[Verdict]:
     verdicts = []
     for name in stages:
         if name not in loaded.recipe.stages or not folder.gate(name).exists():
-            known = ", ".join(path.stem for path in sorted(folder.gate("x").parent.glob("*.json"))) or "none yet"
-            raise UsageError(f"{run} has no verdict on {name!r}; stages that were measured: {known}")
-        verdicts.append(verdict_on(loaded, name, read_json(folder.gate(name))["metrics"]))
+            judged = ", ".join(path.stem for path in sorted(folder.gate("x").parent.glob("*.json"))) or "none yet"
+            raise UsageError(f"{run} has no verdict on {name!r}; stages that were measured: {judged}")
+        verdicts.append(judge_stage(loaded, name, read_json(folder.gate(name))["metrics"]))
     if not verdicts:
         raise UsageError(f"{run} has no verdict yet; finish it with: modelwright run")
     return verdicts
 
 
-def verdict_on(loaded: LoadedRecipe, stage: str, metrics: Mapping[str, float | None]) -> Verdict:
+def judge_stage(loaded: LoadedRecipe, stage: str, metrics: Mapping[str, float | None]) -> Verdict:
     """Hold a stage's metrics against its gate, with the place of each limit."""
-    start = f"gates.{stage}."
-    places = {
-        key.removeprefix(start): f"recipe line {origin.line}" if origin.kind == "recipe" else origin.where
+    prefix = f"gates.{stage}."
+    locations = {
+        key.removeprefix(prefix): f"recipe line {origin.line}" if origin.kind == "recipe" else origin.location
         for key, origin in loaded.origins.items()
-        if key.startswith(start) and origin.line
+        if key.startswith(prefix) and origin.line
     }
-    return judge(stage, loaded.recipe.gate_of(stage), metrics, places)
+    return judge_metrics(stage, loaded.recipe.gate_for(stage), metrics, locations)
 
 
 def _bound(
-    word: str, limit: float, threshold: Threshold, metrics: Mapping[str, float | None]
+    comparison: str, limit: float, threshold: Threshold, metrics: Mapping[str, float | None]
 ) -> tuple[float | None, str]:
     """The limit as a number, and in words with its arithmetic."""
     if threshold.times is None and threshold.plus is None:
-        return limit, f"{word} {limit:g}"
+        return limit, f"{comparison} {limit:g}"
     name = threshold.times or threshold.plus or ""
-    other = _finite(metrics.get(name))
-    if other is None:
-        sum_of = f"{limit:g} × {name}" if threshold.times else f"{name} {_signed(limit)}"
-        return None, f"{word} {sum_of}, which was not measured"
+    reference = _finite_or_none(metrics.get(name))
+    if reference is None:
+        formula = f"{limit:g} × {name}" if threshold.times else f"{name} {_format_signed(limit)}"
+        return None, f"{comparison} {formula}, which was not measured"
     if threshold.times:
-        return limit * other, f"{word} {limit * other:.4g} = {limit:g} × {name} {other:.4g}"
-    return other + limit, f"{word} {other + limit:.4g} = {name} {other:.4g} {_signed(limit)}"
+        return limit * reference, f"{comparison} {limit * reference:.4g} = {limit:g} × {name} {reference:.4g}"
+    return reference + limit, f"{comparison} {reference + limit:.4g} = {name} {reference:.4g} {_format_signed(limit)}"
 
 
-def _signed(limit: float) -> str:
+def _format_signed(limit: float) -> str:
     return f"{'-' if limit < 0 else '+'} {abs(limit):g}"
 
 
-def _finite(value: float | None) -> float | None:
+def _finite_or_none(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
+
+
+def verified_parent(folder: RunFolder, stage: str) -> ParentModel:
+    """The model of a finished stage, every file of it verified by the hashes in the stage's result."""
+    if not folder.result(stage).exists():
+        raise Refused(f"stage {stage} is not finished; begin with it, or leave --from out")
+    if name := first_damaged_file(folder, stage):
+        raise Refused(f"{name} of the {stage} model is damaged; leave --from out, and it is made again")
+    return ParentModel(
+        stage, folder.model(stage).resolve(), fingerprint_files(read_json(folder.result(stage))["files"])
+    )
+
+
+def first_damaged_file(folder: RunFolder, stage: str) -> str | None:
+    """The first file of a stage's model that is not what the result says, or None."""
+    model = folder.model(stage)
+    for name, digest in read_json(folder.result(stage))["files"].items():
+        if not (model / name).is_file() or hash_file(model / name) != digest:
+            return str(name)
+    return None
+
+
+def fingerprint_files(files: Mapping[str, str]) -> str:
+    """One hash for a model: over the names and hashes of its files."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(files, sort_keys=True).encode())
+
+
+def require_open_gate(context: RunContext, stage: str) -> None:
+    """Refuse to build on a stage whose gate is closed by the thresholds of now, unless a person accepted it."""
+    path = context.folder.gate(stage)
+    if not path.exists():
+        raise Refused(f"stage {stage} was not judged yet; begin with it, or leave --from out")
+    verdict = judge_stage(context.loaded, stage, read_json(path)["metrics"])
+    if not verdict.open and find_or_add_acceptance(context, verdict) is None:
+        raise GateClosed(verdict.message)
+
+
+def find_or_add_acceptance(context: RunContext, verdict: Verdict) -> dict[str, Any] | None:
+    """What a person said to this closed gate, now or at an earlier start, for this model and these limits."""
+    folder, stage = context.folder, verdict.stage
+    saved = read_lineage(folder)
+    model = fingerprint_files(read_json(folder.result(stage))["files"])
+    failed = sorted(f"{check.metric} {check.requirement}" for check in verdict.checks if not check.passed)
+    for entry in saved["accepted"]:
+        if (entry["stage"], entry["model"], entry["failed"]) == (stage, model, failed):
+            return dict(entry)
+    if stage not in context.options.accepted_gates:
+        return None
+    entry = {
+        "stage": stage,
+        "reason": context.options.accept_reason,
+        "message": verdict.message,
+        "failed": failed,
+        "model": model,
+        "time": round(time.time(), 3),
+    }
+    write_json(folder.lineage, {**saved, "accepted": [*saved["accepted"], entry]})
+    return entry
+
+
+def record_lineage(context: RunContext, verdict: Verdict, base: str) -> None:
+    """Write down where a judged stage's model comes from, what it is, and how its gate stands."""
+    folder, stage = context.folder, verdict.stage
+    saved, result = read_lineage(folder), read_json(folder.result(stage))
+    acceptance = None if verdict.open else find_or_add_acceptance(context, verdict)
+    entry = {
+        "parent": context.recipe.parent_stage(stage),
+        "started_from": base,
+        "parent_model": result["resume_config"]["model.fingerprint"],
+        "model": fingerprint_files(result["files"]),
+        "gate": "open" if verdict.open else "accepted" if acceptance else "closed",
+        "message": verdict.message,
+        "reason": acceptance["reason"] if acceptance else None,
+    }
+    saved = read_lineage(folder)
+    write_json(folder.lineage, {**saved, "stages": {**saved["stages"], stage: entry}})
+
+
+def ancestors(context: RunContext, stage: str) -> list[dict[str, Any]]:
+    """What is known of a stage and every one before it, oldest first."""
+    stages = read_lineage(context.folder)["stages"]
+    names = list(context.recipe.stages)
+    return [{"stage": name, **stages[name]} for name in names[: names.index(stage) + 1] if name in stages]
+
+
+def read_lineage(folder: RunFolder) -> dict[str, Any]:
+    """The lineage as it stands."""
+    saved: dict[str, Any] = read_json(folder.lineage) if folder.lineage.exists() else {}
+    return {"stages": {}, "accepted": [], **saved}

@@ -19,27 +19,23 @@ from typing import Any
 
 import torch
 
-from modelwright.data.sources import EMBEDDED
-from modelwright.engine.loop import Engine
-from modelwright.engine.profile import Profiler
-from modelwright.engine.world import World
+from modelwright.data.sources import EMBEDDED_DATASETS
+from modelwright.engine.distributed import World
+from modelwright.engine.memory_profiler import MemoryProfiler
+from modelwright.engine.trainer import Engine
 from modelwright.errors import DataError, UsageError, first_line
-from modelwright.plan.calibration import OWN, calibration_for
-from modelwright.plan.facts import card, probe
-from modelwright.plan.fit import CPU_CASES, GPU_CASES, PlanCase, fit
+from modelwright.plan.calibrate import CPU_CASES, GPU_CASES, USER_FILE, PlanCase, calibration_for, fit
+from modelwright.plan.hardware import gpu_spec_of, probe_device
 from modelwright.plan.stage import StagePlan, plan_stage
 from modelwright.recipe.load import LoadedRecipe
-from modelwright.recipe.schema import Data, Part, Recipe
-from modelwright.recipe.values import Steps
+from modelwright.recipe.schema import ColumnRole, DataConfig, Recipe
+from modelwright.recipe.sections import CountOrFraction
 from modelwright.runs.caches import cache_dir
 from modelwright.runs.folder import RunFolder, write_json
 from modelwright.runs.journal import Journal
-from modelwright.stages.arithmetic import engine_of
-from modelwright.stages.context import NO_ORDERS, Context
-from modelwright.stages.foresee import foreseen
-from modelwright.stages.kinds import Ingredients
-from modelwright.stages.lineage import Parent
-from modelwright.stages.pipeline import KINDS
+from modelwright.stages.context import DEFAULT_OPTIONS, ParentModel, RunContext, StageInputs
+from modelwright.stages.pipeline import BUILDERS
+from modelwright.stages.planning import build_engine, fit_plan
 from modelwright.stages.random_task import free_device, random_shards, random_weights, task_of
 
 WARM_UP, TIMED, LONG, TIMED_IF_LONG = 5, 6, 0.4, 3
@@ -48,7 +44,7 @@ CASE_STEPS = WARM_UP + TIMED + 1
 STARVED = 0.75
 """Of the threads' time, the share below which other processes took the rest: the processor's own clock counts then."""
 SEED = 42
-STAND_INS: dict[str, tuple[str, dict[str, Part]]] = {
+STAND_INS: dict[str, tuple[str, dict[str, ColumnRole]]] = {
     "sft": ("field-guide", {"question": "prompt", "answer": "completion"}),
     "lora": ("field-guide", {"question": "prompt", "answer": "completion"}),
     "dpo": ("field-guide-pairs", {}),
@@ -91,7 +87,7 @@ def measure_recipe(loaded: LoadedRecipe, steps: int, only: Sequence[str] = (), t
                 row["failed"] = f"{type(error).__name__}: {first_line(error)[:300]}"
         free_device()
         rows.append(row)
-    return {"recipe": recipe.name, "device": probe().name, "steps": steps, "stages": rows}
+    return {"recipe": recipe.name, "device": probe_device().name, "steps": steps, "stages": rows}
 
 
 def lines(figures: dict[str, Any]) -> list[str]:
@@ -117,8 +113,8 @@ def lines(figures: dict[str, Any]) -> list[str]:
 
 def calibrate(tell: Tell = print) -> tuple[dict[str, Any], Path]:
     """Measure the planner's cases on this machine, fit its coefficients to them, and keep these for later plans."""
-    facts = probe()
-    gpu = card(facts)
+    facts = probe_device()
+    gpu = gpu_spec_of(facts)
     runs: list[dict[str, Any]] = []
     for case in GPU_CASES if facts.device == "cuda" else CPU_CASES:
         plan = plan_stage(case_settings(case), 1, 1, facts)
@@ -135,7 +131,7 @@ def calibrate(tell: Tell = print) -> tuple[dict[str, Any], Path]:
 
 def keep(calibration: dict[str, Any]) -> Path:
     """Write fitted coefficients where the plans of this machine find them."""
-    path = cache_dir() / OWN
+    path = cache_dir() / USER_FILE
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     write_json(path, {**known, **calibration})
     return path
@@ -148,10 +144,10 @@ def time_steps(engine: Engine, warm_up: int, steps: int | None = None) -> StepTi
     """
     on_gpu, threads = engine.world.device.type == "cuda", torch.get_num_threads()
     marks, running = [(time.perf_counter(), time.process_time())], engine.steps()
-    planned, wanted = engine.plan.per_device, warm_up + (steps or TIMED)
+    planned, wanted = engine.plan.micro_batch_size, warm_up + (steps or TIMED)
     tokens: list[int] = []
     losses: list[float] = []
-    while len(tokens) < wanted and engine.plan.per_device == planned:
+    while len(tokens) < wanted and engine.plan.micro_batch_size == planned:
         report = next(running)
         tokens.append(report.tokens)
         losses.append(report.loss)
@@ -175,8 +171,8 @@ def peak_memory(engine: Engine) -> dict[str, Any]:
             "reserved_bytes": torch.cuda.max_memory_reserved(),
             "steady_bytes": torch.cuda.memory_allocated(),
         }
-    profiler = Profiler(engine.task.module, engine.optimizer)
-    with engine.as_it_comes(), profiler.watching():
+    profiler = MemoryProfiler(engine.task.module, engine.optimizer)
+    with engine.eager(), profiler.profile_step():
         next(engine.steps())
     told = profiler.as_json()
     return {**{name: told[name] for name in ("peak_bytes", "peak_in", "parts")}, **peaks}
@@ -189,19 +185,19 @@ def measure_case(case: PlanCase, plan: StagePlan) -> dict[str, Any]:
     torch.manual_seed(SEED)
     settings = case_settings(case)
     task = task_of(case, settings, device)
-    engine = Engine(task, settings, replace(plan, rows=task.rows), World(device=device), SEED)
+    engine = Engine(task, settings, replace(plan, train_rows=task.rows), World(device=device), SEED)
     if on_gpu:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     times = time_steps(engine, WARM_UP if on_gpu else 2)
-    if engine.plan.per_device < plan.per_device:  # the engine would go on with a smaller micro-batch
-        return {"ran_out": engine.changes[-1]}
+    if engine.plan.micro_batch_size < plan.micro_batch_size:  # the engine would go on with a smaller micro-batch
+        return {"ran_out": engine.plan_changes[-1]}
     return {
         "step_seconds": [round(value, 6) for value in times.seconds],
         "warm_up_seconds": round(times.warm_up_seconds, 3),
         "tokens_per_step": times.tokens[-1],
         "tokens_per_second": round(times.tokens[-1] / median(times.seconds), 2),
-        "trained": sum(weight.numel() for weight in engine.weights.values()),
+        "trained": sum(weight.numel() for weight in engine.trainable_params.values()),
         **peak_memory(engine),
     }
 
@@ -220,51 +216,55 @@ def guarded_case(case: PlanCase, plan: StagePlan) -> dict[str, Any]:
 
 def case_settings(case: PlanCase) -> Any:
     """What the recipe's section of a case would be."""
-    from modelwright.recipe.schema import Classify, Dpo, Sft
+    from modelwright.recipe.schema import ClassifyConfig, DpoConfig, SftConfig
 
-    kind: Any = {"sft": Sft, "dpo": Dpo, "classify": Classify}[case.stage]
+    kind: Any = {"sft": SftConfig, "dpo": DpoConfig, "classify": ClassifyConfig}[case.stage]
     known = {name: value for name, value in case.settings.items() if name in kind.model_fields}
     told = {"max_steps": CASE_STEPS, "lr_scheduler_type": "constant", "learning_rate": 1e-5, **known}
     return kind(per_device_train_batch_size=max(1, case.rows), **told)
 
 
-def _context(loaded: LoadedRecipe, stage: str, steps: int, place: Path) -> Context:
+def _context(loaded: LoadedRecipe, stage: str, steps: int, place: Path) -> RunContext:
     """The stage as a run of so many steps would see it, on this device alone and in a folder that is thrown away."""
     short = {"max_steps": steps + 1, "sharding": "ddp", "eval_steps": None, "profile_memory": False}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    context = Context(loaded, RunFolder(place / "run"), Journal(None), World(device=device), probe(), NO_ORDERS)
+    context = RunContext(
+        loaded, RunFolder(place / "run"), Journal(None), World(device=device), probe_device(), DEFAULT_OPTIONS
+    )
     return _with_settings(context, stage, short)
 
 
-def _with_settings(context: Context, stage: str, changes: dict[str, Any]) -> Context:
+def _with_settings(context: RunContext, stage: str, changes: dict[str, Any]) -> RunContext:
     recipe: Recipe = context.recipe
     section = recipe.stages[stage].model_copy(update=changes)
     return replace(context, loaded=replace(context.loaded, recipe=recipe.model_copy(update={stage: section})))
 
 
-def _measure_stage(context: Context, stage: str, steps: int, tell: Tell) -> dict[str, Any]:
-    kind, notes = KINDS[stage], list[str]()
+def _measure_stage(context: RunContext, stage: str, steps: int, tell: Tell) -> dict[str, Any]:
+    kind, notes = BUILDERS[stage], list[str]()
     context, inputs = _inputs(context, stage, notes)
     if context.world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     built = kind.build(context, inputs, stage)
-    plan = foreseen(plan_stage(context.recipe.stages[stage], built.task.rows, 1, context.facts), stage, built, context)
-    built.planned(plan.steps)
-    engine = engine_of(plan, stage, built, context)
-    if done := built.settle(engine, context.folder.trunk(stage)):
+    plan = fit_plan(
+        plan_stage(context.recipe.stages[stage], built.task.rows, 1, context.hardware), stage, built, context
+    )
+    built.set_total_steps(plan.steps)
+    engine = build_engine(plan, stage, built, context)
+    if done := built.precompute(engine, context.folder.frozen_cache(stage)):
         notes.append(done)
     setup = time.perf_counter() - began
-    tell(f"{stage}: {inputs.model_name}, {built.share}; {plan.arithmetic}; ready after {setup:.1f} s")
+    tell(f"{stage}: {inputs.model_name}, {built.parameter_counts}; {plan.batch_arithmetic}; ready after {setup:.1f} s")
     warm_up = min(3 if context.world.device.type == "cuda" else 1, steps - 1)
     times = time_steps(engine, warm_up, steps - warm_up)
-    if engine.plan.per_device < plan.per_device:
-        notes.append(engine.changes[-1])
-    peak, predicted = peak_memory(engine), plan.predicted or {}
+    if engine.plan.micro_batch_size < plan.micro_batch_size:
+        notes.append(engine.plan_changes[-1])
+    peak, predicted = peak_memory(engine), plan.prediction or {}
     return {
         "model": inputs.model_name,
         "precision": engine.plan.precision,
-        "arithmetic": engine.plan.arithmetic,
+        "arithmetic": engine.plan.batch_arithmetic,
         "setup_seconds": round(setup, 2),
         "warm_up_seconds": round(times.warm_up_seconds, 3),
         "step_seconds": round(median(times.seconds), 6),
@@ -277,50 +277,54 @@ def _measure_stage(context: Context, stage: str, steps: int, tell: Tell) -> dict
     }
 
 
-def _inputs(context: Context, stage: str, notes: list[str]) -> tuple[Context, Ingredients]:
+def _inputs(context: RunContext, stage: str, notes: list[str]) -> tuple[RunContext, StageInputs]:
     """The stage's inputs as a run loads them; random weights or tokens in place of what an earlier stage would make."""
     recipe, parent = context.recipe, None
     if recipe.model.architecture is not None:
         parent = _unmade_model(context)
         notes.append("the weights are random: the recipe's architecture, before init and the stages before this one")
-    elif recipe.parent_of(stage) is not None:
-        notes.append(f"starts from {recipe.model.name}, not from the {recipe.parent_of(stage)} model of a run")
+    elif recipe.parent_stage(stage) is not None:
+        notes.append(
+            f"starts from {recipe.model.display_name}, not from the {recipe.parent_stage(stage)} model of a run"
+        )
     if stage == "pretrain" and recipe.pretrain is not None and recipe.prepare is not None:
         random_shards(context.folder.packed, recipe.pretrain.max_length, _vocab_size(recipe) or 1024)
         notes.append("the tokens are random: nothing is prepared yet")
     try:
-        inputs = KINDS[stage].gather(context, stage, parent)
+        inputs = BUILDERS[stage].load_inputs(context, stage, parent)
     except (DataError, UsageError) as error:  # not on this machine, or not readable here
         if stage not in STAND_INS:
             raise
         name, columns = STAND_INS[stage]
-        data = Data(dataset_name=name, columns=columns, test_size=Steps(4))
+        data = DataConfig(dataset_name=name, columns=columns, test_size=CountOrFraction(4))
         context = _with_settings(context, stage, {"data": data})
-        inputs = KINDS[stage].gather(context, stage, parent)
+        inputs = BUILDERS[stage].load_inputs(context, stage, parent)
         notes.append(f"measured on the embedded {name}, since its own data is not here: {first_line(error)}")
     return context, replace(inputs, load_model=random_weights) if parent else inputs
 
 
-def _unmade_model(context: Context) -> Parent:
+def _unmade_model(context: RunContext) -> ParentModel:
     """A folder with the configuration and a tokenizer of the recipe's architecture, and no weights."""
-    from modelwright.data.tokenizer import train
-    from modelwright.models.scratch import configure
-    from modelwright.models.text import load_tokenizer
+    from modelwright.data.tokenizer import train_bpe
+    from modelwright.models.from_scratch import llama_config
+    from modelwright.models.pretrained import load_tokenizer
 
     architecture, folder = context.recipe.model.architecture, context.folder.model("init")
     words = _vocab_size(context.recipe)
     assert architecture is not None
-    train(EMBEDDED["field-guide"].read_text(encoding="utf-8").splitlines(), min(1024, words or 1024), folder)
+    train_bpe(
+        EMBEDDED_DATASETS["field-guide"].read_text(encoding="utf-8").splitlines(), min(1024, words or 1024), folder
+    )
     sized = architecture.model_copy(update={"vocab_size": words})
-    configure(sized, load_tokenizer(folder)).save_pretrained(folder)
-    return Parent("init", folder, "random weights")
+    llama_config(sized, load_tokenizer(folder)).save_pretrained(folder)
+    return ParentModel("init", folder, "random weights")
 
 
 def _vocab_size(recipe: Recipe) -> int | None:
     """The vocabulary that the recipe's architecture or its tokenizer will have."""
-    from modelwright.recipe.architecture import padded
+    from modelwright.recipe.sections import round_up
 
-    prepared = padded(recipe.prepare.vocab_size) if recipe.prepare is not None else None
+    prepared = round_up(recipe.prepare.vocab_size) if recipe.prepare is not None else None
     return (recipe.model.architecture and recipe.model.architecture.vocab_size) or prepared
 
 

@@ -1,4 +1,4 @@
-"""Run a recipe: every stage in order, each behind its gate; what is finished is verified and skipped."""
+"""Run a recipe: every stage in order, each behind its gate; finished stages are verified and skipped, judged ones promoted."""
 
 from __future__ import annotations
 
@@ -15,138 +15,180 @@ import torch
 
 from modelwright import __version__
 from modelwright.data.sources import is_embedded, local_path
-from modelwright.engine.world import World, joined
-from modelwright.errors import DataError, ModelwrightError, Refused, StorageError, UsageError
-from modelwright.models import harness, quantized, smollm2
-from modelwright.plan import facts
-from modelwright.recipe.columns import name_lines
-from modelwright.recipe.load import LoadedRecipe, dump
-from modelwright.recipe.schema import Data
-from modelwright.report import page
-from modelwright.report.trackers import tracking
-from modelwright.runs.lock import hold
-from modelwright.runs.folder import RunFolder, is_sealed, is_without_seal, read_json, write_text
-from modelwright.runs.journal import Journal, Watcher
-from modelwright.stages import evaluate, init, lineage, prepare
-from modelwright.stages.context import NO_ORDERS, Context, Orders
-from modelwright.stages.flow import Flow
-from modelwright.stages.kinds import Ingredients, Kind
-from modelwright.stages.preferences import PreferenceKind
-from modelwright.stages.pretrain import PretrainKind
-from modelwright.stages.promote import promote
-from modelwright.stages.signals import Stopper
-from modelwright.stages.text import TextKind
-from modelwright.stages.train import Training
-from modelwright.stages.vision import VisionKind
-from modelwright.stages.wishes import CONTENTS, check_overrides, refuse_changes, settings_of, wishes_of
+from modelwright.engine.distributed import World, init_distributed
+from modelwright.errors import DataError, GateClosed, ModelwrightError, Refused, StorageError, UsageError
+from modelwright.models import pretrained
+from modelwright.plan import hardware
+from modelwright.recipe.load import LoadedRecipe, add_recipe_location, dump_yaml
+from modelwright.recipe.schema import DataConfig
+from modelwright.report import html
+from modelwright.report.trackers import start_trackers
+from modelwright.runs.folder import (
+    RunFolder,
+    fsync_path,
+    has_no_checksum,
+    has_valid_checksum,
+    read_json,
+    run_lock,
+    write_json,
+    write_text,
+)
+from modelwright.runs.journal import EventListener, Journal
+from modelwright.stages import evaluate, gate, prepare, record
+from modelwright.stages.context import (
+    CONTENT_KEYS,
+    DEFAULT_OPTIONS,
+    GracefulShutdown,
+    Metrics,
+    RunContext,
+    RunOptions,
+    StageBuilder,
+    StageInputs,
+    StageStatus,
+    StageStatuses,
+    build_resume_config,
+    check_resume_config,
+    stage_settings,
+    validate_overrides,
+)
+from modelwright.stages.gate import judge_stage
+from modelwright.stages.specs import ClassifyBuilder, DpoBuilder, PretrainBuilder, SftBuilder
+from modelwright.stages.stage_runner import StageRunner
+from modelwright.tasks import scoring
 
-KINDS: dict[str, Kind] = {
-    "pretrain": PretrainKind(),
-    "sft": TextKind(),
-    "dpo": PreferenceKind(),
-    "lora": TextKind(),
-    "classify": VisionKind(),
+BUILDERS: dict[str, StageBuilder] = {
+    "pretrain": PretrainBuilder(),
+    "sft": SftBuilder(),
+    "dpo": DpoBuilder(),
+    "lora": SftBuilder(),
+    "classify": ClassifyBuilder(),
 }
 """What each training stage learns on."""
-OTHERS: dict[str, Callable[[Context], None]] = {"prepare": prepare.run, "init": init.run, "evaluate": evaluate.run}
+
+
+NON_TRAINING_STAGES: dict[str, Callable[[RunContext], None]] = {
+    "prepare": prepare.prepare_stage,
+    "init": prepare.init_stage,
+    "evaluate": evaluate.run,
+}
 """Stages that train nothing; each leaves its result in the run, and knows by itself what of it stands already."""
 
 
-def run(loaded: LoadedRecipe, watch: Watcher | None = None, orders: Orders = NO_ORDERS) -> RunFolder:
+def run(
+    loaded: LoadedRecipe, listener: EventListener | None = None, options: RunOptions = DEFAULT_OPTIONS
+) -> RunFolder:
     """Run a recipe in its folder, from wherever it stands."""
-    _check_orders(loaded, orders)
-    folder, stopper = RunFolder(Path(loaded.recipe.run_dir)), Stopper()
-    with stopper.listening(), joined() as world, ExitStack() as held:
+    _check_options(loaded, options)
+    folder, shutdown = RunFolder(Path(loaded.recipe.run_dir)), GracefulShutdown()
+    with shutdown.handle_signals(), init_distributed() as world, ExitStack() as stack:
 
-        def take_folder() -> str | None:
-            folder.refuse_links()
+        def lock_folder() -> str | None:
+            folder.reject_outside_symlinks()
             folder.create()
-            return held.enter_context(hold(folder.lock))
+            return stack.enter_context(run_lock(folder.lock))
 
-        dead_holder = world.first(take_folder)
-        told = held.enter_context(tracking(loaded.recipe, folder, watch)) if world.is_main else None
-        journal = Journal(folder.journal if world.is_main else None, told)
-        held.callback(journal.close)
-        context = Context(loaded, folder, journal, world, _facts(world), orders)
+        dead_holder = world.on_rank0_broadcast(lock_folder)
+        tracked_listener = (
+            stack.enter_context(start_trackers(loaded.recipe, folder, listener)) if world.is_main else None
+        )
+        journal = Journal(folder.journal if world.is_main else None, tracked_listener)
+        stack.callback(journal.close)
+        context = RunContext(loaded, folder, journal, world, _common_hardware(world), options)
         try:
-            _run_stages(context, stopper, dead_holder)
+            _run_stages(context, shutdown, dead_holder)
         except Exception as error:
-            stopper.leave()
+            shutdown.finish_error()
             if isinstance(error, ModelwrightError):
-                _tell_end(journal, error)
-                _leave_report(context)
+                _log_stopped(journal, error)
+                _write_report(context)
             raise
-        _leave_report(context)
+        _write_report(context)
     return folder
 
 
-def _facts(world: World) -> facts.Facts:
+def _common_hardware(world: World) -> hardware.DeviceInfo:
     """What every rank's device can do: the weakest decides, so that all ranks plan alike."""
-    mine = facts.probe()
-    on_gpu = mine.device == "cuda"
-    memory, fast, least, most = world.least(mine.memory, mine.fast_bf16, on_gpu, -on_gpu)
-    if least != -most:
+    local = hardware.probe_device()
+    on_gpu = local.device == "cuda"
+    memory, fast_bf16, min_on_gpu, negative_max_on_gpu = world.all_reduce_min(
+        local.memory, local.fast_bf16, on_gpu, -on_gpu
+    )
+    if min_on_gpu != -negative_max_on_gpu:
         raise UsageError(
             "some ranks have a GPU and some have none; give every node one, or hide those that are there with "
             "CUDA_VISIBLE_DEVICES="
         )
-    name = world.first(lambda: mine.name)
-    return replace(mine, name=name, memory=int(memory), fast_bf16=bool(fast))
+    name = world.on_rank0_broadcast(lambda: local.name)
+    return replace(local, name=name, memory=int(memory), fast_bf16=bool(fast_bf16))
 
 
-def _check_orders(loaded: LoadedRecipe, orders: Orders) -> None:
+def _check_options(loaded: LoadedRecipe, options: RunOptions) -> None:
     """Everything that the command line names must be there."""
-    stages = list(loaded.recipe.flow)
-    named = [("--from", orders.first), ("--until", orders.last), *(("--accept-gate", name) for name in orders.accepted)]
-    for option, stage in named:
+    stages = list(loaded.recipe.pipeline)
+    stage_options = [
+        ("--from", options.from_stage),
+        ("--until", options.until_stage),
+        *(("--accept-gate", name) for name in options.accepted_gates),
+    ]
+    for option, stage in stage_options:
         if stage is not None and stage not in stages:
             raise UsageError(f"{option} {stage}: the stages of this recipe are {', '.join(stages)}")
-    if orders.first and orders.last and stages.index(orders.first) > stages.index(orders.last):
-        raise UsageError(f"--from {orders.first} comes after --until {orders.last}; nothing would be done")
-    if orders.accepted and not (orders.reason or "").strip():
-        raise UsageError('--accept-gate wants a reason, which is kept for ever: --reason "..."')
-    check_overrides(loaded.recipe, orders.overrides)
+    if (
+        options.from_stage
+        and options.until_stage
+        and stages.index(options.from_stage) > stages.index(options.until_stage)
+    ):
+        raise UsageError(
+            f"--from {options.from_stage} comes after --until {options.until_stage}; nothing would be done"
+        )
+    if options.accepted_gates and not (options.accept_reason or "").strip():
+        raise UsageError('--accept-gate wants a reason, which is recorded in the run: --reason "..."')
+    validate_overrides(loaded.recipe, options.overrides)
 
 
-def _run_stages(context: Context, stopper: Stopper, dead_holder: str | None) -> None:
-    began = time.monotonic()
-    recipe, journal, orders = context.recipe, context.journal, context.orders
-    journal.add("run", recipe=recipe.name, folder=str(context.folder.path), stages=list(recipe.flow),
-                world=context.world.size, device=context.facts.name, modelwright=__version__)  # fmt: skip
+def _run_stages(context: RunContext, shutdown: GracefulShutdown, dead_holder: str | None) -> None:
+    started = time.monotonic()
+    recipe, journal, options = context.recipe, context.journal, context.options
+    journal.add("run", recipe=recipe.name, folder=str(context.folder.path), stages=list(recipe.pipeline),
+                world=context.world.size, device=context.hardware.name, modelwright=__version__)  # fmt: skip
     for line in (*context.loaded.notes, *([dead_holder] if dead_holder else [])):
         journal.add("note", message=line)
-    context.world.first(lambda: _refuse_early(context))
-    flow, names = Flow(recipe.flow, journal), list(recipe.flow)
-    first = names.index(orders.first) if orders.first else 0
-    for stage in names[:first]:
-        if stage in KINDS:
-            context.world.first(lambda stage=stage: lineage.refuse_closed(context, stage))  # type: ignore[misc]
-        flow.mark(stage, "done")
-    for stage in names[first:]:
-        flow.mark(stage, "running")
-        if stage in OTHERS:
-            OTHERS[stage](context)
-            flow.mark(stage, "done")
+    context.world.on_rank0_broadcast(lambda: _check_before_start(context))
+    statuses, names = StageStatuses(recipe.pipeline, journal), list(recipe.pipeline)
+    first_index = names.index(options.from_stage) if options.from_stage else 0
+    for stage in names[:first_index]:
+        if stage in BUILDERS:
+            context.world.on_rank0_broadcast(lambda stage=stage: gate.require_open_gate(context, stage))  # type: ignore[misc]
+        statuses.set_status(stage, "done")
+    for stage in names[first_index:]:
+        statuses.set_status(stage, "running")
+        if stage in NON_TRAINING_STAGES:
+            NON_TRAINING_STAGES[stage](context)
+            statuses.set_status(stage, "done")
         else:
-            _run_stage(context, flow, stage, stopper)
-        if stage == orders.last:
+            _run_stage(context, statuses, stage, shutdown)
+        if stage == options.until_stage:
             break
-    journal.add("done", folder=str(context.folder.path), seconds=round(time.monotonic() - began, 1))
+    journal.add("done", folder=str(context.folder.path), seconds=round(time.monotonic() - started, 1))
 
 
-def _refuse_early(context: Context) -> None:
+def _check_before_start(context: RunContext) -> None:
     """Refuse changed settings of any finished stage, and what a later one lacks, before the first one is touched."""
-    damaged = [stage for stage in context.recipe.flow if _is_damaged(context.folder.result(stage))]
-    left = [stage for stage in context.recipe.stages if stage in damaged or not context.folder.result(stage).exists()]
-    for stage in left:
-        quantized.require(getattr(context.recipe.stages[stage], "quantization", "none"))
-    if left and context.recipe.evaluate is not None and context.recipe.evaluate.tasks:
-        harness.require()
+    damaged = [stage for stage in context.recipe.pipeline if _is_damaged(context.folder.result(stage))]
+    unfinished = [
+        stage for stage in context.recipe.stages if stage in damaged or not context.folder.result(stage).exists()
+    ]
+    for stage in unfinished:
+        pretrained.require_bitsandbytes(getattr(context.recipe.stages[stage], "quantization", "none"))
+    if unfinished and context.recipe.evaluate is not None and context.recipe.evaluate.tasks:
+        scoring.require_lm_eval()
     for stage in context.recipe.stages:
-        if stage not in left:
-            now = settings_of(context.recipe, stage)
-            kept = read_json(context.folder.result(stage))["wishes"]
-            refuse_changes({key: kept[key] for key in kept if key not in CONTENTS}, now, context.orders.overrides)
+        if stage not in unfinished:
+            current = stage_settings(context.recipe, stage)
+            saved = read_json(context.folder.result(stage))["resume_config"]
+            check_resume_config(
+                {key: saved[key] for key in saved if key not in CONTENT_KEYS}, current, context.options.overrides
+            )
     for stage in damaged:
         path = context.folder.result(stage)
         path.replace(path.with_name("result.damaged.json"))
@@ -156,114 +198,170 @@ def _refuse_early(context: Context) -> None:
 
 def _is_damaged(result: Path) -> bool:
     """Whether a result is not as it was written, and so says nothing any more; one that was never sealed is refused."""
-    if not result.exists() or is_sealed(result):
+    if not result.exists() or has_valid_checksum(result):
         return False
-    if is_without_seal(result, "metrics", "wishes", "plan", "files"):
+    if has_no_checksum(result, "metrics", "resume_config", "plan", "files"):
         raise Refused(
-            f"{result} was written by an earlier modelwright, which set no seal by which damage is found; nothing was "
-            "changed. Choose another output_dir, or go on with the modelwright that began it; delete this file to have "
+            f"{result} was written by an earlier modelwright, which wrote no checksum that shows damage; nothing was "
+            "changed. Choose another output_dir, or continue with the modelwright that started it; delete this file to have "
             "the stage finished again from its last checkpoint"
         )
     return True
 
 
-def _run_stage(context: Context, flow: Flow, stage: str, stopper: Stopper) -> None:
+def _run_stage(context: RunContext, statuses: StageStatuses, stage: str, shutdown: GracefulShutdown) -> None:
     """Train a stage unless that is done already, then judge it."""
-    kind, journal = KINDS[stage], context.journal
-    before = context.recipe.parent_of(stage)
-    parent = lineage.parent_of(context.folder, before) if before else None
-    name = f"the {before} model of this run" if before else context.recipe.model.name
-    journal.add("gathering", stage=stage, model=name, converts=smollm2.converts(name))
-    context.world.beat.at("gathering")
+    builder, journal = BUILDERS[stage], context.journal
+    parent_stage = context.recipe.parent_stage(stage)
+    parent = gate.verified_parent(context.folder, parent_stage) if parent_stage else None
+    name = f"the {parent_stage} model of this run" if parent_stage else context.recipe.model.display_name
+    journal.add("loading", stage=stage, model=name, converting=pretrained.needs_conversion(name))
+    context.world.heartbeat.set_phase("loading data")
     try:
-        found = kind.gather(context, stage, parent)
+        inputs = builder.load_inputs(context, stage, parent)
     except DataError as error:
-        raise DataError(name_lines(error.problems, context.loaded, stage)) from None
-    result = context.world.first(lambda: finished(context, stage, found))
+        raise DataError(add_recipe_location(error.problems, context.loaded, stage)) from None
+    result = context.world.on_rank0_broadcast(lambda: completed_result(context, stage, inputs))
     if result is None:
-        journal.add("stage", stage=stage)
-        _train(context, kind, found, stage, stopper)
+        journal.add("stage_started", stage=stage)
+        _train(context, builder, inputs, stage, shutdown)
     else:
-        _keep_recipe(context, found)
-        journal.add("note", stage=stage, message=f"{stage} is finished and verified; nothing is trained again")
+        _save_resolved_recipe(context, inputs)
+        journal.add("note", stage=stage, message=f"{stage} already complete and verified; skipped")
     try:
-        state = context.world.first(lambda: promote(context, kind, stage, found))
+        status = context.world.on_rank0_broadcast(lambda: promote(context, builder, stage, inputs))
     except ModelwrightError:
-        flow.mark(stage, "closed")
+        statuses.set_status(stage, "closed")
         raise
-    flow.mark(stage, state)
+    statuses.set_status(stage, status)
 
 
-def _train(context: Context, kind: Kind, found: Ingredients, stage: str, stopper: Stopper) -> None:
+def _train(
+    context: RunContext, builder: StageBuilder, inputs: StageInputs, stage: str, shutdown: GracefulShutdown
+) -> None:
     """Train a stage, and let go of its weights and moments before anything else needs the room."""
-    training = Training(context, kind, found, stage, stopper)
-    _keep_recipe(context, found)
-    training.run()
-    del training
+    runner = StageRunner(context, builder, inputs, stage, shutdown)
+    _save_resolved_recipe(context, inputs)
+    runner.run()
+    del runner
     gc.collect()
     if context.world.device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def _keep_recipe(context: Context, found: Ingredients) -> None:
+def _save_resolved_recipe(context: RunContext, inputs: StageInputs) -> None:
     """Write the recipe as this run means it: revision pinned, paths whole; only once nothing in it was refused."""
-    recipe, beside = context.recipe, context.beside
+    recipe, recipe_dir = context.recipe, context.recipe_dir
     model = {
-        key: _whole_path(getattr(recipe.model, key), beside) for key in ("model_name_or_path", "tokenizer_name_or_path")
+        key: _absolute_path(getattr(recipe.model, key), recipe_dir)
+        for key in ("model_name_or_path", "tokenizer_name_or_path")
     }
-    settled: dict[str, Any] = {
-        "model": recipe.model.model_copy(update={**model, "revision": found.revision}),
-        "data": _whole_paths(recipe.data, beside),
+    resolved: dict[str, Any] = {
+        "model": recipe.model.model_copy(update={**model, "revision": inputs.revision}),
+        "data": _absolute_sources(recipe.data, recipe_dir),
         **{
-            stage: section.model_copy(update={"data": _whole_paths(section.data, beside)})
+            stage: section.model_copy(update={"data": _absolute_sources(section.data, recipe_dir)})
             for stage, section in recipe.stages.items()
         },
     }
-    context.world.first(lambda: write_text(context.folder.recipe, dump(recipe.model_copy(update=settled))))
+    context.world.on_rank0_broadcast(
+        lambda: write_text(context.folder.recipe, dump_yaml(recipe.model_copy(update=resolved)))
+    )
 
 
-def _whole_paths(data: Data | None, beside: Path) -> Data | None:
+def _absolute_sources(data: DataConfig | None, recipe_dir: Path) -> DataConfig | None:
     sources = ("dataset_name", "train_file", "validation_file")
-    return data and data.model_copy(update={key: _whole_path(getattr(data, key), beside) for key in sources})
+    return data and data.model_copy(update={key: _absolute_path(getattr(data, key), recipe_dir) for key in sources})
 
 
-def _whole_path(name: str | None, beside: Path) -> str | None:
+def _absolute_path(name: str | None, recipe_dir: Path) -> str | None:
     """A local file's or folder's whole path, so that the saved recipe runs from anywhere; other names as they are."""
-    path = local_path(name, beside) if name and not is_embedded(name) else None
+    path = local_path(name, recipe_dir) if name and not is_embedded(name) else None
     return str(path.resolve()) if path else name
 
 
-def finished(context: Context, stage: str, found: Ingredients) -> dict[str, Any] | None:
+def completed_result(context: RunContext, stage: str, inputs: StageInputs) -> dict[str, Any] | None:
     """The result of a stage that is done, verified file by file; None where there is still something to do."""
     path = context.folder.result(stage)
     if not path.exists():
         return None
     result: dict[str, Any] = read_json(path)
-    now = wishes_of(context.recipe, stage, found.data_fingerprint, found.model_fingerprint)
-    if refuse_changes(result["wishes"], now, context.orders.overrides):
+    current = build_resume_config(context.recipe, stage, inputs.data_fingerprint, inputs.model_fingerprint)
+    if check_resume_config(result["resume_config"], current, context.options.overrides):
         return None
-    if name := lineage.damaged(context.folder, stage):
+    if name := gate.first_damaged_file(context.folder, stage):
         context.journal.add("note", stage=stage, message=f"{name} of the {stage} model is damaged; it is made again")
         return None
     return result
 
 
-def _tell_end(journal: Journal, error: ModelwrightError) -> None:
+def _log_stopped(journal: Journal, error: ModelwrightError) -> None:
     """Write down why the run ended; a full disk may not even take that."""
     with suppress(StorageError):
         journal.add("stopped", exit_code=error.exit_code, message=str(error))
 
 
-def _leave_report(context: Context) -> None:
+def _write_report(context: RunContext) -> None:
     """Write report.html; training never depends on it, so whatever goes wrong is told and no more."""
     if context.world.is_main:
         try:
-            page.write(context.folder)
+            html.write_report(context.folder)
         except Exception as error:
             with suppress(StorageError):
                 context.journal.add("note", message=f"report.html was not written ({type(error).__name__}: {error})")
 
 
-def speaks() -> bool:
+def is_rank_zero() -> bool:
     """Whether this process is the one that prints."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def promote(context: RunContext, builder: StageBuilder, stage: str, inputs: StageInputs) -> StageStatus:
+    """Judge a finished stage by everything that was measured; says whether its gate is open or was accepted."""
+    context.world.heartbeat.set_phase("comparing")
+    result = read_json(context.folder.result(stage))
+    metrics: Metrics = {**result["metrics"], **_parent_metrics(context, stage)}
+    last_stage = list(context.recipe.stages)[-1]
+    if stage == last_stage or set(context.recipe.gate_for(stage)) & builder.comparison_metrics:
+        metrics |= builder.compare(context, inputs, stage)
+    metrics |= evaluate.evaluation_metrics(context, stage)
+    verdict = judge_stage(context.loaded, stage, metrics)
+    acceptance = None if verdict.open else gate.find_or_add_acceptance(context, verdict)
+    gate_record = {**verdict.as_json(), "accepted": acceptance, "metrics": metrics}
+    write_json(context.folder.gate(stage), gate_record)
+    gate.record_lineage(context, verdict, inputs.model_name)
+    record.write_history(context)
+    record.write_summary(context, stage, result["plan"], metrics, verdict)
+    record.write_model_card(context, stage)
+    context.journal.add("verdict", stage=stage, open=verdict.open, message=verdict.message, metrics=metrics,
+                        accepted=acceptance and acceptance["reason"])  # fmt: skip
+    if not (verdict.open or acceptance):
+        _unlink_best_model(context.folder.best_model, context.folder.model(stage))
+        raise GateClosed(verdict.message)
+    _link_best_model(context.folder.best_model, context.folder.model(stage))
+    return "done" if verdict.open else "accepted"
+
+
+def _parent_metrics(context: RunContext, stage: str) -> Metrics:
+    """What the stage before measured in the end, by names that begin with parent_."""
+    parent = context.recipe.parent_stage(stage)
+    has_verdict = parent is not None and context.folder.gate(parent).exists()
+    parent_metrics: Metrics = read_json(context.folder.gate(parent))["metrics"] if parent and has_verdict else {}
+    return {
+        f"parent_{name}": value for name, value in parent_metrics.items() if not name.startswith(("base_", "parent_"))
+    }
+
+
+def _link_best_model(link: Path, target: Path) -> None:
+    """Make best_model mean this folder, in one movement."""
+    new_link = link.with_name(".best_model.partial")
+    new_link.unlink(missing_ok=True)
+    new_link.symlink_to(os.path.relpath(target, link.parent))
+    new_link.replace(link)
+    fsync_path(link.parent)
+
+
+def _unlink_best_model(link: Path, target: Path) -> None:
+    """Take back what an earlier, kinder gate called best."""
+    if link.is_symlink() and link.resolve() == target.resolve():
+        link.unlink()

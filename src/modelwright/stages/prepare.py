@@ -1,4 +1,4 @@
-"""Prepare: raw text becomes packed shards in the run folder, before a model is made or trained."""
+"""Stages before training: pack raw text into shards, and initialize a model from the recipe's architecture."""
 
 from __future__ import annotations
 
@@ -6,97 +6,198 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from modelwright.data import prepare
-from modelwright.data.plan import Plan, Wish, finished
-from modelwright.data.prepare import REPORT, Told
+import xxhash
+
+from modelwright.data.lengths import estimate_row_stats
+from modelwright.data.prepare.executors import Executor, ProcessExecutor, RankExecutor
+from modelwright.data.prepare.job import PrepareJob, PrepareRequest, is_complete
+from modelwright.data.prepare.pipeline import REPORT_FILE, PrepareProgress, pipeline
 from modelwright.data.sources import local_path
-from modelwright.data.workers import Crew, Processes, Ranks
 from modelwright.errors import DataError, ModelError
-from modelwright.recipe.columns import name_lines
-from modelwright.recipe.load import LoadedRecipe
-from modelwright.recipe.preparing import Prepare
-from modelwright.report.data_page import write_page
-from modelwright.runs.folder import read_json
+from modelwright.models.from_scratch import write_initial_model
+from modelwright.plan import choose
+from modelwright.plan.choose import RowStats
+from modelwright.plan.hardware import Hardware, gpu_spec_of
+from modelwright.plan.model_shape import shape_from_config
+from modelwright.recipe.load import LoadedRecipe, add_recipe_location
+from modelwright.recipe.sections import PrepareConfig
+from modelwright.report.html import write_data_report
+from modelwright.runs.folder import hash_file, read_json, write_json_with_checksum
+from modelwright.stages import gate
+from modelwright.stages.context import RunContext, check_resume_config, flatten_settings
 
-if TYPE_CHECKING:
-    from modelwright.stages.context import Context
+PREPARE_STAGE = "prepare"
 
-STAGE = "prepare"
-TOLD_EVERY = 10.0
+
+PROGRESS_INTERVAL_SECONDS = 10.0
 """Seconds between two notes about the same step."""
 
 
-def run(context: Context) -> None:
+def prepare_stage(context: RunContext) -> None:
     """Leave the shards in the run folder; what stands already for the same wish is kept."""
     world = context.world
-    crew: Crew = Ranks(world.rank, world.size) if world.size > 1 else processes(context.recipe.prepare)
-    plan = plan_of(context.loaded, context.folder.packed)
-    if finished(plan):
-        note = "prepare is finished for the same text and settings; nothing is prepared again"
-        context.journal.add("note", stage=STAGE, message=note)
+    executor: Executor = (
+        RankExecutor(world.rank, world.size) if world.size > 1 else process_executor(context.recipe.prepare)
+    )
+    job = build_prepare_job(context.loaded, context.folder.packed)
+    if is_complete(job):
+        note = "prepare already complete for the same text and settings; skipped"
+        context.journal.add("note", stage=PREPARE_STAGE, message=note)
         return
-    context.journal.add("stage", stage=STAGE)
+    context.journal.add("stage_started", stage=PREPARE_STAGE)
     last, step = time.monotonic(), ""
-    for told in prepare_shards(plan, crew, context.loaded):
-        if told.step != step or time.monotonic() - last > TOLD_EVERY:
-            context.journal.add("note", stage=STAGE, message=f"{told.step}: {told.done} of {told.of} pieces")
-            last, step = time.monotonic(), told.step
-    report = read_json(plan.folder / REPORT)
-    context.journal.add("note", stage=STAGE, message=sentence(report))
-    context.journal.add("prepared", stage=STAGE, **{key: report[key] for key in ("documents", "parts", "rules")})
+    for progress in run_prepare(job, executor, context.loaded):
+        if progress.step != step or time.monotonic() - last > PROGRESS_INTERVAL_SECONDS:
+            context.journal.add(
+                "note", stage=PREPARE_STAGE, message=f"{progress.step}: {progress.done}/{progress.total} tasks"
+            )
+            last, step = time.monotonic(), progress.step
+    report = read_json(job.folder / REPORT_FILE)
+    context.journal.add("note", stage=PREPARE_STAGE, message=report_line(report))
+    context.journal.add(
+        "prepared", stage=PREPARE_STAGE, **{key: report[key] for key in ("documents", "splits", "filters")}
+    )
 
 
-def prepare_shards(plan: Plan, crew: Crew, loaded: LoadedRecipe) -> Iterator[Told]:
+def run_prepare(job: PrepareJob, executor: Executor, loaded: LoadedRecipe) -> Iterator[PrepareProgress]:
     """Prepare, with letters that name the recipe's line, and the page beside the report."""
     try:
-        yield from prepare.prepare(plan, crew)
+        yield from pipeline.run_pipeline(job, executor)
     except DataError as error:
-        raise DataError(name_lines(error.problems, loaded, "pretrain")) from None
+        raise DataError(add_recipe_location(error.problems, loaded, "pretrain")) from None
     finally:
-        crew.close()
-    page = plan.folder / "report.html"
-    crew.first(plan, page.exists, lambda: write_page(page, read_json(plan.folder / REPORT)))
+        executor.close()
+    page_path = job.folder / "report.html"
+    executor.run_once(job, page_path.exists, lambda: write_data_report(page_path, read_json(job.folder / REPORT_FILE)))
 
 
-def plan_of(loaded: LoadedRecipe, folder: Path) -> Plan:
+def build_prepare_job(loaded: LoadedRecipe, folder: Path) -> PrepareJob:
     """What a recipe asks to be prepared, and how."""
-    recipe, beside = loaded.recipe, loaded.path.parent
-    settings = recipe.prepare or Prepare()
-    wish = Wish(recipe.prepared_data, settings, recipe.seed, beside, _tokenizer(loaded, settings))
-    return Plan.make(wish, folder)
+    recipe, recipe_dir = loaded.recipe, loaded.path.parent
+    settings = recipe.prepare or PrepareConfig()
+    request = PrepareRequest(
+        recipe.prepare_data, settings, recipe.seed, recipe_dir, _prepare_tokenizer_dir(loaded, settings)
+    )
+    return PrepareJob.make(request, folder)
 
 
-def _tokenizer(loaded: LoadedRecipe, settings: Prepare) -> Path | None:
+def _prepare_tokenizer_dir(loaded: LoadedRecipe, settings: PrepareConfig) -> Path | None:
     """The folder of the tokenizer, or None where one is trained."""
-    model, beside = loaded.recipe.model, loaded.path.parent
+    model, recipe_dir = loaded.recipe.model, loaded.path.parent
     name = model.tokenizer_name_or_path or model.model_name_or_path
     if settings.tokenizer == "train" or (settings.tokenizer == "auto" and name is None):
         return None
     if name is None:
         raise ModelError("prepare: tokenizer is 'model', but the recipe names no model or tokenizer that has one")
-    folder = local_path(name, beside)
+    folder = local_path(name, recipe_dir)
     if folder is None or not (folder / "tokenizer.json").exists():
-        from modelwright.models import text
+        from modelwright.models import pretrained
 
-        folder = text.find(model, beside).path
+        folder = pretrained.resolve_model(model, recipe_dir).path
     if not (folder / "tokenizer.json").exists():
         raise ModelError(f"prepare: {folder} has no tokenizer.json; save its tokenizer with save_pretrained first")
     return folder
 
 
-def processes(settings: Prepare | None) -> Processes:
+def process_executor(settings: PrepareConfig | None) -> ProcessExecutor:
     """As many processes as the recipe says, or as there are cores."""
-    return Processes((settings.workers if settings else None) or len(os.sched_getaffinity(0)))
+    return ProcessExecutor((settings.num_proc if settings else None) or len(os.sched_getaffinity(0)))
 
 
-def sentence(report: dict[str, Any]) -> str:
+def report_line(report: dict[str, Any]) -> str:
     """What a preparation did, in a line."""
-    documents, parts = report["documents"], report["parts"]
-    dropped = sum(rule["documents"] for rule in report["rules"].values())
+    documents, splits = report["documents"], report["splits"]
+    dropped = sum(filter_stats["documents"] for filter_stats in report["filters"].values())
     return (
         f"{documents['read']:,} documents: {dropped:,} dropped by rules, {documents['exact_duplicates']:,} the same "
-        f"and {documents['near_duplicates']:,} nearly the same as others; {parts['train']['tokens']:,} tokens to train "
-        f"on in {parts['train']['rows']:,} rows of {report['length']}, {parts['held_out']['tokens']:,} held out"
+        f"and {documents['near_duplicates']:,} nearly the same as others; {splits['train']['tokens']:,} tokens to train "
+        f"on in {splits['train']['rows']:,} rows of {report['sequence_length']}, {splits['held_out']['tokens']:,} held out"
     )
+
+
+INIT_STAGE = "init"
+
+
+def init_stage(context: RunContext) -> None:
+    """Write the fresh model, unless it stands already and verifies."""
+    context.world.on_rank0_broadcast(lambda: _init_model(context))
+
+
+def resolve_tokenizer_dir(context: RunContext) -> Path:
+    """The tokenizer the recipe names, or the one that prepare leaves in the run."""
+    name = context.recipe.model.tokenizer_name_or_path
+    if name is None:
+        folder = context.folder.tokenizer
+        if not (folder / "tokenizer.json").exists():
+            raise ModelError(
+                "model: an architecture wants tokenizer_name_or_path, or a section prepare that trains a tokenizer"
+            )
+        return folder
+    tokenizer_dir = local_path(name, context.recipe_dir)
+    if tokenizer_dir is None or not (tokenizer_dir / "tokenizer.json").exists():
+        raise ModelError(f"model: tokenizer_name_or_path is {name!r}; it wants a folder with a tokenizer.json")
+    return tokenizer_dir
+
+
+def _init_model(context: RunContext) -> None:
+    folder, recipe, source = context.folder, context.recipe, resolve_tokenizer_dir(context)
+    architecture = recipe.model.architecture
+    assert architecture is not None
+    resume_config = {
+        **flatten_settings({"model.architecture": architecture.model_dump(mode="json")}),
+        "seed": recipe.seed,
+        "tokenizer.fingerprint": xxhash.xxh3_128_hexdigest((source / "tokenizer.json").read_bytes()),
+    }
+    if _is_complete(context, resume_config):
+        context.journal.add("note", stage=INIT_STAGE, message="init already complete and verified; skipped")
+        return
+    context.journal.add("stage_started", stage=INIT_STAGE)
+    parameters = write_initial_model(architecture, source, recipe.seed, folder.model(INIT_STAGE))
+    paths = sorted(path for path in folder.model(INIT_STAGE).rglob("*") if path.is_file())
+    files = {str(path.relative_to(folder.model(INIT_STAGE))): hash_file(path) for path in paths}
+    write_json_with_checksum(
+        folder.result(INIT_STAGE),
+        {"metrics": {"parameters": parameters}, "resume_config": resume_config, "files": files},
+    )
+    context.journal.add(
+        "model_initialized",
+        stage=INIT_STAGE,
+        parameters=parameters,
+        layers=architecture.num_hidden_layers,
+        hidden_size=architecture.hidden_size,
+        bytes=4 * parameters,
+        plan=_predict_stages(context),
+    )
+
+
+def _predict_stages(context: RunContext) -> list[str]:
+    """What each stage is foreseen to take with this model on this machine, a line each."""
+    recipe = context.recipe
+    shape = shape_from_config(
+        read_json(context.folder.model(INIT_STAGE) / "config.json"), recipe.name, "the model itself"
+    )
+    hardware = Hardware(1, context.world.size, gpu_spec_of(context.hardware))
+    lines = []
+    for stage in recipe.stages:
+        row_estimate = estimate_row_stats(recipe, stage, context.recipe_dir, resolve_tokenizer_dir(context))
+        row_stats = RowStats(
+            row_estimate.rows,
+            row_estimate.max_length,
+            row_estimate.mean_length,
+            row_estimate.trained_fraction,
+            row_estimate.basis,
+            row_estimate.device_bytes,
+        )
+        lines.append(choose.summary_line(choose.plan_table(recipe, stage, shape, row_stats, (hardware,))))
+    return lines
+
+
+def _is_complete(context: RunContext, resume_config: dict[str, Any]) -> bool:
+    path = context.folder.result(INIT_STAGE)
+    if not path.exists():
+        return False
+    if check_resume_config(read_json(path)["resume_config"], resume_config, context.options.overrides):
+        return False
+    return gate.first_damaged_file(context.folder, INIT_STAGE) is None

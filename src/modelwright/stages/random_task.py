@@ -11,23 +11,23 @@ import numpy as np
 import torch
 
 from modelwright.errors import UsageError
-from modelwright.plan.fit import PlanCase
-from modelwright.plan.shapes import KNOWN
+from modelwright.plan.calibrate import PlanCase
+from modelwright.plan.model_shape import SHIPPED_CONFIGS
 
 SEED = 42
 
 
 def task_of(case: PlanCase, settings: Any, device: torch.device) -> Any:
     """The task of a case over random rows, its model made ready as a stage makes it."""
-    from modelwright.models import text, trainable
+    from modelwright.models import activation_checkpoint, pretrained, trainable
 
     if case.stage == "classify":
         return random_images(case.rows * 8, case.smaller.get("width", 64), settings)
     model = _random_model(config_of(case), "auto", device)
-    text.move(model, device, "auto")
+    pretrained.prepare_model(model, device, "auto")
     model = trainable.set_trainable(model, settings)
     if settings.gradient_checkpointing:
-        trainable.recompute_activations(model, settings.gradient_checkpointing)
+        activation_checkpoint.enable_activation_checkpointing(model, settings.gradient_checkpointing)
     words = model.config.get_text_config().vocab_size
     rows = case.rows * settings.gradient_accumulation_steps
     return TokenRowsTask(model.to(device), settings, (rows, case.length, words))
@@ -37,7 +37,7 @@ def config_of(case: PlanCase) -> Any:
     """The transformers config of a case's shape."""
     from transformers import CONFIG_MAPPING
 
-    told = {**KNOWN[case.model], **case.smaller}
+    told = {**SHIPPED_CONFIGS[case.model], **case.smaller}
     family = str(told.pop("model_type"))
     if family == "gpt_neox":
         told = {key: value for key, value in told.items() if key not in ("num_key_value_heads", "head_dim")}
@@ -57,9 +57,9 @@ def random_weights(path: Path, attending: str, quantization: str, device: torch.
 def _random_model(config: Any, attending: str, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM
 
-    from modelwright.models.quiet import be_quiet
+    from modelwright.models.pretrained import silence_transformers
 
-    be_quiet()
+    silence_transformers()
     implementation = "sdpa" if attending == "auto" else attending
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=implementation)
@@ -67,40 +67,42 @@ def _random_model(config: Any, attending: str, device: torch.device) -> Any:
 
 def random_shards(folder: Path, length: int, words: int) -> None:
     """Shards of random tokens in documents of many lengths: speed does not ask for sense."""
-    from modelwright.data.shard_writer import Block, Documents, write_part
-    from modelwright.data.shards import Layout, seal
+    from modelwright.data.shards import DocumentBatch, ShardLayout, write_manifest, write_split
+    from modelwright.data.tokenizer import TokenizedDocuments
 
     draw = np.random.default_rng(42)
-    layout = Layout(length, words)
+    layout = ShardLayout(length, words)
     lengths = draw.integers(20, 2 * length, 512)
-    made = Documents(draw.integers(0, words, int(lengths.sum())).astype(np.uint32), lengths, lengths * 4)
-    parts = {"train": write_part(folder, "train", layout, {"random": [Block(len(made.tokens), lambda: made)]}, "r")}
-    seal(folder, layout, parts, {"tokenizer": "random"})
+    made = TokenizedDocuments(draw.integers(0, words, int(lengths.sum())).astype(np.uint32), lengths, lengths * 4)
+    parts = {
+        "train": write_split(folder, "train", layout, {"random": [DocumentBatch(len(made.tokens), lambda: made)]}, "r")
+    }
+    write_manifest(folder, layout, parts, {"tokenizer": "random"})
 
 
 class TokenRowsTask:
     """Rows of random tokens in the form that the stage's own task gives them."""
 
     def __init__(self, model: Any, settings: Any, size: tuple[int, int, int]) -> None:
-        from modelwright.recipe.schema import Dpo
+        from modelwright.recipe.schema import DpoConfig
 
         self._rows, self._length, words = size
         self.measures: tuple[str, ...] = ("loss",)
         draw = np.random.default_rng(SEED)
         self._tokens = draw.integers(1, words, (self._rows, self._length), dtype=np.int64)
-        self._paired = isinstance(settings, Dpo)
+        self._paired = isinstance(settings, DpoConfig)
         if self._paired:
-            from modelwright.models.branches import takes_paths
-            from modelwright.models.spread import spread_of
-            from modelwright.tasks.dpo import DpoTask, PairLoss
+            from modelwright.models.attention import unshared_layout
+            from modelwright.models.prefix_sharing import supports_layout
+            from modelwright.tasks.dpo import DpoLoss, DpoTask
 
-            self.module: Any = PairLoss(model, settings)
-            self._paths = takes_paths(model, spread_of)
-            self.measures = DpoTask.measures
+            self.module: Any = DpoLoss(model, settings)
+            self._paths = supports_layout(model, unshared_layout)
+            self.measures = DpoTask.metric_names
         else:
-            from modelwright.tasks.sft import AnswerLoss
+            from modelwright.tasks.sft import SftLoss
 
-            self.module = AnswerLoss(model)
+            self.module = SftLoss(model)
 
     @property
     def rows(self) -> int:
@@ -119,48 +121,48 @@ class TokenRowsTask:
 
     def batch(self, rows: Sequence[int], step: int = 0) -> Any:
         """Every token trains; a pair is a prompt of half a row and two answers of a quarter."""
-        from modelwright.data.chat import Encoded
+        from modelwright.data.chat import TokenizedRow
 
         chosen = self._tokens[list(rows)]
         if not self._paired:
-            from modelwright.tasks.sft import collate
+            from modelwright.tasks.batching import collate_examples
 
             trained = np.arange(self._length) > 0
-            return collate([[Encoded(row.astype(np.int32), trained)] for row in chosen])
+            return collate_examples([[TokenizedRow(row.astype(np.int32), trained)] for row in chosen])
         return self._pairs(chosen)
 
     def _pairs(self, chosen: Any) -> Any:
-        from modelwright.data.chat import Encoded
-        from modelwright.data.preferences import EncodedPair
-        from modelwright.engine.task import Batch
-        from modelwright.models.spread import spread_of
-        from modelwright.tasks.dpo import collate, told_by
+        from modelwright.data.chat import TokenizedRow
+        from modelwright.data.preferences import TokenizedPair
+        from modelwright.engine.task import MicroBatch
+        from modelwright.models.attention import unshared_layout
+        from modelwright.tasks.dpo import collate_pairs, with_layout
 
         half, quarter = self._length // 2, self._length // 4
         trained = np.ones(quarter, dtype=bool)
         pairs = [
-            EncodedPair(row[:half].astype(np.int32), Encoded(row[half : half + quarter].astype(np.int32), trained),
-                        Encoded(row[half + quarter : half + 2 * quarter].astype(np.int32), trained))
+            TokenizedPair(row[:half].astype(np.int32), TokenizedRow(row[half : half + quarter].astype(np.int32), trained),
+                        TokenizedRow(row[half + quarter : half + 2 * quarter].astype(np.int32), trained))
             for row in chosen
         ]  # fmt: skip
-        batch = told_by(spread_of, collate(pairs)) if self._paths else collate(pairs)
+        batch = with_layout(unshared_layout, collate_pairs(pairs)) if self._paths else collate_pairs(pairs)
         reference = torch.zeros(batch.inputs["answers"].shape[1])
-        return Batch({**batch.inputs, "reference": reference}, batch.trained, batch.tokens)
+        return MicroBatch({**batch.inputs, "reference": reference}, batch.trained_tokens, batch.tokens)
 
 
 def random_images(rows: int, width: int, settings: Any) -> Any:
     """The real task of images over random pixels, as many as CIFAR-10 has where there is a GPU to hold them."""
-    from modelwright.data.image_set import ImageSet, ImageSplit
+    from modelwright.data.images import ImageDataset, ImageSplits
     from modelwright.models.vision import resnet18
     from modelwright.tasks.classify import ClassifyTask
 
     draw, classes = np.random.default_rng(SEED), tuple(f"class {number}" for number in range(10))
 
-    def some(count: int) -> ImageSet:
+    def some(count: int) -> ImageDataset:
         images = draw.integers(0, 256, (count, 32, 32, 3), dtype=np.uint8)
-        return ImageSet(images, draw.integers(0, 10, count, dtype=np.int64), classes, "random pixels")
+        return ImageDataset(images, draw.integers(0, 10, count, dtype=np.int64), classes, "random pixels")
 
-    return ClassifyTask(resnet18(10, width, 3), ImageSplit(some(rows), some(64)), settings, SEED)
+    return ClassifyTask(resnet18(10, width, 3), ImageSplits(some(rows), some(64)), settings, SEED)
 
 
 def free_device() -> None:

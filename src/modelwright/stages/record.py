@@ -1,4 +1,4 @@
-"""What a run leaves for people and scripts: history, summary and the model's card, all from what was measured."""
+"""Write what a run leaves for people and scripts: training history, summary and model card."""
 
 from __future__ import annotations
 
@@ -6,34 +6,32 @@ import platform
 from typing import Any
 
 from modelwright import __version__
-from modelwright.report.ledger import ledger_of
-from modelwright.report.model_card import model_card
+from modelwright.report.history import read_time_breakdown
+from modelwright.report.model_card import render_model_card
 from modelwright.runs import journal
 from modelwright.runs.folder import write_json, write_text
-from modelwright.stages.context import Context
-from modelwright.stages.gate import Verdict
-from modelwright.stages.kinds import Metrics
-from modelwright.stages.lineage import ancestors
+from modelwright.stages.context import Metrics, RunContext
+from modelwright.stages.gate import Verdict, ancestors
 
-STEP_FACTS = (
+HISTORY_FIELDS = (
     *("step", "epoch", "loss", "eval_loss", "eval_accuracy", "learning_rate", "grad_norm"),
-    *("tokens_per_second", "samples_per_second", "waiting", "memory_bytes"),
+    *("tokens_per_second", "samples_per_second", "data_wait_fraction", "peak_memory_bytes"),
 )
 
 
-def write_history(context: Context) -> None:
+def write_history(context: RunContext) -> None:
     """Step by step, each step once: what was redone after a kill counts in its last form."""
     stages = list(context.recipe.stages)
     steps: dict[tuple[int, int], dict[str, Any]] = {}
     for event in journal.read(context.folder.journal):
         if event["event"] in ("step", "evaluation") and event.get("stage") in stages:
-            place = (stages.index(event["stage"]), event["step"])
-            known = steps.setdefault(place, {"stage": event["stage"]})
-            known.update({key: event[key] for key in STEP_FACTS if key in event})
-    write_json(context.folder.history, [steps[place] for place in sorted(steps)])
+            step_key = (stages.index(event["stage"]), event["step"])
+            entry = steps.setdefault(step_key, {"stage": event["stage"]})
+            entry.update({key: event[key] for key in HISTORY_FIELDS if key in event})
+    write_json(context.folder.history, [steps[step_key] for step_key in sorted(steps)])
 
 
-def write_summary(context: Context, stage: str, plan: dict[str, Any], metrics: Metrics, verdict: Verdict) -> None:
+def write_summary(context: RunContext, stage: str, plan: dict[str, Any], metrics: Metrics, verdict: Verdict) -> None:
     """Settings and results in one file."""
     import torch
     import transformers
@@ -43,25 +41,25 @@ def write_summary(context: Context, stage: str, plan: dict[str, Any], metrics: M
         {
             "recipe": context.recipe.name,
             "stage": stage,
-            "model": context.recipe.model.name,
-            "data": context.recipe.data_of(stage).source,
+            "model": context.recipe.model.display_name,
+            "data": context.recipe.data_for(stage).source,
             "settings": context.recipe.stages[stage].model_dump(mode="json"),
-            "batch": plan["arithmetic"],
+            "batch": plan["batch_arithmetic"],
             "plan": plan,
             "metrics": metrics,
-            "changes": changes(metrics),
+            "changes": metric_changes(metrics),
             "verdict": verdict.as_json(),
-            "time": ledger_of(context.folder).as_json(),
+            "time": read_time_breakdown(context.folder).as_json(),
             "lineage": ancestors(context, stage),
-            "hardware": context.facts.name,
+            "hardware": context.hardware.name,
             "world": context.world.size,
             "distributed": {
                 "devices": context.world.size,
                 "sharding": plan["sharding"],
-                "backend": None if context.world.size == 1 else "nccl" if context.facts.device == "cuda" else "gloo",
-                "rows_per_device": plan["per_device"],
-                "accumulation": plan["accumulation"],
-                "rows_per_step": plan["global_batch"],
+                "backend": None if context.world.size == 1 else "nccl" if context.hardware.device == "cuda" else "gloo",
+                "rows_per_device": plan["micro_batch_size"],
+                "gradient_accumulation_steps": plan["gradient_accumulation_steps"],
+                "rows_per_step": plan["global_batch_size"],
             },
             "versions": {
                 "modelwright": __version__,
@@ -73,7 +71,7 @@ def write_summary(context: Context, stage: str, plan: dict[str, Any], metrics: M
     )
 
 
-def changes(metrics: Metrics) -> dict[str, dict[str, float]]:
+def metric_changes(metrics: Metrics) -> dict[str, dict[str, float]]:
     """What was measured before and after, and by how much it changed."""
     return {
         name: {"before": before, "after": after, "change": after - before}
@@ -82,6 +80,6 @@ def changes(metrics: Metrics) -> dict[str, dict[str, float]]:
     }
 
 
-def write_card(context: Context, stage: str) -> None:
+def write_model_card(context: RunContext, stage: str) -> None:
     """A model card that says only what is so."""
-    write_text(context.folder.model(stage) / "README.md", model_card(context.folder, stage))
+    write_text(context.folder.model(stage) / "README.md", render_model_card(context.folder, stage))

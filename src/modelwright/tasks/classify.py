@@ -1,8 +1,4 @@
-"""Image classification: the whole set lives on the device, and a batch is a list of row numbers and small shifts.
-
-What an image looks like in a step is a function of the seed, the step and its row: never of the rank that computes it,
-of its place in the batch or of a worker, so that a resumed run sees the pixels that the uninterrupted one would.
-"""
+"""Image classification: the data set lives on the device, augmentation is a function of seed, step and row."""
 
 from __future__ import annotations
 
@@ -15,18 +11,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from modelwright.data.image_set import Array, ImageSplit
-from modelwright.engine.task import Batch
-from modelwright.recipe.training import Images
+from modelwright.data.images import ImageSplits, NDArray
+from modelwright.engine.task import MicroBatch
+from modelwright.recipe.schema import AugmentationConfig
 
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 """What most published recipes normalise CIFAR-10 by."""
+
+
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
 LOSS, ACCURACY = "loss", "accuracy"
 
 
 @dataclass(frozen=True)
-class Pixels:
+class PixelStats:
     """The scale of the pixels that the model sees."""
 
     mean: tuple[float, ...]
@@ -63,25 +63,31 @@ class ClassifyLoss(nn.Module):
     scale: Tensor
     offset: Tensor
 
-    def __init__(self, model: nn.Module, images: ImageSplit, pixels: Pixels, settings: Images) -> None:
+    def __init__(
+        self, model: nn.Module, images: ImageSplits, pixel_stats: PixelStats, settings: AugmentationConfig
+    ) -> None:
         super().__init__()
         self.model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.settings = settings
-        std = torch.tensor(pixels.std)
-        held = {
+        std = torch.tensor(pixel_stats.std)
+        buffers = {
             "train_images": torch.from_numpy(images.train.images),
             "train_labels": torch.from_numpy(images.train.labels),
             "test_images": torch.from_numpy(images.test.images),
             "test_labels": torch.from_numpy(images.test.labels),
             "scale": 1.0 / (255.0 * std),
-            "offset": -torch.tensor(pixels.mean) / std,
+            "offset": -torch.tensor(pixel_stats.mean) / std,
         }
-        for name, tensor in held.items():
+        for name, tensor in buffers.items():
             self.register_buffer(name, tensor, persistent=False)
-        self._ddp_params_and_buffers_to_ignore = list(held)  # the name under which DDP looks for them
+        self._ddp_params_and_buffers_to_ignore = list(buffers)  # the name under which DDP looks for them
 
     def forward(
-        self, rows: Tensor, shifts: Tensor | None = None, flips: Tensor | None = None, holes: Tensor | None = None
+        self,
+        rows: Tensor,
+        shifts: Tensor | None = None,
+        flips: Tensor | None = None,
+        cutout_centers: Tensor | None = None,
     ) -> Tensor:
         """rows: [n] int64; shifts: [n, 2] int64, 0 to twice the padding; flips: [n] bool. Returns [2]: loss, correct.
 
@@ -91,10 +97,10 @@ class ClassifyLoss(nn.Module):
         if not rows.numel():
             return self._blank()
         if shifts is None or flips is None:
-            return _sums(self._judge(self.test_images[rows]), self.test_labels[rows])
-        shown = self.normalise(augment(self.train_images[rows], shifts, flips, self.settings.crop_padding))
-        shown = shown if holes is None else cut_out(shown, holes, self.settings.cutout)
-        return _sums(self.model(shown), self.train_labels[rows], self.settings.label_smoothing_factor)
+            return _loss_and_correct(self._tta_logits(self.test_images[rows]), self.test_labels[rows])
+        inputs = self.normalise(augment(self.train_images[rows], shifts, flips, self.settings.random_crop_padding))
+        inputs = inputs if cutout_centers is None else cutout(inputs, cutout_centers, self.settings.cutout_size)
+        return _loss_and_correct(self.model(inputs), self.train_labels[rows], self.settings.label_smoothing_factor)
 
     def normalise(self, images: Tensor) -> Tensor:
         """images: [n, height, width, channels] uint8; returns [n, channels, height, width] float, channels last."""
@@ -105,12 +111,12 @@ class ClassifyLoss(nn.Module):
         """How sure the model is of each class of each held-out image: [held-out rows, classes] float32, on the CPU."""
         with _evaluating(self.model):
             parts = [
-                self._judge(images).float().softmax(1).cpu() for images in torch.split(self.test_images, per_batch)
+                self._tta_logits(images).float().softmax(1).cpu() for images in torch.split(self.test_images, per_batch)
             ]
         return torch.cat(parts)
 
     @torch.no_grad()
-    def settle(self, rows: Sequence[int], per_batch: int = 500) -> None:
+    def recalibrate_batch_norm(self, rows: Sequence[int], per_batch: int = 500) -> None:
         """Measure the batch norms' running statistics anew over these training rows, shown as they are.
 
         After that the statistics are a function of the weights alone, whatever ranks and micro-batches there were: for
@@ -128,33 +134,41 @@ class ClassifyLoss(nn.Module):
             norm.momentum = momentum
         self.model.train(was_training)
 
-    def _judge(self, images: Tensor) -> Tensor:
+    def _tta_logits(self, images: Tensor) -> Tensor:
         """The mean of the logits over everything that the settings ask to look at."""
-        shown = [self.normalise(images), *(self.normalise(moved) for moved in _moved(images, self.settings))]
+        views = [
+            self.normalise(images),
+            *(self.normalise(shifted) for shifted in _shifted_views(images, self.settings)),
+        ]
         if self.settings.test_time_flip:
-            shown += [view.flip(3) for view in shown]
-        logits: Tensor = torch.stack([self.model(view).float() for view in shown]).mean(0)
+            views += [view.flip(3) for view in views]
+        logits: Tensor = torch.stack([self.model(view).float() for view in views]).mean(0)
         return logits
 
     def _blank(self) -> Tensor:
         """Exactly nothing, yet through every weight, as DDP wants it; the running statistics are left as they are."""
         with _evaluating(self.model):
             logits = self.model(self.normalise(self.train_images[:1]))
-        return _sums(logits[:0], self.train_labels[:0])
+        return _loss_and_correct(logits[:0], self.train_labels[:0])
 
 
 class ClassifyTask:
     """Images as rows."""
 
-    measures: tuple[str, ...] = (LOSS, ACCURACY)
+    metric_names: tuple[str, ...] = (LOSS, ACCURACY)
     """What the forward sums over the rows, in order: as means they are the loss and the accuracy."""
 
     def __init__(
-        self, model: nn.Module, images: ImageSplit, settings: Images, seed: int, pixels: Pixels | None = None
+        self,
+        model: nn.Module,
+        images: ImageSplits,
+        settings: AugmentationConfig,
+        seed: int,
+        pixel_stats: PixelStats | None = None,
     ) -> None:
         """Normalised by the training images' own mean and deviation where `pixels` does not say otherwise."""
-        self.pixels = pixels or Pixels(*images.train.mean_and_std())
-        self.classifier = ClassifyLoss(model, images, self.pixels, settings)
+        self.pixel_stats = pixel_stats or PixelStats(*images.train.mean_and_std())
+        self.classifier = ClassifyLoss(model, images, self.pixel_stats, settings)
         self.module: nn.Module = self.classifier
         self.images, self.settings, self.seed = images, settings, seed
 
@@ -166,37 +180,39 @@ class ClassifyTask:
     def held_out_rows(self) -> int:
         return len(self.images.test)
 
-    def length(self, row: int) -> int:
+    def row_length(self, row: int) -> int:
         """Every image is as long as every other."""
         return 1
 
-    def batch(self, rows: Sequence[int], step: int = 0) -> Batch:
-        shifts, flips = draw(self.seed, step, rows, self.settings)
-        drawn = {"shifts": shifts, "flips": flips}
-        if self.settings.cutout:
-            drawn["holes"] = draw_holes(self.seed, step, rows, self.images.train.images.shape[1:3])
-        return _batch(rows, **{name: torch.from_numpy(values) for name, values in drawn.items()})
+    def batch(self, rows: Sequence[int], step: int = 0) -> MicroBatch:
+        shifts, flips = draw_crops_and_flips(self.seed, step, rows, self.settings)
+        augmentation = {"shifts": shifts, "flips": flips}
+        if self.settings.cutout_size:
+            augmentation["cutout_centers"] = draw_cutout(self.seed, step, rows, self.images.train.images.shape[1:3])
+        return _batch(rows, **{name: torch.from_numpy(values) for name, values in augmentation.items()})
 
-    def held_out_batch(self, rows: Sequence[int]) -> Batch:
+    def held_out_batch(self, rows: Sequence[int]) -> MicroBatch:
         return _batch(rows)
 
 
-def draw(seed: int, step: int, rows: Sequence[int], settings: Images) -> tuple[Array, Array]:
+def draw_crops_and_flips(
+    seed: int, step: int, rows: Sequence[int], settings: AugmentationConfig
+) -> tuple[NDArray, NDArray]:
     """The crop and the flip of each row in a step: [n, 2] int64 in 0 to twice the padding, and [n] bool.
 
     Each is a hash of seed, step and row: 0.1 ms for 1,024 rows, where a generator per row would take 10 ms.
     """
     bits = _hash(seed, step, rows)
-    choices = 2 * settings.crop_padding + 1
+    choices = 2 * settings.random_crop_padding + 1
     flips = (bits >> np.uint64(63)).astype(bool) & settings.horizontal_flip
-    return _places(bits, (choices, choices)), flips
+    return _uniform_offsets(bits, (choices, choices)), flips
 
 
-def draw_holes(seed: int, step: int, rows: Sequence[int], shape: tuple[int, ...]) -> Array:
+def draw_cutout(seed: int, step: int, rows: Sequence[int], shape: tuple[int, ...]) -> NDArray:
     """The middle of the square that is blanked in each row in a step: [n, 2] int64, down and right."""
     with np.errstate(over="ignore"):
-        bits = _scatter(_hash(seed, step, rows))  # apart from the crop's
-    return _places(bits, shape)
+        bits = _splitmix64(_hash(seed, step, rows))  # apart from the crop's
+    return _uniform_offsets(bits, shape)
 
 
 def augment(images: Tensor, shifts: Tensor, flips: Tensor, padding: int = 4) -> Tensor:
@@ -212,20 +228,20 @@ def augment(images: Tensor, shifts: Tensor, flips: Tensor, padding: int = 4) -> 
     return padded[torch.arange(count, device=images.device)[:, None, None], down[:, :, None], across[:, None, :]]
 
 
-def cut_out(images: Tensor, holes: Tensor, side: int) -> Tensor:
+def cutout(images: Tensor, centers: Tensor, side: int) -> Tensor:
     """Blank a square of each image, or as much of the square as lies inside it.
 
     images: [n, channels, height, width], normalised; holes: [n, 2] int64, the square's middle, down and right.
     """
-    first = holes - side // 2
+    first = centers - side // 2
     down, across = (
-        (place >= first[:, axis, None]) & (place < first[:, axis, None] + side)
-        for axis, place in enumerate(torch.arange(size, device=images.device) for size in images.shape[2:])
+        (coordinates >= first[:, axis, None]) & (coordinates < first[:, axis, None] + side)
+        for axis, coordinates in enumerate(torch.arange(size, device=images.device) for size in images.shape[2:])
     )
     return images.masked_fill((down[:, :, None] & across[:, None, :])[:, None], 0.0)
 
 
-def confusion(probabilities: Tensor, labels: Tensor) -> Tensor:
+def confusion_matrix(probabilities: Tensor, labels: Tensor) -> Tensor:
     """How often each class (down) was taken for each (across): [classes, classes] int64.
 
     probabilities: [rows, classes]; labels: [rows] int64.
@@ -242,34 +258,35 @@ def worst_mistakes(probabilities: Tensor, labels: Tensor, count: int = 25) -> li
     return [Mistake(row, int(labels[row]), int(answers[row]), float(confidence[row])) for row in worst]
 
 
-def _batch(rows: Sequence[int], **drawn: Tensor) -> Batch:
-    inputs = {"rows": torch.as_tensor(rows, dtype=torch.int64), **drawn}
-    return Batch(inputs=inputs, trained=len(rows), tokens=len(rows))
+def _batch(rows: Sequence[int], **augmentation: Tensor) -> MicroBatch:
+    inputs = {"rows": torch.as_tensor(rows, dtype=torch.int64), **augmentation}
+    return MicroBatch(inputs=inputs, trained_tokens=len(rows), tokens=len(rows))
 
 
-def _moved(images: Tensor, settings: Images) -> list[Tensor]:
+def _shifted_views(images: Tensor, settings: AugmentationConfig) -> list[Tensor]:
     """The images moved up and left, and down and right, where the settings ask for it. Shapes as in `augment`."""
     if not (pixels := settings.test_time_shift):
         return []
-    stay = torch.zeros(len(images), dtype=torch.bool, device=images.device)
+    no_flip = torch.zeros(len(images), dtype=torch.bool, device=images.device)
     return [
-        augment(images, torch.full((len(images), 2), at, device=images.device), stay, pixels) for at in (0, 2 * pixels)
+        augment(images, torch.full((len(images), 2), shift, device=images.device), no_flip, pixels)
+        for shift in (0, 2 * pixels)
     ]
 
 
-def _sums(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+def _loss_and_correct(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
     loss = F.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=label_smoothing)
     return torch.stack([loss, (logits.argmax(1) == labels).sum().to(loss.dtype)])
 
 
-def _hash(seed: int, step: int, rows: Sequence[int]) -> Array:
+def _hash(seed: int, step: int, rows: Sequence[int]) -> NDArray:
     """64 bits for each row in a step."""
     with np.errstate(over="ignore"):  # the hash lives by overflow
-        key = _scatter(_scatter(np.array([seed & (2**64 - 1)], np.uint64)) + np.uint64(step))
-        return _scatter(key + np.asarray(rows, dtype=np.int64).astype(np.uint64))
+        key = _splitmix64(_splitmix64(np.array([seed & (2**64 - 1)], np.uint64)) + np.uint64(step))
+        return _splitmix64(key + np.asarray(rows, dtype=np.int64).astype(np.uint64))
 
 
-def _places(bits: Array, choices: tuple[int, ...]) -> Array:
+def _uniform_offsets(bits: NDArray, choices: tuple[int, ...]) -> NDArray:
     """Two places for each row, evenly spread over so many choices down and right: [n, 2] int64."""
     parts = [
         ((bits >> np.uint64(low)) & np.uint64(0xFFFFFF)) * np.uint64(count) >> np.uint64(24)
@@ -278,7 +295,7 @@ def _places(bits: Array, choices: tuple[int, ...]) -> Array:
     return np.stack(parts, axis=1).astype(np.int64)
 
 
-def _scatter(bits: Array) -> Array:
+def _splitmix64(bits: NDArray) -> NDArray:
     """One step of splitmix64, which makes neighbours strangers."""
     bits = bits + GOLDEN
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,47 +1,71 @@
-"""Direct preference optimisation: the model learns which of two answers to a prompt is the better one.
-
-A row holds [prompt | chosen | rejected]; the answers cannot see each other, so that the prompt is computed once.
-How likely the answers were before training, the reference, is measured once by the model itself (`reference.py`).
-"""
+"""Direct preference optimization (DPO, IPO, hinge) and the reference log-probabilities it needs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
+from safetensors.numpy import load_file, save_file
 from torch import Tensor, nn
 
-from modelwright.data.preferences import EncodedPair, EncodedPairs, Preferences, encode_pairs
-from modelwright.engine.task import Batch
-from modelwright.models.attention import HALVES, Paths
-from modelwright.models.branches import branch_mask, paths_of, takes_paths, why_not
-from modelwright.models.spread import Spread, spread_of
-from modelwright.models.text import hidden_states, logits_of, plain_head
-from modelwright.recipe.schema import Dpo
-from modelwright.recipe.training import Preference
-from modelwright.tasks.head_loss import likelihoods
-from modelwright.tasks.layout import multiple_of
-from modelwright.tasks.losses import log_probabilities, preference_loss
+from modelwright.data.preferences import PreferenceDataset, TokenizedPair, TokenizedPairs, tokenize_pairs
+from modelwright.data.sampler import rank_micro_batches
+from modelwright.engine.task import MicroBatch
+from modelwright.engine.trainer import Engine
+from modelwright.errors import StorageError, is_storage_failure
+from modelwright.models.attention import (
+    HALF_DTYPES,
+    SharedPrefixLayout,
+    UnsharedLayout,
+    compute_logits,
+    hidden_states,
+    lm_head_weight,
+    unshared_layout,
+)
+from modelwright.models.prefix_sharing import (
+    prefix_sharing_blocker,
+    shared_prefix_layout,
+    shared_prefix_mask,
+    supports_layout,
+)
+from modelwright.recipe.schema import DpoConfig, PreferenceConfig
+from modelwright.runs.folder import fsync_path, hash_file, read_json, write_json
+from modelwright.tasks.batching import row_multiple
+from modelwright.tasks.losses import preference_loss, selective_log_softmax, token_logps
 
 Array = np.ndarray[Any, Any]
-EVEN = 8
+
+
+LENGTH_MULTIPLE = 8
 """Rows with a mask are a multiple of this long, without which a GPU's masked attention copies the mask."""
-MOST = 20.0
+
+
+KL_CLAMP = 20.0
 """Where the exponential of a logarithm is held, so that one token cannot make the distance infinite."""
 
 
-class PairLoss(nn.Module):
+class DpoLoss(nn.Module):
     """A language model whose forward gives what is measured of pairs, the loss first, summed over them."""
 
-    def __init__(self, model: Any, wish: Preference) -> None:
+    def __init__(self, model: Any, settings: PreferenceConfig) -> None:
         super().__init__()
-        self.model, self.wish = model, wish
+        self.model, self.settings = model, settings
 
-    def forward(self, tokens: Tensor, positions: Tensor, answers: Tensor, lengths: Tensor, **beside: Tensor) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        positions_and_targets: Tensor,
+        answer_lengths: Tensor,
+        **extra_inputs: Tensor,
+    ) -> Tensor:
         """tokens, positions: [rows, length] int64. Returns [measures], or without a reference [count] logarithms.
 
         answers: [2, count] int64, flat places that foretell an answer's tokens, and those tokens;
@@ -49,64 +73,72 @@ class PairLoss(nn.Module):
         where a row holds both answers, what `between_answers` takes where attention needs no mask, reference: [count]
         float32.
         """
-        branches, reference = beside.get("branches"), beside.get("reference")
-        between = between_answers(beside) if self._in_halves() else None
-        mask = None if branches is None or between is not None else branch_mask(self.model, positions, branches)
-        hidden = hidden_states(self.model, tokens, positions, mask, between)
-        likely = self._likely(hidden.flatten(0, 1).index_select(0, answers[0]), answers[1])
-        return likely if reference is None else self._measure(likely, reference, lengths)
+        segment_ids, ref_logps = extra_inputs.get("segment_ids"), extra_inputs.get("ref_logps")
+        layout = layout_from_inputs(extra_inputs) if self._computes_in_half() else None
+        mask = (
+            None
+            if segment_ids is None or layout is not None
+            else shared_prefix_mask(self.model, positions, segment_ids)
+        )
+        hidden = hidden_states(self.model, tokens, positions, mask, layout)
+        logps = self._logps(hidden.flatten(0, 1).index_select(0, positions_and_targets[0]), positions_and_targets[1])
+        return logps if ref_logps is None else self._metrics(logps, ref_logps, answer_lengths)
 
-    def _likely(self, hidden: Tensor, targets: Tensor) -> Tensor:
+    def _logps(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """How likely each answer token is, as a logarithm. hidden: [count, width]; targets: [count] int64."""
-        head = plain_head(self.model)
+        head = lm_head_weight(self.model)
         if head is not None:
-            return likelihoods(hidden, head, targets)
-        return log_probabilities(logits_of(self.model, hidden), targets)
+            return token_logps(hidden, head, targets)
+        return selective_log_softmax(compute_logits(self.model, hidden), targets)
 
-    def _in_halves(self) -> bool:
+    def _computes_in_half(self) -> bool:
         """Whether attention is computed in bf16 or fp16, which alone the way without a mask can."""
-        return torch.is_autocast_enabled("cuda") or next(self.model.parameters()).dtype in HALVES
+        return torch.is_autocast_enabled("cuda") or next(self.model.parameters()).dtype in HALF_DTYPES
 
-    def _measure(self, likely: Tensor, reference: Tensor, lengths: Tensor) -> Tensor:
-        if not len(lengths):
-            return likely.sum() * likely.new_zeros(len(DpoTask.measures))  # nothing, yet through every weight
-        counts = lengths.view(-1, 2)
-        after, before = (_sums(values, lengths).view(-1, 2) for values in (likely, reference))
-        ratios = after - before
-        loss = preference_loss(ratios, counts, self.wish)
+    def _metrics(self, logps: Tensor, ref_logps: Tensor, answer_lengths: Tensor) -> Tensor:
+        if not len(answer_lengths):
+            return logps.sum() * logps.new_zeros(len(DpoTask.metric_names))  # nothing, yet through every weight
+        counts = answer_lengths.view(-1, 2)
+        policy_sums, ref_sums = (_segment_sum(values, answer_lengths).view(-1, 2) for values in (logps, ref_logps))
+        logratios = policy_sums - ref_sums
+        loss = preference_loss(logratios, counts, self.settings)
         with torch.no_grad():
-            margins = self.wish.beta * (ratios[:, 0] - ratios[:, 1])
-            moved = likely - reference
-            watched = [
-                (margins > 0).sum(), margins.sum(), after[:, 0].sum(), after[:, 1].sum(),
-                (moved.clamp(max=MOST).exp() - 1 - moved).sum(), -after[:, 0].sum(), counts[:, 0].sum(), counts.sum(),
+            margins = self.settings.beta * (logratios[:, 0] - logratios[:, 1])
+            token_logratios = logps - ref_logps
+            metrics = [
+                (margins > 0).sum(), margins.sum(), policy_sums[:, 0].sum(), policy_sums[:, 1].sum(),
+                (token_logratios.clamp(max=KL_CLAMP).exp() - 1 - token_logratios).sum(), -policy_sums[:, 0].sum(), counts[:, 0].sum(), counts.sum(),
             ]  # fmt: skip
-        return torch.stack([loss.sum(), *(value.to(loss.dtype) for value in watched)])
+        return torch.stack([loss.sum(), *(value.to(loss.dtype) for value in metrics)])
 
 
 class DpoTask:
     """Pairs as rows; the rows are held against a reference that is set before training."""
 
-    measures: tuple[str, ...] = (
+    metric_names: tuple[str, ...] = (
         *("loss", "reward_accuracy", "reward_margin", "chosen_logp", "rejected_logp"),
         *("kl per answer_tokens", "sft_loss per chosen_tokens", "chosen_tokens", "answer_tokens"),
     )
     """The distance kl is estimated over the answers' tokens by r - 1 - log r, r how much likelier each has become."""
-    compared = "sft_loss per chosen_tokens"
+    fp8_check_metric = "sft_loss per chosen_tokens"
     """What two ways of computing are held against each other by; the loss of pairs is a difference of two such."""
 
-    def __init__(self, model: Any, tokenizer: Any, data: Preferences, settings: Dpo, stops: Collection[int]) -> None:
-        self.module: nn.Module = PairLoss(model, settings)
-        self.not_shared = why_not(model) if settings.share_prompt else "share_prompt is false"
-        self.train_set = encode_pairs(data.train, tokenizer, settings, stops)
-        self.held_out_set = encode_pairs(data.held_out, tokenizer, settings, stops) if data.held_out else EncodedPairs()
-        ways = (spread_of, paths_of) if self.not_shared is None else ()
-        self.way = next((way for way in ways if takes_paths(model, way)), None)
-        self.references: dict[str, list[Array]] = {}
-        self._multiple = multiple_of(settings)
+    def __init__(
+        self, model: Any, tokenizer: Any, data: PreferenceDataset, settings: DpoConfig, stops: Collection[int]
+    ) -> None:
+        self.module: nn.Module = DpoLoss(model, settings)
+        self.sharing_blocker = prefix_sharing_blocker(model) if settings.share_prompt else "share_prompt is false"
+        self.train_set = tokenize_pairs(data.train, tokenizer, settings, stops)
+        self.held_out_set = (
+            tokenize_pairs(data.held_out, tokenizer, settings, stops) if data.held_out else TokenizedPairs()
+        )
+        layouts = (unshared_layout, shared_prefix_layout) if self.sharing_blocker is None else ()
+        self.layout = next((layout for layout in layouts if supports_layout(model, layout)), None)
+        self.ref_logps: dict[str, list[Array]] = {}
+        self._row_multiple = row_multiple(settings)
 
     @property
-    def sides(self) -> dict[str, list[EncodedPair]]:
+    def splits(self) -> dict[str, list[TokenizedPair]]:
         """The pairs that move the weights and those that only measure, by name."""
         return {"train": self.train_set.rows, "held_out": self.held_out_set.rows}
 
@@ -118,37 +150,41 @@ class DpoTask:
     def held_out_rows(self) -> int:
         return len(self.held_out_set.rows)
 
-    def length(self, row: int) -> int:
+    def row_length(self, row: int) -> int:
         """Tokens in a pair, its prompt counted once."""
         return len(self.train_set.rows[row])
 
-    def batch(self, rows: Sequence[int], step: int = 0) -> Batch:
-        return self._with_reference("train", rows)
+    def batch(self, rows: Sequence[int], step: int = 0) -> MicroBatch:
+        return self._batch_with_reference("train", rows)
 
-    def trial_batch(self, rows: Sequence[int], step: int = 0) -> Batch:
+    def time_trial_batch(self, rows: Sequence[int], step: int = 0) -> MicroBatch:
         """A batch to go through before the reference is measured: it is held against none."""
-        batch = self.bare_batch("train", rows)
-        none = torch.zeros(batch.inputs["answers"].shape[1])
-        return Batch({**batch.inputs, "reference": none}, batch.trained, batch.tokens)
+        micro_batch = self.batch_without_reference("train", rows)
+        zeros = torch.zeros(micro_batch.inputs["positions_and_targets"].shape[1])
+        return MicroBatch({**micro_batch.inputs, "ref_logps": zeros}, micro_batch.trained_tokens, micro_batch.tokens)
 
-    def held_out_batch(self, rows: Sequence[int]) -> Batch:
-        return self._with_reference("held_out", rows)
+    def held_out_batch(self, rows: Sequence[int]) -> MicroBatch:
+        return self._batch_with_reference("held_out", rows)
 
-    def bare_batch(self, side: str, rows: Sequence[int]) -> Batch:
+    def batch_without_reference(self, split: str, rows: Sequence[int]) -> MicroBatch:
         """A batch without its reference: the module gives the logarithm of each answer token's likelihood."""
-        pairs = [self.sides[side][row] for row in rows]
-        batch = collate(pairs, shared=self.not_shared is None, multiple=self._multiple)
-        return batch if self.way is None else told_by(self.way, batch)
+        pairs = [self.splits[split][row] for row in rows]
+        micro_batch = collate_pairs(pairs, shared=self.sharing_blocker is None, multiple=self._row_multiple)
+        return micro_batch if self.layout is None else with_layout(self.layout, micro_batch)
 
-    def _with_reference(self, side: str, rows: Sequence[int]) -> Batch:
-        assert not rows or self.references, "the reference is measured before anything is learnt"
-        batch = self.bare_batch(side, rows)
-        known = [self.references[side][row] for row in rows]
-        reference = np.concatenate(known) if known else np.zeros(0, dtype=np.float32)
-        return Batch({**batch.inputs, "reference": torch.from_numpy(reference)}, batch.trained, batch.tokens)
+    def _batch_with_reference(self, split: str, rows: Sequence[int]) -> MicroBatch:
+        assert not rows or self.ref_logps, "the reference log-probs are computed before training"
+        micro_batch = self.batch_without_reference(split, rows)
+        row_logps = [self.ref_logps[split][row] for row in rows]
+        ref_logps = np.concatenate(row_logps) if row_logps else np.zeros(0, dtype=np.float32)
+        return MicroBatch(
+            {**micro_batch.inputs, "ref_logps": torch.from_numpy(ref_logps)},
+            micro_batch.trained_tokens,
+            micro_batch.tokens,
+        )
 
 
-def collate(pairs: Sequence[EncodedPair], shared: bool = True, multiple: int = 1) -> Batch:
+def collate_pairs(pairs: Sequence[TokenizedPair], shared: bool = True, multiple: int = 1) -> MicroBatch:
     """Lay pairs out in rows of equal length: one row a pair with its prompt once, or one row an answer.
 
     Padding stands to the right, where no real token can see it; the length is a multiple as asked for.
@@ -157,64 +193,172 @@ def collate(pairs: Sequence[EncodedPair], shared: bool = True, multiple: int = 1
         _row(pair.prompt, [answer]) for pair in pairs for answer in (pair.chosen, pair.rejected)
     ]  # fmt: skip
     length = max((len(tokens) for tokens, *_ in rows), default=2)
-    multiple = math.lcm(multiple, EVEN if shared else 1)
+    multiple = math.lcm(multiple, LENGTH_MULTIPLE if shared else 1)
     length = -(-length // multiple) * multiple
-    laid = np.zeros((3, max(1, len(rows)), length), dtype=np.int64)  # tokens, positions, branches
-    places: list[Array] = []
-    for number, (tokens, positions, branches, foretold) in enumerate(rows):
-        laid[:, number, : len(tokens)] = tokens, positions, branches
-        laid[1, number, len(tokens) :] = np.arange(length - len(tokens))
-        laid[2, number, len(tokens) :] = 3
-        places.append(number * length + foretold)
-    learnt = [answer.tokens[answer.trained] for pair in pairs for answer in (pair.chosen, pair.rejected)]
+    padded = np.zeros((3, max(1, len(rows)), length), dtype=np.int64)  # tokens, positions, branches
+    logit_positions: list[Array] = []
+    for number, (tokens, positions, segment_ids, row_logit_positions) in enumerate(rows):
+        padded[:, number, : len(tokens)] = tokens, positions, segment_ids
+        padded[1, number, len(tokens) :] = np.arange(length - len(tokens))
+        padded[2, number, len(tokens) :] = 3
+        logit_positions.append(number * length + row_logit_positions)
+    target_ids = [answer.input_ids[answer.loss_mask] for pair in pairs for answer in (pair.chosen, pair.rejected)]
     inputs = {
-        "tokens": laid[0],
-        "positions": laid[1],
-        "answers": np.stack([_joined(places), _joined(learnt)]),
-        "lengths": np.array([len(tokens) for tokens in learnt], dtype=np.int64),
-        **({"branches": laid[2]} if shared else {}),
+        "tokens": padded[0],
+        "positions": padded[1],
+        "positions_and_targets": np.stack([_concatenate(logit_positions), _concatenate(target_ids)]),
+        "answer_lengths": np.array([len(tokens) for tokens in target_ids], dtype=np.int64),
+        **({"segment_ids": padded[2]} if shared else {}),
     }
-    return Batch(
+    return MicroBatch(
         inputs={name: torch.from_numpy(value) for name, value in inputs.items()},
-        trained=len(pairs),
+        trained_tokens=len(pairs),
         tokens=sum(len(tokens) for tokens, *_ in rows),
     )
 
 
-def between_answers(inputs: dict[str, Tensor]) -> Spread | Paths | None:
+def layout_from_inputs(inputs: dict[str, Tensor]) -> UnsharedLayout | SharedPrefixLayout | None:
     """How attention without a mask is told of answers, where the batch says it."""
-    if "places" in inputs:
-        return Spread(*(inputs[name] for name in Spread._fields))
-    return Paths(inputs["keys"], inputs["starts"]) if "keys" in inputs else None
+    if "gather_index" in inputs:
+        return UnsharedLayout(*(inputs[name] for name in UnsharedLayout._fields))
+    return SharedPrefixLayout(inputs["kv_index"], inputs["cu_seqlens_qk"]) if "kv_index" in inputs else None
 
 
-def told_by(way: Callable[[Tensor], Spread | Paths], batch: Batch) -> Batch:
+def with_layout(
+    make_layout: Callable[[Tensor], UnsharedLayout | SharedPrefixLayout], micro_batch: MicroBatch
+) -> MicroBatch:
     """The same batch for attention that is told so, without a mask, who sees whom."""
     # paths leave nobody out: padding, which no answer sees, goes with the last one
-    laid = way(batch.inputs["branches"].clamp(max=2 if way is paths_of else 3))._asdict()
-    tensors = {name: each for name, each in laid.items() if isinstance(each, Tensor)}
-    return replace(batch, inputs={**batch.inputs, **tensors})
+    fields = make_layout(
+        micro_batch.inputs["segment_ids"].clamp(max=2 if make_layout is shared_prefix_layout else 3)
+    )._asdict()
+    tensors = {name: each for name, each in fields.items() if isinstance(each, Tensor)}
+    return replace(micro_batch, inputs={**micro_batch.inputs, **tensors})
 
 
 def _row(prompt: Array, answers: Sequence[Any]) -> tuple[Array, Array, Array, Array]:
     """Tokens, positions and branches of one row, and the places that foretell the answers' trained tokens."""
     start, parts = len(prompt), [prompt]
-    positions, branches, foretold = [np.arange(start)], [np.zeros(start, dtype=np.int64)], []
-    for branch, answer in enumerate(answers, 1):
+    positions, segment_ids, logit_positions = [np.arange(start)], [np.zeros(start, dtype=np.int64)], []
+    for segment, answer in enumerate(answers, 1):
         parts.append(answer.tokens)
         positions.append(len(prompt) + np.arange(len(answer)))
-        branches.append(np.full(len(answer), branch))
-        before = np.arange(start - 1, start - 1 + len(answer))
-        before[0] = len(prompt) - 1  # the first word of each answer is foretold by the last of the prompt
-        foretold.append(before[answer.trained])
+        segment_ids.append(np.full(len(answer), segment))
+        predicting = np.arange(start - 1, start - 1 + len(answer))
+        predicting[0] = len(prompt) - 1  # the first word of each answer is foretold by the last of the prompt
+        logit_positions.append(predicting[answer.trained])
         start += len(answer)
-    return tuple(np.concatenate(each) for each in (parts, positions, branches, foretold))  # type: ignore[return-value]
+    return tuple(np.concatenate(each) for each in (parts, positions, segment_ids, logit_positions))  # type: ignore[return-value]
 
 
-def _sums(values: Tensor, lengths: Tensor) -> Tensor:
+def _segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
     """Neighbours added up: [count] into [len(lengths)], the same way at every start, on every device."""
     return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
 
 
-def _joined(arrays: Sequence[Array]) -> Array:
+def _concatenate(arrays: Sequence[Array]) -> Array:
     return np.concatenate(arrays).astype(np.int64) if arrays else np.zeros(0, dtype=np.int64)
+
+
+REF_FILE, REF_MANIFEST = "reference.safetensors", "reference.json"
+
+
+REF_VERSION = 2
+"""Raised when what is kept changes, so that an old file is not taken for a new one."""
+
+
+def precompute_ref_log_probs(task: DpoTask, engine: Engine, folder: Path, model: str) -> str | None:
+    """Give the task its reference: from the folder where it is whole and of this model and data, else measured now.
+
+    `model` is the fingerprint of the weights before training, which the engine must still hold. Returns what a person
+    should know.
+    """
+    key = ref_fingerprint(task, engine, model)
+    problem = engine.world.on_rank0_broadcast(lambda: _cache_problem(folder, key))
+    if problem:
+        had_cache = engine.world.on_rank0_broadcast((folder / REF_MANIFEST).exists)
+        logps = compute_ref_logps(task, engine)
+        engine.world.on_rank0_broadcast(lambda: _write_ref_logps(folder, key, logps))
+    flat = load_file(folder / REF_FILE)
+    task.ref_logps = {split: _split_by_pair(flat[split], task, split) for split in task.splits}
+    return f"cached reference log-probs not used ({problem}); recomputed" if problem and had_cache else None
+
+
+def compute_ref_logps(task: DpoTask, engine: Engine) -> dict[str, Array]:
+    """The logarithm of each answer token's likelihood, for each side in one line: [count] float32."""
+    model: Any = task.module.model
+    adapters_off: AbstractContextManager[Any] = (
+        model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext()
+    )
+    with adapters_off:
+        return {split: _split_logps(task, engine, split) for split in task.splits}
+
+
+def _split_logps(task: DpoTask, engine: Engine, split: str) -> Array:
+    pairs, world = task.splits[split], engine.world
+    order = sorted(range(len(pairs)), key=lambda row: len(pairs[row]))  # like lengths together save padding
+    micro_batches = rank_micro_batches(order, world.rank, world.size, engine.eval_micro_batch_size)
+    flat_logps = np.zeros(sum(_token_counts(task, split)), dtype=np.float32)
+    pair_logps = _split_by_pair(flat_logps, task, split)  # views: what is written there stands in the line
+    outputs = engine.predict(task.batch_without_reference(split, rows) for rows in micro_batches)
+    for rows, batch_logps in zip(micro_batches, outputs, strict=True):
+        parts = np.split(batch_logps.numpy(), np.cumsum([len(pair_logps[row]) for row in rows])[:-1]) if rows else []
+        for row, part in zip(rows, parts, strict=True):
+            pair_logps[row][:] = part
+    all_logps: Array = world.all_reduce(torch.from_numpy(flat_logps)).numpy()
+    return all_logps
+
+
+def ref_fingerprint(task: DpoTask, engine: Engine, model: str) -> str:
+    """Changes with the model, the arithmetic, and every token: so with data, template, lengths and cuts."""
+    digest = xxhash.xxh3_128()
+    digest.update(repr((REF_VERSION, model, engine.precision.matmul_precision, task.sharing_blocker is None)).encode())
+    for split, pairs in task.splits.items():
+        digest.update(f"{split}:{len(pairs)}".encode())
+        for pair in pairs:
+            for answer in (pair.chosen, pair.rejected):
+                digest.update(repr((len(pair.prompt), len(answer))).encode())
+                digest.update(pair.prompt.tobytes() + answer.input_ids.tobytes() + answer.loss_mask.tobytes())
+    return digest.hexdigest()
+
+
+def _cache_problem(folder: Path, key: str) -> str | None:
+    """Why the kept reference cannot be taken; None where it can."""
+    try:
+        manifest = read_json(folder / REF_MANIFEST)
+        if manifest["fingerprint"] != key:
+            return "it is of another model, other data or other arithmetic"
+        return None if hash_file(folder / REF_FILE) == manifest["hash"] else f"{REF_FILE} is damaged"
+    except FileNotFoundError as error:
+        return f"there is no {Path(error.filename).name}"
+    except (OSError, StorageError, ValueError, KeyError, TypeError) as error:
+        return f"it cannot be read ({error})"
+
+
+def _write_ref_logps(folder: Path, key: str, logps: dict[str, Array]) -> None:
+    """Write the lines, then the facts that vouch for them."""
+    partial = folder / f".{REF_FILE}.partial"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / REF_MANIFEST).unlink(missing_ok=True)
+        save_file(logps, partial)
+        fsync_path(partial)
+        partial.replace(folder / REF_FILE)
+    except Exception as error:
+        partial.unlink(missing_ok=True)
+        if (isinstance(error, OSError) and is_storage_failure(error)) or "os error 28" in str(error):
+            raise StorageError(f"{folder / REF_FILE}: the reference could not be written ({error})") from None
+        raise
+    counts = {f"{split}_tokens": len(flat_logps) for split, flat_logps in logps.items()}
+    write_json(folder / REF_MANIFEST, {"fingerprint": key, "hash": hash_file(folder / REF_FILE), **counts})
+
+
+def _token_counts(task: DpoTask, split: str) -> list[int]:
+    """Trained tokens of each pair."""
+    return [int(pair.chosen.loss_mask.sum() + pair.rejected.loss_mask.sum()) for pair in task.splits[split]]
+
+
+def _split_by_pair(flat_logps: Array, task: DpoTask, split: str) -> list[Array]:
+    """One piece of the line for each pair."""
+    counts = _token_counts(task, split)
+    return np.split(flat_logps, np.cumsum(counts)[:-1]) if counts else []

@@ -1,37 +1,187 @@
-"""Losses as pure functions of tensors."""
+"""Losses: cross-entropy, token log-probabilities, preference losses, and the LM head fused with the loss."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from modelwright.recipe.training import Preference
+from modelwright.models.attention import compute_logits, lm_head_weight
+from modelwright.recipe.schema import PreferenceConfig
 
-IGNORED = -100
+
+def lm_head_loss(model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
+    """The loss summed over places. hidden: [places, width]; targets: [places] int64, the token that comes next."""
+    head = lm_head_weight(model)
+    if head is not None:
+        return fused_linear_cross_entropy(hidden, head, targets)
+    return summed_cross_entropy(compute_logits(model, hidden), targets)
+
+
+IGNORE_INDEX = -100
 """Stands where no token comes next."""
 
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy summed over rows. logits: [rows, words]; targets: [rows] int64, IGNORED for rows without one."""
-    return F.cross_entropy(logits.float(), targets, reduction="sum", ignore_index=IGNORED)
+    return F.cross_entropy(logits.float(), targets, reduction="sum", ignore_index=IGNORE_INDEX)
 
 
-def log_probabilities(logits: Tensor, targets: Tensor) -> Tensor:
+def selective_log_softmax(logits: Tensor, targets: Tensor) -> Tensor:
     """How likely each target is, as a logarithm: [rows] float32. logits: [rows, words]; targets: [rows] int64."""
     return -F.cross_entropy(logits.float(), targets, reduction="none")
 
 
-def preference_loss(ratios: Tensor, lengths: Tensor, wish: Preference) -> Tensor:
+def preference_loss(logratios: Tensor, answer_lengths: Tensor, settings: PreferenceConfig) -> Tensor:
     """The loss of each pair: [pairs].
 
     ratios: [pairs, 2], how much likelier than before the chosen and the rejected answer have become, as logarithms;
     lengths: [pairs, 2], tokens in them, by which IPO divides (its authors' published results do so too).
     """
-    if wish.loss_type == "ipo":
-        means = ratios / lengths.clamp(min=1)
-        return (means[:, 0] - means[:, 1] - 1 / (2 * wish.beta)) ** 2
-    margins = wish.beta * (ratios[:, 0] - ratios[:, 1])
-    if wish.loss_type == "hinge":
+    if settings.loss_type == "ipo":
+        mean_logratios = logratios / answer_lengths.clamp(min=1)
+        return (mean_logratios[:, 0] - mean_logratios[:, 1] - 1 / (2 * settings.beta)) ** 2
+    margins = settings.beta * (logratios[:, 0] - logratios[:, 1])
+    if settings.loss_type == "hinge":
         return F.relu(1 - margins)
-    smooth = wish.label_smoothing
+    smooth = settings.label_smoothing
     return -(1 - smooth) * F.logsigmoid(margins) - smooth * F.logsigmoid(-margins)
+
+
+LOSS_CHUNK = 4096
+"""Places whose logits stand in memory together: 0.4 GB in bf16 with 50,304 words, and as fast as all at once."""
+
+
+def fused_linear_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy summed over places.
+
+    hidden: [places, width]; head: [words, width]; targets: [places] int64.
+    """
+    device = hidden.device.type
+    compute_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    is_small = len(hidden) <= (LOSS_CHUNK if device == "cpu" else LOSS_CHUNK // 4)
+    # fp16 gradients must be scaled before they are rounded, which only the plain way does
+    if is_small or compute_dtype is torch.float16:
+        return summed_cross_entropy(F.linear(hidden, head), targets)
+    loss_sum: Tensor = _ChunkedCrossEntropy.apply(hidden.to(compute_dtype), head, targets)  # type: ignore[no-untyped-call]
+    return loss_sum
+
+
+def token_logps(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    """How likely each target is, as a logarithm: [places] float32.
+
+    hidden: [places, width]; head: [words, width]; targets: [places] int64.
+    """
+    device = hidden.device.type
+    compute_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    if compute_dtype is torch.float32 or device == "cpu":
+        return selective_log_softmax(F.linear(hidden, head), targets)
+    logps: Tensor = _TokenLogps.apply(hidden.to(compute_dtype), head, targets)  # type: ignore[no-untyped-call]
+    return logps
+
+
+class _TokenLogps(torch.autograd.Function):
+    """Keeps the logits once, in the type they are computed in: 0.8 GB in bf16 instead of 5 with fp32 beside them."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+        logits = hidden @ head.to(hidden.dtype).T
+        logps, total = _compiled_on_gpu(logits.is_cuda, _target_logps)(logits, targets)
+        ctx.save_for_backward(hidden, head, targets, logits, total)
+        return logps  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        hidden, head, targets, logits, total = ctx.saved_tensors
+        gradient = _compiled_on_gpu(logits.is_cuda, _target_logps_backward)(logits, total, targets, grad_output)
+        needs_hidden, needs_head = ctx.needs_input_grad[:2]
+        return (
+            gradient @ head.to(hidden.dtype) if needs_hidden else None,
+            (gradient.T @ hidden).to(head.dtype) if needs_head else None,
+            None,
+        )
+
+
+def _target_logps(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Logarithms of the targets' likelihoods, and of the sums over all words: [places], [places] float32."""
+    total = torch.logsumexp(logits.float(), dim=-1)
+    return logits.gather(1, targets[:, None])[:, 0].float() - total, total
+
+
+def _target_logps_backward(logits: Tensor, total: Tensor, targets: Tensor, grad_output: Tensor) -> Tensor:
+    """The gradient by the logits, in their type."""
+    is_target = torch.arange(logits.shape[1], device=logits.device)[None, :] == targets[:, None]
+    probabilities = (logits.float() - total[:, None]).exp()
+    return ((is_target.float() - probabilities) * grad_output[:, None]).to(logits.dtype)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Takes the gradients in the forward pass, a few thousand places at a time, so that no logits are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+        needs_hidden, needs_head = ctx.needs_input_grad[:2]
+        weight = head.to(hidden.dtype)
+        loss_sum = hidden.new_zeros((), dtype=torch.float32)
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_head: Tensor | None = None
+        for start in range(0, len(hidden), LOSS_CHUNK):
+            chunk = hidden[start : start + LOSS_CHUNK]
+            loss_with_grad = _compiled_on_gpu(chunk.is_cuda, _cross_entropy_with_grad)
+            loss, gradient = loss_with_grad(chunk @ weight.T, targets[start : start + LOSS_CHUNK])
+            loss_sum += loss
+            if grad_hidden is not None:
+                torch.mm(gradient, weight, out=grad_hidden[start : start + LOSS_CHUNK])
+            if needs_head:
+                chunk_grad = gradient.T @ chunk
+                # one part is all there is: nothing to add it to; several are added up in fp32
+                grad_head = (
+                    chunk_grad
+                    if len(chunk) == len(hidden)
+                    else chunk_grad.float()
+                    if grad_head is None
+                    else grad_head.add_(chunk_grad)
+                )
+        ctx.save_for_backward(grad_hidden, grad_head)
+        ctx.head_type = head.dtype
+        return loss_sum
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        grad_hidden, grad_head = ctx.saved_tensors
+        scale = _compiled_on_gpu(grad_output.is_cuda, _scale_grad)
+        return (
+            None if grad_hidden is None else scale(grad_hidden, grad_output, grad_hidden.dtype),
+            None if grad_head is None else scale(grad_head, grad_output, ctx.head_type),
+            None,
+        )
+
+
+def _cross_entropy_with_grad(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The summed loss and its gradient by the logits, in their type."""
+    exact = logits.float()
+    total = torch.logsumexp(exact, dim=-1, keepdim=True)
+    counts = (targets != IGNORE_INDEX).float()[:, None]
+    loss_sum = ((total - exact.gather(1, targets.clamp(min=0)[:, None])) * counts).sum()
+    is_target = torch.arange(logits.shape[1], device=logits.device)[None, :] == targets[:, None]
+    return loss_sum, (((exact - total).exp() - is_target.float()) * counts).to(logits.dtype)
+
+
+def _scale_grad(gradient: Tensor, grad_output: Tensor, dtype: torch.dtype) -> Tensor:
+    """A gradient times what comes from above, in fp32, in its own type again."""
+    return (gradient.float() * grad_output).to(dtype)
+
+
+_COMPILED: dict[Any, Any] = {}
+
+
+def _compiled_on_gpu(gpu: bool, function: Any) -> Any:
+    """One kernel over the logits on a GPU: 0.4 GB read twice and written once, instead of eight passes in fp32."""
+    if gpu and function not in _COMPILED:
+        _COMPILED[function] = torch.compile(function)
+    return _COMPILED[function] if gpu else function

@@ -1,0 +1,352 @@
+"""Commands on a run and its model: ask, compare, gate, eval, chat, serve, report, board, export."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from modelwright.recipe.sections import EvaluateConfig
+    from modelwright.report.dashboard import AskFn
+    from modelwright.runs.folder import RunFolder
+    from modelwright.stages.compare import RunModels
+
+
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or its name under runs/.")]
+
+
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verbs to the command."""
+    for function in (ask, compare, gate):
+        app.command(function.__name__)(function)
+    register_eval(app)
+
+
+def ask(
+    run: RunArgument,
+    question: Annotated[str, typer.Argument(help="The question.")],
+    base: Annotated[bool, typer.Option("--base", help="Ask the model as it was before training.")] = False,
+    both: Annotated[bool, typer.Option("--both", help="Ask before and after, one below the other.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Ask the model of a run, with the prompt it was trained with; the answer is streamed."""
+    import json
+
+    from modelwright.errors import UsageError
+    from modelwright.report.formatting import strip_control_chars
+    from modelwright.runs.caches import prepare_environment
+    from modelwright.runs.folder import open_run
+
+    if not question.strip():
+        raise UsageError("the question is empty; put it in quotes after the run")
+    folder = open_run(run)
+    prepare_environment()
+    from modelwright.stages.compare import RunModels
+
+    asker = RunModels(folder)
+    names = ["before", "after"] if both else ["before"] if base else ["after"]
+    answers: dict[str, str] = dict.fromkeys(names, "")
+    for name in names:
+        reply = asker.generator(name).stream(asker.messages(question))
+        if both and not as_json:
+            print(f"{name}: ", end="")
+        for piece in reply:
+            answers[name] += piece
+            if not as_json:
+                print(strip_control_chars(piece), end="", flush=True)
+        if not as_json:
+            print("\n" if both else "")
+    if as_json:
+        print(json.dumps({"question": question, **answers}, ensure_ascii=False))
+
+
+def compare(
+    run: RunArgument,
+    other: Annotated[str | None, typer.Argument(metavar="[OTHER]", help="A second run to compare with.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the answers before and after training; with a second run, compare two runs."""
+    import json
+
+    from modelwright.errors import UsageError
+    from modelwright.report.console import format_event
+    from modelwright.runs.folder import open_run, read_json
+
+    if other is not None:
+        _compare_runs(run, other, as_json)
+        return
+    path = open_run(run).demo_outputs / "before_after.json"
+    if not path.exists():
+        raise UsageError(f"{run} has no before and after yet; finish it with: modelwright run")
+    before_after = read_json(path)
+    if as_json:
+        print(json.dumps({key: before_after[key] for key in ("metrics", "answers", "notice")}, ensure_ascii=False))
+        return
+    print(format_event({"event": "answers", **before_after}))
+
+
+def _compare_runs(run: str, other: str, as_json: bool) -> None:
+    import json
+
+    from modelwright.report.history import read_history
+    from modelwright.report.view import compare_runs, comparison_lines, load_run_view
+    from modelwright.runs.folder import open_run
+
+    folders = open_run(run), open_run(other)
+    comparison = compare_runs(*(load_run_view(folder, read_history(folder)) for folder in folders))
+    print(json.dumps(comparison.as_json(), ensure_ascii=False) if as_json else "\n".join(comparison_lines(comparison)))
+
+
+def gate(
+    run: RunArgument,
+    stage: Annotated[str | None, typer.Argument(help="One stage; default: every stage that was evaluated.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Re-evaluate the gates with the recipe's current thresholds, without training."""
+    import json
+
+    from modelwright.errors import GateClosed
+    from modelwright.stages.gate import rejudge_run
+
+    verdicts = rejudge_run(run, stage)
+    if as_json:
+        print(json.dumps({verdict.stage: verdict.as_json() for verdict in verdicts}, ensure_ascii=False))
+    else:
+        for verdict in verdicts:
+            print(verdict.message)
+    if not all(verdict.open for verdict in verdicts):
+        raise typer.Exit(GateClosed.exit_code)
+
+
+ChatRunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or its name under runs/.")]
+
+
+def register_chat(app: typer.Typer) -> None:
+    """Add the verbs to the command."""
+    for function in (chat, serve):
+        app.command(function.__name__)(function)
+
+
+def chat(
+    run: ChatRunArgument,
+    base: Annotated[bool, typer.Option("--base", help="Chat with the model as it was before training.")] = False,
+) -> None:
+    """Chat with the model of a run; an empty line or /quit ends it, /new starts a new conversation."""
+    import sys
+
+    from modelwright.errors import UsageError
+    from modelwright.report.formatting import strip_control_chars
+    from modelwright.runs.caches import prepare_environment
+    from modelwright.runs.folder import open_run
+
+    folder = open_run(run)
+    prepare_environment()
+    from modelwright.stages.compare import RunModels
+
+    asker = RunModels(folder)
+    answerer = asker.generator("before" if base else "after")
+    messages = asker.messages("")[:-1]
+    while True:
+        print("> ", end="", flush=True)
+        line = sys.stdin.readline().strip()
+        if line in ("", "/quit"):
+            print()
+            return
+        if line == "/new":
+            messages = asker.messages("")[:-1]
+            continue
+        conversation = [*messages, {"role": "user", "content": line}]
+        try:
+            reply = answerer.stream(conversation)
+        except UsageError as error:
+            print(f"{error}, or start a new conversation with /new")
+            continue
+        answer = ""
+        for piece in reply:
+            answer += piece
+            print(strip_control_chars(piece), end="", flush=True)
+        print("" if reply.finish_reason == "stop" else " …")
+        messages = [*conversation, {"role": "assistant", "content": answer}]
+
+
+def serve(
+    run: ChatRunArgument,
+    base: Annotated[bool, typer.Option("--base", help="Serve the model as it was before training.")] = False,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="Port to listen on; 0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option("--key", help="The key clients must send; default: a random one.")
+    ] = None,
+) -> None:
+    """Serve the model of a run to OpenAI-style clients. For production, give its folder to vLLM."""
+    from modelwright.report.http_guard import listen
+    from modelwright.runs.caches import prepare_environment
+    from modelwright.runs.folder import open_run
+
+    folder = open_run(run)
+    prepare_environment()
+    with listen(host, port) as listener:  # first: a port that is taken is told before a model is loaded
+        from modelwright.serve.openai_server import ServedModel, application
+        from modelwright.stages.compare import RunModels
+
+        asker = RunModels(folder)
+        served = ServedModel(
+            asker.recipe.name, asker.generator("before" if base else "after"), asker.system_prompt, api_key
+        )
+        banner = f"base_url  {listener.url}/v1\napi_key   {served.api_key}\nmodel     {served.name}"
+        listener.serve(application(served, listener.hosts), banner)
+
+
+StringList = list[str] | None
+
+
+def register_eval(app: typer.Typer) -> None:
+    """Add the verb to the command."""
+    app.command("eval")(evaluate)
+
+
+def evaluate(
+    target: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run folder or name, or any model.")],
+    text: Annotated[str | None, typer.Option("--text", help="Raw text: loss, perplexity, bits per byte.")] = None,
+    multiple_choice: Annotated[
+        str | None, typer.Option("--multiple-choice", help="Questions with options: accuracy by log-likelihood.")
+    ] = None,
+    prompts: Annotated[StringList, typer.Option("--prompt", help="Prompt to complete; repeatable.")] = None,
+    tasks: Annotated[StringList, typer.Option("--task", help="A task of lm-eval; repeatable.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Evaluate every model of a run in the same way, or one model alone."""
+    import json
+
+    from modelwright.recipe.sections import EvaluateConfig
+    from modelwright.report.console import format_event
+    from modelwright.runs.caches import prepare_environment
+
+    prepare_environment()
+    config = EvaluateConfig(
+        perplexity_text=text, multiple_choice=multiple_choice, completion_prompts=prompts or [], tasks=tasks or []
+    )
+    results = _measure(target, config)
+    if as_json:
+        print(json.dumps(results, ensure_ascii=False))
+        return
+    for name, result in results.items():
+        print(format_event({"event": "evaluate_result", "model": name, **result}))
+    if len(results) > 1:
+        models = {name: result["metrics"] for name, result in results.items()}
+        print("\n" + (format_event({"event": "evaluate_table", "models": models}) or ""))
+
+
+def _measure(target: str, config: EvaluateConfig) -> dict[str, Any]:
+    """The measurements by model: every stage of a run, or the one model that is named."""
+    from modelwright.errors import UsageError
+    from modelwright.runs.folder import open_run
+
+    try:
+        run = open_run(target)
+    except UsageError:
+        run = None
+    from modelwright.stages import evaluate as stage
+
+    if run is None:
+        return {target: stage.evaluate_folder(target, config)}
+    return stage.evaluate_run(run, config)
+
+
+ReportRunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or its name under runs/.")]
+
+
+ReportJsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+
+
+def register_report(app: typer.Typer) -> None:
+    """Add the verbs to the command."""
+    app.command("report")(report)
+    app.command("board")(board)
+
+
+def report(run: ReportRunArgument, as_json: ReportJsonOption = False) -> None:
+    """Regenerate a run's report.html, one self-contained page."""
+    import json
+
+    from modelwright.report import html
+    from modelwright.runs.folder import open_run
+
+    folder = open_run(run)
+    folder.reject_outside_symlinks()
+    path = html.write_report(folder)
+    print(json.dumps({"report": str(path), "bytes": path.stat().st_size}) if as_json else path)
+
+
+def board(
+    runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help="Runs; default: all in runs/.")] = None,
+    port: Annotated[int, typer.Option("--port", help="Port on 127.0.0.1; 0 takes a free one.")] = 0,
+) -> None:
+    """Show runs live in a browser on this machine: curves as they grow, two runs compared, a question box."""
+    from pathlib import Path
+
+    from modelwright.report.dashboard import Dashboard, RunIndex
+    from modelwright.report.http_guard import listen
+    from modelwright.runs.caches import prepare_environment
+    from modelwright.runs.folder import open_run
+
+    selected = tuple(open_run(run) for run in runs or ())
+    with listen("127.0.0.1", port) as listener:
+        prepare_environment()
+        dashboard = Dashboard(RunIndex(selected, Path("runs"), {}), make_ask_handler())
+        listener.serve(dashboard.application(listener.hosts), f"{listener.url}/{dashboard.token}/")
+
+
+def make_ask_handler() -> AskFn:
+    """Answers with the models of the run that was asked last; they are loaded at the first question."""
+    loaded: dict[str, RunModels] = {}
+
+    def handle_question(folder: RunFolder, question: str) -> Iterator[tuple[str, str]]:
+        from modelwright.stages.compare import RunModels
+
+        name = str(folder.path)
+        if name not in loaded:
+            asker = RunModels(folder)
+            loaded.clear()
+            loaded[name] = asker
+        return loaded[name].stream_both(question)
+
+    return handle_question
+
+
+def register_export(app: typer.Typer) -> None:
+    """Add the verb to the command."""
+    app.command("export")(export)
+
+
+def export(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or its name under runs/.")],
+    export_format: Annotated[
+        str, typer.Option("--format", help="hf, merged (an adapter), gguf, or pth (images).")
+    ] = "hf",
+    outtype: Annotated[str, typer.Option("--kind", help="For gguf: f16 or q8_0.")] = "f16",
+    output: Annotated[str | None, typer.Option("--to", help="The folder; default: RUN/exports/FORMAT.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Export a run's model with its model card and SHA-256 sums."""
+    import json
+
+    from modelwright.runs.caches import prepare_environment
+    from modelwright.stages import export as stage
+
+    request = stage.check_export(run, export_format, outtype, output)
+    prepare_environment()
+    exported = stage.export(request)
+    if as_json:
+        print(json.dumps(stage.as_json(exported)))
+        return
+    for name, digest in exported.files.items():
+        print(f"{digest[:16]}  {name}")
+    if exported.logit_comparison:
+        print(stage.describe_logit_comparison(exported.logit_comparison, outtype))
+    print(exported.path)

@@ -1,0 +1,316 @@
+"""Commands on recipes, which train nothing: recipes, check, explain, schema, convert."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from modelwright.errors import Problem, RecipeError, UsageError, redact_secrets
+
+if TYPE_CHECKING:
+    from modelwright.recipe.explain import Explanation, SettingValue
+    from modelwright.recipe.load import LoadedRecipe
+
+
+RecipeArgument = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a built-in recipe.")
+]
+
+
+SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set KEY=VALUE; repeatable.")]
+
+
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+
+
+MAX_VALUE_WIDTH = 44
+"""Characters of a value in a table; --json has all of it."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add these verbs to the command."""
+    app.command("recipes")(recipes)
+    app.command("check")(check)
+    app.command("explain")(explain)
+    app.command("schema")(schema)
+
+
+def recipes(as_json: JsonOption = False) -> None:
+    """List the built-in recipes, one line each."""
+    from modelwright.recipe.load import builtin_recipes, load
+
+    entries = []
+    for name, path in builtin_recipes().items():
+        try:
+            description, problem = load(path, environ={}).recipe.description, None
+        except RecipeError as error:
+            description, problem = "cannot be read; run modelwright check for the reason", str(error.problems[0])
+        entries.append({"name": name, "description": description, "path": str(path), "problem": problem})
+    if as_json:
+        _print_json({"recipes": entries})
+        return
+    width = max((len(str(entry["name"])) for entry in entries), default=0)
+    for entry in entries:
+        typer.echo(f"{entry['name']!s:<{width}}  {entry['description']}")
+
+
+def check(recipe: RecipeArgument, overrides: SetOption = None, as_json: JsonOption = False) -> None:
+    """Report every problem of a recipe and its data, by line."""
+    from modelwright.recipe.load import load
+
+    try:
+        loaded = load(recipe, overrides or ())
+        problems = [*data_problems(loaded), *_missing_paths(loaded)]
+        if problems:
+            raise RecipeError(problems)
+    except RecipeError as error:
+        if not as_json:
+            raise
+        _print_json({"ok": False, "problems": [_problem_fields(problem) for problem in error.problems]})
+        raise typer.Exit(error.exit_code) from None
+    print_notes(loaded)
+    if as_json:
+        _print_json({"ok": True, **_summary(loaded), "notes": list(loaded.notes), "problems": []})
+        return
+    summary = _summary(loaded)
+    gates = f", gates on {', '.join(summary['gates'])}" if summary["gates"] else ", no gates"
+    stages = " → ".join(summary["stages"])
+    typer.echo(
+        _strip_control_chars(f"ok  {summary['name']}: {summary['model']} on {summary['data']}, stages {stages}{gates}")
+    )
+
+
+def explain(
+    recipe: RecipeArgument,
+    key: Annotated[str | None, typer.Argument(metavar="[KEY]", help="One setting or section, in detail.")] = None,
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show every setting: value, origin and meaning."""
+    from modelwright.recipe.explain import explain_setting, is_section, list_settings, resolve_key
+    from modelwright.recipe.load import load
+
+    full_key = resolve_key(key) if key else ""
+    loaded = load(recipe, overrides or ())
+    print_notes(loaded)
+    if full_key and not is_section(full_key):
+        details = explain_setting(loaded, full_key)
+        _print_json(_explanation_fields(details)) if as_json else _print_explanation(details)
+        return
+    settings = list_settings(loaded, full_key)
+    if not settings:
+        raise UsageError(f"{full_key} is not in this recipe; modelwright explain {recipe} shows what is")
+    _print_json({"settings": [_setting_fields(row) for row in settings]}) if as_json else _print_settings(settings)
+
+
+def schema() -> None:
+    """Print the JSON Schema of recipes, for editors and agents."""
+    from modelwright.recipe.explain import json_schema
+
+    _print_json(json_schema())
+
+
+def data_problems(loaded: LoadedRecipe) -> list[Problem]:
+    """Everything wrong with the data a recipe names; a hub data set is not fetched for a check."""
+    from modelwright.data import chat, preferences, shards, sources
+    from modelwright.errors import DataError
+    from modelwright.recipe.load import add_recipe_location
+
+    problems: dict[tuple[str, str], Problem] = {}
+    for stage, section in loaded.recipe.stages.items():
+        data = loaded.recipe.data_for(stage)
+        key = f"{stage}.data" if section.data else "data"
+        key = f"{key}.dataset_name" if data.dataset_name else f"{key}.train_file"
+        read = {
+            "sft": chat.load_conversations,
+            "lora": chat.load_conversations,
+            "dpo": preferences.load_preferences,
+        }.get(stage)
+        if stage == "pretrain" and loaded.recipe.prepare is None:
+            read = shards.check_raw_text
+        if read is None or sources.is_hub_name(data.source, loaded.path.parent):
+            continue
+        try:
+            read(data, loaded.recipe.seed, loaded.path.parent)
+        except DataError as error:
+            located = add_recipe_location(error.problems, loaded, stage)
+            problems |= {(each.where, each.message): each for each in located}
+        except UsageError as error:
+            if data.validation_file and repr(data.validation_file) in str(error):
+                key = f"{key.rpartition('.')[0]}.validation_file"
+            problem = Problem(loaded.origins[key].location, str(error))
+            problems[problem.where, problem.message] = problem
+    return list(problems.values())
+
+
+def _missing_paths(loaded: LoadedRecipe) -> list[Problem]:
+    """Models and unread data that a recipe names by a path that leads nowhere; what is on the hub is not looked for."""
+    recipe = loaded.recipe
+    paths = {"model.model_name_or_path": recipe.model.model_name_or_path}
+    for stage, section in recipe.stages.items():
+        if stage == "classify" or (stage == "pretrain" and recipe.prepare is not None):
+            data, key = recipe.data_for(stage), f"{stage}.data" if section.data else "data"
+            paths |= {f"{key}.dataset_name": data.dataset_name, f"{key}.train_file": data.train_file}
+    return [
+        Problem(loaded.origins[key].location, f"{key}: there is no file or folder {name!r}")
+        for key, name in paths.items()
+        if name and key in loaded.origins and str(name).startswith((".", "/", "~"))
+        if not any((folder / Path(name).expanduser()).exists() for folder in (Path(), loaded.path.parent))
+    ]
+
+
+def print_notes(loaded: LoadedRecipe) -> None:
+    for note in loaded.notes:
+        print(_strip_control_chars(note), file=sys.stderr)
+
+
+def _strip_control_chars(text: str) -> str:
+    """A recipe may come from others, and may hold what a terminal acts upon."""
+    from modelwright.report.formatting import strip_control_chars
+
+    return strip_control_chars(text)
+
+
+def _summary(loaded: LoadedRecipe) -> dict[str, Any]:
+    recipe = loaded.recipe
+    return {
+        "name": recipe.name,
+        "model": recipe.model.display_name,
+        "data": ", ".join(dict.fromkeys(recipe.data_for(stage).source for stage in recipe.stages)),
+        "stages": list(recipe.stages),
+        "gates": [metric for metrics in recipe.gates.values() for metric in metrics],
+        "run_dir": recipe.run_dir,
+        "path": str(loaded.path),
+    }
+
+
+def _problem_fields(problem: Problem) -> dict[str, Any]:
+    """A problem for machines; one that is not about a setting has a place and a message only."""
+    origin = getattr(problem, "origin", None)
+    return {
+        "where": problem.where,
+        "file": origin.name if origin is not None and origin.kind in ("recipe", "base") else None,
+        "line": origin.line if origin is not None else None,
+        "key": getattr(problem, "key", "") or None,
+        "message": problem.message,
+    }
+
+
+def _setting_fields(row: SettingValue) -> dict[str, Any]:
+    return {
+        "key": row.key,
+        "value": row.value,
+        "set_by": str(row.origin),
+        "line": row.origin.line,
+        "meaning": row.description,
+    }
+
+
+def _explanation_fields(details: Explanation) -> dict[str, Any]:
+    return {
+        **_setting_fields(details.setting),
+        "expected": details.expected,
+        "default": details.default,
+        "required": details.required,
+        "choices": list(details.choices),
+        "aliases": list(details.aliases),
+    }
+
+
+def _print_settings(settings: tuple[SettingValue, ...]) -> None:
+    cells = [
+        (_strip_control_chars(row.key), _format_value(row.value), str(row.origin), row.description) for row in settings
+    ]
+    if not sys.stdout.isatty():  # a pipe has no width: one line for each setting, so that grep and awk work
+        widths = [max(len(row[column]) for row in cells) for column in range(3)]
+        for row in cells:
+            typer.echo("  ".join([*(text.ljust(width) for text, width in zip(row, widths, strict=False)), row[3]]))
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("setting", "value", "set by", "meaning", box=box.SIMPLE_HEAD, pad_edge=False)
+    for row in cells:
+        table.add_row(*map(Text, row))
+    Console().print(table)
+
+
+def _print_explanation(details: Explanation) -> None:
+    lines = {
+        "value": json.dumps(details.setting.value, ensure_ascii=False),
+        "set by": str(details.setting.origin),
+        "expected": details.expected,
+        "default": "none; required" if details.required else json.dumps(details.default, ensure_ascii=False),
+        "also called": ", ".join(details.aliases),
+    }
+    typer.echo(f"{details.setting.key}\n  {details.setting.description}\n")
+    for title, text in lines.items():
+        if text:
+            typer.echo(_strip_control_chars(f"  {title:<11} {text}"))
+
+
+def _format_value(value: Any) -> str:
+    text = value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
+    first = _strip_control_chars(text.splitlines()[0])
+    return first if len(first) <= MAX_VALUE_WIDTH and first == text else f"{first[: MAX_VALUE_WIDTH - 1]}…"
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def register_convert(app: typer.Typer) -> None:
+    """Add the verb to the command."""
+    app.command("convert")(convert)
+
+
+def convert(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML file of TRL or axolotl.")],
+    tool: Annotated[str | None, typer.Option("--from", help="trl or axolotl; default: detected from its keys.")] = None,
+    stage: Annotated[
+        str | None, typer.Option("--stage", help="sft, dpo or pretrain; default: detected from its keys.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Recipe file to write, which also names the recipe; default: stdout."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Convert a TRL or axolotl configuration to a recipe; lists settings without an equivalent."""
+    from modelwright.recipe.convert import convert_config
+
+    if not file.is_file():
+        raise UsageError(f"{file}: there is no such file")
+    if output is not None and output.exists():
+        kind = "folder" if output.is_dir() else "file"
+        raise UsageError(f"{output}: there is such a {kind} already; name another file with -o")
+    name = re.sub(r"\.ya?ml$", "", output.name) if output is not None else None
+    converted = convert_config(file, tool, stage, name)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(redact_secrets(converted.text), encoding="utf-8")
+    if as_json:
+        typer.echo(redact_secrets(json.dumps(conversion_json(converted), indent=2, ensure_ascii=False)))
+        return
+    if output is None:
+        typer.echo(redact_secrets(converted.text), nl=False)
+    titles = {"unsupported": "was not converted", "approximated": "was approximated"}
+    for entry in converted.unconverted:
+        if entry.kind in titles:
+            location = f"{file}:{entry.line}" if entry.line else str(file)
+            what = f"{entry.key}: {entry.display}" if entry.display else entry.key
+            print(redact_secrets(f"{location}: {what} {titles[entry.kind]}; {entry.advice}"), file=sys.stderr)
+    where = f"{output}: " if output is not None else ""
+    print(
+        f"{where}{converted.stage} of {converted.recipe.model.display_name}; {len(converted.converted)} settings converted",
+        file=sys.stderr,
+    )
+    if output is not None:
+        print(f"next:\n  modelwright check {output}\n  modelwright plan {output} --on 1xH100", file=sys.stderr)

@@ -1,0 +1,1 @@
+"""OpenShift: manifests of a job, their checks, the client and a simulator of the operators."""

@@ -1,0 +1,253 @@
+"""Download one file with resume and checksum, or a dataset from the Hugging Face hub with retries."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import http.client
+import os
+import ssl
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from modelwright import __version__
+from modelwright.errors import DataError, Problem, StorageError, UsageError, first_line, is_storage_failure
+
+CHUNK_BYTES = 1 << 20
+
+
+TIMEOUT_SECONDS = 30.0
+
+
+RETRY_DELAYS = (1.0, 3.0, 10.0, 30.0)
+"""Seconds between the tries; one try more than there are pauses."""
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file on the network that cannot change without being noticed."""
+
+    url: str
+    """Where its publisher keeps it."""
+    size: int
+    """Bytes in it."""
+    sha256: str
+    """Its checksum."""
+    filename: str | None = None
+    """Its name in the folder; without it, its own."""
+    token: str | None = field(default=None, repr=False)
+    """What its publisher, and nobody he sends us on to, is shown."""
+
+    @property
+    def name(self) -> str:
+        """The last part of the address."""
+        return self.url.rsplit("/", 1)[-1]
+
+    @property
+    def manual_hint(self) -> str:
+        """What a person can do who cannot reach it."""
+        return f"put {self.name} beside the recipe" if self.filename is None else "download it, and name it train_file"
+
+
+class DownloadDenied(DataError):
+    """The publisher does not give it to us, or its certificate is not trusted here; another client may do better."""
+
+
+class _TransferError(Exception):
+    """One try came to nothing; another may do better."""
+
+
+def download(file: RemoteFile, folder: Path, retry_delays: tuple[float, ...] = RETRY_DELAYS) -> Path:
+    """The file in that folder, brought there now if it is not there yet; what a broken try left is gone on with."""
+    target = folder / (file.filename or file.name)
+    if target.exists():
+        return target
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.partial")
+        with partial.open("ab") as opened:
+            with suppress(OSError):  # a file system without locks: two at once are found by the checksum
+                fcntl.flock(opened, fcntl.LOCK_EX)
+            if target.exists():  # another process brought it while this one waited
+                partial.unlink(missing_ok=True)
+                return target
+            _download_with_retries(file, opened, partial, retry_delays)
+            os.fsync(opened.fileno())
+            partial.replace(target)
+    except OSError as error:
+        if is_storage_failure(error):
+            raise StorageError(f"{folder}: {file.name} could not be written ({error.strerror})") from None
+        raise
+    return target
+
+
+def sha256_file(path: Path) -> str:
+    """The checksum of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _download_with_retries(file: RemoteFile, opened: BinaryIO, partial: Path, retry_delays: tuple[float, ...]) -> None:
+    """Try until it is whole; a try that came further than all before it is not counted against it."""
+    reasons: list[str] = []
+    max_received, remaining_delays = opened.seek(0, 2), list(retry_delays)
+    while True:
+        try:
+            _resume_transfer(file, opened)
+            digest = sha256_file(partial)
+            if digest == file.sha256:
+                return
+            opened.truncate(0)  # nothing of it can be trusted
+            raise _TransferError(f"its sha256 is {digest[:12]}…, not {file.sha256[:12]}…")
+        except _TransferError as error:
+            reasons.append(str(error))
+        received = opened.seek(0, 2)
+        if received > max_received:
+            max_received, remaining_delays = received, list(retry_delays)
+        elif remaining_delays:
+            time.sleep(remaining_delays.pop(0))
+        else:
+            break
+    attempts = f"{len(reasons)} tries" if len(reasons) > 1 else "one try"
+    message = f"{file.name} did not arrive in {attempts} (last: {reasons[-1]})"
+    hint = f"the same command resumes where this one ended, or {file.manual_hint}"
+    raise DataError([Problem(file.url, f"{message}; {hint}")])
+
+
+def _resume_transfer(file: RemoteFile, opened: BinaryIO) -> None:
+    """Ask for what is still missing and append it; raises _Broken when the end was not reached."""
+    start = opened.seek(0, 2)
+    if start > file.size:
+        start = opened.truncate(0)
+    if start == file.size:
+        return
+    headers = {"User-Agent": f"modelwright/{__version__}", **({"Range": f"bytes={start}-"} if start else {})}
+    request = urllib.request.Request(file.url, headers=headers)
+    if file.token:
+        request.add_unredirected_header("Authorization", f"Bearer {file.token}")
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
+            if response.status != 206 or not str(response.headers.get("Content-Range")).startswith(f"bytes {start}-"):
+                start = opened.truncate(0)  # the server sends the whole file again, whatever was asked
+            while chunk := response.read(CHUNK_BYTES):
+                start += opened.write(chunk)
+                if start > file.size:
+                    opened.truncate(0)
+                    raise _TransferError(f"more than its {file.size:,} bytes were sent")
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code == 416:
+            opened.truncate(0)
+        if error.code < 500 and error.code not in (408, 416, 425, 429):
+            message = f"the server answers {error.code} {error.reason}; {file.manual_hint}"
+            raise DownloadDenied([Problem(file.url, message)]) from None
+        raise _TransferError(f"the server answers {error.code} {error.reason}") from None
+    except (http.client.HTTPException, OSError) as error:
+        if isinstance(error, OSError) and is_storage_failure(error):
+            raise
+        reason = getattr(error, "reason", None) or error
+        if isinstance(reason, ssl.SSLCertVerificationError):
+            raise DownloadDenied([Problem(file.url, f"{reason.verify_message}; {file.manual_hint}")]) from None
+        raise _TransferError(str(reason) or type(error).__name__) from None
+    finally:
+        opened.flush()
+    if start < file.size:
+        raise _TransferError(f"the connection ended after {start:,} of {file.size:,} bytes")
+
+
+RETRYABLE_STATUS = (408, 425, 429)
+"""Answers below 500 after which another try may do better."""
+
+
+RETRYABLE_ERRORS = ("ReadError", "ReadTimeout", "RemoteProtocolError")
+"""How the hub's client calls a connection that stood and then broke."""
+
+
+RESUMABLE_MIN_BYTES = 10_000_000
+"""Bytes from which a file is worth going on with after a kill; the hub's own client begins anew in every process."""
+
+
+PARALLEL_DOWNLOADS = 4
+"""Large files brought at a time."""
+
+
+def load_hub_dataset(name: str, config: str | None, split: str, retry_delays: tuple[float, ...] = RETRY_DELAYS) -> Any:
+    """The rows of a split, as the datasets library keeps them."""
+    from datasets import load_dataset_builder
+
+    reasons: list[str] = []
+    for delay in (*retry_delays, None):
+        try:
+            builder = load_dataset_builder(name, config)
+            with suppress(DownloadDenied):  # the client has ways of its own, and a letter where they fail
+                _prefetch_large_files(builder, retry_delays)
+            builder.download_and_prepare()
+            return builder.as_dataset(split=split)
+        except (DataError, StorageError):
+            raise
+        except Exception as error:  # the hub client raises many kinds; each becomes one letter
+            reason = first_line(error)
+            if not any(map(_is_retryable, _exception_chain(error))):
+                raise UsageError(
+                    f"data: {name!r} is no local file or folder, and the hub gave no data set of that name ({reason}); "
+                    "check the name, dataset_config_name and dataset_split, the network, and HF_TOKEN for a gated set"
+                ) from None
+            reasons.append(reason)
+        if delay is not None:
+            time.sleep(delay)
+    attempts = f"{len(reasons)} tries" if len(reasons) > 1 else "one try"
+    message = f"the data set did not arrive in {attempts} (last: {reasons[-1]}); the same command resumes where this one ended"
+    raise DataError([Problem(name, message)])
+
+
+def _prefetch_large_files(builder: Any, retry_delays: tuple[float, ...]) -> None:
+    """Put the large files of a set into the cache, where the client finds them, each by its checksum."""
+    if not Path(builder.cache_dir).exists():  # else its rows stand already
+        with ThreadPoolExecutor(PARALLEL_DOWNLOADS) as pool:
+            list(pool.map(lambda entry: download(entry[0], entry[1], retry_delays), _large_files(builder)))
+
+
+def _large_files(builder: Any) -> Iterator[tuple[RemoteFile, Path]]:
+    """The large files that a set is made of, and the folder of the cache that each belongs to."""
+    from huggingface_hub import HfApi, HfFileSystem, get_token, hf_hub_url
+    from huggingface_hub.constants import HF_HUB_CACHE
+    from huggingface_hub.file_download import repo_folder_name
+
+    paths_by_repo: dict[tuple[str, str, str], list[str]] = {}
+    for name in (str(name) for names in (builder.config.data_files or {}).values() for name in names):
+        if name.startswith("hf://datasets/"):  # there are buckets, too
+            resolved: Any = HfFileSystem().resolve_path(name)
+            paths_by_repo.setdefault((resolved.repo_type, resolved.repo_id, resolved.revision), []).append(
+                resolved.path_in_repo
+            )
+    for (repo_type, repo_id, revision), paths in paths_by_repo.items():
+        blobs = Path(HF_HUB_CACHE) / repo_folder_name(repo_id=repo_id, repo_type=repo_type) / "blobs"
+        for file in HfApi().get_paths_info(repo_id, paths, revision=revision, repo_type=repo_type):
+            lfs = getattr(file, "lfs", None)
+            if lfs is not None and lfs.size >= RESUMABLE_MIN_BYTES:
+                url = hf_hub_url(repo_id, file.path, repo_type=repo_type, revision=revision)
+                yield RemoteFile(url, lfs.size, lfs.sha256, lfs.sha256, get_token()), blobs
+
+
+def _exception_chain(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
+def _is_retryable(error: BaseException) -> bool:
+    """Whether the hub was there, but what it sent was broken or a passing trouble."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None:
+        return bool(status >= 500 or status in RETRYABLE_STATUS)
+    return type(error).__name__ in RETRYABLE_ERRORS or (
+        isinstance(error, OSError) and "onsistency check failed" in str(error)
+    )

@@ -1,0 +1,1 @@
+"""Prepare raw text for pretraining: clean, deduplicate, decontaminate, tokenize and pack."""

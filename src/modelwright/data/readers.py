@@ -1,0 +1,420 @@
+"""Read JSONL, JSON, CSV, Parquet and TXT files row by row, and quarantine rows that are invalid."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from modelwright.errors import DataError, Problem, UsageError, first_line, redact_secrets
+from modelwright.runs.folder import write_text
+
+ROW_FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
+
+
+TXT_DOCUMENT_CHARS = 1 << 20
+"""Characters after which a text file is divided at its next paragraph, so that none has to fit the memory."""
+
+
+CSV_FIELD_LIMIT = 1 << 30
+
+
+NOT_UTF8 = "these bytes are not UTF-8; save the file as UTF-8"
+
+
+LONE_SURROGATE = "the text holds half a character (a lone surrogate), which no tokenizer takes"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row as it was found."""
+
+    where: str
+    """File and line, or data set and row."""
+    values: dict[str, Any]
+    """Its columns."""
+
+
+@dataclass(frozen=True)
+class InvalidRow:
+    """A row that cannot be used."""
+
+    where: str
+    """File and line, or data set and row."""
+    reason: str
+    """What was found and what would do."""
+    excerpt: str = ""
+    """The beginning of what stands there."""
+    file_unreadable: bool = False
+    """Whether all of the file is lost with it."""
+
+    def __post_init__(self) -> None:
+        """Keep what is quoted fit to be written anywhere: no secret, and no half of a letter."""
+        for name in ("where", "reason", "excerpt"):
+            object.__setattr__(self, name, redact_secrets(getattr(self, name)))
+
+
+@dataclass(frozen=True)
+class FileSlice:
+    """A part of a file: bytes of a JSONL file, row groups of a Parquet file, or all of any other."""
+
+    start: int = 0
+    """First byte, or first row group."""
+    stop: int | None = None
+    """Byte or row group where it ends; a line that begins before it is read whole."""
+    row_offset: int = 0
+    """Lines or rows before the start, for naming places."""
+
+
+WHOLE_FILE = FileSlice()
+
+
+def utf8_size(text: str) -> int | None:
+    """Bytes of a text in UTF-8; None where it holds half a character."""
+    try:
+        return len(text) if text.isascii() else len(text.encode())
+    except UnicodeEncodeError:
+        return None
+
+
+def describe_columns(row: Row) -> str:
+    """The columns of a row, for letters."""
+    return f"the columns are {', '.join(map(str, row.values))}"
+
+
+def get_text(row: Row, column: str) -> str | InvalidRow:
+    """The text in a column of a row, or what is wrong with it."""
+    if column not in row.values:
+        message = f"there is no column {column!r}; {describe_columns(row)}; data.text_column says which holds the text"
+        return InvalidRow(row.where, message)
+    text = row.values[column]
+    if not isinstance(text, str):
+        return InvalidRow(row.where, f"{column!r} is {str(text)[:40]!r}; it wants text", str(text)[:80])
+    return text if utf8_size(text) is not None else InvalidRow(row.where, LONE_SURROGATE)
+
+
+def raise_on_invalid_rows(items: Iterable[Row | InvalidRow], max_shown: int = 20) -> Iterator[Row]:
+    """Rows alone; faults are raised at once, all of them, when the end is reached."""
+    invalid_rows: list[InvalidRow] = []
+    for item in items:
+        if isinstance(item, InvalidRow):
+            invalid_rows.append(item)
+        elif not invalid_rows:
+            yield item
+    if invalid_rows:
+        problems = [Problem(invalid_row.where, invalid_row.reason) for invalid_row in invalid_rows[:max_shown]]
+        more = len(invalid_rows) - max_shown
+        raise DataError([*problems, *([Problem(f"{more} more rows", "have problems like these")] if more > 0 else [])])
+
+
+def read_file(path: Path, file_slice: FileSlice = WHOLE_FILE) -> Iterator[Row | InvalidRow]:
+    """The rows of a file, or of a stretch of it, by its suffix."""
+    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet,
+               ".txt": _read_txt}  # fmt: skip
+    if path.suffix not in readers:
+        raise UsageError(
+            f"data: {path} ends in {path.suffix or 'nothing'}; it wants one of {', '.join(ROW_FILE_SUFFIXES)}"
+        )
+    return readers[path.suffix](path, file_slice)
+
+
+def _read_jsonl(path: Path, file_slice: FileSlice) -> Iterator[Row | InvalidRow]:
+    with path.open("rb") as file:
+        if file_slice.start:
+            file.seek(file_slice.start - 1)
+            file.readline()  # the line that began before belongs to the stretch before
+        number = file_slice.row_offset
+        while file_slice.stop is None or file.tell() < file_slice.stop:
+            line = file.readline()
+            if not line:
+                return
+            number += 1
+            item = _parse_json_line(line, f"{path.name}:{number}", first=number == 1)
+            if item is None:
+                continue
+            yield item
+            if isinstance(item, InvalidRow) and item.file_unreadable:
+                return
+
+
+def _parse_json_line(line: bytes, where: str, first: bool) -> Row | InvalidRow | None:
+    try:
+        text = line.decode("utf-8-sig" if first else "utf-8").strip("\r\n")
+    except UnicodeDecodeError:
+        return InvalidRow(where, NOT_UTF8, repr(line[:80]))
+    if not text.strip():
+        return None
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        if first and text.count(",") + text.count(";") and not text.lstrip().startswith(("{", "[")):
+            return InvalidRow(where, "this is no JSON; it looks like CSV: name the file .csv", text[:80], True)
+        return InvalidRow(where, f"this is no JSON ({_json_error_reason(error)})", text[:80])
+    except RecursionError:
+        return InvalidRow(where, "this JSON is nested too deep to be read", text[:80])
+    if not isinstance(values, dict):
+        return InvalidRow(where, f"this is a JSON {type(values).__name__}; it wants an object with columns", text[:80])
+    return Row(where, values)
+
+
+def _json_error_reason(error: ValueError) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at column {error.colno}"
+    return "a number in it is too long"
+
+
+def _read_json(path: Path, file_slice: FileSlice) -> Iterator[Row | InvalidRow]:
+    """A list of objects, one after the other; or all of an object that holds one such list."""
+    with path.open(encoding="utf-8-sig") as file:
+        stream, first = JsonStream(file), ""
+        try:
+            first = stream.peek()
+            yield from _json_rows(path, stream)
+        except UnicodeDecodeError:
+            yield InvalidRow(f"{path.name}:{_first_non_utf8_line(path)}", NOT_UTF8, file_unreadable=True)
+        except (ValueError, RecursionError) as error:
+            message, line = getattr(error, "msg", None), getattr(error, "lineno", None)
+            looks_like_jsonl = message == "Extra data" and first == "{"
+            hint = "; it looks like one object a line: name the file .jsonl" if looks_like_jsonl else ""
+            where = f"{path.name}:{stream.line_number - 1 + line}" if line else path.name
+            reason = f"this is no JSON ({message or 'nested too deep, or a number too long'}){hint}"
+            yield InvalidRow(where, reason, file_unreadable=True)
+
+
+def _json_rows(path: Path, stream: JsonStream) -> Iterator[Row | InvalidRow]:
+    no_rows = InvalidRow(path.name, "it wants a JSON list of objects, each a row", file_unreadable=True)
+    if stream.peek() != "[":
+        values = stream.load_rest()
+        lists = [value for value in values.values() if isinstance(value, list)] if isinstance(values, dict) else []
+        items: Iterable[Any] = lists[0] if len(lists) == 1 else [None]
+    else:
+        items = stream.iter_items()
+    for number, value in enumerate(items, 1):
+        if not isinstance(value, dict):
+            yield no_rows
+            return
+        yield Row(f"{path.name} row {number}", value)
+
+
+def _first_non_utf8_line(path: Path) -> int:
+    """The first line that is not UTF-8."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+    return 1
+
+
+def _read_csv(path: Path, file_slice: FileSlice) -> Iterator[Row | InvalidRow]:
+    csv.field_size_limit(CSV_FIELD_LIMIT)  # the library's own limit is 128 kB, which one long document passes
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        yield from _csv_rows(path, file)
+
+
+def _csv_rows(path: Path, file: TextIO) -> Iterator[Row | InvalidRow]:
+    reader = csv.reader(file)
+    try:
+        header = next(reader, None)
+    except csv.Error as error:
+        yield InvalidRow(f"{path.name}:1", f"this is no CSV ({error})", file_unreadable=True)
+        return
+    if header is None:
+        return
+    if len(header) == 1 and (separator := next((separator for separator in ";\t|" if separator in header[0]), None)):
+        separator_name = {";": "semicolons", "\t": "tabs", "|": "bars"}[separator]
+        message = f"the head is one column, {header[0]!r}, that looks separated by {separator_name}; save the file with commas"
+        yield InvalidRow(f"{path.name}:1", message, file_unreadable=True)
+        return
+    while True:
+        try:
+            values = next(reader, None)
+        except csv.Error as error:
+            yield InvalidRow(f"{path.name}:{reader.line_num}", f"this is no CSV ({error})")
+            continue
+        if values is None:
+            return
+        if not values:
+            continue
+        where = f"{path.name}:{reader.line_num}"
+        if any("\udc80" <= message <= "\udcff" for value in values if not value.isascii() for message in value):
+            yield InvalidRow(where, NOT_UTF8, ",".join(values)[:80].encode(errors="replace").decode())
+        elif len(values) != len(header):
+            yield InvalidRow(where, f"this line has not the {len(header)} columns of the head", ",".join(values)[:80])
+        else:
+            yield Row(where, dict(zip(header, values, strict=True)))
+
+
+def _read_parquet(path: Path, file_slice: FileSlice) -> Iterator[Row | InvalidRow]:
+    import pyarrow.parquet
+
+    number = file_slice.row_offset
+    try:
+        with pyarrow.parquet.ParquetFile(path, memory_map=False) as file:
+            groups = range(file_slice.start, file_slice.stop or file.metadata.num_row_groups)
+            for batch in file.iter_batches(batch_size=1024, row_groups=list(groups)):
+                for values in batch.to_pylist():
+                    number += 1
+                    yield Row(f"{path.name} row {number}", values)
+    except Exception as error:  # the library raises many kinds, OverflowError for a date of year 0 among them
+        reason = first_line(error)
+        yield InvalidRow(path.name, f"this is no whole Parquet file ({reason})", file_unreadable=True)
+
+
+def _read_txt(path: Path, file_slice: FileSlice) -> Iterator[Row | InvalidRow]:
+    """One document a file; a long one is divided after the paragraph that passes a million characters."""
+    lines: list[str] = []
+    size, first, number = 0, 1, 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError:
+                yield InvalidRow(f"{path.name}:{number}", NOT_UTF8, repr(line[:80]))
+                continue
+            lines.append(text)
+            size += len(text)
+            if (size >= TXT_DOCUMENT_CHARS and not text.strip()) or size >= 2 * TXT_DOCUMENT_CHARS:
+                yield Row(f"{path.name}:{first}", {"text": "".join(lines)})
+                lines, size, first = [], 0, number + 1
+    if "".join(lines).strip():
+        yield Row(f"{path.name}:{first}", {"text": "".join(lines)})
+
+
+WHITESPACE, DECODER = re.compile(r"[ \t\n\r]*"), json.JSONDecoder()
+
+
+READ_CHARS = 1 << 20
+"""Characters read at once."""
+
+
+class JsonStream:
+    """The part of a text that was read and not yet taken."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file, self._position, self._ended = file, 0, False
+        self.text, self.line_number = "", 1
+
+    def peek(self) -> str:
+        """The next letter that is no space, without taking it; empty at the end."""
+        while True:
+            match = WHITESPACE.match(self.text, self._position)
+            assert match is not None
+            self._position = match.end()
+            if self._position < len(self.text) or not self._read_more():
+                return self.text[self._position : self._position + 1]
+
+    def iter_items(self) -> Iterator[Any]:
+        """The values of a list that begins here, one by one."""
+        self._position += 1
+        if self.peek() != "]":
+            yield self._parse_value()
+            while self.peek() == ",":
+                self._position += 1
+                self.peek()
+                yield self._parse_value()
+            if self.peek() != "]":
+                raise json.JSONDecodeError("Expecting ',' delimiter", self.text, self._position)
+        self._position += 1
+        if self.peek():
+            raise json.JSONDecodeError("Extra data", self.text, self._position)
+
+    def load_rest(self) -> Any:
+        """All that is left, as one value."""
+        while self._read_more():
+            pass
+        return json.loads(self.text)
+
+    def _parse_value(self) -> Any:
+        while True:
+            try:
+                value, end = DECODER.raw_decode(self.text, self._position)
+                if end < len(self.text) or self._ended:  # else more of it may follow
+                    self._position = end
+                    return value
+            except json.JSONDecodeError:
+                if self._ended:
+                    raise
+            self._read_more()
+
+    def _read_more(self) -> bool:
+        """Forget what was taken, and read as much again as is waiting."""
+        unparsed = self.text[self._position :]
+        chunk = self._file.read(max(READ_CHARS, len(unparsed)))
+        self.line_number += self.text.count("\n", 0, self._position)
+        self.text, self._position, self._ended = unparsed + chunk, 0, not chunk
+        return bool(chunk)
+
+
+QUARANTINE_FILE = "quarantine.jsonl"
+
+
+MAX_PROBLEMS_SHOWN = 20
+"""Problems named one by one; the rest are counted."""
+
+
+@dataclass
+class Quarantine:
+    """What was set aside, and how much may be."""
+
+    max_invalid_fraction: float = 0.0
+    """Largest share of rows."""
+    rows_read: int = 0
+    """Rows that were looked at."""
+    invalid_rows: list[InvalidRow] = field(default_factory=list)
+    """Those that cannot be used."""
+
+    def iter_valid(self, items: Iterable[Row | InvalidRow]) -> Iterator[Row]:
+        """The rows that could be read; a file that cannot be read at all ends it at once."""
+        for item in items:
+            self.rows_read += 1
+            if isinstance(item, Row):
+                yield item
+            elif item.file_unreadable:
+                raise DataError([Problem(item.where, item.reason)])
+            else:
+                self.invalid_rows.append(item)
+
+    def add(self, row: Row, reason: str) -> None:
+        """Set a row aside."""
+        self.invalid_rows.append(
+            InvalidRow(row.where, reason, json.dumps(row.values, ensure_ascii=False, default=str)[:120])
+        )
+
+    def raise_if_over_limit(self) -> None:
+        """Raise when there are more than may be, all of them told."""
+        if len(self.invalid_rows) > self.max_invalid_fraction * self.rows_read:
+            problems = cap_problems(
+                [Problem(invalid_row.where, invalid_row.reason) for invalid_row in self.invalid_rows]
+            )
+            if self.max_invalid_fraction:
+                summary = f"{len(self.invalid_rows):,} of {self.rows_read:,} rows cannot be used"
+                problems.append(
+                    Problem(
+                        "data", f"{summary}, more than data.max_invalid_fraction {self.max_invalid_fraction:g} allows"
+                    )
+                )
+            raise DataError(problems)
+
+
+def cap_problems(problems: Sequence[Problem]) -> list[Problem]:
+    """The first problems one by one, the rest as a number."""
+    more = len(problems) - MAX_PROBLEMS_SHOWN
+    tail = [Problem(f"{more} more rows", "have problems like these")] if more > 0 else []
+    return [*problems[:MAX_PROBLEMS_SHOWN], *tail]
+
+
+def to_jsonl(invalid_row: InvalidRow) -> str:
+    """A fault as a line of quarantine.jsonl."""
+    record = {"where": invalid_row.where, "reason": invalid_row.reason, "excerpt": invalid_row.excerpt}
+    return json.dumps(record, ensure_ascii=False) + "\n"
+
+
+def write_quarantine(path: Path, invalid_rows: Iterable[InvalidRow]) -> None:
+    """Every row that was set aside, a line each."""
+    write_text(path, "".join(map(to_jsonl, invalid_rows)))

@@ -1,0 +1,132 @@
+"""Compute the row indices of each global batch as a function of seed and step, and a rank's micro-batches of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+RowIndices = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+MIXTURE_BLOCK = 4096
+"""Rows over which a mixture keeps its weights."""
+
+
+WEIGHT_SCALE = 1 << 32
+
+
+@dataclass(frozen=True)
+class GlobalBatchSampler:
+    """Which rows each global batch holds."""
+
+    num_rows: int
+    """Rows in one epoch."""
+    global_batch_size: int
+    """Rows in one global batch."""
+    total_samples: int
+    """Rows over the whole stage, all epochs counted."""
+    seed: int
+    """Decides the shuffles."""
+
+    @property
+    def steps(self) -> int:
+        """Global batches in the stage."""
+        return -(-self.total_samples // self.global_batch_size)
+
+    def batch_indices(self, step: int) -> list[int]:
+        """The rows of one global batch, in the order of the line."""
+        start, stop = step * self.global_batch_size, min((step + 1) * self.global_batch_size, self.total_samples)
+        rows: list[int] = []
+        while start < stop:
+            epoch, first = divmod(start, self.num_rows)
+            indices = _epoch_permutation(self.seed, epoch, self.num_rows)[first : first + stop - start]
+            rows += indices.tolist()
+            start += len(indices)
+        return rows
+
+    def epoch_at(self, step: int) -> float:
+        """How many times the rows have been seen once this many steps are done."""
+        return min(step * self.global_batch_size, self.total_samples) / self.num_rows
+
+
+@dataclass(frozen=True)
+class MixtureSampler(GlobalBatchSampler):
+    """The same line, with rows drawn from several sources by weight.
+
+    Every stretch of 4,096 rows holds its share of each source, in an order of its own; each source goes through
+    shuffled epochs of its own, so that a small one with a large weight is seen more often, and nothing is remembered.
+    """
+
+    sources: tuple[tuple[int, float], ...] = ()
+    """Rows and weight of each source; rows are numbered through the sources in this order."""
+
+    def batch_indices(self, step: int) -> list[int]:
+        """The rows of one global batch, in the order of the line."""
+        start, stop = step * self.global_batch_size, min((step + 1) * self.global_batch_size, self.total_samples)
+        rows: list[int] = []
+        while start < stop:
+            block, first = divmod(start, MIXTURE_BLOCK)
+            indices = _mixture_block(self.seed, block, self.sources)[first : first + stop - start]
+            rows += indices.tolist()
+            start += len(indices)
+        return rows
+
+
+def build_sampler(task: object, sampler_args: tuple[int, int, int, int]) -> GlobalBatchSampler:
+    """The order of a task's rows (rows, batch, total, seed): mixed by weight where the task says so."""
+    sources: Sequence[tuple[int, float]] = getattr(task, "source_weights", ())
+    return MixtureSampler(*sampler_args, tuple(sources)) if sources else GlobalBatchSampler(*sampler_args)
+
+
+def rank_micro_batches(
+    global_batch: Sequence[int], rank: int, world_size: int, micro_batch_size: int
+) -> list[list[int]]:
+    """A rank's micro-batches of a global batch: as many on every rank, the last ones perhaps empty."""
+    count = -(-len(global_batch) // (micro_batch_size * world_size))
+    starts = [(micro_step * world_size + rank) * micro_batch_size for micro_step in range(count)]
+    return [list(global_batch[start : start + micro_batch_size]) for start in starts]
+
+
+@lru_cache(maxsize=4)
+def _epoch_permutation(seed: int, epoch: int, rows: int) -> RowIndices:
+    return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(rows)
+
+
+@lru_cache(maxsize=8)
+def _mixture_block(
+    seed: int, block: int, sources: tuple[tuple[int, float], ...]
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """The rows of one stretch of a mixture."""
+    total = sum(weight for _, weight in sources)
+    cumulative_weights = np.cumsum([0.0, *(weight / total for _, weight in sources)])
+    limits = [round(height * WEIGHT_SCALE) for height in cumulative_weights]
+    before, after = (
+        [limit * offset // WEIGHT_SCALE for limit in limits]
+        for offset in (block * MIXTURE_BLOCK, (block + 1) * MIXTURE_BLOCK)
+    )
+    rows, first = [], 0
+    for source, (count, _) in enumerate(sources):
+        begin = before[source + 1] - before[source]
+        end = after[source + 1] - after[source]
+        rows.append(first + _source_indices(seed, source, count, (begin, end)))
+        first += count
+    rng = np.random.Generator(np.random.Philox(key=[seed, WEIGHT_SCALE + block]))
+    mixed = np.concatenate(rows)
+    return mixed[rng.permutation(len(mixed))]
+
+
+def _source_indices(
+    seed: int, source: int, count: int, span: tuple[int, int]
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Rows of one source between two places of its own endless line."""
+    position, end = span
+    rows = [np.zeros(0, dtype=np.int64)]
+    while position < end:
+        epoch, first = divmod(position, count)
+        indices = _epoch_permutation(seed + source, epoch, count)[first : first + end - position]
+        rows.append(indices)
+        position += len(indices)
+    return np.concatenate(rows)

@@ -1,0 +1,9 @@
+"""Imported first by the fork server, for its side effect: the fork server and its ranks die with the agent.
+
+Without it the fork server would live as long as any rank, since each rank holds the other end of the pipe it watches."""
+
+from __future__ import annotations
+
+from modelwright.runs.heartbeat import set_pdeathsig
+
+set_pdeathsig()

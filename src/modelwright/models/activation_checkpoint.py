@@ -1,0 +1,225 @@
+"""Full and selective activation checkpointing of decoder layers, eager and compiled."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from modelwright.errors import ModelError
+from modelwright.models.trainable import decoder_layers, has_decoder_layers
+from modelwright.recipe.schema import CheckpointingMode
+
+
+def enable_activation_checkpointing(model: Any, mode: CheckpointingMode) -> None:
+    """Recompute activations in the backward pass, all of them or all but products, whatever was said before.
+
+    Where the layers are not found, the library does it. It also makes the embeddings ask for a gradient, which the old,
+    reentrant form needed; it would drag the backward pass through every frozen layer, so that is taken back.
+    """
+    disable_activation_checkpointing(model)
+    if mode == "selective" or (mode and has_decoder_layers(model)):
+        checkpoint_layers(decoder_layers(model), selective=mode == "selective")
+    elif mode:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.disable_input_require_grads()
+
+
+CUSTOM_MATMULS = ("modelwright::fused_lora_mlp",)
+"""Products under other names, of a layer's whole gated part; the names of all others end in mm."""
+
+
+DROPOUT_NAMES = ("drop", "jitter", "noise")
+"""How modules call the rates of what they draw at random, beside torch's own p."""
+
+
+MAX_EXPANSION = 8
+"""A product whose result is more than so many times as wide as what it adds up is thin: that of a low-rank matrix, or
+the scores of attention that is written out."""
+
+
+def checkpoint_layers(layers: nn.ModuleList, selective: bool) -> None:
+    """Let each layer be computed again in training; what moves in them must have been said before."""
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_relevant)
+    for layer in layers:
+        is_trainable = any(weight.requires_grad for weight in layer.parameters())
+        dropout = has_dropout(layer)
+        saved_matmuls = SavedMatmuls(dropout) if selective else None
+        layer.__dict__["forward"] = partial(
+            _checkpointed_forward, layer, layer.forward, saved_matmuls, is_trainable, dropout
+        )
+
+
+def _is_relevant(record: logging.LogRecord) -> bool:
+    """The compiler says that nothing may be changed in its place, whether anything is or not; here nothing is."""
+    return "context_fn" not in str(record.msg)
+
+
+def disable_activation_checkpointing(model: nn.Module) -> None:
+    """Let every layer keep all again."""
+    for module in model.modules():
+        if getattr(module.__dict__.get("forward"), "func", None) is _checkpointed_forward:
+            del module.__dict__["forward"]
+
+
+def _checkpointed_forward(
+    layer: nn.Module, forward: Callable[..., Any], saved_matmuls: SavedMatmuls | None, is_trainable: bool, dropout: bool,
+    *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
+    """The layer's forward pass; where nothing is learnt from it, as it always was."""
+    needs_grad = is_trainable or any(
+        isinstance(each, Tensor) and each.requires_grad for each in (*args, *kwargs.values())
+    )
+    if not (needs_grad and layer.training and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+    if kwargs.get("past_key_values") is not None:
+        kwargs["past_key_values"] = None  # what is remembered would be remembered twice, and nobody asks for it here
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": dropout}
+    if saved_matmuls is not None:
+        options["context_fn"] = _compiled_contexts if torch.compiler.is_compiling() else saved_matmuls.contexts
+    return checkpoint(forward, *args, **options, **kwargs)
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether a model drops out or adds noise: then that is done again as it was, which recorded steps cannot do."""
+    attributes = (attribute for part in model.modules() for attribute in vars(part).items())
+    rates = (rate for name, rate in attributes if name == "p" or any(pattern in name for pattern in DROPOUT_NAMES))
+    return any(isinstance(rate, int | float) and rate > 0 for rate in rates)
+
+
+@cache
+def op_kind(operation: Any) -> str:
+    """Whether an operation is a product or attention, whichever kernel computes it, or changes what it is given."""
+    name = operation.name().partition(".")[0]
+    if getattr(getattr(operation, "_schema", None), "is_mutable", False):
+        return "change"
+    if name.endswith("mm"):
+        return "added product" if "add" in name else "product"
+    return "attention" if "attention" in name or "attn" in name or name in CUSTOM_MATMULS else ""
+
+
+def is_saved(operation: Any, args: Any) -> bool:
+    """Whether the result of an operation is kept: a product that adds up next to nothing is had again for less."""
+    kind = op_kind(operation)
+    if kind not in ("product", "added product"):
+        return kind == "attention"
+    first, second = args[1:3] if kind == "added product" else args[:2]
+    return bool(second.shape[-1] <= MAX_EXPANSION * first.shape[-1])
+
+
+def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if is_saved(operation, args) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _compiled_contexts() -> Any:
+    """The same in the compiler's terms; it keeps only those products that the backward pass asks for."""
+    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+
+
+# what is compiled is kept under this name, which has to change where the policy does
+_compiled_contexts.cache_hash = f"products up to {MAX_EXPANSION} times as wide, attention, {CUSTOM_MATMULS}"  # type: ignore[attr-defined]
+
+
+class SavedMatmuls:
+    """What one layer keeps of its products, where it is not compiled.
+
+    Going over a layer again ends where nothing more is needed, which is before its last product in most families. That
+    is taken for granted in the first step, and known afterwards: what was asked for is kept, and no more.
+    """
+
+    def __init__(self, dropout: bool = False) -> None:
+        """random: whether the layer draws; attention may too, and must do so again for what is drawn after it."""
+        self.last_needed: int | None = None
+        self._dropout = dropout
+
+    def saves(self, operation: Any, args: Any) -> bool:
+        """Whether the result of an operation is kept."""
+        kind = op_kind(operation)
+        return bool(kind) and not (self._dropout and kind == "attention") and is_saved(operation, args)
+
+    def contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+        """One for the forward pass, one for going over it again."""
+        saved: deque[Any] = deque()
+        return _SaveMode(self, saved), _RestoreMode(self, saved)
+
+
+@dataclass(frozen=True)
+class _SavedTensor:
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def save(cls, tensor: Tensor) -> _SavedTensor:
+        """An alias: the tensor itself will know what it was made of, and that knows of what is kept."""
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            return cls(tensor.detach(), tensor._version)  # whose count of changes, without the guard, would be its own
+
+    def unpack(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise ModelError("model: a layer's product was changed outside of it; use gradient_checkpointing: true")
+        return self.tensor
+
+
+class _MatmulMode(TorchDispatchMode):
+    """Sees every operation of a layer; a compiled piece inside of it is computed again as a whole."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, saved_matmuls: SavedMatmuls, saved: deque[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._saved_matmuls, self._saved, self._restored = saved_matmuls, saved, 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # a wrapper around every call, against a compiler that is not at work here
+
+
+class _SaveMode(_MatmulMode):  # type: ignore[no-untyped-call]
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if self._saved_matmuls.last_needed is None and self._saved:
+            self._saved.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op_kind(func) == "change":
+            self._copy_before_inplace((*args, *(kwargs or {}).values()))
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        if self._saved_matmuls.saves(func, args):
+            last_needed = self._saved_matmuls.last_needed
+            if last_needed is None or len(self._saved) < last_needed:
+                self._saved.append(tree_map_only(Tensor, _SavedTensor.save, out))
+        return out
+
+    def _copy_before_inplace(self, args: tuple[Any, ...]) -> None:
+        """Copy what is kept in a place that is about to be changed; views of it do not count their changes together."""
+        storages = {each.untyped_storage()._cdata for each in args if isinstance(each, Tensor)}
+
+        def own(saved: _SavedTensor) -> _SavedTensor:
+            shared = saved.tensor.untyped_storage()._cdata in storages
+            return _SavedTensor.save(saved.tensor.clone()) if shared else saved
+
+        for number, each in enumerate(self._saved):
+            self._saved[number] = tree_map_only(_SavedTensor, own, each)
+
+
+class _RestoreMode(_MatmulMode):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._saved_matmuls.saves(func, args):
+            self._restored += 1
+            self._saved_matmuls.last_needed = max(self._saved_matmuls.last_needed or 0, self._restored)
+            if self._saved:  # or it was never asked for before
+                return tree_map_only(_SavedTensor, _SavedTensor.unpack, self._saved.popleft())
+        return func(*args, **kwargs) if kwargs else func(*args)

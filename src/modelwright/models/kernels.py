@@ -1,0 +1,242 @@
+"""Triton kernels of the models: SwiGLU with LoRA, and batch norm with residual and ReLU. Import it only inside functions that run on a GPU."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+FORWARD_TILE = (64, 64, 4)
+"""The part of a matrix that one program computes at once, rows and columns, and by how many warps."""
+
+
+BACKWARD_TILES = {16: (64, 64, 4, 2), 32: (64, 64, 4, 1), 64: (64, 32, 8, 1), 128: (64, 32, 8, 1)}
+"""The same for the way back by the rank, and how many rounds are under way at once: with more, the sums of large ranks
+would not fit what a multiprocessor of smaller cards has (100 kB)."""
+
+
+ROWS_PER_PROGRAM = 1024
+"""Rows over which one program adds up gradients: its sums are a seventieth of what it reads."""
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _tile_with_lora(base, offsets, mask, left, right):  # type: ignore[no-untyped-def]
+    """A tile of the product with a frozen matrix, and of the low-rank one beside it: fp32."""
+    return tl.load(base + offsets, mask, 0.0).to(tl.float32) + tl.dot(left, tl.trans(right))
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _swiglu_lora_kernel(  # type: ignore[no-untyped-def]
+    gate, up, lora_inner, gate_outer, up_outer, out, rows, wide,
+    rank: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row, column = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    low = tl.arange(0, rank)
+    row_mask, column_mask = (row < rows)[:, None], (column < wide)[:, None]
+    offsets = row.to(tl.int64)[:, None] * wide + column[None, :]
+    mask = row_mask & (column < wide)[None, :]
+    left, right = lora_inner + row[:, None] * (2 * rank) + low[None, :], column[:, None] * rank + low[None, :]
+    gate_left, up_left = tl.load(left, row_mask, 0.0), tl.load(left + rank, row_mask, 0.0)
+    gate_value = _tile_with_lora(gate, offsets, mask, gate_left, tl.load(gate_outer + right, column_mask, 0.0))
+    up_value = _tile_with_lora(up, offsets, mask, up_left, tl.load(up_outer + right, column_mask, 0.0))
+    tl.store(out + offsets, (gate_value * tl.sigmoid(gate_value) * up_value).to(out.dtype.element_ty), mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _swiglu_lora_backward_kernel(  # type: ignore[no-untyped-def]
+    gate, up, lora_inner, gate_outer, up_outer, grad_act, grad_lora_inner, down_a, gate_out, up_out, sums, rows, wide,
+    rank: tl.constexpr, rows_per_program: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    column, low = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, rank)
+    right, column_mask = column[:, None] * rank + low[None, :], (column < wide)[:, None]
+    gate_right = tl.load(gate_outer + right, column_mask, 0.0)
+    up_right = tl.load(up_outer + right, column_mask, 0.0)
+    back_right = tl.load(down_a + right, column_mask, 0.0)
+    gate_sum = tl.zeros((BLOCK_N, rank), tl.float32)
+    up_sum = tl.zeros((BLOCK_N, rank), tl.float32)
+    down_sum = tl.zeros((BLOCK_N, rank), tl.float32)
+    for start in range(0, rows_per_program, BLOCK_M):
+        row = tl.program_id(1) * rows_per_program + start + tl.arange(0, BLOCK_M)
+        row_mask = (row < rows)[:, None]
+        left = lora_inner + row[:, None] * (2 * rank) + low[None, :]
+        gate_left, up_left = tl.load(left, row_mask, 0.0), tl.load(left + rank, row_mask, 0.0)
+        back_left = tl.load(grad_lora_inner + row[:, None] * rank + low[None, :], row_mask, 0.0)
+        offsets = row.to(tl.int64)[:, None] * wide + column[None, :]
+        mask = row_mask & (column < wide)[None, :]
+        gate_value = _tile_with_lora(gate, offsets, mask, gate_left, gate_right)
+        up_value = _tile_with_lora(up, offsets, mask, up_left, up_right)
+        grad_value = _tile_with_lora(grad_act, offsets, mask, back_left, back_right)
+        sigmoid = tl.sigmoid(gate_value)
+        silu = gate_value * sigmoid
+        d_gate = (grad_value * up_value * sigmoid * (1 + gate_value * (1 - sigmoid))).to(gate_out.dtype.element_ty)
+        d_up = (grad_value * silu).to(gate_out.dtype.element_ty)
+        tl.store(gate_out + offsets, d_gate, mask)
+        tl.store(up_out + offsets, d_up, mask)
+        gate_sum = tl.dot(tl.trans(d_gate), gate_left, gate_sum)
+        up_sum = tl.dot(tl.trans(d_up), up_left, up_sum)
+        down_sum = tl.dot(tl.trans((silu * up_value).to(gate_out.dtype.element_ty)), back_left, down_sum)
+    to = sums + tl.program_id(1).to(tl.int64) * 3 * wide * rank + right
+    tl.store(to, gate_sum, column_mask)
+    tl.store(to + wide * rank, up_sum, column_mask)
+    tl.store(to + 2 * wide * rank, down_sum, column_mask)
+
+
+def swiglu_lora(gate: Tensor, up: Tensor, lora_inner: Tensor, gate_outer: Tensor, up_outer: Tensor) -> Tensor:
+    """silu(gate + its low-rank part) · (up + its own).
+
+    gate, up: [rows, wide]; inner: [rows, 2 · rank], gate's first; gate_outer, up_outer: [wide, rank].
+    """
+    out, (rows, wide), (block_m, block_n, warps) = torch.empty_like(gate), gate.shape, FORWARD_TILE
+    _swiglu_lora_kernel[(triton.cdiv(wide, block_n), triton.cdiv(rows, block_m))](
+        gate, up, lora_inner, gate_outer, up_outer, out, rows, wide,
+        rank=gate_outer.shape[1], BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps,
+    )  # fmt: skip
+    return out
+
+
+def swiglu_lora_backward(
+    gate: Tensor, up: Tensor, lora_inner: Tensor, gate_outer: Tensor, up_outer: Tensor,
+    grad_act: Tensor, grad_lora_inner: Tensor, down_a: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of gate and up, and those of gate_outer, up_outer and down_inner: [3, wide, rank].
+
+    They come from the gradient of what `gated` gave: back, [rows, wide], and its low-rank part, of back_inner,
+    [rows, rank], and down_inner, [wide, rank]. Sums are added up in order: the same numbers every time.
+    """
+    (rows, wide), rank = gate.shape, gate_outer.shape[1]
+    block_m, block_n, warps, num_stages = BACKWARD_TILES[rank]
+    grid = (triton.cdiv(wide, block_n), triton.cdiv(rows, ROWS_PER_PROGRAM))
+    d_gate, d_up = torch.empty_like(gate), torch.empty_like(gate)
+    sums = torch.empty(grid[1], 3, wide, rank, device=gate.device)
+    _swiglu_lora_backward_kernel[grid](
+        gate, up, lora_inner, gate_outer, up_outer, grad_act, grad_lora_inner, down_a, d_gate, d_up, sums, rows, wide,
+        rank=rank, rows_per_program=ROWS_PER_PROGRAM, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=num_stages,
+    )  # fmt: skip
+    return d_gate, d_up, sums.sum(0).to(gate.dtype)
+
+
+BLOCK_CHANNELS = 64
+"""Channels that one program works on; a table has a multiple of them."""
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def bn_partial_sums(
+    x, partial_sums, num_rows, channels, rows_per_program, BLOCK_ROWS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr
+):  # type: ignore[no-untyped-def]
+    """Sums of the columns, and of their squares, over each program's share of lines: parts [programs, 2, channels]."""
+    program = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    plain = tl.zeros((BLOCK_ROWS, BLOCK_CHANNELS), tl.float32)
+    squared = tl.zeros((BLOCK_ROWS, BLOCK_CHANNELS), tl.float32)
+    for first in range(program * rows_per_program, tl.minimum(num_rows, (program + 1) * rows_per_program), BLOCK_ROWS):
+        row = first + tl.arange(0, BLOCK_ROWS)
+        value = tl.load(x + row[:, None] * channels + column[None, :], mask=(row < num_rows)[:, None], other=0.0)
+        value = value.to(tl.float32)
+        plain += value
+        squared += value * value
+    tl.store(partial_sums + 2 * program * channels + column, tl.sum(plain, 0))
+    tl.store(partial_sums + (2 * program + 1) * channels + column, tl.sum(squared, 0))
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def bn_total(partial_sums, column, channels, programs, SUM_STEP: tl.constexpr, BLOCK_CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Both sums of some columns over all programs."""
+    one = tl.zeros((SUM_STEP, BLOCK_CHANNELS), tl.float32)
+    other = tl.zeros((SUM_STEP, BLOCK_CHANNELS), tl.float32)
+    for first in range(0, programs, SUM_STEP):
+        program = first + tl.arange(0, SUM_STEP)
+        inside = (program < programs)[:, None]
+        at = partial_sums + 2 * program[:, None] * channels + column[None, :]
+        one += tl.load(at, mask=inside, other=0.0)
+        other += tl.load(at + channels, mask=inside, other=0.0)
+    return tl.sum(one, 0), tl.sum(other, 0)
+
+
+@triton.jit(do_not_specialize=["programs"])  # type: ignore[untyped-decorator, unused-ignore]
+def bn_stats(  # type: ignore[no-untyped-def]
+    partial_sums, weight, bias, stats, running_mean, running_var, num_rows, channels, programs, momentum, epsilon,
+    SUM_STEP: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Make the sums into mean, 1/deviation, scale and offset, held [4, channels], and move the running statistics."""
+    column = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    plain, squared = bn_total(partial_sums, column, channels, programs, SUM_STEP, BLOCK_CHANNELS)
+    mean = plain / num_rows
+    variance = tl.maximum(squared / num_rows - mean * mean, 0.0)
+    inverse = 1.0 / tl.sqrt(variance + epsilon)
+    scale = tl.load(weight + column) * inverse
+    tl.store(stats + column, mean)
+    tl.store(stats + channels + column, inverse)
+    tl.store(stats + 2 * channels + column, scale)
+    tl.store(stats + 3 * channels + column, tl.load(bias + column) - mean * scale)
+    decay = 1.0 - momentum
+    unbiased = variance * (num_rows / (num_rows - 1.0))
+    tl.store(running_mean + column, decay * tl.load(running_mean + column) + momentum * mean)
+    tl.store(running_var + column, decay * tl.load(running_var + column) + momentum * unbiased)
+
+
+@triton.jit(do_not_specialize=["has_residual"])  # type: ignore[untyped-decorator, unused-ignore]
+def bn_apply(  # type: ignore[no-untyped-def]
+    x, residual, stats, out, num_rows, channels, has_residual, floor,
+    BLOCK_ROWS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Scale and move each column, add what came past where something did, and let nothing be below the least."""
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    at, inside = row[:, None] * channels + column[None, :], (row < num_rows)[:, None]
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    value = value * tl.load(stats + 2 * channels + column)[None, :] + tl.load(stats + 3 * channels + column)[None, :]
+    value += tl.load(residual + at, mask=inside & (has_residual != 0), other=0.0).to(tl.float32)
+    value = tl.maximum(value, floor, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def bn_grad_sums(  # type: ignore[no-untyped-def]
+    grad_output, out, x, stats, partial_sums, num_rows, channels, rows_per_program, floor,
+    BLOCK_ROWS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Sums of the gradient, and of the gradient times what was normalised, as `add_up` leaves them."""
+    program = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    mean, inverse = tl.load(stats + column)[None, :], tl.load(stats + channels + column)[None, :]
+    plain = tl.zeros((BLOCK_ROWS, BLOCK_CHANNELS), tl.float32)
+    along = tl.zeros((BLOCK_ROWS, BLOCK_CHANNELS), tl.float32)
+    for first in range(program * rows_per_program, tl.minimum(num_rows, (program + 1) * rows_per_program), BLOCK_ROWS):
+        row = first + tl.arange(0, BLOCK_ROWS)
+        at, inside = row[:, None] * channels + column[None, :], (row < num_rows)[:, None]
+        gradient = tl.load(grad_output + at, mask=inside, other=0.0).to(tl.float32)
+        gradient = tl.where(tl.load(out + at, mask=inside, other=0.0).to(tl.float32) <= floor, 0.0, gradient)
+        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        plain += gradient
+        along += gradient * (value - mean) * inverse
+    tl.store(partial_sums + 2 * program * channels + column, tl.sum(plain, 0))
+    tl.store(partial_sums + (2 * program + 1) * channels + column, tl.sum(along, 0))
+
+
+@triton.jit(do_not_specialize=["programs"])  # type: ignore[untyped-decorator, unused-ignore]
+def bn_grads(partial_sums, gradients, channels, programs, SUM_STEP: tl.constexpr, BLOCK_CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The gradients by the weight and by the bias: gradients [2, channels]."""
+    column = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    plain, along = bn_total(partial_sums, column, channels, programs, SUM_STEP, BLOCK_CHANNELS)
+    tl.store(gradients + column, along)
+    tl.store(gradients + channels + column, plain)
+
+
+@triton.jit(do_not_specialize=["has_residual"])  # type: ignore[untyped-decorator, unused-ignore]
+def bn_backward(  # type: ignore[no-untyped-def]
+    grad_output, out, x, stats, gradients, grad_x, grad_residual, num_rows, channels, has_residual, floor,
+    BLOCK_ROWS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """The gradients by what was normalised, and by what came past."""
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    at, inside = row[:, None] * channels + column[None, :], (row < num_rows)[:, None]
+    gradient = tl.load(grad_output + at, mask=inside, other=0.0).to(tl.float32)
+    gradient = tl.where(tl.load(out + at, mask=inside, other=0.0).to(tl.float32) <= floor, 0.0, gradient)
+    tl.store(grad_residual + at, gradient.to(grad_residual.dtype.element_ty), mask=inside & (has_residual != 0))
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    value = (value - tl.load(stats + column)[None, :]) * tl.load(stats + channels + column)[None, :]
+    along, plain = tl.load(gradients + column)[None, :], tl.load(gradients + channels + column)[None, :]
+    gradient = (gradient - (plain + value * along) / num_rows) * tl.load(stats + 2 * channels + column)[None, :]
+    tl.store(grad_x + at, gradient.to(grad_x.dtype.element_ty), mask=inside)

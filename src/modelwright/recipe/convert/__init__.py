@@ -1,0 +1,181 @@
+"""Convert a configuration of TRL or axolotl into a recipe, and list every setting that could not be converted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from modelwright.errors import RecipeError, UsageError
+from modelwright.recipe.convert.axolotl import convert_axolotl
+from modelwright.recipe.convert.common import Conversion, Unconverted, render_yaml
+from modelwright.recipe.convert.trl import convert_trl
+from modelwright.recipe.diagnostics import FOREIGN_KEYS, MEANINGFUL_WHEN_FALSE, closest_match, validate_tree
+from modelwright.recipe.fields import apply_aliases
+from modelwright.recipe.load import display_path
+from modelwright.recipe.schema import Recipe
+from modelwright.recipe.source import ConfigNode, Origin, read_file
+
+CONVERTERS: dict[str, tuple[str, Callable[[Conversion], None]]] = {
+    "trl": ("TRL", convert_trl),
+    "axolotl": ("axolotl", convert_axolotl),
+}
+"""What can be moved: its name among people, and what reads it."""
+
+
+AXOLOTL_KEYS = ("base_model", "micro_batch_size", "sequence_len", "sample_packing", "num_epochs", "pretraining_dataset")
+
+
+TRL_KEYS = ("model_name_or_path", "per_device_train_batch_size", "dataset_name", "num_train_epochs")
+
+
+DPO_KEYS = ("beta", "precompute_ref_log_probs", "sync_ref_model", "f_divergence_type", "ld_alpha", "loss_weights")
+
+
+OTHER_METHOD_KEYS = {
+    "grpo": ("num_generations", "reward_funcs", "max_completion_length", "vllm_mode"),
+    "kto": ("desirable_weight", "undesirable_weight"),
+    "reward": ("center_rewards_coefficient",),
+    "gkd": ("teacher_model_name_or_path",),
+}
+
+
+STAGES = ("sft", "dpo", "pretrain")
+
+
+@dataclass(frozen=True)
+class ConvertedRecipe:
+    """A recipe that was another tool's configuration."""
+
+    recipe: Recipe
+    """The recipe, checked."""
+    text: str
+    """The same as a file, with what is not in it as comments."""
+    tool: str
+    """Whose configuration it was."""
+    stage: str
+    """The training stage it became."""
+    converted: tuple[str, ...]
+    """Settings that came along, by their old names."""
+    unconverted: tuple[Unconverted, ...]
+    """Settings that did not, or not as they were."""
+
+
+def convert_config(
+    path: Path, tool: str | None = None, stage: str | None = None, name: str | None = None
+) -> ConvertedRecipe:
+    """Convert a configuration into a recipe, named after its file by default; problems name the file's own lines."""
+    origin = Origin("recipe", display_path(path))
+    source, problems = read_file(path, origin)
+    if problems:
+        raise RecipeError(problems)
+    tool = tool or detect_tool(source.mapping, path)
+    if tool not in CONVERTERS:
+        raise UsageError(f"--from is {tool!r}; it wants one of {', '.join(CONVERTERS)}")
+    if stage is not None and stage not in STAGES:
+        raise UsageError(f"--stage is {stage!r}; it wants one of {', '.join(STAGES)}")
+    title, convert = CONVERTERS[tool]
+    conversion = Conversion(
+        title, dict(source.mapping), stage or detect_stage(source.mapping, path), ConfigNode({}, origin)
+    )
+    conversion.set("name", slugify(name or path.stem))
+    convert(conversion)
+    _convert_remaining(conversion)
+    tree, _, alias_problems = apply_aliases(conversion.tree)
+    recipe, recipe_problems = validate_tree(tree)
+    if recipe is None or alias_problems:
+        raise RecipeError([*alias_problems, *recipe_problems])
+    unconverted = sorted(conversion.unconverted, key=lambda each: each.line or 0)
+    text = render_yaml(tree, conversion.comments, _header_comments(path.name, conversion, unconverted))
+    return ConvertedRecipe(recipe, text, tool, conversion.stage, tuple(conversion.converted), tuple(unconverted))
+
+
+def detect_tool(entries: dict[str, ConfigNode], path: Path) -> str:
+    """Whose configuration a file is, by the names in it."""
+    if any(name in entries for name in AXOLOTL_KEYS):
+        return "axolotl"
+    if any(name in entries for name in TRL_KEYS):
+        return "trl"
+    if "model" in entries and ("sft" in entries or "name" in entries):
+        raise UsageError(f"{path}: this looks like a recipe already; modelwright check {path} reads it")
+    raise UsageError(f"{path}: neither TRL's names are in it nor axolotl's; say whose it is with --from")
+
+
+def detect_stage(entries: dict[str, ConfigNode], path: Path) -> str:
+    """What a configuration trains, by the names in it; methods that are not trained here are refused."""
+    rl = entries.get("rl")
+    method = str(rl.value).lower() if rl is not None and rl.value else ""
+    method = method or next(
+        (name for name, keys in OTHER_METHOD_KEYS.items() if any(key in entries for key in keys)), ""
+    )
+    if method not in ("", "dpo", "ipo"):
+        raise UsageError(f"{path}: this trains by {method}, which is not offered; what is: {', '.join(STAGES)}")
+    kind = entries.get("loss_type")
+    preference = kind is not None and (isinstance(kind.value, list) or kind.value in ("sigmoid", "ipo", "hinge"))
+    if method or preference or any(name in entries for name in DPO_KEYS):
+        return "dpo"
+    datasets = entries.get("datasets")
+    types = (
+        [item.get(("type",)) for item in datasets.value]
+        if datasets is not None and isinstance(datasets.value, list)
+        else []
+    )
+    raw = [kind for kind in types if kind is not None and str(kind.value).startswith("completion")]
+    return "pretrain" if "pretraining_dataset" in entries or "dataset_text_field" in entries or raw else "sft"
+
+
+def slugify(text: str) -> str:
+    """A name as recipes have them."""
+    return re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._") or "moved"
+
+
+def _convert_remaining(conversion: Conversion) -> None:
+    """What needs no rule of its own: names we share, names we have an answer to, names nobody knows."""
+    for name in list(conversion.source):
+        node = conversion.source.pop(name)
+        key = conversion.find_key(name)
+        is_set = node.value is not None and (node.value is not False or name in MEANINGFUL_WHEN_FALSE or key)
+        if not is_set:
+            conversion.report(name, node, "not_needed", "")
+        elif name in FOREIGN_KEYS:
+            kind, advice = FOREIGN_KEYS[name]
+            conversion.report(name, node, kind, advice)
+        elif key is not None:
+            conversion.set(key, node, source_key=name)
+        else:
+            close = closest_match(name, [*FOREIGN_KEYS, *conversion.converted], cutoff=0.85)
+            hint = f"; did you mean {close}?" if close else ""
+            conversion.report(name, node, "unsupported", f"no setting of {conversion.tool} that is known here{hint}")
+
+
+def _header_comments(file: str, conversion: Conversion, unconverted: list[Unconverted]) -> list[str]:
+    """The comments on top of the recipe."""
+    head = [f"Converted from {file}, a configuration of {conversion.tool}, by modelwright convert."]
+    titles = {"unsupported": "Not converted:", "approximated": "Approximated:"}
+    for kind, title in titles.items():
+        entries = [each for each in unconverted if each.kind == kind]
+        head += ["", title] if entries else []
+        head += [f"  {each}" for each in entries]
+    explained = [each for each in unconverted if each.kind == "not_needed" and each.advice]
+    disabled = [each.key for each in unconverted if each.kind == "not_needed" and not each.advice]
+    head += ["", "Needs no setting here:"] if explained else []
+    head += [f"  {each}" for each in explained]
+    head += ["", f"Disabled in the source: {', '.join(disabled)}"] if disabled else []
+    return head
+
+
+def as_json(converted: ConvertedRecipe) -> dict[str, Any]:
+    """The same for machines."""
+    return {
+        "from": converted.tool,
+        "stage": converted.stage,
+        "name": converted.recipe.name,
+        "converted": list(converted.converted),
+        "unconverted": [
+            {"key": each.key, "value": each.display, "line": each.line, "kind": each.kind, "advice": each.advice}
+            for each in converted.unconverted
+        ],
+        "recipe": converted.text,
+    }

@@ -1,0 +1,537 @@
+"""The schema as a flat list of fields: type in words, default, description, and the names other tools use."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from modelwright.recipe.schema import NAME_PATTERN, TRAINING_STAGES, Recipe, TrainableParts
+from modelwright.recipe.sections import IS_DNS_LABEL, IS_QUANTITY, IS_REGEX, CountOrFraction, Threshold, VolumeConfig
+from modelwright.recipe.source import ConfigNode, RecipeProblem, make_problem
+
+NAME_EXPECTED = "lower-case letters, digits, dots and dashes"
+
+
+LABEL_EXPECTED = "lower-case letters, digits and dashes"
+
+
+@dataclass(frozen=True)
+class ConfigField:
+    """One key of a recipe."""
+
+    key: str
+    """Dotted name, such as ``sft.learning_rate``."""
+    annotation: Any
+    """Its type, without the ``None`` of an optional one."""
+    constraints: tuple[Any, ...]
+    """Bounds and patterns."""
+    optional: bool
+    """Whether null is a value of it."""
+    required: bool
+    """Whether a recipe must say it."""
+    default: Any
+    """What it is when nobody says it."""
+    description: str
+    """What it means."""
+
+    @property
+    def section(self) -> type[BaseModel] | None:
+        """The settings below it, where it is a section."""
+        return self.annotation if isinstance(self.annotation, type) and issubclass(self.annotation, BaseModel) else None
+
+    @property
+    def is_str(self) -> bool:
+        """Whether it is text and nothing else."""
+        return self.annotation is str
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is a number and nothing else."""
+        return self.annotation in (int, float)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words it may be, where they are few."""
+        return _choices(self.annotation)
+
+    @property
+    def short_description(self) -> str:
+        """Its description as the end of a message: ``a folder, a hub id, or the embedded smollm2-135m-instruct``."""
+        first = self.description.partition(";")[0].rstrip(".")
+        return f"{first[:1].lower()}{first[1:]}"
+
+    @property
+    def expected(self) -> str:
+        """What would do, in words: ``a number above 0``."""
+        return _describe_type(self.annotation, self.constraints)
+
+
+def get_field(path: tuple[str, ...]) -> ConfigField | None:
+    """The setting that a path names, through sections, mappings (``gates.sft.eval_loss``) and list items."""
+    setting = _ROOT
+    for step in path:
+        child = _child(setting, step)
+        if child is None:
+            return None
+        setting = child
+    return setting
+
+
+def child_fields(setting: ConfigField) -> tuple[ConfigField, ...]:
+    """The settings of a section, in the order of the schema."""
+    return _fields(setting.section, setting.key) if setting.section else ()
+
+
+@functools.cache
+def all_sections() -> dict[str, ConfigField]:
+    """Every section with fixed settings by its key, the recipe itself under the empty key."""
+    by_key = {"": _ROOT}
+    pending = list(child_fields(_ROOT))
+    while pending:
+        setting = pending.pop(0)
+        if setting.section:
+            by_key[setting.key] = setting
+            pending += child_fields(setting)
+    return by_key
+
+
+def example_value(setting: ConfigField) -> Any:
+    """Some value that would do, to look past a problem at the next one."""
+    if setting.section:
+        return _minimal_valid(setting)
+    annotation = setting.annotation
+    if setting.choices:
+        return setting.choices[0]
+    if setting.is_number:
+        bounds = {name: getattr(each, name) for each in setting.constraints for name in _BOUNDS if hasattr(each, name)}
+        number = max(bounds.get("ge", 1), bounds.get("gt", 0) + 1)
+        return number if number < bounds.get("lt", number + 1) else 0
+    examples: dict[Any, Any] = {bool: False, list: [], dict: {}, CountOrFraction: 1}
+    if _is_union(annotation) and bool in get_args(annotation):
+        return False
+    return examples.get(get_origin(annotation) or annotation, "x")
+
+
+def _minimal_valid(section: ConfigField) -> dict[str, Any]:
+    """The smallest mapping that the section accepts."""
+    assert section.section is not None
+    fields = child_fields(section)
+    prefix_length = len(section.key) + 1 if section.key else 0
+    required = {field.key[prefix_length:]: example_value(field) for field in fields if field.required}
+    for attempt in ({}, *({field.key[prefix_length:]: example_value(field)} for field in fields if not field.required)):
+        try:
+            section.section.model_validate({**required, **attempt})
+        except ValueError:
+            continue
+        return {**required, **attempt}
+    return required
+
+
+@functools.cache
+def _fields(section: type[BaseModel], prefix: str) -> tuple[ConfigField, ...]:
+    return tuple(_from_field(prefix, name, field) for name, field in section.model_fields.items())
+
+
+def _from_field(prefix: str, name: str, field: FieldInfo) -> ConfigField:
+    annotation, constraints, optional = _unwrap_annotated(field.annotation, tuple(field.metadata))
+    default = None if field.default is PydanticUndefined else field.default
+    key = f"{prefix}.{name}" if prefix else name
+    return ConfigField(key, annotation, constraints, optional, field.is_required(), default, field.description or "")
+
+
+def _unwrap_annotated(annotation: Any, constraints: tuple[Any, ...] = ()) -> tuple[Any, tuple[Any, ...], bool]:
+    """Take ``Annotated`` and ``| None`` off a type."""
+    optional = False
+    while True:
+        if get_origin(annotation) is Annotated:
+            constraints += tuple(annotation.__metadata__)
+            annotation = annotation.__origin__
+        elif _is_union(annotation) and NoneType in get_args(annotation):
+            optional = True
+            others = tuple(each for each in get_args(annotation) if each is not NoneType)
+            annotation = Union[others]  # noqa: UP007 (built from a tuple)
+        else:
+            flat = (each for one in constraints for each in getattr(one, "metadata", None) or (one,))
+            return annotation, tuple(flat), optional
+
+
+def _child(setting: ConfigField, step: str) -> ConfigField | None:
+    for field in child_fields(setting):
+        if field.key == (f"{setting.key}.{step}" if setting.key else step):
+            return field
+    if get_origin(setting.annotation) not in (dict, list):
+        return None
+    annotation, constraints, optional = _unwrap_annotated(get_args(setting.annotation)[-1])
+    sentence = annotation.__doc__ if isinstance(annotation, type) and issubclass(annotation, BaseModel) else ""
+    key = f"{setting.key}.{step}"
+    return ConfigField(key, annotation, constraints, optional, False, None, sentence or setting.description)
+
+
+def _is_union(annotation: Any) -> bool:
+    return get_origin(annotation) in (Union, UnionType)
+
+
+def _choices(annotation: Any) -> tuple[str, ...]:
+    """The words of a type; beside words true and false are two more."""
+    members = get_args(annotation) if _is_union(annotation) else (annotation,)
+    literals = tuple(str(literal) for each in members if get_origin(each) is Literal for literal in get_args(each))
+    return ("true", "false", *literals) if literals and bool in members else literals
+
+
+_BOUNDS = {"gt": "above", "ge": "of at least", "lt": "below", "le": "at most"}
+
+
+def _describe_type(annotation: Any, constraints: tuple[Any, ...]) -> str:
+    """Say a type in words."""
+    if IS_REGEX in constraints:
+        return "a regular expression"
+    if IS_QUANTITY in constraints or IS_DNS_LABEL in constraints:
+        return "an amount such as 16Gi" if IS_QUANTITY in constraints else LABEL_EXPECTED
+    if annotation in (int, float):
+        return ("a whole number" if annotation is int else "a number") + _describe_bounds(constraints)
+    if _is_union(annotation) and bool in get_args(annotation) and (choices := _choices(annotation)):
+        return f"one of {', '.join(choices)}"
+    if _is_union(annotation):
+        alternatives = (_describe_type(*_unwrap_annotated(each)[:2]) for each in get_args(annotation))
+        return " or ".join(each if "," in each else each.removeprefix("one of ") for each in alternatives)
+    if get_origin(annotation) is Literal:
+        return f"one of {', '.join(map(str, get_args(annotation)))}"
+    if get_origin(annotation) is list:
+        item = _describe_type(*_unwrap_annotated(get_args(annotation)[0])[:2])
+        if item.startswith("one of "):
+            return f"a list of {item.removeprefix('one of ')}"
+        return f"a list of {item}" if item == "text" else f"a list of {item.removeprefix('a ')}s"
+    if get_origin(annotation) is dict:
+        return "a mapping"
+    if annotation is str:
+        pattern = next((each.pattern for each in constraints if getattr(each, "pattern", None)), None)
+        return NAME_EXPECTED if pattern == NAME_PATTERN else "text"
+    descriptions: dict[Any, str] = {
+        bool: "true or false",
+        CountOrFraction: CountOrFraction.EXPECTED,
+        Threshold: "limits, such as {at_most: 2.2}",
+        TrainableParts: TrainableParts.EXPECTED,
+        VolumeConfig: "storage, such as {mount: /shared/models, size: 50Gi}",
+    }
+    return descriptions.get(annotation, "a mapping of settings")
+
+
+def _describe_bounds(constraints: tuple[Any, ...]) -> str:
+    limits = [(comparison, getattr(each, name, None)) for name, comparison in _BOUNDS.items() for each in constraints]
+    phrases = [f"{comparison} {limit:g}" for comparison, limit in limits if limit is not None]
+    return f" {' and '.join(phrases)}" if phrases else ""
+
+
+_ROOT = ConfigField("", Recipe, (), False, True, None, "One file that becomes a trained model.")
+
+
+AliasValue = str | bool | None
+
+
+@dataclass(frozen=True)
+class Alias:
+    """Another name for a setting, and what its values mean here where they differ."""
+
+    canonical: str
+    """The setting of the same section."""
+    value_map: Mapping[str, AliasValue] | None = None
+    """The values it may have and ours for each; without it the value is taken as it is."""
+    false_value: AliasValue = None
+    """Ours for ``false``, which gives way where the same layer says something else."""
+    is_fraction: bool = False
+    """Whether the value is a share below one, as ``warmup_ratio`` is."""
+    comma_separated: bool = False
+    """Whether one text may hold several names between commas."""
+
+
+KEY_ALIASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "": {"output_dir": ("out_dir", "ckpt_output_dir")},
+    "model": {
+        "model_name_or_path": (
+            *("base_model", "model_path", "checkpoint_dir", "model_name", "model_id"),
+            "pretrained_model_name_or_path",
+        ),
+        "revision": ("model_revision",),
+    },
+    "data": {
+        "dataset_name": ("data_path", "dataset", "dataset_path", "dataset_id", "path"),
+        "dataset_config_name": ("dataset_config",),
+        "dataset_split": ("dataset_train_split",),
+        "train_file": ("data_files", "train_path"),
+        "validation_file": ("val_file", "eval_file", "validation_path"),
+        "test_size": ("val_set_size", "val_size"),
+        "max_rows": ("max_samples", "max_train_samples"),
+    },
+    "training": {
+        "learning_rate": ("lr",),
+        "num_train_epochs": ("epochs", "num_epochs"),
+        "max_steps": ("max_iters",),
+        "per_device_train_batch_size": (
+            *("micro_batch_size", "per_gpu_train_batch_size"),
+            "train_micro_batch_size_per_gpu",
+        ),
+        "per_device_eval_batch_size": ("eval_batch_size", "per_gpu_eval_batch_size"),
+        "gradient_accumulation_steps": ("grad_accum_steps", "accumulate_grad_batches"),
+        "global_batch_size": ("effective_batch_size",),
+        "max_length": (
+            *("max_seq_length", "max_seq_len", "sequence_len", "cutoff_len"),
+            *("model_max_length", "block_size"),
+        ),
+        "packing": ("sample_packing",),
+        "assistant_only_loss": ("completion_only_loss",),
+        "lr_scheduler_type": ("lr_scheduler", "scheduler"),
+        "optim": ("optimizer", "optimizer_type"),
+        "warmup_steps": ("lr_warmup_steps", "num_warmup_steps", "warmup_iters"),
+        "adam_beta1": ("beta1",),
+        "adam_beta2": ("beta2",),
+        "adam_epsilon": ("adam_eps",),
+        "max_grad_norm": ("grad_clip", "clip_grad_norm", "gradient_clipping"),
+        "logging_steps": ("log_interval",),
+        "eval_steps": ("eval_interval",),
+        "save_steps": ("save_interval",),
+        "precision": ("mixed_precision",),
+        "gradient_checkpointing": ("activation_checkpointing", "enable_activation_checkpointing"),
+        "lora_r": ("lora_rank",),
+        "use_dora": ("peft_use_dora",),
+        "use_rslora": ("peft_use_rslora",),
+        "beta": ("dpo_beta", "pref_beta"),
+        "loss_type": ("dpo_loss_type", "pref_loss"),
+        "label_smoothing": ("dpo_label_smoothing",),
+    },
+    "compare": {"max_new_tokens": ("max_tokens", "max_gen_length")},
+}
+"""For each section our name and what others call it: old TRL, axolotl, LLaMA-Factory, litgpt, training_hub, nanoGPT."""
+
+
+ATTENTION_VALUES = {
+    "true": "flash_attention_2",
+    "fa2": "flash_attention_2",
+    "sdpa": "sdpa",
+    "auto": "auto",
+    "disabled": "eager",
+}
+
+
+NEGATED = {"true": False, "false": True}
+
+
+CONVERTED_ALIASES: Mapping[str, Mapping[str, Alias]] = {
+    "model": dict.fromkeys(
+        ("use_flash_attention", "use_flash_attention_2", "flash_attention", "flash_attn"),
+        Alias("attn_implementation", ATTENTION_VALUES, false_value="auto"),
+    ),
+    "training": {
+        "bf16": Alias("precision", {"true": "bf16", "full": "bf16", "auto": "auto"}, false_value="auto"),
+        "fp16": Alias("precision", {"true": "fp16"}, false_value="auto"),
+        "warmup_ratio": Alias("warmup_steps", is_fraction=True),
+        "train_on_inputs": Alias("assistant_only_loss", NEGATED),
+        "train_on_prompt": Alias("assistant_only_loss", NEGATED),
+        "use_peft": Alias("trainable", {"true": "lora"}, false_value="all"),
+        "adapter": Alias("trainable", {"lora": "lora"}),
+        "finetuning_type": Alias("trainable", {"lora": "lora", "full": "all"}),
+        "load_in_4bit": Alias("quantization", {"true": "nf4"}, false_value="none"),
+        "load_in_8bit": Alias("quantization", {"true": "int8"}, false_value="none"),
+        "lora_target": Alias("lora_target_modules", comma_separated=True),
+        "lora_target_linear": Alias("lora_target_modules", {"true": "all-linear"}, false_value="all-linear"),
+    },
+}
+"""Names whose values, too, mean something else than ours."""
+
+
+VALUE_ALIASES: Mapping[str, Mapping[str, AliasValue]] = {
+    "precision": {
+        **dict.fromkeys(("bfloat16", "bf16-mixed"), "bf16"),
+        **dict.fromkeys(("float16", "half", "16-mixed", "fp16-mixed"), "fp16"),
+        **dict.fromkeys(("float32", "32-true", "no"), "fp32"),
+    },
+    "lr_scheduler_type": {"wsd": "warmup_stable_decay"},
+    "optim": dict.fromkeys(("adamw", "adamw_torch_fused", "adamw_hf"), "adamw_torch"),
+    "lora_target_modules": {"all": "all-linear"},
+    "attn_implementation": {"flash": "flash_attention_2", "fa2": "flash_attention_2"},
+    "max_steps": {"-1": None},
+    "gradient_checkpointing": {"full": True, "none": False},
+}
+"""Other words for values of our own settings; ``None`` is the default."""
+
+
+REMOVED_KEYS: Mapping[str, str] = {"tune_products": "0.2"}
+"""Settings of a stage that are ignored with a note, and the version that removed each."""
+
+
+@functools.cache
+def section_aliases(section: str) -> dict[str, Alias]:
+    """The other names known in a section, by its key; the top level is the empty key."""
+    table = "training" if section in TRAINING_STAGES else section.rpartition(".")[2]
+    plain = {name: Alias(ours) for ours, names in KEY_ALIASES.get(table, {}).items() for name in names}
+    known = field_names(section)
+    both = {**plain, **CONVERTED_ALIASES.get(table, {})}
+    return {name: alias for name, alias in both.items() if alias.canonical in known and name not in known}
+
+
+@functools.cache
+def field_names(section: str) -> tuple[str, ...]:
+    """Our own names in a section, in the order of the schema."""
+    return tuple(setting.key.rpartition(".")[2] for setting in child_fields(all_sections()[section]))
+
+
+def aliases_for(key: str) -> list[str]:
+    """What other tools call a setting."""
+    section, _, name = key.rpartition(".")
+    table = section_aliases(section) if section in all_sections() else {}
+    return [other for other, alias in table.items() if alias.canonical == name]
+
+
+def canonical_key(key: str) -> str:
+    """A dotted key under our own name for its last part."""
+    section, _, name = key.rpartition(".")
+    alias = section_aliases(section).get(name) if section in all_sections() else None
+    return key if alias is None else f"{section}.{alias.canonical}".lstrip(".")
+
+
+def qualify_key(key: str, present: Collection[str]) -> str:
+    """A bare name with its section, where just one section that the recipe may have or has knows it."""
+    if "." in key or key in field_names("") or key in section_aliases(""):
+        return key
+    candidates = [
+        section
+        for section in ("model", "data", *(stage for stage in TRAINING_STAGES if stage in present))
+        if key in field_names(section) or key in section_aliases(section)
+    ]
+    return f"{candidates[0]}.{key}" if len(candidates) == 1 else key
+
+
+def apply_aliases(tree: ConfigNode) -> tuple[ConfigNode, list[str], list[RecipeProblem]]:
+    """Give every setting of one layer its own name, with a note for each other name used."""
+    notes: list[str] = []
+    problems: list[RecipeProblem] = []
+    for section in all_sections():
+        path = tuple(section.split(".")) if section else ()
+        node = tree.get(path)
+        if node is not None and isinstance(node.value, dict):
+            renamed = _SectionAliases(section, node.value, notes, problems).rename()
+            tree = tree.with_value(path, ConfigNode(renamed, node.origin))
+    return tree, notes, problems
+
+
+@dataclass
+class _SectionAliases:
+    """One section of one layer on its way to our names."""
+
+    key: str
+    entries: dict[str, ConfigNode]
+    notes: list[str]
+    problems: list[RecipeProblem]
+
+    def rename(self) -> dict[str, ConfigNode]:
+        """The section under our names."""
+        self._ignore_removed()
+        table = section_aliases(self.key)
+        false_names = {name for name, node in self.entries.items() if name in table and _is_false(table[name], node)}
+        first: dict[str, str] = {}
+        for name in self.entries:
+            if name not in false_names:
+                first.setdefault(table[name].canonical if name in table else name, name)
+        renamed: dict[str, ConfigNode] = {}
+        for name, node in self.entries.items():
+            if name not in table:
+                renamed[name] = self._canonical_value(name, node)
+                continue
+            ours = table[name].canonical
+            other = ours if ours in self.entries else first.get(ours, name)
+            if name in false_names and (other != name or ours in renamed):
+                self._note(node, f"{self._full_key(name)}: {node.text} is ignored")
+            elif other != name:
+                self._conflict(name, other, ours)
+            elif (translated := self._translate(name, table[name], node)) is not None:
+                renamed[ours] = replace(self._canonical_value(ours, translated), alias_used=name)
+        return renamed
+
+    def _ignore_removed(self) -> None:
+        removed = REMOVED_KEYS.keys() & self.entries.keys() if self.key in TRAINING_STAGES else ()
+        for name in removed:
+            self._note(self.entries[name], f"{self._full_key(name)} is ignored: it was removed in {REMOVED_KEYS[name]}")
+        self.entries = {name: node for name, node in self.entries.items() if name not in removed}
+
+    def _translate(self, name: str, alias: Alias, node: ConfigNode) -> ConfigNode | None:
+        """The value under our name, or nothing where it makes no sense there."""
+        if node.value is None:
+            return node
+        if alias.value_map is not None:
+            value_map = {**alias.value_map, **({"false": alias.false_value} if alias.false_value is not None else {})}
+            source_value = _normalize_bool(node)
+            if source_value not in value_map:
+                choice = f"one of {', '.join(value_map)}" if len(value_map) > 1 else ", ".join(value_map)
+                wants = f"it wants {choice} here, or {alias.canonical} in its place"
+                self._problem(name, node, f"{self._full_key(name)} is {node.display}; {wants}")
+                return None
+            return self._replace_value(
+                f"{self._full_key(name)}: {node.text}", alias.canonical, node, value_map[source_value]
+            )
+        if alias.is_fraction and not _is_fraction(node):
+            wants = f"it wants a share below 1; a count is {alias.canonical}"
+            self._problem(name, node, f"{self._full_key(name)} is {node.display}; {wants}")
+            return None
+        self._note(node, f"{self._full_key(name)} is read as {alias.canonical}")
+        if alias.comma_separated and isinstance(node.value, str) and "," in node.value:
+            names = [each.strip() for each in node.value.split(",") if each.strip()]
+            return ConfigNode([ConfigNode(each, node.origin, each) for each in names], node.origin)
+        return node
+
+    def _canonical_value(self, name: str, node: ConfigNode) -> ConfigNode:
+        """A value of one of our settings, where another tool has another word for it."""
+        value_map, source_value = VALUE_ALIASES.get(name, {}), _scalar_text(node)
+        if source_value in value_map and name in field_names(self.key):
+            return self._replace_value(f"{self._full_key(name)}: {node.text}", name, node, value_map[source_value])
+        return node
+
+    def _replace_value(self, written: str, canonical: str, node: ConfigNode, value: AliasValue) -> ConfigNode:
+        text = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+        self._note(node, f"{written} is read as {canonical}: {text}")
+        return ConfigNode(value, node.origin, text)
+
+    def _conflict(self, name: str, other: str, ours: str) -> None:
+        node, line = self.entries[name], self.entries[other].origin.line
+        line_note = f" (line {line})" if line else ""
+        if other == ours:
+            message = f"{self._full_key(name)} is another name for {other}{line_note}; keep one of them"
+        else:
+            message = f"{self._full_key(name)} and {other}{line_note} both set {ours}; keep one of them"
+        self._problem(name, node, message)
+
+    def _problem(self, name: str, node: ConfigNode, message: str) -> None:
+        self.problems.append(make_problem(node.origin, self._full_key(name), message))
+
+    def _note(self, node: ConfigNode, message: str) -> None:
+        self.notes.append(f"{node.origin.location}: {message}")
+
+    def _full_key(self, name: str) -> str:
+        return f"{self.key}.{name}" if self.key else name
+
+
+def _scalar_text(node: ConfigNode) -> str:
+    """A scalar as a table of words knows it."""
+    return "" if node.value is None or isinstance(node.value, dict | list) else str(node.value).lower()
+
+
+def _normalize_bool(node: ConfigNode) -> str:
+    """The same where the word may be a yes or a no."""
+    return {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(_scalar_text(node), _scalar_text(node))
+
+
+def _is_false(alias: Alias, node: ConfigNode) -> bool:
+    return alias.false_value is not None and _normalize_bool(node) == "false"
+
+
+def _is_fraction(node: ConfigNode) -> bool:
+    percent = node.text.strip().endswith("%")
+    try:
+        return 0 <= float(node.text.strip().rstrip("%")) < (100 if percent else 1)
+    except ValueError:
+        return False

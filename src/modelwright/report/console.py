@@ -1,0 +1,336 @@
+"""Show a run in the terminal: one line per event, a live panel, and the summary at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, TextIO
+
+from modelwright.report.formatting import format_duration, format_float, pluralize, single_line
+from modelwright.report.history import TimeBreakdown
+from modelwright.runs import journal
+from modelwright.runs.folder import RunFolder
+from modelwright.runs.journal import Event, EventListener
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+LogFormat = Literal["auto", "plain", "json"]
+
+
+@contextmanager
+def console_watcher(log_format: LogFormat, out: TextIO | None = None) -> Iterator[EventListener]:
+    """A watcher for the journal that suits whoever reads the output."""
+    stream = out or sys.stdout
+    if log_format == "json":
+        yield lambda event: _print(json.dumps(event, ensure_ascii=False), stream)
+    elif log_format == "auto" and stream.isatty():
+        with _LivePanel(stream) as panel:
+            yield panel.on_event
+    else:
+        yield lambda event: _print(format_event(event), stream)
+
+
+def sparkline(values: list[float]) -> str:
+    """A curve in eight heights of bar."""
+    low, high = min(values), max(values)
+    span = (high - low) or 1.0
+    return "".join(BARS[min(7, int((value - low) / span * 8))] for value in values)
+
+
+def _print(line: str | None, stream: TextIO) -> None:
+    if line is None:
+        return
+    try:
+        print(line, file=stream, flush=True)
+    except BrokenPipeError:  # as with `| head`: the reader has enough, the run goes on without one
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+class _LivePanel:
+    """Steps move a panel of a few lines; everything else is printed above it and stays."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console = Console(file=stream, highlight=False)
+        self._live = Live(console=self._console, refresh_per_second=4, transient=True)
+        self._losses: deque[float] = deque(maxlen=32)  # with both losses beside it, as much as a line holds
+        self._eval_losses: list[float] = []
+
+    def __enter__(self) -> _LivePanel:
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._live.__exit__(*error)
+
+    def on_event(self, event: Event) -> None:
+        """Draw a step, or print what happened above the panel."""
+        if event["event"] == "evaluation" and event["eval_loss"] is not None:
+            self._eval_losses.append(event["eval_loss"])
+        if event["event"] == "step":
+            if event["loss"] is not None:
+                self._losses.append(event["loss"])
+            self._live.update(self._render(event))
+        elif line := format_event(event):
+            self._console.print(line, markup=False)
+
+    def _render(self, event: Event) -> Any:
+        from rich.align import Align
+        from rich.console import Group
+        from rich.panel import Panel
+        from rich.progress_bar import ProgressBar
+        from rich.text import Text
+
+        eta_seconds, speed, memory = (
+            event.get("eta_seconds"),
+            event.get("tokens_per_second"),
+            event.get("peak_memory_bytes"),
+        )
+        head = f"step {event['step']}/{event['steps']}  epoch {event['epoch']:.2f}"
+        head += f"  {format_duration(eta_seconds)} left" if eta_seconds is not None else ""
+        held_out = (
+            f"  held-out {format_float(self._eval_losses[-1])} (best {format_float(min(self._eval_losses))})"
+            if self._eval_losses
+            else ""
+        )
+        curve = sparkline(list(self._losses)) if self._losses else ""
+        stats = f"lr {event['learning_rate']:.2e}  grad_norm {format_float(event['grad_norm'])}"
+        stats += f"  {speed:,.0f} {throughput_unit(event)}/s" if speed else ""
+        stats += f"  mfu {event['mfu']:.1%}" if event.get("mfu") else ""
+        stats += f"  memory {memory / 1e9:.1f} GB" if memory else ""
+        lines = Group(
+            Text(head),
+            Align.left(ProgressBar(total=event["steps"], completed=event["step"], width=60)),  # a bar ends no line
+            Text(f"loss {format_float(event['loss'])} {curve}{held_out}"),
+            Text(stats, style="dim"),
+        )
+        return Panel(lines, title=f"{event['stage']}", title_align="left", width=80, subtitle="Ctrl-C saves and stops")
+
+
+def format_event(event: Event) -> str | None:
+    """The event as a line, or None where a line would only repeat another."""
+    formatter = EVENT_FORMATTERS.get(event["event"])
+    return formatter(event) if formatter else None
+
+
+def throughput_unit(event: Event) -> str:
+    """What a step's speed counts."""
+    return "images" if event["stage"] == "classify" else "tok"
+
+
+def format_step(event: Event) -> str:
+    """Everything about a step that a person scans a log for."""
+    speed, left, memory = event.get("tokens_per_second"), event.get("eta_seconds"), event.get("peak_memory_bytes")
+    parts = [
+        f"{event['stage']} step {event['step']}/{event['steps']}",
+        f"loss {format_float(event['loss'])}",
+        f"grad_norm {format_float(event['grad_norm'])}",
+        f"lr {event['learning_rate']:.2e}",
+        f"{speed:,.0f} {throughput_unit(event)}/s" if speed else "",
+        f"mfu {event['mfu']:.1%}" if event.get("mfu") else "",
+        f"mem {memory / 1e9:.1f} GB" if memory else "",
+        f"eta {format_duration(left)}" if left is not None else "",
+        "" if event["health"] == "ok" else f"[{event['health']}]",
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def _format_data(event: Event) -> str:
+    if "classes" in event:
+        rows = f"{event['train_rows']:,} training images, {event['held_out_rows']:,} held out"
+        return f"data: {event['source']}: {rows}, {len(event['classes'])} classes"
+    if "packed" in event:
+        packed, held_out = event["packed"], event["held_out"]
+        return (
+            f"data: {event['source']}: {packed['rows']:,} training rows of {packed['sequence_length']:,} tokens "
+            f"({packed['documents']:,} documents, {packed['dropped_tokens']:,} tokens dropped), "
+            f"{held_out['rows']:,} held out, {event['bytes_per_token']:g} bytes per token"
+        )
+    train, held_out = event["train"], event["held_out"]
+    truncated = (
+        f", {train['truncated_tokens']} tokens cut from {train['truncated_rows']} rows"
+        if train["truncated_rows"]
+        else ""
+    )
+    packed = f" packed into {event['packed_rows']}" if event.get("packed_rows") else ""
+    repeated = event.get("duplicate_rows") or 0
+    duplicates = f"; {repeated:,} duplicate training rows" if repeated else ""
+    return (
+        f"data: {event['source']}: {train['rows']} training rows{packed} ({train['trained_tokens']:,} of "
+        f"{train['tokens']:,} tokens trained{truncated}), {held_out['rows']} held out, "
+        f"{event['prompts_in_both_splits']} prompts in both splits{duplicates}"
+    )
+
+
+STAGE_MARKS = {"done": "✔", "running": "▶", "closed": "✘", "accepted": "✔ (accepted)", "pending": "·"}
+"""How a stage stands, in the line of all stages."""
+
+
+def _format_pipeline(event: Event) -> str | None:
+    if len(event["stages"]) < 2:
+        return None
+    return "pipeline: " + " → ".join(f"{stage['stage']} {STAGE_MARKS[stage['state']]}" for stage in event["stages"])
+
+
+def _format_verdict(event: Event) -> str | None:
+    if event["open"]:
+        return str(event["message"])
+    return f"{event['message']}; accepted: {single_line(event['accepted'])}" if event.get("accepted") else None
+
+
+def _format_evaluated(event: Event) -> str:
+    measured = "  ".join(f"{name} {format_float(value)}" for name, value in event["metrics"].items())
+    lines = [f"evaluated {event['model']}: {measured or 'nothing was measured'}"]
+    return "\n".join([*lines, *(f"  {single_line(s['prompt'])} … {single_line(s['text'])}" for s in event["samples"])])
+
+
+def _format_comparison(event: Event) -> str:
+    """Models as rows, metrics as columns."""
+    names = list(dict.fromkeys(name for metrics in event["models"].values() for name in metrics))
+    rows = [["model", *names]]
+    rows += [
+        [model, *(format_float(model_metrics.get(name)) for name in names)]
+        for model, model_metrics in event["models"].items()
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _format_plan(event: Event) -> str:
+    reasons = "".join(f"\nplan: {reason}" for reason in event["reasons"])
+    steps = pluralize(event["steps"], "step")
+    return f"plan: {steps}, {event['batch_arithmetic']}, {event['precision']}, on {event['device']}{reasons}"
+
+
+def _format_initialized(event: Event) -> str:
+    size = f"{event['layers']} layers of width {event['hidden_size']}, {event['bytes'] / 1e9:,.2f} GB in fp32"
+    lines = [f"model: {event['parameters'] / 1e6:,.2f} M parameters from scratch, {size}"]
+    return "\n".join([*lines, *(f"predicted: {line}" for line in event["plan"])])
+
+
+def _format_evaluation(event: Event) -> str:
+    when = "before the first step" if event["step"] == 0 else f"after step {event['step']}"
+    bits = f", {event['eval_bits_per_byte']:.3f} bits per byte" if event.get("eval_bits_per_byte") is not None else ""
+    accuracy = f", accuracy {event['eval_accuracy']:.2%}" if event.get("eval_accuracy") is not None else ""
+    return f"{event['stage']} held-out loss {format_float(event['eval_loss'])}{accuracy}{bits} {when}"
+
+
+def _format_answers(event: Event) -> str:
+    if event.get("cached"):
+        questions = pluralize(len(event["answers"]), "prompt")
+        return f"before/after samples unchanged ({questions}); see modelwright compare"
+    lines = []
+    for pair in event["answers"]:
+        lines += [
+            "",
+            f"question: {single_line(pair['question'])}",
+            f"  before: {single_line(pair['before'])}",
+            f"  after:  {single_line(pair['after'])}",
+        ]
+    return "\n".join([*lines, "", single_line(event["notice"])])
+
+
+CONVERTING_NOTE = " (converted on first use, about 40 s)"
+
+
+EVENT_FORMATTERS: dict[str, Callable[[Event], str | None]] = {
+    "run": lambda e: f"run {e['folder']}: {e['recipe']}, {' → '.join(e['stages'])}",
+    "loading": lambda e: f"model: {e['model']}{CONVERTING_NOTE if e.get('converting') else ''}",
+    "model": lambda e: f"model: {e['trainable_summary']}",
+    "data": _format_data,
+    "plan": _format_plan,
+    "stage_started": lambda e: f"stage {e['stage']}",
+    "model_initialized": _format_initialized,
+    "resumed": lambda e: f"{e['stage']} resumed from step {e['step']} of {e['steps']}",
+    "step": format_step,
+    "evaluation": _format_evaluation,
+    "checkpoint_saved": lambda e: f"{e['stage']} checkpoint of step {e['step']} saved and verified in {e['seconds']:.1f} s",
+    "step_skipped": lambda e: e["message"],
+    "note": lambda e: f"note: {e['message']}",
+    "sampling": lambda e: f"sampling before/after answers to {pluralize(e['questions'], 'prompt')}",
+    "answers": _format_answers,
+    "misclassified": lambda e: f"accuracy {e['accuracy']:.2%} on {e['source']} (its mistakes: demo_outputs/mistakes.json)",
+    "stage_status": _format_pipeline,
+    "evaluate_started": lambda e: None,
+    "evaluate_result": _format_evaluated,
+    "evaluate_table": _format_comparison,
+    "verdict": _format_verdict,
+    "stopped": lambda e: None,
+}  # fmt: skip
+"""How each event reads; the letter of a stop or a closed gate is written once, by the command itself."""
+
+
+SHELL_UNSAFE = str.maketrans('"`', "''", "$\\!")
+"""Takes out of a question what a shell would act upon between double quotes."""
+
+
+def summary_facts(folder: RunFolder) -> dict[str, Any]:
+    """The last verdict, metrics and time of a run, from its journal."""
+    facts: dict[str, Any] = {"folder": str(folder.path)}
+    ledger = TimeBreakdown()
+    for event in journal.read(folder.journal):
+        ledger.add(event)
+        if event["event"] == "verdict":
+            facts |= {
+                "stage": event["stage"],
+                "open": event["open"],
+                "message": event["message"],
+                "metrics": event["metrics"],
+            }
+        elif event["event"] == "answers" and event["answers"]:
+            facts["question"] = single_line(event["answers"][0]["question"]).translate(SHELL_UNSAFE)
+        elif event["event"] == "done":
+            facts["seconds"] = event["seconds"]
+    return {**facts, **ledger.as_json()}
+
+
+def run_summary(folder: RunFolder) -> str:
+    """Ten lines that are enough."""
+    facts = summary_facts(folder)
+    metrics = facts.get("metrics", {})
+    lines = ["", f"── {folder.path} " + "─" * max(0, 66 - len(str(folder.path)))]
+    for label, before, after in (
+        ("held-out loss", "base_eval_loss", "eval_loss"),
+        ("accuracy", "base_eval_accuracy", "eval_accuracy"),
+        ("style score", "base_style_score", "style_score"),
+        ("words per answer", "base_answer_words", "answer_words"),
+        ("answer_f1", "base_answer_f1", "answer_f1"),
+    ):
+        if metrics.get(after) is not None:
+            change = _relative_change(metrics.get(before), metrics[after]) if after == "eval_loss" else ""
+            lines.append(f"  {label:<16} {format_float(metrics.get(before))} → {format_float(metrics[after])}{change}")
+    verdict = "open" if facts.get("open") else "closed" if "stage" in facts else "none: nothing was trained yet"
+    lines.append(f"  {'verdict':<16} {verdict}")
+    unit = "image" if metrics.get("eval_accuracy") is not None else "token"
+    trained = f"{pluralize(metrics.get('steps', 0), 'step')}, {pluralize(metrics.get('tokens', 0), unit)}"
+    since_start = f"; {format_duration(facts['seconds'])} since this start" if "seconds" in facts else ""
+    lines.append(f"  {'time':<16} {format_duration(metrics.get('seconds', 0))} for {trained}{since_start}")
+    if facts["goodput"] is not None:
+        lines.append(f"  {'goodput':<16} {facts['goodput']:.0%} of the run's time went into steps whose result is kept")
+    if facts.get("stage") and not facts.get("open"):
+        lines.append(f"  {'model':<16} {folder.model(facts['stage'])} (not promoted)")
+    samples_path = folder.demo_outputs / "before_after.md"
+    for label, path in (("model", folder.best_model), ("before / after", samples_path), ("report", folder.report)):
+        if path.exists():
+            lines.append(f"  {label:<16} {path}")
+    lines += ["", "next:"]
+    run_path = shlex.quote(str(folder.path))
+    if "question" in facts:
+        lines.append(f'  modelwright ask {run_path} "{facts["question"]}" --both')
+        lines.append(f"  modelwright compare {run_path}")
+    lines.append(f"  modelwright gate {run_path}")
+    return "\n".join(lines)
+
+
+def _relative_change(before: float | None, after: float) -> str:
+    return f"  ({after / before - 1:+.0%})" if before else ""

@@ -1,0 +1,304 @@
+"""Serve live run pages over HTTP on this machine. Read-only: it opens no file of a run for writing.
+
+Every window receives the same stream: all sections of the page, then each section that changes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from modelwright.errors import ModelwrightError
+from modelwright.report.formatting import format_metric
+from modelwright.report.history import RunHistory
+from modelwright.report.html import (
+    content_security_policy,
+    jinja_environment,
+    overlay_charts,
+    render_page,
+    render_sections,
+)
+from modelwright.report.http_guard import Application, RequestGuard, RequestPolicy, constant_time_equal, new_token
+from modelwright.report.view import RunView, compare_runs, load_run_view
+from modelwright.runs.folder import RunFolder
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+
+AskFn = Callable[[RunFolder, str], Iterator[tuple[str, str]]]
+"""Puts a question to the models of a run: pieces of text, each with who says it."""
+
+
+POLL_SECONDS = 0.5
+
+
+KEEPALIVE_SECONDS = 15
+
+
+MAX_QUESTION_CHARS = 4000
+
+
+SCRIPT = "".join((Path(__file__).parent / name).read_text("utf-8") for name in ("page.js", "dashboard.js"))
+
+
+POLICY = content_security_policy(SCRIPT, connect="'self'").replace("form-action 'none'", "form-action 'self'")
+
+
+HEADERS = {
+    "Content-Security-Policy": f"{POLICY}; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+
+class Dashboard:
+    """What the addresses below the token lead to."""
+
+    def __init__(self, index: RunIndex, ask: AskFn) -> None:
+        self.index, self.ask, self.token = index, ask, new_token()
+        self._ask_lock = asyncio.Lock()
+
+    def application(self, hosts: frozenset[str]) -> Application:
+        """The server; needs starlette."""
+        from starlette.applications import Starlette
+        from starlette.routing import Route
+
+        prefix = "/{token}"
+        routes = [
+            Route(f"{prefix}/", self.runs_page),
+            Route(f"{prefix}/events", self.runs_events),
+            Route(f"{prefix}/overlay", self.comparison_page),
+            Route(f"{prefix}/run/{{name}}/", self.run_page),
+            Route(f"{prefix}/run/{{name}}/events", self.run_events),
+            Route(f"{prefix}/run/{{name}}/ask", self.ask_run, methods=["POST"]),
+        ]
+        policy = RequestPolicy(
+            allowed_hosts=hosts,
+            method_allowed=lambda method, path: method == ("POST" if path.endswith("/ask") else "GET"),
+            is_authenticated=lambda scope, headers: constant_time_equal(scope["path"].split("/")[1], self.token),
+            headers=HEADERS,
+        )
+        return RequestGuard(Starlette(routes=routes), policy)
+
+    async def runs_page(self, request: Request) -> Response:
+        """The runs there are."""
+        return _html_response("Runs", await asyncio.to_thread(self._render_runs))
+
+    async def runs_events(self, request: Request) -> Response:
+        """The list as it changes."""
+        return _event_stream(self._section_updates(self._render_runs))
+
+    async def run_page(self, request: Request) -> Response:
+        """One run, with the question box."""
+        tail = self._tail(request)
+        if tail is None:
+            return _no_such_run()
+        parts = await asyncio.to_thread(tail.sections)
+        macros = _template_macros()
+        can_ask = "classify" not in tail.history.stages and tail.folder.recipe.exists()
+        page_parts = {"nav": str(macros.nav("../../")), **parts}
+        names = list(page_parts)
+        if can_ask:
+            names.insert(names.index("answers") + 1, "box")
+            page_parts["box"] = str(macros.box())
+        return _html_response(tail.folder.path.name, {name: page_parts[name] for name in names})
+
+    async def run_events(self, request: Request) -> Response:
+        """One run as it goes on."""
+        tail = self._tail(request)
+        return _no_such_run() if tail is None else _event_stream(self._section_updates(tail.sections))
+
+    async def comparison_page(self, request: Request) -> Response:
+        """Two runs in one picture, and the settings in which they differ."""
+        runs = self.index.runs()
+        first, second = (runs.get(request.query_params.get(key, "")) for key in ("a", "b"))
+        if first is None or second is None:
+            return _no_such_run()
+        return _html_response("Two runs", await asyncio.to_thread(_render_comparison, first, second))
+
+    async def ask_run(self, request: Request) -> Response:
+        """Both models' answers as they are made; one question at a time."""
+        from starlette.requests import ClientDisconnect
+        from starlette.responses import JSONResponse
+
+        tail = self._tail(request)
+        try:
+            payload = json.loads(await request.body())
+            question = payload["question"].strip()
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ClientDisconnect):
+            return JSONResponse({"error": 'it wants {"question": "…"}'}, 400)
+        if tail is None or not 0 < len(question) <= MAX_QUESTION_CHARS:
+            return JSONResponse({"error": f"a question has 1 to {MAX_QUESTION_CHARS} characters"}, 400)
+        return _event_stream(self._stream_answers(tail.folder, question))
+
+    def _tail(self, request: Request) -> JournalTail | None:
+        return self.index.runs().get(request.path_params["name"])
+
+    def _render_runs(self) -> dict[str, str]:
+        views = {name: tail.view() for name, tail in self.index.runs().items()}
+        return {"runs": str(_template_macros().runs(views)).strip()}
+
+    async def _section_updates(self, draw: Callable[[], dict[str, str]]) -> AsyncIterator[str]:
+        """All parts, then those that change, for as long as somebody listens."""
+        sent: dict[str, str] = {}
+        idle_seconds = 0.0
+        while True:
+            parts = await asyncio.to_thread(draw)
+            changed = {name: part for name, part in parts.items() if sent.get(name) != part}
+            sent, idle_seconds = parts, 0.0 if changed else idle_seconds + POLL_SECONDS
+            if changed:
+                yield _sse_event(changed)
+            elif idle_seconds >= KEEPALIVE_SECONDS:
+                idle_seconds = 0.0
+                yield ": still here\n\n"
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _stream_answers(self, folder: RunFolder, question: str) -> AsyncIterator[str]:
+        async with self._ask_lock:
+            try:
+                pieces = await asyncio.to_thread(self.ask, folder, question)
+                while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+                    yield _sse_event({"who": piece[0], "text": piece[1]})
+            except ModelwrightError as error:
+                yield _sse_event({"error": str(error)})
+        yield _sse_event({"done": True})
+
+
+def _render_comparison(first: JournalTail, second: JournalTail) -> dict[str, str]:
+    from markupsafe import Markup
+
+    views = first.view(), second.view()
+    figures = Markup(overlay_charts(*views))
+    macros = _template_macros()
+    return {
+        "nav": str(macros.nav("./")),
+        "comparison": str(macros.beside(compare_runs(*views), figures, format_metric)).strip(),
+    }
+
+
+def _template_macros() -> Any:
+    return jinja_environment().get_template("dashboard.html").module
+
+
+def _html_response(title: str, parts: dict[str, str]) -> Response:
+    from starlette.responses import HTMLResponse
+
+    return HTMLResponse(render_page(title, parts, SCRIPT, POLICY))
+
+
+def _no_such_run() -> Response:
+    from starlette.responses import PlainTextResponse
+
+    return PlainTextResponse("no such run", 404)
+
+
+def _event_stream(events: AsyncIterator[str]) -> Response:
+    from starlette.responses import StreamingResponse
+
+    return StreamingResponse(events, media_type="text/event-stream")
+
+
+def _sse_event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+
+CHUNK_BYTES = 1 << 20
+"""Bytes that are read at once."""
+
+
+MAX_LINE_BYTES = 1 << 24
+"""Bytes of a line; what is longer is none of ours and is passed over."""
+
+
+class JournalTail:
+    """One run's story, read on from where it was left; several windows share it."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self._lock = threading.Lock()
+        self._reset()
+        self._rendered: tuple[int, dict[str, str]] = (-1, {})
+
+    def poll(self) -> int:
+        """Take in what the journal has gained; returns the place in it, which changes when the story does."""
+        with self._lock:
+            try:
+                size = self.folder.journal.stat().st_size
+                if size < self._offset:  # another run has begun in this folder
+                    self._reset()
+                with self.folder.journal.open("rb") as file:
+                    file.seek(self._offset)
+                    while chunk := file.read(CHUNK_BYTES):
+                        self._offset += len(chunk)
+                        self._parse_chunk(chunk)
+            except OSError:
+                pass
+            return self._offset
+
+    def sections(self) -> dict[str, str]:
+        """The parts of its page as the story stands, drawn once for all windows."""
+        offset = self.poll()
+        with self._lock:
+            if self._rendered[0] != offset:
+                self._rendered = (offset, render_sections(self.folder, self.history))
+            return self._rendered[1]
+
+    def view(self) -> RunView:
+        """The run as it stands."""
+        self.poll()
+        return load_run_view(self.folder, self.history)
+
+    def _reset(self) -> None:
+        self.history, self._offset, self._partial_line = RunHistory(), 0, b""
+
+    def _parse_chunk(self, chunk: bytes) -> None:
+        *lines, self._partial_line = (self._partial_line + chunk).split(b"\n")
+        if len(self._partial_line) > MAX_LINE_BYTES:
+            self._partial_line = b""
+        for line in lines:
+            try:
+                event = json.loads(line)
+            except ValueError:  # torn by a kill
+                continue
+            if isinstance(event, dict):
+                self.history.add(event)
+
+
+@dataclass(frozen=True)
+class RunIndex:
+    """The runs that are shown, by a name that is safe in an address: nothing of an address ever becomes a path."""
+
+    selected: tuple[RunFolder, ...]
+    """The runs that were named; without any, all under `place`."""
+    root: Path
+    """Where runs are looked for."""
+    tails: dict[str, JournalTail]
+    """Those that somebody looked at."""
+
+    def runs(self) -> dict[str, JournalTail]:
+        """Every run, newest first."""
+        folders = self.selected or [RunFolder(path.parent) for path in self.root.glob("*/journal.jsonl")]
+        for folder in sorted(folders, key=_newest_first):
+            if not any(tail.folder == folder for tail in self.tails.values()):
+                name, suffix = folder.path.resolve().name, 1
+                while name in self.tails:
+                    suffix += 1
+                    name = f"{folder.path.resolve().name}-{suffix}"
+                self.tails[name] = JournalTail(folder)
+        existing = {name: tail for name, tail in self.tails.items() if tail.folder.journal.exists()}
+        return dict(sorted(existing.items(), key=lambda item: _newest_first(item[1].folder)))
+
+
+def _newest_first(folder: RunFolder) -> float:
+    try:
+        return -folder.journal.stat().st_mtime
+    except OSError:
+        return 0.0

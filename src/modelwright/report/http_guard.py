@@ -1,0 +1,218 @@
+"""ASGI middleware in front of the pages and models we serve (Host, Origin, token, method, body size), and the listening socket.
+
+A foreign web page is recognised by its Origin, DNS rebinding by its Host, and anybody else on the machine by a token
+that only the person who started the server has."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import secrets
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from modelwright.errors import ModelError, UsageError
+
+Scope = MutableMapping[str, Any]
+
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+
+
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+MAX_URL_CHARS = 2000
+
+
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
+
+
+def new_token() -> str:
+    """A word that nobody guesses."""
+    return secrets.token_urlsafe(24)
+
+
+def constant_time_equal(actual: str, expected: str) -> bool:
+    """Whether two words are equal, in a time that tells nothing."""
+    return hmac.compare_digest(actual.encode(), expected.encode())
+
+
+@dataclass(frozen=True)
+class RequestPolicy:
+    """What a server answers."""
+
+    allowed_hosts: frozenset[str]
+    """The Host headers that mean us; nothing where any does."""
+    method_allowed: Callable[[str, str], bool]
+    """Whether a method may be used on a path."""
+    is_authenticated: Callable[[Scope, dict[str, str]], bool]
+    """Whether whoever asks has the token, by scope and headers."""
+    max_body_bytes: int = 64_000
+    """Longest body."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """Sent with every answer."""
+
+
+class RequestGuard:
+    """Lets a request through to an application only if every rule holds; refuses before reading its body."""
+
+    def __init__(self, application: Application, policy: RequestPolicy) -> None:
+        self._application, self._policy = application, policy
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] == "lifespan":
+            await self._application(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            return  # a websocket is not spoken here: it is closed unanswered
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            await self._refuse(send, *refusal)
+            return
+        await self._application(scope, self._limit_body(receive), self._with_headers(send))
+
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+        policy, headers = self._policy, _parse_headers(scope)
+        if headers is None:
+            return 400, "duplicate header"
+        if policy.allowed_hosts and headers.get("host", "").lower() not in policy.allowed_hosts:
+            return 421, "Host not allowed"
+        origin = headers.get("origin")
+        if origin is not None and origin.lower() not in {f"http://{host}" for host in policy.allowed_hosts}:
+            return 403, "cross-origin request refused"
+        if headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+            return 403, "cross-origin request refused"
+        if len(scope["path"]) + len(scope.get("query_string", b"")) > MAX_URL_CHARS:
+            return 414, "URL too long"
+        if not policy.is_authenticated(scope, headers):
+            return 401, "the token is missing or wrong"
+        if not policy.method_allowed(scope["method"], scope["path"]):
+            return 405, "this method is not allowed here"
+        length = headers.get("content-length", "0")
+        if not length.isascii() or not length.isdigit() or int(length) > policy.max_body_bytes:
+            return 413, "the body is too large"
+        if (
+            scope["method"] == "POST"
+            and headers.get("content-type", "").partition(";")[0].strip() != "application/json"
+        ):
+            return 415, "the body must be application/json"
+        return None
+
+    def _limit_body(self, receive: Receive) -> Receive:
+        """The body, cut off where it grows beyond what it may be, whatever it said of itself."""
+        read = 0
+
+        async def limited() -> MutableMapping[str, Any]:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            return {"type": "http.disconnect"} if read > self._policy.max_body_bytes else message
+
+        return limited
+
+    def _with_headers(self, send: Send) -> Send:
+        extra = [(name.lower().encode(), value.encode()) for name, value in self._policy.headers.items()]
+
+        async def sending(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", []), *extra]
+            await send(message)
+
+        return sending
+
+    async def _refuse(self, send: Send, status: int, reason: str) -> None:
+        body = json.dumps({"error": {"message": reason, "type": "refused", "code": status}}).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()),
+                   (b"connection", b"close")]  # fmt: skip
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Where we listen."""
+
+    sock: socket.socket
+    """The port, ours already."""
+    host: str
+    """The address as a person types it."""
+
+    @property
+    def url(self) -> str:
+        """What to put before a path."""
+        return f"http://{self.host}:{self.sock.getsockname()[1]}"
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        """The Host headers that mean this place; nothing where it listens to the whole network."""
+        port = self.sock.getsockname()[1]
+        return (
+            frozenset(f"{host}:{port}" for host in {*LOOPBACK_HOSTS, self.host})
+            if self.host != "0.0.0.0"
+            else frozenset()
+        )
+
+    def serve(self, application: Application, banner: str) -> None:
+        """Say hello, then answer until Ctrl-C or SIGTERM: either way its work is done, and it exits with 0."""
+        import uvicorn
+
+        config = uvicorn.Config(application, log_level="warning", access_log=False, server_header=False,
+                                timeout_graceful_shutdown=1, h11_max_incomplete_event_size=64_000)  # fmt: skip
+        server = uvicorn.Server(config)
+        handle_exit = server.handle_exit
+
+        def exit_quietly(signum: int, frame: FrameType | None) -> None:
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # a window that is open is cut off: no error
+            handle_exit(signum, frame)
+
+        server.handle_exit = exit_quietly  # type: ignore[assignment,method-assign]
+        with suppress(KeyboardInterrupt):
+            for stop_signal in (
+                signal.SIGINT,
+                signal.SIGTERM,
+            ):  # uvicorn raises again, at its end, the one it was ended with
+                signal.signal(stop_signal, signal.default_int_handler)
+            print(banner, flush=True)
+            server.run(sockets=[self.sock])
+
+
+@contextmanager
+def listen(host: str, port: int) -> Iterator[Listener]:
+    """Take a port; the packages that serving needs are looked for first."""
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError:
+        raise ModelError("serving needs two packages that are not installed: pip install starlette uvicorn") from None
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, port))
+            sock.listen(128)
+        except OverflowError:
+            raise UsageError(f"--port {port} is not a port; it wants a number from 0 to 65535") from None
+        except OSError as error:
+            raise UsageError(f"{host}:{port} cannot be listened on ({error.strerror}); choose another --port") from None
+        yield Listener(sock, host)
+
+
+def _parse_headers(scope: Scope) -> dict[str, str] | None:
+    """The headers by name; None where one that decides comes twice."""
+    headers: dict[str, str] = {}
+    for name, value in scope["headers"]:
+        key = name.decode("latin-1").lower()
+        if key in headers and key in ("host", "origin", "authorization", "content-length", "content-type"):
+            return None
+        headers[key] = value.decode("latin-1")
+    return headers

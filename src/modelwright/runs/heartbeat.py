@@ -1,0 +1,166 @@
+"""The heartbeat file of a rank, which a supervisor on the same machine reads, and the state of processes."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+HEARTBEAT_INTERVAL = 0.5
+
+
+FILE_BYTES, MAX_MESSAGE_CHARS = 4096, 600
+"""Bytes of a beat file, since one write of a fixed width is never seen by halves; characters of last words in it."""
+
+
+STEP_WINDOW = 32
+
+
+PR_SET_PDEATHSIG = 1
+
+
+def set_pdeathsig(parent: int | None = None) -> None:
+    """Have the kernel end this process when its parent ends, whatever ended that one."""
+    parent = parent or os.getppid()
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the kernel was asked
+        os._exit(1)
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """Where a rank stands, as read from its beat."""
+
+    rank: int
+    """The rank's number in the world."""
+    pid: int
+    """Its process."""
+    beats: int
+    """Beats so far: a live process beats."""
+    phase_changes: int
+    """Times it went on to something else: a process that gets anywhere moves."""
+    phase: str
+    """What it is at."""
+    step: int
+    """Steps done."""
+    step_seconds: float | None
+    """Median time of its recent steps."""
+    exit_message: str | None
+    """Its last words, where it has ended by itself."""
+    exit_time: float
+    """When, on the clock that all processes of a machine share."""
+    exit_code: int
+    """With which code."""
+    lost_peers: bool
+    """Whether it ended because others were gone."""
+
+
+class Heartbeat:
+    """Tells where this process stands; without a folder it tells nobody."""
+
+    def __init__(self, folder: Path | None = None, rank: int = 0) -> None:
+        self._rank, self._step, self._phase = rank, 0, "starting"
+        self._beats, self._phase_changes = 0, 0
+        self._exit_message: str | None = None
+        self._exit_time, self._exit_code, self._lost_peers = 0.0, 0, False
+        self._step_seconds: deque[float] = deque(maxlen=STEP_WINDOW)
+        self._stop, self._descriptor = threading.Event(), -1
+        self._thread: threading.Thread | None = None
+        if folder is not None:
+            self._descriptor = os.open(folder / f"rank-{rank}.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            self._write()
+            self._thread = threading.Thread(target=self._beat_loop, daemon=True, name="beat")
+            self._thread.start()
+
+    def set_phase(self, phase: str, step: int | None = None) -> None:
+        """Say what begins now."""
+        self._phase, self._phase_changes = phase, self._phase_changes + 1
+        if step is not None:
+            self._step = step
+
+    def step_done(self, step: int, seconds: float) -> None:
+        """Say that a step is done, and how long it took."""
+        self._step_seconds.append(seconds)
+        self.set_phase("between steps", step)
+
+    def report_exit(self, message: str, exit_code: int, lost_peers: bool) -> None:
+        """Leave last words and fall silent."""
+        self._exit_message, self._exit_time = message, time.monotonic()
+        self._exit_code, self._lost_peers = exit_code, lost_peers
+        self.close()
+
+    def close(self) -> None:
+        """Fall silent."""
+        if self._thread is not None:
+            self._stop.set()
+            self._thread.join()
+            self._write()
+            os.close(self._descriptor)
+            self._thread = None
+
+    def _beat_loop(self) -> None:
+        parent = os.getppid()
+        while not self._stop.wait(HEARTBEAT_INTERVAL):
+            if os.getppid() != parent:  # where the kernel does not see to it
+                os._exit(1)
+            self._beats += 1
+            self._write()
+
+    def _write(self) -> None:
+        # the first steps of a process warm up; two are enough for a guess
+        seconds = list(self._step_seconds)
+        status = RankStatus(
+            self._rank, os.getpid(), self._beats, self._phase_changes, self._phase, self._step,
+            round(median(seconds), 4) if len(seconds) > 1 else None, (self._exit_message or "")[:MAX_MESSAGE_CHARS] or None,
+            self._exit_time, self._exit_code, self._lost_peers,
+        )  # fmt: skip
+        text = json.dumps(status.__dict__).encode()
+        try:
+            os.pwrite(self._descriptor, text[:FILE_BYTES].ljust(FILE_BYTES), 0)
+        except OSError:
+            return  # nobody can read it then; training does not depend on being watched
+
+
+def read_rank_statuses(folder: Path) -> dict[int, RankStatus]:
+    """Where the ranks of this machine stand, by rank."""
+    statuses: dict[int, RankStatus] = {}
+    for path in folder.glob("rank-*.json"):
+        try:
+            status = RankStatus(**json.loads(path.read_bytes() or b"null"))
+        except (OSError, ValueError, TypeError):
+            continue  # not written yet
+        statuses[status.rank] = status
+    return statuses
+
+
+def process_state(pid: int) -> str | None:
+    """The kernel's letter for a process (R, S, D, T for stopped, Z for dead); None where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return None
+
+
+def has_exited(pid: int) -> bool:
+    """Whether a process has ended, be it that nobody has taken note yet."""
+    return process_state(pid) in (None, "Z", "X")
+
+
+def wait_for_exit(pids: list[int], seconds: float) -> list[int]:
+    """Wait for processes to end; returns those still there."""
+    deadline = time.monotonic() + seconds
+    left = pids
+    while left and time.monotonic() < deadline:
+        left = [pid for pid in left if not has_exited(pid)]
+        if left:
+            time.sleep(0.05)
+    return left

@@ -1,0 +1,172 @@
+"""Generate text with a model, in batches or as a stream, the same way before and after training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jinja2 import TemplateError
+from torch import Tensor
+
+from modelwright.errors import UsageError
+from modelwright.models.pretrained import eos_token_ids, load_model, load_tokenizer
+
+Message = dict[str, str]
+
+
+NEUTRAL_SAMPLING: dict[str, Any] = {"repetition_penalty": 1.0, "top_k": 0, "top_p": 1.0}
+"""What a model's own generation settings may not change, so that two models are asked alike."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How an answer is drawn from a model."""
+
+    max_new_tokens: int = 128
+    """Longest answer."""
+    temperature: float = 0.0
+    """0 takes the likeliest token each time."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens that together have this share."""
+    seed: int = 0
+    """Decides the draws."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer and are not part of it."""
+
+
+class CompletionStream:
+    """One answer as it comes: iterate for its pieces; afterwards it knows how it ended and what it took."""
+
+    def __init__(
+        self, token_ids: Iterator[int], max_new_tokens: int, tokenizer: Any, stop_texts: tuple[str, ...]
+    ) -> None:
+        self._token_ids, self._max_new_tokens, self._tokenizer, self._stop_texts = (
+            token_ids,
+            max_new_tokens,
+            tokenizer,
+            stop_texts,
+        )
+        self.prompt_tokens, self.completion_tokens = 0, 0
+        self.finish_reason: Literal["stop", "length"] = "length"
+
+    def __iter__(self) -> Iterator[str]:
+        """Pieces that together are the answer, without the white space around it."""
+        token_ids: list[int] = []
+        emitted, text = 0, ""
+        held_back = max((len(stop) for stop in self._stop_texts), default=1) - 1
+        for token in self._token_ids:
+            self.completion_tokens += 1
+            token_ids.append(token)
+            text = self._tokenizer.decode(token_ids, skip_special_tokens=True).lstrip()
+            if cut := [index for stop in self._stop_texts if stop and (index := text.find(stop)) >= 0]:
+                text, self.finish_reason = text[: min(cut)], "stop"
+                break
+            stable = (
+                text[: len(text) - held_back].rstrip("\ufffd").rstrip()
+            )  # half a letter, or the beginning of a stop
+            if len(stable) > emitted:
+                yield stable[emitted:]
+                emitted = len(stable)
+        else:
+            self.finish_reason = "stop" if self.completion_tokens < self._max_new_tokens else "length"
+        if rest := text.rstrip()[emitted:]:
+            yield rest
+
+
+class TextGenerator:
+    """A loaded model that answers; the same prompt and decoding for every model."""
+
+    def __init__(self, folder: Path, max_new_tokens: int = 128, temperature: float = 0.0, seed: int = 0) -> None:
+        self._tokenizer = load_tokenizer(folder)
+        self._tokenizer.padding_side = "left"
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._model = load_model(folder).eval().to(self._device)
+        self._eos_token_ids = sorted({*eos_token_ids(self._model), self._tokenizer.eos_token_id})
+        self.sampling_params = SamplingParams(max_new_tokens, temperature, seed=seed)
+
+    @property
+    def context_length(self) -> int | None:
+        """Tokens that question and answer may have together, where the model says so."""
+        return getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+
+    @torch.inference_mode()
+    def generate(self, conversations: Sequence[Sequence[Message]]) -> list[str]:
+        """The answers to several conversations, computed together."""
+        inputs, params = self._tokenize(conversations).to(self._device), self.sampling_params
+        torch.manual_seed(params.seed)
+        sampling: dict[str, Any] = {"do_sample": params.temperature > 0, "repetition_penalty": 1.0}
+        if params.temperature > 0:
+            sampling |= {"temperature": params.temperature, **NEUTRAL_SAMPLING}
+        produced = self._model.generate(
+            **inputs,
+            max_new_tokens=params.max_new_tokens,
+            pad_token_id=self._tokenizer.pad_token_id,
+            eos_token_id=self._eos_token_ids,
+            use_cache=True,
+            **sampling,
+        )
+        answers = produced[:, inputs["input_ids"].shape[1] :]
+        return [text.strip() for text in self._tokenizer.batch_decode(answers, skip_special_tokens=True)]
+
+    def stream(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> CompletionStream:
+        """Begin to answer one conversation; the model works as the reply is read."""
+        params = sampling_params or self.sampling_params
+        tokens = self._tokenize([messages], padding=False)["input_ids"].to(self._device)
+        length = tokens.shape[1]
+        if self.context_length is not None and length >= self.context_length:
+            message = f"the conversation takes {length} tokens and the model's context length is {self.context_length}"
+            raise UsageError(f"{message}; shorten it")
+        max_new_tokens = (
+            min(params.max_new_tokens, self.context_length - length) if self.context_length else params.max_new_tokens
+        )
+        stream = CompletionStream(
+            self._generate_tokens(tokens, params, max_new_tokens), max_new_tokens, self._tokenizer, params.stop
+        )
+        stream.prompt_tokens = length
+        return stream
+
+    def _generate_tokens(self, tokens: Tensor, sampling: SamplingParams, max_new_tokens: int) -> Iterator[int]:
+        """Token by token until one ends the answer, which is not given out."""
+        cache, rng = None, torch.Generator(device=self._device).manual_seed(sampling.seed)
+        for _ in range(max_new_tokens):
+            with torch.inference_mode():
+                output = self._model(input_ids=tokens, past_key_values=cache, use_cache=True)
+                cache = output.past_key_values
+                token = int(_sample(output.logits[0, -1].float(), sampling, rng))
+            if token in self._eos_token_ids:
+                return
+            yield token
+            tokens = torch.tensor([[token]], device=self._device)
+
+    def _tokenize(self, conversations: Sequence[Sequence[Message]], padding: bool = True) -> Any:
+        if self._tokenizer.chat_template:
+            try:
+                texts = [
+                    self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+                    for messages in conversations
+                ]
+            except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+                raise UsageError(f"the model's chat template does not take these turns ({error})") from None
+        else:
+            texts = ["".join(message["content"] for message in messages) for messages in conversations]
+        chat = bool(self._tokenizer.chat_template)
+        encoded = self._tokenizer(texts, return_tensors="pt", padding=padding, add_special_tokens=not chat)
+        if not encoded["input_ids"].shape[1]:
+            why = "the model's chat template renders an empty prompt" if chat else "nothing was asked"
+            raise UsageError(f"{why}, so there is nothing to answer")
+        return encoded
+
+
+def _sample(logits: Tensor, params: SamplingParams, rng: torch.Generator) -> Tensor:
+    """The next token: the likeliest, or one drawn. logits: [words]."""
+    if params.temperature <= 0:
+        return logits.argmax()
+    probabilities = (logits / params.temperature).softmax(-1)
+    if params.top_p < 1:
+        ordered, indices = probabilities.sort(descending=True)
+        ordered[ordered.cumsum(-1) - ordered >= params.top_p] = 0.0  # the first is always kept
+        probabilities = torch.zeros_like(probabilities).scatter(0, indices, ordered)
+    return torch.multinomial(probabilities, 1, generator=rng)

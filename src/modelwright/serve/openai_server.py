@@ -1,0 +1,218 @@
+"""Serve one model to OpenAI-compatible clients: /v1/chat/completions and /v1/models, one completion at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from modelwright.errors import UsageError
+from modelwright.report.http_guard import (
+    Application,
+    RequestGuard,
+    RequestPolicy,
+    Scope,
+    constant_time_equal,
+    new_token,
+)
+from modelwright.serve.generate import CompletionStream, Message, SamplingParams, TextGenerator
+
+MAX_BODY_BYTES = 1_000_000
+
+
+MAX_MESSAGES = 500
+
+
+MAX_COMPLETION_TOKENS = 8192
+
+
+ROLES = ("system", "user", "assistant")
+
+
+class ServedModel:
+    """The model that is served, and whom to."""
+
+    def __init__(
+        self, name: str, generator: TextGenerator, system_prompt: str | None, api_key: str | None = None
+    ) -> None:
+        self.name, self.generator, self.system_prompt = name, generator, system_prompt
+        self.api_key = api_key or new_token()
+        self.generation_lock = asyncio.Lock()  # requests queue here in the order they came
+
+    def is_authorized(self, scope: Scope, headers: dict[str, str]) -> bool:
+        """Whether a request carries the key."""
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        return scheme.lower() == "bearer" and constant_time_equal(token.strip(), self.api_key)
+
+
+@dataclass(frozen=True)
+class ChatCompletionRequest:
+    """A checked request."""
+
+    messages: list[Message]
+    """The conversation."""
+    sampling_params: SamplingParams
+    """How to answer."""
+    stream: bool
+    """Whether pieces are sent as they come."""
+    include_usage: bool = False
+    """Whether a streamed answer ends with what it took."""
+    id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex[:24]}")
+    """What the answer is called."""
+
+
+def application(served: ServedModel, hosts: frozenset[str]) -> Application:
+    """The server; needs starlette."""
+    from starlette.applications import Starlette
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import JSONResponse, Response, StreamingResponse
+    from starlette.routing import Route
+
+    async def models(request: Request) -> Response:
+        entry = {"id": served.name, "object": "model", "created": 0, "owned_by": "modelwright"}
+        return JSONResponse({"object": "list", "data": [entry]})
+
+    async def completions(request: Request) -> Response:
+        try:
+            completion_request = parse_request(await request.body(), served)
+            stream = served.generator.stream(
+                completion_request.messages, completion_request.sampling_params
+            )  # counts tokens; nothing is computed yet
+        except UsageError as error:
+            return JSONResponse(_error(str(error)), 400)
+        except ClientDisconnect:
+            return JSONResponse(_error("the body is too large"), 413)
+        if completion_request.stream:
+            return StreamingResponse(_sse_stream(served, completion_request, stream), media_type="text/event-stream")
+        text = ""
+        async with served.generation_lock:
+            async for piece in _stream_pieces(stream):
+                text += piece
+                if await request.is_disconnected():  # nobody waits for the rest
+                    return Response(status_code=499)
+        return JSONResponse(_completion(served, completion_request, stream, text))
+
+    routes = [Route("/v1/models", models), Route("/v1/chat/completions", completions, methods=["POST"])]
+    posts = {"/v1/chat/completions"}
+    rules = RequestPolicy(
+        allowed_hosts=hosts,
+        method_allowed=lambda method, path: method == ("POST" if path in posts else "GET"),
+        is_authenticated=served.is_authorized,
+        max_body_bytes=MAX_BODY_BYTES,
+    )
+    return RequestGuard(Starlette(routes=routes), rules)
+
+
+def parse_request(body: bytes, served: ServedModel) -> ChatCompletionRequest:
+    """Check a request; what is wrong with it is one letter."""
+    try:
+        payload = json.loads(body)
+    except (ValueError, RecursionError):
+        raise UsageError("the body is no JSON") from None
+    if not isinstance(payload, dict):
+        raise UsageError("the body must be an object with model and messages")
+    if payload.get("model") not in (served.name, None):
+        raise UsageError(f"model: {str(payload['model'])[:80]!r} is not served here; it wants {served.name!r}")
+    if payload.get("n", 1) != 1:
+        raise UsageError("n must be 1")
+    messages = _parse_messages(payload.get("messages"))
+    if served.system_prompt and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": served.system_prompt}, *messages]
+    default = served.generator.sampling_params
+    stop = payload.get("stop") or ()
+    stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list | tuple) else (None,)
+    if len(stops) > 4 or not all(isinstance(text, str) and 0 < len(text) <= 200 for text in stops):
+        raise UsageError("stop: it wants at most four texts")
+    max_tokens = payload.get("max_completion_tokens") or payload.get("max_tokens")
+    sampling_params = SamplingParams(
+        max_new_tokens=int(_parse_number(max_tokens, "max_tokens", 1, MAX_COMPLETION_TOKENS, default.max_new_tokens)),
+        temperature=_parse_number(payload.get("temperature"), "temperature", 0, 2, default.temperature),
+        top_p=_parse_number(payload.get("top_p"), "top_p", 1e-6, 1, 1.0),
+        seed=int(_parse_number(payload.get("seed"), "seed", -(2**63), 2**63 - 1, default.seed)),
+        stop=stops,
+    )
+    options = payload.get("stream_options")
+    include_usage = isinstance(options, dict) and options.get("include_usage") is True
+    return ChatCompletionRequest(messages, sampling_params, payload.get("stream") is True, include_usage)
+
+
+def _parse_messages(value: Any) -> list[Message]:
+    if not isinstance(value, list) or not 0 < len(value) <= MAX_MESSAGES:
+        raise UsageError(f"messages: it wants a list of 1 to {MAX_MESSAGES}")
+    messages = []
+    for index, message in enumerate(value):
+        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+        if isinstance(content, list):
+            texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+            all_text = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
+            content = "".join(map(str, texts)) if all_text else None
+        if role == "developer":
+            role = "system"
+        if role not in ROLES or not isinstance(content, str):
+            raise UsageError(f"messages[{index}]: it wants a role of {', '.join(ROLES)} and content as text")
+        messages.append({"role": role, "content": content})
+    return messages
+
+
+def _parse_number(value: Any, name: str, minimum: float, maximum: float, default: float) -> float:
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= maximum:
+        raise UsageError(f"{name}: it wants a number from {minimum:g} to {maximum:g}")
+    return value
+
+
+async def _stream_pieces(stream: CompletionStream) -> AsyncIterator[str]:
+    """A reply, each piece computed beside the loop: between two of them a request can be given up, also at the end."""
+    pieces: Iterator[str] = iter(stream)
+    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+        yield piece
+
+
+async def _sse_stream(
+    served: ServedModel, request: ChatCompletionRequest, stream: CompletionStream
+) -> AsyncIterator[str]:
+    """Pieces as server-sent events; whoever leaves early frees the place for the next."""
+    async with served.generation_lock:
+        yield _sse_event(_chunk(served, request, {"role": "assistant", "content": ""}))
+        async for piece in _stream_pieces(stream):
+            yield _sse_event(_chunk(served, request, {"content": piece}))
+    yield _sse_event(_chunk(served, request, {}, stream.finish_reason))
+    if request.include_usage:
+        yield _sse_event({**_chunk(served, request, {}), "choices": [], "usage": _usage(stream)})
+    yield "data: [DONE]\n\n"
+
+
+def _sse_event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+
+def _chunk(
+    served: ServedModel, request: ChatCompletionRequest, delta: dict[str, str], finish_reason: str | None = None
+) -> dict[str, Any]:
+    choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
+    return {"id": request.id, "object": "chat.completion.chunk", "created": int(time.time()), "model": served.name,
+            "choices": [choice]}  # fmt: skip
+
+
+def _completion(
+    served: ServedModel, request: ChatCompletionRequest, stream: CompletionStream, text: str
+) -> dict[str, Any]:
+    message = {"role": "assistant", "content": text, "refusal": None}
+    choice = {"index": 0, "message": message, "finish_reason": stream.finish_reason, "logprobs": None}
+    return {"id": request.id, "object": "chat.completion", "created": int(time.time()), "model": served.name,
+            "choices": [choice], "usage": _usage(stream)}  # fmt: skip
+
+
+def _usage(stream: CompletionStream) -> dict[str, int]:
+    total = stream.prompt_tokens + stream.completion_tokens
+    return {"prompt_tokens": stream.prompt_tokens, "completion_tokens": stream.completion_tokens, "total_tokens": total}
+
+
+def _error(message: str) -> dict[str, Any]:
+    code = "context_length_exceeded" if "context length is" in message else None
+    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}

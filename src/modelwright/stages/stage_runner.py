@@ -1,0 +1,417 @@
+"""Train one stage: the engine steps, this decides when to evaluate, checkpoint, roll back, stop and save the model."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from modelwright.engine import trainer
+from modelwright.engine.checkpoint import AsyncCheckpointer, CheckpointManager, read_state
+from modelwright.engine.parallel import full_tensor
+from modelwright.engine.task import StepReport
+from modelwright.engine.throughput import StragglerDetector, ThroughputMeter
+from modelwright.errors import Diverged, Interrupted
+from modelwright.plan.stage import plan_stage
+from modelwright.runs.folder import hash_file, read_json, write_json, write_json_with_checksum
+from modelwright.stages.context import (
+    GracefulShutdown,
+    RunContext,
+    StageBuilder,
+    StageInputs,
+    build_resume_config,
+    check_resume_config,
+)
+from modelwright.stages.planning import (
+    build_engine,
+    explain_out_of_memory,
+    fit_plan,
+    log_prediction_error,
+    profile_one_step,
+)
+
+
+class StageRunner:
+    """One training stage of a run."""
+
+    def __init__(
+        self, context: RunContext, builder: StageBuilder, inputs: StageInputs, stage: str, shutdown: GracefulShutdown
+    ) -> None:
+        self.context, self.stage, self.shutdown = context, stage, shutdown
+        self.settings = context.recipe.stages[stage]
+        self.resume_config = build_resume_config(
+            context.recipe, stage, inputs.data_fingerprint, inputs.model_fingerprint
+        )
+        self.checkpoints = CheckpointManager(
+            context.folder.checkpoints(stage), self.settings.save_total_limit, lambda line: self._note(line)
+        )
+        async_save, on_gpu = self.settings.async_save, context.world.device.type == "cuda"
+        self.checkpointer = AsyncCheckpointer(
+            self.checkpoints, context.world, async_save == "always" or (async_save == "auto" and on_gpu)
+        )
+        resumed_step = self._newest_checkpoint_step()
+        if resumed_step is None and isinstance(self.settings.resume_from_checkpoint, str):
+            resumed_step = self._import_checkpoint(Path(self.settings.resume_from_checkpoint))
+        resumed_batch = self._resumed_global_batch(resumed_step)
+        context.world.heartbeat.set_phase("loading model")
+        self.parts = builder.build(context, inputs, stage)
+        self.task = self.parts.task
+        self._log_model_and_data(inputs)
+        self.plan = plan_stage(self.settings, self.task.rows, context.world.size, context.hardware, resumed_batch)
+        self.plan = fit_plan(self.plan, stage, self.parts, context)
+        self._log_plan()
+        self.parts.set_total_steps(self.plan.steps)
+        with explain_out_of_memory(
+            lambda: self.plan, stage, self.parts, context
+        ):  # where fp8 is tried, a step is computed
+            self.engine = build_engine(self.plan, stage, self.parts, context)
+        self._log_plan_changes()
+        if note := self.parts.precompute(self.engine, context.folder.frozen_cache(stage)):
+            self._note(note)
+        best_metric = self.settings.metric_for_best_model if self.settings.load_best_model_at_end else None
+        self.eval_history = EvalHistory(stage, best_metric)
+        self.last_saved_step, self.earlier_seconds, self.began = 0, 0.0, time.monotonic()
+        self.consecutive_bad_steps, self.rolled_back_from = 0, 0
+        self.speed: dict[str, Any] = {}
+        if resumed_step is not None:
+            self._resume_from(resumed_step)
+
+    def run(self) -> dict[str, float | None]:
+        """Train to the end, or to the next order to stop; returns the metrics."""
+        with explain_out_of_memory(lambda: self.engine.plan, self.stage, self.parts, self.context):
+            if self.task.held_out_rows and not self.eval_history.records:
+                self._evaluate()
+            meter = ThroughputMeter(
+                self.plan.steps, self.plan.global_batch_size, self.parts.flops_per_token, self._peak_flops()
+            )
+            self.began = time.monotonic()
+            with self.shutdown.defer_to_step_end(), self.checkpointer:
+                self._train(meter)
+                if self._rolled_back_at_end():
+                    self._train(meter)
+            self._evaluate_and_save_end()
+        log_prediction_error(self.context, self.stage, self.plan, self.speed)
+        return self._finish()
+
+    def _train(self, meter: ThroughputMeter) -> None:
+        """Step to the end of the plan."""
+        stragglers, stop_requests = StragglerDetector(), 0
+        for report in self._steps():
+            self._log_step(report, meter)
+            self._log_plan_changes()
+            self.checkpointer.preallocate_buffers(lambda: trainer.state_dict(self.engine))
+            for line in stragglers.check(report.compute_seconds_by_rank):
+                self._note(line)
+            if report.health not in ("ok", "overflow"):
+                self._skip_or_roll_back(report)
+            else:
+                self._after_good_step(report)
+            if self.checkpointer.is_done() or report.stop_requested:
+                self._wait_for_save()
+            stop_requests += report.stop_requested
+            # what a bad step leaves is not saved, but what one more leaves may be
+            wait_one_step = self.consecutive_bad_steps and stop_requests == 1 and report.step < self.plan.steps
+            if stop_requests and not wait_one_step:
+                last_step = self.engine.cursor.step
+                raise Interrupted(
+                    f"stopped after step {last_step} of {self.plan.steps}; rerun the same command to resume"
+                )
+
+    def _steps(self) -> Iterator[StepReport]:
+        """The engine's steps, one of them watched where the recipe asks for it."""
+        steps = self.engine.steps(self.shutdown.requested)
+        return profile_one_step(self.engine, steps, self.context, self.stage) if self.settings.profile_memory else steps
+
+    def _rolled_back_at_end(self) -> bool:
+        """Where the last steps were bad, too few to go back for: once, since the weights themselves may be spoilt."""
+        last_step = self.engine.cursor.step
+        checkpoint_step = (
+            self._newest_checkpoint_step() if self.consecutive_bad_steps and last_step > self.rolled_back_from else None
+        )
+        if checkpoint_step is None:
+            return False
+        self._roll_back(last_step, checkpoint_step)
+        return True
+
+    def _roll_back(self, step: int, checkpoint_step: int) -> None:
+        self.rolled_back_from, self.consecutive_bad_steps = step, 0
+        self._resume_from(checkpoint_step)
+        self._note(f"rolled back from step {step} to checkpoint {checkpoint_step}")
+
+    def _evaluate_and_save_end(self) -> None:
+        """Where the last step was a bad one, the weights before it are the end: they too are measured and saved."""
+        if self.task.held_out_rows and not self.eval_history.evaluated_at(self.engine.cursor.step):
+            self._evaluate()
+        self._save()
+        self._wait_for_save()
+
+    def _after_good_step(self, report: StepReport) -> None:
+        """After a good step: measure and save when it is time, or was at a bad step before it."""
+        self.consecutive_bad_steps = 0
+        step, is_last = report.step, report.step == self.plan.steps
+        last_checked = max(
+            self.eval_history.last_step(), self.last_saved_step
+        )  # whoever saved has looked whether to measure
+        if self.task.held_out_rows and (is_last or _is_due(step, self.plan.eval_steps, last_checked)):
+            self._evaluate()
+        save_due = _is_due(step, self.plan.save_steps, self.last_saved_step)
+        if is_last or report.stop_requested or save_due or self.eval_history.best_step() == step:
+            self._save()
+
+    def _skip_or_roll_back(self, report: StepReport) -> None:
+        """After a bad step: the weights have not moved; when that does not end it, go back once, then stop."""
+        self.consecutive_bad_steps += 1
+        message = (
+            f"step {report.step} is skipped: {report.health} (loss {report.loss:.4g}, gradient {report.grad_norm:.4g})"
+        )
+        self.context.journal.add(
+            "step_skipped", stage=self.stage, step=report.step, health=report.health, message=message
+        )
+        if self.consecutive_bad_steps <= self.settings.max_skipped_steps:
+            return
+        checkpoint_step = self._newest_checkpoint_step()
+        if checkpoint_step is None or report.step <= self.rolled_back_from:
+            raise Diverged(
+                f"{self.stage} diverged at step {report.step}: {report.health} {self.consecutive_bad_steps} steps in a row, "
+                + (
+                    "again after rolling back"
+                    if checkpoint_step is not None
+                    else "and there is no checkpoint to roll back to"
+                )
+                + "; the last good checkpoint is kept. A lower learning_rate is the first thing to try"
+            )
+        self._roll_back(report.step, checkpoint_step)
+
+    def _evaluate(self) -> None:
+        values = self.engine.evaluate()
+        self._log_plan_changes()
+        self.context.journal.add(
+            "evaluation", stage=self.stage, **self.eval_history.add(self.engine.cursor.step, values)
+        )
+
+    def _save(self) -> None:
+        if self.last_saved_step == self.engine.cursor.step:
+            return
+        started = time.monotonic()
+        self.context.world.heartbeat.set_phase("saving")
+        extra_state = {
+            "resume_config": self.resume_config,
+            "global_batch_size": self.plan.global_batch_size,
+            "evaluations": list(self.eval_history.records),
+            "seconds": self._training_seconds(),
+        }
+        self._wait_for_save()
+        if self.checkpointer.save(trainer.state_dict(self.engine, **extra_state), self.eval_history.best_step()):
+            self.context.journal.add(
+                "checkpoint_started",
+                stage=self.stage,
+                step=self.engine.cursor.step,
+                seconds=round(time.monotonic() - started, 3),
+            )
+        else:
+            self._wait_for_save()
+        self.last_saved_step = self.engine.cursor.step
+
+    def _wait_for_save(self) -> None:
+        """Wait for the save under way, and tell of it."""
+        if saved := self.checkpointer.wait():
+            self.context.journal.add(
+                "checkpoint_saved", stage=self.stage, step=saved.step, seconds=round(saved.seconds, 3),
+                blocked_seconds=round(saved.blocked_seconds, 3), async_save=saved.background,
+            )  # fmt: skip
+
+    def _newest_checkpoint_step(self) -> int | None:
+        """The newest good checkpoint, agreed by all ranks."""
+        self._wait_for_save()
+
+        def find_newest() -> int | None:
+            folder = self.checkpoints.newest_valid()
+            return None if folder is None else int(folder.name.split("-")[1])
+
+        return self.context.world.on_rank0_broadcast(find_newest)
+
+    def _import_checkpoint(self, folder: Path) -> int:
+        """Take a checkpoint of another run as this one's first."""
+
+        def import_checkpoint() -> int:
+            step = self.checkpoints.import_from(folder)
+            self._note(f"begins from step {step} of {folder} (resume_from_checkpoint)")
+            return step
+
+        return self.context.world.on_rank0_broadcast(import_checkpoint)
+
+    def _resumed_global_batch(self, step: int | None) -> int | None:
+        """The batch this run was started with; refuses if anything that decides the weights has changed since."""
+        if step is None:
+            return None
+        with trainer.explain_mismatch(self._checkpoint_dir(step)):
+            saved = read_state(self._checkpoint_dir(step))
+            saved = {
+                "resume_config": dict(saved["resume_config"]),
+                "global_batch_size": int(saved["global_batch_size"]),
+            }
+        for change in check_resume_config(saved["resume_config"], self.resume_config, self.context.options.overrides):
+            self._note(f"resuming although {change} (--override)")
+        changed_batch = any("batch" in key or "accumulation" in key for key in self.context.options.overrides)
+        return None if changed_batch else int(saved["global_batch_size"])
+
+    def _resume_from(self, step: int) -> None:
+        with trainer.explain_mismatch(self._checkpoint_dir(step)):
+            saved = trainer.load_state_dict(self.engine, self._checkpoint_dir(step))
+            self.eval_history.records = list(saved["evaluations"])
+            self.earlier_seconds, self.began = float(saved["seconds"]), time.monotonic()
+        self.last_saved_step = step
+        self.context.journal.add("resumed", stage=self.stage, step=step, steps=self.plan.steps)
+
+    def _checkpoint_dir(self, step: int) -> Any:
+        return self.context.folder.checkpoints(self.stage) / f"step-{step:08d}"
+
+    def _best_valid_step(self) -> int | None:
+        """The best step whose checkpoint is still whole; a damaged one is passed over, and said."""
+        while (best := self.eval_history.best_step()) not in (None, self.engine.cursor.step):
+            assert best is not None
+            if self.context.world.on_rank0_broadcast(lambda best=best: self.checkpoints.valid_at(best) is not None):  # type: ignore[misc]
+                return best
+            self._note(f"the checkpoint of step {best}, the best, is damaged; the next best is taken")
+            self.eval_history.drop_step(best)
+        return best
+
+    def _peak_flops(self) -> float | None:
+        """What all devices together could do."""
+        peak = self.context.hardware.peak_flops
+        return peak * self.context.world.size if peak else None
+
+    def _training_seconds(self) -> float:
+        """Time spent training, earlier starts of this run counted up to the checkpoint they left."""
+        return round(self.earlier_seconds + time.monotonic() - self.began, 2)
+
+    def _finish(self) -> dict[str, float | None]:
+        """Take the best weights, write the model folder, and only then the result that says the stage is done."""
+        best = self._best_valid_step()
+        if best is not None and best != self.engine.cursor.step:
+            trainer.load_weights(self.engine, self._checkpoint_dir(best))
+            self._note(f"best checkpoint restored: step {best} ({self.settings.metric_for_best_model})")
+        self.engine.ema.copy_to()
+        metrics = {
+            **self.eval_history.metrics(self.engine.cursor.step if best is None else best),
+            "steps": self.engine.cursor.step,
+            "tokens": self.engine.cursor.tokens,
+            "trained_tokens": self.engine.cursor.trained_tokens,
+            "seconds": self._training_seconds(),
+        }
+        self.context.world.heartbeat.set_phase("saving")
+        weights = {}
+        for name, tensor in self.parts.model.state_dict().items():
+            full = full_tensor(tensor)  # every rank must ask; only the main one keeps it
+            if self.context.world.is_main:
+                weights[name] = full.cpu()
+        self.context.world.on_rank0_broadcast(lambda: self._write_result(weights, metrics))
+        return metrics
+
+    def _write_result(self, weights: dict[str, Any], metrics: dict[str, float | None]) -> None:
+        folder = self.context.folder.model(self.stage)
+        self.parts.save(weights, folder)
+        paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "README.md")
+        files = {str(path.relative_to(folder)): hash_file(path) for path in paths}
+        result = {"metrics": metrics, "resume_config": self.resume_config, "plan": self.plan.as_json(), "files": files}
+        write_json_with_checksum(self.context.folder.result(self.stage), result)
+        shutil.rmtree(self.context.folder.frozen_cache(self.stage), ignore_errors=True)  # nothing needs it any more
+
+    def _log_model_and_data(self, inputs: StageInputs) -> None:
+        counts, manifest = self.parts.parameter_counts, self.parts.data_manifest
+        self.context.journal.add(
+            "model", stage=self.stage, name=inputs.model_name, revision=inputs.revision, trainable_summary=str(counts),
+            trainable_parameters=counts.trained, parameters=counts.total,
+        )  # fmt: skip
+        self.context.journal.add("data", stage=self.stage, **manifest)
+        self.context.world.on_rank0_broadcast(
+            lambda: write_json(self.context.folder.data_manifest(self.stage), manifest)
+        )
+
+    def _log_plan(self) -> None:
+        plan_record = self.plan.as_json()
+        self.context.journal.add("plan", stage=self.stage, device=self.context.hardware.name, **plan_record)
+        path = self.context.folder.plan
+
+        def write() -> None:
+            write_json(path, {**(read_json(path) if path.exists() else {}), self.stage: plan_record})
+
+        self.context.world.on_rank0_broadcast(write)
+
+    def _log_step(self, report: StepReport, meter: ThroughputMeter) -> None:
+        meter.record(report)
+        if report.step % self.settings.logging_steps == 0 or report.step in (1, self.plan.steps):
+            self.speed = meter.summary()
+            self.context.journal.add(
+                "step", stage=self.stage, step=report.step, steps=self.plan.steps, epoch=round(report.epoch, 4),
+                loss=report.loss, grad_norm=report.grad_norm, learning_rate=report.learning_rate, tokens=report.tokens,
+                batch_hash=report.batch_hash, step_seconds=round(report.step_seconds, 4), health=report.health, **self.speed,
+            )  # fmt: skip
+
+    def _log_plan_changes(self) -> None:
+        """What the engine had to do otherwise than planned."""
+        while self.engine.plan_changes:
+            self._note(self.engine.plan_changes.pop(0))
+        if self.plan is not self.engine.plan:
+            self.plan = self.engine.plan
+            self._log_plan()
+
+    def _note(self, line: str) -> None:
+        self.context.journal.add("note", stage=self.stage, message=line)
+
+
+def _is_due(step: int, every: int, last: int) -> bool:
+    """Whether a multiple of so many steps was passed since the last time."""
+    return step // every > last // every
+
+
+class EvalHistory:
+    """Every measurement of a stage with its step; that of step 0 was taken before training."""
+
+    def __init__(self, stage: str, metric: str | None) -> None:
+        """`metric` decides which step is the best; without it none is."""
+        self._stage, self._metric = stage, metric
+        self.records: list[dict[str, Any]] = []
+
+    def add(self, step: int, values: Mapping[str, float]) -> dict[str, Any]:
+        """Keep what was measured after a step; numbers that are none end the training."""
+        if bad := [name for name, value in values.items() if not math.isfinite(value)]:
+            raise Diverged(
+                f"{self._stage} diverged by step {step}: {bad[0]} is not finite; the last good checkpoint "
+                "is kept. A lower learning_rate is the first thing to try"
+            )
+        self.records.append({"step": step, **values})
+        return self.records[-1]
+
+    def evaluated_at(self, step: int) -> bool:
+        """Whether the last measurement is of this step."""
+        return bool(self.records) and self.last_step() == step
+
+    def last_step(self) -> int:
+        """The step measured last; 0 also where nothing was measured."""
+        return int(self.records[-1]["step"]) if self.records else 0
+
+    def best_step(self) -> int | None:
+        """The step with the best measure, of those that training itself reached."""
+        metric, reached = self._metric, [item for item in self.records if item["step"] > 0]
+        if not reached or metric is None:
+            return None
+        sign = -1.0 if metric.endswith("accuracy") else 1.0
+        return int(min(reached, key=lambda item: sign * item[metric])["step"])
+
+    def drop_step(self, step: int) -> None:
+        """Pass over a step whose weights are lost."""
+        self.records = [item for item in self.records if item["step"] != step]
+
+    def metrics(self, step: int) -> dict[str, float | None]:
+        """What a step measured, and beside it what the model measured before, as base_…"""
+        by_step = {item["step"]: item for item in self.records}
+        return {
+            f"{prefix}{name}": value
+            for prefix, item in (("", by_step.get(step, {})), ("base_", by_step.get(0, {})))
+            for name, value in item.items()
+            if name != "step"
+        }

@@ -1,0 +1,386 @@
+"""Cache the hidden states that leave the frozen layers of a model, computed once per example, in memory or on disk."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor, nn
+
+from modelwright.data.chat import TokenizedRow
+from modelwright.engine.distributed import World
+from modelwright.engine.task import MicroBatch
+from modelwright.errors import StorageError
+from modelwright.models.attention import SharedPrefixLayout, hidden_states, unwrap_peft
+from modelwright.models.prefix_sharing import shared_prefix_layout, shared_prefix_mask
+from modelwright.models.trainable import decoder_layers
+from modelwright.plan.hardware import available_memory
+from modelwright.runs.folder import read_json, write_json
+from modelwright.tasks.batching import (
+    CPU_ALIGNMENT,
+    MAX_MASKED_ROW,
+    NO_ROW_LIMIT,
+    RowLayout,
+    cache_index_of,
+    collate_rows,
+    layout_rows,
+    layout_shared_prefix,
+    to_varlen,
+)
+
+TOKENS_PER_FORWARD = {"cpu": 2048, "cuda": 16384}
+"""Tokens of one part: enough to keep the device busy, little enough to check and compute again."""
+
+
+GPU_PAD_MULTIPLE = 128
+"""There rows and learnt places are padded to a multiple of this: a GPU plans each new shape anew, for a tenth of a
+second, and its memory is cut up by sizes that never come again."""
+
+
+STATES_FILE, CACHE_MANIFEST = "states.bin", "manifest.json"
+
+
+MAX_CACHE_FRACTION = 0.25
+"""Of the memory that is free, kept states take at most this share."""
+
+
+@dataclass(frozen=True)
+class CacheBlock:
+    """States that are computed together: they stand side by side, after those of the part before."""
+
+    rows: RowLayout
+    """The documents."""
+    first: int
+    """Where its states begin."""
+    stop: int
+    """Where those of the next part begin."""
+
+
+@dataclass(frozen=True)
+class CacheLocation:
+    """Where states are kept."""
+
+    setting: str
+    """auto, memory or disk."""
+    folder: Path
+    """Where on disk, if there."""
+    fingerprint: str
+    """Changes when the model or the arithmetic does."""
+
+
+class HiddenStateCache:
+    """The states of all documents, in parts; a shared beginning comes first, once."""
+
+    def __init__(
+        self,
+        frozen_layers: FrozenLayers,
+        examples: Sequence[TokenizedRow],
+        prefix_length: int,
+        device: torch.device,
+        use_varlen_prefix: bool = False,
+    ) -> None:
+        """paths: whether attention is told by them who sees whom, instead of by a mask."""
+        self.frozen_layers, self.examples, self.prefix_length, self._use_varlen_prefix = (
+            frozen_layers,
+            examples,
+            prefix_length,
+            use_varlen_prefix,
+        )
+        self.offsets = [0] * len(examples)
+        self.blocks: list[CacheBlock] = []
+        self.states: Tensor | None = None
+        self._device = device
+        self._row_multiple = CPU_ALIGNMENT if device.type == "cpu" else GPU_PAD_MULTIPLE
+        self._plan_blocks(TOKENS_PER_FORWARD[device.type])
+
+    def _plan_blocks(self, block_tokens: int) -> None:
+        """Documents of like length share a part, whatever the world's size and the order of training."""
+        block_examples: list[int] = []
+        first, size = 0, 0
+        order = sorted(range(len(self.examples)), key=lambda number: (len(self.examples[number]), number))
+        for number in order:
+            length = len(self.examples[number]) - self.prefix_length
+            if block_examples and size + length > block_tokens:
+                first = self._add_block(block_examples, first)
+                block_examples, size = [], 0
+            block_examples.append(number)
+            size += length
+        self._add_block(block_examples, first)
+
+    def _add_block(self, numbers: Sequence[int], first: int) -> int:
+        stop = first + (self.prefix_length if first == 0 else 0)
+        for number in numbers:
+            self.offsets[number] = stop - self.prefix_length
+            stop += len(self.examples[number]) - self.prefix_length
+        if self.prefix_length:
+            max_row_length = NO_ROW_LIMIT if self._use_varlen_prefix else MAX_MASKED_ROW
+            rows = layout_shared_prefix(self.prefix_length, numbers, self.examples, max_row_length)
+        else:
+            rows = layout_rows([[number] for number in numbers], self.examples)
+        self.blocks.append(CacheBlock(rows, first, stop))
+        return stop
+
+    @property
+    def num_states(self) -> int:
+        """States in all."""
+        return self.blocks[-1].stop
+
+    def compute(self, block: CacheBlock) -> Tensor:
+        """The states of a part: [places, width], on the device."""
+        micro_batch = collate_rows(block.rows, self.examples, self.prefix_length, self._row_multiple)
+        inputs, layout = micro_batch.inputs_on(self._device), None
+        if self._use_varlen_prefix:
+            kv_index, cu_seqlens_qk, max_seqlen_k = shared_prefix_layout(micro_batch.inputs["segment_ids"])
+            layout = SharedPrefixLayout(kv_index.to(self._device), cu_seqlens_qk.to(self._device), max_seqlen_k)
+        segment_ids = None if self._use_varlen_prefix else inputs.get("segment_ids")
+        states = self.frozen_layers.forward_frozen(inputs["tokens"], inputs["positions"], segment_ids, layout).flatten(
+            0, 1
+        )
+        source_index, target_index, offset = [], [], 0
+        cache_index = cache_index_of(block.rows, self.offsets, inputs["tokens"].shape, self.prefix_length)
+        for row, row_index in zip(block.rows, cache_index, strict=True):
+            used = sum(span.stop - span.start for span in row)
+            skipped = (
+                self.prefix_length if block.first or offset else 0
+            )  # the shared beginning is taken from one row only
+            source_index.append(np.arange(offset + skipped, offset + used))
+            target_index.append(row_index[skipped:used])
+            offset += len(row_index)
+        order = np.argsort(np.concatenate(target_index), kind="stable")
+        return states[torch.from_numpy(np.concatenate(source_index)[order]).to(self._device)]
+
+    def batch(self, rows: RowLayout) -> MicroBatch:
+        """A batch whose states are looked up: by place where they are on the device, else brought along."""
+        assert self.states is not None, "the cache is filled before the first batch"
+        micro_batch = collate_rows(
+            rows, self.examples, self.prefix_length, self._row_multiple, pad_loss_positions=self._device.type != "cpu"
+        )
+        micro_batch = to_varlen(micro_batch) if self._use_varlen_prefix else micro_batch
+        cache_index = torch.from_numpy(
+            cache_index_of(rows, self.offsets, micro_batch.inputs["tokens"].shape, self.prefix_length)
+        )
+        extra_inputs = (
+            {"cache_index": cache_index} if self.states.device == self._device else {"states": self.states[cache_index]}
+        )
+        return MicroBatch({**micro_batch.inputs, **extra_inputs}, micro_batch.trained_tokens, micro_batch.tokens)
+
+    def fill(self, world: World, autocast: Callable[[], AbstractContextManager[Any]], location: CacheLocation) -> str:
+        """Compute what is not there yet, each rank its share; returns a line that tells where it is kept."""
+        began = time.monotonic()
+        with autocast():
+            first = self.compute(self.blocks[0])
+        size = self.num_states * first.shape[1] * first.element_size()
+        where = choose_location(size, world, location.setting)
+        missing = list(range(len(self.blocks)))
+        if where == "disk":
+            fingerprint = self._fingerprint(location.fingerprint, first)
+            missing = world.on_rank0_broadcast(
+                lambda: _missing_blocks(location.folder, fingerprint, self.blocks, first)
+            )
+            self.states = _map_file(location.folder / STATES_FILE, self.num_states, first)
+        else:
+            device = self._device if where == "device memory" else torch.device("cpu")
+            self.states = torch.empty((self.num_states, first.shape[1]), dtype=first.dtype, device=device)
+        for turn, number in enumerate(missing):
+            block = self.blocks[number]
+            block_states = torch.empty(
+                (block.stop - block.first, first.shape[1]), dtype=first.dtype, device=self._device
+            )
+            if turn % world.size == world.rank:
+                with autocast():
+                    block_states = first if number == 0 else self.compute(block)
+            if world.size > 1:
+                dist.broadcast(block_states, turn % world.size)
+            if where != "disk" or world.is_main:
+                self.states[block.first : block.stop] = block_states.to(self.states.device)
+        if where == "disk":
+            world.on_rank0_broadcast(lambda: _write_manifest(location.folder, fingerprint, self.blocks, self.states))
+        summary = f"{self.frozen_layers.num_layers} frozen layers cached for {len(self.examples)} rows"
+        recomputed = f", {len(missing)} of {len(self.blocks)} blocks recomputed" if where == "disk" else ""
+        return f"{summary}: {size / 1e9:.2f} GB in {where}{recomputed}, {time.monotonic() - began:.1f} s"
+
+    def _fingerprint(self, model: str, first: Tensor) -> str:
+        layout_key = f"{self.prefix_length}:{self._use_varlen_prefix}:{self._device.type}"
+        digest = xxhash.xxh3_128(f"{model}:{self.frozen_layers.num_layers}:{layout_key}".encode())
+        digest.update(f"{first.dtype}:{tuple(first.shape)}:{torch.__version__}".encode())
+        for example in self.examples:
+            digest.update(example.input_ids.tobytes())
+            digest.update(b"\0")
+        return digest.hexdigest()
+
+
+def choose_location(size: int, world: World, setting: str) -> str:
+    """Where so many bytes are kept: on the device, in the machine's memory, on disk."""
+    if setting == "disk":
+        return "disk"
+    if world.device.type == "cuda" and size <= MAX_CACHE_FRACTION * torch.cuda.mem_get_info(world.device)[0]:
+        return "device memory"
+    if size * world.size <= MAX_CACHE_FRACTION * available_memory() or setting == "memory":
+        return "memory" if world.device.type == "cuda" else "device memory"
+    return "disk"
+
+
+def _map_file(path: Path, num_states: int, like: Tensor) -> Tensor:
+    width = like.shape[1]
+    return torch.from_file(str(path), shared=True, size=num_states * width, dtype=like.dtype).view(num_states, width)
+
+
+def _missing_blocks(folder: Path, fingerprint: str, blocks: Sequence[CacheBlock], like: Tensor) -> list[int]:
+    """The parts that are not on disk as they were written; makes the file where there is none."""
+    size = blocks[-1].stop * like.shape[1] * like.element_size()
+    manifest: dict[str, Any] = {}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / CACHE_MANIFEST).exists() and (folder / STATES_FILE).exists():
+            manifest = read_json(folder / CACHE_MANIFEST)
+        if manifest.get("fingerprint") != fingerprint or (folder / STATES_FILE).stat().st_size != size:
+            manifest = {}
+            with (folder / STATES_FILE).open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, size)  # a full disk shows now, not as a fault in mapped memory
+    except (OSError, ValueError) as error:
+        raise StorageError(f"{folder}: {size / 1e9:.2f} GB of cached hidden states do not fit ({error})") from None
+    hashes = manifest.get("blocks", [])
+    if len(hashes) != len(blocks):
+        return list(range(len(blocks)))
+    states = _map_file(folder / STATES_FILE, blocks[-1].stop, like)
+    return [number for number, block in enumerate(blocks) if _block_hash(states, block) != hashes[number]]
+
+
+def _write_manifest(folder: Path, fingerprint: str, blocks: Sequence[CacheBlock], states: Tensor | None) -> None:
+    assert states is not None
+    write_json(
+        folder / CACHE_MANIFEST,
+        {"fingerprint": fingerprint, "blocks": [_block_hash(states, block) for block in blocks]},
+    )
+
+
+def _block_hash(states: Tensor, block: CacheBlock) -> str:
+    return xxhash.xxh3_128_hexdigest(states[block.first : block.stop].contiguous().view(torch.uint8).numpy().data)
+
+
+class FrozenLayers:
+    """The frozen layers at the bottom of a model."""
+
+    def __init__(self, model: Any, num_layers: int) -> None:
+        """The first `depth` layers, which with everything below them must be frozen (see `frozen_depth`)."""
+        self.model, self.num_layers = model, num_layers
+        self._layers = list(decoder_layers(unwrap_peft(model)))
+        self._returns_tuple = False
+
+    @property
+    def total_layers(self) -> int:
+        """Layers in the whole model."""
+        return len(self._layers)
+
+    @torch.no_grad()
+    def forward_frozen(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        segment_ids: Tensor | None = None,
+        cu_seqlens: SharedPrefixLayout | None = None,
+    ) -> Tensor:
+        """What leaves the trunk: [rows, length, width]. Shapes as in `hidden_states` and `branch_mask`."""
+        outputs: list[Tensor] = []
+
+        def capture(_layer: nn.Module, _args: Any, output: Any) -> None:
+            self._returns_tuple = isinstance(output, tuple)
+            outputs.append(output[0] if self._returns_tuple else output)
+
+        hook = self._layers[self.num_layers - 1].register_forward_hook(capture)
+        try:
+            with _bypassed(
+                self._layers[self.num_layers :], lambda hidden_states, *_, **__: self._layer_output(hidden_states)
+            ):
+                hidden_states(self.model, tokens, positions, self._mask(positions, segment_ids), cu_seqlens)
+        finally:
+            hook.remove()
+        return outputs[0]
+
+    def forward_rest(
+        self,
+        states: Tensor,
+        positions: Tensor,
+        segment_ids: Tensor | None = None,
+        cu_seqlens: Tensor | SharedPrefixLayout | None = None,
+    ) -> Tensor:
+        """What the whole model thinks before its head, from what left the trunk. states: [rows, length, width]."""
+        with _bypassed(self._layers[: self.num_layers], lambda *_, **__: self._layer_output(states)):
+            return hidden_states(self.model, states, positions, self._mask(positions, segment_ids), cu_seqlens)
+
+    def is_exact(self) -> bool:
+        """Whether the two halves give the whole, to the last bit, on a few tokens."""
+        device = next(self.model.parameters()).device
+        vocab_size = unwrap_peft(self.model).config.get_text_config().vocab_size
+        tokens = torch.arange(3, 19, device=device).remainder(vocab_size).unsqueeze(0)
+        positions = torch.arange(16, device=device).unsqueeze(0)
+        with torch.no_grad():
+            full = hidden_states(self.model, tokens, positions)
+            return torch.equal(self.forward_rest(self.forward_frozen(tokens, positions), positions), full)
+
+    def _mask(self, positions: Tensor, segment_ids: Tensor | None) -> Any:
+        return None if segment_ids is None else shared_prefix_mask(self.model, positions, segment_ids)
+
+    def _layer_output(self, hidden: Tensor) -> Any:
+        return (hidden,) if self._returns_tuple else hidden
+
+
+def num_frozen_layers(model: Any) -> int:
+    """How many layers from the bottom are frozen with everything below them; 0 where something there moves."""
+    core = unwrap_peft(model)
+    layers = decoder_layers(core)
+    params_above = _params_above(core, layers)
+    if any(weight.requires_grad and id(weight) not in params_above for weight in core.parameters()):
+        return 0
+    trainable = (index for index, layer in enumerate(layers) if any(w.requires_grad for w in layer.parameters()))
+    return next(trainable, len(layers))
+
+
+def dropout_setting(model: Any) -> str | None:
+    """The setting by which the layers drop out at random in training, where one does: then nothing can be kept."""
+    settings = unwrap_peft(model).config.get_text_config().to_dict()
+    dropouts = (
+        name
+        for name, value in settings.items()
+        if "drop" in name and not name.startswith("classifier") and isinstance(value, int | float) and value > 0
+    )
+    return next(dropouts, None)
+
+
+def _params_above(core: Any, layers: nn.ModuleList) -> set[int]:
+    """The weights of the layers and of what comes after them, by identity; shared with the embeddings, they do not."""
+    parts: list[nn.Module] = [layers]
+    for parent in core.modules():
+        children = list(parent.children())
+        if any(child is layers for child in children):
+            index = next(index for index, child in enumerate(children) if child is layers)
+            parts += children[index + 1 :]
+    if (head := core.get_output_embeddings()) is not None:
+        parts.append(head)
+    below = {id(weight) for weight in core.get_input_embeddings().parameters()}
+    return {id(weight) for part in parts for weight in part.parameters()} - below
+
+
+@contextmanager
+def _bypassed(layers: Sequence[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
+    """Let these layers answer with `forward` for a while, uncompiled; they stay where they are in the model."""
+    before = [(layer.__dict__.get("forward"), layer._compiled_call_impl) for layer in layers]
+    for layer in layers:
+        layer.__dict__["forward"], layer.__dict__["_compiled_call_impl"] = forward, None
+    try:
+        yield
+    finally:
+        for layer, (own, call) in zip(layers, before, strict=True):
+            del layer.__dict__["forward"]
+            layer.__dict__["_compiled_call_impl"] = call
+            if own is not None:
+                layer.__dict__["forward"] = own
