@@ -23,8 +23,8 @@ import typer
 
 from benchmarks import common
 from modelwright.data.packing import pack_bfd
+from modelwright.data.prepare import dedup
 from modelwright.data.prepare.dedup import NDArray, Shingles, concat_shingles, hash_words
-from modelwright.data.prepare.pipeline import dedup
 from modelwright.data.prepare.steps import load_gigatoken
 from modelwright.data.shards import DocumentBatch, PackedDataset, ShardLayout, write_manifest, write_split
 from modelwright.data.tokenizer import DocumentTokenizer, TokenizedDocuments, train_bpe

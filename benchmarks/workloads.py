@@ -177,7 +177,7 @@ def build(work: Workload) -> Any:
 class Rows:
     """Rows of one length as a task."""
 
-    measures: tuple[str, ...] = ("loss", "bits_per_byte")
+    metric_names: tuple[str, ...] = ("loss", "bits_per_byte")
 
     def __init__(self, model: Any, rows: np.ndarray[Any, Any]) -> None:
         from modelwright.tasks.pretrain import PretrainLoss
@@ -191,7 +191,7 @@ class Rows:
 
     held_out_rows = 0
 
-    def length(self, row: int) -> int:
+    def row_length(self, row: int) -> int:
         return int(self._rows.shape[1])
 
     def batch(self, rows: Sequence[int], step: int) -> Any:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from modelwright.data.prepare import dedup
 from modelwright.data.prepare.dedup import Shingles, hash_words, shingle
-from modelwright.data.prepare.pipeline import dedup
 from modelwright.data.sources import python_docs
 
 Array = np.ndarray[Any, np.dtype[Any]]

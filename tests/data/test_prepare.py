@@ -18,6 +18,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from modelwright.data.prepare import dedup, job, steps
 from modelwright.data.prepare.clean import clean_document
 from modelwright.data.prepare.executors import (
     Executor,
@@ -29,7 +30,7 @@ from modelwright.data.prepare.executors import (
     verify_partition,
 )
 from modelwright.data.prepare.job import PrepareJob, PrepareRequest
-from modelwright.data.prepare.pipeline import dedup, job, run_pipeline, steps
+from modelwright.data.prepare.pipeline import run_pipeline
 from modelwright.data.shards import PackedDataset
 from modelwright.data.sources import python_docs
 from modelwright.data.tokenizer import DocumentTokenizer

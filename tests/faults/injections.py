@@ -223,7 +223,7 @@ def _around_steps(around: Callable[[Any, Callable[[], Any]], Any]) -> None:
 
     inner = Engine._step
 
-    def outer(self: Any, stop_asked: bool) -> Any:
-        return around(self, lambda: inner(self, stop_asked))
+    def outer(self: Any, stop_requested: bool) -> Any:
+        return around(self, lambda: inner(self, stop_requested))
 
     Engine._step = outer  # type: ignore[method-assign]

@@ -12,9 +12,9 @@ STEP_SECONDS = 0.25
 _quick = Engine._step
 
 
-def _paced(self: Engine, stop_asked: bool) -> StepReport:
+def _paced(self: Engine, stop_requested: bool) -> StepReport:
     time.sleep(STEP_SECONDS)
-    return _quick(self, stop_asked)
+    return _quick(self, stop_requested)
 
 
 Engine._step = _paced  # type: ignore[method-assign]

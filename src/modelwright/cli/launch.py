@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 def register(app: typer.Typer) -> None:
     """Add the verb, and those that look after what it sent to a cluster."""
     app.command("launch")(launch)
-    register_job(app)
+    app.command("doctor")(doctor)
+    app.add_typer(job, name="job")
 
 
 def launch(
@@ -171,11 +172,6 @@ JobJsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on 
 
 
 job = typer.Typer(help="Manage a job on the cluster, and check manifests.", no_args_is_help=True)
-
-
-def register_job(app: typer.Typer) -> None:
-    """Add the group of verbs to the command."""
-    app.add_typer(job, name="job")
 
 
 @dataclass(frozen=True)
@@ -403,11 +399,6 @@ def _submit(cluster_job: ClusterJob, text: str, as_json: bool) -> None:
 
 CHECKS_FAILED = 2
 """Exit code where something must be mended before the recipe can run."""
-
-
-def register_doctor(app: typer.Typer) -> None:
-    """Add the verb to the command."""
-    app.command("doctor")(doctor)
 
 
 def doctor(

@@ -22,19 +22,13 @@ transformers, which leave next to nothing of the kind."""
 
 
 COMMANDS: dict[ModuleType, tuple[str, ...]] = {
-    recipe: ("recipes", "check", "explain", "schema"),
-    recipe: ("convert",),
+    recipe: ("recipes", "check", "explain", "schema", "convert"),
     data: ("data",),
-    run: ("run",),
-    launch: ("launch", "job"),
-    model: ("ask", "compare", "gate", "eval"),
-    model: ("chat", "serve"),
-    model: ("report", "board"),
-    model: ("export",),
-    run: ("plan",),
-    launch: ("doctor",),
+    run: ("run", "plan"),
+    launch: ("launch", "doctor", "job"),
+    model: ("ask", "compare", "gate", "eval", "chat", "serve", "report", "board", "export"),
 }
-"""Where each verb stands."""
+"""The module of each command."""
 
 
 def _root() -> None:

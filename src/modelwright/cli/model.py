@@ -24,7 +24,9 @@ def register(app: typer.Typer) -> None:
     """Add the verbs to the command."""
     for function in (ask, compare, gate):
         app.command(function.__name__)(function)
-    register_eval(app)
+    app.command("eval")(evaluate)
+    for function in (chat, serve, report, board, export):
+        app.command(function.__name__)(function)
 
 
 def ask(
@@ -126,12 +128,6 @@ def gate(
 ChatRunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or its name under runs/.")]
 
 
-def register_chat(app: typer.Typer) -> None:
-    """Add the verbs to the command."""
-    for function in (chat, serve):
-        app.command(function.__name__)(function)
-
-
 def chat(
     run: ChatRunArgument,
     base: Annotated[bool, typer.Option("--base", help="Chat with the model as it was before training.")] = False,
@@ -205,11 +201,6 @@ def serve(
 StringList = list[str] | None
 
 
-def register_eval(app: typer.Typer) -> None:
-    """Add the verb to the command."""
-    app.command("eval")(evaluate)
-
-
 def evaluate(
     target: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run folder or name, or any model.")],
     text: Annotated[str | None, typer.Option("--text", help="Raw text: loss, perplexity, bits per byte.")] = None,
@@ -264,12 +255,6 @@ ReportRunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run fol
 ReportJsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 
-def register_report(app: typer.Typer) -> None:
-    """Add the verbs to the command."""
-    app.command("report")(report)
-    app.command("board")(board)
-
-
 def report(run: ReportRunArgument, as_json: ReportJsonOption = False) -> None:
     """Regenerate a run's report.html, one self-contained page."""
     import json
@@ -317,11 +302,6 @@ def make_ask_handler() -> AskFn:
         return loaded[name].stream_both(question)
 
     return handle_question
-
-
-def register_export(app: typer.Typer) -> None:
-    """Add the verb to the command."""
-    app.command("export")(export)
 
 
 def export(

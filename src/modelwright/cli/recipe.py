@@ -38,6 +38,7 @@ def register(app: typer.Typer) -> None:
     app.command("check")(check)
     app.command("explain")(explain)
     app.command("schema")(schema)
+    app.command("convert")(convert)
 
 
 def recipes(as_json: JsonOption = False) -> None:
@@ -266,11 +267,6 @@ def _print_json(value: dict[str, Any]) -> None:
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
-def register_convert(app: typer.Typer) -> None:
-    """Add the verb to the command."""
-    app.command("convert")(convert)
-
-
 def convert(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML file of TRL or axolotl.")],
     tool: Annotated[str | None, typer.Option("--from", help="trl or axolotl; default: detected from its keys.")] = None,
@@ -284,7 +280,7 @@ def convert(
     as_json: JsonOption = False,
 ) -> None:
     """Convert a TRL or axolotl configuration to a recipe; lists settings without an equivalent."""
-    from modelwright.recipe.convert import convert_config
+    from modelwright.recipe.convert import conversion_json, convert_config
 
     if not file.is_file():
         raise UsageError(f"{file}: there is no such file")

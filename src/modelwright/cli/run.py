@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 def register(app: typer.Typer) -> None:
     """Add the verb to the command."""
     app.command("run")(run)
+    app.command("plan")(plan)
 
 
 def run(
@@ -77,11 +78,6 @@ def run(
         print(run_summary(RunFolder(Path(loaded.recipe.run_dir))))
     if closed:
         raise closed
-
-
-def register_plan(app: typer.Typer) -> None:
-    """Add the verb to the command."""
-    app.command("plan")(plan)
 
 
 def plan(

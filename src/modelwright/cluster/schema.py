@@ -34,9 +34,6 @@ QUANTITY, INT_OR_STRING, ANY = (
 )
 
 
-Schema = ScalarType | ArrayOf | MapOf | ObjectSchema
-
-
 @dataclass(frozen=True)
 class ArrayOf:
     """Items that are all alike."""
@@ -61,6 +58,9 @@ class ObjectSchema:
     """What must be there."""
     other_fields: frozenset[str] = field(default_factory=frozenset)
     """Names that Kubernetes knows and we do not render."""
+
+
+Schema = ScalarType | ArrayOf | MapOf | ObjectSchema
 
 
 def validate(value: Any, schema: Schema, path: FieldPath = ()) -> Iterator[tuple[FieldPath, str]]:

@@ -27,8 +27,8 @@ from modelwright.data.chat import (
 from modelwright.data.lengths import length_histogram
 from modelwright.data.packing import pack_bfd
 from modelwright.data.preferences import PreferenceDataset, PreferencePair, rows_to_pairs, tokenize_pair
+from modelwright.data.prepare import dedup
 from modelwright.data.prepare.dedup import NDArray, shingle
-from modelwright.data.prepare.pipeline import dedup
 from modelwright.data.readers import (
     ROW_FILE_SUFFIXES,
     InvalidRow,

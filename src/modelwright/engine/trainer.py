@@ -461,7 +461,7 @@ def load_weights(engine: Engine, folder: Path) -> dict[str, Tensor]:
             name.removesuffix(f".{PARAM_REMAINDER}")
             for name in optimizer_state.keys()
             if name.endswith(f".{PARAM_REMAINDER}")
-        }  # noqa: SIM118
+        }
         for name, tensor in {**engine.trainable_params, **engine.buffers}.items():
             value = stored.get_tensor(name)
             if name in split_names:

@@ -121,9 +121,9 @@ BLOCK_CHANNELS = 64
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def bn_partial_sums(
+def bn_partial_sums(  # type: ignore[no-untyped-def]
     x, partial_sums, num_rows, channels, rows_per_program, BLOCK_ROWS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr
-):  # type: ignore[no-untyped-def]
+):
     """Sums of the columns, and of their squares, over each program's share of lines: parts [programs, 2, channels]."""
     program = tl.program_id(0)
     column = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)

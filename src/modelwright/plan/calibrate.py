@@ -7,9 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from modelwright.plan.hardware import GpuSpec
 from modelwright.plan.memory import (
@@ -30,10 +28,15 @@ from modelwright.plan.step_time import DEFAULT_TIME, TimeCoefficients, step_time
 from modelwright.recipe.schema import DpoConfig, SftConfig
 from modelwright.runs.caches import cache_dir
 
+if TYPE_CHECKING:
+    import numpy as np
+
+    Vector = np.ndarray[Any, np.dtype[np.float64]]
+
 SHIPPED = Path(__file__).parent / "calibration.json"
 
 
-USER_FILE = "calibration.json"
+USER_FILE = "calibration-v2.json"
 
 
 DEFAULT_ERROR = 0.35
@@ -125,9 +128,6 @@ Run = dict[str, Any]
 Coefficients = TypeVar("Coefficients", TimeCoefficients, MemoryCoefficients)
 
 
-Vector = np.ndarray[Any, np.dtype[np.float64]]
-
-
 MAX_ITERATIONS = 40
 
 
@@ -180,6 +180,8 @@ def _gauss_newton(
     A step waits for the device or for the host, and so there are several valleys: where it ends depends on the start.
     """
     names = [field.name for field in fields(guess)]
+    import numpy as np
+
     anchor = np.array([math.log(getattr(guess, name)) for name in names])
     point = np.array([math.log(getattr(start, name)) for name in names])
     hold, damping = PRIOR_WEIGHT**2, 1e-3

@@ -271,6 +271,15 @@ def _graph_bytes(work: StepWorkload, transient_bytes: float, phases: dict[str, d
     return transient_bytes * extra_graphs + _gradient_bytes(work) * (work.graph_shapes - 1) + evaluation + GRAPH_POOL
 
 
+def _frozen_cache_bytes(work: StepWorkload) -> float:
+    """Hidden states of the cached layers for one micro-batch, in bf16."""
+    return (
+        work.tokens * work.shape.hidden_size * 2.0
+        if isinstance(work.shape, DecoderShape) and work.cached_layers
+        else 0.0
+    )
+
+
 def _persistent_bytes(work: StepWorkload) -> dict[str, float]:
     """What is there at every moment."""
     trained, frozen = work.trainable.trained, work.trainable.total - work.trainable.trained
@@ -283,7 +292,7 @@ def _persistent_bytes(work: StepWorkload) -> dict[str, float]:
         "optimizer": trained * _optimizer_bytes(work) / work.shard_degree,
         "gradients": _gradient_bytes(work) if _gradients_persist(work) else 0.0,
         "communication": _communication_bytes(work),
-        "frozen-layer cache": work.tokens * work.shape.hidden_size * 2.0 if work.cached_layers else 0.0,
+        "frozen-layer cache": _frozen_cache_bytes(work),
         "data": float(work.device_data_bytes),
     }
 

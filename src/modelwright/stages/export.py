@@ -128,11 +128,11 @@ def _write_gguf(request: ExportRequest, partial: Path) -> tuple[dict[str, float]
     path = partial / f"{request.recipe.name}-{request.gguf_type}.gguf"
     gguf.write_gguf(request.model, path, request.gguf_type, request.recipe.name)  # type: ignore[arg-type]
     check = gguf.compare_logits(request.model, path, request.gguf_type)  # type: ignore[arg-type]
-    if check.in_kind > gguf.MAX_DIFF:
-        finding = f"the file's logits are up to {check.in_kind:.2g} off its source's in {request.gguf_type}"
+    if check.max_diff_same_dtype > gguf.MAX_DIFF:
+        finding = f"the file's logits are up to {check.max_diff_same_dtype:.2g} off its source's in {request.gguf_type}"
         raise ModelError(f"export: {finding}, above {gguf.MAX_DIFF:g}; not kept")
-    if check.share > gguf.MAX_QUANTIZATION_LOSS[request.gguf_type]:
-        finding = f"in {request.gguf_type} this model's logits move by {check.share:.1%} of the largest"
+    if check.relative_diff > gguf.MAX_QUANTIZATION_LOSS[request.gguf_type]:
+        finding = f"in {request.gguf_type} this model's logits move by {check.relative_diff:.1%} of the largest"
         raise ModelError(f"export: {finding}, above {gguf.MAX_QUANTIZATION_LOSS[request.gguf_type]:.1%}; not kept")
     return asdict(
         check

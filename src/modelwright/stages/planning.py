@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import mean
@@ -205,9 +206,7 @@ def profile_one_step(
         if profiled is None:
             return
         profile = profiler.as_json()
-        context.world.on_rank0_broadcast(
-            lambda profile=profile: write_json(context.folder.memory_profile(stage), profile)
-        )  # type: ignore[misc]
+        context.world.on_rank0_broadcast(partial(write_json, context.folder.memory_profile(stage), profile))
         context.journal.add("memory", stage=stage, peak_bytes=profile["peak_bytes"], peak_phase=profile["peak_phase"],
                             components=profile["components"], device_bytes=context.hardware.memory)  # fmt: skip
         yield profiled

@@ -11,9 +11,10 @@ from typing import Any
 import xxhash
 
 from modelwright.data.lengths import estimate_row_stats
+from modelwright.data.prepare import pipeline
 from modelwright.data.prepare.executors import Executor, ProcessExecutor, RankExecutor
 from modelwright.data.prepare.job import PrepareJob, PrepareRequest, is_complete
-from modelwright.data.prepare.pipeline import REPORT_FILE, PrepareProgress, pipeline
+from modelwright.data.prepare.pipeline import REPORT_FILE, PrepareProgress
 from modelwright.data.sources import local_path
 from modelwright.errors import DataError, ModelError
 from modelwright.models.from_scratch import write_initial_model

@@ -153,9 +153,9 @@ def build_row_task(
     model, tokenizer = load_trainable_model(context, inputs, settings)
     task = task_class(model, tokenizer, inputs.data, settings, pretrained.eos_token_ids(model))
     data_manifest = {
-        **inputs.data.manifest(context.recipe.data_of(stage)),
-        "train": task.train_set.facts(),
-        "held_out": task.held_out_set.facts(),
+        **inputs.data.manifest(context.recipe.data_for(stage)),
+        "train": task.train_set.stats(),
+        "held_out": task.held_out_set.stats(),
     }
     return task, stage_parts(task, model, tokenizer, data_manifest)
 

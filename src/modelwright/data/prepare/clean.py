@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from re import _parser
+from re import _parser  # type: ignore[attr-defined]
 from typing import Any, Literal
 
 import numpy as np

@@ -291,9 +291,9 @@ def _build_kernel() -> Any:
     import triton.language as tl
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-    def kernel(
+    def kernel(  # type: ignore[no-untyped-def]
         hashes, offsets, factors, shifts, result, WIDTH: tl.constexpr, GROUP: tl.constexpr, STRETCH: tl.constexpr
-    ):  # type: ignore[no-untyped-def]
+    ):
         document, group = tl.program_id(0), tl.program_id(1)
         columns = group * GROUP + tl.arange(0, GROUP)
         factor = tl.load(factors + columns).to(tl.uint32, bitcast=True)

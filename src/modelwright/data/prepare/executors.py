@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from modelwright.data.prepare import dedup, steps
 from modelwright.data.prepare.dedup import NDArray
 from modelwright.data.prepare.job import PrepareJob, is_complete
-from modelwright.data.prepare.pipeline import dedup, steps
 from modelwright.errors import (
     DataError,
     Interrupted,

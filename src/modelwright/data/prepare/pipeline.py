@@ -14,10 +14,10 @@ import numpy as np
 from modelwright import __version__
 from modelwright.data import tokenizer
 from modelwright.data.lengths import length_histogram
+from modelwright.data.prepare import dedup, steps
 from modelwright.data.prepare.dedup import NDArray
 from modelwright.data.prepare.executors import Executor, ProcessExecutor, SerialExecutor
 from modelwright.data.prepare.job import PrepareJob, is_complete, save_array, save_stats
-from modelwright.data.prepare.pipeline import dedup, steps
 from modelwright.data.prepare.steps import (
     EXACT_DUPLICATE,
     EXAMPLES_PER_FILTER,

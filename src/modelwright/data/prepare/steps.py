@@ -13,10 +13,10 @@ import numpy as np
 import xxhash
 
 from modelwright.data import sources
+from modelwright.data.prepare import dedup
 from modelwright.data.prepare.clean import CleanedDocument, FilterResult, clean_document, duplicate_ngram_fraction
 from modelwright.data.prepare.dedup import NDArray, WordHashes, has_ngram_overlap
 from modelwright.data.prepare.job import PrepareJob, TaskStore, save_array, save_stats
-from modelwright.data.prepare.pipeline import dedup
 from modelwright.data.readers import QUARANTINE_FILE, InvalidRow, Row, describe_columns, get_text, to_jsonl, utf8_size
 from modelwright.data.shards import ShardLayout
 from modelwright.data.tokenizer import DocumentTokenizer, TokenizedDocuments

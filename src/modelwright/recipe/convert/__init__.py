@@ -166,7 +166,7 @@ def _header_comments(file: str, conversion: Conversion, unconverted: list[Unconv
     return head
 
 
-def as_json(converted: ConvertedRecipe) -> dict[str, Any]:
+def conversion_json(converted: ConvertedRecipe) -> dict[str, Any]:
     """The same for machines."""
     return {
         "from": converted.tool,
