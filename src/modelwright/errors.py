@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 SECRET_NAME_PATTERN = r"(TOKEN|PASSWORD|PASSWD|SECRET|CREDENTIALS?|(API|ACCESS|PRIVATE)_?KEY)$"
 """How variables are called that hold a secret."""
-
-
 SECRET_PATTERN = (
     r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
     r"|A[KS]IA[0-9A-Z]{12,}|xox[abprs]-[\w-]{10,}|AIza[\w-]{30,}|sha256~\S{20,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)"

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 
 DataArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe, or data: a file, a folder, a data set.")]
-
-
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 
@@ -163,8 +161,6 @@ def _executor(settings: Any, rank_of: str | None, ray: bool) -> Executor:
 
 
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
-
-
 MAX_SHOWN, MAX_SHOWN_ONE_REASON = 20, 3
 """Problems shown one by one: few where all are of one kind."""
 

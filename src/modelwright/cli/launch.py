@@ -156,21 +156,13 @@ def _start_node(loaded: LoadedRecipe, rank_args: tuple[str, ...], options: NodeO
 JobRecipeArgument = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a built-in recipe.")
 ]
-
-
 JobSetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set KEY=VALUE; repeatable.")
 ]
-
-
 JobKindOption = Annotated[
     str | None, typer.Option("--target", help="trainjob or pytorchjob; default: as in the recipe.")
 ]
-
-
 JobJsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
-
-
 job = typer.Typer(help="Manage a job on the cluster, and check manifests.", no_args_is_help=True)
 
 

@@ -14,13 +14,9 @@ from modelwright.errors import Interrupted, ModelwrightError, StorageError, is_s
 
 SIGINT_EXIT_CODE = 130
 """What typer makes of Ctrl-C; ours is the code of everything that stops early and can go on."""
-
-
 GC_THRESHOLD = (10_000, 20, 50)
 """How often Python looks for what refers to itself: its usual 700 takes a fifth of the time to import torch and
 transformers, which leave next to nothing of the kind."""
-
-
 COMMANDS: dict[ModuleType, tuple[str, ...]] = {
     recipe: ("recipes", "check", "explain", "schema", "convert"),
     data: ("data",),

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or its name under runs/.")]
-
-
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 
@@ -250,8 +248,6 @@ def _measure(target: str, config: EvaluateConfig) -> dict[str, Any]:
 
 
 ReportRunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or its name under runs/.")]
-
-
 ReportJsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 

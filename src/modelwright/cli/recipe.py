@@ -20,14 +20,8 @@ if TYPE_CHECKING:
 RecipeArgument = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a built-in recipe.")
 ]
-
-
 SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set KEY=VALUE; repeatable.")]
-
-
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
-
-
 MAX_VALUE_WIDTH = 44
 """Characters of a value in a table; --json has all of it."""
 

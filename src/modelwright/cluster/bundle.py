@@ -20,13 +20,9 @@ from modelwright.recipe.sections import ClusterConfig
 
 MAX_CONFIG_MAP_BYTES = 1_000_000
 """Bytes in a ConfigMap; the cluster takes a MiB with names and all."""
-
-
 RECIPE_HEADER = """\
 # Resolved by Modelwright for the cluster: bases and --set are in it, paths are those of the pods.
 # The variables under env_overrides may still be set in the job."""
-
-
 DATA_KEYS = ("dataset_name", "train_file", "validation_file")
 
 

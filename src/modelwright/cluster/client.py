@@ -19,15 +19,9 @@ from modelwright.errors import ModelwrightError, Refused, UsageError
 from modelwright.runs.folder import RunFolder
 
 RESOURCE_NAMES = {"trainjob": "trainjobs.trainer.kubeflow.org", "pytorchjob": "pytorchjobs.kubeflow.org"}
-
-
 # by the server: a client's own apply keeps a copy in an annotation, which ends at 256 KiB
 APPLY_ARGS = ("apply", "--server-side", "--field-manager=modelwright")
-
-
 TRAINING_RUNTIMES = "trainingruntimes.trainer.kubeflow.org"
-
-
 PHASE_OF_CONDITION = {"Complete": "Succeeded", "Succeeded": "Succeeded", "Failed": "Failed"}
 
 

@@ -17,24 +17,12 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from modelwright.errors import Problem, ProblemsError, first_line
 
 PathKey = str | int
-
-
 FieldPath = tuple[PathKey, ...]
-
-
 Document = dict[str, Any]
-
-
 PLAIN_SCALAR = re.compile(r"-{0,2}[A-Za-z/][A-Za-z0-9_./@+-]*(:[A-Za-z0-9_./@+-]+)*")
-
-
 YAML_KEYWORDS = {"true", "false", "yes", "no", "on", "off", "y", "n", "null"}
 """Plain scalars that some YAML parser reads as bool or null."""
-
-
 MAX_FILE_BYTES = 4_000_000
-
-
 MAX_FLOW_WIDTH = 90
 """Longest list that is written on one line."""
 

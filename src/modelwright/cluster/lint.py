@@ -23,25 +23,15 @@ from modelwright.errors import Problem, contains_secret, is_secret_name
 from modelwright.recipe.sections import QUANTITY_RE, quantity_to_bytes
 
 JOB_KINDS = ("PyTorchJob", "TrainJob")
-
-
 JOB_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-
-
 MAX_JOB_NAME = 52
 """`-worker-10` and `-node-0-0` come after it, and a name ends at 63."""
-
-
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
-
-
 OVERRIDE_FIELDS = {
     "podSpecOverrides": "Trainer 2.0",
     "podTemplateOverrides": "Trainer 2.1 (OpenShift AI 3.2 to 3.5)",
     "runtimePatches": "Trainer 2.2 and later (OpenShift AI 3.6)",
 }
-
-
 MAX_CONFIG_MAP_BYTES = 1_048_576
 
 
@@ -351,8 +341,6 @@ def _secret(manifest_set: ManifestSet, manifest: Manifest) -> Iterator[FieldFind
 
 
 DocumentRule = Callable[[ManifestSet, Manifest], Iterator[FieldFinding]]
-
-
 DOCUMENT_RULES: dict[str, tuple[DocumentRule, ...]] = {
     "PyTorchJob": (_job_name, _queue, _metrics_annotation, _replicas, _processes),
     "TrainJob": (_job_name, _queue, _metrics_annotation, _processes, _runtime_reference, _overrides),
@@ -361,21 +349,13 @@ DOCUMENT_RULES: dict[str, tuple[DocumentRule, ...]] = {
     "ConfigMap": (_config_map,),
     "Secret": (_secret,),
 }
-
-
 PET_ENV = ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
-
-
 OPERATOR_ENV: dict[str, tuple[str, ...]] = {
     "PyTorchJob": ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", *PET_ENV),
     "TrainJob": PET_ENV,
 }
-
-
 PER_RANK_ENV = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 """What torchrun sets for each process; in a pod's variables it is the same for all."""
-
-
 ALLOWED_VOLUMES = {
     *(
         "configMap",
@@ -389,8 +369,6 @@ ALLOWED_VOLUMES = {
         "image",
     ),
 }
-
-
 TORCHRUN_FLAGS = ("--nnodes", "--nproc_per_node", "--nproc-per-node", "--node_rank", "--node-rank", "--master_addr",
                   "--master-addr", "--master_port", "--master-port")  # fmt: skip
 
@@ -675,8 +653,6 @@ def _restricted_container(template: PodTemplate, path: FieldPath, container: dic
 
 
 PodRule = Callable[[ManifestSet, PodTemplate], Iterator[FieldFinding]]
-
-
 POD_RULES: tuple[PodRule, ...] = (
     *(_container, _command, _env, _writable_home, _mounts, _references, _shared_memory, _gpus, _restricted),
 )

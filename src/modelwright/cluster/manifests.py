@@ -18,16 +18,10 @@ from modelwright.recipe.sections import ClusterConfig, VolumeConfig
 from modelwright.runs import journal
 
 JobKind = Literal["trainjob", "pytorchjob"]
-
-
 MAX_JOB_NAME = 48
 """Characters of a job's name: pods add `-node-0-0` to it, and names end at 63."""
-
-
 DEFAULT_GRACE_PERIOD = 120
 """Seconds for a last checkpoint where no save was measured."""
-
-
 NON_RETRYABLE_EXIT_CODES = (2, 3, 76, 77)
 """Exit codes after which a retry would fail again: wrong recipe, closed gate, diverged, refused."""
 
@@ -229,8 +223,6 @@ _BACKOFF_COMMENTS = {
     "trainjob": "One lost pod ends this Job, and failurePolicy restarts all pods from the last checkpoint.",
     "pytorchjob": "Counts the restarts of all pods, and one lost pod restarts all of them: {restarts} × {nodes} + 1.",
 }
-
-
 _DOCUMENT_COMMENTS = {
     "PersistentVolumeClaim": "Kept when the job is deleted.",
     "ConfigMap": "What the pods run; they see it under /etc/modelwright.",
@@ -238,8 +230,6 @@ _DOCUMENT_COMMENTS = {
     "TrainJob": "The job itself; OpenShift AI 3.2 and later. No override field, so Trainer 2.1 and 2.3 both accept it.",
     "PyTorchJob": "The job itself; OpenShift AI up to 3.5 (gone in 3.6: use --target trainjob there).",
 }
-
-
 _KEY_COMMENTS = {
     "accessModes": "Several nodes write to it only with ReadWriteMany.",
     "podFailurePolicy": "Wrong recipe (2), closed gate (3), diverged (76), refused (77): a retry cannot succeed.",
@@ -256,34 +246,16 @@ _KEY_COMMENTS = {
     "kueue.x-k8s.io/queue-name": "This label, no annotation, makes the job appear under workload metrics.",
     "trainer.opendatahub.io/progression-tracking": "OpenShift AI asks the first pod for progress on this port.",
 }
-
-
 RECIPE_DIR = "/etc/modelwright"
-
-
 SCRATCH_DIR = "/scratch"
-
-
 CODE_DIR = "/code"
-
-
 CODE_ZIP = "modelwright.zip"
 """The program's name in its ConfigMap."""
-
-
 METRICS_PORT = 28080
 """Where OpenShift AI asks for progress."""
-
-
 GPU = "nvidia.com/gpu"
-
-
 SECURITY_CONTEXT = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-
-
 CONTAINER_COMMAND = ["python", "-m", "modelwright.launch.torchrun", "-m", "modelwright"]
-
-
 GIT_CLONE_SCRIPT = 'git init -q "$0" && git -C "$0" fetch -q --depth 1 "$1" "$2" && git -C "$0" checkout -q FETCH_HEAD'
 
 

@@ -21,11 +21,7 @@ from modelwright.runs.journal import Event, EventListener
 
 POST_INTERVAL = 5.0
 """Between two updates to the Trainer; more would load its controller."""
-
-
 METRICS_PORT_ENV = "MODELWRIGHT_METRICS_PORT"
-
-
 TRAINER_URL_ENV, TRAINER_CA_CERT_ENV, TRAINER_TOKEN_ENV = (
     f"KUBEFLOW_TRAINER_SERVER_{suffix}" for suffix in ("URL", "CA_CERT", "TOKEN")
 )

@@ -24,17 +24,9 @@ from modelwright.errors import UsageError
 
 USER_ID = 1_000_660_000
 """A user id as OpenShift gives it: out of the namespace's range, in no password file."""
-
-
 SUBNET = "10.77.0"
-
-
 PATH = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
-
-
 HOST_PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
-
-
 SOURCE_ROOT = Path(modelwright.__file__).resolve().parents[1]
 
 
@@ -344,14 +336,8 @@ def kill_all(containers: Sequence[Container]) -> None:
 
 
 GIT_COMMAND = re.compile(r"\bgit\b.*\b(clone|fetch|pull)\b", re.DOTALL)
-
-
 REMOTE_URL = re.compile(r"(?:https?|ssh|git)://[^\s\"';&]+|\b[\w.-]+@[\w.-]+:[^\s\"';&]+")
-
-
 LOCAL_PATH = re.compile(r"(?:file://|(?<![\w./:-]))(/[^\s\"';&]+)")
-
-
 REPO_MOUNT = "/simulation/repository.git"
 """Where the init container sees the repository."""
 

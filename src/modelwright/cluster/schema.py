@@ -25,8 +25,6 @@ class ScalarType:
 
 
 STRING, INTEGER, BOOLEAN = ScalarType("text"), ScalarType("a whole number"), ScalarType("true or false")
-
-
 QUANTITY, INT_OR_STRING, ANY = (
     ScalarType("an amount such as 16Gi"),
     ScalarType("a whole number or text"),
@@ -144,19 +142,13 @@ def _names(text: str) -> frozenset[str]:
 
 
 STRING_MAP = MapOf(STRING)
-
-
 METADATA = ObjectSchema(
     {"name": STRING, "namespace": STRING, "labels": STRING_MAP, "annotations": STRING_MAP},
     other_fields=_names(
         "generateName finalizers ownerReferences uid resourceVersion creationTimestamp generation managedFields"
     ),
 )
-
-
 SECRET_KEY_REF = ObjectSchema({"name": STRING, "key": STRING}, ("key",), _names("optional"))
-
-
 ENV_VAR = ObjectSchema(
     {
         "name": STRING,
@@ -168,17 +160,9 @@ ENV_VAR = ObjectSchema(
     },
     ("name",),
 )
-
-
 RESOURCES = ObjectSchema({"requests": MapOf(QUANTITY), "limits": MapOf(QUANTITY)}, other_fields=_names("claims"))
-
-
 CAPABILITIES = ObjectSchema({"drop": ArrayOf(STRING), "add": ArrayOf(STRING)})
-
-
 SECCOMP = ObjectSchema({"type": STRING, "localhostProfile": STRING}, ("type",))
-
-
 CONTAINER_SECURITY = ObjectSchema(
     {
         "allowPrivilegeEscalation": BOOLEAN,
@@ -190,20 +174,14 @@ CONTAINER_SECURITY = ObjectSchema(
     },
     other_fields=_names("appArmorProfile procMount readOnlyRootFilesystem runAsGroup seLinuxOptions windowsOptions"),
 )
-
-
 VOLUME_MOUNT = ObjectSchema(
     {"name": STRING, "mountPath": STRING, "readOnly": BOOLEAN, "subPath": STRING},
     ("name", "mountPath"),
     _names("mountPropagation recursiveReadOnly subPathExpr"),
 )
-
-
 CONTAINER_PORT = ObjectSchema(
     {"name": STRING, "containerPort": INTEGER}, ("containerPort",), _names("hostIP hostPort protocol")
 )
-
-
 CONTAINER = ObjectSchema(
     {
         "name": STRING,
@@ -224,8 +202,6 @@ CONTAINER = ObjectSchema(
         "volumeDevices"
     ),
 )
-
-
 VOLUME = ObjectSchema(
     {
         "name": STRING,
@@ -240,13 +216,9 @@ VOLUME = ObjectSchema(
         "portworxVolume quobyte rbd scaleIO storageos vsphereVolume"
     ),
 )
-
-
 TOLERATION = ObjectSchema(
     {"key": STRING, "operator": STRING, "effect": STRING, "value": STRING}, other_fields=_names("tolerationSeconds")
 )
-
-
 POD_SPEC = ObjectSchema(
     {
         "restartPolicy": STRING,
@@ -282,14 +254,8 @@ POD_SPEC = ObjectSchema(
         "topologySpreadConstraints workloadRef"
     ),
 )
-
-
 POD_TEMPLATE = ObjectSchema({"metadata": METADATA, "spec": POD_SPEC}, ("spec",))
-
-
 REPLICA_SPEC = ObjectSchema({"replicas": INTEGER, "restartPolicy": STRING, "template": POD_TEMPLATE})
-
-
 PYTORCH_JOB = ObjectSchema(
     {
         "nprocPerNode": STRING,
@@ -302,16 +268,10 @@ PYTORCH_JOB = ObjectSchema(
     ("pytorchReplicaSpecs",),
     _names("elasticPolicy"),
 )
-
-
 EXIT_CODES = ObjectSchema(
     {"containerName": STRING, "operator": STRING, "values": ArrayOf(INTEGER)}, ("operator", "values")
 )
-
-
 POD_FAILURE_RULE = ObjectSchema({"action": STRING, "onExitCodes": EXIT_CODES}, ("action",), _names("onPodConditions"))
-
-
 BATCH_JOB = ObjectSchema(
     {
         "backoffLimit": INTEGER,
@@ -324,22 +284,16 @@ BATCH_JOB = ObjectSchema(
         "maxFailedIndexes parallelism podReplacementPolicy selector successPolicy suspend ttlSecondsAfterFinished"
     ),
 )
-
-
 REPLICATED_JOB = ObjectSchema(
     {"name": STRING, "template": ObjectSchema({"metadata": METADATA, "spec": BATCH_JOB}), "replicas": INTEGER},
     ("name", "template"),
     _names("dependsOn groupName"),
 )
-
-
 JOBSET_FAILURE_RULE = ObjectSchema(
     {"name": STRING, "action": STRING, "onJobFailureReasons": ArrayOf(STRING)},
     ("name", "action"),
     _names("targetReplicatedJobs onJobFailureMessagePatterns"),
 )
-
-
 JOB_SET = ObjectSchema(
     {
         "failurePolicy": ObjectSchema(
@@ -349,8 +303,6 @@ JOB_SET = ObjectSchema(
     },
     other_fields=_names("coordinator managedBy network startupPolicy successPolicy suspend ttlSecondsAfterFinished"),
 )
-
-
 TRAINING_RUNTIME = ObjectSchema(
     {
         "mlPolicy": ObjectSchema({"numNodes": INTEGER, "torch": ANY}, other_fields=_names("mpi flux jax xgboost")),
@@ -359,8 +311,6 @@ TRAINING_RUNTIME = ObjectSchema(
     ("template",),
     _names("podGroupPolicy"),
 )
-
-
 TRAIN_JOB = ObjectSchema(
     {
         "runtimeRef": ObjectSchema({"apiGroup": STRING, "kind": STRING, "name": STRING}, ("name",)),
@@ -381,8 +331,6 @@ TRAIN_JOB = ObjectSchema(
     ("runtimeRef",),
     _names("initializer labels annotations podTemplateOverrides runtimePatches podSpecOverrides activeDeadlineSeconds"),
 )
-
-
 PVC_SPEC = ObjectSchema(
     {
         "accessModes": ArrayOf(STRING),

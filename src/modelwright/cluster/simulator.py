@@ -30,12 +30,8 @@ from modelwright.errors import UsageError
 from modelwright.runs import journal
 
 POLL_INTERVAL = 0.1
-
-
 CONTAINER_BACKOFF = 10.0
 """The kubelet's first wait before it restarts a container; it doubles up to five minutes."""
-
-
 NODE_UNREACHABLE_TIMEOUT = 300.0
 """Time after which the pods of an unreachable node are evicted."""
 

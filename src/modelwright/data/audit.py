@@ -56,12 +56,8 @@ from modelwright.recipe.schema import DataConfig
 from modelwright.runs.folder import fsync_path
 
 RowFormat = Literal["conversations", "pairs", "text"]
-
-
 AUDIT_CHARS_PER_TOKEN = 4.0
 """What a token stands for where no tokenizer is at hand."""
-
-
 TEMPLATE_TOKENS_PER_MESSAGE = 5
 """Tokens that a chat template adds to a turn, about."""
 
@@ -494,8 +490,6 @@ def _template_columns(template: str) -> Sequence[str]:
 
 DEFAULT_MODEL = {"model_name_or_path": "smollm2-135m-instruct"}
 """Whose words samples are shown in where nobody named a model."""
-
-
 PLACEHOLDER_MODEL = {"architecture": {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 1}}
 """None that is meant: a tokenizer is trained on the data."""
 

@@ -20,19 +20,13 @@ from modelwright.errors import DataError, Problem
 from modelwright.recipe.schema import ChatConfig, DataConfig
 
 ROLES = ("system", "user", "assistant", "tool")
-
-
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 """What ShareGPT calls the roles, in turns of from and value."""
-
-
 CHAT_COLUMN_HINTS = {
     "question": "prompt", "instruction": "prompt", "input": "prompt", "query": "prompt", "full-question": "prompt",
     "answer": "completion", "output": "completion", "response": "completion", "conversations": "messages",
 }  # fmt: skip
 """What a column of that name most often is: used in letters, never silently."""
-
-
 Message = dict[str, str]
 
 
@@ -258,18 +252,10 @@ def _first_user_message(messages: Iterable[Message]) -> str:
 
 TOKENIZE_BATCH = 512
 """Conversations that are tokenized together."""
-
-
 MIN_PREFIX_CHARS, PREFIX_CHECKS = 64, 2
 """A shared text of fewer characters is not worth the trial of cutting it off, and so many texts are tried."""
-
-
 TokenIds = np.ndarray[Any, np.dtype[np.int32]]
-
-
 EMPTY_IDS: TokenIds = np.zeros(0, dtype=np.int32)
-
-
 RenderedText = tuple[str, list[tuple[int, int]]]
 """A conversation as text, and from where to where in it something is trained."""
 

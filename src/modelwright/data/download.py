@@ -21,11 +21,7 @@ from modelwright import __version__
 from modelwright.errors import DataError, Problem, StorageError, UsageError, first_line, is_storage_failure
 
 CHUNK_BYTES = 1 << 20
-
-
 TIMEOUT_SECONDS = 30.0
-
-
 RETRY_DELAYS = (1.0, 3.0, 10.0, 30.0)
 """Seconds between the tries; one try more than there are pauses."""
 
@@ -164,16 +160,10 @@ def _resume_transfer(file: RemoteFile, opened: BinaryIO) -> None:
 
 RETRYABLE_STATUS = (408, 425, 429)
 """Answers below 500 after which another try may do better."""
-
-
 RETRYABLE_ERRORS = ("ReadError", "ReadTimeout", "RemoteProtocolError")
 """How the hub's client calls a connection that stood and then broke."""
-
-
 RESUMABLE_MIN_BYTES = 10_000_000
 """Bytes from which a file is worth going on with after a kill; the hub's own client begins anew in every process."""
-
-
 PARALLEL_DOWNLOADS = 4
 """Large files brought at a time."""
 

@@ -29,8 +29,6 @@ from modelwright.runs.caches import cache_dir
 from modelwright.runs.folder import hash_file
 
 NDArray = np.ndarray[Any, np.dtype[Any]]
-
-
 DECODE_CACHE_VERSION = 1
 """Raised when decoding changes, so that an old cache is not taken for a new one."""
 
@@ -184,52 +182,28 @@ CIFAR10_ARCHIVE = RemoteFile(
     170_052_171,
     "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",  # md5 c32a1d4ab5d03f1284b67883e8d87530
 )
-
-
 CIFAR10_CLASSES = (
     *("airplane", "automobile", "bird", "cat", "deer"),
     *("dog", "frog", "horse", "ship", "truck"),
 )
-
-
 BINARY_FOLDER = "cifar-10-batches-bin"
-
-
 TRAIN_FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
-
-
 TEST_FILE = "test_batch.bin"
-
-
 CIFAR_RECORD_BYTES = 1 + 3 * 32 * 32
 """Bytes of one CIFAR-10 record: the label, then the red, green and blue planes."""
-
-
 MAX_CIFAR_RECORDS = 10_000
 """Records in one CIFAR-10 file."""
-
-
 NPZ_ARRAYS = (
     *("jpeg_header", "classes"),
     *("train_scans", "train_lengths", "train_labels"),
     *("test_scans", "test_lengths", "test_labels"),
 )
-
-
 IDX_NAME = re.compile(r"(train|t10k|test)[-_](images|labels)[-.]idx\d-ubyte(\.gz)?$")
-
-
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
-
-
 HELD_OUT_EVERY = 10
 """One image in so many is held out of a folder that has no test side."""
-
-
 DECODE_BATCH = 256
 """Images one thread decodes before it takes the next lot."""
-
-
 MAX_PROBLEMS_SHOWN = 20
 """Problems named one by one; the rest are counted."""
 
@@ -496,27 +470,15 @@ def _decode_images(
 
 
 SHAPES_NAME = "shapes"
-
-
 SHAPES_TRAIN, SHAPES_TEST = 3_000, 500
 """Pictures on each side, as many of each shape."""
-
-
 SHAPES_PIXELS = 32
-
-
 BACKGROUND, FOREGROUND = (0, 80), (150, 255)
 """Ranges of the ground's and of the shape's colour, of 255."""
-
-
 NOISE_STD = 15.0
 """Standard deviation of what is added to every pixel, of 255."""
-
-
 DISTRACTORS = 2
 """Small squares that stand in the way in every picture."""
-
-
 SHAPES: dict[str, Callable[[NDArray, NDArray], NDArray]] = {
     "circle": lambda x, y: x**2 + y**2 < 1,
     "ring": lambda x, y: (x**2 + y**2 < 1) & (x**2 + y**2 > 0.4),
@@ -564,12 +526,8 @@ def _draw_shape(inside: Callable[[NDArray, NDArray], NDArray], rng: np.random.Ge
 
 
 __all__ = ["NAME", "ImageSet", "ImageSplit", "read_images"]
-
-
 CIFAR10_NAME = "cifar10"
 """The set that is downloaded when it is nowhere near."""
-
-
 SUPPORTED_SOURCES = (
     f"{CIFAR10_ARCHIVE.name}, a folder {BINARY_FOLDER}, an npz of JPEGs, "
     "a folder of IDX files, or a folder with one subfolder of images per class"

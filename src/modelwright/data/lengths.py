@@ -36,27 +36,15 @@ def length_histogram(lengths: NDArray) -> dict[str, Any]:
 
 CHARS_PER_TOKEN = 4.4
 """Of English prose in a token, by the vocabularies of 49 to 128 thousand tokens we have counted."""
-
-
 REFERENCE_VOCAB_SIZE = 49_152
 """The smallest of those vocabularies; the tokens of a smaller one are shorter by the ratio of their logarithms."""
-
-
 SAMPLE_ROWS = 200
 """Messages that a tokenizer encodes to tell how many characters its tokens have."""
-
-
 TEMPLATE_TOKENS = 5
 """Tokens that a chat template puts around a message."""
-
-
 MAX_PLAN_READ_BYTES = 64 << 20
 """Bytes of a file that is read for a plan; a larger one is left alone, so that a plan stays quick."""
-
-
 CIFAR10_TRAIN_ROWS = 50_000
-
-
 CIFAR10_ROW_BYTES = 32 * 32 * 3
 
 

@@ -11,26 +11,12 @@ from modelwright.data.readers import Row
 from modelwright.errors import DataError, Problem
 
 QUESTION_COLUMNS = ("question", "query", "prompt", "question_stem", "input", "instruction")
-
-
 CONTEXT_COLUMNS = ("ctx", "context", "goal", "premise", "sentence", "startphrase", "sent1")
-
-
 PASSAGE_COLUMNS = ("passage", "article", "support")
-
-
 CHOICE_LIST_COLUMNS = ("choices", "options", "endings", "answers", "candidates")
-
-
 CHOICE_COLUMN_PATTERNS = ("choice{}", "option{}", "sol{}", "ending{}", "opt{}", "answer{}", "choice_{}", "option_{}")
-
-
 ANSWER_COLUMNS = ("answer", "answerKey", "label", "gold", "correct", "target", "answer_idx", "correct_answer", "cop")
-
-
 CHOICE_LETTERS = "abcdefghijklmnop"
-
-
 EXPECTED_COLUMNS = "question, choices (a list) and answer (its number, letter or text)"
 
 

@@ -26,13 +26,9 @@ from modelwright.errors import DataError, Problem
 from modelwright.recipe.schema import DataConfig, PreferenceConfig
 
 PREFERENCE_ROLES = ("prompt", "context", "chosen", "rejected", "system")
-
-
 PREFERENCE_COLUMN_HINTS = {"instruction": "prompt", "question": "prompt", "query": "prompt", "input": "context",
            "preferred": "chosen", "accepted": "chosen", "response_0": "chosen", "response_1": "rejected"}  # fmt: skip
 """What a column of that name most often is: used in letters, never silently."""
-
-
 IDENTICAL = "identical"
 
 

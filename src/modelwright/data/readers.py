@@ -14,18 +14,10 @@ from modelwright.errors import DataError, Problem, UsageError, first_line, redac
 from modelwright.runs.folder import write_text
 
 ROW_FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
-
-
 TXT_DOCUMENT_CHARS = 1 << 20
 """Characters after which a text file is divided at its next paragraph, so that none has to fit the memory."""
-
-
 CSV_FIELD_LIMIT = 1 << 30
-
-
 NOT_UTF8 = "these bytes are not UTF-8; save the file as UTF-8"
-
-
 LONE_SURROGATE = "the text holds half a character (a lone surrogate), which no tokenizer takes"
 
 
@@ -287,8 +279,6 @@ def _read_txt(path: Path, file_slice: FileSlice) -> Iterator[Row | InvalidRow]:
 
 
 WHITESPACE, DECODER = re.compile(r"[ \t\n\r]*"), json.JSONDecoder()
-
-
 READ_CHARS = 1 << 20
 """Characters read at once."""
 
@@ -352,8 +342,6 @@ class JsonStream:
 
 
 QUARANTINE_FILE = "quarantine.jsonl"
-
-
 MAX_PROBLEMS_SHOWN = 20
 """Problems named one by one; the rest are counted."""
 

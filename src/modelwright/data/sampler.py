@@ -9,12 +9,8 @@ from functools import lru_cache
 import numpy as np
 
 RowIndices = np.ndarray[tuple[int], np.dtype[np.int64]]
-
-
 MIXTURE_BLOCK = 4096
 """Rows over which a mixture keeps its weights."""
-
-
 WEIGHT_SCALE = 1 << 32
 
 

@@ -26,11 +26,7 @@ from modelwright.recipe.schema import DataConfig
 from modelwright.runs.folder import atomic_write, hash_file, read_json, write_json
 
 MANIFEST = "manifest.json"
-
-
 MANIFEST_VERSION = 1
-
-
 SPLITS = ("train", "held_out")
 
 

@@ -23,12 +23,8 @@ from modelwright.runs.caches import cache_dir
 from modelwright.runs.folder import write_text
 
 PYTHON_DOCS = "python-docs"
-
-
 EXCLUDED_DIRS = frozenset({"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "turtledemo", "ensurepip"})
 """Folders with little prose in them."""
-
-
 MIN_DOCUMENT_CHARS = 200
 """Characters below which a module's docstrings make no document."""
 
@@ -73,8 +69,6 @@ def _docstrings(path: Path, module: str) -> Iterator[str]:
 
 
 EMBEDDED_DIR = Path(__file__).parent / "embedded"
-
-
 EMBEDDED_DATASETS = {
     "field-guide": EMBEDDED_DIR / "field_guide.jsonl",
     "field-guide-pairs": EMBEDDED_DIR / "field_guide_pairs.jsonl",
@@ -82,12 +76,8 @@ EMBEDDED_DATASETS = {
     "songbook": EMBEDDED_DIR / "songbook.jsonl",
 }
 """Sets that come with Modelwright, with their file."""
-
-
 GENERATED_DATASETS = {PYTHON_DOCS: python_docs}
 """Sets that are gathered from this machine when they are read."""
-
-
 HELD_OUT_SPLITS = ("held_out", "validation", "test")
 """What the held-out side of a stored set may be called."""
 
@@ -227,8 +217,6 @@ def render_template(template: str, values: Mapping[str, Any], where: str) -> str
 
 EXCERPT_LINES = 8
 """Lines of a song that a question shows."""
-
-
 THEMES = {
     "love": "love heart kiss darling baby sweetheart lover hold arms",
     "loss": "gone goodbye cry tears lonely left miss grave alone lost",
@@ -240,11 +228,7 @@ THEMES = {
     "the sea": "sea ship sail captain sailor ocean shore wave harbor",
 }
 """Words that point at a theme; a song is said to have one where it uses at least two of them."""
-
-
 WORD_RE = re.compile(r"[a-z']+")
-
-
 STOP_WORDS = (
     "the and you i to a me it my in of on that for your be is we all but with so this don't just like know got no was "
     "are when what oh i'm it's they she he her his him not up can if go get now do have there as at will out one from "

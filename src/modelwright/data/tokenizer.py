@@ -31,22 +31,14 @@ class TokenizedDocuments:
 
 IM_END, IM_START, PAD_TOKEN = "<|im_end|>", "<|im_start|>", "<|pad|>"
 """Special tokens of a tokenizer trained here; the end token closes documents and turns alike."""
-
-
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
 VOCAB_MULTIPLE = 64
 """Vocabularies are rounded up to this, so that the matrix of the head fits a GPU's tiles."""
-
-
 MIN_VOCAB_SIZE = 256 + 3
 """Every byte and the special tokens."""
-
-
 TOKENIZER_FILES = (
     "tokenizer*.json",
     "special_tokens_map.json",

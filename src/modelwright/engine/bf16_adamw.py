@@ -17,16 +17,10 @@ from modelwright.engine.parallel import total_grad_norm
 
 AdamWTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """What moves a weight: itself, its gradient, rest, mean and square, all of one shape."""
-
-
 StepScalars = tuple[Tensor, Tensor, Tensor]
 """On the device: learning rate, corrections of the two means, share of the gradient to read, below 0 to stay."""
-
-
 Hyperparameters = tuple[float, float, float, float]
 """The two betas, epsilon and weight decay."""
-
-
 VECTOR_BYTES = 16
 """Bytes that a thread reads at once, where all addresses are multiples of them and no count leaves a part of them."""
 
@@ -58,12 +52,8 @@ def build_pointer_table(tensors: Sequence[tuple[Tensor, ...]], block: int) -> Po
 
 
 UpdateFn = Callable[[StepScalars, Hyperparameters], None]
-
-
 SKIPPED = -1.0
 """The share of a gradient that is read where nothing is to move."""
-
-
 PARAM_REMAINDER = "param_remainder"
 """What the optimizer state calls the 16 bits that a bf16 weight has lost."""
 

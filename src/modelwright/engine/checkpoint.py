@@ -28,11 +28,7 @@ from modelwright.plan.hardware import available_memory
 from modelwright.runs.folder import fsync_path, hash_file
 
 MANIFEST = "manifest.json"
-
-
 STATE = "state.json"
-
-
 LogFn = Callable[[str], None]
 
 

@@ -10,19 +10,11 @@ from torch import Tensor, nn
 
 MAX_GRAPHS = 4
 """Recordings kept by one piece of work: each has memory of its own."""
-
-
 WARMUP_CALLS = 3
 """Times the work runs as it is before it is recorded: what compiles or tunes itself does so then."""
-
-
 AUTO_MAX_PARAMS = 2_000_000_000
 """Weights below which a GPU waits for the host: 79 k tokens/s as they come, 140 k recorded, at half a billion."""
-
-
 StepFn = Callable[..., Tensor]
-
-
 Signature = tuple[object, ...]
 
 

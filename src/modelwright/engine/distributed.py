@@ -26,11 +26,7 @@ from modelwright.errors import ModelwrightError, PeerLost, Refused, UsageError, 
 from modelwright.runs.heartbeat import Heartbeat, set_pdeathsig
 
 T = TypeVar("T")
-
-
 CPU = torch.device("cpu")
-
-
 RANK0_TIMEOUT = timedelta(hours=24)
 
 
@@ -258,8 +254,6 @@ def _int_from_env(environ: Mapping[str, str], name: str, default: int) -> int:
 
 
 POLL_SECONDS = 0.3
-
-
 STORE_LINGER_SECONDS = 5.0
 """How long a rank that keeps the store stays after a failure, so that the others can read why."""
 

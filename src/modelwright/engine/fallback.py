@@ -28,15 +28,9 @@ from modelwright.runs.caches import (
 
 RECOMPILE_LIMIT = 32
 """Ways one layer may be compiled: training and measuring, each for one row or many, of one length or any."""
-
-
 CHECKED_CACHES: set[Path] = set()
 """Compile caches that this process has looked after."""
-
-
 COMPILER_MODULES = ("torch._dynamo", "torch._inductor", "triton")
-
-
 CACHE_MODULES = ("torch._inductor.codecache", "torch._inductor.async_compile", "triton.compiler", "triton.runtime.cache",
              "triton.runtime.build")  # fmt: skip
 """Where they read what they have kept, and wait for it; what they meet there comes out as it is."""

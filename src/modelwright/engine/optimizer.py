@@ -16,8 +16,6 @@ from modelwright.plan.stage import StagePlan
 from modelwright.recipe.schema import OptimizerConfig
 
 LrSchedule = Callable[[int], float]
-
-
 ONE_CYCLE_START, ONE_CYCLE_END = 0.04, 0.001
 """Where a one_cycle schedule begins and ends, as shares of its peak; it rises in a line and falls along a cosine."""
 

@@ -19,8 +19,6 @@ from modelwright.models.trainable import LORA_PREFIX
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
 """What is not multiplied in fp8 is computed in bf16."""
-
-
 Value = TypeVar("Value")
 
 

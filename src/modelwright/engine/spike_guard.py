@@ -11,28 +11,16 @@ from torch import Tensor
 
 Health = Literal["ok", "non_finite", "spike", "overflow"]
 """Only an ok step moves the weights; an overflow is fp16's loss scale finding its size, and no illness."""
-
-
 WINDOW = 64
 """Good steps remembered."""
-
-
 MIN_HISTORY = 16
 """Good steps needed before a spike can be told from the noise of the start."""
-
-
 LOSS_RATIO_WITH_GRAD = 1.5
 """A large gradient counts as a spike only with a loss so many times the usual one, the median."""
-
-
 LOSS_RATIO = 4.0
 """A loss so many times the usual one is a spike whatever the gradient."""
-
-
 BASELINE_FRACTION, MIN_BASELINE = 0.25, 1.0
 """The usual loss is at least this share of that of the beginning, or this: what is learnt by heart has next to none."""
-
-
 RECOVERED_AFTER = 4
 """So many good steps in a row show that a spike was a hard batch; by default as many bad ones send the run back."""
 

@@ -65,19 +65,11 @@ def peak_memory_bytes() -> int:
 
 STRAGGLER_WINDOW = 8
 """Steps that are looked at before anybody is called slow."""
-
-
 STRAGGLER_RATIO = 1.6
 """A rank is slow when it takes so many times as long as the median of the others."""
-
-
 STRAGGLER_MIN_SECONDS = 0.005
-
-
 TIMEOUT_AFTER_STEPS = 8
 """Steps after which the length of a step is known."""
-
-
 MIN_TIMEOUT_SECONDS, TIMEOUT_STEPS = 300.0, 20.0
 """An exchange that takes so long, and so many times a step, never comes."""
 

@@ -53,8 +53,6 @@ from modelwright.plan.stage import StagePlan
 from modelwright.recipe.schema import TrainingConfig
 
 Result = TypeVar("Result")
-
-
 TRIAL_MICRO_BATCHES, TRIAL_REPEATS = 2, 4
 """Micro-batches that are gone through where nothing is learnt yet, and how often: about 12 s with 6 B weights."""
 

@@ -27,14 +27,8 @@ from modelwright.launch.supervisor import IpcDir
 
 MAX_CLOCK_SKEW = 2.0
 """Largest difference of clocks: the rendezvous drops a node after 12 s without keep-alive, by its own clock."""
-
-
 REPLY_TIMEOUT = 60.0
-
-
 NODE_HEARTBEAT_INTERVAL = 2.0
-
-
 NodeInfo = Mapping[str, Any]
 
 

@@ -147,12 +147,8 @@ def create_rdzv_handler(config: LaunchConfig) -> OrderedRendezvousHandler:
 
 
 UNEXPECTED_ERROR = 1
-
-
 NON_RETRYABLE_EXIT_CODES = {error.exit_code for error in (UsageError, GateClosed, Diverged, Refused, StorageError)}
 """Exit codes of reported errors: a restart would not help."""
-
-
 REPORTED, RELAYED, KILLED, CRASHED, FOLLOWED, KILLED_BY_SUPERVISOR = range(6)
 """Priority of root causes: reported errors first, ranks that only followed late, ranks that we killed last."""
 
@@ -257,16 +253,10 @@ def describe_exit(code: int) -> str:
 
 FINAL_EXIT_CODES = {*NON_RETRYABLE_EXIT_CODES, Interrupted.exit_code}
 """Exit codes of a rank after which a restart would not help."""
-
-
 SHUTDOWN_TIMEOUT = 600
 """Time for ranks to save after SIGTERM; the supervisor kills those that hang."""
-
-
 MAX_SOCKET_DIR_LENGTH = 107 - len("/pymp-12345678/listener-12345678")
 """Characters of a temporary folder in which a socket can have its name; the folders of batch jobs may have more."""
-
-
 SOCKET_DIR_FALLBACKS = ("/tmp", "/var/tmp", "/dev/shm")
 
 

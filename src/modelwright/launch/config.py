@@ -109,14 +109,8 @@ def parse_nnodes(text: str) -> NodeRange:
 
 
 NodeCommand = dict[str, str | int]
-
-
 NVIDIA_PROC_DIR = Path("/proc/driver/nvidia/gpus")
-
-
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-
-
 EMBEDDED_MODEL_TYPES = {"smollm2-135m-instruct": "llama"}
 
 
@@ -329,8 +323,6 @@ __all__ = [
     "resolve_nproc_per_node",
     "uses_auto_precision",
 ]
-
-
 SIOCGIFADDR = 0x8915
 
 

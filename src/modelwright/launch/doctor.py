@@ -21,30 +21,14 @@ from modelwright.plan.hardware import find_gpu, probe_device
 from modelwright.runs.caches import cache_dir, hf_hub_cache
 
 CheckStatus = Literal["ok", "warn", "fail", "skip"]
-
-
 MIN_PYTHON, MIN_TORCH = (3, 11), (2, 9)
-
-
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "datasets", "peft", "numpy", "pydantic")
-
-
 EXTRAS = {"torchao": "fp8", "bitsandbytes": "quantization", "tensorboard": "track"}
-
-
 PORTS = (29500, 23456)
 """Default master ports of torchrun and of the documents' jobs."""
-
-
 HUB = ("huggingface.co", 443)
-
-
 MIN_SHM_BYTES = 1 << 30
-
-
 MIN_DISK_BYTES = 5 << 30
-
-
 CONNECT_TIMEOUT = 3.0
 
 
@@ -215,11 +199,7 @@ def _installed_version(package: str) -> str | None:
 
 PROBE_SECONDS = 0.3
 """Of each probe: enough for a figure within a tenth or so."""
-
-
 COMPILE_TIMEOUT = 120
-
-
 COMPILE_PROBE = "import torch; print(float(torch.compile(lambda x: (x * 2 + 1).relu())(torch.ones(8)).sum()))"
 
 

@@ -36,11 +36,7 @@ from modelwright.plan.stage import plan_stage
 from modelwright.recipe.load import LoadedRecipe
 
 PREFLIGHT_TIMEOUT = timedelta(seconds=120)
-
-
 ALL_REDUCE_MB, ALL_REDUCE_REPEATS = 16, 5
-
-
 SLOW_BYTES_PER_SECOND = 50e6
 """Below this, in bytes a second, exchanging gradients takes longer than most steps."""
 

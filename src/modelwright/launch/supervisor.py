@@ -25,24 +25,14 @@ from modelwright.launch.config import LaunchConfig
 from modelwright.runs.heartbeat import RankStatus, has_exited, process_state, read_rank_statuses, wait_for_exit
 
 POLL_INTERVAL = 0.5
-
-
 AGENT_STOP_TIMEOUT = 5.0
 """Time for an agent without ranks to exit after a stop request."""
-
-
 EXIT_BARRIER_TIMEOUT = 330.0
 """How long a node that is done waits for the others to be."""
-
-
 TORCH_IMPORT_TIMEOUT = 300.0
 """Time for the agent to import torch from a slow disk, besides the rendezvous."""
-
-
 WAIT_NOTICE_AFTER = 60.0
 """After this time without other nodes a line says which node is awaited, and where."""
-
-
 AGENT_ENV = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore:resource_tracker",  # an agent that is killed leaves names that the kernel forgets anyway
@@ -314,28 +304,16 @@ class IpcDir:
 
 SIGSTOP_TIMEOUT = 8.0
 """Longest time in the kernel's stopped state (T), so that a short debugger stop is tolerated."""
-
-
 BLOCKED_RANK_TIMEOUT = 10.0
 """A rank without progress for so long after another has exited is blocked by it."""
-
-
 HEARTBEAT_TIMEOUT = 180.0
 """No heartbeat: something holds the GIL, or the kernel blocks the process."""
-
-
 MIN_STEP_TIMEOUT, STEP_TIMEOUT_FACTOR = 180.0, 20.0
 """A step may take so many times the median, and never less than this: recompiling for longer rows takes minutes."""
-
-
 NODE_TIMEOUT = 60.0
 """A node without heartbeat for so long is lost: a link down for 40 s is tolerated."""
-
-
 STARTUP_TIMEOUT = 1800.0
 """What has no median yet: loading, compiling, the first steps, waiting for a download or a checkpoint."""
-
-
 SLOW_PHASES = ("starting", "waiting for rank 0", "loading data", "loading model", "saving", "comparing")
 
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 
 POLL_INTERVAL = 0.2
-
-
 JOIN_TIMEOUT = 900
 """How long the first pod may take to be there; torchrun itself waits as long."""
 

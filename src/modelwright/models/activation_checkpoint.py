@@ -36,12 +36,8 @@ def enable_activation_checkpointing(model: Any, mode: CheckpointingMode) -> None
 
 CUSTOM_MATMULS = ("modelwright::fused_lora_mlp",)
 """Products under other names, of a layer's whole gated part; the names of all others end in mm."""
-
-
 DROPOUT_NAMES = ("drop", "jitter", "noise")
 """How modules call the rates of what they draw at random, beside torch's own p."""
-
-
 MAX_EXPANSION = 8
 """A product whose result is more than so many times as wide as what it adds up is thin: that of a low-rank matrix, or
 the scores of attention that is written out."""

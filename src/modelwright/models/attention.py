@@ -17,8 +17,6 @@ from modelwright.errors import ModelError
 
 LOGIT_CONFIG_KEYS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 """What some families do to the logits, by the names in their configuration."""
-
-
 FORWARD_TOLERANCE = 2e-2
 """Relative difference of logits that two orders of arithmetic may make in low precision; a leak makes 0.3 and more."""
 
@@ -102,8 +100,6 @@ def unwrap_peft(model: Any) -> Any:
 
 
 ATTN_NAME = "modelwright"
-
-
 # cuDNN first: 415 TFLOP/s forward and backward at length 2048 on an H200, against 225 of FlashAttention-2
 SDPA_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
@@ -111,11 +107,7 @@ SDPA_BACKENDS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-
-
 VARLEN_NEEDS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 

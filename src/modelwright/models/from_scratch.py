@@ -15,8 +15,6 @@ from modelwright.models.save import atomic_model_folder
 from modelwright.recipe.sections import LlamaArchitecture, round_up
 
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
-
-
 RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")
 """Matrices whose outputs add up over the layers: a smaller start keeps the spread of that sum the same at any depth."""
 

@@ -18,21 +18,13 @@ from modelwright.errors import ModelError
 from modelwright.models.pretrained import load_model, load_tokenizer, silence_transformers
 
 GgufDtype = Literal["f16", "q8_0"]
-
-
 MAX_DIFF = 1e-2
 """How far a logit of the file may be from its source's in the same kind of numbers: rounding is in both, so this is 0
 but for the order of sums, and anything more is a mistake of ours."""
-
-
 MAX_QUANTIZATION_LOSS = {"f16": 1e-2, "q8_0": 0.25}
 """How far rounding itself may move a logit, as a share of the largest."""
-
-
 Q8_BLOCK = 32
 """Numbers that share a scale in q8_0."""
-
-
 TOKEN_NORMAL, TOKEN_CONTROL, TOKEN_USER_DEFINED = 1, 3, 4
 """What GGUF calls the kinds of tokens."""
 

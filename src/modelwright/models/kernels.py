@@ -9,13 +9,9 @@ from torch import Tensor
 
 FORWARD_TILE = (64, 64, 4)
 """The part of a matrix that one program computes at once, rows and columns, and by how many warps."""
-
-
 BACKWARD_TILES = {16: (64, 64, 4, 2), 32: (64, 64, 4, 1), 64: (64, 32, 8, 1), 128: (64, 32, 8, 1)}
 """The same for the way back by the rank, and how many rounds are under way at once: with more, the sums of large ranks
 would not fit what a multiprocessor of smaller cards has (100 kB)."""
-
-
 ROWS_PER_PROGRAM = 1024
 """Rows over which one program adds up gradients: its sums are a seventieth of what it reads."""
 

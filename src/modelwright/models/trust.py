@@ -19,25 +19,13 @@ from modelwright.errors import ModelError
 
 MAX_JSON_BYTES = 4_000_000
 """Bytes of a JSON file of settings; tokenizer.json is no such file."""
-
-
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
-
-
 ADAPTER_CONFIG = "adapter_config.json"
-
-
 KERNEL_KEY = re.compile(r"(attn|experts)_implementation")
-
-
 CODE_KEYS = ("megatron_config", "auto_mapping", "corda_config", "lora_ga_config")
 """What of an adapter's settings names code to import, or a pickle to read."""
-
-
 RENDER_SECONDS, RENDER_BYTES = 2.0, 1 << 30
 """CPU-seconds and memory that a chat template may take for two turns; honest ones take a millisecond."""
-
-
 PROBE_CHAT = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
 
 

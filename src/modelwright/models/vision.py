@@ -21,8 +21,6 @@ from modelwright.errors import ModelError
 from modelwright.models.save import atomic_model_folder
 
 MODEL_TYPE = "modelwright-resnet18"
-
-
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 
 
@@ -172,8 +170,6 @@ def _grad_weight(grad_output: Tensor, x: Tensor, stride: int) -> Tensor:
 
 BLOCK_ROWS, NUM_WARPS, MAX_PROGRAMS = 128, 8, 528
 """Lines of the table that a program takes at once, its warps, and programs that add up: four a processor of an H200."""
-
-
 SUM_STEP = 64
 """Partial sums that are added up at once."""
 

@@ -34,18 +34,10 @@ if TYPE_CHECKING:
     Vector = np.ndarray[Any, np.dtype[np.float64]]
 
 SHIPPED = Path(__file__).parent / "calibration.json"
-
-
 USER_FILE = "calibration-v2.json"
-
-
 DEFAULT_ERROR = 0.35
 """How far off a rate may be on a card that nobody measured."""
-
-
 OTHER_CPU = "another processor"
-
-
 CPU_MEMORY = MemoryCoefficients(fixed=1e5)
 """A processor has no workspaces that count."""
 
@@ -123,18 +115,10 @@ def _calibration_from_json(card: str, entry: dict[str, Any]) -> Calibration:
 
 
 Run = dict[str, Any]
-
-
 Coefficients = TypeVar("Coefficients", TimeCoefficients, MemoryCoefficients)
-
-
 MAX_ITERATIONS = 40
-
-
 LARGE_ERROR = 0.05
 """An error above this counts by its fourth power rather than its second: no run may be sacrificed to the others."""
-
-
 PRIOR_WEIGHT = 0.15
 """Of leaving a guess by a factor of e, the price in errors: what no run speaks of stays where it was."""
 
@@ -317,12 +301,8 @@ class PlanCase:
 
 
 LAST_TWO = {"last_layers": 2, "head": True}
-
-
 HALF_BILLION = {"num_hidden_layers": 14, "hidden_size": 1536, "intermediate_size": 4096, "num_attention_heads": 12,
                  "num_key_value_heads": 4}  # fmt: skip
-
-
 GPU_CASES = (
     PlanCase("135M full 512", "smollm2-135m", 16, 512),
     PlanCase("135M full 2048 checkpointed", "smollm2-135m", 16, 2048, settings={"gradient_checkpointing": True}),
@@ -341,18 +321,10 @@ GPU_CASES = (
     PlanCase("0.5B full 512 compiled", "llama-6b", 8, 512, settings={"torch_compile": True}, smaller=HALF_BILLION),
 )  # fmt: skip
 """What `plan --calibrate` measures on a GPU; what does not fit one is left out."""
-
-
 _TINY = {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 384, "vocab_size": 2048,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}  # fmt: skip
-
-
 _LARGER = {**_TINY, "num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 512}
-
-
 _FP32 = {"precision": "fp32"}
-
-
 CPU_CASES = (
     PlanCase("tiny full 128", "smollm2-135m", 8, 128, settings=_FP32, smaller=_TINY),
     PlanCase("tiny full 256 checkpointed", "smollm2-135m", 4, 256,

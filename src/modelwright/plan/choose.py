@@ -32,12 +32,8 @@ from modelwright.recipe.schema import (
 
 CHECKPOINTINGS: tuple[CheckpointingMode, ...] = (False, "selective", True)
 """From the fastest to the one that takes least memory."""
-
-
 MIN_HINT_SPEEDUP = 1.05
 """How many times as fast it has to be with less computed again, for a line to say so."""
-
-
 CHECKPOINTING_TEXT = {"selective": "selective gradient checkpointing: everything but matmuls and attention is recomputed",
               True: "full gradient checkpointing: activations are recomputed"}  # fmt: skip
 
@@ -240,8 +236,6 @@ def _estimate(
 
 
 PRICES_FILE = Path(__file__).parent / "prices.json"
-
-
 FILL_WITH_PADDING = 0.93
 """Share of places that hold a token where rows of like length share a micro-batch, as measured on short answers."""
 
@@ -532,8 +526,6 @@ def _hours(each: StageEstimate) -> str:
 
 
 CHECKPOINTING_NAMES = {False: "none", "selective": "selective", True: "full"}
-
-
 TABLE_ROWS = (
     ("batch", _batch),
     ("steps", lambda each: f"{each.plan.steps:,}" if each.steps_known else "-"),

@@ -85,8 +85,6 @@ GPUS = {
     )
 }  # fmt: skip
 """By the name used in --on."""
-
-
 DEFAULT_NETWORK_BANDWIDTH = 25 * GB / 8
 """Bytes per second between two machines where nothing else is said: 25 Gbit/s Ethernet."""
 
@@ -147,15 +145,11 @@ def find_gpu(name: str) -> GpuSpec | None:
 
 CGROUP = Path("/sys/fs/cgroup")
 """Where a container finds its own limits."""
-
-
 CGROUP_MEMORY_FILES = (
     ("memory.max", "memory.current"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
 )
 """What it may take and what it has taken, by the second version of cgroups and by the first."""
-
-
 BF16_CPU_FLAGS = {"amx_bf16", "avx512_bf16", "bf16"}
 """What x86 and ARM processors call it, of those where it pays; without it torch's bf16 is a hundred times slower."""
 

@@ -12,12 +12,8 @@ from modelwright.recipe.schema import (
 
 AUTO_GRAPHS_MAX_PARAMS, MAX_GRAPH_SHAPES = 2_000_000_000, 4
 """Parameters below which a step is recorded, and how many shapes of rows are, as the engine has it."""
-
-
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """Bytes of a number while it is computed with; fp8 products leave bf16 behind."""
-
-
 LOSS_CHUNK = 4096
 """Places whose logits stand in memory together, where the loss is computed in chunks."""
 
@@ -152,24 +148,14 @@ class StepWorkload:
 
 OPTIMIZER_BYTES = {"adamw_torch": 8, "sgd": 4}
 """Bytes an optimizer keeps for each weight that moves, in fp32."""
-
-
 LOGIT_BYTES_BACKWARD, LOGIT_BYTES_FORWARD = 12, 10
 """Bytes per logit at the fullest moment of the loss: three fp32 copies backward; bf16 and two fp32 forward."""
-
-
 QUANTIZED_BYTES = {"nf4": 0.52, "int8": 1.01}
 """Bytes of a quantised number, with the scales of its block."""
-
-
 CUDA_CONTEXT = 0.6e9
 """Bytes a CUDA process takes before the first tensor: the context, the libraries' workspaces."""
-
-
 CAPTURE_WORKSPACE = 0.05e9
 """Bytes of workspaces that a recorded step has of its own, since it is recorded on a stream of its own."""
-
-
 RESERVE, FRAGMENTATION = 0.03, 0.10
 """Share of a plan that stays free on the card, and more of what comes and goes in a step: the allocator leaves gaps.
 
@@ -177,8 +163,6 @@ A step of 4 B weights whose tensors are counted as 142 GB at its peak, 89 of the
 what is not counted was 9 % of those or more. Where there is room, the allocator holds 5 to 10 % more of what comes and
 goes where that is 20 GB and more, 1 to 3 GB where it is less.
 """
-
-
 GRAPH_POOL = 1e9
 """Bytes that stay with the allocator beside a recording, which cannot use them: 1.1 GB where a step takes 1 to 3."""
 

@@ -39,11 +39,7 @@ class ModelFamily:
 
 
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
-
-
 NEOX_LINEARS = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
-
-
 MODEL_FAMILIES = {
     "llama": ModelFamily(silu_gated_mlp=True),
     "mistral": ModelFamily(silu_gated_mlp=True),
@@ -54,11 +50,7 @@ MODEL_FAMILIES = {
     "gpt_neox": ModelFamily(gated_mlp=False, layer_norm_bias=True, fused_qkv=True, biases=NEOX_LINEARS),
 }
 """Model types whose arithmetic is known exactly; others are counted as a Llama would be, and that is said."""
-
-
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
-
-
 FUSED_LORA_RANKS = (16, 32, 64, 128)
 """Ranks whose products with gate and up are added as the gate is read."""
 
@@ -370,14 +362,8 @@ class ResNetShape:
 
 
 ModelShape = DecoderShape | ResNetShape
-
-
 RESNET = "resnet18"
-
-
 EMBEDDED_MODEL = "smollm2-135m-instruct"
-
-
 DEFAULT_VOCAB_SIZE = 50304
 
 
@@ -411,8 +397,6 @@ SHIPPED_CONFIGS: dict[str, dict[str, Any]] = {
 }
 """Public shapes by their plain name, as their config.json on the hub states them; the two Llamas are those of the
 production pipeline: 32 layers of 4096, 8 key-value heads, 50,304 tokens, with an inner width of 11,008 or 14,336."""
-
-
 NAME_ALIASES = {"gemma-270m": "gemma-3-270m"}
 """Other names people write."""
 

@@ -11,46 +11,26 @@ from modelwright.plan.model_shape import MLP_LINEARS, DecoderShape, ResNetShape
 
 ADAM_BYTES = {"fp32": 36, "bf16": 28}
 """Bytes moved for each weight in an update: weight, moments and gradient read, all but the last written; the norm."""
-
-
 COMPILED_OPS = 0.25
 """Of the kernels of an eager layer, those that a compiled one has."""
-
-
 NORM_OPS, ROPE_OPS, OTHER_OPS, LLAMA_OPS = 6, 12, 7, 40
 """Operations of a norm, of turning queries and keys, of attention, sums and an activation; and of all in a Llama."""
-
-
 LORA_MATMULS, LORA_OPS, UNSHARE_OPS = 2, 5, 8
 """Operations of a low-rank matrix beside a frozen one, its products alone and all; of laying answers apart."""
-
-
 FUSED_MLP_TRAFFIC = 0.27
 """Of what low-rank matrices beside gate, up and down move, the share where the gate's own kernels add their products:
 0.22 and 0.31 of two compiled shapes on an H200, 0.27 of an eager one."""
-
-
 ROWWISE_BYTES, ROWWISE_WGRAD_BYTES = 4.0, 15.5
 """Bytes more for each input and output of a matrix where each of its rows has a scale in fp8, and more where it learns:
 of four shapes on an H200 19.3 to 22.9 in all where it does, 4.2 where it does not."""
-
-
 ATTENTION_REF_LENGTH, ATTENTION_REF_HEAD_DIM = 1024, 128
 """Tokens in a row, and numbers in a head, at which attention's rate is told."""
-
-
 HEAD_CHUNK_BYTES, HEAD_FINAL_BYTES = 12, 14
 """Bytes moved for each number of a head that moves: with each chunk of places, and once more at the end."""
-
-
 SMOOTH_MAX = 6
-
-
 DISPATCH_MODE_COST = 1.75
 """How many times as long the host takes to order an eager layer whose every operation it watches, to keep products:
 LoRA on 3 B weights took 0.44 s a step where the host needs 0.25 else, on an H200."""
-
-
 OVERLAP = 0.7
 """Share of the exchange of gradients that hides behind the backward pass."""
 

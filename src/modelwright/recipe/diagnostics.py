@@ -27,8 +27,6 @@ from modelwright.recipe.source import ConfigNode, KeyPath, RecipeProblem, drop_n
 
 ConversionLoss = Literal["unsupported", "approximated", "not_needed"]
 """lost: there is no such thing here; nearest: something close to it is written; unneeded: it needs no setting here."""
-
-
 MAX_PASSES = 12
 """Problems hide behind problems; after this many layers of them the rest may wait for the next check."""
 
@@ -233,11 +231,7 @@ def _make_node(value: Any, origin_node: ConfigNode) -> ConfigNode:
 
 MAX_LISTED_KEYS = 10
 """A section with more settings is not listed in a message."""
-
-
 UNSUPPORTED_STAGES = ("init", "grpo", "orpo", "kto", "export")
-
-
 ALIASES_BY_SECTION = {
     "sft": (
         *("training", "train", "trainer", "training_args", "training_arguments"),
@@ -249,12 +243,8 @@ ALIASES_BY_SECTION = {
     "base": ("extends", "inherit", "defaults"),
     "compare": ("before_after", "demo", "samples"),
 }
-
-
 SECTION_ALIASES = {other: ours for ours, others in ALIASES_BY_SECTION.items() for other in others}
 """What other files call our sections."""
-
-
 FOREIGN_KEY_ADVICE = {
     "the run keeps its own journal; leave it out": ("logging_dir", "wandb_project"),
     "a run resumes by itself; leave it out": ("resume", "auto_resume"),
@@ -288,11 +278,7 @@ FOREIGN_KEY_ADVICE = {
         *("batch_size", "train_batch_size"),
     ),
 }
-
-
 SYNONYMS = {**dict.fromkeys(("max", "maximum"), "at_most"), **dict.fromkeys(("min", "minimum"), "at_least")}
-
-
 FOREIGN_KEY_HINTS = {name: hint for hint, names in FOREIGN_KEY_ADVICE.items() for name in names}
 """Settings of other tools that have no counterpart of one name here, and what to do instead."""
 
@@ -439,8 +425,6 @@ _UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
     ),
     "a row has no extra losses or labels": ("label_names", "reward_model", "process_reward_model", "num_labels"),
 }
-
-
 _APPROXIMATED: Mapping[str, tuple[str, ...]] = {
     "seed decides the order of data too": ("data_seed",),
     "the guard skips leaps of gradient and loss (spike_factor, max_skipped_steps)": (
@@ -461,8 +445,6 @@ _APPROXIMATED: Mapping[str, tuple[str, ...]] = {
         *("resume_from_checkpoint", "auto_resume_from_checkpoints"),
     ),
 }
-
-
 _NOT_NEEDED: Mapping[str, tuple[str, ...]] = {
     "the run keeps a journal, a report and event files": (
         *("logging_dir", "logging_first_step", "log_level", "log_level_replica", "log_on_each_node", "disable_tqdm"),
@@ -537,8 +519,6 @@ def _build_foreign_keys() -> dict[str, tuple[ConversionLoss, str]]:
 
 FOREIGN_KEYS = _build_foreign_keys()
 """For each such name how much is lost, and why."""
-
-
 MEANINGFUL_WHEN_FALSE = frozenset(
     {"average_tokens_across_devices", "shuffle_merged_datasets", "pretrain_multipack_attn", "disable_dropout"}
 )

@@ -17,8 +17,6 @@ from modelwright.recipe.sections import IS_DNS_LABEL, IS_QUANTITY, IS_REGEX, Cou
 from modelwright.recipe.source import ConfigNode, RecipeProblem, make_problem
 
 NAME_EXPECTED = "lower-case letters, digits, dots and dashes"
-
-
 LABEL_EXPECTED = "lower-case letters, digits and dashes"
 
 
@@ -230,8 +228,6 @@ def _describe_bounds(constraints: tuple[Any, ...]) -> str:
 
 
 _ROOT = ConfigField("", Recipe, (), False, True, None, "One file that becomes a trained model.")
-
-
 AliasValue = str | bool | None
 
 
@@ -308,8 +304,6 @@ KEY_ALIASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "compare": {"max_new_tokens": ("max_tokens", "max_gen_length")},
 }
 """For each section our name and what others call it: old TRL, axolotl, LLaMA-Factory, litgpt, training_hub, nanoGPT."""
-
-
 ATTENTION_VALUES = {
     "true": "flash_attention_2",
     "fa2": "flash_attention_2",
@@ -317,11 +311,7 @@ ATTENTION_VALUES = {
     "auto": "auto",
     "disabled": "eager",
 }
-
-
 NEGATED = {"true": False, "false": True}
-
-
 CONVERTED_ALIASES: Mapping[str, Mapping[str, Alias]] = {
     "model": dict.fromkeys(
         ("use_flash_attention", "use_flash_attention_2", "flash_attention", "flash_attn"),
@@ -343,8 +333,6 @@ CONVERTED_ALIASES: Mapping[str, Mapping[str, Alias]] = {
     },
 }
 """Names whose values, too, mean something else than ours."""
-
-
 VALUE_ALIASES: Mapping[str, Mapping[str, AliasValue]] = {
     "precision": {
         **dict.fromkeys(("bfloat16", "bf16-mixed"), "bf16"),
@@ -359,8 +347,6 @@ VALUE_ALIASES: Mapping[str, Mapping[str, AliasValue]] = {
     "gradient_checkpointing": {"full": True, "none": False},
 }
 """Other words for values of our own settings; ``None`` is the default."""
-
-
 REMOVED_KEYS: Mapping[str, str] = {"tune_products": "0.2"}
 """Settings of a stage that are ignored with a note, and the version that removed each."""
 

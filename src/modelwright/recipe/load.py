@@ -42,8 +42,6 @@ from modelwright.recipe.source import (
 RESOLVED_HEADER = """\
 # Resolved by Modelwright: bases, environment variables and --set are already in it, so it runs as it ran.
 # The env_overrides map is left out, so that no variable changes it."""
-
-
 SET_SYNTAX = "it wants KEY=VALUE, such as sft.learning_rate=2e-4"
 
 
@@ -373,8 +371,6 @@ def _sorted_problems(problems: Sequence[RecipeProblem]) -> list[RecipeProblem]:
 
 
 SECRET_REMEDY = "a recipe is copied into the run, its report and its manifests; keep it in the environment"
-
-
 SECRET_IN_PODS = "or, for pods, in a Secret (cluster.hf_token_secret)"
 
 

@@ -31,14 +31,8 @@ from modelwright.recipe.sections import (
 )
 
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16", "fp8"]
-
-
 StrategyName = Literal["auto", "ddp", "fsdp", "hsdp"]
-
-
 CheckpointingMode = bool | Literal["selective"]
-
-
 SchedulerName = Literal["linear", "cosine", "constant", "constant_with_warmup", "warmup_stable_decay", "one_cycle"]
 
 
@@ -296,33 +290,19 @@ class TrainingConfig(BatchConfig, OptimizerConfig, DurationConfig, PrecisionConf
 
 TRAINING_STAGES = ("pretrain", "sft", "dpo", "lora", "classify")
 """The stages that move weights, in the order they happen: each starts from the model of the one before it."""
-
-
 StageName = Literal["sft", "pretrain", "dpo", "lora", "classify"]
-
-
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]*$"
-
-
 ColumnRole = Literal["messages", "prompt", "completion", "system", "context", "chosen", "rejected"]
 """What a column may be: context stands below the prompt, chosen and rejected are the answers of a pair."""
-
-
 COMMON_METRICS = ("eval_loss", "base_eval_loss", "steps", "tokens", "trained_tokens", "seconds")
-
-
 ANSWER_METRICS = (
     *("style_score", "base_style_score", "answer_words", "base_answer_words"),
     *("answer_f1", "base_answer_f1"),
 )
-
-
 PAIR_METRICS = (
     *("eval_reward_accuracy", "eval_reward_margin", "eval_chosen_logp", "eval_rejected_logp", "eval_kl"),
     "eval_sft_loss",
 )
-
-
 STAGE_METRICS = {
     "pretrain": (*COMMON_METRICS, "eval_bits_per_byte", "base_eval_bits_per_byte"),
     "sft": (*COMMON_METRICS, *ANSWER_METRICS),

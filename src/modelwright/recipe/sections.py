@@ -96,12 +96,8 @@ def _check_regex(text: str) -> str:
 
 
 IS_REGEX = AfterValidator(_check_regex)
-
-
 RegexStr = Annotated[str, IS_REGEX]
 """Text that is a regular expression."""
-
-
 PAD_MULTIPLE = 64
 """Sizes that are chosen for a person are multiples of this, which fit a GPU's tiles."""
 
@@ -167,13 +163,9 @@ class LlamaArchitecture(FrozenModel):
 
 
 QUANTITY_RE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMGTPE]i?)?")
-
-
 QUANTITY_UNITS = {unit: 1000**power for power, unit in enumerate("KMGTPE", 1)} | {
     f"{unit}i": 1024**power for power, unit in enumerate("KMGTPE", 1)
 }
-
-
 DNS_LABEL_RE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 """A name that Kubernetes takes."""
 
@@ -204,12 +196,8 @@ def _check_dns_label(text: str) -> str:
 
 
 IS_QUANTITY, IS_DNS_LABEL = AfterValidator(_check_quantity), AfterValidator(_check_dns_label)
-
-
 Quantity = Annotated[str, IS_QUANTITY]
 """Bytes as Kubernetes writes them."""
-
-
 DnsLabel = Annotated[str, IS_DNS_LABEL]
 
 
@@ -288,14 +276,8 @@ class ClusterConfig(FrozenModel):
 
 
 PERPLEXITY_METRICS = ("text_loss", "text_perplexity", "text_bits_per_byte")
-
-
 CHOICE_METRICS = ("choice_accuracy", "choice_accuracy_norm")
-
-
 LM_EVAL_METRICS = ("acc", "acc_norm", "exact_match", "f1", "perplexity", "word_perplexity", "bits_per_byte")
-
-
 TASK_FILE_SUFFIXES = (".yaml", ".yml")
 """How the name of a task that is a file ends."""
 
@@ -374,8 +356,6 @@ class Threshold(FrozenModel):
 
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
-
-
 BOILERPLATE = [
     r"(?i)[^\w\n]*(please )?(enable|activate|turn on) (javascript|cookies)\b.*",
     r"(?i)[^\w\n]*(this|our) (web ?)?site uses cookies\b.*",

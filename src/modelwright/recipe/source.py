@@ -150,17 +150,11 @@ BATCH_KEYS = {
     "global_batch_size": ("gradient_accumulation_steps",),
     "gradient_accumulation_steps": ("global_batch_size",),
 }
-
-
 SOURCE_KEYS = {"train_file": ("dataset_name", "dataset_config_name"), "dataset_name": ("train_file",)}
-
-
 TRAINABLE_KEYS = {
     "lora": ("last_layers", "lm_head", "norms", "untie_lm_head"),
     **dict.fromkeys(("last_layers", "lm_head", "norms"), ("lora",)),
 }
-
-
 EXCLUSIVE_KEYS: Mapping[KeyPath, Mapping[str, tuple[str, ...]]] = {
     ("data",): SOURCE_KEYS,
     ("model",): {"architecture": ("model_name_or_path",), "model_name_or_path": ("architecture",)},
@@ -169,8 +163,6 @@ EXCLUSIVE_KEYS: Mapping[KeyPath, Mapping[str, tuple[str, ...]]] = {
     **{(stage, "trainable"): TRAINABLE_KEYS for stage in TRAINING_STAGES},
 }
 """Where a higher layer chooses the key, these of a lower layer give way: the later choice wins."""
-
-
 EMPTY_MAPPING = "{}"
 """What a person types to clear a mapping."""
 
@@ -204,16 +196,10 @@ def drop_nulls(node: ConfigNode) -> ConfigNode:
 
 MAX_RECIPE_BYTES = 1_000_000
 """Bytes; a recipe is written by a person, and a megabyte is no longer a recipe."""
-
-
 MAX_NODES = 20_000
 """Values after YAML aliases are expanded: nine lines of aliases can stand for a billion values."""
-
-
 MAX_DEPTH = 32
 """Levels of nesting; recipes need five."""
-
-
 TAG = "tag:yaml.org,2002:"
 
 

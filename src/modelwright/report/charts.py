@@ -17,25 +17,13 @@ from modelwright.report.formatting import format_si, single_line
 
 WIDTH, HEIGHT = 600.0, 150.0
 """The drawing's own units; the page stretches them."""
-
-
 NUM_COLORS = 6
 """Colours the style sheet knows, in the order they are taken."""
-
-
 CHART_CSS = (Path(__file__).parent / "charts.css").read_text(encoding="utf-8")
 """What a page must have in its style sheet for these pictures."""
-
-
 Point = tuple[float, float]
-
-
 Formatter = Callable[[float], str]
-
-
 ScaleFn = Callable[[float], float]
-
-
 Scale = Literal["fit", "zero", "log"]
 """An axis that fits its values, begins at zero, or spreads the small ones."""
 

@@ -18,8 +18,6 @@ from modelwright.runs.folder import RunFolder
 from modelwright.runs.journal import Event, EventListener
 
 BARS = "▁▂▃▄▅▆▇█"
-
-
 LogFormat = Literal["auto", "plain", "json"]
 
 
@@ -241,8 +239,6 @@ def _format_answers(event: Event) -> str:
 
 
 CONVERTING_NOTE = " (converted on first use, about 40 s)"
-
-
 EVENT_FORMATTERS: dict[str, Callable[[Event], str | None]] = {
     "run": lambda e: f"run {e['folder']}: {e['recipe']}, {' → '.join(e['stages'])}",
     "loading": lambda e: f"model: {e['model']}{CONVERTING_NOTE if e.get('converting') else ''}",
@@ -268,8 +264,6 @@ EVENT_FORMATTERS: dict[str, Callable[[Event], str | None]] = {
     "stopped": lambda e: None,
 }  # fmt: skip
 """How each event reads; the letter of a stop or a closed gate is written once, by the command itself."""
-
-
 SHELL_UNSAFE = str.maketrans('"`', "''", "$\\!")
 """Takes out of a question what a shell would act upon between double quotes."""
 

@@ -33,23 +33,11 @@ if TYPE_CHECKING:
 
 AskFn = Callable[[RunFolder, str], Iterator[tuple[str, str]]]
 """Puts a question to the models of a run: pieces of text, each with who says it."""
-
-
 POLL_SECONDS = 0.5
-
-
 KEEPALIVE_SECONDS = 15
-
-
 MAX_QUESTION_CHARS = 4000
-
-
 SCRIPT = "".join((Path(__file__).parent / name).read_text("utf-8") for name in ("page.js", "dashboard.js"))
-
-
 POLICY = content_security_policy(SCRIPT, connect="'self'").replace("form-action 'none'", "form-action 'self'")
-
-
 HEADERS = {
     "Content-Security-Policy": f"{POLICY}; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -212,8 +200,6 @@ def _sse_event(value: dict[str, Any]) -> str:
 
 CHUNK_BYTES = 1 << 20
 """Bytes that are read at once."""
-
-
 MAX_LINE_BYTES = 1 << 24
 """Bytes of a line; what is longer is none of ours and is passed over."""
 

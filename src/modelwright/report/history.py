@@ -22,11 +22,7 @@ TIME_CATEGORIES = {
     "downtime": "between a stop and the next start",
 }
 """What each kind of time is."""
-
-
 EVALUATION_EVENTS = frozenset({"evaluation", "sampling", "answers", "misclassified", "verdict", "done"})
-
-
 GATE_CLOSED_EXIT_CODE = 3
 """Exit code of a closed gate: what follows is a person thinking, which is no downtime."""
 
@@ -140,11 +136,7 @@ def read_time_breakdown(folder: RunFolder) -> TimeBreakdown:
 
 MAX_POINTS = 400
 """Points of a curve; about as many as a screen has places for."""
-
-
 MAX_LIST_ITEMS = 100
-
-
 PLOTTED_METRICS = (
     "loss",
     "learning_rate",

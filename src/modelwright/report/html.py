@@ -48,8 +48,6 @@ def overlay_charts(first: RunView, second: RunView) -> str:
 
 
 ASSETS_DIR = Path(__file__).parent
-
-
 SECTIONS = ("head", "pipeline", "curves", "answers", "misclassified", "data", "plan", "time", "settings", "provenance")
 """The parts of a page, in its order; each is drawn alone, so that a live page exchanges only what changed."""
 
@@ -178,8 +176,6 @@ def memory_figure(view: RunView) -> str:
 FIGURES: dict[str, Callable[[RunView], str]] = {"curves": training_curves, "time": time_figure, "confusion": confusion_figure,
                                               "memory": memory_figure}  # fmt: skip
 """By the name a template calls them."""
-
-
 MAX_CLUSTER_SIZES = 20
 """Sizes of clusters that are drawn."""
 

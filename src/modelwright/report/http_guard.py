@@ -20,20 +20,10 @@ from typing import Any
 from modelwright.errors import ModelError, UsageError
 
 Scope = MutableMapping[str, Any]
-
-
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-
-
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
-
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-
 MAX_URL_CHARS = 2000
-
-
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
 

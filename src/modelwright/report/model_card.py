@@ -14,15 +14,9 @@ from modelwright.report.view import RunView, load_run_view
 from modelwright.runs.folder import RunFolder
 
 MAX_SAMPLES = 3
-
-
 MAX_SAMPLE_CHARS = 600
-
-
 EMBEDDED_LICENSES = {"smollm2-135m-instruct": "apache-2.0"}
 """Licences of models that come in a package."""
-
-
 LICENSE_RE = re.compile(r"^license:\s*([\w.-]{1,40})\s*$", re.MULTILINE)
 
 

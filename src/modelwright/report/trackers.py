@@ -29,12 +29,8 @@ LOGGED_METRICS = (
     "epoch",
 )
 """What is handed on, beside everything that an evaluation measured."""
-
-
 MAX_QUEUED_EVENTS = 10_000
 """Events that wait for a slow tracker; later ones it does not get."""
-
-
 FLUSH_TIMEOUT_SECONDS = 60.0
 """How long the end of a run waits for a tracker to have sent everything."""
 
@@ -194,8 +190,6 @@ def _print_note(line: str) -> None:
 
 
 PROJECT = "modelwright"
-
-
 MAX_PARAMS_PER_CALL = 100
 """As many as mlflow takes at once."""
 
@@ -339,11 +333,7 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 CRC32C_POLYNOMIAL = 0x82F63B78
-
-
 CRC32C_MASK = 0xA282EAD8
-
-
 SESSION_START = 1
 """SessionLog.START: what came before from this step on is forgotten."""
 

@@ -21,11 +21,7 @@ from modelwright.runs.folder import RunFolder
 
 MAX_JSON_BYTES = 8_000_000
 """Bytes of a JSON file of the run that a page reads; a larger one is not ours."""
-
-
 MAX_IMAGE_BYTES = 20_000
-
-
 MAX_IMAGES = 25
 
 

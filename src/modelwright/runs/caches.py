@@ -19,18 +19,10 @@ PINNED_ALLOC_CONF = "pinned_use_cuda_host_register:True"
 """How torch's allocator is told to map memory before the device's driver pins it. Not by several threads: torch would
 start 128 in every process.
 """
-
-
 BYTECODE_DIR = "bytecode"
-
-
 _TRUNCATED_AT_START: list[int] = []
-
-
 TRITON_KEY = re.compile("[A-Z2-7]{52}")
 """What Triton calls the folder of a kernel."""
-
-
 FINGERPRINT_PACKAGES = ("torch", "transformers", "modelwright")
 """Packages whose files tell one image from another."""
 

@@ -272,8 +272,6 @@ def hash_file(path: Path) -> str:
 
 
 LOCK_HEARTBEAT_INTERVAL = 0.5
-
-
 STALE_LOCK_SECONDS = 3.0
 
 

@@ -14,15 +14,9 @@ from pathlib import Path
 from statistics import median
 
 HEARTBEAT_INTERVAL = 0.5
-
-
 FILE_BYTES, MAX_MESSAGE_CHARS = 4096, 600
 """Bytes of a beat file, since one write of a fixed width is never seen by halves; characters of last words in it."""
-
-
 STEP_WINDOW = 32
-
-
 PR_SET_PDEATHSIG = 1
 
 

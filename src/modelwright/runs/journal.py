@@ -13,8 +13,6 @@ from typing import Any
 from modelwright.errors import StorageError, is_storage_failure
 
 Event = dict[str, Any]
-
-
 EventListener = Callable[[Event], None]
 
 

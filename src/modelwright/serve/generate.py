@@ -15,8 +15,6 @@ from modelwright.errors import UsageError
 from modelwright.models.pretrained import eos_token_ids, load_model, load_tokenizer
 
 Message = dict[str, str]
-
-
 NEUTRAL_SAMPLING: dict[str, Any] = {"repetition_penalty": 1.0, "top_k": 0, "top_p": 1.0}
 """What a model's own generation settings may not change, so that two models are asked alike."""
 

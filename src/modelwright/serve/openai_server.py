@@ -22,14 +22,8 @@ from modelwright.report.http_guard import (
 from modelwright.serve.generate import CompletionStream, Message, SamplingParams, TextGenerator
 
 MAX_BODY_BYTES = 1_000_000
-
-
 MAX_MESSAGES = 500
-
-
 MAX_COMPLETION_TOKENS = 8192
-
-
 ROLES = ("system", "user", "assistant")
 
 

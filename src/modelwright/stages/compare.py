@@ -21,11 +21,7 @@ from modelwright.serve.generate import TextGenerator
 from modelwright.stages.context import RunContext, StageInputs
 
 NOTICE = "These answers show what training changed; they are a demonstration and no advice."
-
-
 ANSWER_METRICS = ("style_score", "base_style_score", "answer_words", "base_answer_words", "answer_f1", "base_answer_f1")
-
-
 WORD = re.compile(r"\w+")
 
 

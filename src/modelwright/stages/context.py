@@ -155,8 +155,6 @@ CHANGEABLE_ON_RESUME = frozenset({
     "ddp_bucket_cap_mb", "async_save",
 })  # fmt: skip
 """Settings that may change between two starts of one run: they do not decide what is learnt."""
-
-
 CONTENT_KEYS = ("data.fingerprint", "model.fingerprint", "tokenizer.fingerprint")
 """What the files themselves hold, by fingerprint."""
 

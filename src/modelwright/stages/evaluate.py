@@ -27,11 +27,7 @@ from modelwright.tasks.scoring import run_lm_eval
 
 BASE = "base"
 """What the model that a run begins with is called in the comparison."""
-
-
 STAGE = "evaluate"
-
-
 Metrics = dict[str, float | None]
 
 

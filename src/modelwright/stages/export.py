@@ -17,14 +17,8 @@ from modelwright.report.model_card import render_model_card
 from modelwright.runs.folder import RunFolder, open_run, read_json
 
 CHECKSUMS_FILE = "SHA256SUMS"
-
-
 TEXT_FORMATS, VISION_FORMATS = ("hf", "merged", "gguf"), ("pth",)
-
-
 FORMATS = (*TEXT_FORMATS, *VISION_FORMATS)
-
-
 GGUF_TYPES = ("f16", "q8_0")
 
 

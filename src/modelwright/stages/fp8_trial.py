@@ -13,12 +13,8 @@ from modelwright.errors import first_line
 
 MIN_SPEEDUP = 1.05
 """How many times as fast as bf16 it must be at least: less is not worth the digits."""
-
-
 MAX_LOSS_DIFFERENCE = 0.005
 """How far its loss may be off, as a share of that of bf16: what we ask of every arithmetic over 300 steps."""
-
-
 SCALING_NAMES = {"tensorwise": "fp8", "rowwise": "fp8 rowwise"}
 
 

@@ -64,8 +64,6 @@ BUILDERS: dict[str, StageBuilder] = {
     "classify": ClassifyBuilder(),
 }
 """What each training stage learns on."""
-
-
 NON_TRAINING_STAGES: dict[str, Callable[[RunContext], None]] = {
     "prepare": prepare.prepare_stage,
     "init": prepare.init_stage,

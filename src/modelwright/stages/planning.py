@@ -36,8 +36,6 @@ from modelwright.stages.fp8_trial import Fp8Trial, run_fp8_trial
 
 MAX_SAMPLED_LENGTHS = 20_000
 """Rows whose length is asked for; of a longer set, every so many-th."""
-
-
 PROFILED_STEP = 3
 """The step whose memory is watched, where that is asked for: by then the optimizer has its moments."""
 

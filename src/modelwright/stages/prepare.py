@@ -30,8 +30,6 @@ from modelwright.stages import gate
 from modelwright.stages.context import RunContext, check_resume_config, flatten_settings
 
 PREPARE_STAGE = "prepare"
-
-
 PROGRESS_INTERVAL_SECONDS = 10.0
 """Seconds between two notes about the same step."""
 

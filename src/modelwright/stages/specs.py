@@ -36,8 +36,6 @@ from modelwright.tasks.pretrain import PretrainTask
 from modelwright.tasks.sft import SftTask, find_compute_reuse
 
 TextStage = PretrainConfig | SftConfig | DpoConfig
-
-
 RowsTask = TypeVar("RowsTask", SftTask, DpoTask)
 
 
@@ -309,8 +307,6 @@ def _dropped_tokens(shards: PackedDataset) -> int:
 
 
 RESNET = "resnet18"
-
-
 FLOPS_PER_IMAGE = 3 * 2 * 555.4e6
 """Forward and backward of the full ResNet-18 on 32 × 32: 555 million multiplications forward, twice that backward."""
 

@@ -31,21 +31,13 @@ def collate_examples(groups: Sequence[Sequence[TokenizedRow]]) -> MicroBatch:
 CPU_ALIGNMENT = 16
 """Rows of frozen models are padded to a multiple of this: attention on a CPU adds up the tail of a row that fills no
 whole vector in another order, and a kept state must be the one that any batch would give."""
-
-
 MIN_SHARED_PREFIX = 16
 """A shared beginning of fewer tokens is not worth a mask."""
-
-
 MAX_MASKED_ROW = 1536
 """Tokens in a row behind a shared beginning; its mask grows with the square."""
-
-
 MAX_PACKED_LENGTHS = 16
 """Lengths in which packed rows come where layers are compiled: rows are nearly full, so that mostly it is one, and no
 layer is compiled again for another, which takes twice the seconds of the first time."""
-
-
 NO_ROW_LIMIT = math.inf
 """The same where attention needs no mask: then one row holds all."""
 

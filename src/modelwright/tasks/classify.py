@@ -17,11 +17,7 @@ from modelwright.recipe.schema import AugmentationConfig
 
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 """What most published recipes normalise CIFAR-10 by."""
-
-
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
 LOSS, ACCURACY = "loss", "accuracy"
 
 

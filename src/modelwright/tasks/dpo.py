@@ -41,12 +41,8 @@ from modelwright.tasks.batching import row_multiple
 from modelwright.tasks.losses import preference_loss, selective_log_softmax, token_logps
 
 Array = np.ndarray[Any, Any]
-
-
 LENGTH_MULTIPLE = 8
 """Rows with a mask are a multiple of this long, without which a GPU's masked attention copies the mask."""
-
-
 KL_CLAMP = 20.0
 """Where the exponential of a logarithm is held, so that one token cannot make the distance infinite."""
 
@@ -261,8 +257,6 @@ def _concatenate(arrays: Sequence[Array]) -> Array:
 
 
 REF_FILE, REF_MANIFEST = "reference.safetensors", "reference.json"
-
-
 REF_VERSION = 2
 """Raised when what is kept changes, so that an old file is not taken for a new one."""
 

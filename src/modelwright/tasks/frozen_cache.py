@@ -39,16 +39,10 @@ from modelwright.tasks.batching import (
 
 TOKENS_PER_FORWARD = {"cpu": 2048, "cuda": 16384}
 """Tokens of one part: enough to keep the device busy, little enough to check and compute again."""
-
-
 GPU_PAD_MULTIPLE = 128
 """There rows and learnt places are padded to a multiple of this: a GPU plans each new shape anew, for a tenth of a
 second, and its memory is cut up by sizes that never come again."""
-
-
 STATES_FILE, CACHE_MANIFEST = "states.bin", "manifest.json"
-
-
 MAX_CACHE_FRACTION = 0.25
 """Of the memory that is free, kept states take at most this share."""
 

@@ -26,8 +26,6 @@ from modelwright.tasks.batching import collate_examples
 
 SCORING_BATCH = 8
 """Rows that are measured at once."""
-
-
 Metrics = dict[str, float | None]
 
 
@@ -122,8 +120,6 @@ def _as_metrics(nll_sum: float, token_count: int, text_bytes: float) -> Metrics:
 
 LM_EVAL_BATCH = 8
 """Requests computed together."""
-
-
 LM_EVAL_MISSING = "evaluate.tasks are measured by lm-eval, which is not installed: pip install 'modelwright[eval]'"
 
 

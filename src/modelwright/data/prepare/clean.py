@@ -16,45 +16,19 @@ from modelwright.data.prepare.dedup import NDArray, Shingles
 from modelwright.recipe.sections import CleaningConfig
 
 Form = Literal["NFC", "NFKC", "none"]
-
-
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufeff\u200b\u2060\ufffe\uffff]")
-
-
 _CONTROL_BYTES = bytes([*range(9), 11, 12, *range(14, 32), 127])
-
-
 _CONTROL_OTHERS = "\ufeff\u200b\u2060\ufffe\uffff"
-
-
 _TRAILING = (" \n", "\t\n", "\u00a0\n")
-
-
 _SPACES = bytes(code for code in range(128) if chr(code).isspace())
-
-
 _OTHER_SPACES = re.compile(r"[^\S\x00-\x7f]")
-
-
 _AFTER_FIRST = bytes(range(128, 192))
 """Bytes of a character after its first."""
-
-
 _SOLID = bytes(32 if code in _SPACES else 97 for code in range(256))
-
-
 _DIGITS = b"0123456789"
-
-
 _NOT_MARKS = bytes(code for code in range(256) if code >= 127 or code <= 32 or chr(code).isalnum())
-
-
 _NOT_MARKS_NOR_DIGITS = bytes(code for code in _NOT_MARKS if code not in _DIGITS)
-
-
 _BULLETS = ("-", "*", "•", "‣", "◦", "·", "–")
-
-
 _ELLIPSES = ("…", "...")
 
 

@@ -11,27 +11,15 @@ from typing import Any
 import numpy as np
 
 NDArray = np.ndarray[Any, np.dtype[Any]]
-
-
 MAX_WORD_BYTES = 64
 """Bytes of a word that count; a longer one is known by its beginning and its length."""
-
-
 HASH_BATCH_BYTES = 1 << 20
 """Bytes hashed at once: larger batches leave the cache and lose a fifth of the speed."""
-
-
 _LOWER = bytes(
     (code | 0x20 if 65 <= code <= 90 else code) if code >= 128 or chr(code).isalnum() else 0 for code in range(256)
 )
-
-
 _MASKS = np.array([(1 << 8 * count) - 1 for count in range(9)], dtype=np.uint64)
-
-
 _SPREAD, _STIR = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
-
-
 _FOLD, _HALF = np.uint64(29), np.uint64(32)
 
 
@@ -154,17 +142,11 @@ def _factors(size: int) -> NDArray:
 
 NGRAM_SIZE = 5
 """Words in a shingle."""
-
-
 NUM_BANDS, ROWS_PER_BAND = 16, 7
 """Two documents are compared when all values of one band agree: 98 % of the pairs with a Jaccard index of 0.8.
 
 Fourteen bands of eight, which others use, compare 92 % of them."""
-
-
 NUM_HASHES = NUM_BANDS * ROWS_PER_BAND
-
-
 EMPTY_HASH = np.uint32(0xFFFFFFFF)
 """What a document without a shingle has everywhere; it is like no other."""
 
@@ -256,8 +238,6 @@ def estimated_jaccard(signature: NDArray, other: NDArray) -> NDArray:
 
 HASHES_PER_PROGRAM = 16
 """Permutations of one program."""
-
-
 SHINGLES_PER_BLOCK = 128
 """Shingles looked at together."""
 
@@ -314,12 +294,8 @@ def _build_kernel() -> Any:
 
 MAX_ROUNDS = 16
 """Times the documents of one bucket are held against its first one that is left."""
-
-
 VERIFY_BATCH = 1 << 15
 """Pairs compared at once."""
-
-
 SignatureLoader = Callable[[NDArray], NDArray]
 """Brings the signatures of documents by number: [count, 112] uint32."""
 

@@ -31,12 +31,8 @@ from modelwright.errors import (
 )
 
 POLL_SECONDS = 0.2
-
-
 WAIT_TIMEOUT_SECONDS = 1800.0
 """How long one rank waits while nothing at all is finished by the others."""
-
-
 MAX_ATTEMPTS = 3
 """Processes that may die over one piece before the preparation stops."""
 

@@ -26,8 +26,6 @@ from modelwright.runs.folder import fsync_path, hash_file, read_json, write_json
 
 PIPELINE_VERSION = 2
 """Raised when the same wish would give other bytes."""
-
-
 JOB_FILE = "job.json"
 
 
@@ -194,12 +192,8 @@ def is_complete(job: PrepareJob) -> bool:
 
 SLICE_BYTES = 32 << 20
 """Bytes of a file in one unit."""
-
-
 SLICE_ROWS = 8192
 """Rows in one unit of a set that has no files of its own."""
-
-
 Assignment = Literal["split", "held_out"]
 
 

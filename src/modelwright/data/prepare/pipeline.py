@@ -36,12 +36,8 @@ from modelwright.errors import DataError, Problem
 from modelwright.runs.folder import write_json
 
 REPORT_FILE = "report.json"
-
-
 MIN_DOCS_FOR_PROCESSES = 20_000
 """Documents below which comparing them takes less time than starting a process."""
-
-
 TOKENIZER_CHECK_DOCS = 256
 """Documents on which a faster tokenizer is held against the tokenizer itself."""
 

@@ -24,12 +24,8 @@ from modelwright.errors import DataError, Problem
 
 BATCH_BYTES = 4 << 20
 """Text held at once."""
-
-
 EXAMPLES_PER_FILTER = 3
 """Documents shown for each rule."""
-
-
 TRAIN, HELD_OUT, EXACT_DUPLICATE, NEAR_DUPLICATE = range(4)
 """What becomes of a document."""
 

@@ -23,25 +23,15 @@ CONVERTERS: dict[str, tuple[str, Callable[[Conversion], None]]] = {
     "axolotl": ("axolotl", convert_axolotl),
 }
 """What can be moved: its name among people, and what reads it."""
-
-
 AXOLOTL_KEYS = ("base_model", "micro_batch_size", "sequence_len", "sample_packing", "num_epochs", "pretraining_dataset")
-
-
 TRL_KEYS = ("model_name_or_path", "per_device_train_batch_size", "dataset_name", "num_train_epochs")
-
-
 DPO_KEYS = ("beta", "precompute_ref_log_probs", "sync_ref_model", "f_divergence_type", "ld_alpha", "loss_weights")
-
-
 OTHER_METHOD_KEYS = {
     "grpo": ("num_generations", "reward_funcs", "max_completion_length", "vllm_mode"),
     "kto": ("desirable_weight", "undesirable_weight"),
     "reward": ("center_rewards_coefficient",),
     "gkd": ("teacher_model_name_or_path",),
 }
-
-
 STAGES = ("sft", "dpo", "pretrain")
 
 

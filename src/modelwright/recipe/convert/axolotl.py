@@ -22,8 +22,6 @@ ATTENTION = {
     "flex_attention": "flex_attention",
     "eager_attention": "eager",
 }
-
-
 PROMPT_FORMATS = {
     "alpaca": {"instruction": "prompt", "input": "context", "output": "completion"},
     "alpaca_chat.load_qa": {"question": "prompt", "answer": "completion"},
@@ -34,8 +32,6 @@ PROMPT_FORMATS = {
     "context_qa": {"article": "context", "question": "prompt", "answer": "completion"},
 }
 """What the columns of its named formats are."""
-
-
 PREFERENCE_FORMATS = {
     "intel": {"question": "prompt", "chosen": "chosen", "rejected": "rejected"},
     "prompt_pairs": {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"},
@@ -44,21 +40,13 @@ PREFERENCE_FORMATS = {
     "argilla": {"instruction": "prompt", "chosen_response": "chosen", "rejected_response": "rejected"},
 }
 """The same for its formats of pairs, by what stands behind the dot: chatml.intel, llama3.intel."""
-
-
 FIELD_ROLES = {
     "field_instruction": "prompt", "field_input": "context", "field_output": "completion", "field_system": "system",
     "field_prompt": "prompt", "field_chosen": "chosen", "field_rejected": "rejected",
 }  # fmt: skip
-
-
 OFFLOAD_MARKERS = ("offload", "unsloth")
 """What its words for activations that are kept elsewhere have in them."""
-
-
 OWN_ATTENTION = "PyTorch's own attention is taken; attn_implementation: flash_attention_2 asks for another"
-
-
 NO_TEMPLATE = "the model's own chat template is used in place of that format's"
 
 

@@ -15,11 +15,7 @@ from modelwright.recipe.schema import Recipe, SchedulerName
 from modelwright.recipe.source import ConfigNode, Origin
 
 UNQUOTED_RE = re.compile(r"[A-Za-z_./~][\w./~@+-]*( [\w./~@+-]+)*|\d+(\.\d+)?%")
-
-
 YAML_KEYWORDS = frozenset({"true", "false", "null", "yes", "no", "on", "off", "~"})
-
-
 MAX_LINE_WIDTH = 110
 
 
@@ -170,23 +166,13 @@ def _quote_if_needed(value: str) -> str:
 
 
 SCHEDULERS = {**{name: name for name in get_args(SchedulerName)}, "wsd": "warmup_stable_decay"}
-
-
 APPROXIMATE_SCHEDULERS = {
     **dict.fromkeys(("cosine_with_restarts", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "rex"), "cosine"),
     **dict.fromkeys(("polynomial", "inverse_sqrt", "reduce_lr_on_plateau"), "linear"),
 }
-
-
 ADAMW = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
-
-
 TRACKERS = ("tensorboard", "mlflow", "wandb", "trackio")
-
-
 BUILDERS = ("json", "csv", "parquet", "text")
-
-
 DATA_FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 
 

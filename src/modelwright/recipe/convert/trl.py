@@ -18,18 +18,12 @@ from modelwright.recipe.convert.common import (
 )
 
 DTYPES = {"float32": "fp32", "auto": "auto"}
-
-
 ATTENTION = ("sdpa", "eager", "flash_attention_2", "flex_attention", "auto")
-
-
 DATASET_ENTRY_ADVICE = {
     "columns": "columns that play no part are not read",
     "fraction": "data.max_rows takes the first rows",
     "data_dir": "name the folder itself: data.dataset_name: FOLDER",
 }
-
-
 LOSSES = ("sigmoid", "ipo", "hinge")
 
 
