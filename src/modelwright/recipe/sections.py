@@ -79,7 +79,7 @@ class CountOrFraction:
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(
             cls._parse,
-            serialization=core_schema.plain_serializer_function_ser_schema(lambda value: value.text),
+            serialization=core_schema.plain_serializer_function_ser_schema(lambda value: value.raw),
         )
 
     @classmethod
