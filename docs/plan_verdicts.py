@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from modelwright.plan.calibrate import calibration_for
-from modelwright.plan.choose import RowStats, StageEstimate, choose_plan
+from modelwright.plan.choose import StageEstimate, choose_plan
 from modelwright.plan.hardware import GPUS, Hardware, device_info_of, parse_hardware
 from modelwright.plan.model_shape import SHIPPED_CONFIGS, ModelShape, shape_from_config
 from modelwright.plan.stage import plan_stage
 from modelwright.recipe.schema import PretrainConfig, SftConfig, TrainingConfig
+from modelwright.recipe.sections import RowStats
 
 GIB = 2**30
 

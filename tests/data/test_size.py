@@ -28,8 +28,8 @@ def test_rows_are_counted_by_the_tokenizer_that_prepare_has_trained(tmp_path: Pa
         load("llama-tiny", [*SMALL, "sft.packing=false"], {}).recipe, "sft", loaded.path.parent, tmp_path
     )
     assert apart.mean_length == pytest.approx(truly + 5 * mean(len(row.messages) for row in rows), rel=0.05)
-    assert packed.rows is not None and packed.rows * packed.mean_length == pytest.approx(apart.mean_length * len(rows))
-    assert packed.rows > packed.mean_length * packed.rows / packed.max_length, "rows that are not cut leave room unused"
+    assert packed.count is not None and packed.count * packed.mean_length == pytest.approx(apart.mean_length * len(rows))
+    assert packed.count > packed.mean_length * packed.count / packed.max_length, "rows that are not cut leave room unused"
 
 
 def test_a_small_vocabulary_makes_short_tokens() -> None:

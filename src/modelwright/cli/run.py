@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -132,7 +133,6 @@ def plan(
 def _predict(loaded: LoadedRecipe, on: str | None, count: int | None, own_prices: Path | None, as_json: bool) -> None:
     from modelwright.data.lengths import estimate_row_stats
     from modelwright.plan import choose
-    from modelwright.plan.choose import RowStats
     from modelwright.plan.hardware import detect_hardware, parse_hardware
     from modelwright.plan.model_shape import shape_of_recipe
     from modelwright.report.formatting import strip_control_chars
@@ -141,10 +141,8 @@ def _predict(loaded: LoadedRecipe, on: str | None, count: int | None, own_prices
     shape = shape_of_recipe(loaded.recipe, loaded.path.parent)
     sheets = []
     for stage in loaded.recipe.stages:
-        seen = estimate_row_stats(loaded.recipe, stage, loaded.path.parent)
-        rows = RowStats(
-            count or seen.rows, seen.max_length, seen.mean_length, seen.trained_fraction, seen.basis, seen.device_bytes
-        )
+        rows = estimate_row_stats(loaded.recipe, stage, loaded.path.parent)
+        rows = replace(rows, count=count or rows.count)
         sheets.append(choose.plan_table(loaded.recipe, stage, shape, rows, places, own_prices))
     if as_json:
         told = {"recipe": loaded.recipe.name, "stages": [each.as_json() for each in sheets]}

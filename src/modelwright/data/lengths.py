@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import log
 from pathlib import Path
 from statistics import mean
@@ -17,6 +16,7 @@ from modelwright.data.packing import pack_bfd
 from modelwright.data.prepare.dedup import NDArray
 from modelwright.errors import DataError, UsageError
 from modelwright.recipe.schema import ClassifyConfig, DpoConfig, PretrainConfig, Recipe
+from modelwright.recipe.sections import RowStats
 
 LENGTH_BINS = [0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 1 << 62]
 """Edges of the length histogram, in tokens."""
@@ -46,24 +46,6 @@ MAX_PLAN_READ_BYTES = 64 << 20
 """Bytes of a file that is read for a plan; a larger one is left alone, so that a plan stays quick."""
 CIFAR10_TRAIN_ROWS = 50_000
 CIFAR10_ROW_BYTES = 32 * 32 * 3
-
-
-@dataclass(frozen=True)
-class RowStats:
-    """What is known of a stage's rows."""
-
-    rows: int | None
-    """Training rows in an epoch; None where nobody has looked."""
-    max_length: int
-    """Tokens in the longest row, cut to max_length; 1 for images."""
-    mean_length: float
-    """Tokens in a row on average."""
-    trained_fraction: float
-    """Share of tokens that are trained."""
-    basis: str
-    """How that is known."""
-    device_bytes: int = 0
-    """Bytes of rows that live on the device."""
 
 
 def estimate_row_stats(recipe: Recipe, stage: str, recipe_dir: Path, tokenizer: Path | None = None) -> RowStats:

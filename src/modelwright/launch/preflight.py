@@ -29,7 +29,7 @@ from modelwright.launch.config import (
     uses_auto_precision,
 )
 from modelwright.launch.doctor import CheckResult
-from modelwright.plan.choose import RowStats, choose_plan, trainable_of
+from modelwright.plan.choose import choose_plan, trainable_of
 from modelwright.plan.hardware import Hardware, gpu_spec_of, probe_device
 from modelwright.plan.model_shape import ModelShape, is_downloaded, shape_of_recipe
 from modelwright.plan.stage import plan_stage
@@ -259,15 +259,7 @@ def check_stage_fits(loaded: LoadedRecipe, stage: str) -> CheckResult:
     """Whether a stage fits the memory of this machine."""
     recipe, recipe_dir = loaded.recipe, loaded.path.parent
     settings, machine = recipe.stages[stage], probe_device()
-    data_size, shape = estimate_row_stats(recipe, stage, recipe_dir), shape_of_recipe(recipe, recipe_dir)
-    rows = RowStats(
-        data_size.rows,
-        data_size.max_length,
-        data_size.mean_length,
-        data_size.trained_fraction,
-        data_size.basis,
-        data_size.device_bytes,
-    )
+    rows, shape = estimate_row_stats(recipe, stage, recipe_dir), shape_of_recipe(recipe, recipe_dir)
     plan = plan_stage(settings, rows.count or 1, 1, machine)
     prediction = choose_plan(plan, settings, shape, rows, Hardware(1, 1, gpu_spec_of(machine)))
     memory = f"{prediction.memory.required / 2**30:.1f} GiB of {prediction.hardware.gpu.memory / 2**30:.1f}"

@@ -29,6 +29,7 @@ from modelwright.recipe.schema import (
     TrainableParts,
     TrainingConfig,
 )
+from modelwright.recipe.sections import RowStats
 
 CHECKPOINTINGS: tuple[CheckpointingMode, ...] = (False, "selective", True)
 """From the fastest to the one that takes least memory."""
@@ -238,24 +239,6 @@ def _estimate(
 PRICES_FILE = Path(__file__).parent / "prices.json"
 FILL_WITH_PADDING = 0.93
 """Share of places that hold a token where rows of like length share a micro-batch, as measured on short answers."""
-
-
-@dataclass(frozen=True)
-class RowStats:
-    """What is known of a stage's rows."""
-
-    count: int | None
-    """Rows in an epoch; None where nobody has looked."""
-    max_length: int
-    """Tokens in the longest row (1 for images)."""
-    mean_length: float
-    """Tokens in a row on average."""
-    trained_fraction: float = 1.0
-    """Share of tokens that are trained."""
-    basis: str = ""
-    """How that is known."""
-    device_bytes: int = 0
-    """Bytes of them that live on the device."""
 
 
 @dataclass(frozen=True)

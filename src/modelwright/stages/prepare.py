@@ -19,7 +19,6 @@ from modelwright.data.sources import local_path
 from modelwright.errors import DataError, ModelError
 from modelwright.models.from_scratch import write_initial_model
 from modelwright.plan import choose
-from modelwright.plan.choose import RowStats
 from modelwright.plan.hardware import Hardware, gpu_spec_of
 from modelwright.plan.model_shape import shape_from_config
 from modelwright.recipe.load import LoadedRecipe, add_recipe_location
@@ -180,15 +179,7 @@ def _predict_stages(context: RunContext) -> list[str]:
     hardware = Hardware(1, context.world.size, gpu_spec_of(context.hardware))
     lines = []
     for stage in recipe.stages:
-        row_estimate = estimate_row_stats(recipe, stage, context.recipe_dir, resolve_tokenizer_dir(context))
-        row_stats = RowStats(
-            row_estimate.rows,
-            row_estimate.max_length,
-            row_estimate.mean_length,
-            row_estimate.trained_fraction,
-            row_estimate.basis,
-            row_estimate.device_bytes,
-        )
+        row_stats = estimate_row_stats(recipe, stage, context.recipe_dir, resolve_tokenizer_dir(context))
         lines.append(choose.summary_line(choose.plan_table(recipe, stage, shape, row_stats, (hardware,))))
     return lines
 
