@@ -32,7 +32,7 @@ from modelwright.plan.hardware import DeviceInfo, GpuSpec, gpu_spec_of, probe_de
 from modelwright.plan.memory import estimate_memory
 from modelwright.plan.stage import StagePlan, plan_stage
 from modelwright.runs.folder import write_json
-from modelwright.stages.measure import case_settings, guarded_case
+from modelwright.stages.measure import case_settings, measure_case_or_error
 
 WANTED = "it wants a runs.json that benchmarks.plan --into FOLDER has written"
 
@@ -89,7 +89,7 @@ def measure_all(wanted: Sequence[str] = (), into: Path | None = None) -> dict[st
             continue
         began = time.perf_counter()
         case, plan, run = planned(case, facts)
-        run |= guarded_case(case, plan)
+        run |= measure_case_or_error(case, plan)
         if "peak_bytes" in run:
             run["accelerate_bytes"] = accelerate_bytes(case, plan.precision)
         runs.append({"setting": asdict(case), "took": round(time.perf_counter() - began, 1), **run})
@@ -160,10 +160,10 @@ def accelerate_bytes(case: PlanCase, precision: str) -> int | None:
             return None
         from transformers import AutoModelForCausalLM
 
-        from modelwright.stages.random_task import config_of
+        from modelwright.stages.measure import case_config
 
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config_of(case))
+            model = AutoModelForCausalLM.from_config(case_config(case))
         total, _ = calculate_maximum_sizes(model)
         said = estimate_training_usage(
             total, {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(precision, precision)

@@ -25,7 +25,7 @@ from modelwright.errors import UsageError
 from modelwright.runs.folder import write_text
 from modelwright.runs.journal import Event, read
 from modelwright.stages.context import GracefulShutdown
-from modelwright.stages.random_task import random_shards
+from modelwright.stages.measure import random_shards
 
 TRIES = 3
 OURS_MISTYPED = """\

@@ -24,8 +24,8 @@ def test_every_stage_of_an_architecture_is_measured_before_anything_is_prepared(
     figures = measure.measure_recipe(load("llama-tiny", SMALL), steps=2)
     assert [row["stage"] for row in figures["stages"]] == ["pretrain", "sft", "dpo", "lora"]
     for row in figures["stages"]:
-        assert row["tokens_per_second"]["measured"] > 0 and row["memory_bytes"]["predicted"] > 0, row
-        assert row["parts"]["weights"] > 0 and row["parts"]["activations"] > 0
+        assert row["tokens_per_second"]["actual"] > 0 and row["memory_bytes"]["predicted"] > 0, row
+        assert row["components"]["weights"] > 0 and row["components"]["activations"] > 0
     assert any("random" in note for note in figures["stages"][0]["notes"])
 
 

@@ -22,7 +22,7 @@ from modelwright.models.trainable import set_trainable
 from modelwright.plan.hardware import DeviceInfo
 from modelwright.plan.stage import plan_stage
 from modelwright.recipe.schema import DpoConfig, PretrainConfig, SftConfig
-from modelwright.stages.fp8_trial import run_fp8_trial
+from modelwright.stages.planning import run_fp8_trial
 from modelwright.tasks import batching, dpo, pretrain, sft
 from modelwright.tasks.dpo import precompute_ref_log_probs
 from tiny import tiny_pairs

@@ -26,7 +26,7 @@ from modelwright.engine.trainer import Engine
 from modelwright.errors import Interrupted
 from modelwright.models import attention, pretrained
 from modelwright.recipe.load import load
-from modelwright.stages import fp8_trial, pipeline
+from modelwright.stages import pipeline, planning
 from rig import trace
 from tiny import tiny_recipe
 
@@ -287,8 +287,8 @@ def test_fp8_that_is_kept_trains_on_the_gpu_as_if_it_had_been_forced(
 ) -> None:
     pytest.importorskip("torchao")
     monkeypatch.setenv("MODELWRIGHT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(fp8_trial, "MIN_SPEEDUP", 0.0)
-    monkeypatch.setattr(fp8_trial, "MAX_LOSS_DIFFERENCE", 1.0)
+    monkeypatch.setattr(planning, "MIN_SPEEDUP", 0.0)
+    monkeypatch.setattr(planning, "MAX_LOSS_DIFFERENCE", 1.0)
     settings = {"precision": "fp8", "max_steps": 3, "eval_steps": 3}
     kept = run(tmp_path / "kept", model_folder, **settings)
     forced = run(tmp_path / "forced", model_folder, **settings, fp8_validation="off")

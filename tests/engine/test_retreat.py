@@ -83,7 +83,7 @@ def test_where_not_even_one_row_fits_a_letter_says_what_would_do(
         (SftConfig(gradient_checkpointing=True, per_device_train_batch_size=6, gradient_accumulation_steps=2),
          "same global batch, smaller micro-batch: per_device_train_batch_size: 3 with global_batch_size: 12"),
         (SftConfig(gradient_checkpointing=True),
-         "trainable: lora, or shorter rows: max_length, or more cards: distributed_strategy: fsdp"),
+         "trainable: lora, or shorter rows: max_length, or more GPUs: distributed_strategy: fsdp"),
         (LoraStageConfig(gradient_checkpointing=True, quantization="nf4"), "shorter rows: max_length"),
         (ClassifyConfig(), "a smaller model.resnet_width"),
     ],

@@ -23,8 +23,8 @@ from modelwright.runs.folder import STALE_LOCK_SECONDS, run_lock
 HOLDS = """
 import sys, time
 from pathlib import Path
-from modelwright.runs.folder import hold
-with hold(Path(sys.argv[1])):
+from modelwright.runs.folder import run_lock
+with run_lock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(120)
 """

@@ -16,9 +16,9 @@ from eighths import stand_in
 from modelwright.engine.trainer import Engine
 from modelwright.errors import Interrupted
 from modelwright.recipe.load import load
-from modelwright.stages import fp8_trial, pipeline
+from modelwright.stages import pipeline, planning
 from modelwright.stages.context import RunOptions
-from modelwright.stages.fp8_trial import TimedPass, decide
+from modelwright.stages.planning import TimedPass, decide
 from rig import told, trace
 from tiny import tiny_dpo_recipe, tiny_recipe
 
@@ -35,7 +35,7 @@ def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tried]:
     """Both ways are really gone through; what they are said to have taken is the first of what stands here."""
     monkeypatch.setenv("MODELWRIGHT_CACHE", str(tmp_path / "cache"))
     stand_in(monkeypatch)
-    really, said = fp8_trial.time_precision, []
+    really, said = planning.time_precision, []
 
     def measured(engine: Engine, precision: str, scaling: str) -> TimedPass:
         assert math.isfinite(really(engine, precision, scaling).loss)
@@ -43,7 +43,7 @@ def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tried]:
         said.append((FIGURES[0], name))
         return FIGURES[0][name]
 
-    monkeypatch.setattr(fp8_trial, "time_precision", measured)
+    monkeypatch.setattr(planning, "time_precision", measured)
     yield said
     FIGURES[:] = [FAST]
 
@@ -70,7 +70,7 @@ def run(folder: Path, model: Path, stop_after: int | None = None, make: Any = ti
         (0.8, 100.4, True, "fp8 is kept: fp8 is 1.25 × as fast as bf16 here (needs 1.05), its loss 0.40% off"),
         (0.96, 100.0, False, "bf16 instead of fp8: fp8 is 1.04 × as fast"),
         (0.5, 100.6, False, "its loss 0.60% off (at most 0.5%)"),
-        (0.5, math.nan, False, "its loss is no number"),
+        (0.5, math.nan, False, "its loss is not finite"),
     ],
 )
 def test_it_must_be_faster_and_say_the_same(seconds: float, loss: float, kept: bool, why: str) -> None:

@@ -63,14 +63,14 @@ def compare_answers(context: RunContext, inputs: StageInputs, stage: str) -> dic
 def select_prompts(context: RunContext, inputs: StageInputs) -> list[str]:
     """The recipe's questions, then held-out ones that the model never trained on."""
     config = context.recipe.compare
-    held_out = [item.question for item in inputs.data.held_out if len(item.messages) <= 3]
+    held_out = [item.last_user_message for item in inputs.data.held_out if len(item.messages) <= 3]
     return [*config.prompts, *dict.fromkeys(held_out)][: len(config.prompts) + config.num_held_out_prompts]
 
 
 def reference_answers(inputs: StageInputs) -> dict[str, str]:
     """The answers that the held-out questions have in the data, by question."""
     return {
-        item.question: item.messages[-1]["content"]
+        item.last_user_message: item.messages[-1]["content"]
         for item in inputs.data.held_out
         if item.messages[-1]["role"] == "assistant"
     }

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,7 +22,7 @@ from modelwright.engine.memory_profiler import MemoryProfiler
 from modelwright.engine.parallel import repeated_layers
 from modelwright.engine.task import StepReport
 from modelwright.engine.trainer import Engine
-from modelwright.errors import ModelError, RankOutOfMemory, StorageError, UsageError
+from modelwright.errors import ModelError, RankOutOfMemory, StorageError, UsageError, first_line
 from modelwright.models import activation_checkpoint, trainable
 from modelwright.models.vision import ResNet18
 from modelwright.plan.choose import CHECKPOINTINGS, StageEstimate, choose_plan
@@ -33,16 +34,22 @@ from modelwright.recipe.sections import RowStats
 from modelwright.runs.caches import cache_dir
 from modelwright.runs.folder import has_valid_checksum, read_json, write_json, write_json_with_checksum
 from modelwright.stages.context import RunContext, StageParts
-from modelwright.stages.fp8_trial import Fp8Trial, run_fp8_trial
 
 MAX_SAMPLED_LENGTHS = 20_000
-"""Rows whose length is asked for; of a longer set, every so many-th."""
+"""Rows whose length is measured; a larger dataset is sampled at equal intervals."""
 PROFILED_STEP = 3
-"""The step whose memory is watched, where that is asked for: by then the optimizer has its moments."""
+"""The step that profile_memory records: by then the optimizer state is allocated."""
+MIN_SPEEDUP = 1.05
+"""fp8 must be at least this many times as fast as bf16: less is not worth the lost precision."""
+MAX_LOSS_DIFFERENCE = 0.005
+"""Largest relative difference of the fp8 loss from the bf16 loss: the limit for every precision over 300 steps."""
+SCALING_NAMES = {"tensorwise": "fp8", "rowwise": "fp8 rowwise"}
+FP8_CACHE_FILE = "fp8.json"
+"""Trial results of this machine in its cache folder, by a hash of `fp8_trial_key`."""
 
 
 def fit_plan(plan: StagePlan, stage: str, parts: StageParts, context: RunContext) -> StagePlan:
-    """The plan as it can run here: what does not fit is changed, each change a line, and what it takes is foreseen."""
+    """The plan changed to fit this hardware, with a reason for each change and the memory and time estimate."""
     fitted = _fit_to_memory(_apply_known_micro_batch(plan, stage, context), stage, parts, context)
     fitted = apply_known_fp8_trial(fitted, stage, parts, context)
     return replace(fitted, reasons=(*fitted.reasons, *parts.optimization_notes(fitted)))
@@ -51,10 +58,8 @@ def fit_plan(plan: StagePlan, stage: str, parts: StageParts, context: RunContext
 def _fit_to_memory(plan: StagePlan, stage: str, parts: StageParts, context: RunContext) -> StagePlan:
     settings = context.recipe.stages[stage]
     try:
-        shape = _model_shape(parts)
-        machines = _hardware(context)
-        estimate = choose_plan(plan, settings, shape, _row_stats(parts, settings), machines)
-    except ModelError as error:  # a family whose config says too little can still be trained
+        estimate = choose_plan(plan, settings, _model_shape(parts), _row_stats(parts, settings), _hardware(context))
+    except ModelError as error:  # an architecture whose config says too little can still be trained
         return replace(plan, reasons=(*plan.reasons, f"no memory or time prediction: {error}"))
     chosen, reasons = estimate.plan, [] if estimate.fits else [_does_not_fit_message(estimate)]
     if chosen.gradient_checkpointing != plan.gradient_checkpointing:
@@ -71,9 +76,10 @@ def _fit_to_memory(plan: StagePlan, stage: str, parts: StageParts, context: RunC
 def explain_out_of_memory(
     current_plan: Callable[[], StagePlan], stage: str, parts: StageParts, context: RunContext
 ) -> Iterator[None]:
-    """Where the device's memory does not hold a step, whatever was foreseen: say what would fit.
+    """Turn an out-of-memory error into a message with settings that need less memory.
 
-    One device alone has taken smaller bites by then; several ranks begin anew with them, since the others wait.
+    On one device the engine has already halved its micro-batch; several ranks restart with a smaller one instead,
+    since the other ranks are blocked in a collective.
     """
     try:
         yield
@@ -83,14 +89,13 @@ def explain_out_of_memory(
             raise UsageError(_eval_memory_message(stage, context)) from None
         if context.world.size > 1 and plan.micro_batch_size > 1:
             rows = _record_smaller_micro_batch(plan, stage, context)
-            raise RankOutOfMemory(
-                f"micro-batch {plan.micro_batch_size} runs out of memory; the next start takes {rows} and keeps the batch"
-            ) from None
+            message = f"micro-batch {plan.micro_batch_size} runs out of memory"
+            raise RankOutOfMemory(f"{message}; the next start takes {rows} and keeps the batch") from None
         raise UsageError(_train_memory_message(plan, context.recipe.stages[stage])) from None
 
 
 def _train_memory_message(plan: StagePlan, settings: TrainingConfig) -> str:
-    """What takes less than the plan does and learns the same; where that is used up, what else takes less."""
+    """First what needs less memory for the same result, and where none is left, what changes the result."""
     alternatives: list[str] = []
     if plan.micro_batch_size > 1:
         half, batch = plan.micro_batch_size // 2, plan.global_batch_size
@@ -102,7 +107,7 @@ def _train_memory_message(plan: StagePlan, settings: TrainingConfig) -> str:
     if isinstance(settings, TrainableConfig) and not alternatives:
         alternatives += [] if settings.trainable.lora else ["trainable: lora"]
         alternatives += ["shorter rows: max_length"]
-        alternatives += ["more cards: distributed_strategy: fsdp"] if settings.quantization == "none" else []
+        alternatives += ["more GPUs: distributed_strategy: fsdp"] if settings.quantization == "none" else []
     would_do = ", or ".join(alternatives) or "a smaller model.resnet_width"
     rows = f"{plan.micro_batch_size} row{'s' * (plan.micro_batch_size > 1)}"
     return f"the device is out of memory with {rows} at once; what would do: {would_do}"
@@ -110,7 +115,7 @@ def _train_memory_message(plan: StagePlan, settings: TrainingConfig) -> str:
 
 def _eval_memory_message(stage: str, context: RunContext) -> str:
     rows = context.recipe.stages[stage].per_device_eval_batch_size
-    if context.world.size == 1 or rows == 1:  # one device alone has tried fewer by then
+    if context.world.size == 1 or rows == 1:  # on one device the engine has already tried one row
         return f"{stage}: the device is out of memory measuring one row; shorter rows would do: max_length"
     return (
         f"{stage}: the device is out of memory measuring {rows} rows at once; "
@@ -119,25 +124,20 @@ def _eval_memory_message(stage: str, context: RunContext) -> str:
 
 
 def _record_smaller_micro_batch(plan: StagePlan, stage: str, context: RunContext) -> int:
-    """Half the rows for the next start, from the second time on a quarter: a launcher does not start again for ever."""
-    path = context.folder.micro_batch(stage) / f"rank-{context.world.rank}.json"  # others may write theirs
-    repeated = path.exists() and read_json(path)["where"] == _micro_batch_key(stage, context)
-    rows, _ = solve_batch(
-        plan.global_batch_size, max(1, plan.micro_batch_size // (4 if repeated else 2)), plan.world_size
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"rows": rows, "where": _micro_batch_key(stage, context)})
+    """Save half the micro-batch for the next start, from the second time on a quarter: restarts are limited."""
+    path = context.folder.micro_batch(stage) / f"rank-{context.world.rank}.json"  # other ranks may write theirs
+    key = _micro_batch_key(stage, context)
+    divisor = 4 if path.exists() and read_json(path)["where"] == key else 2
+    rows, _ = solve_batch(plan.global_batch_size, max(1, plan.micro_batch_size // divisor), plan.world_size)
+    write_json(path, {"rows": rows, "where": key})
     return rows
 
 
 def _apply_known_micro_batch(plan: StagePlan, stage: str, context: RunContext) -> StagePlan:
-    """The plan with as few rows at once as an earlier start of these ranks found to fit; the batch is the same."""
-    folder = context.folder.micro_batch(stage)
+    """The plan with the micro-batch that an earlier start saved after running out of memory; same global batch."""
+    folder, key = context.folder.micro_batch(stage), _micro_batch_key(stage, context)
     records = context.world.on_rank0_broadcast(lambda: [read_json(path) for path in folder.glob("*.json")])
-    rows = min(
-        (record["rows"] for record in records if record["where"] == _micro_batch_key(stage, context)),
-        default=plan.micro_batch_size,
-    )
+    rows = min((record["rows"] for record in records if record["where"] == key), default=plan.micro_batch_size)
     if rows >= plan.micro_batch_size:
         return plan
     per_device, accumulation = solve_batch(plan.global_batch_size, rows, plan.world_size)
@@ -150,36 +150,28 @@ def _apply_known_micro_batch(plan: StagePlan, stage: str, context: RunContext) -
 
 
 def _micro_batch_key(stage: str, context: RunContext) -> list[Any]:
-    """What it hangs on whether rows fit: the device, how many there are, and all that the recipe says."""
-    recipe = context.recipe
+    """What decides whether a micro-batch fits: the device, the number of devices, the stage and the model."""
+    recipe, hardware = context.recipe, context.hardware
     settings_json = recipe.stages[stage].model_dump_json() + recipe.model.model_dump_json()
-    return [
-        context.hardware.name,
-        context.hardware.memory,
-        context.world.size,
-        xxhash.xxh3_64_hexdigest(settings_json.encode()),
-    ]
+    settings_hash = xxhash.xxh3_64_hexdigest(settings_json.encode())
+    return [hardware.name, hardware.memory, context.world.size, settings_hash]
 
 
 def log_prediction_error(context: RunContext, stage: str, plan: StagePlan, speed: dict[str, Any]) -> None:
-    """Put what was measured beside what was foreseen: into the journal and into plan.json."""
+    """Write prediction, measurement and relative error to the journal and to plan.json."""
     if plan.prediction is None or speed.get("tokens_per_second") is None:
         return
-    on_gpu = context.hardware.device == "cuda"
-    peak, memory = speed["peak_memory_bytes"], plan.prediction["memory"]["bytes"]
-    rate, predicted_rate = speed["tokens_per_second"], plan.prediction["tokens_per_second"]
+    on_gpu = context.hardware.device == "cuda"  # on a CPU the measured memory includes libraries, not tensors alone
     comparison = {
-        "tokens_per_second": {
-            "predicted": predicted_rate,
-            "actual": rate,
-            "relative_error": round(predicted_rate / rate - 1, 4),
-        },
-        "peak_memory_bytes": {
-            "predicted": memory,
-            "actual": peak,
-            # a process on a CPU holds its libraries too, so that only tensors on a GPU can be held against tensors
-            "relative_error": round(memory / peak - 1, 4) if on_gpu else None,
-        },
+        name: {
+            "predicted": predicted,
+            "actual": actual,
+            "relative_error": round(predicted / actual - 1, 4) if on_gpu or name == "tokens_per_second" else None,
+        }
+        for name, predicted, actual in (
+            ("tokens_per_second", plan.prediction["tokens_per_second"], speed["tokens_per_second"]),
+            ("peak_memory_bytes", plan.prediction["memory"]["bytes"], speed["peak_memory_bytes"]),
+        )
     }
     context.journal.add("prediction", stage=stage, **comparison)
     path = context.folder.plan
@@ -194,7 +186,7 @@ def log_prediction_error(context: RunContext, stage: str, plan: StagePlan, speed
 def profile_one_step(
     engine: Engine, steps: Iterator[StepReport], context: RunContext, stage: str
 ) -> Iterator[StepReport]:
-    """The same steps, one of them watched: its memory by component goes into the stage's folder and the journal."""
+    """The same steps, one of them under the memory profiler: its memory by component goes to a file and the journal."""
     for step_index, report in enumerate(steps, 1):
         yield report
         if step_index != min(PROFILED_STEP, engine.plan.steps) - 1:
@@ -212,7 +204,7 @@ def profile_one_step(
 
 
 def _hardware(context: RunContext) -> Hardware:
-    """The world as the arithmetic knows it; ranks on a CPU share its memory."""
+    """The devices of this run for the planner; ranks on a CPU share its memory."""
     world, gpu = context.world, gpu_spec_of(context.hardware)
     if context.hardware.device == "cpu":
         gpu = replace(gpu, memory=gpu.memory / world.local_world_size)
@@ -220,7 +212,7 @@ def _hardware(context: RunContext) -> Hardware:
 
 
 def _model_shape(parts: StageParts) -> ModelShape:
-    """The shape of the model that is really there."""
+    """The shape of the loaded model."""
     model: Any = parts.model
     if isinstance(model, ResNet18):
         return ResNetShape("resnet18", "the model itself", model.width, model.channels, model.classes)
@@ -228,7 +220,7 @@ def _model_shape(parts: StageParts) -> ModelShape:
 
 
 def _row_stats(parts: StageParts, settings: Any) -> RowStats:
-    """The rows as the task has them."""
+    """Row count and token lengths of the task's training rows."""
     task, train_stats = parts.task, parts.data_manifest.get("train", {})
     lengths = [task.row_length(row) for row in range(0, task.rows, max(1, task.rows // MAX_SAMPLED_LENGTHS))]
     max_length = min(max(lengths), int(getattr(settings, "max_length", max(lengths))))
@@ -245,18 +237,40 @@ def _does_not_fit_message(estimate: StageEstimate) -> str:
     return f"predicted to need {required_gib:.1f} GiB of {available_gib:.1f}: it may run out of memory{alternatives}"
 
 
-FP8_CACHE_FILE = "fp8.json"
-"""What this machine found before, in its cache folder, by the shape of the work."""
+@dataclass(frozen=True)
+class Fp8Trial:
+    """The result of timing fp8 against bf16."""
+
+    use_fp8: bool
+    """Whether the stage trains in fp8."""
+    reason: str
+    """The reason in a line."""
+    speedup: float | None = None
+    """How many times as fast as bf16 fp8 was."""
+    loss_difference: float | None = None
+    """Relative difference of the fp8 loss from the bf16 loss."""
+    scaling: str = "tensorwise"
+    """What has its own scale: each matrix (tensorwise) or each row of it (rowwise)."""
+
+
+@dataclass(frozen=True)
+class TimedPass:
+    """Time and loss of one precision."""
+
+    seconds: float
+    """The fastest pass over the trial batches, summed over the ranks."""
+    loss: float
+    """Loss summed over the trial batches."""
 
 
 def apply_known_fp8_trial(plan: StagePlan, stage: str, parts: StageParts, context: RunContext) -> StagePlan:
-    """The plan in the arithmetic that is known to be the better one; as it was where that is still to be found out."""
+    """The plan with the result of an earlier fp8 trial; unchanged where the trial is still to be run."""
     cached = _cached_trial(plan, stage, parts, context) if _wants_fp8_trial(plan, stage, context) else None
     return plan if cached is None else _with_trial_result(plan, cached)
 
 
 def build_engine(plan: StagePlan, stage: str, parts: StageParts, context: RunContext) -> Engine:
-    """The engine of a stage; fp8 that nobody has tried here yet is tried in it, and what came of it is kept."""
+    """The engine of a stage; runs the fp8 trial in it where no result is cached, and saves the result."""
     settings = context.recipe.stages[stage]
     needs_trial = _wants_fp8_trial(plan, stage, context) and _cached_trial(plan, stage, parts, context) is None
     engine = Engine(parts.task, settings, plan, context.world, context.recipe.seed)
@@ -269,8 +283,57 @@ def build_engine(plan: StagePlan, stage: str, parts: StageParts, context: RunCon
     return engine
 
 
+def run_fp8_trial(engine: Engine, scalings: Sequence[str]) -> Fp8Trial:
+    """Time a few batches in both precisions, and leave the engine in the better one with its step state reset.
+
+    Rowwise scaling is more exact and slower than tensorwise: the next scaling is tried where one is fast enough but
+    its loss is too far off.
+    """
+    first = scalings[0]
+    bf16 = time_precision(engine, "bf16", first)
+    trial = _try_scaling(engine, bf16, first)
+    for scaling in scalings[1:]:
+        if not trial.use_fp8 and (trial.speedup or 0.0) >= MIN_SPEEDUP:
+            trial = _try_scaling(engine, bf16, scaling)
+            trial = replace(trial, reason=f"{trial.reason}; with tensorwise scaling its loss was too far off")
+    if not trial.use_fp8:  # with fp8 the engine is in it already, and nothing is compiled again
+        engine.set_precision("bf16", first)
+    return trial
+
+
+def _try_scaling(engine: Engine, bf16: TimedPass, scaling: str) -> Fp8Trial:
+    try:
+        fp8 = time_precision(engine, "fp8", scaling)
+    except Exception as error:  # unsupported by the GPU, torchao or the compiler; bf16 has just worked
+        if engine.world.size > 1 or isinstance(error, torch.OutOfMemoryError):
+            raise
+        engine.reset_step_state()  # partial gradients must not enter the first step
+        return Fp8Trial(False, f"bf16 instead of fp8: fp8 failed here ({first_line(error)[:160]})", scaling=scaling)
+    return Fp8Trial(**engine.world.on_rank0_broadcast(lambda: asdict(decide(bf16, fp8, scaling))))
+
+
+def time_precision(engine: Engine, precision: str, scaling: str) -> TimedPass:
+    """Time and loss of a precision on the first batches, the same on every rank."""
+    engine.set_precision(precision, scaling)
+    sums, seconds = engine.time_trial()
+    metric_names = engine.task.metric_names
+    loss = sums[metric_names.index(getattr(engine.task, "fp8_check_metric", metric_names[0]))]
+    return TimedPass(*engine.world.all_reduce_sum(seconds, loss))
+
+
+def decide(bf16: TimedPass, fp8: TimedPass, scaling: str) -> Fp8Trial:
+    """Choose fp8 where it is faster than bf16 and its loss agrees."""
+    speedup, loss_difference = bf16.seconds / fp8.seconds, abs(fp8.loss / bf16.loss - 1) if bf16.loss else math.nan
+    is_finite = math.isfinite(loss_difference)
+    use_fp8 = speedup >= MIN_SPEEDUP and loss_difference <= MAX_LOSS_DIFFERENCE
+    loss_text = f"{loss_difference:.2%} off (at most {MAX_LOSS_DIFFERENCE:.1%})" if is_finite else "is not finite"
+    result = f"{SCALING_NAMES[scaling]} is {speedup:.2f} × as fast as bf16 here (needs {MIN_SPEEDUP:g})"
+    reason = f"{'fp8 is kept' if use_fp8 else 'bf16 instead of fp8'}: {result}, its loss {loss_text}"
+    return Fp8Trial(use_fp8, reason, round(speedup, 3), loss_difference if is_finite else None, scaling)
+
+
 def fp8_trial_key(plan: StagePlan, stage: str, parts: StageParts, context: RunContext) -> dict[str, Any]:
-    """What the answer hangs on: the card, the work and the libraries."""
+    """What the result depends on: the GPU, the matrix sizes, the plan and the library versions."""
     settings = context.recipe.stages[stage]
     linears = [
         linear for layer in repeated_layers(parts.model) for linear in layer.modules() if isinstance(linear, nn.Linear)
@@ -301,13 +364,13 @@ def _with_trial_result(plan: StagePlan, trial: Fp8Trial) -> StagePlan:
 
 
 def _cached_trial(plan: StagePlan, stage: str, parts: StageParts, context: RunContext) -> Fp8Trial | None:
-    """What this run decided at its first start, else what this machine found; one answer for all ranks."""
+    """The result that this run saved at its first start, else the one in this machine's cache; equal on all ranks."""
     path, key = context.folder.fp8_trial(stage), fp8_trial_key(plan, stage, parts, context)
 
     def read_trial() -> dict[str, Any] | None:
         if has_valid_checksum(path) and _is_still_valid(saved := read_json(path), context.recipe.stages[stage]):
             return dict(saved["trial"])
-        entry = _read_cache(_cache_path()).get(_hash_key(key))
+        entry = _read_cache(cache_dir() / FP8_CACHE_FILE).get(_hash_key(key))
         if entry is None:
             return None
         trial = {**entry["trial"], "reason": f"{entry['trial']['reason']}, as found before"}
@@ -320,22 +383,20 @@ def _cached_trial(plan: StagePlan, stage: str, parts: StageParts, context: RunCo
 
 
 def _is_still_valid(saved: dict[str, Any], settings: TrainingConfig) -> bool:
-    """Whether what this run decided is still what is asked: a scaling that is no longer wished is tried anew."""
-    trial, saved_scaling = saved["trial"], saved["of"].get("scaling", "auto")
+    """Whether a saved result still applies: a change of fp8_scaling needs a new trial."""
+    trial = saved["trial"]
     if trial["use_fp8"]:
-        return trial.get("scaling", "tensorwise") in choose_fp8_scalings(settings)
-    return bool(saved_scaling == settings.fp8_scaling)
+        return trial["scaling"] in choose_fp8_scalings(settings)
+    return bool(saved["of"]["scaling"] == settings.fp8_scaling)
 
 
 def _save_trial(trial: Fp8Trial, key: dict[str, Any], path: Path) -> None:
-    """In the run, so that a later start decides alike, and on this machine, so that a later run need not try."""
-    write_json_with_checksum(path, {"trial": asdict(trial), "of": key})
+    """Save a result in the run, for its later starts, and in this machine's cache, for later runs."""
+    record = {"trial": asdict(trial), "of": key}
+    write_json_with_checksum(path, record)
     if trial.speedup is not None:
-        write_json(_cache_path(), {**_read_cache(_cache_path()), _hash_key(key): {"trial": asdict(trial), "of": key}})
-
-
-def _cache_path() -> Path:
-    return cache_dir() / FP8_CACHE_FILE
+        cache_path = cache_dir() / FP8_CACHE_FILE
+        write_json(cache_path, {**_read_cache(cache_path), _hash_key(key): record})
 
 
 def _read_cache(path: Path) -> dict[str, Any]:
@@ -343,7 +404,7 @@ def _read_cache(path: Path) -> dict[str, Any]:
         entries = read_json(path)
         return {key: entry for key, entry in entries.items() if Fp8Trial(**entry["trial"])}
     except (OSError, StorageError, AttributeError, KeyError, TypeError):
-        return {}  # none yet, or not ours
+        return {}  # no cache yet, or not ours
 
 
 def _hash_key(key: dict[str, Any]) -> str:

@@ -51,7 +51,7 @@ class _ChatBuilder(ABC):
     def load_inputs(self, context: RunContext, stage: str, parent: ParentModel | None) -> StageInputs:
         """The model to start from, and the rows."""
         data = self.load_rows(context.recipe.data_for(stage), context.recipe.seed, context.recipe_dir)
-        report_quarantine(context, stage, data.aside)
+        report_quarantine(context, stage, data.quarantine)
         return StageInputs(**resolve_start_model(context, parent), data=data, data_fingerprint=data.fingerprint)
 
     def compare(self, context: RunContext, inputs: StageInputs, stage: str) -> Metrics:
