@@ -16,7 +16,7 @@ from modelwright.models import trainable
 from modelwright.plan.hardware import probe_device
 from modelwright.recipe.load import load
 from modelwright.stages import pipeline, planning
-from rig import told
+from tests.faults.fork_server import events_of
 from tiny import tiny_recipe
 
 
@@ -26,13 +26,13 @@ def test_foreseen_stands_beside_measured_and_the_step_is_watched(tmp_path: Path,
     plan = json.loads((run / "plan.json").read_text())["sft"]
     assert plan["prediction"]["memory"]["bytes"] > 0 and plan["prediction"]["tokens_per_second"] > 0
     assert plan["actual"]["tokens_per_second"]["actual"] > 0
-    assert told(run, "prediction")[-1]["tokens_per_second"] == plan["actual"]["tokens_per_second"]
+    assert events_of(run, "prediction")[-1]["tokens_per_second"] == plan["actual"]["tokens_per_second"]
     watched = json.loads((run / "stages" / "sft" / "memory_profile.json").read_text())
     weights = sum(w.numel() * 4 for w in torch.nn.ModuleList([_model(model_folder)]).parameters())
     assert watched["components"]["weights"] == weights
     assert watched["peak_phase"] in ("forward", "backward", "optimizer")
     assert watched["peak_bytes"] == sum(watched["components"].values()) > weights
-    assert [event["step"] for event in told(run, "step")] == [1, 2, 3, 4, 5], "watching leaves no step out"
+    assert [event["step"] for event in events_of(run, "step")] == [1, 2, 3, 4, 5], "watching leaves no step out"
     assert "Memory of a step of sft" in (run / "report.html").read_text()
 
 
@@ -75,7 +75,7 @@ def test_the_profile_counts_what_a_step_holds() -> None:
     with profiler.profile_step():
         layer(torch.ones(1024, 256)).square().sum().backward()
         optimizer.step()
-    found = profiler.as_json()
+    found = profiler.log.as_json()
     assert found["baseline"]["weights"] == 256 * 256 * 4
     assert found["baseline"]["optimizer"] >= 2 * 256 * 256 * 4
     assert found["components"]["activations"] >= 2 * 1024 * 256 * 4

@@ -14,16 +14,16 @@ from modelwright.engine.bf16_adamw import AdamWTensors, Hyperparameters, StepSca
 from modelwright.engine.task import to_device
 
 BLOCK = 1024
-"""Numbers that one program moves: 26 bytes each at 4.2 TB/s on an H200, against 3.5 of the compiled formula."""
+"""Elements per program: 26 bytes each at 4.2 TB/s on an H200, 3.5 TB/s by torch.compile."""
 SHARED_MAX_NUMEL = 4 * 2**20
-"""Numbers up to which a tensor shares its kernel with others: a larger one is at work while the host launches more."""
+"""Tensors up to this size share one kernel; a larger one keeps the GPU busy while the host launches the next."""
 NORM_BLOCK = 8192
-"""Numbers of a gradient that one program adds up."""
+"""Elements of a gradient that one program sums."""
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @triton.jit
-def _adamw_block(  # type: ignore[no-untyped-def]  # the compiler would look annotations up among its own names
+def _adamw_block(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
     weight, gradient, remainder, exp_avg, exp_avg_sq, offsets, mask,
     learning_rate, bias_corrections, clip_factor, beta1, beta2, epsilon, weight_decay,
 ):  # fmt: skip
@@ -94,11 +94,11 @@ def _sum_squares(  # type: ignore[no-untyped-def]
 
 
 class AdamWLauncher:
-    """Does to tensors what `masters._move` does, to the last bits of fp32: all that can be ready before, is.
+    """Runs the update of `bf16_adamw._adamw_update` with Triton; arguments are built ahead of the step.
 
-    Small ones share a kernel, which reads from a table where they are: 448 of low rank are launched in 50 microseconds,
-    where one by one they took 23 ms, with the device standing still. Where tensors stay in their places all share it:
-    a recording of one kernel begins at once, and one of 129 after a third of a millisecond.
+    Small tensors share one kernel that reads their addresses from a table: 448 LoRA tensors launch in 50 µs, one by
+    one in 23 ms. With static gradients (CUDA graphs) all tensors share it: a graph of 1 kernel starts at once, of 129
+    kernels after 0.3 ms.
     """
 
     def __init__(self, tensors: Sequence[AdamWTensors], static_grads: bool) -> None:
@@ -107,50 +107,41 @@ class AdamWLauncher:
         by_dtype: dict[tuple[torch.dtype, torch.dtype], list[AdamWTensors]] = {}
         for params in tensors:
             dtypes = params[1].dtype, params[3].dtype
-            is_single = (params[0].numel() > SHARED_MAX_NUMEL and not static_grads) or not TRITON_DTYPES.keys() >= set(
-                dtypes
-            )
+            is_large = params[0].numel() > SHARED_MAX_NUMEL and not static_grads
+            is_single = is_large or not TRITON_DTYPES.keys() >= set(dtypes)
             (self._singles if is_single else by_dtype.setdefault(dtypes, [])).append(params)
         self._shared = [MultiTensorAdamW(params) for params in by_dtype.values()]
 
     def __call__(self, scalars: StepScalars, hyperparameters: Hyperparameters) -> None:
-        """Move the tensors."""
         for launch in self._shared:
             launch(scalars, hyperparameters)
         _launch_singles(self._singles, scalars, hyperparameters)
 
 
 class MultiTensorAdamW:
-    """One kernel for tensors of one kind."""
+    """One kernel for all tensors of one combination of dtypes."""
 
     def __init__(self, tensors: Sequence[AdamWTensors]) -> None:
         self._programs, self._table, alignment = _table_on_device(tensors, BLOCK)
         _, gradient, _, exp_avg, _ = tensors[0]
-        self._constants = (
-            TRITON_DTYPES[gradient.dtype],
-            TRITON_DTYPES[exp_avg.dtype],
-            self._table[0].shape[1],
-            alignment,
-            BLOCK,
-        )
+        dtypes = TRITON_DTYPES[gradient.dtype], TRITON_DTYPES[exp_avg.dtype]
+        self._constants = (*dtypes, self._table[0].shape[1], alignment, BLOCK)
 
     def __call__(self, scalars: StepScalars, hyperparameters: Hyperparameters) -> None:
-        """Move the tensors."""
         _adamw_multi[self._programs](*self._table, *scalars, *hyperparameters, *self._constants)
 
 
 class GradNormKernel:
-    """How long gradients of one type are: sums of squares, then the sum of these, in an order that never changes."""
+    """L2 norm of gradients of one dtype, deterministic: sums of squares per block, then their sum."""
 
     def __init__(self, gradients: Sequence[Tensor]) -> None:
         [dtype] = {gradient.dtype for gradient in gradients}
         self._type = TRITON_DTYPES[dtype]
-        self._programs, self._table, self._alignment = _table_on_device(
-            [(gradient,) for gradient in gradients], NORM_BLOCK
-        )
+        groups = [(gradient,) for gradient in gradients]
+        self._programs, self._table, self._alignment = _table_on_device(groups, NORM_BLOCK)
 
     def __call__(self) -> Tensor:
-        """The length, in fp32."""
+        """The norm, in fp32."""
         sums = torch.empty(self._programs, device=self._table[0].device)
         columns = self._table[0].shape[1]
         _sum_squares[self._programs](*self._table, sums, self._type, columns, self._alignment, NORM_BLOCK, num_warps=8)
@@ -160,59 +151,36 @@ class GradNormKernel:
 def _table_on_device(
     tensors: Sequence[tuple[Tensor, ...]], block: int
 ) -> tuple[tuple[int], tuple[Tensor, Tensor], int]:
-    """How many programs there are, their table on the device, and what its addresses are multiples of."""
+    """Number of programs, the pointer table on the device, and the alignment of its addresses."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("the pointer table must be built before CUDA graph capture")
     table, device = build_pointer_table(tensors, block), tensors[0][0].device
-    return (
-        (len(table.block_owner),),
-        (to_device(table.pointers, device), to_device(table.block_owner, device)),
-        table.alignment,
-    )
+    on_device = to_device(table.pointers, device), to_device(table.block_owner, device)
+    return (len(table.block_owner),), on_device, table.alignment
 
 
 def _launch_singles(tensors: Sequence[AdamWTensors], scalars: StepScalars, hyperparameters: Hyperparameters) -> None:
-    """One kernel a tensor, every other one in a second stream.
-
-    Where one kernel ends, and few of its programs still run, another is at work already.
-    """
+    """One kernel per tensor, alternating between two streams, so that kernels overlap at their ends."""
     if not tensors:
         return
     main_stream, side_stream = torch.cuda.current_stream(), _side_stream(scalars[0].device)
     side_stream.wait_stream(main_stream)
     with torch.cuda.stream(side_stream):
         for params in tensors[1::2]:
-            _launch_single(*params, scalars, hyperparameters)
+            _launch_single(params, scalars, hyperparameters)
     for params in tensors[::2]:
-        _launch_single(*params, scalars, hyperparameters)
+        _launch_single(params, scalars, hyperparameters)
     main_stream.wait_stream(side_stream)
 
 
-def _launch_single(
-    weight: Tensor,
-    gradient: Tensor,
-    remainder: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    scalars: StepScalars,
-    hyperparameters: Hyperparameters,
-) -> None:
+def _launch_single(params: AdamWTensors, scalars: StepScalars, hyperparameters: Hyperparameters) -> None:
+    weight, *others = params
     count = weight.numel()
     programs = (triton.cdiv(count, BLOCK),)
-    _adamw_single[programs](
-        weight.view(torch.int16),
-        gradient,
-        remainder,
-        exp_avg,
-        exp_avg_sq,
-        count,
-        *scalars,
-        *hyperparameters,
-        block=BLOCK,
-    )
+    _adamw_single[programs](weight.view(torch.int16), *others, count, *scalars, *hyperparameters, block=BLOCK)
 
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream that nothing else uses: of high priority, since streams of the usual kind are handed out again."""
+    """A stream of our own: high-priority, since torch's pool hands out normal streams repeatedly."""
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]

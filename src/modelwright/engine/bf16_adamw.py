@@ -13,32 +13,32 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from modelwright.engine.parallel import total_grad_norm
+from modelwright.engine.parallel import full_tensor
 
 AdamWTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""What moves a weight: itself, its gradient, rest, mean and square, all of one shape."""
+"""Weight, gradient, remainder, exp_avg and exp_avg_sq of one parameter, all of one shape."""
 StepScalars = tuple[Tensor, Tensor, Tensor]
-"""On the device: learning rate, corrections of the two means, share of the gradient to read, below 0 to stay."""
+"""On the device: learning rate, the two bias corrections, clip factor (below 0: skip the step)."""
 Hyperparameters = tuple[float, float, float, float]
 """The two betas, epsilon and weight decay."""
 VECTOR_BYTES = 16
-"""Bytes that a thread reads at once, where all addresses are multiples of them and no count leaves a part of them."""
+"""Vector width of a load, used where all addresses and sizes are multiples of it."""
 
 
 @dataclass(frozen=True)
 class PointerTable:
-    """What a kernel has to know of many tensors."""
+    """Addresses and sizes of many tensors for one kernel (multi-tensor apply)."""
 
     pointers: Tensor
-    """[tensors, columns] int64: the addresses of its parts, how many numbers a tensor has, which program begins it."""
+    """[tensors, columns] int64: addresses, number of elements, first program of each tensor."""
     block_owner: Tensor
-    """[programs] int32: the tensor that each program takes a block of."""
+    """[programs] int32: the tensor whose block a program handles."""
     alignment: int
-    """What every address and count is a multiple of: ALIGNED or 1."""
+    """Common divisor of all addresses and sizes: VECTOR_BYTES or 1."""
 
 
 def build_pointer_table(tensors: Sequence[tuple[Tensor, ...]], block: int) -> PointerTable:
-    """The table of tensors of some parts each, of which each program takes one block of numbers."""
+    """Pointer table of groups of tensors; each program handles one block of elements."""
     counts = np.array([group[0].numel() for group in tensors])
     programs = -(-counts // block)
     addresses = np.array([tensor.data_ptr() for group in tensors for tensor in group]).reshape(len(tensors), -1)
@@ -53,24 +53,29 @@ def build_pointer_table(tensors: Sequence[tuple[Tensor, ...]], block: int) -> Po
 
 UpdateFn = Callable[[StepScalars, Hyperparameters], None]
 SKIPPED = -1.0
-"""The share of a gradient that is read where nothing is to move."""
+"""The clip factor of a skipped step."""
 PARAM_REMAINDER = "param_remainder"
-"""What the optimizer state calls the 16 bits that a bf16 weight has lost."""
+"""State key of the 16 bits that rounding an fp32 master weight to bf16 drops."""
 
 
 def split_fp32_master(master: Tensor) -> tuple[Tensor, Tensor]:
-    """An fp32 tensor as its bf16 rounding and the rest: bf16, int16."""
-    high, remainder = _split_bits(master.float().contiguous().view(torch.int32))
-    return high.view(torch.bfloat16), remainder
+    """An fp32 tensor as the nearest bf16 and a signed 16-bit remainder: bf16, int16.
+
+    Ties round away from zero: a tie rounded down to even would leave 32768, one more than int16 holds.
+    """
+    bits = master.float().contiguous().view(torch.int32)
+    high = (bits + 0x8000) >> 16
+    return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
 
 
 def join_fp32_master(high: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 tensor that was split."""
-    return _join_bits(high.contiguous().view(torch.int16), remainder).view(torch.float32)
+    """The fp32 tensor that `split_fp32_master` split."""
+    bits = (high.contiguous().view(torch.int16).to(torch.int32) << 16) + remainder.to(torch.int32)
+    return bits.view(torch.float32)
 
 
 def to_bf16_with_remainders(module: nn.Module) -> dict[str, Tensor]:
-    """Turn a module's weights into bf16; returns the rest of those that move, by name."""
+    """Convert a module's fp32 parameters to bf16; returns the remainders of the trainable ones, by name."""
     remainders: dict[str, Tensor] = {}
     for name, weight in module.named_parameters():
         if weight.dtype is not torch.float32:
@@ -83,21 +88,20 @@ def to_bf16_with_remainders(module: nn.Module) -> dict[str, Tensor]:
 
 
 class PreparedStep(NamedTuple):
-    """A step that only has to be told the rates; on a GPU these are kernels of our own, which read each number once."""
+    """Kernels and arguments of the next optimizer step; on a GPU our Triton kernels."""
 
     gradients: list[Tensor | None]
     grad_norm: Callable[[], Tensor]
-    """How long they are."""
     updates: list[UpdateFn]
-    """What moves each group of weights."""
+    """The AdamW update of each parameter group."""
     static_grads: bool
-    """Whether it may be done again with gradients that come in the same places."""
+    """Whether the gradients stay at the same addresses, so that a CUDA graph can replay the step."""
 
 
 class BF16AdamW(torch.optim.Optimizer):
-    """AdamW whose weights are bf16 and whose masters are exact; rests: by weight, what halving it left over.
+    """AdamW over bf16 parameters whose fp32 master weights are kept exactly, as bf16 plus a 16-bit remainder.
 
-    The mean of the gradients may be kept in bf16, which saves two bytes a weight and costs nothing that shows.
+    exp_avg may be bf16, which saves 2 bytes per parameter without a measurable effect on the loss.
     """
 
     def __init__(
@@ -123,21 +127,21 @@ class BF16AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def set_clip_factor(self, max_norm: float) -> Tensor:
-        """Read gradients as no longer than this in the next step, which saves a pass over them; returns their length.
+        """Clip to this gradient norm by scaling gradients as the step reads them; returns the norm.
 
-        That step is got ready here: the device is at work now, and stands still once the length is known.
+        The step is prepared here, while the device still computes.
         """
         grad_norm = self.prepare_step().grad_norm()
         self._clip_factor.copy_((max_norm / (grad_norm + 1e-6)).clamp(max=1.0))
         return grad_norm
 
     def skip_step_if(self, is_bad_step: Tensor) -> None:
-        """Let the next step move nothing where this is true: the device knows before the host has asked."""
+        """Skip the next step if this is true, decided on the device without waiting for the host."""
         self._clip_factor.masked_fill_(is_bad_step, SKIPPED)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Move every weight that has a gradient, unless it was told to stay."""
+        """Update every parameter that has a gradient, unless the step is skipped."""
         assert closure is None
         step_count = self._step_count()
         prepared, self._prepared = self.prepare_step(), None
@@ -146,7 +150,7 @@ class BF16AdamW(torch.optim.Optimizer):
             beta1, beta2 = group["betas"]
             bias_corrections = torch.stack((1 - beta1**step_count, (1 - beta2**step_count).sqrt()))
             learning_rate = group["lr"]
-            if not isinstance(learning_rate, Tensor):  # filled in there: one that is sent would wait for the device
+            if not isinstance(learning_rate, Tensor):  # a fill on the device: a copy from the host would synchronize
                 learning_rate = torch.full((), learning_rate, device=step_count.device)
             update(
                 (learning_rate, bias_corrections, self._clip_factor),
@@ -154,14 +158,14 @@ class BF16AdamW(torch.optim.Optimizer):
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Let go of the gradients, also of those that a skipped step was got ready for."""
+        """Drop the gradients and the step prepared for them."""
         self._prepared = None
         super().zero_grad(set_to_none)
 
     def prepare_step(self, static_grads: bool = False) -> PreparedStep:
-        """Have what the next step does ready, unless it is already and no other gradients have come since.
+        """Prepare the next step, unless that was done for the same gradients.
 
-        to_stay: it will be done many times, with gradients that stay in their places.
+        static_grads: the step will be replayed, with gradients at the same addresses.
         """
         gradients = [weight.grad for group in self.param_groups for weight in group["params"]]
         prepared = self._prepared
@@ -190,11 +194,8 @@ class BF16AdamW(torch.optim.Optimizer):
         from modelwright.engine.adamw_triton import AdamWLauncher, GradNormKernel
 
         is_sharded = any(isinstance(gradient, DTensor) for gradient in grads)
-        grad_norm = (
-            partial(total_grad_norm, grads)
-            if is_sharded
-            else GradNormKernel([tensors[1] for tensors in chain(*groups)])
-        )
+        local_grads = [tensors[1] for tensors in chain(*groups)]
+        grad_norm = partial(total_grad_norm, grads) if is_sharded else GradNormKernel(local_grads)
         return grad_norm, [AdamWLauncher(tensors, static_grads) for tensors in groups]
 
     def _step_count(self) -> Tensor:
@@ -203,10 +204,16 @@ class BF16AdamW(torch.optim.Optimizer):
 
     def _tensors_of_param(self, weight: Tensor, step_count: Tensor) -> AdamWTensors:
         state = self.state[weight]
-        state["step"] = step_count  # one count for all, also after a restart that read it many times
+        state["step"] = step_count  # one shared count, also after a checkpoint loaded one per parameter
         assert weight.grad is not None
         state_tensors = (_local(state[PARAM_REMAINDER]), _local(state["exp_avg"]), _local(state["exp_avg_sq"]))
         return _local(weight), _local(weight.grad).contiguous(), *state_tensors
+
+
+def total_grad_norm(gradients: list[Tensor]) -> Tensor:
+    """L2 norm of all gradients together, computed in fp32; a collective for DTensors, so every rank must call it."""
+    parts = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+    return full_tensor(torch.linalg.vector_norm(torch.stack(parts)))
 
 
 def _adamw_update_all(params: Iterable[AdamWTensors], scalars: StepScalars, hyperparameters: Hyperparameters) -> None:
@@ -218,41 +225,24 @@ def _adamw_update(
     weight: Tensor, gradient: Tensor, remainder: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
     scalars: StepScalars, hyperparameters: Hyperparameters,
 ) -> None:  # fmt: skip
-    """One AdamW step of one tensor, in fp32, by torch's own formula."""
+    """One AdamW step of one tensor in fp32, by the formula of torch.optim.AdamW."""
     beta1, beta2, epsilon, weight_decay = hyperparameters
     learning_rate, bias_corrections, clip_factor = scalars
     gradient = gradient.float() * clip_factor
     momentum = exp_avg.float().lerp(gradient, 1 - beta1)
     exp_avg.copy_(momentum)
     exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    master = _join_bits(weight.view(torch.int16), remainder).view(torch.float32)
+    master = join_fp32_master(weight, remainder)
     master = master * (1 - learning_rate * weight_decay)
     master = master - learning_rate / bias_corrections[0] * momentum / (
         exp_avg_sq.sqrt() / bias_corrections[1] + epsilon
     )
-    high, new_remainder = _split_bits(master.view(torch.int32))
-    weight.copy_(high.view(torch.bfloat16))
+    high, new_remainder = split_fp32_master(master)
+    weight.copy_(high)
     remainder.copy_(new_remainder)
 
 
-def _split_bits(bits: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 bits to the bits of the nearest bf16 and the signed difference: int16, int16.
-
-    Ties go away from zero: to even, a tie that goes down would leave a rest of 32768, one more than int16 holds.
-    """
-    high = _round_to_bf16_bits(bits)
-    return high.to(torch.int16), (bits - (high << 16)).to(torch.int16)
-
-
-def _round_to_bf16_bits(bits: Tensor) -> Tensor:
-    return (bits + 0x8000) >> 16
-
-
-def _join_bits(high: Tensor, remainder: Tensor) -> Tensor:
-    return (high.to(torch.int32) << 16) + remainder.to(torch.int32)
-
-
 def _local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that is on this rank."""
+    """The local shard of a DTensor."""
     local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local

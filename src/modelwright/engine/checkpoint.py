@@ -34,56 +34,50 @@ LogFn = Callable[[str], None]
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is fetched only when it is written."""
+    """A tensor that is gathered only when it is written."""
 
     name: str
-    """Its name in the file."""
     shape: tuple[int, ...]
-    """Its full shape."""
     dtype: torch.dtype
-    """Its type."""
     materialize: Callable[[], Tensor]
-    """Brings the full tensor; every rank must call it, in the same order."""
+    """Returns the full tensor; a collective: every rank must call it, in the same order."""
 
     @property
     def size(self) -> int:
-        """Bytes it takes."""
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything that a checkpoint holds, before it is written."""
+    """The content of a checkpoint before it is written."""
 
     step: int
     """Steps done."""
     state: dict[str, Any]
-    """Cursor, guard, scaler, evaluations, fingerprints: plain values."""
+    """Plain values: cursor, spike guard, loss scaler, evaluations, fingerprints."""
     files: dict[str, list[LazyTensor]]
     """Tensors by file name."""
 
     def materializing_from(self, pending: deque[LazyTensor]) -> Snapshot:
-        """The same, but each tensor leaves the line of those still waiting as it is fetched."""
+        """The same, with tensors popped from `pending` as they are materialized."""
 
         def materialize_next() -> Tensor:
             return pending.popleft().materialize()
 
-        files = {
-            name: [replace(tensor, materialize=materialize_next) for tensor in file]
-            for name, file in self.files.items()
-        }
-        return replace(self, files=files)
+        next_tensor = partial(replace, materialize=materialize_next)
+        return replace(self, files={name: list(map(next_tensor, file)) for name, file in self.files.items()})
 
 
 class CheckpointManager:
     """The checkpoints of one stage."""
 
     def __init__(self, folder: Path, save_total_limit: int, log: LogFn) -> None:
-        """Keep so many, besides the best; `say` is told what was set aside."""
+        """Keep save_total_limit checkpoints and the best one; `log` receives messages about corrupt ones."""
         self._folder, self._save_total_limit, self._log = folder, save_total_limit, log
 
     def save(self, snapshot: Snapshot, writes: bool, best_step: int | None = None) -> None:
-        """Write a checkpoint; ranks that do not write only bring their shards."""
+        """Write a checkpoint; ranks other than the writer only take part in gathering shards."""
         pending = deque(tensor for file in snapshot.files.values() for tensor in file)
         if not writes:
             _materialize_rest(pending)
@@ -91,20 +85,18 @@ class CheckpointManager:
         try:
             self._save(snapshot.materializing_from(pending), best_step)
         except Exception:
-            _materialize_rest(
-                pending
-            )  # the other ranks bring theirs too: nobody is left waiting for the one that failed
+            _materialize_rest(pending)  # the other ranks are in the same collectives and must not hang
             raise
 
     def _save(self, snapshot: Snapshot, best_step: int | None) -> None:
-        final = self._folder / _checkpoint_name(snapshot.step)
-        staged = final.with_name(f".{final.name}.partial")
+        final, staged = self._paths(snapshot.step)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._clear_partials()
+            for leftover in self._folder.glob(".step-*.partial"):
+                shutil.rmtree(leftover, ignore_errors=True)
             self._check_free_space(snapshot)
             self._write(staged, snapshot)
-            if final.exists():  # left by a run that was rolled back: the new one replaces it
+            if final.exists():  # left by a run that was rolled back
                 self._move_to_corrupt(final, "it is written again")
             staged.rename(final)
             fsync_path(self._folder)
@@ -122,7 +114,7 @@ class CheckpointManager:
         self._rotate(best_step)
 
     def newest_valid(self) -> Path | None:
-        """The newest checkpoint that verifies; bad ones before it are set aside."""
+        """The newest checkpoint that verifies; invalid newer ones move to corrupt/."""
         for folder in sorted(self._step_folders(), reverse=True):
             reason = verify(folder)
             if reason is None:
@@ -131,12 +123,11 @@ class CheckpointManager:
         return None
 
     def import_from(self, folder: Path) -> int:
-        """Copy a good checkpoint from elsewhere; returns its step."""
+        """Copy a valid checkpoint from another folder; returns its step."""
         if reason := verify(folder):
             raise UsageError(f"resume_from_checkpoint: {folder} is not a valid checkpoint: {reason}")
         step = int(json.loads((folder / MANIFEST).read_bytes())["step"])
-        final = self._folder / _checkpoint_name(step)
-        staged = final.with_name(f".{final.name}.partial")
+        final, staged = self._paths(step)
         shutil.rmtree(staged, ignore_errors=True)
         shutil.copytree(folder, staged)
         staged.rename(final)
@@ -144,9 +135,13 @@ class CheckpointManager:
         return step
 
     def valid_at(self, step: int) -> Path | None:
-        """The checkpoint of one step, where it is there and good."""
+        """The checkpoint of one step, if it exists and verifies."""
         folder = self._folder / _checkpoint_name(step)
         return folder if folder.exists() and verify(folder) is None else None
+
+    def _paths(self, step: int) -> tuple[Path, Path]:
+        """Folder of a checkpoint, and the folder it is staged in before it is renamed."""
+        return self._folder / _checkpoint_name(step), self._folder / f".{_checkpoint_name(step)}.partial"
 
     def _step_folders(self) -> Iterator[Path]:
         return self._folder.glob("step-????????") if self._folder.exists() else iter(())
@@ -166,26 +161,23 @@ class CheckpointManager:
         fsync_path(staged)
 
     def _check_free_space(self, snapshot: Snapshot) -> None:
-        needed = sum(total_bytes(file) for file in snapshot.files.values()) + 65536
+        needed = sum(tensor.size for file in snapshot.files.values() for tensor in file) + 65536
         free = shutil.disk_usage(self._folder).free
         if free < needed:
             raise StorageError(
-                f"checkpoint {_checkpoint_name(snapshot.step)} needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free in "
-                f"{self._folder}; earlier ones are unharmed, and rerunning the same command resumes once there is space"
+                f"checkpoint {_checkpoint_name(snapshot.step)} needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB "
+                f"are free in {self._folder}; earlier ones are unharmed, and rerunning the same command resumes once "
+                "there is space"
             )
 
     def _rotate(self, best_step: int | None) -> None:
-        """Forget the oldest, now that the newest has verified; never the best."""
+        """Remove the oldest checkpoints, after the newest has verified; never the best."""
         protected = {_checkpoint_name(best_step)} if best_step is not None else set()
         for folder in sorted(self._step_folders(), reverse=True)[self._save_total_limit :]:
             if folder.name not in protected:
                 removed = folder.with_name(f".{folder.name}.partial")
-                folder.rename(removed)  # so that a kill here leaves no half checkpoint under a good name
+                folder.rename(removed)  # so that a kill here leaves no partial checkpoint under a valid name
                 shutil.rmtree(removed, ignore_errors=True)
-
-    def _clear_partials(self) -> None:
-        for partial in self._folder.glob(".step-*.partial"):
-            shutil.rmtree(partial, ignore_errors=True)
 
     def _move_to_corrupt(self, folder: Path, reason: str) -> None:
         corrupt_dir = self._folder / "corrupt"
@@ -196,13 +188,13 @@ class CheckpointManager:
 
 
 def _materialize_rest(pending: deque[LazyTensor]) -> None:
-    """Fetch what is left and let it go: sharded tensors come only when every rank asks."""
+    """Materialize and drop the rest: gathering a sharded tensor needs every rank."""
     while pending:
         pending.popleft().materialize()
 
 
 def verify(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, or None."""
+    """Why a checkpoint is invalid, or None."""
     try:
         raw = (folder / MANIFEST).read_bytes()
     except OSError:
@@ -231,13 +223,13 @@ def verify(folder: Path) -> str | None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The plain values of a checkpoint."""
+    """The plain values of a checkpoint (state.json)."""
     state: dict[str, Any] = json.loads((folder / STATE).read_bytes())
     return state
 
 
 def with_checksum(body: dict[str, Any]) -> bytes:
-    """The manifest's exact bytes, with a hash over itself: a flipped bit anywhere in it shows."""
+    """The manifest's bytes, with a checksum over itself."""
     checksum = xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
     return json.dumps({**body, "checksum": checksum}, sort_keys=True, indent=1).encode()
 
@@ -261,33 +253,25 @@ SAFETENSORS_DTYPES = {
 
 
 def all_finite(data: Tensor) -> bool:
-    """Whether every number is one; a finite sum says so for all at once: 0.01 s for 128 MiB, each by itself 0.15 s."""
+    """Whether all values are finite; checks the sum first: 0.01 s for 128 MiB, elementwise 0.15 s."""
     if not data.is_floating_point():
         return True
     return bool(torch.isfinite(data.sum())) or bool(torch.isfinite(data).all())
 
 
-def total_bytes(tensors: Iterable[LazyTensor]) -> int:
-    """Bytes that a file of these tensors takes, all but the head."""
-    return sum(tensor.size for tensor in tensors)
-
-
 def write_safetensors(path: Path, tensors: list[LazyTensor]) -> str:
-    """Write a safetensors file, make it durable, and return its hash."""
+    """Write and fsync a safetensors file tensor by tensor; returns its hash."""
     head: dict[str, Any] = {}
     offset = 0
     for tensor in tensors:
         stop = offset + tensor.size
-        head[tensor.name] = {
-            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
-            "shape": tensor.shape,
-            "data_offsets": [offset, stop],
-        }
+        dtype = SAFETENSORS_DTYPES[tensor.dtype]
+        head[tensor.name] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": [offset, stop]}
         offset = stop
     text = json.dumps(head).encode()
     text += b" " * (-len(text) % 8)
     digest = xxhash.xxh3_128()
-    # hashed and judged on a second core while the bytes go to the disk; the cost is row R26 of `bench reliability`
+    # hashed and checked on a second core while the bytes go to disk; the cost is row R26 of the reliability benchmark
     with path.open("wb") as file, ThreadPoolExecutor(1) as executor:
         for prefix in (len(text).to_bytes(8, "little"), text):
             file.write(prefix)
@@ -306,7 +290,7 @@ def write_safetensors(path: Path, tensors: list[LazyTensor]) -> str:
 
 
 MAX_COPY_FRACTION = 0.5
-"""A copy may take so much of the free memory; a larger checkpoint is written while training waits."""
+"""Largest fraction of free memory for a host copy; a larger checkpoint is saved synchronously."""
 
 
 @dataclass(frozen=True)
@@ -314,29 +298,28 @@ class SaveResult:
     """A checkpoint that was written and verified."""
 
     step: int
-    """The step it holds."""
     seconds: float
-    """How long it took, copy, writing and verification."""
+    """Time of copy, writing and verification."""
     blocked_seconds: float
-    """How long training stood still for it at the end."""
+    """Time training waited for it at the end."""
     background: bool
-    """Whether training went on meanwhile."""
+    """Whether training continued meanwhile."""
 
 
 @dataclass
 class _PendingSave:
-    """One save on its way."""
+    """A save in progress."""
 
     step: int
     began: float
     thread: threading.Thread | None = None
     failure: BaseException | None = None
     ended: float = 0.0
-    """When it was written; where another rank writes, when it began."""
+    """When it was written; on ranks that do not write, when it began."""
 
 
 class AsyncCheckpointer:
-    """Saves a stage's checkpoints, one at a time."""
+    """Saves the checkpoints of a stage, one at a time, in the background where memory allows."""
 
     def __init__(self, checkpoints: CheckpointManager, world: World, background: bool) -> None:
         self._checkpoints, self._world, self._background = checkpoints, world, background
@@ -345,30 +328,27 @@ class AsyncCheckpointer:
         self._preallocation: threading.Thread | None = None
 
     def preallocate_buffers(self, snapshot: Callable[[], Snapshot]) -> None:
-        """Make places for copies, once, while training goes on: pinning takes seconds, and the first save would wait.
+        """Allocate pinned host buffers once, while training runs: it takes seconds, which the first save would wait.
 
-        After the first step, that is: whoever pins holds up everybody else on the device.
+        Called after the first step, since pinning blocks other work on the device.
         """
         if self._preallocation is not None or not self._background or not self._world.is_main:
             return
         current = snapshot()
-        needed = (
-            [(file, lazy) for file, content in current.files.items() for lazy in content]
-            if self._fits_in_memory(current)
-            else []
-        )
+        files = current.files if self._fits_in_memory(current) else {}
 
         def allocate() -> None:
-            with suppress(RuntimeError):  # where they cannot be had, the first save says so
-                for file, lazy in needed:
-                    self._buffer(file, lazy)
+            with suppress(RuntimeError):  # if memory is short, the first save reports it
+                for file, content in files.items():
+                    for lazy in content:
+                        self._buffer(file, lazy)
 
-        # a process that ends waits for it: a thread that is cut off inside torch would end it with SIGABRT
+        # no daemon: a thread cut off inside torch ends the process with SIGABRT
         self._preallocation = threading.Thread(target=allocate, name="preallocate-buffers")
         self._preallocation.start()
 
     def save(self, snapshot: Snapshot, best_step: int | None) -> bool:
-        """Save, or begin to; returns whether it goes on in the background. The save before must be settled."""
+        """Save or start saving; returns whether it runs in the background. Call `wait` before the next save."""
         assert self._pending is None
         now = time.monotonic()
         pending = self._pending = _PendingSave(snapshot.step, now, ended=now)
@@ -383,12 +363,12 @@ class AsyncCheckpointer:
         return False
 
     def is_done(self) -> bool:
-        """Whether a save has come to its end and may be settled without waiting; ranks among others do not know."""
+        """Whether the save in progress has finished: `wait` returns at once. Always False with several ranks."""
         thread = self._pending.thread if self._pending is not None and self._world.size == 1 else None
         return thread is not None and not thread.is_alive()
 
     def wait(self) -> SaveResult | None:
-        """Wait for the save under way, if there is one; all ranks hear its letter where it failed."""
+        """Wait for the save in progress, if any; all ranks raise its error."""
         pending, self._pending = self._pending, None
         if pending is None:
             return None
@@ -406,7 +386,7 @@ class AsyncCheckpointer:
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
-        """Let the save under way end, though something else went wrong; only an order to stop at once leaves it."""
+        """Wait for the save in progress, also after an error; KeyboardInterrupt and SystemExit do not wait."""
         thread = self._pending.thread if self._pending is not None else None
         if thread is not None and (exc_type is None or issubclass(exc_type, Exception)):
             thread.join()
@@ -416,23 +396,23 @@ class AsyncCheckpointer:
             self._checkpoints.save(snapshot, self._world.is_main, best_step)
         except BaseException as error:
             pending.failure = error
-            if not isinstance(error, Exception):  # told to stop at once: nobody asks again how it went
+            if not isinstance(error, Exception):  # the process is being stopped
                 raise
         pending.ended = time.monotonic()
 
     def _fits_in_memory(self, snapshot: Snapshot) -> bool:
-        """Whether memory holds a copy: one that was made already, or a new one, whose places are powers of two."""
+        """Whether a host copy fits: buffers exist, or new ones fit; pinned sizes are powers of two."""
         sizes = [lazy.size for file in snapshot.files.values() for lazy in file if lazy.size]
         needed = sum(1 << (size - 1).bit_length() for size in sizes)
         return bool(self._host_buffers) or needed <= MAX_COPY_FRACTION * available_memory()
 
     def _copy_to_host(self, snapshot: Snapshot) -> Snapshot:
-        """The same from memory of its own; every rank fetches, the main one keeps. The places are used again."""
+        """A copy in host memory; every rank gathers, rank 0 keeps. Buffers are reused."""
         if self._preallocation is not None:
             self._preallocation.join()
         files = {name: list(self._host_copies(name, file)) for name, file in snapshot.files.items()}
         if self._world.device.type == "cuda":
-            torch.cuda.synchronize(self._world.device)  # the copies are made when the device says so
+            torch.cuda.synchronize(self._world.device)  # wait for the non-blocking copies
         return replace(snapshot, files=files)
 
     def _host_copies(self, file: str, tensors: Iterable[LazyTensor]) -> Iterable[LazyTensor]:
@@ -441,19 +421,15 @@ class AsyncCheckpointer:
             if self._world.is_main:
                 buffer = self._buffer(file, lazy)
                 buffer.copy_(tensor, non_blocking=True)
-                yield replace(lazy, materialize=partial(_identity, buffer))
+                yield replace(lazy, materialize=buffer.detach)
 
     def _buffer(self, file: str, lazy: LazyTensor) -> Tensor:
         key = (file, lazy.name)
         if key not in self._host_buffers:
-            # a GPU copies into pinned memory at the link's speed, and into other memory at a tenth of it
+            # copies to pinned memory run at link speed, to pageable memory at a tenth of it
             pinned = self._world.device.type == "cuda"
             self._host_buffers[key] = torch.empty(lazy.shape, dtype=lazy.dtype, pin_memory=pinned)
         return self._host_buffers[key]
-
-
-def _identity(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _raise_if_failed(failure: BaseException | None) -> None:

@@ -9,22 +9,21 @@ import torch
 from torch import Tensor, nn
 
 MAX_GRAPHS = 4
-"""Recordings kept by one piece of work: each has memory of its own."""
+"""CUDA graphs kept per callable: each has its own memory pool."""
 WARMUP_CALLS = 3
-"""Times the work runs as it is before it is recorded: what compiles or tunes itself does so then."""
+"""Eager calls before capture, in which compilation and autotuning happen."""
 AUTO_MAX_PARAMS = 2_000_000_000
-"""Weights below which a GPU waits for the host: 79 k tokens/s as they come, 140 k recorded, at half a billion."""
+"""Parameters below which the GPU waits for host launches: 79 k tokens/s eager, 140 k graphed, at 0.5 B."""
 StepFn = Callable[..., Tensor]
 Signature = tuple[object, ...]
 
 
 class GraphedCallable:
-    """A piece of work whose inputs and output keep their places in memory; one recording for each set of shapes.
+    """A function captured as one CUDA graph per set of input shapes, with static inputs and output.
 
-    weights: those whose gradients the work makes anew. Each recording has gradients of its own, in its own memory,
-    which become the weights' again whenever another was theirs: none is cleared, and none added to what was cleared.
-
-    ready: called before each recording; what it gives is kept with it.
+    weights: parameters whose gradients the function creates. Each graph has its own gradient tensors, assigned to the
+    parameters when it is replayed: none is zeroed, none accumulates into stale values.
+    before_capture: called before each capture; its result is kept alive with the graph.
     """
 
     def __init__(
@@ -36,14 +35,13 @@ class GraphedCallable:
         self._graphs: dict[Signature, tuple[Any, dict[str, Tensor], Tensor, list[Tensor | None], object]] = {}
         self._grads_of: Signature | None = None
         self.last_graph: Signature | None = None
-        """What was replayed last; None where the work ran as it is."""
+        """Signature of the last replayed graph; None if the last call ran eagerly."""
 
     def __call__(self, **inputs: Tensor) -> Tensor:
-        """Do the work."""
         return self.call_after((), **inputs)
 
     def call_after(self, previous: Signature | None, **inputs: Tensor) -> Tensor:
-        """The same, upon what another recording left in its places; without one there is nothing to record."""
+        """Call after the graph `previous`, whose output memory is read; after an eager call (None) run eagerly."""
         shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in inputs.items())
         signature = (previous, *shapes)
         self.last_graph = None
@@ -64,23 +62,23 @@ class GraphedCallable:
         return output
 
     def _release_grads(self) -> None:
-        """Work that runs as it is must not add to a recording's gradients."""
+        """An eager call must not accumulate into a graph's gradients."""
         if self._grads_of is not None:
             for weight in self._weights:
                 weight.grad = None
         self._grads_of = None
 
     def _capture(self, signature: Signature, inputs: dict[str, Tensor]) -> bool:
-        """Nothing is computed while it is recorded; work that waits for the device cannot be, and is left as it is."""
+        """Capture without computing; a function that synchronizes cannot be captured and stays eager."""
         static_inputs = {name: tensor.clone() for name, tensor in inputs.items()}
         self._grads_of = None
         for weight in self._weights:
             weight.grad = None
-        torch.cuda.empty_cache()  # a recording has memory of its own; what the warm-up held is given back first
+        torch.cuda.empty_cache()  # a graph has its own memory pool; free what the warm-up cached
         graph = torch.cuda.CUDAGraph()
         try:
             prepared = self._before_capture()
-            # what other threads do meanwhile, such as pin memory for a checkpoint, is no part of it
+            # thread_local: other threads may pin memory for a checkpoint meanwhile
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 output = self._fn(**static_inputs)
         except RuntimeError:
@@ -94,7 +92,7 @@ class GraphedCallable:
 
 
 def use_cuda_graphs(module: nn.Module, setting: str) -> bool:
-    """Whether the device is done before the host has told it what to do; wish: the recipe's cuda_graphs."""
+    """Whether to use CUDA graphs; setting: the recipe's cuda_graphs."""
     if setting == "auto":
         return sum(weight.numel() for weight in module.parameters()) < AUTO_MAX_PARAMS
     return setting == "always"

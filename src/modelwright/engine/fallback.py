@@ -1,4 +1,4 @@
-"""Fallbacks when a step fails: a smaller micro-batch on out-of-memory, a fresh compile cache, then eager mode; dead compile workers."""
+"""Fallbacks for a failed step: smaller micro-batch on OOM, fresh compile cache, eager mode; dead compile workers."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from modelwright.runs.caches import (
 )
 
 RECOMPILE_LIMIT = 32
-"""Ways one layer may be compiled: training and measuring, each for one row or many, of one length or any."""
+"""Compiled variants per layer: train and eval, one row or several, static or dynamic length."""
 CHECKED_CACHES: set[Path] = set()
-"""Compile caches that this process has looked after."""
+"""Compile caches this process has checked for truncated files."""
 COMPILER_MODULES = ("torch._dynamo", "torch._inductor", "triton")
-CACHE_MODULES = ("torch._inductor.codecache", "torch._inductor.async_compile", "triton.compiler", "triton.runtime.cache",
-             "triton.runtime.build")  # fmt: skip
-"""Where they read what they have kept, and wait for it; what they meet there comes out as it is."""
+CACHE_MODULES = (
+    *("torch._inductor.codecache", "torch._inductor.async_compile"),
+    *("triton.compiler", "triton.runtime.cache", "triton.runtime.build"),
+)
+"""Modules that read the caches and wait for workers; errors from there are not wrapped."""
 
 
 def halve_micro_batch(plan: StagePlan) -> StagePlan | None:
-    """The same batch with half the rows at once; None where a row at once is already the least."""
+    """The same global batch with half the micro-batch; None if it is 1 already."""
     if plan.micro_batch_size == 1:
         return None
-    micro_batch_size, accumulation_steps = solve_batch(
-        plan.global_batch_size, plan.micro_batch_size // 2, plan.world_size
-    )
-    return replace(plan, micro_batch_size=micro_batch_size, gradient_accumulation_steps=accumulation_steps)
+    size, accumulation = solve_batch(plan.global_batch_size, plan.micro_batch_size // 2, plan.world_size)
+    return replace(plan, micro_batch_size=size, gradient_accumulation_steps=accumulation)
 
 
 def is_compiler_error(error: Exception) -> bool:
-    """Whether it is the compiler that failed, and not the work."""
+    """Whether the error comes from torch.compile or Triton, not from the step itself."""
     error_modules = [type(exception).__module__ for exception in (error, error.__cause__) if exception is not None]
     frame_modules = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
     return any(name.startswith(COMPILER_MODULES) for name in error_modules) or any(
@@ -56,7 +56,7 @@ def is_compiler_error(error: Exception) -> bool:
 
 
 class CompileCacheLogFilter(logging.Filter):
-    """Graphs of the compile cache that cannot be read: torch compiles them again, and tells each by a traceback."""
+    """Replaces torch's traceback for each unreadable cache entry (it recompiles) with one message."""
 
     def __init__(self, log: Callable[[str], None]) -> None:
         super().__init__()
@@ -72,18 +72,18 @@ class CompileCacheLogFilter(logging.Filter):
 
 
 class CompiledLayers:
-    """The parts of a module that are compiled, and how to go on where that fails."""
+    """The compiled layers of a module, and the fallback when compilation fails."""
 
     def __init__(self, layers: list[nn.Module], log: Callable[[str], None], enabled: bool = True) -> None:
-        """`say` is told what had to be put right."""
+
         _uncompile(layers)
         self._layers, self._failures = layers if enabled else [], 0
-        if torch.cuda.is_available():  # where kernels of our own are kept too
+        if torch.cuda.is_available():  # our own Triton kernels are cached there too
             _drop_truncated(triton_cache(), log)
         if enabled:
             _check_compile_caches(log)
-            # what is compiled is kept by the code of a layer, not by the model: without this, later stages of a
-            # process find the table full (8 shapes), and run as they are without a word
+            # compiled code is cached per code object, not per model: without a reset, later stages of a process
+            # hit the recompile limit (8) and run eagerly without a message
             torch._dynamo.reset()
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
             torch.compiler.config.cache_key_tag = _custom_op_hash()
@@ -92,7 +92,7 @@ class CompiledLayers:
             layer.compile()
 
     def fallback_for(self, error: Exception) -> str | None:
-        """Once with a cache of its own, for the old one may be broken; then as the modules are. Tells what is done."""
+        """First retry with a fresh compile cache, then run eagerly; describes what was done."""
         if not is_compiler_error(error) or (self._failures and not self._layers):
             return None
         self._failures += 1
@@ -108,7 +108,7 @@ class CompiledLayers:
 
 @cache
 def _custom_op_hash() -> str:
-    """What our own operations do: the compiler keeps what it made of them by their names alone."""
+    """Hash of our custom ops: the compile cache keys them by name only."""
     return f"modelwright {xxhash.xxh3_64_hexdigest(Path(trainable.__file__).read_bytes())}"
 
 
@@ -118,7 +118,7 @@ def _uncompile(layers: list[nn.Module]) -> None:
 
 
 def _check_compile_caches(log: Callable[[str], None]) -> None:
-    """Look after what torch has compiled, and tell of it in our words."""
+    """Remove truncated files from inductor's cache and install the log filter."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     _drop_truncated(Path(cache_dir()), log)
@@ -128,7 +128,7 @@ def _check_compile_caches(log: Callable[[str], None]) -> None:
 
 
 def _drop_truncated(folder: Path, log: Callable[[str], None]) -> None:
-    """Once in a process: a library that was cut by a full disk or a kill would end it without a word (SIGBUS)."""
+    """Once per process: loading a library truncated by a full disk or a kill would end it with SIGBUS."""
     count = truncated_at_start()
     if folder not in CHECKED_CACHES:
         CHECKED_CACHES.add(folder)
@@ -138,16 +138,16 @@ def _drop_truncated(folder: Path, log: Callable[[str], None]) -> None:
 
 
 def _error_summary(error: Any) -> str:
-    """What happened, without the line that only says who met it."""
+    """The first line of an error that says what happened."""
     head, *following = (str(error).strip() or type(error).__name__).splitlines()
     return (following[0] if following and head.endswith(":") else head)[:160]
 
 
 def detect_dead_compile_workers() -> None:
-    """Have them started, where a GPU is compiled for in parallel, so that torch learns when they are gone."""
-    if not torch.cuda.is_available():  # what is compiled for the CPU waits for threads of this process
+    """Start inductor's worker processes and make torch notice when they die."""
+    if not torch.cuda.is_available():  # CPU compilation uses threads of this process
         return
-    with suppress(Exception):  # without them or their names in another torch, work goes on as torch has it
+    with suppress(Exception):  # private API: in another torch version it may be missing
         from torch._inductor import config
         from torch._inductor.async_compile import AsyncCompile, get_compile_threads, shutdown_compile_workers
 
@@ -155,7 +155,7 @@ def detect_dead_compile_workers() -> None:
             return
         pool: Any = AsyncCompile.process_pool()
         if not pool.running:
-            if timer := getattr(pool, "timer", None):  # it would speak to them again, and be heard on the screen
+            if timer := getattr(pool, "timer", None):  # its timer would write to dead workers and print errors
                 timer.quit()
             shutdown_compile_workers()
             pool = AsyncCompile.process_pool()
@@ -163,12 +163,12 @@ def detect_dead_compile_workers() -> None:
 
 
 def close_worker_pipes(pool: Any) -> None:
-    """Close the workers' ends of the pipes in this process: torch keeps them, and so never reads that they are gone."""
+    """Close the workers' ends of the pipes in this process: while torch holds them open, it never reads EOF."""
     worker_fds = [int(arg.split("=")[1]) for arg in pool.process.args if "-fd=" in arg]
     own_pipes = {_file_id(pipe.fileno()) for pipe in (pool.read_pipe, pool.write_pipe)}
     for fd in worker_fds:
-        with suppress(OSError):  # closed already: by us, or by a torch that does so itself
-            if _file_id(fd) in own_pipes:  # both ends of a pipe are one file; its number may belong to another by now
+        with suppress(OSError):  # closed already, by us or by torch
+            if _file_id(fd) in own_pipes:  # both ends of a pipe share an inode; the fd may have been reused
                 os.close(fd)
 
 

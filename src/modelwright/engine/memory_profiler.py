@@ -15,28 +15,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 TIMELINE_POINTS = 240
-"""Moments that the picture is drawn from."""
+"""Points of the timeline."""
 
 
 @dataclass
 class AllocationLog:
-    """What came and went in one step."""
+    """Allocations and frees of one step."""
 
     events: list[tuple[int, int]] = field(default_factory=list)
-    """Storage and bytes, negative where it went."""
+    """Storage id and bytes, negative for a free."""
     baseline: dict[str, int] = field(default_factory=dict)
-    """Bytes that were there before, by component."""
+    """Bytes allocated before the step, by component."""
     labels: dict[int, str] = field(default_factory=dict)
-    """What storages were for, where known; the others held activations."""
+    """Component of a storage id, where known; all others are activations."""
     phases: list[tuple[int, str]] = field(default_factory=list)
-    """Where in the events each part of the step begins."""
+    """Event index at which each phase of the step begins."""
 
     def start_phase(self, phase: str) -> None:
-        """A part of the step begins here."""
+
         self.phases.append((len(self.events), phase))
 
     def as_json(self) -> dict[str, Any]:
-        """The components at the fullest moment and over time."""
+        """Components at the peak and over time."""
         current: dict[str, int] = dict(self.baseline)
         peak, peak_at, at_peak = sum(current.values()), 0, dict(current)
         interval = max(1, len(self.events) // TIMELINE_POINTS)
@@ -61,13 +61,13 @@ class AllocationLog:
 
 
 class _AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down every storage that an operation makes, and when it goes."""
+    """Logs every storage that an operation allocates, and its free."""
 
     def __init__(self, log: AllocationLog, known: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._log, self._alive = log, dict.fromkeys(known, 0)
         self._allocation_ids: dict[int, int] = {}
-        self._next_id = 1 << 62  # storages come back at the same address; each life has a number of its own
+        self._next_id = 1 << 62  # addresses are reused; each allocation gets its own id
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -92,12 +92,12 @@ class _AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._log.events.append((allocation_id, -size))
 
     def allocation_id(self, tensor: Tensor) -> int:
-        """The life of a tensor's storage in the log."""
+        """Id of a tensor's storage in the log."""
         return self._allocation_ids.get(tensor.untyped_storage()._cdata, 0)
 
 
 class MemoryProfiler:
-    """Watches one step of a module and its optimizer."""
+    """Profiles one step of a module and its optimizer."""
 
     def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._module, self._optimizer = module, optimizer
@@ -117,7 +117,7 @@ class MemoryProfiler:
 
     @contextmanager
     def profile_step(self) -> Iterator[AllocationLog]:
-        """Watch what happens inside, which is one step."""
+        """Profile the code inside, which must be one step."""
         hooks = [
             self._module.register_forward_pre_hook(lambda *_: self._start_phase("forward")),
             self._module.register_forward_hook(lambda *_: self._start_phase("backward")),
@@ -130,10 +130,6 @@ class MemoryProfiler:
             for hook in hooks:
                 hook.remove()
 
-    def as_json(self) -> dict[str, Any]:
-        """The components at the fullest moment and over time."""
-        return self.log.as_json()
-
     @contextmanager
     def _cpu_history(self) -> Iterator[None]:
         tensors = [*self._weights, *self._buffers, *self._states, *self._gradients]
@@ -143,10 +139,10 @@ class MemoryProfiler:
 
     @contextmanager
     def _gpu_history(self) -> Iterator[None]:
-        """The allocator's own list of what it gave and took back."""
+        """The history of the CUDA caching allocator."""
         torch.cuda.synchronize()
         known = sum(self.log.baseline.values())
-        self.log.baseline["workspaces"] = max(0, torch.cuda.memory_allocated() - known)  # of libraries, and batches
+        self.log.baseline["workspaces"] = max(0, torch.cuda.memory_allocated() - known)  # cuBLAS workspaces and batches
         torch.cuda.memory._record_memory_history(context=None, max_entries=400_000)
         try:
             yield
@@ -157,7 +153,7 @@ class MemoryProfiler:
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def _read_history(self, trace: list[dict[str, Any]]) -> None:
-        live: dict[int, tuple[int, int]] = {}  # of the storage at an address: its number and size
+        live: dict[int, tuple[int, int]] = {}  # address: id and size
         allocation_ids: dict[int, int] = {}
         phase_times = list(self._phase_times)
         for entry in trace:
@@ -182,7 +178,7 @@ class MemoryProfiler:
             self.log.start_phase(phase)
 
     def _label_gradients(self) -> None:
-        """The gradients stand now: what holds them is called so, back to when it was made."""
+        """Label the gradients' storages before the optimizer step, back to their allocation."""
         self._start_phase("optimizer")
         for weight in self._weights:
             if weight.grad is None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,13 +21,13 @@ from modelwright.engine.distributed import World
 def parallelize(
     module: nn.Module, world: World, sharding: str, compute_dtype: torch.dtype | None, bucket_cap_mb: int = 25
 ) -> nn.Module:
-    """Spread a module over the world; what comes back is called in its place."""
+    """Wrap a module for DDP, FSDP2 or HSDP; the result is called instead of the module."""
     if sharding in ("fsdp", "hsdp"):
         mesh = _mesh(world, sharding)
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
         for layer in repeated_layers(module):
             fully_shard(layer, mesh=mesh, mp_policy=policy)
-        # what the model is given stays exact: a reference of preferences, cast to bf16, would be of another model
+        # inputs stay fp32: DPO's reference log-probs must not be rounded to bf16
         fully_shard(module, mesh=mesh, mp_policy=replace(policy, cast_forward_inputs=False))
         return module
     if world.size == 1:
@@ -39,23 +37,13 @@ def parallelize(
         module,
         device_ids=[world.device] if world.device.type == "cuda" else None,
         bucket_cap_mb=bucket_cap_mb,
-        **buffers,  # what never changes need not be sent each time
+        **buffers,  # constant buffers need no broadcast
         gradient_as_bucket_view=True,
     )
 
 
-@contextmanager
-def gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
-    """Exchange gradients only in the last micro-batch of a step."""
-    if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(enabled)
-    context: Any = module.no_sync() if isinstance(module, DistributedDataParallel) and not enabled else nullcontext()
-    with context:
-        yield
-
-
 def repeated_layers(module: nn.Module) -> list[nn.Module]:
-    """The repeated layers of a model: the members of its longest list of modules of one kind."""
+    """The decoder layers (or blocks) of a model: its longest ModuleList of one class."""
     lists = [list(candidate) for candidate in module.modules() if isinstance(candidate, nn.ModuleList)]
     return max(
         (candidate for candidate in lists if len({type(layer) for layer in candidate}) == 1), key=len, default=[]
@@ -63,52 +51,42 @@ def repeated_layers(module: nn.Module) -> list[nn.Module]:
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """What a module keeps besides its weights, such as the running statistics of batch norms."""
+    """Persistent buffers of a module, such as the running statistics of batch norms."""
     weights = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     return {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if name not in weights}
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The full tensor of a shard; every rank must ask."""
+    """The full tensor of a DTensor; a collective, so every rank must call it."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    if tensor.dtype is torch.int16:  # which no backend can send
+    if tensor.dtype is torch.int16:  # NCCL and gloo have no int16
         wide = tensor.to(torch.int32)
         assert isinstance(wide, DTensor)
         return wide.full_tensor().to(torch.int16)
     return tensor.full_tensor()
 
 
-def total_grad_norm(gradients: list[Tensor]) -> Tensor:
-    """How long they are together, in fp32 where they are no wider; every rank must ask."""
-    parts = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-    return full_tensor(torch.linalg.vector_norm(torch.stack(parts)))
-
-
 def distribute_like(full: Tensor, like: Tensor) -> Tensor:
-    """A full tensor laid out as another one is, in its own type."""
+    """A full tensor sharded and laid out in memory as another one, in its own dtype."""
     if isinstance(like, DTensor):
-        # every rank has all of it, so nothing need be sent
+        # every rank has the full tensor: nothing is sent
         return distribute_tensor(full.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-    # in the other's own memory layout: fused optimizers walk memory, and a channels-last weight has another order
+    # same strides: fused optimizers walk raw memory, and channels-last weights have another order
     return torch.empty_like(like, dtype=full.dtype, requires_grad=False).copy_(full)
 
 
 def _buffer_sync_option() -> str:
-    """What DDP calls its option to send buffers in every forward; torch 2.13 has renamed it."""
+    """Name of DDP's option to broadcast buffers in every forward; torch 2.13 renamed it."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     return "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
 
 
 def _mesh(world: World, sharding: str) -> Any:
-    """One line of ranks that share the weights; for hsdp one line a node, each with a copy of its own."""
-    if (
-        world.size > 1
-        and sharding == "hsdp"
-        and world.size % world.local_world_size == 0
-        and world.local_world_size > 1
-    ):
-        shape = (world.size // world.local_world_size, world.local_world_size)
+    """Mesh over all ranks; for hsdp, nodes × ranks per node, with one replica per node."""
+    per_node = world.local_world_size
+    if world.size > 1 and sharding == "hsdp" and world.size % per_node == 0 and per_node > 1:
+        shape = (world.size // per_node, per_node)
         return init_device_mesh(world.device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
     return init_device_mesh(world.device.type, (world.size,)) if world.size > 1 else _single_rank_mesh(world)
 

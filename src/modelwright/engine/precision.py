@@ -18,12 +18,12 @@ from modelwright.errors import UsageError
 from modelwright.models.trainable import LORA_PREFIX
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
-"""What is not multiplied in fp8 is computed in bf16."""
+"""The compute dtype of each precision; with fp8, everything but the FP8 matmuls is bf16."""
 Value = TypeVar("Value")
 
 
 class MixedPrecision:
-    """Casts the forward pass where the weights are fp32, scales the backward pass, and moves the weights."""
+    """Autocast for fp32 parameters, loss scaling for fp16, the TF32 switch."""
 
     def __init__(
         self, name: str, device: torch.device, param_dtype: str = "fp32", tf32: bool = False, fp8_scaling: str = ""
@@ -32,13 +32,15 @@ class MixedPrecision:
         self.tf32 = tf32 and name == "fp32"
         self.compute_dtype = DTYPES[name]
         self._device = device
-        # on a processor without bf16 torch tells at length, once, that it takes the slow way; the plan chose otherwise
+        # mkldnn warns at length on CPUs without bf16; the plan chose the precision
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
-        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # the compiler's advice; the plan chose
+        warnings.filterwarnings(
+            "ignore", message="TensorFloat32 tensor cores"
+        )  # torch.compile's advice; the plan chose
         self._scaler = torch.amp.GradScaler(device.type, init_scale=2.0**14) if name == "fp16" else None
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Do matrix products in the compute type, fp32 ones as wished."""
+        """Context of a forward pass: autocast to the compute dtype, or the TF32 setting in fp32."""
         if self.compute_dtype is None:
             return self._tf32_context()
         if self.param_dtype == "bf16":
@@ -46,68 +48,66 @@ class MixedPrecision:
         return torch.autocast(self._device.type, dtype=self.compute_dtype)
 
     def backward(self, loss: Tensor) -> None:
-        """Add to the gradients."""
+        """Scale the loss if fp16, and run backward."""
         with self._tf32_context():
             (self._scaler.scale(loss) if self._scaler else loss).backward()  # type: ignore[no-untyped-call]
 
     def _tf32_context(self) -> AbstractContextManager[Any]:
-        """On a GPU that computes in fp32: on the tensor cores or exactly; any other arithmetic is left as torch has it.
+        """On a GPU in fp32: TF32 on or off; otherwise torch's settings stay.
 
-        The switch is the process's own, so that threads of the backward pass and of a recording have it too.
+        The switch is global to the process, so that backward threads and CUDA graph capture use it too.
         """
         computes_in_fp32 = self.compute_dtype is None and self._device.type == "cuda"
         return allow_tf32(self.tf32, convolutions=True) if computes_in_fp32 else nullcontext()
 
     @property
     def matmul_precision(self) -> str:
-        """What numbers are rounded to before they are multiplied; what was kept of other products is not taken."""
+        """Matmul precision as a tag in cache fingerprints: values cached with another one are not reused."""
         return "tf32" if self.tf32 else f"fp8 {self._fp8_scaling}" if self.name == "fp8" else self.name
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring the gradients back to their own size, ready to be measured and clipped."""
+        """Unscale the gradients before clipping (fp16)."""
         if self._scaler:
             self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Move the weights."""
+        """Run the optimizer step, through the loss scaler with fp16."""
         if self._scaler:
             self._scaler.step(optimizer)
         else:
             optimizer.step()
 
     def update(self) -> None:
-        """Let the scaler learn from the step, whether the weights moved or overflowed."""
+        """Update the loss scale after a step."""
         if self._scaler:
             self._scaler.update()
 
     @property
     def can_lower_loss_scale(self) -> bool:
-        """Whether a non-finite gradient may only mean that the loss scale is too large."""
+        """Whether a non-finite gradient may just mean that the loss scale is too large."""
         return self._scaler is not None and self._scaler.get_scale() > 1.0
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """State of the loss scaler for a checkpoint."""
         return self._scaler.state_dict() if self._scaler else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with a checkpoint's scale."""
+        """Restore the loss scaler."""
         if self._scaler and state:
             self._scaler.load_state_dict(state)
 
 
 @contextmanager
 def allow_tf32(tf32: bool, convolutions: bool = False) -> Iterator[None]:
-    """Inside, a GPU multiplies fp32 numbers on its tensor cores, or exactly; afterwards as it did before."""
-    switches, matmul_before, conv_before = (
-        _tf32_switches(),
-        _read_legacy(torch.get_float32_matmul_precision),
-        _read_legacy(_conv_tf32),
-    )
+    """Turn TF32 on or off inside; restores all switches afterwards."""
+    switches = _tf32_switches()
+    matmul_before = _read_legacy(torch.get_float32_matmul_precision)
+    conv_before = _read_legacy(lambda: bool(torch.backends.cudnn.allow_tf32))
     values_before = [switch.fp32_precision for switch in switches]
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if convolutions:
         torch.backends.cudnn.allow_tf32 = tf32
-        for switch in switches[2:]:  # where nothing is said, what holds for all of torch would
+        for switch in switches[2:]:  # unset, they would follow the global switch
             switch.fp32_precision = "tf32" if tf32 else "ieee"
     try:
         yield
@@ -116,24 +116,19 @@ def allow_tf32(tf32: bool, convolutions: bool = False) -> Iterator[None]:
             torch.set_float32_matmul_precision(matmul_before)
         if conv_before is not None:
             torch.backends.cudnn.allow_tf32 = conv_before
-        for switch, value in zip(
-            switches, values_before, strict=True
-        ):  # unset is not exact: compiled layers are kept by this word
+        # restores "none" too, which differs from "ieee": torch.compile guards on this value
+        for switch, value in zip(switches, values_before, strict=True):
             switch.fp32_precision = value
 
 
 def _tf32_switches() -> tuple[Any, ...]:
-    """Where torch 2.9 and later keep it, of what the older switches set too."""
+    """The switches of torch 2.9 and later, which the older ones set too."""
     backends: Any = torch.backends
     return (backends.cuda.matmul, backends.mkldnn.matmul, backends.cudnn.conv, backends.cudnn.rnn)
 
 
-def _conv_tf32() -> bool:
-    return bool(torch.backends.cudnn.allow_tf32)
-
-
 def _read_legacy(read: Callable[[], Value]) -> Value | None:
-    """What an older switch says; it refuses where somebody has used the newer one in this process."""
+    """The value of an older switch; torch refuses to read it once a newer one was set in this process."""
     try:
         return read()
     except RuntimeError:
@@ -141,26 +136,28 @@ def _read_legacy(read: Callable[[], Value]) -> Value | None:
 
 
 def disable_tf32_in_rope(module: nn.Module) -> None:
-    """Let rotary positions be multiplied exactly whatever holds around them.
+    """Turn TF32 off inside rotary embeddings.
 
-    Some versions of transformers multiply positions by frequencies as matrices. With 10 bits position 4,001 would be
-    4,000, and its first angle off by a radian; that a library computes products so thin exactly is not promised.
+    Some versions of transformers compute positions × frequencies as a matmul. TF32's 10 bits turn position 4,001 into
+    4,000, which puts the first angle off by a radian.
     """
     for submodule in module.modules():
         if is_rotary(submodule):
             hook = _NoTf32()
             submodule.register_forward_pre_hook(hook.begin)
-            submodule.register_forward_hook(hook.end, prepend=True, always_call=True)  # who began last ends first
+            submodule.register_forward_hook(
+                hook.end, prepend=True, always_call=True
+            )  # nested modules end in reverse order
 
 
 def is_rotary(module: nn.Module) -> bool:
-    """Whether a part of a model makes the angles by which queries and keys are turned."""
+    """Whether a module computes rotary position embeddings."""
     has_inv_freq = any("inv_freq" in name for name, _ in module.named_buffers(recurse=False))
     return has_inv_freq or "rotary" in type(module).__name__.lower()
 
 
 class _NoTf32:
-    """Switches to exact products as a module begins, and back as it ends, by whatever way."""
+    """Forward hooks that turn TF32 off in a module."""
 
     def __init__(self) -> None:
         self._open: list[AbstractContextManager[None]] = []
@@ -174,14 +171,14 @@ class _NoTf32:
 
 
 FP8_ALIGNMENT = 16
-"""FP8 products want every side of a matrix to be a multiple of this: rows are padded to such a length."""
+"""FP8 matmuls need every dimension to be a multiple of this: rows are padded to it."""
 
 
 def convert_to_fp8(module: nn.Module) -> list[nn.Linear]:
-    """Let the linear layers inside the transformer's layers multiply in FP8; returns those that do.
+    """Convert the linear layers inside the decoder layers to FP8 by torchao; returns them.
 
-    The head and the embeddings stay as they are: the loss is sensitive to them, and they gain least. At first a matrix
-    has one scale; `switch` can give each row its own.
+    LM head and embeddings stay in bf16: the loss is sensitive to them, and they gain least. Scaling is tensorwise until
+    `set_fp8_scaling` changes it.
     """
     try:
         from torchao.float8 import convert_to_float8_training
@@ -191,11 +188,8 @@ def convert_to_fp8(module: nn.Module) -> list[nn.Linear]:
     names: list[str] = []
 
     def is_convertible(linear: Any, name: str) -> bool:
-        fits = (
-            isinstance(linear, nn.Linear)
-            and linear.in_features % FP8_ALIGNMENT == linear.out_features % FP8_ALIGNMENT == 0
-        )
-        fits = fits and LORA_PREFIX not in name  # too small to gain, and what is learnt stays in bf16
+        is_linear = isinstance(linear, nn.Linear) and LORA_PREFIX not in name  # LoRA is too small to gain
+        fits = is_linear and linear.in_features % FP8_ALIGNMENT == linear.out_features % FP8_ALIGNMENT == 0
         names.extend([name] * fits)
         return fits
 
@@ -208,7 +202,7 @@ def convert_to_fp8(module: nn.Module) -> list[nn.Linear]:
 
 
 def set_fp8_scaling(linears: Iterable[Any], fp8_scaling: str | None) -> None:
-    """Let converted layers multiply in FP8, with a scale for each matrix or each row, or as any linear layer does."""
+    """Set tensorwise or rowwise scaling of converted layers; None makes them compute as nn.Linear."""
     for linear in linears:
         if fp8_scaling is None:
             linear.__dict__["forward"] = MethodType(nn.Linear.forward, linear)
@@ -219,9 +213,9 @@ def set_fp8_scaling(linears: Iterable[Any], fp8_scaling: str | None) -> None:
 
 @cache
 def _float8_config(scaling: str, emulate: bool) -> Any:
-    """What torchao is told: its own recipe, but that no scale is rounded to a power of two, as there those of rows are.
+    """torchao's recipe, but without rounding scales to powers of two.
 
-    With such scales of matrices 300 steps of 135 M weights ended 0.9 % above exact ones, without 0.15 %; and rows turn
+    With such scales (tensorwise) 300 steps of a 135 M model ended 0.9 % above bf16, without 0.15 %; rowwise flips
     10.3 % of the signs of a trained model's gradient with them, 9.8 % without.
     """
     from torchao.float8 import Float8LinearConfig

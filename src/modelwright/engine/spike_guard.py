@@ -10,39 +10,39 @@ from typing import Any, Literal
 from torch import Tensor
 
 Health = Literal["ok", "non_finite", "spike", "overflow"]
-"""Only an ok step moves the weights; an overflow is fp16's loss scale finding its size, and no illness."""
+"""Only an ok step updates the parameters; an overflow is normal while fp16's loss scale adapts."""
 WINDOW = 64
-"""Good steps remembered."""
+"""Good steps in the history."""
 MIN_HISTORY = 16
-"""Good steps needed before a spike can be told from the noise of the start."""
+"""Good steps needed before spikes are detected."""
 LOSS_RATIO_WITH_GRAD = 1.5
-"""A large gradient counts as a spike only with a loss so many times the usual one, the median."""
+"""A large gradient norm is a spike only with a loss this many times the median."""
 LOSS_RATIO = 4.0
-"""A loss so many times the usual one is a spike whatever the gradient."""
+"""A loss this many times the median is a spike whatever the gradient norm."""
 BASELINE_FRACTION, MIN_BASELINE = 0.25, 1.0
-"""The usual loss is at least this share of that of the beginning, or this: what is learnt by heart has next to none."""
+"""The baseline is at least this fraction of the initial loss, or this: memorized data has a loss near zero."""
 RECOVERED_AFTER = 4
-"""So many good steps in a row show that a spike was a hard batch; by default as many bad ones send the run back."""
+"""This many good steps in a row show that a spike was a hard batch; as many bad ones roll back by default."""
 
 
 def is_spike(loss: Any, grad_norm: Any, thresholds: Any) -> Any:
-    """Whether a loss leaps, or rises with a gradient that is too long; of numbers or of tensors, in the same words."""
+    """Whether a loss spikes, or rises with a large gradient norm; for numbers or tensors."""
     max_loss, max_loss_with_grad, max_grad_norm = thresholds
     return (loss > max_loss) | ((grad_norm > max_grad_norm) & (loss > max_loss_with_grad))
 
 
 def is_bad_step(loss_sum: Tensor, grad_norm: Tensor, thresholds: Tensor) -> Tensor:
-    """What the guard will find of a step, found where it is computed; limits: how much is trained, then the guard's."""
+    """The guard's decision computed on the device; thresholds: trained tokens, then the guard's."""
     loss = loss_sum / thresholds[0]
     spike: Tensor = is_spike(loss, grad_norm, thresholds[1:])
     return ~(loss + grad_norm).isfinite() | spike
 
 
 class SpikeGuard:
-    """Remembers what loss and gradient are like, and says when a step is not like that.
+    """Keeps recent losses and gradient norms and detects steps that deviate.
 
-    Where easy rows are known by heart, a hard one leaps, and to skip it would keep it out for ever. So a loss no higher
-    than those of the beginning is skipped once: when good steps follow, the next batch like it is learnt from.
+    Once easy rows are memorized, a hard one spikes, and skipping it always would exclude it forever. So a loss no
+    higher than the initial one is skipped once: if good steps follow, the next batch like it is trained on.
     """
 
     def __init__(self, spike_factor: float) -> None:
@@ -50,14 +50,14 @@ class SpikeGuard:
         self._losses: deque[float] = deque(maxlen=WINDOW)
         self._grad_norms: deque[float] = deque(maxlen=WINDOW)
         self._initial_loss = 0.0
-        """The median of the first losses."""
+        """Median of the first losses."""
         self._suspect_loss, self._good_streak = 0.0, 0
-        """The highest loss that may have been a hard batch's, and good steps in a row since a spike."""
+        """Highest skipped loss that may be a hard batch, and good steps in a row since a spike."""
         self._hard_losses: deque[float] = deque(maxlen=WINDOW)
-        """Beside the losses: what a hard batch's was, where one was learnt from or good steps have shown it, else 0."""
+        """Parallel to the losses: the loss of a hard batch that was accepted or confirmed, else 0."""
 
     def check(self, loss: float, grad_norm: float, can_lower_loss_scale: bool = False) -> Health:
-        """Say whether the weights may move; `scaled` says that the loss scale can still shrink."""
+        """Whether to update the parameters; with can_lower_loss_scale a non-finite gradient is an overflow."""
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self._good_streak = 0
             return "overflow" if can_lower_loss_scale and math.isfinite(loss) else "non_finite"
@@ -70,13 +70,13 @@ class SpikeGuard:
         return "ok"
 
     def thresholds(self) -> tuple[float, float, float]:
-        """What the next step is held against: see `is_spike`."""
+        """Limits of the next step, the arguments of `is_spike`."""
         max_loss, max_loss_with_grad, max_grad_norm = self._base_thresholds()
         hardest = max(self._hard_losses, default=0.0)
         return max(max_loss, hardest), max(max_loss_with_grad, hardest), max_grad_norm
 
     def _base_thresholds(self) -> tuple[float, float, float]:
-        """The same where no batch is hard."""
+        """The same without hard batches."""
         if len(self._losses) < MIN_HISTORY:
             return math.inf, math.inf, math.inf
         baseline = max(median(self._losses), min(BASELINE_FRACTION * self._initial_loss, MIN_BASELINE))
@@ -94,18 +94,16 @@ class SpikeGuard:
             self._initial_loss = median(self._losses)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, so that a resumed run judges as the uninterrupted one would."""
+        """State for a checkpoint, so that a resumed run decides as the uninterrupted one would."""
         return {
             "losses": list(self._losses), "grad_norms": list(self._grad_norms), "hard_losses": list(self._hard_losses),
             "initial_loss": self._initial_loss, "suspect_loss": self._suspect_loss, "good_streak": self._good_streak,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Remember what the checkpoint remembers."""
+        """Restore the state of a checkpoint."""
         self._losses = deque(state["losses"], maxlen=WINDOW)
         self._grad_norms = deque(state["grad_norms"], maxlen=WINDOW)
-        self._hard_losses = deque(state.get("hard_losses", ()), maxlen=WINDOW)
-        self._initial_loss = state.get(
-            "initial_loss", median(self._losses) if len(self._losses) >= MIN_HISTORY else 0.0
-        )
-        self._suspect_loss, self._good_streak = state.get("suspect_loss", 0.0), state.get("good_streak", 0)
+        self._hard_losses = deque(state["hard_losses"], maxlen=WINDOW)
+        self._initial_loss = state["initial_loss"]
+        self._suspect_loss, self._good_streak = state["suspect_loss"], state["good_streak"]

@@ -1,4 +1,4 @@
-"""The interface between the engine and a task: micro-batches, the Task protocol, the cursor, the step report, and host-device copies."""
+"""The interface between engine and task: micro-batches, Task protocol, Cursor, StepReport, host-device copies."""
 
 from __future__ import annotations
 
@@ -14,53 +14,51 @@ from modelwright.engine.spike_guard import Health
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Tensors for one forward pass, and how much they hold."""
+    """Tensors of one forward pass, and how many tokens they hold."""
 
     inputs: dict[str, Tensor]
-    """What the module's forward takes, by name."""
+    """Keyword arguments of the module's forward."""
     trained_tokens: int
-    """Tokens (or images) that count in the loss."""
+    """Tokens (or images) in the loss."""
     tokens: int
-    """Tokens (or images) that are no padding."""
+    """Tokens (or images) without padding."""
 
     def inputs_on(self, device: torch.device) -> dict[str, Tensor]:
-        """The inputs on the device that computes, or on their way there."""
+        """The inputs on a device, or being copied there."""
         return {name: to_device(tensor, device) for name, tensor in self.inputs.items()}
 
     def to_device(self, device: torch.device) -> MicroBatch:
-        """The same batch there, ahead of its use."""
+        """The same micro-batch on a device, ahead of its use."""
         return replace(self, inputs=self.inputs_on(device))
 
 
 @dataclass(frozen=True)
 class RankBatch:
-    """A rank's share of one global batch, ready for the device."""
+    """The micro-batches of one rank for one global batch."""
 
     step: int
-    """Which batch."""
     rows_hash: str
-    """Hash of the whole global batch's row numbers."""
+    """Hash of the row numbers of the global batch."""
     micro_batches: list[MicroBatch]
-    """This rank's micro-batches."""
 
     @property
     def tokens(self) -> int:
-        """Tokens in the share, padding not counted."""
+        """Tokens without padding."""
         return sum(micro_batch.tokens for micro_batch in self.micro_batches)
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens in the share that are learnt from."""
+        """Tokens in the loss."""
         return sum(micro_batch.trained_tokens for micro_batch in self.micro_batches)
 
 
 class Task(Protocol):
-    """What is learnt: rows, batches and the loss. The loop knows nothing else."""
+    """Rows, batches and the loss of a training stage; the engine knows nothing else about it."""
 
     module: nn.Module
-    """Its forward takes a batch's inputs and returns sums over what is trained: the loss, then other measures."""
+    """Its forward takes a micro-batch's inputs and returns sums over it: the loss, then other metrics."""
     metric_names: tuple[str, ...]
-    """What those sums are called; the first is "loss". One called "b per c" is a mean over the sum c instead."""
+    """Names of those sums; the first is "loss". One named "b per c" is averaged over the sum c."""
 
     @property
     def rows(self) -> int:
@@ -68,20 +66,20 @@ class Task(Protocol):
 
     @property
     def held_out_rows(self) -> int:
-        """Rows that only measure."""
+        """Rows for evaluation."""
 
     def row_length(self, row: int) -> int:
-        """How long a training row is: rows of like length share a micro-batch, which saves padding."""
+        """Length of a training row: rows of similar length share a micro-batch, which saves padding."""
 
     def batch(self, rows: Sequence[int], step: int) -> MicroBatch:
-        """The batch of these training rows at a step; no rows give a blank batch that trains nothing."""
+        """Micro-batch of these training rows at a step; no rows give a blank one with no trained tokens."""
 
     def held_out_batch(self, rows: Sequence[int]) -> MicroBatch:
-        """The batch of these held-out rows; no rows give a blank batch."""
+        """Micro-batch of these held-out rows; no rows give a blank one."""
 
 
 def eval_metrics(sums: Mapping[str, float], count: float) -> dict[str, float]:
-    """Measures over the count, or where their name says so over another measure, which then is none itself."""
+    """Metrics as means over the count; "b per c" is divided by the sum c, which is then no metric itself."""
     denominators = {name: name.partition(" per ")[2] for name in sums}
     return {
         f"eval_{name.partition(' per ')[0]}": total / (sums[denominators[name]] if denominators[name] else count)
@@ -91,7 +89,7 @@ def eval_metrics(sums: Mapping[str, float], count: float) -> dict[str, float]:
 
 
 class AsyncCopy:
-    """Numbers on their way from a device, which goes on meanwhile with what it was given after them."""
+    """A non-blocking copy of numbers from the device to pinned memory."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._numbers, self._copied_event = numbers, None
@@ -100,7 +98,7 @@ class AsyncCopy:
             self._copied_event = torch.cuda.current_stream().record_event()
 
     def __call__(self) -> list[float]:
-        """Wait for them."""
+        """Wait for the copy."""
         if self._copied_event is not None:
             self._copied_event.synchronize()
         numbers: list[float] = self._numbers.tolist()
@@ -108,49 +106,49 @@ class AsyncCopy:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device, or on its way there, while the host goes on."""
+    """A tensor on a device, copied without blocking the host."""
     if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()  # from other memory, 64 KB and more wait for all that the device was given before
+        tensor = tensor.pin_memory()  # copies of 64 KB and more from pageable memory synchronize with the device
     return tensor.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """Where training stands."""
+    """Progress of training."""
 
     step: int = 0
-    """Global batches taken."""
+    """Global batches done."""
     tokens: int = 0
-    """Tokens seen, padding not counted."""
+    """Tokens without padding."""
     trained_tokens: int = 0
-    """Tokens learnt from."""
+    """Tokens in the loss."""
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one step did."""
+    """Metrics of one step."""
 
     step: int
-    """Steps done, this one counted."""
+    """Steps done, including this one."""
     epoch: float
-    """Times the rows have been seen."""
+    """Epochs done."""
     loss: float
     """Mean loss over the trained tokens of the global batch."""
     grad_norm: float
-    """Length of the gradient before clipping."""
+    """Gradient norm before clipping."""
     learning_rate: float
-    """The rate used."""
+    """Learning rate of the step."""
     tokens: int
-    """Tokens in the global batch, padding not counted."""
+    """Tokens in the global batch, without padding."""
     batch_hash: str
-    """Hash of the row numbers in the global batch: two runs with equal hashes saw equal data."""
+    """Hash of the row numbers in the global batch: equal hashes mean equal data."""
     step_seconds: float
-    """Time it took."""
+    """Wall-clock time."""
     data_wait_seconds: float
-    """Of that, how long the device stood still until the next batch was prepared."""
+    """Part of it in which the device waited for the next batch."""
     compute_seconds_by_rank: tuple[float, ...]
-    """For each rank, the time it worked before it had to wait for others."""
+    """Compute time of each rank before it waited for others."""
     health: Health
-    """Whether the weights moved, and if not, why."""
+    """Whether the parameters were updated, and if not, why."""
     stop_requested: bool
-    """Whether some rank was asked to stop."""
+    """Whether a rank was asked to stop."""

@@ -16,23 +16,18 @@ WINDOW = 32
 
 
 class ThroughputMeter:
-    """Turns step reports into the numbers a person watches."""
+    """Turns step reports into tokens/s, MFU, ETA and peak memory."""
 
     def __init__(self, steps: int, batch_size: int, flops_per_token: float, peak_flops: float | None) -> None:
-        """batch: rows in a step."""
-        self._steps, self._batch_size, self._flops_per_token, self._peak_flops = (
-            steps,
-            batch_size,
-            flops_per_token,
-            peak_flops,
-        )
+        self._steps, self._batch_size = steps, batch_size
+        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self._seconds: deque[float] = deque(maxlen=WINDOW)
         self._token_rates: deque[float] = deque(maxlen=WINDOW)
         self._data_wait_fractions: deque[float] = deque(maxlen=WINDOW)
         self._first, self._steps_left = True, steps
 
     def record(self, report: StepReport) -> None:
-        """Take note of a step; the first step of a process only warms up."""
+        """Record a step; the first step of a process is warm-up."""
         if not self._first or self._steps == 1:
             self._seconds.append(report.step_seconds)
             self._token_rates.append(report.tokens / max(report.step_seconds, 1e-9))
@@ -40,10 +35,7 @@ class ThroughputMeter:
         self._first, self._steps_left = False, self._steps - report.step
 
     def summary(self) -> dict[str, float | int | None]:
-        """The speed, time left and memory after the last step; asked for where it is told, not after every step.
-
-        The GPU waits meanwhile: its memory alone takes a fifth of a millisecond to ask for.
-        """
+        """Speed, time left and memory after the last step; reading the GPU's memory takes 0.2 ms."""
         rate = median(self._token_rates) if self._token_rates else None
         eta = self._steps_left * median(self._seconds) if self._seconds else None
         return {
@@ -57,25 +49,25 @@ class ThroughputMeter:
 
 
 def peak_memory_bytes() -> int:
-    """The most memory this process has held: on the GPU where there is one, else in RAM."""
+    """Peak memory of this process: on the GPU if there is one, else RSS."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 STRAGGLER_WINDOW = 8
-"""Steps that are looked at before anybody is called slow."""
+"""Steps before a rank is called a straggler."""
 STRAGGLER_RATIO = 1.6
-"""A rank is slow when it takes so many times as long as the median of the others."""
+"""A straggler takes this many times the median of the others."""
 STRAGGLER_MIN_SECONDS = 0.005
 TIMEOUT_AFTER_STEPS = 8
-"""Steps after which the length of a step is known."""
+"""Steps after which the duration of a step is known."""
 MIN_TIMEOUT_SECONDS, TIMEOUT_STEPS = 300.0, 20.0
-"""An exchange that takes so long, and so many times a step, never comes."""
+"""Timeout of a collective: at least these seconds, and this many steps."""
 
 
 class DeviceTimer:
-    """The time from start to stop, on the device where there is one."""
+    """Time from start to stop, on the device if it is a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -85,39 +77,39 @@ class DeviceTimer:
         self._began = self._ended = 0.0
 
     def start(self) -> None:
-        """Begin."""
+
         self._began = self._ended = time.perf_counter()
         if self._on_gpu:
             self._events[0].record()
 
     def stop(self) -> None:
-        """End; a GPU's time is read when it has caught up."""
+        """Stop; GPU time is read once the device has caught up."""
         self._ended = time.perf_counter()
         if self._on_gpu:
             self._events[1].record()
 
     def seconds_by_rank(self, rank: int, size: int) -> list[float]:
-        """The seconds in this rank's place and nothing in the others', so that a sum over ranks holds them all."""
+        """The seconds at this rank's index and zeros elsewhere, so that an all_reduce sum collects them."""
         seconds = max(self._ended - self._began, self.seconds)
         return [seconds if index == rank else 0.0 for index in range(size)]
 
     @property
     def seconds(self) -> float:
-        """The time that passed on the device: next to nothing where a GPU was still at work on what came before."""
+        """Time on the device: near zero if a GPU was still busy with earlier work."""
         if self._on_gpu and self._ended > self._began:
             return float(self._events[0].elapsed_time(self._events[1])) / 1000
         return self._ended - self._began
 
 
 class StragglerDetector:
-    """Names ranks that hold the others up, once each time it begins."""
+    """Reports ranks that slow the others down, once each time it begins."""
 
     def __init__(self) -> None:
         self._recent: deque[tuple[float, ...]] = deque(maxlen=STRAGGLER_WINDOW)
         self._reported: set[int] = set()
 
     def check(self, seconds: tuple[float, ...]) -> list[str]:
-        """What is to be said after a step."""
+        """Messages after a step."""
         self._recent.append(seconds)
         if len(seconds) < 2 or len(self._recent) < STRAGGLER_WINDOW:
             return []

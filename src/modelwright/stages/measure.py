@@ -190,7 +190,7 @@ def peak_memory(engine: Engine) -> dict[str, Any]:
     profiler = MemoryProfiler(engine.task.module, engine.optimizer)
     with engine.eager(), profiler.profile_step():
         next(engine.steps())
-    profile = profiler.as_json()
+    profile = profiler.log.as_json()
     return {**{name: profile[name] for name in ("peak_bytes", "peak_phase", "components")}, **allocator}
 
 

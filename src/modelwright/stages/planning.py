@@ -196,7 +196,7 @@ def profile_one_step(
             profiled = next(steps, None)
         if profiled is None:
             return
-        profile = profiler.as_json()
+        profile = profiler.log.as_json()
         context.world.on_rank0_broadcast(partial(write_json, context.folder.memory_profile(stage), profile))
         context.journal.add("memory", stage=stage, peak_bytes=profile["peak_bytes"], peak_phase=profile["peak_phase"],
                             components=profile["components"], device_bytes=context.hardware.memory)  # fmt: skip

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from modelwright.engine import trainer
 from modelwright.engine.checkpoint import AsyncCheckpointer, CheckpointManager, read_state
 from modelwright.engine.parallel import full_tensor
 from modelwright.engine.task import StepReport
 from modelwright.engine.throughput import StragglerDetector, ThroughputMeter
+from modelwright.engine.trainer import explain_mismatch
 from modelwright.errors import Diverged, Interrupted
 from modelwright.plan.stage import plan_stage
 from modelwright.runs.folder import hash_file, read_json, write_json, write_json_with_checksum
@@ -102,7 +102,7 @@ class StageRunner:
         for report in self._steps():
             self._log_step(report, meter)
             self._log_plan_changes()
-            self.checkpointer.preallocate_buffers(lambda: trainer.state_dict(self.engine))
+            self.checkpointer.preallocate_buffers(lambda: self.engine.state_dict())
             for line in stragglers.check(report.compute_seconds_by_rank):
                 self._note(line)
             if report.health not in ("ok", "overflow"):
@@ -204,7 +204,7 @@ class StageRunner:
             "seconds": self._training_seconds(),
         }
         self._wait_for_save()
-        if self.checkpointer.save(trainer.state_dict(self.engine, **extra_state), self.eval_history.best_step()):
+        if self.checkpointer.save(self.engine.state_dict(**extra_state), self.eval_history.best_step()):
             self.context.journal.add(
                 "checkpoint_started",
                 stage=self.stage,
@@ -247,20 +247,20 @@ class StageRunner:
         """The batch this run was started with; refuses if anything that decides the weights has changed since."""
         if step is None:
             return None
-        with trainer.explain_mismatch(self._checkpoint_dir(step)):
+        with explain_mismatch(self._checkpoint_dir(step)):
             saved = read_state(self._checkpoint_dir(step))
             saved = {
                 "resume_config": dict(saved["resume_config"]),
                 "global_batch_size": int(saved["global_batch_size"]),
             }
         for change in check_resume_config(saved["resume_config"], self.resume_config, self.context.options.overrides):
-            self._note(f"resuming although {change} (--override)")
+            self._note(f"resuming although {change} (--allow-changed)")
         changed_batch = any("batch" in key or "accumulation" in key for key in self.context.options.overrides)
         return None if changed_batch else int(saved["global_batch_size"])
 
     def _resume_from(self, step: int) -> None:
-        with trainer.explain_mismatch(self._checkpoint_dir(step)):
-            saved = trainer.load_state_dict(self.engine, self._checkpoint_dir(step))
+        with explain_mismatch(self._checkpoint_dir(step)):
+            saved = self.engine.load_state_dict(self._checkpoint_dir(step))
             self.eval_history.records = list(saved["evaluations"])
             self.earlier_seconds, self.began = float(saved["seconds"]), time.monotonic()
         self.last_saved_step = step
@@ -292,7 +292,7 @@ class StageRunner:
         """Take the best weights, write the model folder, and only then the result that says the stage is done."""
         best = self._best_valid_step()
         if best is not None and best != self.engine.cursor.step:
-            trainer.load_weights(self.engine, self._checkpoint_dir(best))
+            self.engine.load_weights(self._checkpoint_dir(best))
             self._note(f"best checkpoint restored: step {best} ({self.settings.metric_for_best_model})")
         self.engine.ema.copy_to()
         metrics = {
