@@ -1,8 +1,9 @@
-"""Generate the pages of docs/reference from the code: commands, exit codes, files and metrics."""
+"""Generate the pages of docs/reference from the code: recipe settings, commands, exit codes, files and metrics."""
 
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,23 +12,33 @@ from typer.main import get_command
 
 from docs.metric_descriptions import METRIC_DESCRIPTIONS, metric_names, stages_reporting
 from modelwright import errors
-from modelwright.cli.main import build_app as whole_command
+from modelwright.cli.main import build_app
 from modelwright.errors import ModelwrightError
+from modelwright.recipe.explain import plain_default
+from modelwright.recipe.fields import ConfigField, aliases_for, all_sections, child_fields, get_field
 from modelwright.recipe.sections import LM_EVAL_METRICS
 from modelwright.runs.folder import RunFolder
 
 GENERATED_NOTE = """\
-<!-- Made from the code by {name}() in docs/reference_pages.py; a test holds it to that. To make it anew:
+<!-- Made from the code by {name}() in docs/reference_pages.py; a test compares them. To regenerate it:
      UPDATE_GOLDEN=1 pytest tests/recipe/test_reference.py -->
 """
+RECIPE_HEAD = """\
+# Recipe reference
 
+{note}
+Every setting a recipe may have. `base: NAME` at the top builds on another recipe, by path or by the name of a
+shipped one. Names in the last column are those of other tools and of earlier versions: they are read with a one-line
+note. A setting marked **required** has no default. For the values in your own recipe, and who set each:
 
+```bash
+modelwright explain quickstart
+```
+"""
 FIXED_MEANINGS = {
     0: "Done.",
     1: "Unexpected error; rerun with `--debug` for the traceback. Or a rank that lost a peer.",
 }
-
-
 OTHER_FILES = {
     "stages/STAGE/checkpoints/step-00000012/": "One checkpoint: tensors as safetensors, the rest as JSON.",
     "tensorboard/": "Event files for TensorBoard.",
@@ -37,11 +48,26 @@ OTHER_FILES = {
 """Files whose names stand elsewhere in the code."""
 
 
+def recipe() -> str:
+    """Every setting of a recipe, section by section."""
+    threshold, volume = get_field(("gates", "STAGE", "METRIC")), get_field(("cluster", "volumes", "NAME"))
+    assert threshold is not None and volume is not None
+    parts = [RECIPE_HEAD.format(note=GENERATED_NOTE.format(name="recipe"))]
+    # the data of a stage have the settings of data
+    sections = [section for key, section in all_sections().items() if not key.endswith(".data")]
+    for section in (*sections, threshold, volume):
+        title = f"`{section.key}`" if section.key else "The recipe"
+        table = ["| setting | expected | default | meaning | also called |", "|---|---|---|---|---|"]
+        table += [_setting_row(setting) for setting in child_fields(section)]
+        parts.append("\n".join([f"## {title}", "", section.description, "", *table, ""]))
+    return "\n".join(parts)
+
+
 def commands() -> str:
     """Every command with its arguments and options."""
     head = "Every command, as in `--help`. Commands that report something take `--json`: one object on stdout."
     parts = ["# Commands", "", GENERATED_NOTE.format(name="commands"), f"{head}\n"]
-    for path, command in _leaf_commands(get_command(whole_command()), ()):
+    for path, command in _leaf_commands(get_command(build_app()), ()):
         parts += [f"## modelwright {' '.join(path)}", "", _one_line(command.help), ""]
         arguments = [each for each in command.params if each.param_type_name == "argument"]
         options = [each for each in command.params if each.param_type_name == "option" and each.name != "help"]
@@ -101,6 +127,16 @@ def metrics() -> str:
     return "\n".join(["# Metrics", "", GENERATED_NOTE.format(name="metrics"), f"{head}\n", *titles, *table, ""])
 
 
+def _setting_row(setting: ConfigField) -> str:
+    name = setting.key.rpartition(".")[2]
+    expected = setting.expected + (", or null" if setting.optional else "")
+    default = "" if setting.section else f"`{json.dumps(plain_default(setting), ensure_ascii=False)}`"
+    default = "**required**" if setting.required else default
+    others = ", ".join(f"`{other}`" for other in aliases_for(setting.key))
+    cells = [f"`{name}`", expected, default, setting.description, others]
+    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
+
+
 def _leaf_commands(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Every command that does something, in the order of the help."""
     for name, subcommand in getattr(command, "commands", {}).items():
@@ -131,5 +167,11 @@ def _retry_advice(code: int) -> str:
     }.get(code, "no")
 
 
-PAGES = {"commands.md": commands, "exit-codes.md": exit_codes, "files.md": files, "metrics.md": metrics}
+PAGES = {
+    "recipe.md": recipe,
+    "commands.md": commands,
+    "exit-codes.md": exit_codes,
+    "files.md": files,
+    "metrics.md": metrics,
+}
 """The pages of docs/reference, and what makes each."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -13,15 +14,19 @@ from modelwright.recipe.diagnostics import FOREIGN_KEY_HINTS, SECTION_ALIASES
 from modelwright.recipe.fields import (
     CONVERTED_ALIASES,
     KEY_ALIASES,
+    RENAMED_KEYS,
+    RENAMED_METRICS,
     VALUE_ALIASES,
     all_sections,
     field_names,
     get_field,
     section_aliases,
 )
-from modelwright.recipe.load import LoadedRecipe, load
+from modelwright.recipe.load import LoadedRecipe, builtin_recipes, load
 from modelwright.recipe.schema import TRAINING_STAGES, SftConfig
 
+RENAMED = Path(__file__).parent / "renamed"
+"""Recipes with every key of version 0.1 that has another name now, and the same under the new names."""
 HEAD = "name: x\nmodel: {model_name_or_path: m}\ndata: {dataset_name: d}\n"
 
 
@@ -33,10 +38,13 @@ def read(tmp_path: Path, text: str, *sets: str) -> LoadedRecipe:
 
 
 def test_every_other_name_leads_to_a_setting_that_exists() -> None:
-    for table, section in (("", ""), ("model", "model"), ("data", "data"), ("training", "sft"), ("compare", "compare")):
-        known = {name for each in (TRAINING_STAGES if section == "sft" else (section,)) for name in field_names(each)}
-        named = {*KEY_ALIASES.get(table, {}), *(alias.canonical for alias in CONVERTED_ALIASES.get(table, {}).values())}
-        assert named <= known
+    tables = {*KEY_ALIASES, *CONVERTED_ALIASES, *RENAMED_KEYS}
+    assert {"", "model", "data", "training", "compare"} <= tables
+    for table in tables:
+        sections = {"training": TRAINING_STAGES, "trainable": ("sft.trainable",)}.get(table, (table,))
+        known = {name for section in sections for name in field_names(section)}
+        converted = (alias.canonical for alias in CONVERTED_ALIASES.get(table, {}).values())
+        assert {*KEY_ALIASES.get(table, {}), *RENAMED_KEYS.get(table, {}).values(), *converted} <= known
 
 
 def test_no_other_name_is_also_a_name_of_ours_or_stands_twice() -> None:
@@ -47,9 +55,12 @@ def test_no_other_name_is_also_a_name_of_ours_or_stands_twice() -> None:
         assert len(others) == len(set(others))
 
 
+VALUE_SECTIONS = (("sft",), ("model",), ("gates", "sft", "eval_loss"))
+
+
 def test_every_word_for_a_value_leads_to_a_value_that_is_allowed() -> None:
     for name, words in VALUE_ALIASES.items():
-        setting = get_field(("sft", name)) or get_field(("model", name))
+        setting = next(filter(None, (get_field((*path, name)) for path in VALUE_SECTIONS)), None)
         assert setting is not None
         for ours in words.values():
             assert ours is None or not setting.choices or str(ours).lower() in setting.choices
@@ -58,7 +69,7 @@ def test_every_word_for_a_value_leads_to_a_value_that_is_allowed() -> None:
 def test_hints_and_section_names_are_not_settings_of_ours() -> None:
     ours = {name for section in all_sections() for name in field_names(section)}
     assert not ours & (set(FOREIGN_KEY_HINTS) - {"lora"})  # lora alone is asked for in more places than it is a setting
-    assert not ours & set(SECTION_ALIASES)
+    assert not set(field_names("")) & set(SECTION_ALIASES)  # they are asked for at the top level only
 
 
 @pytest.mark.parametrize(
@@ -147,8 +158,47 @@ def test_flash_attention_is_a_setting_of_the_model(tmp_path: Path) -> None:
     assert (model.model_name_or_path, model.attn_implementation) == ("m", "flash_attention_2")
 
 
-def test_our_own_files_use_our_own_names(tmp_path: Path) -> None:
-    assert load("quickstart", (), {}).notes == ()
+@pytest.mark.parametrize("name", list(builtin_recipes()))
+def test_our_own_files_use_our_own_names(name: str) -> None:
+    assert load(name, (), {}).notes == ()
+
+
+def test_every_name_of_version_0_1_is_read_as_todays_with_a_note() -> None:
+    noted = set()
+    for name in ("text", "images"):
+        old, new = (load(RENAMED / f"{version}_{name}.yaml", (), {"HEAD": "true"}) for version in ("old", "new"))
+        dumped = [{**loaded.recipe.model_dump(), "env_overrides": {}, "gates_file": ""} for loaded in (old, new)]
+        assert dumped[0] == dumped[1]
+        assert new.notes == ()
+        noted |= {re.sub(r"^\S+: ", "", note) for note in old.notes}
+    keys = {pair for table in (*RENAMED_KEYS.values(), RENAMED_METRICS) for pair in table.items()}
+    found = (re.fullmatch(r"(?:\S+\.)?(\w+) is now called (\w+)", note) for note in noted)
+    assert {(match[1], match[2]) for match in found if match} == keys
+    assert {note for note in noted if " is read as " in note} == {
+        "gates.sft.exactness.times: base_exactness is read as times: base_answer_f1",
+        "gates.sft.parent_eval_loss.plus: exactness is read as plus: answer_f1",
+        "gates.dpo.eval_loss.times: parent_base_exactness is read as times: parent_base_answer_f1",
+    }
+
+
+def test_a_setting_under_its_old_name_may_be_set_and_mapped(tmp_path: Path) -> None:
+    text = f"{HEAD}sft: {{trainable: {{last_layers: 1}}}}\ncluster: {{}}\nenvironment: {{HEAD: sft.trainable.head}}\n"
+    sets = ("weights=fp32", "cluster.variables.NCCL_DEBUG=1", "gates.sft.exactness.at_least=0.5")
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    recipe = load(path, sets, {"HEAD": "true"}).recipe
+    assert recipe.sft is not None and recipe.cluster is not None
+    assert (recipe.sft.param_dtype, recipe.sft.trainable.lm_head) == ("fp32", True)
+    assert recipe.cluster.env == {"NCCL_DEBUG": "1"}
+    assert recipe.gates["sft"]["answer_f1"].at_least == 0.5
+
+
+def test_a_problem_names_the_key_that_was_written(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"mine\.yaml:5: sft\.weights is 'bf8'; it wants one of auto, fp32, bf16"):
+        read(tmp_path, f"{HEAD}sft:\n  weights: bf8\n")
+    with pytest.raises(RecipeError, match=r"gates\.sft\.exactness is another name for answer_f1 \(line 7\)"):
+        gates = "gates:\n  sft:\n    answer_f1: {at_least: 0}\n    exactness: {at_least: 0}\n"
+        read(tmp_path, f"{HEAD}sft: {{}}\n{gates}")
 
 
 def test_two_names_for_one_setting_are_refused(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,21 +23,6 @@ from modelwright.recipe.fields import (
 from modelwright.recipe.load import LoadedRecipe
 from modelwright.recipe.schema import NAME_PATTERN, Recipe
 from modelwright.recipe.source import DEFAULT, Origin
-
-REFERENCE_HEAD = """\
-# Recipe reference
-
-<!-- Made from src/modelwright/recipe/schema.py by reference_markdown(); a test holds it to that. To make it anew:
-     UPDATE_GOLDEN=1 pytest tests/recipe/test_reference.py -->
-
-Every setting a recipe may have. `base: NAME` at the top builds on another recipe, by path or by the name of a
-shipped one. Names in the last column are what other tools say: they are read with a one-line note. A setting
-marked **required** has no default. For the values in your own recipe, and who set each:
-
-```bash
-modelwright explain quickstart
-```
-"""
 
 
 @dataclass(frozen=True)
@@ -85,7 +69,7 @@ def non_default_settings(loaded: LoadedRecipe) -> tuple[tuple[SettingValue, Any]
     changed = []
     for row in list_settings(loaded):
         setting = get_field(tuple(row.key.split(".")))
-        default = None if setting is None else _plain_default(setting)
+        default = None if setting is None else plain_default(setting)
         if row.value != default:
             changed.append((row, default))
     return tuple(changed)
@@ -97,15 +81,13 @@ def explain_setting(loaded: LoadedRecipe, key: str) -> Explanation:
     assert setting is not None
     row = SettingValue(key, _value(loaded, key), loaded.origins.get(key, DEFAULT), setting.description)
     wants = setting.expected + (", or null" if setting.optional else "")
-    default = _plain_default(setting)
+    default = plain_default(setting)
     return Explanation(row, wants, default, setting.required, setting.choices, tuple(aliases_for(key)))
 
 
 def resolve_key(key: str) -> str:
     """The full key that a person means by a dotted key, a bare name or another tool's name."""
-    if get_field(tuple(key.split("."))) is not None:
-        return key
-    if canonical_key(key) != key:
+    if get_field(tuple(canonical_key(key).split("."))) is not None:
         return canonical_key(key)
     bare: dict[str, str] = {}
     for name, meant in _bare_names():
@@ -144,32 +126,6 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
-def reference_markdown() -> str:
-    """Every setting as a page, section by section: the text of docs/reference/recipe.md."""
-    threshold, volume = get_field(("gates", "STAGE", "METRIC")), get_field(("cluster", "volumes", "NAME"))
-    assert threshold is not None and volume is not None
-    parts = [REFERENCE_HEAD]
-    unique_sections = (
-        section for key, section in all_sections().items() if not key.endswith(".data")
-    )  # a stage's data are as data
-    for section in (*unique_sections, threshold, volume):
-        title = f"`{section.key}`" if section.key else "The recipe"
-        table = ["| setting | wants | default | meaning | also called |", "|---|---|---|---|---|"]
-        table += [_reference_row(setting) for setting in child_fields(section)]
-        parts.append("\n".join([f"## {title}", "", section.description, "", *table, ""]))
-    return "\n".join(parts)
-
-
-def _reference_row(setting: ConfigField) -> str:
-    name = setting.key.rpartition(".")[2]
-    wants = setting.expected + (", or null" if setting.optional else "")
-    default = "" if setting.section else f"`{json.dumps(_plain_default(setting), ensure_ascii=False)}`"
-    default = "**required**" if setting.required else default
-    others = ", ".join(f"`{other}`" for other in aliases_for(setting.key))
-    cells = [f"`{name}`", wants, default, setting.description, others]
-    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
-
-
 def _value(loaded: LoadedRecipe, key: str) -> Any:
     """What a key is in a recipe, as plain data; nothing where the recipe does not go so far."""
     value: Any = loaded.recipe.model_dump()
@@ -201,7 +157,8 @@ def _bare_names() -> Iterator[tuple[str, str]]:
         yield from ((name, prefix + alias.canonical) for name, alias in section_aliases(section).items())
 
 
-def _plain_default(setting: ConfigField) -> Any:
+def plain_default(setting: ConfigField) -> Any:
+    """The default of a setting as plain data."""
     default = setting.default
     if isinstance(default, dict):
         return {key: value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value

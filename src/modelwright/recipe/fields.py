@@ -14,7 +14,7 @@ from pydantic_core import PydanticUndefined
 
 from modelwright.recipe.schema import NAME_PATTERN, TRAINING_STAGES, Recipe, TrainableParts
 from modelwright.recipe.sections import IS_DNS_LABEL, IS_QUANTITY, IS_REGEX, CountOrFraction, Threshold, VolumeConfig
-from modelwright.recipe.source import ConfigNode, RecipeProblem, make_problem
+from modelwright.recipe.source import ConfigNode, KeyPath, RecipeProblem, make_problem
 
 NAME_EXPECTED = "lower-case letters, digits, dots and dashes"
 LABEL_EXPECTED = "lower-case letters, digits and dashes"
@@ -245,6 +245,8 @@ class Alias:
     """Whether the value is a share below one, as ``warmup_ratio`` is."""
     comma_separated: bool = False
     """Whether one text may hold several names between commas."""
+    renamed: bool = False
+    """Whether it is our own name of an earlier version."""
 
 
 KEY_ALIASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -333,6 +335,10 @@ CONVERTED_ALIASES: Mapping[str, Mapping[str, Alias]] = {
     },
 }
 """Names whose values, too, mean something else than ours."""
+RENAMED_METRICS = {
+    f"{prefix}exactness": f"{prefix}answer_f1" for prefix in ("", "base_", "parent_", "parent_base_")
+}
+"""Metrics of version 0.1 and their names of today: keys of a gate, and values of times and plus."""
 VALUE_ALIASES: Mapping[str, Mapping[str, AliasValue]] = {
     "precision": {
         **dict.fromkeys(("bfloat16", "bf16-mixed"), "bf16"),
@@ -345,8 +351,55 @@ VALUE_ALIASES: Mapping[str, Mapping[str, AliasValue]] = {
     "attn_implementation": {"flash": "flash_attention_2", "fa2": "flash_attention_2"},
     "max_steps": {"-1": None},
     "gradient_checkpointing": {"full": True, "none": False},
+    "times": RENAMED_METRICS,
+    "plus": RENAMED_METRICS,
 }
 """Other words for values of our own settings; ``None`` is the default."""
+RENAMED_KEYS: Mapping[str, Mapping[str, str]] = {
+    "": {"environment": "env_overrides"},
+    "model": {"width": "resnet_width"},
+    "data": {"derive": "derived_columns", "make_pairs": "generate_qa", "max_bad_share": "max_invalid_fraction"},
+    "training": {
+        "weights": "param_dtype",
+        "sharding": "distributed_strategy",
+        "scale_learning_rate_by_world": "scale_lr_by_world_size",
+        "save_in_background": "async_save",
+        "keep_trunk": "cache_frozen_layers",
+        "fp8_check": "fp8_validation",
+        "max_truncated": "max_truncated_rows",
+        "curriculum": "sequence_length_curriculum",
+        "crop_padding": "random_crop_padding",
+        "cutout": "cutout_size",
+    },
+    "trainable": {"head": "lm_head", "untie_head": "untie_lm_head"},
+    "prepare": {
+        "max_bad_share": "max_invalid_fraction",
+        "max_lost_share": "max_dropped_token_fraction",
+        "max_symbol_share": "max_symbol_ratio",
+        "max_digit_share": "max_digit_ratio",
+        "near_dedup": "minhash_dedup",
+        "near_dedup_threshold": "jaccard_threshold",
+        "signature_device": "minhash_device",
+        "decontaminate": "decontaminate_against",
+        "row_length": "sequence_length",
+        "shard_rows": "rows_per_shard",
+        "fast_tokenizer": "use_gigatoken",
+        "workers": "num_proc",
+        "keep_work": "keep_intermediate_files",
+    },
+    "evaluate": {"text": "perplexity_text", "prompts": "completion_prompts"},
+    "compare": {"style": "style_patterns", "held_out_prompts": "num_held_out_prompts"},
+    "cluster": {
+        "variables": "env",
+        "code": "code_source",
+        "queue": "local_queue",
+        "token_secret": "hf_token_secret",
+        "restarts": "max_restarts",
+        "shared_memory": "shm_size",
+        "target": "job_kind",
+    },
+}
+"""Names of version 0.1 and those of today."""
 REMOVED_KEYS: Mapping[str, str] = {"tune_products": "0.2"}
 """Settings of a stage that are ignored with a note, and the version that removed each."""
 
@@ -354,31 +407,37 @@ REMOVED_KEYS: Mapping[str, str] = {"tune_products": "0.2"}
 @functools.cache
 def section_aliases(section: str) -> dict[str, Alias]:
     """The other names known in a section, by its key; the top level is the empty key."""
+    if section.startswith("gates."):
+        metrics = {old: Alias(new, renamed=True) for old, new in RENAMED_METRICS.items()}
+        return metrics if section.count(".") == 1 else {}
     table = "training" if section in TRAINING_STAGES else section.rpartition(".")[2]
-    plain = {name: Alias(ours) for ours, names in KEY_ALIASES.get(table, {}).items() for name in names}
+    aliases = {name: Alias(ours) for ours, names in KEY_ALIASES.get(table, {}).items() for name in names}
+    aliases |= {old: Alias(new, renamed=True) for old, new in RENAMED_KEYS.get(table, {}).items()}
+    aliases |= CONVERTED_ALIASES.get(table, {})
     known = field_names(section)
-    both = {**plain, **CONVERTED_ALIASES.get(table, {})}
-    return {name: alias for name, alias in both.items() if alias.canonical in known and name not in known}
+    return {name: alias for name, alias in aliases.items() if alias.canonical in known and name not in known}
 
 
 @functools.cache
 def field_names(section: str) -> tuple[str, ...]:
-    """Our own names in a section, in the order of the schema."""
-    return tuple(setting.key.rpartition(".")[2] for setting in child_fields(all_sections()[section]))
+    """Our own names in a section, in the order of the schema; none where the key is not a section."""
+    setting = get_field(tuple(section.split(".")) if section else ())
+    return tuple(field.key.rpartition(".")[2] for field in child_fields(setting)) if setting else ()
 
 
 def aliases_for(key: str) -> list[str]:
-    """What other tools call a setting."""
+    """What other tools and earlier versions call a setting."""
     section, _, name = key.rpartition(".")
-    table = section_aliases(section) if section in all_sections() else {}
-    return [other for other, alias in table.items() if alias.canonical == name]
+    return [other for other, alias in section_aliases(section).items() if alias.canonical == name]
 
 
 def canonical_key(key: str) -> str:
-    """A dotted key under our own name for its last part."""
-    section, _, name = key.rpartition(".")
-    alias = section_aliases(section).get(name) if section in all_sections() else None
-    return key if alias is None else f"{section}.{alias.canonical}".lstrip(".")
+    """A dotted key under our own names."""
+    canonical = ""
+    for step in key.split("."):
+        alias = section_aliases(canonical).get(step)
+        canonical = f"{canonical}.{step if alias is None else alias.canonical}".lstrip(".")
+    return canonical
 
 
 def qualify_key(key: str, present: Collection[str]) -> str:
@@ -397,11 +456,14 @@ def apply_aliases(tree: ConfigNode) -> tuple[ConfigNode, list[str], list[RecipeP
     """Give every setting of one layer its own name, with a note for each other name used."""
     notes: list[str] = []
     problems: list[RecipeProblem] = []
-    for section in all_sections():
-        path = tuple(section.split(".")) if section else ()
+    paths: list[KeyPath] = [tuple(section.split(".")) if section else () for section in all_sections()]
+    gates = tree.get(("gates",))
+    for stage, gate in gates.mapping.items() if gates else ():
+        paths += [*(("gates", stage, metric) for metric in gate.mapping), ("gates", stage)]
+    for path in paths:
         node = tree.get(path)
-        if node is not None and isinstance(node.value, dict):
-            renamed = _SectionAliases(section, node.value, notes, problems).rename()
+        if node is not None and node.mapping:
+            renamed = _SectionAliases(".".join(path), node.value, notes, problems).rename()
             tree = tree.with_value(path, ConfigNode(renamed, node.origin))
     return tree, notes, problems
 
@@ -464,7 +526,8 @@ class _SectionAliases:
             wants = f"it wants a share below 1; a count is {alias.canonical}"
             self._problem(name, node, f"{self._full_key(name)} is {node.display}; {wants}")
             return None
-        self._note(node, f"{self._full_key(name)} is read as {alias.canonical}")
+        verb = "now called" if alias.renamed else "read as"
+        self._note(node, f"{self._full_key(name)} is {verb} {alias.canonical}")
         if alias.comma_separated and isinstance(node.value, str) and "," in node.value:
             names = [each.strip() for each in node.value.split(",") if each.strip()]
             return ConfigNode([ConfigNode(each, node.origin, each) for each in names], node.origin)

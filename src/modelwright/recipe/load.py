@@ -72,7 +72,8 @@ def load(
 def load_dict(config: Mapping[str, Any], path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
     """A recipe from a mapping instead of a file; its problems name the path."""
     tree, _ = read_text(json.dumps(config), Origin("recipe", display_path(path)))
-    return _resolve_layers(_LayerReader(), tree, path, overrides, {})
+    reader = _LayerReader()
+    return _resolve_layers(reader, reader.apply_aliases(tree), path, overrides, {})
 
 
 def _resolve_layers(
@@ -208,7 +209,7 @@ class _LayerReader:
             self.unreadable = True
             return ConfigNode({}, origin)
         self.problems += problems
-        tree = self._apply_aliases(tree)
+        tree = self.apply_aliases(tree)
         base = tree.mapping.get("base")
         tree = tree.without(("base",))
         return deep_merge(self._read_base(path, base), tree) if base is not None else tree
@@ -248,7 +249,8 @@ class _LayerReader:
             self.unreadable = True
             return tree
         self.problems += problems
-        return deep_merge(ConfigNode({"gates": gates.mapping.get("gates", gates)}, gates.origin), tree)
+        layer = self.apply_aliases(ConfigNode({"gates": gates.mapping.get("gates", gates)}, gates.origin))
+        return deep_merge(layer, tree)
 
     def _base_problem(self, base: ConfigNode, message: str) -> ConfigNode:
         self.problems.append(make_problem(base.origin, "base", message))
@@ -320,9 +322,10 @@ class _LayerReader:
         self.problems += problems
         if value.value == {} and origin.kind == "set":
             value = replace(value, text=EMPTY_MAPPING)
-        return self._apply_aliases(ConfigNode({}, origin).with_value(key.split("."), value))
+        return self.apply_aliases(ConfigNode({}, origin).with_value(key.split("."), value))
 
-    def _apply_aliases(self, tree: ConfigNode) -> ConfigNode:
+    def apply_aliases(self, tree: ConfigNode) -> ConfigNode:
+        """Give every setting of a layer our own name."""
         tree, notes, problems = apply_aliases(tree)
         self.notes += notes
         self.problems += problems

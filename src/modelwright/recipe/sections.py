@@ -126,6 +126,25 @@ class RowStats:
     """Bytes of the data set that stay on the device."""
 
 
+MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
+FUSED_LORA_RANKS = (16, 32, 64, 128)
+"""LoRA ranks that the fused LoRA MLP supports: those a tensor core multiplies."""
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """How many parameters of a model are trained."""
+
+    trained: int
+    """Trainable parameters."""
+    total: int
+    """All parameters, with LoRA."""
+
+    def __str__(self) -> str:
+        millions = f"{self.trained / 1e6:,.1f} M of {self.total / 1e6:,.1f} M"
+        return f"{millions} parameters trainable ({self.trained / self.total:.2%})"
+
+
 class LlamaArchitecture(FrozenModel):
     """The sizes of a Llama that is made from scratch; names are those of Hugging Face's LlamaConfig."""
 
