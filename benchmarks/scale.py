@@ -140,14 +140,14 @@ def _times(found: StageEstimate, alone: float) -> float | None:
 
 def _measured(ranks: Sequence[int]) -> dict[str, Any]:
     """Tokens per second with so many ranks of one thread each, every rank given the same number of rows."""
-    from benchmarks.workloads import make_model
+    from benchmarks.workloads import save_small_model
     from modelwright.data.sources import EMBEDDED_DATASETS
 
     busy = os.getloadavg()[0]
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="scale-") as place:
         texts = EMBEDDED_DATASETS["field-guide"].read_text(encoding="utf-8").splitlines()
-        make_model(Path(place) / "model", texts, layers=LAYERS, width=WIDTH)
+        save_small_model(Path(place) / "model", texts, layers=LAYERS, width=WIDTH)
         for count in ranks:
             found[str(count)] = _train(Path(place), count)
     for name, rate in (("efficiency", "tokens_per_second"), ("fastest_efficiency", "fastest_tokens_per_second")):
@@ -174,7 +174,7 @@ data: {{dataset_name: field-guide, columns: {{question: prompt, answer: completi
 sft: {{max_steps: {STEPS}, per_device_train_batch_size: {ROWS}, max_length: 128, precision: fp32, packing: true,
   save_steps: {STEPS}, eval_steps: {STEPS}, logging_steps: 1}}
 """, encoding="utf-8")  # fmt: skip
-    words = ["launch", str(recipe), "--per-node", str(ranks), "--log-format", "plain", "--", "--until", "sft"]
+    words = ["launch", str(recipe), "--nproc-per-node", str(ranks), "--log-format", "plain", "--until-stage", "sft"]
     command = [sys.executable, "-m", "modelwright", *words]
     done = subprocess.run(
         command, cwd=place, env=environment({"CUDA_VISIBLE_DEVICES": ""}), capture_output=True, text=True, check=False

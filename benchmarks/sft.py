@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks import common
 from benchmarks.common import installed
 from benchmarks.peer_trainers import StepTimes, conversation_dataset, in_our_order, train_ours, train_peer
-from benchmarks.workloads import SEED, SMALL_LENGTH, make_model
+from benchmarks.workloads import SEED, SMALL_LENGTH, save_small_model
 
 WARM_UP, TIMED, BATCH, ROUNDS = 3, 12, 8, 2
 STEPS = WARM_UP + TIMED
@@ -35,7 +35,7 @@ def measure() -> dict[str, Any]:
     ours: list[StepTimes] = []
     theirs: list[StepTimes] = []
     with tempfile.TemporaryDirectory() as place:
-        make_model(Path(place), [message["content"] for item in data.train for message in item.messages])
+        save_small_model(Path(place), [message["content"] for item in data.train for message in item.messages])
         for turn in range(ROUNDS):
             for is_ours in (True, False) if turn % 2 == 0 else (False, True):
                 if is_ours:

@@ -232,17 +232,17 @@ def make_tokenizer(folder: Path, texts: list[str], words: int = SMALL_WORDS) -> 
     return tokenizer
 
 
-def make_model(folder: Path, texts: list[str], layers: int = 8, width: int = 256, words: int = SMALL_WORDS) -> None:
+def save_small_model(folder: Path, texts: list[str], layers: int = 8, width: int = 256, vocab_size: int = SMALL_WORDS) -> None:
     """A Llama with random weights, and a tokenizer learnt from the texts."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    tokenizer = make_tokenizer(folder, texts, words)
+    tokenizer = make_tokenizer(folder, texts, vocab_size)
     torch.manual_seed(SEED)
     config = LlamaConfig(
-        vocab_size=words, hidden_size=width, intermediate_size=width * 43 // 16, num_hidden_layers=layers,
+        vocab_size=vocab_size, hidden_size=width, intermediate_size=width * 43 // 16, num_hidden_layers=layers,
         num_attention_heads=8,
         num_key_value_heads=4, max_position_embeddings=SMALL_LENGTH, tie_word_embeddings=True,
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,

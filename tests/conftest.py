@@ -39,13 +39,13 @@ def tokenizer(model_folder: Path) -> Any:
 
 
 @pytest.fixture(scope="session")
-def rig() -> Iterator[Any]:
+def fork_server() -> Iterator[Any]:
     """Starts real processes quickly: one preloaded interpreter for all trials."""
-    from rig import Rig
+    from tests.faults.fork_server import ForkServer
 
-    made = Rig()
-    yield made
-    made.close()
+    server = ForkServer()
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session")

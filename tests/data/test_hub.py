@@ -17,7 +17,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from stand_in import Files, hub
+from fake_hub import Files, hub
 
 CARD = b"""---
 configs:

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from rig import Rig
+from tests.faults.fork_server import ForkServer
 from tiny import tiny_recipe
 
 
 @pytest.fixture(scope="session")
-def uninterrupted(rig: Rig, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(fork_server: ForkServer, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of a run that nothing happened to."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    code, output = rig.run(["run", str(tiny_recipe(folder, model_folder))], folder)
+    code, output = fork_server.run(["run", str(tiny_recipe(folder, model_folder))], folder)
     assert code == 0, output
     return folder / "run"

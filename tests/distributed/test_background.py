@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rig import SLOW, Rig, told, trace
+from tests.faults.fork_server import SLOW_STEPS, ForkServer, events_of, run_fingerprint
 from tiny import tiny_recipe
 
 ALWAYS = {"async_save": "always"}
@@ -42,74 +42,76 @@ Checkpoints.save, tensors.write = watched, filling
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_ends_the_same(
-    rig: Rig, uninterrupted: Path, model_folder: Path, tmp_path: Path
+    fork_server: ForkServer, uninterrupted: Path, model_folder: Path, tmp_path: Path
 ) -> None:
     recipe = tiny_recipe(tmp_path, model_folder, **ALWAYS)
-    code, output = rig.run(["run", str(recipe)], tmp_path, first=SLOW + SLOW_DISK)
+    code, output = fork_server.run(["run", str(recipe)], tmp_path, first=SLOW_STEPS + SLOW_DISK)
     assert code == 0, output
-    assert trace(tmp_path / "run") == trace(uninterrupted)
-    begun = {event["step"]: event for event in told(tmp_path / "run", "checkpoint_started")}
-    for saved in told(tmp_path / "run", "checkpoint_saved"):
+    assert run_fingerprint(tmp_path / "run") == run_fingerprint(uninterrupted)
+    begun = {event["step"]: event for event in events_of(tmp_path / "run", "checkpoint_started")}
+    for saved in events_of(tmp_path / "run", "checkpoint_saved"):
         assert saved["async_save"] and saved["seconds"] >= 0.4
         meanwhile = [
-            e for e in told(tmp_path / "run", "step") if begun[saved["step"]]["time"] <= e["time"] < saved["time"]
+            e for e in events_of(tmp_path / "run", "step") if begun[saved["step"]]["time"] <= e["time"] < saved["time"]
         ]
         assert meanwhile or saved["step"] == 12, saved
-    assert [event["step"] for event in told(tmp_path / "run", "checkpoint_saved")] == [3, 6, 9, 12]
+    assert [event["step"] for event in events_of(tmp_path / "run", "checkpoint_saved")] == [3, 6, 9, 12]
 
 
 @pytest.mark.slow
 def test_kills_while_checkpoints_are_written_behind_leave_no_trace(
-    rig: Rig, uninterrupted: Path, model_folder: Path, tmp_path: Path
+    fork_server: ForkServer, uninterrupted: Path, model_folder: Path, tmp_path: Path
 ) -> None:
     draw, landed = random.Random(20261115), 0
     for number in range(3):
         recipe = tiny_recipe(tmp_path / str(number), model_folder, **ALWAYS)
         for _ in range(3):
-            trial = rig.start(["run", str(recipe)], recipe.parent, first=SLOW + SLOW_DISK)
+            trial = fork_server.start(["run", str(recipe)], recipe.parent, first=SLOW_STEPS + SLOW_DISK)
             time.sleep(draw.uniform(0.4, 1.6))
             os.kill(trial.pid, signal.SIGKILL)
             landed += trial.wait() == -signal.SIGKILL
-        code, output = rig.run(["run", str(recipe)], recipe.parent)
+        code, output = fork_server.run(["run", str(recipe)], recipe.parent)
         assert code == 0, output
-        assert trace(recipe.parent / "run") == trace(uninterrupted)
+        assert run_fingerprint(recipe.parent / "run") == run_fingerprint(uninterrupted)
     assert landed >= 3
 
 
 def test_a_save_that_failed_behind_is_told_and_the_one_before_is_gone_on_from(
-    rig: Rig, uninterrupted: Path, model_folder: Path, tmp_path: Path
+    fork_server: ForkServer, uninterrupted: Path, model_folder: Path, tmp_path: Path
 ) -> None:
     recipe = tiny_recipe(tmp_path, model_folder, **ALWAYS)
-    code, output = rig.run(["run", str(recipe)], tmp_path, first=FULL_DISK)
+    code, output = fork_server.run(["run", str(recipe)], tmp_path, first=FULL_DISK)
     assert code == 78, output
     assert "checkpoint step-00000006 could not be written (No space left on device)" in output
     assert "Traceback" not in output
-    code, output = rig.run(["run", str(recipe)], tmp_path)
+    code, output = fork_server.run(["run", str(recipe)], tmp_path)
     assert code == 0, output
-    assert told(tmp_path / "run", "resumed")[-1]["step"] == 3
-    assert trace(tmp_path / "run") == trace(uninterrupted)
+    assert events_of(tmp_path / "run", "resumed")[-1]["step"] == 3
+    assert run_fingerprint(tmp_path / "run") == run_fingerprint(uninterrupted)
 
 
-def test_two_ranks_save_behind_and_all_hear_of_a_failure(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
+def test_two_ranks_save_behind_and_all_hear_of_a_failure(
+    fork_server: ForkServer, model_folder: Path, tmp_path: Path
+) -> None:
     recipe = tiny_recipe(tmp_path, model_folder, per_device_train_batch_size=2, **ALWAYS)
-    ends = rig.run_ranks(["run", str(recipe)], tmp_path, 2, first=FULL_DISK)
+    ends = fork_server.run_ranks(["run", str(recipe)], tmp_path, 2, first=FULL_DISK)
     assert [code for code, _ in ends] == [78, 78], ends
     assert sum("could not be written" in output for _, output in ends) == 1
-    ends = rig.run_ranks(["run", str(recipe)], tmp_path, 2)
+    ends = fork_server.run_ranks(["run", str(recipe)], tmp_path, 2)
     assert [code for code, _ in ends] == [0, 0], ends
-    assert told(tmp_path / "run", "checkpoint_saved")[-1]["async_save"]
+    assert events_of(tmp_path / "run", "checkpoint_saved")[-1]["async_save"]
 
 
-def test_a_signal_waits_for_what_is_being_written(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
+def test_a_signal_waits_for_what_is_being_written(fork_server: ForkServer, model_folder: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, model_folder, max_steps=400, **ALWAYS)
-    trial = rig.start(["run", str(recipe)], tmp_path, first=SLOW + SLOW_DISK)
+    trial = fork_server.start(["run", str(recipe)], tmp_path, first=SLOW_STEPS + SLOW_DISK)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not (
-        (tmp_path / "run/journal.jsonl").exists() and told(tmp_path / "run", "checkpoint_started")
+        (tmp_path / "run/journal.jsonl").exists() and events_of(tmp_path / "run", "checkpoint_started")
     ):
         time.sleep(0.01)
     os.kill(trial.pid, signal.SIGTERM)
     assert trial.wait() == 75, trial.output
-    assert told(tmp_path / "run", "checkpoint_saved")[-1]["step"] == max(
-        e["step"] for e in told(tmp_path / "run", "step")
+    assert events_of(tmp_path / "run", "checkpoint_saved")[-1]["step"] == max(
+        e["step"] for e in events_of(tmp_path / "run", "step")
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rig import Rig, trace
+from tests.faults.fork_server import ForkServer, run_fingerprint
 from tiny import tiny_recipe
 
 
@@ -16,18 +16,20 @@ def flip(path: Path) -> None:
 
 
 def test_a_damaged_model_of_a_finished_stage_is_made_again(
-    rig: Rig, uninterrupted: Path, model_folder: Path, tmp_path: Path
+    fork_server: ForkServer, uninterrupted: Path, model_folder: Path, tmp_path: Path
 ) -> None:
     recipe = tiny_recipe(tmp_path, model_folder)
-    assert rig.run(["run", str(recipe)], tmp_path)[0] == 0
+    assert fork_server.run(["run", str(recipe)], tmp_path)[0] == 0
     flip(tmp_path / "run/stages/sft/model/model.safetensors")
-    code, output = rig.run(["run", str(recipe)], tmp_path)
+    code, output = fork_server.run(["run", str(recipe)], tmp_path)
     assert code == 0, output
     assert "model.safetensors of the sft model is damaged; it is made again" in output
-    assert trace(tmp_path / "run") == trace(uninterrupted)
+    assert run_fingerprint(tmp_path / "run") == run_fingerprint(uninterrupted)
 
 
-def test_a_damaged_best_checkpoint_is_never_exported(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
+def test_a_damaged_best_checkpoint_is_never_exported(
+    fork_server: ForkServer, model_folder: Path, tmp_path: Path
+) -> None:
     # the first measurement is made the best by hand, its checkpoint damaged just before the end
     first = """
 from modelwright.engine.trainer import Engine
@@ -42,7 +44,7 @@ def damaged(self):
 StageRunner._finish = damaged
 """
     recipe = tiny_recipe(tmp_path, model_folder)
-    code, output = rig.run(["run", str(recipe)], tmp_path, first=first)
+    code, output = fork_server.run(["run", str(recipe)], tmp_path, first=first)
     assert code == 0, output
     assert "the checkpoint of step 6, the best, is damaged; the next best is taken" in output
     assert '"eval_loss": 13.0' in (tmp_path / "run/stages/sft/result.json").read_text()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rig import Rig, steps_of, told, trace
+from tests.faults.fork_server import ForkServer, events_of, run_fingerprint, steps_of
 from tiny import tiny_recipe
 
 SICK = """
@@ -58,36 +58,36 @@ def checkpoints_are_finite(run: Path) -> bool:
 
 
 def test_a_nan_that_came_once_is_rolled_back_and_leaves_no_trace(
-    rig: Rig, uninterrupted: Path, model_folder: Path, tmp_path: Path
+    fork_server: ForkServer, uninterrupted: Path, model_folder: Path, tmp_path: Path
 ) -> None:
     recipe = tiny_recipe(tmp_path, model_folder)
-    code, output = rig.run(["run", str(recipe)], tmp_path, first=fault(POISON_A_WEIGHT, [8], times=1))
+    code, output = fork_server.run(["run", str(recipe)], tmp_path, first=fault(POISON_A_WEIGHT, [8], times=1))
     assert code == 0, output
-    assert trace(tmp_path / "run") == trace(uninterrupted)
+    assert run_fingerprint(tmp_path / "run") == run_fingerprint(uninterrupted)
 
 
 @pytest.mark.parametrize(("steps", "reached", "saved"), [([5], 6, 6), ([5, 6], 6, 3), ([12], 12, 9)])
 def test_a_stop_at_a_bad_step_waits_for_one_more_and_saves_that(
-    rig: Rig, model_folder: Path, tmp_path: Path, steps: list[int], reached: int, saved: int
+    fork_server: ForkServer, model_folder: Path, tmp_path: Path, steps: list[int], reached: int, saved: int
 ) -> None:
     """It waits no longer, and not beyond the end: who asks it to stop may soon make it."""
     recipe = tiny_recipe(tmp_path, model_folder)
     heard_at_the_bad_one = STRUCK.format(step=steps[0] - 1, name="SIGTERM")
     ill = fault(POISON_THE_LOSS, steps, times=len(steps))
-    code, output = rig.run(["run", str(recipe)], tmp_path, first=ill + heard_at_the_bad_one)
+    code, output = fork_server.run(["run", str(recipe)], tmp_path, first=ill + heard_at_the_bad_one)
     assert (code, f"stopped after step {reached} of 12" in output) == (75, True), output
-    code, output = rig.run(["run", str(recipe)], tmp_path)
+    code, output = fork_server.run(["run", str(recipe)], tmp_path)
     assert code == 0, output
-    assert [event["step"] for event in told(tmp_path / "run", "resumed")] == [saved]
+    assert [event["step"] for event in events_of(tmp_path / "run", "resumed")] == [saved]
 
 
 @pytest.mark.parametrize("judged", ["by the host", "where it is computed"])
 def test_one_bad_batch_is_skipped_and_training_goes_on(
-    rig: Rig, model_folder: Path, tmp_path: Path, judged: str
+    fork_server: ForkServer, model_folder: Path, tmp_path: Path, judged: str
 ) -> None:
     halved = {"precision": "bf16", "param_dtype": "bf16", "max_steps": 6, "max_length": 32}
     recipe = tiny_recipe(tmp_path, model_folder, **({} if judged == "by the host" else halved))
-    code, output = rig.run(["run", str(recipe)], tmp_path, first=fault(POISON_THE_LOSS, [5], times=1))
+    code, output = fork_server.run(["run", str(recipe)], tmp_path, first=fault(POISON_THE_LOSS, [5], times=1))
     assert code == 0, output
     steps = steps_of(tmp_path / "run")
     assert [step for step, record in steps.items() if record["health"] != "ok"] == [5]
@@ -97,16 +97,18 @@ def test_one_bad_batch_is_skipped_and_training_goes_on(
 
 
 def test_a_save_and_a_measurement_due_at_a_bad_step_are_made_after_the_next_good_one(
-    rig: Rig, model_folder: Path, tmp_path: Path
+    fork_server: ForkServer, model_folder: Path, tmp_path: Path
 ) -> None:
     recipe = tiny_recipe(tmp_path, model_folder)
-    code, output = rig.run(["run", str(recipe)], tmp_path, first=fault(POISON_THE_LOSS, [6], times=1))
+    code, output = fork_server.run(["run", str(recipe)], tmp_path, first=fault(POISON_THE_LOSS, [6], times=1))
     assert code == 0, output
-    assert [saved["step"] for saved in told(tmp_path / "run", "checkpoint_saved")] == [3, 7, 9, 12]
-    assert [measured["step"] for measured in told(tmp_path / "run", "evaluation")] == [0, 7, 12]
+    assert [saved["step"] for saved in events_of(tmp_path / "run", "checkpoint_saved")] == [3, 7, 9, 12]
+    assert [measured["step"] for measured in events_of(tmp_path / "run", "evaluation")] == [0, 7, 12]
 
 
-def test_rows_that_are_hard_to_learn_are_not_taken_for_an_illness(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
+def test_rows_that_are_hard_to_learn_are_not_taken_for_an_illness(
+    fork_server: ForkServer, model_folder: Path, tmp_path: Path
+) -> None:
     """Easy rows are soon known by heart; six of letters without sense lie far above them, and are learnt all the same.
 
     Before, 52 to 72 of 400 such steps were skipped, and these rows ended where they began (4 to 5 nats).
@@ -121,72 +123,77 @@ def test_rows_that_are_hard_to_learn_are_not_taken_for_an_illness(rig: Rig, mode
     rows = [{"question": f"{question}, {number}?", "answer": answer}
             for number, (question, answer) in enumerate(easy + hard)]  # fmt: skip
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
-    code, output = rig.run(["run", str(recipe)], tmp_path)
+    code, output = fork_server.run(["run", str(recipe)], tmp_path)
     assert code == 0, output
     steps = steps_of(tmp_path / "run")
     assert sum(record["health"] != "ok" for record in steps.values()) <= 16
     assert max(record["loss"] for step, record in steps.items() if step > 240) < 3.0
 
 
-def test_a_gate_refuses_a_metric_that_is_no_number(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
+def test_a_gate_refuses_a_metric_that_is_no_number(fork_server: ForkServer, model_folder: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, model_folder)
     gate = ["--set", "gates={sft: {eval_loss: {at_most: 9}, style_score: {at_least: 0.5}}}"]
-    code, output = rig.run(["run", str(recipe), *gate], tmp_path)
+    code, output = fork_server.run(["run", str(recipe), *gate], tmp_path)
     assert code == 3, output
     assert "gate sft is closed: style_score was not measured or is not finite, needs at least 0.5" in output
     assert json.loads((tmp_path / "run/gates/sft.json").read_text())["open"] is False
-    assert rig.run(["gate", "run"], tmp_path)[0] == 3, "judging again changes nothing"
+    assert fork_server.run(["gate", "run"], tmp_path)[0] == 3, "judging again changes nothing"
 
 
-def test_a_closed_gate_keeps_the_model_from_being_called_best(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
+def test_a_closed_gate_keeps_the_model_from_being_called_best(
+    fork_server: ForkServer, model_folder: Path, tmp_path: Path
+) -> None:
     recipe = tiny_recipe(tmp_path, model_folder)
     gate = ["--set", "gates={sft: {eval_loss: {at_most: 0.5, times: base_eval_loss}}}"]
-    code, output = rig.run(["run", str(recipe), *gate], tmp_path)
+    code, output = fork_server.run(["run", str(recipe), *gate], tmp_path)
     assert code == 3, output
     assert not (tmp_path / "run/best_model").exists()
-    steps = len(told(tmp_path / "run", "step"))
-    assert rig.run(["run", str(recipe), *gate], tmp_path)[0] == 3
-    assert len(told(tmp_path / "run", "step")) == steps, "a closed gate trains nothing again"
+    steps = len(events_of(tmp_path / "run", "step"))
+    assert fork_server.run(["run", str(recipe), *gate], tmp_path)[0] == 3
+    assert len(events_of(tmp_path / "run", "step")) == steps, "a closed gate trains nothing again"
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_learns_over_fp32_weights_and_resumes_exactly(
-    rig: Rig, model_folder: Path, tmp_path: Path, precision: str
+    fork_server: ForkServer, model_folder: Path, tmp_path: Path, precision: str
 ) -> None:
     whole, halved = tmp_path / "whole", tmp_path / "halved"
     for folder in (whole, halved):
         # few steps: a processor without bf16 takes seconds for each
         tiny_recipe(folder, model_folder, precision=precision, max_steps=6, save_steps=2)
-    code, output = rig.run(["run", str(whole / "recipe.yaml")], whole)
+    code, output = fork_server.run(["run", str(whole / "recipe.yaml")], whole)
     assert code == 0, output
-    assert rig.run(["run", str(halved / "recipe.yaml")], halved, first=STRUCK.format(step=5, name="SIGKILL"))[0] == -9
-    code, output = rig.run(["run", str(halved / "recipe.yaml")], halved)
+    assert (
+        fork_server.run(["run", str(halved / "recipe.yaml")], halved, first=STRUCK.format(step=5, name="SIGKILL"))[0]
+        == -9
+    )
+    code, output = fork_server.run(["run", str(halved / "recipe.yaml")], halved)
     assert code == 0, output
-    assert trace(halved / "run") == trace(whole / "run")
+    assert run_fingerprint(halved / "run") == run_fingerprint(whole / "run")
     steps = steps_of(whole / "run")
     assert steps[6]["loss"] < steps[1]["loss"] - 0.3
 
 
 def test_a_bad_last_step_leaves_the_weights_before_it_measured_and_saved(
-    rig: Rig, model_folder: Path, tmp_path: Path
+    fork_server: ForkServer, model_folder: Path, tmp_path: Path
 ) -> None:
     recipe = tiny_recipe(tmp_path, model_folder)
     gate = ["--set", "gates={sft: {eval_loss: {at_most: 9}}}"]
-    code, output = rig.run(["run", str(recipe), *gate], tmp_path, first=fault(POISON_THE_LOSS, [12], times=1))
+    code, output = fork_server.run(["run", str(recipe), *gate], tmp_path, first=fault(POISON_THE_LOSS, [12], times=1))
     assert code == 0, output
-    assert told(tmp_path / "run", "evaluation")[-1]["step"] == 12
-    assert told(tmp_path / "run", "checkpoint_saved")[-1]["step"] == 12
+    assert events_of(tmp_path / "run", "evaluation")[-1]["step"] == 12
+    assert events_of(tmp_path / "run", "checkpoint_saved")[-1]["step"] == 12
 
 
 def test_weights_spoilt_in_the_last_steps_are_taken_from_the_checkpoint(
-    rig: Rig, model_folder: Path, tmp_path: Path
+    fork_server: ForkServer, model_folder: Path, tmp_path: Path
 ) -> None:
     settings = {"max_steps": 30, "save_steps": 3, "eval_steps": 30}
     losses = []
     for name, first in (("whole", ""), ("spoilt", "from tests.faults.injections import *\ngrow_weights(29)")):
         recipe = tiny_recipe(tmp_path / name, model_folder, **settings)
-        code, output = rig.run(["run", str(recipe)], recipe.parent, first=first)
+        code, output = fork_server.run(["run", str(recipe)], recipe.parent, first=first)
         assert code == 0, output
-        losses.append(told(recipe.parent / "run", "evaluation")[-1]["eval_loss"])
+        losses.append(events_of(recipe.parent / "run", "evaluation")[-1]["eval_loss"])
     assert "rolled back from step 30 to checkpoint 27" in output
     assert losses[0] == losses[1]

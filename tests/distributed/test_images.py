@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rig import Rig, told
+from tests.faults.fork_server import ForkServer, events_of
 
 CLASSES = ("dark", "light", "striped")
 DIES = """
@@ -66,7 +66,7 @@ def recipe(folder: Path, images: Path, **settings: Any) -> Path:
 
 
 def curve(run: Path) -> dict[int, tuple[float, str]]:
-    return {record["step"]: (record["loss"], record["batch_hash"]) for record in told(run, "step")}
+    return {record["step"]: (record["loss"], record["batch_hash"]) for record in events_of(run, "step")}
 
 
 def files(run: Path) -> Any:
@@ -74,33 +74,37 @@ def files(run: Path) -> Any:
 
 
 @pytest.mark.parametrize("optim", ["sgd", "adamw_torch"])
-def test_a_killed_image_run_goes_on_bit_for_bit(rig: Rig, images: Path, tmp_path: Path, optim: str) -> None:
+def test_a_killed_image_run_goes_on_bit_for_bit(
+    fork_server: ForkServer, images: Path, tmp_path: Path, optim: str
+) -> None:
     # fused optimizers walk memory: a moment restored in another layout than its channels-last weight would show here
     whole, killed = recipe(tmp_path / "whole", images, optim=optim), recipe(tmp_path / "killed", images, optim=optim)
-    code, output = rig.run(["run", str(whole)], whole.parent)
+    code, output = fork_server.run(["run", str(whole)], whole.parent)
     assert code == 0, output
-    assert rig.run(["run", str(killed)], killed.parent, first=DIES)[0] == -9
-    code, output = rig.run(["run", str(killed)], killed.parent)
+    assert fork_server.run(["run", str(killed)], killed.parent, first=DIES)[0] == -9
+    code, output = fork_server.run(["run", str(killed)], killed.parent)
     assert code == 0, output
     assert "classify resumed from step 6 of 12" in output
     assert curve(killed.parent / "run") == curve(whole.parent / "run")
     assert files(killed.parent / "run") == files(whole.parent / "run")
 
 
-def test_two_ranks_learn_images_as_one_does(rig: Rig, images: Path, tmp_path: Path) -> None:
+def test_two_ranks_learn_images_as_one_does(fork_server: ForkServer, images: Path, tmp_path: Path) -> None:
     one = recipe(tmp_path / "one", images, per_device_train_batch_size=4, gradient_accumulation_steps=2)
     two = recipe(tmp_path / "two", images, per_device_train_batch_size=4)
-    assert rig.run(["run", str(one)], one.parent)[0] == 0
-    ranks = rig.run_ranks(["run", str(two)], two.parent, 2)
+    assert fork_server.run(["run", str(one)], one.parent)[0] == 0
+    ranks = fork_server.run_ranks(["run", str(two)], two.parent, 2)
     assert [code for code, _ in ranks] == [0, 0], ranks
     alone, shared = curve(one.parent / "run"), curve(two.parent / "run")
     assert [batch for _, batch in alone.values()] == [batch for _, batch in shared.values()]
     assert [loss for loss, _ in shared.values()] == pytest.approx([loss for loss, _ in alone.values()], abs=1e-4)
 
 
-def test_the_classifier_learns_and_leaves_its_mistakes(rig: Rig, images: Path, tmp_path: Path) -> None:
+def test_the_classifier_learns_and_leaves_its_mistakes(fork_server: ForkServer, images: Path, tmp_path: Path) -> None:
     path = recipe(tmp_path, images, max_steps=30, horizontal_flip=False, random_crop_padding=0, save_steps=30)
-    code, output = rig.run(["run", str(path), "--set", "gates={classify: {eval_accuracy: {at_least: 0.9}}}"], tmp_path)
+    code, output = fork_server.run(
+        ["run", str(path), "--set", "gates={classify: {eval_accuracy: {at_least: 0.9}}}"], tmp_path
+    )
     assert code == 0, output
     shown = json.loads((tmp_path / "run/demo_outputs/mistakes.json").read_text())
     assert shown["accuracy"] >= 0.9

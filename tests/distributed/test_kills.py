@@ -10,38 +10,38 @@ from pathlib import Path
 import pytest
 
 from modelwright.runs.heartbeat import has_exited
-from rig import Rig, slow_after, steps_of, told, trace, wait_for_step
+from tests.faults.fork_server import ForkServer, events_of, run_fingerprint, slow_after, steps_of, wait_for_step
 from tiny import tiny_recipe
 
 
-def finish(rig: Rig, recipe: Path) -> str:
+def finish(fork_server: ForkServer, recipe: Path) -> str:
     """Run to the end; whatever happened before must not matter."""
-    code, output = rig.run(["run", str(recipe)], recipe.parent)
+    code, output = fork_server.run(["run", str(recipe)], recipe.parent)
     assert code == 0, output
     return output
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_stops_with_75_and_loses_no_step(
-    rig: Rig, uninterrupted: Path, model_folder: Path, tmp_path: Path, number: signal.Signals
+    fork_server: ForkServer, uninterrupted: Path, model_folder: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     recipe = tiny_recipe(tmp_path, model_folder, save_steps=100)
-    trial = rig.start(["run", str(recipe)], tmp_path, first=slow_after(5))
+    trial = fork_server.start(["run", str(recipe)], tmp_path, first=slow_after(5))
     wait_for_step(tmp_path / "run", 5)
     os.kill(trial.pid, number)
     assert trial.wait() == 75, trial.output
     done = max(steps_of(tmp_path / "run"))
     assert f"stopped after step {done} of 12; rerun the same command to resume" in trial.output
-    assert told(tmp_path / "run", "checkpoint_saved")[-1]["step"] == done
-    finish(rig, recipe)
-    assert told(tmp_path / "run", "resumed")[-1]["step"] == done
-    assert trace(tmp_path / "run")["steps"] == trace(uninterrupted)["steps"]
-    assert trace(tmp_path / "run")["files"] == trace(uninterrupted)["files"]
+    assert events_of(tmp_path / "run", "checkpoint_saved")[-1]["step"] == done
+    finish(fork_server, recipe)
+    assert events_of(tmp_path / "run", "resumed")[-1]["step"] == done
+    assert run_fingerprint(tmp_path / "run")["steps"] == run_fingerprint(uninterrupted)["steps"]
+    assert run_fingerprint(tmp_path / "run")["files"] == run_fingerprint(uninterrupted)["files"]
 
 
-def test_ctrl_c_twice_stops_at_once(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
+def test_ctrl_c_twice_stops_at_once(fork_server: ForkServer, model_folder: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, model_folder, max_steps=400)
-    trial = rig.start(["run", str(recipe)], tmp_path, first=slow_after(1, after=300.0))
+    trial = fork_server.start(["run", str(recipe)], tmp_path, first=slow_after(1, after=300.0))
     wait_for_step(tmp_path / "run", 1)
     began = time.monotonic()
     while not has_exited(trial.pid):  # two signals at once count as one, and a busy machine may not tell them apart
@@ -51,46 +51,50 @@ def test_ctrl_c_twice_stops_at_once(rig: Rig, model_folder: Path, tmp_path: Path
     assert time.monotonic() - began < 120, "it waited for the step to end"
 
 
-def test_a_changed_setting_is_refused_by_name_unless_told(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
+def test_a_changed_setting_is_refused_by_name_unless_told(
+    fork_server: ForkServer, model_folder: Path, tmp_path: Path
+) -> None:
     recipe = tiny_recipe(tmp_path, model_folder)
-    trial = rig.start(["run", str(recipe)], tmp_path, first=slow_after(5))
+    trial = fork_server.start(["run", str(recipe)], tmp_path, first=slow_after(5))
     wait_for_step(tmp_path / "run", 5)
     os.kill(trial.pid, signal.SIGTERM)
     assert trial.wait() == 75
     changed = ["run", str(recipe), "--set", "sft.learning_rate=5e-4", "--set", "sft.max_steps=13"]
-    code, output = rig.run(changed, tmp_path)
+    code, output = fork_server.run(changed, tmp_path)
     assert code == 77, output
     assert "sft.learning_rate was 0.001, now 0.0005" in output
     assert "sft.max_steps was 12, now 13" in output
-    code, output = rig.run([*changed, "--override", "sft.learning_rate", "--override", "sft.max_steps"], tmp_path)
+    code, output = fork_server.run(
+        [*changed, "--allow-changed", "sft.learning_rate", "--allow-changed", "sft.max_steps"], tmp_path
+    )
     assert code == 0, output
     assert "resuming although sft.learning_rate was 0.001, now 0.0005" in output
 
 
 def test_the_saved_recipe_runs_from_anywhere_and_a_refused_one_does_not_replace_it(
-    rig: Rig, model_folder: Path, tmp_path: Path
+    fork_server: ForkServer, model_folder: Path, tmp_path: Path
 ) -> None:
     home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
     elsewhere.mkdir()
     recipe = tiny_recipe(home, model_folder)
-    finish(rig, recipe)
+    finish(fork_server, recipe)
     saved = (home / "run/recipe.yaml").read_text()
-    assert rig.run(["run", str(recipe), "--set", "sft.learning_rate=1e-4"], home)[0] == 77
+    assert fork_server.run(["run", str(recipe), "--set", "sft.learning_rate=1e-4"], home)[0] == 77
     assert (home / "run/recipe.yaml").read_text() == saved
-    code, output = rig.run(["run", str(home / "run/recipe.yaml")], elsewhere)
+    code, output = fork_server.run(["run", str(home / "run/recipe.yaml")], elsewhere)
     assert (code, "finished and verified" in output) == (0, True), output
-    code, output = rig.run(["ask", str(home / "run"), "What is 3 and 4?", "--both", "--json"], elsewhere)
+    code, output = fork_server.run(["ask", str(home / "run"), "What is 3 and 4?", "--both", "--json"], elsewhere)
     assert code == 0, output
 
 
 def test_a_gate_that_closes_later_takes_the_title_back_and_is_told_once(
-    rig: Rig, model_folder: Path, tmp_path: Path
+    fork_server: ForkServer, model_folder: Path, tmp_path: Path
 ) -> None:
     recipe = tiny_recipe(tmp_path, model_folder)
-    finish(rig, recipe)
+    finish(fork_server, recipe)
     assert (tmp_path / "run/best_model").exists()
     strict = ["run", str(recipe), "--set", "gates={sft: {eval_loss: {at_most: 0.1}}}"]
-    code, output = rig.run(strict, tmp_path)
+    code, output = fork_server.run(strict, tmp_path)
     assert code == 3, output
     assert output.count("gate sft is closed") == 1
     assert "verdict          closed" in output
@@ -98,25 +102,27 @@ def test_a_gate_that_closes_later_takes_the_title_back_and_is_told_once(
 
 
 def test_a_lora_run_killed_before_its_first_checkpoint_begins_again_with_the_same_weights(
-    rig: Rig, model_folder: Path, tmp_path: Path
+    fork_server: ForkServer, model_folder: Path, tmp_path: Path
 ) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    finish(rig, tiny_recipe(whole, model_folder, trainable="lora", lora_dropout=0.1))
+    finish(fork_server, tiny_recipe(whole, model_folder, trainable="lora", lora_dropout=0.1))
     recipe = tiny_recipe(killed, model_folder, trainable="lora", lora_dropout=0.1)
-    trial = rig.start(["run", str(recipe)], killed, first=slow_after(2))
+    trial = fork_server.start(["run", str(recipe)], killed, first=slow_after(2))
     wait_for_step(killed / "run", 2)
     os.kill(trial.pid, signal.SIGKILL)
     trial.wait()
-    finish(rig, recipe)
-    assert trace(killed / "run") == trace(whole / "run")
+    finish(fork_server, recipe)
+    assert run_fingerprint(killed / "run") == run_fingerprint(whole / "run")
 
 
 def test_a_signal_while_the_model_is_looked_for_is_a_stop_and_no_mistake(
-    rig: Rig, model_folder: Path, tmp_path: Path
+    fork_server: ForkServer, model_folder: Path, tmp_path: Path
 ) -> None:
     recipe = tiny_recipe(tmp_path, model_folder)
     slow_hub = "import huggingface_hub, time\nhuggingface_hub.snapshot_download = lambda *a, **k: time.sleep(60)"
-    trial = rig.start(["run", str(recipe), "--set", "model.model_name_or_path=a/model"], tmp_path, first=slow_hub)
+    trial = fork_server.start(
+        ["run", str(recipe), "--set", "model.model_name_or_path=a/model"], tmp_path, first=slow_hub
+    )
     deadline = time.monotonic() + 120
     while not told_of(tmp_path / "run", "loading") and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -126,4 +132,4 @@ def test_a_signal_while_the_model_is_looked_for_is_a_stop_and_no_mistake(
 
 
 def told_of(run: Path, event: str) -> bool:
-    return (run / "journal.jsonl").exists() and bool(told(run, event))
+    return (run / "journal.jsonl").exists() and bool(events_of(run, event))

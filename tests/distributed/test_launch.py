@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from modelwright.runs.heartbeat import wait_for_exit
-from rig import Rig, free_port, steps_of, told, trace
+from tests.faults.fork_server import ForkServer, events_of, free_port, run_fingerprint, steps_of
 from tiny import tiny_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -90,13 +90,13 @@ def ranks_of(launch: Launched, folder: Path) -> dict[str, int]:
 
 @pytest.mark.slow
 def test_a_killed_rank_a_stopped_rank_and_a_killed_launcher_change_nothing_and_leave_nobody(
-    rig: Rig, model_folder: Path, tmp_path: Path, launched: list[Launched]
+    fork_server: ForkServer, model_folder: Path, tmp_path: Path, launched: list[Launched]
 ) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    ranks = rig.run_ranks(["run", str(tiny_recipe(whole, model_folder, **LONG))], whole, 2)
+    ranks = fork_server.run_ranks(["run", str(tiny_recipe(whole, model_folder, **LONG))], whole, 2)
     assert [code for code, _ in ranks] == [0, 0], ranks
     recipe = tiny_recipe(broken, model_folder, **LONG)
-    launch = Launched(["tests.faults.node", str(recipe), '{"nproc_per_node": "2"}'], broken)
+    launch = Launched(["tests.faults.injections", str(recipe), '{"nproc_per_node": "2"}'], broken)
     launched.append(launch)
     reach(broken / "run", 7, launch)
     os.kill(ranks_of(launch, broken)["1"], signal.SIGKILL)
@@ -110,10 +110,10 @@ def test_a_killed_rank_a_stopped_rank_and_a_killed_launcher_change_nothing_and_l
     launch.process.kill()
     launch.process.wait()
     assert wait_for_exit(below, 60) == []
-    assert len(told(broken / "run", "resumed")) == 2
-    again = rig.run_ranks(["run", str(recipe)], broken, 2)
+    assert len(events_of(broken / "run", "resumed")) == 2
+    again = fork_server.run_ranks(["run", str(recipe)], broken, 2)
     assert [code for code, _ in again] == [0, 0], again
-    assert trace(broken / "run") == trace(whole / "run")
+    assert run_fingerprint(broken / "run") == run_fingerprint(whole / "run")
 
 
 @pytest.mark.slow
@@ -121,8 +121,8 @@ def test_node_0_is_the_one_that_tells_whichever_node_was_started_first(
     model_folder: Path, tmp_path: Path, launched: list[Launched]
 ) -> None:
     recipe = tiny_recipe(tmp_path, model_folder, **{**LONG, "max_steps": 2, "save_steps": 2, "eval_steps": 2})
-    words = ["modelwright", "launch", str(recipe), "--on", "nodes", "--nodes", "2", "--main-address", "127.0.0.1"]
-    words += ["--port", str(free_port()), "--per-node", "1", "--log-format", "plain"]
+    words = ["modelwright", "launch", str(recipe), "--on", "nodes", "--nnodes", "2", "--master-addr", "127.0.0.1"]
+    words += ["--master-port", str(free_port()), "--nproc-per-node", "1", "--log-format", "plain"]
     for node in ("1", "0"):
         place = tmp_path / f"node-{node}"
         place.mkdir()
@@ -176,7 +176,9 @@ def test_ranks_whose_memory_is_full_begin_again_with_smaller_bites(
     launched.append(Launched(["cramped", str(recipe)], tmp_path))
     assert launched[0].wait() == 0, launched[0].output
     assert "micro-batch 2 runs out of memory; the next start takes 1 and keeps the batch" in launched[0].output
-    plans = [(plan["micro_batch_size"], plan["gradient_accumulation_steps"]) for plan in told(tmp_path / "run", "plan")]
+    plans = [
+        (plan["micro_batch_size"], plan["gradient_accumulation_steps"]) for plan in events_of(tmp_path / "run", "plan")
+    ]
     assert plans == [(2, 1), (1, 2)]
     found, whole = steps_of(tmp_path / "run"), steps_of(uninterrupted)
     assert {step: record["batch_hash"] for step, record in found.items()} == {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rig import Rig, free_port, steps_of, trace
+from tests.faults.fork_server import ForkServer, free_port, run_fingerprint, steps_of
 from tiny import tiny_recipe
 
 TWO = {"gradient_accumulation_steps": 1, "max_steps": 4, "eval_steps": 4}
@@ -21,10 +21,10 @@ ACCELERATE = ["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--
 
 
 @pytest.fixture(scope="module")
-def two_ranks(rig: Rig, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_ranks(fork_server: ForkServer, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two ranks that were started one by one."""
     folder = tmp_path_factory.mktemp("two")
-    ranks = rig.run_ranks(["run", str(tiny_recipe(folder, model_folder, **TWO))], folder, 2)
+    ranks = fork_server.run_ranks(["run", str(tiny_recipe(folder, model_folder, **TWO))], folder, 2)
     assert [code for code, _ in ranks] == [0, 0], ranks
     return folder / "run"
 
@@ -42,17 +42,17 @@ def test_a_bare_launcher_gives_the_same_run_to_the_last_bit(
     environ = {**os.environ, "PYTHONPATH": str(SOURCE)}
     done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert trace(tmp_path / "run") == trace(two_ranks)
+    assert run_fingerprint(tmp_path / "run") == run_fingerprint(two_ranks)
 
 
 def test_an_operators_variables_alone_make_a_world(
-    rig: Rig, two_ranks: Path, model_folder: Path, tmp_path: Path
+    fork_server: ForkServer, two_ranks: Path, model_folder: Path, tmp_path: Path
 ) -> None:
     recipe, port = tiny_recipe(tmp_path, model_folder, **TWO), str(free_port())
     common = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
-    ranks = [rig.start(["run", str(recipe)], tmp_path, {**common, "PET_NODE_RANK": rank}) for rank in "01"]
+    ranks = [fork_server.start(["run", str(recipe)], tmp_path, {**common, "PET_NODE_RANK": rank}) for rank in "01"]
     assert [rank.wait() for rank in ranks] == [0, 0], [rank.output for rank in ranks]
-    assert trace(tmp_path / "run") == trace(two_ranks)
+    assert run_fingerprint(tmp_path / "run") == run_fingerprint(two_ranks)
 
 
 SMALL_CARD = """
@@ -69,11 +69,11 @@ planning.choose_plan = on_a_small_card
 
 
 def test_what_a_card_cannot_hold_is_split_by_itself_and_trains_the_same(
-    rig: Rig, uninterrupted: Path, model_folder: Path, tmp_path: Path
+    fork_server: ForkServer, uninterrupted: Path, model_folder: Path, tmp_path: Path
 ) -> None:
     settings = {"per_device_train_batch_size": 1, "gradient_checkpointing": True}
     recipe = tiny_recipe(tmp_path, model_folder, **settings)
-    ranks = rig.run_ranks(["run", str(recipe)], tmp_path, 2, first=SMALL_CARD)
+    ranks = fork_server.run_ranks(["run", str(recipe)], tmp_path, 2, first=SMALL_CARD)
     assert [code for code, _ in ranks] == [0, 0], ranks
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())["sft"]
     assert plan["sharding"] == "fsdp"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from modelwright.launch.admission import admission_errors, clock_skew, node_mismatches
-from tests.faults import cluster, faults, scene
+from tests.faults import two_nodes
 
 FACTS = {
     "node": 0, "address": "10.0.0.1", "modelwright": "1", "torch": "2", "transformers": "5", "python": "3.11",
@@ -46,15 +46,15 @@ def test_a_slow_answer_is_not_taken_for_a_wrong_clock() -> None:
 @pytest.mark.root
 @pytest.mark.slow
 def test_a_rank_killed_on_one_node_changes_nothing_on_either(tmp_path: Path) -> None:
-    if reason := cluster.missing():
+    if reason := two_nodes.unavailable():
         pytest.skip(reason)
-    with cluster.cluster() as nodes:
-        two = scene.Scene(nodes, scene.prepare(tmp_path / "two"))
+    with two_nodes.netns_pair() as nodes:
+        two = two_nodes.TwoNodeRun(nodes, two_nodes.write_run(tmp_path / "two"))
         both = two.start()
-        two.reach(7)
-        assert faults.kill_a_rank(two)["rank_killed"] < scene.PATIENCE_SECONDS
+        two.wait_for_step(7)
+        assert two_nodes.kill_rank(two)["rank_killed"] < two_nodes.TIMEOUT_SECONDS
         both[1].popen.send_signal(signal.SIGTERM)
-        two.wait_for(lambda: all(node.popen.poll() is not None for node in both), "both stop")
+        two.wait_for_exit(both, "both stop")
         assert [node.popen.returncode for node in both] == [75, 75], [node.output for node in both]
     steps = [event["step"] for event in two.events("step")]
     assert len({(event["step"], event["batch_hash"], event["loss"]) for event in two.events("step")}) == max(steps)
@@ -63,7 +63,8 @@ def test_a_rank_killed_on_one_node_changes_nothing_on_either(tmp_path: Path) -> 
 @pytest.mark.root
 @pytest.mark.slow
 def test_a_node_90_seconds_ahead_is_refused_and_so_is_the_world_without_it(tmp_path: Path) -> None:
-    if reason := cluster.missing() or (None if cluster.wrong_clock(tmp_path, 90) else "needs a compiler"):
+    if reason := two_nodes.unavailable() or (None if two_nodes.wrong_clock(tmp_path, 90) else "needs a compiler"):
         pytest.skip(reason)
-    with cluster.cluster() as nodes:
-        assert faults.skew_a_clock(scene.Scene(nodes, scene.prepare(tmp_path / "skew"))) == {"clock_skew": 2.0}
+    with two_nodes.netns_pair() as nodes:
+        run = two_nodes.TwoNodeRun(nodes, two_nodes.write_run(tmp_path / "skew"))
+        assert two_nodes.skew_clock(run) == {"clock_skew": 2.0}

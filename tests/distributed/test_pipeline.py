@@ -18,7 +18,7 @@ import pytest
 from modelwright.data.shards import PackedDataset
 from modelwright.runs.folder import RunFolder, read_json
 from modelwright.runs.journal import read
-from rig import SLOW, Rig, Trial, told, trace
+from tests.faults.fork_server import SLOW_STEPS, ForkedProcess, ForkServer, events_of, run_fingerprint
 
 KILLS = int(os.environ.get("PIPELINE_KILLS", "3"))
 SEED = 20261115
@@ -46,7 +46,7 @@ def command(folder: Path, *more: str) -> list[str]:
 def everything(run: Path) -> dict[str, Any]:
     """What two runs of the pipeline must have in common."""
     folder = RunFolder(run)
-    traces = {stage: trace(run, stage) for stage in STAGES}
+    traces = {stage: run_fingerprint(run, stage) for stage in STAGES}
     del traces["lora"]["files"]["adapter_config.json"]  # it names the folder of the model that it adapts
     adapter = read_json(folder.model("lora") / "adapter_config.json")
     return {
@@ -59,10 +59,10 @@ def everything(run: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def whole(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+def whole(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     """A run that nothing happened to, and how long it took."""
     folder, began = tmp_path_factory.mktemp("whole"), time.monotonic()
-    code, output = rig.run(command(folder), folder, first=SLOW)
+    code, output = fork_server.run(command(folder), folder, first=SLOW_STEPS)
     assert code == 0, output
     return folder / "run", time.monotonic() - began
 
@@ -70,7 +70,7 @@ def whole(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, flo
 @pytest.mark.slow
 def test_every_stage_happens_in_its_order_each_from_the_one_before(whole: tuple[Path, float]) -> None:
     run, _ = whole
-    assert told(run, "stage_status")[-1]["stages"] == [{"stage": stage, "state": "done"} for stage in FLOW]
+    assert events_of(run, "stage_status")[-1]["stages"] == [{"stage": stage, "state": "done"} for stage in FLOW]
     lineage = read_json(RunFolder(run).lineage)["stages"]
     for parent, stage in pairwise(STAGES):
         assert lineage[stage]["parent_model"] == lineage[parent]["model"]
@@ -79,19 +79,19 @@ def test_every_stage_happens_in_its_order_each_from_the_one_before(whole: tuple[
 
 @pytest.mark.slow
 def test_random_kills_over_the_whole_pipeline_leave_no_trace(
-    rig: Rig, whole: tuple[Path, float], tmp_path: Path
+    fork_server: ForkServer, whole: tuple[Path, float], tmp_path: Path
 ) -> None:
     """Which stages are met is decided, when in them is not: prepare alone takes as long as all others together."""
     run, seconds = whole
     draw, landed = random.Random(SEED), []
     for stage in sorted((MET[number % len(MET)] for number in range(KILLS)), key=FLOW.index):
-        trial = rig.start(command(tmp_path), tmp_path, first=SLOW)
+        trial = fork_server.start(command(tmp_path), tmp_path, first=SLOW_STEPS)
         wait_until_in(tmp_path / "run", stage, steps=draw.randrange(3), trial=trial)
         time.sleep(draw.uniform(0.0, seconds / 8 if stage == "prepare" else 0.3))
         os.kill(trial.pid, signal.SIGKILL)  # one that has ended waits for us as a zombie, and takes no harm
         if trial.wait() == -signal.SIGKILL:
             landed.append(place(tmp_path / "run"))
-    code, output = rig.run(command(tmp_path), tmp_path)
+    code, output = fork_server.run(command(tmp_path), tmp_path)
     assert code == 0, output
     assert everything(tmp_path / "run") == everything(run), f"seed {SEED}, kills {landed}"
     print(f"{len(landed)} of {KILLS} kills landed: {landed}")
@@ -99,7 +99,7 @@ def test_random_kills_over_the_whole_pipeline_leave_no_trace(
     assert {"dpo", "lora"} & {stage for stage, _ in landed}, landed
 
 
-def wait_until_in(run: Path, stage: str, steps: int, trial: Trial) -> None:
+def wait_until_in(run: Path, stage: str, steps: int, trial: ForkedProcess) -> None:
     """Wait until a process has come to a stage, or beyond, and told of so many steps more in it; or has ended."""
     seen = len(journal(run))
     deadline = time.monotonic() + 120
@@ -134,18 +134,18 @@ def place(run: Path) -> tuple[str, int]:
 
 @pytest.mark.slow
 def test_a_gate_that_cannot_be_met_stops_the_line_with_3_until_it_is_accepted_with_a_reason(
-    rig: Rig, tmp_path: Path
+    fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    strict = ("--set", "gates={sft: {eval_loss: {at_most: 0.01}}}", "--until", "dpo")
-    code, output = rig.run(command(tmp_path, *strict), tmp_path)
+    strict = ("--set", "gates={sft: {eval_loss: {at_most: 0.01}}}", "--until-stage", "dpo")
+    code, output = fork_server.run(command(tmp_path, *strict), tmp_path)
     folder = RunFolder(tmp_path / "run")
     assert code == 3, output
     assert "sft ✘ → dpo ·" in output
     assert not folder.stage("dpo").exists()
     assert read_json(folder.gate("sft"))["open"] is False
-    code, output = rig.run(command(tmp_path, *strict, "--from", "dpo"), tmp_path)
+    code, output = fork_server.run(command(tmp_path, *strict, "--from-stage", "dpo"), tmp_path)
     assert (code, folder.stage("dpo").exists()) == (3, False), output
-    code, output = rig.run(command(tmp_path, *strict, "--accept-gate", "sft", "--reason", "a trial"), tmp_path)
+    code, output = fork_server.run(command(tmp_path, *strict, "--accept-gate", "sft", "--reason", "a trial"), tmp_path)
     assert code == 0, output
     assert "accepted: a trial" in output
     assert "sft ✔ (accepted) → dpo ✔" in output

@@ -6,14 +6,18 @@ import json
 import urllib.request
 from pathlib import Path
 
-from rig import HELD, Rig, free_port, wait_for_step
+from tests.faults.fork_server import HOLD_AFTER_STEP_2, ForkServer, free_port, wait_for_step
 from tiny import tiny_recipe
 
 
-def test_a_run_tells_its_step_and_loss_while_it_trains(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
+def test_a_run_tells_its_step_and_loss_while_it_trains(
+    fork_server: ForkServer, model_folder: Path, tmp_path: Path
+) -> None:
     port = free_port()
     recipe = tiny_recipe(tmp_path, model_folder)
-    trial = rig.start(["run", str(recipe)], tmp_path, {"MODELWRIGHT_METRICS_PORT": str(port)}, first=HELD)
+    trial = fork_server.start(
+        ["run", str(recipe)], tmp_path, {"MODELWRIGHT_METRICS_PORT": str(port)}, first=HOLD_AFTER_STEP_2
+    )
     wait_for_step(tmp_path / "run", 2)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         told = json.loads(answer.read())

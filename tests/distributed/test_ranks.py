@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rig import Rig, slow_after, steps_of, told, trace, wait_for_step
+from tests.faults.fork_server import ForkServer, events_of, run_fingerprint, slow_after, steps_of, wait_for_step
 from tiny import tiny_recipe
 
 TWO = ["--set", "sft.gradient_accumulation_steps=1"]
@@ -27,26 +27,28 @@ def batches(run: Path) -> list[str]:
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
 def test_two_ranks_equal_one_and_only_the_first_prints(
-    rig: Rig, uninterrupted: Path, model_folder: Path, tmp_path: Path, sharding: str
+    fork_server: ForkServer, uninterrupted: Path, model_folder: Path, tmp_path: Path, sharding: str
 ) -> None:
     # what is computed again in the backward pass is what it was, wherever its weights are
     recipe = tiny_recipe(tmp_path, model_folder, distributed_strategy=sharding, gradient_checkpointing="selective")
-    ranks = rig.run_ranks(["run", str(recipe), *TWO], tmp_path, 2)
+    ranks = fork_server.run_ranks(["run", str(recipe), *TWO], tmp_path, 2)
     assert [code for code, _ in ranks] == [0, 0], ranks
     assert "sft step 12/12" in ranks[0][1]
     assert ranks[1][1].strip() == ""
     assert batches(tmp_path / "run") == batches(uninterrupted)
     assert losses(tmp_path / "run") == pytest.approx(losses(uninterrupted), abs=1e-5)
-    evaluations = [record["eval_loss"] for record in told(tmp_path / "run", "evaluation")]
-    assert evaluations == pytest.approx([r["eval_loss"] for r in told(uninterrupted, "evaluation")], abs=1e-5)
+    evaluations = [record["eval_loss"] for record in events_of(tmp_path / "run", "evaluation")]
+    assert evaluations == pytest.approx([r["eval_loss"] for r in events_of(uninterrupted, "evaluation")], abs=1e-5)
 
 
-def test_two_ranks_equal_one_with_a_batch_that_two_do_not_divide(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
+def test_two_ranks_equal_one_with_a_batch_that_two_do_not_divide(
+    fork_server: ForkServer, model_folder: Path, tmp_path: Path
+) -> None:
     settings = {"global_batch_size": 5, "gradient_accumulation_steps": 1, "num_train_epochs": 1, "max_steps": None}
     one, two = tmp_path / "one", tmp_path / "two"
-    code, output = rig.run(["run", str(tiny_recipe(one, model_folder, **settings))], one)
+    code, output = fork_server.run(["run", str(tiny_recipe(one, model_folder, **settings))], one)
     assert code == 0, output
-    ranks = rig.run_ranks(["run", str(tiny_recipe(two, model_folder, **settings))], two, 2)
+    ranks = fork_server.run_ranks(["run", str(tiny_recipe(two, model_folder, **settings))], two, 2)
     assert [code for code, _ in ranks] == [0, 0], ranks
     assert batches(two / "run") == batches(one / "run")
     assert losses(two / "run") == pytest.approx(losses(one / "run"), abs=1e-5)
@@ -54,35 +56,37 @@ def test_two_ranks_equal_one_with_a_batch_that_two_do_not_divide(rig: Rig, model
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
 def test_a_run_goes_from_two_ranks_to_one_and_back_and_is_killed_each_time(
-    rig: Rig, uninterrupted: Path, model_folder: Path, tmp_path: Path, sharding: str
+    fork_server: ForkServer, uninterrupted: Path, model_folder: Path, tmp_path: Path, sharding: str
 ) -> None:
     settings = {"global_batch_size": 4, "gradient_accumulation_steps": 1, "distributed_strategy": sharding}
     recipe = tiny_recipe(tmp_path, model_folder, **settings)
     for size, step in ((2, 4), (1, 7)):
-        ranks = rig.start_ranks(["run", str(recipe)], tmp_path, size, first=slow_after(step))
+        ranks = fork_server.start_ranks(["run", str(recipe)], tmp_path, size, first=slow_after(step))
         wait_for_step(tmp_path / "run", step)
         os.kill(ranks[-1].pid, signal.SIGKILL)
         assert 0 not in [trial.wait() for trial in ranks]
-    rest = rig.run_ranks(["run", str(recipe)], tmp_path, 2)
+    rest = fork_server.run_ranks(["run", str(recipe)], tmp_path, 2)
     assert [code for code, _ in rest] == [0, 0], rest
-    assert [event["step"] for event in told(tmp_path / "run", "resumed")] == [3, 6]
+    assert [event["step"] for event in events_of(tmp_path / "run", "resumed")] == [3, 6]
     assert batches(tmp_path / "run") == batches(uninterrupted)
     assert losses(tmp_path / "run") == pytest.approx(losses(uninterrupted), abs=1e-5)
 
 
-def test_two_nodes_of_two_ranks_with_hsdp_equal_one(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
+def test_two_nodes_of_two_ranks_with_hsdp_equal_one(
+    fork_server: ForkServer, model_folder: Path, tmp_path: Path
+) -> None:
     settings = {"global_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 4, "eval_steps": 4}
     one, four = tmp_path / "one", tmp_path / "four"
     two_a_node = "import os\nos.environ['LOCAL_WORLD_SIZE'] = '2'"
     recipe = tiny_recipe(four, model_folder, distributed_strategy="hsdp", **settings)
-    ranks = rig.run_ranks(["run", str(recipe)], four, 4, first=two_a_node)
+    ranks = fork_server.run_ranks(["run", str(recipe)], four, 4, first=two_a_node)
     assert [code for code, _ in ranks] == [0, 0, 0, 0], ranks
-    code, output = rig.run(["run", str(tiny_recipe(one, model_folder, **settings))], one)
+    code, output = fork_server.run(["run", str(tiny_recipe(one, model_folder, **settings))], one)
     assert code == 0, output
     assert losses(four / "run") == pytest.approx(losses(one / "run"), abs=1e-5)
 
 
-def test_a_slow_rank_is_named(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
+def test_a_slow_rank_is_named(fork_server: ForkServer, model_folder: Path, tmp_path: Path) -> None:
     drags = """
 import os, time
 from modelwright.engine.precision import Precision
@@ -92,13 +96,15 @@ def slow(self):
     return quick(self)
 Precision.autocast = slow
 """
-    ranks = rig.run_ranks(["run", str(tiny_recipe(tmp_path, model_folder)), *TWO], tmp_path, 2, first=drags)
+    ranks = fork_server.run_ranks(["run", str(tiny_recipe(tmp_path, model_folder)), *TWO], tmp_path, 2, first=drags)
     assert [code for code, _ in ranks] == [0, 0], ranks
-    notes = [note["message"] for note in told(tmp_path / "run", "note") if "slow" in note["message"]]
+    notes = [note["message"] for note in events_of(tmp_path / "run", "note") if "slow" in note["message"]]
     assert any(note.startswith("rank 1 is a straggler") for note in notes), notes
 
 
-def test_a_full_disk_under_the_journal_ends_both_ranks_with_78(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
+def test_a_full_disk_under_the_journal_ends_both_ranks_with_78(
+    fork_server: ForkServer, model_folder: Path, tmp_path: Path
+) -> None:
     full = """
 import errno, os
 from modelwright.runs import journal
@@ -112,22 +118,22 @@ def add(self, event, **facts):
 journal.Journal.add = add
 """
     recipe = tiny_recipe(tmp_path, model_folder)
-    ranks = rig.run_ranks(["run", str(recipe), *TWO], tmp_path, 2, first=full)
+    ranks = fork_server.run_ranks(["run", str(recipe), *TWO], tmp_path, 2, first=full)
     assert [code for code, _ in ranks] == [78, 78], ranks
     assert "journal.jsonl: No space left on device" in ranks[0][1]
     assert ranks[1][1].strip() == ""
 
 
 def test_a_run_goes_on_with_another_number_of_ranks_and_sees_the_same_batches(
-    rig: Rig, uninterrupted: Path, model_folder: Path, tmp_path: Path
+    fork_server: ForkServer, uninterrupted: Path, model_folder: Path, tmp_path: Path
 ) -> None:
     # the batch is written as a whole, so that it is the recipe's and not the world's
     recipe = tiny_recipe(tmp_path, model_folder, global_batch_size=4, gradient_accumulation_steps=1)
-    ranks = rig.start_ranks(["run", str(recipe)], tmp_path, 2, first=slow_after(5))
+    ranks = fork_server.start_ranks(["run", str(recipe)], tmp_path, 2, first=slow_after(5))
     wait_for_step(tmp_path / "run", 5)
     os.kill(ranks[0].pid, signal.SIGTERM)
     assert [trial.wait() for trial in ranks] == [75, 75], [trial.output for trial in ranks]
-    code, output = rig.run(["run", str(recipe)], tmp_path)
+    code, output = fork_server.run(["run", str(recipe)], tmp_path)
     assert code == 0, output
     assert batches(tmp_path / "run") == batches(uninterrupted)
     assert losses(tmp_path / "run") == pytest.approx(losses(uninterrupted), abs=1e-5)
@@ -136,12 +142,12 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_sees_the_same_batches(
 
 
 def test_a_killed_rank_ends_the_other_and_the_run_goes_on_bit_for_bit(
-    rig: Rig, model_folder: Path, tmp_path: Path
+    fork_server: ForkServer, model_folder: Path, tmp_path: Path
 ) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    rig.run_ranks(["run", str(tiny_recipe(whole, model_folder)), *TWO], whole, 2)
+    fork_server.run_ranks(["run", str(tiny_recipe(whole, model_folder)), *TWO], whole, 2)
     recipe = tiny_recipe(broken, model_folder)
-    ranks = rig.start_ranks(["run", str(recipe), *TWO], broken, 2, first=slow_after(7))
+    ranks = fork_server.start_ranks(["run", str(recipe), *TWO], broken, 2, first=slow_after(7))
     wait_for_step(broken / "run", 7)
     os.kill(ranks[1].pid, signal.SIGKILL)
     began = time.monotonic()
@@ -149,14 +155,16 @@ def test_a_killed_rank_ends_the_other_and_the_run_goes_on_bit_for_bit(
     assert ranks[0].wait() == 1
     assert "rank 0 lost its peers (" in ranks[0].output
     assert time.monotonic() - began < 60, "left to itself it would wait for ten minutes"
-    again = rig.run_ranks(["run", str(recipe), *TWO], broken, 2)
+    again = fork_server.run_ranks(["run", str(recipe), *TWO], broken, 2)
     assert [code for code, _ in again] == [0, 0], again
-    assert trace(broken / "run") == trace(whole / "run")
+    assert run_fingerprint(broken / "run") == run_fingerprint(whole / "run")
 
 
-def test_a_letter_of_the_first_rank_ends_all_with_its_code(rig: Rig, model_folder: Path, tmp_path: Path) -> None:
+def test_a_letter_of_the_first_rank_ends_all_with_its_code(
+    fork_server: ForkServer, model_folder: Path, tmp_path: Path
+) -> None:
     recipe = tiny_recipe(tmp_path, model_folder)
-    ranks = rig.run_ranks(["run", str(recipe), "--set", "model.model_name_or_path=/nowhere"], tmp_path, 2)
+    ranks = fork_server.run_ranks(["run", str(recipe), "--set", "model.model_name_or_path=/nowhere"], tmp_path, 2)
     assert [code for code, _ in ranks] == [2, 2], ranks
     assert "no folder" in ranks[0][1]
     assert ranks[1][1].strip() == ""

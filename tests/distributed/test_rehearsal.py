@@ -1,6 +1,6 @@
 """The whole of it: the survival twin as a job of two pods trains as a random user, loses a pod, and ends the same.
 
-The pods' `python` forks from one preloaded interpreter (door.py), so that a pod costs a second or two.
+The pods' `python` forks from one preloaded interpreter (tests/pod_python.py), so that a pod costs a second or two.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from modelwright.cluster.manifests import JobKind, build_job, render
 from modelwright.cluster.sandbox import USER_ID, can_use_namespaces
 from modelwright.cluster.simulator import InjectedFault, SimulationConfig, SimulationResult, simulate
 from modelwright.recipe.load import load
-from rig import Rig, told, trace
-from stranger import as_user, impossible
+from other_user import as_user, unavailable
+from tests.faults.fork_server import ForkServer, events_of, run_fingerprint
 from tiny import tiny_model
 
 pytestmark = [
@@ -42,14 +42,14 @@ SETS = [
 CANARY = "hf_canary4711canary4711"
 PRELOADED = {
     **{"PATH": "/workspace:/usr/local/bin:/usr/bin:/bin", "PYTHON_EXEC": "/workspace/python"},
-    **{"RIG_DOOR": "/workspace/door", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+    **{"POD_PYTHON_SOCKET": "/workspace/door", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
 }
 STRANGER = 54321
 """A user who is not root, has no right and owns nothing here."""
 HOLD = """
 import os, pathlib, time
 from modelwright.engine.trainer import Engine
-quick, taken, held = Engine._step, [], pathlib.Path(os.environ["RIG_DOOR"]).with_name("held")
+quick, taken, held = Engine._step, [], pathlib.Path(os.environ["POD_PYTHON_SOCKET"]).with_name("held")
 def step(self, stop_asked):
     taken.append(1)
     if os.environ.get("RANK") == "1" and len(taken) == 6 and not held.exists():
@@ -104,29 +104,29 @@ def logs_of(outcome: SimulationResult) -> str:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(rig: Rig, model: Path) -> dict[str, Any]:
+def undisturbed(fork_server: ForkServer, model: Path) -> dict[str, Any]:
     """What an undisturbed rehearsal of 1 Master + 1 Worker leaves: losses, batches, weights."""
     with made_place(model) as folder:
-        rig.door(folder / "volumes/workspace")
+        fork_server.serve_pods(folder / "volumes/workspace")
         outcome = play(folder, stream("pytorchjob"))
         assert outcome.succeeded, logs_of(outcome)
         assert outcome.events[:2] == (f"{TWIN}-master-0: started", f"{TWIN}-worker-0: started")
         assert len(outcome.logs) == 2, "nothing began again"
         assert "2 of 4 layers frozen" in logs_of(outcome)
-        return trace(run_of(folder))
+        return run_fingerprint(run_of(folder))
 
 
 @pytest.mark.parametrize("target", ["trainjob", "pytorchjob"])
 def test_a_job_whose_worker_is_killed_ends_with_the_weights_of_an_undisturbed_one(
-    rig: Rig, place: Path, undisturbed: dict[str, Any], target: JobKind
+    fork_server: ForkServer, place: Path, undisturbed: dict[str, Any], target: JobKind
 ) -> None:
-    rig.door(place / "volumes/workspace", first=HOLD)
+    fork_server.serve_pods(place / "volumes/workspace", first=HOLD)
     text = stream(target)
     outcome = play(place, text, InjectedFault("kill", 1, 4))
     assert outcome.succeeded, logs_of(outcome)
     assert_it_went_on(outcome.events, place, target)
     assert (run_of(place) / "stages/sft/result.json").stat().st_uid == USER_ID
-    assert trace(run_of(place)) == undisturbed
+    assert run_fingerprint(run_of(place)) == undisturbed
     assert not leaks(place, text)
 
 
@@ -138,7 +138,7 @@ def assert_it_went_on(events: tuple[str, ...], place: Path, target: JobKind) -> 
     else:
         assert f"{TWIN}-worker-0: exited with 137" in events
         assert f"{TWIN}-worker-0: started, attempt 2" in events
-    assert told(run_of(place), "resumed"), "it went on from its last checkpoint"
+    assert events_of(run_of(place), "resumed"), "it went on from its last checkpoint"
 
 
 def leaks(folder: Path, text: str) -> list[str]:
@@ -152,17 +152,21 @@ def leaks(folder: Path, text: str) -> list[str]:
 
 @pytest.mark.parametrize("target", ["trainjob", "pytorchjob"])
 def test_without_root_the_same_rules_hold_for_plain_processes_and_it_says_what_is_not_shown(
-    rig: Rig, place: Path, undisturbed: dict[str, Any], target: JobKind
+    fork_server: ForkServer, place: Path, undisturbed: dict[str, Any], target: JobKind
 ) -> None:
-    if why := impossible():
+    if why := unavailable():
         pytest.skip(why)
     volume = place / "volumes/workspace"
-    rig.door(volume, first=HOLD)
-    words = ["launch", TWIN, "--on", "openshift", "--rehearse", "--target", target, "--json"]
-    words += ["--place", str(place), "--disturb", "kill:1@4"]
+    fork_server.serve_pods(volume, first=HOLD)
+    words = ["launch", TWIN, "--on", "openshift", "--simulate", "--job-kind", target, "--json"]
+    words += ["--work-dir", str(place), "--inject-fault", "kill:1@4"]
     words += [word for setting in [*SETS, f"cluster.env={json.dumps(PRELOADED)}"] for word in ("--set", setting)]
     command = [*as_user(STRANGER, STRANGER), str(volume / "python"), "-m", "modelwright", *words]
-    environ = {"RIG_DOOR": str(volume / "door"), "HOME": "/nonexistent", "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+    environ = {
+        "POD_PYTHON_SOCKET": str(volume / "door"),
+        "HOME": "/nonexistent",
+        "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
+    }
     done = subprocess.run(command, env=environ, cwd=place, capture_output=True, text=True, check=False)
     logs = "\n".join(path.read_text(errors="replace") for path in sorted((place / "logs").glob("*.log")))
     assert done.returncode == 0, done.stderr + logs
@@ -170,17 +174,17 @@ def test_without_root_the_same_rules_hold_for_plain_processes_and_it_says_what_i
     assert said["succeeded"]
     assert_it_went_on(said["events"], place, target)
     assert (run_of(place) / "stages/sft/result.json").stat().st_uid == STRANGER
-    assert trace(run_of(place)) == undisturbed
+    assert run_fingerprint(run_of(place)) == undisturbed
     assert any("random user id, dropped capabilities" in line for line in said["not_simulated"])
     assert any("networks, names and mounts" in line for line in said["not_simulated"])
 
 
-def test_python_in_place_of_torchrun_fails_here_as_it_would_there(rig: Rig, place: Path) -> None:
+def test_python_in_place_of_torchrun_fails_here_as_it_would_there(fork_server: ForkServer, place: Path) -> None:
     text = stream("trainjob").replace("maxRestarts: 3", "maxRestarts: 0")
     script = "\"import torch.distributed as d; d.init_process_group('gloo')\""
     command = "command: [python, -m, modelwright.launch.torchrun, -m, modelwright]"
     assert command in text
-    rig.door(place / "volumes/workspace")
+    fork_server.serve_pods(place / "volumes/workspace")
     outcome = play(place, text.replace(command, f"command: [python, -c, {script}]"))
     assert not outcome.succeeded
     assert "environment variable RANK expected, but not set" in logs_of(outcome)

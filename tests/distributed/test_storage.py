@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rig import Rig
+from tests.faults.fork_server import ForkServer
 from tiny import tiny_recipe
 
 is_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts and other user ids")
@@ -39,11 +39,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.root
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
 def test_a_full_disk_ends_both_ranks_with_78_and_neither_waits(
-    rig: Rig, model_folder: Path, tmp_path: Path, small_disk: Path, sharding: str
+    fork_server: ForkServer, model_folder: Path, tmp_path: Path, small_disk: Path, sharding: str
 ) -> None:
     recipe = tiny_recipe(tmp_path, model_folder, distributed_strategy=sharding, gradient_accumulation_steps=1)
     began = time.monotonic()
     command = ["run", str(recipe), "--set", f"output_dir={small_disk / 'run'}"]
-    ranks = rig.run_ranks(command, tmp_path, 2, first=UNSUSPECTING)
+    ranks = fork_server.run_ranks(command, tmp_path, 2, first=UNSUSPECTING)
     assert [code for code, _ in ranks] == [78, 78], ranks
     assert time.monotonic() - began < 30

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rig import Rig, Trial, steps_of, told, wait_for_step
+from tests.faults.fork_server import ForkedProcess, ForkServer, events_of, steps_of, wait_for_step
 from tiny import tiny_model
 
 pytestmark = pytest.mark.slow
@@ -54,10 +54,10 @@ def command(name: str, model: Path, folder: Path) -> list[str]:
 def losses_of(run: Path) -> list[float]:
     """Of all steps, then of all evaluations."""
     steps = [float(record["loss"]) for _, record in sorted(steps_of(run).items())]
-    return [*steps, *(float(record["eval_loss"]) for record in told(run, "evaluation"))]
+    return [*steps, *(float(record["eval_loss"]) for record in events_of(run, "evaluation"))]
 
 
-def succeeded(ranks: list[Trial]) -> str:
+def succeeded(ranks: list[ForkedProcess]) -> str:
     codes = [trial.wait() for trial in ranks]
     assert codes == [0] * len(ranks), "\n".join(trial.output for trial in ranks)
     return ranks[0].output
@@ -65,11 +65,11 @@ def succeeded(ranks: list[Trial]) -> str:
 
 @pytest.mark.parametrize("name", ["lyrics-pythia-tiny", "gemma-270m-tiny"])
 def test_a_twin_learns_on_two_ranks_what_it_learns_on_one(
-    rig: Rig, deep_model: Path, tmp_path: Path, name: str
+    fork_server: ForkServer, deep_model: Path, tmp_path: Path, name: str
 ) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    succeeded([rig.start(command(name, deep_model, one), one)])
-    succeeded(rig.start_ranks(command(name, deep_model, two), two, 2))
+    succeeded([fork_server.start(command(name, deep_model, one), one)])
+    succeeded(fork_server.start_ranks(command(name, deep_model, two), two, 2))
     assert len(losses_of(one / "run")) >= 8
     assert losses_of(two / "run") == pytest.approx(losses_of(one / "run"), abs=1e-5)
     run = two / "run"
@@ -79,21 +79,21 @@ def test_a_twin_learns_on_two_ranks_what_it_learns_on_one(
 
 
 def test_a_kept_trunk_on_two_ranks_that_are_killed_learns_what_one_rank_learns(
-    rig: Rig, deep_model: Path, tmp_path: Path
+    fork_server: ForkServer, deep_model: Path, tmp_path: Path
 ) -> None:
     name, one, two = "survival-smollm3-tiny", tmp_path / "one", tmp_path / "two"
-    output = succeeded([rig.start(command(name, deep_model, one), one)])
+    output = succeeded([fork_server.start(command(name, deep_model, one), one)])
     assert "2 of 4 layers frozen" in output
     assert "token shared prefix" in output
     words = command(name, deep_model, two)
-    ranks = rig.start_ranks(words, two, 2, first=HOLD)
+    ranks = fork_server.start_ranks(words, two, 2, first=HOLD)
     wait_for_step(two / "run", 4)
     for trial in ranks:
         os.kill(trial.pid, signal.SIGKILL)
     assert [trial.wait() for trial in ranks] == [-signal.SIGKILL] * 2
-    output = succeeded(rig.start_ranks(words, two, 2))
+    output = succeeded(fork_server.start_ranks(words, two, 2))
     assert "2 of 4 layers frozen" in output
-    assert told(two / "run", "resumed")
+    assert events_of(two / "run", "resumed")
     assert losses_of(two / "run") == pytest.approx(losses_of(one / "run"), abs=1e-5)
     summary = json.loads((two / "run/training_summary.json").read_text())
     assert summary["distributed"]["devices"] == 2

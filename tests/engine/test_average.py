@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from modelwright.engine.optimizer import EMA
 from modelwright.recipe.load import load
 from modelwright.stages import pipeline
-from rig import trace
+from tests.faults.fork_server import run_fingerprint
 from tiny import tiny_recipe
 
 BRIEF = {"max_steps": 6, "save_steps": 2, "eval_steps": 3, "per_device_train_batch_size": 1, "max_length": 32}
@@ -21,7 +21,7 @@ BRIEF = {"max_steps": 6, "save_steps": 2, "eval_steps": 3, "per_device_train_bat
 def run(folder: Path, model: Path, **settings: Any) -> dict[str, Any]:
     recipe = tiny_recipe(folder, model, **BRIEF, **settings)
     pipeline.run(load(recipe, environ={}), lambda event: None)
-    return trace(folder / "run")
+    return run_fingerprint(folder / "run")
 
 
 def test_the_mean_follows_the_weights_and_stands_in_for_them_only_for_a_while() -> None:

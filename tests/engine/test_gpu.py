@@ -27,7 +27,7 @@ from modelwright.errors import Interrupted
 from modelwright.models import attention, pretrained
 from modelwright.recipe.load import load
 from modelwright.stages import pipeline, planning
-from rig import trace
+from tests.faults.fork_server import run_fingerprint
 from tiny import tiny_recipe
 
 pytestmark = [
@@ -60,14 +60,14 @@ def test_a_resumed_run_equals_the_uninterrupted_run_on_the_gpu(
     with pytest.raises(Interrupted):
         run(tmp_path / "halved", model_folder, stop_after=8, **settings)
     halved = run(tmp_path / "halved", model_folder)
-    assert trace(halved) == trace(whole)
-    losses = [loss for loss, *_ in trace(whole)["steps"].values()]
+    assert run_fingerprint(halved) == run_fingerprint(whole)
+    losses = [loss for loss, *_ in run_fingerprint(whole)["steps"].values()]
     assert losses[-1] < losses[0] - 0.5
 
 
 def test_the_gpu_computes_the_losses_of_the_cpu(model_folder: Path, tmp_path: Path, cpu_losses: list[float]) -> None:
     whole = run(tmp_path, model_folder, precision="fp32", tf32=False)
-    losses = [loss for loss, *_ in trace(whole)["steps"].values()]
+    losses = [loss for loss, *_ in run_fingerprint(whole)["steps"].values()]
     assert losses == pytest.approx(cpu_losses, rel=1e-4)
 
 
@@ -79,7 +79,12 @@ def test_tensor_cores_learn_what_exact_products_learn(
         pytest.skip("this card has no tf32")
     before = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
     exact, rounded = (
-        [loss for loss, *_ in trace(run(tmp_path / str(wish), model_folder, tf32=wish, **settings))["steps"].values()]
+        [
+            loss
+            for loss, *_ in run_fingerprint(run(tmp_path / str(wish), model_folder, tf32=wish, **settings))[
+                "steps"
+            ].values()
+        ]
         for wish in (False, "auto")
     )
     assert rounded == pytest.approx(exact, rel=1e-3) and rounded != exact
@@ -105,7 +110,7 @@ def test_angles_of_far_positions_are_exact_among_rounded_products(model_folder: 
 @pytest.mark.parametrize("trainable", ["lora", {"last_layers": 1, "lm_head": True, "untie_lm_head": True}])
 def test_parts_train_on_the_gpu(model_folder: Path, tmp_path: Path, trainable: Any) -> None:
     whole = run(tmp_path, model_folder, trainable=trainable, packing=True, learning_rate=1e-2)
-    losses = [loss for loss, *_ in trace(whole)["steps"].values()]
+    losses = [loss for loss, *_ in run_fingerprint(whole)["steps"].values()]
     assert losses[-1] < losses[0]
     assert json.loads((whole / "plan.json").read_text())["sft"]["precision"] == "fp32"
 
@@ -118,7 +123,7 @@ def cpu_losses(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-m", "modelwright", "run", str(recipe)], env=environ, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
-    return [loss for loss, *_ in trace(folder / "run")["steps"].values()]
+    return [loss for loss, *_ in run_fingerprint(folder / "run")["steps"].values()]
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -128,9 +133,9 @@ def test_bf16_weights_and_our_attention_learn_what_fp32_learns(
     exact, halved = (
         [
             loss
-            for loss, *_ in trace(run(tmp_path / name, model_folder, packing=packing, precision=name, tf32=False))[
-                "steps"
-            ].values()
+            for loss, *_ in run_fingerprint(
+                run(tmp_path / name, model_folder, packing=packing, precision=name, tf32=False)
+            )["steps"].values()
         ]
         for name in ("fp32", "bf16")
     )
@@ -199,7 +204,7 @@ def test_what_is_computed_again_is_recorded_too_and_learns_the_same(
 def test_few_moving_weights_are_moved_without_compiling(model_folder: Path, tmp_path: Path, recorded: str) -> None:
     torch._dynamo.utils.counters.clear()
     settings = {"precision": "bf16", "cuda_graphs": recorded, "trainable": {"norms": True}}
-    steps = trace(run(tmp_path, model_folder, **settings))["steps"]
+    steps = run_fingerprint(run(tmp_path, model_folder, **settings))["steps"]
     assert len(steps) == 12 and not torch._dynamo.utils.counters["stats"]
     losses = [loss for loss, *_ in steps.values()]
     assert losses[-1] < losses[0], "a weight that is no number makes a loss that is none"
@@ -293,7 +298,7 @@ def test_fp8_that_is_kept_trains_on_the_gpu_as_if_it_had_been_forced(
     kept = run(tmp_path / "kept", model_folder, **settings)
     forced = run(tmp_path / "forced", model_folder, **settings, fp8_validation="off")
     assert json.loads((kept / "plan.json").read_text())["sft"]["reasons"][-1].startswith("fp8 is kept")
-    assert trace(kept) == trace(forced)
+    assert run_fingerprint(kept) == run_fingerprint(forced)
 
 
 @pytest.mark.parametrize("recorded", ["never", "always"])

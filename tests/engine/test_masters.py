@@ -28,7 +28,7 @@ from modelwright.plan.stage import plan_stage
 from modelwright.recipe.load import load
 from modelwright.recipe.schema import SftConfig
 from modelwright.stages import pipeline
-from rig import trace
+from tests.faults.fork_server import run_fingerprint
 from tiny import tiny_recipe
 
 CPU = DeviceInfo("cpu", "2 CPU threads", 10**9, False)
@@ -192,7 +192,7 @@ BRIEF = {"max_steps": 4, "save_steps": 2, "eval_steps": 4, "per_device_train_bat
 def run(folder: Path, model: Path, weights: str, **settings: Any) -> list[float]:
     recipe = tiny_recipe(folder, model, precision="bf16", param_dtype=weights, **{**BRIEF, **settings})
     pipeline.run(load(recipe, environ={}), lambda event: None)
-    return [loss for loss, *_ in trace(folder / "run")["steps"].values()]
+    return [loss for loss, *_ in run_fingerprint(folder / "run")["steps"].values()]
 
 
 def test_bf16_weights_learn_what_fp32_weights_learn_and_go_on_exactly(model_folder: Path, tmp_path: Path) -> None:
@@ -211,10 +211,10 @@ def test_few_weights_go_on_exactly_from_a_checkpoint_that_has_their_rests(
     losses = run(tmp_path, untied_model_folder, "bf16", **few)
     stage = tmp_path / "run/stages/sft"
     newest, older = sorted((stage / "checkpoints").glob("step-*"), reverse=True)
-    files = trace(tmp_path / "run")["files"]
+    files = run_fingerprint(tmp_path / "run")["files"]
     with safe_open(older / "optimizer.safetensors", "pt") as stored:
         assert {name.rpartition(".")[2] for name in stored.keys()} == {"step", "exp_avg", "exp_avg_sq", PARAM_REMAINDER}  # noqa: SIM118
     shutil.rmtree(newest)
     (stage / "result.json").unlink()
     assert run(tmp_path, untied_model_folder, "bf16", **few) == losses
-    assert trace(tmp_path / "run")["files"] == files
+    assert run_fingerprint(tmp_path / "run")["files"] == files

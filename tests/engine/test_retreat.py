@@ -20,7 +20,7 @@ from modelwright.recipe.schema import ClassifyConfig, LoraStageConfig, SftConfig
 from modelwright.stages import pipeline
 from modelwright.stages.planning import _train_memory_message
 from modelwright.tasks.sft import SftLoss
-from rig import told, trace
+from tests.faults.fork_server import events_of, run_fingerprint
 from tiny import tiny_recipe
 
 CPU = DeviceInfo("cpu", "2 CPU threads", 10**9, False)
@@ -30,7 +30,7 @@ BRIEF = {"max_steps": 2, "per_device_train_batch_size": 4, "gradient_accumulatio
 def run(folder: Path, model: Path, **settings: Any) -> dict[str, Any]:
     recipe = tiny_recipe(folder, model, **BRIEF, **settings)
     pipeline.run(load(recipe, environ={}), lambda event: None)
-    return trace(folder / "run")
+    return run_fingerprint(folder / "run")
 
 
 def test_memory_that_is_full_halves_the_rows_and_keeps_the_batch(
@@ -49,7 +49,7 @@ def test_memory_that_is_full_halves_the_rows_and_keeps_the_batch(
     for step, (loss, *rest) in whole["steps"].items():
         assert halved["steps"][step][0] == pytest.approx(loss, rel=1e-5)
         assert halved["steps"][step][-1] == rest[-1]
-    notes = [event["message"] for event in told(tmp_path / "halved/run", "note")]
+    notes = [event["message"] for event in events_of(tmp_path / "halved/run", "note")]
     assert any("micro-batch 4 runs out of memory" in note and "keeps the batch" in note for note in notes)
     assert any("micro-batch 2 runs out of memory" in note for note in notes)
 
@@ -118,7 +118,7 @@ def test_layers_that_do_not_compile_run_as_they_are(
     assert [loss for loss, *_ in again["steps"].values()] == pytest.approx(
         [loss for loss, *_ in whole["steps"].values()], rel=1e-6
     )
-    notes = [event["message"] for event in told(tmp_path / "again/run", "note")]
+    notes = [event["message"] for event in events_of(tmp_path / "again/run", "note")]
     assert any("RuntimeError: no compiler here); retrying with a fresh cache" in note for note in notes)
     assert any("running eagerly" in note for note in notes)
 

@@ -1,121 +1,277 @@
-"""Bits that flip, files that end early, files that are gone: in every file of a checkpoint and of a finished model."""
+"""Damaged files: flipped bits, truncated and deleted checkpoints, bad rows and shards, and a killed data worker."""
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import shutil
+import signal
+import time
+from contextlib import suppress
 from pathlib import Path
 
-from tests.faults import baseline
-from tests.faults.fault import Bench, Fault, Outcome, counted, inject
-from tests.faults.harm import Damage, delete, empty, flip_at, truncate
-from tests.faults.rig import told, trace
+from benchmarks.common import children_of
+from tests.faults import hf_trainer
+from tests.faults.context import FaultContext, FaultResult, FaultRow, count_text, inject
+from tests.faults.fork_server import events_of, run_fingerprint
+from tests.faults.injections import Damage, delete, empty, flip_at, truncate
 
 
-def flipped_bits(bench: Bench) -> Outcome:
+def flipped_bits(context: FaultContext) -> FaultResult:
     """R5: one bit in each file in turn, at its beginning, in its middle, at its end and at random."""
-    draw = bench.draw("R5")
-    places = [draw.random()] if bench.smoke else [0.0, 0.5, 1.0, draw.random(), draw.random()]
-    trials = [(name, f"a bit at {place:.3f}", flip_at(place)) for name in _checkpoint_files(bench) for place in places]
-    good, notes = _try_on_checkpoint(bench, trials)
-    models = _finished_files(bench, draw) if not bench.smoke else []
-    for name, place in models:
-        note = _try_on_model(bench, name, place)
+    rng = context.rng("R5")
+    positions = [rng.random()] if context.smoke else [0.0, 0.5, 1.0, rng.random(), rng.random()]
+    trials = [
+        (name, f"a bit at {position:.3f}", flip_at(position))
+        for name in _checkpoint_files(context)
+        for position in positions
+    ]
+    good, notes = _try_on_checkpoint(context, trials)
+    models = _finished_files(context, rng) if not context.smoke else []
+    for name, position in models:
+        note = _try_on_model(context, name, position)
         good += not note
         notes += [note] * bool(note)
     of = len(trials) + len(models)
-    figure = counted(good, of, f"noticed, in {len(_checkpoint_files(bench))} files of a checkpoint"
+    figure = count_text(good, of, f"noticed, in {len(_checkpoint_files(context))} files of a checkpoint"
                      + (f" and {len(models)} of a finished stage" if models else ""))  # fmt: skip
-    return Outcome(figure, good == of > 0, {"flips": of, "noticed": good}, baseline.flips(bench), tuple(notes))
+    return FaultResult(
+        figure, good == of > 0, {"flips": of, "noticed": good}, hf_trainer.flipped_bits(context), tuple(notes)
+    )
 
 
-def lost_bytes(bench: Bench) -> Outcome:
+def truncated_files(context: FaultContext) -> FaultResult:
     """R6: each file cut, emptied and deleted in turn; the checkpoint before it takes over."""
-    kinds: list[tuple[str, Damage]] = [("cut in half", truncate), ("emptied", empty), ("deleted", delete)]
-    files = _checkpoint_files(bench)
-    trials = [(name, word, act) for name in files for word, act in kinds]
-    trials = trials[:: 3 if bench.smoke else 1]
-    good, notes = _try_on_checkpoint(bench, trials)
-    figure = counted(good, len(trials), "recovered from the checkpoint before, bit for bit")
+    damages: list[tuple[str, Damage]] = [("cut in half", truncate), ("emptied", empty), ("deleted", delete)]
+    files = _checkpoint_files(context)
+    trials = [(name, word, act) for name in files for word, act in damages]
+    trials = trials[:: 3 if context.smoke else 1]
+    good, notes = _try_on_checkpoint(context, trials)
+    figure = count_text(good, len(trials), "recovered from the checkpoint before, bit for bit")
     numbers = {"damaged": len(trials), "recovered": good}
-    return Outcome(figure, good == len(trials) > 0, numbers, baseline.cuts(bench), tuple(notes))
+    return FaultResult(figure, good == len(trials) > 0, numbers, hf_trainer.truncated_files(context), tuple(notes))
 
 
-def _try_on_checkpoint(bench: Bench, trials: list[tuple[str, str, Damage]]) -> tuple[int, list[str]]:
+def _try_on_checkpoint(context: FaultContext, trials: list[tuple[str, str, Damage]]) -> tuple[int, list[str]]:
     """Damage one file of the newest checkpoint, go on, and see that the one before it was taken."""
-    whole, notes = bench.reference(), []
+    reference, notes = context.reference(), []
     for name, word, act in trials:
-        folder = bench.place("damaged")
-        recipe = bench.recipe(folder)
-        shutil.copytree(stopped(bench) / "run", folder / "run", symlinks=True)
-        last = newest(folder / "run")
+        folder = context.fresh_folder("damaged")
+        recipe = context.recipe(folder)
+        shutil.copytree(killed_run(context) / "run", folder / "run", symlinks=True)
+        last = newest_checkpoint(folder / "run")
         act(last / name)
-        code, output = bench.run(recipe)
-        resumed = [event["step"] for event in told(folder / "run", "resumed")]
+        code, output = context.run(recipe)
+        resumed = [event["step"] for event in events_of(folder / "run", "resumed")]
         before = int(last.name.split("-")[1]) - 3
         if code or f"checkpoint {last.name} moved to corrupt/" not in output or resumed[-1] != before:
             notes.append(f"{name}, {word}: exit {code}, went on from {resumed}: {output.strip()[-200:]}")
-        elif trace(folder / "run") != whole:
+        elif run_fingerprint(folder / "run") != reference:
             notes.append(f"{name}, {word}: it differs from the untouched run")
     return len(trials) - len(notes), notes
 
 
-def stopped(bench: Bench) -> Path:
+def killed_run(context: FaultContext) -> Path:
     """A run that was killed at step 8 of 12, with checkpoints of steps 3 and 6."""
 
     def stop() -> Path:
-        folder = bench.place("stopped")
-        bench.run(bench.recipe(folder), first=[inject("die_at_step", step=8)])
+        folder = context.fresh_folder("stopped")
+        context.run(context.recipe(folder), first=[inject("die_at_step", step=8)])
         return folder
 
-    return bench.once("stopped", stop)
+    return context.cached("stopped", stop)
 
 
-def newest(run: Path) -> Path:
+def newest_checkpoint(run: Path) -> Path:
     """The newest checkpoint of a run."""
     return sorted((run / "stages/sft/checkpoints").glob("step-*"))[-1]
 
 
-def _checkpoint_files(bench: Bench) -> list[str]:
-    return sorted(path.name for path in newest(stopped(bench) / "run").iterdir())
+def _checkpoint_files(context: FaultContext) -> list[str]:
+    return sorted(path.name for path in newest_checkpoint(killed_run(context) / "run").iterdir())
 
 
-def _finished(bench: Bench) -> Path:
+def _finished_run(context: FaultContext) -> Path:
     """A run to which nothing has happened."""
 
     def finish() -> Path:
-        folder = bench.place("finished")
-        bench.run(bench.recipe(folder))
+        folder = context.fresh_folder("finished")
+        context.run(context.recipe(folder))
         return folder
 
-    return bench.once("finished", finish)
+    return context.cached("finished", finish)
 
 
-def _finished_files(bench: Bench, draw: random.Random) -> list[tuple[str, float]]:
+def _finished_files(context: FaultContext, rng: random.Random) -> list[tuple[str, float]]:
     """Every file that a finished stage answers for, each with a place for the bit."""
-    stage = _finished(bench) / "run/stages/sft"
+    stage = _finished_run(context) / "run/stages/sft"
     files = [path for path in stage.rglob("*") if path.is_file() and "checkpoints" not in path.parts]
     names = sorted(str(path.relative_to(stage)) for path in files if path.name != "README.md")
-    return [(name, draw.random()) for name in names]
+    return [(name, rng.random()) for name in names]
 
 
-def _try_on_model(bench: Bench, name: str, place: float) -> str:
+def _try_on_model(context: FaultContext, name: str, position: float) -> str:
     """Flip a bit in a file of a finished stage and start it again: it is made again, or refused. Returns a note."""
-    folder = bench.place("damaged")
-    recipe = bench.recipe(folder)
-    shutil.copytree(_finished(bench) / "run", folder / "run", symlinks=True)
-    flip_at(place)(folder / "run/stages/sft" / name)
-    code, output = bench.run(recipe)
-    if code == 0 and trace(folder / "run") == bench.reference():
+    folder = context.fresh_folder("damaged")
+    recipe = context.recipe(folder)
+    shutil.copytree(_finished_run(context) / "run", folder / "run", symlinks=True)
+    flip_at(position)(folder / "run/stages/sft" / name)
+    code, output = context.run(recipe)
+    if code == 0 and run_fingerprint(folder / "run") == context.reference():
         return ""
-    return f"finished stage, {name} at {place:.3f}: exit {code}: {output.strip()[-200:]}"
+    return f"finished stage, {name} at {position:.3f}: exit {code}: {output.strip()[-200:]}"
+
+
+ROWS = 1000
+BAD_ROWS = (
+    b'{"text": "half a character: \xff"}',
+    b'{"text": "no end',
+    b'["a list"]',
+    b'{"text": 7}',
+    b'{"txt": "gone"}',
+)
+"""Rows that nothing can be learnt from: no UTF-8, no JSON, no object, no text, no such column."""
+PREPARE = {"sequence_length": 32, "tokenizer": "model", "max_dropped_token_fraction": 1, "max_invalid_fraction": 0.05,
+           "minhash_dedup": False}  # fmt: skip
+PRETRAIN = {"max_length": 32, "max_steps": 4, "per_device_train_batch_size": 2, "precision": "fp32", "save_steps": 2,
+            "eval_steps": 4}  # fmt: skip
+
+
+def bad_rows(context: FaultContext) -> FaultResult:
+    """R21: one row in a hundred is bad, then more than the recipe allows; then shards are cut, flipped and deleted."""
+    rng, notes = context.rng("R21"), []
+    folder = context.fresh_folder("rows")
+    positions = sorted(rng.sample(range(1, ROWS + 1), ROWS // 100))
+    recipe = _pretrain_recipe(context, folder, positions)
+    code, output = context.run(recipe)
+    quarantined = _quarantined(folder / "run")
+    documents = _documents_read(folder / "run")
+    exact = code == 0 and quarantined == positions and documents == ROWS - len(positions)
+    notes += (
+        [] if exact else [f"seed {context.seed}: exit {code}, listed {quarantined} of {positions}: {output[-200:]}"]
+    )
+    many = context.fresh_folder("many")
+    code, output = context.run(_pretrain_recipe(context, many, list(range(1, ROWS + 1, 16))))  # 6.3 %
+    refused_many = code == 2 and "cannot be used" in output and not events_of(many / "run", "step")
+    notes += [] if refused_many else [f"6 % bad: exit {code}: {output[-200:]}"]
+    damages = [("cut", truncate), ("one bit flipped", flip_at(0.7)), ("deleted", delete)]
+    refused = 0
+    for word, act in damages:
+        damaged = context.fresh_folder("shards")
+        again = _pretrain_recipe(context, damaged, positions)
+        shutil.copytree(folder / "run/data", damaged / "run/data")
+        act(damaged / "run/data/packed/train-00000.npy")
+        code, output = context.run(again)
+        prepared_again = code == 0 and run_fingerprint(damaged / "run", "pretrain") == run_fingerprint(
+            folder / "run", "pretrain"
+        )
+        right = prepared_again or (code == 2 and "train-00000.npy" in output)
+        refused += right
+        notes += [] if right else [f"shard {word}: exit {code}: {output.strip()[-200:]}"]
+    figure = (
+        f"{len(quarantined)} of {len(positions)} bad rows set aside and listed, {documents} good ones kept; 6 % bad is "
+        f"{'refused' if refused_many else 'trained on'}; "
+        f"{refused} of {len(damages)} damaged shards made again or refused"
+    )
+    met = exact and refused_many and refused == len(damages)
+    numbers = {
+        "bad": len(positions),
+        "listed": len(quarantined),
+        "stopped_above_limit": refused_many,
+        "shards_noticed": refused,
+    }
+    return FaultResult(figure, met, numbers, None, tuple(notes))
+
+
+def killed_worker(context: FaultContext) -> FaultResult:
+    """R30: SIGKILL to a worker of the preparation while it is at work."""
+    reference, folder = context.fresh_folder("whole"), context.fresh_folder("worker")
+    code, output = context.run(_pretrain_recipe(context, reference, [], parts=2))
+    if code:
+        return FaultResult(f"exit {code} without any fault", False, notes=(output[-300:],))
+    recipe = _pretrain_recipe(context, folder, [], parts=2)
+    process = context.fork_server.start(["run", str(recipe)], folder, first=context.extra_injections)
+    killed = _kill_worker(process.pid)
+    code, starts = process.wait(), 1
+    output = process.output
+    while code == 75 and starts < 3:
+        code, output = context.run(recipe)
+        starts += 1
+    same = code == 0 and _fingerprint(folder) == _fingerprint(reference)
+    figure = f"{'finished by itself' if starts == 1 else f'finished after {starts} starts'}, shards " + (
+        "bit-identical" if same else "different"
+    )
+    met = killed and same and starts == 1
+    numbers = {"killed": killed, "starts": starts, "identical": same}
+    return FaultResult(figure, met, numbers, None, () if met else (output[-300:],))
+
+
+def _kill_worker(pid: int) -> bool:
+    """Wait for the first process below the run, and end it."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for child in children_of(pid):
+            with suppress(OSError):
+                if b"modelwright.data.prepare.executors" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    os.kill(child, signal.SIGKILL)
+                    return True
+        time.sleep(0.005)
+    return False
+
+
+def _pretrain_recipe(context: FaultContext, folder: Path, bad: list[int], parts: int = 1) -> Path:
+    """Documents in some files, some rows of them bad, prepared by as many workers and trained on."""
+    lines = [json.dumps({"text": f"Walk {n} began at gate {n % 7}. " + "The path was dry. " * (n % 5)}).encode()
+             for n in range(1, ROWS + 1)]  # fmt: skip
+    for turn, number in enumerate(bad):
+        lines[number - 1] = BAD_ROWS[turn % len(BAD_ROWS)]
+    (folder / "walks").mkdir()
+    for part in range(parts):
+        data = b"\n".join(lines[part * ROWS // parts : (part + 1) * ROWS // parts]) + b"\n"
+        (folder / f"walks/part-{part}.jsonl").write_bytes(data)
+    sections = {
+        "name": "walks",
+        "output_dir": str(folder / "run"),
+        "model": {"model_name_or_path": str(context.model)},
+        "prepare": {**PREPARE, "num_proc": parts},
+        "pretrain": {**PRETRAIN, "data": {"dataset_name": str(folder / "walks"), "test_size": 20}},
+    }
+    path = folder / "recipe.yaml"
+    path.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in sections.items()), encoding="utf-8")
+    return path
+
+
+def _quarantined(run: Path) -> list[int]:
+    """Lines of the file that are listed as set aside."""
+    path = run / "data/packed/quarantine.jsonl"
+    if not path.exists():
+        return []
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return sorted(int(str(row["where"]).rpartition(":")[2]) for row in rows)
+
+
+def _documents_read(run: Path) -> int:
+    path = run / "data/packed/report.json"
+    return int(json.loads(path.read_text(encoding="utf-8"))["documents"]["read"]) if path.exists() else 0
+
+
+def _fingerprint(folder: Path) -> str:
+    path = folder / "run/data/packed/manifest.json"
+    return str(json.loads(path.read_text(encoding="utf-8"))["fingerprint"])
 
 
 FAULTS = (
-    Fault("R5", "one bit flipped", "one byte XOR 1 in every file in turn", "100 % noticed",
+    FaultRow("R5", "one bit flipped", "one byte XOR 1 in every file in turn", "100 % noticed",
           "HF Trainer: weights and optimizer 0 of 2, random numbers 1 of 1 (measured Nov 2026)", flipped_bits, 40),
-    Fault("R6", "a file cut, emptied or gone", "every file of the newest checkpoint in turn",
+    FaultRow("R6", "a file cut, emptied or gone", "every file of the newest checkpoint in turn",
           "100 % recovered from the one before",
           "HF Trainer: 0, it stops or starts the optimizer anew (measured Nov 2026)",
-          lost_bytes, 20),
+          truncated_files, 20),
+    FaultRow("R21", "bad rows, damaged and missing shards", "1 % and 6 % of bad rows; a shard cut, flipped, deleted",
+          "rows lost = rows bad, all listed; above the limit and with a bad shard nothing is trained",
+          "HF Trainer and datasets: not measured", bad_rows, 20),
+    FaultRow("R30", "a data worker killed", "SIGKILL to a process of the preparation",
+          "finished by itself, the same shards", "HF Trainer: a dead loader worker ends the run (measured Nov 2026)",
+          killed_worker, 20),
 )  # fmt: skip

@@ -1,51 +1,70 @@
-"""Faults that a trial carries in itself: each is called in the trial's own process before it begins.
+"""Faults injected from inside a process: each function is called in the process before it starts.
 
-Real faults come from outside (signals, full disks, pulled cables). What can only happen inside, such as a kill between
-two system calls or a number that turns into none, is put there by these.
+Real faults come from outside (signals, full disks, a network link that goes down). What can only happen inside, such as
+a kill between two system calls or a weight that becomes NaN, is injected by these.
+
+`python -m tests.faults.injections RECIPE NODE_OPTIONS` launches one node whose steps have the length of real ones.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+STEP_SECONDS = "FAULTS_STEP_SECONDS"
+"""Environment variable: a process that imports this module with it set makes every step that much longer."""
 WRITES = ("mkdir", "fsync", "rename", "replace", "unlink", "rmdir")
-"""The calls that change what a power cut or a kill would find."""
+"""System calls that change what is on disk after a power cut or a kill."""
 EVERY_TENSOR = 12
-"""In the middle of a file every so many tensors count as a moment of their own."""
+"""Inside a file, every so many tensors count as one more moment."""
 
 
-def slow_steps(seconds: float, after: int = 0) -> None:
-    """Make steps long enough to be met on the way, from some step on."""
+def slow_steps(seconds: float, after: int = 0, before: float = 0.0) -> None:
+    """Make steps long enough to be interrupted, from some step on; those before take `before` seconds longer."""
 
     def slow(engine: Any, step: Callable[[], Any]) -> Any:
-        time.sleep(seconds if engine.cursor.step >= after else 0.0)
+        time.sleep(seconds if engine.cursor.step >= after else before)
         return step()
 
-    _around_steps(slow)
+    wrap_step(slow)
+
+
+def hold_after_step(step: int, path: str) -> None:
+    """Wait after a step until a file exists."""
+
+    def hold(engine: Any, next_step: Callable[[], Any]) -> Any:
+        deadline = time.monotonic() + 120
+        while engine.cursor.step >= step and not Path(path).exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return next_step()
+
+    wrap_step(hold)
 
 
 def kill_in_save(step: int, moment: int) -> None:
     """Be killed at one moment of the save after a step; moment 0 only counts them and prints how many there are."""
     from modelwright.engine.checkpoint import CheckpointManager
 
-    seen, inside = 0, False
+    count, inside = 0, False
 
-    def pass_by() -> None:
-        nonlocal seen
-        seen += inside
-        if inside and seen == moment:
+    def at_moment() -> None:
+        nonlocal count
+        count += inside
+        if inside and count == moment:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def watched(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*words: Any, **named: Any) -> Any:
-            pass_by()
-            return real(*words, **named)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            at_moment()
+            return real(*args, **kwargs)
 
         return call
 
@@ -57,19 +76,19 @@ def kill_in_save(step: int, moment: int) -> None:
         nonlocal inside
         inside = snapshot.step == step
         for file in snapshot.files.values() if inside else ():
-            for place, tensor in enumerate(file):
-                if place % EVERY_TENSOR == EVERY_TENSOR // 2:
+            for index, tensor in enumerate(file):
+                if index % EVERY_TENSOR == EVERY_TENSOR // 2:
                     object.__setattr__(tensor, "fetch", watched(tensor.fetch))
         save(self, snapshot, *rest)
         if inside:
-            print("moments:", seen)
+            print("moments:", count)
         inside = False
 
     CheckpointManager.save = watched_save  # type: ignore[method-assign,assignment]
 
 
 def save_in_place() -> None:
-    """A worse engine: checkpoints are written under their final name, without a manifest of hashes."""
+    """A worse engine: checkpoints are written under their final name and never verified."""
     from modelwright.engine import checkpoint
 
     def write_in_place(self: Any, snapshot: Any, best_step: int | None) -> None:
@@ -86,19 +105,19 @@ def save_in_place() -> None:
 
 
 def unguarded() -> None:
-    """A worse engine: no step is judged, and what is no number is written."""
+    """A worse engine: no spike guard, and NaN weights are saved."""
     import torch
 
     from modelwright.engine import trainer
     from modelwright.engine.spike_guard import SpikeGuard
 
-    SpikeGuard.check = lambda *words, **named: "ok"  # type: ignore[method-assign]
+    SpikeGuard.check = lambda *args, **kwargs: "ok"  # type: ignore[method-assign]
     trainer.is_bad = lambda summed, norm, limits: torch.zeros_like(summed, dtype=torch.bool)  # type: ignore[attr-defined]
     torch.isfinite = lambda tensor: torch.ones((), dtype=torch.bool)  # type: ignore[assignment]
 
 
 def poison_weight(step: int, times: int = 1) -> None:
-    """Turn one weight into no number before a step."""
+    """Set one weight to NaN before a step."""
 
     def poison(engine: Any) -> None:
         next(iter(engine.weights.values())).data.view(-1)[0] = float("nan")
@@ -107,7 +126,7 @@ def poison_weight(step: int, times: int = 1) -> None:
 
 
 def grow_weights(step: int, factor: float = 30.0) -> None:
-    """Multiply every weight before a step, as a bad memory chip or a bad exchange would."""
+    """Multiply every weight before a step, as corrupted memory or a corrupted all-reduce would."""
 
     def grow(engine: Any) -> None:
         for weight in engine.weights.values():
@@ -117,22 +136,22 @@ def grow_weights(step: int, factor: float = 30.0) -> None:
 
 
 def bad_batch(step: int, factor: float = 50.0) -> None:
-    """Multiply the loss of one step, and its gradient with it: a batch unlike all others."""
-    left = 1
+    """Multiply the loss of one step, and its gradient with it: an outlier batch."""
+    remaining = 1
 
-    def spoilt(engine: Any, do: Callable[[], Any]) -> Any:
-        nonlocal left
-        if engine.cursor.step + 1 != step or not left:
-            return do()
-        left -= 1
+    def spoil(engine: Any, next_step: Callable[[], Any]) -> Any:
+        nonlocal remaining
+        if engine.cursor.step + 1 != step or not remaining:
+            return next_step()
+        remaining -= 1
         healthy = engine._forward
-        engine._forward = _Louder(healthy, factor)
+        engine._forward = _scaled_loss(healthy, factor)
         try:
-            return do()
+            return next_step()
         finally:
             engine._forward = healthy
 
-    _around_steps(spoilt)
+    wrap_step(spoil)
 
 
 def die_at_step(step: int) -> None:
@@ -141,40 +160,40 @@ def die_at_step(step: int) -> None:
 
 
 def memory_for(rows: int) -> None:
-    """Run out of the device's memory with more rows than these at once."""
+    """Raise an out-of-memory error in micro-batches of more rows than this."""
     import torch
 
     from modelwright.tasks.sft import SftLoss
 
     forward = SftLoss.forward
 
-    def cramped(self: Any, tokens: Any, *others: Any, **more: Any) -> Any:
+    def limited(self: Any, tokens: Any, *args: Any, **kwargs: Any) -> Any:
         if self.training and len(tokens) > rows:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return forward(self, tokens, *others, **more)
+        return forward(self, tokens, *args, **kwargs)
 
-    SftLoss.forward = cramped  # type: ignore[method-assign]
+    SftLoss.forward = limited  # type: ignore[method-assign]
 
 
 def eat_memory(step: int, megabytes: int) -> None:
-    """Take so much memory when a step begins, and touch all of it."""
-    held: list[bytearray] = []
-    _before_step(step, 1, lambda engine: held.append(bytearray(os.urandom(1) * (megabytes << 20))))
+    """Allocate so much memory when a step begins, and touch all of it."""
+    blocks: list[bytearray] = []
+    _before_step(step, 1, lambda engine: blocks.append(bytearray(os.urandom(1) * (megabytes << 20))))
 
 
 def blind_to_full_disk() -> None:
-    """Hide a full disk from the look before a save, so that the write itself meets it."""
+    """Hide a full disk from the check before a save, so that the write itself fails."""
     usage = shutil.disk_usage("/")
     shutil.disk_usage = lambda path: type(usage)(1 << 40, 0, 1 << 40)
 
 
 def join_cgroup(path: str) -> None:
-    """Enter a control group, whose limits then hold."""
+    """Enter a control group with its limits."""
     Path(path, "cgroup.procs").write_text(str(os.getpid()), encoding="utf-8")
 
 
-def without_powers() -> None:
-    """Stay the same user without root's powers, so that a folder that may not be written cannot be."""
+def drop_capabilities() -> None:
+    """Drop all capabilities of root, so that file permissions apply."""
     import ctypes
 
     version_3 = 0x20080522
@@ -183,17 +202,17 @@ def without_powers() -> None:
 
 
 def wait_for_file(path: str) -> None:
-    """Begin only once a file is there."""
+    """Wait until a file exists."""
     deadline = time.monotonic() + 60
     while not Path(path).exists() and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
-def _Louder(inner: Any, factor: float) -> Any:
-    """A module whose loss is so many times as large."""
+def _scaled_loss(inner: Any, factor: float) -> Any:
+    """A module that multiplies the loss of another."""
     from torch import nn
 
-    class Louder(nn.Module):
+    class ScaledLoss(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.inner = inner
@@ -201,24 +220,25 @@ def _Louder(inner: Any, factor: float) -> Any:
         def forward(self, **inputs: Any) -> Any:
             return self.inner(**inputs) * factor
 
-    return Louder()
+    return ScaledLoss()
 
 
 def _before_step(step: int, times: int, act: Callable[[Any], None]) -> None:
-    """Act before a step, so many times: a run that goes back meets it again."""
-    left = times
+    """Act before a step, so many times: a run that rolls back does that step again."""
+    remaining = times
 
-    def acting(engine: Any, do: Callable[[], Any]) -> Any:
-        nonlocal left
-        if engine.cursor.step + 1 == step and left > 0:
-            left -= 1
+    def acting(engine: Any, next_step: Callable[[], Any]) -> Any:
+        nonlocal remaining
+        if engine.cursor.step + 1 == step and remaining > 0:
+            remaining -= 1
             act(engine)
-        return do()
+        return next_step()
 
-    _around_steps(acting)
+    wrap_step(acting)
 
 
-def _around_steps(around: Callable[[Any, Callable[[], Any]], Any]) -> None:
+def wrap_step(around: Callable[[Any, Callable[[], Any]], Any]) -> None:
+    """Replace `Engine._step` by `around(engine, step)`."""
     from modelwright.engine.trainer import Engine
 
     inner = Engine._step
@@ -227,3 +247,55 @@ def _around_steps(around: Callable[[Any, Callable[[], Any]], Any]) -> None:
         return around(self, lambda: inner(self, stop_requested))
 
     Engine._step = outer  # type: ignore[method-assign]
+
+
+Damage = Callable[[Path], None]
+
+
+def flip_at(position: float) -> Damage:
+    """Flip one bit of the byte at a relative position between 0 and 1."""
+
+    def flip(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[min(len(data) - 1, int(len(data) * position))] ^= 1
+        path.write_bytes(data)
+
+    return flip
+
+
+def truncate(path: Path) -> None:
+    """Cut off the second half."""
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def empty(path: Path) -> None:
+    """Truncate to no bytes."""
+    os.truncate(path, 0)
+
+
+def delete(path: Path) -> None:
+    """Delete the file."""
+    path.unlink()
+
+
+def launch_node() -> None:
+    """Start this node's launcher with slow steps and leave with its exit code."""
+    from modelwright.launch.config import NodeOptions, build_launch_config
+    from modelwright.launch.supervisor import supervise
+    from modelwright.recipe.load import load
+
+    recipe, options = sys.argv[1], NodeOptions(**json.loads(sys.argv[2]))
+    os.environ[STEP_SECONDS] = "0.25"
+    config = build_launch_config(load(recipe), ("run", recipe, "--log-format", "plain"), options, 3)
+    code, message = supervise(
+        replace(config, forkserver_preload=(*config.forkserver_preload, "tests.faults.injections"))
+    )
+    if message:
+        print(message, file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    launch_node()
+elif os.environ.get(STEP_SECONDS):
+    slow_steps(float(os.environ[STEP_SECONDS]))

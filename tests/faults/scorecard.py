@@ -18,37 +18,24 @@ import typer
 
 from benchmarks import common as results
 from modelwright.errors import UsageError, first_line
-from tests.faults import (
-    cost,
-    damage,
-    disk,
-    goodput,
-    kills,
-    memory,
-    numbers,
-    places,
-    ranks,
-    rows,
-    security,
-    wishes,
-)
-from tests.faults.fault import Bench, Fault, Outcome, Skipped
+from tests.faults import damage, environment, kills, numerics, security, storage, two_nodes
+from tests.faults.context import FaultContext, FaultResult, FaultRow, FaultSkipped
 
 SEED = 20261115
 OPENS = "<!-- figures: made by `python -m tests.faults.scorecard --save` from benchmarks/results/reliability.json -->"
 CLOSES = "<!-- end of figures -->"
-MODULES = (kills, damage, disk, numbers, ranks, wishes, rows, memory, places, cost, goodput, security)
+MODULES = (kills, damage, storage, numerics, two_nodes, environment, security)
 
 
-def _number(fault: Fault) -> tuple[str, int]:
+def _number(fault: FaultRow) -> tuple[str, int]:
     return fault.id[0], int(fault.id[1:])
 
 
-FAULTS: tuple[Fault, ...] = tuple(sorted((fault for module in MODULES for fault in module.FAULTS), key=_number))
+FAULTS: tuple[FaultRow, ...] = tuple(sorted((fault for module in MODULES for fault in module.FAULTS), key=_number))
 """Every line of the table, in its order."""
 
 
-def choose(only: Sequence[str], skip: Sequence[str]) -> list[Fault]:
+def choose(only: Sequence[str], skip: Sequence[str]) -> list[FaultRow]:
     """The faults that are asked for, by their ids or by ranges such as R1-R11."""
     named = _ids(only) or {fault.id for fault in FAULTS}
     left_out = _ids(skip)
@@ -66,34 +53,34 @@ def _ids(words: Sequence[str]) -> set[str]:
     return found
 
 
-def measure(chosen: Sequence[Fault], seed: int = SEED, smoke: bool = False, peers: bool = True) -> dict[str, Any]:
+def measure(chosen: Sequence[FaultRow], seed: int = SEED, smoke: bool = False, peers: bool = True) -> dict[str, Any]:
     """Do one fault after the other."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="reliability-") as place:
-        bench = Bench(Path(place), seed, smoke)
-        bench.chosen = frozenset(fault.id for fault in chosen)
-        bench.peers = peers and not smoke
+        context = FaultContext(Path(place), seed, smoke)
+        context.selected_ids = frozenset(fault.id for fault in chosen)
+        context.run_peers = peers and not smoke
         try:
             for fault in chosen:
-                bench.say(f"{fault.id} {fault.name} (seed {seed}, about {fault.seconds} s)")
-                found[fault.id] = row(fault, bench)
-                bench.say(f"  {found[fault.id]['verdict']}: {found[fault.id]['figure']}")
+                context.log(f"{fault.id} {fault.name} (seed {seed}, about {fault.seconds} s)")
+                found[fault.id] = row(fault, context)
+                context.log(f"  {found[fault.id]['verdict']}: {found[fault.id]['figure']}")
         finally:
-            bench.close()
+            context.close()
     return {"rows": found, "seed": seed, "smoke": smoke}
 
 
-def row(fault: Fault, bench: Bench) -> dict[str, Any]:
+def row(fault: FaultRow, context: FaultContext) -> dict[str, Any]:
     """Do one fault and judge it: met, gap, or skipped where this machine cannot inject it."""
     began = time.monotonic()
     try:
-        outcome = fault.do(bench)
+        outcome = fault.run(context)
         verdict = "met" if outcome.met else "gap"
-    except Skipped as reason:
-        outcome, verdict = Outcome(str(reason), False), "skipped"
+    except FaultSkipped as reason:
+        outcome, verdict = FaultResult(str(reason), False), "skipped"
     except Exception as error:
         traceback.print_exc()
-        outcome = Outcome(f"the trial failed ({type(error).__name__}: {first_line(error)[:200]})", False)
+        outcome = FaultResult(f"the trial failed ({type(error).__name__}: {first_line(error)[:200]})", False)
         verdict = "gap"
     return {
         "name": fault.name,
@@ -105,7 +92,7 @@ def row(fault: Fault, bench: Bench) -> dict[str, Any]:
         "baseline_measured_here": outcome.baseline is not None,
         "numbers": outcome.numbers,
         "notes": list(outcome.notes),
-        "seed": bench.seed,
+        "seed": context.seed,
         "seconds": round(time.monotonic() - began, 1),
     }
 

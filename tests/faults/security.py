@@ -1,77 +1,252 @@
-"""What malicious files, names and readers can do: code, secrets, paths, pages, pods, requests, installation."""
+"""Security rows of the scorecard: code execution, secrets, paths, pages, pods, requests, installation, fuzzing."""
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 from benchmarks import common as results
-from tests.faults import canaries, injection, supply, traversal
-from tests.faults.fault import Bench, Fault, Outcome, Skipped, counted
-from tests.faults.hostile_doors import Findings, Runner, carry
-from tests.faults.hostile_files import CORPUS, Place
-from tests.faults.hostile_texts import HOSTILE
-from tests.faults.rig import Call
+from modelwright.report import html
+from modelwright.runs.folder import RunFolder, write_json
+from tests.faults import leaks
+from tests.faults.context import FaultContext, FaultResult, FaultRow, FaultSkipped, count_text
+from tests.faults.fork_server import RemoteCall
+from tests.faults.hostile import CORPUS, HOSTILE, Findings, HostileFolder, Runner, run_entry_points, write_recipe
+
+CONTROL_CHARACTERS = "\x00\x07\x08\x1b\x9b\u202e\u2066"
+"""What a terminal or a reader acts upon."""
+
+
+class ParsedPage(HTMLParser):
+    """Every tag and attribute of a page, and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@dataclass
+class InjectionFindings:
+    """What came of the texts."""
+
+    pages: int = 0
+    """Pages that were drawn with one."""
+    streams: int = 0
+    """Outputs of commands that met some."""
+    acted: list[str] = field(default_factory=list)
+    """Where one was more than text."""
+
+
+def run_with_text(folder: Path, text: str, steps: int = 20) -> RunFolder:
+    """A run as its journal tells it, with a text as its name, question, answers, notes, source and verdict."""
+    run = RunFolder(folder / "run")
+    step = {"event": "step", "stage": "sft", "steps": steps, "grad_norm": 1.0, "learning_rate": 1e-3, "health": "ok",
+            "tokens_per_second": 100.0, "step_seconds": 1.0, "peak_memory_bytes": 10**9}  # fmt: skip
+    answers = [{"question": text, "before": text, "after": text}]
+    events: list[dict[str, Any]] = [
+        {"event": "run", "recipe": text, "stages": ["sft"], "world": 1, "device": text},
+        {"event": "stage_started", "stage": "sft"},
+        *({**step, "step": number, "loss": 4 / number} for number in range(1, steps + 1)),
+        {"event": "answers", "stage": "sft", "answers": answers, "notice": text},
+        {"event": "note", "message": text},
+        {"event": "verdict", "stage": "sft", "open": True, "message": text, "metrics": {"eval_loss": 1.0}},
+        {"event": "done", "seconds": 1.0},
+    ]
+    run.path.mkdir(parents=True)
+    lines = [json.dumps({"time": float(time), **event}) for time, event in enumerate(events)]
+    run.journal.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_json(run.data_manifest("sft"), {"source": text, "train": {"rows": 3}, "extra": text})
+    checks = [{"metric": "eval_loss", "value": 1.0, "requirement": text, "passed": True}]
+    write_json(run.gate("sft"), {"open": True, "checks": checks, "metrics": {"eval_loss": 1.0}})
+    return run
+
+
+def check_pages(folder: Path, findings: InjectionFindings, texts: Sequence[str] = HOSTILE) -> None:
+    """Draw a report for each text, and compare its tags with those of a run that says "Why?"."""
+    plain = ParsedPage(html.write_report(run_with_text(folder / "plain", "Why?")).read_text(encoding="utf-8"))
+    for number, text in enumerate(texts):
+        written = html.write_report(run_with_text(folder / f"page-{number}", text)).read_text(encoding="utf-8")
+        parsed = ParsedPage(written)
+        findings.pages += 1
+        if parsed.tags != plain.tags or {name for name, _ in parsed.attributes} != {
+            name for name, _ in plain.attributes
+        }:
+            findings.acted.append(f"report: {text[:60]!r} makes tags or attributes")
+        findings.acted += [f"report: {text[:60]!r} leaves {mark!r}" for mark in CONTROL_CHARACTERS if mark in written]
+
+
+def check_streams(folder: Path, model: Path, run: Runner, findings: InjectionFindings) -> None:
+    """Let every verb that quotes recipes and rows meet the texts, its output going to a file: nothing may act there."""
+    for arguments in _commands(folder, model):
+        _, printed = run(arguments, folder)
+        findings.streams += 1
+        findings.acted += [
+            f"{' '.join(arguments[:2])} prints {mark!r}" for mark in CONTROL_CHARACTERS if mark in printed
+        ]
+
+
+def _commands(folder: Path, model: Path) -> Iterator[Sequence[str]]:
+    mark = "\x1b]0;title\x07\x1b[2J\u202e"
+    recipe = write_recipe(folder / "recipe.yaml", model, {"train_file": "rows.jsonl"})
+    findings = json.loads(recipe.read_text("utf-8"))
+    findings["data"]["system_prompt"] = mark
+    recipe.write_text(
+        json.dumps({**findings, "description": mark, "compare": {"prompts": [mark], "max_new_tokens": 1}}), "utf-8"
+    )
+    for verb in ("check", "explain", "plan", "run"):
+        yield verb, str(recipe)
+    for verb in ("report", "compare", "gate"):
+        yield verb, str(folder / "run")
+    yield "ask", str(folder / "run"), mark
+    wrong = folder / "wrong.yaml"
+    wrong.write_text(json.dumps({**findings, mark: mark, "sft": {"precision": mark, "max_steps": mark}}), "utf-8")
+    for verb in ("check", "explain", "run"):
+        yield verb, str(wrong)
+    rows = folder / "hostile.jsonl"
+    rows.write_text(
+        "".join(json.dumps({mark: mark, "prompt": value}) + "\n" for value in (mark, 7, "")) + mark, "utf-8"
+    )
+    yield "data", "audit", str(rows)
+    recipe.write_text(json.dumps({**findings, "data": {"train_file": str(rows)}}), "utf-8")
+    for arguments in (("data", "audit"), ("data", "show"), ("run",)):
+        yield *arguments, str(recipe)
+    yield "run", f"{mark}.yaml"
+    yield "run", str(recipe), "--set", f"{mark}={mark}"
+    yield "report", mark
+
+
+LOCK = "requirements.lock"
+HUGE = ("torch", "triton", "cuda-", "nvidia-")
+"""Gigabytes that the check of hashes does not bring here."""
+PIN = re.compile(r"^(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^ ;\\]+)(?: ; (?P<marker>[^\\]+?))? ?\\?$")
+HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class LockedPackage:
+    """One package of the lock."""
+
+    name: str
+    """As the index calls it, in lower case with dashes."""
+    version: str
+    """Exactly this one."""
+    lines: str
+    """Its lines in the lock."""
+
+    @property
+    def hashes(self) -> int:
+        """Files of it that may be installed."""
+        return len(HASH.findall(self.lines))
+
+
+def normalized_name(name: str) -> str:
+    """A package's name as all tools compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def read_lock(path: Path) -> list[LockedPackage]:
+    """The packages of a lock."""
+    packages: list[LockedPackage] = []
+    for block in re.split(r"\n(?=\S)", path.read_text(encoding="utf-8")):
+        if match := PIN.match(block.splitlines()[0] if block else ""):
+            packages.append(LockedPackage(normalized_name(match["name"]), match["version"], block.rstrip() + "\n"))
+    return packages
+
+
+def read_constraints(path: Path) -> dict[str, str]:
+    """The versions of constraints.txt."""
+    lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines() if "==" in line and line[0] != "#")
+    return {normalized_name(name): version for name, _, version in (line.partition("==") for line in lines)}
+
+
+def pip_download(lock: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Let pip bring what a lock names, each file held against its hashes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LOCK
+    path.write_text(lock, encoding="utf-8")
+    command = [sys.executable, "-m", "pip", "download", "--require-hashes", "--no-deps", "--only-binary=:all:",
+               "--quiet", "--disable-pip-version-check", "--dest", str(folder / "files"), "-r", str(path)]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
 
 INPUTS = 100_000
 """Inputs of the fuzzing, over all readers."""
 
 
-def commands(bench: Bench) -> Runner:
+def run_command(context: FaultContext) -> Runner:
     """Commands in processes of their own."""
-    return lambda words, folder: bench.rig.run(list(words), folder)
+    return lambda arguments, folder: context.fork_server.run(list(arguments), folder)
 
 
-def malicious_files(bench: Bench) -> Outcome:
-    """Carry the corpus through every door; few of them, and one door each, where only a smoke is asked for."""
-    place, found = bench.place("S1"), Findings()
-    chosen = CORPUS[:: 9 if bench.smoke else 1]
-    for number, hostile in enumerate(chosen):
-        spot = Place(place / f"{number:03d}", place / "canary", bench.model)
-        carry(hostile, spot, commands(bench), found, most_doors=bench.trials(99, 1))
-    figure = f"{len(found.executed)} executions, {found.tried} commands met {len(chosen)} files"
-    told = {"executions": len(found.executed), "files": len(chosen), "commands": found.tried, "refused": found.refused,
-            "unforeseen": len(found.unforeseen)}  # fmt: skip
-    clean = not found.executed and not found.unforeseen
-    return Outcome(figure, clean, told, notes=(*found.executed, *found.unforeseen))
+def malicious_files(context: FaultContext) -> FaultResult:
+    """Run every command on the corpus; in a smoke test few files, and one command each."""
+    folder, findings = context.fresh_folder("S1"), Findings()
+    files = CORPUS[:: 9 if context.smoke else 1]
+    for number, hostile in enumerate(files):
+        target = HostileFolder(folder / f"{number:03d}", folder / "canary", context.model)
+        run_entry_points(hostile, target, run_command(context), findings, max_commands=context.num_trials(99, 1))
+    figure = f"{len(findings.executed)} executions, {findings.commands} commands met {len(files)} files"
+    numbers = {"executions": len(findings.executed), "files": len(files), "commands": findings.commands,
+               "refused": findings.refused, "unforeseen": len(findings.crashes)}  # fmt: skip
+    problems = (*findings.executed, *findings.crashes)
+    return FaultResult(figure, not problems, numbers, notes=problems)
 
 
-def secrets(bench: Bench) -> Outcome:
+def secrets(context: FaultContext) -> FaultResult:
     """Plant canaries, work, search."""
 
-    def run(words: Sequence[str], folder: Path, variables: Mapping[str, str]) -> tuple[int, str]:
-        return bench.rig.run(list(words), folder, variables)
+    def run(arguments: Sequence[str], folder: Path, variables: Mapping[str, str]) -> tuple[int, str]:
+        return context.fork_server.run(list(arguments), folder, variables)
 
-    found = canaries.work(bench.place("S2") / "desk", bench.model, run, short=bench.smoke)
-    figure = f"{len(found.leaks)} leaks in {found.files} files and {found.streams} outputs"
-    told = {"leaks": len(found.leaks), "files": found.files, "outputs": found.streams, "bytes": found.size}
-    worked = list(found.endings.values())[:3] == [0, 0, 0]
-    notes = (*found.leaks, *(() if worked else ("the run, its report or its export did not work",)))
-    return Outcome(figure, not found.leaks and worked, told, notes=notes)
+    search = leaks.search_leaks(context.fresh_folder("S2") / "desk", context.model, run, short=context.smoke)
+    figure = f"{len(search.leaks)} leaks in {search.files} files and {search.streams} outputs"
+    numbers = {"leaks": len(search.leaks), "files": search.files, "outputs": search.streams, "bytes": search.size}
+    worked = list(search.endings.values())[:3] == [0, 0, 0]
+    notes = (*search.leaks, *(() if worked else ("the run, its report or its export did not work",)))
+    return FaultResult(figure, not search.leaks and worked, numbers, notes=notes)
 
 
-def leading_out(bench: Bench) -> Outcome:
+def path_traversal(context: FaultContext) -> FaultResult:
     """Names, links and archives."""
-    found = traversal.lead_out(bench.place("S3") / "root", bench.model, commands(bench), short=bench.smoke)
-    figure = f"{len(found.writes)} writes outside, {found.tried} names, links and archives"
-    told = {"writes": len(found.writes), "tried": found.tried, "refused": found.refused}
-    return Outcome(figure, not found.writes and not found.unforeseen, told, notes=(*found.writes, *found.unforeseen))
+    findings = leaks.run_traversal(
+        context.fresh_folder("S3") / "root", context.model, run_command(context), short=context.smoke
+    )
+    figure = f"{len(findings.writes)} writes outside, {findings.tried} names, links and archives"
+    numbers = {"writes": len(findings.writes), "tried": findings.tried, "refused": findings.refused}
+    return FaultResult(
+        figure, not findings.writes and not findings.crashes, numbers, notes=(*findings.writes, *findings.crashes)
+    )
 
 
-def injected_texts(bench: Bench) -> Outcome:
+def injected_texts(context: FaultContext) -> FaultResult:
     """Pages and outputs that hold hostile texts."""
-    place, said = bench.place("S4"), injection.Said()
-    injection.pages(place, said, HOSTILE[:: 4 if bench.smoke else 1])
-    injection.streams(bench.place("S4/desk"), bench.model, commands(bench), said)
-    figure = f"{len(said.acted)} acted, {said.pages} pages and {said.streams} outputs"
-    told = {"acted": len(said.acted), "pages": said.pages, "outputs": said.streams}
-    return Outcome(figure, not said.acted, told, notes=tuple(said.acted))
+    folder, findings = context.fresh_folder("S4"), InjectionFindings()
+    check_pages(folder, findings, HOSTILE[:: 4 if context.smoke else 1])
+    check_streams(context.fresh_folder("S4/desk"), context.model, run_command(context), findings)
+    figure = f"{len(findings.acted)} acted, {findings.pages} pages and {findings.streams} outputs"
+    numbers = {"acted": len(findings.acted), "pages": findings.pages, "outputs": findings.streams}
+    return FaultResult(figure, not findings.acted, numbers, notes=tuple(findings.acted))
 
 
-def pods(bench: Bench) -> Outcome:
+def pods(context: FaultContext) -> FaultResult:
     """Manifests of every shipped recipe that has a cluster section, and of both kinds of jobs."""
     from modelwright.cluster import documents, lint
     from modelwright.cluster.manifests import build_job, render
@@ -80,96 +255,106 @@ def pods(bench: Bench) -> Outcome:
     texts = [render(build_job(loaded.recipe, loaded.path.parent, target))
              for loaded in (load(name, environ={}) for name in builtin_recipes()) if loaded.recipe.cluster
              for target in ("trainjob", "pytorchjob")]  # fmt: skip
-    found = [
-        f"{letter}"
+    violations = [
+        f"{problem}"
         for text in texts
-        for letter in lint.lint(documents.parse_manifests(text, "job.yaml"))
-        if letter.is_error
+        for problem in lint.lint(documents.parse_manifests(text, "job.yaml"))
+        if problem.is_error
     ]
-    spoilt = "\n".join(line for line in texts[0].splitlines() if "allowPrivilegeEscalation" not in line)
-    noticed = any(
-        "allowPrivilegeEscalation" in str(each) for each in lint.lint(documents.parse_manifests(spoilt, "job.yaml"))
+    unsafe = "\n".join(line for line in texts[0].splitlines() if "allowPrivilegeEscalation" not in line)
+    detected = any(
+        "allowPrivilegeEscalation" in str(each) for each in lint.lint(documents.parse_manifests(unsafe, "job.yaml"))
     )
-    figure = f"{len(found)} violations in {len(texts)} rendered jobs"
-    notes = (*found, *(() if noticed else ("a pod that may gain privileges is not noticed",)))
-    return Outcome(figure, not notes, {"violations": len(found), "jobs": len(texts)}, notes=notes)
+    figure = f"{len(violations)} violations in {len(texts)} rendered jobs"
+    notes = (*violations, *(() if detected else ("a pod that may gain privileges is not noticed",)))
+    return FaultResult(figure, not notes, {"violations": len(violations), "jobs": len(texts)}, notes=notes)
 
 
-def bad_requests(bench: Bench) -> Outcome:
+def bad_requests(context: FaultContext) -> FaultResult:
     """Requests to a board and a server, in a process of their own."""
-    place = bench.place("S6")
-    call = Call("tests.faults.requests", "measure", (str(place), str(bench.model)))
-    trial = bench.rig.fork(call, place)
-    if trial.wait():
-        if "No module named" in trial.output:
-            raise Skipped("needs the extra board: starlette, uvicorn")
-        return Outcome("the servers did not start", False, notes=(trial.output[-500:],))
-    found: dict[str, Any] = json.loads((place / "requests.json").read_text(encoding="utf-8"))
-    figure = counted(len(found["accepted"]), found["requests"], "bad requests accepted")
-    told = {"accepted": len(found["accepted"]), "requests": found["requests"], "sound_ones_answered": found["sound"]}
-    return Outcome(figure, not found["accepted"] and found["sound"] == 2, told, notes=tuple(found["accepted"]))
+    folder = context.fresh_folder("S6")
+    call = RemoteCall("tests.faults.http_requests", "measure", (str(folder), str(context.model)))
+    process = context.fork_server.fork(call, folder)
+    if process.wait():
+        if "No module named" in process.output:
+            raise FaultSkipped("needs the extra dashboard: starlette, uvicorn")
+        return FaultResult("the servers did not start", False, notes=(process.output[-500:],))
+    result: dict[str, Any] = json.loads((folder / "requests.json").read_text(encoding="utf-8"))
+    figure = count_text(len(result["accepted"]), result["requests"], "bad requests accepted")
+    numbers = {
+        "accepted": len(result["accepted"]),
+        "requests": result["requests"],
+        "sound_ones_answered": result["sound"],
+    }
+    return FaultResult(
+        figure, not result["accepted"] and result["sound"] == 2, numbers, notes=tuple(result["accepted"])
+    )
 
 
-def locked_installation(bench: Bench) -> Outcome:
+def locked_installation(context: FaultContext) -> FaultResult:
     """The lock against the constraints, and pip against the lock."""
     root = results.ROOT
-    if root is None or not (root / supply.LOCK).exists():
-        raise Skipped(f"needs a checkout with {supply.LOCK}")
-    packages, pins = supply.read(root / supply.LOCK), supply.pinned(root / "constraints.txt")
+    if root is None or not (root / LOCK).exists():
+        raise FaultSkipped(f"needs a checkout with {LOCK}")
+    packages, pins = read_lock(root / LOCK), read_constraints(root / "constraints.txt")
     stale = [each.name for each in packages if pins.get(each.name, each.version) != each.version]
-    bare = [each.name for each in packages if not each.hashes]
-    small = [each for each in packages if not each.name.startswith(supply.HUGE)][: 2 if bench.smoke else None]
-    place = bench.place("S7")
-    brought = supply.fetch("".join(each.lines for each in small), place / "locked")
-    if brought.returncode and "HASHES" not in brought.stderr:
-        raise Skipped(f"needs an index of packages: {brought.stderr.strip().splitlines()[-1][:120]}")
-    other = supply.HASH.sub("--hash=sha256:" + "0" * 64, small[0].lines)
-    refused = supply.fetch(other, place / "changed").returncode != 0
+    unhashed = [each.name for each in packages if not each.hashes]
+    small = [each for each in packages if not each.name.startswith(HUGE)][: 2 if context.smoke else None]
+    folder = context.fresh_folder("S7")
+    download = pip_download("".join(each.lines for each in small), folder / "locked")
+    if download.returncode and "HASHES" not in download.stderr:
+        raise FaultSkipped(f"needs an index of packages: {download.stderr.strip().splitlines()[-1][:120]}")
+    wrong = HASH.sub("--hash=sha256:" + "0" * 64, small[0].lines)
+    refused = pip_download(wrong, folder / "changed").returncode != 0
     figure = f"{len(packages)} packages locked, {len(small)} brought and held against their hashes"
-    told = {"packages": len(packages), "hashes": sum(each.hashes for each in packages), "brought": len(small),
-            "stale": stale, "without_hash": bare, "wrong_hash_refused": refused}  # fmt: skip
+    numbers = {"packages": len(packages), "hashes": sum(each.hashes for each in packages), "brought": len(small),
+            "stale": stale, "without_hash": unhashed, "wrong_hash_refused": refused}  # fmt: skip
     notes = [f"{name} is not the version of constraints.txt: make lock" for name in stale]
-    notes += [f"{name} has no hash" for name in bare] + ([] if refused else ["a wrong hash is not refused"])
-    notes += [brought.stderr[-300:]] if brought.returncode else []
-    return Outcome(figure, not notes, told, notes=tuple(notes))
+    notes += [f"{name} has no hash" for name in unhashed] + ([] if refused else ["a wrong hash is not refused"])
+    notes += [download.stderr[-300:]] if download.returncode else []
+    return FaultResult(figure, not notes, numbers, notes=tuple(notes))
 
 
-def fuzzing(bench: Bench) -> Outcome:
+def fuzzing(context: FaultContext) -> FaultResult:
     """Inputs to every reader, in a process of their own."""
-    place, began = bench.place("S8"), time.monotonic()
-    inputs = bench.trials(INPUTS, 1200)
-    trial = bench.rig.fork(Call("tests.faults.fuzz", "measure", (str(place), inputs, bench.seed)), place)
-    code = trial.wait(seconds=3600)
+    folder, began = context.fresh_folder("S8"), time.monotonic()
+    inputs = context.num_trials(INPUTS, 1200)
+    process = context.fork_server.fork(
+        RemoteCall("tests.faults.fuzz", "measure", (str(folder), inputs, context.seed)), folder
+    )
+    code = process.wait(seconds=3600)
     if code:
-        return Outcome(f"the process ended with {code}", False, notes=(trial.output[-800:],))
-    found: dict[str, Any] = json.loads((place / "fuzz.json").read_text(encoding="utf-8"))
-    escaped = [line for each in found["readers"].values() for line in each["escaped"]]
-    figure = f"{len(escaped)} escapes in {found['inputs']:,} inputs to {len(found['readers'])} readers"
-    told = {**found, "seconds": round(time.monotonic() - began, 1)}
-    enough = found["inputs"] >= inputs
-    return Outcome(figure, not escaped and enough, told, notes=tuple(escaped))
+        return FaultResult(f"the process ended with {code}", False, notes=(process.output[-800:],))
+    result: dict[str, Any] = json.loads((folder / "fuzz.json").read_text(encoding="utf-8"))
+    escaped = [line for each in result["readers"].values() for line in each["escaped"]]
+    figure = f"{len(escaped)} escapes in {result['inputs']:,} inputs to {len(result['readers'])} readers"
+    numbers = {**result, "seconds": round(time.monotonic() - began, 1)}
+    enough = result["inputs"] >= inputs
+    return FaultResult(figure, not escaped and enough, numbers, notes=tuple(escaped))
 
 
 NONE = "–"
-FAULTS: tuple[Fault, ...] = (
-    Fault("S1", "malicious files",
+
+
+FAULTS = (
+    FaultRow("S1", "malicious files",
           "pickles, .pt, .npy, YAML tags, Jinja, auto_map, kernels, adapters and Arrow types, by every door",
           "0 code executions, every end foreseen",
           "transformers, 2026: code ran with trust_remote_code off (CVE-2026-4372, 5241)", malicious_files, 420),
-    Fault("S2", "secrets",
+    FaultRow("S2", "secrets",
           "canaries in variables, files, URLs and settings; a run to its export, and mistakes with --debug",
           "0 leaks", "HF Trainer: training_args.bin holds hub_token in clear text", secrets, 90),
-    Fault("S3", "paths that lead out", "names, links in run folders, archives as a pod sends them",
-          "0 writes outside the run folder", "MLflow: the same kind of CVE five times, 2023 to 2026", leading_out, 90),
-    Fault("S4", "texts that act", "HTML, ANSI, CSV and bidi texts from models, rows, recipes and names",
+    FaultRow("S3", "paths that lead out", "names, links in run folders, archives as a pod sends them",
+          "0 writes outside the run folder", "MLflow: the same kind of CVE five times, 2023 to 2026",
+          path_traversal, 90),
+    FaultRow("S4", "texts that act", "HTML, ANSI, CSV and bidi texts from models, rows, recipes and names",
           "0 acted", NONE, injected_texts, 60),
-    Fault("S5", "pods", "rendered jobs against Pod Security restricted and restricted-v2",
+    FaultRow("S5", "pods", "rendered jobs against Pod Security restricted and restricted-v2",
           "0 violations", NONE, pods, 5),
-    Fault("S6", "bad requests", "hosts, origins, methods, keys, paths and bodies, to board and server",
+    FaultRow("S6", "bad requests", "hosts, origins, methods, keys, paths and bodies, to board and server",
           "0 accepted", NONE, bad_requests, 10),
-    Fault("S7", "locked installation", "pip --require-hashes from the lock; a wrong hash",
+    FaultRow("S7", "locked installation", "pip --require-hashes from the lock; a wrong hash",
           "all held, the wrong one refused", NONE, locked_installation, 60),
-    Fault("S8", "fuzzing", "damaged files and made-up values to every reader",
+    FaultRow("S8", "fuzzing", "damaged files and made-up values to every reader",
           "0 escapes but our letters in 100,000 inputs", NONE, fuzzing, 300),
 )  # fmt: skip
-"""The lines of the table."""

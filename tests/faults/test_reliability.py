@@ -11,10 +11,10 @@ import pytest
 
 from benchmarks import common as results
 from modelwright.errors import UsageError
-from rig import Rig
 from tests.faults import scorecard
-from tests.faults.disk import check_order
-from tests.faults.fault import Bench, Fault, Outcome, Skipped, inject
+from tests.faults.context import FaultContext, FaultResult, FaultRow, FaultSkipped, inject
+from tests.faults.fork_server import ForkServer
+from tests.faults.storage import check_order
 
 SMOKE = ("R1", "R2", "R3", "R4", "R5", "R6", "R7", "R8", "R9", "R10", "R11", "R18", "R20", "R21", "R22", "R23", "R25",
          "R28", "R29", "R30")  # fmt: skip
@@ -22,14 +22,14 @@ BY_ID = {fault.id: fault for fault in scorecard.FAULTS}
 
 
 @pytest.fixture(scope="module")
-def bench(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def context(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultContext]:
     """One place for all of them: what several need is made once."""
-    yield Bench(tmp_path_factory.mktemp("bench"), scorecard.SEED, smoke=True, rig=rig)
+    yield FaultContext(tmp_path_factory.mktemp("bench"), scorecard.SEED, smoke=True, fork_server=fork_server)
 
 
 @pytest.mark.parametrize("name", SMOKE)
-def test_a_run_survives(bench: Bench, name: str) -> None:
-    row = scorecard.row(BY_ID[name], bench)
+def test_a_run_survives(context: FaultContext, name: str) -> None:
+    row = scorecard.row(BY_ID[name], context)
     if row["verdict"] == "skipped":
         pytest.skip(row["figure"])
     assert row["verdict"] == "met", json.dumps(row, indent=1)
@@ -40,29 +40,29 @@ def test_a_run_survives(bench: Bench, name: str) -> None:
     [("save_in_place", "R3"), ("save_in_place", "R5"), ("unguarded", "R10")],
 )
 def test_a_worse_engine_is_reported_as_a_gap(
-    bench: Bench, tmp_path: Path, worse: str, name: str, monkeypatch: pytest.MonkeyPatch
+    context: FaultContext, tmp_path: Path, worse: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    damaged = Bench(tmp_path, scorecard.SEED, smoke=True, rig=bench.rig)
-    damaged.once("model", lambda: bench.model)
-    damaged.worse = (inject(worse),)
+    damaged = FaultContext(tmp_path, scorecard.SEED, smoke=True, fork_server=context.fork_server)
+    damaged.cached("model", lambda: context.model)
+    damaged.extra_injections = (inject(worse),)
     row = scorecard.row(BY_ID[name], damaged)
     assert row["verdict"] == "gap", json.dumps(row, indent=1)
 
 
 def test_what_cannot_be_injected_is_skipped_and_what_breaks_is_a_gap(tmp_path: Path) -> None:
-    def lacks(bench: Bench) -> Outcome:
-        raise Skipped("needs root: mounts")
+    def lacks(context: FaultContext) -> FaultResult:
+        raise FaultSkipped("needs root: mounts")
 
-    def breaks(bench: Bench) -> Outcome:
+    def breaks(context: FaultContext) -> FaultResult:
         raise TimeoutError("process 7 did not end")
 
-    def breaks_without_a_word(bench: Bench) -> Outcome:
+    def breaks_without_a_word(context: FaultContext) -> FaultResult:
         raise AssertionError
 
-    bench = Bench(tmp_path, 1)
+    context = FaultContext(tmp_path, 1)
     cases = ((lacks, "skipped", "needs root"), (breaks, "gap", "did not end"), (breaks_without_a_word, "gap", "Assert"))
     for act, verdict, words in cases:
-        row = scorecard.row(Fault("R1", "a name", "a way", "a goal", "–", act, 1), bench)
+        row = scorecard.row(FaultRow("R1", "a name", "a way", "a goal", "–", act, 1), context)
         assert (row["verdict"], words in row["figure"]) == (verdict, True)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from modelwright.cluster import progress
 from modelwright.cluster.progress import publish_progress
-from rig import free_port
+from tests.faults.fork_server import free_port
 
 EVENTS: list[dict[str, Any]] = [
     {"event": "plan", "stage": "sft", "train_rows": 100, "total_samples": 400},

@@ -29,7 +29,7 @@ from modelwright.models.trainable import decoder_layers, set_trainable
 from modelwright.recipe.load import load
 from modelwright.recipe.schema import TrainableConfig
 from modelwright.stages import pipeline
-from rig import trace
+from tests.faults.fork_server import run_fingerprint
 from tiny import tiny_dpo_recipe, tiny_recipe
 
 TOKENS = torch.arange(1, 49).view(2, 24)
@@ -286,5 +286,5 @@ def test_a_stage_has_the_losses_it_has_without(
         folder = tmp_path / str(how)
         recipe = written(folder, model_folder, max_steps=3, gradient_checkpointing=how, **wish)
         pipeline.run(load(recipe, environ={}), lambda event: None)
-        found.append(trace(folder / "run", "dpo" if written is tiny_dpo_recipe else "sft"))
+        found.append(run_fingerprint(folder / "run", "dpo" if written is tiny_dpo_recipe else "sft"))
     assert found[0] == found[1]

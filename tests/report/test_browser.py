@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("starlette", reason="the board needs the extra board")
+pytest.importorskip("starlette", reason="the dashboard needs the extra dashboard")
 
 
 from browser import Window, browsing
@@ -21,9 +21,9 @@ from modelwright.report.dashboard import Dashboard, RunIndex
 from modelwright.runs.folder import RunFolder, write_json
 from modelwright.runs.journal import Journal
 from modelwright.stages.compare import RunModels
-from rig import Rig, wait_for_step
-from tests.faults.hostile_texts import HOSTILE
-from tests.faults.served import Running
+from tests.faults.fork_server import ForkServer, wait_for_step
+from tests.faults.hostile import HOSTILE
+from tests.faults.http_requests import LiveServer
 from tiny import tiny_recipe
 
 pytestmark = pytest.mark.slow
@@ -130,13 +130,15 @@ def loud_model(model_folder: Path, tmp_path: Path) -> Path:
     return tmp_path / "loud"
 
 
-def test_a_live_run_is_followed_reloaded_and_asked(browser: Any, rig: Rig, loud_model: Path, tmp_path: Path) -> None:
+def test_a_live_run_is_followed_reloaded_and_asked(
+    browser: Any, fork_server: ForkServer, loud_model: Path, tmp_path: Path
+) -> None:
     """A real run, and a real model before and after."""
     recipe = tiny_recipe(tmp_path, loud_model, max_steps=20, learning_rate=1e-4)
-    trial = rig.start(["run", str(recipe), "--set", "compare.max_new_tokens=16"], tmp_path, first=HELD)
+    trial = fork_server.start(["run", str(recipe), "--set", "compare.max_new_tokens=16"], tmp_path, first=HELD)
     wait_for_step(tmp_path / "run", 10)
     board = Dashboard(RunIndex((), tmp_path, {}), make_ask_handler())
-    serving, window = Running(board.application), Window(browser)
+    serving, window = LiveServer(board.application), Window(browser)
     shown = window.page
     try:
         shown.goto(f"{serving.url}/{board.token}/")

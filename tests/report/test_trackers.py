@@ -20,7 +20,7 @@ from modelwright.recipe.schema import Recipe
 from modelwright.report import trackers
 from modelwright.report.trackers import EventFileWriter, start_trackers
 from modelwright.runs.folder import RunFolder
-from rig import Rig, steps_of
+from tests.faults.fork_server import ForkServer, steps_of
 from tiny import tiny_recipe
 
 EVENTS: list[dict[str, Any]] = [
@@ -253,7 +253,7 @@ KEPT = {"mlflow": kept_by_mlflow, "wandb": kept_by_wandb, "trackio": kept_by_tra
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(KEPT))
 def test_the_real_package_keeps_a_run_without_a_network(
-    rig: Rig, model_folder: Path, tmp_path: Path, name: str
+    fork_server: ForkServer, model_folder: Path, tmp_path: Path, name: str
 ) -> None:
     if find_spec(name) is None:
         pytest.skip(f"{name} is not installed: its stand-in alone was asked")
@@ -261,7 +261,7 @@ def test_the_real_package_keeps_a_run_without_a_network(
     environ = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db", "WANDB_MODE": "offline",
                "TRACKIO_DIR": str(tmp_path / "trackio"), "MLFLOW_DISABLE_TELEMETRY": "true"}  # fmt: skip
     for _ in range(2):  # the second finds everything done, and is the same run there
-        code, output = rig.run(["run", str(path), "--set", f"report_to={name}"], tmp_path, environ)
+        code, output = fork_server.run(["run", str(path), "--set", f"report_to={name}"], tmp_path, environ)
         assert (code, "note: " + name in output) == (0, False), output
     steps = steps_of(tmp_path / "run")
     assert KEPT[name](tmp_path) == [(step, steps[step]["loss"]) for step in (1, 2, 3)]

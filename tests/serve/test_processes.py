@@ -1,4 +1,4 @@
-"""`board` and `serve` as a person starts them: an address, an answer, an end by signal, nothing left behind."""
+"""`dashboard` and `serve` as a person starts them: an address, an answer, an end by signal, nothing left behind."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("starlette", reason="serving needs the extra board")
-pytest.importorskip("uvicorn", reason="serving needs the extra board")
+pytest.importorskip("starlette", reason="serving needs the extra dashboard")
+pytest.importorskip("uvicorn", reason="serving needs the extra dashboard")
 
 from modelwright.recipe.load import load
 from modelwright.runs.folder import RunFolder
 from modelwright.runs.journal import Journal
 from modelwright.stages import pipeline
-from rig import Rig, Trial
+from tests.faults.fork_server import ForkedProcess, ForkServer
 from tiny import tiny_recipe
 
 SOURCE = str(Path(__file__).parents[2] / "src")
@@ -69,7 +69,7 @@ def nobody_is_left(group: int) -> bool:
 def test_the_board_answers_at_the_address_it_prints_until_it_is_ended(tmp_path: Path, ending: signal.Signals) -> None:
     Journal(tmp_path / "runs" / "one" / "journal.jsonl").add("run", recipe="one", folder="runs/one", stages=["sft"])
     board = subprocess.Popen(
-        [sys.executable, "-m", "modelwright", "board"],
+        [sys.executable, "-m", "modelwright", "dashboard"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": SOURCE},
         stdout=subprocess.PIPE,
@@ -95,9 +95,9 @@ def test_the_board_answers_at_the_address_it_prints_until_it_is_ended(tmp_path: 
 
 
 @contextmanager
-def serving(rig: Rig, tuned: RunFolder, folder: Path) -> Iterator[tuple[Trial, dict[str, str]]]:
+def serving(fork_server: ForkServer, tuned: RunFolder, folder: Path) -> Iterator[tuple[ForkedProcess, dict[str, str]]]:
     """`modelwright serve` and what it printed; whatever happens to the test, it ends."""
-    trial = rig.start(["serve", str(tuned.path), "--port", "0"], folder)
+    trial = fork_server.start(["serve", str(tuned.path), "--port", "0"], folder)
     try:
         until(lambda: trial.log.exists() and "\nmodel" in trial.output, "the address")
         yield trial, dict(line.split(maxsplit=1) for line in trial.output.splitlines())
@@ -115,9 +115,9 @@ def request(told: dict[str, str], **body: Any) -> urllib.request.Request:
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 def test_a_server_answers_at_the_address_it_prints_until_it_is_ended(
-    rig: Rig, tuned: RunFolder, tmp_path: Path, ending: signal.Signals
+    fork_server: ForkServer, tuned: RunFolder, tmp_path: Path, ending: signal.Signals
 ) -> None:
-    with serving(rig, tuned, tmp_path) as (trial, told):
+    with serving(fork_server, tuned, tmp_path) as (trial, told):
         with urllib.request.urlopen(request(told, max_tokens=3), timeout=120) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] == 3
         with urllib.request.urlopen(request(told, max_tokens=200, stream=True), timeout=120) as stream:
@@ -128,15 +128,15 @@ def test_a_server_answers_at_the_address_it_prints_until_it_is_ended(
         assert nobody_is_left(trial.pid)
 
 
-@pytest.mark.parametrize("verb", ["board", "serve"])
+@pytest.mark.parametrize("verb", ["dashboard", "serve"])
 def test_a_port_that_is_taken_is_told_before_anything_is_loaded(
-    rig: Rig, tuned: RunFolder, tmp_path: Path, taken: int, verb: str
+    fork_server: ForkServer, tuned: RunFolder, tmp_path: Path, taken: int, verb: str
 ) -> None:
-    code, said = rig.run([verb, str(tuned.path), "--port", str(taken)], tmp_path)
+    code, said = fork_server.run([verb, str(tuned.path), "--port", str(taken)], tmp_path)
     letter = f"127.0.0.1:{taken} cannot be listened on (Address already in use); choose another --port\n"
     assert (code, said) == (2, letter)
 
 
-def test_a_port_that_is_none_is_told(rig: Rig, tmp_path: Path) -> None:
-    code, said = rig.run(["board", "--port", "70000"], tmp_path)
+def test_a_port_that_is_none_is_told(fork_server: ForkServer, tmp_path: Path) -> None:
+    code, said = fork_server.run(["dashboard", "--port", "70000"], tmp_path)
     assert (code, said) == (2, "--port 70000 is not a port; it wants a number from 0 to 65535\n")

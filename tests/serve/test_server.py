@@ -11,29 +11,29 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("starlette", reason="serving needs the extra board")
-pytest.importorskip("uvicorn", reason="serving needs the extra board")
+pytest.importorskip("starlette", reason="serving needs the extra dashboard")
+pytest.importorskip("uvicorn", reason="serving needs the extra dashboard")
 
 from modelwright.data.chat import build_prompt_messages
 from modelwright.serve.generate import TextGenerator
 from modelwright.serve.openai_server import ServedModel
-from tests.faults.requests import BODY, Serving
-from tests.faults.requests import TO_THE_SERVER as BAD
+from tests.faults.http_requests import BAD_SERVER_REQUESTS as BAD
+from tests.faults.http_requests import BODY, ModelServer
 
 
 @pytest.fixture(scope="module")
-def server(model_folder: Path) -> Iterator[Serving]:
-    running = Serving(ServedModel("tiny", TextGenerator(model_folder, max_new_tokens=8), "Be brief."))
+def server(model_folder: Path) -> Iterator[ModelServer]:
+    running = ModelServer(ServedModel("tiny", TextGenerator(model_folder, max_new_tokens=8), "Be brief."))
     yield running
     running.close()
 
 
-def client(server: Serving) -> Any:
+def client(server: ModelServer) -> Any:
     openai = pytest.importorskip("openai", reason="the real client is in the extra dev")
     return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key=server.served.key, max_retries=0)
 
 
-def test_a_real_client_lists_asks_and_streams(server: Serving) -> None:
+def test_a_real_client_lists_asks_and_streams(server: ModelServer) -> None:
     found = client(server)
     assert [model.id for model in found.models.list()] == ["tiny"]
     wish: dict[str, Any] = {"model": "tiny", "messages": BODY["messages"], "max_tokens": 6}
@@ -47,7 +47,7 @@ def test_a_real_client_lists_asks_and_streams(server: Serving) -> None:
     assert [piece.choices[0].finish_reason for piece in pieces if piece.choices][-1] == "length"
 
 
-def test_a_real_client_is_told_that_the_context_is_too_long(server: Serving) -> None:
+def test_a_real_client_is_told_that_the_context_is_too_long(server: ModelServer) -> None:
     import openai
 
     with pytest.raises(openai.BadRequestError, match="context length is 256; shorten it") as told:
@@ -55,12 +55,12 @@ def test_a_real_client_is_told_that_the_context_is_too_long(server: Serving) -> 
     assert told.value.code == "context_length_exceeded"
 
 
-def test_eight_clients_at_once_lose_no_answer(server: Serving) -> None:
+def test_eight_clients_at_once_lose_no_answer(server: ModelServer) -> None:
     questions = [f"What is {number}?" for number in range(24)]
     alone = [server.served.answerer.answer([build_prompt_messages(question, "Be brief.")])[0] for question in questions]
 
     def one(question: str) -> str:
-        status, body = server.ask({"messages": [{"role": "user", "content": question}], "max_tokens": 8})
+        status, body = server.request({"messages": [{"role": "user", "content": question}], "max_tokens": 8})
         assert status == 200
         return str(json.loads(body)["choices"][0]["message"]["content"])
 
@@ -68,7 +68,7 @@ def test_eight_clients_at_once_lose_no_answer(server: Serving) -> None:
         assert list(pool.map(one, questions)) == alone
 
 
-def test_a_client_that_leaves_in_the_middle_frees_the_place(server: Serving) -> None:
+def test_a_client_that_leaves_in_the_middle_frees_the_place(server: ModelServer) -> None:
     data = json.dumps({**BODY, "stream": True, "max_tokens": 200}).encode()
     head = (f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n"
             f"Authorization: Bearer {server.served.key}\r\nContent-Type: application/json\r\n"
@@ -76,24 +76,24 @@ def test_a_client_that_leaves_in_the_middle_frees_the_place(server: Serving) -> 
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as line:
         line.sendall(head + data)
         assert b"200 OK" in line.recv(100)
-    assert server.ask(BODY)[0] == 200
+    assert server.request(BODY)[0] == 200
 
 
 @pytest.mark.parametrize(("name", "wish"), BAD, ids=[name[:60] for name, _ in BAD])
-def test_a_bad_request_is_refused(server: Serving, name: str, wish: dict[str, Any]) -> None:
-    status, body = server.ask(**{"body": BODY, **wish})
+def test_a_bad_request_is_refused(server: ModelServer, name: str, wish: dict[str, Any]) -> None:
+    status, body = server.request(**{"body": BODY, **wish})
     assert status in (0, *range(400, 500)), f"{name}: {status}"
     assert b"choices" not in body and b"root:" not in body
 
 
-def test_a_body_that_grows_beyond_what_it_may_be_is_cut_off(server: Serving) -> None:
+def test_a_body_that_grows_beyond_what_it_may_be_is_cut_off(server: ModelServer) -> None:
     head = (f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nConnection: close\r\n"
             f"Authorization: Bearer {server.served.key}\r\nContent-Type: application/json\r\n"
             "Transfer-Encoding: chunked\r\n\r\n").encode()  # fmt: skip
     piece = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
     status, body = server.raw(head + piece * 20 + b"0\r\n\r\n")
     assert status in (0, 413) and b"choices" not in body
-    assert server.ask(BODY)[0] == 200, "and the next one is answered"
+    assert server.request(BODY)[0] == 200, "and the next one is answered"
 
 
 def test_at_least_forty_bad_requests_were_tried() -> None:

@@ -19,7 +19,7 @@ from modelwright.recipe.load import load
 from modelwright.stages import pipeline, planning
 from modelwright.stages.context import RunOptions
 from modelwright.stages.planning import TimedPass, decide
-from rig import told, trace
+from tests.faults.fork_server import events_of, run_fingerprint
 from tiny import tiny_dpo_recipe, tiny_recipe
 
 BRIEF = {"max_steps": 4, "save_steps": 2, "eval_steps": 4, "per_device_train_batch_size": 4}
@@ -88,11 +88,12 @@ def test_what_is_kept_trains_as_if_it_had_been_forced_and_is_not_tried_again(
     forced = run(tmp_path / "forced", model_folder, fp8_validation="off")
     assert len(tried) == 2
     assert (
-        told(kept, "fp8_trial")[0] | {"cached": False, "use_fp8": True, "speedup": 1.25} == told(kept, "fp8_trial")[0]
+        events_of(kept, "fp8_trial")[0] | {"cached": False, "use_fp8": True, "speedup": 1.25}
+        == events_of(kept, "fp8_trial")[0]
     )
-    assert [event["cached"] for event in told(again, "fp8_trial")] == [True]
-    assert told(forced, "fp8_trial") == []
-    assert trace(kept) == trace(again) == trace(forced)
+    assert [event["cached"] for event in events_of(again, "fp8_trial")] == [True]
+    assert events_of(forced, "fp8_trial") == []
+    assert run_fingerprint(kept) == run_fingerprint(again) == run_fingerprint(forced)
     assert "fp8 is kept: fp8 is 1.25 × as fast" in (kept / "stages/sft/model/README.md").read_text(encoding="utf-8")
 
 
@@ -124,10 +125,14 @@ def test_a_scale_for_each_row_is_tried_where_one_for_each_matrix_is_fast_and_not
     assert plan["precision"] == kept["precision"]
     again = run(tmp_path / "again", model_folder)
     assert len(tried) == 3
-    for step, (loss, *_) in trace(same)["steps"].items():  # in bf16 rows are padded otherwise
-        assert trace(auto)["steps"][step][0] == trace(again)["steps"][step][0] == pytest.approx(loss, rel=1e-5)
+    for step, (loss, *_) in run_fingerprint(same)["steps"].items():  # in bf16 rows are padded otherwise
+        assert (
+            run_fingerprint(auto)["steps"][step][0]
+            == run_fingerprint(again)["steps"][step][0]
+            == pytest.approx(loss, rel=1e-5)
+        )
     matrices = run(tmp_path / "matrices", model_folder, fp8_scaling="tensorwise", fp8_validation="off")
-    assert trace(matrices)["steps"] != trace(auto)["steps"]
+    assert run_fingerprint(matrices)["steps"] != run_fingerprint(auto)["steps"]
 
 
 def test_what_is_not_worth_it_trains_in_bf16_and_the_run_keeps_to_that(
@@ -142,9 +147,9 @@ def test_what_is_not_worth_it_trains_in_bf16_and_the_run_keeps_to_that(
     halved = run(tmp_path / "halved", model_folder)
     assert len(tried) == 2
     plain = run(tmp_path / "plain", model_folder, precision="bf16")
-    for step, (loss, *_, rate) in trace(plain)["steps"].items():  # in rows that are padded otherwise
-        assert trace(halved)["steps"][step][0] == pytest.approx(loss, rel=1e-5)
-        assert trace(halved)["steps"][step][-1] == rate
+    for step, (loss, *_, rate) in run_fingerprint(plain)["steps"].items():  # in rows that are padded otherwise
+        assert run_fingerprint(halved)["steps"][step][0] == pytest.approx(loss, rel=1e-5)
+        assert run_fingerprint(halved)["steps"][step][-1] == rate
     plan = json.loads((halved / "plan.json").read_text(encoding="utf-8"))["sft"]
     assert plan["precision"] == "bf16"
     assert plan["reasons"][-1].startswith("bf16 instead of fp8: fp8 is 1.01 × as fast as bf16 here (needs 1.05)")
@@ -168,7 +173,7 @@ def test_pairs_are_tried_before_their_reference_is_measured_in_what_is_kept(
         FIGURES[:] = [{"bf16": figures["bf16"], "fp8 rowwise": figures["fp8"]}]
         (tmp_path / "cache/fp8.json").unlink(missing_ok=True)
         done = run(tmp_path / name, model_folder, make=tiny_dpo_recipe, max_steps=1)
-        assert trace(done, "dpo")["steps"][1][0] == pytest.approx(math.log(2), abs=1e-5)
+        assert run_fingerprint(done, "dpo")["steps"][1][0] == pytest.approx(math.log(2), abs=1e-5)
         assert json.loads((done / "plan.json").read_text(encoding="utf-8"))["dpo"]["precision"] == name
 
 
@@ -186,5 +191,5 @@ def test_another_scaling_is_tried_anew_by_a_run_that_goes_on(tried: Tried, model
 def test_fp8_that_fails_here_leaves_bf16(tried: Tried, model_folder: Path, tmp_path: Path) -> None:
     FIGURES[:] = [{"bf16": TimedPass(1.0, 100.0)}]  # and nothing for fp8
     done = run(tmp_path / "failed", model_folder, max_steps=1)
-    assert told(done, "fp8_trial")[0]["reason"] == "bf16 instead of fp8: fp8 failed here ('fp8')"
+    assert events_of(done, "fp8_trial")[0]["reason"] == "bf16 instead of fp8: fp8 failed here ('fp8')"
     assert not (tmp_path / "cache/fp8.json").exists()

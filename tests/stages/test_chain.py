@@ -12,7 +12,7 @@ from modelwright.recipe.load import load
 from modelwright.runs.folder import RunFolder, read_json, write_json
 from modelwright.stages import pipeline
 from modelwright.stages.context import RunOptions
-from rig import told
+from tests.faults.fork_server import events_of
 from tiny import SFT, tiny_recipe
 
 QUICK = {**SFT, "max_steps": 4, "save_steps": 2, "eval_steps": 2}
@@ -61,7 +61,7 @@ def test_a_stage_has_data_of_its_own_or_the_recipes(done: Path) -> None:
 
 
 def test_the_flow_tells_what_is_done_running_and_to_come(done: Path) -> None:
-    flows = [[each["state"] for each in event["stages"]] for event in told(done, "stage_status")]
+    flows = [[each["state"] for each in event["stages"]] for event in events_of(done, "stage_status")]
     assert flows == [["running", "pending"], ["done", "pending"], ["done", "running"], ["done", "done"]]
     assert (done / "best_model").resolve() == RunFolder(done).model("lora").resolve()
 
@@ -76,7 +76,7 @@ def test_what_is_finished_is_verified_and_what_is_damaged_is_made_again(model_fo
         run(recipe, from_stage="lora")
     run(recipe)
     assert read_json(folder.result("sft"))["files"] == before
-    assert "lora already complete and verified; skipped" in told(folder.path, "note")[-1]["message"]
+    assert "lora already complete and verified; skipped" in events_of(folder.path, "note")[-1]["message"]
     refuses_what_an_earlier_version_left(recipe, folder)
 
 
@@ -104,14 +104,14 @@ def test_from_and_until_run_a_part(model_folder: Path, tmp_path: Path) -> None:
     assert folder.result("sft").exists() and not folder.result("lora").exists()
     run(recipe, from_stage="lora")
     assert folder.result("lora").exists()
-    assert len([event for event in told(folder.path, "stage_started") if event["stage"] == "sft"]) == 1
+    assert len([event for event in events_of(folder.path, "stage_started") if event["stage"] == "sft"]) == 1
 
 
 @pytest.mark.parametrize(
     ("orders", "letter"),
     [
-        ({"from_stage": "dpo"}, "--from dpo: the stages of this recipe are sft, lora"),
-        ({"from_stage": "lora", "until_stage": "sft"}, "--from lora comes after --until sft"),
+        ({"from_stage": "dpo"}, "--from-stage dpo: the stages of this recipe are sft, lora"),
+        ({"from_stage": "lora", "until_stage": "sft"}, "--from-stage lora comes after --until-stage sft"),
         ({"accepted_gates": frozenset({"sft"})}, "--accept-gate wants a reason"),
         ({"accepted_gates": frozenset({"sft"}), "accept_reason": " "}, "--accept-gate wants a reason"),
         ({"overrides": frozenset({"lora.lora_x"})}, r"did you mean lora\.lora_r"),
@@ -132,7 +132,7 @@ def test_nothing_is_trained_beyond_a_closed_gate_until_a_person_accepts_it_for_e
         run(recipe, CLOSED)
     folder = RunFolder(tmp_path / "run")
     assert not folder.stage("lora").exists()
-    assert told(folder.path, "stage_status")[-1]["stages"][0] == {"stage": "sft", "state": "closed"}
+    assert events_of(folder.path, "stage_status")[-1]["stages"][0] == {"stage": "sft", "state": "closed"}
     with pytest.raises(GateClosed):
         run(recipe, CLOSED, from_stage="lora")
     run(recipe, CLOSED, accepted_gates=frozenset({"sft"}), accept_reason="a trial of the flow")

@@ -20,7 +20,7 @@ from modelwright.recipe.load import load
 from modelwright.runs.folder import RunFolder, read_json
 from modelwright.stages import pipeline
 from modelwright.tasks.scoring import score_choices, score_texts, task_file
-from rig import told
+from tests.faults.fork_server import events_of
 from tiny import tiny_recipe
 
 TEXTS = ["The tent is dry.", "A map, a rope and a stove." * 6, "Boots."]
@@ -90,11 +90,11 @@ def test_base_and_stages_are_measured_alike_and_a_gate_may_compare_them(model_fo
     table = read_json(folder.evaluation("comparison"))
     assert table["base"]["text_loss"] == metrics["base_text_loss"]
     assert table["sft"]["text_loss"] == metrics["text_loss"]
-    assert [event["model"] for event in told(folder.path, "evaluate_result")] == ["base", "sft"]
-    assert told(folder.path, "stage_status")[-1]["stages"][-1] == {"stage": "evaluate", "state": "done"}
+    assert [event["model"] for event in events_of(folder.path, "evaluate_result")] == ["base", "sft"]
+    assert events_of(folder.path, "stage_status")[-1]["stages"][-1] == {"stage": "evaluate", "state": "done"}
     with pytest.raises(GateClosed, match=r"text_loss .*, needs at most .* = base_text_loss .* - 5"):
         pipeline.run(load(recipe, ["gates={sft: {text_loss: {at_most: -5, plus: base_text_loss}}}"], {}))
-    assert len(told(folder.path, "evaluate_result")) == 2  # the measurements stood already
+    assert len(events_of(folder.path, "evaluate_result")) == 2  # the measurements stood already
 
 
 def test_eval_measures_a_run_and_a_model_by_themselves(
@@ -153,7 +153,7 @@ def test_a_task_of_lm_eval_is_measured_of_every_model_and_stands_in_the_journal(
     (tmp_path / "sums.yaml").write_text(TASK.replace("DATA", str(tmp_path / "sums.jsonl")), encoding="utf-8")
     recipe = evaluated_recipe(tmp_path, model_folder)
     pipeline.run(load(recipe, ["evaluate.tasks=[sums.yaml]", "evaluate.multiple_choice=sums.jsonl"], {}))
-    [table] = told(tmp_path / "run", "evaluate_table")
+    [table] = events_of(tmp_path / "run", "evaluate_table")
     for name in ("base", "sft"):
         measured = table["models"][name]
         assert measured["sums_acc"] == pytest.approx(measured["choice_accuracy"]), "theirs and ours agree"

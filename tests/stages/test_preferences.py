@@ -12,7 +12,7 @@ import pytest
 from modelwright.recipe.load import load
 from modelwright.runs.folder import RunFolder, read_json
 from modelwright.stages import pipeline
-from rig import told
+from tests.faults.fork_server import events_of
 from tiny import tiny_dpo_recipe
 
 
@@ -56,6 +56,6 @@ def test_what_is_left_out_or_cut_is_told(model_folder: Path, tmp_path: Path) -> 
     with (tmp_path / "pairs.jsonl").open("a", encoding="utf-8") as rows:
         rows.write(json.dumps({"prompt": "Same?", "chosen": "Yes.", "rejected": "Yes."}) + "\n")
     folder = pipeline.run(load(recipe, (), {}))
-    notes = [note["message"] for note in told(folder.path, "note")]
+    notes = [note["message"] for note in events_of(folder.path, "note")]
     assert "1 rows are left out: their two answers are the same" in notes
     assert any("pairs are cut to max_length" in note and "none is dropped" in note for note in notes)

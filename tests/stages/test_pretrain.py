@@ -25,7 +25,7 @@ from modelwright.stages import pipeline
 from modelwright.stages.context import RunOptions
 from modelwright.tasks.losses import IGNORE_INDEX
 from modelwright.tasks.pretrain import PretrainTask
-from rig import SLOW, Rig, told, trace, wait_for_step
+from tests.faults.fork_server import SLOW_STEPS, ForkServer, events_of, run_fingerprint, wait_for_step
 
 ARCHITECTURE = {
     "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -70,7 +70,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
 def test_a_model_is_made_pretrained_and_its_loss_falls(done: Path) -> None:
     metrics = read_json(RunFolder(done).result("pretrain"))["metrics"]
     assert metrics["eval_loss"] < metrics["base_eval_loss"] - 0.3
-    assert [each["stage"] for each in told(done, "stage_status")[-1]["stages"]] == ["init", "pretrain"]
+    assert [each["stage"] for each in events_of(done, "stage_status")[-1]["stages"]] == ["init", "pretrain"]
     lineage = read_json(RunFolder(done).lineage)["stages"]["pretrain"]
     assert lineage["parent"] == "init"
 
@@ -90,10 +90,10 @@ def test_the_count_of_parameters_is_told_and_is_that_of_the_arithmetic_and_of_th
     assert (
         counted
         == architecture.num_parameters(model.config.vocab_size)
-        == told(done, "model_initialized")[0]["parameters"]
+        == events_of(done, "model_initialized")[0]["parameters"]
     )
     assert model.config.vocab_size % 64 == 0
-    [plan] = told(done, "model_initialized")[0]["plan"]
+    [plan] = events_of(done, "model_initialized")[0]["plan"]
     assert re.match(r"pretrain: \d+ steps, batch .*, fp32, .* GiB of .*, [\d,]+ tokens/s, ", plan), plan
 
 
@@ -119,7 +119,7 @@ def test_every_step_holds_the_same_tokens_while_the_rows_grow(done: Path, model_
     assert shapes == [(8, 8)] * 3 + [(4, 16)] * 3 + [(2, 32)] * 4
     whole = [task.batch([3, 1], step).inputs["tokens"].flatten().tolist() for step in range(10)]
     assert all(row == whole[0] for row in whole)
-    assert {event["tokens"] for event in told(done, "step")} == {64}
+    assert {event["tokens"] for event in events_of(done, "step")} == {64}
 
 
 def test_a_document_is_foretold_from_itself_alone(done: Path, model_folder: Path) -> None:
@@ -138,17 +138,17 @@ def test_a_document_is_foretold_from_itself_alone(done: Path, model_folder: Path
 
 
 def test_a_kill_beside_a_change_of_length_leaves_no_trace(
-    rig: Rig, done: Path, model_folder: Path, tmp_path: Path
+    fork_server: ForkServer, done: Path, model_folder: Path, tmp_path: Path
 ) -> None:
     recipe = recipe_of(tmp_path, model_folder)
     for moment in (3, 6):  # the rows grow after steps 3 and 6; checkpoints are at even steps
-        trial = rig.start(["run", str(recipe)], tmp_path, first=SLOW)
+        trial = fork_server.start(["run", str(recipe)], tmp_path, first=SLOW_STEPS)
         wait_for_step(tmp_path / "run", moment)
         os.kill(trial.pid, signal.SIGKILL)
         trial.wait()
-    code, output = rig.run(["run", str(recipe)], tmp_path)
+    code, output = fork_server.run(["run", str(recipe)], tmp_path)
     assert code == 0, output
-    assert trace(tmp_path / "run", "pretrain") == trace(done, "pretrain")
+    assert run_fingerprint(tmp_path / "run", "pretrain") == run_fingerprint(done, "pretrain")
 
 
 def test_changed_sizes_are_refused_by_name(done: Path) -> None:

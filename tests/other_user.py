@@ -1,4 +1,4 @@
-"""Another user of this machine, who may run this interpreter although the home that it lies in is closed to others."""
+"""Run commands as another user of this machine, although this interpreter lies in a home closed to others."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from tests.faults.places import reachable
+from tests.faults.environment import bind_mount_script
 
 ROOT = Path(__file__).parents[1]
 
 
 def as_user(user: int, group: int) -> list[str]:
-    """Words before a command that is to run as this user, in a mount namespace where it can be run."""
-    who = f"setpriv --reuid={user} --regid={group} --clear-groups"
-    return ["unshare", "--mount", "bash", "-c", f'{reachable(ROOT)}exec {who} "$@"', "-"]
+    """Words before a command that run it as this user, in a mount namespace where the interpreter is readable."""
+    command = f"setpriv --reuid={user} --regid={group} --clear-groups"
+    return ["unshare", "--mount", "bash", "-c", f'{bind_mount_script(ROOT)}exec {command} "$@"', "-"]
 
 
 @cache
-def impossible() -> str | None:
-    """Why another user cannot run this interpreter here, where it is so."""
+def unavailable() -> str | None:
+    """Why another user cannot run this interpreter here, or None."""
     if sys.platform != "linux":
         return "needs Linux's mount namespaces"
     try:

@@ -1,19 +1,68 @@
-"""Requests that the board and the model server must refuse: foreign pages, renamed hosts, missing keys, odd bodies."""
+"""Requests that the dashboard and the model server must refuse: other hosts and origins, missing keys, bad bodies."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from modelwright.report.dashboard import AskFn, Dashboard, RunIndex
+from modelwright.report.http_guard import Application, listen
 from modelwright.runs.folder import RunFolder
 from modelwright.runs.journal import Journal
-from tests.faults.served import Running
+
+
+class LiveServer:
+    """An application on a free port of this machine."""
+
+    def __init__(self, make: Callable[[frozenset[str]], Application]) -> None:
+        import uvicorn
+
+        self._listening = listen("127.0.0.1", 0)
+        listener = self._listening.__enter__()
+        self.url = listener.url
+        self.port = int(listener.url.rsplit(":", 1)[1])
+        self._server = uvicorn.Server(
+            uvicorn.Config(make(listener.hosts), log_level="error", timeout_graceful_shutdown=1)
+        )
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener.sock]}, daemon=True)
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """Stop it."""
+        self._server.should_exit = True
+        self._thread.join()
+        self._listening.__exit__(None, None, None)
+
+    def raw(self, text: bytes) -> tuple[int, bytes]:
+        """Send bytes as they are; the status and the body that come back."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=20) as line:
+            answer = b""
+            with contextlib.suppress(ConnectionError):  # a server that has heard enough hangs up
+                line.sendall(text)
+                while piece := line.recv(65536):
+                    answer += piece
+        head, _, body = answer.partition(b"\r\n\r\n")
+        return int(head.split()[1]) if head else 0, body
+
+    def send(self, method: str, path: str, headers: dict[str, str], body: Any = b"") -> tuple[int, bytes]:
+        """A whole request; a header with an empty value is left out."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        fields = {"Host": f"127.0.0.1:{self.port}", "Connection": "close", "Content-Type": "application/json",
+                 "Content-Length": str(len(data)), **headers}  # fmt: skip
+        lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items() if value)
+        return self.raw(f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode() + data)
+
 
 RUN = "/TOKEN/run/one/"
-TO_THE_BOARD: list[tuple[str, str, dict[str, Any]]] = [
+BAD_DASHBOARD_REQUESTS: list[tuple[str, str, dict[str, Any]]] = [
     *((verb, path, {}) for verb in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD") for path in ("/TOKEN/", RUN)),
     *(("GET", path, {}) for path in (
         "/", "/run/one/", "/wrong/", "/wrong/run/one/", "/TOKEN", "/TOKENx/", "/%00/", "/favicon.ico", "//TOKEN/",
@@ -40,7 +89,7 @@ TO_THE_BOARD: list[tuple[str, str, dict[str, Any]]] = [
 ]  # fmt: skip
 """Method, path and what else of a request."""
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "Why?"}], "max_tokens": 4}
-TO_THE_SERVER: list[tuple[str, dict[str, Any]]] = [
+BAD_SERVER_REQUESTS: list[tuple[str, dict[str, Any]]] = [
     *((f"method {word}", {"method": word}) for word in ("GET", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "HEAD")),
     *((f"post to {path}", {"path": path}) for path in ("/v1/models", "/", "/v1/chat", "/v1/../v1/models")),
     *((f"path {path}", {"method": "GET", "path": path}) for path in (
@@ -68,20 +117,20 @@ TO_THE_SERVER: list[tuple[str, dict[str, Any]]] = [
 """What it is, and what of a sound request is changed."""
 
 
-class Showing(Running):
+class DashboardServer(LiveServer):
     """A board over a folder of runs."""
 
     def __init__(self, folder: Path, answers: AskFn | None = None) -> None:
-        self.board = Dashboard(RunIndex((), folder, {}), answers or _echo)
-        super().__init__(self.board.application)
+        self.dashboard = Dashboard(RunIndex((), folder, {}), answers or _echo)
+        super().__init__(self.dashboard.application)
 
-    def ask(self, method: str, path: str, body: Any = b"", **headers: str) -> tuple[int, bytes]:
+    def request(self, method: str, path: str, body: Any = b"", **headers: str) -> tuple[int, bytes]:
         """A request below the token, unless the path says otherwise."""
-        told = {name.replace("_", "-"): value for name, value in headers.items()}
-        return self.send(method, path.replace("TOKEN", self.board.token), told, body)
+        fields = {name.replace("_", "-"): value for name, value in headers.items()}
+        return self.send(method, path.replace("TOKEN", self.dashboard.token), fields, body)
 
 
-class Serving(Running):
+class ModelServer(LiveServer):
     """A model, served."""
 
     def __init__(self, served: Any) -> None:
@@ -90,12 +139,12 @@ class Serving(Running):
         self.served = served
         super().__init__(lambda hosts: application(served, hosts))
 
-    def ask(
+    def request(
         self, body: Any, method: str = "POST", path: str = "/v1/chat/completions", **headers: str
     ) -> tuple[int, bytes]:
         """A request with the key, unless told otherwise."""
-        told = {name.replace("_", "-"): value for name, value in headers.items()}
-        return self.send(method, path, {"Authorization": f"Bearer {self.served.key}", **told}, body)
+        fields = {name.replace("_", "-"): value for name, value in headers.items()}
+        return self.send(method, path, {"Authorization": f"Bearer {self.served.key}", **fields}, body)
 
 
 def _echo(folder: RunFolder, question: str) -> Iterator[tuple[str, str]]:
@@ -110,19 +159,19 @@ def measure(folder: str, model: str) -> None:
     journal = Journal(Path(folder) / "runs" / "one" / "journal.jsonl")
     journal.add("run", recipe="one", folder="one", stages=["sft"])
     (Path(folder) / "runs" / "one" / "recipe.yaml").write_text("name: x\n", encoding="utf-8")
-    showing, accepted, sound = Showing(Path(folder) / "runs"), [], 0
-    for verb, path, more in TO_THE_BOARD:
-        status, body = showing.ask(verb, path, **more)
+    dashboard, accepted, good = DashboardServer(Path(folder) / "runs"), [], 0
+    for verb, path, options in BAD_DASHBOARD_REQUESTS:
+        status, body = dashboard.request(verb, path, **options)
         if status in range(200, 300) or status >= 500 or b"root:" in body:
-            accepted.append(f"board: {status} for {verb} {path[:60]} {str(more)[:60]}")
-    sound += showing.ask("GET", RUN)[0] == 200
-    showing.close()
-    serving = Serving(ServedModel("tiny", TextGenerator(Path(model), max_new_tokens=4), None))
-    for name, wish in TO_THE_SERVER:
-        status, body = serving.ask(**{"body": BODY, **wish})
+            accepted.append(f"board: {status} for {verb} {path[:60]} {str(options)[:60]}")
+    good += dashboard.request("GET", RUN)[0] == 200
+    dashboard.close()
+    server = ModelServer(ServedModel("tiny", TextGenerator(Path(model), max_new_tokens=4), None))
+    for name, change in BAD_SERVER_REQUESTS:
+        status, body = server.request(**{"body": BODY, **change})
         if status in range(200, 300) or status >= 500 or b"choices" in body:
             accepted.append(f"server: {status} for {name[:80]}")
-    sound += serving.ask(BODY)[0] == 200
-    serving.close()
-    found = {"requests": len(TO_THE_BOARD) + len(TO_THE_SERVER), "accepted": accepted, "sound": sound}
-    (Path(folder) / "requests.json").write_text(json.dumps(found), encoding="utf-8")
+    good += server.request(BODY)[0] == 200
+    server.close()
+    result = {"requests": len(BAD_DASHBOARD_REQUESTS) + len(BAD_SERVER_REQUESTS), "accepted": accepted, "sound": good}
+    (Path(folder) / "requests.json").write_text(json.dumps(result), encoding="utf-8")

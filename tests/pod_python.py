@@ -21,11 +21,11 @@ from typing import Any
 
 from modelwright.cluster.sandbox import process_tree
 from modelwright.runs.heartbeat import set_pdeathsig
-from tests.faults.rig import ending
+from tests.faults.fork_server import exit_after
 
 SHIM = """#!{python} -ISB
 import json, os, signal, socket, sys
-folder, name = os.path.split(os.environ["RIG_DOOR"])
+folder, name = os.path.split(os.environ["POD_PYTHON_SOCKET"])
 here = os.getcwd()
 os.chdir(folder)  # a long path is no address of a socket
 door = socket.socket(socket.AF_UNIX)
@@ -131,7 +131,7 @@ def _enter(pid: int) -> None:
 
 def _become(request: dict[str, Any], files: list[int], status: dict[str, str], first: str) -> None:
     """In the fork: be `python WORDS` of whoever knocked, and never come back."""
-    with ending():
+    with exit_after():
         os.setsid()
         for number, file in enumerate(files):
             os.dup2(file, number)
