@@ -1,4 +1,4 @@
-"""Imports go downward only, between packages and between modules; importing the torch-free packages never loads torch."""
+"""Imports go downward only, between packages and modules; the torch-free packages never import torch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def imported_modules(tree: ast.AST, module: str, is_package: bool = False) -> It
             parts = module.split(".")
             above = ".".join(parts[: len(parts) + is_package - node.level]) if node.level else ""
             base = ".".join(part for part in (above, node.module) if part)
-            # `from modelwright.engine import trainer` names a module, `from modelwright.engine.task import Task` a symbol
+            # the imported name may be a module (`engine.trainer`) or a symbol in one (`engine.task.Task`)
             names = [f"{base}.{alias.name}" for alias in node.names]
         for name in names:
             if name.split(".")[0] == "modelwright":
