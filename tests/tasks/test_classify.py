@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from modelwright.data.images import ImageDataset, ImageSplits
 from modelwright.engine.task import MicroBatch
 from modelwright.models.vision import resnet18
+from modelwright.recipe.schema import AugmentationConfig
 from modelwright.tasks.classify import (
     ClassifyLoss,
     ClassifyTask,
-    Images,
     Mistake,
     PixelStats,
     augment,
@@ -42,7 +42,7 @@ def image_set(count: int, seed: int = 0, size: int = 16) -> ImageDataset:
 def task(seed: int = 5, **settings: Any) -> ClassifyTask:
     torch.manual_seed(1)
     split = ImageSplits(image_set(40), image_set(12, seed=1))
-    return ClassifyTask(resnet18(classes=3, width=4), split, Images(**settings), seed)
+    return ClassifyTask(resnet18(classes=3, width=4), split, AugmentationConfig(**settings), seed)
 
 
 def run(task: ClassifyTask, batch: MicroBatch) -> Tensor:
@@ -94,7 +94,7 @@ def test_a_shift_of_the_padding_is_the_image_itself() -> None:
 
 
 def test_draws_depend_on_seed_step_and_row_and_on_nothing_else() -> None:
-    settings, rows = Images(), list(range(200))
+    settings, rows = AugmentationConfig(), list(range(200))
     shifts, flips = draw_crops_and_flips(1, 7, rows, settings)
     for part in (rows[::-1], rows[50:60], [3], []):
         some_shifts, some_flips = draw_crops_and_flips(1, 7, part, settings)
@@ -108,7 +108,9 @@ def test_draws_depend_on_seed_step_and_row_and_on_nothing_else() -> None:
 def test_draws_are_spread_evenly_and_apart_from_each_other() -> None:
     shifts, flips = (
         np.concatenate(part)
-        for part in zip(*(draw_crops_and_flips(9, step, range(5000), Images()) for step in range(10)), strict=True)
+        for part in zip(
+            *(draw_crops_and_flips(9, step, range(5000), AugmentationConfig()) for step in range(10)), strict=True
+        )
     )
     for axis in (0, 1):
         shares = np.bincount(shifts[:, axis], minlength=9) / len(shifts)
@@ -121,7 +123,7 @@ def test_draws_are_spread_evenly_and_apart_from_each_other() -> None:
 
 def test_holes_are_drawn_everywhere_and_apart_from_the_crops() -> None:
     rows = range(50_000)
-    holes, (shifts, flips) = draw_cutout(9, 3, rows, (32, 16)), draw_crops_and_flips(9, 3, rows, Images())
+    holes, (shifts, flips) = draw_cutout(9, 3, rows, (32, 16)), draw_crops_and_flips(9, 3, rows, AugmentationConfig())
     for axis, size in enumerate((32, 16)):
         shares = np.bincount(holes[:, axis], minlength=size) / len(holes)
         assert len(shares) == size
@@ -133,7 +135,9 @@ def test_holes_are_drawn_everywhere_and_apart_from_the_crops() -> None:
 
 
 def test_draws_stay_within_the_settings_and_take_no_time() -> None:
-    shifts, flips = draw_crops_and_flips(-3, 0, range(1000), Images(random_crop_padding=0, horizontal_flip=False))
+    shifts, flips = draw_crops_and_flips(
+        -3, 0, range(1000), AugmentationConfig(random_crop_padding=0, horizontal_flip=False)
+    )
     assert not shifts.any()
     assert not flips.any()
     whole, best = task(), float("inf")
@@ -293,36 +297,22 @@ def test_ddp_does_not_send_the_images_around(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-def test_settled_statistics_are_a_function_of_the_weights_alone() -> None:
-    made, other = task(), task()
-    for step in range(3):
-        run(made, made.batch(range(step, step + 8), step))
-    was = [norm.momentum for norm in made.module.modules() if isinstance(norm, nn.BatchNorm2d)]
-    for one in (made, other):
-        one.classifier.recalibrate_batch_norm(range(40), per_batch=20)
-    ours, theirs = statistics(made.module), statistics(other.module)
-    assert all(torch.allclose(ours[name], theirs[name]) for name in ours)
-    shown = made.classifier.normalise(made.classifier.train_images)
-    first = made.classifier.get_submodule("model.conv1")(shown)
-    assert torch.allclose(ours["model.bn1.running_mean"], first.mean((0, 2, 3)), atol=1e-5)
-    assert [norm.momentum for norm in made.module.modules() if isinstance(norm, nn.BatchNorm2d)] == was
-    assert made.module.training
-
-
 def test_a_few_steps_learn_a_colour() -> None:
     labels = np.arange(48) % 3
     images = np.zeros((48, 16, 16, 3), np.uint8)
     images[np.arange(48), :, :, labels] = 200
     side = ImageDataset(images, labels, CLASSES, "colours")
     torch.manual_seed(2)
-    made = ClassifyTask(resnet18(classes=3, width=4), ImageSplits(side, side), Images(), seed=1)
+    made = ClassifyTask(resnet18(classes=3, width=4), ImageSplits(side, side), AugmentationConfig(), seed=1)
     optimizer = torch.optim.SGD(made.module.parameters(), lr=0.05, momentum=0.9, nesterov=True)
     for step in range(12):
         loss = run(made, made.batch(range(48), step))[0] / 48
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    made.classifier.recalibrate_batch_norm(range(48))
+    with torch.no_grad():
+        for _ in range(40):  # running statistics of the final weights
+            run(made, made.batch(range(48), 12))
     made.module.eval()
     assert int(run(made, made.held_out_batch(range(48)))[1]) == 48
     assert torch.equal(
@@ -344,10 +334,13 @@ def test_the_worst_mistakes_are_the_surest_first() -> None:
     assert worst_mistakes(probabilities, torch.tensor([0, 0, 1, 1])) == []
 
 
-def test_given_pixels_stand_for_the_sets_own() -> None:
+def test_images_are_normalised_by_the_given_statistics() -> None:
     split = ImageSplits(image_set(9), image_set(3))
-    made = ClassifyTask(resnet18(classes=3, width=4), split, Images(), 0, PixelStats((0.5,) * 3, (0.25,) * 3))
-    shown = made.classifier.normalise(torch.full((1, 2, 2, 3), 255, dtype=torch.uint8))
+    stats, model = PixelStats((0.5,) * 3, (0.25,) * 3), resnet18(classes=3, width=4)
+    shown = ClassifyLoss(model, split, stats, AugmentationConfig()).normalise(
+        torch.full((1, 2, 2, 3), 255, dtype=torch.uint8)
+    )
     assert torch.allclose(shown, torch.full((1, 3, 2, 2), 2.0))
+    made = ClassifyTask(model, split, AugmentationConfig(), 0)
     assert isinstance(made.module, ClassifyLoss)
     assert (made.rows, made.held_out_rows, made.row_length(3)) == (9, 3, 1)

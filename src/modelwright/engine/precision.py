@@ -34,9 +34,7 @@ class MixedPrecision:
         self._device = device
         # mkldnn warns at length on CPUs without bf16; the plan chose the precision
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
-        warnings.filterwarnings(
-            "ignore", message="TensorFloat32 tensor cores"
-        )  # torch.compile's advice; the plan chose
+        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # advice; the plan chose
         self._scaler = torch.amp.GradScaler(device.type, init_scale=2.0**14) if name == "fp16" else None
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -145,9 +143,8 @@ def disable_tf32_in_rope(module: nn.Module) -> None:
         if is_rotary(submodule):
             hook = _NoTf32()
             submodule.register_forward_pre_hook(hook.begin)
-            submodule.register_forward_hook(
-                hook.end, prepend=True, always_call=True
-            )  # nested modules end in reverse order
+            # prepended: hooks that began last end first
+            submodule.register_forward_hook(hook.end, prepend=True, always_call=True)
 
 
 def is_rotary(module: nn.Module) -> bool:

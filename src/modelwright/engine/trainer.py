@@ -391,8 +391,8 @@ class Engine:
                 elif state_key != PARAM_REMAINDER:  # load_weights has read it
                     self.optimizer.state[param][state_key] = distribute_like(stored.get_tensor(key), param)
         if self.precision.param_dtype == "bf16":
-            for param, remainder in (self._distribute_remainders(remainders) or {}).items():
-                self.optimizer.state[param][PARAM_REMAINDER] = remainder
+            for weight, remainder in (self._distribute_remainders(remainders) or {}).items():
+                self.optimizer.state[weight][PARAM_REMAINDER] = remainder
         self.guard.load_state_dict(state["guard"])
         self.precision.load_state_dict(state["precision"])
         self.cursor = Cursor(**state["cursor"])

@@ -1,76 +1,74 @@
-"""Collate tokenized examples into the tensors of one forward pass: packed rows, or rows with one shared prefix."""
+"""Collate tokenized examples into the tensors of one forward pass: padded or packed rows, or one shared prefix."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from modelwright.data.chat import TokenizedRow
 from modelwright.data.packing import cu_seqlens_from_positions
 from modelwright.engine import precision
 from modelwright.engine.task import MicroBatch
-from modelwright.models.prefix_sharing import (
-    shared_prefix_layout,
-)
+from modelwright.models.prefix_sharing import shared_prefix_layout
 from modelwright.recipe.schema import TrainingConfig
 from modelwright.tasks.losses import IGNORE_INDEX
 
 
 def collate_examples(groups: Sequence[Sequence[TokenizedRow]]) -> MicroBatch:
-    """Lay documents out in rows of equal length, each group in a row of its own (see `lay_out`)."""
+    """Collate examples in rows of equal length, one group per row (see `collate_rows`)."""
     examples = [example for group in groups for example in group]
     numbers = iter(range(len(examples)))
     return collate_rows(layout_rows([[next(numbers) for _ in group] for group in groups], examples), examples)
 
 
 CPU_ALIGNMENT = 16
-"""Rows of frozen models are padded to a multiple of this: attention on a CPU adds up the tail of a row that fills no
-whole vector in another order, and a kept state must be the one that any batch would give."""
+"""Row length multiple for partly frozen models on a CPU: attention adds up the tail of a row that fills no vector in
+another order, and a cached hidden state must be the one that any batch would give.
+"""
 MIN_SHARED_PREFIX = 16
-"""A shared beginning of fewer tokens is not worth a mask."""
+"""Shorter shared prefixes are not worth a mask."""
 MAX_MASKED_ROW = 1536
-"""Tokens in a row behind a shared beginning; its mask grows with the square."""
+"""Longest row with a shared prefix and a mask, which grows with the square of the length."""
 MAX_PACKED_LENGTHS = 16
-"""Lengths in which packed rows come where layers are compiled: rows are nearly full, so that mostly it is one, and no
-layer is compiled again for another, which takes twice the seconds of the first time."""
+"""Number of different lengths of packed rows when layers are compiled: rows are nearly full, so that mostly it is one,
+and recompiling for another takes twice the time of the first compilation.
+"""
 NO_ROW_LIMIT = math.inf
-"""The same where attention needs no mask: then one row holds all."""
+"""Longest row with varlen attention, which needs no mask: one row holds all examples."""
 
 
 @dataclass(frozen=True)
 class TokenSpan:
-    """A part of a document in a row."""
+    """Tokens start:stop of an example, in a row."""
 
     example: int
-    """Which document."""
     start: int
-    """Its first token here."""
     stop: int
-    """The token after its last one here."""
 
 
 RowLayout = Sequence[Sequence[TokenSpan]]
 
 
 def row_multiple(settings: TrainingConfig) -> int:
-    """What the length of every row must be a multiple of for the arithmetic that is asked for."""
+    """Multiple of every row length that the precision needs."""
     return precision.FP8_ALIGNMENT if settings.precision == "fp8" else 1
 
 
 def packed_row_multiple(settings: TrainingConfig, length: int) -> int:
-    """The same for rows that are packed up to a length; where layers are compiled, only few lengths come of it."""
+    """The same for packed rows; with compiled layers only a few lengths occur."""
     alignment = row_multiple(settings)
     is_compiled = settings.torch_compile or settings.precision == "fp8"
     return alignment * math.ceil(length / (MAX_PACKED_LENGTHS * alignment)) if is_compiled else alignment
 
 
 def shared_prefix_length(examples: Sequence[TokenizedRow]) -> int:
-    """How many tokens all documents begin with, none of which foretells a trained one; 0 where it would not pay."""
+    """Tokens that all examples begin with, none of which predicts a trained token; 0 if sharing would not pay."""
     if len(examples) < 2:
         return 0
     first = examples[0].input_ids
@@ -83,14 +81,14 @@ def shared_prefix_length(examples: Sequence[TokenizedRow]) -> int:
 
 
 def layout_rows(groups: Sequence[Sequence[int]], examples: Sequence[TokenizedRow]) -> RowLayout:
-    """Each group of documents in a row of its own, one document after the other."""
+    """Each group of examples in one row, one after the other."""
     return [[TokenSpan(number, 0, len(examples[number])) for number in group] for group in groups]
 
 
 def layout_shared_prefix(
     prefix_length: int, numbers: Sequence[int], examples: Sequence[TokenizedRow], max_row_length: float = MAX_MASKED_ROW
 ) -> RowLayout:
-    """Documents behind their shared beginning, which stands once in each of as few even rows as their lengths allow."""
+    """Examples after their shared prefix, which stands once in each row; as few rows of even length as possible."""
     lengths = [len(examples[number]) - prefix_length for number in numbers]
     tokens_per_row = sum(lengths) / shared_prefix_rows(prefix_length, sum(lengths), max_row_length) if lengths else 0
     rows: list[list[TokenSpan]] = []
@@ -104,8 +102,23 @@ def layout_shared_prefix(
     return rows
 
 
+def layout_packs(
+    packs: Sequence[Sequence[int]], examples: Sequence[TokenizedRow], prefix_length: int, use_varlen_prefix: bool
+) -> RowLayout:
+    """Packs of examples as rows, or after their shared prefix if there is one."""
+    if not prefix_length:
+        return layout_rows(packs, examples)
+    numbers = [number for pack in packs for number in pack]
+    return layout_shared_prefix(prefix_length, numbers, examples, max_prefix_row(use_varlen_prefix))
+
+
+def max_prefix_row(use_varlen_prefix: bool) -> float:
+    """Longest row with a shared prefix."""
+    return NO_ROW_LIMIT if use_varlen_prefix else MAX_MASKED_ROW
+
+
 def shared_prefix_rows(prefix_length: int, tokens: float, max_row_length: float = MAX_MASKED_ROW) -> int:
-    """Rows that so many tokens take behind a shared beginning."""
+    """Number of rows for this many tokens after a shared prefix."""
     return max(1, math.ceil(tokens / (max(max_row_length, 2 * prefix_length) - prefix_length)))
 
 
@@ -116,12 +129,12 @@ def collate_rows(
     multiple: int = 1,
     pad_loss_positions: bool = False,
 ) -> MicroBatch:
-    """Rows of equal length: tokens, positions, learnt places, and branches where a beginning is shared.
+    """Tokens, position ids and loss positions of rows of equal length; cu_seqlens if packed, segment_ids with a prefix.
 
-    Positions begin anew with each document, which keeps packed documents apart; padding stands to the right, where
-    no real token can see it, so that no mask is needed. Behind a shared beginning (branch 0) each document has its own
-    branch, and a mask is made of the branches. With `spare`, the number of learnt places is such a multiple too: those
-    that are too many are followed by no token, which only a model that is not given the tokens can take.
+    Positions restart with each example, which separates packed examples; padding is on the right, where no real token
+    attends to it, so no mask is needed. After a shared prefix (segment 0) each example is a segment, from which a mask
+    is built. pad_loss_positions rounds their number up to `multiple` too: the extra ones predict IGNORE_INDEX, which
+    only works if the model does not read the tokens (cached hidden states).
     """
     max_tokens = max((sum(span.stop - span.start for span in row) for row in rows), default=2)
     length = -(-(max_tokens + 2 * pad_loss_positions) // multiple) * multiple
@@ -135,9 +148,8 @@ def collate_rows(
             tokens[number, start:stop] = example.input_ids[span.start : span.stop]
             positions[number, start:stop] = np.arange(span.start, span.stop)
             segment_ids[number, start:stop] = segment
-            positions_by_span.append(
-                number * length + start + np.flatnonzero(example.loss_mask[span.start + 1 : span.stop])
-            )
+            predicting = np.flatnonzero(example.loss_mask[span.start + 1 : span.stop])
+            positions_by_span.append(number * length + start + predicting)
             start = stop
         positions[number, start:] = np.arange(length - start)
         segment_ids[number, start:] = len(row)
@@ -145,24 +157,31 @@ def collate_rows(
     trained_tokens = len(loss_positions)
     if pad_loss_positions:
         tokens[-1, -1] = IGNORE_INDEX
-        loss_positions = np.concatenate(
-            [loss_positions, np.full(-trained_tokens % multiple, tokens.size - 2, dtype=np.int64)]
-        )
+        extra = np.full(-trained_tokens % multiple, tokens.size - 2, dtype=np.int64)
+        loss_positions = np.concatenate([loss_positions, extra])
     inputs = {"tokens": tokens, "positions": positions, "loss_positions": loss_positions}
     if prefix_length:
         inputs["segment_ids"] = segment_ids
     elif any(len(row) > 1 for row in rows):
         inputs["cu_seqlens"] = cu_seqlens_from_positions(positions)
     token_count = sum(len(examples[span.example]) for row in rows for span in row if span.start or not prefix_length)
-    return MicroBatch(
-        inputs={name: torch.from_numpy(value) for name, value in inputs.items()},
-        trained_tokens=trained_tokens,
-        tokens=token_count,
-    )
+    return MicroBatch(as_tensors(inputs), trained_tokens, token_count)
+
+
+def as_tensors(inputs: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, Tensor]:
+    """Arrays as tensors of the same memory."""
+    return {name: torch.from_numpy(value) for name, value in inputs.items()}
+
+
+def has_next_token(positions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Where the next token belongs to the same document: [rows, length] bool."""
+    mask = np.zeros(positions.shape, dtype=np.bool_)
+    mask[:, :-1] = positions[:, 1:] != 0
+    return mask
 
 
 def to_varlen(batch: MicroBatch) -> MicroBatch:
-    """The same batch for attention that is told by paths who sees whom."""
+    """The same batch for varlen attention (kv_index, cu_seqlens_qk) instead of a mask."""
     inputs = dict(batch.inputs)
     kv_index, cu_seqlens_qk, _ = shared_prefix_layout(inputs.pop("segment_ids"))
     return replace(batch, inputs={**inputs, "kv_index": kv_index, "cu_seqlens_qk": cu_seqlens_qk})
@@ -171,9 +190,9 @@ def to_varlen(batch: MicroBatch) -> MicroBatch:
 def cache_index_of(
     rows: RowLayout, offsets: Sequence[int], shape: Sequence[int], prefix_length: int = 0
 ) -> np.ndarray[Any, Any]:
-    """Where the state of each place is kept: [rows, length] int64; padding takes any.
+    """Index of each token's cached hidden state: [rows, length] int64; padding has any.
 
-    starts: for each document, where its first token would stand; a shared beginning stands before all of them.
+    offsets: for each example, the index of its first token; a shared prefix is stored once, before all examples.
     """
     cache_index = np.zeros(tuple(shape), dtype=np.int64)
     for number, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""Image classification: the data set lives on the device, augmentation is a function of seed, step and row."""
+"""Image classification: the data set lives on the device, augmentation is a function of (seed, step, row)."""
 
 from __future__ import annotations
 
@@ -15,41 +15,35 @@ from modelwright.data.images import ImageSplits, NDArray
 from modelwright.engine.task import MicroBatch
 from modelwright.recipe.schema import AugmentationConfig
 
-CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-"""What most published recipes normalise CIFAR-10 by."""
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 LOSS, ACCURACY = "loss", "accuracy"
 
 
 @dataclass(frozen=True)
 class PixelStats:
-    """The scale of the pixels that the model sees."""
+    """Mean and standard deviation of the pixels, per channel on the scale 0 to 1."""
 
     mean: tuple[float, ...]
-    """Of each channel, on the scale 0 to 1."""
     std: tuple[float, ...]
-    """Of each channel, on the scale 0 to 1."""
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """A held-out image that the model got wrong."""
+    """A misclassified held-out image."""
 
     row: int
-    """Its place in the test set."""
+    """Row in the test set."""
     truth: int
-    """Its class."""
     answer: int
-    """What the model said."""
+    """The predicted class."""
     confidence: float
-    """How sure the model was, from 0 to 1."""
+    """The predicted probability."""
 
 
 class ClassifyLoss(nn.Module):
-    """A vision model and its images; the forward takes row numbers and gives [loss, correct], summed over the rows.
+    """A vision model and its images; the forward takes row numbers and returns [loss, correct], summed over the rows.
 
-    The images are buffers, so that they go where the module goes, but no part of its state, and DDP, which sends the
-    main rank's buffers to all before every forward pass, is told to leave them alone.
+    The images are non-persistent buffers, which move with the module; DDP is told not to broadcast them.
     """
 
     train_images: Tensor
@@ -76,7 +70,7 @@ class ClassifyLoss(nn.Module):
         }
         for name, tensor in buffers.items():
             self.register_buffer(name, tensor, persistent=False)
-        self._ddp_params_and_buffers_to_ignore = list(buffers)  # the name under which DDP looks for them
+        self._ddp_params_and_buffers_to_ignore = list(buffers)  # read by DDP
 
     def forward(
         self,
@@ -87,8 +81,7 @@ class ClassifyLoss(nn.Module):
     ) -> Tensor:
         """rows: [n] int64; shifts: [n, 2] int64, 0 to twice the padding; flips: [n] bool. Returns [2]: loss, correct.
 
-        holes: [n, 2] int64, the middles of the squares that are blanked, where some are.
-        Without shifts and flips the rows are held-out ones, shown as they are.
+        cutout_centers: [n, 2] int64, centers of the blanked squares. Without shifts and flips rows are held-out ones.
         """
         if not rows.numel():
             return self._blank()
@@ -104,45 +97,23 @@ class ClassifyLoss(nn.Module):
 
     @torch.no_grad()
     def probabilities(self, per_batch: int = 500) -> Tensor:
-        """How sure the model is of each class of each held-out image: [held-out rows, classes] float32, on the CPU."""
+        """Class probabilities of every held-out image: [held-out rows, classes] float32, on the CPU."""
         with _evaluating(self.model):
             parts = [
                 self._tta_logits(images).float().softmax(1).cpu() for images in torch.split(self.test_images, per_batch)
             ]
         return torch.cat(parts)
 
-    @torch.no_grad()
-    def recalibrate_batch_norm(self, rows: Sequence[int], per_batch: int = 500) -> None:
-        """Measure the batch norms' running statistics anew over these training rows, shown as they are.
-
-        After that the statistics are a function of the weights alone, whatever ranks and micro-batches there were: for
-        averaged weights, which have no statistics of their own, and for two ranks that must answer as one.
-        """
-        norms = [module for module in self.model.modules() if isinstance(module, nn.BatchNorm2d)]
-        momenta, was_training = [norm.momentum for norm in norms], self.model.training
-        for norm in norms:
-            norm.reset_running_stats()
-            norm.momentum = None  # the plain mean over all batches
-        self.model.train()
-        for part in torch.split(torch.as_tensor(rows, device=self.train_images.device), per_batch):
-            self.model(self.normalise(self.train_images[part]))
-        for norm, momentum in zip(norms, momenta, strict=True):
-            norm.momentum = momentum
-        self.model.train(was_training)
-
     def _tta_logits(self, images: Tensor) -> Tensor:
-        """The mean of the logits over everything that the settings ask to look at."""
-        views = [
-            self.normalise(images),
-            *(self.normalise(shifted) for shifted in _shifted_views(images, self.settings)),
-        ]
+        """Mean logits over the views of test-time augmentation."""
+        views = [self.normalise(view) for view in (images, *_shifted_views(images, self.settings))]
         if self.settings.test_time_flip:
             views += [view.flip(3) for view in views]
         logits: Tensor = torch.stack([self.model(view).float() for view in views]).mean(0)
         return logits
 
     def _blank(self) -> Tensor:
-        """Exactly nothing, yet through every weight, as DDP wants it; the running statistics are left as they are."""
+        """Zeros with gradients for every parameter, as DDP needs; batch-norm statistics stay unchanged."""
         with _evaluating(self.model):
             logits = self.model(self.normalise(self.train_images[:1]))
         return _loss_and_correct(logits[:0], self.train_labels[:0])
@@ -152,18 +123,11 @@ class ClassifyTask:
     """Images as rows."""
 
     metric_names: tuple[str, ...] = (LOSS, ACCURACY)
-    """What the forward sums over the rows, in order: as means they are the loss and the accuracy."""
+    """What the forward sums over the rows, in order."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        images: ImageSplits,
-        settings: AugmentationConfig,
-        seed: int,
-        pixel_stats: PixelStats | None = None,
-    ) -> None:
-        """Normalised by the training images' own mean and deviation where `pixels` does not say otherwise."""
-        self.pixel_stats = pixel_stats or PixelStats(*images.train.mean_and_std())
+    def __init__(self, model: nn.Module, images: ImageSplits, settings: AugmentationConfig, seed: int) -> None:
+        """Images are normalised by the mean and standard deviation of the training images."""
+        self.pixel_stats = PixelStats(*images.train.mean_and_std())
         self.classifier = ClassifyLoss(model, images, self.pixel_stats, settings)
         self.module: nn.Module = self.classifier
         self.images, self.settings, self.seed = images, settings, seed
@@ -177,7 +141,7 @@ class ClassifyTask:
         return len(self.images.test)
 
     def row_length(self, row: int) -> int:
-        """Every image is as long as every other."""
+        """All images have the same size."""
         return 1
 
     def batch(self, rows: Sequence[int], step: int = 0) -> MicroBatch:
@@ -194,9 +158,9 @@ class ClassifyTask:
 def draw_crops_and_flips(
     seed: int, step: int, rows: Sequence[int], settings: AugmentationConfig
 ) -> tuple[NDArray, NDArray]:
-    """The crop and the flip of each row in a step: [n, 2] int64 in 0 to twice the padding, and [n] bool.
+    """Crop offsets and flips of rows in a step: [n, 2] int64 in 0 to twice the padding, and [n] bool.
 
-    Each is a hash of seed, step and row: 0.1 ms for 1,024 rows, where a generator per row would take 10 ms.
+    Each is a hash of seed, step and row: 0.1 ms for 1,024 rows; a generator per row would take 10 ms.
     """
     bits = _hash(seed, step, rows)
     choices = 2 * settings.random_crop_padding + 1
@@ -205,16 +169,16 @@ def draw_crops_and_flips(
 
 
 def draw_cutout(seed: int, step: int, rows: Sequence[int], shape: tuple[int, ...]) -> NDArray:
-    """The middle of the square that is blanked in each row in a step: [n, 2] int64, down and right."""
+    """Centers of the blanked squares of rows in a step: [n, 2] int64, y and x."""
     with np.errstate(over="ignore"):
-        bits = _splitmix64(_hash(seed, step, rows))  # apart from the crop's
+        bits = _splitmix64(_hash(seed, step, rows))  # independent of the crop's
     return _uniform_offsets(bits, shape)
 
 
 def augment(images: Tensor, shifts: Tensor, flips: Tensor, padding: int = 4) -> Tensor:
-    """Crop each image out of itself with black around it, then mirror some; all in one gather.
+    """Zero-pad, crop and flip images, in one gather.
 
-    images: [n, height, width, channels]; shifts: [n, 2] int64, down and right; flips: [n] bool.
+    images: [n, height, width, channels]; shifts: [n, 2] int64, y and x; flips: [n] bool.
     """
     count, height, width, _ = images.shape
     down = torch.arange(height, device=images.device) + shifts[:, :1]
@@ -225,9 +189,9 @@ def augment(images: Tensor, shifts: Tensor, flips: Tensor, padding: int = 4) -> 
 
 
 def cutout(images: Tensor, centers: Tensor, side: int) -> Tensor:
-    """Blank a square of each image, or as much of the square as lies inside it.
+    """Blank a square of each image, cut off at its edges.
 
-    images: [n, channels, height, width], normalised; holes: [n, 2] int64, the square's middle, down and right.
+    images: [n, channels, height, width], normalised; centers: [n, 2] int64, y and x.
     """
     first = centers - side // 2
     down, across = (
@@ -238,7 +202,7 @@ def cutout(images: Tensor, centers: Tensor, side: int) -> Tensor:
 
 
 def confusion_matrix(probabilities: Tensor, labels: Tensor) -> Tensor:
-    """How often each class (down) was taken for each (across): [classes, classes] int64.
+    """Counts of truth (rows) by prediction (columns): [classes, classes] int64.
 
     probabilities: [rows, classes]; labels: [rows] int64.
     """
@@ -247,7 +211,7 @@ def confusion_matrix(probabilities: Tensor, labels: Tensor) -> Tensor:
 
 
 def worst_mistakes(probabilities: Tensor, labels: Tensor, count: int = 25) -> list[Mistake]:
-    """The wrong answers that the model was surest of, surest first. Shapes as in `confusion`."""
+    """The wrong predictions of highest confidence first. Shapes as in `confusion_matrix`."""
     confidence, answers = probabilities.max(1)
     wrong = (answers != labels).nonzero().flatten()
     worst = wrong[confidence[wrong].argsort(descending=True, stable=True)[:count]].tolist()
@@ -260,7 +224,7 @@ def _batch(rows: Sequence[int], **augmentation: Tensor) -> MicroBatch:
 
 
 def _shifted_views(images: Tensor, settings: AugmentationConfig) -> list[Tensor]:
-    """The images moved up and left, and down and right, where the settings ask for it. Shapes as in `augment`."""
+    """Images shifted up-left and down-right by test_time_shift, if set. Shapes as in `augment`."""
     if not (pixels := settings.test_time_shift):
         return []
     no_flip = torch.zeros(len(images), dtype=torch.bool, device=images.device)
@@ -276,14 +240,14 @@ def _loss_and_correct(logits: Tensor, labels: Tensor, label_smoothing: float = 0
 
 
 def _hash(seed: int, step: int, rows: Sequence[int]) -> NDArray:
-    """64 bits for each row in a step."""
-    with np.errstate(over="ignore"):  # the hash lives by overflow
+    """64 bits per row in a step."""
+    with np.errstate(over="ignore"):  # the hash relies on overflow
         key = _splitmix64(_splitmix64(np.array([seed & (2**64 - 1)], np.uint64)) + np.uint64(step))
         return _splitmix64(key + np.asarray(rows, dtype=np.int64).astype(np.uint64))
 
 
 def _uniform_offsets(bits: NDArray, choices: tuple[int, ...]) -> NDArray:
-    """Two places for each row, evenly spread over so many choices down and right: [n, 2] int64."""
+    """Two uniform offsets per row, below `choices`: [n, 2] int64, y and x."""
     parts = [
         ((bits >> np.uint64(low)) & np.uint64(0xFFFFFF)) * np.uint64(count) >> np.uint64(24)
         for low, count in zip((0, 24), choices, strict=True)
@@ -292,7 +256,7 @@ def _uniform_offsets(bits: NDArray, choices: tuple[int, ...]) -> NDArray:
 
 
 def _splitmix64(bits: NDArray) -> NDArray:
-    """One step of splitmix64, which makes neighbours strangers."""
+    """One step of splitmix64."""
     bits = bits + GOLDEN
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""Direct preference optimization (DPO, IPO, hinge) and the reference log-probabilities it needs."""
+"""Direct preference optimization (DPO, IPO, hinge) and its reference log-probs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ from modelwright.models.attention import (
     HALF_DTYPES,
     SharedPrefixLayout,
     UnsharedLayout,
-    compute_logits,
     hidden_states,
-    lm_head_weight,
     unshared_layout,
 )
 from modelwright.models.prefix_sharing import (
@@ -37,18 +35,18 @@ from modelwright.models.prefix_sharing import (
 )
 from modelwright.recipe.schema import DpoConfig, PreferenceConfig
 from modelwright.runs.folder import fsync_path, hash_file, read_json, write_json
-from modelwright.tasks.batching import row_multiple
-from modelwright.tasks.losses import preference_loss, selective_log_softmax, token_logps
+from modelwright.tasks.batching import as_tensors, row_multiple
+from modelwright.tasks.losses import lm_head_logps, preference_loss
 
 Array = np.ndarray[Any, Any]
 LENGTH_MULTIPLE = 8
-"""Rows with a mask are a multiple of this long, without which a GPU's masked attention copies the mask."""
+"""Row length multiple with a mask; otherwise masked attention on a GPU copies the mask."""
 KL_CLAMP = 20.0
-"""Where the exponential of a logarithm is held, so that one token cannot make the distance infinite."""
+"""Upper bound of a log-ratio in the KL estimate, so that one token cannot make it infinite."""
 
 
 class DpoLoss(nn.Module):
-    """A language model whose forward gives what is measured of pairs, the loss first, summed over them."""
+    """A language model whose forward returns metrics of pairs, the loss first, summed over the pairs."""
 
     def __init__(self, model: Any, settings: PreferenceConfig) -> None:
         super().__init__()
@@ -62,38 +60,29 @@ class DpoLoss(nn.Module):
         answer_lengths: Tensor,
         **extra_inputs: Tensor,
     ) -> Tensor:
-        """tokens, positions: [rows, length] int64. Returns [measures], or without a reference [count] logarithms.
+        """tokens, positions: [rows, length] int64. Returns [metrics], or without ref_logps the log-probs, [count].
 
-        answers: [2, count] int64, flat places that foretell an answer's tokens, and those tokens;
-        lengths: [2 × pairs] int64, tokens in each pair's chosen and rejected answer; beside: branches, as tokens,
-        where a row holds both answers, what `between_answers` takes where attention needs no mask, reference: [count]
-        float32.
+        positions_and_targets: [2, count] int64, flat indices of the logits that predict answer tokens, and the tokens;
+        answer_lengths: [2 × pairs] int64, of each pair's chosen and rejected answer; extra_inputs: segment_ids if a row
+        holds both answers, a varlen layout (see `layout_from_inputs`), ref_logps: [count] float32.
         """
         segment_ids, ref_logps = extra_inputs.get("segment_ids"), extra_inputs.get("ref_logps")
         layout = layout_from_inputs(extra_inputs) if self._computes_in_half() else None
-        mask = (
-            None
-            if segment_ids is None or layout is not None
-            else shared_prefix_mask(self.model, positions, segment_ids)
-        )
+        mask = None
+        if segment_ids is not None and layout is None:
+            mask = shared_prefix_mask(self.model, positions, segment_ids)
         hidden = hidden_states(self.model, tokens, positions, mask, layout)
-        logps = self._logps(hidden.flatten(0, 1).index_select(0, positions_and_targets[0]), positions_and_targets[1])
+        logit_positions, target_ids = positions_and_targets
+        logps = lm_head_logps(self.model, hidden.flatten(0, 1).index_select(0, logit_positions), target_ids)
         return logps if ref_logps is None else self._metrics(logps, ref_logps, answer_lengths)
 
-    def _logps(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """How likely each answer token is, as a logarithm. hidden: [count, width]; targets: [count] int64."""
-        head = lm_head_weight(self.model)
-        if head is not None:
-            return token_logps(hidden, head, targets)
-        return selective_log_softmax(compute_logits(self.model, hidden), targets)
-
     def _computes_in_half(self) -> bool:
-        """Whether attention is computed in bf16 or fp16, which alone the way without a mask can."""
+        """Whether attention runs in bf16 or fp16, which varlen attention needs."""
         return torch.is_autocast_enabled("cuda") or next(self.model.parameters()).dtype in HALF_DTYPES
 
     def _metrics(self, logps: Tensor, ref_logps: Tensor, answer_lengths: Tensor) -> Tensor:
-        if not len(answer_lengths):
-            return logps.sum() * logps.new_zeros(len(DpoTask.metric_names))  # nothing, yet through every weight
+        if not len(answer_lengths):  # zeros with gradients for every parameter, as DDP needs
+            return logps.sum() * logps.new_zeros(len(DpoTask.metric_names))
         counts = answer_lengths.view(-1, 2)
         policy_sums, ref_sums = (_segment_sum(values, answer_lengths).view(-1, 2) for values in (logps, ref_logps))
         logratios = policy_sums - ref_sums
@@ -101,23 +90,24 @@ class DpoLoss(nn.Module):
         with torch.no_grad():
             margins = self.settings.beta * (logratios[:, 0] - logratios[:, 1])
             token_logratios = logps - ref_logps
+            kl = (token_logratios.clamp(max=KL_CLAMP).exp() - 1 - token_logratios).sum()
             metrics = [
-                (margins > 0).sum(), margins.sum(), policy_sums[:, 0].sum(), policy_sums[:, 1].sum(),
-                (token_logratios.clamp(max=KL_CLAMP).exp() - 1 - token_logratios).sum(), -policy_sums[:, 0].sum(), counts[:, 0].sum(), counts.sum(),
-            ]  # fmt: skip
+                *((margins > 0).sum(), margins.sum(), policy_sums[:, 0].sum(), policy_sums[:, 1].sum()),
+                *(kl, -policy_sums[:, 0].sum(), counts[:, 0].sum(), counts.sum()),
+            ]
         return torch.stack([loss.sum(), *(value.to(loss.dtype) for value in metrics)])
 
 
 class DpoTask:
-    """Pairs as rows; the rows are held against a reference that is set before training."""
+    """Preference pairs as rows; reference log-probs are computed before training."""
 
     metric_names: tuple[str, ...] = (
         *("loss", "reward_accuracy", "reward_margin", "chosen_logp", "rejected_logp"),
         *("kl per answer_tokens", "sft_loss per chosen_tokens", "chosen_tokens", "answer_tokens"),
     )
-    """The distance kl is estimated over the answers' tokens by r - 1 - log r, r how much likelier each has become."""
+    """kl is estimated over the answer tokens by r - 1 - log r, with r = policy / reference probability."""
     fp8_check_metric = "sft_loss per chosen_tokens"
-    """What two ways of computing are held against each other by; the loss of pairs is a difference of two such."""
+    """The metric that compares fp8 with bf16; the DPO loss is a difference of two such."""
 
     def __init__(
         self, model: Any, tokenizer: Any, data: PreferenceDataset, settings: DpoConfig, stops: Collection[int]
@@ -125,9 +115,9 @@ class DpoTask:
         self.module: nn.Module = DpoLoss(model, settings)
         self.sharing_blocker = prefix_sharing_blocker(model) if settings.share_prompt else "share_prompt is false"
         self.train_set = tokenize_pairs(data.train, tokenizer, settings, stops)
-        self.held_out_set = (
-            tokenize_pairs(data.held_out, tokenizer, settings, stops) if data.held_out else TokenizedPairs()
-        )
+        self.held_out_set = TokenizedPairs()
+        if data.held_out:
+            self.held_out_set = tokenize_pairs(data.held_out, tokenizer, settings, stops)
         layouts = (unshared_layout, shared_prefix_layout) if self.sharing_blocker is None else ()
         self.layout = next((layout for layout in layouts if supports_layout(model, layout)), None)
         self.ref_logps: dict[str, list[Array]] = {}
@@ -135,7 +125,7 @@ class DpoTask:
 
     @property
     def splits(self) -> dict[str, list[TokenizedPair]]:
-        """The pairs that move the weights and those that only measure, by name."""
+        """The pairs of each split, by name."""
         return {"train": self.train_set.rows, "held_out": self.held_out_set.rows}
 
     @property
@@ -154,16 +144,16 @@ class DpoTask:
         return self._batch_with_reference("train", rows)
 
     def time_trial_batch(self, rows: Sequence[int], step: int = 0) -> MicroBatch:
-        """A batch to go through before the reference is measured: it is held against none."""
+        """A micro-batch for a time trial before the reference log-probs exist: they are zeros."""
         micro_batch = self.batch_without_reference("train", rows)
         zeros = torch.zeros(micro_batch.inputs["positions_and_targets"].shape[1])
-        return MicroBatch({**micro_batch.inputs, "ref_logps": zeros}, micro_batch.trained_tokens, micro_batch.tokens)
+        return replace(micro_batch, inputs={**micro_batch.inputs, "ref_logps": zeros})
 
     def held_out_batch(self, rows: Sequence[int]) -> MicroBatch:
         return self._batch_with_reference("held_out", rows)
 
     def batch_without_reference(self, split: str, rows: Sequence[int]) -> MicroBatch:
-        """A batch without its reference: the module gives the logarithm of each answer token's likelihood."""
+        """A micro-batch without ref_logps: the module returns the log-prob of each answer token."""
         pairs = [self.splits[split][row] for row in rows]
         micro_batch = collate_pairs(pairs, shared=self.sharing_blocker is None, multiple=self._row_multiple)
         return micro_batch if self.layout is None else with_layout(self.layout, micro_batch)
@@ -171,19 +161,15 @@ class DpoTask:
     def _batch_with_reference(self, split: str, rows: Sequence[int]) -> MicroBatch:
         assert not rows or self.ref_logps, "the reference log-probs are computed before training"
         micro_batch = self.batch_without_reference(split, rows)
-        row_logps = [self.ref_logps[split][row] for row in rows]
-        ref_logps = np.concatenate(row_logps) if row_logps else np.zeros(0, dtype=np.float32)
-        return MicroBatch(
-            {**micro_batch.inputs, "ref_logps": torch.from_numpy(ref_logps)},
-            micro_batch.trained_tokens,
-            micro_batch.tokens,
-        )
+        row_logps = [np.zeros(0, dtype=np.float32), *(self.ref_logps[split][row] for row in rows)]
+        ref_logps = torch.from_numpy(np.concatenate(row_logps))
+        return replace(micro_batch, inputs={**micro_batch.inputs, "ref_logps": ref_logps})
 
 
 def collate_pairs(pairs: Sequence[TokenizedPair], shared: bool = True, multiple: int = 1) -> MicroBatch:
-    """Lay pairs out in rows of equal length: one row a pair with its prompt once, or one row an answer.
+    """Collate pairs in rows of equal length: one row per pair with its prompt once, or one row per answer.
 
-    Padding stands to the right, where no real token can see it; the length is a multiple as asked for.
+    Padding is on the right, where no real token attends to it; the row length is a multiple of `multiple`.
     """
     rows = [_row(pair.prompt, [pair.chosen, pair.rejected]) for pair in pairs] if shared else [
         _row(pair.prompt, [answer]) for pair in pairs for answer in (pair.chosen, pair.rejected)
@@ -191,7 +177,7 @@ def collate_pairs(pairs: Sequence[TokenizedPair], shared: bool = True, multiple:
     length = max((len(tokens) for tokens, *_ in rows), default=2)
     multiple = math.lcm(multiple, LENGTH_MULTIPLE if shared else 1)
     length = -(-length // multiple) * multiple
-    padded = np.zeros((3, max(1, len(rows)), length), dtype=np.int64)  # tokens, positions, branches
+    padded = np.zeros((3, max(1, len(rows)), length), dtype=np.int64)  # tokens, positions, segment ids
     logit_positions: list[Array] = []
     for number, (tokens, positions, segment_ids, row_logit_positions) in enumerate(rows):
         padded[:, number, : len(tokens)] = tokens, positions, segment_ids
@@ -206,15 +192,11 @@ def collate_pairs(pairs: Sequence[TokenizedPair], shared: bool = True, multiple:
         "answer_lengths": np.array([len(tokens) for tokens in target_ids], dtype=np.int64),
         **({"segment_ids": padded[2]} if shared else {}),
     }
-    return MicroBatch(
-        inputs={name: torch.from_numpy(value) for name, value in inputs.items()},
-        trained_tokens=len(pairs),
-        tokens=sum(len(tokens) for tokens, *_ in rows),
-    )
+    return MicroBatch(as_tensors(inputs), trained_tokens=len(pairs), tokens=sum(len(tokens) for tokens, *_ in rows))
 
 
 def layout_from_inputs(inputs: dict[str, Tensor]) -> UnsharedLayout | SharedPrefixLayout | None:
-    """How attention without a mask is told of answers, where the batch says it."""
+    """The varlen layout of a batch, if it has one."""
     if "gather_index" in inputs:
         return UnsharedLayout(*(inputs[name] for name in UnsharedLayout._fields))
     return SharedPrefixLayout(inputs["kv_index"], inputs["cu_seqlens_qk"]) if "kv_index" in inputs else None
@@ -223,32 +205,31 @@ def layout_from_inputs(inputs: dict[str, Tensor]) -> UnsharedLayout | SharedPref
 def with_layout(
     make_layout: Callable[[Tensor], UnsharedLayout | SharedPrefixLayout], micro_batch: MicroBatch
 ) -> MicroBatch:
-    """The same batch for attention that is told so, without a mask, who sees whom."""
-    # paths leave nobody out: padding, which no answer sees, goes with the last one
-    fields = make_layout(
-        micro_batch.inputs["segment_ids"].clamp(max=2 if make_layout is shared_prefix_layout else 3)
-    )._asdict()
+    """The same batch with the inputs of a varlen layout."""
+    # a shared-prefix layout covers every token: padding, which no answer attends to, goes with the last answer
+    max_segment = 2 if make_layout is shared_prefix_layout else 3
+    fields = make_layout(micro_batch.inputs["segment_ids"].clamp(max=max_segment))._asdict()
     tensors = {name: each for name, each in fields.items() if isinstance(each, Tensor)}
     return replace(micro_batch, inputs={**micro_batch.inputs, **tensors})
 
 
 def _row(prompt: Array, answers: Sequence[Any]) -> tuple[Array, Array, Array, Array]:
-    """Tokens, positions and branches of one row, and the places that foretell the answers' trained tokens."""
+    """Tokens, positions and segment ids of one row, and the positions that predict the trained answer tokens."""
     start, parts = len(prompt), [prompt]
     positions, segment_ids, logit_positions = [np.arange(start)], [np.zeros(start, dtype=np.int64)], []
     for segment, answer in enumerate(answers, 1):
-        parts.append(answer.tokens)
+        parts.append(answer.input_ids)
         positions.append(len(prompt) + np.arange(len(answer)))
         segment_ids.append(np.full(len(answer), segment))
         predicting = np.arange(start - 1, start - 1 + len(answer))
-        predicting[0] = len(prompt) - 1  # the first word of each answer is foretold by the last of the prompt
-        logit_positions.append(predicting[answer.trained])
+        predicting[0] = len(prompt) - 1  # the last prompt token predicts the first token of each answer
+        logit_positions.append(predicting[answer.loss_mask])
         start += len(answer)
     return tuple(np.concatenate(each) for each in (parts, positions, segment_ids, logit_positions))  # type: ignore[return-value]
 
 
 def _segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
-    """Neighbours added up: [count] into [len(lengths)], the same way at every start, on every device."""
+    """Sums of consecutive segments: [count] into [len(lengths)], deterministic on every device."""
     return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
 
 
@@ -258,14 +239,14 @@ def _concatenate(arrays: Sequence[Array]) -> Array:
 
 REF_FILE, REF_MANIFEST = "reference.safetensors", "reference.json"
 REF_VERSION = 2
-"""Raised when what is kept changes, so that an old file is not taken for a new one."""
+"""Raised when the format or the values change, so that an old file is not used."""
 
 
 def precompute_ref_log_probs(task: DpoTask, engine: Engine, folder: Path, model: str) -> str | None:
-    """Give the task its reference: from the folder where it is whole and of this model and data, else measured now.
+    """Set the task's reference log-probs: from the cache if it is valid for this model and data, else computed now.
 
-    `model` is the fingerprint of the weights before training, which the engine must still hold. Returns what a person
-    should know.
+    model: the fingerprint of the weights before training, which the engine must still hold. Returns a message for the
+    user.
     """
     key = ref_fingerprint(task, engine, model)
     problem = engine.world.on_rank0_broadcast(lambda: _cache_problem(folder, key))
@@ -279,7 +260,7 @@ def precompute_ref_log_probs(task: DpoTask, engine: Engine, folder: Path, model:
 
 
 def compute_ref_logps(task: DpoTask, engine: Engine) -> dict[str, Array]:
-    """The logarithm of each answer token's likelihood, for each side in one line: [count] float32."""
+    """Reference log-prob of each answer token, concatenated for each split: [count] float32."""
     model: Any = task.module.model
     adapters_off: AbstractContextManager[Any] = (
         model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext()
@@ -290,10 +271,10 @@ def compute_ref_logps(task: DpoTask, engine: Engine) -> dict[str, Array]:
 
 def _split_logps(task: DpoTask, engine: Engine, split: str) -> Array:
     pairs, world = task.splits[split], engine.world
-    order = sorted(range(len(pairs)), key=lambda row: len(pairs[row]))  # like lengths together save padding
+    order = sorted(range(len(pairs)), key=lambda row: len(pairs[row]))  # similar lengths together save padding
     micro_batches = rank_micro_batches(order, world.rank, world.size, engine.eval_micro_batch_size)
     flat_logps = np.zeros(sum(_token_counts(task, split)), dtype=np.float32)
-    pair_logps = _split_by_pair(flat_logps, task, split)  # views: what is written there stands in the line
+    pair_logps = _split_by_pair(flat_logps, task, split)  # views into flat_logps
     outputs = engine.predict(task.batch_without_reference(split, rows) for rows in micro_batches)
     for rows, batch_logps in zip(micro_batches, outputs, strict=True):
         parts = np.split(batch_logps.numpy(), np.cumsum([len(pair_logps[row]) for row in rows])[:-1]) if rows else []
@@ -304,7 +285,7 @@ def _split_logps(task: DpoTask, engine: Engine, split: str) -> Array:
 
 
 def ref_fingerprint(task: DpoTask, engine: Engine, model: str) -> str:
-    """Changes with the model, the arithmetic, and every token: so with data, template, lengths and cuts."""
+    """Changes with the model, the precision and every token, so with data, template and lengths."""
     digest = xxhash.xxh3_128()
     digest.update(repr((REF_VERSION, model, engine.precision.matmul_precision, task.sharing_blocker is None)).encode())
     for split, pairs in task.splits.items():
@@ -317,7 +298,7 @@ def ref_fingerprint(task: DpoTask, engine: Engine, model: str) -> str:
 
 
 def _cache_problem(folder: Path, key: str) -> str | None:
-    """Why the kept reference cannot be taken; None where it can."""
+    """Why the cached reference log-probs cannot be used, or None."""
     try:
         manifest = read_json(folder / REF_MANIFEST)
         if manifest["fingerprint"] != key:
@@ -330,7 +311,7 @@ def _cache_problem(folder: Path, key: str) -> str | None:
 
 
 def _write_ref_logps(folder: Path, key: str, logps: dict[str, Array]) -> None:
-    """Write the lines, then the facts that vouch for them."""
+    """Write the log-probs, then the manifest that makes them valid."""
     partial = folder / f".{REF_FILE}.partial"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -353,6 +334,6 @@ def _token_counts(task: DpoTask, split: str) -> list[int]:
 
 
 def _split_by_pair(flat_logps: Array, task: DpoTask, split: str) -> list[Array]:
-    """One piece of the line for each pair."""
+    """The log-probs of each pair."""
     counts = _token_counts(task, split)
     return np.split(flat_logps, np.cumsum(counts)[:-1]) if counts else []

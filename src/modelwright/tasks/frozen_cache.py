@@ -1,4 +1,4 @@
-"""Cache the hidden states that leave the frozen layers of a model, computed once per example, in memory or on disk."""
+"""Cache the outputs of a model's frozen layers, computed once per example, in memory or on disk."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,52 +27,47 @@ from modelwright.plan.hardware import available_memory
 from modelwright.runs.folder import read_json, write_json
 from modelwright.tasks.batching import (
     CPU_ALIGNMENT,
-    MAX_MASKED_ROW,
-    NO_ROW_LIMIT,
     RowLayout,
     cache_index_of,
     collate_rows,
-    layout_rows,
-    layout_shared_prefix,
+    layout_packs,
     to_varlen,
 )
 
 TOKENS_PER_FORWARD = {"cpu": 2048, "cuda": 16384}
-"""Tokens of one part: enough to keep the device busy, little enough to check and compute again."""
+"""Tokens of one block: enough to keep the device busy, few enough to verify and recompute."""
 GPU_PAD_MULTIPLE = 128
-"""There rows and learnt places are padded to a multiple of this: a GPU plans each new shape anew, for a tenth of a
-second, and its memory is cut up by sizes that never come again."""
+"""Multiple of row lengths and loss positions on a GPU: each new shape costs a tenth of a second of planning, and sizes
+that never come again fragment its memory.
+"""
 STATES_FILE, CACHE_MANIFEST = "states.bin", "manifest.json"
 MAX_CACHE_FRACTION = 0.25
-"""Of the memory that is free, kept states take at most this share."""
+"""Largest fraction of free memory for the cache."""
 
 
 @dataclass(frozen=True)
 class CacheBlock:
-    """States that are computed together: they stand side by side, after those of the part before."""
+    """Hidden states computed together, at indices first:stop of the cache."""
 
     rows: RowLayout
-    """The documents."""
     first: int
-    """Where its states begin."""
     stop: int
-    """Where those of the next part begin."""
 
 
 @dataclass(frozen=True)
 class CacheLocation:
-    """Where states are kept."""
+    """Where the cache is stored."""
 
     setting: str
     """auto, memory or disk."""
     folder: Path
-    """Where on disk, if there."""
+    """The folder for disk."""
     fingerprint: str
-    """Changes when the model or the arithmetic does."""
+    """Changes with the model and the precision."""
 
 
 class HiddenStateCache:
-    """The states of all documents, in parts; a shared beginning comes first, once."""
+    """Hidden states of all examples, in blocks; a shared prefix is stored once, first."""
 
     def __init__(
         self,
@@ -82,13 +77,9 @@ class HiddenStateCache:
         device: torch.device,
         use_varlen_prefix: bool = False,
     ) -> None:
-        """paths: whether attention is told by them who sees whom, instead of by a mask."""
-        self.frozen_layers, self.examples, self.prefix_length, self._use_varlen_prefix = (
-            frozen_layers,
-            examples,
-            prefix_length,
-            use_varlen_prefix,
-        )
+        """use_varlen_prefix: share the prefix by varlen attention instead of a mask."""
+        self.frozen_layers, self.examples = frozen_layers, examples
+        self.prefix_length, self._use_varlen_prefix = prefix_length, use_varlen_prefix
         self.offsets = [0] * len(examples)
         self.blocks: list[CacheBlock] = []
         self.states: Tensor | None = None
@@ -97,7 +88,7 @@ class HiddenStateCache:
         self._plan_blocks(TOKENS_PER_FORWARD[device.type])
 
     def _plan_blocks(self, block_tokens: int) -> None:
-        """Documents of like length share a part, whatever the world's size and the order of training."""
+        """Examples of similar length share a block, independent of world size and sampling order."""
         block_examples: list[int] = []
         first, size = 0, 0
         order = sorted(range(len(self.examples)), key=lambda number: (len(self.examples[number]), number))
@@ -115,60 +106,51 @@ class HiddenStateCache:
         for number in numbers:
             self.offsets[number] = stop - self.prefix_length
             stop += len(self.examples[number]) - self.prefix_length
-        if self.prefix_length:
-            max_row_length = NO_ROW_LIMIT if self._use_varlen_prefix else MAX_MASKED_ROW
-            rows = layout_shared_prefix(self.prefix_length, numbers, self.examples, max_row_length)
-        else:
-            rows = layout_rows([[number] for number in numbers], self.examples)
+        packs = [[number] for number in numbers]
+        rows = layout_packs(packs, self.examples, self.prefix_length, self._use_varlen_prefix)
         self.blocks.append(CacheBlock(rows, first, stop))
         return stop
 
     @property
     def num_states(self) -> int:
-        """States in all."""
+        """Number of hidden states."""
         return self.blocks[-1].stop
 
     def compute(self, block: CacheBlock) -> Tensor:
-        """The states of a part: [places, width], on the device."""
+        """Hidden states of a block: [tokens, width], on the device."""
         micro_batch = collate_rows(block.rows, self.examples, self.prefix_length, self._row_multiple)
         inputs, layout = micro_batch.inputs_on(self._device), None
         if self._use_varlen_prefix:
             kv_index, cu_seqlens_qk, max_seqlen_k = shared_prefix_layout(micro_batch.inputs["segment_ids"])
             layout = SharedPrefixLayout(kv_index.to(self._device), cu_seqlens_qk.to(self._device), max_seqlen_k)
         segment_ids = None if self._use_varlen_prefix else inputs.get("segment_ids")
-        states = self.frozen_layers.forward_frozen(inputs["tokens"], inputs["positions"], segment_ids, layout).flatten(
-            0, 1
-        )
+        states = self.frozen_layers.forward_frozen(inputs["tokens"], inputs["positions"], segment_ids, layout)
         source_index, target_index, offset = [], [], 0
         cache_index = cache_index_of(block.rows, self.offsets, inputs["tokens"].shape, self.prefix_length)
         for row, row_index in zip(block.rows, cache_index, strict=True):
             used = sum(span.stop - span.start for span in row)
-            skipped = (
-                self.prefix_length if block.first or offset else 0
-            )  # the shared beginning is taken from one row only
+            skipped = self.prefix_length if block.first or offset else 0  # the prefix is taken from one row only
             source_index.append(np.arange(offset + skipped, offset + used))
             target_index.append(row_index[skipped:used])
             offset += len(row_index)
         order = np.argsort(np.concatenate(target_index), kind="stable")
-        return states[torch.from_numpy(np.concatenate(source_index)[order]).to(self._device)]
+        return states.flatten(0, 1)[torch.from_numpy(np.concatenate(source_index)[order]).to(self._device)]
 
     def batch(self, rows: RowLayout) -> MicroBatch:
-        """A batch whose states are looked up: by place where they are on the device, else brought along."""
+        """A micro-batch with cached states: by index if they are on the device, else copied along."""
         assert self.states is not None, "the cache is filled before the first batch"
         micro_batch = collate_rows(
             rows, self.examples, self.prefix_length, self._row_multiple, pad_loss_positions=self._device.type != "cpu"
         )
         micro_batch = to_varlen(micro_batch) if self._use_varlen_prefix else micro_batch
-        cache_index = torch.from_numpy(
-            cache_index_of(rows, self.offsets, micro_batch.inputs["tokens"].shape, self.prefix_length)
-        )
-        extra_inputs = (
-            {"cache_index": cache_index} if self.states.device == self._device else {"states": self.states[cache_index]}
-        )
-        return MicroBatch({**micro_batch.inputs, **extra_inputs}, micro_batch.trained_tokens, micro_batch.tokens)
+        shape = micro_batch.inputs["tokens"].shape
+        cache_index = torch.from_numpy(cache_index_of(rows, self.offsets, shape, self.prefix_length))
+        is_on_device = self.states.device == self._device
+        extra_inputs = {"cache_index": cache_index} if is_on_device else {"states": self.states[cache_index]}
+        return replace(micro_batch, inputs={**micro_batch.inputs, **extra_inputs})
 
     def fill(self, world: World, autocast: Callable[[], AbstractContextManager[Any]], location: CacheLocation) -> str:
-        """Compute what is not there yet, each rank its share; returns a line that tells where it is kept."""
+        """Compute missing blocks, distributed over ranks; returns a line that says where they are stored."""
         began = time.monotonic()
         with autocast():
             first = self.compute(self.blocks[0])
@@ -186,9 +168,7 @@ class HiddenStateCache:
             self.states = torch.empty((self.num_states, first.shape[1]), dtype=first.dtype, device=device)
         for turn, number in enumerate(missing):
             block = self.blocks[number]
-            block_states = torch.empty(
-                (block.stop - block.first, first.shape[1]), dtype=first.dtype, device=self._device
-            )
+            block_states = first.new_empty((block.stop - block.first, first.shape[1]))
             if turn % world.size == world.rank:
                 with autocast():
                     block_states = first if number == 0 else self.compute(block)
@@ -213,7 +193,7 @@ class HiddenStateCache:
 
 
 def choose_location(size: int, world: World, setting: str) -> str:
-    """Where so many bytes are kept: on the device, in the machine's memory, on disk."""
+    """Where this many bytes are stored: on the device, in host memory or on disk."""
     if setting == "disk":
         return "disk"
     if world.device.type == "cuda" and size <= MAX_CACHE_FRACTION * torch.cuda.mem_get_info(world.device)[0]:
@@ -229,7 +209,7 @@ def _map_file(path: Path, num_states: int, like: Tensor) -> Tensor:
 
 
 def _missing_blocks(folder: Path, fingerprint: str, blocks: Sequence[CacheBlock], like: Tensor) -> list[int]:
-    """The parts that are not on disk as they were written; makes the file where there is none."""
+    """Blocks that are not on disk or are damaged; creates the file if there is none."""
     size = blocks[-1].stop * like.shape[1] * like.element_size()
     manifest: dict[str, Any] = {}
     try:
@@ -239,7 +219,7 @@ def _missing_blocks(folder: Path, fingerprint: str, blocks: Sequence[CacheBlock]
         if manifest.get("fingerprint") != fingerprint or (folder / STATES_FILE).stat().st_size != size:
             manifest = {}
             with (folder / STATES_FILE).open("wb") as file:
-                os.posix_fallocate(file.fileno(), 0, size)  # a full disk shows now, not as a fault in mapped memory
+                os.posix_fallocate(file.fileno(), 0, size)  # a full disk fails here, not as SIGBUS in mapped memory
     except (OSError, ValueError) as error:
         raise StorageError(f"{folder}: {size / 1e9:.2f} GB of cached hidden states do not fit ({error})") from None
     hashes = manifest.get("blocks", [])
@@ -251,10 +231,8 @@ def _missing_blocks(folder: Path, fingerprint: str, blocks: Sequence[CacheBlock]
 
 def _write_manifest(folder: Path, fingerprint: str, blocks: Sequence[CacheBlock], states: Tensor | None) -> None:
     assert states is not None
-    write_json(
-        folder / CACHE_MANIFEST,
-        {"fingerprint": fingerprint, "blocks": [_block_hash(states, block) for block in blocks]},
-    )
+    hashes = [_block_hash(states, block) for block in blocks]
+    write_json(folder / CACHE_MANIFEST, {"fingerprint": fingerprint, "blocks": hashes})
 
 
 def _block_hash(states: Tensor, block: CacheBlock) -> str:
@@ -262,17 +240,17 @@ def _block_hash(states: Tensor, block: CacheBlock) -> str:
 
 
 class FrozenLayers:
-    """The frozen layers at the bottom of a model."""
+    """The frozen layers below the first trainable one."""
 
     def __init__(self, model: Any, num_layers: int) -> None:
-        """The first `depth` layers, which with everything below them must be frozen (see `frozen_depth`)."""
+        """num_layers: layers that are frozen with everything below them (see `num_frozen_layers`)."""
         self.model, self.num_layers = model, num_layers
         self._layers = list(decoder_layers(unwrap_peft(model)))
         self._returns_tuple = False
 
     @property
     def total_layers(self) -> int:
-        """Layers in the whole model."""
+        """Layers of the model."""
         return len(self._layers)
 
     @torch.no_grad()
@@ -283,7 +261,7 @@ class FrozenLayers:
         segment_ids: Tensor | None = None,
         cu_seqlens: SharedPrefixLayout | None = None,
     ) -> Tensor:
-        """What leaves the trunk: [rows, length, width]. Shapes as in `hidden_states` and `branch_mask`."""
+        """Output of the last frozen layer: [rows, length, width]. Shapes as in `hidden_states`."""
         outputs: list[Tensor] = []
 
         def capture(_layer: nn.Module, _args: Any, output: Any) -> None:
@@ -307,12 +285,12 @@ class FrozenLayers:
         segment_ids: Tensor | None = None,
         cu_seqlens: Tensor | SharedPrefixLayout | None = None,
     ) -> Tensor:
-        """What the whole model thinks before its head, from what left the trunk. states: [rows, length, width]."""
+        """Hidden states before the LM head, from the frozen layers' output. states: [rows, length, width]."""
         with _bypassed(self._layers[: self.num_layers], lambda *_, **__: self._layer_output(states)):
             return hidden_states(self.model, states, positions, self._mask(positions, segment_ids), cu_seqlens)
 
     def is_exact(self) -> bool:
-        """Whether the two halves give the whole, to the last bit, on a few tokens."""
+        """Whether both halves together equal the full model bit for bit, on 16 tokens."""
         device = next(self.model.parameters()).device
         vocab_size = unwrap_peft(self.model).config.get_text_config().vocab_size
         tokens = torch.arange(3, 19, device=device).remainder(vocab_size).unsqueeze(0)
@@ -329,7 +307,7 @@ class FrozenLayers:
 
 
 def num_frozen_layers(model: Any) -> int:
-    """How many layers from the bottom are frozen with everything below them; 0 where something there moves."""
+    """Layers that are frozen with everything below them; 0 if something below is trainable."""
     core = unwrap_peft(model)
     layers = decoder_layers(core)
     params_above = _params_above(core, layers)
@@ -340,7 +318,7 @@ def num_frozen_layers(model: Any) -> int:
 
 
 def dropout_setting(model: Any) -> str | None:
-    """The setting by which the layers drop out at random in training, where one does: then nothing can be kept."""
+    """The config key of an active dropout, with which outputs cannot be cached, or None."""
     settings = unwrap_peft(model).config.get_text_config().to_dict()
     dropouts = (
         name
@@ -351,7 +329,7 @@ def dropout_setting(model: Any) -> str | None:
 
 
 def _params_above(core: Any, layers: nn.ModuleList) -> set[int]:
-    """The weights of the layers and of what comes after them, by identity; shared with the embeddings, they do not."""
+    """Ids of the parameters of the layers and of everything after them, without those shared with the embeddings."""
     parts: list[nn.Module] = [layers]
     for parent in core.modules():
         children = list(parent.children())
@@ -366,7 +344,7 @@ def _params_above(core: Any, layers: nn.ModuleList) -> set[int]:
 
 @contextmanager
 def _bypassed(layers: Sequence[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
-    """Let these layers answer with `forward` for a while, uncompiled; they stay where they are in the model."""
+    """Replace the forward of these layers, uncompiled, inside."""
     before = [(layer.__dict__.get("forward"), layer._compiled_call_impl) for layer in layers]
     for layer in layers:
         layer.__dict__["forward"], layer.__dict__["_compiled_call_impl"] = forward, None

@@ -1,4 +1,4 @@
-"""Losses: cross-entropy, token log-probabilities, preference losses, and the LM head fused with the loss."""
+"""Losses: cross-entropy, token log-probs, preference losses, and the LM head fused with the loss."""
 
 from __future__ import annotations
 
@@ -14,32 +14,38 @@ from modelwright.recipe.schema import PreferenceConfig
 
 
 def lm_head_loss(model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
-    """The loss summed over places. hidden: [places, width]; targets: [places] int64, the token that comes next."""
-    head = lm_head_weight(model)
-    if head is not None:
+    """Summed cross-entropy from hidden states. hidden: [tokens, width]; targets: [tokens] int64."""
+    if (head := lm_head_weight(model)) is not None:
         return fused_linear_cross_entropy(hidden, head, targets)
     return summed_cross_entropy(compute_logits(model, hidden), targets)
 
 
+def lm_head_logps(model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
+    """Log-prob of each target from hidden states: [tokens] float32. hidden: [tokens, width]; targets: [tokens]."""
+    if (head := lm_head_weight(model)) is not None:
+        return token_logps(hidden, head, targets)
+    return selective_log_softmax(compute_logits(model, hidden), targets)
+
+
 IGNORE_INDEX = -100
-"""Stands where no token comes next."""
+"""The target where there is no next token."""
 
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy summed over rows. logits: [rows, words]; targets: [rows] int64, IGNORED for rows without one."""
+    """Cross-entropy summed over rows. logits: [rows, vocab]; targets: [rows] int64, or IGNORE_INDEX."""
     return F.cross_entropy(logits.float(), targets, reduction="sum", ignore_index=IGNORE_INDEX)
 
 
 def selective_log_softmax(logits: Tensor, targets: Tensor) -> Tensor:
-    """How likely each target is, as a logarithm: [rows] float32. logits: [rows, words]; targets: [rows] int64."""
+    """Log-prob of each target: [rows] float32. logits: [rows, vocab]; targets: [rows] int64."""
     return -F.cross_entropy(logits.float(), targets, reduction="none")
 
 
 def preference_loss(logratios: Tensor, answer_lengths: Tensor, settings: PreferenceConfig) -> Tensor:
     """The loss of each pair: [pairs].
 
-    ratios: [pairs, 2], how much likelier than before the chosen and the rejected answer have become, as logarithms;
-    lengths: [pairs, 2], tokens in them, by which IPO divides (its authors' published results do so too).
+    logratios: [pairs, 2], log-prob of the chosen and the rejected answer minus the reference's; answer_lengths:
+    [pairs, 2], by which IPO divides (as its authors' published results do).
     """
     if settings.loss_type == "ipo":
         mean_logratios = logratios / answer_lengths.clamp(min=1)
@@ -52,18 +58,15 @@ def preference_loss(logratios: Tensor, answer_lengths: Tensor, settings: Prefere
 
 
 LOSS_CHUNK = 4096
-"""Places whose logits stand in memory together: 0.4 GB in bf16 with 50,304 words, and as fast as all at once."""
+"""Tokens whose logits are in memory together: 0.4 GB in bf16 at 50,304 vocab, as fast as all at once."""
 
 
 def fused_linear_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy summed over places.
-
-    hidden: [places, width]; head: [words, width]; targets: [places] int64.
-    """
+    """Summed cross-entropy of the LM head. hidden: [tokens, width]; head: [vocab, width]; targets: [tokens] int64."""
     device = hidden.device.type
     compute_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     is_small = len(hidden) <= (LOSS_CHUNK if device == "cpu" else LOSS_CHUNK // 4)
-    # fp16 gradients must be scaled before they are rounded, which only the plain way does
+    # fp16 gradients must be scaled before they are rounded, which only autograd does
     if is_small or compute_dtype is torch.float16:
         return summed_cross_entropy(F.linear(hidden, head), targets)
     loss_sum: Tensor = _ChunkedCrossEntropy.apply(hidden.to(compute_dtype), head, targets)  # type: ignore[no-untyped-call]
@@ -71,10 +74,7 @@ def fused_linear_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) ->
 
 
 def token_logps(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """How likely each target is, as a logarithm: [places] float32.
-
-    hidden: [places, width]; head: [words, width]; targets: [places] int64.
-    """
+    """Log-prob of each target: [tokens] float32. Shapes as in `fused_linear_cross_entropy`."""
     device = hidden.device.type
     compute_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     if compute_dtype is torch.float32 or device == "cpu":
@@ -84,7 +84,7 @@ def token_logps(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
 
 
 class _TokenLogps(torch.autograd.Function):
-    """Keeps the logits once, in the type they are computed in: 0.8 GB in bf16 instead of 5 with fp32 beside them."""
+    """Keeps the logits once, in the compute dtype: 0.8 GB in bf16 instead of 5 GB with fp32 copies."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
@@ -107,20 +107,20 @@ class _TokenLogps(torch.autograd.Function):
 
 
 def _target_logps(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Logarithms of the targets' likelihoods, and of the sums over all words: [places], [places] float32."""
+    """Log-probs of the targets, and logsumexp over the vocabulary: [tokens], [tokens] float32."""
     total = torch.logsumexp(logits.float(), dim=-1)
     return logits.gather(1, targets[:, None])[:, 0].float() - total, total
 
 
 def _target_logps_backward(logits: Tensor, total: Tensor, targets: Tensor, grad_output: Tensor) -> Tensor:
-    """The gradient by the logits, in their type."""
+    """Gradient of the logits, in their dtype."""
     is_target = torch.arange(logits.shape[1], device=logits.device)[None, :] == targets[:, None]
     probabilities = (logits.float() - total[:, None]).exp()
     return ((is_target.float() - probabilities) * grad_output[:, None]).to(logits.dtype)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Takes the gradients in the forward pass, a few thousand places at a time, so that no logits are kept."""
+    """Computes gradients in the forward pass, chunk by chunk, so that no logits are kept."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
@@ -138,14 +138,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 torch.mm(gradient, weight, out=grad_hidden[start : start + LOSS_CHUNK])
             if needs_head:
                 chunk_grad = gradient.T @ chunk
-                # one part is all there is: nothing to add it to; several are added up in fp32
-                grad_head = (
-                    chunk_grad
-                    if len(chunk) == len(hidden)
-                    else chunk_grad.float()
-                    if grad_head is None
-                    else grad_head.add_(chunk_grad)
-                )
+                # a single chunk needs no accumulation; several are added in fp32
+                if grad_head is None:
+                    grad_head = chunk_grad if len(chunk) == len(hidden) else chunk_grad.float()
+                else:
+                    grad_head.add_(chunk_grad)
         ctx.save_for_backward(grad_hidden, grad_head)
         ctx.head_type = head.dtype
         return loss_sum
@@ -163,7 +160,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _cross_entropy_with_grad(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The summed loss and its gradient by the logits, in their type."""
+    """The summed loss and the gradient of the logits, in their dtype."""
     exact = logits.float()
     total = torch.logsumexp(exact, dim=-1, keepdim=True)
     counts = (targets != IGNORE_INDEX).float()[:, None]
@@ -173,7 +170,7 @@ def _cross_entropy_with_grad(logits: Tensor, targets: Tensor) -> tuple[Tensor, T
 
 
 def _scale_grad(gradient: Tensor, grad_output: Tensor, dtype: torch.dtype) -> Tensor:
-    """A gradient times what comes from above, in fp32, in its own type again."""
+    """A gradient times grad_output, in fp32, back in its dtype."""
     return (gradient.float() * grad_output).to(dtype)
 
 
@@ -181,7 +178,7 @@ _COMPILED: dict[Any, Any] = {}
 
 
 def _compiled_on_gpu(gpu: bool, function: Any) -> Any:
-    """One kernel over the logits on a GPU: 0.4 GB read twice and written once, instead of eight passes in fp32."""
+    """One compiled kernel over the logits on a GPU: 0.4 GB read twice and written once, not eight fp32 passes."""
     if gpu and function not in _COMPILED:
         _COMPILED[function] = torch.compile(function)
     return _COMPILED[function] if gpu else function

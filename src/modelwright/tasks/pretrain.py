@@ -15,12 +15,12 @@ from modelwright.data.shards import PackedDataset
 from modelwright.engine.task import MicroBatch
 from modelwright.models.attention import hidden_states
 from modelwright.recipe.schema import PretrainConfig
-from modelwright.tasks.batching import row_multiple
+from modelwright.tasks.batching import as_tensors, has_next_token, row_multiple
 from modelwright.tasks.losses import IGNORE_INDEX, lm_head_loss
 
 
 class PretrainLoss(nn.Module):
-    """A language model whose forward gives the loss summed over tokens, and the same in bits per byte of text."""
+    """A language model whose forward returns the loss summed over tokens, and the same in bits per byte of text."""
 
     def __init__(self, model: Any, tokens_per_byte: float) -> None:
         super().__init__()
@@ -30,8 +30,8 @@ class PretrainLoss(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """tokens, positions, targets: [rows, length] int64. Returns [loss, loss in bits times tokens per byte].
 
-        targets: the token that comes next, IGNORED where none does: the shapes stay the same from step to step.
-        documents: where documents begin in the flattened rows, where some row holds several.
+        targets: the next token, or IGNORE_INDEX, which keeps shapes the same from step to step; cu_seqlens: starts of
+        the documents in the flattened rows, if a row holds several.
         """
         hidden = hidden_states(self.model, tokens, positions, cu_seqlens=cu_seqlens)
         loss_sum = lm_head_loss(self.model, hidden.flatten(0, 1), targets.flatten())
@@ -41,8 +41,8 @@ class PretrainLoss(nn.Module):
 class PretrainTask:
     """Rows of packed shards.
 
-    A row is numbered at max_length whatever length it is shown at: while the curriculum asks for shorter rows, each
-    is laid out as several, so that a step holds the same tokens in the same order at any length.
+    Rows are numbered at max_length: while the sequence-length curriculum asks for shorter rows, each is split into
+    several, so that a step holds the same tokens in the same order at any length.
     """
 
     metric_names: tuple[str, ...] = ("loss", "bits_per_byte")
@@ -54,7 +54,7 @@ class PretrainTask:
         self._steps = 0
 
     def set_total_steps(self, steps: int) -> None:
-        """How many steps there will be, which decides when the rows grow."""
+        """Total steps, which decide when the rows grow."""
         self._steps = steps
 
     @property
@@ -67,13 +67,13 @@ class PretrainTask:
 
     @property
     def source_weights(self) -> list[tuple[int, float]]:
-        """Rows and weight of each source, where the recipe mixes several."""
+        """Rows and weight of each source, if the recipe mixes several."""
         weights: dict[str, float] = self._train.manifest.get("weights") or {}
         sources = self._train.sources(self._settings.max_length) if weights else []
         return [(source.rows, weights[source.name]) for source in sources]
 
     def row_length(self, row: int) -> int:
-        """Every row is full."""
+        """All rows are full."""
         return self._settings.max_length
 
     def batch(self, rows: Sequence[int], step: int = 0) -> MicroBatch:
@@ -93,18 +93,15 @@ class PretrainTask:
 def collate_packed(
     tokens: np.ndarray[Any, Any], positions: np.ndarray[Any, Any], count: int, multiple: int = 1
 ) -> MicroBatch:
-    """A batch in which each token is foretold from those before it in its document. tokens: [rows, length].
+    """Next-token targets within each document. tokens, positions: [rows, length].
 
-    Rows are padded to a multiple of this length by documents of one token, of which nothing is foretold.
+    Rows are padded to a multiple of this length by documents of one token, which have no target.
     """
     if padding := -tokens.shape[1] % multiple:
         tokens, positions = (np.pad(each, ((0, 0), (0, padding))) for each in (tokens, positions))
-    # the first word of a document has nothing before it, and the last place of a row nothing after it
-    has_next = np.zeros(tokens.shape, dtype=np.bool_)
-    has_next[:, :-1] = positions[:, 1:] != 0
-    targets = np.full_like(tokens, IGNORE_INDEX)
-    targets[:, :-1][has_next[:, :-1]] = tokens[:, 1:][has_next[:, :-1]]
+    has_next = has_next_token(positions)
+    targets = np.where(has_next, np.roll(tokens, -1, axis=1), IGNORE_INDEX)
     inputs = {"tokens": tokens, "positions": positions, "targets": targets}
     if (positions[:, 1:] == 0).any():
         inputs["cu_seqlens"] = cu_seqlens_from_positions(positions)
-    return MicroBatch({name: torch.from_numpy(value) for name, value in inputs.items()}, int(has_next.sum()), count)
+    return MicroBatch(as_tensors(inputs), int(has_next.sum()), count)

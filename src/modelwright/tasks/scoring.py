@@ -22,15 +22,16 @@ from modelwright.data.tokenizer import DocumentTokenizer
 from modelwright.errors import ModelError, first_line
 from modelwright.models.attention import compute_logits, hidden_states
 from modelwright.recipe.sections import TASK_FILE_SUFFIXES
-from modelwright.tasks.batching import collate_examples
+from modelwright.tasks.batching import as_tensors, collate_examples, has_next_token
+from modelwright.tasks.losses import selective_log_softmax
 
 SCORING_BATCH = 8
-"""Rows that are measured at once."""
+"""Rows per forward pass."""
 Metrics = dict[str, float | None]
 
 
 def score_texts(model: Any, encoder: DocumentTokenizer, texts: Sequence[str], max_length: int) -> Metrics:
-    """Loss, perplexity and bits per byte of documents; long ones in pieces."""
+    """Loss, perplexity and bits per byte of documents; long ones are split."""
     chunks: list[TokenizedRow] = []
     for text in texts:
         tokens = encoder.encode_batch([text]).tokens.astype(np.int32)
@@ -46,23 +47,22 @@ def score_texts(model: Any, encoder: DocumentTokenizer, texts: Sequence[str], ma
 
 
 def score_shards(model: Any, shards: PackedDataset, max_length: int, max_rows: int) -> Metrics:
-    """The same of packed rows, the first ones where there are many."""
+    """The same over packed rows, at most the first max_rows."""
     length = math.gcd(shards.sequence_length, max_length)
     rows = min(shards.rows(length), max_rows * (max_length // length))
     nll_sum, token_count = 0.0, 0
     for start in range(0, rows, SCORING_BATCH):
         tokens, positions = shards.get_rows(range(start, min(start + SCORING_BATCH, rows)), length)
-        has_next = np.zeros(tokens.shape, dtype=np.bool_)
-        has_next[:, :-1] = positions[:, 1:] != 0  # the first word of a document has nothing before it
-        inputs = {"tokens": tokens, "positions": positions, "loss_positions": np.flatnonzero(has_next)}
-        logps = _next_token_logps(model, {name: torch.from_numpy(value) for name, value in inputs.items()})
+        loss_positions = np.flatnonzero(has_next_token(positions))
+        inputs = {"tokens": tokens, "positions": positions, "loss_positions": loss_positions}
+        logps = _next_token_logps(model, as_tensors(inputs))
         nll_sum, token_count = nll_sum - float(logps.sum()), token_count + len(logps)
-    # the bytes of what was foretold, as a share of all bytes by the share of its tokens
+    # bytes of the scored tokens, estimated by their fraction of all tokens
     return _as_metrics(nll_sum, token_count, shards.text_bytes * token_count / max(1, shards.tokens))
 
 
 def score_choices(model: Any, tokenizer: Any, questions: Sequence[MultipleChoiceQuestion], max_length: int) -> Metrics:
-    """How often the right option is the likeliest, by the whole option and by each of its bytes."""
+    """Accuracy of multiple choice by log-prob of the whole option, and per byte of it."""
     rows = [
         _tokenize_option(tokenizer, item.prompt, option, max_length) for item in questions for option in item.choices
     ]
@@ -88,17 +88,16 @@ def score_choices(model: Any, tokenizer: Any, questions: Sequence[MultipleChoice
 
 @torch.inference_mode()
 def _next_token_logps(model: Any, inputs: dict[str, Tensor]) -> Tensor:
-    """The log-probability of the token after each learnt place: [count], on the CPU."""
+    """Log-prob of the token after each loss position: [count], on the CPU."""
     device = next(model.parameters()).device
     tokens, positions, loss_positions = (inputs[name].to(device) for name in ("tokens", "positions", "loss_positions"))
     hidden = hidden_states(model, tokens, positions)
-    logits = compute_logits(model, hidden.flatten(0, 1)[loss_positions]).float()
-    targets = tokens.flatten()[loss_positions + 1]
-    return (logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(1)).cpu()
+    logits = compute_logits(model, hidden.flatten(0, 1)[loss_positions])
+    return selective_log_softmax(logits, tokens.flatten()[loss_positions + 1]).cpu()
 
 
 def _tokenize_option(tokenizer: Any, prompt: str, option: str, max_length: int) -> TokenizedRow:
-    """The prompt and one option; only the option counts, and a long prompt loses its beginning."""
+    """The prompt and one option; only the option is scored, and a long prompt is cut on the left."""
     before = tokenizer(prompt, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]
     after = tokenizer(f" {option}", add_special_tokens=False)["input_ids"][: max_length - 1]
     before = before[-(max_length - len(after)) :]
@@ -119,12 +118,12 @@ def _as_metrics(nll_sum: float, token_count: int, text_bytes: float) -> Metrics:
 
 
 LM_EVAL_BATCH = 8
-"""Requests computed together."""
+"""Requests per forward pass."""
 LM_EVAL_MISSING = "evaluate.tasks are measured by lm-eval, which is not installed: pip install 'modelwright[eval]'"
 
 
 def require_lm_eval() -> None:
-    """Say what is missing, where lm-eval is not there."""
+    """Raise an error with the install command if lm-eval is missing."""
     if find_spec("lm_eval") is None:
         raise ModelError(LM_EVAL_MISSING)
 
@@ -132,9 +131,9 @@ def require_lm_eval() -> None:
 def run_lm_eval(
     model: Any, tokenizer: Any, tasks: Sequence[str], limit: int, recipe_dir: Path
 ) -> dict[str, float | None]:
-    """The metrics of each task as TASK_METRIC; a task that is unknown or cannot be fetched is one letter.
+    """The metrics of each task as TASK_METRIC; an unknown task or a failed download is one error message.
 
-    A task is a name that lm-eval knows, or a YAML file of its form, found from where we stand or beside the recipe.
+    A task is a name lm-eval knows, or a YAML task file, relative to the working directory or the recipe.
     """
     require_lm_eval()
     import lm_eval
@@ -144,16 +143,16 @@ def run_lm_eval(
     files = {task: task_file(task, recipe_dir) for task in tasks if task.endswith(TASK_FILE_SUFFIXES)}
     names = [files[task].stem if task in files else task for task in tasks]
     try:
-        with redirect_stdout(sys.stderr):  # it prints, and our output may be read by a program
+        with redirect_stdout(sys.stderr):  # lm-eval prints to stdout, which a program may read
             task_manager = TaskManager(
                 include_path=[str(path.parent) for path in files.values()] or None,
-                include_defaults=len(files) < len(tasks),  # reading its own list takes as long as a small task
+                include_defaults=len(files) < len(tasks),  # indexing lm-eval's own tasks takes as long as a small task
             )
             lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=LM_EVAL_BATCH)
             results = lm_eval.simple_evaluate(
                 model=lm, tasks=names, limit=limit, bootstrap_iters=0, task_manager=task_manager, log_samples=False
             )
-    except Exception as error:  # the harness raises many kinds; each becomes one letter
+    except Exception as error:  # lm-eval raises many kinds of errors
         raise ModelError(
             f"evaluate.tasks: lm-eval could not measure {', '.join(tasks)} ({first_line(error)})"
         ) from None
@@ -166,7 +165,7 @@ def run_lm_eval(
 
 
 def task_file(task: str, recipe_dir: Path) -> Path:
-    """A task file; it is not parsed, since it may hold tags of lm-eval's own, and is known by its name."""
+    """Path of a task file; only its task: line is read, since it may hold YAML tags of lm-eval."""
     path = next((candidate for candidate in (Path(task), recipe_dir / task) if candidate.is_file()), None)
     if path is None:
         raise ModelError(f"evaluate.tasks: {task} is not there; it wants a task file of lm-eval, or a name it knows")

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: next-token loss on the assistant's tokens, and the computation it can reuse (frozen layers, shared prefix)."""
+"""Supervised fine-tuning: loss on the assistant's tokens; reuse of frozen layers and of a shared prefix."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from modelwright.engine.trainer import Engine
 from modelwright.models import attention
 from modelwright.models.attention import SharedPrefixLayout, hidden_states, unwrap_peft
 from modelwright.models.prefix_sharing import prefix_sharing_blocker, shared_prefix_mask, supports_layout
-from modelwright.models.trainable import ParameterCount, decoder_layers
+from modelwright.models.trainable import decoder_layers
 from modelwright.plan.stage import StagePlan
 from modelwright.recipe.schema import SftConfig
+from modelwright.recipe.sections import ParameterCount
 from modelwright.tasks.batching import (
     CPU_ALIGNMENT,
-    MAX_MASKED_ROW,
-    NO_ROW_LIMIT,
     collate_rows,
-    layout_rows,
-    layout_shared_prefix,
+    layout_packs,
+    max_prefix_row,
     packed_row_multiple,
     row_multiple,
     shared_prefix_length,
@@ -44,9 +43,9 @@ from modelwright.tasks.losses import lm_head_loss
 
 
 class SftLoss(nn.Module):
-    """A language model whose forward gives the loss summed over trained tokens.
+    """A language model whose forward returns the loss summed over trained tokens.
 
-    The head runs only where a token is trained: on a chat with short answers that is a third of the logits.
+    The LM head runs only at loss positions: on a chat with short answers a third of the logits.
     """
 
     def __init__(self, model: Any) -> None:
@@ -65,21 +64,18 @@ class SftLoss(nn.Module):
         cu_seqlens: Tensor | None = None,
         **prefix_layout: Tensor,
     ) -> Tensor:
-        """tokens, positions: [rows, length] int64; learnt: [count] int64, flat places whose next token is trained.
+        """tokens, positions: [rows, length] int64; loss_positions: [count], flat indices whose next token is trained.
 
-        branches: [rows, length] int64, behind a shared beginning; paths: keys and starts, where attention needs no
-        mask for that; documents: [count + 1] int32, where they begin in the
-        flattened rows, if a row holds several. What the frozen layers say is taken from `states`,
-        [rows, length, width], or from the kept ones by their `places`, [rows, length] int64, where they are given.
+        segment_ids: [rows, length], for a mask after a shared prefix; prefix_layout: kv_index and cu_seqlens_qk, for
+        varlen attention instead; cu_seqlens: [count + 1] int32, starts of packed examples in the flattened rows. The
+        frozen layers' outputs come from `states`, [rows, length, width], or from the cache by `cache_index`.
         """
         if cache_index is not None:
             assert self.cache is not None and self.cache.states is not None
             states = self.cache.states[cache_index]
-        layout = (
-            SharedPrefixLayout(prefix_layout["kv_index"], prefix_layout["cu_seqlens_qk"])
-            if prefix_layout
-            else cu_seqlens
-        )
+        layout: SharedPrefixLayout | Tensor | None = cu_seqlens
+        if prefix_layout:
+            layout = SharedPrefixLayout(prefix_layout["kv_index"], prefix_layout["cu_seqlens_qk"])
         if states is not None:
             assert self.cache is not None
             hidden = self.cache.frozen_layers.forward_rest(states, positions, segment_ids, layout)
@@ -90,7 +86,7 @@ class SftLoss(nn.Module):
 
 
 class SftTask:
-    """Conversations as rows, packed or padded, or behind the beginning that all of them share."""
+    """Conversations as rows: padded, packed, or after their shared prefix."""
 
     metric_names: tuple[str, ...] = ("loss",)
 
@@ -99,10 +95,10 @@ class SftTask:
     ) -> None:
         self.loss_module = SftLoss(model)
         self.module: nn.Module = self.loss_module
-        self.train_set = self._tokenize(data.train, tokenizer, settings, stops)
-        self.held_out_set = (
-            self._tokenize(data.held_out, tokenizer, settings, stops) if data.held_out else TokenizedDataset()
-        )
+        self.train_set = tokenize_conversations(data.train, tokenizer, settings, stops)
+        self.held_out_set = TokenizedDataset()
+        if data.held_out:
+            self.held_out_set = tokenize_conversations(data.held_out, tokenizer, settings, stops)
         self.examples: list[TokenizedRow] = [*self.train_set.rows, *self.held_out_set.rows]
         lengths = [len(row) for row in self.train_set.rows]
         self._packs = (
@@ -115,10 +111,6 @@ class SftTask:
         alignment = packed_row_multiple(settings, settings.max_length) if settings.packing else row_multiple(settings)
         self._row_multiple = CPU_ALIGNMENT if settings.trainable.is_partial else alignment
 
-    @staticmethod
-    def _tokenize(conversations: Any, tokenizer: Any, settings: SftConfig, stops: Collection[int]) -> TokenizedDataset:
-        return tokenize_conversations(conversations, tokenizer, settings, stops)
-
     @property
     def rows(self) -> int:
         return len(self._packs)
@@ -128,7 +120,7 @@ class SftTask:
         return len(self.held_out_set.rows)
 
     def enable_cache(self, frozen_layers: FrozenLayers, device: torch.device) -> HiddenStateCache:
-        """From now on take what the trunk says from kept states, which the caller fills."""
+        """Use cached outputs of the frozen layers from now on; the caller fills the cache."""
         self.loss_module.cache = HiddenStateCache(
             frozen_layers, self.examples, self.prefix_length, device, self.use_varlen_prefix
         )
@@ -141,17 +133,11 @@ class SftTask:
         return self._collate([[len(self.train_set.rows) + row] for row in rows])
 
     def row_length(self, row: int) -> int:
-        """Tokens in a row, all its documents counted."""
+        """Tokens in a row, over all its examples."""
         return sum(len(self.train_set.rows[member]) for member in self._packs[row])
 
     def _collate(self, packs: Sequence[Sequence[int]]) -> MicroBatch:
-        if self.prefix_length:
-            max_row_length = NO_ROW_LIMIT if self.use_varlen_prefix else MAX_MASKED_ROW
-            rows = layout_shared_prefix(
-                self.prefix_length, [member for pack in packs for member in pack], self.examples, max_row_length
-            )
-        else:
-            rows = layout_rows(packs, self.examples)
+        rows = layout_packs(packs, self.examples, self.prefix_length, self.use_varlen_prefix)
         if self.loss_module.cache is not None:
             return self.loss_module.cache.batch(rows)
         micro_batch = collate_rows(rows, self.examples, self.prefix_length, self._row_multiple)
@@ -159,7 +145,7 @@ class SftTask:
 
 
 def _supports_varlen_prefix(model: Any, settings: SftConfig) -> bool:
-    """Whether attention may be told by paths what rows share; on a processor our own is taken on for that."""
+    """Whether varlen attention can share the prefix; on a CPU our attention is registered for it."""
     inner = unwrap_peft(model)
     if next(inner.parameters()).is_cuda:
         return settings.precision != "fp32" and supports_layout(model)
@@ -174,25 +160,23 @@ def _supports_varlen_prefix(model: Any, settings: SftConfig) -> bool:
 
 @dataclass(frozen=True)
 class ComputeReuse:
-    """What a fine-tune saves, and what it says about it."""
+    """What an SFT stage computes once instead of every step."""
 
     task: SftTask
-    """The fine-tune."""
     settings: SftConfig
-    """As the recipe wishes it."""
     frozen_layers: FrozenLayers | None
-    """The frozen layers that are kept."""
+    """The frozen layers whose outputs are cached."""
     cache_blocker: str | None
-    """Why none are, where some parts of the model are frozen."""
+    """Why they are not cached, if parts of the model are frozen."""
 
     def describe(self, plan: StagePlan) -> tuple[str, ...]:
-        """What is computed once, and the gain to expect, a line each."""
+        """What is computed once and the expected gain, one line each."""
         lines = [self.cache_blocker] if self.cache_blocker else []
         if self.frozen_layers is not None:
-            speedup = self._cache_speedup(plan)
+            speedup, epochs = self._cache_speedup(plan), plan.total_samples / plan.train_rows
             lines.append(
                 f"{self.frozen_layers.num_layers} of {self.frozen_layers.total_layers} layers frozen: outputs "
-                f"cached, about {speedup:.1f}× less compute over {plan.total_samples / plan.train_rows:.3g} epochs (cache_frozen_layers)"
+                f"cached, about {speedup:.1f}× less compute over {epochs:.3g} epochs (cache_frozen_layers)"
             )
         if self.task.prefix_length:
             lines.append(
@@ -202,19 +186,18 @@ class ComputeReuse:
         return tuple(lines)
 
     def precompute(self, engine: Engine, folder: Path, fingerprint: str) -> str | None:
-        """Fill the kept states before the first step; returns a line about it."""
+        """Fill the cache before the first step; returns a line about it."""
         if self.frozen_layers is None:
             return None
         if engine.plan.sharding in ("fsdp", "hsdp"):
             return "frozen layers are recomputed every step: with fsdp no device holds all of their weights"
         cache = self.task.enable_cache(self.frozen_layers, engine.world.device)
-        location = CacheLocation(
-            self.settings.cache_frozen_layers, folder, f"{fingerprint}:{engine.precision.matmul_precision}"
-        )
+        fingerprint = f"{fingerprint}:{engine.precision.matmul_precision}"
+        location = CacheLocation(self.settings.cache_frozen_layers, folder, fingerprint)
         return cache.fill(engine.world, engine.precision.autocast, location)
 
     def flops_per_token(self, parameter_count: ParameterCount) -> float:
-        """Operations for one token, forward and backward; attention, padding and what is saved are not counted."""
+        """FLOPs per token, forward and backward, without attention, padding and savings."""
         if self.frozen_layers is None:
             return 4.0 * parameter_count.total + 2.0 * parameter_count.trained
         return 6.0 * parameter_count.trained
@@ -234,14 +217,13 @@ class ComputeReuse:
         examples = len(self.task.train_set.rows) / self.task.rows * plan.micro_batch_size
         tokens = self.task.train_set.stats()["tokens"] / self.task.rows * plan.micro_batch_size
         suffix_tokens = tokens - examples * self.task.prefix_length
-        rows = shared_prefix_rows(
-            self.task.prefix_length, suffix_tokens, NO_ROW_LIMIT if self.task.use_varlen_prefix else MAX_MASKED_ROW
-        )
+        max_row_length = max_prefix_row(self.task.use_varlen_prefix)
+        rows = shared_prefix_rows(self.task.prefix_length, suffix_tokens, max_row_length)
         return float(tokens / (rows * self.task.prefix_length + suffix_tokens))
 
 
 def find_compute_reuse(task: SftTask, model: Any, settings: SftConfig) -> ComputeReuse:
-    """What can be saved in this fine-tune without changing what is learnt."""
+    """What this SFT stage can compute once without changing results."""
     if settings.cache_frozen_layers == "off" or not settings.trainable.is_partial:
         return ComputeReuse(task, settings, None, None)
     num_frozen, dropout = num_frozen_layers(model), dropout_setting(model)
@@ -251,8 +233,8 @@ def find_compute_reuse(task: SftTask, model: Any, settings: SftConfig) -> Comput
         size = _num_params(unwrap_peft(model).get_output_embeddings()) / 1e6
         blocker = (
             "the head shares its weights with the embeddings, so training it changes what every layer is given and "
-            f"sends gradients through all of them; untie_lm_head: true gives it a copy of its own ({size:,.1f} M weights "
-            "more to hold) and lets the frozen layers be computed once"
+            f"sends gradients through all of them; untie_lm_head: true gives it a copy of its own ({size:,.1f} M "
+            "weights more to hold) and lets the frozen layers be computed once"
         )
     elif dropout:
         blocker = f"frozen layers are recomputed every step: the model uses dropout ({dropout})"
