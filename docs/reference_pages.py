@@ -69,7 +69,7 @@ def commands() -> str:
     parts = ["# Commands", "", GENERATED_NOTE.format(name="commands"), f"{head}\n"]
     for path, command in _leaf_commands(get_command(build_app()), ()):
         parts += [f"## modelwright {' '.join(path)}", "", _one_line(command.help), ""]
-        arguments = [each for each in command.params if each.param_type_name == "argument"]
+        arguments = [each for each in command.params if each.param_type_name == "argument" and not each.hidden]
         options = [each for each in command.params if each.param_type_name == "option" and each.name != "help"]
         if arguments or options:
             parts += ["| option | meaning | default |", "|---|---|---|"]
@@ -140,7 +140,8 @@ def _setting_row(setting: ConfigField) -> str:
 def _leaf_commands(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Every command that does something, in the order of the help."""
     for name, subcommand in getattr(command, "commands", {}).items():
-        yield from _leaf_commands(subcommand, (*path, name))
+        if not subcommand.hidden:
+            yield from _leaf_commands(subcommand, (*path, name))
     if not hasattr(command, "commands"):
         yield path, command
 

@@ -27,7 +27,7 @@ def ask(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_machines_stand_side_by_side_and_torch_stays_asleep(tmp_path: Path) -> None:
-    done = ask(tmp_path, "--on", "1xH200,4xL40S,2x2xA40", "--json")
+    done = ask(tmp_path, "--gpus", "1xH200,4xL40S,2x2xA40", "--json")
     assert done.returncode == 0, done.stderr
     assert not any(line.endswith("| torch") for line in done.stderr.splitlines()), "torch was imported"
     stage = json.loads(done.stdout)["stages"][0]
@@ -40,12 +40,12 @@ def test_machines_stand_side_by_side_and_torch_stays_asleep(tmp_path: Path) -> N
 
 def test_the_table_is_for_people_and_prices_are_ones_own(tmp_path: Path) -> None:
     (tmp_path / "prices.json").write_text('{"L4": 100}')
-    done = ask(tmp_path, "--on", "1xL4", "--prices", "prices.json")
+    done = ask(tmp_path, "--gpus", "1xL4", "--prices", "prices.json")
     assert "418.9 M of 3,075.1 M parameters trainable (13.62%)" in done.stdout
     assert "at $100/h" in done.stdout and "GPU-hours" in done.stdout
 
 
 def test_a_wrong_machine_is_a_short_letter(tmp_path: Path) -> None:
-    done = ask(tmp_path, "--on", "4xV900")
+    done = ask(tmp_path, "--gpus", "4xV900")
     assert done.returncode == 2
-    assert "--on names 'V900'; known are T4, L4" in done.stderr
+    assert "--gpus names 'V900'; known are T4, L4" in done.stderr

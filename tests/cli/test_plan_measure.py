@@ -77,7 +77,7 @@ def test_what_was_measured_here_is_used_by_later_plans(tmp_path: Path, monkeypat
     assert kept.runs == 2 and kept.card in figures["calibration"]
 
 
-@pytest.mark.parametrize("words", ["", "quickstart --calibrate", "quickstart --measure --on 1xH200"])
+@pytest.mark.parametrize("words", ["", "quickstart --calibrate", "quickstart --measure --gpus 1xH200"])
 def test_options_that_do_not_go_together_are_refused(words: str) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["plan", *words.split()])

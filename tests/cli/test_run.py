@@ -31,6 +31,6 @@ def test_fp8_is_forced_or_forbidden_in_every_stage(
     with pytest.raises(SystemExit) as ended:
         raise SystemExit(main())
     assert not ended.value.code
-    assert {stage.fp8_check for stage in asked[0].stages.values()} == {"off" if flag == "--fp8" else "auto"}
+    assert {stage.fp8_validation for stage in asked[0].stages.values()} == {"off" if flag == "--fp8" else "auto"}
     stages = {name: stage.precision for name, stage in asked[0].stages.items()}
     assert stages == {"sft": precision, "lora": precision if flag else "fp32"}

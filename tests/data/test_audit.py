@@ -130,11 +130,11 @@ def test_a_wrong_column_is_told_with_the_line_of_the_recipe(
 
 def test_a_sample_shows_what_is_learnt(tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tiny_recipe(tmp_path, model_folder)
-    assert run("show", str(recipe), "--count", "2") == 0
+    assert run("show", str(recipe), "--num-samples", "2") == 0
     said = capsys.readouterr().out
     assert said.count("⟦") == 2
     assert "<|im_start|>assistant\n⟦Sum: 4. Count again. Count again.<|im_end|>\n⟧" in said
-    assert run("show", str(recipe), "--count", "1", "--json") == 0
+    assert run("show", str(recipe), "--num-samples", "1", "--json") == 0
     (sample,) = json.loads(capsys.readouterr().out)["samples"]["sft"]
     assert sample["trained_tokens"] < sample["tokens"]
     assert [piece["trained"] for piece in sample["spans"]] == [False, True]
@@ -151,12 +151,12 @@ def test_data_by_its_own_name_stands_for_a_recipe(
         assert run("audit", name, "--json", *columns) == 0
         assert json.loads(capsys.readouterr().out)["data"][name]["rows"] == rows
     model = f"model.model_name_or_path={model_folder}"
-    assert run("show", "rows", "--count", "1", "--set", model) == 0
+    assert run("show", "rows", "--num-samples", "1", "--set", model) == 0
     assert "⟦It is 0, as anyone can count.<|im_end|>\n⟧" in capsys.readouterr().out
     quick = "prepare={min_words: 1, minhash_dedup: false, sequence_length: 16, vocab_size: 300}"
     column = "data.text_column=completion"
     assert run("prepare", "rows", "--output", "packed", "--set", column, "--set", quick) == 0
-    assert run("show", "packed", "--count", "1") == 0
+    assert run("show", "packed", "--num-samples", "1") == 0
     assert "pretrain: packed row 0" in capsys.readouterr().out
     assert run("audit", "none.jsonl") == 2
     assert capsys.readouterr().err == "none.jsonl: there is no such file\n"

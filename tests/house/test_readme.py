@@ -38,8 +38,8 @@ WARM = ("run", "ask", "compare", "gate", "eval", "report", "export")
 ELSEWHERE = {
     "doctor": "tests/launch/test_doctor.py",
     "launch": "tests/distributed/test_launch.py",
-    "job": "tests/cli/test_openshift.py",
-    "board": "tests/report/test_board.py",
+    "job": "tests/cli/test_launch.py",
+    "dashboard": "tests/report/test_dashboard.py",
     "serve": "tests/serve/test_server.py",
     "chat": "tests/serve/test_ask.py",
 }
@@ -79,7 +79,7 @@ class Command:
     def is_long(self) -> bool:
         """Whether it measures or trains for minutes; what wants other nodes or a cluster is tried by its own tests."""
         measures = self.verb == "plan" and {"--measure", "--calibrate"} & set(self.words)
-        return bool(measures) or (self.verb in ("doctor", "launch") and not {"--on", "--nodes"} & set(self.words))
+        return bool(measures) or (self.verb in ("doctor", "launch") and not {"--on", "--nnodes"} & set(self.words))
 
     @property
     def page(self) -> str:

@@ -117,8 +117,8 @@ def test_two_nodes_are_looked_at_together(tmp_path: Path, model_folder: Path) ->
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = [str(recipe(tmp_path, str(model_folder))), "--nodes", "2", "--main-address", "127.0.0.1"]
-    command = [sys.executable, "-m", "modelwright", "doctor", *words, "--port", str(port), "--json", "--node-rank"]
+    words = [str(recipe(tmp_path, str(model_folder))), "--nnodes", "2", "--master-addr", "127.0.0.1"]
+    command = [sys.executable, "-m", "modelwright", "doctor", *words, "--master-port", str(port), "--json", "--node-rank"]
     nodes = [subprocess.Popen([*command, str(node)], stdout=subprocess.PIPE, text=True) for node in (0, 1)]
     try:
         told = [json.loads(node.communicate(timeout=120)[0]) for node in nodes]

@@ -31,7 +31,7 @@ def test_every_node_gets_a_command_that_this_program_takes() -> None:
         words = shlex.split(str(node["command"]))
         verb = get_command(build_app()).commands[words[1]]  # type: ignore[attr-defined]
         verb.make_context("modelwright", words[2:])
-    assert "--node-rank 1 --main-address 10.0.0.1 --port 29500 --per-node 2" in str(told[1]["command"])
+    assert "--node-rank 1 --master-addr 10.0.0.1 --master-port 29500 --nproc-per-node 2" in str(told[1]["command"])
     assert "--nnodes 2 --node-rank 1 --nproc-per-node 2" in str(told[1]["torchrun"])
     assert "accelerate" not in told[0], "it would start three ranks on each"
     assert "--num_processes 8" in str(
@@ -41,7 +41,7 @@ def test_every_node_gets_a_command_that_this_program_takes() -> None:
 
 def test_each_node_counts_its_own_gpus_where_nobody_has_said_how_many() -> None:
     (main, _) = node_commands("lyrics.yaml", (), NodeOptions("2", None, "10.0.0.1"), {})
-    assert "--per-node" not in str(main["command"]) and "--nproc-per-node gpu" in str(main["torchrun"])
+    assert "--nproc-per-node" not in str(main["command"]) and "--nproc-per-node gpu" in str(main["torchrun"])
 
 
 def test_elastic_nodes_are_elastic_with_torchrun_too() -> None:
@@ -54,11 +54,11 @@ def test_chosen_gpus_are_counted_and_handed_on() -> None:
     environ = {"CUDA_VISIBLE_DEVICES": "2,3"}
     told = node_commands("lyrics.yaml", (), NodeOptions("2", None, "10.0.0.1"), environ)
     assert str(told[0]["command"]).startswith("CUDA_VISIBLE_DEVICES=2,3 modelwright launch")
-    assert str(told[0]["command"]).endswith("--per-node 2")
+    assert str(told[0]["command"]).endswith("--nproc-per-node 2")
     assert count_visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0
     assert resolve_nproc_per_node(None, environ={"CUDA_VISIBLE_DEVICES": ""}) == 1
     assert resolve_nproc_per_node("4", environ={"CUDA_VISIBLE_DEVICES": ""}) == 4
-    with pytest.raises(UsageError, match="--per-node is 4, but CUDA_VISIBLE_DEVICES=2,3"):
+    with pytest.raises(UsageError, match="--nproc-per-node is 4, but CUDA_VISIBLE_DEVICES=2,3"):
         resolve_nproc_per_node("4", environ=environ)
 
 
@@ -75,7 +75,7 @@ def test_an_operators_variables_stand_in_for_options_and_options_go_before() -> 
 def test_nodes_are_a_number_or_a_range() -> None:
     assert (parse_nnodes("2"), parse_nnodes("1:4")) == (NodeRange(2, 2), NodeRange(1, 4))
     for wrong in ("0", "two", "3:2", ""):
-        with pytest.raises(UsageError, match="--nodes"):
+        with pytest.raises(UsageError, match="--nnodes"):
             parse_nnodes(wrong)
 
 
@@ -88,12 +88,12 @@ def test_a_wish_travels_as_one_word() -> None:
     ("words", "letter"),
     [
         (["--on", "moon"], "--on is 'moon'"),
-        (["--on", "nodes", "--node-rank", "1", "--nodes", "2"], "--main-address is missing"),
-        (["--per-node", "none"], "--per-node is 'none'"),
-        (["--on", "nodes", "--nodes", "3", "--per-node", "4,2"], "has no value for node 2"),
-        (["--nodes", "2", "--node-rank", "0"], "--nodes, --node-rank with --on local .* say --on nodes"),
+        (["--on", "nodes", "--node-rank", "1", "--nnodes", "2"], "--master-addr is missing"),
+        (["--nproc-per-node", "none"], "--nproc-per-node is 'none'"),
+        (["--on", "nodes", "--nnodes", "3", "--nproc-per-node", "4,2"], "has no value for node 2"),
+        (["--nnodes", "2", "--node-rank", "0"], "--nnodes, --node-rank with --on local .* say --on nodes"),
         (["--on", "nodes", "--render"], "--render with --on nodes .* say --on openshift"),
-        (["--on", "nodes", "--nodes", "2", "--node-rank", "2", "--main-address", "127.0.0.1"], "the last of 2 is 1"),
+        (["--on", "nodes", "--nnodes", "2", "--node-rank", "2", "--master-addr", "127.0.0.1"], "the last of 2 is 1"),
     ],
 )
 def test_a_mistake_is_a_letter(words: list[str], letter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,8 +103,8 @@ def test_a_mistake_is_a_letter(words: list[str], letter: str, tmp_path: Path, mo
 
 
 def test_the_doctor_looks_at_several_nodes_or_says_what_is_missing() -> None:
-    with pytest.raises(UsageError, match="want --nodes too"):
-        build_app()(["doctor", "--node-rank", "0", "--main-address", "127.0.0.1"], standalone_mode=False)
+    with pytest.raises(UsageError, match="want --nnodes too"):
+        build_app()(["doctor", "--node-rank", "0", "--master-addr", "127.0.0.1"], standalone_mode=False)
 
 
 def test_without_a_node_rank_the_commands_are_printed(
@@ -114,7 +114,7 @@ def test_without_a_node_rank_the_commands_are_printed(
     with pytest.MonkeyPatch.context() as clean:
         clean.delenv("PET_NODE_RANK", raising=False)
         try:
-            build_app()(["launch", "quickstart", "--on", "nodes", "--main-address", "10.0.0.1"], standalone_mode=False)
+            build_app()(["launch", "quickstart", "--on", "nodes", "--master-addr", "10.0.0.1"], standalone_mode=False)
         except typer.Exit as stop:
             assert stop.exit_code == 0
     said = capsys.readouterr().out

@@ -213,7 +213,7 @@ def test_a_clone_that_fails_fails_the_pod_and_a_new_try_begins_with_it(tmp_path:
 
 
 def test_what_is_no_repository_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--clone-from wants a git repository"):
+    with pytest.raises(UsageError, match="--git-repo wants a git repository"):
         simulate(
             job("trainjob", TELL, code_source=CODE),
             SimulationConfig(tmp_path, use_namespaces=False, git_repo=str(tmp_path)),

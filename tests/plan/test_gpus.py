@@ -20,7 +20,7 @@ def test_machines_are_read_as_people_write_them(text: str, nodes: int, per_node:
 
 @pytest.mark.parametrize("text", ["", "4x", "0xL4", "3xB300x", "x"])
 def test_a_machine_that_nobody_knows_is_refused_with_those_that_are_known(text: str) -> None:
-    with pytest.raises(UsageError, match=r"--on .*(it wants|known are)"):
+    with pytest.raises(UsageError, match=r"--gpus .*(it wants|known are)"):
         parse_hardware(text)
 
 

@@ -89,7 +89,7 @@ def test_the_planner_takes_the_recipe(
     monkeypatch.chdir(HOME)
     wish = ["--set", "model.model_name_or_path=smollm2-135m"] if path.stem == "axolotl_own_format" else []
     with pytest.raises(SystemExit) as stop:
-        main(["plan", f"recipes/{path.name}", "--on", "1xH100", "--json", "--rows", "1000", *wish])
+        main(["plan", f"recipes/{path.name}", "--gpus", "1xH100", "--json", "--rows", "1000", *wish])
     assert stop.value.code == 0, capsys.readouterr().err
     stages = json.loads(capsys.readouterr().out)["stages"]
     assert len(stages) == 1

@@ -74,12 +74,12 @@ class Trial:
     def __init__(self, trouble: Callable[[], None]) -> None:
         self.taken, self.trouble = 0, trouble
 
-    def take(self, stage: str, values: Any, step: int, when: float) -> None:
+    def log(self, stage: str, values: Any, step: int, when: float) -> None:
         self.taken += 1
         if self.taken > 1:
             self.trouble()
 
-    def begin_again(self, step: int, when: float) -> None: ...
+    def on_resume(self, step: int, when: float) -> None: ...
 
     def close(self) -> None:
         raise OSError("never mind")
@@ -92,7 +92,7 @@ def gone() -> None:
 def test_a_tracker_that_fails_is_left_behind(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(trackers.PACKAGES, "wandb", lambda: lambda recipe, folder: Trial(gone))
+    monkeypatch.setitem(trackers.TRACKER_LOADERS, "wandb", lambda: lambda recipe, folder: Trial(gone))
     watched: list[str] = []
     with start_trackers(
         wished(recipe, "wandb"), RunFolder(tmp_path / "run"), lambda e: watched.append(e["event"])

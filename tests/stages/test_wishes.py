@@ -32,7 +32,7 @@ def test_a_changed_setting_is_refused_by_name_with_both_values_and_the_ways_out(
         check_resume_config(wishes(tmp_path), wishes(tmp_path, learning_rate=2e-3), ())
     assert str(caught.value) == (
         "settings changed since this run started: sft.learning_rate was 0.001, now 0.002. "
-        "Choose another output_dir, put it back, or add --override sft.learning_rate"
+        "Choose another output_dir, put it back, or add --allow-changed sft.learning_rate"
     )
     assert caught.value.exit_code == 77
 
@@ -45,7 +45,7 @@ def test_every_change_is_named_at_once(tmp_path: Path) -> None:
     for part in ("sft.trainable.last_layers was None, now 1", "data.fingerprint changed", "model.fingerprint changed"):
         assert part in told
     assert told.endswith(
-        "--override sft.trainable.last_layers --override data.fingerprint --override model.fingerprint"
+        "--allow-changed sft.trainable.last_layers --allow-changed data.fingerprint --allow-changed model.fingerprint"
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,22 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from modelwright.cli.recipe import SetOption
+from modelwright.cli.options import DataArgument, JsonOption, SetOption, add_commands, print_json
 from modelwright.errors import UsageError
+from modelwright.report.formatting import strip_control_chars
 
 if TYPE_CHECKING:
     from modelwright.data.prepare.executors import Executor
 
 
-DataArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe, or data: a file, a folder, a data set.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
-
-
 def register(app: typer.Typer) -> None:
-    """Add the verbs to the command."""
+    """Add these commands to the application."""
     data = typer.Typer(help="Inspect and prepare data before training.", no_args_is_help=True)
-    for function in (audit, show, prepare, convert):
-        data.command(function.__name__)(function)
+    add_commands(data, {"audit": audit, "show": show, "prepare": prepare, "convert": convert})
     app.add_typer(data, name="data")
 
 
@@ -35,27 +30,26 @@ def audit(
     quarantine: Annotated[
         str, typer.Option("--quarantine", help="Where unusable rows are listed.")
     ] = "quarantine.jsonl",
-    max_bad_share: Annotated[
-        float, typer.Option("--max-bad-share", help="The audit fails above this fraction of unusable rows.")
+    max_invalid_fraction: Annotated[
+        float, typer.Option("--max-invalid-fraction", help="The audit fails above this fraction of unusable rows.")
     ] = 0.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Report every problem of the data by file and line, and its token statistics."""
+    """Report every problem of the data, and its token statistics."""
     from modelwright.data.audit import audit_recipe
     from modelwright.data.readers import write_quarantine
-    from modelwright.report.formatting import strip_control_chars
 
     failed = False
     audits_json: dict[str, Any] = {}
     for name, result in audit_recipe(recipe, overrides or ()):
-        failed = failed or result.invalid_fraction > max_bad_share or not result.stats
+        failed = failed or result.invalid_fraction > max_invalid_fraction or not result.stats
         audits_json[name] = result.as_json()
         if result.invalid_rows:
             write_quarantine(Path(quarantine), result.invalid_rows)
         if not as_json:
             typer.echo(strip_control_chars("\n".join(audit_lines(name, audits_json[name], quarantine))))
     if as_json:
-        print(json.dumps({"ok": not failed, "data": audits_json}, ensure_ascii=False))
+        print_json({"ok": not failed, "data": audits_json})
     if failed:
         raise typer.Exit(2)
 
@@ -63,10 +57,10 @@ def audit(
 def show(
     recipe: DataArgument,
     overrides: SetOption = None,
-    num_samples: Annotated[int, typer.Option("--count", min=1, help="How many samples.")] = 3,
+    num_samples: Annotated[int, typer.Option("--num-samples", min=1, help="How many samples.")] = 3,
     as_json: JsonOption = False,
 ) -> None:
-    """Render a few samples as the model sees them; trained tokens are highlighted."""
+    """Render a few samples as the model sees them. Trained tokens are highlighted."""
     from modelwright.data.audit import load_recipe_or_data
     from modelwright.runs.caches import prepare_environment
 
@@ -76,10 +70,9 @@ def show(
 
     by_stage = render_samples(loaded, num_samples)
     if as_json:
-        samples_json = {
-            stage: [sample.as_json() for sample in stage_samples] for stage, stage_samples in by_stage.items()
-        }
-        print(json.dumps({"samples": samples_json}, ensure_ascii=False))
+        print_json(
+            {"samples": {stage: [sample.as_json() for sample in samples] for stage, samples in by_stage.items()}}
+        )
         return
     for stage, stage_samples in by_stage.items():
         for sample in stage_samples:
@@ -89,38 +82,45 @@ def show(
 
 def convert(
     source: Annotated[str, typer.Argument(help="A JSONL, JSON, CSV or Parquet file, or a recipe.")],
-    target: Annotated[str, typer.Argument(help="A .parquet file; for a recipe, a folder for load_from_disk.")],
-    full_question: Annotated[
+    target: Annotated[str | None, typer.Argument(hidden=True)] = None,
+    output: Annotated[
         str | None,
-        typer.Option("--full-question", help='Adds a full_question column, such as "For {topic}, {question}".'),
+        typer.Option("--output", "-o", help="A .parquet file; for a recipe, a folder for load_from_disk. Required."),
+    ] = None,
+    prompt_template: Annotated[
+        str | None,
+        typer.Option("--prompt-template", help='Adds a full_question column, such as "For {topic}, {question}".'),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write rows as Parquet, or a recipe's rows as a folder for load_from_disk."""
+    """Write rows as Parquet, or a recipe's as a data set on disk."""
     from modelwright.data.audit import convert_to_parquet as write_parquet
     from modelwright.data.audit import export_datasets
     from modelwright.data.readers import ROW_FILE_SUFFIXES
 
+    path = output or target  # version 0.1 took the target as a second argument
+    if path is None:
+        raise UsageError("data convert wants --output: a .parquet file, or a folder for a recipe")
     if Path(source).suffix in ROW_FILE_SUFFIXES:
         if not Path(source).is_file():
             raise UsageError(f"{source}: there is no such file")
-        rows: Any = write_parquet(Path(source), Path(target), full_question)
+        rows: Any = write_parquet(Path(source), Path(path), prompt_template)
     else:
-        rows = export_datasets(source, Path(target))
-    print(json.dumps({"target": target, "rows": rows}) if as_json else f"{target}: {rows} rows")
+        rows = export_datasets(source, Path(path))
+    print_json({"target": path, "rows": rows}) if as_json else print(f"{path}: {rows} rows")
 
 
 def prepare(
     recipe: DataArgument,
     overrides: SetOption = None,
-    output: Annotated[str | None, typer.Option("--output", help="The folder; default: RUN/data/packed.")] = None,
+    output: Annotated[str | None, typer.Option("--output", "-o", help="Folder; default: RUN/data/packed.")] = None,
     rank_of: Annotated[
         str | None, typer.Option("--rank", metavar="R/N", help="Run every N-th task, on a disk all ranks see.")
     ] = None,
     ray: Annotated[bool, typer.Option("--ray", help="Run the tasks on a Ray cluster.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Clean, deduplicate, tokenize and pack text; resumes after an interruption."""
+    """Clean, deduplicate, tokenize and pack text. Resumes after an interruption."""
     from modelwright.data.audit import load_recipe_or_data
     from modelwright.runs.caches import prepare_environment
 
@@ -137,18 +137,19 @@ def prepare(
     with run_lock(folder / f".lock{rank_of.replace('/', '-') if rank_of else ''}"):
         try:
             for progress in stage.run_prepare(plan, executor, loaded):
-                print(
-                    f"\r{progress.step}: {progress.done}/{progress.total} tasks  ", end="", file=sys.stderr, flush=True
-                )
+                line = f"\r{progress.step}: {progress.done}/{progress.total} tasks  "
+                print(line, end="", file=sys.stderr, flush=True)
         finally:
-            print(file=sys.stderr)  # a letter begins on a line of its own
+            print(file=sys.stderr)  # an error message starts on a new line
     report = read_json(folder / REPORT_FILE)
-    print(json.dumps({"folder": str(folder), **report}, ensure_ascii=False) if as_json else
-          f"{stage.report_line(report)}\n{folder}/report.html has the details")  # fmt: skip
+    if as_json:
+        print_json({"folder": str(folder), **report})
+    else:
+        print(f"{stage.report_line(report)}\n{folder}/report.html has the details")
 
 
 def _executor(settings: Any, rank_of: str | None, ray: bool) -> Executor:
-    """Who does the work, as the options say."""
+    """The executor that the options ask for."""
     from modelwright.data.prepare.executors import RankExecutor, RayExecutor
     from modelwright.stages.prepare import process_executor
 
@@ -156,13 +157,13 @@ def _executor(settings: Any, rank_of: str | None, ray: bool) -> Executor:
         return RayExecutor(settings.workers if settings else None) if ray else process_executor(settings)
     rank, slash, num_ranks = rank_of.partition("/")
     if not (slash and rank.isdigit() and num_ranks.isdigit() and int(rank) < int(num_ranks)):
-        raise UsageError(f"--rank is {rank_of!r}; it wants a rank and their number, such as 0/4")
+        raise UsageError(f"--rank is {rank_of!r}; it wants a rank and the number of ranks, such as 0/4")
     return RankExecutor(int(rank), int(num_ranks))
 
 
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
 MAX_SHOWN, MAX_SHOWN_ONE_REASON = 20, 3
-"""Problems shown one by one: few where all are of one kind."""
+"""Problems listed one by one; fewer where all have the same reason."""
 
 
 def audit_lines(name: str, audit: dict[str, Any], quarantine: str) -> Iterator[str]:
@@ -177,15 +178,15 @@ def audit_lines(name: str, audit: dict[str, Any], quarantine: str) -> Iterator[s
         return
     lengths, truncated, duplicates, split = audit["lengths"], audit["truncated"], audit["duplicates"], audit["split"]
     yield (
-        f"  tokens      {audit['tokens']:,} (by {audit['tokens_counted_by']}); half of the rows have at most "
-        f"{lengths['median']:,}, 99 % at most {lengths['p99']:,}, the longest {lengths['longest']:,}"
+        f"  tokens      {audit['tokens']:,} (by {audit['tokens_counted_by']}); median {lengths['median']:,}, "
+        f"p99 {lengths['p99']:,}, max {lengths['longest']:,}"
     )
     yield f"  lengths     {_sparkline(lengths['counts'])}  {lengths['bins'][0]} to {lengths['longest']:,} tokens"
     lost = f"{truncated['truncated_tokens']:,} tokens at max_length {audit['max_length']}"
     yield f"  truncated   {truncated['rows']:,} rows ({truncated['fraction']:.1%}) lose {lost}"
-    most_frequent = (
-        f"; one stands {duplicates['max_copies']} times: {duplicates['example']}" if duplicates["exact"] else ""
-    )
+    most_frequent = ""
+    if duplicates["exact"]:
+        most_frequent = f"; the most frequent occurs {duplicates['max_copies']} times: {duplicates['example']}"
     yield f"  duplicates  {duplicates['exact']:,} exact, {duplicates['near']:,} near duplicates{most_frequent}"
     yield (
         f"  split       {split['train_rows']:,} training rows, {split['held_out_rows']:,} held out; "
@@ -197,13 +198,13 @@ def audit_lines(name: str, audit: dict[str, Any], quarantine: str) -> Iterator[s
 
 
 def _sparkline(counts: Sequence[int]) -> str:
-    """A histogram in a line."""
+    """A histogram on one line."""
     bars, top = " ▁▂▃▄▅▆▇█", max([*counts, 1])
     return "".join(bars[-(-count * 8 // top)] for count in counts)
 
 
 def highlight_trained(pieces: Sequence[tuple[str, bool]], use_color: bool) -> str:
-    """Trained text in green, or between ⟦ and ⟧ where there are no colours; nothing that a terminal would act on."""
+    """Trained text in green, or between ⟦ and ⟧ without colors; control characters are replaced."""
     before, after = (GREEN, RESET) if use_color else ("⟦", "⟧")
     return "".join(
         f"{before}{_replace_control_chars(text)}{after}" if trained else _replace_control_chars(text)

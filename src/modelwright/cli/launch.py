@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from modelwright.cli.recipe import JsonOption, SetOption
+from modelwright.cli.options import (
+    AcceptGateOption,
+    AllowChangedOption,
+    Fp8Option,
+    FromStageOption,
+    JobKindOption,
+    JsonOption,
+    LogFormatOption,
+    MasterAddrOption,
+    MasterPortOption,
+    NodeRankOption,
+    ReasonOption,
+    RecipeArgument,
+    SetOption,
+    StringList,
+    UntilStageOption,
+    add_commands,
+    print_json,
+)
 
 if TYPE_CHECKING:
     from modelwright.cluster.client import KubectlClient
@@ -20,150 +39,147 @@ if TYPE_CHECKING:
     from modelwright.launch.config import NodeOptions
     from modelwright.recipe.load import LoadedRecipe
 
+MAX_RESTARTS = 3
+"""Default of --max-restarts."""
+NprocPerNodeOption = Annotated[
+    str | None,
+    typer.Option("--nproc-per-node", help="Processes per node, or of each node (4,2); default: one per GPU, or one."),
+]
+MaxRestartsOption = Annotated[
+    int, typer.Option("--max-restarts", help="Restarts allowed without a completed step in between.")
+]
+NnodesOption = Annotated[
+    str | None,
+    typer.Option("--nnodes", help="Number of nodes; MIN:MAX is elastic. Without --node-rank: print their commands."),
+]
+WorkDirOption = Annotated[
+    Path | None, typer.Option("--work-dir", help="openshift: working directory of the simulation.")
+]
+InjectFaultOption = Annotated[
+    StringList,
+    typer.Option("--inject-fault", metavar="KIND:POD@STEP", help="openshift: fault in the simulation: kill, evict or "
+                 "node-lost, such as kill:1@5."),
+]  # fmt: skip
+GitRepoOption = Annotated[
+    str | None,
+    typer.Option("--git-repo", metavar="PATH", help="openshift: local repository that the simulation clones."),
+]
+
 
 def register(app: typer.Typer) -> None:
-    """Add the verb, and those that look after what it sent to a cluster."""
-    app.command("launch")(launch)
-    app.command("doctor")(doctor)
+    """Add these commands to the application."""
+    add_commands(app, {"launch": launch, "doctor": doctor})
+    job = typer.Typer(help="Manage a job on the cluster, and check manifests.", no_args_is_help=True)
+    add_commands(job, {"check": check_files, "status": status, "logs": logs, "cancel": cancel, "pull": pull})
     app.add_typer(job, name="job")
 
 
 def launch(
-    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a built-in recipe.")],
-    more: Annotated[list[str] | None, typer.Argument(help="After --, further options of run.")] = None,
+    recipe: RecipeArgument,
     on: Annotated[str, typer.Option("--on", help="local (this machine), nodes (several), or openshift.")] = "local",
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set KEY=VALUE; repeatable.")
-    ] = None,
-    override: Annotated[
-        list[str] | None, typer.Option("--override", metavar="KEY", help="Resume although this setting changed.")
-    ] = None,
-    per_node: Annotated[
-        str | None, typer.Option(help="Processes per node, or of each node (4,2); default: one per GPU, or one.")
-    ] = None,
-    nodes: Annotated[str | None, typer.Option(help="nodes: number of nodes; MIN:MAX is elastic.")] = None,
-    node_rank: Annotated[
-        int | None,
-        typer.Option(help="nodes: rank of this node, from 0; default: print the command of each node."),
-    ] = None,
-    main_address: Annotated[
-        str | None, typer.Option(help="nodes: address at which the other nodes reach node 0.")
-    ] = None,
-    port: Annotated[int | None, typer.Option(help="nodes: a free port there; default: 29500.")] = None,
-    max_restarts: Annotated[int, typer.Option(help="Restarts allowed without a completed step in between.")] = 3,
-    log_format: Annotated[
-        str, typer.Option("--log-format", help="auto (a live panel on a terminal), plain, or json.")
-    ] = "auto",
+    overrides: SetOption = None,
+    allow_changed: AllowChangedOption = None,
+    from_stage: FromStageOption = None,
+    until_stage: UntilStageOption = None,
+    accept_gate: AcceptGateOption = None,
+    reason: ReasonOption = None,
+    fp8: Fp8Option = None,
+    log_format: LogFormatOption = "auto",
+    nproc_per_node: NprocPerNodeOption = None,
+    max_restarts: MaxRestartsOption = MAX_RESTARTS,
+    nnodes: NnodesOption = None,
+    node_rank: NodeRankOption = None,
+    master_addr: MasterAddrOption = None,
+    master_port: MasterPortOption = None,
     render: Annotated[bool, typer.Option("--render", help="openshift: print the manifests.")] = False,
     check: Annotated[bool, typer.Option("--check", help="openshift: check the manifests.")] = False,
-    simulate: Annotated[bool, typer.Option("--rehearse", help="openshift: simulate the job on this machine.")] = False,
+    simulate: Annotated[bool, typer.Option("--simulate", help="openshift: simulate the job on this machine.")] = False,
     submit: Annotated[bool, typer.Option("--submit", help="openshift: submit the job.")] = False,
     job_kind: JobKindOption = None,
-    work_dir: Annotated[
-        Path | None, typer.Option("--place", help="openshift: working directory of the simulation.")
-    ] = None,
-    faults: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--disturb", metavar="KIND:POD@STEP", help="openshift: fault to inject in the simulation, such as kill:1@5."
-        ),
-    ] = None,
-    clone_from: Annotated[
-        str | None, typer.Option(metavar="PATH", help="openshift: local repository that the simulation clones.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    work_dir: WorkDirOption = None,
+    faults: InjectFaultOption = None,
+    git_repo: GitRepoOption = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Run a recipe on all local GPUs, on several nodes or on a cluster; restarts from the last checkpoint after a failure."""
-    from modelwright.launch.config import NodeOptions, process_environment
+    """Run a recipe on all local GPUs, several nodes or a cluster. After a failure, it restarts from the last checkpoint."""
+    from modelwright.launch.config import NodeOptions
     from modelwright.recipe.load import load
 
-    node_options = NodeOptions(nodes, node_rank, main_address, port, per_node)
-    action = ClusterAction(
-        render, check, simulate, submit, job_kind, work_dir, tuple(faults or ()), clone_from, as_json
-    )
-    _reject_unused_options(on, node_options, action)
+    run_options = {"--allow-changed": allow_changed, "--from-stage": from_stage, "--until-stage": until_stage,
+                   "--accept-gate": accept_gate, "--reason": reason, "--fp8": fp8,
+                   "--log-format": log_format if log_format != "auto" else None}  # fmt: skip
+    process_options = {"--nproc-per-node": nproc_per_node,
+                       "--max-restarts": max_restarts if max_restarts != MAX_RESTARTS else None}  # fmt: skip
+    node_options = {"--nnodes": nnodes, "--node-rank": node_rank, "--master-addr": master_addr,
+                    "--master-port": master_port}  # fmt: skip
+    cluster_options = {"--render": render, "--check": check, "--simulate": simulate, "--submit": submit,
+                       "--job-kind": job_kind, "--work-dir": work_dir, "--inject-fault": faults,
+                       "--git-repo": git_repo}  # fmt: skip
+    _reject_unused(on, {("local", "nodes"): run_options | process_options, ("nodes",): node_options,
+                        ("openshift",): cluster_options, ("nodes", "openshift"): {"--json": as_json}})  # fmt: skip
     loaded = load(recipe, overrides or ())
     if on == "openshift":
+        action = ClusterAction(
+            render, check, simulate, submit, job_kind, work_dir, tuple(faults or ()), git_repo, as_json
+        )
         launch_on_openshift(loaded, action)
         return
-    options = NodeOptions(nproc_per_node=per_node) if on == "local" else node_options
-    set_args = [arg for setting in overrides or () for arg in ("--set", setting)]
-    override_args = [arg for key in override or () for arg in ("--override", key)]
-    run_args = (*set_args, *override_args, *(more or ()))
-    if on == "nodes":
-        env = process_environment()
-        options = options.with_pet_defaults(env)
-        if options.node_rank is None:
-            _print_node_commands(recipe, run_args, options, as_json)
-            return
-    rank_args = ("run", recipe, *run_args, "--log-format", log_format)
-    _start_node(loaded, rank_args, options, max_restarts)
+    options = NodeOptions(nnodes, node_rank, master_addr, master_port, nproc_per_node)
+    options = options.with_pet_defaults() if on == "nodes" else replace(options, node_rank=0)
+    _launch_nodes(loaded, recipe, _to_args({"--set": overrides, **run_options}), options, max_restarts, as_json)
 
 
-def _reject_unused_options(on: str, node_options: NodeOptions, action: ClusterAction) -> None:
-    """Words that mean nothing where the recipe is to run: `--nodes 2` without `--on nodes` would be one node."""
+def _reject_unused(on: str, options: dict[tuple[str, ...], dict[str, Any]]) -> None:
+    """Refuse options without effect where the recipe runs: `--nnodes 2` without `--on nodes` would be one node."""
     from modelwright.errors import UsageError
 
     if on not in ("local", "nodes", "openshift"):
         raise UsageError(f"--on is {on!r}; it wants local, nodes or openshift")
-    node_flags = {
-        "--nodes": node_options.nnodes,
-        "--node-rank": node_options.node_rank,
-        "--main-address": node_options.master_addr,
-        "--port": node_options.master_port,
-    }
-    cluster_flags = {"--render": action.render, "--check": action.check, "--rehearse": action.simulate,
-               "--submit": action.submit}  # fmt: skip
-    for mode, flags in (("nodes", node_flags), ("openshift", cluster_flags)):
-        unused = [name for name, value in flags.items() if value is not None and value is not False]
-        if unused and on != mode:
-            raise UsageError(f"{', '.join(unused)} with --on {on} has no effect; use --on {mode} or drop it")
+    for modes, values in options.items():
+        unused = [name for name, value in values.items() if value is not None and value is not False]
+        if unused and on not in modes:
+            raise UsageError(
+                f"{', '.join(unused)} with --on {on} has no effect; use --on {' or '.join(modes)} or drop it"
+            )
 
 
-def _print_node_commands(recipe: str, run_args: tuple[str, ...], options: NodeOptions, as_json: bool) -> None:
-    """One command for each node."""
-    import json
-
-    from modelwright.launch.config import node_commands, process_environment
-
-    entries = node_commands(recipe, run_args, options, process_environment())
-    if as_json:
-        print(json.dumps({"nodes": entries}))
-        return
-    if options.master_addr is None:
-        print("# MAIN_ADDRESS: the address of node 0, as the other nodes reach it (see hostname -I there)")
-    for node in entries:
-        print(f"# node {node['node']}\n{node['command']}")
-    print(f"# the same with torchrun, for example on node 0\n{entries[0]['torchrun']}")
+def _to_args(options: dict[str, Any]) -> tuple[str, ...]:
+    """Option values as the arguments of a command line."""
+    args: list[str] = []
+    for name, value in options.items():
+        if isinstance(value, bool):
+            args.append(name if value else name.replace("--", "--no-"))
+        elif value is not None:
+            args += [arg for item in (value if isinstance(value, list) else [value]) for arg in (name, str(item))]
+    return tuple(args)
 
 
-def _start_node(loaded: LoadedRecipe, rank_args: tuple[str, ...], options: NodeOptions, max_restarts: int) -> None:
-    """Run this node's part, and leave with its ranks' exit code."""
-    import sys
-
-    from modelwright.launch.config import build_launch_config
+def _launch_nodes(
+    loaded: LoadedRecipe, recipe: str, run_args: tuple[str, ...], options: NodeOptions, max_restarts: int, as_json: bool
+) -> None:
+    """Run this node's part and exit with its ranks' code; with several nodes and no node rank, print their commands."""
+    from modelwright.launch.config import build_launch_config, node_commands
     from modelwright.launch.supervisor import supervise
     from modelwright.runs.caches import prepare_environment
 
-    prepare_environment()
-    code, message = supervise(build_launch_config(loaded, rank_args, options, max_restarts))
-    if message:
-        print(message, file=sys.stderr)
-    if code:
-        raise typer.Exit(code)
-
-
-JobRecipeArgument = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a built-in recipe.")
-]
-JobSetOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set KEY=VALUE; repeatable.")
-]
-JobKindOption = Annotated[
-    str | None, typer.Option("--target", help="trainjob or pytorchjob; default: as in the recipe.")
-]
-JobJsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
-job = typer.Typer(help="Manage a job on the cluster, and check manifests.", no_args_is_help=True)
+    if options.node_rank is not None:
+        prepare_environment()
+        code, message = supervise(build_launch_config(loaded, ("run", recipe, *run_args), options, max_restarts))
+        if message:
+            print(message, file=sys.stderr)
+        if code:
+            raise typer.Exit(code)
+        return
+    restart_args = ("--max-restarts", str(max_restarts)) if max_restarts != MAX_RESTARTS else ()
+    entries = node_commands(recipe, run_args, options, launch_args=restart_args)
+    if as_json:
+        print_json({"nodes": entries})
+        return
+    if options.master_addr is None:
+        print("# MASTER_ADDR: the address of node 0, as the other nodes reach it (see hostname -I there)")
+    for node in entries:
+        print(f"# node {node['node']}\n{node['command']}")
+    print(f"# the same with torchrun, for example on node 0\n{entries[0]['torchrun']}")
 
 
 @dataclass(frozen=True)
@@ -191,23 +207,21 @@ class ClusterAction:
 
 
 def launch_on_openshift(loaded: LoadedRecipe, action: ClusterAction) -> None:
-    """Render, check, rehearse or send a recipe as a cluster job; the check comes before everything else."""
+    """Render, check, simulate or submit a recipe as a cluster job; manifests with errors go no further."""
     from modelwright.cluster.documents import parse_manifests
     from modelwright.cluster.lint import lint
     from modelwright.cluster.manifests import documents, render
     from modelwright.errors import ProblemsError, UsageError
 
     if sum((action.render, action.check, action.simulate, action.submit)) != 1:
-        raise UsageError("--on openshift wants one of --render, --check, --rehearse, --submit")
+        raise UsageError("--on openshift wants one of --render, --check, --simulate, --submit")
     cluster_job = _build_job(loaded, action.job_kind)
     text = render(cluster_job)
     if action.render:
-        print(
-            json.dumps({"apiVersion": "v1", "kind": "List", "items": documents(cluster_job)})
-            if action.as_json
-            else text,
-            end="",
-        )
+        if action.as_json:
+            print_json({"apiVersion": "v1", "kind": "List", "items": documents(cluster_job)})
+        else:
+            print(text, end="")
         return
     findings = lint(parse_manifests(text, f"{cluster_job.name}.yaml"))
     errors = [finding for finding in findings if finding.is_error]
@@ -221,12 +235,11 @@ def launch_on_openshift(loaded: LoadedRecipe, action: ClusterAction) -> None:
         _submit(cluster_job, text, action.as_json)
 
 
-@job.command("check")
 def check_files(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Manifests, yours or rendered.")],
-    as_json: JobJsonOption = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Report every error in manifests by file and line: unknown fields, wrong types, and what would fail only later."""
+    """Report every error in manifests by file and line. Also: what would fail only on the cluster."""
     from modelwright.cluster.documents import load_manifests
     from modelwright.cluster.lint import lint
 
@@ -234,22 +247,16 @@ def check_files(
     _print_findings(lint(manifests), ", ".join(map(str, files)), as_json)
 
 
-@job.command("status")
 def status(
-    recipe: JobRecipeArgument,
-    overrides: JobSetOption = None,
-    job_kind: JobKindOption = None,
-    as_json: JobJsonOption = False,
+    recipe: RecipeArgument, overrides: SetOption = None, job_kind: JobKindOption = None, as_json: JsonOption = False
 ) -> None:
     """Show the status of a job: phase, pods, progress."""
-    from dataclasses import asdict
-
     from modelwright.cluster import client as cluster_client
 
     client, cluster_job = _client_and_job(recipe, overrides, job_kind)
     job_status = cluster_client.status(client, cluster_job)
     if as_json:
-        print(json.dumps(asdict(job_status)))
+        print_json(asdict(job_status))
         return
     print(f"{job_status.name}: {job_status.phase}" + (f" ({job_status.reason})" if job_status.reason else ""))
     for name, phase in job_status.pods.items():
@@ -258,11 +265,10 @@ def status(
         print(f"  progress  {json.dumps(job_status.progress)}")
 
 
-@job.command("logs")
 def logs(
-    recipe: JobRecipeArgument,
+    recipe: RecipeArgument,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the log.")] = False,
-    overrides: JobSetOption = None,
+    overrides: SetOption = None,
     job_kind: JobKindOption = None,
 ) -> None:
     """Show the log of the first pod."""
@@ -273,8 +279,7 @@ def logs(
         raise typer.Exit(code)
 
 
-@job.command("cancel")
-def cancel(recipe: JobRecipeArgument, overrides: JobSetOption = None, job_kind: JobKindOption = None) -> None:
+def cancel(recipe: RecipeArgument, overrides: SetOption = None, job_kind: JobKindOption = None) -> None:
     """Delete a job; its volumes and the run on them are kept."""
     from modelwright.cluster import client as cluster_client
 
@@ -282,11 +287,10 @@ def cancel(recipe: JobRecipeArgument, overrides: JobSetOption = None, job_kind: 
     print(cluster_client.cancel(client, cluster_job) or f"there was no {cluster_job.job_kind} {cluster_job.name}")
 
 
-@job.command("pull")
 def pull(
-    recipe: JobRecipeArgument,
-    output: Annotated[Path | None, typer.Option("--into", help="Folder; default: runs/NAME.")] = None,
-    overrides: JobSetOption = None,
+    recipe: RecipeArgument,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder; default: runs/NAME.")] = None,
+    overrides: SetOption = None,
     job_kind: JobKindOption = None,
 ) -> None:
     """Download the run folder of a job."""
@@ -298,12 +302,12 @@ def pull(
 
 
 def _build_job(loaded: LoadedRecipe, job_kind: str | None) -> ClusterJob:
-    """The recipe as a cluster job, with the grace that its last run's saves ask for."""
+    """The recipe as a cluster job; its grace period follows the longest checkpoint of the last run."""
     from modelwright.cluster.manifests import build_job, longest_save_seconds
     from modelwright.errors import UsageError
 
     if job_kind not in (None, "trainjob", "pytorchjob"):
-        raise UsageError(f"--target is {job_kind!r}; it wants trainjob or pytorchjob")
+        raise UsageError(f"--job-kind is {job_kind!r}; it wants trainjob or pytorchjob")
     save = longest_save_seconds(Path(loaded.recipe.run_dir))
     return build_job(loaded.recipe, loaded.path.parent, job_kind, save)  # type: ignore[arg-type]
 
@@ -317,14 +321,15 @@ def _client_and_job(recipe: str, overrides: list[str] | None, job_kind: str | No
 
 
 def _print_findings(findings: list[LintFinding], subject: str, as_json: bool) -> None:
-    """Problems on stdout's object or on stderr; notes never fail the check."""
+    """Print findings as JSON on stdout or as lines on stderr; only errors fail the check."""
     errors = [finding for finding in findings if finding.is_error]
     if as_json:
         rows = [
-            {"where": finding.where, "field": finding.field, "message": finding.message, "is_error": finding.is_error}
+            {"where": finding.where, "field": finding.field, "message": finding.message,
+             "severity": "error" if finding.is_error else "note"}
             for finding in findings
-        ]
-        print(json.dumps({"ok": not errors, "problems": rows}, ensure_ascii=False))
+        ]  # fmt: skip
+        print_json({"ok": not errors, "problems": rows})
     else:
         for finding in findings:
             print(finding if finding.is_error else f"{finding.where}: note: {finding.message}", file=sys.stderr)
@@ -346,8 +351,8 @@ def _simulate(cluster_job: ClusterJob, text: str, action: ClusterAction) -> None
     )
     if action.as_json:
         payload: dict[str, Any] = {"succeeded": result.succeeded, "reason": result.reason, "events": result.events}
-        paths = {name: str(path) for name, path in result.logs.items()}
-        print(json.dumps({**payload, "logs": paths, "not_simulated": result.not_simulated, "work_dir": str(work_dir)}))
+        payload["logs"] = {name: str(path) for name, path in result.logs.items()}
+        print_json({**payload, "not_simulated": result.not_simulated, "work_dir": str(work_dir)})
     else:
         print(f"{'Succeeded' if result.succeeded else 'Failed'}: {result.reason}; logs are in {work_dir / 'logs'}")
         for line in result.not_simulated:
@@ -357,16 +362,17 @@ def _simulate(cluster_job: ClusterJob, text: str, action: ClusterAction) -> None
 
 
 def _parse_fault(text: str) -> InjectedFault:
-    """`kill:1@5` is: kill pod 1 once step 5 is told."""
-    import re
-
+    """`kill:1@5`: kill pod 1 when it reports step 5."""
     from modelwright.cluster.simulator import InjectedFault
     from modelwright.errors import UsageError
 
-    match = re.fullmatch(r"(kill|evict|lose):(\d+)@(\d+)", text)
+    match = re.fullmatch(r"(kill|evict|node-lost|lose):(\d+)@(\d+)", text)
     if match is None:
-        raise UsageError(f"--disturb is {text!r}; it wants kill, evict or lose, a pod and a step, such as kill:1@5")
-    return InjectedFault(match[1], int(match[2]), int(match[3]))  # type: ignore[arg-type]
+        raise UsageError(
+            f"--inject-fault is {text!r}; it wants kill, evict or node-lost, a pod and a step, such as kill:1@5"
+        )
+    kind = "node-lost" if match[1] == "lose" else match[1]  # lose: the word of version 0.1
+    return InjectedFault(kind, int(match[2]), int(match[3]))  # type: ignore[arg-type]
 
 
 def _submit(cluster_job: ClusterJob, text: str, as_json: bool) -> None:
@@ -374,23 +380,11 @@ def _submit(cluster_job: ClusterJob, text: str, as_json: bool) -> None:
 
     output = cluster_client.submit(cluster_client.find_client(cluster_job.cluster.namespace), text, cluster_job)
     if as_json:
-        print(
-            json.dumps(
-                {
-                    "job": cluster_job.name,
-                    "target": cluster_job.job_kind,
-                    "namespace": cluster_job.cluster.namespace,
-                    "output": output,
-                }
-            )
-        )
+        print_json({"job": cluster_job.name, "job_kind": cluster_job.job_kind,
+                    "namespace": cluster_job.cluster.namespace, "output": output})  # fmt: skip
         return
     print("\n".join(output))
     print(f"submitted; check with: modelwright job status {cluster_job.payload.recipe.name}")
-
-
-CHECKS_FAILED = 2
-"""Exit code where something must be mended before the recipe can run."""
 
 
 def doctor(
@@ -398,14 +392,12 @@ def doctor(
         str | None, typer.Argument(metavar="[RECIPE]", help="Also check whether this recipe can run here.")
     ] = None,
     overrides: SetOption = None,
-    nodes: Annotated[
-        str | None, typer.Option(help="Check this many nodes together; start it on all of them at once.")
+    nnodes: Annotated[
+        str | None, typer.Option("--nnodes", help="Check this many nodes together; start it on all of them at once.")
     ] = None,
-    node_rank: Annotated[int | None, typer.Option(help="With --nodes: rank of this node, from 0.")] = None,
-    main_address: Annotated[
-        str | None, typer.Option(help="With --nodes: address at which the other nodes reach node 0.")
-    ] = None,
-    port: Annotated[int | None, typer.Option(help="With --nodes: a free port there; default: 29500.")] = None,
+    node_rank: NodeRankOption = None,
+    master_addr: MasterAddrOption = None,
+    master_port: MasterPortOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check this machine (and a recipe on it) and suggest fixes. Exit 0 only if every check passed."""
@@ -416,31 +408,28 @@ def doctor(
     from modelwright.recipe.load import load
     from modelwright.runs.caches import prepare_environment
 
-    options = NodeOptions(nodes, node_rank, main_address, port)
-    if not nodes and options != NodeOptions():
+    options = NodeOptions(nnodes, node_rank, master_addr, master_port)
+    if not nnodes and options != NodeOptions():
         raise UsageError(
-            "--node-rank, --main-address and --port need --nodes too: the number of nodes that are checked together"
+            "--node-rank, --master-addr and --master-port need --nnodes too: the number of nodes to check together"
         )
     loaded = load(recipe, overrides or ()) if recipe else None
     prepare_environment()
-    if nodes and options.node_rank is not None:
-        typer.echo(
-            f"node {options.node_rank} of {nodes}: waiting up to {PREFLIGHT_TIMEOUT.total_seconds():.0f} s for the other nodes",
-            err=True,
-        )
-    results = check_nodes(options, loaded) if nodes else run_checks(recipe_checks(loaded))
-    failed = [check for check in results if check.status == "fail"]
+    if nnodes and node_rank is not None:
+        timeout = PREFLIGHT_TIMEOUT.total_seconds()
+        typer.echo(f"node {node_rank} of {nnodes}: waiting up to {timeout:.0f} s for the other nodes", err=True)
+    results = check_nodes(options, loaded) if nnodes else run_checks(recipe_checks(loaded))
+    failed = [check.name for check in results if check.status == "fail"]
     if as_json:
-        payload = {"ok": not failed, "recipe": loaded.recipe.name if loaded else None,
-                "checks": [check.as_json() for check in results]}  # fmt: skip
-        typer.echo(json.dumps(payload, indent=2, ensure_ascii=False))
+        name = loaded.recipe.name if loaded else None
+        print_json({"ok": not failed, "recipe": name, "checks": [check.as_json() for check in results]})
     else:
         width = max(len(check.name) for check in results)
         for check in results:
             typer.echo(f"{check.status:<4}  {check.name:<{width}}  {check.detail}")
             if check.fix:
                 typer.echo(f"{'':<4}  {'':<{width}}  → {check.fix}")
-        subject = f"{loaded.recipe.name}: " if loaded else "these nodes: " if nodes else "this machine: "
-        typer.echo(f"\n{subject}{'failed: ' + ', '.join(c.name for c in failed) if failed else 'all checks passed'}")
+        subject = loaded.recipe.name if loaded else "these nodes" if nnodes else "this machine"
+        typer.echo(f"\n{subject}: {'failed: ' + ', '.join(failed) if failed else 'all checks passed'}")
     if failed:
-        raise typer.Exit(CHECKS_FAILED)
+        raise typer.Exit(UsageError.exit_code)

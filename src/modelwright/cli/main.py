@@ -11,18 +11,18 @@ import typer
 from modelwright import __version__
 from modelwright.cli import data, launch, model, recipe, run
 from modelwright.errors import Interrupted, ModelwrightError, StorageError, is_storage_failure, redact_secrets
+from modelwright.report.formatting import strip_control_chars
 
 SIGINT_EXIT_CODE = 130
-"""What typer makes of Ctrl-C; ours is the code of everything that stops early and can go on."""
+"""Typer's exit code for Ctrl-C; ours is the one of every run that stopped early and can resume."""
 GC_THRESHOLD = (10_000, 20, 50)
-"""How often Python looks for what refers to itself: its usual 700 takes a fifth of the time to import torch and
-transformers, which leave next to nothing of the kind."""
+"""Thresholds of the garbage collector: Python's 700 takes a fifth of the time to import torch and transformers."""
 COMMANDS: dict[ModuleType, tuple[str, ...]] = {
     recipe: ("recipes", "check", "explain", "schema", "convert"),
     data: ("data",),
     run: ("run", "plan"),
     launch: ("launch", "doctor", "job"),
-    model: ("ask", "compare", "gate", "eval", "chat", "serve", "report", "board", "export"),
+    model: ("ask", "compare", "gate", "eval", "chat", "serve", "report", "dashboard", "export"),
 }
 """The module of each command."""
 
@@ -32,7 +32,7 @@ def _root() -> None:
 
 
 def build_app(command_name: str | None = None) -> typer.Typer:
-    """The whole command; where the first word is a verb, only the verbs beside it: 40 verbs take 0.1 CPU-seconds."""
+    """The application; with a command name only that command's module: all 40 commands take 0.1 CPU-seconds."""
     app = typer.Typer(
         name="modelwright",
         help="One file, a recipe, becomes a trained model.",
@@ -43,7 +43,7 @@ def build_app(command_name: str | None = None) -> typer.Typer:
         epilog="Also: --version, and with any command --debug, which shows the traceback of an error.",
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback()(_root)  # no options of its own: typer takes 0.1 CPU-seconds to read even one
+    app.callback()(_root)  # without options: typer takes 0.1 CPU-seconds to read even one
     modules = [module for module in COMMANDS if command_name in COMMANDS[module]] or list(COMMANDS)
     for module in modules:
         module.register(app)
@@ -51,10 +51,10 @@ def build_app(command_name: str | None = None) -> typer.Typer:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command; problems are told on stderr without a traceback."""
+    """Run a command; errors are printed on stderr without a traceback."""
     gc.set_threshold(*GC_THRESHOLD)
     argv = sys.argv[1:] if arguments is None else arguments
-    debug = "--debug" in argv  # taken out here, so that it may stand before or after the verb
+    debug = "--debug" in argv  # allowed before and after the command
     try:
         args = [argument for argument in argv if argument != "--debug"]
         if args[:1] == ["--version"]:
@@ -65,39 +65,28 @@ def main(arguments: list[str] | None = None) -> None:
         if debug:
             raise
         if not error.already_printed:
-            print(_strip_control_chars(str(error)), file=sys.stderr)
+            print(strip_control_chars(str(error)), file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(Interrupted.exit_code)
     except SystemExit as stop:
         sys.exit(Interrupted.exit_code if stop.code == SIGINT_EXIT_CODE else stop.code)
     except Exception as error:
-        if message := _repair_bytecode(error):
+        from modelwright.runs.caches import remove_truncated_bytecode
+
+        if message := remove_truncated_bytecode(error):
             print(message, file=sys.stderr)
             sys.exit(Interrupted.exit_code)
         if debug:
             _redact_error(error)
             raise
-        text = _strip_control_chars(redact_secrets(f"{type(error).__name__}: {error}"))
+        text = strip_control_chars(redact_secrets(f"{type(error).__name__}: {error}"))
         print(f"{text}\nUnexpected error; rerun with --debug for the traceback", file=sys.stderr)
         sys.exit(StorageError.exit_code if isinstance(error, OSError) and is_storage_failure(error) else 1)
 
 
-def _repair_bytecode(error: Exception) -> str | None:
-    from modelwright.runs.caches import remove_truncated_bytecode
-
-    return remove_truncated_bytecode(error)
-
-
-def _strip_control_chars(text: str) -> str:
-    """A letter may quote data, and data may hold what a terminal acts upon."""
-    from modelwright.report.formatting import strip_control_chars
-
-    return strip_control_chars(text)
-
-
 def _redact_error(error: BaseException | None) -> None:
-    """Take what looks like a secret out of an error of others, and of those before it, since all are printed."""
+    """Redact secrets in an error of a library and in its causes, since a traceback prints all of them."""
     while error is not None:
         error.args = tuple(redact_secrets(part) if isinstance(part, str) else part for part in error.args)
         error = error.__cause__ or error.__context__

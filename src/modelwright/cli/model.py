@@ -1,11 +1,17 @@
-"""Commands on a run and its model: ask, compare, gate, eval, chat, serve, report, board, export."""
+"""Commands on a run and its model: ask, compare, gate, eval, chat, serve, report, dashboard, export."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from modelwright.cli.options import JsonOption, RunArgument, StringList, add_commands, print_json
+from modelwright.errors import GateClosed, UsageError
+from modelwright.report.formatting import strip_control_chars
 
 if TYPE_CHECKING:
     from modelwright.recipe.sections import EvaluateConfig
@@ -14,17 +20,11 @@ if TYPE_CHECKING:
     from modelwright.stages.compare import RunModels
 
 
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or its name under runs/.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
-
-
 def register(app: typer.Typer) -> None:
-    """Add the verbs to the command."""
-    for function in (ask, compare, gate):
-        app.command(function.__name__)(function)
-    app.command("eval")(evaluate)
-    for function in (chat, serve, report, board, export):
-        app.command(function.__name__)(function)
+    """Add these commands to the application."""
+    add_commands(app, {"ask": ask, "compare": compare, "gate": gate, "eval": evaluate, "chat": chat, "serve": serve,
+                       "report": report, "dashboard": dashboard, "export": export})  # fmt: skip
+    add_commands(app, {"board": dashboard}, hidden=True)  # its name in version 0.1
 
 
 def ask(
@@ -34,11 +34,7 @@ def ask(
     both: Annotated[bool, typer.Option("--both", help="Ask before and after, one below the other.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Ask the model of a run, with the prompt it was trained with; the answer is streamed."""
-    import json
-
-    from modelwright.errors import UsageError
-    from modelwright.report.formatting import strip_control_chars
+    """Ask the model of a run a question. It gets the prompt of its training; the answer is streamed."""
     from modelwright.runs.caches import prepare_environment
     from modelwright.runs.folder import open_run
 
@@ -48,11 +44,11 @@ def ask(
     prepare_environment()
     from modelwright.stages.compare import RunModels
 
-    asker = RunModels(folder)
+    models = RunModels(folder)
     names = ["before", "after"] if both else ["before"] if base else ["after"]
     answers: dict[str, str] = dict.fromkeys(names, "")
     for name in names:
-        reply = asker.generator(name).stream(asker.messages(question))
+        reply = models.generator(name).stream(models.messages(question))
         if both and not as_json:
             print(f"{name}: ", end="")
         for piece in reply:
@@ -62,7 +58,7 @@ def ask(
         if not as_json:
             print("\n" if both else "")
     if as_json:
-        print(json.dumps({"question": question, **answers}, ensure_ascii=False))
+        print_json({"question": question, **answers})
 
 
 def compare(
@@ -70,10 +66,7 @@ def compare(
     other: Annotated[str | None, typer.Argument(metavar="[OTHER]", help="A second run to compare with.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the answers before and after training; with a second run, compare two runs."""
-    import json
-
-    from modelwright.errors import UsageError
+    """Show answers before and after training, or compare two runs."""
     from modelwright.report.console import format_event
     from modelwright.runs.folder import open_run, read_json
 
@@ -85,21 +78,19 @@ def compare(
         raise UsageError(f"{run} has no before and after yet; finish it with: modelwright run")
     before_after = read_json(path)
     if as_json:
-        print(json.dumps({key: before_after[key] for key in ("metrics", "answers", "notice")}, ensure_ascii=False))
+        print_json({key: before_after[key] for key in ("metrics", "answers", "notice")})
         return
     print(format_event({"event": "answers", **before_after}))
 
 
 def _compare_runs(run: str, other: str, as_json: bool) -> None:
-    import json
-
     from modelwright.report.history import read_history
     from modelwright.report.view import compare_runs, comparison_lines, load_run_view
     from modelwright.runs.folder import open_run
 
     folders = open_run(run), open_run(other)
     comparison = compare_runs(*(load_run_view(folder, read_history(folder)) for folder in folders))
-    print(json.dumps(comparison.as_json(), ensure_ascii=False) if as_json else "\n".join(comparison_lines(comparison)))
+    print_json(comparison.as_json()) if as_json else print("\n".join(comparison_lines(comparison)))
 
 
 def gate(
@@ -107,15 +98,12 @@ def gate(
     stage: Annotated[str | None, typer.Argument(help="One stage; default: every stage that was evaluated.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Re-evaluate the gates with the recipe's current thresholds, without training."""
-    import json
-
-    from modelwright.errors import GateClosed
+    """Re-evaluate the gates with the recipe's current thresholds. Nothing is trained."""
     from modelwright.stages.gate import rejudge_run
 
     verdicts = rejudge_run(run, stage)
     if as_json:
-        print(json.dumps({verdict.stage: verdict.as_json() for verdict in verdicts}, ensure_ascii=False))
+        print_json({verdict.stage: verdict.as_json() for verdict in verdicts})
     else:
         for verdict in verdicts:
             print(verdict.message)
@@ -123,18 +111,11 @@ def gate(
         raise typer.Exit(GateClosed.exit_code)
 
 
-ChatRunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or its name under runs/.")]
-
-
 def chat(
-    run: ChatRunArgument,
+    run: RunArgument,
     base: Annotated[bool, typer.Option("--base", help="Chat with the model as it was before training.")] = False,
 ) -> None:
-    """Chat with the model of a run; an empty line or /quit ends it, /new starts a new conversation."""
-    import sys
-
-    from modelwright.errors import UsageError
-    from modelwright.report.formatting import strip_control_chars
+    """Chat with the model of a run. An empty line or /quit ends it, /new starts a new conversation."""
     from modelwright.runs.caches import prepare_environment
     from modelwright.runs.folder import open_run
 
@@ -142,9 +123,9 @@ def chat(
     prepare_environment()
     from modelwright.stages.compare import RunModels
 
-    asker = RunModels(folder)
-    answerer = asker.generator("before" if base else "after")
-    messages = asker.messages("")[:-1]
+    models = RunModels(folder)
+    generator = models.generator("before" if base else "after")
+    messages = models.messages("")[:-1]
     while True:
         print("> ", end="", flush=True)
         line = sys.stdin.readline().strip()
@@ -152,11 +133,11 @@ def chat(
             print()
             return
         if line == "/new":
-            messages = asker.messages("")[:-1]
+            messages = models.messages("")[:-1]
             continue
         conversation = [*messages, {"role": "user", "content": line}]
         try:
-            reply = answerer.stream(conversation)
+            reply = generator.stream(conversation)
         except UsageError as error:
             print(f"{error}, or start a new conversation with /new")
             continue
@@ -169,12 +150,12 @@ def chat(
 
 
 def serve(
-    run: ChatRunArgument,
+    run: RunArgument,
     base: Annotated[bool, typer.Option("--base", help="Serve the model as it was before training.")] = False,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="Port to listen on; 0 takes a free one.")] = 8000,
     api_key: Annotated[
-        str | None, typer.Option("--key", help="The key clients must send; default: a random one.")
+        str | None, typer.Option("--api-key", help="The key clients must send; default: a random one.")
     ] = None,
 ) -> None:
     """Serve the model of a run to OpenAI-style clients. For production, give its folder to vLLM."""
@@ -184,19 +165,16 @@ def serve(
 
     folder = open_run(run)
     prepare_environment()
-    with listen(host, port) as listener:  # first: a port that is taken is told before a model is loaded
+    with listen(host, port) as listener:  # before the model is loaded: a port in use is reported at once
         from modelwright.serve.openai_server import ServedModel, application
         from modelwright.stages.compare import RunModels
 
-        asker = RunModels(folder)
+        models = RunModels(folder)
         served = ServedModel(
-            asker.recipe.name, asker.generator("before" if base else "after"), asker.system_prompt, api_key
+            models.recipe.name, models.generator("before" if base else "after"), models.system_prompt, api_key
         )
         banner = f"base_url  {listener.url}/v1\napi_key   {served.api_key}\nmodel     {served.name}"
         listener.serve(application(served, listener.hosts), banner)
-
-
-StringList = list[str] | None
 
 
 def evaluate(
@@ -207,11 +185,9 @@ def evaluate(
     ] = None,
     prompts: Annotated[StringList, typer.Option("--prompt", help="Prompt to complete; repeatable.")] = None,
     tasks: Annotated[StringList, typer.Option("--task", help="A task of lm-eval; repeatable.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Evaluate every model of a run in the same way, or one model alone."""
-    import json
-
+    """Evaluate every model of a run in the same way, or one model."""
     from modelwright.recipe.sections import EvaluateConfig
     from modelwright.report.console import format_event
     from modelwright.runs.caches import prepare_environment
@@ -222,7 +198,7 @@ def evaluate(
     )
     results = _measure(target, config)
     if as_json:
-        print(json.dumps(results, ensure_ascii=False))
+        print_json(results)
         return
     for name, result in results.items():
         print(format_event({"event": "evaluate_result", "model": name, **result}))
@@ -232,8 +208,7 @@ def evaluate(
 
 
 def _measure(target: str, config: EvaluateConfig) -> dict[str, Any]:
-    """The measurements by model: every stage of a run, or the one model that is named."""
-    from modelwright.errors import UsageError
+    """Metrics by model: every stage of a run, or one model."""
     from modelwright.runs.folder import open_run
 
     try:
@@ -247,30 +222,22 @@ def _measure(target: str, config: EvaluateConfig) -> dict[str, Any]:
     return stage.evaluate_run(run, config)
 
 
-ReportRunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or its name under runs/.")]
-ReportJsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
-
-
-def report(run: ReportRunArgument, as_json: ReportJsonOption = False) -> None:
+def report(run: RunArgument, as_json: JsonOption = False) -> None:
     """Regenerate a run's report.html, one self-contained page."""
-    import json
-
     from modelwright.report import html
     from modelwright.runs.folder import open_run
 
     folder = open_run(run)
     folder.reject_outside_symlinks()
     path = html.write_report(folder)
-    print(json.dumps({"report": str(path), "bytes": path.stat().st_size}) if as_json else path)
+    print_json({"report": str(path), "bytes": path.stat().st_size}) if as_json else print(path)
 
 
-def board(
+def dashboard(
     runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help="Runs; default: all in runs/.")] = None,
     port: Annotated[int, typer.Option("--port", help="Port on 127.0.0.1; 0 takes a free one.")] = 0,
 ) -> None:
-    """Show runs live in a browser on this machine: curves as they grow, two runs compared, a question box."""
-    from pathlib import Path
-
+    """Show runs live in a browser on this machine. Curves as they grow, two runs compared, a question box."""
     from modelwright.report.dashboard import Dashboard, RunIndex
     from modelwright.report.http_guard import listen
     from modelwright.runs.caches import prepare_environment
@@ -279,12 +246,12 @@ def board(
     selected = tuple(open_run(run) for run in runs or ())
     with listen("127.0.0.1", port) as listener:
         prepare_environment()
-        dashboard = Dashboard(RunIndex(selected, Path("runs"), {}), make_ask_handler())
-        listener.serve(dashboard.application(listener.hosts), f"{listener.url}/{dashboard.token}/")
+        app = Dashboard(RunIndex(selected, Path("runs"), {}), make_ask_handler())
+        listener.serve(app.application(listener.hosts), f"{listener.url}/{app.token}/")
 
 
 def make_ask_handler() -> AskFn:
-    """Answers with the models of the run that was asked last; they are loaded at the first question."""
+    """Answer questions with a run's models, loaded at its first question and kept until another run is asked."""
     loaded: dict[str, RunModels] = {}
 
     def handle_question(folder: RunFolder, question: str) -> Iterator[tuple[str, str]]:
@@ -292,26 +259,24 @@ def make_ask_handler() -> AskFn:
 
         name = str(folder.path)
         if name not in loaded:
-            asker = RunModels(folder)
+            models = RunModels(folder)
             loaded.clear()
-            loaded[name] = asker
+            loaded[name] = models
         return loaded[name].stream_both(question)
 
     return handle_question
 
 
 def export(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or its name under runs/.")],
+    run: RunArgument,
     export_format: Annotated[
         str, typer.Option("--format", help="hf, merged (an adapter), gguf, or pth (images).")
     ] = "hf",
-    outtype: Annotated[str, typer.Option("--kind", help="For gguf: f16 or q8_0.")] = "f16",
-    output: Annotated[str | None, typer.Option("--to", help="The folder; default: RUN/exports/FORMAT.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    outtype: Annotated[str, typer.Option("--outtype", help="For gguf: f16 or q8_0.")] = "f16",
+    output: Annotated[str | None, typer.Option("--output", "-o", help="Folder; default: RUN/exports/FORMAT.")] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Export a run's model with its model card and SHA-256 sums."""
-    import json
-
     from modelwright.runs.caches import prepare_environment
     from modelwright.stages import export as stage
 
@@ -319,7 +284,7 @@ def export(
     prepare_environment()
     exported = stage.export(request)
     if as_json:
-        print(json.dumps(stage.as_json(exported)))
+        print_json(stage.as_json(exported))
         return
     for name, digest in exported.files.items():
         print(f"{digest[:16]}  {name}")

@@ -10,29 +10,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from modelwright.cli.options import JsonOption, RecipeArgument, SetOption, add_commands, print_json, print_notes
 from modelwright.errors import Problem, RecipeError, UsageError, redact_secrets
+from modelwright.report.formatting import strip_control_chars
 
 if TYPE_CHECKING:
     from modelwright.recipe.explain import Explanation, SettingValue
     from modelwright.recipe.load import LoadedRecipe
 
-
-RecipeArgument = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a built-in recipe.")
-]
-SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set KEY=VALUE; repeatable.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 MAX_VALUE_WIDTH = 44
 """Characters of a value in a table; --json has all of it."""
 
 
 def register(app: typer.Typer) -> None:
-    """Add these verbs to the command."""
-    app.command("recipes")(recipes)
-    app.command("check")(check)
-    app.command("explain")(explain)
-    app.command("schema")(schema)
-    app.command("convert")(convert)
+    """Add these commands to the application."""
+    add_commands(app, {"recipes": recipes, "check": check, "explain": explain, "schema": schema, "convert": convert})
 
 
 def recipes(as_json: JsonOption = False) -> None:
@@ -47,7 +39,7 @@ def recipes(as_json: JsonOption = False) -> None:
             description, problem = "cannot be read; run modelwright check for the reason", str(error.problems[0])
         entries.append({"name": name, "description": description, "path": str(path), "problem": problem})
     if as_json:
-        _print_json({"recipes": entries})
+        print_json({"recipes": entries})
         return
     width = max((len(str(entry["name"])) for entry in entries), default=0)
     for entry in entries:
@@ -66,18 +58,17 @@ def check(recipe: RecipeArgument, overrides: SetOption = None, as_json: JsonOpti
     except RecipeError as error:
         if not as_json:
             raise
-        _print_json({"ok": False, "problems": [_problem_fields(problem) for problem in error.problems]})
+        print_json({"ok": False, "problems": [_problem_fields(problem) for problem in error.problems]})
         raise typer.Exit(error.exit_code) from None
     print_notes(loaded)
-    if as_json:
-        _print_json({"ok": True, **_summary(loaded), "notes": list(loaded.notes), "problems": []})
-        return
     summary = _summary(loaded)
+    if as_json:
+        print_json({"ok": True, **summary, "notes": list(loaded.notes), "problems": []})
+        return
     gates = f", gates on {', '.join(summary['gates'])}" if summary["gates"] else ", no gates"
     stages = " → ".join(summary["stages"])
-    typer.echo(
-        _strip_control_chars(f"ok  {summary['name']}: {summary['model']} on {summary['data']}, stages {stages}{gates}")
-    )
+    line = f"ok  {summary['name']}: {summary['model']} on {summary['data']}, stages {stages}{gates}"
+    typer.echo(strip_control_chars(line))
 
 
 def explain(
@@ -95,23 +86,23 @@ def explain(
     print_notes(loaded)
     if full_key and not is_section(full_key):
         details = explain_setting(loaded, full_key)
-        _print_json(_explanation_fields(details)) if as_json else _print_explanation(details)
+        print_json(_explanation_fields(details)) if as_json else _print_explanation(details)
         return
     settings = list_settings(loaded, full_key)
     if not settings:
         raise UsageError(f"{full_key} is not in this recipe; modelwright explain {recipe} shows what is")
-    _print_json({"settings": [_setting_fields(row) for row in settings]}) if as_json else _print_settings(settings)
+    print_json({"settings": [_setting_fields(row) for row in settings]}) if as_json else _print_settings(settings)
 
 
 def schema() -> None:
     """Print the JSON Schema of recipes, for editors and agents."""
     from modelwright.recipe.explain import json_schema
 
-    _print_json(json_schema())
+    print_json(json_schema())
 
 
 def data_problems(loaded: LoadedRecipe) -> list[Problem]:
-    """Everything wrong with the data a recipe names; a hub data set is not fetched for a check."""
+    """All problems of a recipe's data; a data set on the hub is not downloaded."""
     from modelwright.data import chat, preferences, shards, sources
     from modelwright.errors import DataError
     from modelwright.recipe.load import add_recipe_location
@@ -144,7 +135,7 @@ def data_problems(loaded: LoadedRecipe) -> list[Problem]:
 
 
 def _missing_paths(loaded: LoadedRecipe) -> list[Problem]:
-    """Models and unread data that a recipe names by a path that leads nowhere; what is on the hub is not looked for."""
+    """Paths of models and data in a recipe that do not exist; names on the hub are not looked up."""
     recipe = loaded.recipe
     paths = {"model.model_name_or_path": recipe.model.model_name_or_path}
     for stage, section in recipe.stages.items():
@@ -157,18 +148,6 @@ def _missing_paths(loaded: LoadedRecipe) -> list[Problem]:
         if name and key in loaded.origins and str(name).startswith((".", "/", "~"))
         if not any((folder / Path(name).expanduser()).exists() for folder in (Path(), loaded.path.parent))
     ]
-
-
-def print_notes(loaded: LoadedRecipe) -> None:
-    for note in loaded.notes:
-        print(_strip_control_chars(note), file=sys.stderr)
-
-
-def _strip_control_chars(text: str) -> str:
-    """A recipe may come from others, and may hold what a terminal acts upon."""
-    from modelwright.report.formatting import strip_control_chars
-
-    return strip_control_chars(text)
 
 
 def _summary(loaded: LoadedRecipe) -> dict[str, Any]:
@@ -185,7 +164,7 @@ def _summary(loaded: LoadedRecipe) -> dict[str, Any]:
 
 
 def _problem_fields(problem: Problem) -> dict[str, Any]:
-    """A problem for machines; one that is not about a setting has a place and a message only."""
+    """A problem as JSON; without a setting it has only `where` and `message`."""
     origin = getattr(problem, "origin", None)
     return {
         "where": problem.where,
@@ -197,31 +176,22 @@ def _problem_fields(problem: Problem) -> dict[str, Any]:
 
 
 def _setting_fields(row: SettingValue) -> dict[str, Any]:
-    return {
-        "key": row.key,
-        "value": row.value,
-        "set_by": str(row.origin),
-        "line": row.origin.line,
-        "meaning": row.description,
-    }
+    return {"key": row.key, "value": row.value, "set_by": str(row.origin), "line": row.origin.line,
+            "meaning": row.description}  # fmt: skip
 
 
 def _explanation_fields(details: Explanation) -> dict[str, Any]:
     return {
-        **_setting_fields(details.setting),
-        "expected": details.expected,
-        "default": details.default,
-        "required": details.required,
-        "choices": list(details.choices),
-        "aliases": list(details.aliases),
-    }
+        **_setting_fields(details.setting), "expected": details.expected, "default": details.default,
+        "required": details.required, "choices": list(details.choices), "aliases": list(details.aliases),
+    }  # fmt: skip
 
 
 def _print_settings(settings: tuple[SettingValue, ...]) -> None:
     cells = [
-        (_strip_control_chars(row.key), _format_value(row.value), str(row.origin), row.description) for row in settings
+        (strip_control_chars(row.key), _format_value(row.value), str(row.origin), row.description) for row in settings
     ]
-    if not sys.stdout.isatty():  # a pipe has no width: one line for each setting, so that grep and awk work
+    if not sys.stdout.isatty():  # into a pipe: one line per setting, for grep and awk
         widths = [max(len(row[column]) for row in cells) for column in range(3)]
         for row in cells:
             typer.echo("  ".join([*(text.ljust(width) for text, width in zip(row, widths, strict=False)), row[3]]))
@@ -248,17 +218,13 @@ def _print_explanation(details: Explanation) -> None:
     typer.echo(f"{details.setting.key}\n  {details.setting.description}\n")
     for title, text in lines.items():
         if text:
-            typer.echo(_strip_control_chars(f"  {title:<11} {text}"))
+            typer.echo(strip_control_chars(f"  {title:<11} {text}"))
 
 
 def _format_value(value: Any) -> str:
     text = value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
-    first = _strip_control_chars(text.splitlines()[0])
+    first = strip_control_chars(text.splitlines()[0])
     return first if len(first) <= MAX_VALUE_WIDTH and first == text else f"{first[: MAX_VALUE_WIDTH - 1]}…"
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 def convert(
@@ -273,7 +239,7 @@ def convert(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Convert a TRL or axolotl configuration to a recipe; lists settings without an equivalent."""
+    """Convert a TRL or axolotl configuration to a recipe. Settings without an equivalent are listed."""
     from modelwright.recipe.convert import conversion_json, convert_config
 
     if not file.is_file():
@@ -298,9 +264,9 @@ def convert(
             what = f"{entry.key}: {entry.display}" if entry.display else entry.key
             print(redact_secrets(f"{location}: {what} {titles[entry.kind]}; {entry.advice}"), file=sys.stderr)
     where = f"{output}: " if output is not None else ""
-    print(
-        f"{where}{converted.stage} of {converted.recipe.model.display_name}; {len(converted.converted)} settings converted",
-        file=sys.stderr,
+    summary = (
+        f"{converted.stage} of {converted.recipe.model.display_name}; {len(converted.converted)} settings converted"
     )
+    print(f"{where}{summary}", file=sys.stderr)
     if output is not None:
-        print(f"next:\n  modelwright check {output}\n  modelwright plan {output} --on 1xH100", file=sys.stderr)
+        print(f"next:\n  modelwright check {output}\n  modelwright plan {output} --gpus 1xH100", file=sys.stderr)

@@ -228,7 +228,7 @@ _DOCUMENT_COMMENTS = {
     "ConfigMap": "What the pods run; they see it under /etc/modelwright.",
     "TrainingRuntime": "Pod template of this job only.",
     "TrainJob": "The job itself; OpenShift AI 3.2 and later. No override field, so Trainer 2.1 and 2.3 both accept it.",
-    "PyTorchJob": "The job itself; OpenShift AI up to 3.5 (gone in 3.6: use --target trainjob there).",
+    "PyTorchJob": "The job itself; OpenShift AI up to 3.5 (gone in 3.6: use --job-kind trainjob there).",
 }
 _KEY_COMMENTS = {
     "accessModes": "Several nodes write to it only with ReadWriteMany.",

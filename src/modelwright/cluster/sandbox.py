@@ -374,7 +374,7 @@ class GitClone:
             raise UsageError("git is not on the PATH; the simulation clones with it") from None
         if done.returncode:
             last = done.stderr.strip().splitlines()[-1:] or ["git failed"]
-            raise UsageError(f"{self.local_repo} cannot be cloned ({last[0]}); --clone-from wants a git repository")
+            raise UsageError(f"{self.local_repo} cannot be cloned ({last[0]}); --git-repo wants a git repository")
         if use_namespaces:  # git refuses a repository of another user
             for path in (copy, *copy.rglob("*")):
                 os.chown(path, USER_ID, 0)

@@ -209,7 +209,7 @@ class _JobController:
         """A clone needs an external network; this machine's own package is used instead."""
         note = (
             f"the clone of {clone.redacted_url} by init container {init.get('name')}: no network leads "
-            "out, so this machine's package is used instead (--clone-from REPOSITORY simulates it)"
+            "out, so this machine's package is used instead (--git-repo REPOSITORY simulates it)"
         )
         if note not in self.not_simulated:
             self.not_simulated.append(note)
@@ -494,7 +494,7 @@ class SimulatedVolumes:
                 (self.work_dir / folder).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(
-                f"{self.work_dir} cannot be written ({error.strerror}); --place names another folder"
+                f"{self.work_dir} cannot be written ({error.strerror}); --work-dir names another folder"
             ) from None
         for manifest in manifests:
             if manifest.kind == "ConfigMap":
@@ -534,7 +534,7 @@ def _make_group_writable(path: Path) -> None:
         os.chown(path, -1, 0)
     elif path.stat().st_uid != os.geteuid():  # somebody else's volume is used as it is, where it can be
         if not os.access(path, os.W_OK | os.X_OK):
-            raise UsageError(f"{path} belongs to another user and cannot be written; --place names another folder")
+            raise UsageError(f"{path} belongs to another user and cannot be written; --work-dir names another folder")
         return
     path.chmod(0o2775)
 

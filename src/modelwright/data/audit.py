@@ -251,8 +251,8 @@ def _split_overlap(
     train_texts = {item.text for item in train}
     permutation = np.random.Generator(np.random.Philox(key=[seed, len(items)])).permutation(len(items))
     count = max(1, len(held_out))
-    random_train = {items[index].question for index in permutation[count:]}
-    leaked = sum(items[index].question in random_train for index in permutation[:count])
+    random_train = {items[index].prompt_key for index in permutation[count:]}
+    leaked = sum(items[index].prompt_key in random_train for index in permutation[:count])
     return {
         "train_rows": len(train),
         "held_out_rows": len(held_out),
@@ -476,7 +476,7 @@ def _with_full_question(row: Row, template: str) -> dict[str, Any]:
     used = _template_columns(template)
     missing = [name for name in used if name not in row.values]
     if missing:
-        raise DataError([Problem(row.where, f"there is no column {missing[0]!r}; {describe_columns(row)}")])
+        raise DataError([Problem(row.where, f"there is no column {missing[0]!r}; {describe_columns(row.values)}")])
     rest = {name: value for name, value in row.values.items() if name not in used}
     return {FULL_QUESTION_COLUMN: render_template(template, row.values, row.where), **rest}
 
@@ -485,7 +485,7 @@ def _template_columns(template: str) -> Sequence[str]:
     try:
         return [name for _, name, _, _ in Formatter().parse(template) if name]
     except ValueError as error:
-        raise UsageError(f"--full-question is {template!r}; it wants columns in braces ({error})") from None
+        raise UsageError(f"--prompt-template is {template!r}; it wants columns in braces ({error})") from None
 
 
 DEFAULT_MODEL = {"model_name_or_path": "smollm2-135m-instruct"}

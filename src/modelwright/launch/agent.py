@@ -302,7 +302,7 @@ def _run(config: LaunchConfig, ipc: IpcDir) -> tuple[int, str | None]:
         endpoint = f"{config.master_addr}:{config.master_port}"
         reason = first_line(error.__cause__ or error)
         if config.node_rank == 0:
-            return 2, f"port {config.master_port} cannot be bound here ({reason}); choose another with --port"
+            return 2, f"port {config.master_port} cannot be bound here ({reason}); choose another with --master-port"
         return (
             2,
             f"cannot connect to node 0 at {endpoint} ({reason}); check that it is running and that the port is open",

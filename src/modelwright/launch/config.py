@@ -104,7 +104,7 @@ def parse_nnodes(text: str) -> NodeRange:
     except ValueError:
         nodes = NodeRange(0, 0)
     if not 1 <= nodes.min_nodes <= nodes.max_nodes:
-        raise UsageError(f"--nodes is {text!r}; it wants a number such as 2, or a range such as 1:2")
+        raise UsageError(f"--nnodes is {text!r}; it wants a number such as 2, or a range such as 1:2")
     return nodes
 
 
@@ -129,8 +129,9 @@ class NodeOptions:
     nproc_per_node: str | None = None
     """Ranks on each node: one number, or one for each node."""
 
-    def with_pet_defaults(self, environ: Mapping[str, str]) -> NodeOptions:
+    def with_pet_defaults(self, environ: Mapping[str, str] | None = None) -> NodeOptions:
         """Options that were not given, from the PET_ variables of torchrun and the cluster's operators."""
+        environ = os.environ if environ is None else environ
         count = environ.get("PET_NPROC_PER_NODE")
         return NodeOptions(
             nnodes=self.nnodes or environ.get("PET_NNODES"),
@@ -139,11 +140,6 @@ class NodeOptions:
             master_port=self.master_port or _env_int(environ, "PET_MASTER_PORT"),
             nproc_per_node=self.nproc_per_node or (count if count and count.isdigit() else None),
         )
-
-
-def process_environment() -> Mapping[str, str]:
-    """The variables of this process."""
-    return os.environ
 
 
 def resolve_nproc_per_node(
@@ -155,7 +151,7 @@ def resolve_nproc_per_node(
         return max(1, count_visible_gpus(environ))
     counts = nproc_per_node.split(",")
     if len(counts) > 1 and node_rank >= len(counts):
-        problem = f"--per-node is {nproc_per_node!r}, which has no value for node {node_rank}"
+        problem = f"--nproc-per-node is {nproc_per_node!r}, which has no value for node {node_rank}"
         raise UsageError(f"{problem}; it wants one number for all nodes, or one for each of them")
     try:
         count = int(counts[node_rank] if len(counts) > 1 else counts[0])
@@ -163,12 +159,12 @@ def resolve_nproc_per_node(
         count = 0
     if count < 1:
         raise UsageError(
-            f"--per-node is {nproc_per_node!r}; it wants a number such as 2, or one for each node such as 4,2"
+            f"--nproc-per-node is {nproc_per_node!r}; it wants a number such as 2, or one for each node such as 4,2"
         )
     visible_devices = environ.get(CUDA_VISIBLE_DEVICES)
     if visible_devices and 0 < count_visible_gpus(environ) < count:
         raise UsageError(
-            f"--per-node is {nproc_per_node}, but {CUDA_VISIBLE_DEVICES}={visible_devices}; each rank wants a GPU of its own"
+            f"--nproc-per-node is {nproc_per_node}, but {CUDA_VISIBLE_DEVICES}={visible_devices}; each rank wants a GPU of its own"
         )
     return count
 
@@ -216,16 +212,21 @@ def check_node_rank(nodes: NodeRange, node_rank: int) -> int:
 
 
 def node_commands(
-    recipe: str, rest: tuple[str, ...], options: NodeOptions, environ: Mapping[str, str]
+    recipe: str,
+    rest: tuple[str, ...],
+    options: NodeOptions,
+    environ: Mapping[str, str] | None = None,
+    launch_args: tuple[str, ...] = (),
 ) -> list[NodeCommand]:
     """The command to type on each node, and the equivalent for torchrun and accelerate.
 
-    Where neither --per-node nor CUDA_VISIBLE_DEVICES was given, each node counts its own GPUs.
+    Where neither --nproc-per-node nor CUDA_VISIBLE_DEVICES was given, each node counts its own GPUs.
     """
+    environ = os.environ if environ is None else environ
     nodes, port = parse_nnodes(options.nnodes or "2"), options.master_port or DEFAULT_MASTER_PORT
-    address = options.master_addr or "MAIN_ADDRESS"
+    address = options.master_addr or "MASTER_ADDR"
     env_prefix = f"{CUDA_VISIBLE_DEVICES}={environ[CUDA_VISIBLE_DEVICES]} " if CUDA_VISIBLE_DEVICES in environ else ""
-    args = shlex.join((recipe, *rest))
+    args, launch = shlex.join((recipe, *rest)), shlex.join((recipe, *rest, *launch_args))
     nnodes = str(nodes.max_nodes) if not nodes.elastic else str(nodes)
     known = options.nproc_per_node is not None or CUDA_VISIBLE_DEVICES in environ
     counts = (
@@ -235,15 +236,15 @@ def node_commands(
     )
     result: list[NodeCommand] = []
     for node in range(nodes.max_nodes):
-        nproc_option = f" --per-node {counts[node]}" if known else ""
+        nproc_option = f" --nproc-per-node {counts[node]}" if known else ""
         ranks = f"--nproc-per-node {counts[node] if known else 'gpu'}"
         torchrun_args = f"--node-rank {node} {ranks} --master-addr {address} --master-port {port}"
         if nodes.elastic:
             torchrun_args = f"{ranks} --rdzv-backend c10d --rdzv-endpoint {address}:{port}"
         result.append({
             "node": node,
-            "command": f"{env_prefix}modelwright launch {args} --on nodes --nodes {nnodes} --node-rank {node} "
-            f"--main-address {address} --port {port}{nproc_option}",
+            "command": f"{env_prefix}modelwright launch {launch} --on nodes --nnodes {nnodes} --node-rank {node} "
+            f"--master-addr {address} --master-port {port}{nproc_option}",
             "torchrun": f"{env_prefix}torchrun --nnodes {nnodes} {torchrun_args} -m modelwright run {args}",
         })  # fmt: skip
         if not nodes.elastic and len(set(counts)) == 1:  # accelerate shares ranks out evenly, to all nodes or none
@@ -282,11 +283,11 @@ def _model_type(folder: Path) -> str | None:
 def _resolve_master_addr(address: str | None, node: int, port: int) -> tuple[str, str, str | None]:
     """The main node's address, this node's own, and the interface that leads there."""
     if address is None:
-        raise UsageError("--main-address is missing; it wants the address of node 0, as the other nodes reach it")
+        raise UsageError("--master-addr is missing; it wants the address of node 0, as the other nodes reach it")
     try:
         local = local_addr_towards(address, port)
     except OSError as error:
-        raise UsageError(f"--main-address {address} is not routable from here ({error.strerror or error})") from None
+        raise UsageError(f"--master-addr {address} is not routable from here ({error.strerror or error})") from None
     return address, local, interface_of_addr(local)
 
 
@@ -318,7 +319,6 @@ __all__ = [
     "check_node_rank",
     "modules_to_preload",
     "node_commands",
-    "process_environment",
     "recipe_hash",
     "resolve_nproc_per_node",
     "uses_auto_precision",

@@ -72,12 +72,12 @@ def check_nodes(options: NodeOptions, loaded: LoadedRecipe | None) -> list[Check
 def _build_config(options: NodeOptions, loaded: LoadedRecipe | None) -> LaunchConfig:
     nodes = parse_nnodes(options.nnodes or "2")
     if options.node_rank is None or options.master_addr is None:
-        raise UsageError("doctor --nodes wants --node-rank and --main-address; start it on every node at the same time")
+        raise UsageError("doctor --nnodes wants --node-rank and --master-addr; start it on every node at the same time")
     node, port = check_node_rank(nodes, options.node_rank), options.master_port or DEFAULT_MASTER_PORT
     try:
         local = local_addr_towards(options.master_addr, port)
     except OSError as error:
-        raise UsageError(f"--main-address {options.master_addr} is not routable from here ({error})") from None
+        raise UsageError(f"--master-addr {options.master_addr} is not routable from here ({error})") from None
     return LaunchConfig(
         rank_args=(), nproc_per_node=1, log_dir="", nnodes=NodeRange(nodes.max_nodes, nodes.max_nodes), node_rank=node, master_addr=options.master_addr,
         master_port=port, local_addr=local, socket_ifname=interface_of_addr(local), join_timeout=int(PREFLIGHT_TIMEOUT.total_seconds()),
@@ -89,9 +89,9 @@ def _build_config(options: NodeOptions, loaded: LoadedRecipe | None) -> LaunchCo
 def _unreachable(config: LaunchConfig, reason: str) -> CheckResult:
     if config.node_rank == 0:
         return CheckResult(
-            "rendezvous", "fail", f"port {config.master_port} cannot be bound: {reason}", "choose another with --port"
+            "rendezvous", "fail", f"port {config.master_port} cannot be bound: {reason}", "choose another with --master-port"
         )
-    fix = "start node 0 too; open the port in its firewall; --main-address must be one that this node reaches"
+    fix = "start node 0 too; open the port in its firewall; --master-addr must be one that this node reaches"
     return CheckResult(
         "rendezvous", "fail", f"{config.master_addr}:{config.master_port} does not answer: {reason}", fix
     )

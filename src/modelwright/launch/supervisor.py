@@ -127,7 +127,7 @@ class Supervisor:
             return "stopped; rerun the same command to resume" if idle > AGENT_STOP_TIMEOUT else None
         if not self._rank_pids:
             self._print_wait_notice(idle)
-            timeout_message = f"rendezvous timed out after {config.join_timeout} s; see: modelwright doctor --nodes"
+            timeout_message = f"rendezvous timed out after {config.join_timeout} s; see: modelwright doctor --nnodes"
             return timeout_message if idle > config.join_timeout + TORCH_IMPORT_TIMEOUT else None
         timeout = config.rejoin_timeout if self._lost_node else config.join_timeout  # a busy machine is no lost one
         if idle > timeout:

@@ -168,7 +168,7 @@ def _render_comparison(first: JournalTail, second: JournalTail) -> dict[str, str
     macros = _template_macros()
     return {
         "nav": str(macros.nav("./")),
-        "comparison": str(macros.beside(compare_runs(*views), figures, format_metric)).strip(),
+        "comparison": str(macros.comparison(compare_runs(*views), figures, format_metric)).strip(),
     }
 
 

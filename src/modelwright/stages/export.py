@@ -62,7 +62,7 @@ def check_export(run: str, export_format: str, gguf_type: str = "f16", output: s
     if export_format not in FORMATS:
         raise UsageError(f"--format {export_format} is unknown; it wants one of {', '.join(FORMATS)}")
     if gguf_type not in GGUF_TYPES:
-        raise UsageError(f"--kind {gguf_type} is unknown; gguf is written as one of {', '.join(GGUF_TYPES)}")
+        raise UsageError(f"--outtype {gguf_type} is unknown; gguf is written as one of {', '.join(GGUF_TYPES)}")
     folder = open_run(run)
     folder.reject_outside_symlinks()  # a link would bring files of others into what is handed on
     recipe = load(folder.recipe, environ={}).recipe
@@ -84,7 +84,7 @@ def check_export(run: str, export_format: str, gguf_type: str = "f16", output: s
         else folder.path / "exports" / (f"gguf-{gguf_type}" if export_format == "gguf" else export_format)
     )
     if target.exists() and any(target.iterdir()) and not (target / CHECKSUMS_FILE).exists():
-        raise UsageError(f"{target} is there already and is no export of ours; choose another folder with --to")
+        raise UsageError(f"{target} is there already and is no export of ours; choose another folder with --output")
     return ExportRequest(folder, recipe, stage, export_format, gguf_type, target)
 
 

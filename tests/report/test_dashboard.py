@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("starlette", reason="the board needs the extra board")
-pytest.importorskip("uvicorn", reason="the board needs the extra board")
+pytest.importorskip("starlette", reason="the dashboard needs the extra dashboard")
+pytest.importorskip("uvicorn", reason="the dashboard needs the extra dashboard")
 
 from modelwright.errors import UsageError
 from modelwright.report.dashboard import JournalTail
 from modelwright.runs.folder import RunFolder
 from modelwright.runs.journal import Journal
-from tests.faults.hostile_texts import HOSTILE
-from tests.faults.requests import RUN, Showing
-from tests.faults.requests import TO_THE_BOARD as BAD
+from tests.faults.hostile import HOSTILE
+from tests.faults.http_requests import BAD_DASHBOARD_REQUESTS as BAD
+from tests.faults.http_requests import RUN, DashboardServer
 
 STEP = {"event": "step", "stage": "sft", "steps": 9, "loss": 2.0, "health": "ok", "step_seconds": 0.1}
 
@@ -55,26 +55,26 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def board(runs: Path) -> Iterator[Showing]:
-    showing = Showing(runs, answers)
+def board(runs: Path) -> Iterator[DashboardServer]:
+    showing = DashboardServer(runs, answers)
     yield showing
     showing.close()
 
 
-def test_the_list_and_a_run_and_two_over_each_other(board: Showing) -> None:
-    status, body = board.ask("GET", "/TOKEN/")
+def test_the_list_and_a_run_and_two_over_each_other(board: DashboardServer) -> None:
+    status, body = board.request("GET", "/TOKEN/")
     assert status == 200 and b'href="run/one/"' in body and b'href="run/two/"' in body
-    status, body = board.ask("GET", "/TOKEN/run/one/")
+    status, body = board.request("GET", "/TOKEN/run/one/")
     assert status == 200 and b"3 of 9 steps" in body and b'id="ask"' in body
-    status, body = board.ask("GET", "/TOKEN/overlay?a=one&b=two")
+    status, body = board.request("GET", "/TOKEN/overlay?a=one&b=two")
     assert status == 200 and b"Training loss, sft" in body
 
 
-def events(board: Showing, path: str, count: int, then: Any = None) -> list[dict[str, Any]]:
+def events(board: DashboardServer, path: str, count: int, then: Any = None) -> list[dict[str, Any]]:
     """The first events of a stream; `then` is called after the first."""
     found: list[dict[str, Any]] = []
     with socket.create_connection(("127.0.0.1", board.port), timeout=20) as line:
-        address = path.replace("TOKEN", board.board.token)
+        address = path.replace("TOKEN", board.dashboard.token)
         line.sendall(f"GET {address} HTTP/1.1\r\nHost: 127.0.0.1:{board.port}\r\n\r\n".encode())
         read = b""
         while len(found) < count:
@@ -87,7 +87,7 @@ def events(board: Showing, path: str, count: int, then: Any = None) -> list[dict
     return found
 
 
-def test_a_window_hears_all_and_then_what_changes(board: Showing, runs: Path) -> None:
+def test_a_window_hears_all_and_then_what_changes(board: DashboardServer, runs: Path) -> None:
     journal = begin(runs, "live", 2)
     first, second = events(board, "/TOKEN/run/live/events", 2, lambda: journal.add(**{**STEP, "step": 3}))
     assert {"head", "pipeline", "curves", "settings", "provenance"} <= set(first) and "2 of 9" in first["pipeline"]
@@ -96,30 +96,30 @@ def test_a_window_hears_all_and_then_what_changes(board: Showing, runs: Path) ->
     assert reload["pipeline"] == second["pipeline"], "a reload sees what a window sees that never closed"
 
 
-def test_a_question_is_answered_by_both_in_turn(board: Showing) -> None:
-    status, body = board.ask("POST", "/TOKEN/run/one/ask", {"question": "why not"})
+def test_a_question_is_answered_by_both_in_turn(board: DashboardServer) -> None:
+    status, body = board.request("POST", "/TOKEN/run/one/ask", {"question": "why not"})
     told = [json.loads(line.split(b"data: ")[1]) for line in body.split(b"\n\n") if b"data: " in line]
     assert status == 200
     assert [(each["who"], each["text"]) for each in told[:-1]] == [
         ("before", "why "), ("after", "WHY "), ("before", "not "), ("after", "NOT "),
     ]  # fmt: skip
-    assert b"no model here" in board.ask("POST", "/TOKEN/run/one/ask", {"question": "trouble"})[1]
+    assert b"no model here" in board.request("POST", "/TOKEN/run/one/ask", {"question": "trouble"})[1]
 
 
-def test_the_board_changes_nothing_in_a_run(board: Showing, runs: Path) -> None:
+def test_the_board_changes_nothing_in_a_run(board: DashboardServer, runs: Path) -> None:
     def state() -> dict[Path, tuple[int, int]]:
         return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in (runs / "one").rglob("*")}
 
     before = state()
     for path in ("/TOKEN/", "/TOKEN/run/one/", "/TOKEN/overlay?a=one&b=two"):
-        board.ask("GET", path)
-    board.ask("POST", "/TOKEN/run/one/ask", {"question": "why"})
+        board.request("GET", path)
+    board.request("POST", "/TOKEN/run/one/ask", {"question": "why"})
     assert state() == before
 
 
 @pytest.mark.parametrize(("verb", "path", "more"), BAD, ids=[f"{v} {p[:40]} {str(m)[:40]}" for v, p, m in BAD])
-def test_a_bad_request_is_refused(board: Showing, verb: str, path: str, more: dict[str, Any]) -> None:
-    status, body = board.ask(verb, path, **more)
+def test_a_bad_request_is_refused(board: DashboardServer, verb: str, path: str, more: dict[str, Any]) -> None:
+    status, body = board.request(verb, path, **more)
     assert status in (0, *range(300, 500)), f"{status} for {verb} {path}"
     assert b"<section" not in body and b"root:" not in body and b'"who"' not in body
 
@@ -128,14 +128,14 @@ def test_at_least_forty_bad_requests_were_tried() -> None:
     assert len(BAD) >= 40
 
 
-def test_a_websocket_is_not_spoken(board: Showing) -> None:
+def test_a_websocket_is_not_spoken(board: DashboardServer) -> None:
     upgrade = {
         "Connection": "Upgrade",
         "Upgrade": "websocket",
         "Sec_WebSocket_Key": "eA==",
         "Sec_WebSocket_Version": "13",
     }
-    assert board.ask("GET", f"{RUN}events", **upgrade, Origin="http://example.org")[0] in (0, 400, 403, 426)
+    assert board.request("GET", f"{RUN}events", **upgrade, Origin="http://example.org")[0] in (0, 400, 403, 426)
 
 
 def test_hostile_names_and_texts_make_no_tags(tmp_path: Path) -> None:
@@ -152,12 +152,12 @@ def test_hostile_names_and_texts_make_no_tags(tmp_path: Path) -> None:
 def test_a_run_folder_with_a_hostile_name_is_listed_and_opened(tmp_path: Path) -> None:
     name = '"><img src=x onerror=alert(1)> %2e & é'
     begin(tmp_path, name)
-    showing = Showing(tmp_path)
+    showing = DashboardServer(tmp_path)
     try:
-        listed = showing.ask("GET", "/TOKEN/")[1].decode()
+        listed = showing.request("GET", "/TOKEN/")[1].decode()
         assert "<img" not in listed
         [link] = re.findall(r'href="(run/[^"]+/)"', listed)
-        assert b"3 of 9 steps" in showing.ask("GET", f"/TOKEN/{html.unescape(link)}")[1]
+        assert b"3 of 9 steps" in showing.request("GET", f"/TOKEN/{html.unescape(link)}")[1]
     finally:
         showing.close()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from modelwright.cli.main import main
-from modelwright.runs.folder import RunFolder
+from modelwright.runs.folder import RUN_FORMAT, RunFolder
 from modelwright.runs.journal import Journal
 from tiny import tiny_recipe
 
@@ -22,7 +22,7 @@ def run_of(folder: Path, loss: float, is_open: bool, rate: float) -> RunFolder:
     text = recipe.read_text(encoding="utf-8")
     run.recipe.write_text(text.replace("\n  test_size: 4", '\n  test_size: 4\n  system_prompt: "\\e[31mred"'), "utf-8")
     journal = Journal(run.journal)
-    journal.add("run", recipe="tiny", folder=str(run.path), stages=["sft"])
+    journal.add("run", run_format=RUN_FORMAT, recipe="tiny", folder=str(run.path), stages=["sft"])
     journal.add("verdict", stage="sft", open=is_open, message="…", metrics={"eval_loss": loss, "steps": 3})
     journal.close()
     return run

@@ -53,11 +53,11 @@ def test_render_prints_yaml_or_a_list_for_machines(capsys: pytest.CaptureFixture
 def test_check_tells_notes_and_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*JOB, "--check", "--json") == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["ok"] and not [each for each in told["problems"] if each["is_error"]]
+    assert told["ok"] and not [each for each in told["problems"] if each["severity"] == "error"]
 
 
 def test_a_broken_file_ends_with_2_and_its_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*JOB, "--render", "--target", "pytorchjob") == 0
+    assert run(*JOB, "--render", "--job-kind", "pytorchjob") == 0
     (tmp_path / "job.yaml").write_text(capsys.readouterr().out.replace("replicas: 1", "replica: 1"))
     assert run("job", "check", "job.yaml") == 2
     assert re.search(r"job\.yaml:\d+: spec\.pytorchReplicaSpecs\.Master\.replica is unknown", capsys.readouterr().err)
@@ -68,10 +68,10 @@ def test_a_broken_file_ends_with_2_and_its_lines(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("words", "letter"),
     [
-        (JOB, "wants one of --render, --check, --rehearse, --submit"),
+        (JOB, "wants one of --render, --check, --simulate, --submit"),
         ([*JOB, "--render", "--submit"], "wants one of"),
-        ([*JOB, "--render", "--target", "job"], "--target is 'job'; it wants trainjob or pytorchjob"),
-        ([*JOB, "--rehearse", "--disturb", "kill"], "such as kill:1@5"),
+        ([*JOB, "--render", "--job-kind", "job"], "--job-kind is 'job'; it wants trainjob or pytorchjob"),
+        ([*JOB, "--simulate", "--inject-fault", "kill"], "such as kill:1@5"),
         ([*JOB, "--submit"], "neither oc nor kubectl is on the PATH"),
         (["job", "status", "quickstart"], "neither oc nor kubectl is on the PATH"),
         (

@@ -13,8 +13,8 @@ import pytest
 from modelwright.report import html
 from modelwright.runs.folder import RunFolder, write_json
 from modelwright.runs.journal import Journal
-from tests.faults.hostile_texts import HOSTILE
-from tests.faults.injection import Tags
+from tests.faults.hostile import HOSTILE
+from tests.faults.security import ParsedPage
 
 
 def run_folder(folder: Path, steps: int = 20, texts: list[str] | None = None, name: str = "tiny") -> RunFolder:
@@ -44,7 +44,7 @@ def run_folder(folder: Path, steps: int = 20, texts: list[str] | None = None, na
 
 def test_a_page_asks_the_network_for_nothing_and_opens_from_disk(tmp_path: Path) -> None:
     text = html.write_report(run_folder(tmp_path)).read_text(encoding="utf-8")
-    found = Tags(text)
+    found = ParsedPage(text)
     assert not set(found.tags) & {"link", "iframe", "object", "embed", "form", "base", "a"}
     assert not [
         value for name, value in found.attributes if name in ("src", "href") and not str(value).startswith("data:")
@@ -55,7 +55,7 @@ def test_a_page_asks_the_network_for_nothing_and_opens_from_disk(tmp_path: Path)
 
 
 def test_a_page_says_what_the_run_did(tmp_path: Path) -> None:
-    text = Tags(html.write_report(run_folder(tmp_path)).read_text(encoding="utf-8")).text
+    text = ParsedPage(html.write_report(run_folder(tmp_path)).read_text(encoding="utf-8")).text
     for word in (
         "tiny",
         "finished",
@@ -72,10 +72,10 @@ def test_a_page_says_what_the_run_did(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_a_hostile_text_stays_text(tmp_path: Path, text: str) -> None:
-    quiet = Tags(html.write_report(run_folder(tmp_path / "quiet", texts=["Why?"])).read_text(encoding="utf-8"))
+    quiet = ParsedPage(html.write_report(run_folder(tmp_path / "quiet", texts=["Why?"])).read_text(encoding="utf-8"))
     folder = run_folder(tmp_path / "hostile", texts=[text], name=text)
     written = html.write_report(folder).read_text(encoding="utf-8")
-    found = Tags(written)
+    found = ParsedPage(written)
     assert found.tags == quiet.tags, "a text that makes a tag would make one more"
     assert {name for name, _ in found.attributes} == {name for name, _ in quiet.attributes}
     assert len(written) < 100_000
@@ -85,7 +85,7 @@ def test_a_hostile_text_stays_text(tmp_path: Path, text: str) -> None:
 def test_a_run_that_has_only_begun_has_a_page_too(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
     Journal(run.journal).add("run", recipe="x", folder="run", stages=["sft"])
-    text = Tags(html.write_report(run).read_text(encoding="utf-8")).text
+    text = ParsedPage(html.write_report(run).read_text(encoding="utf-8")).text
     assert "running" in text and "not started" in text
 
 
@@ -104,7 +104,7 @@ def test_mistakes_of_an_image_classifier_are_shown_with_their_pictures(tmp_path:
     write_json(run.demo_outputs / "mistakes.json", {**found, "source": "pets", "surest_mistakes": wrong})
     (run.demo_outputs / "mistakes").mkdir()
     (run.demo_outputs / "mistakes" / "7.png").write_bytes(b"\x89PNG")
-    read = Tags(html.write_report(run).read_text(encoding="utf-8"))
+    read = ParsedPage(html.write_report(run).read_text(encoding="utf-8"))
     assert "90.0% right on pets" in read.text and "predicted dog, 98.7%" in read.text
     assert ("src", "data:image/png;base64,iVBORw==") in read.attributes
 

@@ -1,0 +1,107 @@
+"""Arguments and options that several commands share, their older spellings, and how results are printed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from modelwright.report.formatting import strip_control_chars
+
+if TYPE_CHECKING:
+    from modelwright.recipe.load import LoadedRecipe
+
+StringList = list[str] | None
+RecipeArgument = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a built-in recipe.")
+]
+DataArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe, or data: a file, a folder, a data set.")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or its name under runs/.")]
+SetOption = Annotated[StringList, typer.Option("--set", metavar="KEY=VALUE", help="Set KEY=VALUE; repeatable.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+AllowChangedOption = Annotated[
+    StringList, typer.Option("--allow-changed", metavar="KEY", help="Resume although this setting changed.")
+]
+FromStageOption = Annotated[
+    str | None,
+    typer.Option("--from-stage", metavar="STAGE", help="First stage to run; earlier stages must be finished."),
+]
+UntilStageOption = Annotated[str | None, typer.Option("--until-stage", metavar="STAGE", help="Last stage to run.")]
+AcceptGateOption = Annotated[
+    StringList, typer.Option("--accept-gate", metavar="STAGE", help="Continue although its gate is closed.")
+]
+ReasonOption = Annotated[str | None, typer.Option("--reason", help="Why, for --accept-gate; recorded in the run.")]
+Fp8Option = Annotated[bool | None, typer.Option("--fp8/--no-fp8", help="Compute in fp8 without a trial, or in bf16.")]
+LogFormatOption = Annotated[
+    str, typer.Option("--log-format", help="auto (a live panel on a terminal), plain, or json.")
+]
+NodeRankOption = Annotated[int | None, typer.Option("--node-rank", help="Several nodes: rank of this node, from 0.")]
+MasterAddrOption = Annotated[
+    str | None, typer.Option("--master-addr", help="Several nodes: address at which the others reach node 0.")
+]
+MasterPortOption = Annotated[
+    int | None, typer.Option("--master-port", help="Several nodes: a free port of node 0; default: 29500.")
+]
+JobKindOption = Annotated[
+    str | None, typer.Option("--job-kind", help="trainjob or pytorchjob; default: as in the recipe.")
+]
+
+OLD_SPELLINGS = {
+    "--clone-from": "--git-repo",
+    "--count": "--num-samples",
+    "--disturb": "--inject-fault",
+    "--from": "--from-stage",
+    "--full-question": "--prompt-template",
+    "--into": "--output",
+    "--key": "--api-key",
+    "--kind": "--outtype",
+    "--main-address": "--master-addr",
+    "--max-bad-share": "--max-invalid-fraction",
+    "--nodes": "--nnodes",
+    "--on": "--gpus",
+    "--override": "--allow-changed",
+    "--per-node": "--nproc-per-node",
+    "--place": "--work-dir",
+    "--port": "--master-port",
+    "--rehearse": "--simulate",
+    "--target": "--job-kind",
+    "--to": "--output",
+    "--until": "--until-stage",
+}
+"""Options of version 0.1 and their names today; each is accepted where a command has the new name and not the old."""
+
+
+class AliasCommand(TyperCommand):
+    """A command that accepts `OLD_SPELLINGS` without showing them in --help."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Replace old spellings, then parse."""
+        args = [arg for arg in args if arg != "--" or self.name != "launch"]  # 0.1: launch RECIPE -- OPTIONS-OF-RUN
+        options = {name for parameter in self.params for name in parameter.opts}
+        end = args.index("--") if "--" in args else len(args)
+        for index, arg in enumerate(args[:end]):
+            old, equals, value = arg.partition("=")
+            if old not in options and (new := OLD_SPELLINGS.get(old)) in options:
+                args[index] = f"{new}{equals}{value}"
+        return super().parse_args(ctx, args)
+
+
+def add_commands(app: typer.Typer, commands: dict[str, Callable[..., Any]], hidden: bool = False) -> None:
+    """Add functions as commands, by name."""
+    for name, function in commands.items():
+        app.command(name, cls=AliasCommand, hidden=hidden)(function)
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON value on stdout."""
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_notes(loaded: LoadedRecipe) -> None:
+    """Print what loading a recipe noticed on stderr."""
+    for note in loaded.notes:
+        print(strip_control_chars(note), file=sys.stderr)

@@ -1,0 +1,76 @@
+"""The spellings of version 0.1 still work, and --help shows only today's."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from modelwright.cli.main import build_app
+from modelwright.cli.options import OLD_SPELLINGS
+
+OLD_AND_NEW = [
+    ("run R --override a --from sft --until=dpo", "run R --allow-changed a --from-stage sft --until-stage dpo"),
+    (
+        "launch R --on nodes --nodes 2 --per-node 4 --main-address h --port 1 --override a -- --until sft --from sft",
+        "launch R --on nodes --nnodes 2 --nproc-per-node 4 --master-addr h --master-port 1 --allow-changed a "
+        "--until-stage sft --from-stage sft",
+    ),
+    (
+        "launch R --on openshift --rehearse --disturb kill:1@5 --place p --clone-from g --target trainjob",
+        "launch R --on openshift --simulate --inject-fault kill:1@5 --work-dir p --git-repo g --job-kind trainjob",
+    ),
+    ("doctor R --nodes 2 --main-address h --port=1", "doctor R --nnodes 2 --master-addr h --master-port 1"),
+    ("plan R --on 1xH200", "plan R --gpus 1xH200"),
+    ("serve R --key k --port 1", "serve R --api-key k --port 1"),
+    ("export R --kind q8_0 --to folder", "export R --outtype q8_0 --output folder"),
+    ("job status R --target trainjob", "job status R --job-kind trainjob"),
+    ("job pull R --into folder", "job pull R -o folder"),
+    ("data show R --count 2", "data show R --num-samples 2"),
+    ("data audit R --max-bad-share 0.5", "data audit R --max-invalid-fraction 0.5"),
+    ("data convert a.csv --full-question q", "data convert a.csv --prompt-template q"),
+    ("board R --port 1", "dashboard R --port 1"),
+    ("convert f.yaml --from trl", "convert f.yaml --from trl"),
+]
+
+
+def parse(line: str) -> tuple[Any, dict[str, Any]]:
+    """The command of a line and the values of its parameters; nothing runs."""
+    command, args = get_command(build_app()), line.split()
+    while subcommands := getattr(command, "commands", None):
+        command = subcommands[args.pop(0)]
+    return command, command.make_context(command.name, args).params
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_AND_NEW)
+def test_an_old_spelling_means_what_the_new_one_does(old: str, new: str) -> None:
+    assert parse(old)[1] == parse(new)[1]
+
+
+def test_every_old_spelling_is_tried() -> None:
+    assert OLD_SPELLINGS.keys() <= {word.partition("=")[0] for old, _ in OLD_AND_NEW for word in old.split()}
+
+
+@pytest.mark.parametrize("new", [new for _, new in OLD_AND_NEW])
+def test_help_shows_no_old_spelling(new: str) -> None:
+    command, _ = parse(new)
+    options = {name for parameter in command.params for name in parameter.opts}
+    shown = set(
+        re.findall(
+            r"--[\w-]+", command.get_help(command.make_context(command.name, ["--help"], resilient_parsing=True))
+        )
+    )
+    assert not shown & (OLD_SPELLINGS.keys() - options)
+    assert "board" not in re.findall(r"^  (\w+)", get_help(), re.MULTILINE)
+
+
+def get_help() -> str:
+    """What `modelwright --help` prints."""
+    command = get_command(build_app())
+    return str(command.get_help(command.make_context("modelwright", [], resilient_parsing=True)))
+
+
+def test_what_follows_two_dashes_is_left_alone() -> None:
+    assert parse("ask R -- --from")[1]["question"] == "--from"
