@@ -12,7 +12,7 @@ import pytest
 from modelwright.launch import agent
 from modelwright.launch.agent import OrderedRendezvousHandler, create_rdzv_handler
 from modelwright.launch.config import LaunchConfig, NodeRange
-from rig import free_port
+from tests.faults.fork_server import free_port
 
 Place = tuple[int, int, str, int]
 
@@ -62,7 +62,7 @@ def test_two_nodes_of_one_number_are_refused_by_all() -> None:
     with ThreadPoolExecutor(3) as pool:
         meetings = [pool.submit(node.next_rendezvous) for node in nodes.values()]
     assert {str(meeting.exception()) for meeting in meetings} == {
-        "2 nodes have --node-rank 1; each wants a number of its own, from 0 on"
+        "2 nodes have --node-rank 1; each wants its own number, from 0"
     }
 
 

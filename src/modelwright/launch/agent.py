@@ -73,9 +73,8 @@ def last_start_output(log_dir: Path, rank: int) -> str:
 
 def _redirect_stderr(path: Path, rank: str) -> None:
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.write(
-        log, f"{LOG_START_MARKER} {rank}, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n".encode()
-    )
+    start = f"{LOG_START_MARKER} {rank}, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n"
+    os.write(log, start.encode())
     os.dup2(log, 2)
 
 
@@ -99,7 +98,7 @@ class OrderedRendezvousHandler:
         return getattr(self._handler, name)
 
     def next_rendezvous(self) -> Any:
-        """Meet; returns what torch's handler does, with our order and a store on the first node of it."""
+        """Run torch's rendezvous; returns its result in our order, with a store on the first node."""
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
         from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
@@ -111,9 +110,7 @@ class OrderedRendezvousHandler:
             if self.node_ranks:  # the later one is refused, and the others rendezvous again
                 return self.next_rendezvous()
             count = node_ranks.count(duplicates[0])
-            raise UsageError(
-                f"{count} nodes have --node-rank {duplicates[0]}; each wants a number of its own, from 0 on"
-            )
+            raise UsageError(f"{count} nodes have --node-rank {duplicates[0]}; each wants its own number, from 0")
         order = sorted(range(info.world_size), key=node_ranks.__getitem__)
         rank, self.node_ranks = order.index(info.rank), tuple(sorted(node_ranks))
         self._store = TCPStore(self._local_addr, 0, is_master=True, multi_tenant=True) if rank == 0 else None
@@ -141,7 +138,7 @@ def create_rdzv_handler(config: LaunchConfig) -> OrderedRendezvousHandler:
         keep_alive_max_attempt=KEEP_ALIVE_MAX_ATTEMPT,
         timeout=config.join_timeout,
     )
-    # its own store for the ranks is opened once, on the node that it counts first; one that comes later waits in vain
+    # its own store for the ranks is opened once, on the node that it counts first; a later one would wait forever
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     return OrderedRendezvousHandler(registry.get_rendezvous_handler(parameters), config.node_rank, config.local_addr)
 
@@ -166,7 +163,7 @@ class FailureCause:
     step: int = 0
     """Steps that were done by then."""
     has_stderr: bool = False
-    """Whether it printed the error itself, on stderr."""
+    """Whether it printed the error itself."""
     relayed_message: str = ""
     """The error message of another rank, as this one received it."""
     lost_peers: bool = False
@@ -202,9 +199,8 @@ def find_root_cause(
     for rank, pid in ipc.rank_pids.items():
         status = statuses.get(rank)
         if status is None or status.exit_message is None:
-            weight, cause = _cause_if_killed(
-                rank, ipc.kill_reason(pid), exit_codes.get(rank, -signal.SIGKILL), rank in exited_first
-            )
+            code = exit_codes.get(rank, -signal.SIGKILL)
+            weight, cause = _cause_if_killed(rank, ipc.kill_reason(pid), code, rank in exited_first)
         else:
             weight, cause = _cause_if_reported(status, ipc.stop_requested)
         ends.append((weight, rank not in exited_first, status.exit_time if status else 0.0, rank, cause))
@@ -223,19 +219,11 @@ def _cause_if_killed(rank: int, kill_reason: str | None, code: int, on_its_own: 
 
 def _cause_if_reported(status: RankStatus, stop_requested: bool) -> tuple[int, FailureCause]:
     """A rank that reported why it exits; one that was stopped or relays another's error has low priority."""
-    message = (status.exit_message or "").splitlines()[0]
-    lost, relayed = (
-        status.lost_peers and status.exit_code == UNEXPECTED_ERROR,
-        status.lost_peers and status.exit_code != UNEXPECTED_ERROR,
-    )
-    cause = FailureCause(
-        status.rank,
-        f"ended ({message})",
-        status.exit_code,
-        has_stderr=not relayed,
-        relayed_message=status.exit_message or "",
-        lost_peers=lost,
-    )
+    text = status.exit_message or ""
+    lost = status.lost_peers and status.exit_code == UNEXPECTED_ERROR
+    relayed = status.lost_peers and not lost
+    cause = FailureCause(status.rank, f"ended ({text.splitlines()[0]})", status.exit_code, has_stderr=not relayed,
+                         relayed_message=text, lost_peers=lost)  # fmt: skip
     if status.exit_code in NON_RETRYABLE_EXIT_CODES:
         return (RELAYED if relayed else REPORTED), cause
     if lost or (status.exit_code == Interrupted.exit_code and not stop_requested):
@@ -244,6 +232,7 @@ def _cause_if_reported(status: RankStatus, stop_requested: bool) -> tuple[int, F
 
 
 def describe_exit(code: int) -> str:
+    """How a rank without an exit message ended."""
     if code >= 0:
         return f"exited with code {code} during start-up"
     name = signal.Signals(-code).name
@@ -256,12 +245,12 @@ FINAL_EXIT_CODES = {*NON_RETRYABLE_EXIT_CODES, Interrupted.exit_code}
 SHUTDOWN_TIMEOUT = 600
 """Time for ranks to save after SIGTERM; the supervisor kills those that hang."""
 MAX_SOCKET_DIR_LENGTH = 107 - len("/pymp-12345678/listener-12345678")
-"""Characters of a temporary folder in which a socket can have its name; the folders of batch jobs may have more."""
+"""Longest temporary folder in which a socket's path stays within AF_UNIX's limit; batch jobs may have longer ones."""
 SOCKET_DIR_FALLBACKS = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def main() -> None:
-    """Be one node of a launch."""
+    """Run one node of a launch."""
     config, ipc = LaunchConfig.from_json(sys.argv[1]), IpcDir(Path(sys.argv[2]))
     set_pdeathsig(int(sys.argv[3]))
     if config.forkserver_preload:
@@ -276,12 +265,11 @@ def main() -> None:
 
 @contextmanager
 def short_socket_dir() -> Iterator[None]:
-    """Put sockets elsewhere where the temporary folder's name is too long for them; all else stays in it."""
+    """Put sockets into a folder with a short name if that of the temporary folder is too long for them."""
     default_dir = tempfile.gettempdir()
     if len(os.fsencode(default_dir)) > MAX_SOCKET_DIR_LENGTH:
-        tempfile.tempdir = next(
-            (folder for folder in SOCKET_DIR_FALLBACKS if os.access(folder, os.W_OK | os.X_OK)), default_dir
-        )
+        writable = (folder for folder in SOCKET_DIR_FALLBACKS if os.access(folder, os.W_OK | os.X_OK))
+        tempfile.tempdir = next(writable, default_dir)
     try:
         yield
     finally:
@@ -303,10 +291,7 @@ def _run(config: LaunchConfig, ipc: IpcDir) -> tuple[int, str | None]:
         reason = first_line(error.__cause__ or error)
         if config.node_rank == 0:
             return 2, f"port {config.master_port} cannot be bound here ({reason}); choose another with --master-port"
-        return (
-            2,
-            f"cannot connect to node 0 at {endpoint} ({reason}); check that it is running and that the port is open",
-        )
+        return 2, f"cannot connect to node 0 at {endpoint} ({reason}); check that it is running and the port is open"
     closes = True
     try:
         result = agent.run()
@@ -317,10 +302,7 @@ def _run(config: LaunchConfig, ipc: IpcDir) -> tuple[int, str | None]:
         closes = not config.nnodes.elastic
         return error.exit_code, str(error)
     except RendezvousClosedError:
-        return (
-            Interrupted.exit_code,
-            "another node shut down the run; see its output",
-        )
+        return Interrupted.exit_code, "another node shut down the run; see its output"
     except RendezvousError as error:
         return Interrupted.exit_code, f"rendezvous failed after a restart ({error}); rerun the same command to resume"
     except RuntimeError as error:  # the store closed during a request
@@ -332,15 +314,15 @@ def _run(config: LaunchConfig, ipc: IpcDir) -> tuple[int, str | None]:
             return 0, None
         closes = not (config.nnodes.elastic and ipc.stop_requested)
         code = agent.cause.exit_code
-        stopped = ipc.stop_requested and code not in FINAL_EXIT_CODES  # it was stopped, however its ranks took it
-        return Interrupted.exit_code if stopped else code, agent.cause.letter(Path(config.log_dir))
+        stopped = ipc.stop_requested and code not in FINAL_EXIT_CODES  # stopped, whatever its ranks exited with
+        return Interrupted.exit_code if stopped else code, agent.cause.message(Path(config.log_dir))
     finally:
         if closes:
             agent.get_worker_group().spec.rdzv_handler.shutdown()
 
 
 def _join_nodes(config: LaunchConfig, ipc: IpcDir) -> NodeAdmission | None:
-    """Meet node 0, where there are several."""
+    """Be admitted by node 0, if there are several nodes."""
     if config.nnodes.max_nodes == 1:
         return None
     admission = NodeAdmission(config, ipc)
@@ -353,6 +335,8 @@ def _create_agent(config: LaunchConfig, ipc: IpcDir, admission: NodeAdmission | 
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+
+    from modelwright.launch.agent import run_rank  # ranks unpickle it: this module runs as __main__
 
     env = {"MODELWRIGHT_HEARTBEAT_DIR": str(ipc.folder), "MODELWRIGHT_NNODES": str(config.nnodes)}
     spec = WorkerSpec(
@@ -394,9 +378,7 @@ class RestartPolicyAgent(ElasticAgentBase):  # type: ignore[misc]
 
     def __init__(self, spec: Any, context: AgentContext, **options: Any) -> None:
         super().__init__(spec, **options)
-        self.config, self.ipc, self.env, self.admission = (
-            context.config, context.ipc, context.env, context.admission,
-        )  # fmt: skip
+        self.config, self.ipc, self.env, self.admission = context.config, context.ipc, context.env, context.admission
         self.cause = FailureCause()
 
     def _rendezvous(self, worker_group: Any) -> None:
@@ -406,7 +388,7 @@ class RestartPolicyAgent(ElasticAgentBase):  # type: ignore[misc]
             store.set("modelwright/restart_id", uuid.uuid4().hex)
         self.env["MODELWRIGHT_RESTART_ID"] = store.get("modelwright/restart_id").decode()
         if self.admission:
-            self.admission.set_members(worker_group.spec.rdzv_handler.members)
+            self.admission.set_members(worker_group.spec.rdzv_handler.node_ranks)
 
     def _initialize_workers(self, worker_group: Any) -> None:
         from torch.distributed.elastic.multiprocessing import SignalException
@@ -426,7 +408,7 @@ class RestartPolicyAgent(ElasticAgentBase):  # type: ignore[misc]
         self._shutdown()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, **_: Any) -> None:
-        if self._pcontext:  # torch gives ranks 30 s, one version by an argument, another by none
+        if self._pcontext:  # torch's own timeout is 30 s, in some versions fixed
             self._pcontext.close(death_sig, SHUTDOWN_TIMEOUT)
 
     def _monitor_workers(self, worker_group: Any) -> Any:
