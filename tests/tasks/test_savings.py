@@ -197,17 +197,17 @@ def test_a_kept_trunk_gives_the_run_without_it_to_the_last_bit(deep_model: Path,
     plain, weights, _ = train(tmp_path / "plain", deep_model, cache_frozen_layers="off", share_prefix=False)
     for where in ("memory", "disk"):
         losses, moved, engine = train(tmp_path / where, deep_model, cache_frozen_layers=where, share_prefix=False)
-        assert engine.task.answers.kept is not None  # type: ignore[attr-defined]
+        assert engine.task.loss_module.cache is not None  # type: ignore[attr-defined]
         assert losses == plain
         assert all(torch.equal(weights[name], weight) for name, weight in moved.items())
 
 
 def test_a_kept_trunk_behind_a_shared_beginning_gives_the_plain_losses(deep_model: Path, tmp_path: Path) -> None:
     plain, _, engine = train(tmp_path / "plain", deep_model, cache_frozen_layers="off", share_prefix=False)
-    assert engine.task.beginning == 0  # type: ignore[attr-defined]
+    assert engine.task.prefix_length == 0  # type: ignore[attr-defined]
     for packing in (False, True):
         both, _, engine = train(tmp_path / str(packing), deep_model, packing=packing)
-        assert engine.task.beginning > 16  # type: ignore[attr-defined]
+        assert engine.task.prefix_length > 16  # type: ignore[attr-defined]
         if not packing:
             assert both == pytest.approx(plain, rel=1e-5)
         else:
