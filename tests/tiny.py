@@ -1,4 +1,4 @@
-"""Real but tiny: a tokenizer, a language model and a recipe, made the same way each time, in seconds."""
+"""A tiny tokenizer, language model and recipe, created the same way each time, in seconds."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-WORDS = 400
-"""Tokens the tokenizer knows, its special ones among them."""
+VOCAB_SIZE = 400
+"""Vocabulary size, special tokens included."""
 SFT = {
     "max_steps": 12,
     "per_device_train_batch_size": 2,
@@ -25,11 +25,11 @@ SFT = {
     "save_steps": 3,
     "eval_steps": 6,
 }
-"""What the recipe's sft section says unless told otherwise."""
+"""Settings of the recipe's sft section unless overridden."""
 
 
 def tiny_tokenizer(folder: Path) -> Any:
-    """A byte-level BPE learnt from the field guide, with ChatML; pad is eos on purpose, which must do no harm."""
+    """A byte-level BPE tokenizer trained on the field guide, with ChatML; pad is eos on purpose."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -37,7 +37,7 @@ def tiny_tokenizer(folder: Path) -> Any:
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=WORDS,
+        vocab_size=VOCAB_SIZE,
         special_tokens=SPECIAL,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -50,7 +50,7 @@ def tiny_tokenizer(folder: Path) -> Any:
 
 
 def tiny_model(folder: Path, layers: int = 2, tied: bool = True, seed: int = 0) -> Path:
-    """A Llama of width 64 with random weights and the tiny tokenizer, as a folder that from_pretrained reads."""
+    """A Llama of width 64 with random weights and the tiny tokenizer, as a folder for from_pretrained."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -76,7 +76,7 @@ def tiny_model(folder: Path, layers: int = 2, tied: bool = True, seed: int = 0) 
 
 
 def tiny_rows(count: int) -> list[dict[str, str]]:
-    """Questions with answers of many lengths, no two alike."""
+    """Different questions with answers of many lengths."""
     kinds = ["rope", "tent", "map", "fire", "knot", "boot", "stove"]
     return [
         {
@@ -88,7 +88,7 @@ def tiny_rows(count: int) -> list[dict[str, str]]:
 
 
 def tiny_pairs(count: int) -> list[dict[str, str]]:
-    """The same questions with two answers each: one counts, the other grumbles."""
+    """The same questions with two answers each."""
     return [
         {
             "prompt": row["question"],
@@ -100,7 +100,7 @@ def tiny_pairs(count: int) -> list[dict[str, str]]:
 
 
 def tiny_recipe(folder: Path, model: Path, rows: int = 40, **sft_settings: Any) -> Path:
-    """A recipe in the folder that tunes the model on rows.jsonl beside it; its run is folder/run."""
+    """A recipe in the folder that trains the model on rows.jsonl; its run is folder/run."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(row) for row in tiny_rows(rows)]
     (folder / "rows.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -108,11 +108,7 @@ def tiny_recipe(folder: Path, model: Path, rows: int = 40, **sft_settings: Any) 
         "name": "tiny",
         "output_dir": str(folder / "run"),
         "model": {"model_name_or_path": str(model)},
-        "data": {
-            "train_file": "rows.jsonl",
-            "columns": {"question": "prompt", "answer": "completion"},
-            "test_size": 4,
-        },
+        "data": {"train_file": "rows.jsonl", "columns": {"question": "prompt", "answer": "completion"}, "test_size": 4},
         "sft": {**SFT, **sft_settings},
         "compare": {"prompts": ["What is 3 and 4, in tents?"], "max_new_tokens": 4},
     }
@@ -122,7 +118,7 @@ def tiny_recipe(folder: Path, model: Path, rows: int = 40, **sft_settings: Any) 
 
 
 def tiny_dpo_recipe(folder: Path, model: Path, **dpo_settings: Any) -> Path:
-    """A recipe in the folder that tunes the model on pairs.jsonl beside it; its run is folder/run."""
+    """A recipe in the folder that trains the model on pairs.jsonl; its run is folder/run."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(row) for row in tiny_pairs(24)]
     (folder / "pairs.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -141,7 +137,7 @@ def tiny_dpo_recipe(folder: Path, model: Path, **dpo_settings: Any) -> Path:
 
 
 def _as_yaml(sections: dict[str, Any]) -> str:
-    """Sections as YAML, a setting a line, so that letters have lines to name."""
+    """Sections as YAML, one setting per line, so that error messages have line numbers."""
     lines: list[str] = []
     for name, value in sections.items():
         if isinstance(value, dict):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from eighths import stand_in
+from fake_torchao import use_fake_torchao
 from families import family
 from modelwright.data.chat import TokenizedRow
 from modelwright.data.preferences import PreferenceDataset, PreferencePair
@@ -32,7 +32,7 @@ LAPTOP = DeviceInfo("cpu", "a laptop", 8 << 30, fast_bf16=False)
 
 @pytest.fixture
 def torchao(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(monkeypatch)
+    use_fake_torchao(monkeypatch)
 
 
 def documents(*lengths: int) -> list[TokenizedRow]:
@@ -87,10 +87,10 @@ def test_padding_changes_no_loss() -> None:
 @pytest.mark.parametrize("shared", [True, False])
 def test_padding_changes_no_likelihood_of_an_answer(model_folder: Path, shared: bool) -> None:
     model, found = load_model(model_folder), []
-    for precision in ("fp8", "bf16"):
-        task = pairs_task(model_folder, model, DpoConfig(precision=precision, max_length=128, share_prompt=shared))
+    for name in ("fp8", "bf16"):
+        task = pairs_task(model_folder, model, DpoConfig(precision=name, max_length=128, share_prompt=shared))
         batch = task.batch_without_reference("train", [0, 2, 5])
-        assert precision == "bf16" or batch.inputs["tokens"].shape[1] % 16 == 0
+        assert name == "bf16" or batch.inputs["tokens"].shape[1] % 16 == 0
         found.append(task.module(**batch.inputs))
     torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-5)
 
@@ -125,7 +125,7 @@ def test_before_the_first_step_in_fp8_the_loss_is_the_logarithm_of_two(
 
 def test_low_rank_matrices_and_the_head_stay_as_they_are(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = set_trainable(load_model(model_folder), SftConfig(trainable="lora", lora_r=16))
-    stand_in(monkeypatch)  # only now: peft would look into it
+    use_fake_torchao(monkeypatch)  # only now: peft would look into it
     plain = {name for name, each in model.named_modules() if type(each) is torch.nn.Linear}
     assert len(precision.convert_to_fp8(model)) == 14
     left = {name for name, each in model.named_modules() if type(each) is torch.nn.Linear}

@@ -226,8 +226,8 @@ def test_a_bad_step_moves_nothing_before_the_host_has_judged_it(monkeypatch: pyt
 
     def watched(engine: Any, stop_asked: bool) -> Any:
         known = 64 if engine.cursor.step in sick else 0
-        engine.guard.restore({"losses": [1e-9] * known, "grad_norms": [1e-9] * known})
-        seen.append(next(iter(engine.weights.values())).detach().clone())
+        engine.guard.load_state_dict({"losses": [1e-9] * known, "grad_norms": [1e-9] * known})
+        seen.append(next(iter(engine.trainable_params.values())).detach().clone())
         report = step(engine, stop_asked)
         assert report.health == ("spike" if known else "ok")
         return report

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from cluster_jobs import CRDS, crd_schema
 from modelwright.cluster.documents import load_manifests
 from modelwright.cluster.lint import lint
 from modelwright.cluster.manifests import build_job, render
 from modelwright.recipe.load import builtin_recipes, load
-from orders import CRDS, schema_of
 
 ROOT = Path(__file__).parents[2]
 DEPLOYED = [
@@ -41,7 +41,7 @@ def test_the_real_schemas_take_a_deployed_job(shared: Path, name: str, target: s
     seen = 0
     for manifest in load_manifests(ROOT / "deploy" / f"{name}-{target}.yaml"):
         for crd in CRDS.get(manifest.kind, ()):
-            validator = jsonschema.Draft202012Validator(schema_of(shared, crd))
+            validator = jsonschema.Draft202012Validator(crd_schema(shared, crd))
             assert [error.message for error in validator.iter_errors(manifest.body)] == []
             seen += 1
     assert seen == (4 if target == "trainjob" else 1)

@@ -20,13 +20,13 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
+from cluster_jobs import cluster_job
 from modelwright.cluster import client
 from modelwright.cluster.client import ClusterError, KubectlClient
 from modelwright.cluster.documents import parse_manifests
 from modelwright.cluster.lint import lint
 from modelwright.cluster.manifests import ClusterJob, render
 from modelwright.errors import UsageError
-from orders import order
 
 APPLY = "apply --server-side --field-manager=modelwright"
 KUBECTL = """#!{python}
@@ -138,7 +138,7 @@ def commands(folder: Path) -> list[str]:
 
 @pytest.fixture
 def survival() -> ClusterJob:
-    return order("survival", "trainjob")
+    return cluster_job("survival", "trainjob")
 
 
 def test_a_job_is_tried_by_the_server_before_it_is_sent(
@@ -204,7 +204,7 @@ def test_logs_are_those_of_the_first_pod(
     assert client.logs(oc, survival, follow=True) == 0
     assert capfd.readouterr().out == "log of quickstart-node-0-0-a\n"
     assert commands(tmp_path)[-1] == "--namespace modelwright logs -f quickstart-node-0-0-a"
-    assert client.rank0_pod(oc, order("survival", "pytorchjob")) == "quickstart-master-0"
+    assert client.rank0_pod(oc, cluster_job("survival", "pytorchjob")) == "quickstart-master-0"
 
 
 def test_cancel_leaves_the_volumes(oc: KubectlClient, survival: ClusterJob, server: Server) -> None:

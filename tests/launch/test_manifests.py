@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
+from cluster_jobs import CRDS, SYSTEMS, cluster_job, crd_schema
 from modelwright.cluster.documents import YamlComments, dump_documents, parse_manifests
 from modelwright.cluster.lint import lint
 from modelwright.cluster.manifests import JobKind, documents, job_name, longest_save_seconds, render
 from modelwright.cluster.schema import ANY, QUANTITY, SCHEMAS, ArrayOf, MapOf, ObjectSchema, ScalarType, Schema
 from modelwright.errors import UsageError
 from modelwright.recipe.load import load
-from orders import CRDS, SYSTEMS, order, schema_of
 
 GOLDEN = Path(__file__).parent / "golden"
 TARGETS: tuple[JobKind, ...] = ("trainjob", "pytorchjob")
@@ -35,9 +35,9 @@ def test_the_real_schemas_take_what_is_rendered_of_each_system(shared: Path, sys
     jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is in the dev extra")
     seen = 0
     for code in CODES if system == "survival" else CODES[:1]:
-        for document in documents(order(system, target, f"cluster.code_source={code}")):
+        for document in documents(cluster_job(system, target, f"cluster.code_source={code}")):
             for name in CRDS.get(document["kind"], ()):
-                validator = jsonschema.Draft202012Validator(schema_of(shared, name))
+                validator = jsonschema.Draft202012Validator(crd_schema(shared, name))
                 assert [error.message for error in validator.iter_errors(document)] == []
                 seen += 1
     assert seen == (4 if target == "trainjob" else 1) * (3 if system == "survival" else 1)
@@ -47,13 +47,13 @@ def test_the_real_schemas_take_what_is_rendered_of_each_system(shared: Path, sys
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("code", CODES)
 def test_no_rule_objects_to_what_is_rendered(system: str, target: JobKind, code: str) -> None:
-    letters = lint(parse_manifests(render(order(system, target, f"cluster.code_source={code}")), "job.yaml"))
+    letters = lint(parse_manifests(render(cluster_job(system, target, f"cluster.code_source={code}")), "job.yaml"))
     assert [str(letter) for letter in letters if letter.is_error] == []
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_stream_is_the_golden_one(target: JobKind) -> None:
-    text = render(order("survival", target, f"cluster.code_source={CODES[2]}", save_seconds=14.2))
+    text = render(cluster_job("survival", target, f"cluster.code_source={CODES[2]}", save_seconds=14.2))
     path = GOLDEN / f"survival-{target}.yaml"
     if os.environ.get("UPDATE_GOLDEN") == "1":
         path.parent.mkdir(exist_ok=True)
@@ -90,8 +90,8 @@ def test_two_readers_of_yaml_read_what_was_meant() -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_nodes_gpus_queue_and_token_reach_the_job(target: JobKind) -> None:
-    found = {document["kind"]: document for document in documents(order("survival", target))}
-    claims = [each for each in documents(order("survival", target)) if each["kind"] == "PersistentVolumeClaim"]
+    found = {document["kind"]: document for document in documents(cluster_job("survival", target))}
+    claims = [each for each in documents(cluster_job("survival", target)) if each["kind"] == "PersistentVolumeClaim"]
     assert [claim["spec"]["accessModes"] for claim in claims] == [["ReadWriteMany"]] * 2
     job = found["TrainJob" if target == "trainjob" else "PyTorchJob"]
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "default"
@@ -109,20 +109,20 @@ def test_nodes_gpus_queue_and_token_reach_the_job(target: JobKind) -> None:
 
 
 def test_one_node_needs_no_shared_storage_and_no_worker() -> None:
-    found = documents(order("vision", "pytorchjob"))
+    found = documents(cluster_job("vision", "pytorchjob"))
     assert [each["spec"]["accessModes"] for each in found[:3]] == [["ReadWriteOnce"]] * 3
     assert list(found[-1]["spec"]["pytorchReplicaSpecs"]) == ["Master"]
 
 
 def test_variables_of_the_recipe_stand_in_the_job_under_its_own_names() -> None:
-    job = documents(order("vision", "trainjob", "classify.num_train_epochs=3"))[-1]
+    job = documents(cluster_job("vision", "trainjob", "classify.num_train_epochs=3"))[-1]
     values = {each["name"]: each["value"] for each in job["spec"]["trainer"]["env"]}
     assert values["EPOCHS"] == "3"
     assert values["OUTPUT_DIR"] == "/shared/models/resnet18-cifar10"
 
 
 def test_the_recipe_in_the_map_loads_and_still_listens_to_the_job(tmp_path: Path) -> None:
-    maps = [each for each in documents(order("vision", "trainjob")) if each["kind"] == "ConfigMap"]
+    maps = [each for each in documents(cluster_job("vision", "trainjob")) if each["kind"] == "ConfigMap"]
     path = tmp_path / "recipe.yaml"
     path.write_text(maps[0]["data"]["recipe.yaml"], encoding="utf-8")
     recipe = load(path, environ={"EPOCHS": "5"}).recipe
@@ -139,9 +139,9 @@ def test_the_grace_period_follows_the_longest_measured_save(tmp_path: Path) -> N
     (tmp_path / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     assert longest_save_seconds(tmp_path) == 41.5
     assert longest_save_seconds(tmp_path / "none") is None
-    assert order("vision", "trainjob", save_seconds=41.5).grace_period == 155
-    assert order("vision", "trainjob", save_seconds=0.1).grace_period == 60
-    assert "the longest save took 41.5 s" in render(order("vision", "trainjob", save_seconds=41.5))
+    assert cluster_job("vision", "trainjob", save_seconds=41.5).grace_period == 155
+    assert cluster_job("vision", "trainjob", save_seconds=0.1).grace_period == 60
+    assert "the longest save took 41.5 s" in render(cluster_job("vision", "trainjob", save_seconds=41.5))
 
 
 def small_recipe(folder: Path, data: str, more: str = "") -> Path:
@@ -190,11 +190,15 @@ def test_what_the_pods_cannot_reach_is_told_before_it_is_sent(
 
 def test_the_program_in_a_map_is_this_program_and_the_same_bytes_each_time() -> None:
     maps = [
-        each for each in documents(order("vision", "trainjob", "cluster.code_source=configmap")) if "binaryData" in each
+        each
+        for each in documents(cluster_job("vision", "trainjob", "cluster.code_source=configmap"))
+        if "binaryData" in each
     ]
     content = base64.b64decode(maps[0]["binaryData"]["modelwright.zip"])
     again = [
-        each for each in documents(order("vision", "trainjob", "cluster.code_source=configmap")) if "binaryData" in each
+        each
+        for each in documents(cluster_job("vision", "trainjob", "cluster.code_source=configmap"))
+        if "binaryData" in each
     ]
     assert again == maps
     names = zipfile.ZipFile(io.BytesIO(content)).namelist()
@@ -226,7 +230,7 @@ TYPES = {"text": "string", "a whole number": "integer", "true or false": "boolea
 @pytest.mark.parametrize("kind", CRDS)
 def test_our_small_schema_says_what_the_real_ones_say(shared: Path, kind: str) -> None:
     for name in CRDS[kind]:
-        real = schema_of(shared, name)
+        real = crd_schema(shared, name)
         for path, ours in paths(SCHEMAS[kind][1]):
             if "metadata" in path:
                 continue

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from cluster_jobs import cluster_job
 from modelwright.cluster.documents import Manifest, parse_manifests
 from modelwright.cluster.manifests import JobKind, documents, render
 from modelwright.cluster.sandbox import USER_ID, can_use_namespaces
 from modelwright.cluster.simulator import InjectedFault, SimulationConfig, SimulationResult, expand_job, simulate
 from modelwright.errors import UsageError
-from orders import order
 
 isolated = pytest.mark.skipif(not can_use_namespaces(), reason="needs root and network namespaces")
 NETWORKS = Path("/run/netns")
@@ -31,7 +31,7 @@ STEP = """echo '{"event": "step", "step": 5}' >> /shared/models/run/journal.json
 def job(target: JobKind, script: str, nodes: int = 1, **settings: Any) -> list[Manifest]:
     """The rendered job of a system, with a small script in place of the training."""
     sets = [f"cluster.{key}={value}" for key, value in settings.items()]
-    bodies = documents(order("vision", target, f"cluster.nodes={nodes}", "cluster.gpus_per_node=0", *sets))
+    bodies = documents(cluster_job("vision", target, f"cluster.nodes={nodes}", "cluster.gpus_per_node=0", *sets))
     for body in bodies:
         for container in containers(body):
             container["command"], container["args"] = ["sh", "-c", f"mkdir -p /shared/models/run; {script}"], []
@@ -337,7 +337,7 @@ def sleepers() -> list[str]:
 
 
 def test_the_stream_that_is_rehearsed_is_the_stream_that_is_sent() -> None:
-    text = render(order("survival", "trainjob"))
+    text = render(cluster_job("survival", "trainjob"))
     assert [pod.name for pod in expand_job(parse_manifests(text, "job.yaml"))[1]] == [
         f"quickstart-node-0-{n}" for n in range(4)
     ]

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from cluster_jobs import cluster_job
 from modelwright.cluster.documents import Manifest, load_manifests, parse_manifests
 from modelwright.cluster.lint import LintFinding, lint
 from modelwright.cluster.manifests import JobKind, documents, render
 from modelwright.errors import ProblemsError
-from orders import order
 
 POD = "spec.pytorchReplicaSpecs.Master.template.spec"
 MAIN = f"{POD}.containers[0]"
@@ -110,7 +110,7 @@ def letters_of(text: str) -> list[LintFinding]:
 
 
 def sound(target: JobKind) -> str:
-    return render(order("survival", target))
+    return render(cluster_job("survival", target))
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +218,7 @@ def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("target", ["pytorchjob", "trainjob"])
 def test_any_junk_in_any_place_is_told_and_never_a_crash(target: JobKind) -> None:
-    bodies = documents(order("survival", target))
+    bodies = documents(cluster_job("survival", target))
     tried = 0
     for number, body in enumerate(bodies):
         for path in [path for path in places(body) if path and "env" not in path[:-2]]:

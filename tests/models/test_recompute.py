@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eighths import stand_in
+from fake_torchao import use_fake_torchao
 from families import FAMILIES, family
 from modelwright.engine import precision
 from modelwright.errors import ModelError
@@ -87,7 +87,7 @@ def test_parts_that_move_have_the_same_gradients(model_folder: Path, wish: dict[
 
 
 def test_documents_and_fp8_layers_have_the_same_gradients(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(monkeypatch)
+    use_fake_torchao(monkeypatch)
     found = []
     for how in (False, "selective"):
         model = load_model(model_folder)

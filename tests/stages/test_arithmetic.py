@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from eighths import stand_in
+from fake_torchao import use_fake_torchao
 from modelwright.engine.trainer import Engine
 from modelwright.errors import Interrupted
 from modelwright.recipe.load import load
@@ -34,7 +34,7 @@ Tried = list[tuple[dict[str, TimedPass], str]]
 def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tried]:
     """Both ways are really gone through; what they are said to have taken is the first of what stands here."""
     monkeypatch.setenv("MODELWRIGHT_CACHE", str(tmp_path / "cache"))
-    stand_in(monkeypatch)
+    use_fake_torchao(monkeypatch)
     really, said = planning.time_precision, []
 
     def measured(engine: Engine, precision: str, scaling: str) -> TimedPass:

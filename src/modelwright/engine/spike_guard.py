@@ -104,6 +104,7 @@ class SpikeGuard:
         """Restore the state of a checkpoint."""
         self._losses = deque(state["losses"], maxlen=WINDOW)
         self._grad_norms = deque(state["grad_norms"], maxlen=WINDOW)
-        self._hard_losses = deque(state["hard_losses"], maxlen=WINDOW)
-        self._initial_loss = state["initial_loss"]
-        self._suspect_loss, self._good_streak = state["suspect_loss"], state["good_streak"]
+        self._hard_losses = deque(state.get("hard_losses", ()), maxlen=WINDOW)
+        known_loss = median(self._losses) if len(self._losses) >= MIN_HISTORY else 0.0
+        self._initial_loss = state.get("initial_loss", known_loss)
+        self._suspect_loss, self._good_streak = state.get("suspect_loss", 0.0), state.get("good_streak", 0)

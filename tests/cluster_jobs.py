@@ -1,4 +1,4 @@
-"""Recipes of the three cluster systems in small, what is rendered of them, and the schemas of the real operators."""
+"""Small recipes of the three cluster systems, their jobs, and the schemas of the real operators."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ CRDS = {
 }
 
 
-def order(system: str, target: JobKind, *more: str, save_seconds: float | None = None) -> ClusterJob:
-    """A system's job, with further settings."""
+def cluster_job(system: str, target: JobKind, *overrides: str, save_seconds: float | None = None) -> ClusterJob:
+    """The cluster job of a system, with further settings."""
     recipe, sets = SYSTEMS[system]
-    loaded = load(recipe, [*sets, *more], {})
+    loaded = load(recipe, [*sets, *overrides], {})
     return build_job(loaded.recipe, Path.cwd(), target, save_seconds)
 
 
-def schema_of(shared: Path, name: str) -> dict[str, Any]:
-    """The schema in a CRD, with unknown fields forbidden, as a strict server has it."""
+def crd_schema(shared: Path, name: str) -> dict[str, Any]:
+    """The schema of a CRD with unknown fields forbidden, as strict server-side validation has it."""
     definition = json.loads((shared / "crds" / name).read_text())
     schema = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     schema["properties"]["metadata"] = {"type": "object"}

@@ -1,4 +1,4 @@
-"""A stand-in for torchao where it is not installed: its names, and linear layers that round their factors to 8 bits."""
+"""A fake torchao where it is not installed: its names, and linear layers that round their operands to FP8."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from modelwright.engine import precision
 
 @dataclass(frozen=True)
 class Float8LinearConfig:
-    """What we ask of torchao."""
+    """The options of torchao that are used."""
 
     round_scales_to_power_of_2: bool = False
     emulate: bool = False
-    by_row: bool = False
+    rowwise: bool = False
 
     @classmethod
     def from_recipe_name(cls, name: str) -> Float8LinearConfig:
-        rows = {"tensorwise": False, "rowwise": True}[name]
-        return cls(round_scales_to_power_of_2=rows, by_row=rows)  # as torchao's recipes have it
+        rowwise = {"tensorwise": False, "rowwise": True}[name]
+        return cls(round_scales_to_power_of_2=rowwise, rowwise=rowwise)  # as torchao's recipes have it
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer with one scale for each of its two factors, or each row; gradients pass the rounding by."""
+    """A linear layer with tensorwise or rowwise scales; gradients pass straight through the rounding."""
 
     config = Float8LinearConfig()
 
-    def forward(self, given: Tensor) -> Tensor:
-        return nn.functional.linear(self._rounded(given), self._rounded(self.weight), self.bias)
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self._rounded(x), self._rounded(self.weight), self.bias)
 
     def _rounded(self, exact: Tensor) -> Tensor:
         size = exact.detach().abs()
-        largest = size.amax(-1, keepdim=True) if self.config.by_row else size.max()
+        largest = size.amax(-1, keepdim=True) if self.config.rowwise else size.max()
         scale = 448.0 / largest.float().clamp(min=1e-12)
         scale = scale.log2().floor().exp2() if self.config.round_scales_to_power_of_2 else scale
         near = ((exact.float() * scale).to(torch.float8_e4m3fn).float() / scale).to(exact.dtype)
@@ -50,22 +50,22 @@ class Float8Linear(nn.Linear):
 def convert_to_float8_training(
     module: nn.Module, *, config: Float8LinearConfig, module_filter_fn: Callable[[Any, str], bool]
 ) -> None:
-    """Put such layers in the place of those that suit."""
+    """Replace the linear layers that the filter accepts."""
     for name, linear in list(module.named_modules()):
         if isinstance(linear, nn.Linear) and module_filter_fn(linear, name):
-            eighth = Float8Linear(1, 1, bias=False)
-            eighth.__dict__.update(linear.__dict__)
-            eighth.config = config
-            module.set_submodule(name, eighth)
+            fp8_linear = Float8Linear(1, 1, bias=False)
+            fp8_linear.__dict__.update(linear.__dict__)
+            fp8_linear.config = config
+            module.set_submodule(name, fp8_linear)
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torchao be found, the real one where it is there; the rest is computed in fp32, fast on any processor."""
+def use_fake_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install the fake torchao unless the real one exists; everything else computes in fp32, fast on any CPU."""
     monkeypatch.setattr(precision, "DTYPES", dict.fromkeys(precision.DTYPES))
     if find_spec("torchao") is not None:
         return
     package, float8 = ModuleType("torchao"), ModuleType("torchao.float8")
-    for part in (Float8LinearConfig, convert_to_float8_training):
-        setattr(float8, part.__name__, part)
+    for definition in (Float8LinearConfig, convert_to_float8_training):
+        setattr(float8, definition.__name__, definition)
     monkeypatch.setitem(sys.modules, "torchao", package)
     monkeypatch.setitem(sys.modules, "torchao.float8", float8)
