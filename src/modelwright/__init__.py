@@ -1,3 +1,3 @@
 """Modelwright turns one file, a recipe, into a trained model."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

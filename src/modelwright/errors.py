@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SECRET_NAME_PATTERN = r"(TOKEN|PASSWORD|PASSWD|SECRET|CREDENTIALS?|(API|ACCESS|PRIVATE)_?KEY)$"
-"""How variables are called that hold a secret."""
+"""Names of variables that hold a secret."""
 SECRET_PATTERN = (
     r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
     r"|A[KS]IA[0-9A-Z]{12,}|xox[abprs]-[\w-]{10,}|AIza[\w-]{30,}|sha256~\S{20,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)"
     r"|(?<=://)[^\s/@]+(?=@)|-----BEGIN [A-Z ]*PRIVATE KEY-----"
     r"|(?<=[?&])(?:[\w-]*token|[\w-]*key|sig|signature|x-amz-\w+|password)=[^\s&'\"]{8,}"
 )
-"""What looks like a secret, wherever it stands: tokens by their form, the name and password of a URL, signed URLs."""
+"""What looks like a secret: tokens by their form, the user and password of a URL, signed URLs."""
 
 
 def is_secret_name(name: str) -> bool:
@@ -29,25 +29,25 @@ def contains_secret(text: str) -> bool:
 
 
 def redact_secrets(text: str) -> str:
-    """The text without what looks like a secret, and without half a letter, which nothing can write.
+    """The text with everything that looks like a secret hidden, and lone surrogates, which cannot be encoded, replaced.
 
-    Letters are printed, logged and sent to others.
+    Error messages are printed, logged and sent to others.
     """
     valid_text = text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
     return re.sub(SECRET_PATTERN, "(hidden)", valid_text, flags=re.IGNORECASE)
 
 
 def first_line(error: BaseException) -> str:
-    """What somebody else's error says, as far as a letter quotes it; its kind where it says nothing."""
+    """The first line of a foreign error's message, or its class name where it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 class ModelwrightError(Exception):
-    """A problem told as a letter: where, what was found, what would do."""
+    """A problem with a message for the user: where, what was found, what would work."""
 
     exit_code = 2
     already_printed = False
-    """Whether another process has written the letter already."""
+    """Whether another process has already printed the message."""
 
     def __init__(self, message: str = "") -> None:
         super().__init__(redact_secrets(message))
@@ -64,7 +64,7 @@ class Problem:
     where: str
     """File and line, as ``lyrics.yaml:14``."""
     message: str
-    """What was found and what would do."""
+    """What was found and what would work."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -76,7 +76,7 @@ class Problem:
 
 
 class ProblemsError(ModelwrightError):
-    """Everything that is wrong with a file, told at once."""
+    """Everything that is wrong with a file, reported at once."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
@@ -126,7 +126,7 @@ class PeerLost(ModelwrightError):
 
 
 class RankOutOfMemory(ModelwrightError):
-    """A step does not fit in a device's memory while other ranks wait; the launcher restarts with a smaller micro-batch."""
+    """One rank of several runs out of device memory; the launcher restarts them with a smaller micro-batch."""
 
     exit_code = 1
 
@@ -140,6 +140,6 @@ class StorageError(ModelwrightError):
 STORAGE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENODEV, errno.ESTALE})
 
 
-def is_storage_failure(error: OSError) -> bool:
-    """Tell a failing disk from every other operating-system error."""
-    return error.errno in STORAGE_ERRNOS
+def is_storage_failure(error: BaseException) -> bool:
+    """Whether an error means a failing or full disk; safetensors has its own error class for it."""
+    return (isinstance(error, OSError) and error.errno in STORAGE_ERRNOS) or "os error 28" in str(error)

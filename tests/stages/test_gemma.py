@@ -162,7 +162,7 @@ def test_a_tokenizer_that_knows_more_grows_the_embeddings_and_keeps_what_was_the
     assert model.get_output_embeddings().weight.shape[0] == len(tokenizer) == len(before) + 2
     tokenizer.save_pretrained(folder)
     told = run(load(tiny_recipe(tmp_path / "tune", folder, max_steps=1), environ={})).path
-    assert any("its embeddings have grown to" in note["message"] for note in events(told, "note"))
+    assert any("embeddings resized to" in note["message"] for note in events(told, "note"))
 
 
 def test_a_tokenizer_without_pad_borrows_eos_and_eos_is_still_learnt(model_folder: Path, tmp_path: Path) -> None:

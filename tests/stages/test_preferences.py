@@ -58,4 +58,4 @@ def test_what_is_left_out_or_cut_is_told(model_folder: Path, tmp_path: Path) -> 
     folder = pipeline.run(load(recipe, (), {}))
     notes = [note["message"] for note in events_of(folder.path, "note")]
     assert "1 rows are left out: their two answers are the same" in notes
-    assert any("pairs are cut to max_length" in note and "none is dropped" in note for note in notes)
+    assert any("rows are cut to max_length" in note and "none dropped" in note for note in notes)

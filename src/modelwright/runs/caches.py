@@ -16,15 +16,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 PINNED_ALLOC_CONF = "pinned_use_cuda_host_register:True"
-"""How torch's allocator is told to map memory before the device's driver pins it. Not by several threads: torch would
-start 128 in every process.
+"""Lets torch's allocator map memory before the driver pins it; not with several threads: torch would start 128 in
+every process.
 """
 BYTECODE_DIR = "bytecode"
 _TRUNCATED_AT_START: list[int] = []
 TRITON_KEY = re.compile("[A-Z2-7]{52}")
-"""What Triton calls the folder of a kernel."""
+"""The folder name of a kernel in Triton's cache."""
 FINGERPRINT_PACKAGES = ("torch", "transformers", "modelwright")
-"""Packages whose files tell one image from another."""
+"""Packages whose files distinguish one container image from another."""
 
 
 def cache_dir() -> Path:
@@ -39,12 +39,12 @@ def cache_dir() -> Path:
 
 
 def hf_hub_cache() -> Path:
-    """Where the hub's client keeps the models it has fetched."""
+    """Where huggingface_hub keeps downloaded models."""
     return Path(os.environ.get("HF_HOME") or Path(_home_cache()) / "huggingface") / "hub"
 
 
 def prepare_environment() -> None:
-    """Point the libraries' caches at a folder that can be written, where their own cannot, and spare a start delays."""
+    """Point library caches that cannot be written at a writable folder, and set what shortens the start."""
     try:
         pwd.getpwuid(os.getuid())
     except KeyError:
@@ -59,13 +59,13 @@ def prepare_environment() -> None:
     if torch is not None and torch.origin and torch.cached:
         _set_pycache_prefix(Path(torch.cached), cache.absolute() / BYTECODE_DIR)
         _set_pinned_alloc_conf(Path(torch.origin).parent / "lib" / "libtorch_cuda.so")
-        # some are loaded as soon as a library asks what Triton can do
+        # some are loaded as soon as a library queries Triton's features
         _TRUNCATED_AT_START.append(remove_truncated_libraries(triton_cache()))
 
 
 def _set_pinned_alloc_conf(library: Path) -> None:
-    """Have memory got ready before it is pinned for a GPU: 6 GB for copies of a checkpoint held the device up for 4.7 s
-    as a whole, and got ready by eight threads for 0.6 s in pieces of 30 ms at most.
+    """Map memory before it is pinned: pinning 6 GB for checkpoint copies blocked the GPU for 4.7 s at once, and
+    after mapping it with eight threads for 0.6 s in pieces of at most 30 ms.
     """
     name = "PYTORCH_CUDA_ALLOC_CONF" if "PYTORCH_CUDA_ALLOC_CONF" in os.environ else "PYTORCH_ALLOC_CONF"
     current = os.environ.get(name, "")
@@ -74,20 +74,20 @@ def _set_pinned_alloc_conf(library: Path) -> None:
 
 
 def _set_pycache_prefix(torch_bytecode: Path, folder: Path) -> None:
-    """Let Python keep what it compiles here where it keeps nothing beside the sources, as in many images: without it
-    all of torch and transformers is compiled at each start, 17 s to the first step of a run instead of 9.
+    """Keep bytecode in our cache where it cannot be kept next to the sources, as in many container images: otherwise
+    torch and transformers are compiled at each start, 17 s to the first step of a run instead of 9.
     """
     if sys.pycache_prefix or torch_bytecode.exists():
         return
     if not sys.dont_write_bytecode and _is_writable(torch_bytecode.parent):
-        return  # the first start leaves it there
+        return  # the first start writes it there
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         is_private = _is_private_dir(folder)
-    except OSError:  # no place for it: as slow as before, and no worse
+    except OSError:  # as slow as without it
         return
     if not is_private:
-        return  # what lies there is run
+        return  # what is in the folder is executed
     prefix = str(folder / _install_fingerprint())
     sys.pycache_prefix, sys.dont_write_bytecode = prefix, False
     os.environ["PYTHONPYCACHEPREFIX"] = prefix
@@ -95,7 +95,7 @@ def _set_pycache_prefix(torch_bytecode: Path, folder: Path) -> None:
 
 
 def _install_fingerprint() -> str:
-    """A name for what is installed here: bytecode goes by a source's size and time, and many images have one time."""
+    """A hash of the installed packages: bytecode is checked by size and time, and many images have equal times."""
     from importlib.metadata import PackageNotFoundError, distribution
 
     digest = hashlib.blake2b(digest_size=8)
@@ -106,7 +106,7 @@ def _install_fingerprint() -> str:
 
 
 def remove_truncated_bytecode(error: Exception) -> str | None:
-    """Remove the bytecode that we keep, where this error comes from a file of it that was cut; tells what was done."""
+    """Remove our bytecode cache where a truncated file in it caused this error; returns the message for the user."""
     folder = Path(sys.pycache_prefix) if sys.pycache_prefix else None
     if folder is None or folder.parent != cache_dir().absolute() / BYTECODE_DIR or "marshal data" not in str(error):
         return None
@@ -117,7 +117,7 @@ def remove_truncated_bytecode(error: Exception) -> str | None:
 
 
 def _is_private_dir(folder: Path) -> bool:
-    """Whether nobody else may put anything into a folder, or another in its place."""
+    """Whether no other user can write into a folder or replace it."""
     info, parent = folder.lstat(), folder.parent.stat()
     parent_is_safe = parent.st_uid in (0, os.getuid()) and not parent.st_mode & 0o002
     return parent_is_safe and stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not info.st_mode & 0o022
@@ -132,37 +132,37 @@ def _under(cache: str | None) -> str | None:
 
 
 def _is_writable(path: Path) -> bool:
-    """Whether the folder, or the nearest one above it that exists, takes new files."""
+    """Whether the folder, or its nearest existing parent, is writable."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return path.is_dir() and os.access(path, os.W_OK | os.X_OK)
 
 
 def triton_cache() -> Path:
-    """Where Triton keeps the kernels that it compiles, and the libraries that start them."""
-    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")  # noqa: PTH111  # pathlib's refuses to be homeless
+    """Where Triton keeps compiled kernels and their launcher libraries."""
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")  # noqa: PTH111  # Path.home() fails without a home
     return Path(os.environ.get("TRITON_CACHE_DIR") or Path(home) / ".triton" / "cache")
 
 
 def truncated_at_start() -> int:
-    """How many libraries had been cut when this process began; who asks tells it, and is the last to hear of it."""
+    """How many truncated libraries were removed when this process started; reported once, then 0."""
     count = sum(_TRUNCATED_AT_START)
     _TRUNCATED_AT_START.clear()
     return count
 
 
 def remove_truncated_libraries(folder: Path) -> int:
-    """Take libraries that end too early out of a compile cache, and count them: loading one would end the process."""
+    """Delete truncated libraries from a compile cache, and count them: loading one would crash the process."""
     count = 0
     for path in _truncated_files(folder, {".so"}):
-        with suppress(OSError):  # not ours to mend
+        with suppress(OSError):  # not ours to delete
             path.unlink()
             count += 1
     return count
 
 
 def remove_truncated_kernels(folder: Path) -> int:
-    """Take kernels out of Triton's cache where a file of theirs ends too early, and count them; Triton would fail."""
+    """Delete kernels with a truncated file from Triton's cache, and count them: Triton would fail on them."""
     kernels = {
         path.parent for path in _truncated_files(folder, {".cubin", ".json"}) if TRITON_KEY.fullmatch(path.parent.name)
     }
@@ -172,9 +172,9 @@ def remove_truncated_kernels(folder: Path) -> int:
 
 
 def _truncated_files(folder: Path, suffixes: set[str]) -> list[Path]:
-    """Files of these kinds that are not whole, where a compiler has put them; nothing else that lies there is touched.
+    """Truncated files with these suffixes at paths where a compiler writes them; no other file is touched.
 
-    Triton has a folder for each key, torch one for two letters of it; what is still being written has another place.
+    Triton has a folder for each key, torch one for two characters of it; unfinished files are elsewhere.
     """
     candidates = [
         Path(directory) / name
@@ -193,15 +193,15 @@ def _is_complete(path: Path) -> bool:
         return isinstance(json.loads(path.read_bytes()), dict) if path.suffix == ".json" else _is_complete_elf(path)
     except ValueError:
         return False
-    except OSError:  # another process took it away
+    except OSError:  # another process removed it
         return True
 
 
 def _is_complete_elf(path: Path) -> bool:
-    """Whether a file reaches as far as its own head says: its two tables stand at the end of a library or a kernel."""
+    """Whether a file is as long as its ELF header says: its two tables are at the end of a library or a kernel."""
     with path.open("rb") as file:
         head = file.read(64)
-    if len(head) < 64 or head[:5] != b"\x7fELF\x02":  # of 64 bits; nothing else is compiled here
+    if len(head) < 64 or head[:5] != b"\x7fELF\x02":  # 64 bit; nothing else is compiled here
         return False
     fields = ((40, 48), (58, 60), (60, 62)), ((32, 40), (54, 56), (56, 58))
     tables = [[int.from_bytes(head[begin:end], "little") for begin, end in table] for table in fields]
@@ -209,6 +209,6 @@ def _is_complete_elf(path: Path) -> bool:
 
 
 def use_empty_compile_cache() -> None:
-    """Let torch and Triton compile into an empty folder from now on: the old one may hold what cannot be used."""
+    """Let torch and Triton compile into a new empty folder: the old cache may hold unusable files."""
     folder = tempfile.mkdtemp(prefix="modelwright-compile-")
     os.environ |= {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": str(Path(folder) / "triton")}

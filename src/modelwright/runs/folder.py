@@ -16,7 +16,12 @@ from typing import Any, BinaryIO
 
 import xxhash
 
+from modelwright import __version__
 from modelwright.errors import Refused, StorageError, UsageError, is_storage_failure
+from modelwright.runs.journal import read
+
+RUN_FORMAT = 2
+"""Version of the files in a run folder, written in the journal's "run" events; other versions are refused."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +144,7 @@ class RunFolder:
         return self.path / "evaluations" / f"{name}.json"
 
     def create(self) -> None:
-        """Make the folder, and find out now rather than at the first checkpoint that it cannot be written."""
+        """Create the folder and check that it can be written, before the first checkpoint needs it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             probe = self.path / f".probe-{os.getpid()}"
@@ -151,15 +156,26 @@ class RunFolder:
                 f"{self.path}: the run folder cannot be written ({reason}); choose another output_dir"
             ) from None
 
-    def reject_outside_symlinks(self) -> None:
-        """Refuse a folder with a link that leads out of it: what is written there would land elsewhere.
+    def check_format(self) -> None:
+        """Refuse a run that was started by a version with another RUN_FORMAT."""
+        events = read(self.journal) if self.journal.is_file() else iter(())
+        start = next((event for event in events if event.get("event") == "run"), {"run_format": RUN_FORMAT})
+        if start.get("run_format") != RUN_FORMAT:
+            version = str(start.get("modelwright", "0.1"))[:20]
+            raise Refused(
+                f"{self.path} was written by modelwright {version}; modelwright {__version__} cannot continue or read "
+                f"it: choose another output_dir, or use modelwright {version}"
+            )
 
-        A run folder may come from others, by mail or from a shared volume; best_model is a link of our own, inside.
+    def reject_outside_symlinks(self) -> None:
+        """Refuse a folder with a symlink that leads out of it: what is written there would land elsewhere.
+
+        A run folder may come from others, by mail or from a shared volume; best_model is our own symlink, inside.
         """
         root = self.path.resolve()
         pending = [self.path] if self.path.is_dir() else []
         while pending:
-            with suppress(PermissionError), os.scandir(pending.pop()) as entries:  # nor can anything be written there
+            with suppress(PermissionError), os.scandir(pending.pop()) as entries:  # not writable either
                 for entry in entries:
                     if entry.is_symlink() and not Path(entry.path).resolve().is_relative_to(root):
                         raise Refused(
@@ -171,25 +187,27 @@ class RunFolder:
 
 
 def open_run(path: str | Path) -> RunFolder:
-    """Find a run that exists, by its folder or by its name under runs/."""
+    """A run that exists, by its folder or by its name under runs/."""
     for candidate in (Path(path), Path("runs") / path):
         if (candidate / "journal.jsonl").exists():
-            return RunFolder(candidate)
+            folder = RunFolder(candidate)
+            folder.check_format()
+            return folder
     raise UsageError(f"{path} is no run folder (no journal.jsonl in it); start one with: modelwright run RECIPE")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a JSON file in one movement: a reader sees the old one or the new one, never half."""
+    """Replace a JSON file atomically: a reader sees the old one or the new one."""
     write_text(path, _as_bytes(value).decode())
 
 
 def write_json_with_checksum(path: Path, value: dict[str, Any]) -> None:
-    """Replace a JSON file that ends with a hash over itself: a flipped bit anywhere in it shows."""
+    """Replace a JSON file that ends with a checksum over itself, so that any flipped bit is detected."""
     write_json(path, {**value, "checksum": _checksum(value)})
 
 
 def has_valid_checksum(path: Path) -> bool:
-    """Whether a file is, byte for byte, one that `write_sealed` wrote."""
+    """Whether a file is, byte for byte, one that `write_json_with_checksum` wrote."""
     try:
         raw = path.read_bytes()
         value = json.loads(raw)
@@ -199,29 +217,19 @@ def has_valid_checksum(path: Path) -> bool:
     return bool(checksum == _checksum(value)) and raw == _as_bytes({**value, "checksum": checksum})
 
 
-def has_no_checksum(path: Path, *names: str) -> bool:
-    """Whether a file is as `write_json` writes an object of these names: an earlier version set no seal on it."""
-    try:
-        raw = path.read_bytes()
-        value = json.loads(raw)
-        return isinstance(value, dict) and value.keys() <= set(names) and raw == _as_bytes(value)
-    except (OSError, ValueError):
-        return False
-
-
 def _checksum(value: dict[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a text file in one movement."""
+    """Replace a text file atomically."""
     with atomic_write(path) as file:
         file.write(text.encode())
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, under a temporary name; when the block ends it lasts, and takes its place in one movement."""
+    """A file to write under a temporary name; after the block it is synced to disk and renamed to its own name."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -239,7 +247,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file that this program wrote."""
+    """Read a JSON file that modelwright wrote."""
     try:
         return json.loads(path.read_bytes())
     except ValueError:
@@ -248,12 +256,21 @@ def read_json(path: Path) -> Any:
         ) from None
 
 
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if the file is missing or holds anything else."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def _as_bytes(value: Any) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def fsync_path(path: Path) -> None:
-    """Make a file's bytes, or the names in a folder, survive a power cut."""
+    """Sync a file's bytes, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -277,7 +294,7 @@ STALE_LOCK_SECONDS = 3.0
 
 @contextmanager
 def run_lock(path: Path) -> Iterator[str | None]:
-    """Hold the run while the block runs; yields a line about a dead holder whose place was taken, if any."""
+    """Hold the lock of a run during the block; yields a line about a dead holder whose lock was taken over, if any."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
@@ -325,7 +342,7 @@ def _in_use(path: Path, holder: dict[str, object]) -> Refused:
 
 def _read_holder(path: Path) -> dict[str, object]:
     try:
-        value = json.loads(path.read_bytes() or b"{}")  # opened anew: a network file system then asks the server
+        value = json.loads(path.read_bytes() or b"{}")  # opened again: a network file system then asks the server
     except (ValueError, OSError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -343,4 +360,4 @@ def _heartbeat_loop(descriptor: int, stop: threading.Event) -> None:
         try:
             _write_holder(descriptor, beats)
         except OSError:
-            return  # a full disk is told by the checkpoint, not by the lock
+            return  # a full disk is reported by the checkpoint, not by the lock

@@ -15,51 +15,51 @@ from statistics import median
 
 HEARTBEAT_INTERVAL = 0.5
 FILE_BYTES, MAX_MESSAGE_CHARS = 4096, 600
-"""Bytes of a beat file, since one write of a fixed width is never seen by halves; characters of last words in it."""
+"""Bytes of a heartbeat file (a write of fixed size is read in one piece); characters of the exit message in it."""
 STEP_WINDOW = 32
 PR_SET_PDEATHSIG = 1
 
 
 def set_pdeathsig(parent: int | None = None) -> None:
-    """Have the kernel end this process when its parent ends, whatever ended that one."""
+    """Have the kernel kill this process when its parent ends (PR_SET_PDEATHSIG)."""
     parent = parent or os.getppid()
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the kernel was asked
+    if os.getppid() != parent:  # it ended before prctl was called
         os._exit(1)
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Where a rank stands, as read from its beat."""
+    """The state of a rank, as read from its heartbeat file."""
 
     rank: int
-    """The rank's number in the world."""
+    """Its global rank."""
     pid: int
-    """Its process."""
+    """Its process id."""
     beats: int
-    """Beats so far: a live process beats."""
+    """Heartbeats so far: a live process sends them."""
     phase_changes: int
-    """Times it went on to something else: a process that gets anywhere moves."""
+    """Phases entered so far: a process that makes progress changes them."""
     phase: str
-    """What it is at."""
+    """What it is doing."""
     step: int
     """Steps done."""
     step_seconds: float | None
     """Median time of its recent steps."""
     exit_message: str | None
-    """Its last words, where it has ended by itself."""
+    """Its exit message, where it has ended by itself."""
     exit_time: float
-    """When, on the clock that all processes of a machine share."""
+    """When it ended, by the monotonic clock of the machine."""
     exit_code: int
-    """With which code."""
+    """Its exit code."""
     lost_peers: bool
-    """Whether it ended because others were gone."""
+    """Whether it ended because other ranks were gone."""
 
 
 class Heartbeat:
-    """Tells where this process stands; without a folder it tells nobody."""
+    """Writes the state of this rank to its heartbeat file; without a folder it writes nothing."""
 
     def __init__(self, folder: Path | None = None, rank: int = 0) -> None:
         self._rank, self._step, self._phase = rank, 0, "starting"
@@ -72,28 +72,28 @@ class Heartbeat:
         if folder is not None:
             self._descriptor = os.open(folder / f"rank-{rank}.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             self._write()
-            self._thread = threading.Thread(target=self._beat_loop, daemon=True, name="beat")
+            self._thread = threading.Thread(target=self._beat_loop, daemon=True, name="heartbeat")
             self._thread.start()
 
     def set_phase(self, phase: str, step: int | None = None) -> None:
-        """Say what begins now."""
+        """Set the current phase."""
         self._phase, self._phase_changes = phase, self._phase_changes + 1
         if step is not None:
             self._step = step
 
     def step_done(self, step: int, seconds: float) -> None:
-        """Say that a step is done, and how long it took."""
+        """Record a finished step and how long it took."""
         self._step_seconds.append(seconds)
         self.set_phase("between steps", step)
 
     def report_exit(self, message: str, exit_code: int, lost_peers: bool) -> None:
-        """Leave last words and fall silent."""
+        """Write the exit message and stop."""
         self._exit_message, self._exit_time = message, time.monotonic()
         self._exit_code, self._lost_peers = exit_code, lost_peers
         self.close()
 
     def close(self) -> None:
-        """Fall silent."""
+        """Stop sending heartbeats."""
         if self._thread is not None:
             self._stop.set()
             self._thread.join()
@@ -104,28 +104,29 @@ class Heartbeat:
     def _beat_loop(self) -> None:
         parent = os.getppid()
         while not self._stop.wait(HEARTBEAT_INTERVAL):
-            if os.getppid() != parent:  # where the kernel does not see to it
+            if os.getppid() != parent:  # where the kernel has no pdeathsig
                 os._exit(1)
             self._beats += 1
             self._write()
 
     def _write(self) -> None:
-        # the first steps of a process warm up; two are enough for a guess
+        # the first steps are warm-up; two are enough for an estimate
         seconds = list(self._step_seconds)
+        step_seconds = round(median(seconds), 4) if len(seconds) > 1 else None
+        exit_message = (self._exit_message or "")[:MAX_MESSAGE_CHARS] or None
         status = RankStatus(
             self._rank, os.getpid(), self._beats, self._phase_changes, self._phase, self._step,
-            round(median(seconds), 4) if len(seconds) > 1 else None, (self._exit_message or "")[:MAX_MESSAGE_CHARS] or None,
-            self._exit_time, self._exit_code, self._lost_peers,
+            step_seconds, exit_message, self._exit_time, self._exit_code, self._lost_peers,
         )  # fmt: skip
         text = json.dumps(status.__dict__).encode()
         try:
             os.pwrite(self._descriptor, text[:FILE_BYTES].ljust(FILE_BYTES), 0)
         except OSError:
-            return  # nobody can read it then; training does not depend on being watched
+            return  # training does not depend on the heartbeat file
 
 
 def read_rank_statuses(folder: Path) -> dict[int, RankStatus]:
-    """Where the ranks of this machine stand, by rank."""
+    """The state of each rank of this machine."""
     statuses: dict[int, RankStatus] = {}
     for path in folder.glob("rank-*.json"):
         try:
@@ -137,7 +138,7 @@ def read_rank_statuses(folder: Path) -> dict[int, RankStatus]:
 
 
 def process_state(pid: int) -> str | None:
-    """The kernel's letter for a process (R, S, D, T for stopped, Z for dead); None where there is none."""
+    """The kernel's state character of a process (R, S, D, T for stopped, Z for zombie); None where there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -145,12 +146,12 @@ def process_state(pid: int) -> str | None:
 
 
 def has_exited(pid: int) -> bool:
-    """Whether a process has ended, be it that nobody has taken note yet."""
+    """Whether a process has ended; a zombie has."""
     return process_state(pid) in (None, "Z", "X")
 
 
 def wait_for_exit(pids: list[int], seconds: float) -> list[int]:
-    """Wait for processes to end; returns those still there."""
+    """Wait for processes to end; returns those still running."""
     deadline = time.monotonic() + seconds
     left = pids
     while left and time.monotonic() < deadline:

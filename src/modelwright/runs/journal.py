@@ -17,10 +17,10 @@ EventListener = Callable[[Event], None]
 
 
 class Journal:
-    """Adds events to a run's journal and tells whoever watches."""
+    """Appends events to a run's journal and passes them to a listener."""
 
     def __init__(self, path: Path | None, listener: EventListener | None = None) -> None:
-        """Open the journal for adding; without a path (other ranks) events go nowhere."""
+        """Open the journal for appending; without a path (other ranks) events are dropped."""
         self._listener = listener
         self._descriptor: int | None = None
         if path is None:
@@ -33,12 +33,12 @@ class Journal:
             raise StorageError(f"{path}: the journal cannot be written ({error.strerror})") from None
 
     def add(self, event: str, **fields: Any) -> None:
-        """Write one event; a number that is no number is written as null, so that every line is JSON."""
+        """Write one event; NaN and infinities are written as null, so that every line is JSON."""
         record: Event = {"time": round(time.time(), 3), "event": event, **{k: _json_safe(v) for k, v in fields.items()}}
         if self._descriptor is not None:
             line = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
             try:
-                while line:  # a filling disk takes part of a line before it refuses
+                while line:  # a disk that fills up writes part of a line before it fails
                     line = line[os.write(self._descriptor, line) :]
             except OSError as error:
                 if is_storage_failure(error):
@@ -47,7 +47,7 @@ class Journal:
         if self._listener is not None:
             try:
                 self._listener(record)
-            except Exception:  # a closed pipe, a broken terminal: whoever watched has gone, the run has not
+            except Exception:  # a closed pipe or a broken terminal does not end the run
                 self._listener = None
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ class Journal:
 
 
 def read(path: Path) -> Iterator[Event]:
-    """Read a journal; a line torn by a kill is passed over."""
+    """Read a journal; a line torn by a kill is skipped."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
@@ -80,7 +80,7 @@ def _json_safe(value: Any) -> Any:
 
 
 def _end_torn_line(descriptor: int) -> None:
-    """End a line that a kill tore, so that the next event starts a line of its own."""
+    """End a line that a kill tore, so that the next event starts a new line."""
     size = os.fstat(descriptor).st_size
     if size and os.pread(descriptor, 1, size - 1) != b"\n":
         os.write(descriptor, b"\n")

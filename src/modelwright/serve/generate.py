@@ -16,42 +16,42 @@ from modelwright.models.pretrained import eos_token_ids, load_model, load_tokeni
 
 Message = dict[str, str]
 NEUTRAL_SAMPLING: dict[str, Any] = {"repetition_penalty": 1.0, "top_k": 0, "top_p": 1.0}
-"""What a model's own generation settings may not change, so that two models are asked alike."""
+"""Overrides a model's own generation settings, so that two models are sampled in the same way."""
+
+
+class ContextLengthExceeded(UsageError):
+    """The prompt leaves no room for an answer in the model's context."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How an answer is drawn from a model."""
+    """How an answer is sampled."""
 
     max_new_tokens: int = 128
-    """Longest answer."""
+    """Maximum tokens of an answer."""
     temperature: float = 0.0
-    """0 takes the likeliest token each time."""
+    """0 always takes the most likely token (greedy)."""
     top_p: float = 1.0
-    """Draw from the likeliest tokens that together have this share."""
+    """Sample from the most likely tokens that together have this probability."""
     seed: int = 0
-    """Decides the draws."""
+    """Seed of the sampling."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer and are not part of it."""
 
 
 class CompletionStream:
-    """One answer as it comes: iterate for its pieces; afterwards it knows how it ended and what it took."""
+    """One streamed answer: iterate over its pieces; afterwards finish_reason and token counts are set."""
 
     def __init__(
         self, token_ids: Iterator[int], max_new_tokens: int, tokenizer: Any, stop_texts: tuple[str, ...]
     ) -> None:
-        self._token_ids, self._max_new_tokens, self._tokenizer, self._stop_texts = (
-            token_ids,
-            max_new_tokens,
-            tokenizer,
-            stop_texts,
-        )
+        self._token_ids, self._max_new_tokens = token_ids, max_new_tokens
+        self._tokenizer, self._stop_texts = tokenizer, stop_texts
         self.prompt_tokens, self.completion_tokens = 0, 0
         self.finish_reason: Literal["stop", "length"] = "length"
 
     def __iter__(self) -> Iterator[str]:
-        """Pieces that together are the answer, without the white space around it."""
+        """Pieces of the answer, without the white space around it."""
         token_ids: list[int] = []
         emitted, text = 0, ""
         held_back = max((len(stop) for stop in self._stop_texts), default=1) - 1
@@ -64,7 +64,7 @@ class CompletionStream:
                 break
             stable = (
                 text[: len(text) - held_back].rstrip("\ufffd").rstrip()
-            )  # half a letter, or the beginning of a stop
+            )  # an incomplete character, or the start of a stop text
             if len(stable) > emitted:
                 yield stable[emitted:]
                 emitted = len(stable)
@@ -75,7 +75,7 @@ class CompletionStream:
 
 
 class TextGenerator:
-    """A loaded model that answers; the same prompt and decoding for every model."""
+    """A loaded model that generates answers, with the same prompt format and sampling for every model."""
 
     def __init__(self, folder: Path, max_new_tokens: int = 128, temperature: float = 0.0, seed: int = 0) -> None:
         self._tokenizer = load_tokenizer(folder)
@@ -87,12 +87,12 @@ class TextGenerator:
 
     @property
     def context_length(self) -> int | None:
-        """Tokens that question and answer may have together, where the model says so."""
+        """Maximum tokens of prompt and answer together, where the model's config has it."""
         return getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
 
     @torch.inference_mode()
     def generate(self, conversations: Sequence[Sequence[Message]]) -> list[str]:
-        """The answers to several conversations, computed together."""
+        """The answers to several conversations, generated as one batch."""
         inputs, params = self._tokenize(conversations).to(self._device), self.sampling_params
         torch.manual_seed(params.seed)
         sampling: dict[str, Any] = {"do_sample": params.temperature > 0, "repetition_penalty": 1.0}
@@ -110,13 +110,13 @@ class TextGenerator:
         return [text.strip() for text in self._tokenizer.batch_decode(answers, skip_special_tokens=True)]
 
     def stream(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> CompletionStream:
-        """Begin to answer one conversation; the model works as the reply is read."""
+        """Start to answer one conversation; tokens are generated as the stream is read."""
         params = sampling_params or self.sampling_params
         tokens = self._tokenize([messages], padding=False)["input_ids"].to(self._device)
         length = tokens.shape[1]
         if self.context_length is not None and length >= self.context_length:
             message = f"the conversation takes {length} tokens and the model's context length is {self.context_length}"
-            raise UsageError(f"{message}; shorten it")
+            raise ContextLengthExceeded(f"{message}; shorten it")
         max_new_tokens = (
             min(params.max_new_tokens, self.context_length - length) if self.context_length else params.max_new_tokens
         )
@@ -127,7 +127,7 @@ class TextGenerator:
         return stream
 
     def _generate_tokens(self, tokens: Tensor, sampling: SamplingParams, max_new_tokens: int) -> Iterator[int]:
-        """Token by token until one ends the answer, which is not given out."""
+        """Token ids up to the EOS token, which is not included."""
         cache, rng = None, torch.Generator(device=self._device).manual_seed(sampling.seed)
         for _ in range(max_new_tokens):
             with torch.inference_mode():
@@ -159,12 +159,12 @@ class TextGenerator:
 
 
 def _sample(logits: Tensor, params: SamplingParams, rng: torch.Generator) -> Tensor:
-    """The next token: the likeliest, or one drawn. logits: [words]."""
+    """The next token, greedy or sampled. logits: [vocab_size]."""
     if params.temperature <= 0:
         return logits.argmax()
     probabilities = (logits / params.temperature).softmax(-1)
     if params.top_p < 1:
         ordered, indices = probabilities.sort(descending=True)
-        ordered[ordered.cumsum(-1) - ordered >= params.top_p] = 0.0  # the first is always kept
+        ordered[ordered.cumsum(-1) - ordered >= params.top_p] = 0.0  # the most likely one always stays
         probabilities = torch.zeros_like(probabilities).scatter(0, indices, ordered)
     return torch.multinomial(probabilities, 1, generator=rng)

@@ -19,7 +19,7 @@ from modelwright.report.http_guard import (
     constant_time_equal,
     new_token,
 )
-from modelwright.serve.generate import CompletionStream, Message, SamplingParams, TextGenerator
+from modelwright.serve.generate import CompletionStream, ContextLengthExceeded, Message, SamplingParams, TextGenerator
 
 MAX_BODY_BYTES = 1_000_000
 MAX_MESSAGES = 500
@@ -28,39 +28,39 @@ ROLES = ("system", "user", "assistant")
 
 
 class ServedModel:
-    """The model that is served, and whom to."""
+    """The served model and its API key."""
 
     def __init__(
         self, name: str, generator: TextGenerator, system_prompt: str | None, api_key: str | None = None
     ) -> None:
         self.name, self.generator, self.system_prompt = name, generator, system_prompt
         self.api_key = api_key or new_token()
-        self.generation_lock = asyncio.Lock()  # requests queue here in the order they came
+        self.generation_lock = asyncio.Lock()  # requests wait here in order of arrival
 
     def is_authorized(self, scope: Scope, headers: dict[str, str]) -> bool:
-        """Whether a request carries the key."""
+        """Whether a request has the API key."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         return scheme.lower() == "bearer" and constant_time_equal(token.strip(), self.api_key)
 
 
 @dataclass(frozen=True)
 class ChatCompletionRequest:
-    """A checked request."""
+    """A validated request."""
 
     messages: list[Message]
     """The conversation."""
     sampling_params: SamplingParams
-    """How to answer."""
+    """How to sample the answer."""
     stream: bool
-    """Whether pieces are sent as they come."""
+    """Whether the answer is streamed."""
     include_usage: bool = False
-    """Whether a streamed answer ends with what it took."""
+    """Whether a streamed answer ends with its token counts."""
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex[:24]}")
-    """What the answer is called."""
+    """The id of the completion."""
 
 
 def application(served: ServedModel, hosts: frozenset[str]) -> Application:
-    """The server; needs starlette."""
+    """The ASGI application; needs starlette."""
     from starlette.applications import Starlette
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -73,11 +73,11 @@ def application(served: ServedModel, hosts: frozenset[str]) -> Application:
     async def completions(request: Request) -> Response:
         try:
             completion_request = parse_request(await request.body(), served)
-            stream = served.generator.stream(
-                completion_request.messages, completion_request.sampling_params
-            )  # counts tokens; nothing is computed yet
+            # counts the prompt's tokens; the model runs when the stream is read
+            stream = served.generator.stream(completion_request.messages, completion_request.sampling_params)
         except UsageError as error:
-            return JSONResponse(_error(str(error)), 400)
+            code = "context_length_exceeded" if isinstance(error, ContextLengthExceeded) else None
+            return JSONResponse(_error(str(error), code), 400)
         except ClientDisconnect:
             return JSONResponse(_error("the body is too large"), 413)
         if completion_request.stream:
@@ -86,7 +86,7 @@ def application(served: ServedModel, hosts: frozenset[str]) -> Application:
         async with served.generation_lock:
             async for piece in _stream_pieces(stream):
                 text += piece
-                if await request.is_disconnected():  # nobody waits for the rest
+                if await request.is_disconnected():  # the client is gone
                     return Response(status_code=499)
         return JSONResponse(_completion(served, completion_request, stream, text))
 
@@ -102,7 +102,7 @@ def application(served: ServedModel, hosts: frozenset[str]) -> Application:
 
 
 def parse_request(body: bytes, served: ServedModel) -> ChatCompletionRequest:
-    """Check a request; what is wrong with it is one letter."""
+    """Validate a request; raises the first problem."""
     try:
         payload = json.loads(body)
     except (ValueError, RecursionError):
@@ -161,7 +161,7 @@ def _parse_number(value: Any, name: str, minimum: float, maximum: float, default
 
 
 async def _stream_pieces(stream: CompletionStream) -> AsyncIterator[str]:
-    """A reply, each piece computed beside the loop: between two of them a request can be given up, also at the end."""
+    """The pieces of an answer, each computed in a thread, so that a request can be cancelled between two of them."""
     pieces: Iterator[str] = iter(stream)
     while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
         yield piece
@@ -170,7 +170,7 @@ async def _stream_pieces(stream: CompletionStream) -> AsyncIterator[str]:
 async def _sse_stream(
     served: ServedModel, request: ChatCompletionRequest, stream: CompletionStream
 ) -> AsyncIterator[str]:
-    """Pieces as server-sent events; whoever leaves early frees the place for the next."""
+    """Pieces as server-sent events; a client that disconnects releases the lock for the next request."""
     async with served.generation_lock:
         yield _sse_event(_chunk(served, request, {"role": "assistant", "content": ""}))
         async for piece in _stream_pieces(stream):
@@ -207,6 +207,5 @@ def _usage(stream: CompletionStream) -> dict[str, int]:
     return {"prompt_tokens": stream.prompt_tokens, "completion_tokens": stream.completion_tokens, "total_tokens": total}
 
 
-def _error(message: str) -> dict[str, Any]:
-    code = "context_length_exceeded" if "context length is" in message else None
+def _error(message: str, code: str | None = None) -> dict[str, Any]:
     return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}

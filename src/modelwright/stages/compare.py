@@ -1,4 +1,4 @@
-"""Answer the same prompts with the model before and after training, and measure style, length and answer F1."""
+"""Answer the same prompts with the model before and after training; metrics for style, length and answer F1."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from modelwright.data.chat import Message, build_prompt_messages
 from modelwright.errors import UsageError
 from modelwright.models import pretrained
 from modelwright.recipe.load import load
+from modelwright.recipe.schema import Recipe
 from modelwright.report.formatting import single_line
 from modelwright.runs.folder import RunFolder, read_json, write_json, write_text
 from modelwright.serve.generate import TextGenerator
-from modelwright.stages.context import RunContext, StageInputs
+from modelwright.stages.context import Metrics, RunContext, StageInputs
+from modelwright.stages.gate import promoted_stage
 
 NOTICE = "These answers show what training changed; they are a demonstration and no advice."
 ANSWER_METRICS = ("style_score", "base_style_score", "answer_words", "base_answer_words", "answer_f1", "base_answer_f1")
 WORD = re.compile(r"\w+")
 
 
-def compare_answers(context: RunContext, inputs: StageInputs, stage: str) -> dict[str, float | None]:
-    """Write demo_outputs and return its metrics; answers that stand already for these models are kept."""
+def compare_answers(context: RunContext, inputs: StageInputs, stage: str) -> Metrics:
+    """Write demo_outputs and return its metrics; cached for the same models, prompts and settings."""
     config = context.recipe.compare
     questions, system_prompt = select_prompts(context, inputs), context.recipe.data_for(stage).system_prompt
     if not questions:
@@ -44,31 +46,35 @@ def compare_answers(context: RunContext, inputs: StageInputs, stage: str) -> dic
         before = _generate_answers(context, conversations, inputs.model.path)
         after = _generate_answers(context, conversations, context.folder.model(stage))
         pairs = [{"question": q, "before": b, "after": a} for q, b, a in zip(questions, before, after, strict=True)]
-        references_by_prompt = reference_answers(inputs)
+        references = reference_answers(inputs)
         pairs = [
-            {**pair, "reference": references_by_prompt[q]} if (q := pair["question"]) in references_by_prompt else pair
-            for pair in pairs
+            {**pair, "reference": references[q]} if (q := pair["question"]) in references else pair for pair in pairs
         ]
-        comparison = {"key": key, "notice": NOTICE, "system_prompt": system_prompt,
-                "metrics": answer_metrics(pairs, config.style_patterns), "answers": pairs}  # fmt: skip
+        metrics = answer_metrics(pairs, config.style_patterns)
+        comparison = {
+            "key": key,
+            "notice": NOTICE,
+            "system_prompt": system_prompt,
+            "metrics": metrics,
+            "answers": pairs,
+        }
         write_json(path, comparison)
         write_text(path.with_suffix(".md"), as_markdown(comparison))
     context.journal.add(
         "answers", stage=stage, cached=cached, **{name: comparison[name] for name in ("metrics", "answers", "notice")}
     )
-    metrics: dict[str, float | None] = comparison["metrics"]
-    return metrics
+    return dict(comparison["metrics"])
 
 
 def select_prompts(context: RunContext, inputs: StageInputs) -> list[str]:
-    """The recipe's questions, then held-out ones that the model never trained on."""
+    """The recipe's prompts, then held-out ones."""
     config = context.recipe.compare
     held_out = [item.last_user_message for item in inputs.data.held_out if len(item.messages) <= 3]
     return [*config.prompts, *dict.fromkeys(held_out)][: len(config.prompts) + config.num_held_out_prompts]
 
 
 def reference_answers(inputs: StageInputs) -> dict[str, str]:
-    """The answers that the held-out questions have in the data, by question."""
+    """The answers of the held-out rows, by prompt."""
     return {
         item.last_user_message: item.messages[-1]["content"]
         for item in inputs.data.held_out
@@ -76,11 +82,11 @@ def reference_answers(inputs: StageInputs) -> dict[str, str]:
     }
 
 
-def answer_metrics(pairs: Sequence[dict[str, str]], style_patterns: Sequence[str]) -> dict[str, float | None]:
-    """The voice and the length of the answers, before and after, and how near they come to the data's own."""
+def answer_metrics(pairs: Sequence[dict[str, str]], style_patterns: Sequence[str]) -> Metrics:
+    """Style score, length and F1 against the reference answers, before and after."""
     before, after = [pair["before"] for pair in pairs], [pair["after"] for pair in pairs]
     with_reference = [pair for pair in pairs if "reference" in pair]
-    f1_scores: dict[str, float | None] = {
+    f1_scores: Metrics = {
         name: round(mean(answer_f1(pair[key], pair["reference"]) for pair in with_reference), 4)
         for name, key in (("base_answer_f1", "before"), ("answer_f1", "after"))
         if with_reference
@@ -95,14 +101,14 @@ def answer_metrics(pairs: Sequence[dict[str, str]], style_patterns: Sequence[str
 
 
 def answer_f1(answer: str, reference: str) -> float:
-    """How much of two answers is the same, word for word in any order: F1 of their words, from 0 to 1."""
+    """F1 of the words of two answers, in any order, from 0 to 1."""
     answer_words, reference_words = (Counter(WORD.findall(text.lower())) for text in (answer, reference))
     common = (answer_words & reference_words).total()
     return 2 * common / (answer_words.total() + reference_words.total()) if common else 0.0
 
 
 def style_score(answers: Sequence[str], style_patterns: Sequence[str]) -> float | None:
-    """The mean share of the voice's patterns found in an answer; None where no voice is described."""
+    """The mean fraction of style_patterns that match an answer; None where there are none."""
     if not style_patterns:
         return None
     patterns = [re.compile(pattern, re.DOTALL) for pattern in style_patterns]
@@ -110,17 +116,13 @@ def style_score(answers: Sequence[str], style_patterns: Sequence[str]) -> float 
 
 
 def as_markdown(comparison: dict[str, Any]) -> str:
-    """The comparison as a page; model text is quoted, so that nothing in it acts as markup."""
+    """The comparison as Markdown; model text is indented, so that nothing in it acts as markup."""
     lines = ["# Before and after", "", f"> {comparison['notice']}", ""]
     for pair in comparison["answers"]:
         lines += [f"## {_escape_markdown(pair['question'])}", ""]
         for name in ("before", "after"):
-            lines += [
-                f"**{name.capitalize()}**",
-                "",
-                *(f"    {single_line(line)}" for line in pair[name].splitlines() or [""]),
-                "",
-            ]
+            text_lines = (f"    {single_line(line)}" for line in pair[name].splitlines() or [""])
+            lines += [f"**{name.capitalize()}**", "", *text_lines, ""]
     return "\n".join(lines)
 
 
@@ -135,7 +137,7 @@ def _generate_answers(context: RunContext, conversations: Sequence[list[Message]
 
 
 class RunModels:
-    """The models of one run, each loaded when it is first asked."""
+    """The models of one run before and after training, each loaded at its first use."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
@@ -149,16 +151,17 @@ class RunModels:
         """The model `before` training, or `after`."""
         if who not in self._loaded:
             config = self.recipe.compare
-            path = self.base_model_dir() if who == "before" else self.promoted_model_dir()
+            stage = None if who == "before" else promoted_stage(self.folder, self.recipe.stages)
+            path = self.folder.model(stage) if stage else base_model_dir(self.folder, self.recipe)
             self._loaded[who] = TextGenerator(path, config.max_new_tokens, config.temperature, self.recipe.seed)
         return self._loaded[who]
 
     def messages(self, question: str) -> list[Message]:
-        """A question as the model was trained to meet it."""
+        """A question with the system prompt of the training data."""
         return list(build_prompt_messages(question, self.system_prompt))
 
     def stream_both(self, question: str) -> Iterator[tuple[str, str]]:
-        """Pieces of both answers in turn, each with who says it."""
+        """Pieces of both answers in turn, each with `before` or `after`."""
         streams = {who: iter(self.generator(who).stream(self.messages(question))) for who in ("before", "after")}
         while streams:
             for who in list(streams):
@@ -168,15 +171,9 @@ class RunModels:
                 else:
                     yield who, piece
 
-    def base_model_dir(self) -> Path:
-        if self.recipe.model.architecture:
-            return self.folder.model("init")
-        return pretrained.resolve_model(self.recipe.model, self.folder.path).path
 
-    def promoted_model_dir(self) -> Path:
-        """The promoted model; where no gate has opened yet, the last one trained."""
-        models = [self.folder.model(stage) for stage in self.recipe.stages]
-        for folder in (self.folder.best_model, *reversed(models)):
-            if (folder / "config.json").exists() or (folder / "adapter_config.json").exists():
-                return folder
-        raise UsageError(f"{self.folder.path} has no trained model yet; finish it with: modelwright run")
+def base_model_dir(folder: RunFolder, recipe: Recipe) -> Path:
+    """The model that a run started from."""
+    if recipe.model.architecture:
+        return folder.model("init")
+    return pretrained.resolve_model(recipe.model, folder.path).path

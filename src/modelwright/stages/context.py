@@ -1,4 +1,4 @@
-"""What every stage receives: the run's context and options, its inputs and parts, the settings compared on resume, graceful shutdown and stage status."""
+"""What every stage receives: run context and options, inputs and parts, the resume check, graceful shutdown, status."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from torch import Tensor, nn
-
-from modelwright.engine.distributed import World
-from modelwright.engine.task import Task
-from modelwright.engine.trainer import Engine
 from modelwright.errors import Interrupted, Refused, UsageError
-from modelwright.models.trainable import ParameterCount
-from modelwright.plan.hardware import DeviceInfo
-from modelwright.plan.stage import StagePlan
 from modelwright.recipe.load import LoadedRecipe
 from modelwright.recipe.schema import Recipe
 from modelwright.runs.folder import RunFolder
 from modelwright.runs.journal import Journal
+
+if TYPE_CHECKING:  # `modelwright gate` and `data prepare` import this module without torch
+    from torch import Tensor, nn
+
+    from modelwright.engine.distributed import World
+    from modelwright.engine.task import Task
+    from modelwright.engine.trainer import Engine
+    from modelwright.plan.hardware import DeviceInfo
+    from modelwright.plan.stage import StagePlan
+    from modelwright.recipe.sections import ParameterCount
 
 
 @dataclass(frozen=True)
@@ -35,54 +37,53 @@ class ParentModel:
     path: Path
     """The folder of its model."""
     fingerprint: str
-    """Hash over the hashes of its files: changes when the model does."""
+    """Hash over the hashes of its files."""
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What one start of a run is asked, beside its recipe."""
+    """What the command line asks of one start of a run."""
 
     overrides: frozenset[str] = frozenset()
-    """Settings that may differ from those the run was started with."""
+    """Settings that may differ from those the run was started with (--allow-changed)."""
     from_stage: str | None = None
-    """The stage to begin with; those before it must be finished, and are only verified."""
+    """First stage to run; those before it must be finished and are only verified."""
     until_stage: str | None = None
-    """The stage to end with."""
+    """Last stage to run."""
     accepted_gates: frozenset[str] = frozenset()
-    """Stages whose closed gate a person accepts."""
+    """Stages whose closed gate is accepted by the user."""
     accept_reason: str | None = None
-    """Why it is accepted, in that person's words."""
+    """The user's reason."""
 
 
 DEFAULT_OPTIONS = RunOptions()
-"""Just the recipe."""
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """One run, as its stages see it."""
+    """What all stages of a run share."""
 
     loaded: LoadedRecipe
-    """The recipe, and where each setting came from."""
+    """The recipe and where each setting came from."""
     folder: RunFolder
-    """Where everything is kept."""
+    """The run folder."""
     journal: Journal
-    """Where everything is told."""
+    """The run's event log."""
     world: World
-    """Who is computing."""
+    """The ranks of this run."""
     hardware: DeviceInfo
-    """What this machine can do."""
+    """The device of every rank."""
     options: RunOptions
-    """What this start was asked beside the recipe."""
+    """What the command line asks of this start."""
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe itself."""
+        """The recipe."""
         return self.loaded.recipe
 
     @property
     def recipe_dir(self) -> Path:
-        """The folder of the recipe file, where its relative paths may point."""
+        """The folder of the recipe file, which relative paths in it may refer to."""
         return self.loaded.path.parent
 
 
@@ -91,116 +92,112 @@ Metrics = dict[str, float | None]
 
 @dataclass(frozen=True)
 class StageInputs:
-    """What a stage works with."""
+    """Model and data of a stage, before the model is loaded."""
 
     model: Any
-    """Where the model comes from that the stage starts from."""
+    """The resolved model that the stage starts from; None for a classifier from scratch."""
     model_name: str
-    """What it is called."""
+    """Its display name."""
     revision: str | None
-    """The hub commit it is pinned to, where it has one."""
+    """The hub commit it is pinned to, if any."""
     data: Any
-    """What it learns from and is measured by."""
+    """Training and held-out rows."""
     model_fingerprint: str
-    """Changes when the model does."""
+    """Hash of the model."""
     data_fingerprint: str
-    """Changes when the data does."""
+    """Hash of the data."""
     load_model: Callable[..., Any] | None = None
-    """Makes a language model in place of `text.load_model`: with random weights, where steps are only measured."""
+    """Replaces `pretrained.load_model`: random weights where steps are only measured."""
 
 
 @dataclass(frozen=True)
 class StageParts:
-    """A stage ready to be trained."""
+    """A stage that is ready to be trained."""
 
     task: Task
-    """What the engine is given."""
+    """The task for the engine."""
     model: nn.Module
-    """What is saved in the end."""
+    """The model that is saved at the end."""
     parameter_counts: ParameterCount
-    """How much of it moves."""
+    """Total and trainable parameters."""
     flops_per_token: float
-    """Operations for one token (or image), forward and backward."""
+    """FLOPs of one token (or image), forward and backward."""
     data_manifest: dict[str, Any]
-    """What the model sees, for the data manifest."""
+    """Contents of the data manifest."""
     save: Callable[[dict[str, Tensor], Path], None]
-    """Writes whole weights into a model folder."""
+    """Writes unsharded weights into a model folder."""
     set_total_steps: Callable[[int], None] = lambda steps: None
-    """Told how many steps there will be, before the first one."""
+    """Called with the number of steps before the first one."""
     optimization_notes: Callable[[StagePlan], tuple[str, ...]] = lambda plan: ()
-    """What need not be computed twice under a plan, a line each."""
+    """A line for each optimization that applies under a plan (shared prefix, cached frozen layers)."""
     precompute: Callable[[Engine, Path], str | None] = lambda engine, folder: None
-    """Computes, before the first step, what no step changes; it may use a folder, and tells in a line what it did."""
+    """Computes before the first step what no step changes, with a cache folder; returns a note."""
 
 
 class StageBuilder(Protocol):
-    """Text or images."""
+    """Builds the training stages of one method."""
 
     comparison_metrics: frozenset[str]
-    """Metrics that only `show` measures."""
+    """Metrics that only `compare` measures."""
 
     def load_inputs(self, context: RunContext, stage: str, parent: ParentModel | None) -> StageInputs:
-        """Find the model, which is the parent's where there is one, and read the data."""
+        """Resolve the model (the parent's, if there is one) and read the data."""
 
     def build(self, context: RunContext, inputs: StageInputs, stage: str) -> StageParts:
-        """Make the task of a stage."""
+        """Load the model and build the task."""
 
     def compare(self, context: RunContext, inputs: StageInputs, stage: str) -> Metrics:
-        """Write what a person looks at into demo_outputs, and return its metrics."""
+        """Write samples into demo_outputs and return their metrics."""
 
 
 CHANGEABLE_ON_RESUME = frozenset({
-    "logging_steps", "save_steps", "eval_steps", "save_total_limit", "per_device_eval_batch_size", "distributed_strategy",
-    "gradient_checkpointing", "profile_memory", "cache_frozen_layers", "share_prefix", "resume_from_checkpoint",
-    "ddp_bucket_cap_mb", "async_save",
+    "logging_steps", "save_steps", "eval_steps", "save_total_limit", "per_device_eval_batch_size", "async_save",
+    "distributed_strategy", "gradient_checkpointing", "profile_memory", "cache_frozen_layers", "share_prefix",
+    "resume_from_checkpoint", "ddp_bucket_cap_mb",
 })  # fmt: skip
-"""Settings that may change between two starts of one run: they do not decide what is learnt."""
+"""Settings that may change between two starts of a run: they do not change the trained weights."""
 CONTENT_KEYS = ("data.fingerprint", "model.fingerprint", "tokenizer.fingerprint")
-"""What the files themselves hold, by fingerprint."""
+"""Keys of the resume config that hold a fingerprint of files."""
 
 
 def build_resume_config(recipe: Recipe, stage: str, data_fingerprint: str, model_fingerprint: str) -> dict[str, Any]:
-    """Every setting that decides the weights, by its dotted name."""
+    """Every setting that affects the weights, by its dotted name, with the fingerprints of data and model."""
     return {**stage_settings(recipe, stage), CONTENT_KEYS[0]: data_fingerprint, CONTENT_KEYS[1]: model_fingerprint}
 
 
 def stage_settings(recipe: Recipe, stage: str) -> dict[str, Any]:
-    """Those of the wishes that stand in the recipe itself; what data holds is known by its fingerprint alone."""
+    """The part of the resume config that comes from the recipe; data counts by its fingerprint only."""
     settings = recipe.stages[stage].model_dump(mode="json", exclude={"data"})
     relevant = {f"{stage}.{key}": value for key, value in settings.items() if key not in CHANGEABLE_ON_RESUME}
     return {**flatten_settings(relevant), "seed": recipe.seed}
 
 
 def validate_overrides(recipe: Recipe, allowed: Collection[str]) -> None:
-    """An override must name something that decides the weights of some stage."""
+    """Reject an --allow-changed key that is no setting of the resume config of any stage."""
     architecture = recipe.model.architecture
     architecture_settings = flatten_settings({"model.architecture": architecture.model_dump()}) if architecture else {}
-    known = [
-        *CONTENT_KEYS,
-        *architecture_settings,
-        *(key for stage in recipe.stages for key in stage_settings(recipe, stage)),
-    ]
+    stage_keys = (key for stage in recipe.stages for key in stage_settings(recipe, stage))
+    known = [*CONTENT_KEYS, *architecture_settings, *stage_keys]
     mappings = [f"{stage}.{name}" for stage, section in recipe.stages.items() for name in type(section).model_fields]
     for key in allowed:
-        if key not in known and key.rpartition(".")[0] not in mappings:  # an entry that is there no more has no name
+        if key not in known and key.rpartition(".")[0] not in mappings:  # an entry of a mapping may be gone
             close_matches = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean {close_matches[0]}?" if close_matches else ""
-            raise UsageError(f"--override {key} names nothing that decides the weights{hint}")
+            raise UsageError(f"--allow-changed {key} names nothing that decides the weights{hint}")
 
 
 def check_resume_config(saved: Mapping[str, Any], current: Mapping[str, Any], allowed: Collection[str]) -> list[str]:
-    """Refuse to go on with other wishes; returns the changes that were allowed, to be recorded."""
-    changed = [
-        key for key in [*saved, *(key for key in current if key not in saved)] if saved.get(key) != current.get(key)
-    ]
+    """Refuse to resume with a changed config; returns a line for each allowed change."""
+    changed = [key for key in {**saved, **current} if saved.get(key) != current.get(key)]
     refused = [key for key in changed if key not in allowed]
     if refused:
         change_list = "; ".join(_format_change(key, saved.get(key), current.get(key)) for key in refused)
-        options = " ".join(f"--override {key}" for key in refused)
+        options = " ".join(f"--allow-changed {key}" for key in refused)
         one_sided = any(key.count(".") == 1 and (key in saved) != (key in current) for key in refused)
         older_version_hint = "continue with the earlier modelwright that started it, " if one_sided else ""
         raise Refused(
-            f"settings changed since this run started: {change_list}. Choose another output_dir, put it back, {older_version_hint}or add {options}"
+            f"settings changed since this run started: {change_list}. Choose another output_dir, put it back, "
+            f"{older_version_hint}or add {options}"
         )
     return [_format_change(key, saved.get(key), current.get(key)) for key in changed]
 
@@ -210,7 +207,7 @@ def _format_change(key: str, saved: Any, current: Any) -> str:
 
 
 def flatten_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by their dotted names."""
+    """Nested settings as a flat dict with dotted names."""
     flattened: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):
@@ -224,39 +221,37 @@ STOPPED_MESSAGE = "stopped; rerun the same command to resume from the last check
 
 
 class ImmediateStop(BaseException):
-    """Unwinds everything at once; no `except Exception` on the way takes it for a problem of its own."""
+    """Unwinds the stack at once; as a BaseException it passes every `except Exception`."""
 
     exit_code = Interrupted.exit_code
 
 
 class GracefulShutdown:
-    """Hears SIGTERM and Ctrl-C: while training it waits for the step to end, elsewhere it stops at once."""
+    """Handles SIGTERM and Ctrl-C: during training the step is finished first, elsewhere the run stops at once."""
 
     def __init__(self) -> None:
         self._requested = False
         self._deferred = False
 
     def requested(self) -> bool:
-        """Whether somebody asked to stop."""
+        """Whether a signal asked to stop."""
         return self._requested
 
     @contextmanager
     def handle_signals(self) -> Iterator[None]:
-        """Hear the signals inside the block; being stopped at once leaves it as an Interrupted."""
-        previous_handlers = {
-            signum: signal.signal(signum, self._on_signal) for signum in (signal.SIGTERM, signal.SIGINT)
-        }
+        """Handle the signals inside the block; an immediate stop leaves it as Interrupted."""
+        handlers = {signum: signal.signal(signum, self._on_signal) for signum in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
         except ImmediateStop:
             raise Interrupted(STOPPED_MESSAGE) from None
         finally:
-            for signum, handler in previous_handlers.items():
+            for signum, handler in handlers.items():
                 signal.signal(signum, handler)
 
     @contextmanager
     def defer_to_step_end(self) -> Iterator[None]:
-        """Inside the block, stop only between two steps, after a checkpoint."""
+        """Inside the block a signal only sets `requested`, so that the run stops after the step and a checkpoint."""
         self._deferred = True
         try:
             yield
@@ -264,7 +259,7 @@ class GracefulShutdown:
             self._deferred = False
 
     def finish_error(self) -> None:
-        """An error is on its way out: who asks to stop now must not take its place, unless asked twice."""
+        """While an error propagates, ignore the first signal, so that it does not replace the error."""
         self._deferred, self._requested = True, False
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
@@ -278,14 +273,14 @@ StageStatus = Literal["pending", "running", "done", "accepted", "closed"]
 
 
 class StageStatuses:
-    """Knows how each stage stands, and tells the whole line whenever one changes."""
+    """The status of each stage; every change writes all of them to the journal."""
 
     def __init__(self, stages: Iterable[str], journal: Journal) -> None:
         self._statuses: dict[str, StageStatus] = dict.fromkeys(stages, "pending")
         self._journal = journal
 
     def set_status(self, stage: str, status: StageStatus) -> None:
-        """Say how a stage stands now."""
+        """Set the status of one stage."""
         self._statuses[stage] = status
         stages = [{"stage": name, "state": stage_status} for name, stage_status in self._statuses.items()]
         self._journal.add("stage_status", stage=stage, state=status, stages=stages)

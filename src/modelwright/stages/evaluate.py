@@ -1,4 +1,4 @@
-"""Evaluate the base model and the model of every stage in the same way: perplexity, multiple choice, lm-eval tasks, samples."""
+"""Evaluate the base model and every stage's model alike: perplexity, multiple choice, lm-eval tasks, samples."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from modelwright.recipe.load import load
 from modelwright.recipe.schema import DataConfig, ModelConfig
 from modelwright.recipe.sections import EvaluateConfig
 from modelwright.runs.folder import RunFolder, read_json, write_json
-from modelwright.stages.context import RunContext
-from modelwright.stages.gate import fingerprint_files
+from modelwright.stages.compare import base_model_dir
+from modelwright.stages.context import Metrics, RunContext
+from modelwright.stages.gate import model_fingerprint
 from modelwright.tasks import scoring
 from modelwright.tasks.scoring import run_lm_eval
 
 BASE = "base"
-"""What the model that a run begins with is called in the comparison."""
+"""Name of the start model in the results."""
 STAGE = "evaluate"
-Metrics = dict[str, float | None]
 
 
 @dataclass(frozen=True)
 class EvaluationJob:
-    """What is measured, and where its files are."""
+    """What is evaluated, and on which files."""
 
     config: EvaluateConfig
-    """What to measure."""
+    """The evaluate section."""
     recipe_dir: Path
-    """Where relative names may point."""
+    """The folder for relative paths."""
     held_out: Path | None = None
-    """Packed shards whose held-out part is measured where the wish names no text."""
+    """Packed shards whose held-out split is scored where perplexity_text is not set."""
 
 
 def evaluation_metrics(context: RunContext, stage: str) -> Metrics:
-    """What evaluate measures of a stage's model, beside the same of the model the run began with."""
+    """The evaluate metrics of a stage's model, and those of the start model with the prefix base_."""
     if context.recipe.evaluate is None:
         return {}
     base = evaluate_cached(context, BASE)
@@ -52,7 +52,7 @@ def evaluation_metrics(context: RunContext, stage: str) -> Metrics:
 
 
 def evaluate_cached(context: RunContext, name: str) -> Metrics:
-    """The measurements of one model of the run, from the file where they stand already for this model and wish."""
+    """The metrics of one model of the run, cached for the same model and settings."""
     config = context.recipe.evaluate
     assert config is not None
     folder, fingerprint = resolve_stage_model(context, name)
@@ -69,7 +69,7 @@ def evaluate_cached(context: RunContext, name: str) -> Metrics:
 
 
 def run(context: RunContext) -> None:
-    """The stage: every model of the run side by side, as JSON and in the journal."""
+    """The stage evaluate: all models of the run in one table, as JSON and in the journal."""
 
     def write_table() -> None:
         names = [BASE, *context.recipe.stages]
@@ -81,7 +81,7 @@ def run(context: RunContext) -> None:
 
 
 def evaluate_model(folder: Path, job: EvaluationJob) -> dict[str, Any]:
-    """Everything the wish asks, of one model folder: metrics and samples."""
+    """Metrics and samples of one model folder."""
     config, recipe_dir = job.config, job.recipe_dir
     model, tokenizer = pretrained.load_model(folder), pretrained.load_tokenizer(folder)
     model = model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
@@ -107,17 +107,17 @@ def evaluate_model(folder: Path, job: EvaluationJob) -> dict[str, Any]:
 
 
 def resolve_stage_model(context: RunContext, name: str) -> tuple[Path, str]:
-    """The folder and the fingerprint of a stage's model, or of the one that the run began with."""
+    """The folder and the fingerprint of a stage's model, or of the start model."""
     folder = context.folder
     if name == BASE and not context.recipe.model.architecture:
         resolved = pretrained.resolve_model(context.recipe.model, context.recipe_dir)
         return resolved.path, resolved.fingerprint()
     stage = "init" if name == BASE else name
-    return folder.model(stage), fingerprint_files(read_json(folder.result(stage))["files"])
+    return folder.model(stage), model_fingerprint(folder, stage)
 
 
 def find_held_out_shards(folder: RunFolder) -> Path | None:
-    """Where pretrain's shards are, if something of them is held out."""
+    """The folder of pretrain's shards, if it has held-out rows."""
     for shards_dir in (folder.packed, folder.data("pretrain") / "packed"):
         if (shards_dir / MANIFEST).exists() and PackedDataset.open(shards_dir, "held_out").tokens:
             return shards_dir
@@ -134,25 +134,23 @@ def _complete(model: Any, tokenizer: Any, prompt: str, config: EvaluateConfig) -
 
 
 def evaluate_folder(name: str, config: EvaluateConfig) -> dict[str, Any]:
-    """Measure a model outside any run, by folder, hub id or embedded name."""
+    """Evaluate a model outside any run, by folder, hub id or embedded name."""
     if not config.is_configured:
         raise UsageError(f"nothing is to be measured of {name}; add --text, --multiple-choice, --prompt or --task")
     try:
-        return evaluate_model(
-            pretrained.resolve_model(ModelConfig(model_name_or_path=name), Path()).path, EvaluationJob(config, Path())
-        )
+        folder = pretrained.resolve_model(ModelConfig(model_name_or_path=name), Path()).path
+        return evaluate_model(folder, EvaluationJob(config, Path()))
     except DataError as error:
         raise DataError(error.problems[:5]) from None
 
 
 def evaluate_run(run: RunFolder, config: EvaluateConfig) -> dict[str, Any]:
-    """Measure every finished model of a run by this wish, or by the recipe's own where this one asks nothing."""
+    """Evaluate every finished model of a run by this config, or by the recipe's own where this one is empty."""
     loaded = load(run.recipe, environ={})
     job_config = config if config.is_configured else loaded.recipe.evaluate or config
     job = EvaluationJob(job_config, run.path, find_held_out_shards(run))
     if not (job_config.is_configured or job.held_out):
         raise UsageError(f"{run.path} says nothing to measure by; add --text, --multiple-choice, --prompt or --task")
-    folders = {BASE: run.model("init") if loaded.recipe.model.architecture else None}
+    folders = {BASE: base_model_dir(run, loaded.recipe)}
     folders |= {stage: run.model(stage) for stage in loaded.recipe.stages if run.result(stage).exists()}
-    base = folders[BASE] or pretrained.resolve_model(loaded.recipe.model, run.path).path
-    return {name: evaluate_model(folder or base, job) for name, folder in folders.items()}
+    return {name: evaluate_model(folder, job) for name, folder in folders.items()}

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from modelwright.data.download import sha256_file
 from modelwright.errors import ModelError, UsageError
 from modelwright.models.gguf import unsupported_reason
 from modelwright.recipe.load import load
 from modelwright.recipe.schema import Recipe
 from modelwright.report.model_card import render_model_card
 from modelwright.runs.folder import RunFolder, open_run, read_json
+from modelwright.stages.gate import promoted_stage
 
 CHECKSUMS_FILE = "SHA256SUMS"
 TEXT_FORMATS, VISION_FORMATS = ("hf", "merged", "gguf"), ("pth",)
@@ -27,21 +28,21 @@ class ExportRequest:
     """What is to be exported."""
 
     folder: RunFolder
-    """Of which run."""
+    """The run."""
     recipe: Recipe
-    """As the run keeps it."""
+    """The run's recipe."""
     stage: str
-    """Which stage's model."""
+    """The stage whose model is exported."""
     format: str
-    """In which form."""
+    """One of FORMATS."""
     gguf_type: str
-    """For gguf: how its numbers are kept."""
+    """For gguf: one of GGUF_TYPES."""
     target: Path
-    """Where to."""
+    """The output folder."""
 
     @property
     def model(self) -> Path:
-        """The model folder that is handed on."""
+        """The exported model folder."""
         return self.folder.model(self.stage)
 
 
@@ -54,19 +55,19 @@ class ExportResult:
     files: dict[str, str]
     """The sha256 of every file in it."""
     logit_comparison: dict[str, float] | None = None
-    """How the file compares with its source, where that was looked at."""
+    """For gguf: how the logits of the file compare with those of its source."""
 
 
 def check_export(run: str, export_format: str, gguf_type: str = "f16", output: str | None = None) -> ExportRequest:
-    """Find everything and refuse what cannot be, before anything heavy is loaded."""
+    """Find the model and refuse an impossible export, before torch is loaded."""
     if export_format not in FORMATS:
         raise UsageError(f"--format {export_format} is unknown; it wants one of {', '.join(FORMATS)}")
     if gguf_type not in GGUF_TYPES:
         raise UsageError(f"--outtype {gguf_type} is unknown; gguf is written as one of {', '.join(GGUF_TYPES)}")
     folder = open_run(run)
-    folder.reject_outside_symlinks()  # a link would bring files of others into what is handed on
+    folder.reject_outside_symlinks()  # a link would bring other files into the export
     recipe = load(folder.recipe, environ={}).recipe
-    stage = _exported_stage(folder, recipe, run)
+    stage = promoted_stage(folder, recipe.stages)
     supported = VISION_FORMATS if stage == "classify" else TEXT_FORMATS
     if export_format not in supported:
         model_kind = "an image classifier" if stage == "classify" else "a language model"
@@ -89,7 +90,7 @@ def check_export(run: str, export_format: str, gguf_type: str = "f16", output: s
 
 
 def export(request: ExportRequest) -> ExportResult:
-    """Write the model in its form, whole or not at all."""
+    """Write the model in the requested format, atomically."""
     from modelwright.models.save import atomic_model_folder
 
     comparison: dict[str, float] | None = None
@@ -98,7 +99,8 @@ def export(request: ExportRequest) -> ExportResult:
         (partial / "README.md").write_text(
             render_model_card(request.folder, request.stage, format_note), encoding="utf-8"
         )
-        files = {str(path.relative_to(partial)): _sha256(path) for path in sorted(partial.rglob("*")) if path.is_file()}
+        paths = sorted(path for path in partial.rglob("*") if path.is_file())
+        files = {str(path.relative_to(partial)): sha256_file(path) for path in paths}
         lines = "".join(f"{digest}  {name}\n" for name, digest in files.items())
         (partial / CHECKSUMS_FILE).write_text(lines, encoding="utf-8")
     return ExportResult(request.target, files, comparison)
@@ -128,37 +130,43 @@ def _write_gguf(request: ExportRequest, partial: Path) -> tuple[dict[str, float]
     if check.relative_diff > gguf.MAX_QUANTIZATION_LOSS[request.gguf_type]:
         finding = f"in {request.gguf_type} this model's logits move by {check.relative_diff:.1%} of the largest"
         raise ModelError(f"export: {finding}, above {gguf.MAX_QUANTIZATION_LOSS[request.gguf_type]:.1%}; not kept")
-    return asdict(
-        check
-    ), f"One GGUF file ({request.gguf_type}). {describe_logit_comparison(asdict(check), request.gguf_type)}"
+    comparison = asdict(check)
+    return (
+        comparison,
+        f"One GGUF file ({request.gguf_type}). {describe_logit_comparison(comparison, request.gguf_type)}",
+    )
 
 
 def describe_logit_comparison(comparison: dict[str, float], gguf_type: str) -> str:
-    """How a GGUF file compares with its source, in words."""
+    """How a GGUF file compares with its source, as text."""
+    same_dtype, trained, relative, agreement, positions = (
+        comparison[name] for name in ("max_diff_same_dtype", "max_diff", "relative_diff", "top1_agreement", "positions")
+    )
     return (
-        f"Read back, its logits are at most {comparison['max_diff_same_dtype']:.1e} off the source's in {gguf_type} and "
-        f"{comparison['max_diff']:.1e} ({comparison['relative_diff']:.1e} of the largest) off the source's as trained; the likeliest token "
-        f"is the same at "
-        f"{comparison['top1_agreement']:.1%} of {comparison['positions']} places."
+        f"Read back, its logits are at most {same_dtype:.1e} off the source's in {gguf_type} and {trained:.1e} "
+        f"({relative:.1e} of the largest) off the source's as trained; the most likely token is the same at "
+        f"{agreement:.1%} of {positions} positions."
     )
 
 
 def _write_pth(request: ExportRequest, partial: Path) -> tuple[None, str]:
+    from safetensors.torch import load_file
+
     from modelwright.engine.checkpoint import CheckpointManager, read_state
     from modelwright.engine.trainer import MODEL_FILE, OPTIMIZER_FILE
-    from modelwright.models.save import load_safetensors, save_pth
+    from modelwright.models.save import save_pth
     from modelwright.models.vision import WEIGHTS_FILE, load_vision
 
-    best = load_safetensors(request.model / WEIGHTS_FILE)
+    best = load_file(request.model / WEIGHTS_FILE)
     model, config = load_vision(request.model)
     save_pth(partial / "best_model.pth", best)
     newest = CheckpointManager(request.folder.checkpoints(request.stage), 2, lambda line: None).newest_valid()
     final, optimizer, state = best, {}, {}
     if newest is not None:
         names = set(model.state_dict())
-        stored = load_safetensors(newest / MODEL_FILE)
+        stored = load_file(newest / MODEL_FILE)
         final = {name: stored[key] for key in stored if (name := _model_key(key, names)) is not None}
-        optimizer, state = load_safetensors(newest / OPTIMIZER_FILE), read_state(newest)
+        optimizer, state = load_file(newest / OPTIMIZER_FILE), read_state(newest)
     save_pth(partial / "final_model.pth", final)
     cursor = state.get("cursor", {})
     save_pth(partial / "checkpoint_latest.pth", {
@@ -178,34 +186,17 @@ WRITERS: dict[str, Callable[[ExportRequest, Path], tuple[dict[str, float] | None
 
 
 def _model_key(key: str, names: set[str]) -> str | None:
-    """The model's own name of a weight that a task keeps under a longer one."""
-    return next((key[start:] for start in _suffix_starts(key) if key[start:] in names), None)
-
-
-def _suffix_starts(key: str) -> list[int]:
-    return [0, *(index + 1 for index, char in enumerate(key) if char == ".")]
+    """The model's name of a weight whose checkpoint key has the task's prefix."""
+    parts = key.split(".")
+    return next((name for start in range(len(parts)) if (name := ".".join(parts[start:])) in names), None)
 
 
 def _base_model_dir(model: Path) -> Path:
-    """Where a model's own small files are: an adapter names its base."""
+    """The folder of a model's config: of an adapter, that of its base model."""
     config = model / "adapter_config.json"
     return Path(read_json(config)["base_model_name_or_path"]) if config.exists() else model
 
 
-def _exported_stage(folder: RunFolder, recipe: Recipe, run: str) -> str:
-    """The promoted stage; where no gate has opened yet, the last one trained."""
-    best = folder.best_model.resolve().parent.name if folder.best_model.exists() else None
-    for stage in (best, *reversed(list(recipe.stages))):
-        if stage and folder.result(stage).exists():
-            return stage
-    raise UsageError(f"{run} has no finished stage yet; finish it with: modelwright run")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def as_json(result: ExportResult) -> dict[str, Any]:
-    """What was written, for machines."""
+    """The result as JSON."""
     return {"path": str(result.path), "files": result.files, "logit_comparison": result.logit_comparison}

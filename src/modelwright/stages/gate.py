@@ -1,12 +1,14 @@
-"""Decide whether a stage may be promoted: thresholds become a verdict; lineage and manual acceptances are recorded."""
+"""Decide whether a stage may be promoted: verdicts by thresholds, verification of model files, lineage, acceptances."""
 
 from __future__ import annotations
 
 import json
 import math
+import operator
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -15,23 +17,23 @@ from modelwright.errors import GateClosed, Refused, UsageError
 from modelwright.recipe.load import LoadedRecipe, load
 from modelwright.recipe.sections import Threshold
 from modelwright.runs.folder import RunFolder, hash_file, open_run, read_json, write_json
-from modelwright.stages.context import ParentModel, RunContext
+from modelwright.stages.context import ParentModel, RunContext, check_resume_config
 
 
 @dataclass(frozen=True)
 class GateCheck:
-    """One metric held against one limit."""
+    """One metric compared with one threshold."""
 
     metric: str
-    """What was measured."""
+    """Name of the metric."""
     value: float | None
-    """What it is; None where it was not measured or is no number."""
+    """Its value; None where it was not measured or is not finite."""
     requirement: str
-    """The limit in words, with its arithmetic."""
+    """The threshold as text, with its arithmetic."""
     passed: bool
-    """Whether it holds."""
+    """Whether the value satisfies it."""
     where: str | None = None
-    """Where it is asked for: a line of the recipe, or of its gates_file."""
+    """Where the threshold is set: a line of the recipe, or of its gates_file."""
 
     def __str__(self) -> str:
         value_text = "was not measured or is not finite" if self.value is None else f"{self.value:.4g}"
@@ -41,25 +43,25 @@ class GateCheck:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The judgement on a stage."""
+    """The result of a stage's gate."""
 
     stage: str
-    """Which stage."""
+    """The stage."""
     open: bool
-    """Whether its result may be used by the next."""
+    """Whether the next stage may use its model."""
     checks: tuple[GateCheck, ...]
-    """Every limit and how it came out."""
+    """Every threshold and its result."""
 
     @property
     def message(self) -> str:
-        """The verdict in one line a person understands."""
+        """The verdict in one line."""
         if not self.checks:
             return f"gate {self.stage} is open: no thresholds"
         shown = self.checks if self.open else [check for check in self.checks if not check.passed]
         return f"gate {self.stage} is {'open' if self.open else 'closed'}: " + "; ".join(str(check) for check in shown)
 
     def as_json(self) -> dict[str, Any]:
-        """The verdict for gates/STAGE.json."""
+        """The contents of gates/STAGE.json."""
         return {**asdict(self), "message": self.message}
 
 
@@ -69,25 +71,22 @@ def judge_metrics(
     metrics: Mapping[str, float | None],
     locations: Mapping[str, str] | None = None,
 ) -> Verdict:
-    """Hold every metric against its limits; a missing or non-finite one never passes."""
+    """Compare every metric with its thresholds; a missing or non-finite one never passes."""
     checks = []
     for metric, threshold in thresholds.items():
         value = _finite_or_none(metrics.get(metric))
-        for comparison, limit in (("at most", threshold.at_most), ("at least", threshold.at_least)):
+        limits = ("at most", threshold.at_most, operator.le), ("at least", threshold.at_least, operator.ge)
+        for comparison, limit, satisfies in limits:
             if limit is not None:
                 bound, requirement = _bound(comparison, limit, threshold, metrics)
-                passed = (
-                    value is not None
-                    and bound is not None
-                    and (value <= bound if comparison == "at most" else value >= bound)
-                )
+                passed = value is not None and bound is not None and satisfies(value, bound)
                 where = (locations or {}).get(f"{metric}.{comparison.replace(' ', '_')}")
                 checks.append(GateCheck(metric, value, requirement, passed, where))
     return Verdict(stage, all(check.passed for check in checks), tuple(checks))
 
 
 def rejudge_run(run: str, stage: str | None) -> list[Verdict]:
-    """Judge what was measured by the thresholds that the run's recipe has now; nothing heavy is loaded."""
+    """Judge the saved metrics by the thresholds that the run's recipe has now, without torch."""
     folder = open_run(run)
     loaded = load(folder.recipe, environ={})
     stages = [stage] if stage else [name for name in loaded.recipe.stages if folder.gate(name).exists()]
@@ -103,7 +102,7 @@ def rejudge_run(run: str, stage: str | None) -> list[Verdict]:
 
 
 def judge_stage(loaded: LoadedRecipe, stage: str, metrics: Mapping[str, float | None]) -> Verdict:
-    """Hold a stage's metrics against its gate, with the place of each limit."""
+    """Judge a stage's metrics by its gate, with the recipe line of each threshold."""
     prefix = f"gates.{stage}."
     locations = {
         key.removeprefix(prefix): f"recipe line {origin.line}" if origin.kind == "recipe" else origin.location
@@ -116,7 +115,7 @@ def judge_stage(loaded: LoadedRecipe, stage: str, metrics: Mapping[str, float | 
 def _bound(
     comparison: str, limit: float, threshold: Threshold, metrics: Mapping[str, float | None]
 ) -> tuple[float | None, str]:
-    """The limit as a number, and in words with its arithmetic."""
+    """The threshold as a number, and as text with its arithmetic."""
     if threshold.times is None and threshold.plus is None:
         return limit, f"{comparison} {limit:g}"
     name = threshold.times or threshold.plus or ""
@@ -138,18 +137,30 @@ def _finite_or_none(value: float | None) -> float | None:
 
 
 def verified_parent(folder: RunFolder, stage: str) -> ParentModel:
-    """The model of a finished stage, every file of it verified by the hashes in the stage's result."""
+    """The model of a finished stage, each file verified by the hashes in the stage's result."""
     if not folder.result(stage).exists():
-        raise Refused(f"stage {stage} is not finished; begin with it, or leave --from out")
+        raise Refused(f"stage {stage} is not finished; begin with it, or leave --from-stage out")
     if name := first_damaged_file(folder, stage):
-        raise Refused(f"{name} of the {stage} model is damaged; leave --from out, and it is made again")
-    return ParentModel(
-        stage, folder.model(stage).resolve(), fingerprint_files(read_json(folder.result(stage))["files"])
-    )
+        raise Refused(f"{name} of the {stage} model is damaged; leave --from-stage out, and it is made again")
+    return ParentModel(stage, folder.model(stage).resolve(), model_fingerprint(folder, stage))
+
+
+def completed_result(context: RunContext, stage: str, resume_config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The result of a finished stage, every file of its model verified; None where the stage must run."""
+    path = context.folder.result(stage)
+    if not path.exists():
+        return None
+    result: dict[str, Any] = read_json(path)
+    if check_resume_config(result["resume_config"], resume_config, context.options.overrides):
+        return None
+    if name := first_damaged_file(context.folder, stage):
+        context.journal.add("note", stage=stage, message=f"{name} of the {stage} model is damaged; it is made again")
+        return None
+    return result
 
 
 def first_damaged_file(folder: RunFolder, stage: str) -> str | None:
-    """The first file of a stage's model that is not what the result says, or None."""
+    """The first file of a stage's model that differs from its hash in the result, or None."""
     model = folder.model(stage)
     for name, digest in read_json(folder.result(stage))["files"].items():
         if not (model / name).is_file() or hash_file(model / name) != digest:
@@ -157,26 +168,42 @@ def first_damaged_file(folder: RunFolder, stage: str) -> str | None:
     return None
 
 
-def fingerprint_files(files: Mapping[str, str]) -> str:
-    """One hash for a model: over the names and hashes of its files."""
+def hash_model_files(model: Path) -> dict[str, str]:
+    """The hash of every file of a model folder, by its relative path; the model card may change."""
+    paths = sorted(path for path in model.rglob("*") if path.is_file() and path.name != "README.md")
+    return {str(path.relative_to(model)): hash_file(path) for path in paths}
+
+
+def model_fingerprint(folder: RunFolder, stage: str) -> str:
+    """One hash for the model of a finished stage: over the names and hashes of its files."""
+    files = read_json(folder.result(stage))["files"]
     return xxhash.xxh3_128_hexdigest(json.dumps(files, sort_keys=True).encode())
 
 
+def promoted_stage(folder: RunFolder, stages: Iterable[str]) -> str:
+    """The promoted stage; where no gate has opened yet, the last finished one."""
+    best = folder.best_model.resolve().parent.name if folder.best_model.exists() else None
+    for stage in (best, *reversed(list(stages))):
+        if stage and folder.result(stage).exists():
+            return stage
+    raise UsageError(f"{folder.path} has no finished stage yet; finish it with: modelwright run")
+
+
 def require_open_gate(context: RunContext, stage: str) -> None:
-    """Refuse to build on a stage whose gate is closed by the thresholds of now, unless a person accepted it."""
+    """Refuse to build on a stage whose gate is closed by the current thresholds, unless the user accepted it."""
     path = context.folder.gate(stage)
     if not path.exists():
-        raise Refused(f"stage {stage} was not judged yet; begin with it, or leave --from out")
+        raise Refused(f"stage {stage} was not judged yet; begin with it, or leave --from-stage out")
     verdict = judge_stage(context.loaded, stage, read_json(path)["metrics"])
     if not verdict.open and find_or_add_acceptance(context, verdict) is None:
         raise GateClosed(verdict.message)
 
 
 def find_or_add_acceptance(context: RunContext, verdict: Verdict) -> dict[str, Any] | None:
-    """What a person said to this closed gate, now or at an earlier start, for this model and these limits."""
+    """The acceptance of this closed gate for this model and these thresholds, recorded earlier or by this command."""
     folder, stage = context.folder, verdict.stage
     saved = read_lineage(folder)
-    model = fingerprint_files(read_json(folder.result(stage))["files"])
+    model = model_fingerprint(folder, stage)
     failed = sorted(f"{check.metric} {check.requirement}" for check in verdict.checks if not check.passed)
     for entry in saved["accepted"]:
         if (entry["stage"], entry["model"], entry["failed"]) == (stage, model, failed):
@@ -196,15 +223,14 @@ def find_or_add_acceptance(context: RunContext, verdict: Verdict) -> dict[str, A
 
 
 def record_lineage(context: RunContext, verdict: Verdict, base: str) -> None:
-    """Write down where a judged stage's model comes from, what it is, and how its gate stands."""
+    """Record the parent of a judged stage's model, its fingerprint and the state of its gate."""
     folder, stage = context.folder, verdict.stage
-    saved, result = read_lineage(folder), read_json(folder.result(stage))
     acceptance = None if verdict.open else find_or_add_acceptance(context, verdict)
     entry = {
         "parent": context.recipe.parent_stage(stage),
         "started_from": base,
-        "parent_model": result["resume_config"]["model.fingerprint"],
-        "model": fingerprint_files(result["files"]),
+        "parent_model": read_json(folder.result(stage))["resume_config"]["model.fingerprint"],
+        "model": model_fingerprint(folder, stage),
         "gate": "open" if verdict.open else "accepted" if acceptance else "closed",
         "message": verdict.message,
         "reason": acceptance["reason"] if acceptance else None,
@@ -214,13 +240,13 @@ def record_lineage(context: RunContext, verdict: Verdict, base: str) -> None:
 
 
 def ancestors(context: RunContext, stage: str) -> list[dict[str, Any]]:
-    """What is known of a stage and every one before it, oldest first."""
+    """The lineage of a stage and all before it, oldest first."""
     stages = read_lineage(context.folder)["stages"]
     names = list(context.recipe.stages)
     return [{"stage": name, **stages[name]} for name in names[: names.index(stage) + 1] if name in stages]
 
 
 def read_lineage(folder: RunFolder) -> dict[str, Any]:
-    """The lineage as it stands."""
+    """The contents of lineage.json; empty where there is none."""
     saved: dict[str, Any] = read_json(folder.lineage) if folder.lineage.exists() else {}
     return {"stages": {}, "accepted": [], **saved}

@@ -1,4 +1,4 @@
-"""Run a recipe: every stage in order, each behind its gate; finished stages are verified and skipped, judged ones promoted."""
+"""Run a recipe: every stage in order, each behind its gate; finished stages are verified and skipped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from modelwright import __version__
 from modelwright.data.sources import is_embedded, local_path
 from modelwright.engine.distributed import World, init_distributed
-from modelwright.errors import DataError, GateClosed, ModelwrightError, Refused, StorageError, UsageError
+from modelwright.errors import DataError, GateClosed, ModelwrightError, StorageError, UsageError
 from modelwright.models import pretrained
 from modelwright.plan import hardware
 from modelwright.recipe.load import LoadedRecipe, add_recipe_location, dump_yaml
@@ -24,9 +24,9 @@ from modelwright.recipe.schema import DataConfig
 from modelwright.report import html
 from modelwright.report.trackers import start_trackers
 from modelwright.runs.folder import (
+    RUN_FORMAT,
     RunFolder,
     fsync_path,
-    has_no_checksum,
     has_valid_checksum,
     read_json,
     run_lock,
@@ -51,7 +51,6 @@ from modelwright.stages.context import (
     stage_settings,
     validate_overrides,
 )
-from modelwright.stages.gate import judge_stage
 from modelwright.stages.specs import ClassifyBuilder, DpoBuilder, PretrainBuilder, SftBuilder
 from modelwright.stages.stage_runner import StageRunner
 from modelwright.tasks import scoring
@@ -63,25 +62,26 @@ BUILDERS: dict[str, StageBuilder] = {
     "lora": SftBuilder(),
     "classify": ClassifyBuilder(),
 }
-"""What each training stage learns on."""
+"""The builder of each training stage."""
 NON_TRAINING_STAGES: dict[str, Callable[[RunContext], None]] = {
     "prepare": prepare.prepare_stage,
     "init": prepare.init_stage,
     "evaluate": evaluate.run,
 }
-"""Stages that train nothing; each leaves its result in the run, and knows by itself what of it stands already."""
+"""Stages that train nothing; each skips by itself what is already complete."""
 
 
 def run(
     loaded: LoadedRecipe, listener: EventListener | None = None, options: RunOptions = DEFAULT_OPTIONS
 ) -> RunFolder:
-    """Run a recipe in its folder, from wherever it stands."""
+    """Run a recipe in its run folder; an interrupted run resumes."""
     _check_options(loaded, options)
     folder, shutdown = RunFolder(Path(loaded.recipe.run_dir)), GracefulShutdown()
     with shutdown.handle_signals(), init_distributed() as world, ExitStack() as stack:
 
         def lock_folder() -> str | None:
             folder.reject_outside_symlinks()
+            folder.check_format()
             folder.create()
             return stack.enter_context(run_lock(folder.lock))
 
@@ -105,7 +105,7 @@ def run(
 
 
 def _common_hardware(world: World) -> hardware.DeviceInfo:
-    """What every rank's device can do: the weakest decides, so that all ranks plan alike."""
+    """The device info for all ranks: the weakest device decides, so that all ranks make the same plan."""
     local = hardware.probe_device()
     on_gpu = local.device == "cuda"
     memory, fast_bf16, min_on_gpu, negative_max_on_gpu = world.all_reduce_min(
@@ -121,24 +121,19 @@ def _common_hardware(world: World) -> hardware.DeviceInfo:
 
 
 def _check_options(loaded: LoadedRecipe, options: RunOptions) -> None:
-    """Everything that the command line names must be there."""
+    """Reject stages and settings on the command line that the recipe does not have."""
     stages = list(loaded.recipe.pipeline)
     stage_options = [
-        ("--from", options.from_stage),
-        ("--until", options.until_stage),
+        ("--from-stage", options.from_stage),
+        ("--until-stage", options.until_stage),
         *(("--accept-gate", name) for name in options.accepted_gates),
     ]
     for option, stage in stage_options:
         if stage is not None and stage not in stages:
             raise UsageError(f"{option} {stage}: the stages of this recipe are {', '.join(stages)}")
-    if (
-        options.from_stage
-        and options.until_stage
-        and stages.index(options.from_stage) > stages.index(options.until_stage)
-    ):
-        raise UsageError(
-            f"--from {options.from_stage} comes after --until {options.until_stage}; nothing would be done"
-        )
+    first, last = options.from_stage, options.until_stage
+    if first and last and stages.index(first) > stages.index(last):
+        raise UsageError(f"--from-stage {first} comes after --until-stage {last}; nothing would be done")
     if options.accepted_gates and not (options.accept_reason or "").strip():
         raise UsageError('--accept-gate wants a reason, which is recorded in the run: --reason "..."')
     validate_overrides(loaded.recipe, options.overrides)
@@ -148,7 +143,8 @@ def _run_stages(context: RunContext, shutdown: GracefulShutdown, dead_holder: st
     started = time.monotonic()
     recipe, journal, options = context.recipe, context.journal, context.options
     journal.add("run", recipe=recipe.name, folder=str(context.folder.path), stages=list(recipe.pipeline),
-                world=context.world.size, device=context.hardware.name, modelwright=__version__)  # fmt: skip
+                world=context.world.size, device=context.hardware.name, modelwright=__version__,
+                run_format=RUN_FORMAT)  # fmt: skip
     for line in (*context.loaded.notes, *([dead_holder] if dead_holder else [])):
         journal.add("note", message=line)
     context.world.on_rank0_broadcast(lambda: _check_before_start(context))
@@ -171,44 +167,27 @@ def _run_stages(context: RunContext, shutdown: GracefulShutdown, dead_holder: st
 
 
 def _check_before_start(context: RunContext) -> None:
-    """Refuse changed settings of any finished stage, and what a later one lacks, before the first one is touched."""
-    damaged = [stage for stage in context.recipe.pipeline if _is_damaged(context.folder.result(stage))]
-    unfinished = [
-        stage for stage in context.recipe.stages if stage in damaged or not context.folder.result(stage).exists()
-    ]
+    """Before any stage starts: refuse changed settings of finished stages and missing packages of later ones."""
+    results = {stage: context.folder.result(stage) for stage in context.recipe.pipeline}
+    damaged = [stage for stage, path in results.items() if path.exists() and not has_valid_checksum(path)]
+    unfinished = [stage for stage in context.recipe.stages if stage in damaged or not results[stage].exists()]
     for stage in unfinished:
         pretrained.require_bitsandbytes(getattr(context.recipe.stages[stage], "quantization", "none"))
     if unfinished and context.recipe.evaluate is not None and context.recipe.evaluate.tasks:
         scoring.require_lm_eval()
     for stage in context.recipe.stages:
         if stage not in unfinished:
-            current = stage_settings(context.recipe, stage)
-            saved = read_json(context.folder.result(stage))["resume_config"]
-            check_resume_config(
-                {key: saved[key] for key in saved if key not in CONTENT_KEYS}, current, context.options.overrides
-            )
+            resume_config = read_json(results[stage])["resume_config"]
+            saved = {key: value for key, value in resume_config.items() if key not in CONTENT_KEYS}
+            check_resume_config(saved, stage_settings(context.recipe, stage), context.options.overrides)
     for stage in damaged:
-        path = context.folder.result(stage)
-        path.replace(path.with_name("result.damaged.json"))
+        results[stage].replace(results[stage].with_name("result.damaged.json"))
         note = f"the result of {stage} is damaged; the stage is finished again from its last good checkpoint"
         context.journal.add("note", stage=stage, message=note)
 
 
-def _is_damaged(result: Path) -> bool:
-    """Whether a result is not as it was written, and so says nothing any more; one that was never sealed is refused."""
-    if not result.exists() or has_valid_checksum(result):
-        return False
-    if has_no_checksum(result, "metrics", "resume_config", "plan", "files"):
-        raise Refused(
-            f"{result} was written by an earlier modelwright, which wrote no checksum that shows damage; nothing was "
-            "changed. Choose another output_dir, or continue with the modelwright that started it; delete this file to have "
-            "the stage finished again from its last checkpoint"
-        )
-    return True
-
-
 def _run_stage(context: RunContext, statuses: StageStatuses, stage: str, shutdown: GracefulShutdown) -> None:
-    """Train a stage unless that is done already, then judge it."""
+    """Train a stage unless it is complete, then judge it."""
     builder, journal = BUILDERS[stage], context.journal
     parent_stage = context.recipe.parent_stage(stage)
     parent = gate.verified_parent(context.folder, parent_stage) if parent_stage else None
@@ -219,7 +198,8 @@ def _run_stage(context: RunContext, statuses: StageStatuses, stage: str, shutdow
         inputs = builder.load_inputs(context, stage, parent)
     except DataError as error:
         raise DataError(add_recipe_location(error.problems, context.loaded, stage)) from None
-    result = context.world.on_rank0_broadcast(lambda: completed_result(context, stage, inputs))
+    resume_config = build_resume_config(context.recipe, stage, inputs.data_fingerprint, inputs.model_fingerprint)
+    result = context.world.on_rank0_broadcast(lambda: gate.completed_result(context, stage, resume_config))
     if result is None:
         journal.add("stage_started", stage=stage)
         _train(context, builder, inputs, stage, shutdown)
@@ -237,7 +217,7 @@ def _run_stage(context: RunContext, statuses: StageStatuses, stage: str, shutdow
 def _train(
     context: RunContext, builder: StageBuilder, inputs: StageInputs, stage: str, shutdown: GracefulShutdown
 ) -> None:
-    """Train a stage, and let go of its weights and moments before anything else needs the room."""
+    """Train a stage and free its weights and optimizer state."""
     runner = StageRunner(context, builder, inputs, stage, shutdown)
     _save_resolved_recipe(context, inputs)
     runner.run()
@@ -248,7 +228,7 @@ def _train(
 
 
 def _save_resolved_recipe(context: RunContext, inputs: StageInputs) -> None:
-    """Write the recipe as this run means it: revision pinned, paths whole; only once nothing in it was refused."""
+    """Write the recipe with pinned revision and absolute paths, after every check has passed."""
     recipe, recipe_dir = context.recipe, context.recipe_dir
     model = {
         key: _absolute_path(getattr(recipe.model, key), recipe_dir)
@@ -273,34 +253,19 @@ def _absolute_sources(data: DataConfig | None, recipe_dir: Path) -> DataConfig |
 
 
 def _absolute_path(name: str | None, recipe_dir: Path) -> str | None:
-    """A local file's or folder's whole path, so that the saved recipe runs from anywhere; other names as they are."""
+    """The absolute path of a local file or folder, so that the saved recipe runs from anywhere, or the name."""
     path = local_path(name, recipe_dir) if name and not is_embedded(name) else None
     return str(path.resolve()) if path else name
 
 
-def completed_result(context: RunContext, stage: str, inputs: StageInputs) -> dict[str, Any] | None:
-    """The result of a stage that is done, verified file by file; None where there is still something to do."""
-    path = context.folder.result(stage)
-    if not path.exists():
-        return None
-    result: dict[str, Any] = read_json(path)
-    current = build_resume_config(context.recipe, stage, inputs.data_fingerprint, inputs.model_fingerprint)
-    if check_resume_config(result["resume_config"], current, context.options.overrides):
-        return None
-    if name := gate.first_damaged_file(context.folder, stage):
-        context.journal.add("note", stage=stage, message=f"{name} of the {stage} model is damaged; it is made again")
-        return None
-    return result
-
-
 def _log_stopped(journal: Journal, error: ModelwrightError) -> None:
-    """Write down why the run ended; a full disk may not even take that."""
+    """Log why the run ended, unless the disk is full."""
     with suppress(StorageError):
         journal.add("stopped", exit_code=error.exit_code, message=str(error))
 
 
 def _write_report(context: RunContext) -> None:
-    """Write report.html; training never depends on it, so whatever goes wrong is told and no more."""
+    """Write report.html; an error is only logged, since training does not depend on it."""
     if context.world.is_main:
         try:
             html.write_report(context.folder)
@@ -315,7 +280,7 @@ def is_rank_zero() -> bool:
 
 
 def promote(context: RunContext, builder: StageBuilder, stage: str, inputs: StageInputs) -> StageStatus:
-    """Judge a finished stage by everything that was measured; says whether its gate is open or was accepted."""
+    """Judge a finished stage by all its metrics; returns whether its gate is open or was accepted."""
     context.world.heartbeat.set_phase("comparing")
     result = read_json(context.folder.result(stage))
     metrics: Metrics = {**result["metrics"], **_parent_metrics(context, stage)}
@@ -323,10 +288,9 @@ def promote(context: RunContext, builder: StageBuilder, stage: str, inputs: Stag
     if stage == last_stage or set(context.recipe.gate_for(stage)) & builder.comparison_metrics:
         metrics |= builder.compare(context, inputs, stage)
     metrics |= evaluate.evaluation_metrics(context, stage)
-    verdict = judge_stage(context.loaded, stage, metrics)
+    verdict = gate.judge_stage(context.loaded, stage, metrics)
     acceptance = None if verdict.open else gate.find_or_add_acceptance(context, verdict)
-    gate_record = {**verdict.as_json(), "accepted": acceptance, "metrics": metrics}
-    write_json(context.folder.gate(stage), gate_record)
+    write_json(context.folder.gate(stage), {**verdict.as_json(), "accepted": acceptance, "metrics": metrics})
     gate.record_lineage(context, verdict, inputs.model_name)
     record.write_history(context)
     record.write_summary(context, stage, result["plan"], metrics, verdict)
@@ -341,17 +305,16 @@ def promote(context: RunContext, builder: StageBuilder, stage: str, inputs: Stag
 
 
 def _parent_metrics(context: RunContext, stage: str) -> Metrics:
-    """What the stage before measured in the end, by names that begin with parent_."""
+    """The final metrics of the parent stage, with the prefix parent_."""
     parent = context.recipe.parent_stage(stage)
-    has_verdict = parent is not None and context.folder.gate(parent).exists()
-    parent_metrics: Metrics = read_json(context.folder.gate(parent))["metrics"] if parent and has_verdict else {}
-    return {
-        f"parent_{name}": value for name, value in parent_metrics.items() if not name.startswith(("base_", "parent_"))
-    }
+    if parent is None or not context.folder.gate(parent).exists():
+        return {}
+    metrics: Metrics = read_json(context.folder.gate(parent))["metrics"]
+    return {f"parent_{name}": value for name, value in metrics.items() if not name.startswith(("base_", "parent_"))}
 
 
 def _link_best_model(link: Path, target: Path) -> None:
-    """Make best_model mean this folder, in one movement."""
+    """Point the symlink best_model at a model folder, atomically."""
     new_link = link.with_name(".best_model.partial")
     new_link.unlink(missing_ok=True)
     new_link.symlink_to(os.path.relpath(target, link.parent))
@@ -360,6 +323,6 @@ def _link_best_model(link: Path, target: Path) -> None:
 
 
 def _unlink_best_model(link: Path, target: Path) -> None:
-    """Take back what an earlier, kinder gate called best."""
+    """Remove best_model where it points at a model whose gate is now closed."""
     if link.is_symlink() and link.resolve() == target.resolve():
         link.unlink()

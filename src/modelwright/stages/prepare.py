@@ -16,17 +16,16 @@ from modelwright.data.prepare.executors import Executor, ProcessExecutor, RankEx
 from modelwright.data.prepare.job import PrepareJob, PrepareRequest, is_complete
 from modelwright.data.prepare.pipeline import REPORT_FILE, PrepareProgress
 from modelwright.data.sources import local_path
-from modelwright.errors import DataError, ModelError
-from modelwright.models.from_scratch import write_initial_model
+from modelwright.errors import DataError, ModelError, UsageError
 from modelwright.plan import choose
 from modelwright.plan.hardware import Hardware, gpu_spec_of
 from modelwright.plan.model_shape import shape_from_config
 from modelwright.recipe.load import LoadedRecipe, add_recipe_location
 from modelwright.recipe.sections import PrepareConfig
 from modelwright.report.html import write_data_report
-from modelwright.runs.folder import hash_file, read_json, write_json_with_checksum
+from modelwright.runs.folder import RunFolder, read_json, write_json_with_checksum
 from modelwright.stages import gate
-from modelwright.stages.context import RunContext, check_resume_config, flatten_settings
+from modelwright.stages.context import RunContext, flatten_settings
 
 PREPARE_STAGE = "prepare"
 PROGRESS_INTERVAL_SECONDS = 10.0
@@ -34,7 +33,7 @@ PROGRESS_INTERVAL_SECONDS = 10.0
 
 
 def prepare_stage(context: RunContext) -> None:
-    """Leave the shards in the run folder; what stands already for the same wish is kept."""
+    """Pack the shards of the run; skipped where they are complete for the same text and settings."""
     world = context.world
     executor: Executor = (
         RankExecutor(world.rank, world.size) if world.size > 1 else process_executor(context.recipe.prepare)
@@ -60,7 +59,7 @@ def prepare_stage(context: RunContext) -> None:
 
 
 def run_prepare(job: PrepareJob, executor: Executor, loaded: LoadedRecipe) -> Iterator[PrepareProgress]:
-    """Prepare, with letters that name the recipe's line, and the page beside the report."""
+    """Run the preparation; errors name the recipe's line, and report.html is written next to the report."""
     try:
         yield from pipeline.run_pipeline(job, executor)
     except DataError as error:
@@ -72,7 +71,7 @@ def run_prepare(job: PrepareJob, executor: Executor, loaded: LoadedRecipe) -> It
 
 
 def build_prepare_job(loaded: LoadedRecipe, folder: Path) -> PrepareJob:
-    """What a recipe asks to be prepared, and how."""
+    """The preparation job of a recipe."""
     recipe, recipe_dir = loaded.recipe, loaded.path.parent
     settings = recipe.prepare or PrepareConfig()
     request = PrepareRequest(
@@ -82,7 +81,7 @@ def build_prepare_job(loaded: LoadedRecipe, folder: Path) -> PrepareJob:
 
 
 def _prepare_tokenizer_dir(loaded: LoadedRecipe, settings: PrepareConfig) -> Path | None:
-    """The folder of the tokenizer, or None where one is trained."""
+    """The folder of the tokenizer to use, or None where one is trained."""
     model, recipe_dir = loaded.recipe.model, loaded.path.parent
     name = model.tokenizer_name_or_path or model.model_name_or_path
     if settings.tokenizer == "train" or (settings.tokenizer == "auto" and name is None):
@@ -100,18 +99,18 @@ def _prepare_tokenizer_dir(loaded: LoadedRecipe, settings: PrepareConfig) -> Pat
 
 
 def process_executor(settings: PrepareConfig | None) -> ProcessExecutor:
-    """As many processes as the recipe says, or as there are cores."""
+    """As many processes as num_proc says, or as there are cores."""
     return ProcessExecutor((settings.num_proc if settings else None) or len(os.sched_getaffinity(0)))
 
 
 def report_line(report: dict[str, Any]) -> str:
-    """What a preparation did, in a line."""
-    documents, splits = report["documents"], report["splits"]
+    """The result of a preparation in a line."""
+    documents, train, held_out = report["documents"], report["splits"]["train"], report["splits"]["held_out"]
     dropped = sum(filter_stats["documents"] for filter_stats in report["filters"].values())
     return (
         f"{documents['read']:,} documents: {dropped:,} dropped by rules, {documents['exact_duplicates']:,} the same "
-        f"and {documents['near_duplicates']:,} nearly the same as others; {splits['train']['tokens']:,} tokens to train "
-        f"on in {splits['train']['rows']:,} rows of {report['sequence_length']}, {splits['held_out']['tokens']:,} held out"
+        f"and {documents['near_duplicates']:,} nearly the same as others; {train['tokens']:,} training tokens "
+        f"in {train['rows']:,} rows of {report['sequence_length']}, {held_out['tokens']:,} held out"
     )
 
 
@@ -119,28 +118,31 @@ INIT_STAGE = "init"
 
 
 def init_stage(context: RunContext) -> None:
-    """Write the fresh model, unless it stands already and verifies."""
+    """Write the initialized model, unless it is complete and verified."""
     context.world.on_rank0_broadcast(lambda: _init_model(context))
 
 
-def resolve_tokenizer_dir(context: RunContext) -> Path:
-    """The tokenizer the recipe names, or the one that prepare leaves in the run."""
-    name = context.recipe.model.tokenizer_name_or_path
-    if name is None:
-        folder = context.folder.tokenizer
-        if not (folder / "tokenizer.json").exists():
-            raise ModelError(
-                "model: an architecture wants tokenizer_name_or_path, or a section prepare that trains a tokenizer"
-            )
+def resolve_tokenizer_dir(loaded: LoadedRecipe) -> Path:
+    """The tokenizer of an architecture: the one the recipe names, or the one that prepare writes into the run."""
+    recipe, name = loaded.recipe, loaded.recipe.model.tokenizer_name_or_path
+    folder = local_path(name, loaded.path.parent) if name else RunFolder(Path(recipe.run_dir)).tokenizer
+    if folder is not None and (folder / "tokenizer.json").exists():
         return folder
-    tokenizer_dir = local_path(name, context.recipe_dir)
-    if tokenizer_dir is None or not (tokenizer_dir / "tokenizer.json").exists():
+    if name:
         raise ModelError(f"model: tokenizer_name_or_path is {name!r}; it wants a folder with a tokenizer.json")
-    return tokenizer_dir
+    if recipe.prepare:
+        raise UsageError(
+            "the tokenizer is trained by prepare, which has not run yet; start with modelwright data prepare"
+        )
+    raise ModelError(
+        "model: an architecture wants tokenizer_name_or_path, or a section prepare that trains a tokenizer"
+    )
 
 
 def _init_model(context: RunContext) -> None:
-    folder, recipe, source = context.folder, context.recipe, resolve_tokenizer_dir(context)
+    from modelwright.models.from_scratch import write_initial_model  # torch
+
+    folder, recipe, source = context.folder, context.recipe, resolve_tokenizer_dir(context.loaded)
     architecture = recipe.model.architecture
     assert architecture is not None
     resume_config = {
@@ -148,46 +150,28 @@ def _init_model(context: RunContext) -> None:
         "seed": recipe.seed,
         "tokenizer.fingerprint": xxhash.xxh3_128_hexdigest((source / "tokenizer.json").read_bytes()),
     }
-    if _is_complete(context, resume_config):
+    if gate.completed_result(context, INIT_STAGE, resume_config):
         context.journal.add("note", stage=INIT_STAGE, message="init already complete and verified; skipped")
         return
     context.journal.add("stage_started", stage=INIT_STAGE)
     parameters = write_initial_model(architecture, source, recipe.seed, folder.model(INIT_STAGE))
-    paths = sorted(path for path in folder.model(INIT_STAGE).rglob("*") if path.is_file())
-    files = {str(path.relative_to(folder.model(INIT_STAGE))): hash_file(path) for path in paths}
-    write_json_with_checksum(
-        folder.result(INIT_STAGE),
-        {"metrics": {"parameters": parameters}, "resume_config": resume_config, "files": files},
-    )
+    result = {"metrics": {"parameters": parameters}, "resume_config": resume_config,
+              "files": gate.hash_model_files(folder.model(INIT_STAGE))}  # fmt: skip
+    write_json_with_checksum(folder.result(INIT_STAGE), result)
     context.journal.add(
-        "model_initialized",
-        stage=INIT_STAGE,
-        parameters=parameters,
-        layers=architecture.num_hidden_layers,
-        hidden_size=architecture.hidden_size,
-        bytes=4 * parameters,
-        plan=_predict_stages(context),
-    )
+        "model_initialized", stage=INIT_STAGE, parameters=parameters, layers=architecture.num_hidden_layers,
+        hidden_size=architecture.hidden_size, bytes=4 * parameters, plan=_predict_stages(context),
+    )  # fmt: skip
 
 
 def _predict_stages(context: RunContext) -> list[str]:
-    """What each stage is foreseen to take with this model on this machine, a line each."""
+    """A line for each stage: predicted memory and time with this model on this machine."""
     recipe = context.recipe
-    shape = shape_from_config(
-        read_json(context.folder.model(INIT_STAGE) / "config.json"), recipe.name, "the model itself"
-    )
+    config = read_json(context.folder.model(INIT_STAGE) / "config.json")
+    shape = shape_from_config(config, recipe.name, "the model itself")
     hardware = Hardware(1, context.world.size, gpu_spec_of(context.hardware))
     lines = []
     for stage in recipe.stages:
-        row_stats = estimate_row_stats(recipe, stage, context.recipe_dir, resolve_tokenizer_dir(context))
+        row_stats = estimate_row_stats(recipe, stage, context.recipe_dir, resolve_tokenizer_dir(context.loaded))
         lines.append(choose.summary_line(choose.plan_table(recipe, stage, shape, row_stats, (hardware,))))
     return lines
-
-
-def _is_complete(context: RunContext, resume_config: dict[str, Any]) -> bool:
-    path = context.folder.result(INIT_STAGE)
-    if not path.exists():
-        return False
-    if check_resume_config(read_json(path)["resume_config"], resume_config, context.options.overrides):
-        return False
-    return gate.first_damaged_file(context.folder, INIT_STAGE) is None

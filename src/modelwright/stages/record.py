@@ -1,4 +1,4 @@
-"""Write what a run leaves for people and scripts: training history, summary and model card."""
+"""Write the files of a finished run for people and scripts: training history, summary and model card."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HISTORY_FIELDS = (
 
 
 def write_history(context: RunContext) -> None:
-    """Step by step, each step once: what was redone after a kill counts in its last form."""
+    """Write training_history.json, each step once: of a step repeated after a kill, the last one."""
     stages = list(context.recipe.stages)
     steps: dict[tuple[int, int], dict[str, Any]] = {}
     for event in journal.read(context.folder.journal):
@@ -32,7 +32,7 @@ def write_history(context: RunContext) -> None:
 
 
 def write_summary(context: RunContext, stage: str, plan: dict[str, Any], metrics: Metrics, verdict: Verdict) -> None:
-    """Settings and results in one file."""
+    """Write training_summary.json: settings and results in one file."""
     import torch
     import transformers
 
@@ -72,7 +72,7 @@ def write_summary(context: RunContext, stage: str, plan: dict[str, Any], metrics
 
 
 def metric_changes(metrics: Metrics) -> dict[str, dict[str, float]]:
-    """What was measured before and after, and by how much it changed."""
+    """The metrics that exist before and after training, with their change."""
     return {
         name: {"before": before, "after": after, "change": after - before}
         for name, after in metrics.items()
@@ -81,5 +81,5 @@ def metric_changes(metrics: Metrics) -> dict[str, dict[str, float]]:
 
 
 def write_model_card(context: RunContext, stage: str) -> None:
-    """A model card that says only what is so."""
+    """Write the model card from the files of the run."""
     write_text(context.folder.model(stage) / "README.md", render_model_card(context.folder, stage))

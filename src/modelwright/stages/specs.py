@@ -1,4 +1,4 @@
-"""Builders of the training stages (pretrain, sft, dpo, lora, classify): load model and data, build the task, compare and render samples."""
+"""Builders of the training stages (pretrain, sft, dpo, lora, classify): load model and data, build task and samples."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from modelwright.recipe.schema import ClassifyConfig, DataConfig, DpoConfig, Mod
 from modelwright.runs.folder import RunFolder, read_json, write_json
 from modelwright.stages.compare import ANSWER_METRICS, compare_answers
 from modelwright.stages.context import Metrics, ParentModel, RunContext, StageInputs, StageParts
+from modelwright.stages.prepare import resolve_tokenizer_dir
 from modelwright.tasks.classify import ClassifyLoss, ClassifyTask, PixelStats, confusion_matrix, worst_mistakes
 from modelwright.tasks.dpo import DpoTask, precompute_ref_log_probs
 from modelwright.tasks.pretrain import PretrainTask
@@ -40,42 +41,37 @@ RowsTask = TypeVar("RowsTask", SftTask, DpoTask)
 
 
 class _ChatBuilder(ABC):
-    """Stages that tune a language model on rows of text that questions can be asked about."""
+    """Stages that fine-tune a chat model, so that answers before and after can be compared."""
 
     comparison_metrics = frozenset(ANSWER_METRICS)
 
     @abstractmethod
     def load_rows(self, data: DataConfig, seed: int, recipe_dir: Path) -> Any:
-        """The rows of both sides."""
+        """The rows of both splits."""
 
     def load_inputs(self, context: RunContext, stage: str, parent: ParentModel | None) -> StageInputs:
-        """The model to start from, and the rows."""
+        """The start model and the rows."""
         data = self.load_rows(context.recipe.data_for(stage), context.recipe.seed, context.recipe_dir)
         report_quarantine(context, stage, data.quarantine)
         return StageInputs(**resolve_start_model(context, parent), data=data, data_fingerprint=data.fingerprint)
 
     def compare(self, context: RunContext, inputs: StageInputs, stage: str) -> Metrics:
-        """The same questions, before and after."""
+        """Answers to the same prompts before and after."""
         return compare_answers(context, inputs, stage)
 
 
 class SftBuilder(_ChatBuilder):
-    """Stages that tune a language model on conversations."""
+    """Supervised fine-tuning on conversations (sft, lora)."""
 
     def load_rows(self, data: DataConfig, seed: int, recipe_dir: Path) -> Any:
         """Conversations."""
         return chat.load_conversations(data, seed, recipe_dir)
 
     def build(self, context: RunContext, inputs: StageInputs, stage: str) -> StageParts:
-        """Load the model, say what moves, encode the conversations."""
+        """Load the model, set its trainable parameters, tokenize the conversations."""
         settings = context.recipe.stages[stage]
         assert isinstance(settings, SftConfig)
         task, parts = build_row_task(context, inputs, stage, SftTask)
-        splits = parts.data_manifest["train"], parts.data_manifest["held_out"]
-        cut, truncated = (sum(split[name] for split in splits) for name in ("truncated_rows", "truncated_tokens"))
-        if cut:
-            note = f"{cut} rows are cut to max_length, {truncated} tokens in all"
-            context.journal.add("note", stage=stage, message=note)
         reuse = find_compute_reuse(task, parts.model, settings)
         return replace(
             parts,
@@ -87,17 +83,17 @@ class SftBuilder(_ChatBuilder):
 
 
 def report_quarantine(context: RunContext, stage: str, quarantine: Quarantine) -> None:
-    """List the rows that cannot be used beside the manifest, and say so."""
-    if quarantine.invalid_rows:
+    """Write the rows that cannot be used to quarantine.jsonl and log their number."""
+    if invalid_rows := quarantine.invalid_rows:
         path = context.folder.data(stage) / QUARANTINE_FILE
-        context.world.on_rank0_broadcast(lambda: write_quarantine(path, quarantine.invalid_rows))
-        first = quarantine.invalid_rows[0]
-        note = f"{len(quarantine.invalid_rows):,} of {quarantine.rows_read:,} rows quarantined in {path}; {first.where}: {first.reason}"
+        context.world.on_rank0_broadcast(lambda: write_quarantine(path, invalid_rows))
+        note = f"{len(invalid_rows):,} of {quarantine.rows_read:,} rows quarantined in {path}"
+        note += f"; {invalid_rows[0].where}: {invalid_rows[0].reason}"
         context.journal.add("note", stage=stage, message=note)
 
 
 def resolve_start_model(context: RunContext, parent: ParentModel | None) -> dict[str, Any]:
-    """Where a stage starts: the parent's model, or the recipe's own; the main rank fetches it first."""
+    """The model that a stage starts from: the parent's, or the recipe's, which rank 0 downloads first."""
     model_config = _pin_revision(context)
     if parent is not None:
         base = pretrained.ResolvedModel(f"the {parent.stage} model of this run", parent.path, model_config.revision)
@@ -115,7 +111,7 @@ def resolve_start_model(context: RunContext, parent: ParentModel | None) -> dict
 
 
 def load_trainable_model(context: RunContext, inputs: StageInputs, settings: TextStage) -> tuple[Any, Any]:
-    """The model and its tokenizer, checked, with what moves and what is frozen decided."""
+    """The model with its trainable parameters set, and its tokenizer."""
     tokenizer = pretrained.load_tokenizer(inputs.model.path)
     is_adapter = (inputs.model.path / "adapter_config.json").exists()
     if is_adapter and settings.quantization != "none":
@@ -127,14 +123,12 @@ def load_trainable_model(context: RunContext, inputs: StageInputs, settings: Tex
     model = (inputs.load_model or pretrained.load_model)(
         inputs.model.path, attn_implementation, settings.quantization, device
     )
-    if hasattr(model, "merge_and_unload"):  # a parent that is an adapter: its matrices become part of the weights
+    if hasattr(model, "merge_and_unload"):  # the parent is a LoRA adapter: merge it
         model = model.merge_and_unload()
     pretrained.prepare_model(model, device, attn_implementation)
-    torch.manual_seed(context.recipe.seed)  # new weights, such as LoRA's, begin the same at every start
+    torch.manual_seed(context.recipe.seed)  # new weights, such as LoRA's, are the same at every start
     if num_added := pretrained.resize_embeddings(model, tokenizer):
-        note = (
-            f"the tokenizer knows {num_added} tokens more than the model: its embeddings have grown to {len(tokenizer)}"
-        )
+        note = f"the tokenizer has {num_added} tokens more than the model: embeddings resized to {len(tokenizer)}"
         context.journal.add("note", message=note)
     model = trainable.set_trainable(model, settings)
     if settings.gradient_checkpointing:
@@ -145,21 +139,23 @@ def load_trainable_model(context: RunContext, inputs: StageInputs, settings: Tex
 def build_row_task(
     context: RunContext, inputs: StageInputs, stage: str, task_class: Callable[..., RowsTask]
 ) -> tuple[RowsTask, StageParts]:
-    """The task of rows that are encoded with the model's own tokenizer, and the stage around it."""
+    """The task of rows tokenized with the model's own tokenizer, and its stage parts."""
     settings = context.recipe.stages[stage]
     assert isinstance(settings, SftConfig | DpoConfig)
     model, tokenizer = load_trainable_model(context, inputs, settings)
     task = task_class(model, tokenizer, inputs.data, settings, pretrained.eos_token_ids(model))
-    data_manifest = {
-        **inputs.data.manifest(context.recipe.data_for(stage)),
-        "train": task.train_set.stats(),
-        "held_out": task.held_out_set.stats(),
-    }
+    stats = {"train": task.train_set.stats(), "held_out": task.held_out_set.stats()}
+    data_manifest = {**inputs.data.manifest(context.recipe.data_for(stage)), **stats}
+    counts = ("truncated_rows", "truncated_tokens", "dropped_rows")
+    truncated, tokens, dropped = (sum(split.get(name, 0) for split in stats.values()) for name in counts)
+    if truncated:
+        note = f"{truncated} rows are cut to max_length, {tokens} tokens in all; {dropped or 'none'} dropped"
+        context.journal.add("note", stage=stage, message=note)
     return task, stage_parts(task, model, tokenizer, data_manifest)
 
 
 def stage_parts(task: Task, model: Any, tokenizer: Any, data_manifest: dict[str, Any]) -> StageParts:
-    """A text stage ready to be trained."""
+    """The parts of a text stage."""
     counts = trainable.count_parameters(model)
     return StageParts(
         task=task,
@@ -173,7 +169,7 @@ def stage_parts(task: Task, model: Any, tokenizer: Any, data_manifest: dict[str,
 
 
 def _pin_revision(context: RunContext) -> ModelConfig:
-    """The model as this run first found it: a hub name means the same commit at every start."""
+    """The model with the revision of this run's first start: a hub id means the same commit at every start."""
     model_config = context.recipe.model
     if model_config.revision is None and context.folder.recipe.exists():
         saved = load(context.folder.recipe, environ={}).recipe.model
@@ -183,61 +179,50 @@ def _pin_revision(context: RunContext) -> ModelConfig:
 
 
 class DpoBuilder(_ChatBuilder):
-    """Stages that tune a language model on pairs of answers."""
+    """Direct preference optimization on pairs of answers."""
 
     def load_rows(self, data: DataConfig, seed: int, recipe_dir: Path) -> Any:
-        """Pairs of answers."""
+        """Preference pairs."""
         return preferences.load_preferences(data, seed, recipe_dir)
 
     def build(self, context: RunContext, inputs: StageInputs, stage: str) -> StageParts:
-        """Load the model, say what moves, encode the pairs; the reference is measured when the engine stands."""
+        """Load the model, set its trainable parameters, tokenize the pairs; reference log-probs come before step 1."""
         task, parts = build_row_task(context, inputs, stage, DpoTask)
+        if identical := inputs.data.identical_pairs:
+            note = f"{identical} rows are left out: their two answers are the same"
+            context.journal.add("note", stage=stage, message=note)
+        if task.sharing_blocker:
+            note = f"prompt not shared between chosen and rejected: {task.sharing_blocker}"
+            context.journal.add("note", stage=stage, message=note)
 
         def precompute(engine: Engine, cache_dir: Path) -> str | None:
-            for line in _pair_notes(task, inputs.data):
-                context.journal.add("note", stage=stage, message=line)
             return precompute_ref_log_probs(task, engine, context.folder.ref_log_probs(stage), inputs.model_fingerprint)
 
         data_manifest = {**parts.data_manifest, "shared_prompt": task.sharing_blocker is None}
         return replace(parts, data_manifest=data_manifest, precompute=precompute)
 
 
-def _pair_notes(task: DpoTask, data: preferences.PreferenceDataset) -> list[str]:
-    """What a person should know of the pairs."""
-    cut, truncated = (
-        sum(split.stats()[name] for split in (task.train_set, task.held_out_set))
-        for name in ("truncated_rows", "truncated_tokens")
-    )
-    lines = (
-        [f"{data.identical_pairs} rows are left out: their two answers are the same"] if data.identical_pairs else []
-    )
-    lines += [f"{cut} pairs are cut to max_length, {truncated} tokens in all; none is dropped"] if cut else []
-    return lines + (
-        [f"prompt not shared between chosen and rejected: {task.sharing_blocker}"] if task.sharing_blocker else []
-    )
-
-
 VERIFY_MAX_BYTES = 32 * 10**9
-"""Bytes of shards that are read back at every start; more would take minutes from a disk."""
+"""Shards up to this size are verified at every start; reading more would take minutes."""
 
 
 @dataclass(frozen=True)
 class PackedSplits:
-    """The two sides of a packed folder."""
+    """The two splits of a folder of packed shards."""
 
     train: PackedDataset
-    """Rows that move the weights."""
+    """Training rows."""
     held_out: PackedDataset
-    """Rows that only measure."""
+    """Evaluation rows."""
 
 
 class PretrainBuilder:
-    """Stages that train a language model on raw text."""
+    """Pretraining on raw text."""
 
     comparison_metrics: frozenset[str] = frozenset()
 
     def load_inputs(self, context: RunContext, stage: str, parent: ParentModel | None) -> StageInputs:
-        """The model to start from, and the shards, made by the main rank where they are not there yet."""
+        """The start model and the shards, which rank 0 packs where there are none yet."""
         start = resolve_start_model(context, parent)
         shards_dir = context.world.on_rank0_broadcast(
             lambda: str(_verify_checksums(context, stage, _find_or_pack_shards(context, stage, start["model"].path)))
@@ -246,14 +231,14 @@ class PretrainBuilder:
         return StageInputs(**start, data=packed, data_fingerprint=packed.train.fingerprint)
 
     def build(self, context: RunContext, inputs: StageInputs, stage: str) -> StageParts:
-        """Load the model, say what moves, open the shards."""
+        """Load the model, set its trainable parameters, open the shards."""
         settings = context.recipe.stages[stage]
         assert isinstance(settings, PretrainConfig)
         model, tokenizer = load_trainable_model(context, inputs, settings)
         train, held_out = inputs.data.train, inputs.data.held_out
         if train.vocab_size > pad_vocab_size(vocab_size := model.config.get_text_config().vocab_size):
             message = (
-                f"its tokens go up to {train.vocab_size}, but the model knows {vocab_size}; prepare with its tokenizer"
+                f"its token ids go up to {train.vocab_size}, the model's to {vocab_size}; prepare with its tokenizer"
             )
             raise DataError([Problem(str(train.folder), message)])
         task = PretrainTask(model, train, held_out, settings)
@@ -268,12 +253,12 @@ class PretrainBuilder:
         return stage_parts(task, model, tokenizer, data_manifest)
 
     def compare(self, context: RunContext, inputs: StageInputs, stage: str) -> Metrics:
-        """Raw text asks no questions."""
+        """Raw text has no prompts to compare answers to."""
         return {}
 
 
 def _find_or_pack_shards(context: RunContext, stage: str, model_dir: Path) -> Path:
-    """The folder of packed shards: what prepare left, what the recipe names, or what is made here."""
+    """The folder of packed shards: of the stage prepare, of the recipe's data, or packed here."""
     settings = context.recipe.stages[stage]
     assert isinstance(settings, PretrainConfig)
     if context.recipe.prepare is not None:
@@ -290,14 +275,14 @@ def _find_or_pack_shards(context: RunContext, stage: str, model_dir: Path) -> Pa
 
 
 def _verify_checksums(context: RunContext, stage: str, folder: Path) -> Path:
-    """Read shards back before they are learnt from: a flipped bit is another token, and nothing later would tell."""
+    """Verify shards before training: a flipped bit is another token, which nothing later would detect."""
     datasets = [PackedDataset.open(folder, split) for split in SPLITS]
     size = sum(shards.size_bytes for shards in datasets)
     if size <= VERIFY_MAX_BYTES:
         for shards in datasets:
             shards.verify()
     else:
-        note = f"{size / 1e9:.0f} GB of shards have the sizes that their manifest says; they are not read back"
+        note = f"{size / 1e9:.0f} GB of shards have the sizes in their manifest; their checksums are not verified"
         context.journal.add("note", stage=stage, message=note)
     return folder
 
@@ -308,16 +293,16 @@ def _dropped_tokens(shards: PackedDataset) -> int:
 
 RESNET = "resnet18"
 FLOPS_PER_IMAGE = 3 * 2 * 555.4e6
-"""Forward and backward of the full ResNet-18 on 32 × 32: 555 million multiplications forward, twice that backward."""
+"""Forward and backward of ResNet-18 on 32 × 32: 555 million multiply-adds forward, twice that backward."""
 
 
 class ClassifyBuilder:
-    """Recipes that train an image classifier."""
+    """Image classification from scratch."""
 
     comparison_metrics: frozenset[str] = frozenset()
 
     def load_inputs(self, context: RunContext, stage: str, parent: ParentModel | None) -> StageInputs:
-        """Read the images; the main rank first, so that nothing is fetched or decoded twice."""
+        """Read the images; rank 0 first, so that nothing is downloaded or decoded twice."""
         recipe, data = context.recipe, context.recipe.data_for(stage)
         if recipe.model.model_name_or_path != RESNET:
             raise ModelError(f"model: {recipe.model.display_name!r} classifies no images; it wants {RESNET}")
@@ -336,7 +321,7 @@ class ClassifyBuilder:
         )
 
     def build(self, context: RunContext, inputs: StageInputs, stage: str) -> StageParts:
-        """A fresh model by the recipe's seed, and the set on the device."""
+        """A model initialized with the recipe's seed, and the images on the device."""
         settings, images = context.recipe.stages[stage], inputs.data
         assert isinstance(settings, ClassifyConfig)
         torch.manual_seed(context.recipe.seed)
@@ -362,7 +347,7 @@ class ClassifyBuilder:
         )
 
     def compare(self, context: RunContext, inputs: StageInputs, stage: str) -> Metrics:
-        """The confusion matrix and the surest mistakes on the test images, as JSON."""
+        """The confusion matrix and the most confident mistakes on the test images, as JSON."""
         files = read_json(context.folder.result(stage))["files"]
         path = context.folder.demo_outputs / "mistakes.json"
         if not path.exists() or read_json(path).get("model") != files:
@@ -395,7 +380,7 @@ class ClassifyBuilder:
 
 
 def _save_misclassified_images(folder: Path, images: Any, misclassified: list[dict[str, Any]]) -> None:
-    """The images of the surest mistakes, for the report; those of another model go."""
+    """Save the images of the most confident mistakes for the report, in place of those of another model."""
     from PIL import Image
 
     shutil.rmtree(folder, ignore_errors=True)
@@ -406,7 +391,7 @@ def _save_misclassified_images(folder: Path, images: Any, misclassified: list[di
 
 
 def render_samples(loaded: LoadedRecipe, count: int) -> dict[str, list[RenderedSample]]:
-    """A few samples of each stage; packed shards are shown once they are there."""
+    """A few samples of each stage; packed shards are shown once they exist."""
     recipe, recipe_dir = loaded.recipe, loaded.path.parent
     rendered: dict[str, list[RenderedSample]] = {}
     for stage, section in recipe.stages.items():
@@ -430,19 +415,11 @@ def render_samples(loaded: LoadedRecipe, count: int) -> dict[str, list[RenderedS
 
 
 def _load_tokenizer(loaded: LoadedRecipe) -> object:
-    """The tokenizer of the model, or the one that its first stages left in the run."""
+    """The tokenizer of the model, or of its architecture."""
     model = loaded.recipe.model
     if model.architecture is None:
         return pretrained.load_tokenizer(pretrained.resolve_model(model, loaded.path.parent).path)
-    folder = RunFolder(Path(loaded.recipe.run_dir)).tokenizer
-    tokenizer_dir = (
-        local_path(model.tokenizer_name_or_path, loaded.path.parent) if model.tokenizer_name_or_path else folder
-    )
-    if tokenizer_dir is None or not (tokenizer_dir / "tokenizer.json").exists():
-        raise UsageError(
-            "the tokenizer is trained by prepare, which has not run yet; start with modelwright data prepare"
-        )
-    return pretrained.load_tokenizer(tokenizer_dir)
+    return pretrained.load_tokenizer(resolve_tokenizer_dir(loaded))
 
 
 def _find_shards(loaded: LoadedRecipe, source: str) -> Path | None:

@@ -1,4 +1,4 @@
-"""Train one stage: the engine steps, this decides when to evaluate, checkpoint, roll back, stop and save the model."""
+"""Train one stage: the engine runs the steps, StageRunner evaluates, checkpoints, rolls back, stops and saves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from modelwright.engine.throughput import StragglerDetector, ThroughputMeter
 from modelwright.engine.trainer import explain_mismatch
 from modelwright.errors import Diverged, Interrupted
 from modelwright.plan.stage import plan_stage
-from modelwright.runs.folder import hash_file, read_json, write_json, write_json_with_checksum
+from modelwright.runs.folder import RunFolder, read_json, write_json, write_json_with_checksum
 from modelwright.stages.context import (
     GracefulShutdown,
     RunContext,
@@ -25,6 +25,7 @@ from modelwright.stages.context import (
     build_resume_config,
     check_resume_config,
 )
+from modelwright.stages.gate import hash_model_files
 from modelwright.stages.planning import (
     build_engine,
     explain_out_of_memory,
@@ -64,9 +65,7 @@ class StageRunner:
         self.plan = fit_plan(self.plan, stage, self.parts, context)
         self._log_plan()
         self.parts.set_total_steps(self.plan.steps)
-        with explain_out_of_memory(
-            lambda: self.plan, stage, self.parts, context
-        ):  # where fp8 is tried, a step is computed
+        with explain_out_of_memory(lambda: self.plan, stage, self.parts, context):  # the fp8 trial runs steps
             self.engine = build_engine(self.plan, stage, self.parts, context)
         self._log_plan_changes()
         if note := self.parts.precompute(self.engine, context.folder.frozen_cache(stage)):
@@ -80,7 +79,7 @@ class StageRunner:
             self._resume_from(resumed_step)
 
     def run(self) -> dict[str, float | None]:
-        """Train to the end, or to the next order to stop; returns the metrics."""
+        """Train to the end, or until a signal asks to stop; returns the metrics."""
         with explain_out_of_memory(lambda: self.engine.plan, self.stage, self.parts, self.context):
             if self.task.held_out_rows and not self.eval_history.records:
                 self._evaluate()
@@ -97,7 +96,7 @@ class StageRunner:
         return self._finish()
 
     def _train(self, meter: ThroughputMeter) -> None:
-        """Step to the end of the plan."""
+        """Run the remaining steps of the plan."""
         stragglers, stop_requests = StragglerDetector(), 0
         for report in self._steps():
             self._log_step(report, meter)
@@ -112,29 +111,26 @@ class StageRunner:
             if self.checkpointer.is_done() or report.stop_requested:
                 self._wait_for_save()
             stop_requests += report.stop_requested
-            # what a bad step leaves is not saved, but what one more leaves may be
+            # after a bad step nothing is saved; one more step may be good
             wait_one_step = self.consecutive_bad_steps and stop_requests == 1 and report.step < self.plan.steps
             if stop_requests and not wait_one_step:
-                last_step = self.engine.cursor.step
-                raise Interrupted(
-                    f"stopped after step {last_step} of {self.plan.steps}; rerun the same command to resume"
-                )
+                step = self.engine.cursor.step
+                raise Interrupted(f"stopped after step {step} of {self.plan.steps}; rerun the same command to resume")
 
     def _steps(self) -> Iterator[StepReport]:
-        """The engine's steps, one of them watched where the recipe asks for it."""
+        """The engine's steps, one of them under the memory profiler where the recipe asks for it."""
         steps = self.engine.steps(self.shutdown.requested)
         return profile_one_step(self.engine, steps, self.context, self.stage) if self.settings.profile_memory else steps
 
     def _rolled_back_at_end(self) -> bool:
-        """Where the last steps were bad, too few to go back for: once, since the weights themselves may be spoilt."""
-        last_step = self.engine.cursor.step
-        checkpoint_step = (
-            self._newest_checkpoint_step() if self.consecutive_bad_steps and last_step > self.rolled_back_from else None
-        )
-        if checkpoint_step is None:
+        """Roll back once where training ended with bad steps, since the weights themselves may be bad."""
+        step = self.engine.cursor.step
+        if not self.consecutive_bad_steps or step <= self.rolled_back_from:
             return False
-        self._roll_back(last_step, checkpoint_step)
-        return True
+        checkpoint_step = self._newest_checkpoint_step()
+        if checkpoint_step is not None:
+            self._roll_back(step, checkpoint_step)
+        return checkpoint_step is not None
 
     def _roll_back(self, step: int, checkpoint_step: int) -> None:
         self.rolled_back_from, self.consecutive_bad_steps = step, 0
@@ -142,19 +138,17 @@ class StageRunner:
         self._note(f"rolled back from step {step} to checkpoint {checkpoint_step}")
 
     def _evaluate_and_save_end(self) -> None:
-        """Where the last step was a bad one, the weights before it are the end: they too are measured and saved."""
+        """Evaluate and save the final weights where the last step did not, because it was bad."""
         if self.task.held_out_rows and not self.eval_history.evaluated_at(self.engine.cursor.step):
             self._evaluate()
         self._save()
         self._wait_for_save()
 
     def _after_good_step(self, report: StepReport) -> None:
-        """After a good step: measure and save when it is time, or was at a bad step before it."""
+        """Evaluate and save when due, also where it was due at a skipped step before."""
         self.consecutive_bad_steps = 0
         step, is_last = report.step, report.step == self.plan.steps
-        last_checked = max(
-            self.eval_history.last_step(), self.last_saved_step
-        )  # whoever saved has looked whether to measure
+        last_checked = max(self.eval_history.last_step(), self.last_saved_step)
         if self.task.held_out_rows and (is_last or _is_due(step, self.plan.eval_steps, last_checked)):
             self._evaluate()
         save_due = _is_due(step, self.plan.save_steps, self.last_saved_step)
@@ -162,35 +156,27 @@ class StageRunner:
             self._save()
 
     def _skip_or_roll_back(self, report: StepReport) -> None:
-        """After a bad step: the weights have not moved; when that does not end it, go back once, then stop."""
+        """After a bad step, which left the weights unchanged: roll back once after too many in a row, then stop."""
         self.consecutive_bad_steps += 1
-        message = (
-            f"step {report.step} is skipped: {report.health} (loss {report.loss:.4g}, gradient {report.grad_norm:.4g})"
-        )
-        self.context.journal.add(
-            "step_skipped", stage=self.stage, step=report.step, health=report.health, message=message
-        )
+        numbers = f"loss {report.loss:.4g}, gradient {report.grad_norm:.4g}"
+        message = f"step {report.step} is skipped: {report.health} ({numbers})"
+        self._log("step_skipped", step=report.step, health=report.health, message=message)
         if self.consecutive_bad_steps <= self.settings.max_skipped_steps:
             return
         checkpoint_step = self._newest_checkpoint_step()
         if checkpoint_step is None or report.step <= self.rolled_back_from:
-            raise Diverged(
-                f"{self.stage} diverged at step {report.step}: {report.health} {self.consecutive_bad_steps} steps in a row, "
-                + (
-                    "again after rolling back"
-                    if checkpoint_step is not None
-                    else "and there is no checkpoint to roll back to"
-                )
-                + "; the last good checkpoint is kept. A lower learning_rate is the first thing to try"
+            no_checkpoint = "and there is no checkpoint to roll back to"
+            why = no_checkpoint if checkpoint_step is None else "again after rolling back"
+            raise _diverged(
+                f"{self.stage} diverged at step {report.step}: {report.health} {self.consecutive_bad_steps} steps in a "
+                f"row, {why}"
             )
         self._roll_back(report.step, checkpoint_step)
 
     def _evaluate(self) -> None:
         values = self.engine.evaluate()
         self._log_plan_changes()
-        self.context.journal.add(
-            "evaluation", stage=self.stage, **self.eval_history.add(self.engine.cursor.step, values)
-        )
+        self._log("evaluation", **self.eval_history.add(self.engine.cursor.step, values))
 
     def _save(self) -> None:
         if self.last_saved_step == self.engine.cursor.step:
@@ -205,26 +191,20 @@ class StageRunner:
         }
         self._wait_for_save()
         if self.checkpointer.save(self.engine.state_dict(**extra_state), self.eval_history.best_step()):
-            self.context.journal.add(
-                "checkpoint_started",
-                stage=self.stage,
-                step=self.engine.cursor.step,
-                seconds=round(time.monotonic() - started, 3),
-            )
+            seconds = round(time.monotonic() - started, 3)
+            self._log("checkpoint_started", step=self.engine.cursor.step, seconds=seconds)
         else:
             self._wait_for_save()
         self.last_saved_step = self.engine.cursor.step
 
     def _wait_for_save(self) -> None:
-        """Wait for the save under way, and tell of it."""
+        """Wait for an asynchronous save and log it."""
         if saved := self.checkpointer.wait():
-            self.context.journal.add(
-                "checkpoint_saved", stage=self.stage, step=saved.step, seconds=round(saved.seconds, 3),
-                blocked_seconds=round(saved.blocked_seconds, 3), async_save=saved.background,
-            )  # fmt: skip
+            self._log("checkpoint_saved", step=saved.step, seconds=round(saved.seconds, 3),
+                      blocked_seconds=round(saved.blocked_seconds, 3), async_save=saved.background)  # fmt: skip
 
     def _newest_checkpoint_step(self) -> int | None:
-        """The newest good checkpoint, agreed by all ranks."""
+        """The step of the newest valid checkpoint, the same on all ranks."""
         self._wait_for_save()
 
         def find_newest() -> int | None:
@@ -234,9 +214,11 @@ class StageRunner:
         return self.context.world.on_rank0_broadcast(find_newest)
 
     def _import_checkpoint(self, folder: Path) -> int:
-        """Take a checkpoint of another run as this one's first."""
+        """Copy a checkpoint of another run as this run's first."""
 
         def import_checkpoint() -> int:
+            if len(folder.absolute().parents) > 4:
+                RunFolder(folder.absolute().parents[3]).check_format()
             step = self.checkpoints.import_from(folder)
             self._note(f"begins from step {step} of {folder} (resume_from_checkpoint)")
             return step
@@ -244,19 +226,16 @@ class StageRunner:
         return self.context.world.on_rank0_broadcast(import_checkpoint)
 
     def _resumed_global_batch(self, step: int | None) -> int | None:
-        """The batch this run was started with; refuses if anything that decides the weights has changed since."""
+        """The global batch size of the checkpoint; refuses to resume where the resume config has changed."""
         if step is None:
             return None
         with explain_mismatch(self._checkpoint_dir(step)):
             saved = read_state(self._checkpoint_dir(step))
-            saved = {
-                "resume_config": dict(saved["resume_config"]),
-                "global_batch_size": int(saved["global_batch_size"]),
-            }
-        for change in check_resume_config(saved["resume_config"], self.resume_config, self.context.options.overrides):
+            saved_config, global_batch_size = dict(saved["resume_config"]), int(saved["global_batch_size"])
+        for change in check_resume_config(saved_config, self.resume_config, self.context.options.overrides):
             self._note(f"resuming although {change} (--allow-changed)")
         changed_batch = any("batch" in key or "accumulation" in key for key in self.context.options.overrides)
-        return None if changed_batch else int(saved["global_batch_size"])
+        return None if changed_batch else global_batch_size
 
     def _resume_from(self, step: int) -> None:
         with explain_mismatch(self._checkpoint_dir(step)):
@@ -264,13 +243,13 @@ class StageRunner:
             self.eval_history.records = list(saved["evaluations"])
             self.earlier_seconds, self.began = float(saved["seconds"]), time.monotonic()
         self.last_saved_step = step
-        self.context.journal.add("resumed", stage=self.stage, step=step, steps=self.plan.steps)
+        self._log("resumed", step=step, steps=self.plan.steps)
 
-    def _checkpoint_dir(self, step: int) -> Any:
+    def _checkpoint_dir(self, step: int) -> Path:
         return self.context.folder.checkpoints(self.stage) / f"step-{step:08d}"
 
     def _best_valid_step(self) -> int | None:
-        """The best step whose checkpoint is still whole; a damaged one is passed over, and said."""
+        """The best step whose checkpoint is valid; a damaged one is skipped with a note."""
         while (best := self.eval_history.best_step()) not in (None, self.engine.cursor.step):
             assert best is not None
             if self.context.world.on_rank0_broadcast(lambda best=best: self.checkpoints.valid_at(best) is not None):  # type: ignore[misc]
@@ -280,16 +259,16 @@ class StageRunner:
         return best
 
     def _peak_flops(self) -> float | None:
-        """What all devices together could do."""
+        """Peak FLOPs per second of all devices together."""
         peak = self.context.hardware.peak_flops
         return peak * self.context.world.size if peak else None
 
     def _training_seconds(self) -> float:
-        """Time spent training, earlier starts of this run counted up to the checkpoint they left."""
+        """Training time, including earlier starts of this run up to their last checkpoint."""
         return round(self.earlier_seconds + time.monotonic() - self.began, 2)
 
     def _finish(self) -> dict[str, float | None]:
-        """Take the best weights, write the model folder, and only then the result that says the stage is done."""
+        """Restore the best weights, write the model folder, then the result that marks the stage as finished."""
         best = self._best_valid_step()
         if best is not None and best != self.engine.cursor.step:
             self.engine.load_weights(self._checkpoint_dir(best))
@@ -305,7 +284,7 @@ class StageRunner:
         self.context.world.heartbeat.set_phase("saving")
         weights = {}
         for name, tensor in self.parts.model.state_dict().items():
-            full = full_tensor(tensor)  # every rank must ask; only the main one keeps it
+            full = full_tensor(tensor)  # a collective: every rank calls it, rank 0 keeps the result
             if self.context.world.is_main:
                 weights[name] = full.cpu()
         self.context.world.on_rank0_broadcast(lambda: self._write_result(weights, metrics))
@@ -314,26 +293,22 @@ class StageRunner:
     def _write_result(self, weights: dict[str, Any], metrics: dict[str, float | None]) -> None:
         folder = self.context.folder.model(self.stage)
         self.parts.save(weights, folder)
-        paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "README.md")
-        files = {str(path.relative_to(folder)): hash_file(path) for path in paths}
-        result = {"metrics": metrics, "resume_config": self.resume_config, "plan": self.plan.as_json(), "files": files}
+        result = {"metrics": metrics, "resume_config": self.resume_config, "plan": self.plan.as_json(),
+                  "files": hash_model_files(folder)}  # fmt: skip
         write_json_with_checksum(self.context.folder.result(self.stage), result)
-        shutil.rmtree(self.context.folder.frozen_cache(self.stage), ignore_errors=True)  # nothing needs it any more
+        shutil.rmtree(self.context.folder.frozen_cache(self.stage), ignore_errors=True)
 
     def _log_model_and_data(self, inputs: StageInputs) -> None:
         counts, manifest = self.parts.parameter_counts, self.parts.data_manifest
-        self.context.journal.add(
-            "model", stage=self.stage, name=inputs.model_name, revision=inputs.revision, trainable_summary=str(counts),
-            trainable_parameters=counts.trained, parameters=counts.total,
-        )  # fmt: skip
-        self.context.journal.add("data", stage=self.stage, **manifest)
-        self.context.world.on_rank0_broadcast(
-            lambda: write_json(self.context.folder.data_manifest(self.stage), manifest)
-        )
+        self._log("model", name=inputs.model_name, revision=inputs.revision, trainable_summary=str(counts),
+                  trainable_parameters=counts.trained, parameters=counts.total)  # fmt: skip
+        self._log("data", **manifest)
+        path = self.context.folder.data_manifest(self.stage)
+        self.context.world.on_rank0_broadcast(lambda: write_json(path, manifest))
 
     def _log_plan(self) -> None:
         plan_record = self.plan.as_json()
-        self.context.journal.add("plan", stage=self.stage, device=self.context.hardware.name, **plan_record)
+        self._log("plan", device=self.context.hardware.name, **plan_record)
         path = self.context.folder.plan
 
         def write() -> None:
@@ -345,14 +320,15 @@ class StageRunner:
         meter.record(report)
         if report.step % self.settings.logging_steps == 0 or report.step in (1, self.plan.steps):
             self.speed = meter.summary()
-            self.context.journal.add(
-                "step", stage=self.stage, step=report.step, steps=self.plan.steps, epoch=round(report.epoch, 4),
-                loss=report.loss, grad_norm=report.grad_norm, learning_rate=report.learning_rate, tokens=report.tokens,
-                batch_hash=report.batch_hash, step_seconds=round(report.step_seconds, 4), health=report.health, **self.speed,
+            self._log(
+                "step", step=report.step, steps=self.plan.steps, epoch=round(report.epoch, 4), loss=report.loss,
+                grad_norm=report.grad_norm, learning_rate=report.learning_rate, tokens=report.tokens,
+                batch_hash=report.batch_hash, step_seconds=round(report.step_seconds, 4), health=report.health,
+                **self.speed,
             )  # fmt: skip
 
     def _log_plan_changes(self) -> None:
-        """What the engine had to do otherwise than planned."""
+        """Log what the engine changed in the plan, such as a smaller micro-batch."""
         while self.engine.plan_changes:
             self._note(self.engine.plan_changes.pop(0))
         if self.plan is not self.engine.plan:
@@ -360,42 +336,46 @@ class StageRunner:
             self._log_plan()
 
     def _note(self, line: str) -> None:
-        self.context.journal.add("note", stage=self.stage, message=line)
+        self._log("note", message=line)
+
+    def _log(self, event: str, **fields: Any) -> None:
+        self.context.journal.add(event, stage=self.stage, **fields)
+
+
+def _diverged(what: str) -> Diverged:
+    return Diverged(f"{what}; the last good checkpoint is kept. A lower learning_rate is the first thing to try")
 
 
 def _is_due(step: int, every: int, last: int) -> bool:
-    """Whether a multiple of so many steps was passed since the last time."""
+    """Whether a multiple of `every` was passed since step `last`."""
     return step // every > last // every
 
 
 class EvalHistory:
-    """Every measurement of a stage with its step; that of step 0 was taken before training."""
+    """Every evaluation of a stage with its step; step 0 is before training."""
 
     def __init__(self, stage: str, metric: str | None) -> None:
-        """`metric` decides which step is the best; without it none is."""
+        """`metric` decides which step is the best; None: no step is."""
         self._stage, self._metric = stage, metric
         self.records: list[dict[str, Any]] = []
 
     def add(self, step: int, values: Mapping[str, float]) -> dict[str, Any]:
-        """Keep what was measured after a step; numbers that are none end the training."""
+        """Record an evaluation; a non-finite value is divergence."""
         if bad := [name for name, value in values.items() if not math.isfinite(value)]:
-            raise Diverged(
-                f"{self._stage} diverged by step {step}: {bad[0]} is not finite; the last good checkpoint "
-                "is kept. A lower learning_rate is the first thing to try"
-            )
+            raise _diverged(f"{self._stage} diverged by step {step}: {bad[0]} is not finite")
         self.records.append({"step": step, **values})
         return self.records[-1]
 
     def evaluated_at(self, step: int) -> bool:
-        """Whether the last measurement is of this step."""
+        """Whether the last evaluation is of this step."""
         return bool(self.records) and self.last_step() == step
 
     def last_step(self) -> int:
-        """The step measured last; 0 also where nothing was measured."""
+        """The step of the last evaluation; 0 also where there is none."""
         return int(self.records[-1]["step"]) if self.records else 0
 
     def best_step(self) -> int | None:
-        """The step with the best measure, of those that training itself reached."""
+        """The step with the best metric after step 0."""
         metric, reached = self._metric, [item for item in self.records if item["step"] > 0]
         if not reached or metric is None:
             return None
@@ -403,11 +383,11 @@ class EvalHistory:
         return int(min(reached, key=lambda item: sign * item[metric])["step"])
 
     def drop_step(self, step: int) -> None:
-        """Pass over a step whose weights are lost."""
+        """Forget a step whose checkpoint is damaged."""
         self.records = [item for item in self.records if item["step"] != step]
 
     def metrics(self, step: int) -> dict[str, float | None]:
-        """What a step measured, and beside it what the model measured before, as base_…"""
+        """The metrics of a step, and those before training with the prefix base_."""
         by_step = {item["step"]: item for item in self.records}
         return {
             f"{prefix}{name}": value
