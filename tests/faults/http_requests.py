@@ -13,7 +13,7 @@ from typing import Any
 
 from modelwright.report.dashboard import AskFn, Dashboard, RunIndex
 from modelwright.report.http_guard import Application, listen
-from modelwright.runs.folder import RunFolder
+from modelwright.runs.folder import RUN_FORMAT, RunFolder
 from modelwright.runs.journal import Journal
 
 
@@ -157,7 +157,7 @@ def measure(folder: str, model: str) -> None:
     from modelwright.serve.openai_server import ServedModel
 
     journal = Journal(Path(folder) / "runs" / "one" / "journal.jsonl")
-    journal.add("run", recipe="one", folder="one", stages=["sft"])
+    journal.add("run", run_format=RUN_FORMAT, recipe="one", folder="one", stages=["sft"])
     (Path(folder) / "runs" / "one" / "recipe.yaml").write_text("name: x\n", encoding="utf-8")
     dashboard, accepted, good = DashboardServer(Path(folder) / "runs"), [], 0
     for verb, path, options in BAD_DASHBOARD_REQUESTS:

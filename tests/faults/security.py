@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import common as results
 from modelwright.report import html
-from modelwright.runs.folder import RunFolder, write_json
+from modelwright.runs.folder import RUN_FORMAT, RunFolder, write_json
 from tests.faults import leaks
 from tests.faults.context import FaultContext, FaultResult, FaultRow, FaultSkipped, count_text
 from tests.faults.fork_server import RemoteCall
@@ -62,7 +62,7 @@ def run_with_text(folder: Path, text: str, steps: int = 20) -> RunFolder:
             "tokens_per_second": 100.0, "step_seconds": 1.0, "peak_memory_bytes": 10**9}  # fmt: skip
     answers = [{"question": text, "before": text, "after": text}]
     events: list[dict[str, Any]] = [
-        {"event": "run", "recipe": text, "stages": ["sft"], "world": 1, "device": text},
+        {"event": "run", "run_format": RUN_FORMAT, "recipe": text, "stages": ["sft"], "world": 1, "device": text},
         {"event": "stage_started", "stage": "sft"},
         *({**step, "step": number, "loss": 4 / number} for number in range(1, steps + 1)),
         {"event": "answers", "stage": "sft", "answers": answers, "notice": text},

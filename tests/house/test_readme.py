@@ -40,8 +40,8 @@ ELSEWHERE = {
     "launch": "tests/distributed/test_launch.py",
     "job": "tests/cli/test_launch.py",
     "dashboard": "tests/report/test_dashboard.py",
-    "serve": "tests/serve/test_server.py",
-    "chat": "tests/serve/test_ask.py",
+    "serve": "tests/serve/test_openai_server.py",
+    "chat": "tests/serve/test_generate.py",
 }
 """Verbs that serve for ever, want several nodes or a cluster, or measure for minutes: run by tests of their own."""
 BRIEF = [

@@ -18,7 +18,7 @@ from modelwright.cli.model import make_ask_handler
 from modelwright.models.pretrained import load_model, load_tokenizer
 from modelwright.report import html
 from modelwright.report.dashboard import Dashboard, RunIndex
-from modelwright.runs.folder import RunFolder, write_json
+from modelwright.runs.folder import RUN_FORMAT, RunFolder, write_json
 from modelwright.runs.journal import Journal
 from modelwright.stages.compare import RunModels
 from tests.faults.fork_server import ForkServer, wait_for_step
@@ -47,7 +47,8 @@ def hostile_run(folder: Path) -> RunFolder:
     """A run in which every text is hostile."""
     run = RunFolder(folder / "hostile")
     journal = Journal(run.journal)
-    journal.add("run", recipe=HOSTILE[2], folder=str(run.path), stages=[HOSTILE[0], "sft"], device=HOSTILE[3])
+    journal.add("run", run_format=RUN_FORMAT, recipe=HOSTILE[2], folder=str(run.path), stages=[HOSTILE[0], "sft"],
+                device=HOSTILE[3])  # fmt: skip
     add_steps(journal, 1, 20)
     pairs = [{"question": text, "before": text, "after": text} for text in HOSTILE]
     journal.add("answers", stage="sft", answers=pairs, notice=HOSTILE[0])

@@ -17,7 +17,7 @@ pytest.importorskip("uvicorn", reason="the dashboard needs the extra dashboard")
 
 from modelwright.errors import UsageError
 from modelwright.report.dashboard import JournalTail
-from modelwright.runs.folder import RunFolder
+from modelwright.runs.folder import RUN_FORMAT, RunFolder
 from modelwright.runs.journal import Journal
 from tests.faults.hostile import HOSTILE
 from tests.faults.http_requests import BAD_DASHBOARD_REQUESTS as BAD
@@ -38,7 +38,7 @@ def answers(folder: RunFolder, question: str) -> Iterator[tuple[str, str]]:
 def begin(folder: Path, name: str = "one", steps: int = 3) -> Journal:
     """A run that goes on."""
     journal = Journal(folder / name / "journal.jsonl")
-    journal.add("run", recipe=name, folder=str(folder / name), stages=["sft"])
+    journal.add("run", run_format=RUN_FORMAT, recipe=name, folder=str(folder / name), stages=["sft"])
     for number in range(1, steps + 1):
         journal.add(**{**STEP, "step": number})
     (folder / name / "recipe.yaml").write_text("name: x\n", encoding="utf-8")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from modelwright.report import html
-from modelwright.runs.folder import RunFolder, write_json
+from modelwright.runs.folder import RUN_FORMAT, RunFolder, write_json
 from modelwright.runs.journal import Journal
 from tests.faults.hostile import HOSTILE
 from tests.faults.security import ParsedPage
@@ -25,7 +25,7 @@ def run_folder(folder: Path, steps: int = 20, texts: list[str] | None = None, na
     step = {"event": "step", "stage": "sft", "steps": steps, "grad_norm": 1.0, "learning_rate": 1e-3, "health": "ok",
             "tokens_per_second": 100.0, "step_seconds": 1.0, "peak_memory_bytes": 10**9}  # fmt: skip
     events: list[dict[str, Any]] = [
-        {"event": "run", "recipe": name, "stages": ["sft"], "world": 1, "device": "2 CPU threads"},
+        {"event": "run", "run_format": RUN_FORMAT, "recipe": name, "stages": ["sft"], "device": "2 CPU threads"},
         {"event": "stage_started", "stage": "sft"},
         *({**step, "step": number, "loss": 4 / number} for number in range(1, steps + 1)),
         {"event": "answers", "stage": "sft", "answers": pairs, "notice": said},
@@ -84,7 +84,7 @@ def test_a_hostile_text_stays_text(tmp_path: Path, text: str) -> None:
 
 def test_a_run_that_has_only_begun_has_a_page_too(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
-    Journal(run.journal).add("run", recipe="x", folder="run", stages=["sft"])
+    Journal(run.journal).add("run", run_format=RUN_FORMAT, recipe="x", folder="run", stages=["sft"])
     text = ParsedPage(html.write_report(run).read_text(encoding="utf-8")).text
     assert "running" in text and "not started" in text
 

@@ -22,7 +22,7 @@ pytest.importorskip("starlette", reason="serving needs the extra dashboard")
 pytest.importorskip("uvicorn", reason="serving needs the extra dashboard")
 
 from modelwright.recipe.load import load
-from modelwright.runs.folder import RunFolder
+from modelwright.runs.folder import RUN_FORMAT, RunFolder
 from modelwright.runs.journal import Journal
 from modelwright.stages import pipeline
 from tests.faults.fork_server import ForkedProcess, ForkServer
@@ -67,7 +67,9 @@ def nobody_is_left(group: int) -> bool:
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 def test_the_board_answers_at_the_address_it_prints_until_it_is_ended(tmp_path: Path, ending: signal.Signals) -> None:
-    Journal(tmp_path / "runs" / "one" / "journal.jsonl").add("run", recipe="one", folder="runs/one", stages=["sft"])
+    Journal(tmp_path / "runs" / "one" / "journal.jsonl").add(
+        "run", run_format=RUN_FORMAT, recipe="one", folder="runs/one", stages=["sft"]
+    )
     board = subprocess.Popen(
         [sys.executable, "-m", "modelwright", "dashboard"],
         cwd=tmp_path,

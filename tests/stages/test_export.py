@@ -53,7 +53,8 @@ def classified(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
                 pixels = draw.integers(0, 90, (32, 32, 3)) + bright
                 Image.fromarray(pixels.astype(np.uint8)).save(place / f"{number}.png")
     sections = {
-        "name": "pictures", "output_dir": str(folder / "run"), "model": {"model_name_or_path": "resnet18", "resnet_width": 4},
+        "name": "pictures", "output_dir": str(folder / "run"),
+        "model": {"model_name_or_path": "resnet18", "resnet_width": 4},
         "data": {"dataset_name": str(folder / "images")},
         "classify": {"max_steps": 4, "per_device_train_batch_size": 4, "precision": "fp32", "save_steps": 2},
     }  # fmt: skip

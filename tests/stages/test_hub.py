@@ -35,4 +35,4 @@ def test_a_hub_id_is_pinned_to_its_commit_at_the_first_start(model_folder: Path,
         done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert f"revision: {FIRST}" in (tmp_path / "home/run/recipe.yaml").read_text()
-    assert "finished and verified" in done.stdout
+    assert "already complete and verified" in done.stdout

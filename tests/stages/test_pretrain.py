@@ -32,8 +32,8 @@ ARCHITECTURE = {
     "max_position_embeddings": 64, "tie_word_embeddings": True,
 }  # fmt: skip
 PRETRAIN = {
-    "max_length": 32, "sequence_length_curriculum": {8: 3, 16: "30%"}, "max_steps": 10, "per_device_train_batch_size": 2,
-    "learning_rate": 3e-3, "precision": "fp32", "save_steps": 2, "eval_steps": 5,
+    "max_length": 32, "sequence_length_curriculum": {8: 3, 16: "30%"}, "max_steps": 10,
+    "per_device_train_batch_size": 2, "learning_rate": 3e-3, "precision": "fp32", "save_steps": 2, "eval_steps": 5,
 }  # fmt: skip
 
 

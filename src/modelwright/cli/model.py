@@ -241,9 +241,12 @@ def dashboard(
     from modelwright.report.dashboard import Dashboard, RunIndex
     from modelwright.report.http_guard import listen
     from modelwright.runs.caches import prepare_environment
-    from modelwright.runs.folder import open_run
+    from modelwright.runs.folder import RunFolder, open_run
 
     selected = tuple(open_run(run) for run in runs or ())
+    for path in () if selected else sorted(Path("runs").glob("*/journal.jsonl")):
+        if problem := RunFolder(path.parent).format_problem():
+            print(f"not shown: {problem}", file=sys.stderr)
     with listen("127.0.0.1", port) as listener:
         prepare_environment()
         app = Dashboard(RunIndex(selected, Path("runs"), {}), make_ask_handler())

@@ -271,7 +271,8 @@ class RunIndex:
 
     def runs(self) -> dict[str, JournalTail]:
         """Every run, newest first."""
-        folders = self.selected or [RunFolder(path.parent) for path in self.root.glob("*/journal.jsonl")]
+        candidates = (RunFolder(path.parent) for path in self.root.glob("*/journal.jsonl"))
+        folders = self.selected or [folder for folder in candidates if folder.format_problem() is None]
         for folder in sorted(folders, key=_newest_first):
             if not any(tail.folder == folder for tail in self.tails.values()):
                 name, suffix = folder.path.resolve().name, 1

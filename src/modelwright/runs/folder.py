@@ -156,16 +156,22 @@ class RunFolder:
                 f"{self.path}: the run folder cannot be written ({reason}); choose another output_dir"
             ) from None
 
-    def check_format(self) -> None:
-        """Refuse a run that was started by a version with another RUN_FORMAT."""
+    def format_problem(self) -> str | None:
+        """Why this version cannot use the folder: its first start was by a version with another RUN_FORMAT."""
         events = read(self.journal) if self.journal.is_file() else iter(())
         start = next((event for event in events if event.get("event") == "run"), {"run_format": RUN_FORMAT})
-        if start.get("run_format") != RUN_FORMAT:
-            version = str(start.get("modelwright", "0.1"))[:20]
-            raise Refused(
-                f"{self.path} was written by modelwright {version}; modelwright {__version__} cannot continue or read "
-                f"it: choose another output_dir, or use modelwright {version}"
-            )
+        if start.get("run_format") == RUN_FORMAT:
+            return None
+        version = str(start.get("modelwright", "0.1"))[:20]
+        return (
+            f"{self.path} was written by modelwright {version}; modelwright {__version__} cannot continue or read it: "
+            f"choose another output_dir, or use modelwright {version}"
+        )
+
+    def check_format(self) -> None:
+        """Refuse a folder that another version wrote."""
+        if problem := self.format_problem():
+            raise Refused(problem)
 
     def reject_outside_symlinks(self) -> None:
         """Refuse a folder with a symlink that leads out of it: what is written there would land elsewhere.

@@ -13,7 +13,7 @@ import xxhash
 from modelwright.data.lengths import estimate_row_stats
 from modelwright.data.prepare import pipeline
 from modelwright.data.prepare.executors import Executor, ProcessExecutor, RankExecutor
-from modelwright.data.prepare.job import PrepareJob, PrepareRequest, is_complete
+from modelwright.data.prepare.job import PrepareJob, is_complete
 from modelwright.data.prepare.pipeline import REPORT_FILE, PrepareProgress
 from modelwright.data.sources import local_path
 from modelwright.errors import DataError, ModelError, UsageError
@@ -74,10 +74,8 @@ def build_prepare_job(loaded: LoadedRecipe, folder: Path) -> PrepareJob:
     """The preparation job of a recipe."""
     recipe, recipe_dir = loaded.recipe, loaded.path.parent
     settings = recipe.prepare or PrepareConfig()
-    request = PrepareRequest(
-        recipe.prepare_data, settings, recipe.seed, recipe_dir, _prepare_tokenizer_dir(loaded, settings)
-    )
-    return PrepareJob.make(request, folder)
+    tokenizer_dir = _prepare_tokenizer_dir(loaded, settings)
+    return PrepareJob.make(folder, recipe.prepare_data, settings, recipe.seed, recipe_dir, tokenizer_dir)
 
 
 def _prepare_tokenizer_dir(loaded: LoadedRecipe, settings: PrepareConfig) -> Path | None:

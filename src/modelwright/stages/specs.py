@@ -17,7 +17,7 @@ from modelwright.data.images import read_images
 from modelwright.data.readers import QUARANTINE_FILE, Quarantine, write_quarantine
 from modelwright.data.shards import MANIFEST, SPLITS, PackedDataset, ShardLayout, pack_raw_text
 from modelwright.data.sources import local_path
-from modelwright.data.tokenizer import DocumentTokenizer, pad_vocab_size
+from modelwright.data.tokenizer import DocumentTokenizer
 from modelwright.engine.task import Task
 from modelwright.engine.trainer import Engine
 from modelwright.errors import DataError, ModelError, Problem, UsageError
@@ -27,6 +27,7 @@ from modelwright.models.trainable import count_parameters
 from modelwright.models.vision import load_vision, resnet18, save_vision
 from modelwright.recipe.load import LoadedRecipe, load
 from modelwright.recipe.schema import ClassifyConfig, DataConfig, DpoConfig, ModelConfig, PretrainConfig, SftConfig
+from modelwright.recipe.sections import round_up
 from modelwright.runs.folder import RunFolder, read_json, write_json
 from modelwright.stages.compare import ANSWER_METRICS, compare_answers
 from modelwright.stages.context import Metrics, ParentModel, RunContext, StageInputs, StageParts
@@ -236,7 +237,7 @@ class PretrainBuilder:
         assert isinstance(settings, PretrainConfig)
         model, tokenizer = load_trainable_model(context, inputs, settings)
         train, held_out = inputs.data.train, inputs.data.held_out
-        if train.vocab_size > pad_vocab_size(vocab_size := model.config.get_text_config().vocab_size):
+        if train.vocab_size > round_up(vocab_size := model.config.get_text_config().vocab_size):
             message = (
                 f"its token ids go up to {train.vocab_size}, the model's to {vocab_size}; prepare with its tokenizer"
             )

@@ -40,7 +40,7 @@ def test_a_run_on_a_small_card_takes_smaller_bites_and_keeps_its_batch(
     tmp_path: Path, model_folder: Path, monkeypatch: object
 ) -> None:
     small = replace(probe_device(), memory=round(622e6))
-    monkeypatch.setattr(pipeline.facts, "probe_device", lambda: small)  # type: ignore[attr-defined]
+    monkeypatch.setattr(pipeline.hardware, "probe_device", lambda: small)  # type: ignore[attr-defined]
     recipe = tiny_recipe(
         tmp_path, model_folder, max_steps=2, per_device_train_batch_size=8, per_device_eval_batch_size=1
     )

@@ -9,7 +9,7 @@ import pytest
 
 from modelwright.errors import GateClosed, Refused, UsageError
 from modelwright.recipe.load import load
-from modelwright.runs.folder import RunFolder, read_json, write_json
+from modelwright.runs.folder import RunFolder, read_json
 from modelwright.stages import pipeline
 from modelwright.stages.context import RunOptions
 from tests.faults.fork_server import events_of
@@ -77,21 +77,8 @@ def test_what_is_finished_is_verified_and_what_is_damaged_is_made_again(model_fo
     run(recipe)
     assert read_json(folder.result("sft"))["files"] == before
     assert "lora already complete and verified; skipped" in events_of(folder.path, "note")[-1]["message"]
-    refuses_what_an_earlier_version_left(recipe, folder)
-
-
-def refuses_what_an_earlier_version_left(recipe: Path, folder: RunFolder) -> None:
-    """A result without a seal is old, not damaged: it is refused with the ways out, and every file stays as it is."""
-    result = read_json(folder.result("lora"))
-    del result["checksum"]
-    write_json(folder.result("lora"), result)
     flipped = folder.result("sft").read_bytes().replace(b'"checksum"', b'"checksux"')
-    folder.result("sft").write_bytes(flipped)  # damage, before which the refusal comes
-    before = {path: path.read_bytes() for path in folder.path.glob("stages/**/*") if path.is_file()}
-    with pytest.raises(Refused, match=r"lora/result\.json was written by an earlier modelwright.* another output_dir"):
-        run(recipe)
-    assert {path: path.read_bytes() for path in folder.path.glob("stages/**/*") if path.is_file()} == before
-    folder.result("lora").unlink()
+    folder.result("sft").write_bytes(flipped)
     run(recipe, until_stage="sft")
     assert (folder.stage("sft") / "result.damaged.json").read_bytes() == flipped
 
