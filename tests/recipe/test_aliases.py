@@ -51,7 +51,7 @@ def test_no_other_name_is_also_a_name_of_ours_or_stands_twice() -> None:
     for section in all_sections():
         assert not set(section_aliases(section)) & set(field_names(section))
     for names in KEY_ALIASES.values():
-        others = [name for group in names.values() for name in group]
+        others = [name for group in names.values() for name in group.split()]
         assert len(others) == len(set(others))
 
 

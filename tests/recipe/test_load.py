@@ -125,7 +125,10 @@ def test_bases_form_a_chain_and_may_be_shipped_ones(folder: Path) -> None:
     Path("top.yaml").write_text("base: deep/middle.yaml\nname: top\n")
     loaded = load("top.yaml", (), {})
     assert (sft(loaded).max_length, sft(loaded).num_train_epochs) == (99, 2)
-    assert [file.name for file in loaded.files] == ["top.yaml", "middle.yaml", "low.yaml"]
+    assert [str(loaded.origins[f"sft.{key}"]) for key in ("max_length", "num_train_epochs")] == [
+        "base deep/middle.yaml:4",
+        "base low.yaml:8",
+    ]
     Path("top.yaml").write_text("base: quickstart\nname: top\n")
     loaded = load("top.yaml", (), {})
     assert str(loaded.origins["data.dataset_name"]).startswith("base quickstart.yaml:")

@@ -16,9 +16,9 @@ from modelwright.recipe.fields import (
     all_sections,
     canonical_key,
     child_fields,
-    field_names,
     get_field,
-    section_aliases,
+    join_key,
+    known_names,
 )
 from modelwright.recipe.load import LoadedRecipe
 from modelwright.recipe.schema import NAME_PATTERN, Recipe
@@ -32,29 +32,29 @@ class SettingValue:
     key: str
     """Dotted name."""
     value: Any
-    """What it is, as plain data."""
+    """Its value as plain data."""
     origin: Origin
-    """Who set it."""
+    """Where it was set."""
     description: str
-    """What it means."""
+    """Its description."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Everything there is to say about one setting."""
+    """One setting in detail."""
 
     setting: SettingValue
-    """Its value in the recipe, and who set it."""
+    """Its value and origin in the recipe."""
     expected: str
-    """What values would do, in words."""
+    """Its type in words."""
     default: Any
-    """What it is when nobody says it."""
+    """Its default."""
     required: bool
-    """Whether a recipe must say it."""
+    """Whether it has no default."""
     choices: tuple[str, ...]
-    """The words it may be, where they are few."""
+    """Its allowed words."""
     aliases: tuple[str, ...]
-    """What other tools call it; accepted with a note."""
+    """Its names in other tools and earlier versions."""
 
 
 def list_settings(loaded: LoadedRecipe, section: str = "") -> tuple[SettingValue, ...]:
@@ -65,7 +65,7 @@ def list_settings(loaded: LoadedRecipe, section: str = "") -> tuple[SettingValue
 
 
 def non_default_settings(loaded: LoadedRecipe) -> tuple[tuple[SettingValue, Any], ...]:
-    """The settings that are not at their default, each with that default."""
+    """The settings that differ from their default, with that default."""
     changed = []
     for row in list_settings(loaded):
         setting = get_field(tuple(row.key.split(".")))
@@ -76,7 +76,7 @@ def non_default_settings(loaded: LoadedRecipe) -> tuple[tuple[SettingValue, Any]
 
 
 def explain_setting(loaded: LoadedRecipe, key: str) -> Explanation:
-    """One setting at length."""
+    """One setting in detail."""
     setting = get_field(tuple(key.split(".")))
     assert setting is not None
     row = SettingValue(key, _value(loaded, key), loaded.origins.get(key, DEFAULT), setting.description)
@@ -86,23 +86,23 @@ def explain_setting(loaded: LoadedRecipe, key: str) -> Explanation:
 
 
 def resolve_key(key: str) -> str:
-    """The full key that a person means by a dotted key, a bare name or another tool's name."""
+    """The full key of a dotted key, a bare name or an alias."""
     if get_field(tuple(canonical_key(key).split("."))) is not None:
         return canonical_key(key)
-    bare: dict[str, str] = {}
-    for name, meant in _bare_names():
-        bare.setdefault(name, meant)
-    if key in bare:
-        return bare[key]
-    known = {setting.key: setting.key for section in all_sections().values() for setting in child_fields(section)}
-    match = closest_match(key, {**bare, **known}, cutoff=0.6)
-    close = {**bare, **known}[match] if match else None
-    hint = f"did you mean {close}?" if close else f"sections are {', '.join(filter(None, all_sections()))}"
+    names = [(section, name, ours) for section in all_sections() for name, ours in known_names(section).items()]
+    candidates: dict[str, str] = {}
+    for section, name, ours in sorted(names, key=lambda each: each[1] != each[2]):  # our names before aliases
+        candidates.setdefault(name, join_key(section, ours))
+    if key in candidates:
+        return candidates[key]
+    candidates |= {full: full for full in (join_key(section, name) for section, name, ours in names if name == ours)}
+    close = closest_match(key, candidates, cutoff=0.6)
+    hint = f"did you mean {candidates[close]}?" if close else f"sections are {', '.join(filter(None, all_sections()))}"
     raise UsageError(f"{key} is not a setting; {hint}")
 
 
 def is_section(key: str) -> bool:
-    """Whether a key has settings of its own below it."""
+    """Whether a key has settings below it."""
     setting = get_field(tuple(key.split(".")))
     return setting is not None and (bool(setting.section) or setting.expected == "a mapping")
 
@@ -111,23 +111,20 @@ def json_schema() -> dict[str, Any]:
     """JSON Schema of a recipe file, for editors and agents."""
     schema = Recipe.model_json_schema()
     required = schema.pop("required")
-    base = {"type": "string", "description": "A recipe that this one builds on: a path beside it, or a shipped name."}
+    base = {"type": "string", "description": "A recipe to build on: a path relative to this file, or a shipped name."}
     schema["properties"] = {"base": base, **schema["properties"]}
     schema["anyOf"] = [{"required": ["base"]}, {"required": required}]
     definitions = schema["$defs"]
-    shorthands = {"enum": ["all", "lora"]}
-    definitions["TrainableParts"] = {
-        "anyOf": [shorthands, definitions["TrainableParts"]],
-        "description": "Which parameters are trainable.",
-    }
-    for definition in definitions.values():  # a child recipe may leave to its base what is required
+    trainable = [{"enum": ["all", "lora"]}, definitions["TrainableParts"]]
+    definitions["TrainableParts"] = {"anyOf": trainable, "description": "Which parameters are trainable."}
+    for definition in definitions.values():  # required settings may be in the base
         definition.pop("required", None)
     schema["properties"]["name"]["pattern"] = NAME_PATTERN
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 def _value(loaded: LoadedRecipe, key: str) -> Any:
-    """What a key is in a recipe, as plain data; nothing where the recipe does not go so far."""
+    """The value of a key as plain data; None if the recipe lacks its section."""
     value: Any = loaded.recipe.model_dump()
     for step in key.split(".") if key else ():
         value = value.get(step) if isinstance(value, dict) else None
@@ -145,16 +142,6 @@ def _iter_settings(setting: ConfigField, value: Any, origins: dict[str, Origin])
             yield from _iter_settings(entry, item, origins)
     elif value is not None or setting.key in origins:
         yield SettingValue(setting.key, value, origins.get(setting.key, DEFAULT), setting.description)
-
-
-def _bare_names() -> Iterator[tuple[str, str]]:
-    """Every name without its section, ours before others', and the key it means."""
-    for section in all_sections():
-        prefix = f"{section}." if section else ""
-        yield from ((name, prefix + name) for name in field_names(section))
-    for section in all_sections():
-        prefix = f"{section}." if section else ""
-        yield from ((name, prefix + alias.canonical) for name, alias in section_aliases(section).items())
 
 
 def plain_default(setting: ConfigField) -> Any:

@@ -22,41 +22,41 @@ LABEL_EXPECTED = "lower-case letters, digits and dashes"
 
 @dataclass(frozen=True)
 class ConfigField:
-    """One key of a recipe."""
+    """One setting of the schema."""
 
     key: str
     """Dotted name, such as ``sft.learning_rate``."""
     annotation: Any
-    """Its type, without the ``None`` of an optional one."""
+    """Its type without ``| None``."""
     constraints: tuple[Any, ...]
     """Bounds and patterns."""
     optional: bool
-    """Whether null is a value of it."""
+    """Whether null is allowed."""
     required: bool
-    """Whether a recipe must say it."""
+    """Whether it has no default."""
     default: Any
-    """What it is when nobody says it."""
+    """The default."""
     description: str
-    """What it means."""
+    """The docstring of the field."""
 
     @property
     def section(self) -> type[BaseModel] | None:
-        """The settings below it, where it is a section."""
+        """The model class, if it is a section."""
         return self.annotation if isinstance(self.annotation, type) and issubclass(self.annotation, BaseModel) else None
 
     @property
     def is_str(self) -> bool:
-        """Whether it is text and nothing else."""
+        """Whether it is text only."""
         return self.annotation is str
 
     @property
     def is_number(self) -> bool:
-        """Whether it is a number and nothing else."""
+        """Whether it is a number only."""
         return self.annotation in (int, float)
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words it may be, where they are few."""
+        """The allowed words of a Literal."""
         return _choices(self.annotation)
 
     @property
@@ -67,12 +67,12 @@ class ConfigField:
 
     @property
     def expected(self) -> str:
-        """What would do, in words: ``a number above 0``."""
+        """The type in words: ``a number above 0``."""
         return _describe_type(self.annotation, self.constraints)
 
 
 def get_field(path: tuple[str, ...]) -> ConfigField | None:
-    """The setting that a path names, through sections, mappings (``gates.sft.eval_loss``) and list items."""
+    """The setting at a path, through sections, mappings (``gates.sft.eval_loss``) and list items."""
     setting = _ROOT
     for step in path:
         child = _child(setting, step)
@@ -89,7 +89,7 @@ def child_fields(setting: ConfigField) -> tuple[ConfigField, ...]:
 
 @functools.cache
 def all_sections() -> dict[str, ConfigField]:
-    """Every section with fixed settings by its key, the recipe itself under the empty key."""
+    """Every section by its key; the recipe itself has the empty key."""
     by_key = {"": _ROOT}
     pending = list(child_fields(_ROOT))
     while pending:
@@ -101,7 +101,7 @@ def all_sections() -> dict[str, ConfigField]:
 
 
 def example_value(setting: ConfigField) -> Any:
-    """Some value that would do, to look past a problem at the next one."""
+    """A valid value, to patch a problem with."""
     if setting.section:
         return _minimal_valid(setting)
     annotation = setting.annotation
@@ -118,7 +118,7 @@ def example_value(setting: ConfigField) -> Any:
 
 
 def _minimal_valid(section: ConfigField) -> dict[str, Any]:
-    """The smallest mapping that the section accepts."""
+    """A minimal mapping that the section accepts."""
     assert section.section is not None
     fields = child_fields(section)
     prefix_length = len(section.key) + 1 if section.key else 0
@@ -140,12 +140,12 @@ def _fields(section: type[BaseModel], prefix: str) -> tuple[ConfigField, ...]:
 def _from_field(prefix: str, name: str, field: FieldInfo) -> ConfigField:
     annotation, constraints, optional = _unwrap_annotated(field.annotation, tuple(field.metadata))
     default = None if field.default is PydanticUndefined else field.default
-    key = f"{prefix}.{name}" if prefix else name
+    key = join_key(prefix, name)
     return ConfigField(key, annotation, constraints, optional, field.is_required(), default, field.description or "")
 
 
 def _unwrap_annotated(annotation: Any, constraints: tuple[Any, ...] = ()) -> tuple[Any, tuple[Any, ...], bool]:
-    """Take ``Annotated`` and ``| None`` off a type."""
+    """A type without ``Annotated`` and ``| None``, its constraints, and whether it is optional."""
     optional = False
     while True:
         if get_origin(annotation) is Annotated:
@@ -162,7 +162,7 @@ def _unwrap_annotated(annotation: Any, constraints: tuple[Any, ...] = ()) -> tup
 
 def _child(setting: ConfigField, step: str) -> ConfigField | None:
     for field in child_fields(setting):
-        if field.key == (f"{setting.key}.{step}" if setting.key else step):
+        if field.key == join_key(setting.key, step):
             return field
     if get_origin(setting.annotation) not in (dict, list):
         return None
@@ -177,7 +177,7 @@ def _is_union(annotation: Any) -> bool:
 
 
 def _choices(annotation: Any) -> tuple[str, ...]:
-    """The words of a type; beside words true and false are two more."""
+    """The words of a type; a union of bool and words has true and false too."""
     members = get_args(annotation) if _is_union(annotation) else (annotation,)
     literals = tuple(str(literal) for each in members if get_origin(each) is Literal for literal in get_args(each))
     return ("true", "false", *literals) if literals and bool in members else literals
@@ -187,7 +187,7 @@ _BOUNDS = {"gt": "above", "ge": "of at least", "lt": "below", "le": "at most"}
 
 
 def _describe_type(annotation: Any, constraints: tuple[Any, ...]) -> str:
-    """Say a type in words."""
+    """A type in words."""
     if IS_REGEX in constraints:
         return "a regular expression"
     if IS_QUANTITY in constraints or IS_DNS_LABEL in constraints:
@@ -227,92 +227,78 @@ def _describe_bounds(constraints: tuple[Any, ...]) -> str:
     return f" {' and '.join(phrases)}" if phrases else ""
 
 
-_ROOT = ConfigField("", Recipe, (), False, True, None, "One file that becomes a trained model.")
+_ROOT = ConfigField("", Recipe, (), False, True, None, Recipe.__doc__ or "")
 AliasValue = str | bool | None
 
 
 @dataclass(frozen=True)
 class Alias:
-    """Another name for a setting, and what its values mean here where they differ."""
+    """Another name for a setting, and the conversion of its values."""
 
     canonical: str
-    """The setting of the same section."""
+    """Our name in the same section."""
     value_map: Mapping[str, AliasValue] | None = None
-    """The values it may have and ours for each; without it the value is taken as it is."""
+    """Its allowed values and ours for each; without it, values are the same."""
     false_value: AliasValue = None
-    """Ours for ``false``, which gives way where the same layer says something else."""
+    """Our value for ``false``; ignored if the same layer sets the setting by another name."""
     is_fraction: bool = False
-    """Whether the value is a share below one, as ``warmup_ratio`` is."""
+    """Whether the value is a fraction below 1, as ``warmup_ratio``."""
     comma_separated: bool = False
-    """Whether one text may hold several names between commas."""
+    """Whether the value may be a comma-separated list."""
     renamed: bool = False
     """Whether it is our own name of an earlier version."""
 
 
-KEY_ALIASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "": {"output_dir": ("out_dir", "ckpt_output_dir")},
+KEY_ALIASES: Mapping[str, Mapping[str, str]] = {
+    "": {"output_dir": "out_dir ckpt_output_dir"},
     "model": {
-        "model_name_or_path": (
-            *("base_model", "model_path", "checkpoint_dir", "model_name", "model_id"),
-            "pretrained_model_name_or_path",
-        ),
-        "revision": ("model_revision",),
+        "model_name_or_path": "base_model model_path checkpoint_dir model_name model_id pretrained_model_name_or_path",
+        "revision": "model_revision",
     },
     "data": {
-        "dataset_name": ("data_path", "dataset", "dataset_path", "dataset_id", "path"),
-        "dataset_config_name": ("dataset_config",),
-        "dataset_split": ("dataset_train_split",),
-        "train_file": ("data_files", "train_path"),
-        "validation_file": ("val_file", "eval_file", "validation_path"),
-        "test_size": ("val_set_size", "val_size"),
-        "max_rows": ("max_samples", "max_train_samples"),
+        "dataset_name": "data_path dataset dataset_path dataset_id path",
+        "dataset_config_name": "dataset_config",
+        "dataset_split": "dataset_train_split",
+        "train_file": "data_files train_path",
+        "validation_file": "val_file eval_file validation_path",
+        "test_size": "val_set_size val_size",
+        "max_rows": "max_samples max_train_samples",
     },
     "training": {
-        "learning_rate": ("lr",),
-        "num_train_epochs": ("epochs", "num_epochs"),
-        "max_steps": ("max_iters",),
-        "per_device_train_batch_size": (
-            *("micro_batch_size", "per_gpu_train_batch_size"),
-            "train_micro_batch_size_per_gpu",
-        ),
-        "per_device_eval_batch_size": ("eval_batch_size", "per_gpu_eval_batch_size"),
-        "gradient_accumulation_steps": ("grad_accum_steps", "accumulate_grad_batches"),
-        "global_batch_size": ("effective_batch_size",),
-        "max_length": (
-            *("max_seq_length", "max_seq_len", "sequence_len", "cutoff_len"),
-            *("model_max_length", "block_size"),
-        ),
-        "packing": ("sample_packing",),
-        "assistant_only_loss": ("completion_only_loss",),
-        "lr_scheduler_type": ("lr_scheduler", "scheduler"),
-        "optim": ("optimizer", "optimizer_type"),
-        "warmup_steps": ("lr_warmup_steps", "num_warmup_steps", "warmup_iters"),
-        "adam_beta1": ("beta1",),
-        "adam_beta2": ("beta2",),
-        "adam_epsilon": ("adam_eps",),
-        "max_grad_norm": ("grad_clip", "clip_grad_norm", "gradient_clipping"),
-        "logging_steps": ("log_interval",),
-        "eval_steps": ("eval_interval",),
-        "save_steps": ("save_interval",),
-        "precision": ("mixed_precision",),
-        "gradient_checkpointing": ("activation_checkpointing", "enable_activation_checkpointing"),
-        "lora_r": ("lora_rank",),
-        "use_dora": ("peft_use_dora",),
-        "use_rslora": ("peft_use_rslora",),
-        "beta": ("dpo_beta", "pref_beta"),
-        "loss_type": ("dpo_loss_type", "pref_loss"),
-        "label_smoothing": ("dpo_label_smoothing",),
+        "learning_rate": "lr",
+        "num_train_epochs": "epochs num_epochs",
+        "max_steps": "max_iters",
+        "per_device_train_batch_size": "micro_batch_size per_gpu_train_batch_size train_micro_batch_size_per_gpu",
+        "per_device_eval_batch_size": "eval_batch_size per_gpu_eval_batch_size",
+        "gradient_accumulation_steps": "grad_accum_steps accumulate_grad_batches",
+        "global_batch_size": "effective_batch_size",
+        "max_length": "max_seq_length max_seq_len sequence_len cutoff_len model_max_length block_size",
+        "packing": "sample_packing",
+        "assistant_only_loss": "completion_only_loss",
+        "lr_scheduler_type": "lr_scheduler scheduler",
+        "optim": "optimizer optimizer_type",
+        "warmup_steps": "lr_warmup_steps num_warmup_steps warmup_iters",
+        "adam_beta1": "beta1",
+        "adam_beta2": "beta2",
+        "adam_epsilon": "adam_eps",
+        "max_grad_norm": "grad_clip clip_grad_norm gradient_clipping",
+        "logging_steps": "log_interval",
+        "eval_steps": "eval_interval",
+        "save_steps": "save_interval",
+        "precision": "mixed_precision",
+        "gradient_checkpointing": "activation_checkpointing enable_activation_checkpointing",
+        "lora_r": "lora_rank",
+        "use_dora": "peft_use_dora",
+        "use_rslora": "peft_use_rslora",
+        "beta": "dpo_beta pref_beta",
+        "loss_type": "dpo_loss_type pref_loss",
+        "label_smoothing": "dpo_label_smoothing",
     },
-    "compare": {"max_new_tokens": ("max_tokens", "max_gen_length")},
+    "compare": {"max_new_tokens": "max_tokens max_gen_length"},
 }
-"""For each section our name and what others call it: old TRL, axolotl, LLaMA-Factory, litgpt, training_hub, nanoGPT."""
-ATTENTION_VALUES = {
-    "true": "flash_attention_2",
-    "fa2": "flash_attention_2",
-    "sdpa": "sdpa",
-    "auto": "auto",
-    "disabled": "eager",
-}
+"""Our name in each section and the names of other tools: old TRL, axolotl, LLaMA-Factory, litgpt, nanoGPT."""
+_FLASH = "flash_attention_2"
+ATTENTION_VALUES = {"true": _FLASH, "fa2": _FLASH, "sdpa": "sdpa", "auto": "auto", "disabled": "eager"}
 NEGATED = {"true": False, "false": True}
 CONVERTED_ALIASES: Mapping[str, Mapping[str, Alias]] = {
     "model": dict.fromkeys(
@@ -334,11 +320,9 @@ CONVERTED_ALIASES: Mapping[str, Mapping[str, Alias]] = {
         "lora_target_linear": Alias("lora_target_modules", {"true": "all-linear"}, false_value="all-linear"),
     },
 }
-"""Names whose values, too, mean something else than ours."""
-RENAMED_METRICS = {
-    f"{prefix}exactness": f"{prefix}answer_f1" for prefix in ("", "base_", "parent_", "parent_base_")
-}
-"""Metrics of version 0.1 and their names of today: keys of a gate, and values of times and plus."""
+"""Names of other tools whose values differ too."""
+RENAMED_METRICS = {f"{prefix}exactness": f"{prefix}answer_f1" for prefix in ("", "base_", "parent_", "parent_base_")}
+"""Metrics of version 0.1 and their new names: keys of a gate, and values of times and plus."""
 VALUE_ALIASES: Mapping[str, Mapping[str, AliasValue]] = {
     "precision": {
         **dict.fromkeys(("bfloat16", "bf16-mixed"), "bf16"),
@@ -348,70 +332,51 @@ VALUE_ALIASES: Mapping[str, Mapping[str, AliasValue]] = {
     "lr_scheduler_type": {"wsd": "warmup_stable_decay"},
     "optim": dict.fromkeys(("adamw", "adamw_torch_fused", "adamw_hf"), "adamw_torch"),
     "lora_target_modules": {"all": "all-linear"},
-    "attn_implementation": {"flash": "flash_attention_2", "fa2": "flash_attention_2"},
+    "attn_implementation": {"flash": _FLASH, "fa2": _FLASH},
     "max_steps": {"-1": None},
     "gradient_checkpointing": {"full": True, "none": False},
     "times": RENAMED_METRICS,
     "plus": RENAMED_METRICS,
 }
-"""Other words for values of our own settings; ``None`` is the default."""
+"""Other words for values of our settings; ``None`` is the default."""
 RENAMED_KEYS: Mapping[str, Mapping[str, str]] = {
     "": {"environment": "env_overrides"},
     "model": {"width": "resnet_width"},
     "data": {"derive": "derived_columns", "make_pairs": "generate_qa", "max_bad_share": "max_invalid_fraction"},
     "training": {
-        "weights": "param_dtype",
-        "sharding": "distributed_strategy",
-        "scale_learning_rate_by_world": "scale_lr_by_world_size",
-        "save_in_background": "async_save",
-        "keep_trunk": "cache_frozen_layers",
-        "fp8_check": "fp8_validation",
-        "max_truncated": "max_truncated_rows",
-        "curriculum": "sequence_length_curriculum",
-        "crop_padding": "random_crop_padding",
-        "cutout": "cutout_size",
+        "weights": "param_dtype", "sharding": "distributed_strategy",
+        "scale_learning_rate_by_world": "scale_lr_by_world_size", "save_in_background": "async_save",
+        "keep_trunk": "cache_frozen_layers", "fp8_check": "fp8_validation", "max_truncated": "max_truncated_rows",
+        "curriculum": "sequence_length_curriculum", "crop_padding": "random_crop_padding", "cutout": "cutout_size",
     },
     "trainable": {"head": "lm_head", "untie_head": "untie_lm_head"},
     "prepare": {
-        "max_bad_share": "max_invalid_fraction",
-        "max_lost_share": "max_dropped_token_fraction",
-        "max_symbol_share": "max_symbol_ratio",
-        "max_digit_share": "max_digit_ratio",
-        "near_dedup": "minhash_dedup",
-        "near_dedup_threshold": "jaccard_threshold",
-        "signature_device": "minhash_device",
-        "decontaminate": "decontaminate_against",
-        "row_length": "sequence_length",
-        "shard_rows": "rows_per_shard",
-        "fast_tokenizer": "use_gigatoken",
-        "workers": "num_proc",
-        "keep_work": "keep_intermediate_files",
+        "max_bad_share": "max_invalid_fraction", "max_lost_share": "max_dropped_token_fraction",
+        "max_symbol_share": "max_symbol_ratio", "max_digit_share": "max_digit_ratio", "near_dedup": "minhash_dedup",
+        "near_dedup_threshold": "jaccard_threshold", "signature_device": "minhash_device",
+        "decontaminate": "decontaminate_against", "row_length": "sequence_length", "shard_rows": "rows_per_shard",
+        "fast_tokenizer": "use_gigatoken", "workers": "num_proc", "keep_work": "keep_intermediate_files",
     },
     "evaluate": {"text": "perplexity_text", "prompts": "completion_prompts"},
     "compare": {"style": "style_patterns", "held_out_prompts": "num_held_out_prompts"},
     "cluster": {
-        "variables": "env",
-        "code": "code_source",
-        "queue": "local_queue",
-        "token_secret": "hf_token_secret",
-        "restarts": "max_restarts",
-        "shared_memory": "shm_size",
-        "target": "job_kind",
+        "variables": "env", "code": "code_source", "queue": "local_queue", "token_secret": "hf_token_secret",
+        "restarts": "max_restarts", "shared_memory": "shm_size", "target": "job_kind",
     },
-}
-"""Names of version 0.1 and those of today."""
+}  # fmt: skip
+"""Names of version 0.1 and their new names."""
 REMOVED_KEYS: Mapping[str, str] = {"tune_products": "0.2"}
-"""Settings of a stage that are ignored with a note, and the version that removed each."""
+"""Removed settings of a stage, which are ignored with a note, and the version that removed them."""
 
 
 @functools.cache
 def section_aliases(section: str) -> dict[str, Alias]:
-    """The other names known in a section, by its key; the top level is the empty key."""
+    """The aliases of a section by name; the top level is the empty key."""
     if section.startswith("gates."):
         metrics = {old: Alias(new, renamed=True) for old, new in RENAMED_METRICS.items()}
         return metrics if section.count(".") == 1 else {}
     table = "training" if section in TRAINING_STAGES else section.rpartition(".")[2]
-    aliases = {name: Alias(ours) for ours, names in KEY_ALIASES.get(table, {}).items() for name in names}
+    aliases = {name: Alias(ours) for ours, names in KEY_ALIASES.get(table, {}).items() for name in names.split()}
     aliases |= {old: Alias(new, renamed=True) for old, new in RENAMED_KEYS.get(table, {}).items()}
     aliases |= CONVERTED_ALIASES.get(table, {})
     known = field_names(section)
@@ -420,28 +385,40 @@ def section_aliases(section: str) -> dict[str, Alias]:
 
 @functools.cache
 def field_names(section: str) -> tuple[str, ...]:
-    """Our own names in a section, in the order of the schema; none where the key is not a section."""
+    """Our names in a section, in the order of the schema; none if the key is not a section."""
     setting = get_field(tuple(section.split(".")) if section else ())
     return tuple(field.key.rpartition(".")[2] for field in child_fields(setting)) if setting else ()
 
 
+@functools.cache
+def known_names(section: str) -> dict[str, str]:
+    """Every name known in a section, ours first, then its aliases, and our name for each."""
+    aliases = {name: alias.canonical for name, alias in section_aliases(section).items()}
+    return {**{name: name for name in field_names(section)}, **aliases}
+
+
+def join_key(section: str, name: str) -> str:
+    """The dotted key of a setting; the top level is the empty section."""
+    return f"{section}.{name}" if section else name
+
+
 def aliases_for(key: str) -> list[str]:
-    """What other tools and earlier versions call a setting."""
+    """The names of a setting in other tools and earlier versions."""
     section, _, name = key.rpartition(".")
     return [other for other, alias in section_aliases(section).items() if alias.canonical == name]
 
 
 def canonical_key(key: str) -> str:
-    """A dotted key under our own names."""
+    """A dotted key with aliases replaced by our names."""
     canonical = ""
     for step in key.split("."):
         alias = section_aliases(canonical).get(step)
-        canonical = f"{canonical}.{step if alias is None else alias.canonical}".lstrip(".")
+        canonical = join_key(canonical, step if alias is None else alias.canonical)
     return canonical
 
 
 def qualify_key(key: str, present: Collection[str]) -> str:
-    """A bare name with its section, where just one section that the recipe may have or has knows it."""
+    """A bare name with its section, if exactly one of model, data and the present stages knows it."""
     if "." in key or key in field_names("") or key in section_aliases(""):
         return key
     candidates = [
@@ -453,7 +430,7 @@ def qualify_key(key: str, present: Collection[str]) -> str:
 
 
 def apply_aliases(tree: ConfigNode) -> tuple[ConfigNode, list[str], list[RecipeProblem]]:
-    """Give every setting of one layer its own name, with a note for each other name used."""
+    """Replace the aliases of one layer by our names, with a note for each."""
     notes: list[str] = []
     problems: list[RecipeProblem] = []
     paths: list[KeyPath] = [tuple(section.split(".")) if section else () for section in all_sections()]
@@ -463,14 +440,14 @@ def apply_aliases(tree: ConfigNode) -> tuple[ConfigNode, list[str], list[RecipeP
     for path in paths:
         node = tree.get(path)
         if node is not None and node.mapping:
-            renamed = _SectionAliases(".".join(path), node.value, notes, problems).rename()
+            renamed = _SectionAliases(".".join(path), node.mapping, notes, problems).rename()
             tree = tree.with_value(path, ConfigNode(renamed, node.origin))
     return tree, notes, problems
 
 
 @dataclass
 class _SectionAliases:
-    """One section of one layer on its way to our names."""
+    """Replaces the aliases of one section of one layer."""
 
     key: str
     entries: dict[str, ConfigNode]
@@ -478,7 +455,7 @@ class _SectionAliases:
     problems: list[RecipeProblem]
 
     def rename(self) -> dict[str, ConfigNode]:
-        """The section under our names."""
+        """The section with our names."""
         self._ignore_removed()
         table = section_aliases(self.key)
         false_names = {name for name, node in self.entries.items() if name in table and _is_false(table[name], node)}
@@ -494,7 +471,7 @@ class _SectionAliases:
             ours = table[name].canonical
             other = ours if ours in self.entries else first.get(ours, name)
             if name in false_names and (other != name or ours in renamed):
-                self._note(node, f"{self._full_key(name)}: {node.text} is ignored")
+                self._note(node, f"{join_key(self.key, name)}: {node.text} is ignored")
             elif other != name:
                 self._conflict(name, other, ours)
             elif (translated := self._translate(name, table[name], node)) is not None:
@@ -504,11 +481,12 @@ class _SectionAliases:
     def _ignore_removed(self) -> None:
         removed = REMOVED_KEYS.keys() & self.entries.keys() if self.key in TRAINING_STAGES else ()
         for name in removed:
-            self._note(self.entries[name], f"{self._full_key(name)} is ignored: it was removed in {REMOVED_KEYS[name]}")
+            key, version = join_key(self.key, name), REMOVED_KEYS[name]
+            self._note(self.entries[name], f"{key} is ignored: it was removed in {version}")
         self.entries = {name: node for name, node in self.entries.items() if name not in removed}
 
     def _translate(self, name: str, alias: Alias, node: ConfigNode) -> ConfigNode | None:
-        """The value under our name, or nothing where it makes no sense there."""
+        """The value for our name; None if it cannot be converted, which is reported."""
         if node.value is None:
             return node
         if alias.value_map is not None:
@@ -517,60 +495,55 @@ class _SectionAliases:
             if source_value not in value_map:
                 choice = f"one of {', '.join(value_map)}" if len(value_map) > 1 else ", ".join(value_map)
                 wants = f"it wants {choice} here, or {alias.canonical} in its place"
-                self._problem(name, node, f"{self._full_key(name)} is {node.display}; {wants}")
+                self._problem(name, node, f"{join_key(self.key, name)} is {node.display}; {wants}")
                 return None
-            return self._replace_value(
-                f"{self._full_key(name)}: {node.text}", alias.canonical, node, value_map[source_value]
-            )
+            return self._replace_value(name, alias.canonical, node, value_map[source_value])
         if alias.is_fraction and not _is_fraction(node):
             wants = f"it wants a share below 1; a count is {alias.canonical}"
-            self._problem(name, node, f"{self._full_key(name)} is {node.display}; {wants}")
+            self._problem(name, node, f"{join_key(self.key, name)} is {node.display}; {wants}")
             return None
         verb = "now called" if alias.renamed else "read as"
-        self._note(node, f"{self._full_key(name)} is {verb} {alias.canonical}")
+        self._note(node, f"{join_key(self.key, name)} is {verb} {alias.canonical}")
         if alias.comma_separated and isinstance(node.value, str) and "," in node.value:
             names = [each.strip() for each in node.value.split(",") if each.strip()]
             return ConfigNode([ConfigNode(each, node.origin, each) for each in names], node.origin)
         return node
 
     def _canonical_value(self, name: str, node: ConfigNode) -> ConfigNode:
-        """A value of one of our settings, where another tool has another word for it."""
+        """The value of one of our settings, with other words for it replaced."""
         value_map, source_value = VALUE_ALIASES.get(name, {}), _scalar_text(node)
         if source_value in value_map and name in field_names(self.key):
-            return self._replace_value(f"{self._full_key(name)}: {node.text}", name, node, value_map[source_value])
+            return self._replace_value(name, name, node, value_map[source_value])
         return node
 
-    def _replace_value(self, written: str, canonical: str, node: ConfigNode, value: AliasValue) -> ConfigNode:
+    def _replace_value(self, name: str, canonical: str, node: ConfigNode, value: AliasValue) -> ConfigNode:
         text = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
-        self._note(node, f"{written} is read as {canonical}: {text}")
+        self._note(node, f"{join_key(self.key, name)}: {node.text} is read as {canonical}: {text}")
         return ConfigNode(value, node.origin, text)
 
     def _conflict(self, name: str, other: str, ours: str) -> None:
         node, line = self.entries[name], self.entries[other].origin.line
         line_note = f" (line {line})" if line else ""
         if other == ours:
-            message = f"{self._full_key(name)} is another name for {other}{line_note}; keep one of them"
+            message = f"{join_key(self.key, name)} is another name for {other}{line_note}; keep one of them"
         else:
-            message = f"{self._full_key(name)} and {other}{line_note} both set {ours}; keep one of them"
+            message = f"{join_key(self.key, name)} and {other}{line_note} both set {ours}; keep one of them"
         self._problem(name, node, message)
 
     def _problem(self, name: str, node: ConfigNode, message: str) -> None:
-        self.problems.append(make_problem(node.origin, self._full_key(name), message))
+        self.problems.append(make_problem(node.origin, join_key(self.key, name), message))
 
     def _note(self, node: ConfigNode, message: str) -> None:
         self.notes.append(f"{node.origin.location}: {message}")
 
-    def _full_key(self, name: str) -> str:
-        return f"{self.key}.{name}" if self.key else name
-
 
 def _scalar_text(node: ConfigNode) -> str:
-    """A scalar as a table of words knows it."""
+    """A scalar in lower case; empty for anything else."""
     return "" if node.value is None or isinstance(node.value, dict | list) else str(node.value).lower()
 
 
 def _normalize_bool(node: ConfigNode) -> str:
-    """The same where the word may be a yes or a no."""
+    """The same, with yes and no as true and false."""
     return {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(_scalar_text(node), _scalar_text(node))
 
 

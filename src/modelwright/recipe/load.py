@@ -29,6 +29,7 @@ from modelwright.recipe.source import (
     DEFAULT,
     EMPTY_MAPPING,
     ConfigNode,
+    KeyPath,
     Origin,
     RecipeProblem,
     deep_merge,
@@ -47,30 +48,28 @@ SET_SYNTAX = "it wants KEY=VALUE, such as sft.learning_rate=2e-4"
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """A recipe and how it came about."""
+    """A recipe, with the origin of every setting."""
 
     recipe: Recipe
     """The recipe, checked."""
     origins: dict[str, Origin]
-    """Who set each key: ``origins["gates.sft.eval_loss.at_most"].line``."""
+    """Where each key was set: ``origins["gates.sft.eval_loss.at_most"].line``."""
     notes: tuple[str, ...]
-    """What was read in another way than it was written, one line each."""
+    """Aliases that were replaced and values that were ignored, one line each."""
     path: Path
-    """The file that was asked for."""
-    files: tuple[Path, ...]
-    """That file and its bases, nearest first."""
+    """The file."""
 
 
 def load(
     reference: str | Path, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
 ) -> LoadedRecipe:
-    """Read a recipe by path or by the name of a shipped one; everything wrong with it is raised at once."""
+    """Load a recipe by path or by the name of a shipped one; all problems are raised at once."""
     path, reader = find_recipe(reference), _LayerReader()
     return _resolve_layers(reader, reader.read_file(path), path, overrides, os.environ if environ is None else environ)
 
 
 def load_dict(config: Mapping[str, Any], path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
-    """A recipe from a mapping instead of a file; its problems name the path."""
+    """Load a recipe from a mapping; problems name the path."""
     tree, _ = read_text(json.dumps(config), Origin("recipe", display_path(path)))
     reader = _LayerReader()
     return _resolve_layers(reader, reader.apply_aliases(tree), path, overrides, {})
@@ -79,7 +78,7 @@ def load_dict(config: Mapping[str, Any], path: Path, overrides: Sequence[str] = 
 def _resolve_layers(
     reader: _LayerReader, tree: ConfigNode, path: Path, overrides: Sequence[str], environ: Mapping[str, str]
 ) -> LoadedRecipe:
-    """Lay variables and arguments over what was read, and check the whole."""
+    """Merge environment variables and --set over the file, and validate the result."""
     reader.stop_if_unreadable()
     override_layers = [layer for text in overrides if (layer := reader.read_override(text, tree)) is not None]
     for layer in reader.read_env(tree, override_layers, environ):
@@ -99,38 +98,32 @@ def _resolve_layers(
     if unmeasured := _check_gate_metrics(recipe, origins):
         raise RecipeError(_sorted_problems(unmeasured))
     reader.note_name(tree)
-    return LoadedRecipe(recipe, origins, tuple(dict.fromkeys(reader.notes)), path, tuple(reader.files))
+    return LoadedRecipe(recipe, origins, tuple(dict.fromkeys(reader.notes)), path)
 
 
 def _check_gate_metrics(recipe: Recipe, origins: Mapping[str, Origin]) -> list[RecipeProblem]:
-    """Metrics that a gate names and no stage measures: an error now rather than after the training."""
+    """Problems for metrics of gates that no stage reports."""
     problems = []
     for stage, thresholds in recipe.gates.items():
         known = recipe.gate_metrics(stage)
         for metric, threshold in thresholds.items():
             key = f"gates.{stage}.{metric}"
             origin = next(origin for name, origin in origins.items() if name.startswith(f"{key}."))
-            for name, metric_name in (
-                (key, metric),
-                (f"{key}.times", threshold.times),
-                (f"{key}.plus", threshold.plus),
-            ):
+            named = {key: metric, f"{key}.times": threshold.times, f"{key}.plus": threshold.plus}
+            for name, metric_name in named.items():
                 if metric_name is not None and metric_name not in known:
                     close = closest_match(metric_name, known)
                     hint = f"did you mean {close}?" if close else "it wants one such as eval_loss"
                     subject = name if name == key else f"{name} is {metric_name!r}, which"
-                    problems.append(
-                        make_problem(
-                            origins.get(name, origin), name, f"{subject} is not a metric of this stage; {hint}"
-                        )
-                    )
+                    message = f"{subject} is not a metric of this stage; {hint}"
+                    problems.append(make_problem(origins.get(name, origin), name, message))
     return problems
 
 
 def dump_yaml(recipe: Recipe) -> str:
-    """Write a recipe as YAML that loads as the same recipe, every setting in it, so that no later default changes it.
+    """Write a recipe with every setting as YAML that loads as the same recipe, whatever the defaults are then.
 
-    The env_overrides map and the gates_file are left out: they have had their say, and a second run must not hear others.
+    env_overrides and gates_file are omitted: they are already applied, and must not be applied again.
     """
     writer: Any = YAML(typ="safe", pure=True)
     writer.default_flow_style = False
@@ -140,7 +133,7 @@ def dump_yaml(recipe: Recipe) -> str:
     values = recipe.model_dump(exclude_none=True, exclude={"env_overrides", "gates_file"})
     for section in values.values():
         if isinstance(section, dict) and not section.get("trainable", {}).get("lora", True):
-            for name in TrainableConfig.LORA_KEYS:  # a refused word where there are no such matrices
+            for name in TrainableConfig.LORA_KEYS:  # these are refused without LoRA
                 del section[name]
     text = io.StringIO()
     writer.dump({key: values[key] for key in type(recipe).model_fields if key in values}, text)
@@ -148,7 +141,7 @@ def dump_yaml(recipe: Recipe) -> str:
 
 
 def builtin_recipes() -> dict[str, Path]:
-    """The recipes that come with Modelwright, by name: from the package, or from the checkout it runs in."""
+    """The shipped recipes by name, from the package or the checkout it runs in."""
     package = Path(__file__).resolve().parents[1]
     folders = [package / "recipes"]
     if package.parent.name == "src":
@@ -158,7 +151,7 @@ def builtin_recipes() -> dict[str, Path]:
 
 
 def find_recipe(reference: str | Path) -> Path:
-    """Find the file of a recipe: a path first, then a shipped name."""
+    """The file of a recipe, given by path or by the name of a shipped one."""
     path, name = Path(reference), str(reference)
     if path.is_file():
         return path
@@ -172,7 +165,7 @@ def find_recipe(reference: str | Path) -> Path:
 
 
 def _suggest_recipe(path: Path) -> str:
-    """What a missing file may have been meant to be."""
+    """A suggestion for a file that does not exist."""
     folder = path.parent
     files = [str(each) for each in folder.glob("*") if each.suffix in (".yaml", ".yml")] if folder.is_dir() else []
     names = [*files, *builtin_recipes()]
@@ -181,7 +174,7 @@ def _suggest_recipe(path: Path) -> str:
 
 
 def display_path(path: Path) -> str:
-    """A file as messages name it: shipped ones by name, others relative to the working directory."""
+    """A file as messages name it: a shipped recipe by name, others relative to the working directory."""
     resolved = path.resolve()
     if resolved in builtin_recipes().values():
         return resolved.name
@@ -191,7 +184,7 @@ def display_path(path: Path) -> str:
 
 @dataclass
 class _LayerReader:
-    """Reads the layers of a recipe one by one, gathering notes and problems."""
+    """Reads the layers of a recipe and collects notes and problems."""
 
     problems: list[RecipeProblem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -199,32 +192,24 @@ class _LayerReader:
     unreadable: bool = False
 
     def read_file(self, path: Path) -> ConfigNode:
-        """Read a file over its bases."""
+        """Read a file, merged over its bases."""
         origin = Origin("base" if self.files else "recipe", display_path(path))
         self.files.append(path)
-        try:
-            tree, problems = read_file(path, origin)
-        except RecipeError as error:
-            self.problems += [each for each in error.problems if isinstance(each, RecipeProblem)]
-            self.unreadable = True
-            return ConfigNode({}, origin)
-        self.problems += problems
-        tree = self.apply_aliases(tree)
+        tree = self.apply_aliases(self._read_yaml(path, origin))
         base = tree.mapping.get("base")
         tree = tree.without(("base",))
         return deep_merge(self._read_base(path, base), tree) if base is not None else tree
 
     def _read_base(self, path: Path, base: ConfigNode) -> ConfigNode:
-        """Read what a file builds on."""
+        """Read the base of a file."""
         if not isinstance(base.value, str):
             wants = "it wants one recipe, by path or by the name of a shipped one"
             return self._base_problem(base, f"base is {base.display}; {wants}")
         relative_path = path.parent / base.value
         base_path = relative_path if relative_path.is_file() else builtin_recipes().get(base.value)
         if base_path is None:
-            return self._base_problem(
-                base, f"base is {base.display}; no such recipe file; {_suggest_recipe(relative_path)}"
-            )
+            hint = _suggest_recipe(relative_path)
+            return self._base_problem(base, f"base is {base.display}; no such recipe file; {hint}")
         chain = [file.resolve() for file in self.files]
         if base_path.resolve() in chain:
             cycle = [*self.files[chain.index(base_path.resolve()) :], base_path]
@@ -232,25 +217,30 @@ class _LayerReader:
         return self.read_file(base_path)
 
     def read_gates_file(self, path: Path, tree: ConfigNode) -> ConfigNode:
-        """Lay the recipe's own gates over those of its gates_file."""
+        """Merge the recipe over the gates of its gates_file."""
         setting = tree.get(("gates_file",))
         if setting is None or not isinstance(setting.value, str):
             return tree
-        candidates = [file.parent / setting.value for file in self.files]  # a base may be what names it
+        candidates = [file.parent / setting.value for file in self.files]  # a base may set it
         gates_path = next((each for each in (*candidates, Path(setting.value)) if each.is_file()), None)
         if gates_path is None:
             message = f"gates_file is {setting.display}; there is no such file beside the recipe"
             self.problems.append(make_problem(setting.origin, "gates_file", message))
             return tree
+        gates = self._read_yaml(gates_path, Origin("base", display_path(gates_path)))
+        layer = self.apply_aliases(ConfigNode({"gates": gates.mapping.get("gates", gates)}, gates.origin))
+        return deep_merge(layer, tree)
+
+    def _read_yaml(self, path: Path, origin: Origin) -> ConfigNode:
+        """Read one file; an empty tree if that fails."""
         try:
-            gates, problems = read_file(gates_path, Origin("base", display_path(gates_path)))
+            tree, problems = read_file(path, origin)
         except RecipeError as error:
             self.problems += [each for each in error.problems if isinstance(each, RecipeProblem)]
             self.unreadable = True
-            return tree
+            return ConfigNode({}, origin)
         self.problems += problems
-        layer = self.apply_aliases(ConfigNode({"gates": gates.mapping.get("gates", gates)}, gates.origin))
-        return deep_merge(layer, tree)
+        return tree
 
     def _base_problem(self, base: ConfigNode, message: str) -> ConfigNode:
         self.problems.append(make_problem(base.origin, "base", message))
@@ -258,12 +248,12 @@ class _LayerReader:
         return ConfigNode({}, base.origin)
 
     def stop_if_unreadable(self) -> None:
-        """Without one of the files the rest would be guesses."""
+        """Raise the problems if a file could not be read."""
         if self.unreadable:
             raise RecipeError(_sorted_problems(self.problems))
 
     def read_override(self, text: str, tree: ConfigNode) -> ConfigNode | None:
-        """Read one ``--set key=value``; a name without its section means the one section of the tree that has it."""
+        """Read one ``--set key=value``; the key may lack its section if only one section has it."""
         origin = Origin("set")
         key, equals, raw_value = (part.strip() for part in text.partition("="))
         if not equals or not re.fullmatch(r"[^.\s]+(\.[^.\s]+)*", key):
@@ -274,7 +264,7 @@ class _LayerReader:
     def read_env(
         self, tree: ConfigNode, override_layers: Sequence[ConfigNode], environ: Mapping[str, str]
     ) -> list[ConfigNode]:
-        """Read the environment variables that the recipe maps to settings; others mean nothing to a recipe."""
+        """Read the environment variables that env_overrides maps to settings."""
         for override in override_layers:
             tree = deep_merge(tree, override)
         tree = drop_nulls(tree)
@@ -294,9 +284,9 @@ class _LayerReader:
         return layers
 
     def _env_target(self, name: str, target: ConfigNode) -> str | None:
-        """The setting that a variable may set."""
+        """The setting that a variable overrides."""
         if not isinstance(target.value, str):
-            return None  # the schema answers what is no text
+            return None  # reported by the validation
         key = target.value
         setting = get_field(tuple(canonical_key(key).split(".")))
         if setting is not None and not setting.section:
@@ -311,7 +301,7 @@ class _LayerReader:
         return None
 
     def _make_layer(self, key: str, raw_value: str, origin: Origin) -> ConfigNode | None:
-        """A tree with one value, as the command line or the environment gives it."""
+        """A layer with one value of the command line or the environment."""
         setting = get_field(tuple(canonical_key(key).split(".")))
         try:
             value, problems = _as_text(raw_value, setting, origin) or read_value(raw_value, origin)
@@ -325,14 +315,14 @@ class _LayerReader:
         return self.apply_aliases(ConfigNode({}, origin).with_value(key.split("."), value))
 
     def apply_aliases(self, tree: ConfigNode) -> ConfigNode:
-        """Give every setting of a layer our own name."""
+        """Replace the aliases of a layer."""
         tree, notes, problems = apply_aliases(tree)
         self.notes += notes
         self.problems += problems
         return tree
 
     def note_name(self, tree: ConfigNode) -> None:
-        """Say so where a recipe goes by the name, and so into the folder, of its base."""
+        """Note that a recipe takes its name, and so its run folder, from its base."""
         name = tree.get(("name",))
         if name is not None and name.origin.kind == "base" and tree.get(("output_dir",)) is None:
             folder = f"so does its folder, runs/{name.value}"
@@ -342,14 +332,14 @@ class _LayerReader:
 def _as_text(
     raw_value: str, setting: ConfigField | None, origin: Origin
 ) -> tuple[ConfigNode, list[RecipeProblem]] | None:
-    """Text settings take what is written as it is, so that a name may be 2024 and a prompt may hold a colon."""
+    """Text settings take the value unparsed, so that a name may be 2024 and a prompt may contain a colon."""
     if setting is None or not setting.is_str or not raw_value or raw_value == "null" or raw_value[0] in "'\"":
         return None
     return ConfigNode(raw_value, origin, raw_value), []
 
 
 def _origins(recipe: Recipe, tree: ConfigNode) -> dict[str, Origin]:
-    """Who set each key; what nobody set is a default, and one word for a section sets all of it."""
+    """The origin of each key; a section that is set by one word sets all of its keys."""
     tree_origins = {".".join(path): node.origin for path, node in tree.walk()}
     fixed = (setting.key for section in all_sections().values() for setting in child_fields(section))
     origins = {}
@@ -361,7 +351,7 @@ def _origins(recipe: Recipe, tree: ConfigNode) -> dict[str, Origin]:
 
 
 def _has_section(section: Any, path: Sequence[str]) -> bool:
-    """Whether a recipe has all the sections on the way to a setting."""
+    """Whether a recipe has the section at a path."""
     for step in path:
         section = getattr(section, step)
         if section is None:
@@ -373,33 +363,29 @@ def _sorted_problems(problems: Sequence[RecipeProblem]) -> list[RecipeProblem]:
     return sorted(dict.fromkeys(problems), key=lambda each: each.sort_key)
 
 
-SECRET_REMEDY = "a recipe is copied into the run, its report and its manifests; keep it in the environment"
-SECRET_IN_PODS = "or, for pods, in a Secret (cluster.hf_token_secret)"
+SECRET_REMEDY = (
+    "a recipe is copied into the run, its report and its manifests; keep it in the environment, "
+    "or, for pods, in a Secret (cluster.hf_token_secret)"
+)
 
 
 def find_secrets(tree: ConfigNode) -> list[RecipeProblem]:
-    """A problem for every value that looks like a token, a key or a password; the value itself is not in it."""
+    """Problems for values that look like a token, a key or a password; the messages do not contain the value."""
     problems = []
     for path, node in _str_values(tree):
         key, text = ".".join(path), str(node.value)
         if contains_secret(text):
-            problems.append(
-                make_problem(
-                    node.origin, key, f"{key} holds what looks like a secret; {SECRET_REMEDY}, {SECRET_IN_PODS}"
-                )
-            )
+            problems.append(make_problem(node.origin, key, f"{key} holds what looks like a secret; {SECRET_REMEDY}"))
         elif path[:2] == ("cluster", "env") and is_secret_name(path[-1]) and text:
-            problems.append(
-                make_problem(node.origin, key, f"{key} is a secret by its name; {SECRET_REMEDY}, {SECRET_IN_PODS}")
-            )
+            problems.append(make_problem(node.origin, key, f"{key} is a secret by its name; {SECRET_REMEDY}"))
         elif contains_secret(key):
             hidden = f"a key of {'.'.join(path[:-1]) or 'the recipe'} looks like a secret"
-            problems.append(make_problem(node.origin, "", f"{hidden}; {SECRET_REMEDY}, {SECRET_IN_PODS}"))
+            problems.append(make_problem(node.origin, "", f"{hidden}; {SECRET_REMEDY}"))
     return problems
 
 
-def _str_values(node: ConfigNode, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], ConfigNode]]:
-    """Every text of a tree with the way to it, those in lists too."""
+def _str_values(node: ConfigNode, path: KeyPath = ()) -> Iterator[tuple[KeyPath, ConfigNode]]:
+    """Every text of a tree with its path, in lists too."""
     if isinstance(node.value, dict):
         for key, child in node.value.items():
             yield from _str_values(child, (*path, key))
@@ -414,7 +400,7 @@ _MISSING_COLUMN_RE = re.compile(r"there is no column '(?P<name>[^']*)'")
 
 
 def add_recipe_location(problems: Sequence[Problem], loaded: LoadedRecipe, stage: str) -> list[Problem]:
-    """The same problems, with the recipe's line where one of its columns is missing in the data."""
+    """The same problems, with the line of the recipe that names a missing column."""
     return [_with_recipe_location(problem, loaded, stage) for problem in problems]
 
 

@@ -33,58 +33,61 @@ from modelwright.recipe.sections import (
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16", "fp8"]
 StrategyName = Literal["auto", "ddp", "fsdp", "hsdp"]
 CheckpointingMode = bool | Literal["selective"]
+PreferenceLoss = Literal["sigmoid", "ipo", "hinge"]
+AttentionName = Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"]
+TrackerName = Literal["tensorboard", "mlflow", "wandb", "trackio"]
 SchedulerName = Literal["linear", "cosine", "constant", "constant_with_warmup", "warmup_stable_decay", "one_cycle"]
 
 
 class BatchConfig(FrozenModel):
-    """How rows become steps."""
+    """Batch sizes."""
 
     per_device_train_batch_size: PositiveInt = 8
     """Micro-batch size per device."""
     gradient_accumulation_steps: PositiveInt = 1
     """Micro-batches per optimizer step."""
     global_batch_size: PositiveInt | None = None
-    """Rows per step over all devices; accumulation is then solved for."""
+    """Rows per optimizer step over all devices; gradient_accumulation_steps is then computed."""
     per_device_eval_batch_size: PositiveInt = 8
     """Micro-batch size per device in evaluation."""
 
 
 class ChatConfig(FrozenModel):
-    """How conversations become tokens."""
+    """Tokenization of conversations."""
 
     max_length: Annotated[int, Field(ge=8)] = 1024
-    """Longest row in tokens; what is cut is counted and reported."""
+    """Maximum sequence length in tokens; truncated rows are counted and reported."""
     packing: bool = False
-    """Put several short rows into one of max_length; they cannot see each other."""
+    """Pack several short rows into one of max_length, without attention between them."""
     packing_strategy: Literal["bfd", "bfd_split"] = "bfd"
-    """What becomes of a row longer than max_length: bfd cuts it, bfd_split divides it; the best fit, longest first."""
+    """Best-fit decreasing packing; a row longer than max_length is truncated by bfd and split by bfd_split."""
     max_truncated_rows: CountOrFraction = CountOrFraction("100%")
-    """Rows that may be cut, as a count or a share; more is an error before the first step."""
+    """Rows that may be truncated, as a count or a fraction; more is an error before the first step."""
     assistant_only_loss: bool = True
-    """Learn the assistant's words only; false learns the prompts too."""
+    """Compute the loss on the answers only; false includes the prompts."""
 
     @model_validator(mode="after")
     def _split_needs_packing(self) -> Self:
         if self.packing_strategy == "bfd_split" and not self.packing:
-            raise PydanticCustomError("packing", "has packing_strategy bfd_split; it wants packing: true beside it")
+            raise PydanticCustomError("packing", "has packing_strategy bfd_split, which needs packing: true")
         return self
 
 
 class PreferenceConfig(FrozenModel):
-    """How pairs of answers become a loss."""
+    """Preference pairs and their loss."""
 
     beta: PositiveFloat = 0.1
     """DPO beta: higher stays closer to the reference."""
-    loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
-    """sigmoid is DPO's own loss; ipo aims at a margin rather than beyond it; hinge stops at one."""
+    loss_type: PreferenceLoss = "sigmoid"
+    """sigmoid is the loss of the DPO paper, ipo that of IPO, hinge that of SLiC."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of pairs taken to be labelled the wrong way round, for sigmoid."""
+    """Assumed fraction of pairs with swapped labels (conservative DPO), for sigmoid."""
     max_length: Annotated[int, Field(ge=8)] = 1024
-    """Longest prompt with one answer in tokens; longer answers are cut at the end, then prompts at the start."""
+    """Maximum length of prompt and answer in tokens; answers are truncated at the end, then prompts at the start."""
     max_truncated_rows: CountOrFraction = CountOrFraction("10%")
-    """Pairs that may be cut, as a count or a share; more is an error before the first step."""
+    """Pairs that may be truncated, as a count or a fraction; more is an error before the first step."""
     share_prompt: bool = True
-    """Compute a prompt once for both of its answers, where the model's attention allows it."""
+    """Compute a prompt once for both of its answers, where the attention of the model allows it."""
 
     @model_validator(mode="after")
     def _smoothing_is_for_sigmoid(self) -> Self:
@@ -95,39 +98,39 @@ class PreferenceConfig(FrozenModel):
 
 
 class AugmentationConfig(FrozenModel):
-    """How images are shown to the model, and what is asked of it."""
+    """Image augmentation, label smoothing and test-time augmentation."""
 
     random_crop_padding: NonNegativeInt = 4
-    """Pixels of black around a training image out of which a crop of its own size is taken."""
+    """Zero padding in pixels before the random crop of a training image."""
     horizontal_flip: bool = True
-    """Mirror half of the training images."""
+    """Mirror training images with probability 0.5."""
     cutout_size: NonNegativeInt = 0
-    """Side of the square that is blanked in a training image, in pixels, at a place drawn anew each time; 0: none."""
+    """Side in pixels of the square that cutout blanks at a random position of a training image; 0: off."""
     label_smoothing_factor: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the target that is spread over all classes, in training only."""
+    """Label smoothing of the training loss."""
     test_time_flip: bool = False
-    """Judge held-out images by the mean over them and their mirror images."""
+    """Test-time augmentation: average the predictions for an image and its mirror image."""
     test_time_shift: NonNegativeInt = 0
-    """Judge them also moved so many pixels up and left, and down and right; 0 leaves them where they are."""
+    """Test-time augmentation: also average over shifts by so many pixels up-left and down-right; 0: off."""
 
 
 class OptimizerConfig(FrozenModel):
-    """How the weights move."""
+    """Optimizer and learning-rate schedule."""
 
     optim: Literal["adamw_torch", "sgd"] = "adamw_torch"
-    """AdamW, or stochastic gradient descent with momentum."""
+    """AdamW, or SGD with momentum."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Memory of sgd, in Nesterov's form."""
+    """Nesterov momentum of sgd."""
     learning_rate: PositiveFloat = 2e-5
     """Peak learning rate, reached after warm-up."""
     scale_lr_by_world_size: bool = False
-    """Multiply learning_rate by the number of devices that the batch was made for; the plan prints the product."""
+    """Multiply learning_rate by the number of devices; the plan prints the product."""
     lr_scheduler_type: SchedulerName = "cosine"
-    """Shape of the learning rate over the run."""
+    """Learning-rate schedule."""
     warmup_steps: CountOrFraction = CountOrFraction(0)
-    """Length of the linear rise from zero."""
+    """Length of the linear warm-up from zero."""
     decay_steps: CountOrFraction = CountOrFraction("20%")
-    """Length of the final fall of warmup_stable_decay."""
+    """Length of the final decay of warmup_stable_decay."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay of matrices; norms and biases are excluded."""
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -135,7 +138,7 @@ class OptimizerConfig(FrozenModel):
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     """AdamW beta2."""
     exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
-    """What AdamW keeps the mean of the gradients in beside bf16 weights; bf16 saves two bytes a weight."""
+    """Dtype of AdamW's first moment where parameters are stored in bf16; bf16 saves two bytes per parameter."""
     adam_epsilon: PositiveFloat = 1e-8
     """AdamW epsilon."""
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -145,59 +148,59 @@ class OptimizerConfig(FrozenModel):
 
 
 class DurationConfig(FrozenModel):
-    """How long a stage trains, and what it keeps."""
+    """Length of the training, evaluation and checkpoints."""
 
     num_train_epochs: PositiveFloat = 1.0
-    """Times the training rows are seen."""
+    """Number of training epochs."""
     max_steps: PositiveInt | None = None
-    """Stop after so many steps, whatever num_train_epochs says."""
+    """Maximum number of optimizer steps; takes precedence over num_train_epochs."""
     logging_steps: PositiveInt = 1
-    """Steps between two records in the journal."""
+    """Steps between two log entries in the journal."""
     eval_steps: CountOrFraction | None = None
-    """Steps between two measurements of held-out loss; without it, before the first and after the last step."""
+    """Steps between two evaluations; without it, before the first and after the last step."""
     save_steps: CountOrFraction = CountOrFraction("25%")
     """Steps between two checkpoints."""
     resume_from_checkpoint: bool | str | None = None
-    """A checkpoint folder to begin from in a new run; a run resumes from its own by itself, whatever this says."""
+    """A checkpoint folder to start a new run from; an existing run always resumes from its own last checkpoint."""
     save_total_limit: Annotated[int, Field(ge=2)] = 2
-    """Checkpoints kept besides the best; at least 2, so that a damaged one has a good one behind it."""
+    """Checkpoints kept besides the best; at least 2, in case the last one is damaged."""
     async_save: Literal["auto", "always", "never"] = "auto"
-    """Train on while a checkpoint is written from a copy, where memory holds one; auto: on a GPU."""
+    """Write checkpoints from a copy in memory while training continues; auto: on a GPU, if memory allows."""
     load_best_model_at_end: bool = True
-    """Keep the best weights rather than the last ones."""
+    """Keep the best weights instead of the last ones."""
     metric_for_best_model: Literal["eval_loss"] = "eval_loss"
-    """What makes weights the best: the lowest held-out loss."""
+    """Metric that selects the best weights: the lowest held-out loss."""
 
 
 class PrecisionConfig(FrozenModel):
-    """What the arithmetic is done in, and when it is not trusted."""
+    """Precision, distribution, activation checkpointing, compilation and the spike guard."""
 
     precision: PrecisionName = "auto"
-    """What is computed in: fp32, bf16, fp16, or fp8 in the linear layers; auto: bf16 where fast, fp16 on older GPUs."""
+    """Compute precision: fp32, bf16, fp16, or fp8 in the linear layers; auto: bf16 where fast, fp16 on older GPUs."""
     tf32: bool | Literal["auto"] = "auto"
-    """With precision fp32 on a GPU: multiply on the tensor cores, with 10 of 23 bits; auto: where there are any."""
+    """With precision fp32 on a GPU: use TF32 tensor cores (10 of 23 mantissa bits); auto: where available."""
     fp8_validation: Literal["auto", "off"] = "auto"
-    """Try fp8 against bf16 before the first step, and keep it where it is 5 % faster and as exact; off: take it."""
+    """Compare fp8 with bf16 before the first step; use it only if 5 % faster and as accurate; off: use it unchecked."""
     fp8_scaling: Literal["auto", "tensorwise", "rowwise"] = "auto"
-    """What shares a scale in fp8: a matrix, or a row of it, which is closer and slower; auto: rows for DPO."""
+    """Granularity of fp8 scales: per tensor, or per row, which is more accurate and slower; auto: rowwise for DPO."""
     param_dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """What weights are kept in: fp32, or bf16 with the lost bits beside the optimizer (exact fp32 masters, faster)."""
+    """Storage dtype of parameters: fp32, or bf16 with remainders in the optimizer (exact fp32 masters, faster)."""
     distributed_strategy: StrategyName = "auto"
-    """How devices share it: ddp copies the model, fsdp splits it, hsdp splits it in each node; auto: ddp if it fits."""
+    """Data parallelism: ddp replicates the model, fsdp shards it, hsdp shards it per node; auto: ddp if it fits."""
     ddp_bucket_cap_mb: PositiveInt = 25
-    """Megabytes of gradients that ddp exchanges at once."""
+    """Bucket size of the DDP gradient all-reduce in megabytes."""
     gradient_checkpointing: CheckpointingMode = False
-    """Recompute activations: true all of them, a quarter more time; selective all but products and attention."""
+    """Activation checkpointing: true recomputes all, a quarter more time; selective all but matmuls and attention."""
     torch_compile: bool = False
-    """Compile the layers: slower to start, faster to run on a GPU."""
+    """Compile the layers with torch.compile: slower start, faster steps on a GPU."""
     cuda_graphs: Literal["auto", "always", "never"] = "auto"
-    """Record steps of one shape and replay them, on one GPU; auto: below two billion weights, where the host lags."""
+    """Capture steps of one shape as CUDA graphs and replay them, on one GPU; auto: below two billion parameters."""
     profile_memory: bool = False
-    """Watch the third step's memory by component: into memory_profile.json of the stage, and as a picture into the report."""
+    """Profile the memory of the third step by component, into memory_profile.json of the stage and the report."""
     max_skipped_steps: NonNegativeInt = 3
-    """Bad steps in a row that are skipped before the run goes back to its last checkpoint."""
+    """Consecutive bad steps that are skipped before the run returns to its last checkpoint."""
     spike_factor: Annotated[float, Field(gt=1)] = 10.0
-    """A gradient so many times its recent median, with a loss half as high again, is a bad step (of hard rows once)."""
+    """A gradient norm of so many times its recent median, with a loss 1.5 times as high, is a bad step."""
 
 
 class TrainableParts(FrozenModel):
@@ -206,15 +209,15 @@ class TrainableParts(FrozenModel):
     EXPECTED: ClassVar[str] = "all, lora, or a mapping such as {last_layers: 2, lm_head: true}"
 
     last_layers: PositiveInt | None = None
-    """Train only so many of the last transformer layers."""
+    """Train only the last so many transformer layers."""
     lm_head: bool = False
     """Train the language-model head too."""
     norms: bool = False
     """Train every norm too."""
     untie_lm_head: bool = False
-    """Give a head that shares its weights with the embeddings its own copy."""
+    """Give an LM head that is tied to the embeddings its own copy."""
     lora: bool = False
-    """Train small low-rank matrices beside the frozen weights (lora_r and friends)."""
+    """Train LoRA adapters, with all other parameters frozen (lora_r, lora_alpha, ...)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -235,70 +238,67 @@ class TrainableParts(FrozenModel):
 
     @property
     def is_partial(self) -> bool:
-        """Whether named parts alone are trained."""
+        """Whether only some parts are trained, without LoRA."""
         return bool(self.last_layers or self.lm_head or self.norms)
 
 
 class TrainableConfig(FrozenModel):
-    """Which parameters are trainable, and the low-rank matrices where those are asked for."""
+    """Which parameters are trainable, and the settings of LoRA."""
 
     trainable: TrainableParts = TrainableParts()
     """Which parameters are trainable: all, lora, or a mapping such as {last_layers: 2, lm_head: true}."""
     lora_r: PositiveInt = 16
-    """Rank of the low-rank matrices."""
+    """LoRA rank."""
     lora_alpha: PositiveFloat = 32.0
-    """Their scale, divided by the rank."""
+    """LoRA alpha: the scale is alpha divided by the rank."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of their inputs dropped in training."""
+    """Dropout of the adapter inputs in training."""
     lora_target_modules: str | list[str] = "all-linear"
-    """The layers they sit beside; all-linear is every linear layer but the head."""
+    """Layers that get adapters; all-linear is every linear layer but the LM head."""
     use_dora: bool = False
-    """Let each of them also learn the size of the weights it sits beside (DoRA)."""
+    """Also train the magnitude of each adapted weight (DoRA)."""
     use_rslora: bool = False
-    """Divide their scale by the square root of the rank, which keeps high ranks stable."""
+    """Divide alpha by the square root of the rank (rank-stabilized LoRA), which keeps high ranks stable."""
     quantization: Literal["none", "nf4", "int8"] = "none"
-    """Hold the frozen weights beside them in 4 or 8 bits (QLoRA); wants bitsandbytes."""
+    """Quantize the frozen weights to 4 or 8 bits (QLoRA); needs bitsandbytes."""
 
     LORA_KEYS: ClassVar[tuple[str, ...]] = (
         *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora", "use_rslora", "quantization"),
     )
+    """The settings above, which need LoRA."""
 
     @model_validator(mode="after")
     def _lora_keys_need_lora(self) -> Self:
         off = (False, "none")
-        lora_keys = [
-            name for name in self.LORA_KEYS if name in self.model_fields_set and getattr(self, name) not in off
-        ]
+        lora_keys = [key for key in self.LORA_KEYS if key in self.model_fields_set and getattr(self, key) not in off]
         if lora_keys and not self.trainable.lora:
-            message = "has {name}, but trains no low-rank matrices; it wants trainable: lora beside it"
+            message = "has {name}, which needs trainable: lora"
             raise PydanticCustomError("no_lora", message, {"name": lora_keys[0]})
         return self
 
 
 class ReuseConfig(FrozenModel):
-    """Work that need not be done twice; what is learnt stays the same."""
+    """Reuse of computed activations; the result of the training stays the same."""
 
     cache_frozen_layers: Literal["auto", "memory", "disk", "off"] = "auto"
-    """Compute frozen layers at the bottom once and keep what they say: in memory, or on disk where that is short."""
+    """Compute the frozen lower layers once per row and cache their activations, in memory or on disk."""
     share_prefix: bool = True
-    """Compute the tokens that all rows begin with, such as a system prompt, once for many rows."""
+    """Compute a prefix shared by all rows, such as a system prompt, once per batch."""
 
 
 class TrainingConfig(BatchConfig, OptimizerConfig, DurationConfig, PrecisionConfig):
-    """What every stage that moves weights may say."""
+    """Settings of every training stage."""
 
 
 TRAINING_STAGES = ("pretrain", "sft", "dpo", "lora", "classify")
-"""The stages that move weights, in the order they happen: each starts from the model of the one before it."""
+"""The training stages in order: each starts from the model of the one before it."""
 StageName = Literal["sft", "pretrain", "dpo", "lora", "classify"]
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]*$"
 ColumnRole = Literal["messages", "prompt", "completion", "system", "context", "chosen", "rejected"]
-"""What a column may be: context stands below the prompt, chosen and rejected are the answers of a pair."""
+"""What a column holds: context is appended to the prompt, chosen and rejected are the answers of a pair."""
 COMMON_METRICS = ("eval_loss", "base_eval_loss", "steps", "tokens", "trained_tokens", "seconds")
-ANSWER_METRICS = (
-    *("style_score", "base_style_score", "answer_words", "base_answer_words"),
-    *("answer_f1", "base_answer_f1"),
-)
+_ANSWER_METRICS = ("style_score", "answer_words", "answer_f1")
+ANSWER_METRICS = tuple(f"{prefix}{name}" for name in _ANSWER_METRICS for prefix in ("", "base_"))
 PAIR_METRICS = (
     *("eval_reward_accuracy", "eval_reward_margin", "eval_chosen_logp", "eval_rejected_logp", "eval_kl"),
     "eval_sft_loss",
@@ -310,24 +310,24 @@ STAGE_METRICS = {
     "lora": (*COMMON_METRICS, *ANSWER_METRICS),
     "classify": (*COMMON_METRICS, "eval_accuracy", "base_eval_accuracy"),
 }
-"""What a gate may ask of each stage; with parent_ before it, what the stage before it measured in the end."""
+"""Metrics a gate may use for each stage; with the prefix parent_, the final ones of the stage before it."""
 
 
 class ModelConfig(FrozenModel):
-    """The model that is trained: one that exists, or an architecture made from scratch."""
+    """The model to train: an existing one, or an architecture from scratch."""
 
     model_name_or_path: str | None = None
-    """A folder, a hub id, or the embedded smollm2-135m-instruct; a folder is looked for first."""
+    """A folder, a hub id, or the embedded smollm2-135m-instruct; an existing folder takes precedence."""
     architecture: LlamaArchitecture | None = None
-    """Sizes of a model that is made from scratch, in place of model_name_or_path."""
+    """Sizes of a model trained from scratch, instead of model_name_or_path."""
     tokenizer_name_or_path: str | None = None
-    """Folder of the tokenizer for an architecture; without it, the one that prepare trains."""
+    """Folder of the tokenizer for an architecture; without it, the one trained by prepare."""
     revision: str | None = None
-    """Branch, tag or commit of a hub model; the commit it means is pinned in the run."""
-    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = "auto"
-    """How attention is computed; auto is sdpa."""
+    """Branch, tag or commit of a hub model; the run pins the commit."""
+    attn_implementation: AttentionName = "auto"
+    """Attention implementation; auto is sdpa."""
     resnet_width: PositiveInt = 64
-    """Channels of resnet18's first layers; 64 is the full model."""
+    """Channels of the first layers of resnet18; 64 is the full model."""
 
     @model_validator(mode="after")
     def _one_model(self) -> Self:
@@ -339,43 +339,43 @@ class ModelConfig(FrozenModel):
 
     @property
     def display_name(self) -> str:
-        """Its name in messages."""
+        """The name of the model in messages."""
         return self.model_name_or_path or "a model from scratch"
 
 
 class DataConfig(FrozenModel):
-    """What the model learns from, and what is held out to measure it."""
+    """Training data, and the held-out split."""
 
     dataset_name: str | None = None
-    """An embedded set (field-guide, songbook, python-docs, shapes), a file, a folder or a hub id."""
+    """An embedded data set (field-guide, songbook, python-docs, shapes), a file, a folder or a hub id."""
     dataset_config_name: str | None = None
     """Configuration of a hub data set."""
     dataset_split: str = "train"
     """Split of a hub data set or of a folder that load_from_disk reads."""
     train_file: str | None = None
-    """A JSON, JSONL, CSV, Parquet or TXT file to train on, in place of dataset_name."""
+    """A JSON, JSONL, CSV, Parquet or TXT file to train on, instead of dataset_name."""
     validation_file: str | None = None
-    """A file or folder of held-out rows; without it a share of the training rows is held out."""
+    """A file or folder of held-out rows; without it, test_size of the training rows are held out."""
     columns: dict[str, ColumnRole] = {}
-    """Which column plays which part, such as {question: prompt, answer: completion}."""
+    """Role of each column, such as {question: prompt, answer: completion}."""
     derived_columns: dict[str, str] = {}
-    """Columns made of others where they are not there yet, such as {full-question: "For {topic}, {question}"}."""
+    """Columns derived from others by a format string, such as {full-question: "For {topic}, {question}"}."""
     generate_qa: Literal["songs"] | None = None
-    """Make questions and answers for rows that have none: songs, from the columns lyrics and artist."""
+    """Generate questions and answers for rows that have none: songs, from the columns lyrics and artist."""
     text_column: str = "text"
     """Column that holds the documents of raw text."""
     system_prompt: str | None = None
-    """System message put before every conversation, in training and in asking."""
+    """System message of every conversation, in training and inference."""
     split_by: str | None = None
-    """Column whose equal values stay on one side of the split; without it, the prompt."""
+    """Column by which rows are grouped for the split: equal values stay on one side; without it, the prompt."""
     test_size: CountOrFraction = CountOrFraction("10%")
-    """Rows held out, as a count or a share of the distinct split_by values."""
+    """Held-out rows, as a count or a fraction of the distinct split_by values."""
     max_rows: PositiveInt | None = None
-    """Use only the first rows, for a quick try."""
+    """Use only the first rows, for a quick test."""
     max_invalid_fraction: Fraction = 0.0
-    """Largest share of rows that may be unusable; they are set aside in quarantine.jsonl, 0 refuses any."""
+    """Maximum fraction of invalid rows; they are moved to quarantine.jsonl, 0 allows none."""
     mix: dict[str, PositiveFloat] = {}
-    """Several sources of raw text with their weights, such as {wiki.jsonl: 2, python-docs: 1}, for prepare."""
+    """Several sources of raw text with sampling weights, such as {wiki.jsonl: 2, python-docs: 1}, for prepare."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -392,26 +392,26 @@ class DataConfig(FrozenModel):
 
 
 class StageConfig(TrainingConfig):
-    """What every training stage of a recipe may say."""
+    """Settings of every training stage, and data of its own."""
 
     data: DataConfig | None = None
-    """Data of this stage alone; without it, the recipe's data."""
+    """Data of this stage only; without it, the data of the recipe."""
 
 
 class PretrainConfig(TrainableConfig, StageConfig):
-    """Pretraining: the model learns to go on with any text."""
+    """Pretraining: next-token prediction on raw text."""
 
     max_length: Annotated[int, Field(ge=8)] = 2048
-    """Tokens in a row."""
+    """Sequence length in tokens."""
     sequence_length_curriculum: dict[PositiveInt, CountOrFraction] = {}
-    """Shorter rows first, as {512: 10%, 1024: 20%}: steps at each length, or their share; a step keeps its tokens."""
+    """Shorter sequences first, as {512: 10%, 1024: 20%}: steps at each length; tokens per step stay the same."""
 
     @model_validator(mode="after")
     def _lengths_grow(self) -> Self:
         lengths = [*self.sequence_length_curriculum, self.max_length]
         for shorter, longer in pairwise(lengths):
             if shorter >= longer:
-                message = "has a curriculum from {shorter} to {longer}; its lengths want to grow up to max_length"
+                message = "has a curriculum from {shorter} to {longer}; lengths must increase up to max_length"
                 raise PydanticCustomError("curriculum", message, {"shorter": shorter, "longer": longer})
             if self.max_length % shorter:
                 message = "has a curriculum of {shorter}, which does not divide max_length {longest}"
@@ -419,7 +419,7 @@ class PretrainConfig(TrainableConfig, StageConfig):
         return self
 
     def sequence_length_at(self, step: int, steps: int) -> int:
-        """Tokens in a row at a step, counted from 0, of so many."""
+        """Sequence length at a step (from 0) of a training of `steps` steps."""
         end = 0
         for length, part in self.sequence_length_curriculum.items():
             end += part.resolve(steps)
@@ -429,77 +429,77 @@ class PretrainConfig(TrainableConfig, StageConfig):
 
 
 class SftConfig(TrainableConfig, ReuseConfig, ChatConfig, StageConfig):
-    """Supervised fine-tuning: the model learns to answer as the data answers."""
+    """Supervised fine-tuning on prompts and answers."""
 
 
 class DpoConfig(TrainableConfig, PreferenceConfig, StageConfig):
-    """Direct preference optimisation: the model learns which of two answers is the better one."""
+    """Direct preference optimization (DPO) on chosen and rejected answers."""
 
     learning_rate: PositiveFloat = 1e-6
-    """Peak learning rate, reached after warm-up; far lower than for fine-tuning."""
+    """Peak learning rate, reached after warm-up; much lower than for fine-tuning."""
     metric_for_best_model: Literal["eval_loss", "eval_reward_accuracy"] = "eval_loss"  # type: ignore[assignment]
-    """What makes weights the best: the lowest held-out loss, or the highest share of pairs told apart."""
+    """Metric that selects the best weights: the lowest held-out loss, or the highest reward accuracy."""
 
 
 class LoraStageConfig(SftConfig):
-    """Adaptation: fine-tuning of small low-rank matrices beside the frozen weights."""
+    """LoRA fine-tuning: low-rank adapters on frozen weights."""
 
     trainable: TrainableParts = TrainableParts(lora=True)
     """Which parameters are trainable: all, lora, or a mapping such as {last_layers: 2, lm_head: true}."""
 
 
 class ClassifyConfig(AugmentationConfig, StageConfig):
-    """Image classification: the model learns which class an image shows."""
+    """Image classification."""
 
     metric_for_best_model: Literal["eval_loss", "eval_accuracy"] = "eval_accuracy"  # type: ignore[assignment]
-    """What makes weights the best: the lowest held-out loss, or the highest accuracy."""
+    """Metric that selects the best weights: the lowest held-out loss, or the highest accuracy."""
     param_dtype: Literal["fp32"] = "fp32"
-    """What weights are kept in: fp32, which batch norms want."""
+    """Storage dtype of the parameters: fp32, which batch norm needs."""
     gradient_checkpointing: CheckpointingMode = False
-    """Changes nothing for images, which are trained with all activations kept; the plan says so."""
+    """No effect for images: all activations are kept; the plan notes it."""
 
 
 class Recipe(FrozenModel):
-    """One file that becomes a trained model."""
+    """A recipe: model, data, training stages and gates in one file."""
 
     name: Annotated[str, Field(pattern=NAME_PATTERN, max_length=63)]
-    """A short name in lower case, digits, dots and dashes; also the default run folder."""
+    """A short name of lower-case letters, digits, dots and dashes; also names the default run folder."""
     description: str = ""
     """One line for the list of recipes."""
     output_dir: str | None = None
     """The run folder; without it, runs/NAME."""
     seed: NonNegativeInt = 42
-    """Decides the order of data, the split, and every random number."""
+    """Random seed of the data order, the split and all random numbers."""
     model: ModelConfig
-    """The model that is trained."""
+    """The model to train."""
     data: DataConfig | None = None
-    """What it learns from, in every stage that has no data of its own."""
+    """Data of every stage that has none of its own."""
     sft: SftConfig | None = None
     """Supervised fine-tuning."""
     pretrain: PretrainConfig | None = None
     """Pretraining on text, before sft."""
     dpo: DpoConfig | None = None
-    """Preference tuning, after sft."""
+    """Preference optimization, after sft."""
     lora: LoraStageConfig | None = None
-    """Adaptation by low-rank matrices, last."""
+    """LoRA fine-tuning, last."""
     classify: ClassifyConfig | None = None
     """Image classification."""
     prepare: PrepareConfig | None = None
-    """From raw text to packed shards, before pretrain."""
+    """Data preparation: raw text to packed shards, before pretrain."""
     compare: CompareConfig = CompareConfig()
-    """Questions answered before and after."""
+    """Before/after comparison of answers."""
     evaluate: EvaluateConfig | None = None
-    """Measurements of every stage's model in the same way."""
+    """Evaluation of the model of every stage."""
     gates: dict[StageName, dict[str, Threshold]] = {}
-    """For each stage, what its metrics must be for the result to be promoted."""
+    """Limits of the metrics of each stage, which a model must meet to be promoted."""
     gates_file: str | None = None
-    """A file of gates beside the recipe, such as configs/promotion_gates.yaml; the recipe's own gates come on top."""
+    """A file of gates, relative to the recipe, such as configs/promotion_gates.yaml; the recipe overrides it."""
     cluster: ClusterConfig | None = None
-    """What launch --on openshift asks of the cluster."""
-    report_to: list[Literal["tensorboard", "mlflow", "wandb", "trackio"]] = ["tensorboard"]
-    """Trackers that are told the numbers, as a word or a list; none for none. One that fails never stops a run."""
+    """The OpenShift job of launch --on openshift."""
+    report_to: list[TrackerName] = ["tensorboard"]
+    """Experiment trackers to log metrics to, as a word or a list, or none; a failing tracker never stops a run."""
     env_overrides: dict[str, str] = {}
-    """Environment variables that may set something, such as EPOCHS: sft.num_train_epochs."""
+    """Environment variables that override a setting, such as EPOCHS: sft.num_train_epochs."""
 
     @field_validator("report_to", mode="before")
     @classmethod
@@ -509,9 +509,8 @@ class Recipe(FrozenModel):
     @model_validator(mode="after")
     def _stages_fit(self) -> Self:
         if not self.stages and self.prepare is None:
-            raise PydanticCustomError(
-                "no_stage", "has no stage; it wants a section sft, pretrain, dpo, lora or classify"
-            )
+            message = "has no stage; it wants a section sft, pretrain, dpo, lora or classify"
+            raise PydanticCustomError("no_stage", message)
         if self.classify and len(self.stages) > 1:
             other = next(stage for stage in self.stages if stage != "classify")
             message = "has both {other} and classify; it wants text or images"
@@ -530,37 +529,37 @@ class Recipe(FrozenModel):
 
     @property
     def stages(self) -> dict[str, StageConfig]:
-        """The training stages this recipe asks for, in order."""
+        """The training stages of this recipe, in order."""
         return {name: section for name in TRAINING_STAGES if (section := getattr(self, name)) is not None}
 
     def data_for(self, stage: str) -> DataConfig:
-        """What a stage learns from: its own data, or the recipe's."""
+        """The data of a stage: its own, or those of the recipe."""
         data = self.stages[stage].data or self.data
         assert data is not None
         return data
 
     @property
     def pipeline(self) -> tuple[str, ...]:
-        """Every stage that happens, in order: the training stages, and what stands around them."""
+        """Every stage in order: the training stages, and prepare, init and evaluate around them."""
         before = (("prepare", self.prepare), ("init", self.model.architecture))
         after = ("evaluate",) if self.evaluate else ()
         return (*(name for name, section in before if section), *self.stages, *after)
 
     @property
     def prepare_data(self) -> DataConfig:
-        """What prepare works on: the data of pretrain, or the recipe's."""
+        """The data of prepare: those of pretrain, or of the recipe."""
         data = (self.pretrain.data if self.pretrain else None) or self.data
         assert data is not None
         return data
 
     def parent_stage(self, stage: str) -> str | None:
-        """The stage whose model a stage starts from; None where it starts from the recipe's model."""
+        """The stage whose model a stage starts from; None if it starts from the model of the recipe."""
         names = [*(("init",) if self.model.architecture else ()), *self.stages]
         index = names.index(stage)
         return names[index - 1] if index else None
 
     def gate_metrics(self, stage: str) -> tuple[str, ...]:
-        """What a gate may ask of a stage."""
+        """The metrics a gate of a stage may use."""
         parent = self.parent_stage(stage)
         evaluate_metrics = self.evaluate.metric_names if self.evaluate else ()
         parent_metrics = (*STAGE_METRICS[parent], *evaluate_metrics) if parent in STAGE_METRICS else ()
@@ -568,10 +567,10 @@ class Recipe(FrozenModel):
         return (*own, *(f"parent_{metric}" for metric in parent_metrics))
 
     def gate_for(self, stage: str) -> dict[str, Threshold]:
-        """What is asked of a stage, by metric; nothing where it has no gate."""
+        """The thresholds of a stage by metric; empty without a gate."""
         return next((thresholds for name, thresholds in self.gates.items() if name == stage), {})
 
     @property
     def run_dir(self) -> str:
-        """Where the run lives."""
+        """The run folder."""
         return self.output_dir or f"runs/{self.name}"

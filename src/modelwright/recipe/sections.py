@@ -24,7 +24,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 
 class FrozenModel(BaseModel):
-    """A value that cannot change; the sentence under each field is its help and its reference."""
+    """Immutable pydantic model; the docstring of a field is its help text and its row in the reference."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=()
@@ -32,7 +32,7 @@ class FrozenModel(BaseModel):
 
 
 class CountOrFraction:
-    """A number of steps, or a share of all steps: ``500``, ``0.05`` or ``5%``."""
+    """A count, or a fraction of a total: ``500``, ``0.05`` or ``5%``."""
 
     EXPECTED = "a count such as 500, or a share such as 5%"
 
@@ -50,7 +50,7 @@ class CountOrFraction:
         self.count: int | None = None if is_fraction else int(number)
 
     def resolve(self, total: int) -> int:
-        """Turn the value into a count, given how many there are in all; a share is at least one."""
+        """Convert to a count, given the total; a fraction gives at least 1."""
         if self.fraction is not None:
             return max(1, round(self.fraction * total))
         assert self.count is not None
@@ -78,10 +78,8 @@ class CountOrFraction:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(
-            cls._parse,
-            serialization=core_schema.plain_serializer_function_ser_schema(lambda value: value.raw),
-        )
+        serializer = core_schema.plain_serializer_function_ser_schema(lambda value: value.raw)
+        return core_schema.no_info_plain_validator_function(cls._parse, serialization=serializer)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -98,13 +96,12 @@ def _check_regex(text: str) -> str:
 
 IS_REGEX = AfterValidator(_check_regex)
 RegexStr = Annotated[str, IS_REGEX]
-"""Text that is a regular expression."""
 PAD_MULTIPLE = 64
-"""Sizes that are chosen for a person are multiples of this, which fit a GPU's tiles."""
+"""Default sizes are multiples of this, which fits the tiles of a GPU."""
 
 
 def round_up(size: float) -> int:
-    """The next multiple of 64."""
+    """The next multiple of PAD_MULTIPLE."""
     return int(-(-size // PAD_MULTIPLE) * PAD_MULTIPLE)
 
 
@@ -146,28 +143,28 @@ class ParameterCount:
 
 
 class LlamaArchitecture(FrozenModel):
-    """The sizes of a Llama that is made from scratch; names are those of Hugging Face's LlamaConfig."""
+    """Sizes of a Llama model trained from scratch, named as in Hugging Face's LlamaConfig."""
 
     num_hidden_layers: PositiveInt
     """Transformer layers."""
     hidden_size: PositiveInt
-    """Width of the stream between the layers."""
+    """Size of the hidden states."""
     num_attention_heads: PositiveInt
-    """Heads of attention in a layer."""
+    """Attention heads per layer."""
     num_key_value_heads: PositiveInt | None = None
-    """Heads of keys and values, shared by groups of the others; without it, one for each."""
+    """Key/value heads (grouped-query attention); without it, as many as attention heads."""
     intermediate_size: PositiveInt | None = None
-    """Width inside a layer's feed-forward part; without it, 8/3 of hidden_size, rounded up to a multiple of 64."""
+    """Size of the feed-forward layers; without it, 8/3 of hidden_size, rounded up to a multiple of 64."""
     vocab_size: PositiveInt | None = None
-    """Tokens in the vocabulary, padding included; without it, the tokenizer's, rounded up to a multiple of 64."""
+    """Vocabulary size with padding; without it, that of the tokenizer, rounded up to a multiple of 64."""
     max_position_embeddings: PositiveInt = 4096
-    """Longest context."""
+    """Maximum context length."""
     rope_theta: PositiveFloat = 10000.0
     """RoPE base frequency."""
     tie_word_embeddings: bool = False
-    """Whether the head shares its weights with the embeddings."""
+    """Whether the LM head shares its weights with the embeddings."""
     initializer_range: PositiveFloat = 0.02
-    """Spread of the first weights; where they write into the stream, divided by the root of twice the layers."""
+    """Standard deviation of the initial weights; for output projections divided by sqrt(2 * layers)."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:
@@ -183,16 +180,16 @@ class LlamaArchitecture(FrozenModel):
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values."""
+        """Number of key/value heads."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
     def ffn_size(self) -> int:
-        """Width inside a layer's feed-forward part."""
+        """Size of the feed-forward layers."""
         return self.intermediate_size or round_up(self.hidden_size * 8 / 3)
 
     def num_parameters(self, vocab_size: int) -> int:
-        """Weights in all, by arithmetic alone."""
+        """Number of parameters, computed from the sizes."""
         kv_size = self.hidden_size * self.kv_heads // self.num_attention_heads
         attention = 2 * self.hidden_size * self.hidden_size + 2 * self.hidden_size * kv_size
         layer = attention + 3 * self.hidden_size * self.ffn_size + 2 * self.hidden_size
@@ -205,11 +202,11 @@ QUANTITY_UNITS = {unit: 1000**power for power, unit in enumerate("KMGTPE", 1)} |
     f"{unit}i": 1024**power for power, unit in enumerate("KMGTPE", 1)
 }
 DNS_LABEL_RE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
-"""A name that Kubernetes takes."""
+"""RFC 1123 label: a name that Kubernetes accepts."""
 
 
 def quantity_to_bytes(quantity: str) -> int:
-    """An amount such as 16Gi in bytes."""
+    """A quantity such as 16Gi in bytes."""
     match = QUANTITY_RE.fullmatch(quantity)
     assert match is not None, quantity
     return int(float(match[1]) * QUANTITY_UNITS.get(match[2] or "", 1))
@@ -235,21 +232,21 @@ def _check_dns_label(text: str) -> str:
 
 IS_QUANTITY, IS_DNS_LABEL = AfterValidator(_check_quantity), AfterValidator(_check_dns_label)
 Quantity = Annotated[str, IS_QUANTITY]
-"""Bytes as Kubernetes writes them."""
+"""Bytes as a Kubernetes quantity."""
 DnsLabel = Annotated[str, IS_DNS_LABEL]
 
 
 class VolumeConfig(FrozenModel):
-    """Storage that outlives the pods."""
+    """A persistent volume claim."""
 
     mount: str
-    """Folder where the pods see it, such as /shared/models."""
+    """Mount path in the pods, such as /shared/models."""
     size: Quantity = "20Gi"
-    """Room that is asked for."""
+    """Requested size."""
     access_mode: Literal["auto", "ReadWriteMany", "ReadWriteOnce"] = "auto"
     """auto: ReadWriteMany for several nodes, ReadWriteOnce for one."""
     storage_class: str | None = None
-    """Kind of storage; without it, the cluster's default."""
+    """Storage class; without it, the default of the cluster."""
 
 
 DEFAULT_VOLUMES = {
@@ -260,22 +257,22 @@ DEFAULT_VOLUMES = {
 
 
 class ClusterConfig(FrozenModel):
-    """What launch --on openshift asks of the cluster."""
+    """The OpenShift job of launch --on openshift: pods, resources, volumes."""
 
     namespace: DnsLabel = "modelwright"
-    """Project the job runs in; its volumes are kept, so that each job builds on the last."""
+    """Namespace (project) of the job; its volumes are kept, so that later jobs reuse them."""
     job_kind: Literal["trainjob", "pytorchjob"] = "trainjob"
     """Kind of job: trainjob for OpenShift AI from 3.2, pytorchjob up to 3.5."""
     nodes: PositiveInt = 1
-    """Pods that train together, one a node."""
+    """Number of nodes, one pod each."""
     gpus_per_node: NonNegativeInt = 1
-    """GPUs of each pod, and so its processes; 0 trains on the CPU."""
+    """GPUs (and so processes) per pod; 0 trains on the CPU."""
     gpu_product: str | None = None
-    """GPU model by its node label, such as NVIDIA-L40S; pods wait for a node that has it."""
+    """GPU model as in the node label nvidia.com/gpu.product, such as NVIDIA-L40S (node selector)."""
     cpu: PositiveInt = 4
-    """Processor cores of each pod."""
+    """CPU cores per pod."""
     memory: Quantity = "16Gi"
-    """Memory of each pod."""
+    """Memory per pod."""
     shm_size: Quantity = "4Gi"
     """Size of /dev/shm, counted within memory."""
     image: str | None = None
@@ -283,13 +280,13 @@ class ClusterConfig(FrozenModel):
     code_source: Annotated[str, AfterValidator(_check_code_source)] = "image"
     """Where the program comes from: image, configmap, or git+https://HOST/PATH@REVISION."""
     volumes: dict[str, VolumeConfig] = DEFAULT_VOLUMES
-    """Claims by name; the run lies on trained-models, downloads on workspace, where there are such."""
+    """Volume claims by name; the run folder is on trained-models, downloads on workspace, where those exist."""
     local_queue: DnsLabel | None = None
-    """LocalQueue of Kueue; what makes the job appear under the project's workload metrics."""
+    """Kueue LocalQueue; also shows the job in the workload metrics of the project."""
     hf_token_secret: DnsLabel | None = None
-    """Secret whose key HF_TOKEN holds the hub's token; the token itself is written nowhere."""
+    """Secret whose key HF_TOKEN holds the Hugging Face token; the token itself is never written."""
     max_restarts: Annotated[int, Field(ge=0, le=20)] = 3
-    """Times the job begins again after a lost pod; each goes on from the last checkpoint."""
+    """Maximum restarts after a lost pod; each resumes from the last checkpoint."""
     env: dict[str, str] = {}
     """Further environment variables of the pods, such as NCCL_DEBUG: INFO."""
 
@@ -317,68 +314,67 @@ PERPLEXITY_METRICS = ("text_loss", "text_perplexity", "text_bits_per_byte")
 CHOICE_METRICS = ("choice_accuracy", "choice_accuracy_norm")
 LM_EVAL_METRICS = ("acc", "acc_norm", "exact_match", "f1", "perplexity", "word_perplexity", "bits_per_byte")
 TASK_FILE_SUFFIXES = (".yaml", ".yml")
-"""How the name of a task that is a file ends."""
 
 
 class EvaluateConfig(FrozenModel):
-    """The model a run begins with and the model of every stage, measured in the same way."""
+    """Evaluation of the initial model and of the model of every stage, by the same measurements."""
 
     perplexity_text: str | None = None
-    """Raw text (file, folder, embedded set or hub id) for loss and bits per byte; else what pretrain held out."""
+    """Raw text (file, folder, embedded set, hub id) to measure perplexity on; else that held out by pretrain."""
     text_column: str = "text"
-    """Column that holds the documents of the text."""
+    """Column of perplexity_text that holds the documents."""
     multiple_choice: str | None = None
-    """Questions with options and an answer, in any of the usual columns: a file, a folder or a hub id."""
+    """Multiple-choice questions (file, folder or hub id) with the usual columns for question, options and answer."""
     max_rows: PositiveInt = 200
-    """Most documents and most questions that are measured."""
+    """Maximum number of documents, and of questions, to evaluate."""
     max_length: Annotated[int, Field(ge=8)] = 512
-    """Longest row of tokens; longer documents are measured in pieces."""
+    """Maximum sequence length; longer documents are split."""
     completion_prompts: list[str] = []
-    """Beginnings that every model goes on with, shown side by side."""
+    """Prompts that every model completes, shown side by side."""
     max_new_tokens: PositiveInt = 48
-    """Longest continuation in tokens."""
+    """Maximum length of a completion in tokens."""
     tasks: list[str] = []
-    """Tasks of lm-eval, by name or as a file NAME.yaml of its form, where the eval extra is installed."""
+    """Tasks of lm-eval, by name or as a task file NAME.yaml; needs the eval extra."""
 
     @property
     def is_configured(self) -> bool:
-        """Whether anything is named to measure by."""
+        """Whether anything is to be evaluated."""
         return bool(self.perplexity_text or self.multiple_choice or self.completion_prompts or self.tasks)
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """What a gate may ask."""
+        """The metrics a gate may use."""
         names = (PurePath(task).stem if task.endswith(TASK_FILE_SUFFIXES) else task for task in self.tasks)
         task_metrics = (f"{name}_{metric}" for name in names for metric in LM_EVAL_METRICS)
         return (*PERPLEXITY_METRICS, *(CHOICE_METRICS if self.multiple_choice else ()), *task_metrics)
 
 
 class CompareConfig(FrozenModel):
-    """The same questions answered before and after."""
+    """Before/after comparison: the same prompts answered by the initial and the trained model."""
 
     prompts: list[str] = []
-    """Questions asked every time."""
+    """Prompts of every comparison."""
     num_held_out_prompts: NonNegativeInt = 0
-    """So many held-out questions asked as well."""
+    """Number of held-out prompts to add."""
     max_new_tokens: PositiveInt = 128
-    """Longest answer in tokens."""
+    """Maximum length of an answer in tokens."""
     temperature: NonNegativeFloat = 0.0
-    """0 takes the likeliest token each time, so that answers can be compared."""
+    """Sampling temperature; 0 is greedy decoding, which makes answers comparable."""
     style_patterns: list[RegexStr] = []
-    """Regular expressions of the target style; style_score is the mean share of them found in an answer."""
+    """Regular expressions of the target style; style_score is the mean fraction of them found in an answer."""
 
 
 class Threshold(FrozenModel):
-    """What a metric must be."""
+    """Limits of one metric."""
 
     at_most: float | None = None
-    """The metric may not be higher."""
+    """Maximum of the metric."""
     at_least: float | None = None
-    """The metric may not be lower."""
+    """Minimum of the metric."""
     times: str | None = None
-    """Name of another metric that the limits are multiples of, such as base_eval_loss."""
+    """Another metric that the limits are multiplied by, such as base_eval_loss."""
     plus: str | None = None
-    """Name of another metric that the limits are added to, such as parent_eval_loss: no worse than it by so much."""
+    """Another metric that is added to the limits, such as parent_eval_loss: allows a difference."""
 
     @model_validator(mode="after")
     def _some_limit(self) -> Self:
@@ -405,76 +401,76 @@ BOILERPLATE = [
 
 
 class CleaningConfig(FrozenModel):
-    """Which documents and lines are left out before anything is learnt."""
+    """Document and line filters."""
 
     normalize: Literal["NFC", "NFKC", "none"] = "NFC"
-    """Form of Unicode that text is brought to; control characters and stray whitespace go as well."""
+    """Unicode normalization; control characters and stray whitespace are removed too."""
     min_words: NonNegativeInt = 5
-    """Fewest words of a document."""
+    """Minimum number of words of a document."""
     max_words: PositiveInt | None = None
-    """Most words of a document."""
+    """Maximum number of words of a document."""
     max_mean_word_length: NonNegativeFloat = 30.0
-    """Longest mean word, in characters, of a text that is mostly ASCII; encoded data has longer ones."""
+    """Maximum mean word length in characters, for text that is mostly ASCII; finds encoded data."""
     max_symbol_ratio: Fraction = 0.5
-    """Largest share of ASCII marks among the characters that are not spaces; 1 allows all."""
+    """Maximum fraction of ASCII symbols among non-space characters; 1 disables the filter."""
     max_digit_ratio: Fraction = 0.5
-    """Largest share of digits among the characters that are not spaces; 1 allows all."""
+    """Maximum fraction of digits among non-space characters; 1 disables the filter."""
     max_bullet_lines: Fraction = 0.9
-    """Largest share of lines that begin with a bullet or a dash."""
+    """Maximum fraction of lines that begin with a bullet or a dash."""
     max_ellipsis_lines: Fraction = 0.3
-    """Largest share of lines that end in an ellipsis."""
+    """Maximum fraction of lines that end in an ellipsis."""
     max_repeated_lines: Fraction = 0.3
-    """Largest share of characters in lines that stood before in the same document."""
+    """Maximum fraction of characters in lines that repeat an earlier line of the document."""
     max_repeated_ngrams: Fraction = 0.5
-    """Largest share of five-word runs that stood before in the same document."""
+    """Maximum fraction of word 5-grams that repeat an earlier one of the document."""
     drop_lines: list[RegexStr] = BOILERPLATE
-    """Lines that match one of these are taken out; the default finds the boilerplate of web pages."""
+    """Lines that match one of these are removed; the default matches the boilerplate of web pages."""
     drop_documents: dict[str, RegexStr] = {}
-    """Rules of your own: a name, and what a document is dropped for when it is found in it."""
+    """Custom filters: a name, and a regular expression; documents in which it is found are dropped."""
 
 
 class DedupConfig(FrozenModel):
-    """Which documents are left out because others say the same, or because an examination asks it."""
+    """Exact and MinHash deduplication, and decontamination."""
 
     exact_dedup: bool = True
-    """Drop documents whose words are those of an earlier one."""
+    """Drop documents that have the same words as an earlier one."""
     minhash_dedup: bool = True
-    """Drop documents that are nearly an earlier one (MinHash with verified candidates)."""
+    """Drop near-duplicates of earlier documents (MinHash LSH with verified candidates)."""
     jaccard_threshold: Annotated[float, Field(ge=0.5, le=1)] = 0.7
-    """Share of five-word runs in common from which two documents are nearly the same."""
+    """Jaccard similarity of word 5-grams from which two documents are near-duplicates."""
     decontaminate_against: list[str] = []
-    """Evaluation sets (files, folders, hub ids); documents that share a run of words with them are dropped."""
+    """Evaluation sets (files, folders, hub ids); documents that share an n-gram with them are dropped."""
     decontaminate_ngram: Annotated[int, Field(ge=4)] = 13
-    """Words in such a run; a shorter evaluation text counts as a whole, from four words on."""
+    """Words of such an n-gram; a shorter evaluation text of at least four words is matched whole."""
 
 
 class ShardConfig(FrozenModel):
-    """How documents become rows of tokens."""
+    """Tokenization and packing into shards."""
 
     sequence_length: Annotated[int, Field(ge=8)] = 2048
-    """Tokens in a stored row; training may read any length that divides it."""
+    """Tokens per stored row; training may use any length that divides it."""
     tokenizer: Literal["auto", "model", "train"] = "auto"
-    """Use the model's tokenizer, or train a byte-level BPE on the text; auto trains for a model without one."""
+    """Use the tokenizer of the model, or train a byte-level BPE on the text; auto trains if the model has none."""
     vocab_size: PositiveInt = 50_304
-    """Tokens of a trained tokenizer; the model's vocabulary is the next multiple of 64."""
+    """Vocabulary size of a trained tokenizer; that of the model is the next multiple of 64."""
     tokenizer_sample_mb: PositiveInt = 64
-    """Megabytes of text, taken evenly from all that was kept, that a tokenizer is trained on."""
+    """Megabytes of text, sampled evenly, that a tokenizer is trained on."""
     use_gigatoken: bool = True
-    """Encode with gigatoken where it is installed and gives the same tokens for a sample of this very text."""
+    """Tokenize with gigatoken where it is installed and gives the same tokens for a sample of the text."""
     rows_per_shard: PositiveInt = 8192
-    """Rows in a shard."""
+    """Rows per shard."""
 
 
 class PrepareConfig(CleaningConfig, DedupConfig, ShardConfig):
     """From raw text to packed shards: clean, deduplicate, decontaminate, tokenize, pack."""
 
     max_invalid_fraction: Fraction = 0.01
-    """Largest share of rows that may be unreadable; they are set aside in quarantine.jsonl."""
+    """Maximum fraction of unreadable rows; they are moved to quarantine.jsonl."""
     max_dropped_token_fraction: Fraction = 0.05
-    """Largest share of tokens that may be lost with the last, unfilled row of a source."""
+    """Maximum fraction of tokens that may be dropped with the last partial row of each source."""
     num_proc: PositiveInt | None = None
-    """Processes at work; without it, one for each core. The result does not depend on it."""
+    """Number of processes; without it, one per core. The result does not depend on it."""
     minhash_device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where near-duplicate signatures are computed: auto takes a GPU whose numbers are the CPU's."""
+    """Where MinHash signatures are computed; auto uses a GPU if its results equal those of the CPU."""
     keep_intermediate_files: bool = False
-    """Keep the intermediate files once all is done."""
+    """Keep the intermediate files after prepare has finished."""

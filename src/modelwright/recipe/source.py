@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError, YAMLWarning
@@ -18,17 +18,17 @@ from modelwright.errors import Problem, RecipeError, first_line
 from modelwright.recipe.schema import TRAINING_STAGES
 
 KeyPath = tuple[str, ...]
-"""The way to a value: ``("sft", "learning_rate")``; list items go by their number as text."""
+"""The keys that lead to a value: ``("sft", "learning_rate")``; list items by their index as text."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Who set a value."""
+    """Where a value was set."""
 
     kind: Literal["default", "recipe", "base", "environment", "set"]
-    """The layer the value comes from, lowest first as in the order of precedence."""
+    """The layer of the value; a later one of base, recipe, environment, set overrides an earlier one."""
     name: str = ""
-    """The file as shown to people, or the environment variable."""
+    """The file as messages name it, or the environment variable."""
     line: int | None = None
     """Line in the file."""
 
@@ -52,22 +52,22 @@ DEFAULT = Origin("default")
 
 @dataclass(frozen=True)
 class RecipeProblem(Problem):
-    """One thing wrong in a recipe, with its key and its place apart for machines."""
+    """A problem of a recipe, with its key and origin for machines."""
 
     key: str = ""
-    """The setting, as ``sft.learning_rate``; empty when the file as a whole is meant."""
+    """The setting, as ``sft.learning_rate``; empty for a problem of the whole file."""
     origin: Origin = DEFAULT
-    """Who wrote it."""
+    """Where it was written."""
 
     @property
     def sort_key(self) -> tuple[int, str, int]:
-        """Sorts problems: the recipe before its bases, the environment and the command line; then by line."""
+        """Order of problems: the recipe, its bases, the environment, the command line; then by line."""
         order = ("default", "recipe", "base", "environment", "set")
         return order.index(self.origin.kind), self.origin.name, self.origin.line or 0
 
 
 def make_problem(origin: Origin, key: str, message: str) -> RecipeProblem:
-    """Make the problem of one key."""
+    """A problem of one key."""
     return RecipeProblem(origin.location, message, key, origin)
 
 
@@ -76,27 +76,27 @@ class ConfigNode:
     """A value and its origin."""
 
     value: str | int | float | bool | list[ConfigNode] | dict[str, ConfigNode] | None
-    """A scalar, a list or a mapping of located values."""
+    """A scalar, or a list or mapping of nodes."""
     origin: Origin
-    """Who wrote it; for a value in a mapping, the line of its key."""
+    """Where it was written; for a value in a mapping, the line of its key."""
     text: str = ""
-    """A scalar exactly as written; empty where nothing was written."""
+    """A scalar as written; empty where nothing was written."""
     alias_used: str = ""
-    """The other tool's name that its key was written under, if it was."""
+    """The alias that its key was written as, if any."""
 
     @property
     def mapping(self) -> dict[str, ConfigNode]:
-        """The mapping, or an empty one where the value is something else."""
+        """The mapping, or an empty one if the value is something else."""
         return self.value if isinstance(self.value, dict) else {}
 
     @property
     def is_empty(self) -> bool:
-        """Whether a key stands there with nothing after its colon."""
+        """Whether the key has nothing after its colon."""
         return self.value is None and not self.text
 
     @property
     def display(self) -> str:
-        """The value as messages quote it: short, text in quotes, numbers as they were written."""
+        """The value as messages quote it: short, text in quotes, numbers as written."""
         if isinstance(self.value, dict | list):
             return "a mapping" if isinstance(self.value, dict) else "a list"
         if self.value is None:
@@ -107,7 +107,7 @@ class ConfigNode:
         return repr(first[:40] + "…" if len(first) > 40 or more else first)
 
     def get(self, path: Sequence[str]) -> ConfigNode | None:
-        """The value that a path leads to."""
+        """The node at a path."""
         node: ConfigNode | None = self
         for step in path:
             if node is None:
@@ -119,7 +119,7 @@ class ConfigNode:
         return node
 
     def with_value(self, path: Sequence[str], node: ConfigNode) -> ConfigNode:
-        """A copy with one value set; mappings on the way are made, lists are entered by number."""
+        """A copy with one value set; missing mappings are created, list items are addressed by index."""
         if not path:
             return node
         step, rest = path[0], path[1:]
@@ -131,7 +131,7 @@ class ConfigNode:
         return ConfigNode({**self.mapping, step: child.with_value(rest, node)}, self.origin)
 
     def without(self, path: Sequence[str]) -> ConfigNode:
-        """A copy without one entry of a mapping."""
+        """A copy without one entry."""
         if not path or path[0] not in self.mapping:
             return self
         step, rest = path[0], path[1:]
@@ -146,10 +146,17 @@ class ConfigNode:
             yield from node.walk((*path, key))
 
 
-BATCH_KEYS = {
-    "global_batch_size": ("gradient_accumulation_steps",),
-    "gradient_accumulation_steps": ("global_batch_size",),
-}
+def make_node(value: Any, origin: Origin) -> ConfigNode:
+    """The node of a plain value."""
+    if isinstance(value, dict):
+        return ConfigNode({key: make_node(item, origin) for key, item in value.items()}, origin)
+    if isinstance(value, list | tuple):
+        return ConfigNode([make_node(item, origin) for item in value], origin)
+    return ConfigNode(value, origin, str(value).lower() if isinstance(value, bool) else str(value))
+
+
+_ACCUMULATION = "gradient_accumulation_steps"
+BATCH_KEYS = {"global_batch_size": (_ACCUMULATION,), _ACCUMULATION: ("global_batch_size",)}
 SOURCE_KEYS = {"train_file": ("dataset_name", "dataset_config_name"), "dataset_name": ("train_file",)}
 TRAINABLE_KEYS = {
     "lora": ("last_layers", "lm_head", "norms", "untie_lm_head"),
@@ -162,16 +169,13 @@ EXCLUSIVE_KEYS: Mapping[KeyPath, Mapping[str, tuple[str, ...]]] = {
     **{(stage, "data"): SOURCE_KEYS for stage in TRAINING_STAGES},
     **{(stage, "trainable"): TRAINABLE_KEYS for stage in TRAINING_STAGES},
 }
-"""Where a higher layer chooses the key, these of a lower layer give way: the later choice wins."""
+"""Where a higher layer sets the key, these keys of a lower layer are dropped."""
 EMPTY_MAPPING = "{}"
-"""What a person types to clear a mapping."""
+"""The value of --set that clears a mapping."""
 
 
 def deep_merge(lower: ConfigNode, upper: ConfigNode, path: KeyPath = ()) -> ConfigNode:
-    """Lay one tree over another: mappings are merged deeply, everything else is replaced.
-
-    An empty mapping of --set clears: merged it would say nothing, and nobody types that.
-    """
+    """Merge two layers: mappings recursively, everything else is replaced; ``{}`` of --set clears a mapping."""
     clears = bool(path) and not upper.mapping and upper.text == EMPTY_MAPPING
     if clears or not isinstance(lower.value, dict) or not isinstance(upper.value, dict):
         return upper
@@ -187,7 +191,7 @@ def deep_merge(lower: ConfigNode, upper: ConfigNode, path: KeyPath = ()) -> Conf
 
 
 def drop_nulls(node: ConfigNode) -> ConfigNode:
-    """Take out what was set to ``null``, so that the default speaks again."""
+    """Drop what was set to ``null``, so that the default applies."""
     if not isinstance(node.value, dict):
         return node
     entries = {key: drop_nulls(child) for key, child in node.value.items() if child.value is not None or child.is_empty}
@@ -195,16 +199,15 @@ def drop_nulls(node: ConfigNode) -> ConfigNode:
 
 
 MAX_RECIPE_BYTES = 1_000_000
-"""Bytes; a recipe is written by a person, and a megabyte is no longer a recipe."""
 MAX_NODES = 20_000
-"""Values after YAML aliases are expanded: nine lines of aliases can stand for a billion values."""
+"""Values after expansion of YAML aliases: nine lines of aliases can expand to a billion values."""
 MAX_DEPTH = 32
-"""Levels of nesting; recipes need five."""
+"""Nesting levels; recipes need five."""
 TAG = "tag:yaml.org,2002:"
 
 
 def read_file(path: Path, origin: Origin) -> tuple[ConfigNode, list[RecipeProblem]]:
-    """Read a recipe file; problems that do not stop the reading are returned with the tree."""
+    """Read a recipe file into a tree, with the problems that do not prevent it."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -222,7 +225,7 @@ def read_file(path: Path, origin: Origin) -> tuple[ConfigNode, list[RecipeProble
 
 
 def read_text(text: str, origin: Origin) -> tuple[ConfigNode, list[RecipeProblem]]:
-    """Read the text of a recipe, whose top level is a mapping."""
+    """Read the text of a recipe, whose top level must be a mapping."""
     node = _compose(text, origin)
     if node is None:
         description = "the file is empty; it wants name, model, data and sft"
@@ -238,7 +241,7 @@ def read_text(text: str, origin: Origin) -> tuple[ConfigNode, list[RecipeProblem
 
 
 def read_value(text: str, origin: Origin) -> tuple[ConfigNode, list[RecipeProblem]]:
-    """Read one value as the command line or the environment gives it: a scalar, ``[a, b]`` or ``{a: b}``."""
+    """Read one value of the command line or the environment: a scalar, ``[a, b]`` or ``{a: b}``."""
     node = _compose(text, origin)
     if node is None:
         return ConfigNode(None, origin), []
@@ -247,7 +250,7 @@ def read_value(text: str, origin: Origin) -> tuple[ConfigNode, list[RecipeProble
 
 
 def _compose(text: str, origin: Origin) -> Node | None:
-    """Parse YAML 1.2 into nodes; nothing is constructed, so nothing can be executed."""
+    """Parse YAML 1.2 into nodes without constructing objects, so nothing can be executed."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", YAMLWarning)
@@ -266,7 +269,7 @@ def _compose(text: str, origin: Origin) -> Node | None:
 
 
 def _explain_syntax_error(error: MarkedYAMLError, text: str) -> tuple[int, str]:
-    """Explain a syntax error: the line to look at, and what to do there."""
+    """The line of a syntax error, and what to do there."""
     error_text = str(error.problem or error.context or "not YAML")
     mark = error.problem_mark or error.context_mark
     opened_line = (error.context_mark or mark).line + 1
@@ -309,21 +312,21 @@ def _explain_syntax_error(error: MarkedYAMLError, text: str) -> tuple[int, str]:
 
 @dataclass
 class _TreeBuilder:
-    """Turns nodes into located values, collecting what is wrong on the way."""
+    """Converts YAML nodes to a tree and collects problems."""
 
     origin: Origin
     problems: list[RecipeProblem] = field(default_factory=list)
     num_nodes: int = 0
     top_line: int = 1
 
-    def build(self, node: Node, line: int, path: tuple[str, ...] = ()) -> ConfigNode:
-        """Build one node; ``line`` is that of its key or list item."""
+    def build(self, node: Node, line: int, path: KeyPath = ()) -> ConfigNode:
+        """Convert one node; ``line`` is that of its key or list item."""
         self.num_nodes += 1
         if len(path) > MAX_DEPTH:
             self._abort(f"{path[0]} is nested too deeply; it wants at most {MAX_DEPTH} levels")
         if self.num_nodes > MAX_NODES:
             self._abort(f"{path[0]} holds over {MAX_NODES:,} values once its aliases are expanded; write it shorter")
-        origin = self._origin_at(line)
+        origin = _with_line(self.origin, line)
         if isinstance(node, MappingNode) and str(node.tag) == TAG + "map":
             return ConfigNode(self._mapping(node, path), origin)
         if isinstance(node, SequenceNode) and str(node.tag) == TAG + "seq":
@@ -334,7 +337,7 @@ class _TreeBuilder:
         self._refuse_tag(node, origin, path)
         return ConfigNode({} if isinstance(node, MappingNode) else [], origin)
 
-    def _mapping(self, node: MappingNode, path: tuple[str, ...]) -> dict[str, ConfigNode]:
+    def _mapping(self, node: MappingNode, path: KeyPath) -> dict[str, ConfigNode]:
         entries: dict[str, ConfigNode] = {}
         merged: dict[str, ConfigNode] = {}
         for key_node, value_node in node.value:
@@ -343,9 +346,7 @@ class _TreeBuilder:
             if not isinstance(key_node, ScalarNode):
                 shape = "a list" if isinstance(key_node, SequenceNode) else "a mapping"
                 message = f"{'.'.join(path) or 'the top level'} has {shape} for a key; it wants a word"
-                self.problems.append(
-                    make_problem(self._origin_at(line), ".".join(path), f"{message} (braces in text want quotes)")
-                )
+                self._problem(line, ".".join(path), f"{message} (braces in text want quotes)")
                 continue
             if str(key_node.tag) == TAG + "merge":
                 merged |= {**self._merge_key(value_node, line, path), **merged}
@@ -355,24 +356,22 @@ class _TreeBuilder:
             if name in entries:
                 first = entries[name].origin.line
                 message = f"{key} is given twice (first on line {first}); keep one"
-                self.problems.append(make_problem(self._origin_at(line), key, message))
+                self._problem(line, key, message)
             entries[name] = self.build(value_node, line, (*path, name))
         return {**{name: value for name, value in merged.items() if name not in entries}, **entries}
 
-    def _merge_key(self, node: Node, line: int, path: tuple[str, ...]) -> dict[str, ConfigNode]:
-        """The entries that ``<<: *defaults`` brings in; of several mappings the first wins."""
+    def _merge_key(self, node: Node, line: int, path: KeyPath) -> dict[str, ConfigNode]:
+        """The entries of ``<<: *defaults``; of several mappings the first wins."""
         sources = node.value if isinstance(node, SequenceNode) else [node]
         merged: dict[str, ConfigNode] = {}
         for source in sources:
             if not isinstance(source, MappingNode):
-                self.problems.append(
-                    make_problem(self._origin_at(line), ".".join(path), "<< wants a mapping, such as *defaults")
-                )
+                self._problem(line, ".".join(path), "<< wants a mapping, such as *defaults")
                 continue
             merged |= {**self._mapping(source, path), **merged}
         return merged
 
-    def _scalar(self, node: ScalarNode, origin: Origin, path: tuple[str, ...]) -> ConfigNode:
+    def _scalar(self, node: ScalarNode, origin: Origin, path: KeyPath) -> ConfigNode:
         text, tag = self._join_surrogates(str(node.value), origin.line or 1, path), str(node.tag).removeprefix(TAG)
         if tag == "null":
             return ConfigNode(None, origin, text)
@@ -383,29 +382,29 @@ class _TreeBuilder:
         except (ValueError, KeyError):
             return ConfigNode(text, origin, text or "''")
 
-    def _join_surrogates(self, text: str, line: int, path: tuple[str, ...]) -> str:
-        """Text with surrogate pairs joined, as JSON escapes some characters; an unpaired one is reported."""
+    def _join_surrogates(self, text: str, line: int, path: KeyPath) -> str:
+        """Join surrogate pairs, as in JSON escapes; an unpaired one is a problem."""
         if text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text):
             return text
         try:
             return text.encode("utf-16", "surrogatepass").decode("utf-16")
         except UnicodeDecodeError:
             key = ".".join(path)
-            message = f"{key or 'the top level'} contains an unpaired surrogate"
-            self.problems.append(make_problem(self._origin_at(line), key, message))
+            self._problem(line, key, f"{key or 'the top level'} contains an unpaired surrogate")
             return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
-    def _refuse_tag(self, node: Node, origin: Origin, path: tuple[str, ...]) -> None:
+    def _refuse_tag(self, node: Node, origin: Origin, path: KeyPath) -> None:
         tag = str(node.tag).replace(TAG, "!!")
         key = ".".join(path)
         message = f"{key or 'the top level'} has the tag {tag}; a recipe holds plain values only"
         self.problems.append(make_problem(origin, key, message))
 
-    def _origin_at(self, line: int) -> Origin:
-        return _with_line(self.origin, line)
+    def _problem(self, line: int, key: str, message: str) -> None:
+        self.problems.append(make_problem(_with_line(self.origin, line), key, message))
 
     def _abort(self, message: str) -> None:
-        raise RecipeError([*self.problems, make_problem(self._origin_at(self.top_line), "", message)])
+        self._problem(self.top_line, "", message)
+        raise RecipeError(self.problems)
 
 
 def _with_line(origin: Origin, line: int) -> Origin:
@@ -417,7 +416,7 @@ def _line_number(node: Node) -> int:
 
 
 def _parse_int(text: str) -> int:
-    """``0x1F``, ``0o17`` and ``0b11`` by their prefix; ``010`` is ten, as YAML 1.2 has it."""
+    """``0x1F``, ``0o17`` and ``0b11`` by their prefix; ``010`` is ten, as in YAML 1.2."""
     prefixed = re.match(r"[-+]?0[xob]", text.lower())
     return int(text, 0) if prefixed else int(text)
 
@@ -428,16 +427,12 @@ def _parse_float(text: str) -> float:
 
 
 def _parse_bool(text: str) -> bool:
-    """True and false; yes, no, on and off reach here only under an explicit ``%YAML 1.1``."""
+    """True and false; yes, no, on and off only occur under an explicit ``%YAML 1.1``."""
     return {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}[text.lower()]
 
 
 SCALAR_PARSERS: dict[str, Callable[[str], str | int | float | bool]] = {
-    "str": str,
-    "timestamp": str,
-    "value": str,
-    "bool": _parse_bool,
-    "int": _parse_int,
-    "float": _parse_float,
+    **dict.fromkeys(("str", "timestamp", "value"), str),
+    **{"bool": _parse_bool, "int": _parse_int, "float": _parse_float},
 }
-"""How the scalars of YAML become values; any other tag is refused."""
+"""Parsers by YAML tag; any other tag is refused."""
