@@ -6,7 +6,7 @@ import platform
 from typing import Any
 
 from modelwright import __version__
-from modelwright.report.history import read_time_breakdown
+from modelwright.report.history import read_history
 from modelwright.report.model_card import render_model_card
 from modelwright.runs import journal
 from modelwright.runs.folder import write_json, write_text
@@ -49,7 +49,7 @@ def write_summary(context: RunContext, stage: str, plan: dict[str, Any], metrics
             "metrics": metrics,
             "changes": metric_changes(metrics),
             "verdict": verdict.as_json(),
-            "time": read_time_breakdown(context.folder).as_json(),
+            "time": read_history(context.folder).time_breakdown.as_json(),
             "lineage": ancestors(context, stage),
             "hardware": context.hardware.name,
             "world": context.world.size,
