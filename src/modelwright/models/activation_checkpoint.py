@@ -21,10 +21,10 @@ from modelwright.recipe.schema import CheckpointingMode
 
 
 def enable_activation_checkpointing(model: Any, mode: CheckpointingMode) -> None:
-    """Recompute activations in the backward pass, all of them or all but products, whatever was said before.
+    """Set full, selective or no activation checkpointing.
 
-    Where the layers are not found, the library does it. It also makes the embeddings ask for a gradient, which the old,
-    reentrant form needed; it would drag the backward pass through every frozen layer, so that is taken back.
+    If the layers are not found, transformers does it. It also makes the embeddings require a gradient, for reentrant
+    checkpointing; that would extend the backward pass through all frozen layers, so it is disabled again.
     """
     disable_activation_checkpointing(model)
     if mode == "selective" or (mode and has_decoder_layers(model)):
@@ -35,50 +35,48 @@ def enable_activation_checkpointing(model: Any, mode: CheckpointingMode) -> None
 
 
 CUSTOM_MATMULS = ("modelwright::fused_lora_mlp",)
-"""Products under other names, of a layer's whole gated part; the names of all others end in mm."""
+"""Custom operations that contain matmuls; the names of all other matmuls end in mm."""
 DROPOUT_NAMES = ("drop", "jitter", "noise")
-"""How modules call the rates of what they draw at random, beside torch's own p."""
+"""Name parts of dropout and noise rates of modules, besides torch's p."""
 MAX_EXPANSION = 8
-"""A product whose result is more than so many times as wide as what it adds up is thin: that of a low-rank matrix, or
-the scores of attention that is written out."""
+"""A matmul whose output is more than so many times as wide as its inner dimension is cheap to recompute: LoRA, or the
+scores of eager attention."""
 
 
 def checkpoint_layers(layers: nn.ModuleList, selective: bool) -> None:
-    """Let each layer be computed again in training; what moves in them must have been said before."""
+    """Checkpoint each layer in training; which weights are trained must be set before."""
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_relevant)
     for layer in layers:
         is_trainable = any(weight.requires_grad for weight in layer.parameters())
         dropout = has_dropout(layer)
         saved_matmuls = SavedMatmuls(dropout) if selective else None
-        layer.__dict__["forward"] = partial(
-            _checkpointed_forward, layer, layer.forward, saved_matmuls, is_trainable, dropout
-        )
+        options = (layer, layer.forward, saved_matmuls, is_trainable, dropout)
+        layer.__dict__["forward"] = partial(_checkpointed_forward, *options)
 
 
 def _is_relevant(record: logging.LogRecord) -> bool:
-    """The compiler says that nothing may be changed in its place, whether anything is or not; here nothing is."""
+    """Drop torch.compile's warning that context_fn must not mutate: ours does not."""
     return "context_fn" not in str(record.msg)
 
 
 def disable_activation_checkpointing(model: nn.Module) -> None:
-    """Let every layer keep all again."""
+    """Save all activations again."""
     for module in model.modules():
         if getattr(module.__dict__.get("forward"), "func", None) is _checkpointed_forward:
             del module.__dict__["forward"]
 
 
 def _checkpointed_forward(
-    layer: nn.Module, forward: Callable[..., Any], saved_matmuls: SavedMatmuls | None, is_trainable: bool, dropout: bool,
-    *args: Any, **kwargs: Any,
+    layer: nn.Module, forward: Callable[..., Any], saved_matmuls: SavedMatmuls | None, is_trainable: bool,
+    dropout: bool, *args: Any, **kwargs: Any,
 ) -> Any:  # fmt: skip
-    """The layer's forward pass; where nothing is learnt from it, as it always was."""
-    needs_grad = is_trainable or any(
-        isinstance(each, Tensor) and each.requires_grad for each in (*args, *kwargs.values())
-    )
+    """The layer's forward pass, checkpointed if it needs a gradient."""
+    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+    needs_grad = is_trainable or any(tensor.requires_grad for tensor in tensors)
     if not (needs_grad and layer.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
     if kwargs.get("past_key_values") is not None:
-        kwargs["past_key_values"] = None  # what is remembered would be remembered twice, and nobody asks for it here
+        kwargs["past_key_values"] = None  # the recomputation would append to the cache again
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": dropout}
     if saved_matmuls is not None:
         options["context_fn"] = _compiled_contexts if torch.compiler.is_compiling() else saved_matmuls.contexts
@@ -86,7 +84,7 @@ def _checkpointed_forward(
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether a model drops out or adds noise: then that is done again as it was, which recorded steps cannot do."""
+    """Whether a model has dropout or noise, so that recomputation must restore the RNG state; CUDA graphs cannot."""
     attributes = (attribute for part in model.modules() for attribute in vars(part).items())
     rates = (rate for name, rate in attributes if name == "p" or any(pattern in name for pattern in DROPOUT_NAMES))
     return any(isinstance(rate, int | float) and rate > 0 for rate in rates)
@@ -94,7 +92,7 @@ def has_dropout(model: nn.Module) -> bool:
 
 @cache
 def op_kind(operation: Any) -> str:
-    """Whether an operation is a product or attention, whichever kernel computes it, or changes what it is given."""
+    """The kind of an operation: product, added product (addmm), attention, change (in place), or empty."""
     name = operation.name().partition(".")[0]
     if getattr(getattr(operation, "_schema", None), "is_mutable", False):
         return "change"
@@ -104,7 +102,7 @@ def op_kind(operation: Any) -> str:
 
 
 def is_saved(operation: Any, args: Any) -> bool:
-    """Whether the result of an operation is kept: a product that adds up next to nothing is had again for less."""
+    """Whether the output of an operation is saved: attention, and matmuls but those with a small inner dimension."""
     kind = op_kind(operation)
     if kind not in ("product", "added product"):
         return kind == "attention"
@@ -117,33 +115,33 @@ def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPoli
 
 
 def _compiled_contexts() -> Any:
-    """The same in the compiler's terms; it keeps only those products that the backward pass asks for."""
+    """The same policy for torch.compile, which saves only those matmuls that the backward pass needs."""
     return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
 
 
-# what is compiled is kept under this name, which has to change where the policy does
+# part of the key of the compile cache: must change with the policy
 _compiled_contexts.cache_hash = f"products up to {MAX_EXPANSION} times as wide, attention, {CUSTOM_MATMULS}"  # type: ignore[attr-defined]
 
 
 class SavedMatmuls:
-    """What one layer keeps of its products, where it is not compiled.
+    """Which matmul outputs one eager layer saves.
 
-    Going over a layer again ends where nothing more is needed, which is before its last product in most families. That
-    is taken for granted in the first step, and known afterwards: what was asked for is kept, and no more.
+    Recomputation stops as soon as all saved tensors exist, in most families before the last matmul. The first step
+    assumes that and records how many were needed; later steps save only those.
     """
 
     def __init__(self, dropout: bool = False) -> None:
-        """random: whether the layer draws; attention may too, and must do so again for what is drawn after it."""
+        """With dropout attention is recomputed, since it may draw random numbers too."""
         self.last_needed: int | None = None
         self._dropout = dropout
 
     def saves(self, operation: Any, args: Any) -> bool:
-        """Whether the result of an operation is kept."""
+        """Whether the output of an operation is saved."""
         kind = op_kind(operation)
         return bool(kind) and not (self._dropout and kind == "attention") and is_saved(operation, args)
 
     def contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-        """One for the forward pass, one for going over it again."""
+        """Contexts of the forward pass and of the recomputation."""
         saved: deque[Any] = deque()
         return _SaveMode(self, saved), _RestoreMode(self, saved)
 
@@ -155,9 +153,9 @@ class _SavedTensor:
 
     @classmethod
     def save(cls, tensor: Tensor) -> _SavedTensor:
-        """An alias: the tensor itself will know what it was made of, and that knows of what is kept."""
+        """Save a detached alias, since the tensor itself would keep its autograd graph alive."""
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-            return cls(tensor.detach(), tensor._version)  # whose count of changes, without the guard, would be its own
+            return cls(tensor.detach(), tensor._version)  # the guard shares the version counter
 
     def unpack(self) -> Tensor:
         if self.tensor._version != self.version:
@@ -166,7 +164,7 @@ class _SavedTensor:
 
 
 class _MatmulMode(TorchDispatchMode):
-    """Sees every operation of a layer; a compiled piece inside of it is computed again as a whole."""
+    """Intercepts every operation of a layer; a compiled part of it is recomputed as one operation."""
 
     supports_higher_order_operators = True
 
@@ -180,7 +178,7 @@ class _MatmulMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # a wrapper around every call, against a compiler that is not at work here
+        return False  # skipping dynamo would wrap every call, and nothing is compiled here
 
 
 class _SaveMode(_MatmulMode):  # type: ignore[no-untyped-call]
@@ -200,7 +198,7 @@ class _SaveMode(_MatmulMode):  # type: ignore[no-untyped-call]
         return out
 
     def _copy_before_inplace(self, args: tuple[Any, ...]) -> None:
-        """Copy what is kept in a place that is about to be changed; views of it do not count their changes together."""
+        """Copy saved tensors whose storage is about to be changed; views do not share their version counter."""
         storages = {each.untyped_storage()._cdata for each in args if isinstance(each, Tensor)}
 
         def own(saved: _SavedTensor) -> _SavedTensor:
@@ -216,6 +214,6 @@ class _RestoreMode(_MatmulMode):  # type: ignore[no-untyped-call]
         if self._saved_matmuls.saves(func, args):
             self._restored += 1
             self._saved_matmuls.last_needed = max(self._saved_matmuls.last_needed or 0, self._restored)
-            if self._saved:  # or it was never asked for before
+            if self._saved:  # empty if it was not needed before
                 return tree_map_only(_SavedTensor, _SavedTensor.unpack, self._saved.popleft())
         return func(*args, **kwargs) if kwargs else func(*args)

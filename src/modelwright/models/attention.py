@@ -1,4 +1,4 @@
-"""The attention function registered with transformers: varlen attention over packed documents and shared prefixes, the forward pass that uses it, and its self-test."""
+"""Varlen attention for transformers over packed documents and shared prefixes, its forward pass and self-test."""
 
 from __future__ import annotations
 
@@ -16,30 +16,27 @@ from torch.nn.attention.varlen import varlen_attn
 from modelwright.errors import ModelError
 
 LOGIT_CONFIG_KEYS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
-"""What some families do to the logits, by the names in their configuration."""
+"""Config keys of model families that scale or cap their logits."""
 FORWARD_TOLERANCE = 2e-2
-"""Relative difference of logits that two orders of arithmetic may make in low precision; a leak makes 0.3 and more."""
+"""Largest relative difference of logits by rounding; documents that attend to each other make 0.3 and more."""
 
 
 def hidden_states(
     model: Any, tokens: Tensor, positions: Tensor, mask: Any = None,
     cu_seqlens: Tensor | SharedPrefixLayout | UnsharedLayout | None = None,
 ) -> Tensor:  # fmt: skip
-    """What the model thinks at each place, before its head: [rows, length, width].
+    """Hidden states before the LM head: [rows, length, hidden].
 
-    Positions that begin anew separate packed documents; with the cache on that separation is lost in silence. Our own
-    attention separates them by `documents` instead: where each begins in the flattened rows, and where the last ends;
-    and it alone takes paths, or answers laid apart, which say without a mask what documents share.
-    A mask says who sees whom, in the form that `branch_mask` gives it.
-    tokens: [rows, length] int64, or what stands in for their embeddings: [rows, length, width].
+    Positions that restart at 0 separate packed documents (not with use_cache, which ignores them). Our attention
+    separates them by `cu_seqlens` instead, or takes a layout of shared prefixes; other implementations need a mask
+    from `shared_prefix_mask`.
+    tokens: [rows, length] int64, or embeddings [rows, length, hidden].
     """
     inner = unwrap_peft(model)
     input_name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
     inputs = {input_name: tokens, "position_ids": positions, "attention_mask": mask}
     is_ours = inner.config._attn_implementation == ATTN_NAME
-    assert is_ours or not isinstance(cu_seqlens, SharedPrefixLayout | UnsharedLayout), (
-        "only our own attention takes paths"
-    )
+    assert is_ours or not isinstance(cu_seqlens, tuple), "only our own attention takes layouts"
     if cu_seqlens is not None and is_ours:
         inputs |= varlen_kwargs(cu_seqlens, tokens.shape[1])
     hidden: Tensor = inner.base_model(**inputs, use_cache=False)[0]
@@ -47,17 +44,16 @@ def hidden_states(
 
 
 def lm_head_weight(model: Any) -> Tensor | None:
-    """The head's weights, where the head is one matrix and nothing more: [words, width]."""
+    """The weight of a plain linear LM head, [vocab, hidden]; None for any other head."""
     inner = unwrap_peft(model)
     head = inner.get_output_embeddings()
     is_plain = type(head) is nn.Linear and head.bias is None
-    return (
-        head.weight if is_plain and not any(getattr(inner.config, name, None) for name in LOGIT_CONFIG_KEYS) else None
-    )
+    is_plain = is_plain and not any(getattr(inner.config, name, None) for name in LOGIT_CONFIG_KEYS)
+    return head.weight if is_plain else None
 
 
 def compute_logits(model: Any, hidden: Tensor) -> Tensor:
-    """The head's answer for chosen places, with what some families do to it afterwards. hidden: [places, width]."""
+    """Logits of selected positions, scaled and capped as the model family does. hidden: [positions, hidden]."""
     inner = unwrap_peft(model)
     logits: Tensor = inner.get_output_embeddings()(hidden)
     if cap := getattr(inner.config, "final_logit_softcapping", None):
@@ -71,14 +67,12 @@ def compute_logits(model: Any, hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def check_packed_forward(model: Any) -> None:
-    """Hold our way through the model against its own, and packed documents apart, before anything is trained.
+    """Compare the second of two packed documents with the model's own forward pass on it alone.
 
-    A model family that does something else after its head, or a backend that lets documents see each other,
-    is refused here rather than trained on wrongly.
+    Raises ModelError for a model family with another head, or an attention where documents attend to each other.
     """
-    vocab_size = min(model.config.get_text_config().vocab_size, 1000)
-    device = next(model.parameters()).device
-    tokens = torch.arange(3, 27, device=device).remainder(vocab_size).unsqueeze(0)
+    tokens = probe_tokens(model)
+    device = tokens.device
     positions = torch.arange(12, device=device).repeat(2).unsqueeze(0)
     was_training = model.training
     model.eval()
@@ -86,44 +80,51 @@ def check_packed_forward(model: Any) -> None:
     cu_seqlens = torch.tensor([0, 12, 24], dtype=torch.int32, device=device)
     ours = compute_logits(model, hidden_states(model, tokens, positions, cu_seqlens=cu_seqlens)[0, 12:])
     model.train(was_training)
-    relative_gap = float((alone.float() - ours.float()).abs().max() / alone.float().abs().max().clamp(min=1e-6))
-    if relative_gap > FORWARD_TOLERANCE:
+    if (gap := relative_gap(alone, ours)) > FORWARD_TOLERANCE:
         raise ModelError(
-            f"model: packed documents attend to each other, or the LM head is not a plain linear layer (logits differ by "
-            f"{relative_gap:.1e}); this family cannot be trained here yet"
+            "model: packed documents attend to each other, or the LM head is not a plain linear layer (logits differ "
+            f"by {gap:.1e}); this family cannot be trained here yet"
         )
 
 
+def probe_tokens(model: Any) -> Tensor:
+    """A row of 24 tokens for self-tests: [1, 24] int64, on the model's device."""
+    vocab_size = min(unwrap_peft(model).config.get_text_config().vocab_size, 1000)
+    return torch.arange(3, 27, device=next(model.parameters()).device).remainder(vocab_size).unsqueeze(0)
+
+
+def relative_gap(expected: Tensor, actual: Tensor) -> float:
+    """Largest difference as a fraction of the largest expected value."""
+    expected = expected.float()
+    return float((expected - actual.float()).abs().max() / expected.abs().max().clamp(min=1e-6))
+
+
 def unwrap_peft(model: Any) -> Any:
-    """The language model under an adapter wrapper; the adapters stay in its layers."""
+    """The language model inside a peft wrapper; the LoRA layers stay in it."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 ATTN_NAME = "modelwright"
-# cuDNN first: 415 TFLOP/s forward and backward at length 2048 on an H200, against 225 of FlashAttention-2
-SDPA_BACKENDS = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+# cuDNN first: 415 TFLOP/s forward and backward at length 2048 on an H200, FlashAttention-2 has 225
+SDPA_BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
+                 SDPBackend.MATH]  # fmt: skip
 VARLEN_NEEDS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class SharedPrefixLayout(NamedTuple):
-    """Answers that grow out of one prompt: each is a document whose keys are the prompt's and its own."""
+    """Varlen layout of continuations of one prefix: each is a document with the keys of the prefix and its own."""
 
     kv_index: Tensor
-    """[keys] int64, where in the flattened rows each key of each document stands."""
+    """[keys] int64, index in the flattened rows of each key of each document."""
     cu_seqlens_qk: Tensor
-    """[2, count + 1] int32, where each document begins among queries and among keys, and where the last one ends."""
+    """[2, documents + 1] int32, cu_seqlens of queries and of keys."""
     max_seqlen_k: int | None = None
-    """Keys of the longest document; where it says nothing, one may be as long as a row."""
+    """Keys of the longest document; the row length if None."""
 
 
 def register_attention(model: Any) -> None:
-    """Let a model attend this way."""
+    """Set a model's attention implementation to ours."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTN_NAME, attention_forward)
@@ -131,17 +132,16 @@ def register_attention(model: Any) -> None:
 
 
 def varlen_kwargs(cu_seqlens: Tensor | SharedPrefixLayout | UnsharedLayout, length: int) -> dict[str, Any]:
-    """What a model's forward hands down to attend, by the names transformers has for it.
+    """Keyword arguments that a transformers model passes to its attention.
 
-    documents: [count + 1] int32, where each document begins in the flattened rows, and where the last one ends; or
-    paths, or how two answers to one prompt are laid apart. length: tokens in a row.
+    cu_seqlens: [documents + 1] int32 over the flattened rows, or a layout of shared prefixes. length: tokens in a row.
     """
     if isinstance(cu_seqlens, UnsharedLayout):
         return {f"unshare_{name}": each for name, each in cu_seqlens._asdict().items()}
     if isinstance(cu_seqlens, SharedPrefixLayout):
         query_kwargs = varlen_kwargs(cu_seqlens.cu_seqlens_qk[0], cu_seqlens.max_seqlen_k or length)
         return {**query_kwargs, "cu_seq_lens_k": cu_seqlens.cu_seqlens_qk[1], "kv_index": cu_seqlens.kv_index}
-    # that a batch has more documents is no reason to compile a layer again: 17 CPU-seconds of LoRA in fp8
+    # another number of documents must not recompile a layer: 17 CPU-seconds with LoRA in fp8
     torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
     return {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens, "max_length_q": length, "max_length_k": length}
 
@@ -156,7 +156,7 @@ def attention_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within documents. query: [rows, heads, length, depth]; key, value: heads may be fewer."""
+    """Causal attention within documents. query: [rows, heads, length, head_dim]; key, value with fewer heads (GQA)."""
     if torch.is_autocast_enabled(query.device.type):
         compute_dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(compute_dtype), key.to(compute_dtype), value.to(compute_dtype)
@@ -192,23 +192,18 @@ def attention_forward(
 def _sdpa(
     qkv: tuple[Tensor, Tensor, Tensor], attention_mask: Tensor | None, dropout: float, scaling: float | None
 ) -> Tensor:
-    """Attention in rows of one length, causal where no mask says otherwise: [rows, heads, length, depth]."""
+    """Attention over rows of one length, causal without a mask: [rows, heads, length, head_dim]."""
     query, key, value = qkv
-    # by a branch: to the compiler lengths may be symbols, and so is what compares them, which the kernel does not take
+    # a branch, since under torch.compile the comparison may be symbolic, which the kernel does not take
     is_causal = attention_mask is None and query.shape[2] == key.shape[2]
     mask_kwargs: dict[str, Any] = {"is_causal": True} if is_causal else {"attn_mask": attention_mask}
     if query.is_cuda and query.dtype not in HALF_DTYPES and (repeats := query.shape[1] // key.shape[1]) > 1:
-        # in fp32 the kernel that saves memory wants as many heads everywhere: 14 GB instead of 35 at length 2048
+        # the memory-efficient fp32 kernel has no GQA: 14 GB instead of 35 at length 2048
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     with sdpa_kernel(SDPA_BACKENDS, set_priority=True):
+        gqa = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            dropout_p=dropout,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-            **mask_kwargs,
+            query, key, value, dropout_p=dropout, scale=scaling, enable_gqa=gqa, **mask_kwargs
         )
 
 
@@ -216,27 +211,17 @@ def _varlen(
     qkv: tuple[Tensor, Tensor, Tensor], cu_seqlens_qk: tuple[Tensor, Tensor], max_seqlen: int, window: int | None,
     scaling: float | None,
 ) -> Tensor:  # fmt: skip
-    """FlashAttention over documents: [rows, length, heads, depth]. parts: queries, keys and values, the latter two
-    [keys, heads, depth]; longest: no document has more queries or keys.
+    """FlashAttention over documents: [rows, length, heads, head_dim]. Keys and values are [keys, heads, head_dim].
 
     A document with fewer queries than keys has the queries of its last keys.
     """
     query, key, value = qkv
     rows, heads, length, depth = query.shape
     window_size = (-1 if window is None else window - 1, 0)
-    # torch 2.11 takes fewer key heads as they are; later versions want to be told
+    # torch 2.11 takes fewer key heads without a flag; later versions have one
     gqa: dict[str, Any] = {"enable_gqa": True} if key.shape[1] != heads and VARLEN_NEEDS_GQA_FLAG else {}
-    out = varlen_attn(
-        _flatten_rows(query),
-        key,
-        value,
-        *cu_seqlens_qk,
-        max_seqlen,
-        max_seqlen,
-        scale=scaling,
-        window_size=window_size,
-        **gqa,
-    )
+    q, lengths = _flatten_rows(query), (*cu_seqlens_qk, max_seqlen, max_seqlen)
+    out = varlen_attn(q, key, value, *lengths, scale=scaling, window_size=window_size, **gqa)
     assert isinstance(out, Tensor)
     return out.view(rows, length, heads, depth)
 
@@ -244,8 +229,8 @@ def _varlen(
 def _varlen_cpu(
     qkv: tuple[Tensor, Tensor, Tensor], cu_seqlens_qk: tuple[Tensor, Tensor], window: int | None, scaling: float | None
 ) -> Tensor:
-    """The same on a processor, document by document: a mask over all of them took two fifths of the time of a model of
-    135 M weights whose rows share 260 tokens."""
+    """The same on a CPU, document by document: a mask over all took two fifths of the time of a 135 M model whose rows
+    share 260 tokens."""
     query, key, value = qkv
     rows, heads, length, depth = query.shape
     flat, repeats = _flatten_rows(query), heads // key.shape[1]
@@ -263,7 +248,7 @@ def _varlen_cpu(
 
 
 def _flatten_rows(x: Tensor) -> Tensor:
-    """All rows in one line: [rows × length, heads, depth]."""
+    """[rows, heads, length, head_dim] to [rows × length, heads, head_dim]."""
     rows, heads, length, depth = x.shape
     return x.transpose(1, 2).reshape(rows * length, heads, depth)
 
@@ -273,7 +258,7 @@ def _gather_kv(x: Tensor, kv_index: Tensor) -> Tensor:
 
 
 def _document_mask(query: Tensor, cu_seqlens: Tensor | None, window: int | None) -> Tensor:
-    """Who sees whom, written out: [rows, 1, length, length] bool. For devices and types without the fast way."""
+    """Causal mask within documents, for devices and dtypes without varlen attention: [rows, 1, length, length] bool."""
     rows, _, length, _ = query.shape
     positions = torch.arange(length, device=query.device)
     distance = positions[:, None] - positions[None, :]
@@ -286,23 +271,22 @@ def _document_mask(query: Tensor, cu_seqlens: Tensor | None, window: int | None)
 
 
 LENGTH_MULTIPLE = 8
-"""Rows are a multiple of this long, as the fastest kernels want it."""
+"""Row lengths are a multiple of this for the fastest kernels."""
 
 
 class UnsharedLayout(NamedTuple):
-    """Where each token of the rows stands among the answers, and the other way round."""
+    """Indices between rows of a prompt with two answers and one row per answer, each with a copy of the prompt."""
 
     gather_index: Tensor
-    """[answers, length] int32, the token that stands there in the flattened rows; padding is any."""
+    """[answers, length] int32, index in the flattened rows; any for padding."""
     scatter_index: Tensor
-    """[2, tokens] int32, where a token of the flattened rows stands among the flattened answers, and where once more;
-    -1 for nowhere."""
+    """[2, tokens] int32, first and second index of a token in the flattened answers; -1 for none."""
     first_use: Tensor
-    """[answers × length] int32, places flattened where a token stands for the first time; -1 where none does."""
+    """[answers × length] int32, the token whose first copy this is; -1 for none."""
 
 
 def unshared_layout(segment_ids: Tensor) -> UnsharedLayout:
-    """Lay out rows of a prompt and two answers. branches: [rows, length] int64: 0, 1, 2, and 3 for padding."""
+    """The layout of rows of a prompt and two answers. segment_ids: [rows, length] int64, 0, 1, 2, and 3 for padding."""
     rows, length = segment_ids.shape
     prompts, chosen, rejected = ((segment_ids == segment).sum(1).tolist() for segment in range(3))
     max_length = max(prompt + max(two) for prompt, *two in zip(prompts, chosen, rejected, strict=True))
@@ -320,30 +304,27 @@ def unshared_layout(segment_ids: Tensor) -> UnsharedLayout:
         scatter_index[1, row, :prompt] = slot + max_length + np.arange(prompt)
     first, first_use = scatter_index[0].flatten(), np.full(gather_index.size, -1)
     first_use[first[first >= 0]] = np.flatnonzero(first >= 0)
-    # every number of a tensor is fetched by an index, and half as wide costs a GPU half the arithmetic
-    return UnsharedLayout(
-        *(torch.from_numpy(each.astype(np.int32)) for each in (gather_index, scatter_index.reshape(2, -1), first_use))
-    )
+    # int32: index arithmetic of the gathers is half as expensive as with int64 on a GPU
+    indices = (gather_index, scatter_index.reshape(2, -1), first_use)
+    return UnsharedLayout(*(torch.from_numpy(index.astype(np.int32)) for index in indices))
 
 
 def unshare_prefix(x: Tensor, layout: UnsharedLayout) -> Tensor:
-    """Rows as answers: [rows, heads, length, depth] into [answers, heads, longest, depth]."""
-    _, heads, _, depth = x.shape
-    flat = x.transpose(1, 2).reshape(-1, heads, depth)
-    gathered: Tensor = _UnsharePrefix.apply(flat, layout.gather_index.flatten(), layout.scatter_index)  # type: ignore[no-untyped-call]
+    """Rows to answers: [rows, heads, length, head_dim] to [answers, heads, max_length, head_dim]."""
+    heads, depth = x.shape[1], x.shape[3]
+    gathered: Tensor = _UnsharePrefix.apply(_flatten_rows(x), layout.gather_index.flatten(), layout.scatter_index)  # type: ignore[no-untyped-call]
     return gathered.view(*layout.gather_index.shape, heads, depth).transpose(1, 2)
 
 
 def reshare_prefix(x: Tensor, layout: UnsharedLayout, rows: int) -> Tensor:
-    """Answers as rows: [answers, heads, longest, depth] into [rows, length, heads, depth]."""
-    _, heads, _, depth = x.shape
-    flat = x.transpose(1, 2).reshape(-1, heads, depth)
-    gathered: Tensor = _ResharePrefix.apply(flat, layout.scatter_index[0], layout.first_use)  # type: ignore[no-untyped-call]
+    """Answers to rows: [answers, heads, max_length, head_dim] to [rows, length, heads, head_dim]."""
+    heads, depth = x.shape[1], x.shape[3]
+    gathered: Tensor = _ResharePrefix.apply(_flatten_rows(x), layout.scatter_index[0], layout.first_use)  # type: ignore[no-untyped-call]
     return gathered.view(rows, -1, heads, depth)
 
 
 class _UnsharePrefix(torch.autograd.Function):
-    """Tokens taken to where they are used; gradients are fetched from there, since adding them there is slow."""
+    """A gather whose backward is two gathers and a sum, since scatter-add is slow."""
 
     @staticmethod
     def forward(ctx: Any, flat: Tensor, gather_index: Tensor, scatter_index: Tensor) -> Tensor:
@@ -357,7 +338,7 @@ class _UnsharePrefix(torch.autograd.Function):
 
 
 class _ResharePrefix(torch.autograd.Function):
-    """Tokens fetched from where they were first used."""
+    """A gather of the first copy of each token, with a gather as backward."""
 
     @staticmethod
     def forward(ctx: Any, flat: Tensor, scatter_index: Tensor, first_use: Tensor) -> Tensor:
@@ -371,8 +352,6 @@ class _ResharePrefix(torch.autograd.Function):
 
 
 def _gather_or_zero(values: Tensor, index: Tensor) -> Tensor:
-    """Values from places, nothing from nowhere."""
+    """Values at an index, zero where it is -1."""
     gathered = values.index_select(0, index.clamp(min=0))
-    return torch.where(
-        (index >= 0)[:, None, None], gathered, torch.zeros((), dtype=gathered.dtype, device=gathered.device)
-    )
+    return torch.where((index >= 0)[:, None, None], gathered, gathered.new_zeros(()))

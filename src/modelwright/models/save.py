@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from modelwright.errors import StorageError, UsageError, is_storage_failure
@@ -18,14 +17,14 @@ from modelwright.runs.folder import fsync_path
 
 
 def save_model(model: Any, tokenizer: Any, weights: dict[str, Tensor], folder: Path) -> None:
-    """Write a language model as a folder that from_pretrained reads; `weights` are whole, sharded or not."""
+    """Write a language model as a folder that from_pretrained reads; `weights` are full tensors."""
     with atomic_model_folder(folder) as partial:
         model.save_pretrained(partial, state_dict=weights)
         tokenizer.save_pretrained(partial)
 
 
 def merge_adapter(adapter: Path, folder: Path) -> None:
-    """Add an adapter's low-rank matrices into the weights they sit beside: a folder that needs no peft to be read."""
+    """Merge a LoRA adapter into its base model and write a folder that needs no peft."""
     if not (adapter / "adapter_config.json").exists():
         raise UsageError(f"{adapter} is no adapter folder (no adapter_config.json); there is nothing to merge")
     merged = load_model(adapter).merge_and_unload()
@@ -34,16 +33,15 @@ def merge_adapter(adapter: Path, folder: Path) -> None:
 
 @contextmanager
 def atomic_model_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write a model into, which takes its place when all of it is there and durable."""
+    """Yield a temporary folder that is synced and renamed to `folder` at the end."""
     partial = folder.with_name(f".{folder.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
         for path in partial.rglob("*"):
-            path.chmod(
-                0o755 if path.is_dir() else 0o644
-            )  # the writer makes weights private, which a shared volume's next reader cannot use
+            # safetensors writes with mode 0600, which other users of a shared volume cannot read
+            path.chmod(0o755 if path.is_dir() else 0o644)
             fsync_path(path)
         fsync_path(partial)
         shutil.rmtree(folder, ignore_errors=True)
@@ -51,18 +49,13 @@ def atomic_model_folder(folder: Path) -> Iterator[Path]:
         fsync_path(folder.parent)
     except Exception as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if (isinstance(error, OSError) and is_storage_failure(error)) or "os error 28" in str(error):
+        if is_storage_failure(error):
             message = f"{folder}: the model could not be written ({error}); the checkpoints are unharmed"
             raise StorageError(message) from None
         raise
 
 
 def save_pth(path: Path, contents: Mapping[str, Any]) -> None:
-    """Write one file and read it back in the safe way, so that what we hand out is known to open so."""
+    """Write a .pth file and check that it loads with weights_only=True."""
     torch.save(dict(contents), path)
     torch.load(path, weights_only=True, map_location="cpu")
-
-
-def load_safetensors(path: Path, prefix: str = "") -> dict[str, Tensor]:
-    """The tensors of a safetensors file, those under a prefix without it."""
-    return {name.removeprefix(prefix): value for name, value in load_file(path).items() if name.startswith(prefix)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib.util import find_spec
 from types import MethodType
 from typing import Any
@@ -13,24 +12,11 @@ from torch.nn.functional import linear, silu
 
 from modelwright.errors import ModelError, first_line
 from modelwright.recipe.schema import TrainableConfig
-
-
-@dataclass(frozen=True)
-class ParameterCount:
-    """How much of a model moves."""
-
-    trained: int
-    """Parameters that move."""
-    total: int
-    """Parameters in all."""
-
-    def __str__(self) -> str:
-        millions = f"{self.trained / 1e6:,.1f} M of {self.total / 1e6:,.1f} M"
-        return f"{millions} parameters trainable ({self.trained / self.total:.2%})"
+from modelwright.recipe.sections import FUSED_LORA_RANKS, MLP_LINEARS, ParameterCount
 
 
 def set_trainable(model: Any, parts: TrainableConfig) -> Any:
-    """Freeze what does not move; returns the model to train, wrapped where LoRA is asked for."""
+    """Freeze what is not trained; returns the model to train, a peft wrapper with LoRA."""
     if parts.trainable.untie_lm_head:
         untie_head(model)
     if parts.trainable.lora:
@@ -43,15 +29,15 @@ def set_trainable(model: Any, parts: TrainableConfig) -> Any:
 
 
 def count_parameters(model: nn.Module) -> ParameterCount:
-    """Count what moves; weights that are shared count once."""
+    """Count parameters; tied weights count once."""
     weights = list(model.parameters())
     trained = sum(w.numel() for w in weights if w.requires_grad)
-    # two weights of four bits stand in one byte
+    # 4-bit weights are packed two to a byte
     return ParameterCount(trained, sum(w.numel() * (2 if type(w).__name__ == "Params4bit" else 1) for w in weights))
 
 
 def untie_head(model: Any) -> None:
-    """Give the head its own copy of the weights it shares with the embeddings."""
+    """Give the LM head its own copy of the tied weights."""
     head = model.get_output_embeddings()
     if head is None or not model.config.tie_word_embeddings:
         return
@@ -70,7 +56,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def has_decoder_layers(model: nn.Module) -> bool:
-    """Whether the transformer layers are where they are looked for."""
+    """Whether `decoder_layers` finds the transformer layers."""
     return _layers(model) is not None
 
 
@@ -102,18 +88,14 @@ def _trainable_modules(model: Any, parts: TrainableConfig) -> list[nn.Module]:
 
 
 def add_lora(model: Any, parts: TrainableConfig) -> Any:
-    """The model with low-rank matrices beside its frozen ones, as peft computes them."""
+    """The model with LoRA by peft."""
     from peft import LoraConfig, get_peft_model
 
     settings = LoraConfig(
-        r=parts.lora_r,
-        lora_alpha=parts.lora_alpha,
-        lora_dropout=parts.lora_dropout,
-        target_modules=parts.lora_target_modules,
-        use_dora=parts.use_dora,
-        use_rslora=parts.use_rslora,
+        r=parts.lora_r, lora_alpha=parts.lora_alpha, lora_dropout=parts.lora_dropout,
+        target_modules=parts.lora_target_modules, use_dora=parts.use_dora, use_rslora=parts.use_rslora,
         task_type="CAUSAL_LM",
-    )
+    )  # fmt: skip
     try:
         return get_peft_model(model, settings)
     except ValueError as error:
@@ -121,13 +103,10 @@ def add_lora(model: Any, parts: TrainableConfig) -> Any:
 
 
 SILU_GATED_MLPS = {"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "SmolLM3MLP"}
-"""Layers known to be down(silu(gate(x)) · up(x)) and nothing more."""
-MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
+"""MLP classes that are exactly down(silu(gate(x)) · up(x))."""
 LORA_PREFIX = "lora_"
-"""How the names of low-rank matrices begin."""
+"""Prefix of LoRA module names."""
 SILU_ACTIVATIONS = {"SiLU", "SiLUActivation"}
-FUSED_RANKS = (16, 32, 64, 128)
-"""Ranks that a tensor core multiplies."""
 HAS_TRITON = find_spec("triton") is not None
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -137,10 +116,10 @@ def fused_lora_mlp(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
     gate_a: Tensor, gate_b: Tensor, up_a: Tensor, up_b: Tensor, down_a: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The layer's answer but for down's low-rank part, the thin product for that, and what the gradient asks for.
+    """The MLP output without the LoRA of down, the input of down's lora_B, and tensors for the backward pass.
 
-    That part is added outside, together with whatever else is added there: on a number already rounded to bf16 a small
-    one would be lost, and at first all are small (with B's of 1e-4 a fifth of what was learnt did not reach the loss).
+    down's LoRA is added outside: added to an output already rounded to bf16, a small update would be lost (with values
+    of 1e-4 in lora_B, a fifth of the updates did not reach the loss).
     """
     lora_inner = linear(x, torch.cat((gate_a, up_a))).mul_(scale)
     gate, up = x @ gate_weight.T, x @ up_weight.T
@@ -154,12 +133,11 @@ def fused_lora_mlp_backward(
     gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
     gate_a: Tensor, gate_b: Tensor, up_a: Tensor, up_b: Tensor, down_a: Tensor, scale: float,
 ) -> Gradients:  # fmt: skip
-    """The gradients of x and of the five thin matrices; out, thin: those of the answer and of the thin product."""
+    """The gradients of x and of the five LoRA matrices."""
     rank, scaled_grad = gate_a.shape[0], grad_down_lora_inner * scale
     grad_act = grad_out @ down_weight
-    d_gate, d_up, sums = _swiglu_backward(
-        gate, up, lora_inner, gate_b, up_b, grad_act, scaled_grad, down_a.T.contiguous()
-    )
+    down_a_t = down_a.T.contiguous()
+    d_gate, d_up, sums = _swiglu_backward(gate, up, lora_inner, gate_b, up_b, grad_act, scaled_grad, down_a_t)
     grad_lora_inner = torch.cat((d_gate @ gate_b, d_up @ up_b), 1).mul_(scale)
     d_x = d_gate @ gate_weight
     d_x.addmm_(d_up, up_weight)
@@ -211,7 +189,7 @@ def _swiglu_backward(
     gate: Tensor, up: Tensor, lora_inner: Tensor, gate_b: Tensor, up_b: Tensor,
     grad_act: Tensor, scaled_grad: Tensor, down_a: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of both products, and of gate_b, up_b and down_a, which is [wide, rank] here: [3, wide, rank]."""
+    """The gradients of gate and up, and of gate_b, up_b and down_a (here [inner, rank]) as [3, inner, rank]."""
     if gate.is_cuda:
         from modelwright.models.kernels import swiglu_lora_backward
 
@@ -225,21 +203,14 @@ def _swiglu_backward(
 
 
 def install_fused_lora_mlp(model: Any) -> Any:
-    """Let the gated layers of a model with low-rank matrices take the short way where they can; returns the model."""
-    for layer in model.modules():
-        if (
-            type(layer).__name__ in SILU_GATED_MLPS
-            and type(layer.act_fn).__name__ in SILU_ACTIVATIONS
-            and _has_lora(layer)
-        ):
-            layer.forward = MethodType(_mlp_forward, layer)
-    return model
-
-
-def _has_lora(layer: Any) -> bool:
+    """Use the fused LoRA MLP in all layers that support it; returns the model."""
     from peft.tuners.lora.layer import Linear
 
-    return all(type(getattr(layer, name)) is Linear for name in MLP_LINEARS)
+    for layer in model.modules():
+        is_swiglu = type(layer).__name__ in SILU_GATED_MLPS and type(layer.act_fn).__name__ in SILU_ACTIVATIONS
+        if is_swiglu and all(type(getattr(layer, name)) is Linear for name in MLP_LINEARS):
+            layer.forward = MethodType(_mlp_forward, layer)
+    return model
 
 
 def _mlp_forward(layer: Any, x: Tensor) -> Tensor:
@@ -251,7 +222,9 @@ def _mlp_forward(layer: Any, x: Tensor) -> Tensor:
     frozen = [each.base_layer.weight for each in linears]
     *lora, down_b = [weight for each in linears for weight in lora_weights(each)]
     adapters_off = linears[0].disable_adapters
-    if adapters_off:  # a reference rounds as what is held against it does: while B is zero they are the same to the bit
+    if (
+        adapters_off
+    ):  # zero LoRA, so that the reference rounds as the policy does: equal to the bit while lora_B is zero
         lora = [torch.zeros_like(weight) for weight in lora]
     rows, down_lora_inner, *_ = fused_lora_mlp(x.flatten(0, -2), *frozen, *lora, rank_and_scaling(linears[0])[1])
     out = rows if adapters_off else rows + linear(down_lora_inner, down_b)
@@ -259,26 +232,26 @@ def _mlp_forward(layer: Any, x: Tensor) -> Tensor:
 
 
 def is_fusable(linear: Any, dtype: torch.dtype) -> bool:
-    """Whether a frozen matrix and its low-rank ones are added up and nothing more, in the kernels' own precision."""
+    """Whether a linear is a frozen bf16 weight plus plain LoRA in bf16."""
     adapters = getattr(linear, "active_adapters", [])
     if len(adapters) != 1 or adapters[0] not in linear.r or linear.merged or adapters[0] in linear.lora_variant:
         return False
     base, outer = linear.base_layer, linear.lora_B[adapters[0]]
-    # fp8's layers are given the forward of any linear layer where fp8 was tried and left
+    # linears of an abandoned fp8 trial have a plain forward in their __dict__
     usual = type(base) is nn.Linear or (isinstance(base, nn.Linear) and "forward" in base.__dict__)
     bare = usual and base.bias is None and outer.bias is None and not base.weight.requires_grad
-    alone = isinstance(linear.lora_dropout[adapters[0]], nn.Identity) and linear.r[adapters[0]] in FUSED_RANKS
+    alone = isinstance(linear.lora_dropout[adapters[0]], nn.Identity) and linear.r[adapters[0]] in FUSED_LORA_RANKS
     weights = (base.weight, *lora_weights(linear))
     return bare and alone and all(weight.dtype == dtype == torch.bfloat16 for weight in weights)
 
 
 def lora_weights(linear: Any) -> tuple[Tensor, Tensor]:
-    """The two low-rank matrices: [rank, in], [out, rank]."""
+    """lora_A and lora_B: [rank, in], [out, rank]."""
     adapter = linear.active_adapters[0]
     return linear.lora_A[adapter].weight, linear.lora_B[adapter].weight
 
 
 def rank_and_scaling(linear: Any) -> tuple[int, float]:
-    """The rank, and what the low-rank product is multiplied by."""
+    """Rank and scaling of LoRA."""
     adapter = linear.active_adapters[0]
     return linear.r[adapter], linear.scaling[adapter]

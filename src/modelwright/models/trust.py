@@ -1,4 +1,4 @@
-"""Refuse model folders that ask for code to run, before any library reads them: config files, pickles, chat templates."""
+"""Refuse model folders that would run code, before any library reads them: configs, pickles, chat templates."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from typing import Any
 from modelwright.errors import ModelError
 
 MAX_JSON_BYTES = 4_000_000
-"""Bytes of a JSON file of settings; tokenizer.json is no such file."""
+"""Largest size of a config file; tokenizer.json is not checked."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 ADAPTER_CONFIG = "adapter_config.json"
 KERNEL_KEY = re.compile(r"(attn|experts)_implementation")
 CODE_KEYS = ("megatron_config", "auto_mapping", "corda_config", "lora_ga_config")
-"""What of an adapter's settings names code to import, or a pickle to read."""
+"""Keys of an adapter config that name code to import or a pickle to load."""
 RENDER_SECONDS, RENDER_BYTES = 2.0, 1 << 30
-"""CPU-seconds and memory that a chat template may take for two turns; honest ones take a millisecond."""
+"""CPU-seconds and memory limits of a chat template for two turns; usual ones take a millisecond."""
 PROBE_CHAT = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
 
 
 def check_model(path: Path) -> None:
-    """Refuse a model folder that wants its own code to run, or whose weights are pickles."""
+    """Refuse a model folder with custom code, or with pickles only."""
     _refuse_code(path, "config.json")
     if not any(path.glob("*.safetensors")) and (pickles := _pickles(path)):
         raise ModelError(
@@ -40,12 +40,12 @@ def check_model(path: Path) -> None:
 
 
 def check_tokenizer(path: Path) -> None:
-    """Refuse a tokenizer that wants its own code to run."""
+    """Refuse a tokenizer with custom code."""
     _refuse_code(path, "tokenizer_config.json")
 
 
 def adapter_base(path: Path) -> Path:
-    """The folder an adapter sits on, by its settings, which may ask for nothing but low-rank matrices."""
+    """The base model folder of an adapter, which must be plain LoRA."""
     settings = read_small_json(path / ADAPTER_CONFIG)
     if (peft_type := settings.get("peft_type")) != "LORA":
         raise ModelError(f"model: {path / ADAPTER_CONFIG} is an adapter of type {str(peft_type)[:40]!r}; it wants LORA")
@@ -70,12 +70,12 @@ def adapter_base(path: Path) -> Path:
 def _is_model(name: str) -> bool:
     try:
         return (Path(name) / "config.json").is_file()
-    except (OSError, ValueError):  # a name too long to be one, or with a zero in it
+    except (OSError, ValueError):  # too long, or with a null byte
         return False
 
 
 def read_small_json(path: Path) -> dict[str, Any]:
-    """A small JSON file of a model folder, an object; anything else is one letter."""
+    """The object in a small JSON file of a model folder; raises ModelError for anything else."""
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise ModelError(f"model: {path} is over {MAX_JSON_BYTES / 1e6:.0f} MB; no such file is")
@@ -90,10 +90,10 @@ def read_small_json(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def render_limits(what: str) -> Iterator[None]:
-    """Let a chat template run only so long and in so much memory: the sandbox keeps it from acting, not from growing.
+    """Limit CPU time and memory of a chat template; jinja's sandbox limits neither.
 
-    The kernel watches the memory and, for the main thread, the CPU time; in another thread time is looked at between
-    the lines, so that one endless operation is not found there.
+    Memory is limited by rlimit, and CPU time by a signal in the main thread; other threads check the time between
+    lines, so that a single endless operation is not interrupted there.
     """
     before = resource.getrlimit(resource.RLIMIT_AS)
     budget = _memory_now() + RENDER_BYTES
@@ -111,7 +111,7 @@ def render_limits(what: str) -> Iterator[None]:
 
 @contextmanager
 def _timer() -> Iterator[None]:
-    """Raise TimeoutError when the time is over, and again after that, since a template's compiler may swallow one."""
+    """Raise TimeoutError after the limit, and repeatedly, since jinja's compiler may swallow the first."""
     running = True
 
     def ring(number: int, frame: FrameType | None) -> None:
@@ -130,7 +130,7 @@ def _timer() -> Iterator[None]:
 
 @contextmanager
 def _trace_timer() -> Iterator[None]:
-    """Raise TimeoutError at the first line that begins after the time is over."""
+    """Raise TimeoutError at the first line that starts after the limit."""
     deadline, previous = time.thread_time() + RENDER_SECONDS, sys.gettrace()
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
@@ -154,7 +154,7 @@ def _pickles(path: Path) -> list[str]:
 
 
 def _refuse_code(path: Path, name: str) -> None:
-    """Names of code anywhere in the settings: modules of the folder's own, or kernels of somebody's repository."""
+    """Refuse settings that name code: modules in the folder, or kernels of a hub repository."""
     if not (path / name).is_file():
         return
     settings = read_small_json(path / name)
@@ -170,9 +170,9 @@ def _refuse_code(path: Path, name: str) -> None:
 
 
 def _is_known_family(settings: dict[str, Any], name: str) -> bool:
-    """Whether transformers can do without the code that a folder names: it has the family, or a tokenizer's file."""
+    """Whether transformers has its own class for this folder, so that the custom code is not needed."""
     if name != "config.json":
-        return True  # the library's own classes read tokenizer.json; what it cannot read it tells
+        return True  # transformers reads tokenizer.json with its own classes, or raises
     from transformers import CONFIG_MAPPING
 
     return settings.get("model_type") in CONFIG_MAPPING

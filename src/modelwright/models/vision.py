@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 
 
 class BasicBlock(nn.Module):
-    """Two 3 × 3 convolutions and a way past them."""
+    """Two 3 × 3 convolutions with a residual connection."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -38,7 +37,7 @@ class BasicBlock(nn.Module):
             self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """seen: [rows, inputs, height, width]."""
+        """x: [rows, inputs, height, width]."""
         inner = batch_norm_relu(self.bn1, self.conv1(x))
         residual = x
         if self.downsample is not None:
@@ -49,7 +48,7 @@ class BasicBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """Four stages of two blocks, each stage twice as wide as the last and half as large."""
+    """Four stages of two blocks; each stage doubles the channels and halves the image size."""
 
     def __init__(self, classes: int, width: int, channels: int) -> None:
         super().__init__()
@@ -75,16 +74,16 @@ class ResNet18(nn.Module):
 
 
 def resnet18(classes: int = 10, width: int = 64, channels: int = 3) -> ResNet18:
-    """A fresh model: 11,173,962 parameters at width 64 for 10 classes, and a quarter as many for half the width."""
+    """A new model: 11,173,962 parameters at width 64 for 10 classes, and a quarter of that at half the width."""
     return ResNet18(classes, width, channels)
 
 
 def save_vision(
     model: ResNet18, folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Write a model folder, whole or not at all; `config` says mean, std and class names, and the model its own shape.
+    """Write a model folder atomically; `config` has mean, std and class names.
 
-    `weights` stand for the model's own where they are given: averaged ones, or whole ones of a sharded model.
+    `weights` replace the model's own: those of the EMA, or full tensors of a sharded model.
     """
     shape = {"classes": model.classes, "width": model.width, "channels": model.channels}
     text = json.dumps({**config, "model_type": MODEL_TYPE, **shape}, indent=2, ensure_ascii=False, allow_nan=False)
@@ -95,7 +94,7 @@ def save_vision(
 
 
 def load_vision(folder: Path) -> tuple[ResNet18, dict[str, Any]]:
-    """The model of a folder, ready to answer, and its config."""
+    """The model of a folder in eval mode, and its config."""
     try:
         config: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         model_type, shape = config.get("model_type"), [config.get(name) for name in ("classes", "width", "channels")]
@@ -113,13 +112,13 @@ def load_vision(folder: Path) -> tuple[ResNet18, dict[str, Any]]:
 
 
 class Conv3x3(nn.Conv2d):
-    """A 3 × 3 convolution with a padding of 1 and no bias, under torch's own name and weights."""
+    """A 3 × 3 convolution with padding 1 and no bias, and a faster backward pass in fp32 on a CPU."""
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
         super().__init__(inputs, outputs, 3, stride, padding=1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """seen: [rows, inputs, height, width]."""
+        """x: [rows, inputs, height, width]."""
         exact = x.dtype is torch.float32 and not torch.is_autocast_enabled("cpu")
         if x.device.type == "cpu" and torch.is_grad_enabled() and exact:
             out: Tensor = _Conv3x3Gradients.apply(x, self.weight, self.stride[0])  # type: ignore[no-untyped-call]
@@ -128,10 +127,10 @@ class Conv3x3(nn.Conv2d):
 
 
 class _Conv3x3Gradients(torch.autograd.Function):
-    """Both gradients as plain products.
+    """Both gradients as matmuls.
 
-    Per image and core, 16 channels of 32 × 32: 0.34 ms instead of 1.65 by the weights, 0.25 instead of 0.51 by the
-    input (ARM, torch 2.13).
+    Per image and core with 16 channels of 32 × 32: weight gradient 0.34 ms instead of 1.65, input gradient 0.25 ms
+    instead of 0.51 (ARM, torch 2.13).
     """
 
     @staticmethod
@@ -150,7 +149,7 @@ class _Conv3x3Gradients(torch.autograd.Function):
 
 
 def _grad_input(grad_output: Tensor, x: Tensor, weight: Tensor, stride: int) -> Tensor:
-    """The mirrored kernel over the gradient."""
+    """Convolution of the gradient with the flipped kernel."""
     if stride == 1:
         return F.conv2d(grad_output, weight.flip(2, 3).transpose(0, 1), None, 1, 1)
     grad_x: Tensor = conv2d_input(list(x.shape), weight, grad_output, stride, 1)  # type: ignore[no-untyped-call]
@@ -158,7 +157,7 @@ def _grad_input(grad_output: Tensor, x: Tensor, weight: Tensor, stride: int) -> 
 
 
 def _grad_weight(grad_output: Tensor, x: Tensor, stride: int) -> Tensor:
-    """What each place saw, laid side by side, times the gradient there: [outputs, inputs, 3, 3]."""
+    """Gradient times the unfolded patches (im2col): [outputs, inputs, 3, 3]."""
     inputs, outputs = x.shape[1], grad_output.shape[1]
     padded = F.pad(x, (1, 1, 1, 1))
     row, channel, line, column = padded.stride()
@@ -169,16 +168,14 @@ def _grad_weight(grad_output: Tensor, x: Tensor, stride: int) -> Tensor:
 
 
 BLOCK_ROWS, NUM_WARPS, MAX_PROGRAMS = 128, 8, 528
-"""Lines of the table that a program takes at once, its warps, and programs that add up: four a processor of an H200."""
+"""Rows per block, warps per program, and programs that compute partial sums: four per SM of an H200."""
 SUM_STEP = 64
-"""Partial sums that are added up at once."""
+"""Partial sums that are added at once."""
+HAS_TRITON = find_spec("triton") is not None
 
 
 def batch_norm_relu(norm: nn.BatchNorm2d, x: Tensor, residual: Tensor | None = None, relu: bool = True) -> Tensor:
-    """What a batch norm makes of its input, plus what came past it, and nothing below zero.
-
-    seen, past: [rows, channels, height, width].
-    """
+    """relu(norm(x) + residual), fused on a GPU in training. x, residual: [rows, channels, height, width]."""
     if _is_fast(norm, x):
         assert norm.num_batches_tracked is not None
         norm.num_batches_tracked.add_(1)
@@ -189,26 +186,20 @@ def batch_norm_relu(norm: nn.BatchNorm2d, x: Tensor, residual: Tensor | None = N
 
 
 def _is_fast(norm: nn.BatchNorm2d, x: Tensor) -> bool:
-    """Whether it is learning on a GPU, in a layout that the kernels know; a compiler has ways of its own."""
+    """Whether the fused kernels apply: training on a GPU, channels_last, not under torch.compile."""
     if not x.is_cuda or not norm.training or norm.momentum is None or torch.compiler.is_compiling():
         return False
-    fits = x.shape[1] % 64 == 0 and x.is_contiguous(memory_format=torch.channels_last)
-    return fits and _has_triton()
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    return x.shape[1] % 64 == 0 and x.is_contiguous(memory_format=torch.channels_last) and HAS_TRITON
 
 
 class _FusedBatchNorm(torch.autograd.Function):
-    """Both ways by the kernels."""
+    """Batch norm, residual and ReLU by the Triton kernels, forward and backward."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, norm: nn.BatchNorm2d, relu: bool
     ) -> Tensor:
-        from modelwright.models import kernels as kernels
+        from modelwright.models import kernels
 
         channels = x.shape[1]
         num_rows, channel_blocks = x.numel() // channels, channels // kernels.BLOCK_CHANNELS
@@ -225,39 +216,27 @@ class _FusedBatchNorm(torch.autograd.Function):
         )
         running = (norm.running_mean, norm.running_var)
         kernels.bn_stats[(channel_blocks,)](
-            partial_sums,
-            weight,
-            bias,
-            stats,
-            *running,
-            num_rows,
-            channels,
-            programs,
-            norm.momentum,
-            norm.eps,
+            partial_sums, weight, bias, stats, *running, num_rows, channels, programs, norm.momentum, norm.eps,
             **sum_kwargs,
-        )
+        )  # fmt: skip
+        has_residual, past = residual is not None, x if residual is None else residual
         kernels.bn_apply[(-(-num_rows // BLOCK_ROWS), channel_blocks)](
-            x,
-            x if residual is None else residual,
-            stats,
-            out,
-            num_rows,
-            channels,
-            int(residual is not None),
-            floor,
-            **tile_kwargs,
+            x, past, stats, out, num_rows, channels, int(has_residual), floor, **tile_kwargs
         )
         ctx.save_for_backward(x, out, stats)
-        ctx.has_residual, ctx.floor, ctx.programs, ctx.rows_per_program, ctx.tile_kwargs, ctx.sum_kwargs = (
-            *(residual is not None, floor, programs, rows_per_program, tile_kwargs, sum_kwargs),
+        ctx.has_residual, ctx.floor, ctx.programs, ctx.rows_per_program = (
+            has_residual,
+            floor,
+            programs,
+            rows_per_program,
         )
+        ctx.tile_kwargs, ctx.sum_kwargs = tile_kwargs, sum_kwargs
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        from modelwright.models import kernels as kernels
+        from modelwright.models import kernels
 
         x, out, stats = ctx.saved_tensors
         grad_output = grad_output.contiguous(memory_format=torch.channels_last)
@@ -266,21 +245,13 @@ class _FusedBatchNorm(torch.autograd.Function):
         partial_sums, gradients = stats.new_empty(ctx.programs, 2, channels), stats.new_empty(2, channels)
         grad_x = torch.empty_like(x)
         grad_residual = torch.empty_like(x) if ctx.has_residual else None
+        inputs = (grad_output, out, x, stats)
         kernels.bn_grad_sums[(ctx.programs, channel_blocks)](
-            grad_output,
-            out,
-            x,
-            stats,
-            partial_sums,
-            num_rows,
-            channels,
-            ctx.rows_per_program,
-            ctx.floor,
-            **ctx.tile_kwargs,
+            *inputs, partial_sums, num_rows, channels, ctx.rows_per_program, ctx.floor, **ctx.tile_kwargs
         )
         kernels.bn_grads[(channel_blocks,)](partial_sums, gradients, channels, ctx.programs, **ctx.sum_kwargs)
         kernels.bn_backward[(-(-num_rows // BLOCK_ROWS), channel_blocks)](
-            grad_output, out, x, stats, gradients, grad_x, grad_x if grad_residual is None else grad_residual, num_rows, channels,
+            *inputs, gradients, grad_x, grad_x if grad_residual is None else grad_residual, num_rows, channels,
             int(ctx.has_residual), ctx.floor, **ctx.tile_kwargs,
         )  # fmt: skip
         return grad_x, grad_residual, gradients[0], gradients[1], None, None

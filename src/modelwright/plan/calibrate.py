@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -19,6 +18,7 @@ from modelwright.plan.memory import (
 )
 from modelwright.plan.model_shape import (
     SHIPPED_CONFIGS,
+    ModelShape,
     ResNetShape,
     TrainableSummary,
     count_trainable,
@@ -27,6 +27,7 @@ from modelwright.plan.model_shape import (
 from modelwright.plan.step_time import DEFAULT_TIME, TimeCoefficients, step_time
 from modelwright.recipe.schema import DpoConfig, SftConfig
 from modelwright.runs.caches import cache_dir
+from modelwright.runs.folder import read_json_object
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,31 +37,31 @@ if TYPE_CHECKING:
 SHIPPED = Path(__file__).parent / "calibration.json"
 USER_FILE = "calibration-v2.json"
 DEFAULT_ERROR = 0.35
-"""How far off a rate may be on a card that nobody measured."""
+"""Expected error of the rate on hardware without measured runs."""
 OTHER_CPU = "another processor"
 CPU_MEMORY = MemoryCoefficients(fixed=1e5)
-"""A processor has no workspaces that count."""
+"""A CPU has no large matmul workspaces."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The coefficients of one card, and how well they hold."""
+    """The coefficients of one GPU or CPU, and their errors on the measured runs."""
 
     card: str
-    """The card that was measured."""
+    """The GPU that was measured."""
     time: TimeCoefficients = DEFAULT_TIME
-    """Coefficients of time."""
+    """Coefficients of the time estimate."""
     memory: MemoryCoefficients = DEFAULT_MEMORY
-    """Coefficients of memory."""
+    """Coefficients of the memory estimate."""
     runs: int = 0
-    """Measured runs that they were fitted to."""
+    """Number of measured runs."""
     max_rate_error: float = DEFAULT_ERROR
-    """Largest relative error of a predicted rate among them."""
+    """Largest relative error of a predicted rate."""
     max_memory_error: float = 0.1
-    """Largest relative error of a predicted peak among them."""
+    """Largest relative error of a predicted peak memory."""
 
     def uncertainty(self, gpu: GpuSpec) -> tuple[float, str]:
-        """How far off a rate may be on this card, and why."""
+        """Expected error of a predicted rate on this GPU, and why."""
         if not self.runs:
             return DEFAULT_ERROR, "a guess: no run was measured; modelwright plan --calibrate measures this machine"
         if self.card == OTHER_CPU:
@@ -70,7 +71,7 @@ class Calibration:
         return DEFAULT_ERROR, f"by the data sheet of {gpu.name} and what {self.card} reaches of its own"
 
     def as_json(self) -> dict[str, Any]:
-        """For the file."""
+        """An entry of the calibration file."""
         return {
             "time": self.time.as_json(),
             "memory": {name: float(f"{value:.5g}") for name, value in asdict(self.memory).items()},
@@ -81,8 +82,8 @@ class Calibration:
 
 
 def calibration_for(gpu: GpuSpec) -> Calibration:
-    """The coefficients of this card: the user's own, the shipped ones, or those of the card that was measured best."""
-    own, shipped = _read_json(cache_dir() / USER_FILE), _read_json(SHIPPED)
+    """The coefficients of this GPU: the user's, the shipped ones, or those of the GPU with the most runs."""
+    own, shipped = read_json_object(cache_dir() / USER_FILE), read_json_object(SHIPPED)
     known = {**shipped, **own}
     if gpu.name in known:
         return _calibration_from_json(gpu.name if gpu.name in own or gpu.name != "CPU" else OTHER_CPU, known[gpu.name])
@@ -91,14 +92,6 @@ def calibration_for(gpu: GpuSpec) -> Calibration:
     measured = [name for name in known if name != "CPU"]
     best = max(measured, key=lambda name: int(known[name].get("runs", 0)), default=None)
     return _calibration_from_json(best, known[best]) if best else Calibration("none")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _calibration_from_json(card: str, entry: dict[str, Any]) -> Calibration:
@@ -118,54 +111,41 @@ Run = dict[str, Any]
 Coefficients = TypeVar("Coefficients", TimeCoefficients, MemoryCoefficients)
 MAX_ITERATIONS = 40
 LARGE_ERROR = 0.05
-"""An error above this counts by its fourth power rather than its second: no run may be sacrificed to the others."""
+"""Errors above this are weighted by their fourth power, so that no run gets a large error."""
 PRIOR_WEIGHT = 0.15
-"""Of leaving a guess by a factor of e, the price in errors: what no run speaks of stays where it was."""
+"""Penalty for moving a coefficient by a factor of e: those without data stay at their default."""
 
 
 def fit(runs: Sequence[Run], gpu: GpuSpec, before: Calibration) -> Calibration:
-    """The coefficients that bring predictions nearest to the runs."""
+    """Fit the coefficients to measured runs."""
     workloads = [run_workload(run, gpu) for run in runs]
     rates, peaks = [run["tokens_per_second"] for run in runs], [run["peak_bytes"] for run in runs]
 
-    def rate_errors(time_coefficients: TimeCoefficients) -> list[float]:
-        return [
-            math.log(step_time(work, gpu, time_coefficients).tokens_per_second / rate)
-            for work, rate in zip(workloads, rates, strict=True)
-        ]
+    def rate_errors(time: TimeCoefficients) -> list[float]:
+        predicted = [step_time(work, gpu, time).tokens_per_second for work in workloads]
+        return [math.log(a / b) for a, b in zip(predicted, rates, strict=True)]
 
-    def memory_errors(memory_coefficients: MemoryCoefficients) -> list[float]:
-        return [
-            math.log(estimate_memory(work, memory_coefficients).total / peak)
-            for work, peak in zip(workloads, peaks, strict=True)
-        ]
+    def memory_errors(memory: MemoryCoefficients) -> list[float]:
+        predicted = [estimate_memory(work, memory).total for work in workloads]
+        return [math.log(a / b) for a, b in zip(predicted, peaks, strict=True)]
 
-    guess = MemoryCoefficients() if gpu.name != "CPU" else CPU_MEMORY
-    time_coefficients = min(
-        (_gauss_newton(start, TimeCoefficients(), rate_errors) for start in (before.time, TimeCoefficients())),
-        key=lambda result: result[1],
-    )[0]
-    result = Calibration(
-        gpu.name, time_coefficients, _gauss_newton(before.memory, guess, memory_errors)[0], runs=len(runs)
-    )
+    # a step is bound by the device or by the host, so there are several minima: try two starts
+    fits = [_gauss_newton(start, DEFAULT_TIME, rate_errors) for start in (before.time, DEFAULT_TIME)]
+    time = min(fits, key=lambda fit: fit[1])[0]
+    guess = DEFAULT_MEMORY if gpu.name != "CPU" else CPU_MEMORY
+    result = Calibration(gpu.name, time, _gauss_newton(before.memory, guess, memory_errors)[0], runs=len(runs))
     compared = compare_with_measured(runs, gpu, result)
-    return replace(
-        result,
-        max_rate_error=max(abs(run["rate_error"]) for run in compared),
-        max_memory_error=max(abs(run["memory_error"]) for run in compared),
-    )
+    rate_error, memory_error = (max(abs(run[key]) for run in compared) for key in ("rate_error", "memory_error"))
+    return replace(result, max_rate_error=rate_error, max_memory_error=memory_error)
 
 
 def _gauss_newton(
     start: Coefficients, guess: Coefficients, errors: Callable[[Coefficients], list[float]]
 ) -> tuple[Coefficients, float]:
-    """Least squares over the logarithms of the coefficients, by damped Gauss-Newton steps; with the price that is left.
-
-    A step waits for the device or for the host, and so there are several valleys: where it ends depends on the start.
-    """
-    names = [field.name for field in fields(guess)]
+    """Least squares over the logarithms of the coefficients by damped Gauss-Newton steps; returns the cost too."""
     import numpy as np
 
+    names = [field.name for field in fields(guess)]
     anchor = np.array([math.log(getattr(guess, name)) for name in names])
     point = np.array([math.log(getattr(start, name)) for name in names])
     hold, damping = PRIOR_WEIGHT**2, 1e-3
@@ -181,9 +161,8 @@ def _gauss_newton(
 
     current = errors_at(point)
     for _ in range(MAX_ITERATIONS):
-        slopes = np.stack(
-            [(errors_at(point + 1e-4 * direction) - current) / 1e-4 for direction in np.eye(len(names))], axis=1
-        )
+        columns = [(errors_at(point + 1e-4 * direction) - current) / 1e-4 for direction in np.eye(len(names))]
+        slopes = np.stack(columns, axis=1)
         weight = 1 + (current / LARGE_ERROR) ** 2
         curve = (slopes.T * weight) @ slopes + hold * np.eye(len(names))
         downhill = -(slopes.T @ (weight * current) + hold * (point - anchor))
@@ -203,12 +182,12 @@ def _gauss_newton(
 
 
 def compare_with_measured(runs: Sequence[Run], gpu: GpuSpec, calibration: Calibration) -> list[Run]:
-    """Each measured run with its prediction, and the relative error."""
+    """Each measured run with its prediction and relative errors."""
     return [{**run, **_prediction(run, gpu, calibration)} for run in runs if "peak_bytes" in run]
 
 
 def _prediction(run: Run, gpu: GpuSpec, calibration: Calibration) -> Run:
-    """The prediction of a run and its error against what was measured."""
+    """The prediction of a run and its errors."""
     work = run_workload(run, gpu)
     peak, rate = estimate_memory(work, calibration.memory), step_time(work, gpu, calibration.time).tokens_per_second
     prediction = {
@@ -223,46 +202,38 @@ def _prediction(run: Run, gpu: GpuSpec, calibration: Calibration) -> Run:
 
 
 def run_workload(run: Run, gpu: GpuSpec) -> StepWorkload:
-    """The planner's `Work` of a measured run."""
+    """The workload of a measured run."""
     return case_workload(PlanCase(**run["setting"]), run["plan"], gpu.name != "CPU")
 
 
-def _uses_cuda_graphs(case: PlanCase) -> bool:
-    """Whether the engine replays the steps of a case as a CUDA graph."""
-    return case.settings.get("cuda_graphs") != "never" and _parameters(case) < AUTO_GRAPHS_MAX_PARAMS
-
-
-def _parameters(case: PlanCase) -> int:
-    """Parameters of the model of a case."""
+def case_shape(case: PlanCase) -> ModelShape:
+    """The model of a case."""
     if case.stage == "classify":
-        return ResNetShape("resnet18", "a case", width=case.smaller.get("width", 64)).parameters
-    return shape_from_config({**SHIPPED_CONFIGS[case.model], **case.smaller}, case.model, "a case").parameters
+        return ResNetShape("resnet18", "a case", width=case.smaller.get("width", 64))
+    return shape_from_config({**SHIPPED_CONFIGS[case.model], **case.smaller}, case.model, "a case")
 
 
 def case_workload(case: PlanCase, plan: dict[str, Any], on_gpu: bool) -> StepWorkload:
-    """The planner's `Work` of a case."""
+    """The workload of a case."""
+    shape, precision = case_shape(case), plan["precision"]
+    graphs = case.settings.get("cuda_graphs") != "never" and shape.parameters < AUTO_GRAPHS_MAX_PARAMS
     options: dict[str, Any] = {
         "micro_batch_size": plan["micro_batch_size"],
         "gradient_accumulation_steps": plan["gradient_accumulation_steps"],
-        "precision": plan["precision"],
-        # runs from before it was a setting: torch's own way is tf32 in convolutions, and in no other products
-        "tf32": plan.get("tf32", on_gpu and case.stage == "classify" and plan["precision"] == "fp32"),
-        "rowwise_fp8": plan["precision"] == "fp8" and plan.get("fp8_scaling") == "rowwise",
+        "precision": precision,
+        # older runs have no such key: torch's default is tf32 in convolutions only
+        "tf32": plan.get("tf32", on_gpu and case.stage == "classify" and precision == "fp32"),
+        "rowwise_fp8": precision == "fp8" and plan.get("fp8_scaling") == "rowwise",
         "param_dtype": plan.get("param_dtype", "fp32"),
-        "compiled": bool(case.settings.get("torch_compile")) or (on_gpu and plan["precision"] == "fp8"),
+        "compiled": bool(case.settings.get("torch_compile")) or (on_gpu and precision == "fp8"),
         "on_gpu": on_gpu,
-        "cuda_graphs": on_gpu and plan["precision"] != "fp16" and _uses_cuda_graphs(case),
+        "cuda_graphs": on_gpu and precision != "fp16" and graphs,
         "checkpointing": case.settings.get("gradient_checkpointing", False),
-        "counts_loading": False,  # the clock and the peak are set back when all is in its place
+        "counts_loading": False,  # the measured peak starts after loading
     }
-    if case.stage == "classify":
-        images = ResNetShape("resnet18", "a case", width=case.smaller.get("width", 64))
-        all_trainable = TrainableSummary(images.parameters, images.parameters, 0, 0, True, False, False)
-        device_data_bytes = (case.rows * 8 + 64) * (3072 + 8)
-        return StepWorkload(
-            images, all_trainable, **options, optimizer="adamw_torch", device_data_bytes=device_data_bytes
-        )
-    shape = shape_from_config({**SHIPPED_CONFIGS[case.model], **case.smaller}, case.model, "a case")
+    if isinstance(shape, ResNetShape):
+        all_trainable = TrainableSummary(shape.parameters, shape.parameters, 0, 0, True, False, False)
+        return StepWorkload(shape, all_trainable, **options, device_data_bytes=(case.rows * 8 + 64) * (3072 + 8))
     kind = DpoConfig if case.stage == "dpo" else SftConfig
     settings = kind(**{name: value for name, value in case.settings.items() if name in kind.model_fields})
     paired = case.stage == "dpo"
@@ -280,27 +251,27 @@ def case_workload(case: PlanCase, plan: dict[str, Any], on_gpu: bool) -> StepWor
 
 @dataclass(frozen=True)
 class PlanCase:
-    """One training that is predicted and measured, with random weights and rows."""
+    """A training run with random weights and rows that is predicted and measured."""
 
     name: str
-    """Its row in the table."""
+    """Name in the table."""
     model: str
-    """A shape the planner knows, or resnet18."""
+    """A key of SHIPPED_CONFIGS, or resnet18."""
     rows: int
-    """Rows per device; 0: as many as the planner says that fit, times `beyond`."""
+    """Rows per device; 0: `beyond` times as many as the planner predicts to fit."""
     length: int = 0
     """Tokens in a row."""
     stage: str = "sft"
     """sft, dpo or classify."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """What the recipe's section says."""
+    """Keys of the stage in the recipe."""
     smaller: dict[str, Any] = field(default_factory=dict)
-    """Keys of the shape that differ."""
+    """Keys of the config that differ."""
     beyond: float = 1.0
-    """Where rows is 0: of the rows that fit, this multiple; above 1 it must run out of memory."""
+    """With rows 0: a multiple of the rows that fit; above 1 the run must go out of memory."""
 
 
-LAST_TWO = {"last_layers": 2, "head": True}
+LAST_TWO = {"last_layers": 2, "lm_head": True}
 HALF_BILLION = {"num_hidden_layers": 14, "hidden_size": 1536, "intermediate_size": 4096, "num_attention_heads": 12,
                  "num_key_value_heads": 4}  # fmt: skip
 GPU_CASES = (
@@ -320,7 +291,7 @@ GPU_CASES = (
     PlanCase("ResNet-18 bf16", "resnet18", 512, stage="classify"),
     PlanCase("0.5B full 512 compiled", "llama-6b", 8, 512, settings={"torch_compile": True}, smaller=HALF_BILLION),
 )  # fmt: skip
-"""What `plan --calibrate` measures on a GPU; what does not fit one is left out."""
+"""Runs of `plan --calibrate` on a GPU; those that do not fit are left out."""
 _TINY = {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 384, "vocab_size": 2048,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}  # fmt: skip
 _LARGER = {**_TINY, "num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 512}
@@ -353,4 +324,4 @@ CPU_CASES = (
     PlanCase("larger LoRA 128 selective", "smollm2-135m", 8, 128,
             settings={**_FP32, "trainable": "lora", "gradient_checkpointing": "selective"}, smaller=_LARGER),
 )  # fmt: skip
-"""What `plan --calibrate` measures on a CPU."""
+"""Runs of `plan --calibrate` on a CPU."""

@@ -1,4 +1,4 @@
-"""Predict memory, time and cost of a stage on given hardware, choose the batch layout, checkpointing and sharding that fit, and print the plan table."""
+"""Predict a stage's memory, time and cost, choose the batch layout, checkpointing and sharding, print the table."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ from modelwright.recipe.schema import (
 from modelwright.recipe.sections import RowStats
 
 CHECKPOINTINGS: tuple[CheckpointingMode, ...] = (False, "selective", True)
-"""From the fastest to the one that takes least memory."""
+"""From the fastest to the one with the least memory."""
 MIN_HINT_SPEEDUP = 1.05
-"""How many times as fast it has to be with less computed again, for a line to say so."""
-CHECKPOINTING_TEXT = {"selective": "selective gradient checkpointing: everything but matmuls and attention is recomputed",
-              True: "full gradient checkpointing: activations are recomputed"}  # fmt: skip
+"""Minimum speedup of lighter checkpointing for a hint."""
+CHECKPOINTING_TEXT = {
+    "selective": "selective gradient checkpointing: everything but matmuls and attention is recomputed",
+    True: "full gradient checkpointing: activations are recomputed",
+}
 
 
 def choose_plan(
     plan: StagePlan, settings: TrainingConfig, shape: ModelShape, rows: RowStats, hardware: Hardware
 ) -> StageEstimate:
-    """The plan as it can run on these machines, with what it takes; an unfit one says what would fit."""
+    """The fastest plan that fits this hardware, with its estimate; if none fits, what would."""
     calibration = calibration_for(hardware.gpu)
     requested = for_gpu(plan, settings, hardware.gpu)
     choice = _fastest_fitting(requested, settings, shape, rows, hardware)
-    fits = choice is not None
-    chosen = choice or requested
+    fits, chosen = choice is not None, choice or requested
     memory, time = _estimate(chosen, settings, shape, rows, hardware, calibration)
     relative_error, basis = calibration.uncertainty(hardware.gpu)
     lines = list(change_lines(requested, chosen, hardware))
     if fits and chosen.gradient_checkpointing == requested.gradient_checkpointing:
         lines += checkpointing_hint(chosen, settings, shape, rows, hardware)
     if fits and settings.distributed_strategy == "auto" and hardware.world_size > 1:
-        copied = replace(chosen, sharding="ddp")
-        copy, _ = _estimate(copied, settings, shape, rows, hardware, calibration)
-        lines.append(sharding_reason(requested, chosen, copy.required, hardware))
+        ddp, _ = _estimate(replace(chosen, sharding="ddp"), settings, shape, rows, hardware, calibration)
+        lines.append(sharding_reason(requested, chosen, ddp.required, hardware))
     return StageEstimate(
         plan=replace(chosen, reasons=(*chosen.reasons, *lines)),
         hardware=hardware,
@@ -73,7 +73,7 @@ def choose_plan(
 
 
 def for_gpu(plan: StagePlan, settings: TrainingConfig, gpu: GpuSpec) -> StagePlan:
-    """The plan in a precision that the card has."""
+    """The plan in a precision that the GPU supports."""
     lacks = {"bf16": not gpu.bf16, "fp8": not gpu.fp8}
     if not lacks.get(plan.precision, False) or gpu.name == "CPU":
         return plan
@@ -84,10 +84,9 @@ def for_gpu(plan: StagePlan, settings: TrainingConfig, gpu: GpuSpec) -> StagePla
 
 
 def candidates(plan: StagePlan, settings: TrainingConfig, hardware: Hardware) -> list[StagePlan]:
-    """The plan as asked, and every other way to the same global batch."""
+    """All layouts of the same global batch: micro-batch sizes, checkpointing modes and shardings."""
     rows_per_device = plan.micro_batch_size * plan.gradient_accumulation_steps
-    free = settings.global_batch_size is not None and "per_device_train_batch_size" not in settings.model_fields_set
-    max_size = rows_per_device if free else plan.micro_batch_size
+    max_size = rows_per_device if _is_micro_batch_free(settings) else plan.micro_batch_size
     sizes = [size for size in range(max_size, 0, -1) if rows_per_device % size == 0]
     shardings = [plan.sharding]
     if settings.distributed_strategy == "auto" and plan.sharding == "ddp":
@@ -109,15 +108,20 @@ def candidates(plan: StagePlan, settings: TrainingConfig, hardware: Hardware) ->
     ]
 
 
+def _is_micro_batch_free(settings: TrainingConfig) -> bool:
+    """Whether the recipe sets the global batch and leaves the micro-batch size to the planner."""
+    return settings.global_batch_size is not None and "per_device_train_batch_size" not in settings.model_fields_set
+
+
 def shardings_for(settings: TrainingConfig, hardware: Hardware) -> list[str]:
-    """The ways to split the weights over these cards: not those of images, nor what is kept in quantised blocks."""
+    """The possible shardings besides ddp: none for images and quantized weights."""
     if hardware.world_size == 1 or not isinstance(settings, TrainableConfig) or settings.quantization != "none":
         return []
     return ["fsdp"] if hardware.nodes == 1 or hardware.per_node == 1 else ["hsdp", "fsdp"]
 
 
 def sharding_reason(requested: StagePlan, chosen: StagePlan, required_bytes: float, hardware: Hardware) -> str:
-    """In one line how the cards share the model, and why so; `needed` are the bytes of a copy on each card."""
+    """One line with the sharding and its reason; `required_bytes` are those of ddp."""
     budget = f"{required_bytes / 2**30:.1f} GiB of the {hardware.gpu.memory / 2**30:.1f} of {hardware.gpu.name}"
     if chosen.sharding == "ddp":
         return f"ddp: each of {hardware.world_size} devices holds a copy, {budget}"
@@ -129,7 +133,7 @@ def sharding_reason(requested: StagePlan, chosen: StagePlan, required_bytes: flo
 
 
 def change_lines(requested: StagePlan, chosen: StagePlan, hardware: Hardware) -> tuple[str, ...]:
-    """What differs from the wish, a line each."""
+    """What differs from the requested plan, a line each."""
     lines = []
     budget = f"{hardware.gpu.memory / 2**30:.0f} GiB of {hardware.gpu.name}"
     if requested.micro_batch_size != chosen.micro_batch_size:
@@ -146,7 +150,7 @@ def change_lines(requested: StagePlan, chosen: StagePlan, hardware: Hardware) ->
 def checkpointing_hint(
     plan: StagePlan, settings: TrainingConfig, shape: ModelShape, rows: RowStats, hardware: Hardware
 ) -> tuple[str, ...]:
-    """A line where the recipe has more computed again than these cards ask for, and pays for it with time."""
+    """A line if lighter checkpointing than the recipe's would fit and be faster."""
     calibration = calibration_for(hardware.gpu)
     rate = _estimate(plan, settings, shape, rows, hardware, calibration)[1].tokens_per_second
     best, name = rate * MIN_HINT_SPEEDUP, ""
@@ -163,7 +167,7 @@ def checkpointing_hint(
 def alternatives(
     plan: StagePlan, settings: TrainingConfig, shape: ModelShape, rows: RowStats, hardware: Hardware
 ) -> tuple[str, ...]:
-    """The smallest changes that would make it fit: fewer rows measured, other weights moved, more or other cards."""
+    """The smallest changes that would fit: a smaller evaluation batch, LoRA, more GPUs, a larger GPU."""
     options = []
     eval_rows = settings.per_device_eval_batch_size
     while eval_rows := eval_rows // 2:
@@ -175,23 +179,18 @@ def alternatives(
         lighter = settings.model_copy(update={"trainable": TrainableParts(lora=True)})
         if _fastest_fitting(plan, lighter, shape, rows, hardware):
             options.append("trainable: lora")
-    cards = 2 * hardware.world_size
+    cards, accumulation = 2 * hardware.world_size, max(1, plan.gradient_accumulation_steps // 2)
     while cards <= 64 and isinstance(shape, DecoderShape):
         larger = Hardware(-(-cards // 8), min(cards, 8), hardware.gpu)
-        sharded = replace(
-            plan,
-            world_size=cards,
-            sharding="fsdp",
-            gradient_accumulation_steps=max(1, plan.gradient_accumulation_steps // 2),
-        )
+        sharded = replace(plan, world_size=cards, sharding="fsdp", gradient_accumulation_steps=accumulation)
         if _fastest_fitting(sharded, settings, shape, rows, larger):
             options.append(f"distributed_strategy: fsdp over {cards} × {hardware.gpu.name}")
             break
         cards *= 2
-    for gpu in sorted(GPUS.values(), key=lambda each: each.memory):
-        if gpu.memory > hardware.gpu.memory and _fastest_fitting(
-            for_gpu(plan, settings, gpu), settings, shape, rows, replace(hardware, gpu=gpu)
-        ):
+    larger_gpus = [gpu for gpu in GPUS.values() if gpu.memory > hardware.gpu.memory]
+    for gpu in sorted(larger_gpus, key=lambda each: each.memory):
+        moved = replace(hardware, gpu=gpu)
+        if _fastest_fitting(for_gpu(plan, settings, gpu), settings, shape, rows, moved):
             options.append(f"{hardware.world_size} × {gpu.name}")
             break
     return tuple(options)
@@ -200,18 +199,17 @@ def alternatives(
 def _fastest_fitting(
     plan: StagePlan, settings: TrainingConfig, shape: ModelShape, rows: RowStats, hardware: Hardware
 ) -> StagePlan | None:
-    """The plan as asked where it fits, else the fastest candidate that does; None where nothing fits."""
+    """The requested plan if it fits, else the fastest candidate that does; None if none fits."""
     calibration = calibration_for(hardware.gpu)
     fitting: list[tuple[float, StagePlan]] = []
-    free = settings.global_batch_size is not None and "per_device_train_batch_size" not in settings.model_fields_set
     for index, candidate in enumerate([plan, *candidates(plan, settings, hardware)]):
         memory, time = _estimate(candidate, settings, shape, rows, hardware, calibration)
         if memory.required > hardware.gpu.memory:
             continue
-        if index == 0 and not free:
+        if index == 0 and not _is_micro_batch_free(settings):
             return candidate
         fitting.append((time.tokens_per_second, candidate))
-    # exchanges are the least sure part of the arithmetic: copies are split only where they do not fit as asked
+    # communication is the least certain part of the estimate: weights are sharded only if they do not fit otherwise
     requested = (plan.sharding, plan.gradient_checkpointing)
     if any((each.sharding, each.gradient_checkpointing) == requested for _, each in fitting):
         fitting = [(rate, each) for rate, each in fitting if each.sharding == plan.sharding]
@@ -238,35 +236,35 @@ def _estimate(
 
 PRICES_FILE = Path(__file__).parent / "prices.json"
 FILL_WITH_PADDING = 0.93
-"""Share of places that hold a token where rows of like length share a micro-batch, as measured on short answers."""
+"""Fraction of positions that are not padding with length-grouped batches, measured on short answers."""
 
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """One stage on one machine, predicted."""
+    """The prediction of one stage on one hardware."""
 
     plan: StagePlan
-    """Batch, steps, precision and sharding, with the reasons for each change."""
+    """Batch, steps, precision and sharding, with reasons."""
     hardware: Hardware
-    """Where."""
+    """The hardware."""
     trainable: TrainableSummary
-    """What moves."""
+    """Trainable parameters."""
     memory: MemoryEstimate
-    """The fullest moment on one card."""
+    """Peak memory of one GPU."""
     time: StepTime
-    """The seconds of a step."""
+    """Seconds of a step."""
     fits: bool
-    """Whether the card holds it."""
+    """Whether it fits the GPU memory."""
     alternatives: tuple[str, ...]
-    """Where it does not fit: what would."""
+    """Changes that would fit, if it does not."""
     relative_error: float
-    """How far off the rate may be, as a share."""
+    """Expected error of the predicted rate, as a fraction."""
     basis: str
-    """What that stands on."""
+    """What the coefficients were fitted to."""
     price: float | None
-    """Of one card for an hour."""
+    """Dollars per GPU-hour."""
     steps_known: bool
-    """Whether the steps are known: without rows or max_steps there are no hours."""
+    """Whether the number of steps is known, from rows or max_steps."""
 
     @property
     def seconds(self) -> float | None:
@@ -275,16 +273,16 @@ class StageEstimate:
 
     @property
     def gpu_hours(self) -> float | None:
-        """Hours times cards."""
+        """Hours × GPUs."""
         return None if self.seconds is None else self.seconds / 3600 * self.hardware.world_size
 
     @property
     def cost(self) -> float | None:
-        """What the hours cost."""
+        """Dollars for all GPU-hours."""
         return None if self.gpu_hours is None or self.price is None else self.gpu_hours * self.price
 
     def as_json(self) -> dict[str, Any]:
-        """Numbers as numbers."""
+        """For `plan --json`."""
         gpu = self.hardware.gpu
         return {
             "on": str(self.hardware),
@@ -298,28 +296,32 @@ class StageEstimate:
             "tokens_per_second": round(self.time.tokens_per_second, 1),
             "mfu": round(self.time.flops / self.time.seconds / max(gpu.bf16, gpu.fp16), 4),
             "bottleneck": self.time.bottleneck,
-            "hours": None if self.seconds is None else round(self.seconds / 3600, 4),
-            "gpu_hours": None if self.gpu_hours is None else round(self.gpu_hours, 4),
-            "cost": None if self.cost is None else round(self.cost, 2),
+            "hours": _rounded(self.seconds and self.seconds / 3600, 4),
+            "gpu_hours": _rounded(self.gpu_hours, 4),
+            "cost": _rounded(self.cost, 2),
             "price_per_gpu_hour": self.price,
             "relative_error": round(self.relative_error, 3),
             "basis": self.basis,
         }
 
     def prediction(self) -> dict[str, Any]:
-        """What a run keeps, to be held against what it measures."""
+        """What a run records, to compare with what it measures."""
         return {
             "memory": self.memory.as_json(),
             "tokens_per_second": round(self.time.tokens_per_second, 1),
             "step_seconds": round(self.time.seconds, 5),
-            "seconds": None if self.seconds is None else round(self.seconds, 2),
+            "seconds": _rounded(self.seconds, 2),
             "relative_error": round(self.relative_error, 3),
             "basis": self.basis,
         }
 
 
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)
+
+
 def trainable_of(shape: ModelShape, settings: TrainingConfig) -> TrainableSummary:
-    """What moves in a stage."""
+    """Trainable parameters of a stage."""
     if isinstance(shape, DecoderShape):
         assert isinstance(settings, TrainableConfig)
         return count_trainable(shape, settings)
@@ -327,7 +329,7 @@ def trainable_of(shape: ModelShape, settings: TrainingConfig) -> TrainableSummar
 
 
 def uses_cuda_graphs(setting: str, parameters: int, plan: StagePlan, on_gpu: bool) -> bool:
-    """Whether the engine records its steps and replays them."""
+    """Whether the engine replays its steps as CUDA graphs."""
     if not on_gpu or plan.world_size > 1 or plan.precision == "fp16" or plan.sharding != "ddp":
         return False
     return parameters < AUTO_GRAPHS_MAX_PARAMS if setting == "auto" else setting == "always"
@@ -336,15 +338,11 @@ def uses_cuda_graphs(setting: str, parameters: int, plan: StagePlan, on_gpu: boo
 def workload_of(
     shape: ModelShape, settings: TrainingConfig, plan: StagePlan, rows: RowStats, hardware: Hardware
 ) -> StepWorkload:
-    """A planned stage as the memory arithmetic sees it: with the longest rows."""
-    on_gpu, per_node = hardware.gpu.name != "CPU", hardware.per_node
-    trainable = trainable_of(shape, settings)
-    cuda_graphs = uses_cuda_graphs(settings.cuda_graphs, trainable.total, plan, on_gpu)
-    text = isinstance(shape, DecoderShape)
-    caches_layers = text and getattr(settings, "cache_frozen_layers", "off") != "off" and not trainable.embeddings
-    frozen = (
-        shape.num_hidden_layers - trainable.backward_layers if isinstance(shape, DecoderShape) and caches_layers else 0
-    )
+    """The workload of a planned stage, with rows of the maximum length."""
+    on_gpu, trainable, cached_layers = hardware.gpu.name != "CPU", trainable_of(shape, settings), 0
+    caches_layers = getattr(settings, "cache_frozen_layers", "off") != "off" and not trainable.embeddings
+    if isinstance(shape, DecoderShape) and caches_layers:
+        cached_layers = shape.num_hidden_layers - trainable.backward_layers
     shared, half_precision = bool(getattr(settings, "share_prompt", False)), on_gpu and plan.precision != "fp32"
     return StepWorkload(
         shape=shape,
@@ -362,17 +360,17 @@ def workload_of(
         checkpointing=plan.gradient_checkpointing,
         compiled=settings.torch_compile or (on_gpu and plan.precision == "fp8"),
         on_gpu=on_gpu,
-        cuda_graphs=cuda_graphs,
+        cuda_graphs=uses_cuda_graphs(settings.cuda_graphs, trainable.total, plan, on_gpu),
         graph_shapes=MAX_GRAPH_SHAPES if rows.mean_length < rows.max_length else 1,
         exp_avg_bytes=2 if settings.exp_avg_dtype == "bf16" else 4,
-        cached_layers=frozen,
+        cached_layers=cached_layers,
         masked=shared and not half_precision,
         shared_prompt=shared and half_precision,
-        chunked_loss=not isinstance(settings, PreferenceConfig),  # pairs are judged by logits that stand whole
+        chunked_loss=not isinstance(settings, PreferenceConfig),  # DPO needs all logits
         quantization=getattr(settings, "quantization", "none"),
         sharding=plan.sharding,
         world_size=plan.world_size,
-        per_node=per_node,
+        per_node=hardware.per_node,
         device_data_bytes=rows.device_bytes,
     )
 
@@ -380,7 +378,7 @@ def workload_of(
 def estimate_step(
     work: StepWorkload, rows: RowStats, plan: StagePlan, hardware: Hardware, calibration: Calibration
 ) -> tuple[MemoryEstimate, StepTime]:
-    """Memory with the longest rows and time with the usual ones."""
+    """Memory for rows of the maximum length, and time for rows of the mean length."""
     packed = rows.mean_length >= rows.max_length
     fill_fraction = 1.0 if packed or isinstance(work.shape, ResNetShape) else FILL_WITH_PADDING
     typical = replace(work, seq_len=max(1, min(rows.max_length, round(rows.mean_length / fill_fraction))))
@@ -389,14 +387,12 @@ def estimate_step(
 
 
 def load_prices(path: Path | None) -> dict[str, float]:
-    """Dollars for an hour of each card: the shipped round figures, and the user's own on top."""
+    """Dollars per GPU-hour: the shipped figures, overridden by the user's file."""
     dollars = json.loads(PRICES_FILE.read_text(encoding="utf-8"))["dollars_per_gpu_hour"]
     if path is not None:
         try:
-            user_prices = json.loads(path.read_text(encoding="utf-8"))
-            dollars |= {
-                name: float(value) for name, value in user_prices.get("dollars_per_gpu_hour", user_prices).items()
-            }
+            prices = json.loads(path.read_text(encoding="utf-8"))
+            dollars |= {name: float(value) for name, value in prices.get("dollars_per_gpu_hour", prices).items()}
         except (OSError, ValueError, AttributeError, TypeError) as error:
             wants = 'it wants JSON such as {"L4": 0.8, "H100": 3.5}'
             raise UsageError(f"--prices {path} could not be read ({error}); {wants}") from None
@@ -408,19 +404,19 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class PlanTable:
-    """One stage on several machines."""
+    """One stage on several hardware targets."""
 
     stage: str
-    """Its name."""
+    """Name of the stage."""
     shape: ModelShape
     """The model."""
     rows: RowStats
-    """What is known of its rows."""
+    """Statistics of its rows."""
     estimates: tuple[StageEstimate, ...]
-    """One for each machine."""
+    """One per target."""
 
     def as_json(self) -> dict[str, Any]:
-        """Numbers as numbers."""
+        """For `plan --json`."""
         return {
             "stage": self.stage,
             "model": self.shape.name,
@@ -442,12 +438,12 @@ def plan_table(
     targets: tuple[Hardware, ...],
     user_prices: Path | None = None,
 ) -> PlanTable:
-    """Plan one stage on each machine."""
+    """Plan one stage on each target."""
     settings, dollars = recipe.stages[stage], load_prices(user_prices)
     estimates = []
     for hardware in targets:
         plan = plan_stage(settings, rows.count or 1, hardware.world_size, device_info_of(hardware))
-        if rows.count is None:  # what was said of rows is about one that is not there
+        if rows.count is None:  # drop the reason about rows that were not counted
             plan = replace(plan, reasons=tuple(line for line in plan.reasons if "rows come several times" not in line))
         estimate = choose_plan(plan, settings, shape, rows, hardware)
         estimates.append(replace(estimate, price=dollars.get(hardware.gpu.name)))
@@ -455,7 +451,7 @@ def plan_table(
 
 
 def format_table(sheet: PlanTable) -> list[str]:
-    """The sheet for people: a column for each machine, then what was changed."""
+    """The table as text: a column per target, then the reasons."""
     trainable, rows = sheet.estimates[0].trainable, sheet.rows
     count = f"{rows.count:,} rows" if rows.count is not None else "rows not counted"
     size = "" if rows.max_length == 1 else f" of about {rows.mean_length:,.0f} tokens, longest {rows.max_length:,}"
@@ -465,11 +461,9 @@ def format_table(sheet: PlanTable) -> list[str]:
     names: list[str] = []
     for each in sheet.estimates:
         names += [name for name, size in each.memory.components.items() if size > 5e7 and name not in names]
-    component_rows = [
-        (f"  {name}", *(_gib(each.memory.components.get(name, 0.0)) for each in sheet.estimates)) for name in names
-    ]
-    insert_at = next(index for index, row in enumerate(table) if row[0] == "peak memory")
-    table[insert_at:insert_at] = component_rows
+    memories = [each.memory.components for each in sheet.estimates]
+    peak_row = next(index for index, row in enumerate(table) if row[0] == "peak memory")
+    table[peak_row:peak_row] = [(f"  {name}", *(_gib(memory.get(name, 0.0)) for memory in memories)) for name in names]
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
     for each in sheet.estimates:
@@ -481,14 +475,13 @@ def format_table(sheet: PlanTable) -> list[str]:
 
 
 def summary_line(sheet: PlanTable) -> str:
-    """The first machine of a sheet in one line."""
+    """The first target of a table in one line."""
     each = sheet.estimates[0]
     steps = f"{each.plan.steps:,} steps, " if each.steps_known else ""
-    required = f"{_gib(each.memory.required)} of {_gib(each.hardware.gpu.memory)}{'' if each.fits else ', which is too little'}"
-    return (
-        f"{sheet.stage}: {steps}batch {_batch(each)}, {each.plan.precision}, {required}, {each.time.tokens_per_second:,.0f} tokens/s, "
-        f"{_hours(each)}"
-    )
+    required = f"{_gib(each.memory.required)} of {_gib(each.hardware.gpu.memory)}"
+    required += "" if each.fits else ", which is too little"
+    speed = f"{each.time.tokens_per_second:,.0f} tokens/s, {_hours(each)}"
+    return f"{sheet.stage}: {steps}batch {_batch(each)}, {each.plan.precision}, {required}, {speed}"
 
 
 def _gib(size: float) -> str:
@@ -497,9 +490,8 @@ def _gib(size: float) -> str:
 
 def _batch(each: StageEstimate) -> str:
     plan = each.plan
-    return (
-        f"{plan.global_batch_size} = {plan.micro_batch_size} × {plan.world_size} × {plan.gradient_accumulation_steps}"
-    )
+    factors = (plan.micro_batch_size, plan.world_size, plan.gradient_accumulation_steps)
+    return f"{plan.global_batch_size} = {' × '.join(map(str, factors))}"
 
 
 def _hours(each: StageEstimate) -> str:
@@ -524,4 +516,4 @@ TABLE_ROWS = (
     ("GPU-hours", lambda each: "-" if each.gpu_hours is None else f"{each.gpu_hours:,.2f}"),
     ("cost", lambda each: "-" if each.cost is None else f"${each.cost:,.2f} at ${each.price:g}/h"),
 )
-"""What the table shows, row by row."""
+"""Rows of the table: name, and the cell of an estimate."""

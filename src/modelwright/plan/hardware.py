@@ -1,4 +1,4 @@
-"""GPU data sheets, the hardware named by --on, and what this machine has."""
+"""GPU data sheets, the hardware named by --gpus, and what this machine has."""
 
 from __future__ import annotations
 
@@ -11,50 +11,42 @@ from typing import Literal
 
 from modelwright.errors import UsageError
 
-
-def device_info_of(hardware: Hardware) -> DeviceInfo:
-    """What a probe would say on such a machine."""
-    gpu = hardware.gpu
-    device = "cpu" if gpu.name == "CPU" else "cuda"
-    return DeviceInfo(device, gpu.name, round(gpu.memory), gpu.bf16 > gpu.fp32, gpu.bf16 or gpu.fp16)  # type: ignore[arg-type]
-
-
 GIB, GB, MB, TERA = 2**30, 1e9, 1e6, 1e12
 
 
 @dataclass(frozen=True)
 class GpuSpec:
-    """One accelerator as its data sheet describes it; rates are dense, without structured sparsity."""
+    """One GPU by its data sheet; FLOP rates are dense, without structured sparsity."""
 
     name: str
-    """How it is written in --on."""
+    """Its name in --gpus."""
     memory: float
-    """Bytes a program can see, which is a little less than what is printed on the box."""
+    """Bytes a program can use, a little less than the nominal size."""
     bandwidth: float
-    """Bytes per second to its own memory."""
+    """Memory bandwidth in bytes per second."""
     fp32: float
     """FLOP/s in fp32, outside the tensor cores."""
     tf32: float
     """FLOP/s in tf32."""
     bf16: float
-    """FLOP/s in bf16; 0 where the card has none."""
+    """FLOP/s in bf16; 0 if not supported."""
     fp16: float
-    """FLOP/s in fp16, with sums in fp32."""
+    """FLOP/s in fp16 with fp32 accumulation."""
     fp8: float
-    """FLOP/s in fp8; 0 where the card has none."""
+    """FLOP/s in fp8; 0 if not supported."""
     interconnect_bandwidth: float
-    """Bytes per second in one direction between two such cards of one machine."""
+    """Bytes per second in one direction between two GPUs of one node."""
     capability: tuple[int, int]
     """CUDA compute capability."""
     l2_cache: float
-    """Bytes of its last cache, where a tensor may wait for its next use."""
+    """Bytes of the L2 cache."""
     source: str
-    """The document the figures were taken from."""
+    """The document these figures come from."""
     aliases: tuple[str, ...] = ()
-    """Words by which drivers name it."""
+    """Its names in drivers."""
 
     def peak_flops(self, precision: str) -> float:
-        """The matrix rate of a precision; what the card lacks is done in the next wider one."""
+        """Matmul rate of a precision; one that is not supported runs in the next wider one."""
         rates = {"fp8": self.fp8 or self.bf16, "bf16": self.bf16 or self.fp32, "fp16": self.fp16, "fp32": self.fp32}
         return rates[precision]
 
@@ -74,42 +66,42 @@ GPUS = {
             (8, 0), 40 * MB, "NVIDIA A100 data sheet, 40 GB SXM", ("A100-SXM4-40GB", "A100-PCIE-40GB")),
         GpuSpec("A100-80", 79.1 * GIB, 2039 * GB, 19.5 * TERA, 156 * TERA, 312 * TERA, 312 * TERA, 0.0, 300 * GB,
             (8, 0), 40 * MB, "NVIDIA A100 data sheet, 80 GB SXM", ("A100-SXM4-80GB", "A100 80GB", "A100")),
-        GpuSpec("H100-PCIe", 79.1 * GIB, 2000 * GB, 51 * TERA, 378 * TERA, 756 * TERA, 756 * TERA, 1513 * TERA, 63 * GB,
-            (9, 0), 50 * MB, "NVIDIA H100 data sheet, PCIe", ("H100 PCIe",)),
-        GpuSpec("H100", 79.1 * GIB, 3350 * GB, 67 * TERA, 494.7 * TERA, 989.4 * TERA, 989.4 * TERA, 1979 * TERA, 450 * GB,
-            (9, 0), 50 * MB, "NVIDIA H100 data sheet, SXM", ("H100 80GB HBM3", "H100-SXM")),
-        GpuSpec("H200", 139.8 * GIB, 4800 * GB, 67 * TERA, 494.7 * TERA, 989.4 * TERA, 989.4 * TERA, 1979 * TERA, 450 * GB,
-            (9, 0), 50 * MB, "NVIDIA H200 data sheet, SXM"),
+        GpuSpec("H100-PCIe", 79.1 * GIB, 2000 * GB, 51 * TERA, 378 * TERA, 756 * TERA, 756 * TERA, 1513 * TERA,
+            63 * GB, (9, 0), 50 * MB, "NVIDIA H100 data sheet, PCIe", ("H100 PCIe",)),
+        GpuSpec("H100", 79.1 * GIB, 3350 * GB, 67 * TERA, 494.7 * TERA, 989.4 * TERA, 989.4 * TERA, 1979 * TERA,
+            450 * GB, (9, 0), 50 * MB, "NVIDIA H100 data sheet, SXM", ("H100 80GB HBM3", "H100-SXM")),
+        GpuSpec("H200", 139.8 * GIB, 4800 * GB, 67 * TERA, 494.7 * TERA, 989.4 * TERA, 989.4 * TERA, 1979 * TERA,
+            450 * GB, (9, 0), 50 * MB, "NVIDIA H200 data sheet, SXM"),
         GpuSpec("RTX4090", 23.5 * GIB, 1008 * GB, 82.6 * TERA, 82.6 * TERA, 165.2 * TERA, 165.2 * TERA, 330.3 * TERA,
             31.5 * GB, (8, 9), 72 * MB, "NVIDIA Ada GPU architecture whitepaper", ("RTX 4090",)),
     )
 }  # fmt: skip
-"""By the name used in --on."""
+"""By the name used in --gpus."""
 DEFAULT_NETWORK_BANDWIDTH = 25 * GB / 8
-"""Bytes per second between two machines where nothing else is said: 25 Gbit/s Ethernet."""
+"""Bytes per second between two nodes by default: 25 Gbit/s Ethernet."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """So many machines with so many equal cards each."""
+    """Nodes with equal GPUs."""
 
     nodes: int
-    """Machines."""
+    """Number of nodes."""
     per_node: int
-    """Cards in each."""
+    """GPUs per node."""
     gpu: GpuSpec
-    """What each card is."""
+    """The GPU model."""
     network_bandwidth: float = DEFAULT_NETWORK_BANDWIDTH
-    """Bytes per second between two machines."""
+    """Bytes per second between two nodes."""
 
     @property
     def world_size(self) -> int:
-        """Cards in all."""
+        """GPUs in total."""
         return self.nodes * self.per_node
 
     @property
     def slowest_bandwidth(self) -> float:
-        """Bytes per second of the slowest link that gradients pass."""
+        """Bytes per second of the slowest link in an all-reduce."""
         return self.network_bandwidth if self.nodes > 1 else self.gpu.interconnect_bandwidth
 
     def __str__(self) -> str:
@@ -117,66 +109,62 @@ class Hardware:
 
 
 def parse_hardware(text: str) -> Hardware:
-    """Read `4xL40S` (one machine, four cards), `2x2xA40` (two machines of two), or `L4`."""
+    """Parse `4xL40S` (one node, four GPUs), `2x2xA40` (two nodes of two), or `L4`."""
     match = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z][\w-]*)", text.strip().replace("×", "x"))
     if not match:
-        raise UsageError(f"--on is {text!r}; it wants a machine such as 1xH200, 4xL40S or 2x2xA40")
+        raise UsageError(f"--gpus is {text!r}; it wants a machine such as 1xH200, 4xL40S or 2x2xA40")
     first, second, name = match.groups()
     nodes, per_node = (int(first), int(second)) if second else (1, int(first or 1))
     gpu = find_gpu(name)
     if gpu is None:
-        raise UsageError(f"--on names {name!r}; known are {', '.join(GPUS)}")
+        raise UsageError(f"--gpus names {name!r}; known are {', '.join(GPUS)}")
     if not nodes or not per_node:
-        raise UsageError(f"--on is {text!r}; it wants at least one card")
+        raise UsageError(f"--gpus is {text!r}; it wants at least one card")
     return Hardware(nodes, per_node, gpu)
 
 
 def find_gpu(name: str) -> GpuSpec | None:
-    """The card that a person or a driver calls by this name."""
+    """The GPU of this name, as written in --gpus or reported by a driver."""
     normalized = re.sub(r"[\s_-]", "", name).lower()
     for gpu in GPUS.values():
         if normalized == re.sub(r"[\s_-]", "", gpu.name).lower():
             return gpu
-    names = sorted(
-        ((alias, gpu) for gpu in GPUS.values() for alias in (gpu.name, *gpu.aliases)), key=lambda w: -len(w[0])
-    )
+    names = [(alias, gpu) for gpu in GPUS.values() for alias in (gpu.name, *gpu.aliases)]
+    names.sort(key=lambda pair: -len(pair[0]))
     return next((gpu for alias, gpu in names if re.search(rf"\b{re.escape(alias)}\b", name, re.IGNORECASE)), None)
 
 
 CGROUP = Path("/sys/fs/cgroup")
-"""Where a container finds its own limits."""
-CGROUP_MEMORY_FILES = (
-    ("memory.max", "memory.current"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-)
-"""What it may take and what it has taken, by the second version of cgroups and by the first."""
+CGROUP_MEMORY_FILES = (("memory.max", "memory.current"),
+                       ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))  # fmt: skip
+"""Memory limit and usage of a container, in cgroup v2 and v1."""
 BF16_CPU_FLAGS = {"amx_bf16", "avx512_bf16", "bf16"}
-"""What x86 and ARM processors call it, of those where it pays; without it torch's bf16 is a hundred times slower."""
+"""CPU flags of fast bf16 on x86 and ARM; without them bf16 in torch is a hundred times slower."""
 
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """One device and what it is good at."""
+    """One device and its capabilities."""
 
     device: Literal["cpu", "cuda"]
-    """What computes."""
+    """Device type."""
     name: str
-    """What it calls itself."""
+    """Device name."""
     memory: int
-    """Bytes it has."""
+    """Bytes of memory."""
     fast_bf16: bool
-    """Whether bf16 matrix products are faster than fp32 ones here."""
+    """Whether bf16 matmuls are faster than fp32 ones."""
     peak_flops: float | None = None
-    """Dense bf16 FLOP/s, where known."""
+    """Dense bf16 FLOP/s, if known."""
 
     @property
     def has_tf32(self) -> bool:
-        """Whether its tensor cores take fp32 numbers, by 10 bits: since compute capability 8.0, as with bf16."""
+        """Whether its tensor cores have tf32: since compute capability 8.0, as with bf16."""
         return self.device == "cuda" and self.fast_bf16
 
 
 def probe_device() -> DeviceInfo:
-    """Ask this machine; the only place that asks torch."""
+    """Detect the device of this process; the only function here that imports torch."""
     import torch
 
     if torch.cuda.is_available():
@@ -184,49 +172,54 @@ def probe_device() -> DeviceInfo:
         spec = find_gpu(properties.name)
         peak = (spec.bf16 or spec.fp16) if spec else None
         return DeviceInfo("cuda", properties.name, properties.total_memory, properties.major >= 8, peak)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    flags, threads = _cpu_flags(), torch.get_num_threads()
-    return DeviceInfo("cpu", f"{threads} CPU thread{'s' * (threads > 1)}", memory, bool(flags & BF16_CPU_FLAGS))
+    return _cpu_info(torch.get_num_threads())
 
 
 def detect_hardware() -> Hardware:
-    """This machine without asking torch: its driver names the cards, else its processor counts."""
+    """The GPUs of this machine by nvidia-smi, else its CPU; without torch."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        output_lines = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout.split("\n")
-        cards = [
-            (name.strip(), int(memory) << 20) for name, memory in (line.rsplit(",", 1) for line in output_lines if line)
-        ]
+        output = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout
+        fields = (line.rsplit(",", 1) for line in output.split("\n") if line)
+        cards = [(name.strip(), int(memory) << 20) for name, memory in fields]
     except (OSError, ValueError, subprocess.SubprocessError):
         cards = []
     if cards:
         name, memory = cards[0]
         spec = find_gpu(name)
         return Hardware(1, len(cards), gpu_spec_of(DeviceInfo("cuda", name, memory, spec is None or spec.bf16 > 0)))
-    threads = len(os.sched_getaffinity(0))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Hardware(
-        1, 1, gpu_spec_of(DeviceInfo("cpu", f"{threads} CPU threads", memory, bool(_cpu_flags() & BF16_CPU_FLAGS)))
-    )
+    return Hardware(1, 1, gpu_spec_of(_cpu_info(len(os.sched_getaffinity(0)))))
+
+
+def _cpu_info(threads: int) -> DeviceInfo:
+    name = f"{threads} CPU thread{'s' * (threads > 1)}"
+    return DeviceInfo("cpu", name, _total_memory(), bool(_cpu_flags() & BF16_CPU_FLAGS))
+
+
+def _total_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def gpu_spec_of(device_info: DeviceInfo) -> GpuSpec:
-    """The device as the arithmetic knows it, with the memory it really has; an unknown one by cautious guesses."""
+    """The data sheet of a device with its actual memory; an unknown GPU counts as an A40, a CPU is estimated."""
     spec = find_gpu(device_info.name) if device_info.device == "cuda" else None
+    memory = float(device_info.memory)
     if spec:
-        return replace(spec, memory=float(device_info.memory))
+        return replace(spec, memory=memory)
     if device_info.device == "cuda":
-        return replace(
-            GPUS["A40"],
-            name=device_info.name,
-            memory=float(device_info.memory),
-            source="unknown card, taken for an A40",
-        )
+        return replace(GPUS["A40"], name=device_info.name, memory=memory, source="unknown card, taken for an A40")
     threads = int(device_info.name.split()[0]) if device_info.name[:1].isdigit() else 1
     rate, bandwidth = 30e9 * threads, 10e9 * threads**0.75
     half = 2 * rate if device_info.fast_bf16 else rate / 50
-    return GpuSpec("CPU", float(device_info.memory), bandwidth, rate, rate, half, rate / 50, 0.0, 1e9, (0, 0), 1e6 * threads,
-               "a guess; modelwright plan --calibrate measures it")  # fmt: skip
+    return GpuSpec("CPU", memory, bandwidth, rate, rate, half, rate / 50, 0.0, 1e9, (0, 0), 1e6 * threads,
+                   "a guess; modelwright plan --calibrate measures it")  # fmt: skip
+
+
+def device_info_of(hardware: Hardware) -> DeviceInfo:
+    """What `probe_device` would return on this hardware."""
+    gpu = hardware.gpu
+    device: Literal["cpu", "cuda"] = "cpu" if gpu.name == "CPU" else "cuda"
+    return DeviceInfo(device, gpu.name, round(gpu.memory), gpu.bf16 > gpu.fp32, gpu.bf16 or gpu.fp16)
 
 
 def _cpu_flags() -> set[str]:
@@ -238,17 +231,17 @@ def _cpu_flags() -> set[str]:
 
 
 def available_memory() -> int:
-    """Bytes of memory that a process may still take: what this machine has free, or its container may have."""
+    """Bytes a process can still allocate: free memory of the machine, within the limit of the container."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        free = _total_memory() // 2
     return min([free, *_container_memory_left()])
 
 
 def _container_memory_left() -> list[int]:
-    """Bytes up to the container's limit, where it has one; files that were read long ago make room for others."""
+    """Bytes up to the container's limit, if it has one; inactive page cache counts as free."""
     for limit, used in CGROUP_MEMORY_FILES:
         try:
             limit_bytes, used_bytes = ((CGROUP / name).read_text(encoding="ascii").strip() for name in (limit, used))

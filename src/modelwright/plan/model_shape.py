@@ -10,32 +10,32 @@ from typing import Any
 
 from modelwright.errors import ModelError
 from modelwright.recipe.schema import Recipe, TrainableConfig
-from modelwright.recipe.sections import LlamaArchitecture
+from modelwright.recipe.sections import FUSED_LORA_RANKS, MLP_LINEARS, LlamaArchitecture, ParameterCount
 from modelwright.runs.caches import cache_dir, hf_hub_cache
 
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """What the models of one type have in common that their config does not say."""
+    """Properties of a model_type that config.json does not contain."""
 
     gated_mlp: bool = True
-    """Whether the inner layer has a gate beside it: three matrices, not two."""
+    """Whether the MLP is gated: three matrices instead of two."""
     norms_per_layer: int = 2
-    """Norms in a layer."""
+    """Norms per layer."""
     layer_norm_bias: bool = False
-    """Whether a norm has a bias too."""
+    """Whether norms have a bias (LayerNorm)."""
     qk_norm: bool = False
-    """Whether queries and keys are normed, each by one vector."""
+    """Whether queries and keys are normalized."""
     fused_qkv: bool = False
-    """Whether queries, keys and values come out of one matrix."""
+    """Whether one matrix computes queries, keys and values."""
     fp32_norms: bool = False
-    """Whether norms are computed and kept in fp32, whatever the weights are."""
+    """Whether norms are computed and saved in fp32 for any weight dtype."""
     biases: tuple[str, ...] = ()
-    """Matrices that always have a bias."""
+    """Linears that always have a bias."""
     tie_word_embeddings: bool = False
-    """Whether the head shares the embeddings where the config is silent."""
+    """Whether LM head and embeddings are tied if the config does not say."""
     silu_gated_mlp: bool = False
-    """Whether its inner layer is down(silu(gate) · up) and nothing more, as `models.low_rank` knows it."""
+    """Whether its MLP is exactly down(silu(gate) · up), as `models.trainable` fuses it with LoRA."""
 
 
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -49,18 +49,15 @@ MODEL_FAMILIES = {
     "gemma3_text": ModelFamily(norms_per_layer=4, qk_norm=True, fp32_norms=True, tie_word_embeddings=True),
     "gpt_neox": ModelFamily(gated_mlp=False, layer_norm_bias=True, fused_qkv=True, biases=NEOX_LINEARS),
 }
-"""Model types whose arithmetic is known exactly; others are counted as a Llama would be, and that is said."""
-MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
-FUSED_LORA_RANKS = (16, 32, 64, 128)
-"""Ranks whose products with gate and up are added as the gate is read."""
+"""Model types that are counted exactly; others are counted as a Llama."""
 
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """A decoder: so many equal layers between embeddings and a head."""
+    """A decoder-only language model with equal layers; fields are named as in config.json."""
 
     name: str
-    """What the model is called."""
+    """Name of the model."""
     source: str
     """Where the shape was read."""
     family: str
@@ -68,144 +65,115 @@ class DecoderShape:
     num_hidden_layers: int
     """Decoder layers."""
     hidden_size: int
-    """Numbers that stand for a token."""
+    """Width of the residual stream."""
     num_attention_heads: int
     """Query heads."""
     num_key_value_heads: int
     """Key and value heads."""
     head_dim: int
-    """Numbers in a head."""
+    """Width of a head."""
     intermediate_size: int
-    """Width inside the feed-forward part."""
+    """Inner width of the MLP."""
     vocab_size: int
     """Tokens in the vocabulary."""
     tie_word_embeddings: bool
-    """Whether the head is the embeddings."""
-    max_position_embeddings: int = 0
-    """Positions it was made for."""
+    """Whether LM head and embeddings are one matrix."""
     attention_bias: bool = False
-    """Whether the attention's matrices have biases by the config."""
+    """Whether the attention linears have biases."""
     mlp_bias: bool = False
-    """Whether the feed-forward's matrices have biases by the config."""
+    """Whether the MLP linears have biases."""
     hidden_act: str = "silu"
-    """What opens the gate, by the config."""
+    """Activation of the MLP."""
 
     @property
     def traits(self) -> ModelFamily:
-        """What its type implies."""
+        """Properties of its model_type."""
         return MODEL_FAMILIES.get(self.family, MODEL_FAMILIES["llama"])
 
     @property
     def exact(self) -> bool:
-        """Whether its type is one we know; else it is counted as a Llama."""
+        """Whether its model_type is known; else it is counted as a Llama."""
         return self.family in MODEL_FAMILIES
 
     @property
     def query_width(self) -> int:
-        """All query heads together."""
+        """Width of all query heads."""
         return self.num_attention_heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """All key heads together."""
+        """Width of all key heads."""
         return self.num_key_value_heads * self.head_dim
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """The matrices of a layer by name: inputs and outputs."""
+        """In and out features of the linears of a layer, by name."""
+        hidden, inner, query, kv = self.hidden_size, self.intermediate_size, self.query_width, self.kv_width
         if self.traits.fused_qkv:
-            fused = (self.hidden_size, self.query_width + 2 * self.kv_width)
-            sizes = (
-                fused,
-                (self.query_width, self.hidden_size),
-                (self.hidden_size, self.intermediate_size),
-                (self.intermediate_size, self.hidden_size),
-            )
+            sizes = ((hidden, query + 2 * kv), (query, hidden), (hidden, inner), (inner, hidden))
             return dict(zip(NEOX_LINEARS, sizes, strict=True))
-        linears = {
-            "q_proj": (self.hidden_size, self.query_width),
-            "k_proj": (self.hidden_size, self.kv_width),
-            "v_proj": (self.hidden_size, self.kv_width),
-            "o_proj": (self.query_width, self.hidden_size),
-            "up_proj": (self.hidden_size, self.intermediate_size),
-            "down_proj": (self.intermediate_size, self.hidden_size),
-        }
-        return (
-            {**linears, "gate_proj": (self.hidden_size, self.intermediate_size)} if self.traits.gated_mlp else linears
-        )
+        linears = {"q_proj": (hidden, query), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (query, hidden),
+                   "up_proj": (hidden, inner), "down_proj": (inner, hidden)}  # fmt: skip
+        return {**linears, "gate_proj": (hidden, inner)} if self.traits.gated_mlp else linears
 
     @property
     def layer_matrices(self) -> int:
-        """Numbers in the matrices of a layer: what every token is multiplied with."""
+        """Parameters in the linears of a layer."""
         return sum(inputs * outputs for inputs, outputs in self.linears.values())
 
     @property
     def norm_vector(self) -> int:
-        """Numbers in one norm."""
+        """Parameters of one norm."""
         return self.hidden_size * (2 if self.traits.layer_norm_bias else 1)
 
     @property
     def layer_norms(self) -> int:
-        """Numbers in the norms of a layer."""
+        """Parameters in the norms of a layer."""
         return self.traits.norms_per_layer * self.norm_vector + (2 * self.head_dim if self.traits.qk_norm else 0)
 
     @property
     def layer_parameters(self) -> int:
-        """Numbers in a layer."""
+        """Parameters of a layer."""
         biased = set(self.traits.biases)
         biased |= set(ATTENTION_LINEARS) if self.attention_bias else set()
-        biased |= {"up_proj", "down_proj", "gate_proj"} if self.mlp_bias else set()
-        return (
-            self.layer_matrices
-            + self.layer_norms
-            + sum(outputs for name, (_, outputs) in self.linears.items() if name in biased)
-        )
+        biased |= set(MLP_LINEARS) if self.mlp_bias else set()
+        biases = sum(outputs for name, (_, outputs) in self.linears.items() if name in biased)
+        return self.layer_matrices + self.layer_norms + biases
 
     @property
     def embedding(self) -> int:
-        """Numbers in the embeddings, and in the head."""
+        """Parameters of the embeddings, and of the LM head."""
         return self.vocab_size * self.hidden_size
 
     @property
     def parameters(self) -> int:
-        """Numbers in all; a head that is the embeddings counts once."""
-        return (
-            self.num_hidden_layers * self.layer_parameters
-            + self.embedding * (1 if self.tie_word_embeddings else 2)
-            + self.norm_vector
-        )
+        """Parameters in total; tied embeddings count once."""
+        ends = self.embedding * (1 if self.tie_word_embeddings else 2) + self.norm_vector
+        return self.num_hidden_layers * self.layer_parameters + ends
 
 
 @dataclass(frozen=True)
-class TrainableSummary:
-    """Which of a shape's weights move, and how far the gradient has to travel for it."""
+class TrainableSummary(ParameterCount):
+    """Which parameters of a shape are trained, and through how many layers the backward pass goes."""
 
-    trained: int
-    """Parameters that move."""
-    total: int
-    """Parameters in all, with what was added."""
     trained_layers: int
-    """Layers whose matrices move."""
+    """Layers whose linears are trained."""
     backward_layers: int
-    """Layers the gradient passes, counted from the head."""
+    """Layers in the backward pass, counted from the LM head."""
     lm_head: bool
-    """Whether the head's matrix moves."""
+    """Whether the LM head is trained."""
     embeddings: bool
-    """Whether the embeddings move."""
+    """Whether the embeddings are trained."""
     tie_word_embeddings: bool
-    """Whether head and embeddings are one matrix."""
+    """Whether LM head and embeddings are one matrix."""
     lora_parameters: int = 0
-    """Numbers in low-rank matrices beside frozen ones."""
+    """Parameters of LoRA."""
     fused_lora_mlp: bool = False
-    """Whether a GPU may add the low-rank products of gate and up as it reads the gate."""
-
-    def __str__(self) -> str:
-        millions = f"{self.trained / 1e6:,.1f} M of {self.total / 1e6:,.1f} M"
-        return f"{millions} parameters trainable ({self.trained / self.total:.2%})"
+    """Whether a GPU can use the fused LoRA MLP."""
 
 
 def count_trainable(shape: DecoderShape, parts: TrainableConfig) -> TrainableSummary:
-    """Count what moves; the counterpart of `models.trainable`, without a model."""
+    """Count trainable parameters as `models.trainable` selects them, without a model."""
     trainable = parts.trainable
     tied = shape.tie_word_embeddings and not trainable.untie_lm_head
     total = shape.parameters + (shape.embedding if shape.tie_word_embeddings and not tied else 0)
@@ -215,33 +183,22 @@ def count_trainable(shape: DecoderShape, parts: TrainableConfig) -> TrainableSum
     if not trainable.is_partial:
         return TrainableSummary(total, total, shape.num_hidden_layers, shape.num_hidden_layers, True, True, tied)
     last_layers = trainable.last_layers or 0
-    if last_layers > shape.num_hidden_layers:
-        raise ModelError(
-            f"model: trainable.last_layers is {last_layers}, but the model has {shape.num_hidden_layers} layers"
-        )
-    norms = (shape.num_hidden_layers - last_layers) * shape.layer_norms + shape.norm_vector if trainable.norms else 0
+    if last_layers > (layers := shape.num_hidden_layers):
+        raise ModelError(f"model: trainable.last_layers is {last_layers}, but the model has {layers} layers")
+    norms = (layers - last_layers) * shape.layer_norms + shape.norm_vector if trainable.norms else 0
     trained = last_layers * shape.layer_parameters + (shape.embedding if trainable.lm_head else 0) + norms
-    through_all = trainable.norms or (trainable.lm_head and tied)
-    return TrainableSummary(
-        trained,
-        total,
-        last_layers,
-        shape.num_hidden_layers if through_all else last_layers,
-        trainable.lm_head,
-        trainable.lm_head and tied,
-        tied,
-    )
+    embeddings = trainable.lm_head and tied
+    backward_layers = layers if trainable.norms or embeddings else last_layers
+    return TrainableSummary(trained, total, last_layers, backward_layers, trainable.lm_head, embeddings, tied)
 
 
 def _lora_parameters(shape: DecoderShape, parts: TrainableConfig) -> int:
-    """Numbers in the low-rank matrices: rank times inputs and outputs of each matrix they sit beside."""
+    """Parameters of LoRA: rank × (in + out features) of each target linear."""
     targets = _lora_targets(shape, parts)
     target_sizes = [size for name, size in shape.linears.items() if name in targets]
     if not target_sizes:
         raise ModelError(f"model: lora_target_modules names none of {', '.join(shape.linears)}")
-    magnitudes = (
-        sum(outputs for _, outputs in target_sizes) if parts.use_dora else 0
-    )  # DoRA also learns how long each row is
+    magnitudes = sum(outputs for _, outputs in target_sizes) if parts.use_dora else 0
     return shape.num_hidden_layers * (parts.lora_r * sum(map(sum, target_sizes)) + magnitudes)
 
 
@@ -252,22 +209,15 @@ def _can_fuse_lora_mlp(shape: DecoderShape, parts: TrainableConfig) -> bool:
 
 
 def _lora_targets(shape: DecoderShape, parts: TrainableConfig) -> set[str]:
-    """The matrices that low-rank ones sit beside."""
-    target_modules = parts.lora_target_modules
-    return (
-        set(shape.linears)
-        if target_modules == "all-linear"
-        else {target_modules}
-        if isinstance(target_modules, str)
-        else set(target_modules)
-    )
+    """The linears that get LoRA."""
+    if (targets := parts.lora_target_modules) == "all-linear":
+        return set(shape.linears)
+    return {targets} if isinstance(targets, str) else set(targets)
 
 
 def shape_from_config(config: Mapping[str, Any], name: str, source: str) -> DecoderShape:
-    """The shape that a Hugging Face config.json describes, or an architecture with the same keys."""
-    values = {**config.get("text_config", {}), **{key: value for key, value in config.items() if key != "text_config"}}
-    if "text_config" in config:
-        values.update(config["text_config"])
+    """The shape in a Hugging Face config.json, or in a mapping with the same keys."""
+    values = {**config, **config.get("text_config", {})}
     family = str(values.get("model_type", "llama"))
     try:
         hidden_size, heads = int(values["hidden_size"]), int(values["num_attention_heads"])
@@ -284,7 +234,6 @@ def shape_from_config(config: Mapping[str, Any], name: str, source: str) -> Deco
             intermediate_size=int(values["intermediate_size"]),
             vocab_size=int(values["vocab_size"]),
             tie_word_embeddings=bool(values.get("tie_word_embeddings", traits.tie_word_embeddings)),
-            max_position_embeddings=int(values.get("max_position_embeddings") or 0),
             attention_bias=bool(values.get("attention_bias")) and not traits.fused_qkv,
             mlp_bias=bool(values.get("mlp_bias")),
             hidden_act=str(values.get("hidden_act") or "silu"),
@@ -296,7 +245,7 @@ def shape_from_config(config: Mapping[str, Any], name: str, source: str) -> Deco
 
 
 FUSED_NORM_TRAFFIC = 0.6
-"""Of what passes through memory around a batch norm, the share that does so by the kernels of a GPU."""
+"""Memory traffic of a batch norm with our GPU kernels, as a fraction of torch's."""
 
 
 @dataclass(frozen=True)
@@ -304,21 +253,21 @@ class ResNetShape:
     """ResNet-18 for small images."""
 
     name: str
-    """What the model is called."""
+    """Name of the model."""
     source: str
     """Where the shape comes from."""
     width: int = 64
-    """Channels of its first layers."""
+    """Channels of the first stage."""
     channels: int = 3
     """Channels of an image."""
     classes: int = 10
-    """Answers it may give."""
+    """Number of classes."""
     image_size: int = 32
-    """Pixels along an image's side."""
+    """Height and width in pixels."""
 
     @property
     def convolutions(self) -> list[tuple[int, int, int, int]]:
-        """Every convolution: channels in and out, window, and pixels along the side of what comes out."""
+        """Every convolution: input channels, output channels, kernel size, output side in pixels."""
         convolutions = [(self.channels, self.width, 3, self.image_size)]
         before, side = self.width, self.image_size
         for factor in (1, 2, 4, 8):
@@ -332,28 +281,27 @@ class ResNetShape:
 
     @property
     def parameters(self) -> int:
-        """Weights, and two numbers per channel for each batch norm."""
+        """Parameters, with two per channel for each batch norm."""
         weights = sum(inputs * outputs * window**2 + 2 * outputs for inputs, outputs, window, _ in self.convolutions)
         return weights + 8 * self.width * self.classes + self.classes
 
     @property
     def multiplications(self) -> int:
-        """Multiplications for one image forward."""
+        """Multiplications of the forward pass of one image."""
         return sum(i * o * window**2 * side**2 for i, o, window, side in self.convolutions) + 80 * self.width
 
     def activation_traffic(self, on_gpu: bool) -> float:
-        """Numbers that come out of all convolutions for one image; those of a GPU's own norms pass memory less often.
+        """Convolution outputs of one image, weighted by their memory traffic: fused batch norms have less.
 
-        Of 512 images, on an H200, the norms took 4.4 ms of a step before they had kernels of their own, then 2.5.
+        With 512 images on an H200 the norms of a step took 4.4 ms, and 2.5 with our kernels.
         """
-        return sum(
-            o * side**2 * (FUSED_NORM_TRAFFIC if on_gpu and o % 64 == 0 else 1.0) for _, o, _, side in self.convolutions
-        )
+        factors = {True: FUSED_NORM_TRAFFIC, False: 1.0}
+        return sum(o * side**2 * factors[on_gpu and o % 64 == 0] for _, o, _, side in self.convolutions)
 
     def saved_activations(self, on_gpu: bool) -> int:
-        """Numbers kept for the backward pass of one image: what goes into each batch norm, and what comes out.
+        """Activations saved for one image: inputs and outputs of the batch norms.
 
-        What comes out of the norm past a block is added to and forgotten, but for the kernels of a GPU.
+        The output of a downsampling norm is saved by the fused GPU kernels only.
         """
         return sum(
             o * side**2 * (2 if window > 1 or (on_gpu and o % 64 == 0) else 1)
@@ -367,59 +315,46 @@ EMBEDDED_MODEL = "smollm2-135m-instruct"
 DEFAULT_VOCAB_SIZE = 50304
 
 
-def _llama_config(
-    layers: int, width: int, inner: int, heads: tuple[int, int], vocab_size: int, **overrides: Any
-) -> dict[str, Any]:
-    return {
-        "model_type": "llama", "num_hidden_layers": layers, "hidden_size": width, "intermediate_size": inner,
-        "num_attention_heads": heads[0], "num_key_value_heads": heads[1], "vocab_size": vocab_size,
-        "max_position_embeddings": 2048, "tie_word_embeddings": False, **overrides,
-    }  # fmt: skip
+def _config(sizes: tuple[int, int, int, int, int], vocab_size: int, model_type: str = "llama", tied: bool = False,
+            **overrides: int) -> dict[str, Any]:  # fmt: skip
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    config = {"model_type": model_type, "vocab_size": vocab_size, "tie_word_embeddings": tied}
+    return {**config, **dict(zip(names, sizes, strict=True)), **overrides}
 
 
 SHIPPED_CONFIGS: dict[str, dict[str, Any]] = {
-    "smollm2-135m": _llama_config(30, 576, 1536, (9, 3), 49152, tie_word_embeddings=True, max_position_embeddings=8192),
-    "smollm2-360m": _llama_config(
-        32, 960, 2560, (15, 5), 49152, tie_word_embeddings=True, max_position_embeddings=8192
-    ),
-    "smollm2-1.7b": _llama_config(
-        24, 2048, 8192, (32, 32), 49152, tie_word_embeddings=True, max_position_embeddings=8192
-    ),
-    "smollm3-3b": _llama_config(
-        36, 2048, 11008, (16, 4), 128256, tie_word_embeddings=True, max_position_embeddings=65536
-    )
-    | {"model_type": "smollm3"},
-    "pythia-410m": _llama_config(24, 1024, 4096, (16, 16), 50304) | {"model_type": "gpt_neox"},
-    "gemma-3-270m": _llama_config(18, 640, 2048, (4, 1), 262144, head_dim=256, max_position_embeddings=32768)
-    | {"model_type": "gemma3_text", "tie_word_embeddings": True},
-    "llama-6b": _llama_config(32, 4096, 11008, (32, 8), 50304, max_position_embeddings=4096),
-    "llama-7b": _llama_config(32, 4096, 14336, (32, 8), 50304, max_position_embeddings=4096),
+    "smollm2-135m": _config((30, 576, 1536, 9, 3), 49152, tied=True),
+    "smollm2-360m": _config((32, 960, 2560, 15, 5), 49152, tied=True),
+    "smollm2-1.7b": _config((24, 2048, 8192, 32, 32), 49152, tied=True),
+    "smollm3-3b": _config((36, 2048, 11008, 16, 4), 128256, "smollm3", tied=True),
+    "pythia-410m": _config((24, 1024, 4096, 16, 16), 50304, "gpt_neox"),
+    "gemma-3-270m": _config((18, 640, 2048, 4, 1), 262144, "gemma3_text", tied=True, head_dim=256),
+    "llama-6b": _config((32, 4096, 11008, 32, 8), 50304),
+    "llama-7b": _config((32, 4096, 14336, 32, 8), 50304),
 }
-"""Public shapes by their plain name, as their config.json on the hub states them; the two Llamas are those of the
-production pipeline: 32 layers of 4096, 8 key-value heads, 50,304 tokens, with an inner width of 11,008 or 14,336."""
+"""Shapes of public models by lower-case name, as in their config.json on the hub; the two Llamas are those of the
+production pipeline."""
 NAME_ALIASES = {"gemma-270m": "gemma-3-270m"}
-"""Other names people write."""
+"""Other spellings of these names."""
 
 
 def shape_of_recipe(recipe: Recipe, recipe_dir: Path) -> ModelShape:
-    """The shape of a recipe's model, without fetching anything."""
+    """The shape of a recipe's model, without a download."""
     if recipe.model.architecture is not None:
         prepare = recipe.prepare
         vocab_size = prepare.vocab_size if prepare is not None and prepare.tokenizer == "train" else None
         return shape_of_architecture(recipe.model.architecture, recipe.name, vocab_size)
     name = recipe.model.model_name_or_path or ""
     if name == RESNET:
-        width = recipe.model.resnet_width
-        return ResNetShape(RESNET, "our own ResNet-18, from scratch", width=width)
+        return ResNetShape(RESNET, "our own ResNet-18, from scratch", width=recipe.model.resnet_width)
     for folder in _model_folders(name, recipe_dir):
         if (folder / "config.json").is_file():
             return shape_from_config(_read_config(folder / "config.json"), name, str(folder / "config.json"))
     plain = Path(name).name.lower()
     for candidate in (plain, NAME_ALIASES.get(plain, ""), plain.removesuffix("-instruct"), plain.removesuffix("-it")):
         if candidate in SHIPPED_CONFIGS:
-            return shape_from_config(
-                SHIPPED_CONFIGS[candidate], name, f"the shape of {candidate} that is shipped with modelwright"
-            )
+            source = f"the shape of {candidate} that is shipped with modelwright"
+            return shape_from_config(SHIPPED_CONFIGS[candidate], name, source)
     raise ModelError(
         f"model: no config.json of {name!r} is at hand, and its shape is not among the shipped ones "
         f"({', '.join(SHIPPED_CONFIGS)}); a folder with its config.json alone is enough to plan"
@@ -427,7 +362,7 @@ def shape_of_recipe(recipe: Recipe, recipe_dir: Path) -> ModelShape:
 
 
 def is_downloaded(name: str, recipe_dir: Path) -> bool:
-    """Whether a model lies on this machine, weights and all."""
+    """Whether a model with its weights is on this machine."""
     return name in (RESNET, EMBEDDED_MODEL) or any(
         (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
         for folder in _model_folders(name, recipe_dir)
@@ -435,23 +370,19 @@ def is_downloaded(name: str, recipe_dir: Path) -> bool:
 
 
 def shape_of_architecture(architecture: LlamaArchitecture, name: str, vocab_size: int | None = None) -> DecoderShape:
-    """The shape of a model that a recipe makes from scratch; a vocabulary it leaves open is taken for GPT-2's.
+    """The shape of a model that is trained from scratch; an open vocabulary size counts as GPT-2's.
 
-    words: tokens of a tokenizer that the recipe itself trains.
+    vocab_size: of a tokenizer that the recipe trains.
     """
-    config = {
-        **architecture.model_dump(),
-        "intermediate_size": architecture.ffn_size,
-        "num_key_value_heads": architecture.kv_heads,
-    }
-    config["vocab_size"] = architecture.vocab_size or vocab_size or DEFAULT_VOCAB_SIZE
     known = architecture.vocab_size or vocab_size
+    sizes = {"intermediate_size": architecture.ffn_size, "num_key_value_heads": architecture.kv_heads}
+    config = {**architecture.model_dump(), **sizes, "vocab_size": known or DEFAULT_VOCAB_SIZE}
     source = "the recipe's architecture" + ("" if known else f", with {DEFAULT_VOCAB_SIZE:,} tokens taken for granted")
     return shape_from_config(config, name, source)
 
 
 def _model_folders(name: str, recipe_dir: Path) -> list[Path]:
-    """Where a model may lie on this machine: its path, our own cache, the hub's cache."""
+    """Folders where a model may be: its path, our cache, the hub cache."""
     folders = [Path(name), recipe_dir / name]
     if name == EMBEDDED_MODEL:
         folders += sorted(cache_dir().glob(f"{EMBEDDED_MODEL}*"))

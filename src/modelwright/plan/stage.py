@@ -12,57 +12,58 @@ from modelwright.recipe.schema import CheckpointingMode, PreferenceConfig, Train
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Every number the engine needs, none of which a person had to write."""
+    """Every number the engine needs to train a stage."""
 
     train_rows: int
     """Rows in one epoch (packed rows, where packing is on)."""
     total_samples: int
     """Rows over all epochs."""
     world_size: int
-    """Devices that share the work."""
+    """Number of ranks."""
     micro_batch_size: int
-    """Micro-batch size per device."""
+    """Rows per device and forward pass."""
     gradient_accumulation_steps: int
-    """Times it does so in a step."""
+    """Micro-batches per device and step."""
     global_batch_size: int
-    """Rows in a step over all devices."""
+    """Rows per step over all devices."""
     steps: int
-    """Steps in the stage."""
+    """Optimizer steps of the stage."""
     warmup_steps: int
-    """Steps of rising learning rate."""
+    """Steps of linear learning-rate warm-up."""
     decay_steps: int
-    """Steps of falling learning rate at the end, for warmup_stable_decay."""
+    """Steps of learning-rate decay at the end, for warmup_stable_decay."""
     save_steps: int
     """Steps between checkpoints."""
     eval_steps: int
-    """Steps between measurements."""
+    """Steps between evaluations."""
     precision: str
-    """What the arithmetic is done in."""
+    """Compute precision."""
     param_dtype: str
-    """What the weights are kept in."""
+    """Dtype of the stored weights."""
     sharding: str
-    """How devices share the model."""
+    """ddp, fsdp or hsdp."""
     learning_rate: float
-    """Peak learning rate, scaled where the recipe asks for it."""
+    """Peak learning rate, scaled by the world size if the recipe asks for it."""
     tf32: bool = False
-    """Whether fp32 numbers are multiplied on the tensor cores, with 10 of their 23 bits."""
+    """Whether fp32 matmuls run on the tensor cores with 10 of 23 mantissa bits."""
     gradient_checkpointing: CheckpointingMode = False
-    """Whether activations are computed again in the backward pass: all, or all but products and attention."""
+    """Activation checkpointing: none, selective (matmuls and attention are kept) or full."""
     fp8_scaling: str = "tensorwise"
-    """What has a scale of its own where fp8 is computed in: each matrix, or each of its rows."""
+    """Granularity of fp8 scales: one per matrix (tensorwise) or one per row (rowwise)."""
     reasons: tuple[str, ...] = ()
-    """What was chosen or changed, and why."""
+    """What was chosen or changed, and why, a line each."""
     prediction: dict[str, Any] | None = None
-    """Memory and speed as foreseen, to be held against what is measured."""
+    """Predicted memory and speed, compared with the measured ones after training."""
 
     @property
     def batch_arithmetic(self) -> str:
-        """The batch as a sum a person can check."""
+        """The global batch as a product of its factors."""
         devices = f"{self.world_size} device{'s' * (self.world_size > 1)}"
-        return f"batch {self.global_batch_size} = {self.micro_batch_size} per device × {devices} × {self.gradient_accumulation_steps} accumulation"
+        per_device = f"{self.micro_batch_size} per device × {devices}"
+        return f"batch {self.global_batch_size} = {per_device} × {self.gradient_accumulation_steps} accumulation"
 
     def as_json(self) -> dict[str, Any]:
-        """The plan for plan.json."""
+        """The content of plan.json."""
         return {**asdict(self), "batch_arithmetic": self.batch_arithmetic}
 
 
@@ -73,30 +74,11 @@ def plan_stage(
     device_info: DeviceInfo,
     resumed_global_batch: int | None = None,
 ) -> StagePlan:
-    """Plan a stage; a batch kept from an earlier start of the run holds at any world size."""
+    """Plan a stage; a resumed run keeps its global batch at any world size."""
     reasons: list[str] = []
-    micro_batch_size, gradient_accumulation_steps = (
-        settings.per_device_train_batch_size,
-        settings.gradient_accumulation_steps,
+    micro_batch_size, accumulation, global_batch_size = _batch_layout(
+        settings, world_size, resumed_global_batch, reasons
     )
-    wanted_batch = resumed_global_batch or settings.global_batch_size
-    if wanted_batch and wanted_batch != micro_batch_size * gradient_accumulation_steps * world_size:
-        recipe_micro_batch, (micro_batch_size, gradient_accumulation_steps) = (
-            micro_batch_size,
-            solve_batch(wanted_batch, micro_batch_size, world_size),
-        )
-        source = "this run's earlier start" if resumed_global_batch else "global_batch_size"
-        rows_at_once = f"{micro_batch_size} rows per device" + (
-            f" instead of {recipe_micro_batch}" if micro_batch_size != recipe_micro_batch else ""
-        )
-        reasons.append(
-            f"{rows_at_once}, {gradient_accumulation_steps} times, keep the batch of {wanted_batch} ({source})"
-        )
-        if empty_slots := micro_batch_size * gradient_accumulation_steps * world_size - wanted_batch:
-            reasons.append(
-                f"{empty_slots} of {wanted_batch + empty_slots} row slots per step are empty: {world_size} do not divide {wanted_batch}"
-            )
-    global_batch_size = wanted_batch or micro_batch_size * gradient_accumulation_steps * world_size
     total_samples = max(1, round(settings.num_train_epochs * train_rows))
     if settings.max_steps is not None:
         total_samples = settings.max_steps * global_batch_size
@@ -105,15 +87,7 @@ def plan_stage(
         reasons.append(
             f"a step takes {global_batch_size} rows and there are {train_rows}: rows come several times in one step"
         )
-    learning_rate = settings.learning_rate
-    if settings.scale_lr_by_world_size:
-        # by the batch, not by today's devices: a run that goes on with fewer of them keeps batch and rate
-        batch_devices = global_batch_size / (
-            settings.per_device_train_batch_size * settings.gradient_accumulation_steps
-        )
-        learning_rate *= batch_devices
-        scaled = f"learning rate {learning_rate:.3g} = {settings.learning_rate:.3g} × {batch_devices:g} devices"
-        reasons.append(f"{scaled} (scale_lr_by_world_size)")
+    learning_rate = _scale_learning_rate(settings, global_batch_size, reasons)
     precision, reason = choose_precision(device_info) if settings.precision == "auto" else (settings.precision, "")
     param_dtype = choose_param_dtype(settings, precision, device_info)
     if reason:
@@ -121,14 +95,15 @@ def plan_stage(
     tf32, reason = choose_tf32(settings.tf32, precision, device_info)
     if reason:
         reasons.append(reason)
-    if settings.gradient_checkpointing and not isinstance(settings, TrainableConfig):
+    is_text = isinstance(settings, TrainableConfig)
+    if settings.gradient_checkpointing and not is_text:
         reasons.append("gradient_checkpointing has no effect here: images are trained with all activations kept")
     return StagePlan(
         train_rows=train_rows,
         total_samples=total_samples,
         world_size=world_size,
         micro_batch_size=micro_batch_size,
-        gradient_accumulation_steps=gradient_accumulation_steps,
+        gradient_accumulation_steps=accumulation,
         global_batch_size=global_batch_size,
         steps=steps,
         warmup_steps=settings.warmup_steps.resolve(steps),
@@ -140,23 +115,52 @@ def plan_stage(
         sharding="ddp" if settings.distributed_strategy == "auto" else settings.distributed_strategy,
         learning_rate=learning_rate,
         tf32=tf32,
-        gradient_checkpointing=settings.gradient_checkpointing if isinstance(settings, TrainableConfig) else False,
+        gradient_checkpointing=settings.gradient_checkpointing if is_text else False,
         fp8_scaling=choose_fp8_scalings(settings)[0],
         reasons=tuple(reasons),
     )
 
 
+def _batch_layout(
+    settings: TrainingConfig, world_size: int, resumed_global_batch: int | None, reasons: list[str]
+) -> tuple[int, int, int]:
+    """Micro-batch size, accumulation steps and global batch; what differs from the recipe is added to `reasons`."""
+    size, accumulation = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
+    batch = resumed_global_batch or settings.global_batch_size
+    if not batch or batch == size * accumulation * world_size:
+        return size, accumulation, size * accumulation * world_size
+    recipe_size, (size, accumulation) = size, solve_batch(batch, size, world_size)
+    source = "this run's earlier start" if resumed_global_batch else "global_batch_size"
+    change = f" instead of {recipe_size}" if size != recipe_size else ""
+    reasons.append(f"{size} rows per device{change}, {accumulation} times, keep the batch of {batch} ({source})")
+    slots = size * accumulation * world_size
+    if slots > batch:
+        empty = f"{slots - batch} of {slots} row slots per step are empty"
+        reasons.append(f"{empty}: {world_size} do not divide {batch}")
+    return size, accumulation, batch
+
+
+def _scale_learning_rate(settings: TrainingConfig, global_batch_size: int, reasons: list[str]) -> float:
+    if not settings.scale_lr_by_world_size:
+        return settings.learning_rate
+    # by the batch, not by the current world size: a run resumed on fewer devices keeps its batch and learning rate
+    devices = global_batch_size / (settings.per_device_train_batch_size * settings.gradient_accumulation_steps)
+    rate = settings.learning_rate * devices
+    scaled = f"learning rate {rate:.3g} = {settings.learning_rate:.3g} × {devices:g} devices"
+    reasons.append(f"{scaled} (scale_lr_by_world_size)")
+    return rate
+
+
 def solve_batch(global_batch_size: int, max_micro_batch_size: int, world_size: int) -> tuple[int, int]:
-    """Rows per device and accumulation for a batch: the most rows at once, up to per_device, that come out even."""
+    """Micro-batch size and accumulation steps for a global batch: the largest size that divides the rows per device."""
     rows_per_device = -(-global_batch_size // world_size)
-    micro_batch_size = next(
-        count for count in range(min(max_micro_batch_size, rows_per_device), 0, -1) if rows_per_device % count == 0
-    )
-    return micro_batch_size, rows_per_device // micro_batch_size
+    largest = min(max_micro_batch_size, rows_per_device)
+    size = next(size for size in range(largest, 0, -1) if rows_per_device % size == 0)
+    return size, rows_per_device // size
 
 
 def choose_param_dtype(settings: TrainingConfig, precision: str, device_info: DeviceInfo) -> str:
-    """bf16 weights with exact masters where a GPU computes text in bf16; else fp32, as batch norms want it."""
+    """bf16 weights with exact fp32 masters for text in bf16 or fp8 on a GPU; else fp32, which batch norm needs."""
     suits = precision in ("bf16", "fp8") and settings.optim == "adamw_torch" and isinstance(settings, TrainableConfig)
     if settings.param_dtype == "bf16" and not suits:
         actual = f"precision {precision} and optim {settings.optim}"
@@ -167,10 +171,10 @@ def choose_param_dtype(settings: TrainingConfig, precision: str, device_info: De
 
 
 def choose_fp8_scalings(settings: TrainingConfig) -> tuple[str, ...]:
-    """What has a scale of its own in fp8: the fastest way first, and what may be tried after it.
+    """The fp8 scalings to try, fastest first.
 
-    Pairs have a scale for each row and nothing else: what is said of one then does not hang on the rows beside it, and
-    its reference was measured in another batch.
+    Preference pairs use rowwise scales only: a pair's log-probs must not depend on the other rows of its batch, since
+    the reference log-probs were computed in another batch.
     """
     if settings.fp8_scaling != "auto":
         return (settings.fp8_scaling,)
@@ -178,7 +182,7 @@ def choose_fp8_scalings(settings: TrainingConfig) -> tuple[str, ...]:
 
 
 def choose_tf32(setting: bool | str, precision: str, device_info: DeviceInfo) -> tuple[bool, str]:
-    """Whether fp32 products go to the tensor cores, with a line where that is so, or was wished and cannot be."""
+    """Whether fp32 matmuls use tf32, with a line if they do, or if tf32 was requested and is not available."""
     if setting is False or (setting == "auto" and (precision != "fp32" or not device_info.has_tf32)):
         return False, ""
     if precision != "fp32":
@@ -189,7 +193,7 @@ def choose_tf32(setting: bool | str, precision: str, device_info: DeviceInfo) ->
 
 
 def choose_precision(device_info: DeviceInfo) -> tuple[str, str]:
-    """The fastest arithmetic that this device does well; what the weights are kept in is chosen apart."""
+    """The fastest compute precision of this device; the dtype of the weights is chosen separately."""
     if device_info.fast_bf16:
         return "bf16", f"bf16 arithmetic: fast on {device_info.name}"
     if device_info.device == "cuda":
