@@ -30,31 +30,31 @@ def set_pdeathsig(parent: int | None = None) -> None:
         os._exit(1)
 
 
-@dataclass(frozen=True)
+@dataclass
 class RankStatus:
-    """The state of a rank, as read from its heartbeat file."""
+    """The state of a rank, as in its heartbeat file."""
 
     rank: int
     """Its global rank."""
     pid: int
     """Its process id."""
-    beats: int
+    beats: int = 0
     """Heartbeats so far: a live process sends them."""
-    phase_changes: int
+    phase_changes: int = 0
     """Phases entered so far: a process that makes progress changes them."""
-    phase: str
+    phase: str = "starting"
     """What it is doing."""
-    step: int
+    step: int = 0
     """Steps done."""
-    step_seconds: float | None
+    step_seconds: float | None = None
     """Median time of its recent steps."""
-    exit_message: str | None
+    exit_message: str | None = None
     """Its exit message, where it has ended by itself."""
-    exit_time: float
+    exit_time: float = 0.0
     """When it ended, by the monotonic clock of the machine."""
-    exit_code: int
+    exit_code: int = 0
     """Its exit code."""
-    lost_peers: bool
+    lost_peers: bool = False
     """Whether it ended because other ranks were gone."""
 
 
@@ -62,10 +62,7 @@ class Heartbeat:
     """Writes the state of this rank to its heartbeat file; without a folder it writes nothing."""
 
     def __init__(self, folder: Path | None = None, rank: int = 0) -> None:
-        self._rank, self._step, self._phase = rank, 0, "starting"
-        self._beats, self._phase_changes = 0, 0
-        self._exit_message: str | None = None
-        self._exit_time, self._exit_code, self._lost_peers = 0.0, 0, False
+        self._status = RankStatus(rank, os.getpid())
         self._step_seconds: deque[float] = deque(maxlen=STEP_WINDOW)
         self._stop, self._descriptor = threading.Event(), -1
         self._thread: threading.Thread | None = None
@@ -77,19 +74,22 @@ class Heartbeat:
 
     def set_phase(self, phase: str, step: int | None = None) -> None:
         """Set the current phase."""
-        self._phase, self._phase_changes = phase, self._phase_changes + 1
+        self._status.phase, self._status.phase_changes = phase, self._status.phase_changes + 1
         if step is not None:
-            self._step = step
+            self._status.step = step
 
     def step_done(self, step: int, seconds: float) -> None:
         """Record a finished step and how long it took."""
         self._step_seconds.append(seconds)
+        if len(self._step_seconds) > 1:  # the first steps are warm-up; two are enough for an estimate
+            self._status.step_seconds = round(median(self._step_seconds), 4)
         self.set_phase("between steps", step)
 
     def report_exit(self, message: str, exit_code: int, lost_peers: bool) -> None:
         """Write the exit message and stop."""
-        self._exit_message, self._exit_time = message, time.monotonic()
-        self._exit_code, self._lost_peers = exit_code, lost_peers
+        status = self._status
+        status.exit_message, status.exit_time = message[:MAX_MESSAGE_CHARS] or None, time.monotonic()
+        status.exit_code, status.lost_peers = exit_code, lost_peers
         self.close()
 
     def close(self) -> None:
@@ -106,19 +106,11 @@ class Heartbeat:
         while not self._stop.wait(HEARTBEAT_INTERVAL):
             if os.getppid() != parent:  # where the kernel has no pdeathsig
                 os._exit(1)
-            self._beats += 1
+            self._status.beats += 1
             self._write()
 
     def _write(self) -> None:
-        # the first steps are warm-up; two are enough for an estimate
-        seconds = list(self._step_seconds)
-        step_seconds = round(median(seconds), 4) if len(seconds) > 1 else None
-        exit_message = (self._exit_message or "")[:MAX_MESSAGE_CHARS] or None
-        status = RankStatus(
-            self._rank, os.getpid(), self._beats, self._phase_changes, self._phase, self._step,
-            step_seconds, exit_message, self._exit_time, self._exit_code, self._lost_peers,
-        )  # fmt: skip
-        text = json.dumps(status.__dict__).encode()
+        text = json.dumps(vars(self._status)).encode()
         try:
             os.pwrite(self._descriptor, text[:FILE_BYTES].ljust(FILE_BYTES), 0)
         except OSError:

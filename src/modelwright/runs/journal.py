@@ -61,12 +61,17 @@ def read(path: Path) -> Iterator[Event]:
     """Read a journal; a line torn by a kill is skipped."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(record, dict):
-                yield record
+            if (event := parse_line(line)) is not None:
+                yield event
+
+
+def parse_line(line: str | bytes) -> Event | None:
+    """The event of a line; None where the line is damaged."""
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return event if isinstance(event, dict) else None
 
 
 def _json_safe(value: Any) -> Any:

@@ -86,6 +86,10 @@ class RunContext:
         """The folder of the recipe file, which relative paths in it may refer to."""
         return self.loaded.path.parent
 
+    def note(self, stage: str, message: str) -> None:
+        """Log a line for the user."""
+        self.journal.add("note", stage=stage, message=message)
+
 
 Metrics = dict[str, float | None]
 

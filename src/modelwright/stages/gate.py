@@ -154,7 +154,7 @@ def completed_result(context: RunContext, stage: str, resume_config: Mapping[str
     if check_resume_config(result["resume_config"], resume_config, context.options.overrides):
         return None
     if name := first_damaged_file(context.folder, stage):
-        context.journal.add("note", stage=stage, message=f"{name} of the {stage} model is damaged; it is made again")
+        context.note(stage, f"{name} of the {stage} model is damaged; it is made again")
         return None
     return result
 

@@ -6,7 +6,6 @@ modelwright plan --calibrate          # calibrate: random models and rows, to fi
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import tempfile
@@ -48,7 +47,7 @@ from modelwright.runs.caches import cache_dir
 from modelwright.runs.folder import RunFolder, write_json
 from modelwright.runs.journal import Journal
 from modelwright.stages.context import DEFAULT_OPTIONS, ParentModel, RunContext, StageInputs
-from modelwright.stages.pipeline import BUILDERS
+from modelwright.stages.pipeline import BUILDERS, free_device
 from modelwright.stages.planning import build_engine, fit_plan
 from modelwright.tasks.batching import collate_examples
 from modelwright.tasks.classify import ClassifyTask
@@ -459,10 +458,3 @@ def _random_image_task(rows: int, width: int, settings: Any) -> ClassifyTask:
         return ImageDataset(images, rng.integers(0, 10, count, dtype=np.int64), classes, "random pixels")
 
     return ClassifyTask(resnet18(10, width, 3), ImageSplits(random_images(rows), random_images(64)), settings, SEED)
-
-
-def free_device() -> None:
-    """Free a model and its optimizer state before the next one is created."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -182,8 +182,9 @@ def _check_before_start(context: RunContext) -> None:
             check_resume_config(saved, stage_settings(context.recipe, stage), context.options.overrides)
     for stage in damaged:
         results[stage].replace(results[stage].with_name("result.damaged.json"))
-        note = f"the result of {stage} is damaged; the stage is finished again from its last good checkpoint"
-        context.journal.add("note", stage=stage, message=note)
+        context.note(
+            stage, f"the result of {stage} is damaged; the stage is finished again from its last good checkpoint"
+        )
 
 
 def _run_stage(context: RunContext, statuses: StageStatuses, stage: str, shutdown: GracefulShutdown) -> None:
@@ -205,7 +206,7 @@ def _run_stage(context: RunContext, statuses: StageStatuses, stage: str, shutdow
         _train(context, builder, inputs, stage, shutdown)
     else:
         _save_resolved_recipe(context, inputs)
-        journal.add("note", stage=stage, message=f"{stage} already complete and verified; skipped")
+        context.note(stage, f"{stage} already complete and verified; skipped")
     try:
         status = context.world.on_rank0_broadcast(lambda: promote(context, builder, stage, inputs))
     except ModelwrightError:
@@ -222,8 +223,13 @@ def _train(
     _save_resolved_recipe(context, inputs)
     runner.run()
     del runner
+    free_device()
+
+
+def free_device() -> None:
+    """Free the memory of a deleted model and its optimizer state."""
     gc.collect()
-    if context.world.device.type == "cuda":
+    if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 

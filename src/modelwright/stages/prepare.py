@@ -40,22 +40,18 @@ def prepare_stage(context: RunContext) -> None:
     )
     job = build_prepare_job(context.loaded, context.folder.packed)
     if is_complete(job):
-        note = "prepare already complete for the same text and settings; skipped"
-        context.journal.add("note", stage=PREPARE_STAGE, message=note)
+        context.note(PREPARE_STAGE, "prepare already complete for the same text and settings; skipped")
         return
     context.journal.add("stage_started", stage=PREPARE_STAGE)
     last, step = time.monotonic(), ""
     for progress in run_prepare(job, executor, context.loaded):
         if progress.step != step or time.monotonic() - last > PROGRESS_INTERVAL_SECONDS:
-            context.journal.add(
-                "note", stage=PREPARE_STAGE, message=f"{progress.step}: {progress.done}/{progress.total} tasks"
-            )
+            context.note(PREPARE_STAGE, f"{progress.step}: {progress.done}/{progress.total} tasks")
             last, step = time.monotonic(), progress.step
     report = read_json(job.folder / REPORT_FILE)
-    context.journal.add("note", stage=PREPARE_STAGE, message=report_line(report))
-    context.journal.add(
-        "prepared", stage=PREPARE_STAGE, **{key: report[key] for key in ("documents", "splits", "filters")}
-    )
+    context.note(PREPARE_STAGE, report_line(report))
+    fields = {key: report[key] for key in ("documents", "splits", "filters")}
+    context.journal.add("prepared", stage=PREPARE_STAGE, **fields)
 
 
 def run_prepare(job: PrepareJob, executor: Executor, loaded: LoadedRecipe) -> Iterator[PrepareProgress]:
@@ -149,7 +145,7 @@ def _init_model(context: RunContext) -> None:
         "tokenizer.fingerprint": xxhash.xxh3_128_hexdigest((source / "tokenizer.json").read_bytes()),
     }
     if gate.completed_result(context, INIT_STAGE, resume_config):
-        context.journal.add("note", stage=INIT_STAGE, message="init already complete and verified; skipped")
+        context.note(INIT_STAGE, "init already complete and verified; skipped")
         return
     context.journal.add("stage_started", stage=INIT_STAGE)
     parameters = write_initial_model(architecture, source, recipe.seed, folder.model(INIT_STAGE))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,14 +40,11 @@ TextStage = PretrainConfig | SftConfig | DpoConfig
 RowsTask = TypeVar("RowsTask", SftTask, DpoTask)
 
 
-class _ChatBuilder(ABC):
+class _ChatBuilder:
     """Stages that fine-tune a chat model, so that answers before and after can be compared."""
 
     comparison_metrics = frozenset(ANSWER_METRICS)
-
-    @abstractmethod
-    def load_rows(self, data: DataConfig, seed: int, recipe_dir: Path) -> Any:
-        """The rows of both splits."""
+    load_rows: Callable[[DataConfig, int, Path], Any]
 
     def load_inputs(self, context: RunContext, stage: str, parent: ParentModel | None) -> StageInputs:
         """The start model and the rows."""
@@ -64,9 +60,7 @@ class _ChatBuilder(ABC):
 class SftBuilder(_ChatBuilder):
     """Supervised fine-tuning on conversations (sft, lora)."""
 
-    def load_rows(self, data: DataConfig, seed: int, recipe_dir: Path) -> Any:
-        """Conversations."""
-        return chat.load_conversations(data, seed, recipe_dir)
+    load_rows = staticmethod(chat.load_conversations)
 
     def build(self, context: RunContext, inputs: StageInputs, stage: str) -> StageParts:
         """Load the model, set its trainable parameters, tokenize the conversations."""
@@ -89,8 +83,7 @@ def report_quarantine(context: RunContext, stage: str, quarantine: Quarantine) -
         path = context.folder.data(stage) / QUARANTINE_FILE
         context.world.on_rank0_broadcast(lambda: write_quarantine(path, invalid_rows))
         note = f"{len(invalid_rows):,} of {quarantine.rows_read:,} rows quarantined in {path}"
-        note += f"; {invalid_rows[0].where}: {invalid_rows[0].reason}"
-        context.journal.add("note", stage=stage, message=note)
+        context.note(stage, f"{note}; {invalid_rows[0].where}: {invalid_rows[0].reason}")
 
 
 def resolve_start_model(context: RunContext, parent: ParentModel | None) -> dict[str, Any]:
@@ -103,12 +96,8 @@ def resolve_start_model(context: RunContext, parent: ParentModel | None) -> dict
         context.world.on_rank0_broadcast(lambda: str(pretrained.resolve_model(model_config, context.recipe_dir).path))
         base = pretrained.resolve_model(model_config, context.recipe_dir)
         fingerprint = base.fingerprint()
-    return {
-        "model": base,
-        "model_name": base.name,
-        "revision": base.revision or model_config.revision,
-        "model_fingerprint": fingerprint,
-    }
+    revision = base.revision or model_config.revision
+    return {"model": base, "model_name": base.name, "revision": revision, "model_fingerprint": fingerprint}
 
 
 def load_trainable_model(context: RunContext, inputs: StageInputs, settings: TextStage) -> tuple[Any, Any]:
@@ -121,9 +110,8 @@ def load_trainable_model(context: RunContext, inputs: StageInputs, settings: Tex
             "adapter; merge it first, or use quantization: none"
         )
     attn_implementation, device = context.recipe.model.attn_implementation, context.world.device
-    model = (inputs.load_model or pretrained.load_model)(
-        inputs.model.path, attn_implementation, settings.quantization, device
-    )
+    load_model = inputs.load_model or pretrained.load_model
+    model = load_model(inputs.model.path, attn_implementation, settings.quantization, device)
     if hasattr(model, "merge_and_unload"):  # the parent is a LoRA adapter: merge it
         model = model.merge_and_unload()
     pretrained.prepare_model(model, device, attn_implementation)
@@ -150,8 +138,8 @@ def build_row_task(
     counts = ("truncated_rows", "truncated_tokens", "dropped_rows")
     truncated, tokens, dropped = (sum(split.get(name, 0) for split in stats.values()) for name in counts)
     if truncated:
-        note = f"{truncated} rows are cut to max_length, {tokens} tokens in all; {dropped or 'none'} dropped"
-        context.journal.add("note", stage=stage, message=note)
+        dropped_note = f"{dropped or 'none'} dropped"
+        context.note(stage, f"{truncated} rows are cut to max_length, {tokens} tokens in all; {dropped_note}")
     return task, stage_parts(task, model, tokenizer, data_manifest)
 
 
@@ -182,19 +170,15 @@ def _pin_revision(context: RunContext) -> ModelConfig:
 class DpoBuilder(_ChatBuilder):
     """Direct preference optimization on pairs of answers."""
 
-    def load_rows(self, data: DataConfig, seed: int, recipe_dir: Path) -> Any:
-        """Preference pairs."""
-        return preferences.load_preferences(data, seed, recipe_dir)
+    load_rows = staticmethod(preferences.load_preferences)
 
     def build(self, context: RunContext, inputs: StageInputs, stage: str) -> StageParts:
         """Load the model, set its trainable parameters, tokenize the pairs; reference log-probs come before step 1."""
         task, parts = build_row_task(context, inputs, stage, DpoTask)
         if identical := inputs.data.identical_pairs:
-            note = f"{identical} rows are left out: their two answers are the same"
-            context.journal.add("note", stage=stage, message=note)
+            context.note(stage, f"{identical} rows are left out: their two answers are the same")
         if task.sharing_blocker:
-            note = f"prompt not shared between chosen and rejected: {task.sharing_blocker}"
-            context.journal.add("note", stage=stage, message=note)
+            context.note(stage, f"prompt not shared between chosen and rejected: {task.sharing_blocker}")
 
         def precompute(engine: Engine, cache_dir: Path) -> str | None:
             return precompute_ref_log_probs(task, engine, context.folder.ref_log_probs(stage), inputs.model_fingerprint)
@@ -238,15 +222,14 @@ class PretrainBuilder:
         model, tokenizer = load_trainable_model(context, inputs, settings)
         train, held_out = inputs.data.train, inputs.data.held_out
         if train.vocab_size > round_up(vocab_size := model.config.get_text_config().vocab_size):
-            message = (
-                f"its token ids go up to {train.vocab_size}, the model's to {vocab_size}; prepare with its tokenizer"
-            )
-            raise DataError([Problem(str(train.folder), message)])
+            message = f"its token ids go up to {train.vocab_size}, the model's to {vocab_size}"
+            raise DataError([Problem(str(train.folder), f"{message}; prepare with its tokenizer")])
         task = PretrainTask(model, train, held_out, settings)
+        dropped_tokens = int(train.manifest["splits"]["train"]["dropped_tokens"])
         data_manifest: dict[str, Any] = {
             "source": train.manifest.get("source") or str(train.folder),
             "packed": {"rows": task.rows, "tokens": train.tokens, "documents": train.documents,
-                       "sequence_length": settings.max_length, "dropped_tokens": _dropped_tokens(train)},
+                       "sequence_length": settings.max_length, "dropped_tokens": dropped_tokens},
             "held_out": {"rows": task.held_out_rows, "tokens": held_out.tokens, "documents": held_out.documents},
             "bytes_per_token": round(train.text_bytes / max(1, train.tokens), 3),
             "fingerprint": train.fingerprint,
@@ -283,13 +266,8 @@ def _verify_checksums(context: RunContext, stage: str, folder: Path) -> Path:
         for shards in datasets:
             shards.verify()
     else:
-        note = f"{size / 1e9:.0f} GB of shards have the sizes in their manifest; their checksums are not verified"
-        context.journal.add("note", stage=stage, message=note)
+        context.note(stage, f"the checksums of {size / 1e9:.0f} GB of shards are not verified, only their sizes")
     return folder
-
-
-def _dropped_tokens(shards: PackedDataset) -> int:
-    return int(shards.manifest["splits"]["train"]["dropped_tokens"])
 
 
 RESNET = "resnet18"
@@ -307,9 +285,8 @@ class ClassifyBuilder:
         recipe, data = context.recipe, context.recipe.data_for(stage)
         if recipe.model.model_name_or_path != RESNET:
             raise ModelError(f"model: {recipe.model.display_name!r} classifies no images; it wants {RESNET}")
-        name = data.dataset_name or data.train_file or ""
-        context.world.on_rank0_broadcast(lambda: len(read_images(name, context.recipe_dir).train))
-        images = read_images(name, context.recipe_dir)
+        context.world.on_rank0_broadcast(lambda: len(read_images(data.source, context.recipe_dir).train))
+        images = read_images(data.source, context.recipe_dir)
         if data.max_rows:
             images = replace(images, train=images.train.subsample(data.max_rows))
         return StageInputs(
@@ -331,19 +308,12 @@ class ClassifyBuilder:
         task = ClassifyTask(model, images, settings, context.recipe.seed)
         config = {"mean": task.pixel_stats.mean, "std": task.pixel_stats.std, "class_names": images.train.classes,
                   "source": images.train.source}  # fmt: skip
-        data_manifest = {
-            "source": images.train.source,
-            "train_rows": len(images.train),
-            "held_out_rows": len(images.test),
-            "classes": list(images.train.classes),
-            "fingerprint": inputs.data_fingerprint,
-        }
         return StageParts(
             task=task,
             model=model,
             parameter_counts=count_parameters(model),
             flops_per_token=FLOPS_PER_IMAGE * (width / 64) ** 2,
-            data_manifest=data_manifest,
+            data_manifest=images.manifest(),
             save=lambda weights, folder: save_vision(model, folder, config, weights),
         )
 
@@ -401,9 +371,8 @@ def render_samples(loaded: LoadedRecipe, count: int) -> dict[str, list[RenderedS
             train = chat.load_conversations(data, recipe.seed, recipe_dir).train[:count]
             rendered[stage] = render_conversations(train, _load_tokenizer(loaded), section.assistant_only_loss)
         elif stage == "dpo":
-            rendered[stage] = render_pairs(
-                preferences.load_preferences(data, recipe.seed, recipe_dir).train[:count], _load_tokenizer(loaded)
-            )
+            pairs = preferences.load_preferences(data, recipe.seed, recipe_dir).train[:count]
+            rendered[stage] = render_pairs(pairs, _load_tokenizer(loaded))
         elif stage == "pretrain" and (packed := _find_shards(loaded, data.source)):
             rendered[stage] = render_shards(packed, count)
     if recipe.prepare and not recipe.pretrain and (packed := _find_shards(loaded, "")):
@@ -424,8 +393,6 @@ def _load_tokenizer(loaded: LoadedRecipe) -> object:
 
 
 def _find_shards(loaded: LoadedRecipe, source: str) -> Path | None:
-    folders = [
-        RunFolder(Path(loaded.recipe.run_dir)).packed,
-        local_path(source, loaded.path.parent) if source else None,
-    ]
+    packed = RunFolder(Path(loaded.recipe.run_dir)).packed
+    folders = packed, local_path(source, loaded.path.parent) if source else None
     return next((folder for folder in folders if folder and (folder / MANIFEST).exists()), None)

@@ -336,7 +336,7 @@ class StageRunner:
             self._log_plan()
 
     def _note(self, line: str) -> None:
-        self._log("note", message=line)
+        self.context.note(self.stage, line)
 
     def _log(self, event: str, **fields: Any) -> None:
         self.context.journal.add(event, stage=self.stage, **fields)
