@@ -158,9 +158,9 @@ class StageRunner:
     def _skip_or_roll_back(self, report: StepReport) -> None:
         """After a bad step, which left the weights unchanged: roll back once after too many in a row, then stop."""
         self.consecutive_bad_steps += 1
-        numbers = f"loss {report.loss:.4g}, gradient {report.grad_norm:.4g}"
-        message = f"step {report.step} is skipped: {report.health} ({numbers})"
-        self._log("step_skipped", step=report.step, health=report.health, message=message)
+        health, loss, grad_norm = report.health, report.loss, report.grad_norm
+        message = f"step {report.step} is skipped: {health} (loss {loss:.4g}, gradient {grad_norm:.4g})"
+        self._log("step_skipped", step=report.step, health=health, message=message)
         if self.consecutive_bad_steps <= self.settings.max_skipped_steps:
             return
         checkpoint_step = self._newest_checkpoint_step()
