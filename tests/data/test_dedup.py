@@ -77,16 +77,11 @@ def test_signatures_estimate_the_jaccard_index() -> None:
         assert abs(exact - estimate) < 0.15
 
 
-def test_torch_gives_the_very_same_signatures() -> None:
-    some = shingle([*documents()[:20], "too short", *documents()[20:40]], dedup.NGRAM_SIZE)
-    assert np.array_equal(dedup.signatures_torch("cpu", some), dedup.minhash_signatures(some))
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 def test_a_gpu_gives_the_very_same_signatures() -> None:
     shingles = shingle([*documents(), "too short"], dedup.NGRAM_SIZE)
-    assert np.array_equal(dedup.signatures_torch("cuda", shingles), dedup.minhash_signatures(shingles))
+    assert np.array_equal(dedup.signatures_cuda(shingles), dedup.minhash_signatures(shingles))
 
 
 def test_planted_copies_are_found_and_the_first_document_is_the_one_kept() -> None:

@@ -102,7 +102,7 @@ def test_a_cut_connection_is_gone_on_with_where_it_ended(serve: Any, tmp_path: P
 
 def test_a_later_command_goes_on_with_what_an_earlier_one_left(serve: Any, tmp_path: Path) -> None:
     server = serve("cut", "500", "whole")
-    with pytest.raises(DataError, match=r"did not arrive in 2 tries \(last: .* 500 .*\); the same command goes on"):
+    with pytest.raises(DataError, match=r"did not arrive in 2 tries \(last: .* 500 .*\); the same command resumes"):
         bring(server, tmp_path, tries=1)
     assert names(tmp_path) == [".set.tar.gz.partial"], "half a file never bears the file's name"
     assert bring(server, tmp_path, tries=1).read_bytes() == DATA

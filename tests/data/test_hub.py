@@ -32,25 +32,28 @@ configs:
 READ = """
 import json, sys
 from pathlib import Path
-from modelwright.data import hub, prepare, sources
-from modelwright.data.prepare.job import Plan, Wish
-from modelwright.data.prepare.executors import Alone
+from modelwright.data import download, sources
+from modelwright.data.prepare import pipeline
+from modelwright.data.prepare.executors import SerialExecutor
+from modelwright.data.prepare.job import PrepareJob
 from modelwright.errors import ModelwrightError
-from modelwright.recipe.sections import Prepare
-from modelwright.recipe.schema import Data
+from modelwright.recipe.schema import DataConfig
+from modelwright.recipe.sections import PrepareConfig
 download.load_hub_dataset.__defaults__ = ((0.0, 0.0),)
 told = {}
 for asked in sys.argv[2:]:
     name, config, split = asked.split(":")
-    data = Data(dataset_name=f"owner/{name}", dataset_config_name=config or None, dataset_split=split)
+    data = DataConfig(dataset_name=f"owner/{name}", dataset_config_name=config or None, dataset_split=split)
     try:
         told[asked] = [row.values["text"].split()[0] for row in sources.iter_rows(data.source, data, Path())]
     except ModelwrightError as error:
         told[asked] = f"{type(error).__name__}: {error}"
-data = Data(dataset_name="owner/good", dataset_config_name="other", test_size=2)
-settings = Prepare(sequence_length=32, vocab_size=300, use_gigatoken=False, minhash_dedup=False, max_repeated_ngrams=1)
+data = DataConfig(dataset_name="owner/good", dataset_config_name="other", test_size=2)
+settings = PrepareConfig(
+    sequence_length=32, vocab_size=300, use_gigatoken=False, minhash_dedup=False, max_repeated_ngrams=1
+)
 folder = Path(sys.argv[1])
-for _ in pipeline.run_pipeline(PrepareJob.make(PrepareRequest(data, settings, 1, folder, None), folder), SerialExecutor()):
+for _ in pipeline.run_pipeline(PrepareJob.make(folder, data, settings, 1, folder, None), SerialExecutor()):
     pass
 told["prepared"] = json.loads((folder / "report.json").read_text())["documents"]
 print(json.dumps(told))

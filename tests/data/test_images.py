@@ -341,12 +341,11 @@ def test_an_image_that_changed_is_decoded_again(tmp_path: Path) -> None:
     assert read_images("pets", tmp_path).fingerprint() != before
 
 
-def test_images_of_many_sizes_are_told_or_brought_to_one(tmp_path: Path) -> None:
+def test_images_of_many_sizes_are_an_error(tmp_path: Path) -> None:
     class_folders(tmp_path / "pets")
     Image.fromarray(PIXELS[0, :20, :24]).convert("L").save(tmp_path / "pets" / "cat" / "00.png")
-    with pytest.raises(DataError, match=r"it is \d+ × \d+ and the first image .* image_size"):
+    with pytest.raises(DataError, match=r"it is \d+ × \d+ and the first image .*; it wants one size$"):
         read_images("pets", tmp_path)
-    assert read_images("pets", tmp_path, size=16).train.images.shape[1:] == (16, 16, 3)
 
 
 def test_broken_images_are_told_all_at_once(tmp_path: Path) -> None:

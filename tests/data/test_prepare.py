@@ -29,7 +29,7 @@ from modelwright.data.prepare.executors import (
     band_key_table,
     verify_partition,
 )
-from modelwright.data.prepare.job import PrepareJob, PrepareRequest
+from modelwright.data.prepare.job import PrepareJob
 from modelwright.data.prepare.pipeline import run_pipeline
 from modelwright.data.shards import PackedDataset
 from modelwright.data.sources import python_docs
@@ -62,8 +62,8 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plan(folder: Path, data: dict[str, Any], tokenizer: Path | None = None, **settings: Any) -> PrepareJob:
-    wish = PrepareRequest(DataConfig(**data), PrepareConfig(**{**SETTINGS, **settings}), 42, folder, tokenizer)
-    return PrepareJob.make(wish, folder)
+    config = PrepareConfig(**{**SETTINGS, **settings})
+    return PrepareJob.make(folder, DataConfig(**data), config, 42, folder, tokenizer)
 
 
 def done(folder: Path, data: dict[str, Any], crew: Executor | None = None, **settings: Any) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def test_several_workers_leave_the_same_bytes(
 def test_ranks_of_any_launcher_leave_the_same_bytes(whole: Path, raw: Path, tmp_path: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[4]); from pathlib import Path; import test_prepare as t\n"
-        "from modelwright.data.prepare.executors import Ranks\n"
+        "from modelwright.data.prepare.executors import RankExecutor\n"
         "t.done(Path(sys.argv[1]), {'train_file': sys.argv[2]}, RankExecutor(int(sys.argv[3]), 2))"
     )
     here = str(Path(__file__).parent)

@@ -12,8 +12,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from modelwright.data.readers import InvalidRow, Row, read_file
-from modelwright.data.sources import is_hub_name, iter_validation_rows, read_train_rows, strictly
+from modelwright.data.readers import InvalidRow, Row, raise_on_invalid_rows, read_file
+from modelwright.data.sources import is_hub_name, iter_validation_rows, read_train_rows
 from modelwright.errors import DataError, UsageError
 from modelwright.recipe.schema import DataConfig
 
@@ -140,7 +140,7 @@ def test_only_the_first_rows_are_taken_when_max_rows_says_so(tmp_path: Path) -> 
 def test_a_validation_file_is_read_beside_the_recipe(tmp_path: Path) -> None:
     write_lines(tmp_path / "held.jsonl", [json.dumps(ROWS[0])])
     data = DataConfig(dataset_name="field-guide", validation_file="held.jsonl")
-    assert values(list(strictly(iter_validation_rows(data, tmp_path)))) == ROWS[:1]
+    assert values(list(raise_on_invalid_rows(iter_validation_rows(data, tmp_path)))) == ROWS[:1]
     assert list(iter_validation_rows(DataConfig(dataset_name="field-guide"), tmp_path)) == []
 
 
@@ -220,7 +220,7 @@ def test_bytes_that_are_no_utf8_are_told_with_their_line(tmp_path: Path) -> None
 
 def test_a_csv_line_with_a_column_too_many_is_told(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "rows.csv", ["question,answer", "a,b", "c,d,e"])
-    with pytest.raises(DataError, match=r"^rows.csv:3: this line has not the 2 columns of the head$"):
+    with pytest.raises(DataError, match=r"^rows.csv:3: this line has not the 2 columns of the header$"):
         read(path)
 
 
@@ -257,7 +257,7 @@ def test_the_embedded_corpus_comes_through_the_same_door() -> None:
 def test_a_csv_separated_by_semicolons_is_told(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "rows.csv", ["question;answer", "What?;That"])
     with pytest.raises(
-        DataError, match=r"rows.csv:1: the head is one column, 'question;answer', that looks separated by"
+        DataError, match=r"rows.csv:1: the header is one column, 'question;answer', that looks separated by"
     ):
         read(path)
 

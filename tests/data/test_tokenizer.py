@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from modelwright.data.sources import python_docs
-from modelwright.data.tokenizer import IM_END, DocumentTokenizer, pad_vocab_size, train_bpe
+from modelwright.data.tokenizer import IM_END, DocumentTokenizer, train_bpe
 from modelwright.errors import DataError
+from modelwright.recipe.sections import round_up
 
 TEXTS = [text for _, text in python_docs()[:12]]
 
@@ -28,7 +29,7 @@ def test_the_same_texts_give_the_same_tokenizer(folder: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize(("vocab_size", "expected"), [(50_257, 50_304), (50_304, 50_304), (1, 64)])
 def test_a_vocabulary_is_padded_to_a_multiple_of_64(vocab_size: int, expected: int) -> None:
-    assert pad_vocab_size(vocab_size) == expected
+    assert round_up(vocab_size) == expected
 
 
 def test_it_is_a_folder_that_transformers_reads_with_a_chat_template(folder: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from modelwright.data import chat, preferences, sources
+from modelwright.data import chat, preferences
 from modelwright.data.chat import (
     Conversation,
     ConversationDataset,
@@ -24,11 +24,11 @@ from modelwright.data.chat import (
     rows_to_conversations,
     tokenize_conversation,
 )
-from modelwright.data.lengths import length_histogram
-from modelwright.data.packing import pack_bfd
+from modelwright.data.lengths import TEMPLATE_TOKENS, length_histogram
+from modelwright.data.packing import NDArray, pack_bfd
 from modelwright.data.preferences import PreferenceDataset, PreferencePair, rows_to_pairs, tokenize_pair
 from modelwright.data.prepare import dedup
-from modelwright.data.prepare.dedup import NDArray, shingle
+from modelwright.data.prepare.dedup import shingle
 from modelwright.data.readers import (
     ROW_FILE_SUFFIXES,
     InvalidRow,
@@ -37,6 +37,7 @@ from modelwright.data.readers import (
     get_text,
     raise_on_invalid_rows,
     read_file,
+    to_jsonl,
 )
 from modelwright.data.sampler import GlobalBatchSampler
 from modelwright.data.shards import MANIFEST, PackedDataset
@@ -57,79 +58,77 @@ from modelwright.runs.folder import fsync_path
 
 RowFormat = Literal["conversations", "pairs", "text"]
 AUDIT_CHARS_PER_TOKEN = 4.0
-"""What a token stands for where no tokenizer is at hand."""
-TEMPLATE_TOKENS_PER_MESSAGE = 5
-"""Tokens that a chat template adds to a turn, about."""
+"""Estimate without a tokenizer."""
 
 
 @dataclass(frozen=True)
 class AuditedRow:
-    """A usable row, as far as an audit needs it."""
+    """A valid row."""
 
     where: str
-    """Where it was found."""
+    """File and line."""
     text: str
-    """All its words."""
+    """All its text."""
     num_messages: int
-    """Messages in it."""
+    """Number of messages."""
     split_key: str
-    """What it is split by."""
+    """Rows with equal keys stay in one split."""
     prompt_key: str
-    """What is asked, which should not stand on both sides, whatever the split goes by."""
+    """The prompt, which should not be in both splits, whatever the split key is."""
 
 
 @dataclass(frozen=True)
 class AuditConfig:
-    """What the data is going to be used for."""
+    """How the data will be used."""
 
     row_format: RowFormat
-    """Conversations, pairs of answers, or raw text."""
+    """Conversations, preference pairs or raw text."""
     max_length: int
-    """Longest row in tokens."""
+    """Longest row, in tokens."""
     batch_size: int
     """Micro-batch size per device."""
     seed: int
-    """Decides the split and the order."""
+    """Seed of the split and of the sampler."""
     tokenizer: DocumentTokenizer | None = None
-    """The tokenizer, where its folder is at hand."""
+    """The tokenizer, if its folder is local."""
 
 
 @dataclass
 class AuditReport:
-    """What was found."""
+    """Result of an audit."""
 
     rows: int = 0
-    """Rows that were read."""
+    """Rows read."""
     invalid_rows: list[InvalidRow] = field(default_factory=list)
     """Rows that cannot be used."""
     stats: dict[str, Any] = field(default_factory=dict)
-    """What the usable rows foretell."""
+    """Statistics of the valid rows."""
 
     @property
     def invalid_fraction(self) -> float:
-        """Share of rows that cannot be used."""
+        """Fraction of invalid rows."""
         return len(self.invalid_rows) / max(1, self.rows)
 
     def as_json(self, max_problems: int = 50) -> dict[str, Any]:
-        """For machines: the first problems, and all the numbers."""
+        """For --json: the first problems and all statistics."""
         reasons = Counter(_reason_category(invalid_row.reason) for invalid_row in self.invalid_rows)
-        problems = [
-            {"where": row.where, "reason": row.reason, "excerpt": row.excerpt}
-            for row in self.invalid_rows[:max_problems]
-        ]
-        return {"rows": self.rows, "invalid": len(self.invalid_rows), "invalid_fraction": round(self.invalid_fraction, 4),
-                "reasons": dict(reasons.most_common()), "problems": problems, **self.stats}  # fmt: skip
+        problems = [json.loads(to_jsonl(row)) for row in self.invalid_rows[:max_problems]]
+        counts = {"rows": self.rows, "invalid": len(self.invalid_rows)}
+        return {**counts, "invalid_fraction": round(self.invalid_fraction, 4), "reasons": dict(reasons.most_common()),
+                "problems": problems, **self.stats}  # fmt: skip
 
 
 def audit(data: DataConfig, config: AuditConfig, recipe_dir: Path) -> AuditReport:
-    """Read everything once, set aside what cannot be used, and measure the rest."""
+    """Read all rows once, collect the invalid ones, and measure the rest."""
     report = AuditReport()
-    items = list(_iter_usable(sources.iter_rows(data.source, data, recipe_dir), data, config.row_format, report))
-    held_out_items = list(_iter_usable(sources.iter_rows(data.validation_file, None, recipe_dir), data, config.row_format, report)) if (
-        data.validation_file) else None  # fmt: skip
+    items = list(_iter_valid(iter_rows(data.source, data, recipe_dir), data, config.row_format, report))
+    held_out_items: list[AuditedRow] | None = None
+    if data.validation_file:
+        rows = iter_rows(data.validation_file, None, recipe_dir)
+        held_out_items = list(_iter_valid(rows, data, config.row_format, report))
     if not items:
         return report
-    lengths = _token_lengths([*items], config)
+    lengths = _token_lengths(items, config)
     report.stats = {
         "kind": config.row_format,
         "tokens_counted_by": "the model's tokenizer" if config.tokenizer else "4 characters a token",
@@ -144,14 +143,11 @@ def audit(data: DataConfig, config: AuditConfig, recipe_dir: Path) -> AuditRepor
     return report
 
 
-def _iter_usable(
+def _iter_valid(
     rows: Iterator[Row | InvalidRow], data: DataConfig, row_format: RowFormat, report: AuditReport
 ) -> Iterator[AuditedRow]:
-    parsers: dict[RowFormat, Callable[[Row, DataConfig], AuditedRow]] = {
-        "conversations": _audit_conversation,
-        "pairs": _audit_pair,
-        "text": _audit_text,
-    }
+    parsers: dict[RowFormat, Callable[[Row, DataConfig], AuditedRow]]
+    parsers = {"conversations": _audit_conversation, "pairs": _audit_pair, "text": _audit_text}
     for row in rows:
         report.rows += 1
         if isinstance(row, InvalidRow):
@@ -167,9 +163,8 @@ def _iter_usable(
 def _audit_conversation(row: Row, data: DataConfig) -> AuditedRow:
     conversation = rows_to_conversations([row], data)[0]
     text = "\n".join(turn["content"] for turn in conversation.messages)
-    return AuditedRow(
-        row.where, text, len(conversation.messages), conversation.split_key, _normalize(conversation.last_user_message)
-    )
+    prompt_key = chat.normalize_key(conversation.last_user_message)
+    return AuditedRow(row.where, text, len(conversation.messages), conversation.split_key, prompt_key)
 
 
 def _audit_pair(row: Row, data: DataConfig) -> AuditedRow:
@@ -179,9 +174,8 @@ def _audit_pair(row: Row, data: DataConfig) -> AuditedRow:
     pair = pairs[0]
     longer = max((pair.chosen, pair.rejected), key=lambda answer: sum(len(turn["content"]) for turn in answer))
     turns = (*pair.prompt, *longer)
-    return AuditedRow(
-        row.where, "\n".join(turn["content"] for turn in turns), len(turns), pair.split_key, pair.split_key
-    )
+    text = "\n".join(turn["content"] for turn in turns)
+    return AuditedRow(row.where, text, len(turns), pair.split_key, pair.split_key)
 
 
 def _audit_text(row: Row, data: DataConfig) -> AuditedRow:
@@ -194,28 +188,23 @@ def _audit_text(row: Row, data: DataConfig) -> AuditedRow:
     return AuditedRow(row.where, text, 0, group, group)
 
 
-def _normalize(text: str) -> str:
-    """A text as it is compared: small letters, single spaces."""
-    return " ".join(text.lower().split())
-
-
 def _reason_category(reason: str) -> str:
-    """A reason without what differs from row to row."""
+    """A reason without the parts that differ from row to row."""
     return reason.partition(";")[0].partition(" (")[0].partition(" is {")[0]
 
 
 def _token_lengths(items: Sequence[AuditedRow], config: AuditConfig) -> NDArray:
-    """Tokens of each row: its words, and about what the chat template adds."""
+    """Tokens of each row: its text, and an estimate of what the chat template adds."""
     texts = [item.text for item in items]
     if config.tokenizer:
         text_tokens = config.tokenizer.encode_batch(texts).lengths
     else:
         text_tokens = np.array([max(1, round(len(text) / AUDIT_CHARS_PER_TOKEN)) for text in texts])
-    return np.asarray(text_tokens + TEMPLATE_TOKENS_PER_MESSAGE * np.array([item.num_messages for item in items]))
+    return np.asarray(text_tokens + TEMPLATE_TOKENS * np.array([item.num_messages for item in items]))
 
 
 def _truncation_stats(lengths: NDArray, config: AuditConfig) -> dict[str, Any]:
-    if config.row_format == "text":  # packed, never cut
+    if config.row_format == "text":  # packed, never truncated
         return {"rows": 0, "fraction": 0.0, "truncated_tokens": 0}
     over = np.maximum(lengths - config.max_length, 0)
     fraction = float((over > 0).mean())
@@ -223,16 +212,14 @@ def _truncation_stats(lengths: NDArray, config: AuditConfig) -> dict[str, Any]:
 
 
 def _duplicate_stats(items: Sequence[AuditedRow], system_prompt: str) -> dict[str, Any]:
-    """Rows that say the same; a long system prompt, which all rows share, would make all of them nearly the same."""
+    """Exact and near duplicates, without the system prompt, which would make all rows similar."""
     texts = [item.text.removeprefix(f"{system_prompt}\n") for item in items]
     copies = Counter(texts)
     signatures = dedup.minhash_signatures(shingle(texts, dedup.NGRAM_SIZE))
-    eligible = np.ones(len(texts), dtype=np.bool_)
-    pairs = [dedup.verified_band_pairs(keys, eligible, lambda numbers: signatures[numbers], 0.7)
-             for keys in dedup.band_keys(signatures)]  # fmt: skip
-    lowest = dedup.split_unverified(
-        dedup.connected_components(len(texts), np.concatenate(pairs)), lambda n: signatures[n], 0.7
-    )
+    eligible, load = np.ones(len(texts), dtype=np.bool_), signatures.__getitem__
+    pairs = [dedup.verified_band_pairs(keys, eligible, load, 0.7) for keys in dedup.band_keys(signatures)]
+    components = dedup.connected_components(len(texts), np.concatenate(pairs))
+    lowest = dedup.split_unverified(components, load, 0.7)
     near = int((lowest != np.arange(len(texts))).sum())
     exact = len(texts) - len(copies)
     most_common = copies.most_common(1)[0]
@@ -243,10 +230,8 @@ def _duplicate_stats(items: Sequence[AuditedRow], system_prompt: str) -> dict[st
 def _split_overlap(
     items: Sequence[AuditedRow], held_out_items: Sequence[AuditedRow] | None, data: DataConfig, seed: int
 ) -> dict[str, Any]:
-    """What stands on both sides of the split, and what a split by rows alone would have leaked."""
-    train, held_out = (
-        (list(items), list(held_out_items)) if held_out_items is not None else group_split(items, data, seed)
-    )
+    """What is in both splits, and what a random split by rows would leak."""
+    train, held_out = group_split(items, data, seed) if held_out_items is None else (items, held_out_items)
     groups = {item.split_key for item in train}
     train_texts = {item.text for item in train}
     permutation = np.random.Generator(np.random.Philox(key=[seed, len(items)])).permutation(len(items))
@@ -265,16 +250,15 @@ def _split_overlap(
 
 
 def _padding_fraction(lengths: NDArray, config: AuditConfig) -> dict[str, Any]:
-    """Share of each batch that would be padding: as rows come, and packed."""
+    """Fraction of padding tokens: batches in sampler order, and packed."""
     truncated_lengths = np.minimum(lengths, config.max_length)
     if config.row_format == "text":
         return {"padded": 0.0, "packed": 0.0}
     sampler = GlobalBatchSampler(len(truncated_lengths), config.batch_size, len(truncated_lengths), config.seed)
     rows = [truncated_lengths[sampler.batch_indices(step)] for step in range(sampler.steps)]
     padded = 1 - truncated_lengths.sum() / sum(int(batch.max()) * len(batch) for batch in rows)
-    packed = 1 - truncated_lengths.sum() / (
-        len(pack_bfd(truncated_lengths.tolist(), config.max_length)) * config.max_length
-    )
+    packed_rows = len(pack_bfd(truncated_lengths.tolist(), config.max_length))
+    packed = 1 - truncated_lengths.sum() / (packed_rows * config.max_length)
     return {"padded": round(float(padded), 4), "packed": round(float(packed), 4)}
 
 
@@ -287,29 +271,23 @@ ROW_FORMATS: dict[str, RowFormat] = {
 
 
 def audit_recipe(name: str, overrides: Sequence[str]) -> Iterator[tuple[str, AuditReport]]:
-    """The audit of each stage's data, or of data by its own name."""
+    """Audit the data of each stage of a recipe, or a data source by its name."""
     loaded = load_recipe_or_data(name, overrides)
     for stage, data, config in audit_inputs(loaded):
         report = audit(data, config, loaded.path.parent)
-        report.invalid_rows = [
-            replace(invalid_row, reason=_locate_reason(invalid_row, loaded, stage))
-            for invalid_row in report.invalid_rows
-        ]
+        problems = [Problem(row.where, row.reason) for row in report.invalid_rows]
+        located = add_recipe_location(problems, loaded, stage)
+        report.invalid_rows = [replace(row, reason=problem.message)
+                               for row, problem in zip(report.invalid_rows, located, strict=True)]  # fmt: skip
         yield (name if data.source == name else f"{stage}: {data.source}"), report
 
 
-def _locate_reason(invalid_row: InvalidRow, loaded: LoadedRecipe, stage: str) -> str:
-    return add_recipe_location([Problem(invalid_row.where, invalid_row.reason)], loaded, stage)[0].message
-
-
 def audit_inputs(loaded: LoadedRecipe) -> Iterator[tuple[str, DataConfig, AuditConfig]]:
-    """What each stage reads, and what for; the same data for the same use is looked at once."""
+    """Data and use of each stage; the same data for the same use is audited once."""
     recipe, tokenizer = loaded.recipe, _load_tokenizer(loaded)
-    wanted: list[tuple[str, DataConfig, RowFormat, Any]] = [
-        (stage, recipe.data_for(stage), ROW_FORMATS[stage], section)
-        for stage, section in recipe.stages.items()
-        if stage in ROW_FORMATS
-    ]
+    stages = {stage: section for stage, section in recipe.stages.items() if stage in ROW_FORMATS}
+    wanted: list[tuple[str, DataConfig, RowFormat, Any]]
+    wanted = [(stage, recipe.data_for(stage), ROW_FORMATS[stage], section) for stage, section in stages.items()]
     if recipe.prepare and recipe.pretrain is None:
         wanted.append(("prepare", recipe.prepare_data, "text", None))
     audited: list[tuple[DataConfig, RowFormat]] = []
@@ -327,7 +305,7 @@ def _reading_settings(data: DataConfig) -> dict[str, Any]:
 
 
 def _load_tokenizer(loaded: LoadedRecipe) -> DocumentTokenizer | None:
-    """The model's tokenizer, where its folder is at hand."""
+    """The tokenizer of the model, if its folder is local."""
     model = loaded.recipe.model
     folder = local_path(model.tokenizer_name_or_path or model.model_name_or_path or "", loaded.path.parent)
     try:
@@ -337,17 +315,13 @@ def _load_tokenizer(loaded: LoadedRecipe) -> DocumentTokenizer | None:
 
 
 def export_datasets(name: str, folder: Path) -> dict[str, int]:
-    """The conversations or pairs of a recipe as a folder that load_from_disk reads."""
+    """Save the conversations or pairs of a recipe as a folder that load_from_disk reads."""
     loaded = load(name)
     recipe = loaded.recipe
-    for stage, load_dataset in (
-        ("sft", chat.load_conversations),
-        ("lora", chat.load_conversations),
-        ("dpo", preferences.load_preferences),
-    ):
+    for stage in ("sft", "lora", "dpo"):
         if stage in recipe.stages:
-            dataset: Any = load_dataset(recipe.data_for(stage), recipe.seed, loaded.path.parent)
-            return save_dataset(dataset, folder)
+            load_dataset: Any = preferences.load_preferences if stage == "dpo" else chat.load_conversations
+            return save_dataset(load_dataset(recipe.data_for(stage), recipe.seed, loaded.path.parent), folder)
     raise UsageError(f"{name} has no sft, lora or dpo; modelwright data prepare makes shards of raw text")
 
 
@@ -357,34 +331,31 @@ Span = tuple[str, bool]
 
 @dataclass(frozen=True)
 class RenderedSample:
-    """One row, rendered."""
+    """A rendered row."""
 
     where: str
-    """Where the row was found."""
+    """File and line."""
     spans: list[Span]
-    """Its text in stretches that are trained or not."""
+    """Its text, split where trained and untrained tokens meet."""
     tokens: int
-    """How many tokens it has."""
+    """Number of tokens."""
     trained_tokens: int
-    """How many of them are trained."""
+    """Number of trained tokens."""
 
     def as_json(self) -> dict[str, Any]:
-        """For machines."""
+        """For --json."""
         return {"where": self.where, "tokens": self.tokens, "trained_tokens": self.trained_tokens,
                 "spans": [{"text": text, "trained": trained} for text, trained in self.spans]}  # fmt: skip
 
 
 def render_conversations(items: Sequence[Conversation], tokenizer: Any, assistant_only: bool) -> list[RenderedSample]:
-    """Each conversation as the chat template writes it."""
-    return [
-        _render_row(item.where, row, tokenizer)
-        for item in items
-        for row in tokenize_conversation(item, tokenizer, assistant_only)
-    ]
+    """Render each conversation with the chat template."""
+    return [_render_row(item.where, row, tokenizer) for item in items
+            for row in tokenize_conversation(item, tokenizer, assistant_only)]  # fmt: skip
 
 
 def render_pairs(items: Sequence[PreferencePair], tokenizer: Any) -> list[RenderedSample]:
-    """Each pair as two rows: the prompt with the better answer, and with the worse."""
+    """Render each pair as two rows: prompt and chosen, prompt and rejected."""
     samples = []
     for item in items:
         pair = tokenize_pair(item, tokenizer)
@@ -396,31 +367,23 @@ def render_pairs(items: Sequence[PreferencePair], tokenizer: Any) -> list[Render
 
 
 def render_shards(folder: Path, count: int) -> list[RenderedSample]:
-    """Rows of packed shards; the first word of a document is read, all others are learnt."""
+    """Render rows of packed shards; the first token of a document is not trained."""
     dataset, tokenizer = PackedDataset.open(folder), DocumentTokenizer.open(folder / "tokenizer")
     rows = np.unique(np.linspace(0, dataset.rows() - 1, count).astype(np.int64))
     tokens, positions = dataset.get_rows(rows)
-    return [
-        _to_spans(
-            f"{folder.name} row {row}",
-            row_tokens,
-            row_positions != 0,
-            lambda ids: str(tokenizer.tokenizer.decode(ids, False)),
-        )
-        for row, row_tokens, row_positions in zip(rows, tokens, positions, strict=True)
-    ]
+    decode = tokenizer.tokenizer.decode
+    return [_to_spans(f"{folder.name} row {row}", row_tokens, row_positions != 0, decode)
+            for row, row_tokens, row_positions in zip(rows, tokens, positions, strict=True)]  # fmt: skip
 
 
 def _render_row(where: str, row: TokenizedRow, tokenizer: Any) -> RenderedSample:
-    return _to_spans(
-        where, row.input_ids, row.loss_mask, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
-    )
+    return _to_spans(where, row.input_ids, row.loss_mask, tokenizer.decode)
 
 
 def _to_spans(where: str, input_ids: Any, loss_mask: Any, decode: Any) -> RenderedSample:
     edges = [0, *(np.flatnonzero(loss_mask[1:] != loss_mask[:-1]) + 1).tolist(), len(input_ids)]
-    spans = [(decode(input_ids[start:stop].tolist()), bool(loss_mask[start]))
-              for start, stop in itertools.pairwise(edges) if stop > start]  # fmt: skip
+    spans = [(str(decode(input_ids[start:stop].tolist(), skip_special_tokens=False)), bool(loss_mask[start]))
+             for start, stop in itertools.pairwise(edges) if stop > start]  # fmt: skip
     return RenderedSample(where, spans, len(input_ids), int(loss_mask.sum()))
 
 
@@ -428,7 +391,7 @@ FULL_QUESTION_COLUMN = "full-question"
 
 
 def save_dataset(data: ConversationDataset | PreferenceDataset, folder: Path) -> dict[str, int]:
-    """Write train and held_out as a folder that `load_from_disk` reads; it is whole or absent. Returns the rows."""
+    """Write train and held_out as a folder that `load_from_disk` reads, atomically; returns the row counts."""
     from datasets import Dataset, DatasetDict, disable_progress_bars
 
     disable_progress_bars()
@@ -451,9 +414,9 @@ def _to_dataset_row(item: Any) -> dict[str, Any]:
 
 
 def convert_to_parquet(source: Path, target: Path, full_question: str | None = None) -> int:
-    """Write the rows of a file as Parquet; a template such as "For {topic}, {question}" makes a column full-question.
+    """Write the rows of a file as Parquet, and return their number.
 
-    With a template, the columns are full-question and those that the template does not use. Returns the rows.
+    A template such as "For {topic}, {question}" adds the column full-question and removes the columns it uses.
     """
     import pyarrow
     import pyarrow.parquet
@@ -461,9 +424,7 @@ def convert_to_parquet(source: Path, target: Path, full_question: str | None = N
     if target.suffix != ".parquet":
         raise UsageError(f"{target} ends in {target.suffix or 'nothing'}; it wants .parquet")
     rows = list(raise_on_invalid_rows(read_file(source)))
-    values = (
-        [_with_full_question(row, full_question) for row in rows] if full_question else [row.values for row in rows]
-    )
+    values = [_with_full_question(row, full_question) if full_question else row.values for row in rows]
     partial = target.with_name(f".{target.name}.partial")
     target.parent.mkdir(parents=True, exist_ok=True)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(values), partial, compression="zstd")
@@ -473,7 +434,10 @@ def convert_to_parquet(source: Path, target: Path, full_question: str | None = N
 
 
 def _with_full_question(row: Row, template: str) -> dict[str, Any]:
-    used = _template_columns(template)
+    try:
+        used = [name for _, name, _, _ in Formatter().parse(template) if name]
+    except ValueError as error:
+        raise UsageError(f"--full-question is {template!r}; it wants columns in braces ({error})") from None
     missing = [name for name in used if name not in row.values]
     if missing:
         raise DataError([Problem(row.where, f"there is no column {missing[0]!r}; {describe_columns(row.values)}")])
@@ -481,21 +445,14 @@ def _with_full_question(row: Row, template: str) -> dict[str, Any]:
     return {FULL_QUESTION_COLUMN: render_template(template, row.values, row.where), **rest}
 
 
-def _template_columns(template: str) -> Sequence[str]:
-    try:
-        return [name for _, name, _, _ in Formatter().parse(template) if name]
-    except ValueError as error:
-        raise UsageError(f"--prompt-template is {template!r}; it wants columns in braces ({error})") from None
-
-
 DEFAULT_MODEL = {"model_name_or_path": "smollm2-135m-instruct"}
-"""Whose words samples are shown in where nobody named a model."""
+"""Tokenizer for samples of data without a recipe."""
 PLACEHOLDER_MODEL = {"architecture": {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 1}}
-"""None that is meant: a tokenizer is trained on the data."""
+"""Never built: data prepare trains a tokenizer."""
 
 
 def load_recipe_or_data(name: str, overrides: Sequence[str], for_prepare: bool = False) -> LoadedRecipe:
-    """The recipe of that name, or one that reads the data of that name as its columns say."""
+    """Load a recipe, or make one that reads the data source of that name."""
     if not is_data_source(name):
         return load(name, overrides)
     recipe_dict: dict[str, Any] = {
@@ -511,7 +468,7 @@ def load_recipe_or_data(name: str, overrides: Sequence[str], for_prepare: bool =
 
 
 def is_data_source(name: str) -> bool:
-    """Whether a name means data: a file by its suffix, a folder of such, an embedded set, a set on the hub."""
+    """Whether a name is a data source: a row file, a folder of them, an embedded or a hub dataset."""
     path = Path(name)
     if path.suffix in ROW_FILE_SUFFIXES:
         if not path.exists():
@@ -525,7 +482,7 @@ def is_data_source(name: str) -> bool:
 
 
 def infer_stage(data: DataConfig) -> str:
-    """What data without a recipe is for, by its columns."""
+    """The stage for data without a recipe, by its columns."""
     if (Path(data.source) / MANIFEST).exists():
         return "pretrain"
     first = next(iter(iter_rows(data.source, data, Path())), None)

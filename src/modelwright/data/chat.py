@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import xxhash
@@ -17,109 +17,139 @@ from jinja2 import TemplateError
 from modelwright.data.readers import LONE_SURROGATE, Quarantine, Row, describe_columns, utf8_size
 from modelwright.data.sources import add_derived_columns, iter_train_rows, iter_validation_rows
 from modelwright.errors import DataError, Problem
-from modelwright.recipe.schema import ChatConfig, DataConfig
+from modelwright.recipe.schema import ChatConfig, DataConfig, PreferenceConfig
 
 ROLES = ("system", "user", "assistant", "tool")
+CHAT_ROLES = ("messages", "prompt", "completion", "system")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-"""What ShareGPT calls the roles, in turns of from and value."""
+"""ShareGPT role names, in messages of {from, value}."""
 CHAT_COLUMN_HINTS = {
     "question": "prompt", "instruction": "prompt", "input": "prompt", "query": "prompt", "full-question": "prompt",
     "answer": "completion", "output": "completion", "response": "completion", "conversations": "messages",
 }  # fmt: skip
-"""What a column of that name most often is: used in letters, never silently."""
+"""The usual role of a column of that name; only used for suggestions in error messages."""
 Message = dict[str, str]
 
 
 class HasSplitKey(Protocol):
-    """Anything that may not be torn apart by the split."""
+    """Anything that group_split can split."""
 
     @property
     def split_key(self) -> str:
-        """Items of one group stay on one side."""
+        """Items with equal keys stay in one split."""
 
 
 Item = TypeVar("Item", bound=HasSplitKey)
+RowParser = Callable[[Sequence[Row], DataConfig, Quarantine], list[Item]]
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages to learn from, or to measure by."""
+    """Messages to train on or to evaluate with."""
 
     where: str
-    """Where the row was found."""
+    """File and line of the row."""
     messages: tuple[Message, ...]
-    """Role and content of each turn; the last is the assistant's."""
+    """Role and content of each message; the last is the assistant's."""
     split_key: str
-    """Conversations of one group stay on one side of the split."""
+    """Conversations with equal keys stay in one split."""
 
     @property
     def last_user_message(self) -> str:
-        """The last thing the user said."""
         return next(message["content"] for message in reversed(self.messages) if message["role"] == "user")
+
+    @property
+    def content(self) -> Any:
+        return self.messages
 
 
 @dataclass(frozen=True)
-class ConversationDataset:
-    """What the model learns from and what is held out, with the facts that go into the data manifest."""
+class SplitDataset(Generic[Item]):
+    """Train and held-out rows, with the statistics of the data manifest."""
 
-    train: list[Conversation]
-    """Rows that move the weights."""
-    held_out: list[Conversation]
-    """Rows that only measure."""
+    train: list[Item]
+    """Rows to train on."""
+    held_out: list[Item]
+    """Rows for evaluation only."""
     fingerprint: str
-    """Hash of every message on both sides, in order."""
+    """Hash of every message of both splits, in order."""
     quarantine: Quarantine = field(default_factory=Quarantine)
     """Rows that cannot be used."""
-    duplicate_rows: int = 0
-    """Training rows that say what an earlier one says: many, where a folder holds one set in two forms."""
 
     def manifest(self, data: DataConfig) -> dict[str, Any]:
-        """What the model sees, in numbers."""
+        """Source, row counts and fingerprint."""
+        # by prompt, not by split key: a split by row must not hide that a prompt is in both splits
+        splits: tuple[Sequence[Any], Sequence[Any]] = (self.train, self.held_out)
+        train, held_out = ({normalize_key(item.last_user_message) for item in items} for items in splits)
         return {
             "source": data.dataset_name or data.train_file,
             "validation": data.validation_file,
             "train_rows": len(self.train),
             "held_out_rows": len(self.held_out),
-            "prompts_in_both_splits": len(_prompt_keys(self.train) & _prompt_keys(self.held_out)),
+            "prompts_in_both_splits": len(train & held_out),
             "quarantined_rows": len(self.quarantine.invalid_rows),
-            "duplicate_rows": self.duplicate_rows,
             "fingerprint": self.fingerprint,
         }
 
 
-def _prompt_keys(items: Iterable[Conversation]) -> set[str]:
-    """What is asked: a split by anything else, such as the row, must not hide that a question stands on both sides."""
-    return {" ".join(item.last_user_message.lower().split()) for item in items}
+@dataclass(frozen=True)
+class ConversationDataset(SplitDataset[Conversation]):
+    """Train and held-out conversations."""
+
+    duplicate_rows: int = 0
+    """Training rows equal to an earlier one: many, if a folder holds one dataset in two formats."""
+
+    def manifest(self, data: DataConfig) -> dict[str, Any]:
+        return {**super().manifest(data), "duplicate_rows": self.duplicate_rows}
+
+
+def normalize_key(text: Any) -> str:
+    """A text for comparison: lower case, single spaces."""
+    return " ".join(str(text).lower().split())
 
 
 def load_conversations(data: DataConfig, seed: int, recipe_dir: Path) -> ConversationDataset:
-    """Read, check and split the data of a recipe; every problem is told at once."""
+    """Read, check and split the conversations of a recipe; all problems are raised as one error."""
+    train, held_out, quarantine = load_splits(data, seed, recipe_dir, rows_to_conversations)
+    fingerprint, distinct_rows = hash_splits(train, held_out)
+    return ConversationDataset(train, held_out, fingerprint, quarantine, len(train) - distinct_rows)
+
+
+def load_splits(
+    data: DataConfig, seed: int, recipe_dir: Path, parse: RowParser[Item], empty_message: str = "there is no row in it"
+) -> tuple[list[Item], list[Item], Quarantine]:
+    """Read and parse the training and validation rows; without a validation file, hold out part of the former."""
     quarantine = Quarantine(data.max_invalid_fraction)
-    train = rows_to_conversations(list(quarantine.iter_valid(iter_train_rows(data, recipe_dir))), data, quarantine)
-    held_out = rows_to_conversations(
-        list(quarantine.iter_valid(iter_validation_rows(data, recipe_dir))), data, quarantine
+    train, held_out = (
+        parse(list(quarantine.iter_valid(rows)), data, quarantine)
+        for rows in (iter_train_rows(data, recipe_dir), iter_validation_rows(data, recipe_dir))
     )
     quarantine.raise_if_over_limit()
     for items, source in ((train, data.dataset_name or data.train_file), (held_out, data.validation_file)):
         if source and not items:
-            raise DataError([Problem(source, "there is no row in it")])
+            raise DataError([Problem(source, empty_message)])
     if not data.validation_file:
         train, held_out = group_split(train, data, seed)
+    return train, held_out, quarantine
+
+
+def hash_splits(train: Sequence[Any], held_out: Sequence[Any]) -> tuple[str, int]:
+    """Fingerprint of all rows in order, and the number of distinct training rows."""
     digest = xxhash.xxh3_128()
     distinct: list[set[int]] = [set(), set()]
-    for split_items, hashes in zip((train, held_out), distinct, strict=True):
-        for item in split_items:
-            serialized = json.dumps(item.messages, ensure_ascii=False, sort_keys=True).encode()
+    for items, hashes in zip((train, held_out), distinct, strict=True):
+        for item in items:
+            serialized = json.dumps(item.content, ensure_ascii=False, sort_keys=True).encode()
             digest.update(serialized)
             hashes.add(xxhash.xxh3_64_intdigest(serialized))
         digest.update(b"\0")
-    return ConversationDataset(train, held_out, digest.hexdigest(), quarantine, len(train) - len(distinct[0]))
+    return digest.hexdigest(), len(distinct[0])
 
 
 def rows_to_conversations(
     rows: Sequence[Row], data: DataConfig, quarantine: Quarantine | None = None
 ) -> list[Conversation]:
-    """Make each row a conversation; a row that cannot be one is set aside with its reason, or else an error."""
+    """Parse each row; invalid ones go to the quarantine, or are raised if there is none."""
     invalid = Quarantine() if quarantine is None else quarantine
     rows = list(add_derived_columns(rows, data))
     if not rows:
@@ -129,42 +159,36 @@ def rows_to_conversations(
     for row in rows:
         messages = _parse_messages(row, role_columns, data.system_prompt)
         if not isinstance(messages, str) and data.split_by and data.split_by not in row.values:
-            messages = f"there is no column {data.split_by!r} to split by; {describe_columns(row)}"
+            messages = f"there is no column {data.split_by!r} to split by; {describe_columns(row.values)}"
         if isinstance(messages, str):
             invalid.add(row, messages)
             continue
-        split_key = row.values[data.split_by] if data.split_by else _first_user_message(messages)
-        conversations.append(Conversation(row.where, tuple(messages), " ".join(str(split_key).lower().split())))
+        conversations.append(Conversation(row.where, tuple(messages), get_split_key(row, messages, data)))
     if quarantine is None:
         invalid.raise_if_over_limit()
     return conversations
 
 
 def map_chat_columns(row: Row, columns: dict[str, Any]) -> dict[str, str]:
-    """Which column plays which part: as the recipe says, or as the names say when they are the parts themselves."""
+    """Which column has which role: by data.columns, else by column names that are roles."""
     configured = {role: column for column, role in columns.items()}
-    role_columns = configured or {
-        role: role for role in ("messages", "prompt", "completion", "system") if role in row.values
-    }
+    named: dict[str, str] = {role: role for role in CHAT_ROLES if role in row.values}
+    role_columns = configured or named
     missing = [column for column in role_columns.values() if column not in row.values]
     if missing:
-        raise DataError([Problem(row.where, f"there is no column {missing[0]!r}; {describe_columns(row)}")])
+        raise DataError([Problem(row.where, f"there is no column {missing[0]!r}; {describe_columns(row.values)}")])
     if "messages" not in role_columns and not {"prompt", "completion"} <= set(role_columns):
         guessed = {column: CHAT_COLUMN_HINTS[column] for column in row.values if column in CHAT_COLUMN_HINTS}
-        suggestion = (
-            guessed
-            if {"prompt", "completion"} <= set(guessed.values())
-            else {"QUESTION": "prompt", "ANSWER": "completion"}
-        )
+        complete = {"prompt", "completion"} <= set(guessed.values())
+        suggestion = guessed if complete else {"QUESTION": "prompt", "ANSWER": "completion"}
         line = ", ".join(f"{column}: {role}" for column, role in suggestion.items())
-        summary = f"no messages, nor prompt and completion; {describe_columns(row)}"
-        message = f"{summary}; say which is which: data.columns: {{{line}}}"
-        raise DataError([Problem(row.where, message)])
+        summary = f"no messages, nor prompt and completion; {describe_columns(row.values)}"
+        raise DataError([Problem(row.where, f"{summary}; say which is which: data.columns: {{{line}}}")])
     return role_columns
 
 
 def group_split(items: Sequence[Item], data: DataConfig, seed: int) -> tuple[list[Item], list[Item]]:
-    """Hold out whole groups, chosen by a hash of the seed and the group, so that nothing stands on both sides."""
+    """Hold out whole groups, chosen by a hash of seed and split key, so that no group is in both splits."""
     groups = sorted(
         {item.split_key for item in items},
         key=lambda group: (xxhash.xxh3_64_intdigest(f"{seed}:{group}".encode("utf-8", "surrogatepass")), group),
@@ -178,13 +202,13 @@ def group_split(items: Sequence[Item], data: DataConfig, seed: int) -> tuple[lis
 
 
 def build_prompt_messages(question: str, system_prompt: str | None) -> list[Message]:
-    """The messages that put a question, the same in training and in asking."""
+    """The messages of a prompt, the same in training and in generation."""
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     return [*system, {"role": "user", "content": question}]
 
 
 def _parse_messages(row: Row, role_columns: dict[str, str], system_prompt: str | None) -> list[Message] | str:
-    """The row's messages, or what is wrong with it."""
+    """The messages of a row, or the reason why it is invalid."""
     if "messages" in role_columns:
         messages = validate_messages(row.values.get(role_columns["messages"]))
     else:
@@ -196,32 +220,39 @@ def _parse_messages(row: Row, role_columns: dict[str, str], system_prompt: str |
                 return f"{role_columns[name]!r} is empty; it wants text"
             if not isinstance(value, str | list):
                 return f"{role_columns[name]!r} is {value!r}; it wants text"
-        turns: list[Any] = [
-            [{"role": role, "content": value}] if isinstance(value, str) else value
-            for role, value in (("user", prompt), ("assistant", completion))
-        ]
-        messages = validate_messages([*turns[0], *turns[1]])
+        messages = validate_messages([*to_messages("user", prompt), *to_messages("assistant", completion)])
     if isinstance(messages, str):
         return messages
     system = row.values.get(role_columns["system"]) if "system" in role_columns else system_prompt
+    return add_system_message(messages, system)
+
+
+def to_messages(role: str, value: Any) -> Any:
+    """A text as a list of one message; anything else unchanged."""
+    return [{"role": role, "content": value}] if isinstance(value, str) else value
+
+
+def add_system_message(messages: list[Message], system: Any) -> list[Message] | str:
+    """Prepend a system message unless there is one; or the reason why it is invalid."""
     if system and utf8_size(str(system)) is None:
         return LONE_SURROGATE
-    return add_system_message(messages, str(system) if system else None)
-
-
-def add_system_message(messages: list[Message], system: str | None) -> list[Message]:
-    """The messages with a system message first, where one is wished and none is there."""
     wanted = system and messages[0]["role"] != "system"
     return [{"role": "system", "content": str(system)}, *messages] if wanted else messages
 
 
+def get_split_key(row: Row, messages: Iterable[Message], data: DataConfig) -> str:
+    """The value of data.split_by, else the first user message: equal in SFT and DPO, so they hold out the same."""
+    first_prompt = next(message["content"] for message in messages if message["role"] == "user")
+    return normalize_key(row.values[data.split_by] if data.split_by else first_prompt)
+
+
 def append_context(prompt: Any, context: Any) -> Any:
-    """A prompt with the text it speaks of below it, as instruction sets keep it in a column of its own."""
+    """Append the context column of an instruction dataset to the prompt."""
     return f"{prompt}\n\n{context}" if isinstance(prompt, str) and isinstance(context, str) and context else prompt
 
 
 def validate_messages(value: Any) -> list[Message] | str:
-    """A list of turns that ends with an answer, or what is wrong with it."""
+    """Messages that end with an assistant message, or the reason why they are invalid."""
     if not isinstance(value, list) or not value:
         return "messages is empty or no list; it wants a list of {role, content}"
     turns: list[Message] = []
@@ -239,35 +270,31 @@ def validate_messages(value: Any) -> list[Message] | str:
 
 
 def _from_sharegpt(turn: Any) -> Any:
-    """A turn of ShareGPT as role and content; any other as it is."""
+    """Convert a ShareGPT message to role and content; any other is unchanged."""
     if not isinstance(turn, dict) or set(turn) < {"from", "value"} or "role" in turn:
         return turn
     role = SHAREGPT_ROLES.get(str(turn.get("from")), turn.get("from"))
     return {"role": role, "content": turn.get("value")} if role in ROLES else turn
 
 
-def _first_user_message(messages: Iterable[Message]) -> str:
-    return next(message["content"] for message in messages if message["role"] == "user")
-
-
 TOKENIZE_BATCH = 512
-"""Conversations that are tokenized together."""
+"""Conversations tokenized in one call."""
 MIN_PREFIX_CHARS, PREFIX_CHECKS = 64, 2
-"""A shared text of fewer characters is not worth the trial of cutting it off, and so many texts are tried."""
+"""Shortest common prefix worth tokenizing once, and the number of texts on which that is checked."""
 TokenIds = np.ndarray[Any, np.dtype[np.int32]]
 EMPTY_IDS: TokenIds = np.zeros(0, dtype=np.int32)
 RenderedText = tuple[str, list[tuple[int, int]]]
-"""A conversation as text, and from where to where in it something is trained."""
+"""The rendered text, and the character ranges that are trained."""
 
 
 @dataclass(frozen=True)
 class TokenizedRow:
-    """One row of tokens and which of them train."""
+    """Token ids and loss mask of one row."""
 
-    input_ids: np.ndarray[Any, np.dtype[np.int32]]
+    input_ids: TokenIds
     """Token ids: [length] int32."""
     loss_mask: np.ndarray[Any, np.dtype[np.bool_]]
-    """Whether the model learns to say this token: [length] bool."""
+    """Whether the loss includes this token: [length] bool."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -275,7 +302,7 @@ class TokenizedRow:
 
 @dataclass
 class TokenizedDataset:
-    """All rows of one side, with what was cut and why."""
+    """All rows of one split, with truncation counts."""
 
     rows: list[TokenizedRow] = field(default_factory=list)
     truncated_rows: int = 0
@@ -284,22 +311,19 @@ class TokenizedDataset:
     dropped_rows: int = 0
 
     def append(self, row: TokenizedRow, config: ChatConfig) -> None:
-        """Take a row as it fits: whole, cut, or divided; what has nothing to learn is left out."""
+        """Add a row: whole, truncated, or split (bfd_split); a row without trained tokens is dropped."""
         length, split_long_rows = config.max_length, config.packing and config.packing_strategy == "bfd_split"
         pieces = [row]
         if len(row) > length and split_long_rows:
             self.split_rows += 1
-            # each piece begins with the last token of the one before, so that every trained token is foretold once
-            starts = range(0, len(row) - 1, length - 1)
-            pieces = [
-                TokenizedRow(row.input_ids[start : start + length], row.loss_mask[start : start + length])
-                for start in starts
-            ]
+            # pieces overlap by one token, so that every trained token is predicted once
+            ranges = [slice(start, start + length) for start in range(0, len(row) - 1, length - 1)]
+            pieces = [TokenizedRow(row.input_ids[part], row.loss_mask[part]) for part in ranges]
         elif len(row) > length:
             self.truncated_rows += 1
             self.truncated_tokens += len(row) - length
             pieces = [TokenizedRow(row.input_ids[:length], row.loss_mask[:length])]
-        trained_pieces = [piece for piece in pieces if piece.loss_mask[1:].any()]  # nothing foretells a first token
+        trained_pieces = [piece for piece in pieces if piece.loss_mask[1:].any()]  # the first token is never predicted
         self.rows += trained_pieces
         self.dropped_rows += not trained_pieces
 
@@ -319,7 +343,7 @@ class TokenizedDataset:
 def tokenize_conversations(
     conversations: Iterable[Conversation], tokenizer: Any, config: ChatConfig, stop_tokens: Collection[int] = ()
 ) -> TokenizedDataset:
-    """Encode every conversation; what does not fit is cut or divided, and counted; too many cut rows are an error."""
+    """Tokenize all conversations; long ones are truncated or split; more than max_truncated_rows is an error."""
     stop_ids = {*stop_tokens, tokenizer.eos_token_id} - {None}
     dataset = TokenizedDataset()
     row_count, rows_with_stop = 0, 0
@@ -329,32 +353,39 @@ def tokenize_conversations(
             row_count += 1
             rows_with_stop += bool(np.isin(row.input_ids[row.loss_mask], list(stop_ids)).any())
             dataset.append(row, config)
-    if dataset.truncated_rows > (limit := config.max_truncated_rows.resolve(row_count)):
-        message = (
-            f"{dataset.truncated_rows} of {row_count} rows are longer than max_length {config.max_length} and would be cut, "
-            f"more than max_truncated_rows allows ({limit}); raise one of them, or pack with packing_strategy: bfd_split"
-        )
-        raise DataError([Problem("data", message)])
-    if row_count and not dataset.rows:
-        message = f"no row has a trained token within max_length {config.max_length}; raise max_length"
-        raise DataError([Problem("data", message)])
-    if row_count and not rows_with_stop:
-        message = "the chat template ends no answer with an end-of-text token, so the model would never learn to stop"
-        raise DataError([Problem("data", message)])
+    hint = ", or pack with packing_strategy: bfd_split"
+    check_tokenized(dataset, row_count, "rows", bool(rows_with_stop), config, hint)
     return dataset
+
+
+def check_tokenized(
+    dataset: Any, count: int, noun: str, has_stop: bool, config: ChatConfig | PreferenceConfig, hint: str = ""
+) -> None:
+    """Raise if too many rows are truncated, none has a trained token, or no answer ends with a stop token."""
+    if dataset.truncated_rows > (limit := config.max_truncated_rows.resolve(count)):
+        summary = f"{dataset.truncated_rows} of {count} {noun} are longer than max_length {config.max_length}"
+        allowed = f"more than max_truncated_rows allows ({limit})"
+        message = f"{summary} and would be cut, {allowed}; raise one of them{hint}"
+    elif count and not dataset.rows:
+        message = f"no row has a trained token within max_length {config.max_length}; raise max_length"
+    elif count and not has_stop:
+        message = "the chat template ends no answer with an end-of-text token, so the model would never learn to stop"
+    else:
+        return
+    raise DataError([Problem("data", message)])
 
 
 def tokenize_conversation(
     conversation: Conversation, tokenizer: Any, assistant_only: bool = True
 ) -> list[TokenizedRow]:
-    """Encode one conversation; a template that rewrites earlier turns gives one row for each answer."""
+    """Tokenize one conversation; a template that rewrites earlier turns gives one row per answer."""
     return tokenize_batch([conversation], tokenizer, assistant_only)
 
 
 def tokenize_batch(
     conversations: Sequence[Conversation], tokenizer: Any, assistant_only: bool = True
 ) -> list[TokenizedRow]:
-    """Encode conversations with one call of the tokenizer, which then uses all cores."""
+    """Tokenize conversations in one call of the tokenizer, which uses all cores."""
     rendered: list[RenderedText] = []
     untemplated: list[TokenizedRow] = []
     for conversation in conversations:
@@ -362,23 +393,21 @@ def tokenize_batch(
             if tokenizer.chat_template:
                 rendered += _render_with_spans(list(conversation.messages), tokenizer, assistant_only)
             else:
-                untemplated.append(
-                    _tokenize_without_template(conversation.messages, conversation.where, tokenizer, assistant_only)
-                )
+                args = (conversation.messages, conversation.where, tokenizer, assistant_only)
+                untemplated.append(_tokenize_without_template(*args))
     return untemplated or _tokenize_with_mask(tokenizer, rendered)
 
 
 def tokenize_completion(
     prompt_messages: Sequence[Message], completion: Sequence[Message], tokenizer: Any, where: str
 ) -> TokenizedRow:
-    """Encode a prompt and what answers it; nothing of the prompt is trained, not even earlier answers in it."""
+    """Tokenize a prompt and its completion; only the completion is trained."""
     with _template_errors([*prompt_messages, *completion], where):
         if not tokenizer.chat_template:
             return _tokenize_without_template([*prompt_messages, *completion], where, tokenizer, assistant_only=True)
         text = _render(tokenizer, [*prompt_messages, *completion])
-        return _tokenize_with_mask(
-            tokenizer, [(text, [(_completion_start(tokenizer, prompt_messages, text), len(text))])]
-        )[0]
+        span = (_completion_start(tokenizer, prompt_messages, text), len(text))
+        return _tokenize_with_mask(tokenizer, [(text, [span])])[0]
 
 
 @contextmanager
@@ -393,7 +422,7 @@ def _template_errors(messages: Sequence[Message], where: str) -> Iterator[None]:
 
 def _render_with_spans(messages: list[Message], tokenizer: Any, assistant_only: bool) -> list[RenderedText]:
     full_text = _render(tokenizer, messages)
-    # a greeting that opens the conversation was not asked for: it is read, not learnt
+    # an assistant message that opens the conversation has no prompt: it is not trained
     answers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant" and turn > 0]
     spans: list[tuple[int, int]] = []
     for turn in answers:
@@ -411,12 +440,12 @@ def _render_last(tokenizer: Any, messages: Sequence[Message], assistant_only: bo
 
 
 def _completion_start(tokenizer: Any, prompt_messages: Sequence[Message], text: str) -> int:
-    """Where the answer begins: the end of what is shared with the prompt that asks for it."""
+    """Start of the completion: the end of the common prefix with the prompt rendered for generation."""
     return _common_prefix(_render(tokenizer, prompt_messages, add_generation_prompt=True), text)
 
 
 def _common_prefix(one: str, other: str) -> int:
-    """Characters that both begin with."""
+    """Length of the common prefix."""
     if other.startswith(one):
         return len(one)
     return next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(other))
@@ -427,12 +456,12 @@ def _render(tokenizer: Any, messages: Sequence[Message], add_generation_prompt: 
         return str(
             tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
         )
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:  # what a template does wrong
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:  # errors inside the template
         raise TemplateError(str(error)) from None
 
 
 def _tokenize_with_mask(tokenizer: Any, rendered: Sequence[RenderedText]) -> list[TokenizedRow]:
-    # the template writes its own special tokens: adding more would double the first (alignment-handbook#127)
+    # the template writes the special tokens; adding more would double BOS (alignment-handbook#127)
     texts = [text for text, _ in rendered]
     prefix_chars = _shareable_prefix(tokenizer, texts)
     [(prefix_ids, prefix_starts)] = (
@@ -450,7 +479,7 @@ def _tokenize_with_mask(tokenizer: Any, rendered: Sequence[RenderedText]) -> lis
 
 
 def _tokenize_with_offsets(tokenizer: Any, texts: list[str]) -> Iterator[tuple[TokenIds, TokenIds]]:
-    """The tokens of each text, and where in it each begins."""
+    """Token ids of each text, and the character offset of each token."""
     encoding = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False)
     for input_ids, offsets in zip(encoding["input_ids"], encoding["offset_mapping"], strict=True):
         starts = np.fromiter((start for start, _ in offsets), dtype=np.int32, count=len(offsets))
@@ -458,10 +487,10 @@ def _tokenize_with_offsets(tokenizer: Any, texts: list[str]) -> Iterator[tuple[T
 
 
 def _shareable_prefix(tokenizer: Any, texts: Sequence[str]) -> int:
-    """Characters that all texts begin with and that may be tokenized once for all of them; 0 where it does not pay.
+    """Length of the common prefix (system prompt) that can be tokenized once; 0 if that is not worth it.
 
-    Just before a special token a text may be cut: what stands to either side of one is tokenized by itself. Whether
-    the tokenizer at hand keeps to that is tried on two texts; what could differ, how it begins one, is alike in all.
+    The cut is just before a special token, since tokenizers encode the text on either side of one separately; whether
+    this tokenizer does is checked on two texts.
     """
     prefix = min(texts, default="")
     prefix = prefix[: _common_prefix(prefix, max(texts, default=""))]
@@ -476,10 +505,8 @@ def _shareable_prefix(tokenizer: Any, texts: Sequence[str]) -> int:
     parts = [texts[0][:cut], *(text[cut:] for text in texts[:PREFIX_CHECKS])]
     (first, _), *others = _tokenize_with_offsets(tokenizer, parts)
     full_ids = _tokenize_with_offsets(tokenizer, list(texts[:PREFIX_CHECKS]))
-    identical = all(
-        np.array_equal(full, [*first, *other]) for (full, _), (other, _) in zip(full_ids, others, strict=True)
-    )
-    return cut if identical else 0
+    pairs = zip(full_ids, others, strict=True)
+    return cut if all(np.array_equal(full, [*first, *other]) for (full, _), (other, _) in pairs) else 0
 
 
 def _tokenize_without_template(

@@ -10,7 +10,7 @@ import ssl
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,45 +23,48 @@ from modelwright.errors import DataError, Problem, StorageError, UsageError, fir
 CHUNK_BYTES = 1 << 20
 TIMEOUT_SECONDS = 30.0
 RETRY_DELAYS = (1.0, 3.0, 10.0, 30.0)
-"""Seconds between the tries; one try more than there are pauses."""
+"""Seconds between the attempts; there is one attempt more than delays."""
+
+RETRYABLE_STATUS = (408, 425, 429)
+"""HTTP status codes below 500 that are worth a retry."""
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file on the network that cannot change without being noticed."""
+    """A file on the network with its size and checksum."""
 
     url: str
-    """Where its publisher keeps it."""
+    """Where it is published."""
     size: int
     """Bytes in it."""
     sha256: str
     """Its checksum."""
     filename: str | None = None
-    """Its name in the folder; without it, its own."""
+    """Name to save it as; by default the last part of the URL."""
     token: str | None = field(default=None, repr=False)
-    """What its publisher, and nobody he sends us on to, is shown."""
+    """Bearer token; not sent to hosts that the server redirects to."""
 
     @property
     def name(self) -> str:
-        """The last part of the address."""
+        """The last part of the URL."""
         return self.url.rsplit("/", 1)[-1]
 
     @property
     def manual_hint(self) -> str:
-        """What a person can do who cannot reach it."""
+        """What to do by hand when the download fails."""
         return f"put {self.name} beside the recipe" if self.filename is None else "download it, and name it train_file"
 
 
 class DownloadDenied(DataError):
-    """The publisher does not give it to us, or its certificate is not trusted here; another client may do better."""
+    """The server refuses the file, or its certificate is not trusted here; another client may succeed."""
 
 
 class _TransferError(Exception):
-    """One try came to nothing; another may do better."""
+    """One attempt failed; another may succeed."""
 
 
 def download(file: RemoteFile, folder: Path, retry_delays: tuple[float, ...] = RETRY_DELAYS) -> Path:
-    """The file in that folder, brought there now if it is not there yet; what a broken try left is gone on with."""
+    """Download the file into the folder unless it is there; an interrupted download is resumed."""
     target = folder / (file.filename or file.name)
     if target.exists():
         return target
@@ -69,9 +72,9 @@ def download(file: RemoteFile, folder: Path, retry_delays: tuple[float, ...] = R
         folder.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.partial")
         with partial.open("ab") as opened:
-            with suppress(OSError):  # a file system without locks: two at once are found by the checksum
+            with suppress(OSError):  # file system without locks: the checksum detects two writers
                 fcntl.flock(opened, fcntl.LOCK_EX)
-            if target.exists():  # another process brought it while this one waited
+            if target.exists():  # another process downloaded it meanwhile
                 partial.unlink(missing_ok=True)
                 return target
             _download_with_retries(file, opened, partial, retry_delays)
@@ -85,13 +88,13 @@ def download(file: RemoteFile, folder: Path, retry_delays: tuple[float, ...] = R
 
 
 def sha256_file(path: Path) -> str:
-    """The checksum of a file."""
+    """SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _download_with_retries(file: RemoteFile, opened: BinaryIO, partial: Path, retry_delays: tuple[float, ...]) -> None:
-    """Try until it is whole; a try that came further than all before it is not counted against it."""
+    """Retry until the file is complete; an attempt that made progress resets the delays."""
     reasons: list[str] = []
     max_received, remaining_delays = opened.seek(0, 2), list(retry_delays)
     while True:
@@ -100,7 +103,7 @@ def _download_with_retries(file: RemoteFile, opened: BinaryIO, partial: Path, re
             digest = sha256_file(partial)
             if digest == file.sha256:
                 return
-            opened.truncate(0)  # nothing of it can be trusted
+            opened.truncate(0)  # no part of it can be trusted
             raise _TransferError(f"its sha256 is {digest[:12]}…, not {file.sha256[:12]}…")
         except _TransferError as error:
             reasons.append(str(error))
@@ -111,14 +114,16 @@ def _download_with_retries(file: RemoteFile, opened: BinaryIO, partial: Path, re
             time.sleep(remaining_delays.pop(0))
         else:
             break
+    raise DataError([Problem(file.url, f"{file.name} {_failed_attempts(reasons)}, or {file.manual_hint}")])
+
+
+def _failed_attempts(reasons: Sequence[str]) -> str:
     attempts = f"{len(reasons)} tries" if len(reasons) > 1 else "one try"
-    message = f"{file.name} did not arrive in {attempts} (last: {reasons[-1]})"
-    hint = f"the same command resumes where this one ended, or {file.manual_hint}"
-    raise DataError([Problem(file.url, f"{message}; {hint}")])
+    return f"did not arrive in {attempts} (last: {reasons[-1]}); the same command resumes where this one ended"
 
 
 def _resume_transfer(file: RemoteFile, opened: BinaryIO) -> None:
-    """Ask for what is still missing and append it; raises _Broken when the end was not reached."""
+    """Request the missing bytes and append them; raises _TransferError when the end is not reached."""
     start = opened.seek(0, 2)
     if start > file.size:
         start = opened.truncate(0)
@@ -131,7 +136,7 @@ def _resume_transfer(file: RemoteFile, opened: BinaryIO) -> None:
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
             if response.status != 206 or not str(response.headers.get("Content-Range")).startswith(f"bytes {start}-"):
-                start = opened.truncate(0)  # the server sends the whole file again, whatever was asked
+                start = opened.truncate(0)  # the server ignores the range and sends the file from its start
             while chunk := response.read(CHUNK_BYTES):
                 start += opened.write(chunk)
                 if start > file.size:
@@ -141,7 +146,7 @@ def _resume_transfer(file: RemoteFile, opened: BinaryIO) -> None:
         error.close()
         if error.code == 416:
             opened.truncate(0)
-        if error.code < 500 and error.code not in (408, 416, 425, 429):
+        if error.code < 500 and error.code not in (416, *RETRYABLE_STATUS):
             message = f"the server answers {error.code} {error.reason}; {file.manual_hint}"
             raise DownloadDenied([Problem(file.url, message)]) from None
         raise _TransferError(f"the server answers {error.code} {error.reason}") from None
@@ -158,31 +163,29 @@ def _resume_transfer(file: RemoteFile, opened: BinaryIO) -> None:
         raise _TransferError(f"the connection ended after {start:,} of {file.size:,} bytes")
 
 
-RETRYABLE_STATUS = (408, 425, 429)
-"""Answers below 500 after which another try may do better."""
 RETRYABLE_ERRORS = ("ReadError", "ReadTimeout", "RemoteProtocolError")
-"""How the hub's client calls a connection that stood and then broke."""
+"""Exception types of the hub client for a connection that broke."""
 RESUMABLE_MIN_BYTES = 10_000_000
-"""Bytes from which a file is worth going on with after a kill; the hub's own client begins anew in every process."""
+"""Size from which downloads are made resumable; the hub client starts again in every process."""
 PARALLEL_DOWNLOADS = 4
-"""Large files brought at a time."""
+"""Large files downloaded at once."""
 
 
 def load_hub_dataset(name: str, config: str | None, split: str, retry_delays: tuple[float, ...] = RETRY_DELAYS) -> Any:
-    """The rows of a split, as the datasets library keeps them."""
+    """A split of a hub dataset, as the datasets library returns it."""
     from datasets import load_dataset_builder
 
     reasons: list[str] = []
     for delay in (*retry_delays, None):
         try:
             builder = load_dataset_builder(name, config)
-            with suppress(DownloadDenied):  # the client has ways of its own, and a letter where they fail
+            with suppress(DownloadDenied):  # the hub client may have access, or reports its own error
                 _prefetch_large_files(builder, retry_delays)
             builder.download_and_prepare()
             return builder.as_dataset(split=split)
         except (DataError, StorageError):
             raise
-        except Exception as error:  # the hub client raises many kinds; each becomes one letter
+        except Exception as error:  # the hub client raises many types; each becomes one message
             reason = first_line(error)
             if not any(map(_is_retryable, _exception_chain(error))):
                 raise UsageError(
@@ -192,31 +195,28 @@ def load_hub_dataset(name: str, config: str | None, split: str, retry_delays: tu
             reasons.append(reason)
         if delay is not None:
             time.sleep(delay)
-    attempts = f"{len(reasons)} tries" if len(reasons) > 1 else "one try"
-    message = f"the data set did not arrive in {attempts} (last: {reasons[-1]}); the same command resumes where this one ended"
-    raise DataError([Problem(name, message)])
+    raise DataError([Problem(name, f"the data set {_failed_attempts(reasons)}")])
 
 
 def _prefetch_large_files(builder: Any, retry_delays: tuple[float, ...]) -> None:
-    """Put the large files of a set into the cache, where the client finds them, each by its checksum."""
-    if not Path(builder.cache_dir).exists():  # else its rows stand already
+    """Download the large files of a dataset into the hub cache, where the client finds them by checksum."""
+    if not Path(builder.cache_dir).exists():  # else the dataset is prepared already
         with ThreadPoolExecutor(PARALLEL_DOWNLOADS) as pool:
             list(pool.map(lambda entry: download(entry[0], entry[1], retry_delays), _large_files(builder)))
 
 
 def _large_files(builder: Any) -> Iterator[tuple[RemoteFile, Path]]:
-    """The large files that a set is made of, and the folder of the cache that each belongs to."""
+    """The large files of a dataset, each with its folder in the hub cache."""
     from huggingface_hub import HfApi, HfFileSystem, get_token, hf_hub_url
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.file_download import repo_folder_name
 
     paths_by_repo: dict[tuple[str, str, str], list[str]] = {}
     for name in (str(name) for names in (builder.config.data_files or {}).values() for name in names):
-        if name.startswith("hf://datasets/"):  # there are buckets, too
+        if name.startswith("hf://datasets/"):  # not a bucket
             resolved: Any = HfFileSystem().resolve_path(name)
-            paths_by_repo.setdefault((resolved.repo_type, resolved.repo_id, resolved.revision), []).append(
-                resolved.path_in_repo
-            )
+            repo = (resolved.repo_type, resolved.repo_id, resolved.revision)
+            paths_by_repo.setdefault(repo, []).append(resolved.path_in_repo)
     for (repo_type, repo_id, revision), paths in paths_by_repo.items():
         blobs = Path(HF_HUB_CACHE) / repo_folder_name(repo_id=repo_id, repo_type=repo_type) / "blobs"
         for file in HfApi().get_paths_info(repo_id, paths, revision=revision, repo_type=repo_type):
@@ -234,10 +234,9 @@ def _exception_chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_retryable(error: BaseException) -> bool:
-    """Whether the hub was there, but what it sent was broken or a passing trouble."""
+    """Whether the error is transient: the hub was reached, but the transfer broke."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None:
         return bool(status >= 500 or status in RETRYABLE_STATUS)
-    return type(error).__name__ in RETRYABLE_ERRORS or (
-        isinstance(error, OSError) and "onsistency check failed" in str(error)
-    )
+    corrupt = isinstance(error, OSError) and "onsistency check failed" in str(error)
+    return corrupt or type(error).__name__ in RETRYABLE_ERRORS

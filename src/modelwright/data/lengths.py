@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import log
 from pathlib import Path
 from statistics import mean
@@ -12,8 +13,7 @@ import numpy as np
 
 from modelwright.data import chat, images, sources
 from modelwright.data.chat import Message
-from modelwright.data.packing import pack_bfd
-from modelwright.data.prepare.dedup import NDArray
+from modelwright.data.packing import NDArray, pack_bfd
 from modelwright.errors import DataError, UsageError
 from modelwright.recipe.schema import ClassifyConfig, DpoConfig, PretrainConfig, Recipe
 from modelwright.recipe.sections import RowStats
@@ -23,7 +23,7 @@ LENGTH_BINS = [0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 3276
 
 
 def length_histogram(lengths: NDArray) -> dict[str, Any]:
-    """How long documents are, in tokens."""
+    """Histogram and percentiles of document lengths, in tokens."""
     counts, _ = np.histogram(lengths, bins=LENGTH_BINS)
     percentiles = np.percentile(lengths, [50, 90, 99]) if len(lengths) else [0, 0, 0]
     return {
@@ -35,23 +35,25 @@ def length_histogram(lengths: NDArray) -> dict[str, Any]:
 
 
 CHARS_PER_TOKEN = 4.4
-"""Of English prose in a token, by the vocabularies of 49 to 128 thousand tokens we have counted."""
+"""Characters of English prose per token, measured with vocabularies of 49k to 128k tokens."""
 REFERENCE_VOCAB_SIZE = 49_152
-"""The smallest of those vocabularies; the tokens of a smaller one are shorter by the ratio of their logarithms."""
+"""The smallest of those vocabularies; tokens of a smaller one are shorter by the ratio of the logarithms."""
 SAMPLE_ROWS = 200
-"""Messages that a tokenizer encodes to tell how many characters its tokens have."""
+"""Messages tokenized to measure the characters per token."""
 TEMPLATE_TOKENS = 5
-"""Tokens that a chat template puts around a message."""
+"""Tokens that a chat template adds per message."""
 MAX_PLAN_READ_BYTES = 64 << 20
-"""Bytes of a file that is read for a plan; a larger one is left alone, so that a plan stays quick."""
+"""Larger files are not read for a plan, so that planning stays fast."""
 CIFAR10_TRAIN_ROWS = 50_000
 CIFAR10_ROW_BYTES = 32 * 32 * 3
+Lengths = tuple[list[int], float]
+"""Tokens of each row, and the fraction of tokens that are trained."""
 
 
 def estimate_row_stats(recipe: Recipe, stage: str, recipe_dir: Path, tokenizer: Path | None = None) -> RowStats:
-    """Look at the rows of a stage where they are at hand and small; else take rows as long as they may be.
+    """Estimate from the rows of a stage if they are local and small; else assume rows of max_length.
 
-    The tokenizer is a folder, where one stands already; without it, tokens are as long as its vocabulary makes them.
+    With the folder of a tokenizer, characters per token are measured; else they are estimated from the vocabulary size.
     """
     settings, data = recipe.stages[stage], recipe.data_for(stage)
     name = data.dataset_name or data.train_file or ""
@@ -80,49 +82,37 @@ def estimate_row_stats(recipe: Recipe, stage: str, recipe_dir: Path, tokenizer: 
     return RowStats(len(truncated_lengths), max(truncated_lengths), mean(truncated_lengths), trained_fraction, basis)
 
 
-def _conversation_lengths(
-    recipe: Recipe, stage: str, recipe_dir: Path, tokenizer: Path | None
-) -> tuple[list[int], float]:
-    train_rows = chat.load_conversations(recipe.data_for(stage), recipe.seed, recipe_dir).train
-    chars_per_token = _chars_per_token(
-        recipe, [message for item in train_rows[:SAMPLE_ROWS] for message in item.messages], tokenizer
-    )
-    lengths = [_estimate_tokens(item.messages, chars_per_token) for item in train_rows]
+def _conversation_lengths(recipe: Recipe, stage: str, recipe_dir: Path, tokenizer: Path | None) -> Lengths:
+    rows = chat.load_conversations(recipe.data_for(stage), recipe.seed, recipe_dir).train
+    sample = [message for item in rows[:SAMPLE_ROWS] for message in item.messages]
+    chars_per_token = _chars_per_token(recipe, sample, tokenizer)
+    lengths = [_estimate_tokens(item.messages, chars_per_token) for item in rows]
     if not getattr(recipe.stages[stage], "assistant_only_loss", True):
         return lengths, 1.0
-    answers = [
-        _estimate_tokens([m for m in item.messages if m["role"] == "assistant"], chars_per_token) for item in train_rows
-    ]
-    return lengths, sum(answers) / max(1, sum(lengths))
+    answers = [[message for message in item.messages if message["role"] == "assistant"] for item in rows]
+    trained = sum(_estimate_tokens(messages, chars_per_token) for messages in answers)
+    return lengths, trained / max(1, sum(lengths))
 
 
-def _pair_lengths(recipe: Recipe, stage: str, recipe_dir: Path, tokenizer: Path | None) -> tuple[list[int], float]:
+def _pair_lengths(recipe: Recipe, stage: str, recipe_dir: Path, tokenizer: Path | None) -> Lengths:
     from modelwright.data import preferences
 
     pairs = preferences.load_preferences(recipe.data_for(stage), recipe.seed, recipe_dir).train
-    chars_per_token = _chars_per_token(
-        recipe, [message for pair in pairs[:SAMPLE_ROWS] for message in pair.chosen], tokenizer
-    )
-    answers = [
-        _estimate_tokens(pair.chosen, chars_per_token) + _estimate_tokens(pair.rejected, chars_per_token)
-        for pair in pairs
-    ]
-    lengths = [
-        _estimate_tokens(pair.prompt, chars_per_token) + answer for pair, answer in zip(pairs, answers, strict=True)
-    ]
+    sample = [message for pair in pairs[:SAMPLE_ROWS] for message in pair.chosen]
+    count = partial(_estimate_tokens, chars_per_token=_chars_per_token(recipe, sample, tokenizer))
+    answers = [count(pair.chosen) + count(pair.rejected) for pair in pairs]
+    lengths = [count(pair.prompt) + answer for pair, answer in zip(pairs, answers, strict=True)]
     return lengths, sum(answers) / max(1, sum(lengths))
 
 
 def _chars_per_token(recipe: Recipe, sample: Sequence[Message], tokenizer: Path | None) -> float:
-    """How many characters of these messages make a token."""
+    """Characters per token of these messages."""
     prepare = recipe.prepare
     if tokenizer is not None:
         from tokenizers import Tokenizer
 
-        encoder, texts = (
-            Tokenizer.from_file(str(tokenizer / "tokenizer.json")),
-            [message["content"] for message in sample],
-        )
+        encoder = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+        texts = [message["content"] for message in sample]
         tokens = sum(len(encoding.ids) for encoding in encoder.encode_batch(texts, add_special_tokens=False))
         return sum(map(len, texts)) / max(1, tokens)
     if prepare is not None and prepare.tokenizer == "train":

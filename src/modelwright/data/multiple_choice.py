@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from modelwright.data.readers import Row
+from modelwright.data.readers import Row, cap_problems, describe_columns
 from modelwright.errors import DataError, Problem
 
 QUESTION_COLUMNS = ("question", "query", "prompt", "question_stem", "input", "instruction")
@@ -22,18 +22,18 @@ EXPECTED_COLUMNS = "question, choices (a list) and answer (its number, letter or
 
 @dataclass(frozen=True)
 class MultipleChoiceQuestion:
-    """One question."""
+    """A question with its choices."""
 
     prompt: str
-    """What stands before the answer."""
+    """The text before the answer."""
     choices: tuple[str, ...]
-    """What may follow it."""
+    """The possible continuations."""
     answer_index: int
-    """Which of them is right, counted from 0."""
+    """Index of the right choice."""
 
 
 def parse_questions(rows: Sequence[Row]) -> list[MultipleChoiceQuestion]:
-    """Every row as a question; rows that are none are told with their place."""
+    """Parse every row; invalid rows are raised as one error."""
     questions, problems = [], []
     for row in rows:
         question = parse_question(row.values)
@@ -42,16 +42,14 @@ def parse_questions(rows: Sequence[Row]) -> list[MultipleChoiceQuestion]:
         else:
             questions.append(question)
     if problems:
-        more = len(problems) - 20
-        rest = [Problem(f"{more} more rows", "have problems like these")] if more > 0 else []
-        raise DataError([*problems[:20], *rest])
+        raise DataError(cap_problems(problems))
     return questions
 
 
 def parse_question(values: Mapping[str, Any]) -> MultipleChoiceQuestion | str:
-    """A row as a question, or what is wrong with it."""
+    """Parse a row, or return the reason why it is invalid."""
     choices, labels = _find_choices(values)
-    columns_hint = f"the columns are {', '.join(map(str, values))}; it wants {EXPECTED_COLUMNS}"
+    columns_hint = f"{describe_columns(values)}; it wants {EXPECTED_COLUMNS}"
     if len(choices) < 2:
         return f"there are no options to choose from; {columns_hint}"
     key = next((name for name in ANSWER_COLUMNS if values.get(name) is not None), None)
@@ -64,13 +62,13 @@ def parse_question(values: Mapping[str, Any]) -> MultipleChoiceQuestion | str:
     if prompt is None:
         return f"there is no question; {columns_hint}"
     before, blank, after = prompt.partition("_") if "option1" in values else (prompt, "", "")
-    if blank:  # a gap to be filled: the option and what follows it stand after the gap
+    if blank:  # fill-in-the-blank: choice and rest of the sentence follow the blank
         return MultipleChoiceQuestion(before.rstrip(), tuple(f"{choice}{after}" for choice in choices), answer_index)
     return MultipleChoiceQuestion(prompt, tuple(choices), answer_index)
 
 
 def _find_choices(values: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """The options and, where they have names, those."""
+    """The choices and their labels, if they have any."""
     for name in CHOICE_LIST_COLUMNS:
         value = values.get(name)
         if isinstance(value, Mapping) and isinstance(value.get("text"), list):
@@ -94,7 +92,7 @@ def _find_choices(values: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 
 
 def _numbered_values(values: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """The values of columns from the first on, as far as there are any."""
+    """The values of the named columns up to the first missing one."""
     numbered: list[str] = []
     for name in names:
         if not isinstance(values.get(name), str | int | float):
@@ -104,7 +102,7 @@ def _numbered_values(values: Mapping[str, Any], names: Sequence[str]) -> list[st
 
 
 def _counts_from_one(values: Mapping[str, Any]) -> bool:
-    """Whether a bare number as answer counts from 1: so where the first option is called 1 and none is called 0."""
+    """Whether a numeric answer counts from 1: so if the first choice is column option1."""
     return "option1" in values and "answer" in values
 
 

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 
 CU_SEQLENS_MULTIPLE = 64
+NDArray = np.ndarray[Any, np.dtype[Any]]
 
 
 def pack_bfd(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Group row numbers so that each group's lengths fit into the capacity.
+    """Group row indices so that the lengths of each group fit into the capacity.
 
-    Longest first, each into the fullest group it still fits (best-fit decreasing); equal lengths in their order. Rows
-    of one length are placed together, so that a million rows cost no more than the lengths they have.
+    Best-fit decreasing: longest first, each into the fullest group that has space. Rows of equal length are placed
+    together, so that the cost depends on the number of distinct lengths, not of rows.
     """
     if not len(lengths):
         return []
@@ -33,23 +34,23 @@ def pack_bfd(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 class _Bins:
-    """Groups by the room that is left in them."""
+    """Bins indexed by their free capacity."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.row_bins: list[int] = []
-        """The group of each row, in the order they were placed."""
+        """The bin of each row, in placement order."""
         self._bins_by_free: dict[int, list[int]] = {}
         self._free_mask = 0
-        """A bit for each room that some group has, which makes the smallest that fits one shift away."""
+        """One bit per free capacity that some bin has: finds the best fit with one shift."""
         self._num_bins = 0
 
     def add_rows(self, length: int, count: int) -> None:
-        """Place so many rows of one length."""
+        """Place `count` rows of one length."""
         while count:
             fitting = self._free_mask >> length
             free = length + (fitting & -fitting).bit_length() - 1 if fitting else self.capacity
-            rows_per_bin = free // length  # the fullest group that fits stays the fullest, until no more of them do
+            rows_per_bin = free // length  # the best-fitting bin stays the best fit until it is full
             bins_needed = -(-count // rows_per_bin)
             chosen = self._take_bins(free, bins_needed) if fitting else self._open_bins(bins_needed)
             num_placed = min(count, rows_per_bin * len(chosen))
@@ -83,10 +84,10 @@ class _Bins:
             self._free_mask |= 1 << free
 
 
-def cu_seqlens_from_positions(positions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Where documents begin in the flattened rows, and where the last ends. positions: [rows, length], 0 at each begin.
+def cu_seqlens_from_positions(positions: NDArray) -> NDArray:
+    """Cumulative sequence lengths of the flattened rows. positions: [rows, length], 0 at each document start.
 
-    Filled up with the end to a multiple of 64, so that compiled code sees few different sizes.
+    Padded with the end to a multiple of 64, so that compiled code sees few different sizes.
     """
     starts = np.flatnonzero(positions.ravel() == 0)
     size = -(-(len(starts) + 1) // CU_SEQLENS_MULTIPLE) * CU_SEQLENS_MULTIPLE

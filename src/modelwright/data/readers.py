@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,15 +15,18 @@ from modelwright.runs.folder import write_text
 
 ROW_FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 TXT_DOCUMENT_CHARS = 1 << 20
-"""Characters after which a text file is divided at its next paragraph, so that none has to fit the memory."""
+"""Characters after which a text file is split at the next blank line, so that no file must fit in memory."""
 CSV_FIELD_LIMIT = 1 << 30
+MAX_PROBLEMS_SHOWN = 20
+"""Problems listed one by one; the rest are counted."""
+QUARANTINE_FILE = "quarantine.jsonl"
 NOT_UTF8 = "these bytes are not UTF-8; save the file as UTF-8"
 LONE_SURROGATE = "the text holds half a character (a lone surrogate), which no tokenizer takes"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row as it was found."""
+    """One row as read."""
 
     where: str
     """File and line, or data set and row."""
@@ -38,50 +41,52 @@ class InvalidRow:
     where: str
     """File and line, or data set and row."""
     reason: str
-    """What was found and what would do."""
+    """What is wrong and what would work."""
     excerpt: str = ""
-    """The beginning of what stands there."""
+    """The first characters of the row."""
     file_unreadable: bool = False
-    """Whether all of the file is lost with it."""
+    """Whether the rest of the file cannot be read either."""
 
     def __post_init__(self) -> None:
-        """Keep what is quoted fit to be written anywhere: no secret, and no half of a letter."""
+        """Remove secrets and lone surrogates, so that the text can be written anywhere."""
         for name in ("where", "reason", "excerpt"):
             object.__setattr__(self, name, redact_secrets(getattr(self, name)))
 
 
 @dataclass(frozen=True)
 class FileSlice:
-    """A part of a file: bytes of a JSONL file, row groups of a Parquet file, or all of any other."""
+    """A byte range of a JSONL file, a row-group range of a Parquet file, or all of any other file."""
 
     start: int = 0
     """First byte, or first row group."""
     stop: int | None = None
-    """Byte or row group where it ends; a line that begins before it is read whole."""
+    """End (exclusive); a line that begins before it is read to its end."""
     row_offset: int = 0
-    """Lines or rows before the start, for naming places."""
+    """Lines or rows before the start, for line numbers in messages."""
 
 
 WHOLE_FILE = FileSlice()
 
 
 def utf8_size(text: str) -> int | None:
-    """Bytes of a text in UTF-8; None where it holds half a character."""
+    """Bytes of a text in UTF-8; None if it has a lone surrogate."""
     try:
         return len(text) if text.isascii() else len(text.encode())
     except UnicodeEncodeError:
         return None
 
 
-def describe_columns(row: Row) -> str:
-    """The columns of a row, for letters."""
-    return f"the columns are {', '.join(map(str, row.values))}"
+def describe_columns(values: Mapping[str, Any]) -> str:
+    """The columns of a row, for error messages."""
+    return f"the columns are {', '.join(map(str, values))}"
 
 
 def get_text(row: Row, column: str) -> str | InvalidRow:
     """The text in a column of a row, or what is wrong with it."""
     if column not in row.values:
-        message = f"there is no column {column!r}; {describe_columns(row)}; data.text_column says which holds the text"
+        message = (
+            f"there is no column {column!r}; {describe_columns(row.values)}; data.text_column says which holds the text"
+        )
         return InvalidRow(row.where, message)
     text = row.values[column]
     if not isinstance(text, str):
@@ -89,8 +94,8 @@ def get_text(row: Row, column: str) -> str | InvalidRow:
     return text if utf8_size(text) is not None else InvalidRow(row.where, LONE_SURROGATE)
 
 
-def raise_on_invalid_rows(items: Iterable[Row | InvalidRow], max_shown: int = 20) -> Iterator[Row]:
-    """Rows alone; faults are raised at once, all of them, when the end is reached."""
+def raise_on_invalid_rows(items: Iterable[Row | InvalidRow]) -> Iterator[Row]:
+    """Yield the rows; after the last one, raise all invalid rows as one error."""
     invalid_rows: list[InvalidRow] = []
     for item in items:
         if isinstance(item, InvalidRow):
@@ -98,13 +103,18 @@ def raise_on_invalid_rows(items: Iterable[Row | InvalidRow], max_shown: int = 20
         elif not invalid_rows:
             yield item
     if invalid_rows:
-        problems = [Problem(invalid_row.where, invalid_row.reason) for invalid_row in invalid_rows[:max_shown]]
-        more = len(invalid_rows) - max_shown
-        raise DataError([*problems, *([Problem(f"{more} more rows", "have problems like these")] if more > 0 else [])])
+        raise DataError(cap_problems([Problem(row.where, row.reason) for row in invalid_rows]))
+
+
+def cap_problems(problems: Sequence[Problem], noun: str = "rows") -> list[Problem]:
+    """The first problems, and the number of those left out."""
+    more = len(problems) - MAX_PROBLEMS_SHOWN
+    tail = [Problem(f"{more} more {noun}", "have problems like these")] if more > 0 else []
+    return [*problems[:MAX_PROBLEMS_SHOWN], *tail]
 
 
 def read_file(path: Path, file_slice: FileSlice = WHOLE_FILE) -> Iterator[Row | InvalidRow]:
-    """The rows of a file, or of a stretch of it, by its suffix."""
+    """The rows of a file or of a slice of it; the suffix decides the format."""
     readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet,
                ".txt": _read_txt}  # fmt: skip
     if path.suffix not in readers:
@@ -118,7 +128,7 @@ def _read_jsonl(path: Path, file_slice: FileSlice) -> Iterator[Row | InvalidRow]
     with path.open("rb") as file:
         if file_slice.start:
             file.seek(file_slice.start - 1)
-            file.readline()  # the line that began before belongs to the stretch before
+            file.readline()  # a line that began before the slice belongs to the previous slice
         number = file_slice.row_offset
         while file_slice.stop is None or file.tell() < file_slice.stop:
             line = file.readline()
@@ -160,7 +170,7 @@ def _json_error_reason(error: ValueError) -> str:
 
 
 def _read_json(path: Path, file_slice: FileSlice) -> Iterator[Row | InvalidRow]:
-    """A list of objects, one after the other; or all of an object that holds one such list."""
+    """Stream a list of objects; an object that holds one such list is loaded whole."""
     with path.open(encoding="utf-8-sig") as file:
         stream, first = JsonStream(file), ""
         try:
@@ -193,7 +203,7 @@ def _json_rows(path: Path, stream: JsonStream) -> Iterator[Row | InvalidRow]:
 
 
 def _first_non_utf8_line(path: Path) -> int:
-    """The first line that is not UTF-8."""
+    """Number of the first line that is not UTF-8."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -204,7 +214,7 @@ def _first_non_utf8_line(path: Path) -> int:
 
 
 def _read_csv(path: Path, file_slice: FileSlice) -> Iterator[Row | InvalidRow]:
-    csv.field_size_limit(CSV_FIELD_LIMIT)  # the library's own limit is 128 kB, which one long document passes
+    csv.field_size_limit(CSV_FIELD_LIMIT)  # the default of 128 kB is too small for a long document
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         yield from _csv_rows(path, file)
 
@@ -220,8 +230,8 @@ def _csv_rows(path: Path, file: TextIO) -> Iterator[Row | InvalidRow]:
         return
     if len(header) == 1 and (separator := next((separator for separator in ";\t|" if separator in header[0]), None)):
         separator_name = {";": "semicolons", "\t": "tabs", "|": "bars"}[separator]
-        message = f"the head is one column, {header[0]!r}, that looks separated by {separator_name}; save the file with commas"
-        yield InvalidRow(f"{path.name}:1", message, file_unreadable=True)
+        message = f"the header is one column, {header[0]!r}, that looks separated by {separator_name}"
+        yield InvalidRow(f"{path.name}:1", f"{message}; save the file with commas", file_unreadable=True)
         return
     while True:
         try:
@@ -234,10 +244,10 @@ def _csv_rows(path: Path, file: TextIO) -> Iterator[Row | InvalidRow]:
         if not values:
             continue
         where = f"{path.name}:{reader.line_num}"
-        if any("\udc80" <= message <= "\udcff" for value in values if not value.isascii() for message in value):
+        if any("\udc80" <= char <= "\udcff" for value in values if not value.isascii() for char in value):
             yield InvalidRow(where, NOT_UTF8, ",".join(values)[:80].encode(errors="replace").decode())
         elif len(values) != len(header):
-            yield InvalidRow(where, f"this line has not the {len(header)} columns of the head", ",".join(values)[:80])
+            yield InvalidRow(where, f"this line has not the {len(header)} columns of the header", ",".join(values)[:80])
         else:
             yield Row(where, dict(zip(header, values, strict=True)))
 
@@ -253,13 +263,12 @@ def _read_parquet(path: Path, file_slice: FileSlice) -> Iterator[Row | InvalidRo
                 for values in batch.to_pylist():
                     number += 1
                     yield Row(f"{path.name} row {number}", values)
-    except Exception as error:  # the library raises many kinds, OverflowError for a date of year 0 among them
-        reason = first_line(error)
-        yield InvalidRow(path.name, f"this is no whole Parquet file ({reason})", file_unreadable=True)
+    except Exception as error:  # many types, such as OverflowError for a date in year 0
+        yield InvalidRow(path.name, f"this is no whole Parquet file ({first_line(error)})", file_unreadable=True)
 
 
 def _read_txt(path: Path, file_slice: FileSlice) -> Iterator[Row | InvalidRow]:
-    """One document a file; a long one is divided after the paragraph that passes a million characters."""
+    """One document per file; a long file is split at the first blank line after a million characters."""
     lines: list[str] = []
     size, first, number = 0, 1, 0
     with path.open("rb") as file:
@@ -280,18 +289,22 @@ def _read_txt(path: Path, file_slice: FileSlice) -> Iterator[Row | InvalidRow]:
 
 WHITESPACE, DECODER = re.compile(r"[ \t\n\r]*"), json.JSONDecoder()
 READ_CHARS = 1 << 20
-"""Characters read at once."""
+"""Characters per read."""
 
 
 class JsonStream:
-    """The part of a text that was read and not yet taken."""
+    """Incremental parser of a JSON list, in memory bounded by its largest item.
+
+    ijson 3.6 is no replacement: its errors have no line number, it rejects NaN, it turns a lone surrogate into '?', and
+    100,000 nested brackets took 23 GB.
+    """
 
     def __init__(self, file: TextIO) -> None:
         self._file, self._position, self._ended = file, 0, False
         self.text, self.line_number = "", 1
 
     def peek(self) -> str:
-        """The next letter that is no space, without taking it; empty at the end."""
+        """The next character that is no whitespace, without consuming it; empty at the end."""
         while True:
             match = WHITESPACE.match(self.text, self._position)
             assert match is not None
@@ -300,7 +313,7 @@ class JsonStream:
                 return self.text[self._position : self._position + 1]
 
     def iter_items(self) -> Iterator[Any]:
-        """The values of a list that begins here, one by one."""
+        """The items of the list that begins here, one by one."""
         self._position += 1
         if self.peek() != "]":
             yield self._parse_value()
@@ -315,7 +328,7 @@ class JsonStream:
             raise json.JSONDecodeError("Extra data", self.text, self._position)
 
     def load_rest(self) -> Any:
-        """All that is left, as one value."""
+        """Everything that remains, as one value."""
         while self._read_more():
             pass
         return json.loads(self.text)
@@ -324,7 +337,7 @@ class JsonStream:
         while True:
             try:
                 value, end = DECODER.raw_decode(self.text, self._position)
-                if end < len(self.text) or self._ended:  # else more of it may follow
+                if end < len(self.text) or self._ended:  # else the value may continue in the next chunk
                     self._position = end
                     return value
             except json.JSONDecodeError:
@@ -333,7 +346,7 @@ class JsonStream:
             self._read_more()
 
     def _read_more(self) -> bool:
-        """Forget what was taken, and read as much again as is waiting."""
+        """Drop the consumed text, and read at least as much again as is unparsed."""
         unparsed = self.text[self._position :]
         chunk = self._file.read(max(READ_CHARS, len(unparsed)))
         self.line_number += self.text.count("\n", 0, self._position)
@@ -341,24 +354,19 @@ class JsonStream:
         return bool(chunk)
 
 
-QUARANTINE_FILE = "quarantine.jsonl"
-MAX_PROBLEMS_SHOWN = 20
-"""Problems named one by one; the rest are counted."""
-
-
 @dataclass
 class Quarantine:
-    """What was set aside, and how much may be."""
+    """Invalid rows and the limit on how many are allowed."""
 
     max_invalid_fraction: float = 0.0
-    """Largest share of rows."""
+    """Largest allowed fraction of invalid rows."""
     rows_read: int = 0
-    """Rows that were looked at."""
+    """Rows read, valid and invalid."""
     invalid_rows: list[InvalidRow] = field(default_factory=list)
-    """Those that cannot be used."""
+    """Rows that cannot be used."""
 
     def iter_valid(self, items: Iterable[Row | InvalidRow]) -> Iterator[Row]:
-        """The rows that could be read; a file that cannot be read at all ends it at once."""
+        """The readable rows; an unreadable file raises at once."""
         for item in items:
             self.rows_read += 1
             if isinstance(item, Row):
@@ -369,40 +377,27 @@ class Quarantine:
                 self.invalid_rows.append(item)
 
     def add(self, row: Row, reason: str) -> None:
-        """Set a row aside."""
-        self.invalid_rows.append(
-            InvalidRow(row.where, reason, json.dumps(row.values, ensure_ascii=False, default=str)[:120])
-        )
+        """Quarantine a row."""
+        excerpt = json.dumps(row.values, ensure_ascii=False, default=str)[:120]
+        self.invalid_rows.append(InvalidRow(row.where, reason, excerpt))
 
     def raise_if_over_limit(self) -> None:
-        """Raise when there are more than may be, all of them told."""
+        """Raise all invalid rows as one error if there are more than allowed."""
         if len(self.invalid_rows) > self.max_invalid_fraction * self.rows_read:
-            problems = cap_problems(
-                [Problem(invalid_row.where, invalid_row.reason) for invalid_row in self.invalid_rows]
-            )
+            problems = cap_problems([Problem(row.where, row.reason) for row in self.invalid_rows])
             if self.max_invalid_fraction:
+                limit = f"data.max_invalid_fraction {self.max_invalid_fraction:g}"
                 summary = f"{len(self.invalid_rows):,} of {self.rows_read:,} rows cannot be used"
-                problems.append(
-                    Problem(
-                        "data", f"{summary}, more than data.max_invalid_fraction {self.max_invalid_fraction:g} allows"
-                    )
-                )
+                problems.append(Problem("data", f"{summary}, more than {limit} allows"))
             raise DataError(problems)
 
 
-def cap_problems(problems: Sequence[Problem]) -> list[Problem]:
-    """The first problems one by one, the rest as a number."""
-    more = len(problems) - MAX_PROBLEMS_SHOWN
-    tail = [Problem(f"{more} more rows", "have problems like these")] if more > 0 else []
-    return [*problems[:MAX_PROBLEMS_SHOWN], *tail]
-
-
 def to_jsonl(invalid_row: InvalidRow) -> str:
-    """A fault as a line of quarantine.jsonl."""
+    """An invalid row as a line of quarantine.jsonl."""
     record = {"where": invalid_row.where, "reason": invalid_row.reason, "excerpt": invalid_row.excerpt}
     return json.dumps(record, ensure_ascii=False) + "\n"
 
 
 def write_quarantine(path: Path, invalid_rows: Iterable[InvalidRow]) -> None:
-    """Every row that was set aside, a line each."""
+    """Write the invalid rows, one per line."""
     write_text(path, "".join(map(to_jsonl, invalid_rows)))

@@ -10,22 +10,22 @@ import numpy as np
 
 RowIndices = np.ndarray[tuple[int], np.dtype[np.int64]]
 MIXTURE_BLOCK = 4096
-"""Rows over which a mixture keeps its weights."""
+"""Rows per block; each block holds the sources in the ratio of their weights."""
 WEIGHT_SCALE = 1 << 32
 
 
 @dataclass(frozen=True)
 class GlobalBatchSampler:
-    """Which rows each global batch holds."""
+    """The row indices of each global batch."""
 
     num_rows: int
     """Rows in one epoch."""
     global_batch_size: int
     """Rows in one global batch."""
     total_samples: int
-    """Rows over the whole stage, all epochs counted."""
+    """Rows of the whole stage over all epochs."""
     seed: int
-    """Decides the shuffles."""
+    """Seed of the shuffles."""
 
     @property
     def steps(self) -> int:
@@ -33,46 +33,44 @@ class GlobalBatchSampler:
         return -(-self.total_samples // self.global_batch_size)
 
     def batch_indices(self, step: int) -> list[int]:
-        """The rows of one global batch, in the order of the line."""
+        """Row indices of one global batch."""
         start, stop = step * self.global_batch_size, min((step + 1) * self.global_batch_size, self.total_samples)
         rows: list[int] = []
         while start < stop:
-            epoch, first = divmod(start, self.num_rows)
-            indices = _epoch_permutation(self.seed, epoch, self.num_rows)[first : first + stop - start]
+            indices = self._indices_from(start)[: stop - start]
             rows += indices.tolist()
             start += len(indices)
         return rows
 
+    def _indices_from(self, position: int) -> RowIndices:
+        """Row indices from a position up to the end of its epoch."""
+        epoch, first = divmod(position, self.num_rows)
+        return _epoch_permutation(self.seed, epoch, self.num_rows)[first:]
+
     def epoch_at(self, step: int) -> float:
-        """How many times the rows have been seen once this many steps are done."""
+        """Epochs completed after this many steps."""
         return min(step * self.global_batch_size, self.total_samples) / self.num_rows
 
 
 @dataclass(frozen=True)
 class MixtureSampler(GlobalBatchSampler):
-    """The same line, with rows drawn from several sources by weight.
+    """Rows drawn from several sources by weight.
 
-    Every stretch of 4,096 rows holds its share of each source, in an order of its own; each source goes through
-    shuffled epochs of its own, so that a small one with a large weight is seen more often, and nothing is remembered.
+    Every block of 4,096 rows holds the sources in the ratio of their weights, shuffled; each source has its own
+    shuffled epochs, so that a small source with a large weight is repeated more often. There is no state.
     """
 
     sources: tuple[tuple[int, float], ...] = ()
-    """Rows and weight of each source; rows are numbered through the sources in this order."""
+    """Rows and weight of each source; row indices run through the sources in this order."""
 
-    def batch_indices(self, step: int) -> list[int]:
-        """The rows of one global batch, in the order of the line."""
-        start, stop = step * self.global_batch_size, min((step + 1) * self.global_batch_size, self.total_samples)
-        rows: list[int] = []
-        while start < stop:
-            block, first = divmod(start, MIXTURE_BLOCK)
-            indices = _mixture_block(self.seed, block, self.sources)[first : first + stop - start]
-            rows += indices.tolist()
-            start += len(indices)
-        return rows
+    def _indices_from(self, position: int) -> RowIndices:
+        """Row indices from a position up to the end of its block."""
+        block, first = divmod(position, MIXTURE_BLOCK)
+        return _mixture_block(self.seed, block, self.sources)[first:]
 
 
 def build_sampler(task: object, sampler_args: tuple[int, int, int, int]) -> GlobalBatchSampler:
-    """The order of a task's rows (rows, batch, total, seed): mixed by weight where the task says so."""
+    """The sampler of a task (num_rows, global_batch_size, total_samples, seed); a mixture if it has source weights."""
     sources: Sequence[tuple[int, float]] = getattr(task, "source_weights", ())
     return MixtureSampler(*sampler_args, tuple(sources)) if sources else GlobalBatchSampler(*sampler_args)
 
@@ -80,7 +78,7 @@ def build_sampler(task: object, sampler_args: tuple[int, int, int, int]) -> Glob
 def rank_micro_batches(
     global_batch: Sequence[int], rank: int, world_size: int, micro_batch_size: int
 ) -> list[list[int]]:
-    """A rank's micro-batches of a global batch: as many on every rank, the last ones perhaps empty."""
+    """A rank's micro-batches of a global batch; every rank has equally many, the last ones may be empty."""
     count = -(-len(global_batch) // (micro_batch_size * world_size))
     starts = [(micro_step * world_size + rank) * micro_batch_size for micro_step in range(count)]
     return [list(global_batch[start : start + micro_batch_size]) for start in starts]
@@ -92,10 +90,8 @@ def _epoch_permutation(seed: int, epoch: int, rows: int) -> RowIndices:
 
 
 @lru_cache(maxsize=8)
-def _mixture_block(
-    seed: int, block: int, sources: tuple[tuple[int, float], ...]
-) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """The rows of one stretch of a mixture."""
+def _mixture_block(seed: int, block: int, sources: tuple[tuple[int, float], ...]) -> RowIndices:
+    """The row indices of one block of a mixture."""
     total = sum(weight for _, weight in sources)
     cumulative_weights = np.cumsum([0.0, *(weight / total for _, weight in sources)])
     limits = [round(height * WEIGHT_SCALE) for height in cumulative_weights]
@@ -114,10 +110,8 @@ def _mixture_block(
     return mixed[rng.permutation(len(mixed))]
 
 
-def _source_indices(
-    seed: int, source: int, count: int, span: tuple[int, int]
-) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Rows of one source between two places of its own endless line."""
+def _source_indices(seed: int, source: int, count: int, span: tuple[int, int]) -> RowIndices:
+    """Row indices of one source between two positions of its endless sequence of shuffled epochs."""
     position, end = span
     rows = [np.zeros(0, dtype=np.int64)]
     while position < end:

@@ -8,7 +8,7 @@ import math
 import os
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, islice
@@ -18,75 +18,81 @@ from typing import Any, Self
 import numpy as np
 import xxhash
 
+from modelwright.data.packing import NDArray
 from modelwright.data.readers import InvalidRow, Row, get_text, raise_on_invalid_rows
 from modelwright.data.sources import iter_train_rows, iter_validation_rows, local_path
-from modelwright.data.tokenizer import DocumentTokenizer, NDArray, TokenizedDocuments
+from modelwright.data.tokenizer import DocumentTokenizer, TokenizedDocuments
 from modelwright.errors import DataError, Problem
 from modelwright.recipe.schema import DataConfig
 from modelwright.runs.folder import atomic_write, hash_file, read_json, write_json
 
 MANIFEST = "manifest.json"
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
+"""Raise it when the manifest or the shards change; other versions are refused."""
 SPLITS = ("train", "held_out")
 
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """How tokens lie in the shards."""
+    """Row length, vocabulary and shard size."""
 
     sequence_length: int
-    """Tokens in a stored row."""
+    """Tokens per stored row."""
     vocab_size: int
-    """Token ids are below this; it decides how many bytes each takes."""
+    """Token ids are below this; it decides the dtype."""
     rows_per_shard: int = 8192
-    """Rows in a full shard."""
+    """Rows per shard."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Two bytes a token where the vocabulary allows it, else four."""
+        """uint16 if the vocabulary allows it, else uint32."""
         return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 
 
 @dataclass(frozen=True)
 class SourceRows:
-    """Rows that came from one source, for weighted mixing."""
+    """Rows of one source, for weighted mixing."""
 
     name: str
-    """What the recipe calls it."""
+    """Its name in the recipe."""
     rows: int
-    """How many there are at the length asked for."""
+    """Number of rows at the requested length."""
 
 
 class PackedDataset:
-    """One part, train or held_out, of a packed folder."""
+    """Memory-mapped packed rows of one split, train or held_out."""
 
     def __init__(self, folder: Path, split: str, manifest: dict[str, Any]) -> None:
         self.folder, self.split, self.manifest = folder, split, manifest
         self._stats: dict[str, Any] = manifest["splits"].get(split) or empty_split_stats()
         self.sequence_length: int = manifest["sequence_length"]
-        """Tokens in a stored row."""
+        """Tokens per stored row."""
         self.vocab_size: int = manifest["vocab_size"]
         """Token ids are below this."""
         self._open_shards: dict[tuple[int, int], tuple[NDArray, NDArray, memoryview]] = {}
 
     @classmethod
     def open(cls, folder: Path, split: str = "train") -> Self:
-        """Open a part; a file that is missing or has another size than the manifest says is told."""
+        """Open a split; missing files and files of another size than in the manifest are errors."""
         path = folder / MANIFEST
         if not path.exists():
             message = "there is no manifest.json, so these are no finished shards; modelwright data prepare makes them"
             raise DataError([Problem(str(folder), message)])
-        dataset = cls(folder, split, read_json(path))
+        manifest = read_json(path)
+        if (version := manifest.get("format")) != MANIFEST_VERSION:
+            message = f"these shards have format {version}; this Modelwright reads format {MANIFEST_VERSION}"
+            raise DataError([Problem(str(folder), f"{message}: run modelwright data prepare again")])
+        dataset = cls(folder, split, manifest)
         dataset._check(verify_hashes=False)
         return dataset
 
     def verify(self) -> None:
-        """Read every byte and hold it against the manifest."""
+        """Check the hash of every file against the manifest."""
         self._check(verify_hashes=True)
 
     @property
     def size_bytes(self) -> int:
-        """What its files take."""
+        """Bytes of its files."""
         return sum(int(entry["size"]) for entry in shard_files(self._stats).values())
 
     @property
@@ -96,37 +102,37 @@ class PackedDataset:
 
     @property
     def text_bytes(self) -> int:
-        """UTF-8 bytes that these tokens stand for: what bits per byte are counted by."""
+        """UTF-8 bytes of the text of these tokens, for bits per byte."""
         return int(self._stats["text_bytes"])
 
     @property
     def documents(self) -> int:
-        """Documents that begin in these rows."""
+        """Documents that start in these rows."""
         return int(self._stats["documents"])
 
     @property
     def fingerprint(self) -> str:
-        """Changes when any byte of any part does."""
+        """Hash of all shards of all splits."""
         return str(self.manifest["fingerprint"])
 
     @property
     def tokenizer_fingerprint(self) -> str:
-        """Which tokenizer made the tokens."""
+        """Hash of the tokenizer.json that made the tokens."""
         return str(self.manifest["tokenizer"])
 
     def rows(self, length: int | None = None) -> int:
-        """Rows at this length, which divides the stored one."""
+        """Number of rows of this length, which must divide the stored length."""
         return int(self._stats["rows"]) * self._per_row(length)
 
     def sources(self, length: int | None = None) -> list[SourceRows]:
-        """The rows of each source, in the order they are numbered."""
+        """The rows of each source, in index order."""
         per_row = self._per_row(length)
         return [SourceRows(name, rows * per_row) for name, rows in self._stats["sources"].items()]
 
     def get_rows(self, rows: Sequence[int] | NDArray, length: int | None = None) -> tuple[NDArray, NDArray]:
-        """Rows by number: tokens and positions, both [count, length] int64.
+        """Rows by index: tokens and positions, both [count, length] int64.
 
-        Positions begin anew with each document, which keeps the documents of a row apart.
+        Positions restart at 0 with each document, which separates the documents of a row.
         """
         length = length or self.sequence_length
         wanted = np.asarray(rows, dtype=np.int64)
@@ -135,7 +141,7 @@ class PackedDataset:
         firsts = self._first_rows * self._per_row(length)
         shard_indices = firsts.searchsorted(wanted, side="right") - 1
         views = zip(tokens, positions, shard_indices.tolist(), (wanted - firsts[shard_indices]).tolist(), strict=True)
-        for row_tokens, row_positions, shard, row in views:  # row by row: gathered at once they would be copied twice
+        for row_tokens, row_positions, shard, row in views:  # row by row: fancy indexing would copy twice
             stored, starts, first_starts = self._open_shard(shard, length)
             row_tokens[:] = stored[row]
             first, stop = first_starts[row], first_starts[row + 1]
@@ -146,7 +152,7 @@ class PackedDataset:
         return tokens, positions
 
     def _open_shard(self, shard: int, length: int) -> tuple[NDArray, NDArray, memoryview]:
-        """A shard in rows of that length: its tokens, where documents begin, and the first of these in each row."""
+        """A shard in rows of that length: tokens, document starts, and the index of the first start of each row."""
         opened = self._open_shards.get((shard, length))
         if opened is None:
             stored, starts = self._maps[shard]
@@ -161,7 +167,7 @@ class PackedDataset:
         for shard in self._stats["shards"]:
             stored = np.asarray(np.lib.format.open_memmap(self.folder / shard["name"], mode="r"))
             starts = np.lib.format.open_memmap(self.folder / shard["starts"], mode="r")
-            # searching in another type would copy them every time, and a memmap is slower to slice than an array
+            # int64 avoids a copy per search, and an array is faster to slice than a memmap
             maps.append((stored, np.array(starts, dtype=np.int64)))
         return maps
 
@@ -171,8 +177,8 @@ class PackedDataset:
 
     def _per_row(self, length: int | None) -> int:
         if length is not None and (length < 1 or self.sequence_length % length):
-            message = f"rows of {length} tokens were asked for; it wants a length that divides the stored {self.sequence_length}"
-            raise DataError([Problem(str(self.folder), message)])
+            wanted = f"it wants a length that divides the stored {self.sequence_length}"
+            raise DataError([Problem(str(self.folder), f"rows of {length} tokens were asked for; {wanted}")])
         return self.sequence_length // (length or self.sequence_length)
 
     def _check(self, verify_hashes: bool) -> None:
@@ -188,17 +194,17 @@ class PackedDataset:
 
 
 def shard_files(split_stats: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Every file of a part with its size and hash."""
+    """All files of a split with size and hash."""
     return {name: entry for shard in split_stats["shards"] for name, entry in shard["files"].items()}
 
 
 def empty_split_stats() -> dict[str, Any]:
-    """The facts of a part with nothing in it."""
+    """The stats of an empty split."""
     return {"rows": 0, "tokens": 0, "documents": 0, "text_bytes": 0, "dropped_tokens": 0, "sources": {}, "shards": []}
 
 
 def write_manifest(folder: Path, layout: ShardLayout, splits: dict[str, dict[str, Any]], extra: dict[str, Any]) -> None:
-    """Write the manifest, last of all: a folder with one is finished."""
+    """Write the manifest, which marks the folder as complete."""
     hashes = [entry["xxh3"] for split_stats in splits.values() for entry in shard_files(split_stats).values()]
     fingerprint = xxhash.xxh3_128_hexdigest("\n".join([str(layout.sequence_length), *hashes]).encode())
     manifest = {
@@ -214,22 +220,22 @@ def write_manifest(folder: Path, layout: ShardLayout, splits: dict[str, dict[str
 
 
 WRITE_CHUNK_TOKENS = 1 << 18
-"""Tokens written at once: they stay in the cache from one use to the next."""
+"""Tokens per write; they stay in the CPU cache between copy, hash and write."""
 
 
 @dataclass(frozen=True)
 class DocumentBatch:
-    """Documents that are loaded when their turn comes."""
+    """Documents that are loaded lazily."""
 
     tokens: int
-    """How many they hold, known before they are loaded."""
+    """Token count, known before loading."""
     load: Callable[[], TokenizedDocuments]
-    """Brings them."""
+    """Loads the documents."""
 
 
 @dataclass
 class _ShardBuffer:
-    """The shard that is being filled: views of what will be written, not a copy."""
+    """The shard that is being filled, as views of the documents."""
 
     pieces: list[NDArray] = field(default_factory=list)
     starts: list[NDArray] = field(default_factory=list)
@@ -238,12 +244,12 @@ class _ShardBuffer:
 
 
 def write_split(
-    folder: Path, split: str, layout: ShardLayout, sources: dict[str, Iterable[DocumentBatch]], config: str
+    folder: Path, split: str, layout: ShardLayout, sources: Mapping[str, Iterable[DocumentBatch]], config: str
 ) -> dict[str, Any]:
-    """Pack the blocks of each source, in order, and return the facts of the part.
+    """Pack the documents of each source in order, and return the stats of the split.
 
-    A source begins on a fresh row, so that rows can be mixed by weight; what is left of its last row is lost and
-    counted. Shards written before for the same `config` are kept.
+    Every source starts a new row, so that rows can be mixed by weight; its incomplete last row is dropped and counted.
+    Shards that exist for the same `config` are kept.
     """
     folder.mkdir(parents=True, exist_ok=True)
     stats = empty_split_stats()
@@ -252,9 +258,8 @@ def write_split(
     for name, batches in sources.items():
         source_shards = [shard for shard in written if shard["source"] == name]
         shards = list(stats["shards"])
-        for shard in _pack_source(
-            folder, split, layout, _SourceProgress(name, batches, source_shards, len(shards)), stats
-        ):
+        source = _SourceProgress(name, batches, source_shards, len(shards))
+        for shard in _pack_source(folder, split, layout, source, stats):
             shards.append(shard)
             if shard not in written:
                 write_json(progress, {"config": config, "shards": shards})
@@ -268,7 +273,7 @@ def write_split(
 
 @dataclass(frozen=True)
 class _SourceProgress:
-    """One source, and what is already on the disk of it."""
+    """One source and its shards that exist already."""
 
     name: str
     batches: Iterable[DocumentBatch]
@@ -302,21 +307,20 @@ def _pack_source(
 
 
 def _fill_shard(buffer: _ShardBuffer, documents: TokenizedDocuments, offset: int, capacity: int) -> int:
-    """Take tokens from a place on until the shard is full or the block ends; returns the new place."""
+    """Append tokens from an offset until the shard is full or the documents end; returns the new offset."""
     count = min(capacity - buffer.filled, len(documents.tokens) - offset)
     buffer.pieces.append(documents.tokens[offset : offset + count])
     document_offsets = np.concatenate([[0], np.cumsum(documents.lengths)])
     first, stop = np.searchsorted(document_offsets[:-1], [offset, offset + count])
     buffer.starts.append(document_offsets[first:stop] - offset + buffer.filled)
-    buffer.text_bytes += _bytes_before(documents, document_offsets, offset + count) - _bytes_before(
-        documents, document_offsets, offset
-    )
+    start, end = (_bytes_before(documents, document_offsets, position) for position in (offset, offset + count))
+    buffer.text_bytes += end - start
     buffer.filled += count
     return offset + count
 
 
 def _bytes_before(documents: TokenizedDocuments, document_offsets: NDArray, offset: int) -> int:
-    """Bytes of text before a place; inside a document they are shared out evenly over its tokens."""
+    """Bytes of text before a token offset; inside a document, in proportion to its tokens."""
     document = int(np.searchsorted(document_offsets, offset, side="right")) - 1
     bytes_before = int(documents.text_bytes[:document].sum())
     if document == len(documents.lengths):
@@ -347,15 +351,15 @@ def _write_shard(folder: Path, stem: str, layout: ShardLayout, buffer: _ShardBuf
 
 
 def _write_array(path: Path, pieces: Iterable[NDArray], shape: tuple[int, ...], dtype: np.dtype[Any]) -> dict[str, Any]:
-    """Write flat pieces one after the other as an array of that shape; what is too much is left. Returns size and hash.
+    """Write flat pieces as an array of that shape and drop the excess; returns size and hash.
 
-    Each stretch is narrowed, hashed and written while it is in the cache: no second copy of the shard is ever made.
+    Each chunk is cast, hashed and written while it is in the CPU cache; the shard is never copied as a whole.
     """
     header = io.BytesIO()
     header_fields = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(header, header_fields)
     digest, remaining = xxhash.xxh3_128(header.getvalue()), math.prod(shape)
-    buffer = np.empty(WRITE_CHUNK_TOKENS, dtype=dtype)  # one for all: a fresh one each time would cost a third more
+    buffer = np.empty(WRITE_CHUNK_TOKENS, dtype=dtype)  # reused: allocating one per chunk takes a third more time
     with atomic_write(path) as file:
         file.write(header.getvalue())
         file.flush()
@@ -371,13 +375,13 @@ def _write_array(path: Path, pieces: Iterable[NDArray], shape: tuple[int, ...], 
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:
-    """Write without a buffer between, however often the system takes only a part."""
+    """Write unbuffered, and repeat after partial writes."""
     while data:
         data = data[os.write(descriptor, data) :]
 
 
 def _completed_shards(progress: Path, config: str, folder: Path) -> list[dict[str, Any]]:
-    """Shards that an earlier try finished for the same wish and that still are as it left them."""
+    """Undamaged shards that an interrupted run completed for the same config."""
     if not progress.exists():
         return []
     saved = read_json(progress)
@@ -393,36 +397,34 @@ def _completed_shards(progress: Path, config: str, folder: Path) -> list[dict[st
 
 
 DOCUMENT_BATCH = 256
-"""Documents tokenized together."""
+"""Documents per tokenizer call."""
 
 
 def pack_raw_text(
     data: DataConfig, seed: int, recipe_dir: Path, tokenizer: DocumentTokenizer, layout: ShardLayout, folder: Path
 ) -> None:
-    """Leave the shards of a recipe's text in the folder; those that stand already for the same text are kept."""
+    """Pack the text of a recipe into shards; complete shards of the same text are kept."""
     documents = _SplitDocuments(data, seed, recipe_dir)
-    config = xxhash.xxh3_128_hexdigest(
-        json.dumps([tokenizer.fingerprint, layout.sequence_length, documents.fingerprint]).encode()
-    )
-    if (folder / MANIFEST).exists() and read_json(folder / MANIFEST).get("config") == config:
-        return
+    parts = [tokenizer.fingerprint, layout.sequence_length, documents.fingerprint]
+    config = xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
+    if (folder / MANIFEST).exists():
+        manifest = read_json(folder / MANIFEST)
+        if (manifest.get("format"), manifest.get("config")) == (MANIFEST_VERSION, config):
+            return
     (folder / MANIFEST).unlink(missing_ok=True)
-    splits = {
-        split: write_split(
-            folder, split, layout, {data.source: _document_batches(split_texts, tokenizer)}, f"{split} {config}"
-        )
-        for split, split_texts in documents.splits()
-    }
+    splits = {}
+    for split, texts in documents.splits():
+        sources = {data.source: _document_batches(texts, tokenizer)}
+        splits[split] = write_split(folder, split, layout, sources, f"{split} {config}")
     if not splits["train"]["rows"]:
         message = f"all text together is shorter than one row of {layout.sequence_length} tokens; lower max_length"
         raise DataError([Problem(data.source, message)])
-    write_manifest(
-        folder, layout, splits, {"tokenizer": tokenizer.fingerprint, "config": config, "source": data.source}
-    )
+    extra = {"tokenizer": tokenizer.fingerprint, "config": config, "source": data.source}
+    write_manifest(folder, layout, splits, extra)
 
 
 class _SplitDocuments:
-    """The documents of a recipe, to be read more than once: to train on, and held out by a hash of seed and text."""
+    """The documents of a recipe, read more than once; held out by a hash of seed and text."""
 
     def __init__(self, data: DataConfig, seed: int, recipe_dir: Path) -> None:
         self._data, self._seed, self._recipe_dir = data, seed, recipe_dir
@@ -440,39 +442,37 @@ class _SplitDocuments:
         self.fingerprint = f"{digest.hexdigest()} {self._held_out_limit}"
 
     def splits(self) -> Iterator[tuple[str, Iterator[str]]]:
-        """Those to train on; then those held out, where there are some."""
+        """Training documents, then held-out documents, if any."""
         yield "train", (text for text in self._train() if self._split_hash(text) > self._held_out_limit)
         if self._held_out_limit >= 0 or self._data.validation_file:
             held_out = (text for text in self._train() if self._split_hash(text) <= self._held_out_limit)
             yield "held_out", chain(held_out, self._validation())
 
     def _train(self) -> Iterator[str]:
-        return iter_documents(
-            raise_on_invalid_rows(iter_train_rows(self._data, self._recipe_dir)), self._data.text_column
-        )
+        rows = raise_on_invalid_rows(iter_train_rows(self._data, self._recipe_dir))
+        return iter_documents(rows, self._data.text_column)
 
     def _validation(self) -> Iterator[str]:
-        return iter_documents(
-            raise_on_invalid_rows(iter_validation_rows(self._data, self._recipe_dir)), self._data.text_column
-        )
+        rows = raise_on_invalid_rows(iter_validation_rows(self._data, self._recipe_dir))
+        return iter_documents(rows, self._data.text_column)
 
     def _split_hash(self, text: str) -> int:
         return xxhash.xxh3_64_intdigest(f"{self._seed}:{text}".encode())
 
 
 def check_raw_text(data: DataConfig, seed: int, recipe_dir: Path) -> None:
-    """Tell what is wrong with the first documents of both sides; all of them may be more than one wants to wait for."""
+    """Check the first documents of both splits; checking all could take long."""
     path = local_path(data.source, recipe_dir)
     if path is not None and (path / MANIFEST).exists():
-        return  # packed shards, which a run reads back
+        return  # packed shards, which a run checks
     for rows in (iter_train_rows(data, recipe_dir), iter_validation_rows(data, recipe_dir)):
         list(iter_documents(raise_on_invalid_rows(islice(rows, DOCUMENT_BATCH)), data.text_column))
 
 
 def iter_documents(rows: Iterable[Row], column: str) -> Iterator[str]:
-    """The documents in the text column of rows; blank ones are passed over, and faults are raised at the end.
+    """The texts of the text column without blank ones; invalid rows are raised at the end.
 
-    Each kind of fault is told once, where it is met first: a column of another name is so in every row.
+    Each reason is listed once with its first row: a wrong column name, for instance, is the same in every row.
     """
     first_locations: dict[str, str] = {}
     counts: Counter[str] = Counter()
@@ -485,9 +485,7 @@ def iter_documents(rows: Iterable[Row], column: str) -> Iterator[str]:
         elif text.strip() and not first_locations:
             yield text
     if first_locations:
-        suffixes = {
-            reason: f" ({counts[reason]:,} rows like it)" if counts[reason] > 1 else "" for reason in first_locations
-        }
+        suffixes = {reason: f" ({count:,} rows like it)" if count > 1 else "" for reason, count in counts.items()}
         raise DataError([Problem(where, f"{reason}{suffixes[reason]}") for reason, where in first_locations.items()])
 
 

@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.data import download
-from modelwright.data.readers import ROW_FILE_SUFFIXES, InvalidRow, Row, raise_on_invalid_rows, read_file
+from modelwright.data.readers import (
+    ROW_FILE_SUFFIXES,
+    InvalidRow,
+    Row,
+    describe_columns,
+    raise_on_invalid_rows,
+    read_file,
+)
 from modelwright.errors import DataError, Problem, UsageError, first_line
 from modelwright.recipe.schema import DataConfig
 from modelwright.runs.caches import cache_dir
@@ -24,15 +31,15 @@ from modelwright.runs.folder import write_text
 
 PYTHON_DOCS = "python-docs"
 EXCLUDED_DIRS = frozenset({"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "turtledemo", "ensurepip"})
-"""Folders with little prose in them."""
+"""Folders with little prose."""
 MIN_DOCUMENT_CHARS = 200
-"""Characters below which a module's docstrings make no document."""
+"""Modules with fewer characters of docstrings are skipped."""
 
 
 def python_docs() -> list[tuple[str, str]]:
-    """Name and text of each document, in a fixed order; parsed once, then kept in the cache."""
+    """Name and text of each document, in a fixed order; parsed once, then cached."""
     cache_file = cache_dir() / "corpus" / f"{PYTHON_DOCS}-{platform.python_version()}.json"
-    if not cache_file.exists():  # parsing the standard library takes some 4 CPU-seconds
+    if not cache_file.exists():  # parsing the standard library takes 4 CPU-seconds
         write_text(cache_file, json.dumps([*_topics(), *_modules()], ensure_ascii=False) + "\n")
     return [(name, text) for name, text in json.loads(cache_file.read_text(encoding="utf-8"))]
 
@@ -56,7 +63,7 @@ def _modules() -> Iterator[tuple[str, str]]:
 
 
 def _docstrings(path: Path, module: str) -> Iterator[str]:
-    """What a module says about itself and its parts, each under its name, in the order they are written."""
+    """The docstrings of a module and its classes and functions, each under its name, in source order."""
     pending: list[tuple[ast.AST, str]] = [(ast.parse(path.read_bytes()), module)]
     while pending:
         node, name = pending.pop(0)
@@ -75,32 +82,30 @@ EMBEDDED_DATASETS = {
     "field-guide-editions": EMBEDDED_DIR / "field_guide_editions.jsonl",
     "songbook": EMBEDDED_DIR / "songbook.jsonl",
 }
-"""Sets that come with Modelwright, with their file."""
+"""Datasets shipped with Modelwright."""
 GENERATED_DATASETS = {PYTHON_DOCS: python_docs}
-"""Sets that are gathered from this machine when they are read."""
+"""Datasets generated on this machine when they are read."""
 HELD_OUT_SPLITS = ("held_out", "validation", "test")
-"""What the held-out side of a stored set may be called."""
+"""Names of the held-out split of a saved dataset."""
 
 
 def iter_train_rows(data: DataConfig, recipe_dir: Path) -> Iterator[Row | InvalidRow]:
-    """The training rows, before anything is held out, and what could not be read."""
-    return islice(
-        iter_rows(data.dataset_name or data.train_file or "", data, recipe_dir), data.max_rows
-    )  # without it, all
+    """The training rows before the held-out split, and the invalid ones."""
+    return islice(iter_rows(data.dataset_name or data.train_file or "", data, recipe_dir), data.max_rows)
 
 
 def iter_validation_rows(data: DataConfig, recipe_dir: Path) -> Iterator[Row | InvalidRow]:
-    """The rows of validation_file, where there is one, and what could not be read."""
+    """The rows of validation_file, if any, and the invalid ones."""
     return iter_rows(data.validation_file, None, recipe_dir) if data.validation_file else iter(())
 
 
 def read_train_rows(data: DataConfig, recipe_dir: Path) -> list[Row]:
-    """All training rows; one that cannot be read is an error."""
+    """All training rows; an unreadable row is an error."""
     return list(raise_on_invalid_rows(iter_train_rows(data, recipe_dir)))
 
 
 def local_path(name: str, recipe_dir: Path) -> Path | None:
-    """The file or folder that a name means, from where we stand or beside the recipe."""
+    """The file or folder of that name, relative to the working directory or to the recipe."""
     for candidate in (Path(name), recipe_dir / name):
         if candidate.exists():
             return candidate
@@ -108,12 +113,12 @@ def local_path(name: str, recipe_dir: Path) -> Path | None:
 
 
 def is_embedded(name: str) -> bool:
-    """Whether a set comes with Modelwright."""
+    """Whether a dataset comes with Modelwright."""
     return name in EMBEDDED_DATASETS or name in GENERATED_DATASETS
 
 
 def is_hub_name(name: str, recipe_dir: Path) -> bool:
-    """Whether a name can only mean a data set on the hub: owner/name, and nothing of that name here."""
+    """Whether a name can only be a hub dataset: owner/name, and no local file of that name."""
     if is_embedded(name) or local_path(name, recipe_dir) is not None:
         return False
     return name.count("/") == 1 and Path(name).suffix not in ROW_FILE_SUFFIXES and not name.startswith((".", "/", "~"))
@@ -122,7 +127,7 @@ def is_hub_name(name: str, recipe_dir: Path) -> bool:
 def iter_rows(
     name: str, data: DataConfig | None, recipe_dir: Path, start: int = 0, stop: int | None = None
 ) -> Iterator[Row | InvalidRow]:
-    """The rows of a source by its name, or some of them; `data` says which configuration and split of a hub set."""
+    """The rows of a source, or rows [start, stop) of it; `data` gives the configuration and split of a hub dataset."""
     if name in GENERATED_DATASETS:
         return islice((Row(where, {"text": text}) for where, text in GENERATED_DATASETS[name]()), start, stop)
     path = EMBEDDED_DATASETS.get(name) or local_path(name, recipe_dir)
@@ -146,26 +151,26 @@ def _missing_source_message(name: str, recipe_dir: Path) -> str:
 
 
 def files_in(path: Path) -> list[Path]:
-    """The files of a folder that are read, in the order of their names: those called train where there are some."""
+    """The files of a folder that are read, sorted by name; only those named train*, if there are any."""
     candidates = sorted(p for p in path.iterdir() if p.suffix in ROW_FILE_SUFFIXES)
-    files = [p for p in candidates if p.suffix != ".txt"] or candidates  # a text file beside rows tells about them
+    files = [p for p in candidates if p.suffix != ".txt"] or candidates  # a text file next to row files is a readme
     if not files:
         raise UsageError(f"data: the folder {path} holds no {', '.join(ROW_FILE_SUFFIXES)} file")
     return [p for p in files if p.stem.startswith("train")] or files
 
 
 def is_saved_dataset(path: Path) -> bool:
-    """Whether a folder is a data set that `save_to_disk` wrote."""
+    """Whether a folder was written by `datasets.save_to_disk`."""
     return (path / "state.json").exists() or (path / "dataset_dict.json").exists()
 
 
 def _load_saved_dataset(path: Path, data: DataConfig | None) -> Any:
-    """A set that `save_to_disk` wrote, or the split of it that is wanted."""
+    """A dataset written by `save_to_disk`, or the requested split of it."""
     from datasets import DatasetDict, load_from_disk
 
     try:
         saved = load_from_disk(str(path))
-    except Exception as error:  # the library raises many kinds; each becomes one letter
+    except Exception as error:  # the library raises many types; each becomes one message
         message = f"this is no whole data set of save_to_disk ({first_line(error)[:200]})"
         raise DataError([Problem(path.name, message)]) from None
     if not isinstance(saved, DatasetDict):
@@ -179,13 +184,13 @@ def _load_saved_dataset(path: Path, data: DataConfig | None) -> Any:
 
 
 def _iter_dataset(dataset: Any, name: str, start: int, stop: int | None) -> Iterator[Row | InvalidRow]:
-    """Rows of a stored set, from one number to another, without reading those before."""
+    """Rows [start, stop) of a dataset, without reading those before."""
     stop = len(dataset) if stop is None else min(stop, len(dataset))
     number = start
     try:
         for number, values in enumerate(dataset.select(range(start, stop)) if start < stop else (), start + 1):
             yield Row(f"{name} row {number}", dict(values))
-    except Exception as error:  # the library raises many kinds; each becomes one letter
+    except Exception as error:  # the library raises many types; each becomes one message
         yield InvalidRow(f"{name} row {number + 1}", f"this row cannot be read ({first_line(error)[:200]})", "", True)
 
 
@@ -193,7 +198,7 @@ PLACEHOLDER_RE = re.compile(r"\{([^{}]+)\}")
 
 
 def add_derived_columns(rows: Iterable[Row], data: DataConfig) -> Iterator[Row]:
-    """The rows with the columns that the recipe derives; a column that is there already stays as it is."""
+    """Add the columns of data.derived_columns; an existing column is kept."""
     for row in rows:
         for source_row in generate_song_qa(row) if data.generate_qa == "songs" else (row,):
             values = dict(source_row.values)
@@ -205,18 +210,14 @@ def add_derived_columns(rows: Iterable[Row], data: DataConfig) -> Iterator[Row]:
 
 def render_template(template: str, values: Mapping[str, Any], where: str) -> str:
     """A template with each {column} replaced by the row's value."""
-    missing = [name for name in PLACEHOLDER_RE.findall(template) if name not in values]
-    if missing:
-        columns = ", ".join(map(str, values))
-        message = (
-            f"data.derived_columns asks for the column {missing[0]!r}, which is not there; the columns are {columns}"
-        )
-        raise DataError([Problem(where, message)])
+    if missing := [name for name in PLACEHOLDER_RE.findall(template) if name not in values]:
+        message = f"data.derived_columns asks for the column {missing[0]!r}, which is not there"
+        raise DataError([Problem(where, f"{message}; {describe_columns(values)}")])
     return PLACEHOLDER_RE.sub(lambda match: str(values[match[1]]), template)
 
 
 EXCERPT_LINES = 8
-"""Lines of a song that a question shows."""
+"""Lines of the lyrics quoted in a question."""
 THEMES = {
     "love": "love heart kiss darling baby sweetheart lover hold arms",
     "loss": "gone goodbye cry tears lonely left miss grave alone lost",
@@ -227,28 +228,26 @@ THEMES = {
     "money and work": "money work pay job wages gold rich poor hustle dollar",
     "the sea": "sea ship sail captain sailor ocean shore wave harbor",
 }
-"""Words that point at a theme; a song is said to have one where it uses at least two of them."""
+"""Words of each theme; a song has a theme if it uses at least two of its words."""
 WORD_RE = re.compile(r"[a-z']+")
 STOP_WORDS = (
     "the and you i to a me it my in of on that for your be is we all but with so this don't just like know got no was "
     "are when what oh i'm it's they she he her his him not up can if go get now do have there as at will out one from "
     "come down let say see make take way been had were would could their them our us than then too am an by or"
 )
-"""Words that say nothing about a song."""
+"""Words ignored in the vocabulary."""
 
 
 def generate_song_qa(row: Row) -> Iterator[Row]:
-    """A row with question and answer stays as it is; lyrics and artist alone become one row for style, theme, sound."""
+    """Keep a row with question and answer; turn lyrics and artist alone into rows on style, theme and sound."""
     if "question" in row.values and "answer" in row.values:
         yield row
         return
     lyrics, artist = str(row.values.get("lyrics") or ""), str(row.values.get("artist") or "").strip()
     lines = [" ".join(line.split()) for line in lyrics.splitlines() if line.strip()]
     if not lines or not artist:
-        columns = ", ".join(map(str, row.values))
-        raise DataError(
-            [Problem(row.where, f"a song wants lyrics and artist, both with text; the columns are {columns}")]
-        )
+        message = "a song wants lyrics and artist, both with text"
+        raise DataError([Problem(row.where, f"{message}; {describe_columns(row.values)}")])
     excerpt = "\n".join(lines[:EXCERPT_LINES])
     answers = {
         f"What is the style of this song by {artist}?": describe_form(lines),
@@ -260,7 +259,7 @@ def generate_song_qa(row: Row) -> Iterator[Row]:
 
 
 def describe_form(lines: list[str]) -> str:
-    """How the song is built: its length, its refrain, how its lines end."""
+    """The form of a song: number of lines, refrain, rhyme."""
     words_per_line = sum(len(line.split()) for line in lines) / len(lines)
     refrain, times = Counter(lines).most_common(1)[0]
     rhyme_pairs = [(_rhyme(one), _rhyme(two)) for one, two in zip(lines[::2], lines[1::2], strict=False)]
@@ -272,21 +271,19 @@ def describe_form(lines: list[str]) -> str:
 
 
 def describe_theme(lines: list[str]) -> str:
-    """What the words point at, where at least two of them do."""
+    """The theme with the most words in the song, at least two."""
     words = Counter(_words(lines))
     matching_words = {theme: [word for word in marks.split() if words[word]] for theme, marks in THEMES.items()}
     theme, marks = max(matching_words.items(), key=lambda item: (len(item[1]), sum(words[word] for word in item[1])))
     if len(marks) < 2:
-        return (
-            f'Theme: no one theme by its words alone. Evidence: "{lines[0]}". Listen for what the words leave unsaid.'
-        )
-    return (
-        f'Theme: {theme}, by its words. Evidence: "{" ... ".join(marks[:4])}". Listen for what the words leave unsaid.'
-    )
+        theme_text, evidence = "no one theme by its words alone", lines[0]
+    else:
+        theme_text, evidence = f"{theme}, by its words", " ... ".join(marks[:4])
+    return f'Theme: {theme_text}. Evidence: "{evidence}". Listen for what the words leave unsaid.'
 
 
 def describe_vocabulary(lines: list[str]) -> str:
-    """The word that comes most often, and how many different ones there are."""
+    """The most frequent word, and how varied the words are."""
     stop_words = STOP_WORDS.split()
     words = [word for word in _words(lines) if word not in stop_words]
     if not words:
@@ -302,7 +299,7 @@ def _words(lines: list[str]) -> list[str]:
 
 
 def _rhyme(line: str) -> str:
-    """The end of a line as it is heard, roughly: its last vowel and what follows."""
+    """An approximate rhyme: the last vowels of the line and what follows."""
     words = WORD_RE.findall(line.lower())
     ending = re.search(r"[aeiouy]+[^aeiouy]*$", words[-1].removesuffix("e")) if words else None
     return ending[0] if ending else line

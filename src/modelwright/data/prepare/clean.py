@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from modelwright.data.prepare.dedup import NDArray, Shingles
+from modelwright.data.packing import NDArray
+from modelwright.data.prepare.dedup import Shingles
 from modelwright.recipe.sections import CleaningConfig
 
 Form = Literal["NFC", "NFKC", "none"]
@@ -23,7 +24,7 @@ _TRAILING = (" \n", "\t\n", "\u00a0\n")
 _SPACES = bytes(code for code in range(128) if chr(code).isspace())
 _OTHER_SPACES = re.compile(r"[^\S\x00-\x7f]")
 _AFTER_FIRST = bytes(range(128, 192))
-"""Bytes of a character after its first."""
+"""UTF-8 continuation bytes."""
 _SOLID = bytes(32 if code in _SPACES else 97 for code in range(256))
 _DIGITS = b"0123456789"
 _NOT_MARKS = bytes(code for code in range(256) if code >= 127 or code <= 32 or chr(code).isalnum())
@@ -34,12 +35,12 @@ _ELLIPSES = ("…", "...")
 
 @dataclass(frozen=True)
 class FilterResult:
-    """Why a document was left out."""
+    """Why a document was dropped."""
 
     filter: str
-    """The setting that decided."""
+    """Name of the setting."""
     value: float | str
-    """What was measured."""
+    """The measured value."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,15 @@ class CleanedDocument:
     """A document after cleaning."""
 
     text: str
-    """What is left of it."""
+    """The cleaned text."""
     lines_dropped: int
-    """Boilerplate lines that were taken out."""
+    """Boilerplate lines removed."""
     dropped_by: FilterResult | None
-    """Why it goes, if it does."""
+    """The filter that drops it, if any."""
 
 
 def clean_document(text: str, rules: CleaningConfig) -> CleanedDocument:
-    """Normalise a document and hold it against the rules; the first that it breaks is told."""
+    """Normalize a document and apply the filters; the first that rejects it is returned."""
     text = normalize_text(text, rules.normalize)
     boilerplate = compile_line_filter(tuple(rules.drop_lines))
     remaining, num_dropped = boilerplate.remove_from(text) if boilerplate else (text, 0)
@@ -63,9 +64,9 @@ def clean_document(text: str, rules: CleaningConfig) -> CleanedDocument:
 
 
 def normalize_text(text: str, form: Form) -> str:
-    """One form of Unicode, one kind of line end, no control characters, no trailing spaces, at most one empty line.
+    """Normalize Unicode and line ends, remove control characters and trailing spaces, allow at most one blank line.
 
-    Each rule first asks whether there is anything to do, which takes a tenth of doing it.
+    Each rule first checks whether it applies, which takes a tenth of the time.
     """
     if not text.isascii():
         if form != "none" and not unicodedata.is_normalized(form, text):
@@ -78,7 +79,7 @@ def normalize_text(text: str, form: Form) -> str:
     if any(end in text for end in _TRAILING):
         *lines, last = text.split("\n")
         text = "\n".join([*(line.rstrip(" \t\u00a0") for line in lines), last])
-    while "\n\n\n" in text:  # a third of each gap goes at once; a pattern would look at every letter
+    while "\n\n\n" in text:  # faster than a regex, which looks at every character
         text = text.replace("\n\n\n", "\n\n")
     return text.strip("\n\t ")
 
@@ -91,7 +92,7 @@ def _has_control(text: str) -> bool:
 
 
 def _apply_filters(text: str, rules: CleaningConfig) -> FilterResult | None:
-    """Hold a text against the rules, by counting bytes: nothing is made for each word."""
+    """Apply the filters by counting bytes, without objects per word."""
     spaced = text if text.isascii() else _OTHER_SPACES.sub(" ", text)
     raw = spaced.encode("utf-8", "replace")
     solid = np.frombuffer(b" " + raw.translate(_SOLID), dtype=np.uint8)
@@ -108,7 +109,7 @@ def _apply_filters(text: str, rules: CleaningConfig) -> FilterResult | None:
 
 
 def _apply_character_filters(raw: bytes, marks: bytes, word_count: int, rules: CleaningConfig) -> FilterResult | None:
-    """raw: the text in UTF-8, its spaces in ASCII; marks: the ASCII marks and digits of it."""
+    """raw: UTF-8 text with ASCII spaces; marks: its ASCII punctuation and digits."""
     characters = len(raw) if raw.isascii() else len(raw.translate(None, _AFTER_FIRST))
     solid = max(1, len(raw.translate(None, _AFTER_FIRST + _SPACES)))
     mostly_ascii = len(raw) < 1.5 * characters
@@ -120,11 +121,11 @@ def _apply_character_filters(raw: bytes, marks: bytes, word_count: int, rules: C
 
 
 def _apply_line_filters(text: str, marks: bytes, rules: CleaningConfig) -> FilterResult | None:
-    """marks: the ASCII marks of the text, in their order."""
+    """marks: the ASCII punctuation of the text, in order."""
     lines = list(filter(None, map(str.strip, text.split("\n"))))
     count = max(1, len(lines))
     bullets = ellipses = repeated = 0.0
-    # there are no more bullets than such marks in all: mostly that says enough
+    # the count of such marks is an upper bound, which is mostly enough
     if _count_upper_bound(text, marks, _BULLETS) / count > rules.max_bullet_lines:
         bullets = sum(line.startswith(_BULLETS) for line in lines) / count
     if _count_upper_bound(text, marks, _ELLIPSES) / count > rules.max_ellipsis_lines:
@@ -138,7 +139,7 @@ def _apply_line_filters(text: str, marks: bytes, rules: CleaningConfig) -> Filte
 
 
 def _count_upper_bound(text: str, marks: bytes, signs: Sequence[str]) -> int:
-    """How often signs stand in a text, or more."""
+    """Upper bound of the occurrences of the signs."""
     return sum(marks.count(sign.encode()) if sign.isascii() else text.count(sign) for sign in signs)
 
 
@@ -150,7 +151,7 @@ def _first_over_limit(measured: Sequence[tuple[str, float]], rules: CleaningConf
 
 
 def duplicate_ngram_fraction(shingles: Shingles) -> NDArray:
-    """For each document, the share of its shingles that stood before in it: [documents] float64."""
+    """Fraction of each document's n-grams that occurred before in it: [documents] float64."""
     counts = shingles.counts
     owner = np.repeat(np.arange(len(counts), dtype=np.uint64), counts)
     ordered = np.sort((owner << np.uint64(32)) | shingles.hashes)
@@ -162,15 +163,15 @@ def duplicate_ngram_fraction(shingles: Shingles) -> NDArray:
 
 @dataclass(frozen=True)
 class LineFilter:
-    """Patterns for whole lines, as one."""
+    """Regular expressions for whole lines, combined."""
 
     pattern: re.Pattern[str]
-    """Matches a line that goes."""
+    """Matches a line to remove."""
     required_literals: tuple[str, ...]
-    """Every ASCII line that goes holds one of these, in lower case; none where that cannot be said."""
+    """Every ASCII line that matches contains one of these, in lower case; empty if unknown."""
 
     def remove_from(self, text: str) -> tuple[str, int]:
-        """The text without the lines that match, and how many they were."""
+        """The text without matching lines, and their number."""
         matching = {line for line in self._candidate_lines(text) if self.pattern.fullmatch(line)}
         if not matching:
             return text, 0
@@ -179,9 +180,9 @@ class LineFilter:
         return "\n".join(remaining).strip("\n"), len(lines) - len(remaining)
 
     def _candidate_lines(self, text: str) -> set[str]:
-        """Lines that are worth a look: those that hold a word, and those with other letters than ASCII.
+        """Lines to match: those with a required literal, and those with non-ASCII characters.
 
-        Without its case, such a letter may be the same as one of ASCII: the long s is.
+        Ignoring case, a non-ASCII character can equal an ASCII one, such as the long s.
         """
         lowered = text.lower()
         if not self.required_literals or len(lowered) != len(text):
@@ -199,7 +200,7 @@ class LineFilter:
 
 @lru_cache(maxsize=8)
 def compile_line_filter(patterns: tuple[str, ...]) -> LineFilter | None:
-    """The patterns as one, each for a whole line; None where there are none."""
+    """Combine the patterns; None if there are none."""
     if not patterns:
         return None
     inline = [re.match(r"\(\?([a-z]+)\)", pattern) for pattern in patterns]
@@ -212,7 +213,7 @@ def compile_line_filter(patterns: tuple[str, ...]) -> LineFilter | None:
 
 
 def _required_literals(parsed: Any) -> set[str] | None:
-    """Words of which every match holds one: the choice whose shortest word is longest; None where there is none."""
+    """Literals of which every match contains one: the alternative with the longest shortest literal, or None."""
     choices: list[set[str]] = []
     run = ""
     for kind, value in [*parsed, (None, None)]:
@@ -229,7 +230,7 @@ def _required_literals(parsed: Any) -> set[str] | None:
 
 
 def _nested_literals(kind: Any, value: Any) -> set[str] | None:
-    """The same for a part that holds others: a group, a choice, a repetition that happens at least once."""
+    """The same for a group, an alternation, or a repetition of at least one."""
     if kind is _parser.SUBPATTERN:
         return _required_literals(value[-1])
     if kind is _parser.BRANCH:

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-NDArray = np.ndarray[Any, np.dtype[Any]]
+from modelwright.data.packing import NDArray
+
 MAX_WORD_BYTES = 64
-"""Bytes of a word that count; a longer one is known by its beginning and its length."""
+"""Bytes of a word that are hashed; of a longer word, these and its length."""
 HASH_BATCH_BYTES = 1 << 20
-"""Bytes hashed at once: larger batches leave the cache and lose a fifth of the speed."""
+"""Bytes per batch; larger batches leave the CPU cache and are a fifth slower."""
 _LOWER = bytes(
     (code | 0x20 if 65 <= code <= 90 else code) if code >= 128 or chr(code).isalnum() else 0 for code in range(256)
 )
@@ -28,13 +29,13 @@ class Shingles:
     """Hashed n-grams of several documents, one document after the other."""
 
     hashes: NDArray
-    """All of them: [count] uint32."""
+    """All hashes: [count] uint32."""
     offsets: NDArray
-    """Where each document's begin, and the end of the last: [documents + 1] int64."""
+    """Start of each document, and the end: [documents + 1] int64."""
 
     @property
     def counts(self) -> NDArray:
-        """How many each document has."""
+        """N-grams per document."""
         return np.diff(self.offsets)
 
 
@@ -43,12 +44,12 @@ class WordHashes:
     """Hashed words of several documents, one document after the other."""
 
     hashes: NDArray
-    """All of them: [count] uint64."""
+    """All hashes: [count] uint64."""
     offsets: NDArray
-    """Where each document's begin, and the end of the last: [documents + 1] int64."""
+    """Start of each document, and the end: [documents + 1] int64."""
 
     def shingles(self, size: int) -> Shingles:
-        """Every run of so many words; a document with fewer has none."""
+        """All n-grams of this size; a document with fewer words has none."""
         word_counts = np.diff(self.offsets)
         counts = np.maximum(word_counts - size + 1, 0)
         total = len(self.hashes) - size + 1
@@ -62,7 +63,7 @@ class WordHashes:
             mixed += part
         mixed >>= _HALF
         inside = np.ones(len(self.hashes), dtype=np.bool_)
-        for back in range(1, size):  # runs that would reach into the next document
+        for back in range(1, size):  # n-grams that would reach into the next document
             inside[np.maximum(self.offsets[1:][word_counts > 0] - back, self.offsets[:-1][word_counts > 0])] = False
         if size > 1:
             short = np.flatnonzero((word_counts > 0) & (word_counts < size))
@@ -73,17 +74,17 @@ class WordHashes:
 
 
 def hash_words(texts: Sequence[str]) -> Iterator[WordHashes]:
-    """Hash the words of each text, a megabyte of texts at a time."""
+    """Hash the words of each text, one megabyte of texts at a time."""
     return (_hash_batch(group) for group in _byte_batches(texts))
 
 
 def shingle(texts: Sequence[str], size: int) -> Shingles:
-    """Every run of so many words of each text."""
+    """All n-grams of this size of each text."""
     return concat_shingles([word_hashes.shingles(size) for word_hashes in hash_words(texts)])
 
 
 def concat_shingles(parts: Sequence[Shingles]) -> Shingles:
-    """Several lots of documents as one."""
+    """Concatenate batches of documents."""
     if not parts:
         return Shingles(np.zeros(0, dtype=np.uint32), np.zeros(1, dtype=np.int64))
     counts = np.concatenate([part.counts for part in parts])
@@ -135,20 +136,20 @@ def _hash_batch(group: Sequence[bytes]) -> WordHashes:
 
 
 def _factors(size: int) -> NDArray:
-    """An odd factor for each place in a shingle."""
+    """An odd factor for each position in an n-gram."""
     rng = np.random.Generator(np.random.Philox(key=[size, 5]))
     return rng.integers(0, 2**64, size, dtype=np.uint64) | np.uint64(1)
 
 
 NGRAM_SIZE = 5
-"""Words in a shingle."""
+"""Words per n-gram."""
 NUM_BANDS, ROWS_PER_BAND = 16, 7
-"""Two documents are compared when all values of one band agree: 98 % of the pairs with a Jaccard index of 0.8.
+"""Documents are compared if all hashes of a band agree: 98 % of the pairs with a Jaccard index of 0.8.
 
-Fourteen bands of eight, which others use, compare 92 % of them."""
+The usual 14 bands of 8 compare 92 % of them."""
 NUM_HASHES = NUM_BANDS * ROWS_PER_BAND
 EMPTY_HASH = np.uint32(0xFFFFFFFF)
-"""What a document without a shingle has everywhere; it is like no other."""
+"""Signature value of a document without n-grams; such documents are never similar."""
 
 
 def _hash_parameters() -> tuple[NDArray, NDArray]:
@@ -161,7 +162,7 @@ HASH_A, HASH_B = _hash_parameters()
 
 
 def minhash_signatures(shingles: Shingles) -> NDArray:
-    """The least value of each permutation over a document's shingles: [documents, 112] uint32."""
+    """Minimum of each hash function over a document's n-grams: [documents, 112] uint32."""
     counts = shingles.counts
     filled = np.flatnonzero(counts)
     result = np.full((NUM_HASHES, len(counts)), EMPTY_HASH, dtype=np.uint32)
@@ -176,52 +177,36 @@ def minhash_signatures(shingles: Shingles) -> NDArray:
 
 
 def compute_signatures(device: str, shingles: Shingles) -> NDArray:
-    """The same numbers, by the CPU, by a GPU, or (auto) by a GPU where there is one that can be trusted."""
+    """MinHash signatures on the CPU, a GPU, or (auto) a GPU that gives the same result as the CPU."""
     on_gpu = device == "cuda" or (device == "auto" and any(Path("/dev").glob("nvidia[0-9]*")) and _gpu_agrees())
-    return signatures_torch("cuda", shingles) if on_gpu else minhash_signatures(shingles)
+    return signatures_cuda(shingles) if on_gpu else minhash_signatures(shingles)
 
 
 @cache
 def _gpu_agrees() -> bool:
-    """Whether this machine's GPU gives the CPU's numbers, tried once in a process on some made-up documents."""
+    """Whether the GPU gives the CPU's signatures; checked once per process on random documents."""
     rng = np.random.Generator(np.random.Philox(key=[NUM_HASHES, 7]))
     offsets = np.concatenate([[0], np.cumsum(rng.integers(0, 500, 64))])
     sample = Shingles(rng.integers(0, 2**32, offsets[-1], dtype=np.uint32), offsets)
     try:
-        return bool(np.array_equal(signatures_torch("cuda", sample), minhash_signatures(sample)))
-    except Exception:  # whatever keeps a GPU from working, the CPU does not need it
+        return bool(np.array_equal(signatures_cuda(sample), minhash_signatures(sample)))
+    except Exception:  # fall back to the CPU
         return False
 
 
-def signatures_torch(device: str, shingles: Shingles) -> NDArray:
-    """The same numbers, computed by torch on a device."""
+def signatures_cuda(shingles: Shingles) -> NDArray:
+    """The same signatures as minhash_signatures, by a Triton kernel."""
     import torch
 
-    hashes = torch.from_numpy(shingles.hashes.astype(np.int64)).to(device)
-    offsets = torch.from_numpy(np.ascontiguousarray(shingles.offsets)).to(device)
-    if device.startswith("cuda"):
-        result = minhash_kernel(hashes, offsets, torch.from_numpy(HASH_A.astype(np.int64)).to(device),
-                             torch.from_numpy(HASH_B.astype(np.int64)).to(device))  # fmt: skip
-    else:
-        result = _scatter_min(hashes, offsets)
+    offsets = torch.from_numpy(np.ascontiguousarray(shingles.offsets)).to("cuda")
+    hashes, factors, shifts = (torch.from_numpy(array.astype(np.int64)).to("cuda")
+                               for array in (shingles.hashes, HASH_A, HASH_B))  # fmt: skip
+    result = minhash_kernel(hashes, offsets, factors, shifts)
     return np.ascontiguousarray(result.cpu().numpy().astype(np.uint32))
 
 
-def _scatter_min(hashes: Any, offsets: Any) -> Any:
-    """Least values by scattering, a permutation at a time: what torch can do anywhere."""
-    import torch
-
-    counts = offsets[1:] - offsets[:-1]
-    owner = torch.repeat_interleave(torch.arange(len(counts), device=hashes.device), counts)
-    result = torch.full((NUM_HASHES, len(counts)), int(EMPTY_HASH), dtype=torch.int64, device=hashes.device)
-    for index in range(NUM_HASHES):
-        values = (hashes * int(HASH_A[index]) + int(HASH_B[index])) & 0xFFFFFFFF
-        result[index].scatter_reduce_(0, owner, values, "amin")
-    return result.T
-
-
 def band_keys(signature: NDArray) -> NDArray:
-    """One number for each band of each document: [16, documents] uint64; documents without a shingle have 0."""
+    """One key per band and document: [16, documents] uint64; 0 for documents without n-grams."""
     rng = np.random.Generator(np.random.Philox(key=[ROWS_PER_BAND, 64]))
     factors = rng.integers(0, 2**64, ROWS_PER_BAND, dtype=np.uint64) | np.uint64(1)
     bands = signature.reshape(-1, NUM_BANDS, ROWS_PER_BAND).astype(np.uint64)
@@ -232,18 +217,18 @@ def band_keys(signature: NDArray) -> NDArray:
 
 
 def estimated_jaccard(signature: NDArray, other: NDArray) -> NDArray:
-    """The estimated Jaccard index of each pair of rows: the share of values that agree."""
+    """Estimated Jaccard index of each pair of rows: the fraction of equal values."""
     return np.asarray((signature == other).mean(axis=1))
 
 
 HASHES_PER_PROGRAM = 16
-"""Permutations of one program."""
+"""Hash functions per Triton program."""
 SHINGLES_PER_BLOCK = 128
-"""Shingles looked at together."""
+"""N-grams per loop iteration."""
 
 
 def minhash_kernel(hashes: Any, offsets: Any, factors: Any, shifts: Any) -> Any:
-    """hashes: [count], edges: [documents + 1], factors and shifts: [width], all int64 on the GPU.
+    """MinHash on the GPU; hashes: [count], offsets: [documents + 1], factors and shifts: [width], all int64.
 
     Returns [documents, width] int64 with values below 2^32.
     """
@@ -254,13 +239,14 @@ def minhash_kernel(hashes: Any, offsets: Any, factors: Any, shifts: Any) -> Any:
     result = torch.empty((documents, width), dtype=torch.int64, device=hashes.device)
     if documents:
         kernel = _build_kernel()
-        kernel[(documents, width // HASHES_PER_PROGRAM)](_to_int32(hashes), offsets, _to_int32(factors), _to_int32(shifts), result,
-                                            WIDTH=width, GROUP=HASHES_PER_PROGRAM, STRETCH=SHINGLES_PER_BLOCK)  # fmt: skip
+        arrays = (_to_int32(hashes), offsets, _to_int32(factors), _to_int32(shifts), result)
+        sizes = {"WIDTH": width, "GROUP": HASHES_PER_PROGRAM, "STRETCH": SHINGLES_PER_BLOCK}
+        kernel[(documents, width // HASHES_PER_PROGRAM)](*arrays, **sizes)
     return result
 
 
 def _to_int32(values: Any) -> Any:
-    """Numbers below 2^32 in 32 bits; the sign is only how they are written."""
+    """Reinterpret values below 2^32 as int32."""
     import torch
 
     return torch.where(values >= 1 << 31, values - (1 << 32), values).to(torch.int32)
@@ -293,15 +279,15 @@ def _build_kernel() -> Any:
 
 
 MAX_ROUNDS = 16
-"""Times the documents of one bucket are held against its first one that is left."""
+"""Rounds in which the rest of a bucket is compared with its first document."""
 VERIFY_BATCH = 1 << 15
-"""Pairs compared at once."""
+"""Pairs per comparison."""
 SignatureLoader = Callable[[NDArray], NDArray]
-"""Brings the signatures of documents by number: [count, 112] uint32."""
+"""Loads signatures by document index: [count, 112] uint32."""
 
 
 def first_occurrence(hashes: NDArray) -> NDArray:
-    """For each document, the first one with the same hash: [documents] int64; hashes: [documents, 2] uint64."""
+    """Index of the first document with the same hash: [documents] int64; hashes: [documents, 2] uint64."""
     order = np.lexsort((np.arange(len(hashes)), hashes[:, 1], hashes[:, 0]))
     sorted_hashes = hashes[order]
     fresh = np.ones(len(order), dtype=np.bool_)
@@ -322,10 +308,10 @@ def verified_band_pairs(keys: NDArray, eligible: NDArray, signatures: SignatureL
 
 
 def verify_bucket_pairs(members: NDArray, buckets: NDArray, signatures: SignatureLoader, threshold: float) -> NDArray:
-    """Verified pairs of documents with the same bucket: [pairs, 2] int64; members and buckets: [documents].
+    """Verified pairs of documents in one bucket: [pairs, 2] int64; members and buckets: [documents].
 
-    Every document of a bucket is held against its first one; those unlike it are held against the first of themselves,
-    and so on.
+    All documents of a bucket are compared with its first; those that differ are compared with the first of them, and
+    so on.
     """
     order = np.lexsort((members, buckets))
     members, buckets = members[order], buckets[order]
@@ -347,14 +333,13 @@ def _verify(leaders: NDArray, others: NDArray, signatures: SignatureLoader, thre
     similar = np.zeros(len(leaders), dtype=np.bool_)
     for start in range(0, len(leaders), VERIFY_BATCH):
         stop = start + VERIFY_BATCH
-        similar[start:stop] = (
-            estimated_jaccard(signatures(leaders[start:stop]), signatures(others[start:stop])) >= threshold
-        )
+        jaccard = estimated_jaccard(signatures(leaders[start:stop]), signatures(others[start:stop]))
+        similar[start:stop] = jaccard >= threshold
     return similar
 
 
 def connected_components(count: int, pairs: NDArray) -> NDArray:
-    """For each document, the lowest one it is connected with: [documents] int64."""
+    """Index of the lowest connected document: [documents] int64."""
     lowest = np.arange(count)
     while True:
         ends = lowest[pairs]
@@ -369,9 +354,9 @@ def connected_components(count: int, pairs: NDArray) -> NDArray:
 
 
 def split_unverified(lowest: NDArray, signatures: SignatureLoader, threshold: float) -> NDArray:
-    """The same, but each document stands with one that it is itself like: none is dropped on hearsay.
+    """Split clusters so that every document is itself similar to the first of its cluster.
 
-    Those of a cluster that are unlike its lowest document make a cluster of their own, and so on.
+    Documents that differ from the first one form a new cluster, and so on.
     """
     lowest = lowest.copy()
     doubtful = np.flatnonzero(lowest != np.arange(len(lowest)))
@@ -385,7 +370,7 @@ def split_unverified(lowest: NDArray, signatures: SignatureLoader, threshold: fl
 
 
 def cluster_size_counts(lowest: NDArray) -> dict[int, int]:
-    """How many clusters have each size, from two documents on."""
+    """Number of clusters by size, from two documents on."""
     counts = np.bincount(lowest)
     cluster_sizes, frequencies = np.unique(counts[counts > 1], return_counts=True)
     return {int(size): int(frequency) for size, frequency in zip(cluster_sizes, frequencies, strict=True)}
@@ -394,7 +379,7 @@ def cluster_size_counts(lowest: NDArray) -> dict[int, int]:
 def has_ngram_overlap(shingles: Any, known: NDArray) -> NDArray:
     """Documents that share an n-gram with an evaluation set: [documents] bool; known: sorted hashes."""
     if not len(shingles.hashes) or not len(known):
-        return np.zeros(len(shingles.edges) - 1, dtype=np.bool_)
+        return np.zeros(len(shingles.offsets) - 1, dtype=np.bool_)
     positions = np.minimum(np.searchsorted(known, shingles.hashes), len(known) - 1)
     hits = np.concatenate([[0], np.cumsum(known[positions] == shingles.hashes)])
-    return np.asarray(hits[shingles.edges[1:]] > hits[shingles.edges[:-1]])
+    return np.asarray(hits[shingles.offsets[1:]] > hits[shingles.offsets[:-1]])

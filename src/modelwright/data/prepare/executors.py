@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from modelwright.data.packing import NDArray
 from modelwright.data.prepare import dedup, steps
-from modelwright.data.prepare.dedup import NDArray
 from modelwright.data.prepare.job import PrepareJob, is_complete
 from modelwright.errors import (
     DataError,
@@ -32,26 +32,26 @@ from modelwright.errors import (
 
 POLL_SECONDS = 0.2
 WAIT_TIMEOUT_SECONDS = 1800.0
-"""How long one rank waits while nothing at all is finished by the others."""
+"""Seconds that a rank waits for the others."""
 MAX_ATTEMPTS = 3
-"""Processes that may die over one piece before the preparation stops."""
+"""Worker processes that may die on one task before the job fails."""
 
 
 class Executor(Protocol):
-    """Those at work."""
+    """Runs the tasks of a step."""
 
     def run(self, job: PrepareJob, step: str, numbers: Sequence[int]) -> Iterator[int]:
-        """Do these pieces, and yield the number of each that is done."""
+        """Run the tasks, and yield the number of each finished one."""
 
     def run_once(self, job: PrepareJob, done: Callable[[], bool], make: Callable[[], None]) -> None:
-        """Let one of all processes make something, while the others wait until it, or the end of all, is there."""
+        """Run `make` in one process, while the others wait until `done` or the job is complete."""
 
     def close(self) -> None:
-        """Let everyone go."""
+        """Release all workers."""
 
 
 class SerialExecutor:
-    """This process does everything."""
+    """Runs all tasks in this process."""
 
     def run(self, job: PrepareJob, step: str, numbers: Sequence[int]) -> Iterator[int]:
         for number in numbers:
@@ -67,10 +67,10 @@ class SerialExecutor:
 
 
 class ProcessExecutor(SerialExecutor):
-    """Several processes of this machine, told by lines of JSON; they end when this one does, however it ends."""
+    """Local worker processes that read JSON lines from a pipe; they exit with this process, however it ends."""
 
     def __init__(self, count: int) -> None:
-        """Start so many, when there is work for more than one."""
+        """Up to `count` processes, started when there is more than one task."""
         self._count = count
         self._workers: list[_WorkerProcess] = []
 
@@ -95,17 +95,17 @@ class ProcessExecutor(SerialExecutor):
             yield reply
 
     def close(self) -> None:
-        """End the processes."""
+        """Stop the processes."""
         while self._workers:
             self._workers.pop().close()
 
 
 class _WorkerDied(Exception):
-    """The process at the other end has ended."""
+    """The worker process has exited."""
 
 
 class _WorkerProcess:
-    """One process at the other end of a pipe."""
+    """One worker process and its pipe."""
 
     def __init__(self) -> None:
         self._closed = False
@@ -118,7 +118,7 @@ class _WorkerProcess:
     def run_tasks(
         self, folder: str, step: str, task_queue: queue.SimpleQueue[int], replies: queue.SimpleQueue[int | Exception]
     ) -> None:
-        """Take pieces from the line until it is empty; the first trouble ends it."""
+        """Run tasks from the queue until it is empty or one fails."""
         while True:
             try:
                 number = task_queue.get_nowait()
@@ -132,7 +132,7 @@ class _WorkerProcess:
                 return
 
     def _run_with_restarts(self, task: dict[str, Any]) -> None:
-        """Have a piece done; a process that dies over it is replaced, and the piece begun again."""
+        """Run a task; a worker that dies is restarted, and the task with it."""
         for attempt in range(MAX_ATTEMPTS):
             try:
                 return self._request(task)
@@ -140,9 +140,8 @@ class _WorkerProcess:
                 self._stop()
                 if not self._closed and attempt + 1 < MAX_ATTEMPTS:
                     self._process = self._start()
-        raise Interrupted(
-            f"a worker of the preparation ended {MAX_ATTEMPTS} times on one task; the same command resumes where it stopped"
-        )
+        message = f"a worker of the preparation ended {MAX_ATTEMPTS} times on one task"
+        raise Interrupted(f"{message}; the same command resumes where it stopped")
 
     def _request(self, task: dict[str, Any]) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -159,7 +158,7 @@ class _WorkerProcess:
             raise error_from_reply(reply)
 
     def close(self) -> None:
-        """Let it go, for good."""
+        """Stop the process; it is not restarted."""
         self._closed = True
         self._stop()
 
@@ -175,7 +174,7 @@ class _WorkerProcess:
 
 
 def error_from_reply(reply: dict[str, Any]) -> ModelwrightError:
-    """A worker's error as our own."""
+    """The exception of a worker's reply."""
     if reply["kind"] == "DataError":
         return DataError([Problem(where, message) for where, message in reply["problems"]])
     kinds: dict[str, type[ModelwrightError]] = {"StorageError": StorageError, "UsageError": UsageError}
@@ -184,12 +183,12 @@ def error_from_reply(reply: dict[str, Any]) -> ModelwrightError:
 
 @dataclass(frozen=True)
 class RankExecutor:
-    """One of several processes started by any launcher, on a disk they share: rank r does every n-th piece."""
+    """One of several processes on a shared disk, started by any launcher: rank r runs every n-th task."""
 
     rank: int
-    """Which one this is."""
+    """Rank of this process."""
     size: int
-    """How many there are."""
+    """Number of processes."""
 
     def run(self, job: PrepareJob, step: str, numbers: Sequence[int]) -> Iterator[int]:
         for number in numbers[self.rank :: self.size]:
@@ -205,7 +204,7 @@ class RankExecutor:
                 make()
             return
         deadline = time.monotonic() + WAIT_TIMEOUT_SECONDS
-        while not (done() or is_complete(job)):  # the work folder goes when all is done, maybe before this one looks
+        while not (done() or is_complete(job)):  # the work folder may be deleted already
             self._wait(deadline)
 
     def close(self) -> None:
@@ -213,9 +212,8 @@ class RankExecutor:
 
     def _wait(self, deadline: float) -> None:
         if time.monotonic() > deadline:
-            raise Interrupted(
-                f"rank {self.rank} waited {WAIT_TIMEOUT_SECONDS / 60:.0f} minutes for the others; start again"
-            )
+            minutes = f"{WAIT_TIMEOUT_SECONDS / 60:.0f} minutes"
+            raise Interrupted(f"rank {self.rank} waited {minutes} for the others; start again")
         time.sleep(POLL_SECONDS)
 
 
@@ -224,10 +222,10 @@ Columns = dict[str, NDArray]
 
 @dataclass(frozen=True)
 class RayExecutor(SerialExecutor):
-    """A Ray cluster."""
+    """Runs tasks on a Ray cluster."""
 
     count: int | None = None
-    """CPUs to ask for where no cluster is running yet."""
+    """CPUs of a local cluster, if none is running."""
 
     def run(self, job: PrepareJob, step: str, numbers: Sequence[int]) -> Iterator[int]:
         pending = [number for number in numbers if not job.store.is_done(step, number)]
@@ -250,7 +248,7 @@ def _init_ray_data(count: int | None) -> Any:
 
 
 def _run_slices(data: Any, job: PrepareJob, step: str, pending: list[int]) -> Iterator[int]:
-    """A row for each unit, a block for each row: Ray gives them to whoever is free, and again where one is lost."""
+    """One block per slice: Ray schedules them on free workers and retries lost ones."""
     folder = str(job.folder)
     rows = data.from_items([{"number": number} for number in pending], override_num_blocks=len(pending))
     done = rows.map(
@@ -264,7 +262,7 @@ def _run_slices(data: Any, job: PrepareJob, step: str, pending: list[int]) -> It
 
 
 def _run_bands(data: Any, job: PrepareJob, pending: list[int]) -> Iterator[int]:
-    """The shuffle: documents whose keys may be the same come together, and only there are they compared."""
+    """Shuffle by band key: documents with equal keys meet in one partition and are compared there."""
     folder, partitions = str(job.folder), max(2, len(job.slices))
     slices = [{"unit": index} for index in range(len(job.slices))]
     keys = data.from_items(slices, override_num_blocks=len(slices)).map_batches(
@@ -284,11 +282,9 @@ def _run_bands(data: Any, job: PrepareJob, pending: list[int]) -> Iterator[int]:
 
 
 def band_key_table(job: PrepareJob, slice_indices: Sequence[int], bands: Sequence[int], partitions: int) -> Columns:
-    """The band keys of some units, a row for each document and band, with the part of the shuffle it goes to."""
-    first, offsets = (
-        np.asarray(job.store.load_array(f"exact_dedup-{job.clean_key}", 0, "first")),
-        steps.slice_offsets(job),
-    )
+    """Band keys of some slices: one row per document and band, with its partition."""
+    first = np.asarray(job.store.load_array(f"exact_dedup-{job.clean_key}", 0, "first"))
+    offsets = steps.slice_offsets(job)
     columns: dict[str, list[NDArray]] = {"part": [], "band": [], "key": [], "document": []}
     for index in slice_indices:
         documents = np.arange(offsets[index], offsets[index + 1])
@@ -304,7 +300,7 @@ def band_key_table(job: PrepareJob, slice_indices: Sequence[int], bands: Sequenc
 
 
 def verify_partition(job: PrepareJob, group: Columns) -> Columns:
-    """Verified pairs among the documents of one part, band by band."""
+    """Verified pairs among the documents of one partition, per band."""
     threshold, signatures = job.settings.jaccard_threshold, steps.signature_loader(job)
     columns: dict[str, list[NDArray]] = {"band": [], "first": [], "second": []}
     for band in np.unique(group["band"]):
@@ -317,7 +313,7 @@ def verify_partition(job: PrepareJob, group: Columns) -> Columns:
 
 
 def try_task(job: PrepareJob, step: str, number: int) -> dict[str, Any]:
-    """Do a piece; what goes wrong is told, not raised."""
+    """Run a task; an error becomes part of the reply."""
     try:
         steps.run_task(job, step, number)
     except ProblemsError as error:
@@ -332,9 +328,9 @@ def try_task(job: PrepareJob, step: str, number: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Serve until the input ends, which it does when whoever asked is gone."""
+    """Serve requests until stdin ends, which it does when the parent exits."""
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints must not be taken for an answer
+    os.dup2(2, 1)  # keep the output of libraries out of the replies
     for line in sys.stdin:
         request = json.loads(line)
         job = PrepareJob.read(Path(request["folder"]))

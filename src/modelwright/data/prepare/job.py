@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from modelwright.data import sources
-from modelwright.data.prepare.dedup import NDArray
+from modelwright.data.packing import NDArray
 from modelwright.data.readers import FileSlice, InvalidRow, Row, read_file
 from modelwright.data.shards import MANIFEST, SPLITS, PackedDataset
 from modelwright.errors import DataError, StorageError, is_storage_failure
@@ -24,25 +24,10 @@ from modelwright.recipe.schema import DataConfig
 from modelwright.recipe.sections import CleaningConfig, DedupConfig, PrepareConfig
 from modelwright.runs.folder import fsync_path, hash_file, read_json, write_json
 
-PIPELINE_VERSION = 2
-"""Raised when the same wish would give other bytes."""
+PIPELINE_VERSION = 3
+"""Raise it when the same settings would give other bytes."""
 JOB_FILE = "job.json"
-
-
-@dataclass(frozen=True)
-class PrepareRequest:
-    """What is asked of a preparation."""
-
-    data: DataConfig
-    """What is read."""
-    settings: PrepareConfig
-    """How it is prepared."""
-    seed: int
-    """Decides what is held out."""
-    recipe_dir: Path
-    """Where relative paths may point."""
-    tokenizer: Path | None
-    """Folder of the tokenizer; without one, it is trained."""
+Assignment = Literal["split", "held_out"]
 
 
 @dataclass(frozen=True)
@@ -50,65 +35,68 @@ class InputSlice:
     """A part of a source that one worker reads."""
 
     source: str
-    """The source as the recipe names it."""
+    """Name of the source in the recipe."""
     assignment: Assignment
     """Whether its documents are split, or all held out."""
     path: str | None
-    """The file, where it is one; else the whole set is opened by its name."""
+    """The file; None for a dataset that is opened by its name."""
     start: int = 0
     """First byte, row group or row."""
     stop: int | None = None
-    """Where it ends."""
+    """End (exclusive)."""
     row_offset: int = 0
-    """Rows before it, for naming places."""
+    """Rows before it, for line numbers in messages."""
     max_rows: int | None = None
-    """Read no more rows than this."""
+    """Limit on the rows read."""
 
     def rows(self, data: DataConfig, recipe_dir: Path) -> Iterator[Row | InvalidRow]:
-        """Its rows, and what cannot be read."""
+        """Its rows, and the invalid ones."""
         if self.path is not None:
             rows = read_file(Path(self.path), FileSlice(self.start, self.stop, self.row_offset))
         else:
             rows = sources.iter_rows(self.source, data, recipe_dir, self.start, self.stop)
         return itertools.islice(rows, self.max_rows)
 
-    def as_json(self) -> dict[str, Any]:
-        """For plan.json."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class PrepareJob:
-    """Sources, settings and the names of the steps."""
+    """Inputs, settings, and a hashed key for each step."""
 
     folder: Path
-    """Where the shards go; the work folder lies in it."""
+    """Output folder; it contains the work folder."""
     data: DataConfig
-    """What is read."""
+    """The data sources."""
     settings: PrepareConfig
-    """How it is prepared."""
+    """The prepare section of the recipe."""
     seed: int
-    """Decides what is held out."""
+    """Seed of the held-out split."""
     recipe_dir: Path
-    """Where relative paths may point."""
+    """Base of relative paths."""
     slices: list[InputSlice]
-    """The pieces of the sources."""
+    """Slices of the sources."""
     fingerprint: str
-    """Hash of what stands in the sources."""
+    """Hash of the contents of the sources."""
     tokenizer: str | None
-    """Folder of the tokenizer; without one, it is trained."""
+    """Folder of the tokenizer; None to train one."""
 
     @classmethod
-    def make(cls, request: PrepareRequest, folder: Path) -> Self:
-        """Look at the sources and divide them."""
-        inputs = slice_inputs(request.data, request.recipe_dir)
-        tokenizer = str(request.tokenizer.resolve()) if request.tokenizer else None
-        common = (folder, request.data, request.settings, request.seed, request.recipe_dir)
-        return cls(*common, inputs.slices, inputs.fingerprint, tokenizer)
+    def make(
+        cls,
+        folder: Path,
+        data: DataConfig,
+        settings: PrepareConfig,
+        seed: int,
+        recipe_dir: Path,
+        tokenizer: Path | None,
+    ) -> Self:
+        """Read the sources once to slice and hash them."""
+        slices, fingerprint = slice_inputs(data, recipe_dir)
+        tokenizer_dir = str(tokenizer.resolve()) if tokenizer else None
+        return cls(folder, data, settings, seed, recipe_dir, slices, fingerprint, tokenizer_dir)
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """The plan that another process wrote."""
+        """Read the job that another process wrote."""
         stored = read_json(folder / "work" / JOB_FILE)
         return cls(
             folder=folder,
@@ -122,45 +110,47 @@ class PrepareJob:
         )
 
     def write(self) -> None:
-        """Write it down for the workers."""
+        """Write the job for the workers."""
         content = {"data": self.data.model_dump(mode="json"), "settings": self.settings.model_dump(mode="json"),
                 "seed": self.seed, "recipe_dir": str(self.recipe_dir.resolve()),
-                "slices": [input_slice.as_json() for input_slice in self.slices],
+                "slices": [asdict(input_slice) for input_slice in self.slices],
                 "fingerprint": self.fingerprint, "tokenizer": self.tokenizer}  # fmt: skip
         write_json(self.store.folder / JOB_FILE, content)
 
     @property
     def store(self) -> TaskStore:
-        """Where pieces lie until all is done."""
+        """Finished tasks."""
         return TaskStore(self.folder / "work")
 
     @property
     def clean_key(self) -> str:
-        """The step that cleans and signs the documents of a unit."""
+        """Key of the step that cleans slices and computes signatures."""
         rules = {name: getattr(self.settings, name) for name in CleaningConfig.model_fields}
         decontamination = (self.settings.decontaminate_against, self.settings.decontaminate_ngram)
         reading = (self.data.text_column, self.data.split_by, self.data.max_rows, self.seed)
-        return f"clean-{hash_config(PIPELINE_VERSION, self.fingerprint, rules, decontamination, reading, self.settings.minhash_dedup)}"
+        settings = (rules, decontamination, reading, self.settings.minhash_dedup)
+        return f"clean-{hash_config(PIPELINE_VERSION, self.fingerprint, *settings)}"
 
     @property
     def dedup_key(self) -> str:
-        """The step that finds the near-duplicates of a band."""
+        """Key of the step that finds near-duplicates, one task per band."""
         dedup_settings = {name: getattr(self.settings, name) for name in DedupConfig.model_fields}
         return f"near_dedup-{hash_config(self.clean_key, dedup_settings)}"
 
     @property
     def assign_splits_key(self) -> str:
-        """The step that says what becomes of each document."""
-        return f"assign_splits-{hash_config(self.dedup_key, self.seed, self.data.test_size.raw, self.data.validation_file)}"
+        """Key of the step that decides on each document."""
+        settings = (self.seed, self.data.test_size.raw, self.data.validation_file)
+        return f"assign_splits-{hash_config(self.dedup_key, *settings)}"
 
     @property
     def tokenizer_key(self) -> str:
-        """The step that trains a tokenizer."""
+        """Key of the step that trains a tokenizer."""
         return f"train_tokenizer-{hash_config(self.assign_splits_key, self._tokenizer_config)}"
 
     @property
     def tokenize_key(self) -> str:
-        """The step that tokenizes the documents of a unit."""
+        """Key of the step that tokenizes slices."""
         return f"tokenize-{hash_config(self.assign_splits_key, self._tokenizer_config)}"
 
     @property
@@ -171,14 +161,13 @@ class PrepareJob:
 
     @property
     def config_hash(self) -> str:
-        """Hash of everything that decides the shards."""
-        return hash_config(
-            self.tokenize_key, self.settings.sequence_length, self.settings.rows_per_shard, self.data.mix
-        )
+        """Hash of everything the shards depend on."""
+        layout = (self.settings.sequence_length, self.settings.rows_per_shard, self.data.mix)
+        return hash_config(self.tokenize_key, *layout)
 
 
 def is_complete(job: PrepareJob) -> bool:
-    """Whether the very shards of a plan are there, whole as far as their sizes tell."""
+    """Whether the shards of this job exist, complete by their sizes."""
     path = job.folder / MANIFEST
     if not path.exists() or read_json(path).get("config") != job.config_hash:
         return False
@@ -191,24 +180,13 @@ def is_complete(job: PrepareJob) -> bool:
 
 
 SLICE_BYTES = 32 << 20
-"""Bytes of a file in one unit."""
+"""Bytes of a file per slice."""
 SLICE_ROWS = 8192
-"""Rows in one unit of a set that has no files of its own."""
-Assignment = Literal["split", "held_out"]
+"""Rows per slice of a dataset without files."""
 
 
-@dataclass(frozen=True)
-class InputSlices:
-    """Units of all sources, and a hash of what stands in them."""
-
-    slices: list[InputSlice]
-    """In the order of their documents."""
-    fingerprint: str
-    """Changes when any byte of any source does."""
-
-
-def slice_inputs(data: DataConfig, recipe_dir: Path) -> InputSlices:
-    """Every unit of a recipe's data; held-out files first, so that of two alike the held-out one is kept."""
+def slice_inputs(data: DataConfig, recipe_dir: Path) -> tuple[list[InputSlice], str]:
+    """All slices, and a hash of the contents; held-out files first, so that of duplicates the held-out one stays."""
     digest = xxhash.xxh3_128()
     slices: list[InputSlice] = []
     names: list[tuple[str, Assignment]] = [(data.validation_file, "held_out")] if data.validation_file else []
@@ -216,32 +194,24 @@ def slice_inputs(data: DataConfig, recipe_dir: Path) -> InputSlices:
     for name, assignment in names:
         digest.update(f"\0{name}\0{assignment}".encode())
         source_slices = _slice_source(InputSlice(name, assignment, None), data, recipe_dir, digest)
-        slices += (
-            [replace(source_slices[0], stop=None, max_rows=data.max_rows)]
-            if data.max_rows and assignment == "split"
-            else source_slices
-        )
-    return InputSlices(slices, digest.hexdigest())
+        if data.max_rows and assignment == "split":
+            source_slices = [replace(source_slices[0], stop=None, max_rows=data.max_rows)]
+        slices += source_slices
+    return slices, digest.hexdigest()
 
 
 def _slice_source(input_slice: InputSlice, data: DataConfig, recipe_dir: Path, digest: Any) -> list[InputSlice]:
     path = sources.EMBEDDED_DATASETS.get(input_slice.source) or sources.local_path(input_slice.source, recipe_dir)
-    if (
-        path is None
-        or input_slice.source in sources.GENERATED_DATASETS
-        or (path.is_dir() and sources.is_saved_dataset(path))
-    ):
+    generated = input_slice.source in sources.GENERATED_DATASETS
+    if path is None or generated or (path.is_dir() and sources.is_saved_dataset(path)):
         return _slice_rows(input_slice, data, recipe_dir, digest)
-    files = sources.files_in(path) if path.is_dir() else [path]
-    return [
-        file_slice
-        for file in files
-        for file_slice in _slice_file(replace(input_slice, path=str(file.resolve())), file, digest)
-    ]
+    file_slices = [_slice_file(replace(input_slice, path=str(file.resolve())), file, digest)
+                   for file in (sources.files_in(path) if path.is_dir() else [path])]  # fmt: skip
+    return list(itertools.chain.from_iterable(file_slices))
 
 
 def _slice_rows(input_slice: InputSlice, data: DataConfig, recipe_dir: Path, digest: Any) -> list[InputSlice]:
-    """Sets without files of their own are counted by reading them once."""
+    """Slice a dataset without files; it is read once to count its rows."""
     count = 0
     for item in sources.iter_rows(input_slice.source, data, recipe_dir):
         count += 1
@@ -257,7 +227,7 @@ def _slice_file(input_slice: InputSlice, path: Path, digest: Any) -> list[InputS
         while chunk := file.read(SLICE_BYTES):
             digest.update(chunk)
             position += len(chunk)
-            # the line that holds the last byte of this piece belongs to the unit before the next piece
+            # the line with the last byte of this chunk belongs to this slice
             boundaries.append((position, lines + chunk[:-1].count(b"\n") + 1))
             lines += chunk.count(b"\n")
     if path.suffix == ".parquet":
@@ -275,7 +245,7 @@ def _slice_parquet(input_slice: InputSlice, path: Path) -> list[InputSlice]:
     try:
         metadata = pyarrow.parquet.read_metadata(path)
     except (pyarrow.ArrowException, OSError):
-        return [input_slice]  # reading it will tell what is wrong
+        return [input_slice]  # reading it will report the error
     slices, start, size, row_offset, rows = [], 0, 0, 0, 0
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
@@ -290,38 +260,38 @@ STATS_FILE = "stats.json"
 
 
 def hash_config(*values: Any) -> str:
-    """A hash of plain values."""
+    """Hash of JSON-like values."""
     text = json.dumps(values, sort_keys=True, ensure_ascii=False, default=str)
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
 @dataclass(frozen=True)
 class TaskStore:
-    """Where pieces lie."""
+    """Finished tasks on disk; each is complete or absent."""
 
     folder: Path
     """The work folder."""
 
     def task_dir(self, step: str, number: int = 0) -> Path:
-        """The folder of one piece."""
+        """Folder of one task."""
         return self.folder / step / f"{number:05d}"
 
     def is_done(self, step: str, number: int = 0) -> bool:
-        """Whether a piece is finished."""
+        """Whether a task is finished."""
         return self.task_dir(step, number).is_dir()
 
     def read_stats(self, step: str, number: int = 0) -> dict[str, Any]:
-        """What a piece says about itself."""
+        """Stats of a task."""
         stats: dict[str, Any] = read_json(self.task_dir(step, number) / STATS_FILE)
         return stats
 
     def load_array(self, step: str, number: int, name: str) -> NDArray:
-        """An array of a piece, mapped, not read."""
+        """A memory-mapped array of a task."""
         return np.lib.format.open_memmap(self.task_dir(step, number) / f"{name}.npy", mode="r")
 
     @contextmanager
     def write_task(self, step: str, number: int = 0) -> Iterator[Path]:
-        """A folder to write a piece into; it gets its name, and lasts, when the block ends without an error."""
+        """A folder to write a task into; it is renamed and synced when the block ends without an error."""
         final = self.task_dir(step, number)
         partial = final.with_name(f".{final.name}.{os.getpid()}.partial")
         shutil.rmtree(partial, ignore_errors=True)
@@ -331,7 +301,7 @@ class TaskStore:
             for path in partial.iterdir():
                 fsync_path(path)
             fsync_path(partial)
-            if final.exists():  # another worker was faster; its bytes are the same
+            if final.exists():  # another worker was faster, with the same bytes
                 shutil.rmtree(partial)
                 return
             partial.rename(final)
@@ -344,11 +314,11 @@ class TaskStore:
 
 
 def save_array(folder: Path, name: str, array: NDArray) -> None:
-    """Write an array into a piece that is being made."""
+    """Write an array of a task."""
     with (folder / f"{name}.npy").open("wb") as file:
         np.lib.format.write_array(file, np.ascontiguousarray(array), allow_pickle=False)
 
 
 def save_stats(folder: Path, stats: dict[str, Any]) -> None:
-    """Write what a piece says about itself."""
+    """Write the stats of a task."""
     (folder / STATS_FILE).write_text(json.dumps(stats, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")

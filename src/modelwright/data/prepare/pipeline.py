@@ -14,8 +14,8 @@ import numpy as np
 from modelwright import __version__
 from modelwright.data import tokenizer
 from modelwright.data.lengths import length_histogram
+from modelwright.data.packing import NDArray
 from modelwright.data.prepare import dedup, steps
-from modelwright.data.prepare.dedup import NDArray
 from modelwright.data.prepare.executors import Executor, ProcessExecutor, SerialExecutor
 from modelwright.data.prepare.job import PrepareJob, is_complete, save_array, save_stats
 from modelwright.data.prepare.steps import (
@@ -25,6 +25,7 @@ from modelwright.data.prepare.steps import (
     NEAR_DUPLICATE,
     TRAIN,
     iter_texts,
+    load_decisions,
     signature_loader,
     slice_offsets,
     tokenizer_dir,
@@ -37,25 +38,25 @@ from modelwright.runs.folder import write_json
 
 REPORT_FILE = "report.json"
 MIN_DOCS_FOR_PROCESSES = 20_000
-"""Documents below which comparing them takes less time than starting a process."""
+"""With fewer documents, near-dedup is faster than starting a process."""
 TOKENIZER_CHECK_DOCS = 256
-"""Documents on which a faster tokenizer is held against the tokenizer itself."""
+"""Documents on which gigatoken is compared with the tokenizers library."""
 
 
 @dataclass(frozen=True)
 class PrepareProgress:
-    """How far a preparation is."""
+    """Progress of a step."""
 
     step: str
-    """What is being done."""
+    """Name of the step."""
     done: int
-    """Pieces that are done."""
+    """Finished tasks."""
     total: int
-    """Pieces in all."""
+    """All tasks."""
 
 
 def run_pipeline(job: PrepareJob, executor: Executor) -> Iterator[PrepareProgress]:
-    """Do everything that is not done yet, and tell of each piece."""
+    """Run all steps that are not finished, and yield the progress."""
     if is_complete(job):
         executor.run_once(job, lambda: False, lambda: _remove_intermediate(job))
         return
@@ -64,24 +65,17 @@ def run_pipeline(job: PrepareJob, executor: Executor) -> Iterator[PrepareProgres
     yield from _run_step(executor, job, "clean", job.clean_key, slices)
     executor.run_once(job, lambda: job.store.is_done(f"exact_dedup-{job.clean_key}"), lambda: _exact_dedup(job))
     if settings.minhash_dedup:
-        few_documents = len(
-            job.store.load_array(f"exact_dedup-{job.clean_key}", 0, "first")
-        ) < MIN_DOCS_FOR_PROCESSES and isinstance(executor, ProcessExecutor)
-        yield from _run_step(
-            SerialExecutor() if few_documents else executor,
-            job,
-            "near-dedup",
-            job.dedup_key,
-            list(range(dedup.NUM_BANDS)),
-        )
+        documents = len(job.store.load_array(f"exact_dedup-{job.clean_key}", 0, "first"))
+        serial = documents < MIN_DOCS_FOR_PROCESSES and isinstance(executor, ProcessExecutor)
+        bands = list(range(dedup.NUM_BANDS))
+        yield from _run_step(SerialExecutor() if serial else executor, job, "near-dedup", job.dedup_key, bands)
     yield PrepareProgress("assign splits", 0, 1)
     executor.run_once(job, lambda: job.store.is_done(job.assign_splits_key), lambda: _assign_splits(job))
     if job.tokenizer is None:
         yield PrepareProgress("train the tokenizer", 0, 1)
         executor.run_once(job, lambda: job.store.is_done(job.tokenizer_key), lambda: _train_tokenizer(job))
-    executor.run_once(
-        job, lambda: job.store.is_done(f"tokenizer_backend-{job.tokenize_key}"), lambda: _select_tokenizer(job)
-    )
+    backend = f"tokenizer_backend-{job.tokenize_key}"
+    executor.run_once(job, lambda: job.store.is_done(backend), lambda: _select_tokenizer(job))
     yield from _run_step(executor, job, "tokenize", job.tokenize_key, slices)
     yield PrepareProgress("pack", 0, 1)
     executor.run_once(job, lambda: is_complete(job), lambda: _pack_shards(job))
@@ -99,7 +93,7 @@ def _run_step(
 
 
 def _is_initialized(job: PrepareJob) -> bool:
-    """Whether the plan that lies there is this one, with all that its workers need."""
+    """Whether the stored job is this one, with all inputs of the workers."""
     try:
         stored = PrepareJob.read(job.folder)
     except (OSError, ValueError, KeyError, TypeError):
@@ -109,44 +103,34 @@ def _is_initialized(job: PrepareJob) -> bool:
 
 
 def _initialize(job: PrepareJob) -> None:
-    """Write the plan down, and forget what an earlier wish left."""
-    step_keys = (job.clean_key, job.dedup_key, job.assign_splits_key, job.tokenizer_key, job.tokenize_key)
-    keep = {
-        *step_keys,
-        f"exact_dedup-{job.clean_key}",
-        f"benchmark_ngrams-{job.clean_key}",
-        f"tokenizer_backend-{job.tokenize_key}",
-    }
+    """Write the job, and delete tasks of other settings."""
+    keep = {job.clean_key, job.dedup_key, job.assign_splits_key, job.tokenizer_key, job.tokenize_key,
+            f"exact_dedup-{job.clean_key}", f"benchmark_ngrams-{job.clean_key}",
+            f"tokenizer_backend-{job.tokenize_key}"}  # fmt: skip
     if job.store.folder.is_dir():
         for path in job.store.folder.iterdir():
             if path.is_dir() and path.name not in keep:
                 shutil.rmtree(path)
     job.write()
     if job.settings.decontaminate_against:
-        ngram = job.settings.decontaminate_ngram
-        steps.write_benchmark_ngrams(
-            job.store, job.clean_key, job.settings.decontaminate_against, ngram, job.recipe_dir
-        )
+        steps.write_benchmark_ngrams(job)
     with job.store.write_task(f"initialized-{job.config_hash}") as folder:
         save_stats(folder, {"slices": len(job.slices)})
 
 
 def _exact_dedup(job: PrepareJob) -> None:
-    """The first document of each text; too many bad rows end everything here."""
+    """Find the first document of each text; too many invalid rows are an error."""
     stats = [job.store.read_stats(job.clean_key, index) for index in range(len(job.slices))]
     rows, invalid = (sum(slice_stats[key] for slice_stats in stats) for key in ("rows", "invalid_rows"))
-    quarantined = list(_read_quarantine(job))
     if rows and invalid / rows > job.settings.max_invalid_fraction:
-        _write_quarantine(job, quarantined)
-        problems = [Problem(each["where"], each["reason"]) for each in quarantined[:10]]
+        first_rows = [json.loads(line) for line in _write_quarantine(job).splitlines()[:10]]
+        problems = [Problem(row["where"], row["reason"]) for row in first_rows]
         limit = f"prepare.max_invalid_fraction {job.settings.max_invalid_fraction:g}"
         message = f"{invalid:,} of {rows:,} rows cannot be used, more than {limit} allows"
-        raise DataError(
-            [*problems, Problem(str(job.folder / QUARANTINE_FILE), f"{message}; all of them are listed here")]
-        )
+        problems.append(Problem(str(job.folder / QUARANTINE_FILE), f"{message}; all of them are listed here"))
+        raise DataError(problems)
     if not sum(slice_stats["documents"] for slice_stats in stats):
-        message = "no document is left after cleaning; " + _top_filter(stats)
-        raise DataError([Problem(job.data.source, message)])
+        raise DataError([Problem(job.data.source, f"no document is left after cleaning; {_top_filter(stats)}")])
     hashes = np.concatenate([job.store.load_array(job.clean_key, index, "hashes") for index in range(len(job.slices))])
     first = dedup.first_occurrence(hashes) if job.settings.exact_dedup else np.arange(len(hashes))
     with job.store.write_task(f"exact_dedup-{job.clean_key}") as folder:
@@ -154,28 +138,21 @@ def _exact_dedup(job: PrepareJob) -> None:
 
 
 def _top_filter(stats: list[dict[str, Any]]) -> str:
-    counts: dict[str, int] = {}
-    for slice_stats in stats:
-        for filter_name, entry in slice_stats["filters"].items():
-            counts[filter_name] = counts.get(filter_name, 0) + entry["documents"]
-    filter_name = max(counts, key=lambda name: counts[name], default=None)
-    return f"prepare.{filter_name} dropped {counts[filter_name]:,}" if filter_name else "there was none to begin with"
+    for name, entry in _filter_stats(stats).items():
+        return f"prepare.{name} dropped {entry['documents']:,}"
+    return "there was none to begin with"
 
 
-def _read_quarantine(job: PrepareJob) -> Iterator[dict[str, Any]]:
-    for index in range(len(job.slices)):
-        with (job.store.task_dir(job.clean_key, index) / QUARANTINE_FILE).open(encoding="utf-8") as file:
-            for line in file:
-                yield json.loads(line)
-
-
-def _write_quarantine(job: PrepareJob, rows: list[dict[str, Any]]) -> None:
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    (job.folder / QUARANTINE_FILE).write_text(lines, encoding="utf-8")
+def _write_quarantine(job: PrepareJob) -> str:
+    """Write the invalid rows of all slices into one file, and return its text."""
+    folders = [job.store.task_dir(job.clean_key, index) for index in range(len(job.slices))]
+    text = "".join((folder / QUARANTINE_FILE).read_text(encoding="utf-8") for folder in folders)
+    (job.folder / QUARANTINE_FILE).write_text(text, encoding="utf-8")
+    return text
 
 
 def _assign_splits(job: PrepareJob) -> None:
-    """What becomes of each document: kept, held out, dropped as the same or nearly the same."""
+    """Decide on each document: train, held out, exact or near duplicate."""
     first = np.array(job.store.load_array(f"exact_dedup-{job.clean_key}", 0, "first"))
     numbers = np.arange(len(first))
     decisions = np.where(first == numbers, TRAIN, EXACT_DUPLICATE).astype(np.uint8)
@@ -194,8 +171,8 @@ def _assign_splits(job: PrepareJob) -> None:
         save_stats(folder, {"clusters": {str(size): count for size, count in sizes.items()}})
 
 
-def _mark_held_out(job: PrepareJob, decisions: np.ndarray[Any, Any], offsets: np.ndarray[Any, Any]) -> None:
-    """Mark what is held out: the files that are, or the groups whose hash comes first."""
+def _mark_held_out(job: PrepareJob, decisions: NDArray, offsets: NDArray) -> None:
+    """Hold out the validation files, or the groups with the lowest hashes."""
     if job.data.validation_file:
         for index, (start, stop) in enumerate(itertools.pairwise(offsets)):
             if job.slices[index].assignment == "held_out":
@@ -208,27 +185,23 @@ def _mark_held_out(job: PrepareJob, decisions: np.ndarray[Any, Any], offsets: np
     if count >= len(distinct):
         message = f"test_size holds out {count} of {len(distinct)} distinct groups, which leaves none to train on"
         raise DataError([Problem(job.data.source, message)])
-    chosen = np.isin(groups, distinct[:count])  # sorted by hash, which is as good as drawn by lot
+    chosen = np.isin(groups, distinct[:count])  # sorted by hash: as good as random
     decisions[chosen & (decisions == TRAIN)] = HELD_OUT
 
 
 def _train_tokenizer(job: PrepareJob) -> None:
-    """Train a tokenizer on an even sample of what is trained on."""
+    """Train a tokenizer on a sample of the training documents."""
     with job.store.write_task(job.tokenizer_key) as folder:
         size = tokenizer.train_bpe(_tokenizer_sample(job), job.settings.vocab_size, folder)
         save_stats(folder, {"vocab_size": size})
 
 
 def _tokenizer_sample(job: PrepareJob) -> Iterator[str]:
-    """Documents that are trained on, every n-th of them, as many megabytes as the recipe says."""
+    """Every n-th training document, up to tokenizer_sample_mb."""
     stats = [job.store.read_stats(job.clean_key, index) for index in range(len(job.slices))]
-    step = max(
-        1, -(-sum(slice_stats["bytes_out"] for slice_stats in stats) // (job.settings.tokenizer_sample_mb * 1_000_000))
-    )
-    decisions, offsets = (
-        job.store.load_array(job.assign_splits_key, 0, "decisions"),
-        job.store.load_array(job.assign_splits_key, 0, "offsets"),
-    )
+    total_bytes = sum(slice_stats["bytes_out"] for slice_stats in stats)
+    step = max(1, -(-total_bytes // (job.settings.tokenizer_sample_mb * 1_000_000)))
+    decisions, offsets = load_decisions(job)
     for index in range(len(job.slices)):
         numbers = np.arange(offsets[index], offsets[index + 1])
         wanted = (decisions[offsets[index] : offsets[index + 1]] == TRAIN) & (numbers % step == 0)
@@ -237,11 +210,8 @@ def _tokenizer_sample(job: PrepareJob) -> Iterator[str]:
 
 
 def _select_tokenizer(job: PrepareJob) -> None:
-    """Hold a faster tokenizer against the tokenizer on documents from everywhere."""
-    decisions, offsets = (
-        job.store.load_array(job.assign_splits_key, 0, "decisions"),
-        job.store.load_array(job.assign_splits_key, 0, "offsets"),
-    )
+    """Compare gigatoken with the tokenizers library on documents of all slices."""
+    decisions, offsets = load_decisions(job)
     included = np.flatnonzero(np.asarray(decisions) <= HELD_OUT)
     chosen = included[np.unique(np.linspace(0, len(included) - 1, TOKENIZER_CHECK_DOCS).astype(np.int64))]
     samples: list[str] = []
@@ -249,7 +219,7 @@ def _select_tokenizer(job: PrepareJob) -> None:
         wanted = np.isin(np.arange(offsets[index], offsets[index + 1]), chosen)
         for texts in iter_texts(job.store, job.clean_key, index, wanted):
             samples += [text[:20_000] for text in texts]
-    steps.select_backend(tokenizer_dir(job), samples, job.settings.use_gigatoken, job.store, job.tokenize_key)
+    steps.select_backend(job, samples)
 
 
 def _pack_shards(job: PrepareJob) -> None:
@@ -261,17 +231,14 @@ def _pack_shards(job: PrepareJob) -> None:
     layout = ShardLayout(settings.sequence_length, document_tokenizer.vocab_size, settings.rows_per_shard)
     splits = {}
     for split in SPLITS:
-        names = dict.fromkeys(
-            input_slice.source for input_slice in job.slices if input_slice.assignment == "split" or split == "held_out"
-        )
-        splits[split] = write_split(
-            folder, split, layout, {name: _document_batches(job, name, split) for name in names}, job.config_hash
-        )
+        slices = [each for each in job.slices if each.assignment == "split" or split == "held_out"]
+        batches = {each.source: _document_batches(job, each.source, split) for each in slices}
+        splits[split] = write_split(folder, split, layout, batches, job.config_hash)
         _check_dropped_tokens(job, split, splits[split])
     tokenizer.copy_tokenizer(source_dir, folder / "tokenizer")
     report = build_report(job, splits)
     write_json(folder / REPORT_FILE, report)
-    _write_quarantine(job, list(_read_quarantine(job)))
+    _write_quarantine(job)
     extra = {"modelwright": __version__, "config": job.config_hash, "tokenizer": document_tokenizer.fingerprint,
              "sources": job.fingerprint, "weights": job.data.mix, "tokenizer_backend": report["tokenizer_backend"],
              "documents": report["documents"]}  # fmt: skip
@@ -280,7 +247,7 @@ def _pack_shards(job: PrepareJob) -> None:
 
 
 def _remove_intermediate(job: PrepareJob) -> None:
-    """Take away what is needed no more; a kill may have left some of it."""
+    """Delete the work folder, unless keep_intermediate_files."""
     if not job.settings.keep_intermediate_files:
         shutil.rmtree(job.store.folder, ignore_errors=True)
 
@@ -310,22 +277,20 @@ def _check_dropped_tokens(job: PrepareJob, split: str, stats: dict[str, Any]) ->
 
 
 def build_report(job: PrepareJob, splits: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The report of a preparation; the same input gives the same report."""
+    """The report; the same input gives the same report."""
     slices = range(len(job.slices))
     stats = [job.store.read_stats(job.clean_key, index) for index in slices]
-    total = {
-        key: sum(slice_stats[key] for slice_stats in stats)
-        for key in ("rows", "invalid_rows", "bytes_in", "bytes_out", "lines_dropped")
-    }
-    decisions = np.asarray(job.store.load_array(job.assign_splits_key, 0, "decisions"))
-    decision_codes = {
-        "train": TRAIN,
-        "held_out": HELD_OUT,
-        "exact_duplicates": EXACT_DUPLICATE,
-        "near_duplicates": NEAR_DUPLICATE,
-    }
-    counts = {name: int((decisions == code).sum()) for name, code in decision_codes.items()}
-    lengths = np.concatenate([_document_lengths(job, index) for index in slices])
+    total = {key: sum(slice_stats[key] for slice_stats in stats)
+             for key in ("rows", "invalid_rows", "bytes_in", "bytes_out", "lines_dropped")}  # fmt: skip
+    decisions = load_decisions(job)[0]
+    codes = {"train": TRAIN, "held_out": HELD_OUT, "exact_duplicates": EXACT_DUPLICATE,
+             "near_duplicates": NEAR_DUPLICATE}  # fmt: skip
+    counts = {name: int((decisions == code).sum()) for name, code in codes.items()}
+    contamination = f"benchmark_ngrams-{job.clean_key}" if job.settings.decontaminate_against else None
+    split_keys = ("rows", "tokens", "documents", "text_bytes", "dropped_tokens")
+    lengths = [
+        job.store.load_array(job.tokenize_key, index, f"{split}.lengths") for index in slices for split in SPLITS
+    ]
     return {
         "source": job.data.source,
         "rows": total["rows"],
@@ -335,23 +300,16 @@ def build_report(job: PrepareJob, splits: dict[str, dict[str, Any]]) -> dict[str
         "filters": _filter_stats(stats),
         "documents": {"read": total["rows"] - total["invalid_rows"], "cleaned": len(decisions), **counts},
         "clusters": job.store.read_stats(job.assign_splits_key)["clusters"],
-        "lengths": length_histogram(lengths),
+        "lengths": length_histogram(np.concatenate(lengths)),
         "tokenizer_backend": job.store.read_stats(f"tokenizer_backend-{job.tokenize_key}"),
-        "decontamination": job.store.read_stats(f"benchmark_ngrams-{job.clean_key}") if job.settings.decontaminate_against else None,
-        "splits": {name: {key: split_stats[key] for key in ("rows", "tokens", "documents", "text_bytes", "dropped_tokens")}
-                  for name, split_stats in splits.items()},
+        "decontamination": job.store.read_stats(contamination) if contamination else None,
+        "splits": {name: {key: split_stats[key] for key in split_keys} for name, split_stats in splits.items()},
         "sequence_length": job.settings.sequence_length,
-    }  # fmt: skip
-
-
-def _document_lengths(job: PrepareJob, index: int) -> NDArray:
-    return np.concatenate(
-        [job.store.load_array(job.tokenize_key, index, f"{split}.lengths") for split in ("train", "held_out")]
-    )
+    }
 
 
 def _filter_stats(stats: list[dict[str, Any]]) -> dict[str, Any]:
-    """Counts and examples of each rule, those that dropped most first."""
+    """Counts and examples per filter, the most frequent first."""
     filters: dict[str, dict[str, Any]] = {}
     for slice_stats in stats:
         for name, entry in slice_stats["filters"].items():
