@@ -91,8 +91,8 @@ def test_a_wish_travels_as_one_word() -> None:
         (["--on", "nodes", "--node-rank", "1", "--nnodes", "2"], "--master-addr is missing"),
         (["--nproc-per-node", "none"], "--nproc-per-node is 'none'"),
         (["--on", "nodes", "--nnodes", "3", "--nproc-per-node", "4,2"], "has no value for node 2"),
-        (["--nnodes", "2", "--node-rank", "0"], "--nnodes, --node-rank with --on local .* say --on nodes"),
-        (["--on", "nodes", "--render"], "--render with --on nodes .* say --on openshift"),
+        (["--nnodes", "2", "--node-rank", "0"], "--nnodes, --node-rank with --on local .* use --on nodes"),
+        (["--on", "nodes", "--render"], "--render with --on nodes .* use --on openshift"),
         (["--on", "nodes", "--nnodes", "2", "--node-rank", "2", "--master-addr", "127.0.0.1"], "the last of 2 is 1"),
     ],
 )
@@ -103,7 +103,7 @@ def test_a_mistake_is_a_letter(words: list[str], letter: str, tmp_path: Path, mo
 
 
 def test_the_doctor_looks_at_several_nodes_or_says_what_is_missing() -> None:
-    with pytest.raises(UsageError, match="want --nnodes too"):
+    with pytest.raises(UsageError, match="need --nnodes too"):
         build_app()(["doctor", "--node-rank", "0", "--master-addr", "127.0.0.1"], standalone_mode=False)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from modelwright.plan.hardware import DeviceInfo
 from modelwright.plan.stage import plan_stage
 from modelwright.recipe.schema import SftConfig
-from modelwright.report.console import run_summary, summary_facts
+from modelwright.report.console import run_summary
 from modelwright.report.model_card import _precision
 from modelwright.runs.folder import RunFolder
 from modelwright.runs.journal import Journal
@@ -63,9 +63,19 @@ def test_a_question_from_the_data_does_nothing_in_a_shell(tmp_path: Path) -> Non
 
 
 def test_the_last_verdict_counts(tmp_path: Path) -> None:
-    facts = summary_facts(finished_run(tmp_path, METRICS))
-    assert facts["open"] is True
-    assert facts["seconds"] == 250.0
+    lines = run_summary(finished_run(tmp_path, METRICS)).splitlines()
+    assert "  verdict          open" in lines
+    assert any(line.endswith("; 4 min 10 s since this start") for line in lines)
+
+
+def test_a_gate_accepted_by_a_person_is_shown_as_accepted(tmp_path: Path) -> None:
+    run = finished_run(tmp_path, METRICS)
+    journal = Journal(run.journal)
+    journal.add("verdict", stage="sft", open=False, accepted="good enough", message="closed", metrics=METRICS)
+    journal.close()
+    text = run_summary(run)
+    assert "  verdict          closed, accepted: good enough\n" in text
+    assert "not promoted" not in text
 
 
 def test_a_run_without_held_out_rows_has_a_card_too(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_an_event_file_is_whole_after_every_step(tmp_path: Path) -> None:
     assert [event.step for event in EventFileLoader(str(path)).Load()] == [0, 7]
 
 
-class Trial:
+class Trial(trackers.Tracker):
     """A tracker that fails, or never answers, at the second step."""
 
     def __init__(self, trouble: Callable[[], None]) -> None:
@@ -92,7 +92,8 @@ def gone() -> None:
 def test_a_tracker_that_fails_is_left_behind(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(trackers.TRACKER_LOADERS, "wandb", lambda: lambda recipe, folder: Trial(gone))
+    monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", lambda package, recipe, folder: Trial(gone))
     watched: list[str] = []
     with start_trackers(
         wished(recipe, "wandb"), RunFolder(tmp_path / "run"), lambda e: watched.append(e["event"])

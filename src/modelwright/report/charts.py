@@ -1,7 +1,7 @@
 """Draw inline SVG charts: line chart, bar chart, stacked bar, heatmap. No script, no network, no library.
 
-The SVG holds only shapes and stretches with the page; labels stand around it as HTML and do not. Every text is escaped;
-colors are variables of the style sheet (`CHART_CSS`)."""
+The SVG holds only shapes and stretches with the page; labels are HTML around it. Every text is escaped; colors are
+variables of the style sheet (`CHART_CSS`)."""
 
 from __future__ import annotations
 
@@ -16,39 +16,38 @@ from typing import Literal
 from modelwright.report.formatting import format_si, single_line
 
 WIDTH, HEIGHT = 600.0, 150.0
-"""The drawing's own units; the page stretches them."""
+"""Size in SVG units; the page stretches them."""
 NUM_COLORS = 6
-"""Colours the style sheet knows, in the order they are taken."""
+"""Colors in the style sheet."""
 CHART_CSS = (Path(__file__).parent / "charts.css").read_text(encoding="utf-8")
-"""What a page must have in its style sheet for these pictures."""
+"""Style sheet of the charts."""
 Point = tuple[float, float]
 Formatter = Callable[[float], str]
 ScaleFn = Callable[[float], float]
 Scale = Literal["fit", "zero", "log"]
-"""An axis that fits its values, begins at zero, or spreads the small ones."""
+"""An axis that fits the values, starts at zero, or is logarithmic."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """One curve."""
+    """One line of a chart."""
 
     name: str
-    """What it shows."""
+    """Its label."""
     points: Sequence[Point]
-    """Where it runs, left to right."""
+    """Points from left to right."""
     min_max: Sequence[tuple[float, float, float]] = ()
-    """Place, lowest and highest: the spread of what a point stands for, drawn as a shade."""
+    """x, minimum and maximum, drawn as a band."""
     color: int = 1
-    """Which of the style sheet's colours it has."""
+    """Number of its color, from 1."""
     markers: bool = False
-    """Whether each point is marked, as few measured values want to be."""
+    """Whether each point is marked."""
 
 
 def line_chart(
-    title: str, lines: Sequence[Series], formatter: Formatter | None = None, scale: Scale = "fit", note: str = ""
+    title: str, lines: Sequence[Series], formatter: Formatter = format_si, scale: Scale = "fit", note: str = ""
 ) -> str:
-    """Curves over a common axis; `say` writes a value."""
-    formatter = formatter or format_si
+    """Several series over a common x axis."""
     lines = [line for line in lines if line.points]
     if not lines:
         return ""
@@ -63,26 +62,22 @@ def line_chart(
     shapes = [f'<path class="grid" d="M0 {_coord(y_scale(tick))}H{_coord(WIDTH)}"/>' for tick in ticks]
     shapes += [_draw_min_max(line, x_scale, y_scale) for line in lines if line.min_max]
     shapes += [_draw_line(line, x_scale, y_scale) for line in lines]
-    labels = [(tick, y_scale(tick) / HEIGHT, formatter(tick)) for tick in ticks]
-    y_axis = "".join(f'<span style="top:{offset:.1%}">{escape(label)}</span>' for _, offset, label in labels)
+    y_axis = "".join(
+        f'<span style="top:{y_scale(tick) / HEIGHT:.1%}">{escape(formatter(tick))}</span>' for tick in ticks
+    )
     x_axis = "".join(f"<span>{escape(format_si(value))}</span>" for value in _x_labels(left, right))
     legend = "".join(_legend_entry(line.name, line.color, formatter(line.points[-1][1])) for line in lines)
-    svg = _svg(
-        "".join(shapes),
-        f"{title}: {'; '.join(_describe(line, formatter) for line in lines)}",
-        _hover(lines, left, right),
+    description = "; ".join(
+        f"{line.name} from {formatter(line.points[0][1])} to {formatter(line.points[-1][1])}" for line in lines
     )
-    body = f'<div class="plot"><div class="y">{y_axis}</div>{svg}<div class="x">{x_axis}</div></div>'
-    return _figure(title, legend, body, note)
+    svg = _svg("".join(shapes), f"{title}: {description}", _hover(lines, left, right))
+    return _figure(title, legend, _plot(svg, x_axis, y_axis), note)
 
 
-def bar_chart(
-    title: str, counts: Sequence[tuple[str, float]], formatter: Formatter | None = None, note: str = ""
-) -> str:
-    """Upright bars, as of a histogram; the first and last labels stand below, every bar says its own on a touch."""
+def bar_chart(title: str, counts: Sequence[tuple[str, float]], formatter: Formatter = format_si, note: str = "") -> str:
+    """Vertical bars, such as a histogram: three labels below, each bar's label and value as its tooltip."""
     if not counts:
         return ""
-    formatter = formatter or format_si
     top = max(value for _, value in counts) or 1.0
     step = WIDTH / len(counts)
     y_scale = _linear_scale(0, top, HEIGHT, 0)
@@ -98,60 +93,42 @@ def bar_chart(
     x_axis = "".join(f"<span>{escape_line(label)}</span>" for label in dict.fromkeys(axis_labels))
     description = "; ".join(f"{label} {formatter(value)}" for label, value in counts[:24])
     svg = _svg("".join(shapes), f"{title}: {description}")
-    return _figure(
-        title, "", f'<div class="plot"><div class="y">{y_axis}</div>{svg}<div class="x">{x_axis}</div></div>', note
-    )
+    return _figure(title, "", _plot(svg, x_axis, y_axis), note)
 
 
-def stacked_bar(title: str, parts: Sequence[tuple[str, float]], formatter: Formatter | None = None, limit: float | None = None,
-          note: str = "") -> str:  # fmt: skip
-    """One bar made of parts, such as memory by what fills it; `limit` is what there is room for."""
+def stacked_bar(title: str, parts: Sequence[tuple[str, float]], formatter: Formatter = format_si) -> str:
+    """One horizontal bar of parts, such as memory by component."""
     parts = [(name, value) for name, value in parts if value > 0]
     total = sum(value for _, value in parts)
     if total <= 0:
         return ""
-    formatter = formatter or format_si
-    span, x, shapes = max(total, limit or 0.0), 0.0, []
+    x, shapes, legend = 0.0, "", ""
     for index, (name, value) in enumerate(parts):
-        width = value / span * WIDTH
-        shapes.append(f'<rect class="c{_color(index)}" x="{_coord(x)}" y="0" width="{_coord(width)}" height="20">'
-                     f"<title>{escape_line(name)}: {escape(formatter(value))}</title></rect>")  # fmt: skip
+        color, width = index % NUM_COLORS + 1, value / total * WIDTH
+        shapes += f'<rect class="c{color}" x="{_coord(x)}" y="0" width="{_coord(width)}" height="20">'
+        shapes += f"<title>{escape_line(name)}: {escape(formatter(value))}</title></rect>"
+        legend += _legend_entry(name, color, f"{formatter(value)} · {value / total:.0%}")
         x += width
-    if limit is not None:
-        limit_x = min(limit / span * WIDTH, WIDTH - 1)
-        shapes.append(f'<path class="limit{" over" if total > limit else ""}" d="M{_coord(limit_x)} -2V22"/>')
-    legend = "".join(
-        _legend_entry(name, _color(index), f"{formatter(value)} · {value / total:.0%}")
-        for index, (name, value) in enumerate(parts)
-    )
-    if limit is not None:
-        legend += f'<span class="key">room <b>{escape(formatter(limit))}</b></span>'
     description = "; ".join(f"{name} {formatter(value)}" for name, value in parts)
-    svg = f'<svg class="stack" viewBox="0 -2 {_coord(WIDTH)} 24" preserveAspectRatio="none" role="img" ' \
-          f'aria-label="{escape_line(f"{title}: {description}")}">{"".join(shapes)}</svg>'  # fmt: skip
-    return _figure(title, "", f'{svg}<div class="keys below">{legend}</div>', note)
+    box = f'viewBox="0 -2 {_coord(WIDTH)} 24" preserveAspectRatio="none"'
+    svg = f'<svg class="stack" {box} role="img" aria-label="{escape_line(f"{title}: {description}")}">{shapes}</svg>'
+    return _figure(title, "", f'{svg}<div class="keys below">{legend}</div>', "")
 
 
 def heatmap(title: str, names: Sequence[str], table: Sequence[Sequence[int]], note: str = "") -> str:
-    """A table of counts as shades, such as a confusion matrix: true classes down, predicted classes across."""
+    """A table of counts, such as a confusion matrix: true classes as rows, predicted classes as columns."""
     if not names or len(table) != len(names):
         return ""
-    max_error_count = (
-        max((value for i, row in enumerate(table) for j, value in enumerate(row) if i != j), default=0) or 1
-    )
-    rows = [
-        "<tr><td></td>" + "".join(f'<th scope="col"><span>{escape_line(name)}</span></th>' for name in names) + "</tr>"
-    ]
+    max_errors = max((count for i, row in enumerate(table) for j, count in enumerate(row) if i != j), default=0) or 1
+    head = "".join(f'<th scope="col"><span>{escape_line(name)}</span></th>' for name in names)
+    rows = [f"<tr><td></td>{head}</tr>"]
     for i, row in enumerate(table):
         row_total = sum(row) or 1
         cells = []
         for j, value in enumerate(row):
-            intensity = value / row_total if i == j else value / max_error_count
-            kind = "right" if i == j else "wrong"
-            tooltip = f"{names[i]} predicted as {names[j]}: {value}"
-            cells.append(
-                f'<td class="{kind}" style="--s:{intensity:.2f}" title="{escape_line(tooltip)}">{value or ""}</td>'
-            )
+            kind, intensity = ("right", value / row_total) if i == j else ("wrong", value / max_errors)
+            tooltip = escape_line(f"{names[i]} predicted as {names[j]}: {value}")
+            cells.append(f'<td class="{kind}" style="--s:{intensity:.2f}" title="{tooltip}">{value or ""}</td>')
         rows.append(f'<tr><th scope="row">{escape_line(names[i])}</th>{"".join(cells)}</tr>')
     return _figure(title, "", f'<div class="scroll"><table class="heatmap">{"".join(rows)}</table></div>', note)
 
@@ -160,6 +137,10 @@ def _figure(title: str, keys: str, body: str, note: str) -> str:
     head = f'<figcaption><b class="title">{escape_line(title)}</b><span class="keys">{keys}</span></figcaption>'
     foot = f'<p class="note">{escape_line(note)}</p>' if note else ""
     return f'<figure class="chart">{head}{body}{foot}</figure>'
+
+
+def _plot(svg: str, x_axis: str, y_axis: str) -> str:
+    return f'<div class="plot"><div class="y">{y_axis}</div>{svg}<div class="x">{x_axis}</div></div>'
 
 
 def _legend_entry(name: str, color: int, value: str) -> str:
@@ -172,22 +153,16 @@ def _svg(shapes: str, description: str, attributes: str = "") -> str:
 
 
 def _hover(lines: Sequence[Series], left: float, right: float) -> str:
-    """The values, for the page's script to show under a finger; nothing depends on it."""
+    """The values for the tooltip of page.js."""
     values = [[line.name, line.color, [[x, float(f"{y:.5g}")] for x, y in line.points]] for line in lines]
     return f' data-lines="{escape(json.dumps([left, right, values]))}"'
-
-
-def _describe(line: Series, formatter: Formatter) -> str:
-    return f"{line.name} from {formatter(line.points[0][1])} to {formatter(line.points[-1][1])}"
 
 
 def _draw_line(line: Series, x_scale: ScaleFn, y_scale: ScaleFn) -> str:
     points = [(x_scale(x), y_scale(y)) for x, y in line.points]
     kind = f"s{line.color}"
     shapes = f'<path class="line {kind}" d="{_path(points)}"/>' if len(points) > 1 else ""
-    if (
-        line.markers or len(points) == 1
-    ):  # a line of no length with a round end is a dot that no stretching makes an egg
+    if line.markers or len(points) == 1:  # a zero-length line with round caps stays round when the SVG is stretched
         shapes += f'<path class="dots {kind}" d="{"".join(f"M{_coord(x)} {_coord(y)}h0" for x, y in points)}"/>'
     return shapes
 
@@ -224,7 +199,7 @@ def _log_scale(low: float, high: float) -> ScaleFn:
 
 
 def _ticks(low: float, high: float, num_ticks: int = 3) -> list[float]:
-    """Round numbers between two others, about so many."""
+    """About `num_ticks` round numbers between two others."""
     raw = (high - low) / num_ticks or 1.0
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw * 0.999)
@@ -241,14 +216,10 @@ def _x_labels(left: float, right: float) -> list[float]:
     return [left] if left == right else [left, round((left + right) / 2), right]
 
 
-def _color(index: int) -> int:
-    return index % NUM_COLORS + 1
-
-
 def _coord(value: float) -> str:
     return f"{value:.1f}".rstrip("0").rstrip(".")
 
 
 def escape_line(value: str) -> str:
-    """A text as HTML in which nothing acts, on one line and not too long."""
+    """Untrusted text as one escaped line of bounded length."""
     return escape(single_line(value)[:300])

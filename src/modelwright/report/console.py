@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, TextIO
 
-from modelwright.report.formatting import format_duration, format_float, pluralize, single_line
-from modelwright.report.history import TimeBreakdown
-from modelwright.runs import journal
+from modelwright.report.formatting import format_duration, format_float, format_table, pluralize, single_line
+from modelwright.report.history import read_history
 from modelwright.runs.folder import RunFolder
 from modelwright.runs.journal import Event, EventListener
 
@@ -23,7 +22,7 @@ LogFormat = Literal["auto", "plain", "json"]
 
 @contextmanager
 def console_watcher(log_format: LogFormat, out: TextIO | None = None) -> Iterator[EventListener]:
-    """A watcher for the journal that suits whoever reads the output."""
+    """A listener of the journal that prints events: a live panel on a terminal, else lines, or JSON."""
     stream = out or sys.stdout
     if log_format == "json":
         yield lambda event: _print(json.dumps(event, ensure_ascii=False), stream)
@@ -35,7 +34,7 @@ def console_watcher(log_format: LogFormat, out: TextIO | None = None) -> Iterato
 
 
 def sparkline(values: list[float]) -> str:
-    """A curve in eight heights of bar."""
+    """Values as bars of eight heights."""
     low, high = min(values), max(values)
     span = (high - low) or 1.0
     return "".join(BARS[min(7, int((value - low) / span * 8))] for value in values)
@@ -46,12 +45,12 @@ def _print(line: str | None, stream: TextIO) -> None:
         return
     try:
         print(line, file=stream, flush=True)
-    except BrokenPipeError:  # as with `| head`: the reader has enough, the run goes on without one
+    except BrokenPipeError:  # as with `| head`: the run continues without output
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class _LivePanel:
-    """Steps move a panel of a few lines; everything else is printed above it and stays."""
+    """A panel that shows the last step; other events are printed above it."""
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
@@ -59,7 +58,7 @@ class _LivePanel:
 
         self._console = Console(file=stream, highlight=False)
         self._live = Live(console=self._console, refresh_per_second=4, transient=True)
-        self._losses: deque[float] = deque(maxlen=32)  # with both losses beside it, as much as a line holds
+        self._losses: deque[float] = deque(maxlen=32)  # fits on a line with both losses
         self._eval_losses: list[float] = []
 
     def __enter__(self) -> _LivePanel:
@@ -70,7 +69,7 @@ class _LivePanel:
         self._live.__exit__(*error)
 
     def on_event(self, event: Event) -> None:
-        """Draw a step, or print what happened above the panel."""
+        """Show a step, or print another event."""
         if event["event"] == "evaluation" and event["eval_loss"] is not None:
             self._eval_losses.append(event["eval_loss"])
         if event["event"] == "step":
@@ -87,58 +86,56 @@ class _LivePanel:
         from rich.progress_bar import ProgressBar
         from rich.text import Text
 
-        eta_seconds, speed, memory = (
-            event.get("eta_seconds"),
-            event.get("tokens_per_second"),
-            event.get("peak_memory_bytes"),
-        )
+        eta_seconds, losses = event.get("eta_seconds"), self._eval_losses
         head = f"step {event['step']}/{event['steps']}  epoch {event['epoch']:.2f}"
         head += f"  {format_duration(eta_seconds)} left" if eta_seconds is not None else ""
-        held_out = (
-            f"  held-out {format_float(self._eval_losses[-1])} (best {format_float(min(self._eval_losses))})"
-            if self._eval_losses
-            else ""
-        )
+        held_out = f"  held-out {format_float(losses[-1])} (best {format_float(min(losses))})" if losses else ""
         curve = sparkline(list(self._losses)) if self._losses else ""
         stats = f"lr {event['learning_rate']:.2e}  grad_norm {format_float(event['grad_norm'])}"
-        stats += f"  {speed:,.0f} {throughput_unit(event)}/s" if speed else ""
-        stats += f"  mfu {event['mfu']:.1%}" if event.get("mfu") else ""
-        stats += f"  memory {memory / 1e9:.1f} GB" if memory else ""
+        stats = "  ".join([stats, *_throughput(event, "memory")])
         lines = Group(
             Text(head),
-            Align.left(ProgressBar(total=event["steps"], completed=event["step"], width=60)),  # a bar ends no line
+            Align.left(
+                ProgressBar(total=event["steps"], completed=event["step"], width=60)
+            ),  # a progress bar has no line break
             Text(f"loss {format_float(event['loss'])} {curve}{held_out}"),
             Text(stats, style="dim"),
         )
-        return Panel(lines, title=f"{event['stage']}", title_align="left", width=80, subtitle="Ctrl-C saves and stops")
+        return Panel(lines, title=event["stage"], title_align="left", width=80, subtitle="Ctrl-C saves and stops")
 
 
 def format_event(event: Event) -> str | None:
-    """The event as a line, or None where a line would only repeat another."""
+    """The event as a line; None for events that are not printed."""
     formatter = EVENT_FORMATTERS.get(event["event"])
     return formatter(event) if formatter else None
 
 
 def throughput_unit(event: Event) -> str:
-    """What a step's speed counts."""
+    """Unit of the throughput of a step."""
     return "images" if event["stage"] == "classify" else "tok"
 
 
 def format_step(event: Event) -> str:
-    """Everything about a step that a person scans a log for."""
-    speed, left, memory = event.get("tokens_per_second"), event.get("eta_seconds"), event.get("peak_memory_bytes")
+    """One line of a step: loss, gradient norm, LR, throughput, memory, ETA, health."""
+    eta_seconds = event.get("eta_seconds")
     parts = [
         f"{event['stage']} step {event['step']}/{event['steps']}",
         f"loss {format_float(event['loss'])}",
         f"grad_norm {format_float(event['grad_norm'])}",
         f"lr {event['learning_rate']:.2e}",
-        f"{speed:,.0f} {throughput_unit(event)}/s" if speed else "",
-        f"mfu {event['mfu']:.1%}" if event.get("mfu") else "",
-        f"mem {memory / 1e9:.1f} GB" if memory else "",
-        f"eta {format_duration(left)}" if left is not None else "",
-        "" if event["health"] == "ok" else f"[{event['health']}]",
+        *_throughput(event, "mem"),
+        *([f"eta {format_duration(eta_seconds)}"] if eta_seconds is not None else []),
+        *([f"[{event['health']}]"] if event["health"] != "ok" else []),
     ]
-    return "  ".join(part for part in parts if part)
+    return "  ".join(parts)
+
+
+def _throughput(event: Event, memory_label: str) -> list[str]:
+    """Throughput, model FLOPs utilization and peak memory of a step, where measured."""
+    speed, mfu, memory = event.get("tokens_per_second"), event.get("mfu"), event.get("peak_memory_bytes")
+    parts = [f"{speed:,.0f} {throughput_unit(event)}/s"] if speed else []
+    parts += [f"mfu {mfu:.1%}"] if mfu else []
+    return parts + ([f"{memory_label} {memory / 1e9:.1f} GB"] if memory else [])
 
 
 def _format_data(event: Event) -> str:
@@ -153,7 +150,7 @@ def _format_data(event: Event) -> str:
             f"{held_out['rows']:,} held out, {event['bytes_per_token']:g} bytes per token"
         )
     train, held_out = event["train"], event["held_out"]
-    truncated = (
+    cut = (
         f", {train['truncated_tokens']} tokens cut from {train['truncated_rows']} rows"
         if train["truncated_rows"]
         else ""
@@ -163,13 +160,13 @@ def _format_data(event: Event) -> str:
     duplicates = f"; {repeated:,} duplicate training rows" if repeated else ""
     return (
         f"data: {event['source']}: {train['rows']} training rows{packed} ({train['trained_tokens']:,} of "
-        f"{train['tokens']:,} tokens trained{truncated}), {held_out['rows']} held out, "
+        f"{train['tokens']:,} tokens trained{cut}), {held_out['rows']} held out, "
         f"{event['prompts_in_both_splits']} prompts in both splits{duplicates}"
     )
 
 
 STAGE_MARKS = {"done": "✔", "running": "▶", "closed": "✘", "accepted": "✔ (accepted)", "pending": "·"}
-"""How a stage stands, in the line of all stages."""
+"""State of a stage in the line of all stages."""
 
 
 def _format_pipeline(event: Event) -> str | None:
@@ -192,16 +189,10 @@ def _format_evaluated(event: Event) -> str:
 
 def _format_comparison(event: Event) -> str:
     """Models as rows, metrics as columns."""
-    names = list(dict.fromkeys(name for metrics in event["models"].values() for name in metrics))
-    rows = [["model", *names]]
-    rows += [
-        [model, *(format_float(model_metrics.get(name)) for name in names)]
-        for model, model_metrics in event["models"].items()
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    models = event["models"].items()
+    names = list(dict.fromkeys(name for _, metrics in models for name in metrics))
+    rows = [[model, *(format_float(metrics.get(name)) for name in names)] for model, metrics in models]
+    return "\n".join(format_table([["model", *names], *rows]))
 
 
 def _format_plan(event: Event) -> str:
@@ -229,12 +220,8 @@ def _format_answers(event: Event) -> str:
         return f"before/after samples unchanged ({questions}); see modelwright compare"
     lines = []
     for pair in event["answers"]:
-        lines += [
-            "",
-            f"question: {single_line(pair['question'])}",
-            f"  before: {single_line(pair['before'])}",
-            f"  after:  {single_line(pair['after'])}",
-        ]
+        lines += ["", f"question: {single_line(pair['question'])}", f"  before: {single_line(pair['before'])}",
+                  f"  after:  {single_line(pair['after'])}"]  # fmt: skip
     return "\n".join([*lines, "", single_line(event["notice"])])
 
 
@@ -250,81 +237,61 @@ EVENT_FORMATTERS: dict[str, Callable[[Event], str | None]] = {
     "resumed": lambda e: f"{e['stage']} resumed from step {e['step']} of {e['steps']}",
     "step": format_step,
     "evaluation": _format_evaluation,
-    "checkpoint_saved": lambda e: f"{e['stage']} checkpoint of step {e['step']} saved and verified in {e['seconds']:.1f} s",
+    "checkpoint_saved": lambda e: (
+        f"{e['stage']} checkpoint of step {e['step']} saved and verified in {e['seconds']:.1f} s"
+    ),
     "step_skipped": lambda e: e["message"],
     "note": lambda e: f"note: {e['message']}",
     "sampling": lambda e: f"sampling before/after answers to {pluralize(e['questions'], 'prompt')}",
     "answers": _format_answers,
-    "misclassified": lambda e: f"accuracy {e['accuracy']:.2%} on {e['source']} (its mistakes: demo_outputs/mistakes.json)",
+    "misclassified": lambda e: (
+        f"accuracy {e['accuracy']:.2%} on {e['source']} (its mistakes: demo_outputs/mistakes.json)"
+    ),
     "stage_status": _format_pipeline,
-    "evaluate_started": lambda e: None,
     "evaluate_result": _format_evaluated,
     "evaluate_table": _format_comparison,
     "verdict": _format_verdict,
-    "stopped": lambda e: None,
 }  # fmt: skip
-"""How each event reads; the letter of a stop or a closed gate is written once, by the command itself."""
+"""Lines by event; the message of a stop or a closed gate is printed by the command itself."""
 SHELL_UNSAFE = str.maketrans('"`', "''", "$\\!")
-"""Takes out of a question what a shell would act upon between double quotes."""
-
-
-def summary_facts(folder: RunFolder) -> dict[str, Any]:
-    """The last verdict, metrics and time of a run, from its journal."""
-    facts: dict[str, Any] = {"folder": str(folder.path)}
-    ledger = TimeBreakdown()
-    for event in journal.read(folder.journal):
-        ledger.add(event)
-        if event["event"] == "verdict":
-            facts |= {
-                "stage": event["stage"],
-                "open": event["open"],
-                "message": event["message"],
-                "metrics": event["metrics"],
-            }
-        elif event["event"] == "answers" and event["answers"]:
-            facts["question"] = single_line(event["answers"][0]["question"]).translate(SHELL_UNSAFE)
-        elif event["event"] == "done":
-            facts["seconds"] = event["seconds"]
-    return {**facts, **ledger.as_json()}
+"""Removes what a shell would interpret between double quotes."""
+SUMMARY_METRICS = {"held-out loss": "eval_loss", "accuracy": "eval_accuracy", "style score": "style_score",
+                   "words per answer": "answer_words", "answer_f1": "answer_f1"}  # fmt: skip
 
 
 def run_summary(folder: RunFolder) -> str:
-    """Ten lines that are enough."""
-    facts = summary_facts(folder)
-    metrics = facts.get("metrics", {})
-    lines = ["", f"── {folder.path} " + "─" * max(0, 66 - len(str(folder.path)))]
-    for label, before, after in (
-        ("held-out loss", "base_eval_loss", "eval_loss"),
-        ("accuracy", "base_eval_accuracy", "eval_accuracy"),
-        ("style score", "base_style_score", "style_score"),
-        ("words per answer", "base_answer_words", "answer_words"),
-        ("answer_f1", "base_answer_f1", "answer_f1"),
-    ):
-        if metrics.get(after) is not None:
-            change = _relative_change(metrics.get(before), metrics[after]) if after == "eval_loss" else ""
-            lines.append(f"  {label:<16} {format_float(metrics.get(before))} → {format_float(metrics[after])}{change}")
-    verdict = "open" if facts.get("open") else "closed" if "stage" in facts else "none: nothing was trained yet"
-    lines.append(f"  {'verdict':<16} {verdict}")
+    """The lines printed at the end of a run: metrics before and after, verdict, time, paths, next commands."""
+    history = read_history(folder)
+    verdict = history.last_events.get("verdict", {})
+    metrics, promoted = verdict.get("metrics", {}), verdict.get("open") or verdict.get("accepted")
+    rows: list[tuple[str, Any]] = []
+    for label, name in SUMMARY_METRICS.items():
+        before, after = metrics.get(f"base_{name}"), metrics.get(name)
+        if after is not None:
+            change = f"  ({after / before - 1:+.0%})" if name == "eval_loss" and before else ""
+            rows.append((label, f"{format_float(before)} → {format_float(after)}{change}"))
+    state = "open" if verdict.get("open") else "closed" if verdict else "none: nothing was trained yet"
+    accepted = f", accepted: {single_line(verdict['accepted'])}" if verdict.get("accepted") else ""
+    rows.append(("verdict", f"{state}{accepted}"))
     unit = "image" if metrics.get("eval_accuracy") is not None else "token"
     trained = f"{pluralize(metrics.get('steps', 0), 'step')}, {pluralize(metrics.get('tokens', 0), unit)}"
-    since_start = f"; {format_duration(facts['seconds'])} since this start" if "seconds" in facts else ""
-    lines.append(f"  {'time':<16} {format_duration(metrics.get('seconds', 0))} for {trained}{since_start}")
-    if facts["goodput"] is not None:
-        lines.append(f"  {'goodput':<16} {facts['goodput']:.0%} of the run's time went into steps whose result is kept")
-    if facts.get("stage") and not facts.get("open"):
-        lines.append(f"  {'model':<16} {folder.model(facts['stage'])} (not promoted)")
-    samples_path = folder.demo_outputs / "before_after.md"
-    for label, path in (("model", folder.best_model), ("before / after", samples_path), ("report", folder.report)):
-        if path.exists():
-            lines.append(f"  {label:<16} {path}")
-    lines += ["", "next:"]
+    done = history.last_events.get("done")
+    since_start = f"; {format_duration(done['seconds'])} since this start" if done else ""
+    rows.append(("time", f"{format_duration(metrics.get('seconds', 0))} for {trained}{since_start}"))
+    if (goodput := history.time_breakdown.goodput) is not None:
+        rows.append(("goodput", f"{goodput:.0%} of the run's time went into steps whose result is kept"))
+    if verdict and not promoted:
+        rows.append(("model", f"{folder.model(verdict['stage'])} (not promoted)"))
+    paths = {"model": folder.best_model, "before / after": folder.demo_outputs / "before_after.md",
+             "report": folder.report}  # fmt: skip
+    rows += [(label, path) for label, path in paths.items() if path.exists()]
     run_path = shlex.quote(str(folder.path))
-    if "question" in facts:
-        lines.append(f'  modelwright ask {run_path} "{facts["question"]}" --both')
-        lines.append(f"  modelwright compare {run_path}")
-    lines.append(f"  modelwright gate {run_path}")
-    return "\n".join(lines)
-
-
-def _relative_change(before: float | None, after: float) -> str:
-    return f"  ({after / before - 1:+.0%})" if before else ""
+    commands = []
+    if history.answers and history.answers["answers"]:
+        question = single_line(history.answers["answers"][0]["question"]).translate(SHELL_UNSAFE)
+        commands = [f'ask {run_path} "{question}" --both', f"compare {run_path}"]
+    lines = ["", f"── {folder.path} " + "─" * max(0, 66 - len(str(folder.path)))]
+    lines += [f"  {label:<16} {text}" for label, text in rows]
+    return "\n".join(
+        [*lines, "", "next:", *(f"  modelwright {command}" for command in [*commands, f"gate {run_path}"])]
+    )

@@ -1,6 +1,6 @@
-"""Serve live run pages over HTTP on this machine. Read-only: it opens no file of a run for writing.
+"""Serve live run pages over HTTP on this machine. Read-only: no file of a run is opened for writing.
 
-Every window receives the same stream: all sections of the page, then each section that changes."""
+Every browser window gets an event stream: all sections of the page, then each section that changes."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from modelwright.report.html import (
 from modelwright.report.http_guard import Application, RequestGuard, RequestPolicy, constant_time_equal, new_token
 from modelwright.report.view import RunView, compare_runs, load_run_view
 from modelwright.runs.folder import RunFolder
+from modelwright.runs.journal import parse_line
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 AskFn = Callable[[RunFolder, str], Iterator[tuple[str, str]]]
-"""Puts a question to the models of a run: pieces of text, each with who says it."""
+"""Asks the models of a run; yields which model (before, after) and a piece of its answer."""
 POLL_SECONDS = 0.5
 KEEPALIVE_SECONDS = 15
 MAX_QUESTION_CHARS = 4000
@@ -48,14 +49,14 @@ HEADERS = {
 
 
 class Dashboard:
-    """What the addresses below the token lead to."""
+    """The routes below the token."""
 
     def __init__(self, index: RunIndex, ask: AskFn) -> None:
         self.index, self.ask, self.token = index, ask, new_token()
         self._ask_lock = asyncio.Lock()
 
     def application(self, hosts: frozenset[str]) -> Application:
-        """The server; needs starlette."""
+        """The ASGI application; needs starlette."""
         from starlette.applications import Starlette
         from starlette.routing import Route
 
@@ -77,11 +78,11 @@ class Dashboard:
         return RequestGuard(Starlette(routes=routes), policy)
 
     async def runs_page(self, request: Request) -> Response:
-        """The runs there are."""
+        """The list of runs."""
         return _html_response("Runs", await asyncio.to_thread(self._render_runs))
 
     async def runs_events(self, request: Request) -> Response:
-        """The list as it changes."""
+        """Event stream of the list."""
         return _event_stream(self._section_updates(self._render_runs))
 
     async def run_page(self, request: Request) -> Response:
@@ -100,12 +101,12 @@ class Dashboard:
         return _html_response(tail.folder.path.name, {name: page_parts[name] for name in names})
 
     async def run_events(self, request: Request) -> Response:
-        """One run as it goes on."""
+        """Event stream of one run."""
         tail = self._tail(request)
         return _no_such_run() if tail is None else _event_stream(self._section_updates(tail.sections))
 
     async def comparison_page(self, request: Request) -> Response:
-        """Two runs in one picture, and the settings in which they differ."""
+        """Two runs: overlaid curves, metrics, settings that differ."""
         runs = self.index.runs()
         first, second = (runs.get(request.query_params.get(key, "")) for key in ("a", "b"))
         if first is None or second is None:
@@ -113,7 +114,7 @@ class Dashboard:
         return _html_response("Two runs", await asyncio.to_thread(_render_comparison, first, second))
 
     async def ask_run(self, request: Request) -> Response:
-        """Both models' answers as they are made; one question at a time."""
+        """Stream both models' answers; one question at a time."""
         from starlette.requests import ClientDisconnect
         from starlette.responses import JSONResponse
 
@@ -135,7 +136,7 @@ class Dashboard:
         return {"runs": str(_template_macros().runs(views)).strip()}
 
     async def _section_updates(self, draw: Callable[[], dict[str, str]]) -> AsyncIterator[str]:
-        """All parts, then those that change, for as long as somebody listens."""
+        """All sections, then those that change, until the client disconnects."""
         sent: dict[str, str] = {}
         idle_seconds = 0.0
         while True:
@@ -199,13 +200,13 @@ def _sse_event(value: dict[str, Any]) -> str:
 
 
 CHUNK_BYTES = 1 << 20
-"""Bytes that are read at once."""
+"""Bytes read at once."""
 MAX_LINE_BYTES = 1 << 24
-"""Bytes of a line; what is longer is none of ours and is passed over."""
+"""Longest line of a journal; a longer one is skipped."""
 
 
 class JournalTail:
-    """One run's story, read on from where it was left; several windows share it."""
+    """The history of a run, read incrementally and shared by all windows."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
@@ -214,11 +215,11 @@ class JournalTail:
         self._rendered: tuple[int, dict[str, str]] = (-1, {})
 
     def poll(self) -> int:
-        """Take in what the journal has gained; returns the place in it, which changes when the story does."""
+        """Read new events; returns the offset in the journal."""
         with self._lock:
             try:
                 size = self.folder.journal.stat().st_size
-                if size < self._offset:  # another run has begun in this folder
+                if size < self._offset:  # a new run was started in this folder
                     self._reset()
                 with self.folder.journal.open("rb") as file:
                     file.seek(self._offset)
@@ -230,7 +231,7 @@ class JournalTail:
             return self._offset
 
     def sections(self) -> dict[str, str]:
-        """The parts of its page as the story stands, drawn once for all windows."""
+        """The sections of its page, rendered once for all windows."""
         offset = self.poll()
         with self._lock:
             if self._rendered[0] != offset:
@@ -238,7 +239,7 @@ class JournalTail:
             return self._rendered[1]
 
     def view(self) -> RunView:
-        """The run as it stands."""
+        """The run at this moment."""
         self.poll()
         return load_run_view(self.folder, self.history)
 
@@ -250,24 +251,20 @@ class JournalTail:
         if len(self._partial_line) > MAX_LINE_BYTES:
             self._partial_line = b""
         for line in lines:
-            try:
-                event = json.loads(line)
-            except ValueError:  # torn by a kill
-                continue
-            if isinstance(event, dict):
+            if (event := parse_line(line)) is not None:
                 self.history.add(event)
 
 
 @dataclass(frozen=True)
 class RunIndex:
-    """The runs that are shown, by a name that is safe in an address: nothing of an address ever becomes a path."""
+    """Runs by a name that is safe in a URL; no part of a URL becomes a path."""
 
     selected: tuple[RunFolder, ...]
-    """The runs that were named; without any, all under `place`."""
+    """Runs named on the command line; without any, all in `root`."""
     root: Path
-    """Where runs are looked for."""
+    """Folder of runs."""
     tails: dict[str, JournalTail]
-    """Those that somebody looked at."""
+    """Opened runs by name."""
 
     def runs(self) -> dict[str, JournalTail]:
         """Every run, newest first."""

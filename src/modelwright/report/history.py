@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from modelwright.errors import GateClosed
 from modelwright.report.formatting import truncate
 from modelwright.runs import journal
 from modelwright.runs.folder import RunFolder
@@ -14,21 +15,19 @@ from modelwright.runs.journal import Event
 
 TIME_CATEGORIES = {
     "productive": "steps whose result is kept",
-    "compile": "what the first step after a start takes beyond the next one: compiling, warming up",
-    "checkpoint": "standing still for checkpoints",
-    "evaluation": "held-out loss, answers, verdicts",
-    "startup": "finding model and data, loading, going on from a checkpoint",
-    "lost_progress": "steps done again after a stop or a bad step, and steps that were not trusted",
+    "compile": "time of the first step after a start beyond that of the next: compilation, warm-up",
+    "checkpoint": "training blocked by checkpoints",
+    "evaluation": "held-out loss, sampled answers, verdicts",
+    "startup": "loading model and data, resuming from a checkpoint",
+    "lost_progress": "steps repeated after a stop or a bad step, and skipped steps",
     "downtime": "between a stop and the next start",
 }
-"""What each kind of time is."""
+"""Every category of time, as in Google's ml-goodput-measurement."""
 EVALUATION_EVENTS = frozenset({"evaluation", "sampling", "answers", "misclassified", "verdict", "done"})
-GATE_CLOSED_EXIT_CODE = 3
-"""Exit code of a closed gate: what follows is a person thinking, which is no downtime."""
 
 
 class TimeBreakdown:
-    """Books every second between two events under one kind; the kinds sum up to the whole."""
+    """Seconds of a run by category; they sum up to its duration."""
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(TIME_CATEGORIES, 0.0)
@@ -41,7 +40,7 @@ class TimeBreakdown:
         self._steps: dict[str, int] = {}
 
     def add(self, event: Event) -> None:
-        """Book the time since the event before."""
+        """Add the time since the previous event."""
         now = float(event["time"])
         elapsed = max(0.0, now - self._last_time) if self._last_time is not None else 0.0
         self._last_time = now
@@ -57,7 +56,7 @@ class TimeBreakdown:
             self._seconds["checkpoint"] += saving
             self._add_productive(stage, elapsed - saving)
             if event.get("async_save"):
-                return  # what is kept was copied when it was begun
+                return  # its state was copied at checkpoint_started
             self._productive_at_checkpoint[stage, int(event["step"])] = self._productive.get(stage, 0.0)
             self._productive_at_checkpoint = dict(list(self._productive_at_checkpoint.items())[-1000:])
         elif kind == "resumed":
@@ -67,27 +66,28 @@ class TimeBreakdown:
             self._training = self._training and kind not in ("stage_started", "loading")
             self._seconds["evaluation" if kind in EVALUATION_EVENTS or self._training else "startup"] += elapsed
         if kind in ("done", "stopped"):
-            self._ended = kind == "done" or event.get("exit_code") == GATE_CLOSED_EXIT_CODE
+            # after a closed gate a person decides, which is no downtime
+            self._ended = kind == "done" or event.get("exit_code") == GateClosed.exit_code
             self._split_first_step(0.0)
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds by kind."""
+        """Seconds by category."""
         pending = self._first_step[1] if self._first_step else 0.0
         return {**self._seconds, "productive": sum(self._productive.values()) + pending}
 
     @property
     def total_seconds(self) -> float:
-        """Seconds in all."""
+        """Duration of the run."""
         return sum(self.seconds.values())
 
     @property
     def goodput(self) -> float | None:
-        """The share of the time that was useful."""
+        """Fraction of the time spent in productive steps."""
         return self.seconds["productive"] / self.total_seconds if self.total_seconds else None
 
     def as_json(self) -> dict[str, Any]:
-        """The goodput, and the seconds by kind."""
+        """Goodput and seconds by category."""
         goodput = self.goodput
         return {
             "goodput": round(goodput, 4) if goodput is not None else None,
@@ -95,20 +95,20 @@ class TimeBreakdown:
         }
 
     def _step(self, event: Event, stage: str, elapsed: float) -> None:
-        if int(event["step"]) <= self._steps.get(stage, 0):  # begun anew without a checkpoint
+        if int(event["step"]) <= self._steps.get(stage, 0):  # restarted without a checkpoint
             self._rewind(stage, 0)
         self._steps[stage] = int(event["step"])
         if event.get("health", "ok") not in ("ok", "overflow"):
             self._seconds["lost_progress"] += elapsed
         elif not self._training:
-            self._first_step = (stage, elapsed)  # how much of it was compiling is known when the next step is
+            self._first_step = (stage, elapsed)  # its compile time is known after the next step
         else:
             self._split_first_step(float(event.get("step_seconds") or elapsed))
             self._add_productive(stage, elapsed)
         self._training = True
 
     def _split_first_step(self, step_seconds: float) -> None:
-        """Split the first step into what a step takes and what came on top; without a second one all of it is use."""
+        """Split the first step into step time and compile time; without a second step all of it is productive."""
         if self._first_step is not None:
             stage, elapsed = self._first_step
             productive = min(elapsed, step_seconds) if step_seconds else elapsed
@@ -126,38 +126,23 @@ class TimeBreakdown:
         self._productive[stage] = min(at_checkpoint, self._productive.get(stage, 0.0))
 
 
-def read_time_breakdown(folder: RunFolder) -> TimeBreakdown:
-    """The ledger of a run as its journal stands."""
-    breakdown = TimeBreakdown()
-    for event in journal.read(folder.journal):
-        breakdown.add(event)
-    return breakdown
-
-
 MAX_POINTS = 400
-"""Points of a curve; about as many as a screen has places for."""
+"""Points of a curve."""
 MAX_LIST_ITEMS = 100
-PLOTTED_METRICS = (
-    "loss",
-    "learning_rate",
-    "grad_norm",
-    "tokens_per_second",
-    "peak_memory_bytes",
-    "eval_loss",
-    "eval_accuracy",
-)
-"""What a step or an evaluation tells that is drawn over steps."""
+PLOTTED_METRICS = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "peak_memory_bytes", "eval_loss",
+                   "eval_accuracy")  # fmt: skip
+"""Fields of step and evaluation events that are plotted over steps."""
 
 
 class BucketedSeries:
-    """Values over steps in a bounded number of buckets, which double in width when there are too many."""
+    """A metric over steps in at most MAX_POINTS buckets; their width doubles when there are more."""
 
     def __init__(self) -> None:
         self._width = 1
         self._buckets: dict[int, list[float]] = {}
 
     def add(self, step: int, value: float) -> None:
-        """Put a value where its step belongs."""
+        """Add the value of a step."""
         index = step // self._width
         bucket = self._buckets.get(index)
         if bucket is None:
@@ -174,7 +159,7 @@ class BucketedSeries:
             bucket[4] = value
 
     def truncate_after(self, step: int) -> None:
-        """Forget what came after a step: it is done again."""
+        """Drop the values after a step, which is repeated."""
         self._buckets = {index: bucket for index, bucket in self._buckets.items() if bucket[0] <= step}
 
     @property
@@ -184,7 +169,7 @@ class BucketedSeries:
 
     @property
     def min_max(self) -> list[tuple[float, float, float]]:
-        """The lowest and highest of each bucket; nothing where each holds one value."""
+        """Minimum and maximum of each bucket; empty where each holds one value."""
         buckets = [bucket for _, bucket in sorted(self._buckets.items())]
         return [(b[0], b[3], b[4]) for b in buckets] if any(bucket[1] > 1 for bucket in buckets) else []
 
@@ -208,33 +193,33 @@ class BucketedSeries:
 
 @dataclass
 class StageHistory:
-    """What happened in one stage."""
+    """The events of one stage."""
 
     name: str
-    """Which one."""
+    """Name of the stage."""
     curves: dict[str, BucketedSeries] = field(
         default_factory=lambda: {name: BucketedSeries() for name in PLOTTED_METRICS}
     )
-    """By what they show."""
+    """By metric."""
     last_events: dict[str, Event] = field(default_factory=dict)
-    """The last event of each other kind: model, data, plan, verdict, answers, mistakes."""
+    """The last event of each other kind: model, data, plan, verdict, answers, misclassified."""
     step: int = 0
-    """The last step told."""
+    """The last step."""
     steps: int = 0
-    """Steps in all."""
+    """Total number of steps."""
     eta_seconds: float | None = None
-    """Time left, by the last step."""
+    """Remaining time at the last step."""
     num_checkpoints: int = 0
     """Checkpoints written."""
     num_resumes: int = 0
-    """Times it went on from a checkpoint."""
+    """Resumes from a checkpoint."""
     skipped_steps: int = 0
-    """Steps the guard did not trust."""
+    """Steps without an update: spikes, overflows."""
 
     def add(self, event: Event) -> None:
-        """Take in one event of this stage."""
+        """Add one event of this stage."""
         kind = event["event"]
-        if kind == "resumed" or (kind == "step" and event["step"] <= self.step):  # the second begun anew, from nothing
+        if kind == "resumed" or (kind == "step" and event["step"] <= self.step):  # a step again: restarted
             self._rewind_to(event["step"] - (kind == "step"))
         if kind in ("step", "evaluation"):
             for name, curve in self.curves.items():
@@ -259,21 +244,21 @@ class StageHistory:
 
 @dataclass
 class RunHistory:
-    """A run as its journal tells it."""
+    """A run, replayed from its journal."""
 
     stages: dict[str, StageHistory] = field(default_factory=dict)
-    """By name, in the order they happened."""
+    """By name, in order."""
     last_events: dict[str, Event] = field(default_factory=dict)
-    """The last event of each kind that belongs to no stage: run, gathering, done, stopped."""
+    """The last event of each kind without a stage (run, loading, done, stopped), and the last verdict and answers."""
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=30))
     """The last notes."""
     time_breakdown: TimeBreakdown = field(default_factory=TimeBreakdown)
-    """Time breakdown."""
+    """Seconds by category."""
     last_event: str = ""
-    """The kind of the newest event."""
+    """Kind of the last event."""
 
     def add(self, event: Event) -> None:
-        """Take in the next event; one of a later release, or a damaged one, changes nothing."""
+        """Add the next event; a damaged one, or one of a later release, is ignored."""
         try:
             self.time_breakdown.add(event)
             kind = event["event"]
@@ -284,7 +269,7 @@ class RunHistory:
                 stage = self.stages.get(event["stage"]) or StageHistory(event["stage"])
                 stage.add(event)
                 self.stages[stage.name] = stage
-            else:
+            if not isinstance(event.get("stage"), str) or kind in ("verdict", "answers"):
                 self.last_events[kind] = _truncate_values(event)
             self.last_event = kind
         except (KeyError, TypeError, ValueError):
@@ -292,26 +277,24 @@ class RunHistory:
 
     @property
     def state(self) -> str:
-        """Finished, stopped, or (as far as the journal knows) going on."""
+        """finished, stopped, not started, or running as far as the journal shows."""
         return {"done": "finished", "stopped": "stopped"}.get(
             self.last_event, "running" if self.last_event else "not started"
         )
 
     @property
     def answers(self) -> Event | None:
-        """The newest before and after."""
-        return next(
-            (s.last_events["answers"] for s in reversed(self.stages.values()) if "answers" in s.last_events), None
-        )
+        """The last answers before and after training."""
+        return self.last_events.get("answers")
 
 
 def read_history(folder: RunFolder) -> RunHistory:
-    """The whole journal of a run."""
+    """Replay the journal of a run."""
     return replay_events(journal.read(folder.journal))
 
 
 def replay_events(events: Iterable[Event]) -> RunHistory:
-    """Take in many events."""
+    """Replay events."""
     history = RunHistory()
     for event in events:
         history.add(event)
@@ -319,7 +302,7 @@ def replay_events(events: Iterable[Event]) -> RunHistory:
 
 
 def _truncate_values(value: Any) -> Any:
-    """The same value with its long texts and lists cut."""
+    """The value with long texts and lists truncated."""
     if isinstance(value, str):
         return truncate(value)
     if isinstance(value, dict):

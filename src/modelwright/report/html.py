@@ -1,7 +1,7 @@
-"""Render the report page of a run, its figures, and the page of a data preparation, each as one HTML file.
+"""Render the report of a run, its figures, and the report of a data preparation, each as one HTML file.
 
-Text of models, data and recipes is untrusted: it is escaped and truncated, and the page's content security policy
-allows no script but the one whose hash it names."""
+Text of models, data and recipes is untrusted: it is escaped and truncated, and the content security policy of the page
+allows only the script with its hash."""
 
 from __future__ import annotations
 
@@ -16,59 +16,44 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from modelwright import __version__
-from modelwright.report import charts, formatting
-from modelwright.report.charts import Series, escape_line
+from modelwright.report import charts
+from modelwright.report.charts import Series
 from modelwright.report.formatting import (
+    format_bytes,
+    format_count,
     format_duration,
-    format_float,
     format_number,
+    format_percent,
     format_setting,
     sanitize_multiline,
     single_line,
     truncate,
 )
 from modelwright.report.history import TIME_CATEGORIES, RunHistory, StageHistory, read_history
-from modelwright.report.view import RunView, load_run_view
+from modelwright.report.view import IDENTITY_KEYS, RunView, load_run_view
 from modelwright.runs.folder import RunFolder, write_text
-
-
-def overlay_charts(first: RunView, second: RunView) -> str:
-    """The curves of two runs in one picture for each stage and measure."""
-    figures = []
-    for stage in first.stages:
-        other = second.history.stages.get(stage.name)
-        if other is None:
-            continue
-        for metric, title in (("loss", "Training loss"), ("eval_loss", "Held-out loss"), ("grad_norm", "Gradient norm"),
-                             ("tokens_per_second", "Tokens per second")):  # fmt: skip
-            series = [Series(view.folder.path.name, history.curves[metric].points, (), color)
-                     for view, history, color in ((first, stage, 1), (second, other, 2))]  # fmt: skip
-            figures.append(charts.line_chart(f"{title}, {stage.name}", series))
-    return f'<div class="charts">{"".join(figures)}</div>' if any(figures) else ""
-
 
 ASSETS_DIR = Path(__file__).parent
 SECTIONS = ("head", "pipeline", "curves", "answers", "misclassified", "data", "plan", "time", "settings", "provenance")
-"""The parts of a page, in its order; each is drawn alone, so that a live page exchanges only what changed."""
+"""Sections of the report, in order; rendered one by one, so that the dashboard sends only those that changed."""
+OVERLAID_METRICS = {"loss": "Training loss", "eval_loss": "Held-out loss", "grad_norm": "Gradient norm",
+                    "tokens_per_second": "Tokens per second"}  # fmt: skip
 
 
 def write_report(folder: RunFolder) -> Path:
-    """Write report.html of a run from what lies in its folder."""
+    """Write report.html of a run."""
     write_text(folder.report, render_report(folder, read_history(folder)))
     return folder.report
 
 
 def render_report(folder: RunFolder, history: RunHistory) -> str:
-    """The whole page."""
-    return render_page(
-        load_run_view(folder, history).name,
-        render_sections(folder, history),
-        (ASSETS_DIR / "page.js").read_text("utf-8"),
-    )
+    """The report as one page."""
+    script = (ASSETS_DIR / "page.js").read_text("utf-8")
+    return render_page(load_run_view(folder, history).name, render_sections(folder, history), script)
 
 
 def render_sections(folder: RunFolder, history: RunHistory) -> dict[str, str]:
-    """Every part of a page by name; one without anything to show is empty."""
+    """Sections by name; empty where there is nothing to show."""
     view = load_run_view(folder, history)
     macros = jinja_environment().get_template("sections.html").module
     figures = {name: Markup(render(view)) for name, render in FIGURES.items()}
@@ -76,7 +61,7 @@ def render_sections(folder: RunFolder, history: RunHistory) -> dict[str, str]:
 
 
 def render_page(title: str, parts: dict[str, str], script: str, policy: str = "") -> str:
-    """A whole page around its parts."""
+    """A page of sections."""
     style = charts.CHART_CSS + (ASSETS_DIR / "page.css").read_text("utf-8")
     return jinja_environment().get_template("page.html").render(
         title=title, style=Markup(style), script=Markup(script), version=__version__,
@@ -85,7 +70,7 @@ def render_page(title: str, parts: dict[str, str], script: str, policy: str = ""
 
 
 def content_security_policy(script: str, connect: str = "'none'") -> str:
-    """What a browser lets the page do: its own style and script, pictures it carries, nothing from anywhere."""
+    """Only the page's own style, script and inline images; nothing from the network."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return (
         f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'; "
@@ -95,20 +80,19 @@ def content_security_policy(script: str, connect: str = "'none'") -> str:
 
 @functools.cache
 def jinja_environment() -> Environment:
-    """Templates that escape everything they are not told to leave alone."""
+    """Templates with autoescape and our filters."""
     env = Environment(loader=FileSystemLoader(ASSETS_DIR / "templates"), autoescape=True, undefined=StrictUndefined,
-                       trim_blocks=True, lstrip_blocks=True)  # fmt: skip
-    filters: dict[str, Callable[..., Any]] = {
-        "format_float": format_float, "format_duration": format_duration, "single_line": lambda text: truncate(single_line(str(text)), 600), "sanitize_multiline": sanitize_multiline,
-        "format_count": formatting.format_count, "format_bytes": formatting.format_bytes, "format_percent": formatting.format_percent, "format_setting": format_setting,
-        "format_number": format_number,
-    }  # fmt: skip
-    env.filters.update(filters)
+                      trim_blocks=True, lstrip_blocks=True)  # fmt: skip
+    filters = (format_bytes, format_count, format_duration, format_number, format_percent, format_setting,
+               sanitize_multiline)  # fmt: skip
+    env.filters.update({function.__name__: function for function in filters})
+    env.filters["single_line"] = lambda text: truncate(single_line(str(text)), 600)
+    env.globals["IDENTITY_KEYS"] = IDENTITY_KEYS
     return env
 
 
 def training_curves(view: RunView) -> str:
-    """Every stage's curves, those that have values."""
+    """The curves of every stage."""
     groups = []
     for stage in view.stages:
         stage_html = "".join(_stage_charts(stage))
@@ -120,17 +104,32 @@ def training_curves(view: RunView) -> str:
 def _stage_charts(stage: StageHistory) -> list[str]:
     curve, unit = stage.curves, "Images" if stage.name == "classify" else "Tokens"
     loss = [_make_series(stage, "loss", "training"), _make_series(stage, "eval_loss", "held out", 2, markers=True)]
+    accuracy = [_make_series(stage, "eval_accuracy", "held out", 2, markers=True)]
+    loss_points = [point for series in loss for point in series.points]
     return [
-        charts.line_chart("Loss", loss, None, "log" if _needs_log_scale([point for line in loss for point in line.points]) else "fit"),
-        charts.line_chart("Accuracy on held-out rows", [_make_series(stage, "eval_accuracy", "held out", 2, markers=True)],
-                      formatting.format_percent),
-        charts.line_chart("Learning rate", [_make_series(stage, "learning_rate", "", 3)], None, "zero"),
+        charts.line_chart("Loss", loss, scale="log" if _needs_log_scale(loss_points) else "fit"),
+        charts.line_chart("Accuracy on held-out rows", accuracy, format_percent),
+        charts.line_chart("Learning rate", [_make_series(stage, "learning_rate", "", 3)], scale="zero"),
         charts.line_chart("Gradient norm", [_make_series(stage, "grad_norm", "", 4)],
-                      scale="log" if _needs_log_scale(curve["grad_norm"].points) else "zero"),
-        charts.line_chart(f"{unit} per second", [_make_series(stage, "tokens_per_second", "", 5)], None, "zero",
-                      "median of recent steps"),
-        charts.line_chart("Peak memory", [_make_series(stage, "peak_memory_bytes", "", 6)], formatting.format_bytes, "zero"),
+                          scale="log" if _needs_log_scale(curve["grad_norm"].points) else "zero"),
+        charts.line_chart(f"{unit} per second", [_make_series(stage, "tokens_per_second", "", 5)], scale="zero",
+                          note="median of recent steps"),
+        charts.line_chart("Peak memory", [_make_series(stage, "peak_memory_bytes", "", 6)], format_bytes, "zero"),
     ]  # fmt: skip
+
+
+def overlay_charts(first: RunView, second: RunView) -> str:
+    """The curves of two runs overlaid, one chart for each stage and metric."""
+    figures = []
+    for stage in first.stages:
+        other = second.history.stages.get(stage.name)
+        if other is None:
+            continue
+        for metric, title in OVERLAID_METRICS.items():
+            series = [Series(first.folder.path.name, stage.curves[metric].points),
+                      Series(second.folder.path.name, other.curves[metric].points, color=2)]  # fmt: skip
+            figures.append(charts.line_chart(f"{title}, {stage.name}", series))
+    return f'<div class="charts">{"".join(figures)}</div>' if any(figures) else ""
 
 
 def _make_series(stage: StageHistory, metric: str, name: str, color: int = 1, markers: bool = False) -> Series:
@@ -139,20 +138,20 @@ def _make_series(stage: StageHistory, metric: str, name: str, color: int = 1, ma
 
 
 def _needs_log_scale(points: list[tuple[float, float]]) -> bool:
-    """Whether values reach so far that small ones would lie on the ground."""
+    """Whether the values span more than a factor of 50."""
     values = [value for _, value in points if value > 0]
     return bool(values) and max(values) > 50 * min(values)
 
 
 def time_figure(view: RunView) -> str:
-    """Time breakdown, as one bar."""
+    """The run's time by category."""
     seconds = view.history.time_breakdown.seconds
     segments = [(category, seconds[category]) for category in TIME_CATEGORIES if seconds[category] >= 0.05]
     return charts.stacked_bar("Time breakdown", segments, format_duration)
 
 
 def confusion_figure(view: RunView) -> str:
-    """Which class was taken for which."""
+    """Confusion matrix of an image classifier."""
     table, names = view.misclassified.get("confusion"), view.misclassified.get("classes")
     if not isinstance(table, list) or not isinstance(names, list) or len(names) > 40:
         return ""
@@ -161,7 +160,7 @@ def confusion_figure(view: RunView) -> str:
 
 
 def memory_figure(view: RunView) -> str:
-    """What filled the memory at its fullest moment, of the stages that were watched."""
+    """Peak memory by component, of the stages that were profiled."""
     figures = []
     for stage in view.stages:
         event = stage.last_events.get("memory", {})
@@ -169,85 +168,40 @@ def memory_figure(view: RunView) -> str:
         if isinstance(parts, dict):
             title = f"Memory of a step of {stage.name} at its peak, in the {event.get('peak_phase') or 'step'}"
             segments = sorted(((str(name), float(size)) for name, size in parts.items()), key=lambda part: -part[1])
-            figures.append(charts.stacked_bar(title, segments, formatting.format_bytes))
+            figures.append(charts.stacked_bar(title, segments, format_bytes))
     return "".join(figures)
 
 
-FIGURES: dict[str, Callable[[RunView], str]] = {"curves": training_curves, "time": time_figure, "confusion": confusion_figure,
-                                              "memory": memory_figure}  # fmt: skip
-"""By the name a template calls them."""
+FIGURES: dict[str, Callable[[RunView], str]] = {
+    "curves": training_curves, "time": time_figure, "confusion": confusion_figure, "memory": memory_figure
+}  # fmt: skip
+"""Figures by the name used in the templates."""
 MAX_CLUSTER_SIZES = 20
-"""Sizes of clusters that are drawn."""
+"""Cluster sizes shown in the chart."""
 
 
 def write_data_report(path: Path, report: dict[str, Any]) -> None:
-    """One file that needs nothing else."""
+    """Write the report of a data preparation."""
     write_text(path, render_data_report(report))
 
 
 def render_data_report(report: dict[str, Any]) -> str:
-    """The page as HTML."""
-    parts = {"head": _summary_section(report), "documents": _document_outcomes(report), "filters": _rules_section(report["filters"]),
-             "clusters": _clusters_section(report["clusters"]), "lengths": _lengths_section(report["lengths"]),
-             "shards": _shards_section(report)}  # fmt: skip
-    return render_page(f"Data: {report['source']}", parts, script="")
-
-
-def _summary_section(report: dict[str, Any]) -> str:
-    documents = report["documents"]
-    return (
-        f"<h1>Data preparation: {escape_line(str(report['source']))}</h1>"
-        f'<p class="lede">{documents["read"]:,} documents, {report["bytes"]["read"]:,} bytes; {report["invalid_rows"]:,} '
-        f"rows could not be read (listed in quarantine.jsonl). {report['lines_dropped']:,} boilerplate lines were "
-        "taken out.</p>"
-    )
-
-
-def _document_outcomes(report: dict[str, Any]) -> str:
-    documents = report["documents"]
+    """The report of a data preparation as one page."""
+    documents, lengths, clusters = report["documents"], report["lengths"], report["clusters"]
     outcomes = [("training", documents["train"]), ("held out", documents["held_out"]),
-             ("exact duplicates", documents["exact_duplicates"]),
-             ("near duplicates", documents["near_duplicates"]),
-             *((f"rule {name}", rule["documents"]) for name, rule in report["filters"].items())]  # fmt: skip
-    return "<h2>Documents</h2>" + charts.stacked_bar("Documents by outcome", outcomes, formatting.format_count)
-
-
-def _rules_section(rules: dict[str, Any]) -> str:
-    if not rules:
-        return "<h2>Rules</h2><p>No document broke a rule.</p>"
-    rows = "".join(
-        f"<tr><td>{escape_line(name)}</td><td>{rule['documents']:,}</td><td>{rule['bytes']:,}</td><td>"
-        + "<br>".join(f"{escape_line(str(example['where']))}: <b>{escape_line(str(example['value']))}</b> "
-                      f"<small>{escape_line(example['text'])}</small>" for example in rule["examples"])
-        + "</td></tr>"
-        for name, rule in rules.items()
-    )  # fmt: skip
-    head = "<tr><th>rule</th><th>documents</th><th>bytes</th><th>examples</th></tr>"
-    return f'<h2>Rules</h2><div class="scroll"><table>{head}{rows}</table></div>'
-
-
-def _clusters_section(clusters: dict[str, int]) -> str:
-    counts = [(f"clusters of {size}", clusters[size]) for size in sorted(clusters, key=int)[:MAX_CLUSTER_SIZES]]
-    figure = charts.bar_chart("Clusters by size", counts, formatting.format_count) or "<p>None was found.</p>"
-    return f"<h2>Near-duplicates</h2>{figure}"
-
-
-def _lengths_section(lengths: dict[str, Any]) -> str:
+                ("exact duplicates", documents["exact_duplicates"]), ("near duplicates", documents["near_duplicates"]),
+                *((f"rule {name}", rule["documents"]) for name, rule in report["filters"].items())]  # fmt: skip
+    sizes = [(f"clusters of {size}", clusters[size]) for size in sorted(clusters, key=int)[:MAX_CLUSTER_SIZES]]
     counts = [(f"{start:,}+", count) for start, count in zip(lengths["bins"], lengths["counts"], strict=True)]
-    note = (f"Half of the documents have at most {lengths['median']:,} tokens, 99 % at most {lengths['p99']:,}; the "
-            f"longest has {lengths['longest']:,}.")  # fmt: skip
-    return "<h2>Lengths</h2>" + charts.bar_chart("Documents by tokens", counts, formatting.format_count, note)
-
-
-def _shards_section(report: dict[str, Any]) -> str:
-    rows = "".join(
-        f"<tr><td>{escape_line(name)}</td><td>{part['documents']:,}</td><td>{part['tokens']:,}</td>"
-        f"<td>{part['rows']:,} of {report['sequence_length']}</td><td>{part['dropped_tokens']:,}</td></tr>"
-        for name, part in report["splits"].items()
-    )
-    head = (
-        "<tr><th>part</th><th>documents</th><th>tokens</th><th>rows</th><th>tokens dropped (last partial row)</th></tr>"
-    )
-    encoder = report["tokenizer_backend"]
-    encoder_note = f"<p>Tokenized by {escape_line(encoder['tokenizer_backend'])}: {escape_line(encoder['reason'])}.</p>"
-    return f'<h2>Shards</h2><div class="scroll"><table>{head}{rows}</table></div>{encoder_note}'
+    note = f"Median {lengths['median']:,} tokens, p99 {lengths['p99']:,}, max {lengths['longest']:,}."
+    macros: Any = jinja_environment().get_template("data.html").module
+    parts = {
+        "head": str(macros.head(report)),
+        "documents": "<h2>Documents</h2>" + charts.stacked_bar("Documents by outcome", outcomes, format_count),
+        "filters": str(macros.filters(report["filters"])),
+        "clusters": "<h2>Near-duplicates</h2>"
+        + (charts.bar_chart("Clusters by size", sizes, format_count) or "<p>No near-duplicates.</p>"),
+        "lengths": "<h2>Lengths</h2>" + charts.bar_chart("Documents by tokens", counts, format_count, note),
+        "shards": str(macros.shards(report)),
+    }
+    return render_page(f"Data: {report['source']}", parts, script="")

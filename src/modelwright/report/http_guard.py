@@ -1,7 +1,6 @@
-"""ASGI middleware in front of the pages and models we serve (Host, Origin, token, method, body size), and the listening socket.
+"""ASGI middleware of the servers (checks of Host, Origin, token, method and body size), and the listening socket.
 
-A foreign web page is recognised by its Origin, DNS rebinding by its Host, and anybody else on the machine by a token
-that only the person who started the server has."""
+Origin tells a foreign web page, Host tells DNS rebinding; other users of the machine do not have the token."""
 
 from __future__ import annotations
 
@@ -28,44 +27,44 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
 
 def new_token() -> str:
-    """A word that nobody guesses."""
+    """A random token."""
     return secrets.token_urlsafe(24)
 
 
 def constant_time_equal(actual: str, expected: str) -> bool:
-    """Whether two words are equal, in a time that tells nothing."""
+    """Whether two strings are equal, in constant time."""
     return hmac.compare_digest(actual.encode(), expected.encode())
 
 
 @dataclass(frozen=True)
 class RequestPolicy:
-    """What a server answers."""
+    """Which requests a server accepts."""
 
     allowed_hosts: frozenset[str]
-    """The Host headers that mean us; nothing where any does."""
+    """Accepted Host headers; empty: any."""
     method_allowed: Callable[[str, str], bool]
     """Whether a method may be used on a path."""
     is_authenticated: Callable[[Scope, dict[str, str]], bool]
-    """Whether whoever asks has the token, by scope and headers."""
+    """Whether a request has the token, by scope and headers."""
     max_body_bytes: int = 64_000
-    """Longest body."""
+    """Largest request body."""
     headers: dict[str, str] = field(default_factory=dict)
-    """Sent with every answer."""
+    """Sent with every response."""
 
 
 class RequestGuard:
-    """Lets a request through to an application only if every rule holds; refuses before reading its body."""
+    """Passes a request to the application only if the policy allows it; refuses before reading the body."""
 
     def __init__(self, application: Application, policy: RequestPolicy) -> None:
         self._application, self._policy = application, policy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Handle one request."""
         if scope["type"] == "lifespan":
             await self._application(scope, receive, send)
             return
         if scope["type"] != "http":
-            return  # a websocket is not spoken here: it is closed unanswered
+            return  # websockets are closed
         refusal = self._refusal(scope)
         if refusal is not None:
             await self._refuse(send, *refusal)
@@ -92,15 +91,13 @@ class RequestGuard:
         length = headers.get("content-length", "0")
         if not length.isascii() or not length.isdigit() or int(length) > policy.max_body_bytes:
             return 413, "the body is too large"
-        if (
-            scope["method"] == "POST"
-            and headers.get("content-type", "").partition(";")[0].strip() != "application/json"
-        ):
+        media_type = headers.get("content-type", "").partition(";")[0].strip()
+        if scope["method"] == "POST" and media_type != "application/json":
             return 415, "the body must be application/json"
         return None
 
     def _limit_body(self, receive: Receive) -> Receive:
-        """The body, cut off where it grows beyond what it may be, whatever it said of itself."""
+        """Disconnect when the body exceeds the limit, whatever its Content-Length says."""
         read = 0
 
         async def limited() -> MutableMapping[str, Any]:
@@ -131,30 +128,27 @@ class RequestGuard:
 
 @dataclass(frozen=True)
 class Listener:
-    """Where we listen."""
+    """A bound socket and its address."""
 
     sock: socket.socket
-    """The port, ours already."""
+    """The listening socket."""
     host: str
-    """The address as a person types it."""
+    """Address as given on the command line."""
 
     @property
     def url(self) -> str:
-        """What to put before a path."""
+        """Base URL."""
         return f"http://{self.host}:{self.sock.getsockname()[1]}"
 
     @property
     def hosts(self) -> frozenset[str]:
-        """The Host headers that mean this place; nothing where it listens to the whole network."""
+        """Accepted Host headers; empty (any) when it listens on all interfaces."""
         port = self.sock.getsockname()[1]
-        return (
-            frozenset(f"{host}:{port}" for host in {*LOOPBACK_HOSTS, self.host})
-            if self.host != "0.0.0.0"
-            else frozenset()
-        )
+        hosts = {*LOOPBACK_HOSTS, self.host} if self.host != "0.0.0.0" else ()
+        return frozenset(f"{host}:{port}" for host in hosts)
 
     def serve(self, application: Application, banner: str) -> None:
-        """Say hello, then answer until Ctrl-C or SIGTERM: either way its work is done, and it exits with 0."""
+        """Print the banner, then serve until Ctrl-C or SIGTERM; both exit with 0."""
         import uvicorn
 
         config = uvicorn.Config(application, log_level="warning", access_log=False, server_header=False,
@@ -163,15 +157,12 @@ class Listener:
         handle_exit = server.handle_exit
 
         def exit_quietly(signum: int, frame: FrameType | None) -> None:
-            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # a window that is open is cut off: no error
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # an open event stream is cut off: no error
             handle_exit(signum, frame)
 
         server.handle_exit = exit_quietly  # type: ignore[assignment,method-assign]
         with suppress(KeyboardInterrupt):
-            for stop_signal in (
-                signal.SIGINT,
-                signal.SIGTERM,
-            ):  # uvicorn raises again, at its end, the one it was ended with
+            for stop_signal in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises it again when it has ended
                 signal.signal(stop_signal, signal.default_int_handler)
             print(banner, flush=True)
             server.run(sockets=[self.sock])
@@ -179,7 +170,7 @@ class Listener:
 
 @contextmanager
 def listen(host: str, port: int) -> Iterator[Listener]:
-    """Take a port; the packages that serving needs are looked for first."""
+    """Bind a port, after checking that the packages for serving are installed."""
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
@@ -198,7 +189,7 @@ def listen(host: str, port: int) -> Iterator[Listener]:
 
 
 def _parse_headers(scope: Scope) -> dict[str, str] | None:
-    """The headers by name; None where one that decides comes twice."""
+    """Headers by name; None where a security-relevant one is duplicated."""
     headers: dict[str, str] = {}
     for name, value in scope["headers"]:
         key = name.decode("latin-1").lower()

@@ -10,21 +10,19 @@ from typing import Any
 from modelwright import __version__
 from modelwright.report.formatting import format_setting, pluralize, single_line, truncate
 from modelwright.report.history import RunHistory
-from modelwright.report.view import RunView, load_run_view
+from modelwright.report.view import IDENTITY_KEYS, RunView, load_run_view
 from modelwright.runs.folder import RunFolder
 
 MAX_SAMPLES = 3
 MAX_SAMPLE_CHARS = 600
 EMBEDDED_LICENSES = {"smollm2-135m-instruct": "apache-2.0"}
-"""Licences of models that come in a package."""
+"""Licenses of the embedded models."""
 LICENSE_RE = re.compile(r"^license:\s*([\w.-]{1,40})\s*$", re.MULTILINE)
 
 
 def render_model_card(folder: RunFolder, stage: str, export_format: str = "") -> str:
-    """The card of a judged stage's model, from what lies in the run folder; `form` says what it was exported as."""
-    history = RunHistory()
-    history.add({"time": 0.0, "event": "stage_started", "stage": stage})  # the files are asked for this stage alone
-    view = load_run_view(folder, history)
+    """The card of a judged stage's model; `export_format` says how it was exported."""
+    view = load_run_view(folder, RunHistory(), [stage])
     gate, data = view.gates.get(stage, {}), view.data.get(stage, {})
     parts = [
         _front_matter(view, stage),
@@ -80,14 +78,13 @@ def _provenance(view: RunView, stage: str) -> str:
 
 
 def _metrics_table(metrics: dict[str, Any]) -> str:
-    rows = [
-        f"| {single_line(name)} | {value:.4g} |" for name, value in metrics.items() if isinstance(value, int | float)
-    ]
+    numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+    rows = [f"| {single_line(name)} | {value:.4g} |" for name, value in numbers.items()]
     return "\n".join(["| metric | value |", "|---|---|", *rows]) if rows else "Nothing was measured."
 
 
 def _gate_results(view: RunView, stage: str, gate: dict[str, Any]) -> str:
-    """How each gate on the way here stands, with the words of whoever accepted a closed one."""
+    """Verdicts of the stages up to this one, with the reasons of gates accepted manually."""
     lines = []
     for name, record in view.lineage.get("stages", {}).items():
         acceptance = f" Accepted manually: {single_line(record['reason'])}." if record.get("reason") else ""
@@ -107,24 +104,21 @@ def _data(data: dict[str, Any]) -> str:
             tokens = f", {pluralize(split['tokens'], 'token')}" if split.get("tokens") else ""
             rows.append(f"{pluralize(split['rows'], 'row')} {label}{tokens}")
     if data.get("classes"):
-        rows = [
-            f"{pluralize(data.get('train_rows', 0), 'image')} trained on, {data.get('held_out_rows', 0):,} held out"
-        ]
+        images = pluralize(data.get("train_rows", 0), "image")
+        rows = [f"{images} trained on, {data.get('held_out_rows', 0):,} held out"]
     fingerprint = data.get("fingerprint")
     fingerprint_text = f" Fingerprint (xxh3): `{single_line(str(fingerprint))}`." if fingerprint else ""
     return f"{_code_span(str(data.get('source', 'unknown')))}: {'; '.join(rows) or 'not counted'}.{fingerprint_text}"
 
 
 def _settings(view: RunView) -> str:
-    identity_keys = ("name", "description", "output_dir")
-    rows = [(row.key, format_setting(row.value)) for row, _ in view.settings if row.key not in identity_keys]
-    return "\n".join(
-        ["| setting | value |", "|---|---|", *(f"| {key} | {_table_cell(value)} |" for key, value in rows)]
-    )
+    settings = {row.key: format_setting(row.value) for row, _ in view.settings if row.key not in IDENTITY_KEYS}
+    rows = [f"| {key} | {_table_cell(value)} |" for key, value in settings.items()]
+    return "\n".join(["| setting | value |", "|---|---|", *rows])
 
 
 def _precision(plan: dict[str, Any]) -> str:
-    """What was computed in, where that is more than one word: fp8 that was tried first, fp32 on tensor cores."""
+    """The precision and its reason, for fp8 and tf32."""
     reasons = [str(line) for line in plan.get("reasons", [])]
     lines = [single_line(line) for line in reasons if "fp8" in line or "(tf32)" in line]
     return f"Computed in {single_line(str(plan.get('precision')))}. {lines[-1]}." if lines else ""
@@ -139,12 +133,8 @@ def _samples(folder: RunFolder) -> str:
     for pair in before_after.get("answers", [])[:MAX_SAMPLES]:
         for label, key in (("prompt", "question"), ("before", "before"), ("after", "after")):
             text = truncate(str(pair.get(key, "")), MAX_SAMPLE_CHARS)
-            lines += [
-                f"{label.capitalize()}:",
-                "",
-                *(f"    {single_line(line)}" for line in text.splitlines() or [""]),
-                "",
-            ]
+            quoted = [f"    {single_line(line)}" for line in text.splitlines() or [""]]
+            lines += [f"{label.capitalize()}:", "", *quoted, ""]
     return "\n".join(lines).rstrip()
 
 

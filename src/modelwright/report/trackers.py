@@ -16,8 +16,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from modelwright.errors import first_line
 from modelwright.recipe.schema import Recipe
@@ -28,65 +29,66 @@ LOGGED_METRICS = (
     *("loss", "learning_rate", "grad_norm", "tokens_per_second", "samples_per_second", "mfu", "peak_memory_bytes"),
     "epoch",
 )
-"""What is handed on, beside everything that an evaluation measured."""
+"""Fields of a step that are logged; of an evaluation, everything measured."""
 MAX_QUEUED_EVENTS = 10_000
-"""Events that wait for a slow tracker; later ones it does not get."""
+"""Events queued for a slow tracker; more are dropped."""
 FLUSH_TIMEOUT_SECONDS = 60.0
-"""How long the end of a run waits for a tracker to have sent everything."""
+"""How long the end of a run waits for a tracker to flush."""
 
 
-class Tracker(Protocol):
-    """Takes numbers."""
+class Tracker:
+    """Interface of experiment trackers."""
 
     def log(self, stage: str, values: Mapping[str, float], step: int, when: float) -> None:
-        """The values of a stage's step, by name."""
+        """Log the metrics of a stage's step."""
+        raise NotImplementedError
 
     def on_resume(self, step: int, when: float) -> None:
-        """What came after a step is done again."""
+        """Steps after this one are repeated; by default the last value of a step counts."""
 
     def close(self) -> None:
-        """The run ends."""
+        """End the run."""
 
 
-class TensorBoardTracker:
-    """Event files in the run folder."""
+class TensorBoardTracker(Tracker):
+    """TensorBoard event files in the run folder."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._file = EventFileWriter(folder.path / "tensorboard")
 
     def log(self, stage: str, values: Mapping[str, float], step: int, when: float) -> None:
-        """Whole in the file when this returns."""
+        """Log; the file is complete when this returns."""
         self._file.add_scalars({f"{stage}/{name}": value for name, value in values.items()}, step, when)
 
     def on_resume(self, step: int, when: float) -> None:
-        """TensorBoard forgets what came after."""
+        """Let TensorBoard drop the later steps."""
         self._file.add_session_start(step, when)
 
     def close(self) -> None:
-        """Nothing is left to write."""
+        """Close the file."""
         self._file.close()
 
 
 class SyncTracker:
-    """A tracker that is told at once."""
+    """A tracker that logs at once."""
 
     def __init__(self, name: str, factory: Callable[[], Tracker]) -> None:
         self._name, self._tracker = name, _start_tracker(name, factory)
 
     def submit(self, event: Event) -> None:
-        """Hand on what is in an event; a tracker that fails is told nothing more."""
+        """Log an event; a tracker that fails is disabled."""
         if self._tracker is not None and not _log_event(self._name, self._tracker, event):
             self._tracker = None
 
     def close(self) -> None:
-        """The run ends."""
+        """End the run."""
         if self._tracker is not None:
             with suppress(Exception):
                 self._tracker.close()
 
 
 class BackgroundTracker:
-    """A tracker on a thread of its own: a server that does not answer keeps no step waiting."""
+    """A tracker on its own thread, so that a slow server delays no step."""
 
     def __init__(self, name: str, factory: Callable[[], Tracker], flush_timeout: float = FLUSH_TIMEOUT_SECONDS) -> None:
         self._name, self._factory, self._flush_timeout = name, factory, flush_timeout
@@ -95,13 +97,13 @@ class BackgroundTracker:
         self._thread.start()
 
     def submit(self, event: Event) -> None:
-        """Leave an event for the thread; one too many is dropped."""
+        """Queue an event; dropped when the queue is full."""
         if self._thread.is_alive():
             with suppress(queue.Full):
                 self._events.put_nowait(event)
 
     def close(self) -> None:
-        """Wait until everything is sent, but not for ever."""
+        """Flush, for at most the timeout."""
         with suppress(queue.Full):
             self._events.put(None, timeout=self._flush_timeout)
         self._thread.join(self._flush_timeout)
@@ -117,12 +119,12 @@ class BackgroundTracker:
             try:
                 tracker.close()
             except Exception as error:
-                _print_note(f"{self._name} did not close cleanly ({type(error).__name__}: {first_line(error)[:300]})")
+                _print_note(f"{self._name} did not close cleanly ({_describe(error)})")
 
 
 @contextmanager
 def start_trackers(recipe: Recipe, folder: RunFolder, watch: EventListener | None) -> Iterator[EventListener]:
-    """A watcher of the journal that tells `watch` first, then every tracker the recipe names."""
+    """A listener of the journal that calls `watch`, then every tracker of the recipe."""
     trackers = [started for name in recipe.report_to if (started := _make_tracker(name, recipe, folder)) is not None]
 
     def dispatch(event: Event) -> None:
@@ -130,7 +132,7 @@ def start_trackers(recipe: Recipe, folder: RunFolder, watch: EventListener | Non
         if watch is not None:
             try:
                 watch(event)
-            except Exception:  # whoever watched has gone; the trackers have not
+            except Exception:  # closed terminal: the trackers continue
                 watch = None
         for tracker in trackers:
             tracker.submit(event)
@@ -146,15 +148,13 @@ def _make_tracker(name: str, recipe: Recipe, folder: RunFolder) -> SyncTracker |
     if name == "tensorboard":
         return SyncTracker(name, lambda: TensorBoardTracker(folder))
     try:
-        package = TRACKER_LOADERS[name]()  # imported here: two threads that import at once may each find half a module
+        package = import_module(name)  # not on the tracker's thread: concurrent imports may see half a module
     except ImportError:
         _print_note(f"report_to names {name}, which is not installed: pip install {name}; training continues")
     except Exception as error:
-        _print_note(
-            f"{name} could not be loaded ({type(error).__name__}: {first_line(error)[:300]}); training continues"
-        )
+        _print_note(f"{name} could not be loaded ({_describe(error)}); training continues")
     else:
-        return BackgroundTracker(name, lambda: package(recipe, folder))
+        return BackgroundTracker(name, lambda: TRACKERS[name](package, recipe, folder))
     return None
 
 
@@ -162,12 +162,12 @@ def _start_tracker(name: str, factory: Callable[[], Tracker]) -> Tracker | None:
     try:
         return factory()
     except Exception as error:
-        _print_note(f"{name} could not start ({type(error).__name__}: {first_line(error)[:300]}); training continues")
+        _print_note(f"{name} could not start ({_describe(error)}); training continues")
         return None
 
 
 def _log_event(name: str, tracker: Tracker, event: Event) -> bool:
-    """Whether a tracker took what is in an event."""
+    """Log an event; False where the tracker failed."""
     try:
         kind, stage = event["event"], event.get("stage", "")
         if kind in ("step", "evaluation"):
@@ -177,11 +177,13 @@ def _log_event(name: str, tracker: Tracker, event: Event) -> bool:
         elif kind == "resumed":
             tracker.on_resume(int(event["step"]), float(event["time"]))
     except Exception as error:
-        _print_note(
-            f"{name} logging failed, tracker disabled ({type(error).__name__}: {first_line(error)[:300]}); training continues"
-        )
+        _print_note(f"{name} logging failed, tracker disabled ({_describe(error)}); training continues")
         return False
     return True
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)[:300]}"
 
 
 def _print_note(line: str) -> None:
@@ -191,17 +193,17 @@ def _print_note(line: str) -> None:
 
 PROJECT = "modelwright"
 MAX_PARAMS_PER_CALL = 100
-"""As many as mlflow takes at once."""
+"""Limit of mlflow."""
 
 
-class MlflowTracker:
-    """One mlflow run."""
+class MlflowTracker(Tracker):
+    """One MLflow run."""
 
     def __init__(self, mlflow: Any, recipe: Recipe, folder: RunFolder) -> None:
         self._mlflow = mlflow
         run_id = _load_run_id(folder, "mlflow")
         if run_id is not None:
-            with suppress(Exception):  # this may be another store than the one it is in
+            with suppress(Exception):  # the run may be in another store
                 mlflow.start_run(run_id=run_id)
                 return
         run = mlflow.start_run(run_name=recipe.name)
@@ -211,19 +213,16 @@ class MlflowTracker:
         _save_run_id(folder, "mlflow", run.info.run_id)
 
     def log(self, stage: str, values: Mapping[str, float], step: int, when: float) -> None:
-        """Each metric has steps of its own."""
+        """Log; each metric has its own steps."""
         self._mlflow.log_metrics({f"{stage}/{name}": value for name, value in values.items()}, step=step)
 
-    def on_resume(self, step: int, when: float) -> None:
-        """It knows no going back: the newest value of a step counts."""
-
     def close(self) -> None:
-        """The run ends."""
+        """End the run."""
         self._mlflow.end_run()
 
 
-class WandbTracker:
-    """One wandb run."""
+class WandbTracker(Tracker):
+    """One W&B run."""
 
     def __init__(self, wandb: Any, recipe: Recipe, folder: RunFolder) -> None:
         run_id = _run_id(folder, "wandb")
@@ -235,75 +234,48 @@ class WandbTracker:
             resume="allow",
             dir=str(folder.path),
             config=recipe.model_dump(mode="json"),
-            settings=wandb.Settings(console="off"),  # the terminal is ours, and the journal has it all
+            settings=wandb.Settings(console="off"),  # the journal has the output
         )
 
     def log(self, stage: str, values: Mapping[str, float], step: int, when: float) -> None:
-        """Its own step may never go back, which stages and resumed runs do; so each stage has a step of its own."""
+        """Log with a step metric per stage: W&B's own step must not decrease, as it does with stages and resumes."""
         if stage not in self._stages:
             self._run.define_metric(f"{stage}/step", hidden=True)
             self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
             self._stages.add(stage)
         self._run.log({f"{stage}/step": step, **{f"{stage}/{name}": value for name, value in values.items()}})
 
-    def on_resume(self, step: int, when: float) -> None:
-        """It knows no going back: the newest value of a step counts."""
-
     def close(self) -> None:
-        """The run ends."""
+        """End the run."""
         self._run.finish()
 
 
-class TrackioTracker:
+class TrackioTracker(Tracker):
     """One trackio run."""
 
     def __init__(self, trackio: Any, recipe: Recipe, folder: RunFolder) -> None:
-        name = f"{recipe.name}-{_run_id(folder, 'trackio')}"  # it knows runs by their names alone
+        name = f"{recipe.name}-{_run_id(folder, 'trackio')}"  # trackio identifies runs by name
         self._run = trackio.init(project=PROJECT, name=name, resume="allow", config=dict(flatten(recipe.model_dump())))
 
     def log(self, stage: str, values: Mapping[str, float], step: int, when: float) -> None:
-        """Steps may go back."""
+        """Log; steps may decrease."""
         self._run.log({f"{stage}/{name}": value for name, value in values.items()}, step=step)
 
-    def on_resume(self, step: int, when: float) -> None:
-        """It knows no going back: the newest value of a step counts."""
-
     def close(self) -> None:
-        """The run ends."""
+        """End the run."""
         self._run.finish()
 
 
-TrackerFactory = Callable[[Recipe, RunFolder], Any]
-
-
-def _load_mlflow() -> TrackerFactory:
-    import mlflow
-
-    return lambda recipe, folder: MlflowTracker(mlflow, recipe, folder)
-
-
-def _load_wandb() -> TrackerFactory:
-    import wandb
-
-    return lambda recipe, folder: WandbTracker(wandb, recipe, folder)
-
-
-def _load_trackio() -> TrackerFactory:
-    import trackio
-
-    return lambda recipe, folder: TrackioTracker(trackio, recipe, folder)
-
-
-TRACKER_LOADERS: dict[str, Callable[[], TrackerFactory]] = {
-    "mlflow": _load_mlflow,
-    "wandb": _load_wandb,
-    "trackio": _load_trackio,
+TRACKERS: dict[str, Callable[[Any, Recipe, RunFolder], Tracker]] = {
+    "mlflow": MlflowTracker,
+    "wandb": WandbTracker,
+    "trackio": TrackioTracker,
 }
-"""Each imports its package and returns what begins a run with it."""
+"""Trackers that need a package of their own, by its name."""
 
 
 def _load_run_id(folder: RunFolder, tracker: str) -> str | None:
-    """What this run was called in a tracker, where it was there before."""
+    """The run's id in a tracker, if it was logged there before."""
     path = _run_id_path(folder, tracker)
     return str(read_json(path)["run"]) if path.exists() else None
 
@@ -315,16 +287,16 @@ def _save_run_id(folder: RunFolder, tracker: str, run_id: str) -> str:
 
 
 def _run_id_path(folder: RunFolder, tracker: str) -> Path:
-    return folder.path / "trackers" / f"{tracker}.json"  # one each: every tracker has a thread of its own
+    return folder.path / "trackers" / f"{tracker}.json"  # one file each: trackers run on their own threads
 
 
 def _run_id(folder: RunFolder, tracker: str) -> str:
-    """What a run is called in a tracker that lets us choose; the same when it goes on."""
+    """The run's id in a tracker that lets us choose; kept for resumes."""
     return _load_run_id(folder, tracker) or _save_run_id(folder, tracker, secrets.token_hex(4))
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings by their whole names, as ``sft.learning_rate``; what is not set is left out."""
+    """Settings by dotted key, such as sft.learning_rate; None is left out."""
     for key, value in settings.items():
         if isinstance(value, Mapping):
             yield from flatten(value, f"{prefix}{key}.")
@@ -335,11 +307,11 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 CRC32C_POLYNOMIAL = 0x82F63B78
 CRC32C_MASK = 0xA282EAD8
 SESSION_START = 1
-"""SessionLog.START: what came before from this step on is forgotten."""
+"""SessionLog.START: TensorBoard drops what was logged from this step on."""
 
 
 class EventFileWriter:
-    """One event file, added to as the run goes."""
+    """Appends to one event file."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -355,11 +327,11 @@ class EventFileWriter:
         self._write(_message_field(5, summaries), step, when)
 
     def add_session_start(self, step: int, when: float) -> None:
-        """Say that everything after a step is done again."""
+        """Mark that the steps after this one are repeated."""
         self._write(_message_field(7, b"\x08" + _varint(SESSION_START)), step + 1, when)
 
     def close(self) -> None:
-        """Stop writing."""
+        """Close the file."""
         self._file.close()
 
     def _write(self, body: bytes, step: int, when: float) -> None:

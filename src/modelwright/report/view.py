@@ -4,84 +4,80 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from modelwright.errors import ModelwrightError
+from modelwright.errors import GateClosed, ModelwrightError
 from modelwright.recipe.explain import SettingValue, list_settings, non_default_settings
 from modelwright.recipe.load import LoadedRecipe, load
-from modelwright.report.formatting import (
-    format_metric,
-    format_setting,
-    single_line,
-)
+from modelwright.report.formatting import format_metric, format_setting, format_table
 from modelwright.report.history import RunHistory, StageHistory
 from modelwright.runs.folder import RunFolder
 
 MAX_JSON_BYTES = 8_000_000
-"""Bytes of a JSON file of the run that a page reads; a larger one is not ours."""
+"""Largest JSON file of a run that is read."""
 MAX_IMAGE_BYTES = 20_000
 MAX_IMAGES = 25
+IDENTITY_KEYS = frozenset({"name", "description", "output_dir"})
+"""Settings that differ between any two runs and do not affect training."""
 
 
 @dataclass(frozen=True)
 class RunView:
-    """One run, ready to be drawn."""
+    """Everything that is shown of one run."""
 
     folder: RunFolder
-    """Where it lies."""
+    """The run folder."""
     history: RunHistory
-    """What its journal says."""
+    """Its journal, replayed."""
     loaded: LoadedRecipe | None
-    """Its recipe, where it is kept already."""
+    """Its recipe, if written already."""
     settings: tuple[tuple[SettingValue, Any], ...] = ()
-    """Settings that differ from the defaults, with those."""
+    """Settings that differ from the defaults, each with its default."""
     gates: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The verdicts, by stage."""
+    """Verdicts by stage."""
     plan: dict[str, Any] = field(default_factory=dict)
-    """What was planned, by stage."""
+    """Plans by stage."""
     data: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What the model saw, by stage."""
+    """Data manifests by stage."""
     summary: dict[str, Any] = field(default_factory=dict)
-    """Settings and results in one."""
+    """training_summary.json."""
     misclassified: dict[str, Any] = field(default_factory=dict)
-    """What an image classifier got wrong."""
+    """Mistakes of an image classifier."""
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What each finished stage wrote, by stage."""
+    """Results of finished stages."""
     lineage: dict[str, Any] = field(default_factory=dict)
-    """Which model came from which, and what a person accepted."""
+    """Parent of each model, and gates accepted manually."""
 
     @property
     def name(self) -> str:
-        """What the run is called."""
+        """Name of the run."""
         recipe_name = self.history.last_events.get("run", {}).get("recipe")
         return self.loaded.recipe.name if self.loaded else str(recipe_name or self.folder.path.name)
 
     @property
     def description(self) -> str:
-        """The recipe's own line."""
+        """The recipe's description."""
         return self.loaded.recipe.description if self.loaded else ""
 
     @property
     def stages(self) -> list[StageHistory]:
-        """Every stage the recipe asks for, those not begun too."""
-        requested = (
-            list(self.loaded.recipe.stages)
-            if self.loaded
-            else self.history.last_events.get("run", {}).get("stages", [])
-        )
-        names = dict.fromkeys([*(str(name) for name in requested), *self.history.stages])
+        """Every stage of the recipe, also those not started."""
+        recorded = self.history.last_events.get("run", {}).get("stages", [])
+        requested = self.loaded.recipe.stages if self.loaded else recorded
+        names = dict.fromkeys([*map(str, requested), *self.history.stages])
         return [self.history.stages.get(name) or StageHistory(name) for name in names]
 
     @property
     def current(self) -> StageHistory | None:
-        """The last stage that has begun."""
+        """The last stage that was started."""
         return next((stage for stage in reversed(self.stages) if stage.steps or stage.last_events), None)
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """What was measured last."""
+        """Metrics of the last judged stage."""
         for stage in reversed(self.stages):
             verdict = stage.last_events.get("verdict") or self.gates.get(stage.name)
             if verdict and isinstance(verdict.get("metrics"), dict):
@@ -89,21 +85,16 @@ class RunView:
         return {}
 
     @property
-    def verdict(self) -> dict[str, Any] | None:
-        """The last verdict told."""
-        return next((s.last_events["verdict"] for s in reversed(self.stages) if "verdict" in s.last_events), None)
-
-    @property
     def state(self) -> str:
-        """Finished, stopped, closed, or going on."""
+        """State of the history, or `gate closed`."""
         stopped = self.history.last_events.get("stopped", {})
-        if self.history.state == "stopped" and stopped.get("exit_code") == 3:
+        if self.history.state == "stopped" and stopped.get("exit_code") == GateClosed.exit_code:
             return "gate closed"
         return self.history.state
 
     @property
     def misclassified_images(self) -> list[dict[str, Any]]:
-        """The surest mistakes that have a picture, each as a data address."""
+        """The most confident mistakes that have an image, each as a data: URL."""
         images = []
         for mistake in self.misclassified.get("surest_mistakes", [])[:MAX_IMAGES]:
             path = self.folder.demo_outputs / "mistakes" / f"{mistake.get('row')}.png"
@@ -113,10 +104,10 @@ class RunView:
         return images
 
 
-def load_run_view(folder: RunFolder, history: RunHistory) -> RunView:
-    """Read what a page needs; each part that is missing or damaged is left out."""
+def load_run_view(folder: RunFolder, history: RunHistory, stages: Sequence[str] | None = None) -> RunView:
+    """Read a run folder; missing and damaged files are left out."""
     loaded = _load_recipe(folder)
-    stages = [*history.stages]
+    stages = [*history.stages] if stages is None else stages
     return RunView(
         folder=folder,
         history=history,
@@ -149,78 +140,59 @@ def _load_json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-IDENTITY_KEYS = frozenset({"name", "description", "output_dir"})
-"""Settings in which any two runs differ, and which decide nothing."""
-
-
 @dataclass(frozen=True)
 class RunComparison:
-    """Two runs, row by row."""
+    """Two runs compared; each pair holds the value of the first and of the second."""
 
     names: tuple[str, str]
-    """What they are called."""
+    """Their folders."""
     metrics: dict[str, tuple[Any, Any]]
-    """What was measured in either."""
+    """All metrics."""
     settings: dict[str, tuple[Any, Any]]
     """Settings that differ."""
     gates: dict[str, tuple[str, str]]
-    """How each stage's gate stands."""
+    """State of each stage's gate."""
 
     def as_json(self) -> dict[str, Any]:
-        """For machines; the first run's value stands first."""
-        return {"runs": list(self.names), "metrics": _lists(self.metrics), "settings": _lists(self.settings),
-                "gates": _lists(self.gates)}  # fmt: skip
+        """The comparison as JSON."""
+        return {"runs": self.names, "metrics": self.metrics, "settings": self.settings, "gates": self.gates}
 
 
 def compare_runs(first: RunView, second: RunView) -> RunComparison:
-    """Hold two runs against each other."""
-    views = (first, second)
-    metrics = [
-        {
-            **view.metrics,
-            "goodput": view.history.time_breakdown.goodput,
-            "time": view.history.time_breakdown.total_seconds,
-        }
-        for view in views
-    ]
-    settings = [_settings(view) for view in views]
-    gates = [_gate_states(view) for view in views]
+    """Compare metrics, gates and settings of two runs."""
+    settings = _pairs(_settings(first), _settings(second))
     return RunComparison(
         names=(str(first.folder.path), str(second.folder.path)),
-        metrics=_pairs(*metrics),
-        settings={key: pair for key, pair in _pairs(*settings).items() if pair[0] != pair[1]},
-        gates=_pairs(*gates),
+        metrics=_pairs(_metrics(first), _metrics(second)),
+        settings={key: pair for key, pair in settings.items() if pair[0] != pair[1]},
+        gates=_pairs(_gate_states(first), _gate_states(second)),
     )
 
 
 def comparison_lines(comparison: RunComparison) -> list[str]:
-    """The two runs for a terminal: a table of three columns."""
-    table: list[tuple[str, str, str]] = [("", *comparison.names), ("", "", "")]
-    table += [
-        (metric, format_metric(metric, one), format_metric(metric, two))
-        for metric, (one, two) in comparison.metrics.items()
-    ]
-    table += [("", "", ""), *((f"gate {stage}", one, two) for stage, (one, two) in comparison.gates.items())]
-    if comparison.settings:
-        table.append(("", "", ""))
-    table += [(key, _format_cell(one), _format_cell(two)) for key, (one, two) in comparison.settings.items()]
-    cells = [
-        tuple(single_line(cell) for cell in row) for row in table
-    ]  # names and settings may hold what a terminal obeys
-    widths = [max(len(row[column]) for row in cells) for column in range(2)]
-    return [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in cells]
+    """Two runs as a text table: metrics, gates, settings that differ."""
+    blank = ("", "", "")
+    table: list[tuple[str, str, str]] = [("", *comparison.names), blank]
+    for metric, (first, second) in comparison.metrics.items():
+        table.append((metric, format_metric(metric, first), format_metric(metric, second)))
+    table += [blank, *((f"gate {stage}", *states) for stage, states in comparison.gates.items())]
+    table += [blank] if comparison.settings else []
+    table += [(key, _format_cell(first), _format_cell(second)) for key, (first, second) in comparison.settings.items()]
+    return format_table(table)
 
 
 def _format_cell(value: Any) -> str:
     return "" if value is None else format_setting(value)[:44]
 
 
+def _metrics(view: RunView) -> dict[str, Any]:
+    time = view.history.time_breakdown
+    return {**view.metrics, "goodput": time.goodput, "time": time.total_seconds}
+
+
 def _settings(view: RunView) -> dict[str, Any]:
-    return (
-        {row.key: row.value for row in list_settings(view.loaded) if row.key not in IDENTITY_KEYS}
-        if view.loaded
-        else {}
-    )
+    rows = list_settings(view.loaded) if view.loaded else ()
+    return {row.key: row.value for row in rows if row.key not in IDENTITY_KEYS}
 
 
 def _gate_states(view: RunView) -> dict[str, str]:
@@ -234,7 +206,3 @@ def _gate_states(view: RunView) -> dict[str, str]:
 
 def _pairs(first: dict[str, Any], second: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     return {key: (first.get(key), second.get(key)) for key in dict.fromkeys([*first, *second])}
-
-
-def _lists(pairs: dict[str, tuple[Any, Any]]) -> dict[str, list[Any]]:
-    return {key: list(pair) for key, pair in pairs.items()}
