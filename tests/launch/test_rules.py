@@ -177,7 +177,7 @@ def test_a_manifest_as_people_write_them_is_told_all_its_mistakes_at_once() -> N
     letters = lint(parse_manifests(DOCUMENTS_OWN, "survival.yaml"))
     told = "\n".join(map(str, letters))
     for words in ("starts python on 4 nodes", "WORLD_SIZE, which is overwritten", "HF_TOKEN for all to read",
-                  "has no HOME", "allowPrivilegeEscalation is not said", "backoffLimit is missing",
+                  "has no HOME", "allowPrivilegeEscalation is not set", "backoffLimit is missing",
                   "no annotation makes a job appear", "no kueue.x-k8s.io/queue-name",
                   "any GPU may be given"):  # fmt: skip
         assert words in told, words

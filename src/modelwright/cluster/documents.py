@@ -46,11 +46,9 @@ def dump_documents(documents: Sequence[Document], comments: YamlComments | None 
     for document in documents:
         kind, name = document["kind"], document["metadata"]["name"]
         comment = comments.by_document.get(f"{kind} {name}") or comments.by_document.get(kind, "")
-        kind_comments = {
-            key.partition(" ")[2]: text for key, text in comments.by_key.items() if key.startswith(f"{kind} ")
-        }
-        unused_comments = {**comments.by_key, **kind_comments}
-        parts.append("---\n" + _comment(comment) + "\n".join(_lines(document, 0, unused_comments)) + "\n")
+        prefix = f"{kind} "
+        own = {key.removeprefix(prefix): text for key, text in comments.by_key.items() if key.startswith(prefix)}
+        parts.append("---\n" + _comment(comment) + "\n".join(_lines(document, 0, {**comments.by_key, **own})) + "\n")
     return "".join(parts)
 
 
@@ -103,9 +101,8 @@ def _is_block(text: str) -> bool:
     """Whether multi-line text survives a literal block unchanged."""
     lines = text.split("\n")
     printable = all(line == line.rstrip() and line.isprintable() for line in lines)
-    return (
-        len(lines) > 2 and printable and text[:1] not in (" ", "") and text.endswith("\n") and not text.endswith("\n\n")
-    )
+    one_end = text.endswith("\n") and not text.endswith("\n\n")
+    return len(lines) > 2 and printable and text[:1] not in (" ", "") and one_end
 
 
 def _scalar(value: Any) -> str:
@@ -123,7 +120,7 @@ class Manifest:
     file: str
     """The file it came from, as shown in messages."""
     body: Any
-    """What it says."""
+    """Its content."""
     line: int
     """Where it begins."""
 
@@ -194,22 +191,8 @@ def _items(body: CommentedMap, name: str, line: int) -> list[Manifest]:
 GPU = "nvidia.com/gpu"
 
 
-@dataclass(frozen=True)
-class FieldFinding:
-    """A problem with a field."""
-
-    manifest: Manifest
-    """The document it is in."""
-    path: FieldPath
-    """The field."""
-    message: str
-    """What was found and what would do."""
-    is_error: bool = True
-    """Whether it is an error (the job would be refused or fail) or a warning."""
-
-
 def get_field(node: Any, *keys: PathKey) -> Any:
-    """What lies at a path; nothing where the path ends early."""
+    """The value at a path, or None."""
     for key in keys:
         if isinstance(node, dict):
             node = node.get(key)
@@ -254,10 +237,8 @@ class PodTemplate:
 
     @property
     def container_path(self) -> FieldPath:
-        index = next(
-            (i for i, container in enumerate(self.containers) if container.get("name") == self.container_name), 0
-        )
-        return (*self.path, "containers", index)
+        names = [container.get("name") for container in self.containers]
+        return (*self.path, "containers", names.index(self.container_name) if self.container_name in names else 0)
 
     @property
     def containers(self) -> list[dict[str, Any]]:
@@ -302,16 +283,17 @@ class PodTemplate:
             for index, variable in enumerate(get_items(self.training_container, "env"))
         ]
         if self.job.kind == "TrainJob":
-            for index, variable in enumerate(get_items(self.job.body, "spec", "trainer", "env")):
-                result.append((self.job, ("spec", "trainer", "env", index), variable))
+            trainer_env = get_items(self.job.body, "spec", "trainer", "env")
+            result += [(self.job, ("spec", "trainer", "env", i), variable) for i, variable in enumerate(trainer_env)]
         return result
 
     @property
     def command(self) -> tuple[Manifest, FieldPath, list[str]]:
         """The complete command line, and its path."""
-        for manifest, path in ((self.job, ("spec", "trainer")), (self.manifest, self.container_path)):
-            if self.job.kind != "TrainJob" and manifest is self.job and path == ("spec", "trainer"):
-                continue
+        sources: list[tuple[Manifest, FieldPath]] = [(self.manifest, self.container_path)]
+        if self.job.kind == "TrainJob":
+            sources.insert(0, (self.job, ("spec", "trainer")))
+        for manifest, path in sources:
             parts = [get_field(manifest.body, *path, key) for key in ("command", "args")]
             args = [str(arg) for part in parts if isinstance(part, list) for arg in part]
             if args:
@@ -338,10 +320,8 @@ class ManifestSet:
     def _job_pod_templates(self, manifest: Manifest) -> Iterator[PodTemplate]:
         if manifest.kind == "PyTorchJob":
             specs = get_field(manifest.body, "spec", "pytorchReplicaSpecs")
-            roles = (
-                {key: spec for key, spec in specs.items() if isinstance(spec, dict)} if isinstance(specs, dict) else {}
-            )
-            counts = {key: _count(spec.get("replicas"), 1) for key, spec in roles.items()}
+            roles = specs.items() if isinstance(specs, dict) else ()
+            counts = {key: _count(spec.get("replicas"), 1) for key, spec in roles if isinstance(spec, dict)}
             for key, count in counts.items():
                 path: FieldPath = ("spec", "pytorchReplicaSpecs", key, "template", "spec")
                 yield PodTemplate(manifest, path, manifest, count, sum(counts.values()), "pytorch")
@@ -350,14 +330,8 @@ class ManifestSet:
 
     def _runtime_pod_templates(self, job: Manifest) -> Iterator[PodTemplate]:
         name = get_field(job.body, "spec", "runtimeRef", "name")
-        runtime = next(
-            (
-                replicated_job
-                for replicated_job in self.manifests
-                if replicated_job.kind == "TrainingRuntime" and replicated_job.name == name
-            ),
-            None,
-        )
+        runtimes = (manifest for manifest in self.manifests if manifest.kind == "TrainingRuntime")
+        runtime = next((manifest for manifest in runtimes if manifest.name == name), None)
         if runtime is None:
             return
         default = _count(get_field(runtime.body, "spec", "mlPolicy", "numNodes"), 1)

@@ -62,19 +62,18 @@ Schema = ScalarType | ArrayOf | MapOf | ObjectSchema
 
 
 def validate(value: Any, schema: Schema, path: FieldPath = ()) -> Iterator[tuple[FieldPath, str]]:
-    """Every field that is unknown, missing or of another type: its path, and what would do."""
-    name = format_path(path)
+    """Every field that is unknown, missing or of another type: its path, and the message that continues it."""
     if isinstance(schema, ScalarType):
         if not _is_of_type(value, schema):
-            yield path, f"{name} is {_format_value(value)}; it wants {schema.expected}{_advice(value, schema)}"
+            yield path, f" is {_format_value(value)}; it wants {schema.expected}{_advice(value, schema)}"
     elif isinstance(schema, ArrayOf):
         if not isinstance(value, list):
-            yield path, f"{name} is {_format_value(value)}; it wants a list, each item after a dash"
+            yield path, f" is {_format_value(value)}; it wants a list, each item after a dash"
             return
         for index, item in enumerate(value):
             yield from validate(item, schema.item, (*path, index))
     elif not isinstance(value, dict):
-        yield path, f"{name} is {_format_value(value)}; it wants a mapping"
+        yield path, f" is {_format_value(value)}; it wants a mapping"
     elif isinstance(schema, MapOf):
         for key, item in value.items():
             yield from validate(item, schema.value, (*path, str(key)))
@@ -91,18 +90,12 @@ def _validate_object(value: dict[str, Any], schema: ObjectSchema, path: FieldPat
         elif key not in schema.other_fields:
             close = difflib.get_close_matches(str(key), [*schema.fields, *schema.other_fields], n=1, cutoff=0.7)
             suggested |= set(close)
-            hint = (
-                f"did you mean {close[0]}?"
-                if close
-                else f"there is no such field in {format_path(path) or 'a document'}"
-            )
-            yield (
-                (*path, str(key)),
-                f"{format_path((*path, str(key)))} is unknown and would be dropped or refused; {hint}",
-            )
+            none = f"there is no such field in {format_path(path) or 'a document'}"
+            hint = f"did you mean {close[0]}?" if close else none
+            yield (*path, str(key)), f" is unknown and would be dropped or refused; {hint}"
     for key in schema.required:
         if key not in suggested and value.get(key) is None:
-            yield (*path, key), f"{format_path((*path, key))} is missing; it wants {_expected(schema.fields[key])}"
+            yield (*path, key), f" is missing; it wants {_expected(schema.fields[key])}"
 
 
 def format_path(path: FieldPath) -> str:
@@ -112,9 +105,9 @@ def format_path(path: FieldPath) -> str:
 
 
 def _expected(schema: Schema) -> str:
-    return (
-        schema.expected if isinstance(schema, ScalarType) else "a list" if isinstance(schema, ArrayOf) else "a mapping"
-    )
+    if isinstance(schema, ScalarType):
+        return schema.expected
+    return "a list" if isinstance(schema, ArrayOf) else "a mapping"
 
 
 def _is_of_type(value: Any, scalar_type: ScalarType) -> bool:
