@@ -1,1 +1,1 @@
-"""The engine: one loop for every task, on one device or many, killed at any moment and none the worse."""
+"""The engine: one training loop for every task, on one or many devices, with exact resume after a kill."""

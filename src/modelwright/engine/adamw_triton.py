@@ -37,9 +37,8 @@ def _adamw_block(  # type: ignore[no-untyped-def]  # Triton would evaluate annot
     bits = (tl.load(weight + offsets, mask).to(tl.int32) << 16) + tl.load(remainder + offsets, mask).to(tl.int32)
     master = bits.to(tl.float32, bitcast=True)
     master = master * (1 - lr * weight_decay)
-    master = master - lr / tl.load(bias_corrections) * momentum / (
-        tl.sqrt(variance) / tl.load(bias_corrections + 1) + epsilon
-    )
+    denominator = tl.sqrt(variance) / tl.load(bias_corrections + 1) + epsilon
+    master = master - lr / tl.load(bias_corrections) * momentum / denominator
     bits = master.to(tl.int32, bitcast=True)
     high = (bits + 0x8000) >> 16
     tl.store(exp_avg + offsets, momentum.to(exp_avg.dtype.element_ty), mask)

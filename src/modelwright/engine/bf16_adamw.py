@@ -44,11 +44,8 @@ def build_pointer_table(tensors: Sequence[tuple[Tensor, ...]], block: int) -> Po
     addresses = np.array([tensor.data_ptr() for group in tensors for tensor in group]).reshape(len(tensors), -1)
     pointers = np.column_stack((addresses, counts, programs.cumsum() - programs))
     block_owner = np.repeat(np.arange(len(tensors), dtype=np.int32), programs)
-    return PointerTable(
-        torch.from_numpy(pointers),
-        torch.from_numpy(block_owner),
-        1 if (pointers[:, :-1] % VECTOR_BYTES).any() else VECTOR_BYTES,
-    )
+    alignment = 1 if (pointers[:, :-1] % VECTOR_BYTES).any() else VECTOR_BYTES
+    return PointerTable(torch.from_numpy(pointers), torch.from_numpy(block_owner), alignment)
 
 
 UpdateFn = Callable[[StepScalars, Hyperparameters], None]
@@ -99,10 +96,7 @@ class PreparedStep(NamedTuple):
 
 
 class BF16AdamW(torch.optim.Optimizer):
-    """AdamW over bf16 parameters whose fp32 master weights are kept exactly, as bf16 plus a 16-bit remainder.
-
-    exp_avg may be bf16, which saves 2 bytes per parameter without a measurable effect on the loss.
-    """
+    """AdamW over bf16 parameters with exact fp32 masters; a bf16 exp_avg saves 2 bytes per parameter at no loss."""
 
     def __init__(
         self,
@@ -127,10 +121,7 @@ class BF16AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def set_clip_factor(self, max_norm: float) -> Tensor:
-        """Clip to this gradient norm by scaling gradients as the step reads them; returns the norm.
-
-        The step is prepared here, while the device still computes.
-        """
+        """Clip to this norm by scaling gradients as the step reads them; returns the norm, and prepares the step."""
         grad_norm = self.prepare_step().grad_norm()
         self._clip_factor.copy_((max_norm / (grad_norm + 1e-6)).clamp(max=1.0))
         return grad_norm
@@ -152,10 +143,8 @@ class BF16AdamW(torch.optim.Optimizer):
             learning_rate = group["lr"]
             if not isinstance(learning_rate, Tensor):  # a fill on the device: a copy from the host would synchronize
                 learning_rate = torch.full((), learning_rate, device=step_count.device)
-            update(
-                (learning_rate, bias_corrections, self._clip_factor),
-                (beta1, beta2, group["eps"], group["weight_decay"]),
-            )
+            hyperparameters = (beta1, beta2, group["eps"], group["weight_decay"])
+            update((learning_rate, bias_corrections, self._clip_factor), hyperparameters)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients and the step prepared for them."""
@@ -163,10 +152,7 @@ class BF16AdamW(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def prepare_step(self, static_grads: bool = False) -> PreparedStep:
-        """Prepare the next step, unless that was done for the same gradients.
-
-        static_grads: the step will be replayed, with gradients at the same addresses.
-        """
+        """Prepare the next step, unless done for these gradients; static_grads: a CUDA graph will replay it."""
         gradients = [weight.grad for group in self.param_groups for weight in group["params"]]
         prepared = self._prepared
         if (
@@ -174,9 +160,8 @@ class BF16AdamW(torch.optim.Optimizer):
             or (static_grads and not prepared.static_grads)
             or any(current is not previous for current, previous in zip(gradients, prepared.gradients, strict=True))
         ):
-            prepared = self._prepared = PreparedStep(
-                gradients, *self._build_step(gradients, static_grads), static_grads
-            )
+            grad_norm, updates = self._build_step(gradients, static_grads)
+            prepared = self._prepared = PreparedStep(gradients, grad_norm, updates, static_grads)
         return prepared
 
     def _build_step(
@@ -234,9 +219,8 @@ def _adamw_update(
     exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     master = join_fp32_master(weight, remainder)
     master = master * (1 - learning_rate * weight_decay)
-    master = master - learning_rate / bias_corrections[0] * momentum / (
-        exp_avg_sq.sqrt() / bias_corrections[1] + epsilon
-    )
+    denominator = exp_avg_sq.sqrt() / bias_corrections[1] + epsilon
+    master = master - learning_rate / bias_corrections[0] * momentum / denominator
     high, new_remainder = split_fp32_master(master)
     weight.copy_(high)
     remainder.copy_(new_remainder)

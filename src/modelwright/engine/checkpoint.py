@@ -155,9 +155,8 @@ class CheckpointManager:
         text = json.dumps(snapshot.state, indent=1, allow_nan=False).encode()
         _write_bytes(staged / STATE, text)
         files[STATE] = {"size": len(text), "xxh3": xxhash.xxh3_128_hexdigest(text)}
-        _write_bytes(
-            staged / MANIFEST, with_checksum({"step": snapshot.step, "modelwright": __version__, "files": files})
-        )
+        manifest = {"step": snapshot.step, "modelwright": __version__, "files": files}
+        _write_bytes(staged / MANIFEST, with_checksum(manifest))
         fsync_path(staged)
 
     def _check_free_space(self, snapshot: Snapshot) -> None:
@@ -328,10 +327,7 @@ class AsyncCheckpointer:
         self._preallocation: threading.Thread | None = None
 
     def preallocate_buffers(self, snapshot: Callable[[], Snapshot]) -> None:
-        """Allocate pinned host buffers once, while training runs: it takes seconds, which the first save would wait.
-
-        Called after the first step, since pinning blocks other work on the device.
-        """
+        """Allocate pinned host buffers in a thread after the first step: it takes seconds, before the first save."""
         if self._preallocation is not None or not self._background or not self._world.is_main:
             return
         current = snapshot()

@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-MAX_GRAPHS = 4
-"""CUDA graphs kept per callable: each has its own memory pool."""
+from modelwright.plan.memory import MAX_GRAPH_SHAPES
+
 WARMUP_CALLS = 3
 """Eager calls before capture, in which compilation and autotuning happen."""
-AUTO_MAX_PARAMS = 2_000_000_000
-"""Parameters below which the GPU waits for host launches: 79 k tokens/s eager, 140 k graphed, at 0.5 B."""
+
 StepFn = Callable[..., Tensor]
 Signature = tuple[object, ...]
 
@@ -30,7 +29,7 @@ class GraphedCallable:
         self, fn: StepFn, weights: Sequence[Tensor] = (), before_capture: Callable[[], object] = lambda: None
     ) -> None:
         self._fn, self._weights, self._before_capture = fn, weights, before_capture
-        self._max_graphs = MAX_GRAPHS
+        self._max_graphs = MAX_GRAPH_SHAPES  # each has its own memory pool
         self._call_counts: dict[Signature, int] = {}
         self._graphs: dict[Signature, tuple[Any, dict[str, Tensor], Tensor, list[Tensor | None], object]] = {}
         self._grads_of: Signature | None = None
@@ -89,10 +88,3 @@ class GraphedCallable:
             return False
         self._graphs[signature] = (graph, static_inputs, output, [weight.grad for weight in self._weights], prepared)
         return True
-
-
-def use_cuda_graphs(module: nn.Module, setting: str) -> bool:
-    """Whether to use CUDA graphs; setting: the recipe's cuda_graphs."""
-    if setting == "auto":
-        return sum(weight.numel() for weight in module.parameters()) < AUTO_MAX_PARAMS
-    return setting == "always"

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from threading import Thread
 from typing import Any, TypeVar
 
 import torch
@@ -205,7 +204,7 @@ def warm_up_cuda() -> None:
     """Start CUDA in a thread while Python imports libraries: both take seconds."""
     if torch.cuda.is_available():
         # no daemon: a thread cut off inside torch ends the process with SIGABRT
-        Thread(target=_run_matmul, name="warm-up-cuda").start()
+        threading.Thread(target=_run_matmul, name="warm-up-cuda").start()
 
 
 def _run_matmul() -> None:
@@ -329,6 +328,5 @@ class FailureChannel:
 def _is_lost_connection(error: RuntimeError) -> bool:
     """Whether a collective failed because a peer is gone or timed out."""
     patterns = ("onnection", "ocket", "imed out", "imeout", "NCCL", "Broken pipe", "Application timeout")
-    return isinstance(error, dist.DistError) or (
-        "gloo" in str(error) and any(pattern in str(error) for pattern in patterns)
-    )
+    is_gloo = "gloo" in str(error) and any(pattern in str(error) for pattern in patterns)
+    return is_gloo or isinstance(error, dist.DistError)

@@ -48,11 +48,10 @@ def halve_micro_batch(plan: StagePlan) -> StagePlan | None:
 
 def is_compiler_error(error: Exception) -> bool:
     """Whether the error comes from torch.compile or Triton, not from the step itself."""
-    error_modules = [type(exception).__module__ for exception in (error, error.__cause__) if exception is not None]
-    frame_modules = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
-    return any(name.startswith(COMPILER_MODULES) for name in error_modules) or any(
-        module.startswith(CACHE_MODULES) for module in frame_modules
-    )
+    if any(type(each).__module__.startswith(COMPILER_MODULES) for each in (error, error.__cause__)):
+        return True
+    frames = walk_tb(error.__traceback__)
+    return any(frame.f_globals.get("__name__", "").startswith(CACHE_MODULES) for frame, _ in frames)
 
 
 class CompileCacheLogFilter(logging.Filter):

@@ -102,9 +102,8 @@ class MemoryProfiler:
     def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._module, self._optimizer = module, optimizer
         self._weights, self._buffers = list(module.parameters()), list(module.buffers())
-        self._states = [
-            value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
-        ]
+        states = (value for state in optimizer.state.values() for value in state.values())
+        self._states = [value for value in states if isinstance(value, Tensor)]
         self._gradients = [weight.grad for weight in self._weights if weight.grad is not None]
         self.log = AllocationLog(baseline={
             "weights": _bytes(self._weights), "optimizer": _bytes(self._states), "buffers": _bytes(self._buffers),

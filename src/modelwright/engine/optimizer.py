@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +24,7 @@ ONE_CYCLE_START, ONE_CYCLE_END = 0.04, 0.001
 def build_optimizer(
     module: nn.Module, settings: OptimizerConfig, param_remainders: dict[Tensor, Tensor] | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer over the trainable parameters; vectors (norms, biases) get no weight decay.
-
-    param_remainders: for bf16 parameters, the remainders of their fp32 master weights.
-    """
+    """The optimizer over the trainable parameters, BF16AdamW given remainders; no weight decay for norms and biases."""
     trainable = [weight for weight in module.parameters() if weight.requires_grad]
     groups = [
         {"params": [weight for weight in trainable if weight.ndim >= 2], "weight_decay": settings.weight_decay},
@@ -37,13 +35,12 @@ def build_optimizer(
         nesterov = settings.momentum > 0
         return torch.optim.SGD(groups, settings.learning_rate, settings.momentum, nesterov=nesterov, fused=True)
     betas = (settings.adam_beta1, settings.adam_beta2)
+    hyperparameters: dict[str, Any] = {"lr": settings.learning_rate, "betas": betas, "eps": settings.adam_epsilon}
     if param_remainders is not None:
         exp_avg_dtype = torch.bfloat16 if settings.exp_avg_dtype == "bf16" else torch.float32
-        return BF16AdamW(
-            groups, param_remainders, exp_avg_dtype, lr=settings.learning_rate, betas=betas, eps=settings.adam_epsilon
-        )
+        return BF16AdamW(groups, param_remainders, exp_avg_dtype, **hyperparameters)
     # fused on 2 CPU cores too: 0.14 s instead of 0.35 s for 135 M parameters, and 1 GB less at the peak
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, eps=settings.adam_epsilon, fused=True)
+    return torch.optim.AdamW(groups, **hyperparameters, fused=True)
 
 
 def clip_grad_norm(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], max_norm: float) -> Tensor:

@@ -45,9 +45,7 @@ def parallelize(
 def repeated_layers(module: nn.Module) -> list[nn.Module]:
     """The decoder layers (or blocks) of a model: its longest ModuleList of one class."""
     lists = [list(candidate) for candidate in module.modules() if isinstance(candidate, nn.ModuleList)]
-    return max(
-        (candidate for candidate in lists if len({type(layer) for layer in candidate}) == 1), key=len, default=[]
-    )
+    return max((layers for layers in lists if len({type(layer) for layer in layers}) == 1), key=len, default=[])
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:

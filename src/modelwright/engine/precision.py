@@ -35,7 +35,7 @@ class MixedPrecision:
         # mkldnn warns at length on CPUs without bf16; the plan chose the precision
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # advice; the plan chose
-        self._scaler = torch.amp.GradScaler(device.type, init_scale=2.0**14) if name == "fp16" else None
+        self._scaler = torch.amp.GradScaler(device.type, init_scale=2.0**14, enabled=name == "fp16")
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Context of a forward pass: autocast to the compute dtype, or the TF32 setting in fp32."""
@@ -48,13 +48,10 @@ class MixedPrecision:
     def backward(self, loss: Tensor) -> None:
         """Scale the loss if fp16, and run backward."""
         with self._tf32_context():
-            (self._scaler.scale(loss) if self._scaler else loss).backward()  # type: ignore[no-untyped-call]
+            self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def _tf32_context(self) -> AbstractContextManager[Any]:
-        """On a GPU in fp32: TF32 on or off; otherwise torch's settings stay.
-
-        The switch is global to the process, so that backward threads and CUDA graph capture use it too.
-        """
+        """On a GPU in fp32: TF32 on or off for the whole process, so in backward threads and CUDA graph capture too."""
         computes_in_fp32 = self.compute_dtype is None and self._device.type == "cuda"
         return allow_tf32(self.tf32, convolutions=True) if computes_in_fp32 else nullcontext()
 
@@ -65,33 +62,28 @@ class MixedPrecision:
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale the gradients before clipping (fp16)."""
-        if self._scaler:
-            self._scaler.unscale_(optimizer)
+        self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Run the optimizer step, through the loss scaler with fp16."""
-        if self._scaler:
-            self._scaler.step(optimizer)
-        else:
-            optimizer.step()
+        self._scaler.step(optimizer)
 
     def update(self) -> None:
         """Update the loss scale after a step."""
-        if self._scaler:
-            self._scaler.update()
+        self._scaler.update()
 
     @property
     def can_lower_loss_scale(self) -> bool:
         """Whether a non-finite gradient may just mean that the loss scale is too large."""
-        return self._scaler is not None and self._scaler.get_scale() > 1.0
+        return self._scaler.is_enabled() and self._scaler.get_scale() > 1.0
 
     def state_dict(self) -> dict[str, Any]:
         """State of the loss scaler for a checkpoint."""
-        return self._scaler.state_dict() if self._scaler else {}
+        return self._scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the loss scaler."""
-        if self._scaler and state:
+        if state:
             self._scaler.load_state_dict(state)
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ from modelwright.engine.bf16_adamw import (
     to_bf16_with_remainders,
 )
 from modelwright.engine.checkpoint import LazyTensor, Snapshot, read_state
-from modelwright.engine.cuda_graphs import WARMUP_CALLS, GraphedCallable, use_cuda_graphs
+from modelwright.engine.cuda_graphs import WARMUP_CALLS, GraphedCallable
 from modelwright.engine.distributed import World
 from modelwright.engine.fallback import CompiledLayers, halve_micro_batch
 from modelwright.engine.optimizer import (
@@ -43,6 +44,7 @@ from modelwright.engine.spike_guard import SpikeGuard, is_bad_step
 from modelwright.engine.task import AsyncCopy, Cursor, MicroBatch, RankBatch, StepReport, Task, eval_metrics, to_device
 from modelwright.engine.throughput import MIN_TIMEOUT_SECONDS, TIMEOUT_AFTER_STEPS, TIMEOUT_STEPS, DeviceTimer
 from modelwright.errors import Refused
+from modelwright.plan.choose import uses_cuda_graphs
 from modelwright.plan.stage import StagePlan
 from modelwright.recipe.schema import TrainingConfig
 
@@ -81,22 +83,19 @@ class Engine:
         self._learning_rate = build_schedule(settings, plan)
         self.ema = EMA({**self.trainable_params, **self.buffers}, settings.ema_decay)
         self.guard = SpikeGuard(settings.spike_factor)
-        # FSDP moves its parameters between steps: a CUDA graph would read stale addresses
-        single_device = world.size == 1 and not isinstance(self._parallel_module, FSDPModule)
-        self._use_graphs = world.device.type == "cuda" and single_device and plan.precision != "fp16"
-        self._use_graphs = self._use_graphs and use_cuda_graphs(self._module, settings.cuda_graphs)
+        num_params = sum(param.numel() for param in self._module.parameters())
+        self._use_graphs = uses_cuda_graphs(settings.cuda_graphs, num_params, plan, world.device.type == "cuda")
         self.reset_step_state()
 
     def set_precision(self, precision: str, fp8_scaling: str) -> None:
         """Switch precision and FP8 scaling; a model converted to fp8 can compute in bf16 too."""
         set_fp8_scaling(self._fp8_linears, fp8_scaling if precision == "fp8" else None)
-        self.precision = MixedPrecision(
-            precision, self.world.device, self.plan.param_dtype, self.plan.tf32, fp8_scaling
-        )
+        device = self.world.device
+        self.precision = MixedPrecision(precision, device, self.plan.param_dtype, self.plan.tf32, fp8_scaling)
         if (precision, fp8_scaling) != (self.plan.precision, self.plan.fp8_scaling):
             self.plan = replace(self.plan, precision=precision, fp8_scaling=fp8_scaling)
         # uncompiled fp8 layers cast in separate passes: a DPO step takes 0.85 s, 0.28 s in bf16
-        should_compile = self._compiles or (precision == "fp8" and self.world.device.type == "cuda")
+        should_compile = self._compiles or (precision == "fp8" and device.type == "cuda")
         layers = repeated_layers(self._module) or [self._module]
         self._compiled = CompiledLayers(layers, self.plan_changes.append, should_compile)
 
@@ -112,10 +111,9 @@ class Engine:
         self._first_step = 0
         self._first_backward = GraphedCallable(self._forward_backward, list(self.trainable_params.values()))
         self._next_backward = GraphedCallable(self._forward_backward)
-        self._clip, self._update = (
-            GraphedCallable(part, before_capture=lambda: prepare_step(self.optimizer))
-            for part in (self._clip_grads, self._optimizer_step)
-        )
+        prepare = partial(prepare_step, self.optimizer)
+        self._clip = GraphedCallable(self._clip_grads, before_capture=prepare)
+        self._update = GraphedCallable(self._optimizer_step, before_capture=prepare)
         if self._use_graphs:
             for group in self.optimizer.param_groups:
                 group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=self.world.device)
@@ -148,19 +146,17 @@ class Engine:
         began = time.perf_counter()
         step, learning_rate = self.cursor.step, self._learning_rate(self.cursor.step)
         rank_batch = self._rank_batch(step)
-        tokens, trained_tokens, stop_votes = self.world.all_reduce_sum(
-            rank_batch.tokens, rank_batch.trained_tokens, stop_requested
-        )
+        counts = (rank_batch.tokens, rank_batch.trained_tokens, stop_requested)
+        tokens, trained_tokens, stop_votes = self.world.all_reduce_sum(*counts)
         if not self._module.training:  # train() over all submodules takes 0.8 ms of host time
             self._module.train()
         self.world.heartbeat.set_phase("training step")
         self._compute_timer.start()
-        rank_loss = self._with_fallback(lambda: self._accumulate(self._rank_batch(step).micro_batches, trained_tokens))
+        sums = self._with_fallback(lambda: self._accumulate(self._rank_batch(step).micro_batches, trained_tokens))
         self.precision.unscale(self.optimizer)
         thresholds = torch.tensor((trained_tokens, *self.guard.thresholds()), dtype=torch.float64)
-        loss_and_norm = self._clip.call_after(
-            self._first_backward.last_graph, loss_sum=rank_loss, thresholds=to_device(thresholds, self.world.device)
-        )
+        thresholds = to_device(thresholds, self.world.device)
+        loss_and_norm = self._clip.call_after(self._first_backward.last_graph, loss_sum=sums[0], thresholds=thresholds)
         self._data_wait_timer.start()
         self._prefetched = self._prepare(step + 1)  # while the device is still computing
         self._data_wait_timer.stop()
@@ -169,9 +165,8 @@ class Engine:
         if self._skipping_optimizer is not None:  # the device decides whether to skip
             self._update.call_after(self._first_backward.last_graph)
         loss_sum, grad_norm = async_copy()  # the only synchronization with the device in a step
-        loss, *compute_seconds = self.world.all_reduce_sum(
-            loss_sum, *self._compute_timer.seconds_by_rank(self.world.rank, self.world.size)
-        )
+        seconds_by_rank = self._compute_timer.seconds_by_rank(self.world.rank, self.world.size)
+        loss, *compute_seconds = self.world.all_reduce_sum(loss_sum, *seconds_by_rank)
         loss /= trained_tokens
         health = self.guard.check(loss, grad_norm, self.precision.can_lower_loss_scale)
         if health == "ok" and self._skipping_optimizer is None:
@@ -241,25 +236,22 @@ class Engine:
             return f"evaluation micro-batch {2 * size} runs out of memory; {size} from now on"
         if (smaller := halve_micro_batch(self.plan)) is None or not self._module.training:
             return None
-        message = (
-            f"micro-batch {self.plan.micro_batch_size} runs out of memory; {smaller.batch_arithmetic} keeps the batch"
-        )
-        self.plan = smaller
-        return message
+        previous, self.plan = self.plan, smaller
+        return f"micro-batch {previous.micro_batch_size} runs out of memory; {smaller.batch_arithmetic} keeps the batch"
 
     def _accumulate(self, micro_batches: Sequence[MicroBatch], trained_tokens: float) -> Tensor:
-        """Accumulate the gradients of a step; returns this rank's summed loss, on the device."""
-        loss_sum: Tensor | None = None
+        """Accumulate the gradients of a step; returns this rank's summed metrics, the loss first, on the device."""
+        sums: Tensor | None = None
         # gradients are averaged over ranks: world size / global token count gives the mean over the global batch
         scale = torch.full((), self.world.size / trained_tokens, device=self.world.device)
         for micro_step, micro_batch in enumerate(micro_batches):
             self._seed_micro_batch(micro_step)
             with gradient_sync(self._parallel_module, enabled=micro_step == len(micro_batches) - 1):
-                sums = self._run_micro_batch(micro_step, scale=scale, **micro_batch.inputs_on(self.world.device))
-            micro_loss = sums[0].float()
-            loss_sum = micro_loss if loss_sum is None else loss_sum + micro_loss
-        assert loss_sum is not None
-        return loss_sum
+                inputs = micro_batch.inputs_on(self.world.device)
+                micro_sums = self._run_micro_batch(micro_step, scale=scale, **inputs).float()
+            sums = micro_sums if sums is None else sums + micro_sums
+        assert sums is not None
+        return sums
 
     def _run_micro_batch(self, micro_step: int, **inputs: Tensor) -> Tensor:
         """One micro-batch, eager or replayed: the first of a step creates the gradients, the others accumulate."""
@@ -285,18 +277,12 @@ class Engine:
         make_batch = getattr(self.task, "time_trial_batch", self.task.batch)
         micro_batches = [make_batch(row_numbers, 0) for row_numbers in micro_batch_rows]
         trained_tokens = max(1, sum(micro_batch.trained_tokens for micro_batch in micro_batches))
-        scale = torch.full((), 1 / trained_tokens, device=self.world.device)
         self._module.train()
         seconds, gpus = [], [self.world.device.index or 0] if self.world.device.type == "cuda" else []
         with torch.random.fork_rng(devices=gpus):
             for _ in range(TRIAL_REPEATS + WARMUP_CALLS * self._use_graphs):
                 began = time.perf_counter()
-                sums = torch.zeros(len(self.task.metric_names), device=self.world.device)
-                for micro_step, micro_batch in enumerate(micro_batches):
-                    self._seed_micro_batch(micro_step)
-                    inputs = micro_batch.inputs_on(self.world.device)
-                    with gradient_sync(self._parallel_module, enabled=True):
-                        sums += self._run_micro_batch(micro_step, scale=scale, **inputs)
+                sums = self._accumulate(micro_batches, trained_tokens)
                 for gpu in gpus:
                     torch.cuda.synchronize(gpu)
                 seconds.append(time.perf_counter() - began)
@@ -401,10 +387,7 @@ class Engine:
 
     @torch.no_grad()
     def load_weights(self, folder: Path) -> dict[str, Tensor]:
-        """Load parameters, buffers and EMA of a verified checkpoint; returns the remainders of bf16 parameters.
-
-        A checkpoint of bf16 parameters with remainders also loads into fp32 parameters, and the other way round.
-        """
+        """Load parameters, buffers and EMA of a bf16 or fp32 checkpoint; returns remainders of bf16 parameters."""
         remainders: dict[str, Tensor] = {}
         with safe_open(folder / MODEL_FILE, "pt") as stored, safe_open(folder / OPTIMIZER_FILE, "pt") as optimizer:
             optimizer_keys = set(optimizer.keys())

@@ -1,1 +1,1 @@
-"""Tasks: what is learnt. Each is batches, a module and its loss; the loop is the engine's."""
+"""Tasks: the rows, batches and loss of each training method; the loop is the engine's."""

@@ -29,16 +29,14 @@ def collate_examples(groups: Sequence[Sequence[TokenizedRow]]) -> MicroBatch:
 
 CPU_ALIGNMENT = 16
 """Row length multiple for partly frozen models on a CPU: attention adds up the tail of a row that fills no vector in
-another order, and a cached hidden state must be the one that any batch would give.
-"""
+another order, and a cached hidden state must be the one that any batch would give."""
 MIN_SHARED_PREFIX = 16
 """Shorter shared prefixes are not worth a mask."""
 MAX_MASKED_ROW = 1536
 """Longest row with a shared prefix and a mask, which grows with the square of the length."""
 MAX_PACKED_LENGTHS = 16
 """Number of different lengths of packed rows when layers are compiled: rows are nearly full, so that mostly it is one,
-and recompiling for another takes twice the time of the first compilation.
-"""
+and recompiling for another takes twice the time of the first compilation."""
 NO_ROW_LIMIT = math.inf
 """Longest row with varlen attention, which needs no mask: one row holds all examples."""
 
@@ -190,10 +188,7 @@ def to_varlen(batch: MicroBatch) -> MicroBatch:
 def cache_index_of(
     rows: RowLayout, offsets: Sequence[int], shape: Sequence[int], prefix_length: int = 0
 ) -> np.ndarray[Any, Any]:
-    """Index of each token's cached hidden state: [rows, length] int64; padding has any.
-
-    offsets: for each example, the index of its first token; a shared prefix is stored once, before all examples.
-    """
+    """Index of each token's cached hidden state: [rows, length]; offsets: index of the first token of each example."""
     cache_index = np.zeros(tuple(shape), dtype=np.int64)
     for number, row in enumerate(rows):
         start = 0

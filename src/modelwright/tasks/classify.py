@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from modelwright.data.images import ImageSplits, NDArray
+from modelwright.data.images import ImageSplits
+from modelwright.data.packing import NDArray
 from modelwright.engine.task import MicroBatch
 from modelwright.recipe.schema import AugmentationConfig
 
@@ -41,10 +42,7 @@ class Mistake:
 
 
 class ClassifyLoss(nn.Module):
-    """A vision model and its images; the forward takes row numbers and returns [loss, correct], summed over the rows.
-
-    The images are non-persistent buffers, which move with the module; DDP is told not to broadcast them.
-    """
+    """A vision model and its images, as buffers on the device; the forward takes row numbers."""
 
     train_images: Tensor
     train_labels: Tensor
@@ -70,7 +68,7 @@ class ClassifyLoss(nn.Module):
         }
         for name, tensor in buffers.items():
             self.register_buffer(name, tensor, persistent=False)
-        self._ddp_params_and_buffers_to_ignore = list(buffers)  # read by DDP
+        self._ddp_params_and_buffers_to_ignore = list(buffers)  # DDP reads this list and does not broadcast them
 
     def forward(
         self,
@@ -79,10 +77,7 @@ class ClassifyLoss(nn.Module):
         flips: Tensor | None = None,
         cutout_centers: Tensor | None = None,
     ) -> Tensor:
-        """rows: [n] int64; shifts: [n, 2] int64, 0 to twice the padding; flips: [n] bool. Returns [2]: loss, correct.
-
-        cutout_centers: [n, 2] int64, centers of the blanked squares. Without shifts and flips rows are held-out ones.
-        """
+        """rows: [n]; shifts, cutout_centers: [n, 2]; flips: [n]; held-out rows have none. Returns [loss, correct]."""
         if not rows.numel():
             return self._blank()
         if shifts is None or flips is None:
@@ -99,10 +94,8 @@ class ClassifyLoss(nn.Module):
     def probabilities(self, per_batch: int = 500) -> Tensor:
         """Class probabilities of every held-out image: [held-out rows, classes] float32, on the CPU."""
         with _evaluating(self.model):
-            parts = [
-                self._tta_logits(images).float().softmax(1).cpu() for images in torch.split(self.test_images, per_batch)
-            ]
-        return torch.cat(parts)
+            batches = torch.split(self.test_images, per_batch)
+            return torch.cat([self._tta_logits(images).float().softmax(1).cpu() for images in batches])
 
     def _tta_logits(self, images: Tensor) -> Tensor:
         """Mean logits over the views of test-time augmentation."""
@@ -158,10 +151,7 @@ class ClassifyTask:
 def draw_crops_and_flips(
     seed: int, step: int, rows: Sequence[int], settings: AugmentationConfig
 ) -> tuple[NDArray, NDArray]:
-    """Crop offsets and flips of rows in a step: [n, 2] int64 in 0 to twice the padding, and [n] bool.
-
-    Each is a hash of seed, step and row: 0.1 ms for 1,024 rows; a generator per row would take 10 ms.
-    """
+    """Crop offsets, [n, 2] in 0 to twice the padding, and flips, [n] bool, by hash: 0.1 ms for 1,024 rows."""
     bits = _hash(seed, step, rows)
     choices = 2 * settings.random_crop_padding + 1
     flips = (bits >> np.uint64(63)).astype(bool) & settings.horizontal_flip
@@ -176,10 +166,7 @@ def draw_cutout(seed: int, step: int, rows: Sequence[int], shape: tuple[int, ...
 
 
 def augment(images: Tensor, shifts: Tensor, flips: Tensor, padding: int = 4) -> Tensor:
-    """Zero-pad, crop and flip images, in one gather.
-
-    images: [n, height, width, channels]; shifts: [n, 2] int64, y and x; flips: [n] bool.
-    """
+    """Pad, crop and flip [n, height, width, channels] images in one gather; shifts: [n, 2], y and x; flips: [n]."""
     count, height, width, _ = images.shape
     down = torch.arange(height, device=images.device) + shifts[:, :1]
     across = torch.arange(width, device=images.device)
@@ -189,10 +176,7 @@ def augment(images: Tensor, shifts: Tensor, flips: Tensor, padding: int = 4) -> 
 
 
 def cutout(images: Tensor, centers: Tensor, side: int) -> Tensor:
-    """Blank a square of each image, cut off at its edges.
-
-    images: [n, channels, height, width], normalised; centers: [n, 2] int64, y and x.
-    """
+    """Blank a square of [n, channels, height, width] images, cut off at the edges; centers: [n, 2], y and x."""
     first = centers - side // 2
     down, across = (
         (coordinates >= first[:, axis, None]) & (coordinates < first[:, axis, None] + side)
@@ -202,10 +186,7 @@ def cutout(images: Tensor, centers: Tensor, side: int) -> Tensor:
 
 
 def confusion_matrix(probabilities: Tensor, labels: Tensor) -> Tensor:
-    """Counts of truth (rows) by prediction (columns): [classes, classes] int64.
-
-    probabilities: [rows, classes]; labels: [rows] int64.
-    """
+    """Counts of truth (down) by prediction (across), [classes, classes], of [rows, classes] and [rows]."""
     classes = probabilities.shape[1]
     return torch.bincount(labels * classes + probabilities.argmax(1), minlength=classes**2).view(classes, classes)
 
@@ -228,10 +209,8 @@ def _shifted_views(images: Tensor, settings: AugmentationConfig) -> list[Tensor]
     if not (pixels := settings.test_time_shift):
         return []
     no_flip = torch.zeros(len(images), dtype=torch.bool, device=images.device)
-    return [
-        augment(images, torch.full((len(images), 2), shift, device=images.device), no_flip, pixels)
-        for shift in (0, 2 * pixels)
-    ]
+    shifts = (torch.full((len(images), 2), shift, device=images.device) for shift in (0, 2 * pixels))
+    return [augment(images, shift, no_flip, pixels) for shift in shifts]
 
 
 def _loss_and_correct(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,13 @@ import xxhash
 from safetensors.numpy import load_file, save_file
 from torch import Tensor, nn
 
+from modelwright.data.packing import NDArray
 from modelwright.data.preferences import PreferenceDataset, TokenizedPair, TokenizedPairs, tokenize_pairs
 from modelwright.data.sampler import rank_micro_batches
 from modelwright.engine.task import MicroBatch
 from modelwright.engine.trainer import Engine
 from modelwright.errors import StorageError, is_storage_failure
-from modelwright.models.attention import (
-    HALF_DTYPES,
-    SharedPrefixLayout,
-    UnsharedLayout,
-    hidden_states,
-    unshared_layout,
-)
+from modelwright.models.attention import HALF_DTYPES, SharedPrefixLayout, UnsharedLayout, hidden_states, unshared_layout
 from modelwright.models.prefix_sharing import (
     prefix_sharing_blocker,
     shared_prefix_layout,
@@ -38,7 +33,6 @@ from modelwright.runs.folder import fsync_path, hash_file, read_json, write_json
 from modelwright.tasks.batching import as_tensors, row_multiple
 from modelwright.tasks.losses import lm_head_logps, preference_loss
 
-Array = np.ndarray[Any, Any]
 LENGTH_MULTIPLE = 8
 """Row length multiple with a mask; otherwise masked attention on a GPU copies the mask."""
 KL_CLAMP = 20.0
@@ -120,7 +114,7 @@ class DpoTask:
             self.held_out_set = tokenize_pairs(data.held_out, tokenizer, settings, stops)
         layouts = (unshared_layout, shared_prefix_layout) if self.sharing_blocker is None else ()
         self.layout = next((layout for layout in layouts if supports_layout(model, layout)), None)
-        self.ref_logps: dict[str, list[Array]] = {}
+        self.ref_logps: dict[str, list[NDArray]] = {}
         self._row_multiple = row_multiple(settings)
 
     @property
@@ -167,18 +161,14 @@ class DpoTask:
 
 
 def collate_pairs(pairs: Sequence[TokenizedPair], shared: bool = True, multiple: int = 1) -> MicroBatch:
-    """Collate pairs in rows of equal length: one row per pair with its prompt once, or one row per answer.
-
-    Padding is on the right, where no real token attends to it; the row length is a multiple of `multiple`.
-    """
-    rows = [_row(pair.prompt, [pair.chosen, pair.rejected]) for pair in pairs] if shared else [
-        _row(pair.prompt, [answer]) for pair in pairs for answer in (pair.chosen, pair.rejected)
-    ]  # fmt: skip
+    """Collate pairs in right-padded rows: one row per pair with its prompt once (shared), or one row per answer."""
+    answers = [(pair.prompt, (pair.chosen, pair.rejected)) for pair in pairs]
+    rows = [_row(prompt, part) for prompt, both in answers for part in ([both] if shared else [[one] for one in both])]
     length = max((len(tokens) for tokens, *_ in rows), default=2)
     multiple = math.lcm(multiple, LENGTH_MULTIPLE if shared else 1)
     length = -(-length // multiple) * multiple
     padded = np.zeros((3, max(1, len(rows)), length), dtype=np.int64)  # tokens, positions, segment ids
-    logit_positions: list[Array] = []
+    logit_positions: list[NDArray] = []
     for number, (tokens, positions, segment_ids, row_logit_positions) in enumerate(rows):
         padded[:, number, : len(tokens)] = tokens, positions, segment_ids
         padded[1, number, len(tokens) :] = np.arange(length - len(tokens))
@@ -213,7 +203,7 @@ def with_layout(
     return replace(micro_batch, inputs={**micro_batch.inputs, **tensors})
 
 
-def _row(prompt: Array, answers: Sequence[Any]) -> tuple[Array, Array, Array, Array]:
+def _row(prompt: NDArray, answers: Sequence[Any]) -> tuple[NDArray, NDArray, NDArray, NDArray]:
     """Tokens, positions and segment ids of one row, and the positions that predict the trained answer tokens."""
     start, parts = len(prompt), [prompt]
     positions, segment_ids, logit_positions = [np.arange(start)], [np.zeros(start, dtype=np.int64)], []
@@ -233,7 +223,7 @@ def _segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
     return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
 
 
-def _concatenate(arrays: Sequence[Array]) -> Array:
+def _concatenate(arrays: Sequence[NDArray]) -> NDArray:
     return np.concatenate(arrays).astype(np.int64) if arrays else np.zeros(0, dtype=np.int64)
 
 
@@ -243,10 +233,9 @@ REF_VERSION = 2
 
 
 def precompute_ref_log_probs(task: DpoTask, engine: Engine, folder: Path, model: str) -> str | None:
-    """Set the task's reference log-probs: from the cache if it is valid for this model and data, else computed now.
+    """Set the task's reference log-probs from a valid cache, else compute them; returns a message for the user.
 
-    model: the fingerprint of the weights before training, which the engine must still hold. Returns a message for the
-    user.
+    model: the fingerprint of the weights before training, which the engine must still hold.
     """
     key = ref_fingerprint(task, engine, model)
     problem = engine.world.on_rank0_broadcast(lambda: _cache_problem(folder, key))
@@ -259,17 +248,14 @@ def precompute_ref_log_probs(task: DpoTask, engine: Engine, folder: Path, model:
     return f"cached reference log-probs not used ({problem}); recomputed" if problem and had_cache else None
 
 
-def compute_ref_logps(task: DpoTask, engine: Engine) -> dict[str, Array]:
+def compute_ref_logps(task: DpoTask, engine: Engine) -> dict[str, NDArray]:
     """Reference log-prob of each answer token, concatenated for each split: [count] float32."""
     model: Any = task.module.model
-    adapters_off: AbstractContextManager[Any] = (
-        model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext()
-    )
-    with adapters_off:
+    with model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext():
         return {split: _split_logps(task, engine, split) for split in task.splits}
 
 
-def _split_logps(task: DpoTask, engine: Engine, split: str) -> Array:
+def _split_logps(task: DpoTask, engine: Engine, split: str) -> NDArray:
     pairs, world = task.splits[split], engine.world
     order = sorted(range(len(pairs)), key=lambda row: len(pairs[row]))  # similar lengths together save padding
     micro_batches = rank_micro_batches(order, world.rank, world.size, engine.eval_micro_batch_size)
@@ -280,7 +266,7 @@ def _split_logps(task: DpoTask, engine: Engine, split: str) -> Array:
         parts = np.split(batch_logps.numpy(), np.cumsum([len(pair_logps[row]) for row in rows])[:-1]) if rows else []
         for row, part in zip(rows, parts, strict=True):
             pair_logps[row][:] = part
-    all_logps: Array = world.all_reduce(torch.from_numpy(flat_logps)).numpy()
+    all_logps: NDArray = world.all_reduce(torch.from_numpy(flat_logps)).numpy()
     return all_logps
 
 
@@ -310,7 +296,7 @@ def _cache_problem(folder: Path, key: str) -> str | None:
         return f"it cannot be read ({error})"
 
 
-def _write_ref_logps(folder: Path, key: str, logps: dict[str, Array]) -> None:
+def _write_ref_logps(folder: Path, key: str, logps: dict[str, NDArray]) -> None:
     """Write the log-probs, then the manifest that makes them valid."""
     partial = folder / f".{REF_FILE}.partial"
     try:
@@ -321,7 +307,7 @@ def _write_ref_logps(folder: Path, key: str, logps: dict[str, Array]) -> None:
         partial.replace(folder / REF_FILE)
     except Exception as error:
         partial.unlink(missing_ok=True)
-        if (isinstance(error, OSError) and is_storage_failure(error)) or "os error 28" in str(error):
+        if is_storage_failure(error):
             raise StorageError(f"{folder / REF_FILE}: the reference could not be written ({error})") from None
         raise
     counts = {f"{split}_tokens": len(flat_logps) for split, flat_logps in logps.items()}
@@ -333,7 +319,7 @@ def _token_counts(task: DpoTask, split: str) -> list[int]:
     return [int(pair.chosen.loss_mask.sum() + pair.rejected.loss_mask.sum()) for pair in task.splits[split]]
 
 
-def _split_by_pair(flat_logps: Array, task: DpoTask, split: str) -> list[Array]:
+def _split_by_pair(flat_logps: NDArray, task: DpoTask, split: str) -> list[NDArray]:
     """The log-probs of each pair."""
     counts = _token_counts(task, split)
     return np.split(flat_logps, np.cumsum(counts)[:-1]) if counts else []

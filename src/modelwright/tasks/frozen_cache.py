@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +26,13 @@ from modelwright.models.prefix_sharing import shared_prefix_layout, shared_prefi
 from modelwright.models.trainable import decoder_layers
 from modelwright.plan.hardware import available_memory
 from modelwright.runs.folder import read_json, write_json
-from modelwright.tasks.batching import (
-    CPU_ALIGNMENT,
-    RowLayout,
-    cache_index_of,
-    collate_rows,
-    layout_packs,
-    to_varlen,
-)
+from modelwright.tasks.batching import CPU_ALIGNMENT, RowLayout, cache_index_of, collate_rows, layout_packs, to_varlen
 
 TOKENS_PER_FORWARD = {"cpu": 2048, "cuda": 16384}
 """Tokens of one block: enough to keep the device busy, few enough to verify and recompute."""
 GPU_PAD_MULTIPLE = 128
 """Multiple of row lengths and loss positions on a GPU: each new shape costs a tenth of a second of planning, and sizes
-that never come again fragment its memory.
-"""
+that never come again fragment its memory."""
 STATES_FILE, CACHE_MANIFEST = "states.bin", "manifest.json"
 MAX_CACHE_FRACTION = 0.25
 """Largest fraction of free memory for the cache."""
@@ -139,9 +132,8 @@ class HiddenStateCache:
     def batch(self, rows: RowLayout) -> MicroBatch:
         """A micro-batch with cached states: by index if they are on the device, else copied along."""
         assert self.states is not None, "the cache is filled before the first batch"
-        micro_batch = collate_rows(
-            rows, self.examples, self.prefix_length, self._row_multiple, pad_loss_positions=self._device.type != "cpu"
-        )
+        pad = self._device.type != "cpu"
+        micro_batch = collate_rows(rows, self.examples, self.prefix_length, self._row_multiple, pad_loss_positions=pad)
         micro_batch = to_varlen(micro_batch) if self._use_varlen_prefix else micro_batch
         shape = micro_batch.inputs["tokens"].shape
         cache_index = torch.from_numpy(cache_index_of(rows, self.offsets, shape, self.prefix_length))
@@ -159,9 +151,8 @@ class HiddenStateCache:
         missing = list(range(len(self.blocks)))
         if where == "disk":
             fingerprint = self._fingerprint(location.fingerprint, first)
-            missing = world.on_rank0_broadcast(
-                lambda: _missing_blocks(location.folder, fingerprint, self.blocks, first)
-            )
+            find_missing = partial(_missing_blocks, location.folder, fingerprint, self.blocks, first)
+            missing = world.on_rank0_broadcast(find_missing)
             self.states = _map_file(location.folder / STATES_FILE, self.num_states, first)
         else:
             device = self._device if where == "device memory" else torch.device("cpu")
@@ -245,13 +236,8 @@ class FrozenLayers:
     def __init__(self, model: Any, num_layers: int) -> None:
         """num_layers: layers that are frozen with everything below them (see `num_frozen_layers`)."""
         self.model, self.num_layers = model, num_layers
-        self._layers = list(decoder_layers(unwrap_peft(model)))
+        self.layers = list(decoder_layers(unwrap_peft(model)))
         self._returns_tuple = False
-
-    @property
-    def total_layers(self) -> int:
-        """Layers of the model."""
-        return len(self._layers)
 
     @torch.no_grad()
     def forward_frozen(
@@ -268,10 +254,10 @@ class FrozenLayers:
             self._returns_tuple = isinstance(output, tuple)
             outputs.append(output[0] if self._returns_tuple else output)
 
-        hook = self._layers[self.num_layers - 1].register_forward_hook(capture)
+        hook = self.layers[self.num_layers - 1].register_forward_hook(capture)
         try:
             with _bypassed(
-                self._layers[self.num_layers :], lambda hidden_states, *_, **__: self._layer_output(hidden_states)
+                self.layers[self.num_layers :], lambda hidden_states, *_, **__: self._layer_output(hidden_states)
             ):
                 hidden_states(self.model, tokens, positions, self._mask(positions, segment_ids), cu_seqlens)
         finally:
@@ -286,7 +272,7 @@ class FrozenLayers:
         cu_seqlens: Tensor | SharedPrefixLayout | None = None,
     ) -> Tensor:
         """Hidden states before the LM head, from the frozen layers' output. states: [rows, length, width]."""
-        with _bypassed(self._layers[: self.num_layers], lambda *_, **__: self._layer_output(states)):
+        with _bypassed(self.layers[: self.num_layers], lambda *_, **__: self._layer_output(states)):
             return hidden_states(self.model, states, positions, self._mask(positions, segment_ids), cu_seqlens)
 
     def is_exact(self) -> bool:

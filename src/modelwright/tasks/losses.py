@@ -99,11 +99,8 @@ class _TokenLogps(torch.autograd.Function):
         hidden, head, targets, logits, total = ctx.saved_tensors
         gradient = _compiled_on_gpu(logits.is_cuda, _target_logps_backward)(logits, total, targets, grad_output)
         needs_hidden, needs_head = ctx.needs_input_grad[:2]
-        return (
-            gradient @ head.to(hidden.dtype) if needs_hidden else None,
-            (gradient.T @ hidden).to(head.dtype) if needs_head else None,
-            None,
-        )
+        grad_hidden = gradient @ head.to(hidden.dtype) if needs_hidden else None
+        return grad_hidden, (gradient.T @ hidden).to(head.dtype) if needs_head else None, None
 
 
 def _target_logps(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

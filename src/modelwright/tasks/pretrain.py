@@ -93,10 +93,7 @@ class PretrainTask:
 def collate_packed(
     tokens: np.ndarray[Any, Any], positions: np.ndarray[Any, Any], count: int, multiple: int = 1
 ) -> MicroBatch:
-    """Next-token targets within each document. tokens, positions: [rows, length].
-
-    Rows are padded to a multiple of this length by documents of one token, which have no target.
-    """
+    """Next-token targets within each document of [rows, length] tokens, padded to a multiple of this length."""
     if padding := -tokens.shape[1] % multiple:
         tokens, positions = (np.pad(each, ((0, 0), (0, padding))) for each in (tokens, positions))
     has_next = has_next_token(positions)

@@ -63,9 +63,8 @@ def score_shards(model: Any, shards: PackedDataset, max_length: int, max_rows: i
 
 def score_choices(model: Any, tokenizer: Any, questions: Sequence[MultipleChoiceQuestion], max_length: int) -> Metrics:
     """Accuracy of multiple choice by log-prob of the whole option, and per byte of it."""
-    rows = [
-        _tokenize_option(tokenizer, item.prompt, option, max_length) for item in questions for option in item.choices
-    ]
+    pairs = [(item.prompt, option) for item in questions for option in item.choices]
+    rows = [_tokenize_option(tokenizer, prompt, option, max_length) for prompt, option in pairs]
     order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
     option_logps = np.zeros(len(rows))
     for start in range(0, len(rows), SCORING_BATCH):
@@ -131,10 +130,7 @@ def require_lm_eval() -> None:
 def run_lm_eval(
     model: Any, tokenizer: Any, tasks: Sequence[str], limit: int, recipe_dir: Path
 ) -> dict[str, float | None]:
-    """The metrics of each task as TASK_METRIC; an unknown task or a failed download is one error message.
-
-    A task is a name lm-eval knows, or a YAML task file, relative to the working directory or the recipe.
-    """
+    """Metrics as TASK_METRIC; a task is a name lm-eval knows or a YAML file, here or in the recipe's folder."""
     require_lm_eval()
     import lm_eval
     from lm_eval.models.huggingface import HFLM

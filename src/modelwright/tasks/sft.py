@@ -43,10 +43,7 @@ from modelwright.tasks.losses import lm_head_loss
 
 
 class SftLoss(nn.Module):
-    """A language model whose forward returns the loss summed over trained tokens.
-
-    The LM head runs only at loss positions: on a chat with short answers a third of the logits.
-    """
+    """A language model whose forward returns the summed loss; the LM head runs at loss positions only."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -101,9 +98,8 @@ class SftTask:
             self.held_out_set = tokenize_conversations(data.held_out, tokenizer, settings, stops)
         self.examples: list[TokenizedRow] = [*self.train_set.rows, *self.held_out_set.rows]
         lengths = [len(row) for row in self.train_set.rows]
-        self._packs = (
-            pack_bfd(lengths, settings.max_length) if settings.packing else [[row] for row in range(len(lengths))]
-        )
+        singles = [[row] for row in range(len(lengths))]
+        self._packs = pack_bfd(lengths, settings.max_length) if settings.packing else singles
         self.prefix_length = shared_prefix_length(self.examples) if settings.share_prefix else 0
         if self.prefix_length and prefix_sharing_blocker(model):
             self.prefix_length = 0
@@ -121,9 +117,8 @@ class SftTask:
 
     def enable_cache(self, frozen_layers: FrozenLayers, device: torch.device) -> HiddenStateCache:
         """Use cached outputs of the frozen layers from now on; the caller fills the cache."""
-        self.loss_module.cache = HiddenStateCache(
-            frozen_layers, self.examples, self.prefix_length, device, self.use_varlen_prefix
-        )
+        args = (self.examples, self.prefix_length, device, self.use_varlen_prefix)
+        self.loss_module.cache = HiddenStateCache(frozen_layers, *args)
         return self.loss_module.cache
 
     def batch(self, rows: Sequence[int], step: int = 0) -> MicroBatch:
@@ -175,7 +170,7 @@ class ComputeReuse:
         if self.frozen_layers is not None:
             speedup, epochs = self._cache_speedup(plan), plan.total_samples / plan.train_rows
             lines.append(
-                f"{self.frozen_layers.num_layers} of {self.frozen_layers.total_layers} layers frozen: outputs "
+                f"{self.frozen_layers.num_layers} of {len(self.frozen_layers.layers)} layers frozen: outputs "
                 f"cached, about {speedup:.1f}× less compute over {epochs:.3g} epochs (cache_frozen_layers)"
             )
         if self.task.prefix_length:
