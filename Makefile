@@ -65,7 +65,7 @@ bench-start: setup
 	$(BIN)/python -m benchmarks.startup --save
 
 bench-sft: setup
-	$(BIN)/python -m benchmarks.sft --save
+	$(BIN)/python -m benchmarks.speed --work sft-small --save
 
 clean:
 	rm -rf $(VENV) runs build dist .mypy_cache .ruff_cache .pytest_cache

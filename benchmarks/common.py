@@ -1,4 +1,4 @@
-"""What the benchmarks share: results with their date, commit and machine, and the command line."""
+"""What the benchmarks share: results with date, commit and machine, the command line, variants, kernel profiles."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on sta
 
 
 def run(main: Callable[..., None]) -> None:
-    """Run a benchmark's `main` as a command; what is wrong with its options is printed without a traceback."""
+    """Run a benchmark's `main` as a command; our errors are printed without a traceback."""
     prepare_environment()
     try:
         typer.run(main)
@@ -50,7 +50,7 @@ def report(
     as_json: bool,
     merge: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> None:
-    """Measure, print, and save; `merge` puts the figures among those that were saved before."""
+    """Measure, print, and save; `merge` adds the figures to the saved ones."""
     with redirect_stdout(sys.stderr):  # peers print while they train; the result is the only object on stdout
         figures = measure()
     measured = result(name, figures)
@@ -61,7 +61,7 @@ def report(
 
 
 def result(name: str, figures: dict[str, Any]) -> dict[str, Any]:
-    """One measurement, ready to be kept."""
+    """The figures with name, date, commit and machine."""
     return {
         "name": name,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -71,11 +71,11 @@ def result(name: str, figures: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def kept(name: str) -> dict[str, Any] | None:
-    """What was kept under a name before, where there is something."""
+def load_result(name: str) -> dict[str, Any] | None:
+    """The saved result of a name, or None."""
     path = ROOT / "benchmarks" / "results" / f"{name}.json"
-    found: dict[str, Any] | None = read_json(path) if path.exists() else None
-    return found
+    saved: dict[str, Any] | None = read_json(path) if path.exists() else None
+    return saved
 
 
 def save(measured: dict[str, Any]) -> Path:
@@ -94,7 +94,7 @@ def installed(package: str) -> str | None:
 
 
 def machine() -> dict[str, Any]:
-    """What computed; the machine's own name is left out, since it tells nobody anything."""
+    """CPU and package versions, without the host name."""
     return {
         "architecture": platform.machine(),
         "cpu": cpu_model(),
@@ -105,31 +105,31 @@ def machine() -> dict[str, Any]:
 
 
 def cpu_model() -> str | None:
-    """What the processor calls itself (on ARM only lscpu knows)."""
+    """The model name of the CPU (on ARM only lscpu knows it)."""
     lines = _output(["lscpu"]).splitlines()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("Model name")), None)
 
 
 def commit() -> str | None:
-    """The commit of the checkout, with ``-dirty`` where files differ from it; None outside of one."""
+    """The commit of the checkout, with ``-dirty`` if files differ from it; None outside of one."""
     return _output(["git", "describe", "--always", "--dirty", "--exclude=*"], ROOT).strip() or None
 
 
-def environment(more: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a child process: this very package, one thread, no hub."""
+def environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a child process: this package, one thread, no hub."""
     paths = os.pathsep.join([package_pythonpath(), str(ROOT)])
-    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **more}
+    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
 
 
 def free_port() -> int:
-    """A port nobody listens on."""
+    """A free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def _output(command: list[str], folder: Path | None = None) -> str:
-    """What a command prints; nothing where it fails or is not there."""
+    """What a command prints; nothing if it fails or is not installed."""
     try:
         return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -137,40 +137,39 @@ def _output(command: list[str], folder: Path | None = None) -> str:
 
 
 def children_of(pid: int) -> list[int]:
-    """Every process below one, by the kernel's own list."""
-    found: list[int] = []
-    waiting = [pid]
-    while waiting:
-        parent = waiting.pop()
-        for tasks in Path(f"/proc/{parent}/task").glob("*/children"):
-            below = [int(word) for word in tasks.read_text(encoding="utf-8").split()]
-            found += below
-            waiting += below
-    return found
+    """All descendants of a process, by /proc."""
+    descendants: list[int] = []
+    queue = [pid]
+    while queue:
+        for tasks in Path(f"/proc/{queue.pop()}/task").glob("*/children"):
+            children = [int(child) for child in tasks.read_text(encoding="utf-8").split()]
+            descendants += children
+            queue += children
+    return descendants
 
 
 class Progress:
-    """One measurement's clock."""
+    """Prints lines with the seconds since it was made."""
 
     def __init__(self, name: str) -> None:
         self._name, self._began = name, time.perf_counter()
 
-    def tell(self, what: str) -> None:
-        """A line with the seconds since it began."""
+    def log(self, what: str) -> None:
+        """Print a line."""
         print(f"{time.perf_counter() - self._began:7.1f} s  {self._name}: {what}", file=sys.stderr, flush=True)
 
 
 Report = TypeVar("Report")
 PROFILED_STEPS = 2
-"""Steps that are watched; they are slower for it and not timed."""
-MOST_KERNELS = 30
-"""Kernels that are told."""
-LONGEST_GAPS = 5
-"""Moments without work that are told."""
+"""Profiled steps at the end; they are slower and not timed."""
+MAX_KERNELS = 30
+"""Kernels that are listed."""
+MAX_GAPS = 5
+"""Idle gaps that are listed."""
 
 
 class Span(NamedTuple):
-    """One piece of work of the device."""
+    """One kernel on the device."""
 
     start: float
     end: float
@@ -178,18 +177,17 @@ class Span(NamedTuple):
     name: str
 
 
-class Kernels:
-    """Watches the last steps of a training where that is asked for."""
+class KernelProfile:
+    """Profiles the kernels of the last steps of a training, if enabled."""
 
-    def __init__(self, asked: bool) -> None:
-        self._asked = asked
+    def __init__(self, enabled: bool) -> None:
+        self._enabled = enabled
         self.table: list[dict[str, Any]] = []
-        """The longest kernels: name, milliseconds and calls in a step; before them all together, and the moments
-        without any."""
+        """Name, milliseconds and calls per step: the total, the idle gaps, and the longest kernels."""
 
-    def during(self, steps: Iterator[Report], count: int) -> Iterator[Report]:
-        """The same steps, `count` in all."""
-        if not self._asked or count <= PROFILED_STEPS:
+    def wrap(self, steps: Iterator[Report], count: int) -> Iterator[Report]:
+        """The same `count` steps."""
+        if not self._enabled or count <= PROFILED_STEPS:
             yield from steps
             return
         for number, report in enumerate(steps, 1):
@@ -200,40 +198,39 @@ class Kernels:
         from torch.profiler import ProfilerActivity, profile
 
         on_gpu = torch.cuda.is_available()
-        with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as watched:
+        with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
             yield from steps
             if on_gpu:
                 torch.cuda.synchronize()
-        self.table = _kernel_table(watched.key_averages(), on_gpu)
+        self.table = _kernel_table(profiler.key_averages(), on_gpu)
         if on_gpu:
             spans = [
                 Span(event.time_range.start, event.time_range.end, event.name)
-                for event in watched.events()
+                for event in profiler.events()
                 if event.device_type.name == "CUDA"
             ]
             self.table[1:1] = gpu_idle_gaps(spans)
 
     def lines(self) -> list[str]:
-        """The table for people."""
+        """The table as text."""
         return [f"{row['milliseconds']:9.3f} ms {row['calls']:7.1f} × {row['name'][:120]}" for row in self.table]
 
 
 def gpu_idle_gaps(spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """How long a step the device stood still, and the longest times it did: each between which kernels.
+    """The idle time of the device per step, and its longest gaps with the kernels around them.
 
-    Work of several streams overlaps; what stands still is between the end of all that began before and the next.
+    Kernels of several streams overlap; a gap is between the end of all kernels that began before and the next.
     """
-    found: list[tuple[float, str]] = []
+    gaps: list[tuple[float, str]] = []
     last: Span | None = None
     for span in sorted(spans):
         if last is not None and span.start > last.end:
-            found.append((span.start - last.end, f"{last.name[:50]} and {span.name[:50]}"))
+            gaps.append((span.start - last.end, f"{last.name[:50]} and {span.name[:50]}"))
         last = span if last is None or span.end > last.end else last
-    told = [("standing still", sum(length for length, _ in found), len(found))]
-    told += [
-        (f"standing still between {names}", length, 1) for length, names in sorted(found, reverse=True)[:LONGEST_GAPS]
-    ]
-    return [_kernel_row(*each) for each in told]
+    longest = sorted(gaps, reverse=True)[:MAX_GAPS]
+    rows = [("idle", sum(length for length, _ in gaps), len(gaps))]
+    rows += [(f"idle between {names}", length, 1) for length, names in longest]
+    return [_kernel_row(*row) for row in rows]
 
 
 def _kernel_row(name: str, microseconds: float, calls: float) -> dict[str, Any]:
@@ -245,67 +242,69 @@ def _kernel_row(name: str, microseconds: float, calls: float) -> dict[str, Any]:
 
 
 def _kernel_table(events: Any, on_gpu: bool) -> list[dict[str, Any]]:
-    found = [
+    kernels = [
         (event.key, event.self_device_time_total if on_gpu else event.self_cpu_time_total, event.count)
         for event in events
         if (event.device_type.name == "CUDA") == on_gpu
     ]
-    whole = ("all together", sum(spent for _, spent, _ in found), sum(calls for *_, calls in found))
-    longest = sorted(found, key=lambda each: -each[1])[:MOST_KERNELS]
-    return [_kernel_row(*each) for each in (whole, *longest)]
+    total = ("all together", sum(spent for _, spent, _ in kernels), sum(calls for *_, calls in kernels))
+    longest = sorted(kernels, key=lambda kernel: -kernel[1])[:MAX_KERNELS]
+    return [_kernel_row(*row) for row in (total, *longest)]
 
 
 Figures = dict[str, Any]
+NO_TRL = "trl is not installed, so there is nothing to compare with"
 
 
 class Named(Protocol):
-    """A way to do the work."""
+    """A row of a table."""
 
     @property
     def name(self) -> str:
-        """What the table calls it."""
+        """Its name in the table."""
 
 
 AnyVariant = TypeVar("AnyVariant", bound=Named)
 
 
-def select_variants(ways: Sequence[AnyVariant], words: Sequence[str]) -> list[AnyVariant]:
-    """Ways of which a word is the name or, where it is no way's name, a part; without words all but those aside."""
-    names = [way.name for way in ways]
-    if strange := [word for word in words if not any(word in name for name in names)]:
-        raise UsageError(f"--way is {strange[0]!r}, which no way has in its name; there are: {' | '.join(names)}")
+def select_variants(variants: Sequence[AnyVariant], words: Sequence[str]) -> list[AnyVariant]:
+    """Variants whose name is a word or, where it is no variant's name, contains it; without words all not optional."""
+    names = [variant.name for variant in variants]
+    if unknown := [word for word in words if not any(word in name for name in names)]:
+        raise UsageError(f"--variant is {unknown[0]!r}, which is in no name; there are: {' | '.join(names)}")
     if not words:
-        return [way for way in ways if not getattr(way, "aside", False)]
+        return [variant for variant in variants if not getattr(variant, "optional", False)]
     parts = [word for word in words if word not in names]
-    return [way for way in ways if way.name in words or any(word in way.name for word in parts)]
+    return [variant for variant in variants if variant.name in words or any(part in variant.name for part in parts)]
 
 
 def run_variants(
-    ways: Sequence[AnyVariant], kernels: bool, train: Callable[[AnyVariant, Kernels], Figures]
+    variants: Sequence[AnyVariant], kernels: bool, train: Callable[[AnyVariant, KernelProfile], Figures]
 ) -> dict[str, Figures]:
-    """The figures of each way in turn, told as they come; one that fails tells why and the others go on."""
-    told: dict[str, Figures] = {}
-    for way in ways:
+    """The figures of each variant in turn, printed as they come; one that fails says why and the others run."""
+    measured: dict[str, Figures] = {}
+    for variant in variants:
         free_device()
-        watch = Kernels(kernels)
+        profile = KernelProfile(kernels)
         try:
-            told[way.name] = train(way, watch)
-        except Exception as error:  # one way must not take the others with it
-            told[way.name] = {"failed": f"{type(error).__name__}: {str(error).strip()[:300]}"}
-        print("\n".join([f"{way.name} {told[way.name]}", *watch.lines()]), flush=True)
-        if watch.table:
-            told[way.name]["kernels"] = watch.table
-    return told
+            figures = train(variant, profile)
+        except Exception as error:
+            figures = {"failed": f"{type(error).__name__}: {str(error).strip()[:300]}"}
+        print("\n".join([f"{variant.name} {figures}", *profile.lines()]), flush=True)
+        measured[variant.name] = figures | ({"kernels": profile.table} if profile.table else {})
+    return measured
 
 
-def variant_lines(ways: dict[str, Figures], line: Callable[[str, Figures], str]) -> Iterator[str]:
-    """A line for each way: its figures, or why there are none."""
-    for name, way in ways.items():
-        yield f"  {name}: {way['failed'] if 'failed' in way else line(name, way)}"
+def variant_lines(figures: Figures, line: Callable[[str, Figures], str]) -> Iterator[str]:
+    """A line per variant with its figures, or why there are none; and the ratio to the peers."""
+    for name, variant in figures["variants"].items():
+        yield f"  {name}: {variant['failed'] if 'failed' in variant else line(name, variant)}"
+    if "ratio" in figures:
+        yield f"  ratio {figures['ratio']:.2f} (above 1: ours is faster)"
 
 
 def free_device() -> None:
-    """Free what the way before held, and forget what it compiled."""
+    """Free the memory of the variant before, and its compiled code."""
     import torch
 
     gc.collect()
@@ -315,21 +314,22 @@ def free_device() -> None:
     torch._dynamo.reset()
 
 
-def ratio(ways: dict[str, Any], figure: str) -> dict[str, float]:
+def ratio(variants: dict[str, Figures], figure: str) -> dict[str, float]:
     """The fastest of ours over the fastest of the peers', where both were measured."""
-    ours = [way[figure] for name, way in ways.items() if name.startswith("ours") and figure in way]
-    theirs = [way[figure] for name, way in ways.items() if not name.startswith("ours") and figure in way]
-    return {"ratio": round(max(ours) / max(theirs), 2)} if ours and theirs else {}
+    measured = {name: variant[figure] for name, variant in variants.items() if figure in variant}
+    ours = [rate for name, rate in measured.items() if name.startswith("ours")]
+    peers = [rate for name, rate in measured.items() if not name.startswith("ours")]
+    return {"ratio": round(max(ours) / max(peers), 2)} if ours and peers else {}
 
 
 def require_finite(losses: list[float]) -> None:
-    """Refuse the speed of a training that has learnt nothing."""
+    """Refuse the speed of a training that diverged."""
     if bad := [step for step, loss in enumerate(losses, 1) if not math.isfinite(loss)]:
-        raise ArithmeticError(f"the loss is no number from step {bad[0]} on; how fast that was says nothing")
+        raise ArithmeticError(f"the loss is not finite from step {bad[0]} on, so its speed means nothing")
 
 
 def now() -> float:
-    """The time when the device has done what it was given."""
+    """Wall time after the device has finished its work."""
     import torch
 
     if torch.cuda.is_available():

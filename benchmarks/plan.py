@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks import common
+from benchmarks.tables import markdown_table
 from modelwright.errors import UsageError
 from modelwright.plan.calibrate import (
     CPU_CASES,
@@ -34,29 +35,29 @@ from modelwright.plan.stage import StagePlan, plan_stage
 from modelwright.runs.folder import write_json
 from modelwright.stages.measure import case_settings, measure_case_or_error
 
-WANTED = "it wants a runs.json that benchmarks.plan --into FOLDER has written"
+EXPECTED_FILE = "it wants a runs.json that benchmarks.plan --into FOLDER has written"
 
 
 def measure(wanted: Sequence[str] = (), into: Path | None = None) -> dict[str, Any]:
-    """Measure every setting, fit the coefficients to them, and judge all."""
-    return judged(measure_all(wanted, into))
+    """Measure every case, fit the coefficients, and compare predictions with measurements."""
+    return compare(measure_all(wanted, into))
 
 
-def judged(runs: dict[str, Any]) -> dict[str, Any]:
-    """Measured runs with three predictions: by what was known before, fitted to all, and fitted to all others."""
+def compare(runs: dict[str, Any]) -> dict[str, Any]:
+    """Runs with three predictions: by the coefficients before, fitted to all, and fitted to all other cases."""
     gpu, good = gpu_spec_of(DeviceInfo(**runs["device"])), [run for run in runs["runs"] if "peak_bytes" in run]
     if not good:
         return {**runs, "judged": [], "calibration": {}}
-    unseen = {case.name for case in HELD_OUT_CASES}
-    seen = [run for run in good if run["setting"]["name"] not in unseen] or good
+    held_out = {case.name for case in HELD_OUT_CASES}
+    fitted_runs = [run for run in good if run["setting"]["name"] not in held_out] or good
     before = calibration_for(gpu)
-    after = fit(seen, gpu, before)
-    blind, others = compare_with_measured(good, gpu, before), leave_one_out(good, seen, gpu, after)
-    told = [
+    after = fit(fitted_runs, gpu, before)
+    predicted_before, others = compare_with_measured(good, gpu, before), leave_one_out(good, fitted_runs, gpu, after)
+    rows = [
         {**run, **_errors("before", first), **_errors("left_out", other)}
-        for run, first, other in zip(compare_with_measured(good, gpu, after), blind, others, strict=True)
+        for run, first, other in zip(compare_with_measured(good, gpu, after), predicted_before, others, strict=True)
     ]
-    return {**runs, "judged": told, "calibration": {after.card: after.as_json()}}
+    return {**runs, "judged": rows, "calibration": {after.card: after.as_json()}}
 
 
 def _errors(prefix: str, run: dict[str, Any]) -> dict[str, float]:
@@ -64,31 +65,31 @@ def _errors(prefix: str, run: dict[str, Any]) -> dict[str, float]:
 
 
 def read_runs(paths: Sequence[Path]) -> dict[str, Any]:
-    """What earlier measurements of one machine wrote with --into, together."""
-    found: list[dict[str, Any]] = []
+    """Runs that earlier measurements of one machine wrote with --into."""
+    files: list[dict[str, Any]] = []
     for path in paths:
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise UsageError(f"--from {path} could not be read ({reason}); {WANTED}") from None
-        if not isinstance(told, dict) or not {"device", "runs"} <= told.keys():
-            raise UsageError(f"--from {path} holds no measured runs; {WANTED}")
-        found.append(told)
-    if len({told["device"]["name"] for told in found}) > 1:
-        raise UsageError("--from: the runs were measured on different devices; judge those of one at a time")
-    return {"device": found[-1]["device"], "runs": [run for told in found for run in told["runs"]]}
+            raise UsageError(f"--from {path} could not be read ({reason}); {EXPECTED_FILE}") from None
+        if not isinstance(content, dict) or not {"device", "runs"} <= content.keys():
+            raise UsageError(f"--from {path} holds no measured runs; {EXPECTED_FILE}")
+        files.append(content)
+    if len({content["device"]["name"] for content in files}) > 1:
+        raise UsageError("--from: the runs were measured on different devices; compare those of one at a time")
+    return {"device": files[-1]["device"], "runs": [run for content in files for run in content["runs"]]}
 
 
 def measure_all(wanted: Sequence[str] = (), into: Path | None = None) -> dict[str, Any]:
-    """Measure every setting, each guarded, and write what is known after each one."""
+    """Measure every case in a guarded process, and write runs.json after each."""
     facts = probe_device()
     runs: list[dict[str, Any]] = []
     for case in (*ALL_GPU_CASES, *HELD_OUT_CASES) if facts.device == "cuda" else CPU_CASES:
         if wanted and not any(word in case.name for word in wanted):
             continue
         began = time.perf_counter()
-        case, plan, run = planned(case, facts)
+        case, plan, run = plan_case(case, facts)
         run |= measure_case_or_error(case, plan)
         if "peak_bytes" in run:
             run["accelerate_bytes"] = accelerate_bytes(case, plan.precision)
@@ -99,47 +100,49 @@ def measure_all(wanted: Sequence[str] = (), into: Path | None = None) -> dict[st
     return {"device": asdict(facts), "runs": runs}
 
 
-def planned(case: PlanCase, facts: DeviceInfo) -> tuple[PlanCase, StagePlan, dict[str, Any]]:
-    """A case with its rows and its plan, and what the planner says of its memory before it is tried."""
+def plan_case(case: PlanCase, facts: DeviceInfo) -> tuple[PlanCase, StagePlan, dict[str, Any]]:
+    """A case with its rows and plan, and the predicted memory."""
     gpu, fitted = gpu_spec_of(facts), calibration_for(gpu_spec_of(facts))
     plan = plan_stage(case_settings(case), 1, 1, facts)
     if not case.rows:
-        most = max_batch_rows(case, plan.as_json(), gpu, fitted)
-        case = replace(case, rows=max(1, -(-int(1000 * case.beyond * most) // 1000)))
+        largest = max_batch_rows(case, plan.as_json(), gpu, fitted)
+        case = replace(case, rows=max(1, -(-int(1000 * case.beyond * largest) // 1000)))
         plan = plan_stage(case_settings(case), 1, 1, facts)
     needed = estimate_memory(case_workload(case, plan.as_json(), facts.device == "cuda"), fitted.memory).required
-    told = {"plan": plan.as_json(), "needed_bytes": round(needed), "said_to_fit": needed <= gpu.memory}
-    return case, plan, told
+    prediction = {"plan": plan.as_json(), "needed_bytes": round(needed), "said_to_fit": needed <= gpu.memory}
+    return case, plan, prediction
 
 
 def main(
     only: Annotated[list[str] | None, typer.Option("--only", metavar="WORD", help="Settings with this word.")] = None,
     into: Annotated[Path | None, typer.Option("--into", help="Write runs.json here after each setting.")] = None,
     again: Annotated[
-        list[Path] | None, typer.Option("--from", help="Judge a runs.json again, or several, and measure nothing.")
+        list[Path] | None, typer.Option("--from", help="Compare one or several runs.json again, and measure nothing.")
     ] = None,
     save: common.Save = False,
     as_json: common.Json = False,
 ) -> None:
-    """Memory and tokens per second as planned, beside what this machine measures."""
+    """Predicted memory and tokens per second, compared with measurements of this machine."""
     if into:
         into.mkdir(parents=True, exist_ok=True)
     common.report(
-        "plan", lambda: judged(read_runs(again)) if again else measure(only or (), into), lines, save, as_json
+        "plan", lambda: compare(read_runs(again)) if again else measure(only or (), into), lines, save, as_json
     )
 
 
-def leave_one_out(runs: Sequence[Run], seen: Sequence[Run], gpu: GpuSpec, fitted: Calibration) -> list[Run]:
-    """Each run judged by coefficients fitted to what was seen of other settings; `fitted` are those of all seen."""
-    found = []
+def leave_one_out(runs: Sequence[Run], fitted_runs: Sequence[Run], gpu: GpuSpec, fitted: Calibration) -> list[Run]:
+    """Each run predicted by coefficients fitted to the other cases; `fitted` are those of all."""
+    predicted = []
     for run in runs:
-        others = [other for other in seen if other["setting"]["name"] != run["setting"]["name"]]
-        found += compare_with_measured([run], gpu, fit(others, gpu, fitted) if 0 < len(others) < len(seen) else fitted)
-    return found
+        others = [other for other in fitted_runs if other["setting"]["name"] != run["setting"]["name"]]
+        predicted += compare_with_measured(
+            [run], gpu, fit(others, gpu, fitted) if 0 < len(others) < len(fitted_runs) else fitted
+        )
+    return predicted
 
 
 def max_batch_rows(case: PlanCase, plan: dict[str, Any], gpu: GpuSpec, fitted: Calibration) -> int:
-    """The most rows at once that the planner says fit: training with them must not run out of memory."""
+    """The largest micro-batch that fits by the prediction: training with it must not run out of memory."""
     rows = 1
     while (
         estimate_memory(case_workload(case, {**plan, "micro_batch_size": rows + 1}, True), fitted.memory).required
@@ -150,7 +153,7 @@ def max_batch_rows(case: PlanCase, plan: dict[str, Any], gpu: GpuSpec, fitted: C
 
 
 def accelerate_bytes(case: PlanCase, precision: str) -> int | None:
-    """What accelerate's estimator says that training takes; None where it is not installed or knows no such model."""
+    """The training memory by accelerate's estimator; None if it is not installed or does not know the model."""
     try:
         import torch
         from accelerate.commands.estimate import estimate_training_usage  # type: ignore[import-untyped]
@@ -165,10 +168,10 @@ def accelerate_bytes(case: PlanCase, precision: str) -> int | None:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(case_config(case))
         total, _ = calculate_maximum_sizes(model)
-        said = estimate_training_usage(
+        usage = estimate_training_usage(
             total, {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(precision, precision)
         )
-        return int(max(said.values()))
+        return int(max(usage.values()))
     except (ImportError, KeyError, ValueError, TypeError):
         return None
 
@@ -186,7 +189,7 @@ ALL_GPU_CASES = (
     PlanCase("3B last 2 + tied head 1024 checkpointed", "smollm3-3b", 8, 1024,
             settings={"trainable": LAST_TWO, "gradient_checkpointing": True}),
     PlanCase("3B last 2 + own head 1024", "smollm3-3b", 8, 1024,
-            settings={"trainable": {**LAST_TWO, "untie_head": True}}),
+            settings={"trainable": {**LAST_TWO, "untie_lm_head": True}}),
     PlanCase("3B LoRA 2048 selective", "smollm3-3b", 4, 2048,
             settings={"trainable": "lora", "gradient_checkpointing": "selective"}),
     PlanCase("3B LoRA 2048 selective compiled", "smollm3-3b", 4, 2048,
@@ -240,81 +243,83 @@ ALL_GPU_CASES = (
     PlanCase("4B full 2048, 9 rows", "llama-6b", 9, 2048, smaller=_FOUR_BILLION),
     PlanCase("6B full 2048, fp32 weights, 16 rows", "llama-6b", 16, 2048, settings={"param_dtype": "fp32"}),
 )  # fmt: skip
-"""The last ones go to the edge of the memory: what is said to fit must run, and what is said not to must run out."""
+"""The last ones go to the limit of the memory: what is predicted to fit must run, the others must run out."""
 
 HELD_OUT_CASES = (
     PlanCase("unseen: 4B full 2048, as many rows as fit", "llama-6b", 0, 2048, smaller=_FOUR_BILLION),
     PlanCase("unseen: 0.9B full 1536", "smollm2-1.7b", 4, 1536, smaller={"num_hidden_layers": 12}),
     PlanCase("unseen: 2.5B last 3 + own head 2048", "smollm3-3b", 4, 2048, smaller={"num_hidden_layers": 28},
-            settings={"trainable": {"last_layers": 3, "head": True, "untie_head": True}}),
+            settings={"trainable": {"last_layers": 3, "lm_head": True, "untie_lm_head": True}}),
     PlanCase("unseen: 135M DPO full 512", "smollm2-135m", 16, 512, "dpo"),
     PlanCase("unseen: 5B LoRA 1024 checkpointed", "llama-6b", 8, 1024, smaller={"num_hidden_layers": 26},
             settings={"trainable": "lora", "gradient_checkpointing": True}),
     PlanCase("unseen: ResNet-18 of width 128, 256", "resnet18", 256, stage="classify", smaller={"width": 128}),
     PlanCase("unseen: 7B full 2048, as many rows as fit", "llama-7b", 0, 2048),
 )  # fmt: skip
-"""Never used to fit the coefficients: other shapes, and ways to train them together."""
+"""Never used to fit the coefficients: other shapes and combinations of settings."""
 
 
-JUDGES = {"before": "by what was known before", "": "fitted", "left_out": "fitted to the others"}
-"""Who foresaw: the prefixes of the errors, and their words."""
+PREDICTIONS = {"before": "by what was known before", "": "fitted", "left_out": "fitted to the others"}
+"""Prefixes of the error keys, and their description."""
 
 
-UNSEEN_MARK = "unseen: "
-OPENING = """# Foreseen and measured
+HELD_OUT_PREFIX = "unseen: "
+OPENING = """# Predicted and measured
 
 <!-- written by benchmarks.plan; UPDATE_GOLDEN=1 python -m pytest tests/benchmarks/test_tables.py -->
 
-What the planner said of trainings and what they took: {device}, {day}, `python -m benchmarks.plan`. Each was foreseen
-by coefficients that were fitted to all others, and none was ever fitted to a setting that is called unseen. The last
-column is accelerate's estimate of the memory, which knows weights and optimizer, but neither rows nor what moves.
+What the planner predicted for trainings and what was measured: {device}, {day}, `python -m benchmarks.plan`. Each was
+predicted by coefficients that were fitted to all others; those called unseen were never used to fit. The last column is
+accelerate's estimate of the memory, which counts weights and optimizer, but not the batch or what is trainable.
 {since}"""
-EDGE = """## At the edge of the memory
+AT_LIMIT = """## At the limit of the memory
 
-What is said to fit must run, and what is said not to fit should run out:
+What is predicted to fit must run, and what is predicted not to fit should run out:
 """
 
 
 def lines(figures: dict[str, Any]) -> list[str]:
     """The table of predictions and measurements."""
     three = f"{'before':>7} {'fitted':>7} {'others':>7}"
-    told = [f"{'setting':<42} {'memory':>9} {three}   {'tokens/s':>10} {three}   accelerate"]
-    told += [_text_row(run) for run in figures["judged"]]
-    told += [f"{run['setting']['name']}: failed, {run['failed']}" for run in figures["runs"] if "failed" in run]
-    told += [_edge(run) for run in figures["runs"] if _is_edge(run)]
+    output = [f"{'setting':<42} {'memory':>9} {three}   {'tokens/s':>10} {three}   accelerate"]
+    output += [_text_row(run) for run in figures["judged"]]
+    output += [f"{run['setting']['name']}: failed, {run['failed']}" for run in figures["runs"] if "failed" in run]
+    output += [_limit_line(run) for run in figures["runs"] if _is_at_limit(run)]
     if figures["judged"]:
-        told += [f"{words}: {summary(figures['judged'], prefix)}" for prefix, words in JUDGES.items()]
+        output += [f"{words}: {summary(figures['judged'], prefix)}" for prefix, words in PREDICTIONS.items()]
         peers = [abs(run["accelerate_error"]) for run in figures["judged"] if run.get("accelerate_error") is not None]
-        told += [f"accelerate's estimate: memory {median(peers):.0%} off, worst {max(peers):.0%}"] if peers else []
+        output += [f"accelerate's estimate: memory {median(peers):.0%} off, worst {max(peers):.0%}"] if peers else []
     broken = [run["setting"]["name"] for run in figures["runs"] if run.get("said_to_fit") and "ran_out" in run]
-    told.append(f"said to fit and ran out of memory: {', '.join(broken) or 'none'}")
-    return told
+    output.append(f"said to fit and ran out of memory: {', '.join(broken) or 'none'}")
+    return output
 
 
 def page(measured: dict[str, Any]) -> str:
-    """The page of figures for the docs, from what was kept."""
+    """The page of figures for the docs, from a saved result."""
     figures, since = measured["figures"], measured.get("since", "")
     opening = {
         "day": measured["date"][:10],
         "device": figures["device"]["name"],
         "since": f"{since}\n" if since else "",
     }
-    told = [OPENING.format(**opening)]
-    told += ["| setting | GB | planned | tokens/s | planned | accelerate |", "|---|---|---|---|---|---|"]
-    told += [_markdown_row(run) for run in figures["judged"]]
-    told += ["", *(f"- {JUDGES[prefix]}: {summary(figures['judged'], prefix)}." for prefix in ("", "left_out"))]
-    if unseen := [run for run in figures["judged"] if run["setting"]["name"].startswith(UNSEEN_MARK)]:
-        told.append(f"- the {len(unseen)} unseen ones alone, {JUDGES['before']}: {summary(unseen, 'before')}.")
-    edge = [run for run in figures["runs"] if _is_edge(run)]
-    told += ["", EDGE, *(f"- {_edge(run)}" for run in edge)]
-    told += [] if edge else ["None of these settings has been measured yet, nor has one that is called unseen."]
-    return "\n".join(told) + "\n"
+    header = ("setting", "GB", "planned", "tokens/s", "planned", "accelerate")
+    table = markdown_table(header, (_table_cells(run) for run in figures["judged"]))
+    output = [OPENING.format(**opening), table.rstrip()]
+    output += ["", *(f"- {PREDICTIONS[prefix]}: {summary(figures['judged'], prefix)}." for prefix in ("", "left_out"))]
+    if held_out := [run for run in figures["judged"] if run["setting"]["name"].startswith(HELD_OUT_PREFIX)]:
+        output.append(
+            f"- the {len(held_out)} unseen ones alone, {PREDICTIONS['before']}: {summary(held_out, 'before')}."
+        )
+    edge = [run for run in figures["runs"] if _is_at_limit(run)]
+    output += ["", AT_LIMIT, *(f"- {_limit_line(run)}" for run in edge)]
+    output += [] if edge else ["None of these settings has been measured yet, nor has one that is called unseen."]
+    return "\n".join(output) + "\n"
 
 
-def summary(judged: Sequence[dict[str, Any]], prefix: str) -> str:
-    """How far one judge was off, in the middle and at worst."""
-    memory = sorted(abs(run[named(prefix, "memory_error")]) for run in judged)
-    rate = sorted(abs(run[named(prefix, "rate_error")]) for run in judged)
+def summary(runs: Sequence[dict[str, Any]], prefix: str) -> str:
+    """Median and worst error of one kind of prediction."""
+    memory = sorted(abs(run[error_key(prefix, "memory_error")]) for run in runs)
+    rate = sorted(abs(run[error_key(prefix, "rate_error")]) for run in runs)
     inside = sum(value <= 0.05 for value in memory), sum(value <= 0.10 for value in rate)
     return (
         f"memory {median(memory):.1%} off, worst {memory[-1]:.1%}, within 5 % {inside[0]} of {len(memory)}; "
@@ -322,15 +327,16 @@ def summary(judged: Sequence[dict[str, Any]], prefix: str) -> str:
     )
 
 
-def named(prefix: str, error: str) -> str:
-    """The key of an error by who foresaw."""
+def error_key(prefix: str, error: str) -> str:
+    """The key of an error."""
     return f"{prefix}_{error}" if prefix else error
 
 
 def _text_row(run: dict[str, Any]) -> str:
     peer = run.get("accelerate_error")
     memory, rate = (
-        " ".join(f"{run[named(prefix, error)]:>+7.1%}" for prefix in JUDGES) for error in ("memory_error", "rate_error")
+        " ".join(f"{run[error_key(prefix, error)]:>+7.1%}" for prefix in PREDICTIONS)
+        for error in ("memory_error", "rate_error")
     )
     return (
         f"{run['setting']['name']:<42} {run['peak_bytes'] / 1e9:>7.2f}GB {memory}   "
@@ -338,28 +344,27 @@ def _text_row(run: dict[str, Any]) -> str:
     )
 
 
-def _markdown_row(run: dict[str, Any]) -> str:
+def _table_cells(run: dict[str, Any]) -> tuple[str, ...]:
     peer, prefix = run.get("accelerate_error"), "left_out"
-    cells = (
+    return (
         run["setting"]["name"],
         f"{run['peak_bytes'] / 1e9:.2f}",
-        f"{run[named(prefix, 'memory_error')]:+.1%}",
+        f"{run[error_key(prefix, 'memory_error')]:+.1%}",
         f"{run['tokens_per_second']:,.0f}",
-        f"{run[named(prefix, 'rate_error')]:+.1%}",
+        f"{run[error_key(prefix, 'rate_error')]:+.1%}",
         "–" if peer is None else f"{peer:+.0%}",
     )
-    return f"| {' | '.join(cells)} |"
 
 
-def _is_edge(run: dict[str, Any]) -> bool:
+def _is_at_limit(run: dict[str, Any]) -> bool:
     return "fit" in run["setting"]["name"] or "ran_out" in run
 
 
-def _edge(run: dict[str, Any]) -> str:
-    said = "fits" if run.get("said_to_fit") else "does not fit"
-    found = "ran out of memory" if "ran_out" in run else f"ran with {run.get('reserved_bytes', 0) / 1e9:.1f} GB"
+def _limit_line(run: dict[str, Any]) -> str:
+    fits = "fits" if run.get("said_to_fit") else "does not fit"
+    outcome = "ran out of memory" if "ran_out" in run else f"ran with {run.get('reserved_bytes', 0) / 1e9:.1f} GB"
     needs = f"{run.get('needed_bytes', 0) / 1e9:.1f} GB"
-    return f"{run['setting']['name']}, {run['plan']['micro_batch_size']} rows: said to need {needs}, {said}; {found}"
+    return f"{run['setting']['name']}, {run['plan']['micro_batch_size']} rows: said to need {needs}, {fits}; {outcome}"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""How much faster several devices are than one: measured with CPU ranks here, and on paper for GPUs and their links.
+"""Scaling efficiency of several devices: measured with CPU ranks here, and predicted for GPUs and their links.
 
-The paper is the planner's arithmetic: what a card computes in a step, and how long the gradients of what moves take on
-the link beyond what hides behind the backward pass. Links are as fast as their data sheets say, which none quite is.
+The prediction is the planner's: the time of a step on one GPU, and the time of the trainable parameters' gradients
+on the link that the backward pass does not hide. Links have the bandwidth of their data sheets, which none reaches.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from modelwright.runs import journal
 
 STEPS, WARM_UP, ROWS, LAYERS, WIDTH = 24, 6, 4, 6, 192
 RANKS, WORLDS, CARDS = (1, 2), (2, 4, 8), ("L40S", "H200")
-CLOSE = 0.95
-"""Efficiency from which on so many cards are called so many times as fast."""
-PAPER = (
+FULL_EFFICIENCY = 0.95
+"""Efficiency from which N GPUs count as N times as fast."""
+PREDICTION_NOTE = (
     "On paper: times one card's tokens/s with the same rows on every card, in brackets with one card's batch shared; "
     "links at the speed of their data sheets."
 )
-BETWEEN = {f"{gigabits} Gbit/s": gigabits * 1e9 / 8 for gigabits in (100, 25, 10)}
-"""Bytes per second between machines of one card each, over Ethernet."""
-ENDLESS, SLOWEST, FASTEST = 1e15, 1e7, 1e13
+ETHERNET = {f"{gigabits} Gbit/s": gigabits * 1e9 / 8 for gigabits in (100, 25, 10)}
+"""Bytes per second between machines of one GPU each, over Ethernet."""
+UNLIMITED_MEMORY, SLOWEST_LINK, FASTEST_LINK = 1e15, 1e7, 1e13
 
 
 def cases() -> dict[str, Case]:
-    """What is asked about, by name."""
+    """The trainings, by name."""
     return {
         "SmolLM3-3B, last 2 + head": survival(LAST_TWO),
         "SmolLM3-3B, last 2 + own head, trunk kept": survival({**LAST_TWO, "untie_lm_head": True}),
@@ -50,72 +50,74 @@ def cases() -> dict[str, Case]:
 
 
 def card(name: str) -> GpuSpec:
-    """The card of a name."""
-    found = find_gpu(name)
-    if found is None:
+    """The GPU of a name."""
+    gpu = find_gpu(name)
+    if gpu is None:
         raise UsageError(f"--card is {name!r}; known are {', '.join(GPUS)}")
-    return found
+    return gpu
 
 
 def measure(ranks: Sequence[int], cards: Sequence[GpuSpec]) -> dict[str, Any]:
-    """Train with each number of ranks, none where none is named, and do the arithmetic for each card."""
-    figures: dict[str, Any] = {"measured": _measured(ranks)} if ranks else {}
-    return {**figures, "paper": [row for gpu in cards for row in paper(gpu)]}
+    """Train with each number of ranks (none if empty), and predict for each GPU."""
+    figures: dict[str, Any] = {"measured": _measure_ranks(ranks)} if ranks else {}
+    return {**figures, "paper": [row for gpu in cards for row in predict(gpu)]}
 
 
-def paper(gpu: GpuSpec) -> list[dict[str, Any]]:
-    """For each case: how many times as fast as one such card that had memory enough, link by link."""
+def predict(gpu: GpuSpec) -> list[dict[str, Any]]:
+    """For each case and link: the speedup over one such GPU with enough memory."""
     rows = []
     for name, case in cases().items():
-        alone = case.estimate_on(Hardware(1, 1, replace(gpu, memory=ENDLESS)))
+        alone = case.estimate_on(Hardware(1, 1, replace(gpu, memory=UNLIMITED_MEMORY)))
         rate = alone.time.tokens_per_second
         rows.append({
             "card": gpu.name, "case": name, "trained_parameters": alone.trainable.trained,
             "one_card_tokens_per_second": round(rate, 1), "one_card_fits": case.estimate_on(Hardware(1, 1, gpu)).fits,
             "four_times_from_bytes_per_second": _four_times_from(case, gpu, rate),
             "links": [
-                {"link": link, "bytes_per_second": places[2].slowest_bandwidth, **_over(case, places, rate)}
-                for link, places in _links(gpu).items()
+                {"link": link, "bytes_per_second": hardware[2].slowest_bandwidth, **_speedups(case, hardware, rate)}
+                for link, hardware in _links(gpu).items()
             ],
         })  # fmt: skip
     return rows
 
 
 def _links(gpu: GpuSpec) -> dict[str, dict[int, Hardware]]:
-    """By link the machines of 2, 4 and 8 cards: in one machine, or over Ethernet in one of its own each."""
+    """By link, the hardware of 2, 4 and 8 GPUs: in one machine, or one per machine over Ethernet."""
     by_pcie = GPUS["H100-PCIe" if gpu.capability >= (9, 0) else "L40S"].interconnect_bandwidth
     inside = (
         {"NVLink": gpu.interconnect_bandwidth, "PCIe": by_pcie}
         if gpu.interconnect_bandwidth > by_pcie
         else {"PCIe": gpu.interconnect_bandwidth}
     )
-    found = {
+    links = {
         link: {world: Hardware(1, world, replace(gpu, interconnect_bandwidth=speed)) for world in WORLDS}
         for link, speed in inside.items()
     }
-    return found | {
+    return links | {
         link: {world: Hardware(world, 1, gpu, network_bandwidth=speed) for world in WORLDS}
-        for link, speed in BETWEEN.items()
+        for link, speed in ETHERNET.items()
     }
 
 
-def _over(case: Case, places: dict[int, Hardware], alone: float) -> dict[str, Any]:
-    """Two, four and eight cards over one link, beside one card's tokens per second."""
-    grown = {str(world): case.estimate_on(place) for world, place in places.items()}
-    kept = {str(world): _same_batch(case).estimate_on(place) for world, place in places.items()}
+def _speedups(case: Case, hardware_by_world: dict[int, Hardware], alone: float) -> dict[str, Any]:
+    """Speedup of two, four and eight GPUs over one link."""
+    grown = {str(world): case.estimate_on(hardware) for world, hardware in hardware_by_world.items()}
+    fixed = {str(world): _same_batch(case).estimate_on(hardware) for world, hardware in hardware_by_world.items()}
     return {
-        "times": {world: _times(each, alone) for world, each in grown.items()},
-        "times_same_batch": {world: _times(each, alone) for world, each in kept.items()},
+        "times": {world: _speedup(each, alone) for world, each in grown.items()},
+        "times_same_batch": {world: _speedup(each, alone) for world, each in fixed.items()},
         "sharding": {world: each.plan.sharding for world, each in grown.items()},
     }
 
 
 def _four_times_from(case: Case, gpu: GpuSpec, alone: float) -> float | None:
     """The slowest link over which four cards are four times as fast as one; None where none is fast enough."""
-    low, high = SLOWEST, FASTEST
+    low, high = SLOWEST_LINK, FASTEST_LINK
 
     def reached(link: float) -> bool:
-        return (_times(case.estimate_on(Hardware(4, 1, gpu, network_bandwidth=link)), alone) or 0.0) >= 4 * CLOSE
+        return (
+            _speedup(case.estimate_on(Hardware(4, 1, gpu, network_bandwidth=link)), alone) or 0.0
+        ) >= 4 * FULL_EFFICIENCY
 
     if not reached(high):
         return None
@@ -126,58 +128,58 @@ def _four_times_from(case: Case, gpu: GpuSpec, alone: float) -> float | None:
 
 
 def _same_batch(case: Case) -> Case:
-    """The case with one card's batch shared among all, instead of a batch that grows with them."""
+    """The case with a fixed global batch, instead of one that grows with the GPUs."""
     settings = case.settings
     batch = settings.per_device_train_batch_size * settings.gradient_accumulation_steps
-    told = {**settings.model_dump(exclude_unset=True), "global_batch_size": batch}
-    return replace(case, settings=type(settings).model_validate(told))
+    changed = {**settings.model_dump(exclude_unset=True), "global_batch_size": batch}
+    return replace(case, settings=type(settings).model_validate(changed))
 
 
-def _times(found: StageEstimate, alone: float) -> float | None:
-    """How many times one card's rate; None where it does not fit."""
-    return round(found.time.tokens_per_second / alone, 2) if found.fits else None
+def _speedup(estimate: StageEstimate, alone: float) -> float | None:
+    """Speedup over one GPU; None if it does not fit."""
+    return round(estimate.time.tokens_per_second / alone, 2) if estimate.fits else None
 
 
-def _measured(ranks: Sequence[int]) -> dict[str, Any]:
-    """Tokens per second with so many ranks of one thread each, every rank given the same number of rows."""
+def _measure_ranks(ranks: Sequence[int]) -> dict[str, Any]:
+    """Tokens per second with so many ranks of one thread each, with the same micro-batch per rank."""
     from benchmarks.workloads import save_small_model
     from modelwright.data.sources import EMBEDDED_DATASETS
 
     busy = os.getloadavg()[0]
-    found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="scale-") as place:
+    by_ranks: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="scale-") as folder:
         texts = EMBEDDED_DATASETS["field-guide"].read_text(encoding="utf-8").splitlines()
-        save_small_model(Path(place) / "model", texts, layers=LAYERS, width=WIDTH)
+        save_small_model(Path(folder) / "model", texts, layers=LAYERS, width=WIDTH)
         for count in ranks:
-            found[str(count)] = _train(Path(place), count)
+            by_ranks[str(count)] = _train(Path(folder), count)
     for name, rate in (("efficiency", "tokens_per_second"), ("fastest_efficiency", "fastest_tokens_per_second")):
-        each = {count: found[str(count)][rate] / count for count in ranks}
+        each = {count: by_ranks[str(count)][rate] / count for count in ranks}
         for count in ranks:
-            found[str(count)][name] = round(each[count] / each[ranks[0]], 3)
+            by_ranks[str(count)][name] = round(each[count] / each[ranks[0]], 3)
     return {
         "setting": f"{LAYERS}-layer Llama of width {WIDTH}, {ROWS} rows a rank, fp32, one thread a rank, gloo, ddp, "
         f"median of {STEPS - WARM_UP} steps",
         "load_before": round(busy, 2),
         "cores": len(os.sched_getaffinity(0)),
-        "ranks": found,
+        "ranks": by_ranks,
     }
 
 
-def _train(place: Path, ranks: int) -> dict[str, Any]:
-    """One run through the real launcher; its own journal tells the speed."""
-    run, recipe = place / f"run-{ranks}", place / f"ranks-{ranks}.yaml"
+def _train(folder: Path, ranks: int) -> dict[str, Any]:
+    """One run through the real launcher; the speed is read from its journal."""
+    run, recipe = folder / f"run-{ranks}", folder / f"ranks-{ranks}.yaml"
     recipe.write_text(f"""\
 name: scale
 output_dir: {run}
-model: {{model_name_or_path: {place / "model"}}}
+model: {{model_name_or_path: {folder / "model"}}}
 data: {{dataset_name: field-guide, columns: {{question: prompt, answer: completion}}, test_size: 4}}
 sft: {{max_steps: {STEPS}, per_device_train_batch_size: {ROWS}, max_length: 128, precision: fp32, packing: true,
   save_steps: {STEPS}, eval_steps: {STEPS}, logging_steps: 1}}
 """, encoding="utf-8")  # fmt: skip
-    words = ["launch", str(recipe), "--nproc-per-node", str(ranks), "--log-format", "plain", "--until-stage", "sft"]
-    command = [sys.executable, "-m", "modelwright", *words]
+    arguments = ["launch", str(recipe), "--nproc-per-node", str(ranks), "--log-format", "plain", "--until-stage", "sft"]
+    command = [sys.executable, "-m", "modelwright", *arguments]
     done = subprocess.run(
-        command, cwd=place, env=environment({"CUDA_VISIBLE_DEVICES": ""}), capture_output=True, text=True, check=False
+        command, cwd=folder, env=environment({"CUDA_VISIBLE_DEVICES": ""}), capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise RuntimeError(f"{ranks} ranks could not train: {done.stdout[-1000:]}{done.stderr[-1000:]}")
@@ -188,49 +190,50 @@ sft: {{max_steps: {STEPS}, per_device_train_batch_size: {ROWS}, max_length: 128,
 
 def lines(figures: dict[str, Any]) -> list[str]:
     """The figures as tables."""
-    told = _measured_lines(figures["measured"]) if "measured" in figures else []
+    output = _measured_lines(figures["measured"]) if "measured" in figures else []
     for row in figures["paper"]:
         needed = row["four_times_from_bytes_per_second"]
-        judged = f"four cards are 4 × as fast from {needed * 8 / 1e9:,.0f} Gbit/s on" if needed else "never 4 × on four"
+        scaling = (
+            f"four cards are 4 × as fast from {needed * 8 / 1e9:,.0f} Gbit/s on" if needed else "never 4 × on four"
+        )
         alone = "" if row["one_card_fits"] else ", had it memory enough"
-        told += ["", f"{row['card']}, {row['case']}: {row['trained_parameters'] / 1e6:,.1f} M weights move; one card "
-                 f"{row['one_card_tokens_per_second']:,.0f} tokens/s{alone}; {judged}"]  # fmt: skip
-        told.append(f"  {'link':<11}" + "".join(f"{f'{world} cards':>19}" for world in WORLDS))
+        size = f"{row['trained_parameters'] / 1e6:,.1f} M parameters trainable"
+        rate = f"one card {row['one_card_tokens_per_second']:,.0f} tokens/s{alone}"
+        output += ["", f"{row['card']}, {row['case']}: {size}; {rate}; {scaling}"]
+        output.append(f"  {'link':<11}" + "".join(f"{f'{world} cards':>19}" for world in WORLDS))
         for link in row["links"]:
-            told.append(f"  {link['link']:<11}" + "".join(f"{_cell(link, str(world)):>19}" for world in WORLDS))
-    return [*told, "", PAPER]
+            output.append(f"  {link['link']:<11}" + "".join(f"{_cell(link, str(world)):>19}" for world in WORLDS))
+    return [*output, "", PREDICTION_NOTE]
 
 
 def _measured_lines(measured: dict[str, Any]) -> list[str]:
-    told = [measured["setting"]]
+    output = [measured["setting"]]
     for count, each in measured["ranks"].items():
-        told.append(
+        output.append(
             f"{count} rank{'s' * (count != '1')}: {each['tokens_per_second']:,.0f} tokens/s, "
             f"efficiency {each['efficiency']:.0%} (by the fastest steps {each['fastest_efficiency']:.0%})"
         )
     if measured["load_before"] > 0.5:
-        told.append(f"the machine was busy ({measured['load_before']:g} processes running before): not to be relied on")
-    return told
+        output.append(f"the machine was busy ({measured['load_before']:g} processes running before): not reliable")
+    return output
 
 
 def _cell(link: dict[str, Any], world: str) -> str:
-    grown, kept = link["times"][world], link["times_same_batch"][world]
+    grown, fixed = link["times"][world], link["times_same_batch"][world]
     if grown is None:
         return "does not fit"
     split = " fsdp" if link["sharding"][world] == "fsdp" else ""
-    return f"{grown:.2f} ({kept:.2f}){split}" if kept is not None else f"{grown:.2f}{split}"
+    return f"{grown:.2f} ({fixed:.2f}){split}" if fixed is not None else f"{grown:.2f}{split}"
 
 
 def main(
-    ranks: Annotated[
-        list[int] | None, typer.Option("--ranks", min=1, help="CPU ranks to try; may be given often.")
-    ] = None,
-    cards: Annotated[list[str] | None, typer.Option("--card", help="A GPU to compute for; may be given often.")] = None,
-    only_paper: Annotated[bool, typer.Option("--paper", help="Only the arithmetic; nothing is trained.")] = False,
+    ranks: Annotated[list[int] | None, typer.Option("--ranks", min=1, help="Numbers of CPU ranks; repeatable.")] = None,
+    cards: Annotated[list[str] | None, typer.Option("--card", help="A GPU to predict for; repeatable.")] = None,
+    only_paper: Annotated[bool, typer.Option("--paper", help="Only the prediction; nothing is trained.")] = False,
     save: common.Save = False,
     as_json: common.Json = False,
 ) -> None:
-    """How much faster several devices are: measured with CPU ranks, computed for GPUs and their links."""
+    """Scaling efficiency: measured with CPU ranks, predicted for GPUs and their links."""
     chosen, sizes = [card(name) for name in cards or CARDS], () if only_paper else ranks or RANKS
     common.report("scale", lambda: measure(sizes, chosen), lines, save, as_json)
 

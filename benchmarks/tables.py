@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -11,16 +11,26 @@ from typing import Any
 from modelwright.runs.folder import read_json
 
 Cells = tuple[str, str, str, str]
-"""What was done, ours, a peer's on the same machine, and the command."""
+"""The workload, our figure, a peer's on the same machine, and the command."""
 Figures = dict[str, Any]
 MARK = "<!-- figures: {name}, made from benchmarks/results by benchmarks.tables -->"
-LAST = 5
-"""Kept losses, one of ten steps each, that make the end of a curve."""
 END = "<!-- end of figures -->"
+LAST_LOSSES = 5
+"""Saved losses, one of ten steps each, that make the end of a curve."""
+HEADER = ("what", "Modelwright", "peer, same machine", "command", "measured")
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; pipes and line breaks in cells are escaped."""
+    lines = [f"| {' | '.join(header)} |".replace("|  |", "| |"), "|---" * len(header) + "|"]
+    for row in rows:
+        cells = (re.sub(r"\s+", " ", cell).replace("|", "\\|") for cell in row)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def fill(text: str, folder: Path) -> str:
-    """A page with every table in it made anew."""
+    """A page with all of its tables regenerated."""
     for name, table in TABLES.items():
         mark = MARK.format(name=name)
         pattern = re.compile(re.escape(mark) + r"\n.*?" + re.escape(END), re.DOTALL)
@@ -28,59 +38,58 @@ def fill(text: str, folder: Path) -> str:
     return text
 
 
-def on_a_gpu(folder: Path) -> str:
-    """What was measured on a GPU."""
+def gpu_table(folder: Path) -> str:
+    """Results of a GPU."""
     rows: list[tuple[str, Callable[[Figures], list[Cells]]]] = [
-        ("speed/6b", _six_billion), ("speed/0.5b", _half_a_billion),
-        ("speed/135m, 300 steps of real text", _real_text), ("speed/fp32", _exact), ("speed/lora", _low_rank),
-        ("speed/sft", _every_weight), ("speed/dpo", _preferences), ("speed/start", _command),
-        ("survival-gpu", _survival), ("stages-gpu", _recipe), ("vision-gpu", _images), ("plan", _planner),
+        ("speed/6b", _pretrain_6b), ("speed/0.5b", _pretrain_half_b),
+        ("speed/135m, 300 steps of real text", _pretrain_135m), ("speed/fp32", _fp32), ("speed/lora", _lora),
+        ("speed/sft", _sft), ("speed/dpo", _dpo), ("speed/start", _first_step),
+        ("survival-gpu", _survival_gpu), ("stages-gpu", _stages), ("vision-gpu", _vision), ("plan", _plan),
     ]  # fmt: skip
     return _table(folder, rows)
 
 
-def on_a_cpu(folder: Path) -> str:
-    """What was measured on a CPU."""
+def cpu_table(folder: Path) -> str:
+    """Results of a CPU."""
     rows: list[tuple[str, Callable[[Figures], list[Cells]]]] = [
-        ("sft", _tuning), ("survival", _twin), ("data", _preparing), ("scale", _scaling), ("start", _starting),
+        ("sft", _small_sft), ("survival", _survival_cpu), ("data", _data), ("scale", _scale), ("start", _startup),
     ]  # fmt: skip
     return _table(folder, rows)
 
 
 def scorecard(folder: Path) -> str:
-    """What was done to runs, what came of it, and what peers do; nothing before it was measured."""
+    """The faults with a figure of the HF Trainer, and every gap."""
     path = folder / "reliability.json"
     if not path.exists():
         return "The scorecard of faults has not been measured yet: `python -m tests.faults.scorecard --save`.\n"
     measured = read_json(path)
     rows = measured["figures"]["rows"]
     counts = {word: sum(each["verdict"] == word for each in rows.values()) for word in ("met", "gap", "skipped")}
-    told = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+    summary = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
     shown = "shown are those of which a figure of the HF Trainer is known, and every gap"
-    head = f"{len(rows)} faults, {told} ({_stand(measured)}); {shown}.\n\n"
-    lines = ["| fault | found | | peers |", "|---|---|---|---|"]
-    lines += [
-        f"| {_cell(each['name'])} | {_cell(each['figure'])} | {each['verdict']} | {_cell(each['baseline'])} |"
+    head = f"{len(rows)} faults, {summary} ({_provenance(measured)}); {shown}.\n\n"
+    selected = (
+        (each["name"], each["figure"], each["verdict"], each["baseline"])
         for each in rows.values()
         if each["verdict"] == "gap" or each.get("baseline_measured_here") or "HF Trainer" in each["baseline"]
-    ]
-    return head + "\n".join(lines) + "\n"
+    )
+    return head + markdown_table(("fault", "found", "", "peers"), selected)
 
 
-TABLES: dict[str, Callable[[Path], str]] = {"gpu": on_a_gpu, "cpu": on_a_cpu, "scorecard": scorecard}
+TABLES: dict[str, Callable[[Path], str]] = {"gpu": gpu_table, "cpu": cpu_table, "scorecard": scorecard}
 """The tables of the README by their names."""
 
 
 def _table(folder: Path, rows: list[tuple[str, Callable[[Figures], list[Cells]]]]) -> str:
-    lines = ["| what | Modelwright | peer, same machine | command | measured |", "|---|---|---|---|---|"]
+    lines: list[tuple[str, ...]] = []
     for name, make in rows:
-        if measured := _kept(folder, name):
-            lines += [f"| {' | '.join(cells)} | {_stand(measured)} |" for cells in make(measured["figures"])]
-    return "\n".join(lines) + "\n"
+        if measured := _load(folder, name):
+            lines += [(*cells, _provenance(measured)) for cells in make(measured["figures"])]
+    return markdown_table(HEADER, lines)
 
 
-def _kept(folder: Path, name: str) -> dict[str, Any] | None:
-    """What was measured under a name, which may be that of one work among others in a file."""
+def _load(folder: Path, name: str) -> dict[str, Any] | None:
+    """The result of a name, which may be FILE/WORKLOAD."""
     file, _, work = name.partition("/")
     path = folder / f"{file}.json"
     measured = read_json(path) if path.exists() else {"figures": {}}
@@ -90,50 +99,51 @@ def _kept(folder: Path, name: str) -> dict[str, Any] | None:
     return {**measured, **figures.get("measured", {}), "figures": figures} if figures else None
 
 
-def _stand(measured: dict[str, Any]) -> str:
-    """The day and the machine."""
+def _provenance(measured: dict[str, Any]) -> str:
+    """The date and the machine."""
     machine, device = measured["machine"], measured["figures"].get("device")
     name = device.get("name") if isinstance(device, dict) else device
     return f"{measured['date'][:10]}, {name or machine.get('gpu') or '{cores} × {cpu}'.format(**machine)}"
 
 
-def _six_billion(figures: Figures) -> list[Cells]:
-    ways = figures["ways"]
+def _pretrain_6b(figures: Figures) -> list[Cells]:
+    variants = figures["variants"]
     return [
         (
             "pretrain a 6.08 B Llama, 32 rows of 2048 tokens a step",
-            f"{_way(ways['ours, bf16'])} in bf16, {_way(ways['ours, fp8'])} in fp8",
-            _each_peer(_fastest_peer(ways, "HF Trainer", "tokens_per_second", "tokens/s"), ways),
+            f"{_full_rate(variants['ours, bf16'])} in bf16, {_full_rate(variants['ours, fp8'])} in fp8",
+            _with_torchtitan(_fastest_peer(variants, "HF Trainer", "tokens_per_second", "tokens/s"), variants),
             "`benchmarks.speed --work 6b`",
         )
     ]
 
 
-def _half_a_billion(figures: Figures) -> list[Cells]:
-    ways = figures["ways"]
+def _pretrain_half_b(figures: Figures) -> list[Cells]:
+    variants = figures["variants"]
     return [
         (
             "pretrain 0.5 B, 8 rows of 512",
-            f"{_rate(ways['ours, bf16'])} in bf16, {_rate(ways['ours, bf16, mean in bf16'])} with AdamW's mean in bf16",
-            _each_peer(
-                f"HF Trainer {_rate(ways['HF Trainer, bf16, eager'])} eager, "
-                f"{_rate(ways['HF Trainer, bf16, torch_compile'])} compiled",
-                ways,
+            f"{_rate(variants['ours, bf16'])} in bf16, "
+            f"{_rate(variants['ours, bf16, mean in bf16'])} with AdamW's mean in bf16",
+            _with_torchtitan(
+                f"HF Trainer {_rate(variants['HF Trainer, bf16, eager'])} eager, "
+                f"{_rate(variants['HF Trainer, bf16, torch_compile'])} compiled",
+                variants,
             ),
             "`benchmarks.speed --work 0.5b`",
         )
     ]
 
 
-def _real_text(figures: Figures) -> list[Cells]:
-    ways = figures["ways"]
-    ends = {way: mean(told["losses"][-LAST:]) for way, told in ways.items()}
-    off = {way: f"{end / ends['ours, fp32 weights and autocast'] - 1:+.2%}" for way, end in ends.items()}
+def _pretrain_135m(figures: Figures) -> list[Cells]:
+    variants = figures["variants"]
+    ends = {name: mean(variant["losses"][-LAST_LOSSES:]) for name, variant in variants.items()}
+    off = {name: f"{end / ends['ours, fp32 weights and autocast'] - 1:+.2%}" for name, end in ends.items()}
     return [
         (
             "pretrain 135 M, 16 rows of 512, 300 steps of real text",
-            f"{_rate(ways['ours, bf16'])} in bf16, {_rate(ways['ours, fp8'])} in fp8",
-            f"HF Trainer {_rate(ways['HF Trainer, bf16, eager'])}, eager",
+            f"{_rate(variants['ours, bf16'])} in bf16, {_rate(variants['ours, fp8'])} in fp8",
+            f"HF Trainer {_rate(variants['HF Trainer, bf16, eager'])}, eager",
             "`benchmarks.speed --work 135m`",
         ),
         (
@@ -146,28 +156,28 @@ def _real_text(figures: Figures) -> list[Cells]:
     ]
 
 
-def _exact(figures: Figures) -> list[Cells]:
-    ways = figures["ways"]
-    ours = f"{_rate(ways['ours, tf32'])} on tensor cores, {_rate(ways['ours, fp32'])} exact"
-    peer = _fastest_peer(ways, "HF Trainer", "tokens_per_second", "tokens/s")
+def _fp32(figures: Figures) -> list[Cells]:
+    variants = figures["variants"]
+    ours = f"{_rate(variants['ours, tf32'])} on tensor cores, {_rate(variants['ours, fp32'])} exact"
+    peer = _fastest_peer(variants, "HF Trainer", "tokens_per_second", "tokens/s")
     return [("pretrain 0.5 B in fp32, 8 rows of 512", ours, peer, "`benchmarks.speed --work fp32`")]
 
 
-def _low_rank(figures: Figures) -> list[Cells]:
-    ways = figures["ways"]
-    names = [name for name in ("ours, bf16", "ours, fp8") if name in ways]
-    ours = ", ".join(f"{_way(ways[name])} in {name.removeprefix('ours, ')}" for name in names)
-    peer = _fastest_peer(ways, "HF Trainer", "tokens_per_second", "tokens/s")
+def _lora(figures: Figures) -> list[Cells]:
+    variants = figures["variants"]
+    names = [name for name in ("ours, bf16", "ours, fp8") if name in variants]
+    ours = ", ".join(f"{_full_rate(variants[name])} in {name.removeprefix('ours, ')}" for name in names)
+    peer = _fastest_peer(variants, "HF Trainer", "tokens_per_second", "tokens/s")
     return [("LoRA, 8.0 B shape, 4 rows of 4096", ours, peer, "`benchmarks.speed --work lora`")]
 
 
-def _every_weight(figures: Figures) -> list[Cells]:
-    ours = f"{figures['ways']['ours, bf16']['rows_per_second']:.0f} rows/s"
-    peer = _fastest_peer(figures["ways"], "TRL", "rows_per_second", "rows/s")
+def _sft(figures: Figures) -> list[Cells]:
+    ours = f"{figures['variants']['ours, bf16']['rows_per_second']:.0f} rows/s"
+    peer = _fastest_peer(figures["variants"], "TRL", "rows_per_second", "rows/s")
     return [("SFT of every weight, SmolLM3-3B shape, 32 rows a step", ours, peer, "`benchmarks.speed --work sft`")]
 
 
-def _command(figures: Figures) -> list[Cells]:
+def _first_step(figures: Figures) -> list[Cells]:
     held = max(save["share_of_a_minute"] for save in figures["saves"])
     return [
         ("from the command to the first step, 0.5 B, compiled before", f"{figures['warm']['seconds']:.1f} s", "–",
@@ -176,20 +186,20 @@ def _command(figures: Figures) -> list[Cells]:
     ]  # fmt: skip
 
 
-def _each_peer(told: str, ways: dict[str, Any]) -> str:
-    """What is told of the HF Trainer, and torchtitan beside it where it was measured."""
-    titan = _fastest_peer(ways, "torchtitan", "tokens_per_second", "tokens/s")
-    return "; ".join([text for text in (told, titan) if text != "–"] or ["–"])
+def _with_torchtitan(hf_trainer: str, variants: dict[str, Any]) -> str:
+    """The figure of the HF Trainer, and that of torchtitan where it was measured."""
+    titan = _fastest_peer(variants, "torchtitan", "tokens_per_second", "tokens/s")
+    return "; ".join([text for text in (hf_trainer, titan) if text != "–"] or ["–"])
 
 
-def _fastest_peer(ways: dict[str, Any], name: str, figure: str, unit: str) -> str:
-    """The best of the peer's ways."""
-    rates = [told[figure] for way, told in ways.items() if way.startswith(name) and figure in told]
-    return f"{name} {max(rates):,.0f} {unit}" if rates else "–"
+def _fastest_peer(variants: dict[str, Any], peer: str, figure: str, unit: str) -> str:
+    """The fastest variant of the peer."""
+    rates = [variant[figure] for name, variant in variants.items() if name.startswith(peer) and figure in variant]
+    return f"{peer} {max(rates):,.0f} {unit}" if rates else "–"
 
 
-def _preferences(figures: Figures) -> list[Cells]:
-    ours, peer = (figures["ways"][name] for name in ("ours, bf16", "TRL, bf16"))
+def _dpo(figures: Figures) -> list[Cells]:
+    ours, peer = (figures["variants"][name] for name in ("ours, bf16", "TRL, bf16"))
     return [
         (
             f"DPO, {figures['setting'].partition(',')[0]}, 512 prompt and 2 × 512 answer tokens",
@@ -200,25 +210,25 @@ def _preferences(figures: Figures) -> list[Cells]:
     ]
 
 
-def _survival(figures: Figures) -> list[Cells]:
+def _survival_gpu(figures: Figures) -> list[Cells]:
     seconds = figures["modelwright"]["seconds"], figures["trl"]["seconds_extrapolated"]
     ours, peer = (f"{each:.0f} s" for each in seconds)
-    return _last_two_layers("SmolLM3-3B shape", figures, ours, peer, "benchmarks.survival --scene smollm3")
+    return _last_two_layers("SmolLM3-3B shape", figures, ours, peer, "benchmarks.speed --work survival-3b")
 
 
-def _recipe(figures: Figures) -> list[Cells]:
+def _stages(figures: Figures) -> list[Cells]:
     stages: dict[str, list[str]] = {}
     for row in figures["stages"]:
         if "failed" not in row:
-            told = f"{row['tokens_per_second']:,.0f} tokens/s ({row['memory_gb']:.0f} GB) in {row['precision']}"
-            stages.setdefault(row["stage"], []).append(told)
+            text = f"{row['tokens_per_second']:,.0f} tokens/s ({row['memory_gb']:.0f} GB) in {row['precision']}"
+            stages.setdefault(row["stage"], []).append(text)
     return [
-        (f"{stage} of {figures['recipe']}, its real shapes", ", ".join(told), "–", "`plan llama-7b --measure`")
-        for stage, told in stages.items()
+        (f"{stage} of {figures['recipe']}, its real shapes", ", ".join(text), "–", "`plan llama-7b --measure`")
+        for stage, text in stages.items()
     ]
 
 
-def _images(figures: Figures) -> list[Cells]:
+def _vision(figures: Figures) -> list[Cells]:
     runs, script = figures["runs"], figures.get("script")
     seeds = f"mean of {len(runs)} seeds" if len(runs) > 1 else "one seed"
     return [
@@ -232,26 +242,26 @@ def _images(figures: Figures) -> list[Cells]:
     ]
 
 
-def _twin(figures: Figures) -> list[Cells]:
+def _survival_cpu(figures: Figures) -> list[Cells]:
     rates = figures["modelwright"]["overall_rows_per_second"], figures["trl"]["rows_per_second"]
     ours, peer = (f"{each:.2f} rows/s" for each in rates)
-    return _last_two_layers("SmolLM2-135M", figures, ours, peer, "benchmarks.survival")
+    return _last_two_layers("SmolLM2-135M", figures, ours, peer, "benchmarks.speed --work survival")
 
 
 def _last_two_layers(model: str, figures: Figures, ours: str, peer: str, command: str) -> list[Cells]:
-    """Our whole run beside what TRL's median step foretells."""
-    what = f"{model}, last two layers and an own head, {figures['rows']:,} rows × {figures['epochs']} epochs"
-    return [(what, f"{ours}, start included", f"TRL {peer} by its median step", f"`{command}`")]
+    """Our whole run, and TRL extrapolated from its median step."""
+    label = f"{model}, last two layers and an own head, {figures['rows']:,} rows × {figures['epochs']} epochs"
+    return [(label, f"{ours}, start included", f"TRL {peer} by its median step", f"`{command}`")]
 
 
-def _planner(figures: Figures) -> list[Cells]:
+def _plan(figures: Figures) -> list[Cells]:
     judged = figures["judged"]
     memory, rate = ([abs(run[f"left_out_{name}"]) for run in judged] for name in ("memory_error", "rate_error"))
     peer = [abs(run["accelerate_error"]) for run in judged if run.get("accelerate_error") is not None]
     settings = len({run["setting"]["name"] for run in judged})
     return [
         (
-            f"the plan of {settings} trainings, 0.1 B to 7 B, each foreseen by coefficients fitted to the others",
+            f"the plan of {settings} trainings, 0.1 B to 7 B, each predicted by coefficients fitted to the others",
             f"memory {median(memory):.1%} off (worst {max(memory):.1%}), "
             f"tokens/s {median(rate):.1%} (worst {max(rate):.1%})",
             f"accelerate's estimate: memory {median(peer):.0%} off",
@@ -260,16 +270,15 @@ def _planner(figures: Figures) -> list[Cells]:
     ]
 
 
-def _tuning(figures: Figures) -> list[Cells]:
+def _small_sft(figures: Figures) -> list[Cells]:
     ours, peer = figures["modelwright"], figures["trl"]
     same = "the same mean loss" if abs(ours["mean_loss"] - peer["mean_loss"]) < 1e-4 else "another mean loss"
-    what = f"SFT, {figures['setting'].partition(',')[0]}, {same}"
-    return [
-        (what, f"{ours['tokens_per_second']:.0f} tokens/s", f"TRL {peer['tokens_per_second']:.0f}", "`benchmarks.sft`"),
-    ]
+    label = f"SFT, {figures['setting'].partition(',')[0]}, {same}"
+    rates = f"{ours['tokens_per_second']:.0f} tokens/s", f"TRL {peer['tokens_per_second']:.0f}"
+    return [(label, *rates, "`benchmarks.speed --work sft-small`")]
 
 
-def _preparing(figures: Figures) -> list[Cells]:
+def _data(figures: Figures) -> list[Cells]:
     near, tokens = figures["near_duplicates"], figures["tokens"]
     slow = near.get("datatrove_signatures_mb_per_cpu_s")
     return [
@@ -289,32 +298,28 @@ def _preparing(figures: Figures) -> list[Cells]:
     ]
 
 
-def _scaling(figures: Figures) -> list[Cells]:
+def _scale(figures: Figures) -> list[Cells]:
     ranks = figures["measured"]["ranks"]
-    most = max(ranks, key=int)
-    what = f"{most} ranks against one, {figures['measured']['setting'].partition(',')[0]}"
-    return [(what, f"{ranks[most]['efficiency']:.0%} of {most} times one", "–", "`benchmarks.scale`")]
+    largest = max(ranks, key=int)
+    label = f"{largest} ranks against one, {figures['measured']['setting'].partition(',')[0]}"
+    return [(label, f"{ranks[largest]['efficiency']:.0%} of {largest} times one", "–", "`benchmarks.scale`")]
 
 
-def _starting(figures: Figures) -> list[Cells]:
+def _startup(figures: Figures) -> list[Cells]:
     return [
         (
-            f"{what}, CPU-seconds",
+            f"{label}, CPU-seconds",
             f"{figures[name]['modelwright']['cpu_seconds']:.2f}",
             f"TRL {figures[name]['trl']['cpu_seconds']:.1f}",
             "`benchmarks.startup`",
         )
-        for name, what in (("help", "help of a command"), ("typo", "the answer to a misspelt setting"))
+        for name, label in (("help", "help of a command"), ("typo", "the answer to a misspelt setting"))
     ]
 
 
-def _way(told: dict[str, Any]) -> str:
-    return f"{told['tokens_per_second']:,.0f} tokens/s ({told['mfu']:.1%} MFU, {told['memory_gb']:.0f} GB)"
+def _full_rate(variant: dict[str, Any]) -> str:
+    return f"{variant['tokens_per_second']:,.0f} tokens/s ({variant['mfu']:.1%} MFU, {variant['memory_gb']:.0f} GB)"
 
 
-def _rate(told: dict[str, Any]) -> str:
-    return f"{told['tokens_per_second'] / 1000:.0f} k tokens/s"
-
-
-def _cell(text: str) -> str:
-    return re.sub(r"\s+", " ", text).replace("|", "\\|")
+def _rate(variant: dict[str, Any]) -> str:
+    return f"{variant['tokens_per_second'] / 1000:.0f} k tokens/s"

@@ -1,9 +1,8 @@
-"""Images: a run of the recipe, seed by seed, beside the plain script that people begin with.
+"""An image recipe with several seeds, against a plain PyTorch script.
 
-Each run is a process of its own with nothing compiled before, so that every one of them counts its own compiling.
-
-The script reads and distorts each picture with Pillow in loader workers, 32 at a time, and trains the same model in
-fp32 with Adam, layer by layer as written. Its epoch is measured on so many batches and counted up to the whole set.
+Each run is a process of its own with empty compile caches, so that its compile time counts. The script augments each
+image with Pillow in loader workers, 32 at a time, and trains the same model in eager fp32 with Adam; its epoch is
+extrapolated from some batches.
 """
 
 from __future__ import annotations
@@ -27,31 +26,31 @@ from modelwright.recipe.load import load
 from modelwright.runs import journal
 
 WARM_UP = 5
-"""Batches of the script before the clock counts."""
+"""Batches of the script that are not timed."""
 PLAIN_BATCH, PLAIN_RATE, PLAIN_WORKERS = 32, 1e-3, 4
 
 
 def measure(recipe: str, seeds: int, batches: int, sets: Sequence[str] = ()) -> dict[str, Any]:
     """The recipe with so many seeds, and after the first of them the script for so many batches (0: none).
 
-    What is known so far is told on stderr after each part, as it would be kept: who is cut short has that.
+    The result so far is printed to stderr after each part.
     """
     runs: list[dict[str, Any]] = []
     script: dict[str, Any] | None = None
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as folder:
         for seed in range(1, seeds + 1):
-            runs.append(_run(recipe, Path(place) / str(seed), seed, sets))
-            _tell(_figures(recipe, sets, runs, script))
+            runs.append(_run(recipe, Path(folder) / str(seed), seed, sets))
+            _print_result(_figures(recipe, sets, runs, script))
             if batches and seed == 1:
                 script = _script(recipe, sets, batches)
-                _tell(_figures(recipe, sets, runs, script))
+                _print_result(_figures(recipe, sets, runs, script))
     return _figures(recipe, sets, runs, script)
 
 
 def _figures(
     recipe: str, sets: Sequence[str], runs: list[dict[str, Any]], script: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """All that has been measured."""
+    """The figures so far."""
     figures: dict[str, Any] = {
         "recipe": recipe,
         "sets": list(sets),
@@ -67,7 +66,7 @@ def _figures(
     return figures
 
 
-def _tell(figures: dict[str, Any]) -> None:
+def _print_result(figures: dict[str, Any]) -> None:
     print(json.dumps(common.result("vision", figures), ensure_ascii=False), file=sys.stderr, flush=True)
 
 
@@ -75,38 +74,38 @@ def lines(figures: dict[str, Any]) -> list[str]:
     """The figures as sentences."""
     runs = figures["runs"]
     spread = ", ".join(f"{run['accuracy']:.2%}" for run in runs)
-    told = [
+    output = [
         f"{figures['recipe']} on {figures['source']}: {figures['accuracy']:.2%} ({spread}) in {figures['seconds']:.1f} "
         f"seconds from the first step, compiling, measuring and saving counted",
         f"an epoch takes {figures['epoch_seconds']:.3f} s after the first one began",
     ]
     if script := figures.get("script"):
-        told.append(
+        output.append(
             f"the plain script ({PLAIN_WORKERS} loader workers, batch {PLAIN_BATCH}, Adam, fp32): "
             f"{script['epoch_seconds']:.1f} s an epoch by {script['batches']} batches, "
             f"{figures['ratio']:.1f} times as long"
         )
-    return told
+    return output
 
 
-def _run(recipe: str, place: Path, seed: int, sets: Sequence[str]) -> dict[str, Any]:
-    """One run in a process of its own, judged by its journal; a closed gate is a figure here, not a failure."""
-    wishes = [*sets, f"seed={seed}", f"output_dir={place}"]
-    compiled = place.with_name(f"{place.name}-compiled")
+def _run(recipe: str, folder: Path, seed: int, sets: Sequence[str]) -> dict[str, Any]:
+    """One run in a process of its own, measured by its journal; a closed gate is no failure here."""
+    settings = [*sets, f"seed={seed}", f"output_dir={folder}"]
+    compiled = folder.with_name(f"{folder.name}-compiled")
     compiled.mkdir()
     caches = [f"{name}={compiled}" for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")]
     command = ["env", *caches, sys.executable, "-m", "modelwright", "run", recipe]
-    command += [word for wish in wishes for word in ("--set", wish)]
+    command += [word for setting in settings for word in ("--set", setting)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 3):
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}")
-    events = list(journal.read(place / "journal.jsonl"))
+    events = list(journal.read(folder / "journal.jsonl"))
     steps = [event for event in events if event["event"] == "step"]
     measured = [event for event in events if event["event"] == "evaluation"]
     data, plan = (next(event for event in events if event["event"] == name) for name in ("data", "plan"))
     paces = [
         (after["time"] - before["time"]) / (after["step"] - before["step"]) for before, after in pairwise(steps[1:])
-    ] or [steps[-1]["step_seconds"]]  # from step to step, so that what is told and written between them counts
+    ] or [steps[-1]["step_seconds"]]  # from step to step, so that logging and saving count
     began = steps[0]["time"] - steps[0]["step_seconds"]
     return {
         "seed": seed,
@@ -121,8 +120,8 @@ def _run(recipe: str, place: Path, seed: int, sets: Sequence[str]) -> dict[str, 
     }
 
 
-class _Pictures:
-    """The training set as a loader's workers see it: one picture at a time, padded, cropped, flipped, normalised."""
+class _ImageDataset:
+    """The training set for DataLoader workers: one image at a time, padded, cropped, flipped, normalised."""
 
     def __init__(self, images: Any, labels: Any, mean_and_std: tuple[Any, Any]) -> None:
         self._images, self._labels = images, labels
@@ -135,12 +134,12 @@ class _Pictures:
         import torch
         from PIL import Image, ImageOps
 
-        picture = ImageOps.expand(Image.fromarray(self._images[row]), 4)
+        image = ImageOps.expand(Image.fromarray(self._images[row]), 4)
         left, top, flips = torch.randint(0, 9, (3,)).tolist()
         side = self._images.shape[1]
-        picture = picture.crop((left, top, left + side, top + side))
-        picture = ImageOps.mirror(picture) if flips % 2 else picture
-        pixels = np.asarray(picture, np.float32).transpose(2, 0, 1) / 255
+        image = image.crop((left, top, left + side, top + side))
+        image = ImageOps.mirror(image) if flips % 2 else image
+        pixels = np.asarray(image, np.float32).transpose(2, 0, 1) / 255
         return torch.from_numpy((pixels - self._mean) / self._std), int(self._labels[row])
 
 
@@ -153,24 +152,24 @@ def _script(recipe: str, sets: Sequence[str], batches: int) -> dict[str, Any]:
     from modelwright.data.images import read_images
     from modelwright.models.vision import resnet18
 
-    asked = load(recipe, sets).recipe
-    assert asked.data is not None
-    split = read_images(str(asked.data.dataset_name), Path.cwd()).train
+    loaded_recipe = load(recipe, sets).recipe
+    assert loaded_recipe.data is not None
+    split = read_images(str(loaded_recipe.data.dataset_name), Path.cwd()).train
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = resnet18(len(split.classes), asked.model.resnet_width).to(device)
+    model = resnet18(len(split.classes), loaded_recipe.model.resnet_width).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=PLAIN_RATE)
-    pictures: Any = _Pictures(split.images, split.labels, split.mean_and_std())
-    loader = DataLoader(pictures, PLAIN_BATCH, shuffle=True, num_workers=PLAIN_WORKERS, drop_last=True)
+    dataset: Any = _ImageDataset(split.images, split.labels, split.mean_and_std())
+    loader = DataLoader(dataset, PLAIN_BATCH, shuffle=True, num_workers=PLAIN_WORKERS, drop_last=True)
     began, done = time.perf_counter(), 0
-    for turn, (images, labels) in enumerate(loader):
-        if turn == WARM_UP:
+    for number, (images, labels) in enumerate(loader):
+        if number == WARM_UP:
             began = time.perf_counter()
         loss = F.cross_entropy(model(images.to(device)), labels.to(device))
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        loss.item()  # as scripts do, for their running mean
-        done = turn + 1
+        loss.item()  # as scripts do for their running mean
+        done = number + 1
         if done == batches:
             break
     seconds = (time.perf_counter() - began) / max(1, done - WARM_UP)
@@ -187,7 +186,7 @@ def main(
     save: common.Save = False,
     as_json: common.Json = False,
 ) -> None:
-    """Accuracy, seconds and seconds an epoch of an image recipe, beside the plain script."""
+    """Accuracy, seconds and seconds per epoch of an image recipe, compared with a plain script."""
     common.report("vision", lambda: measure(recipe, seeds, batches, sets or ()), lines, save, as_json)
 
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from benchmarks import data
-from tests.faults import data_trials
+from tests.faults import prepare
 
 
 def test_the_corpus_is_real_text_with_planted_copies() -> None:
-    texts = data.gather(2)
+    texts = data.read_corpus(2)
     assert sum(map(len, texts)) >= 2_000_000
-    assert texts == data.gather(2)
-    copies = texts[-int(len(texts) * data.PLANTED / (1 + data.PLANTED)) :]
+    assert texts == data.read_corpus(2)
+    copies = texts[-int(len(texts) * data.COPY_FRACTION / (1 + data.COPY_FRACTION)) :]
     assert any("changed" in copy for copy in copies)
 
 
@@ -29,8 +29,8 @@ def test_near_duplicates_and_reading_are_measured(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_large_file_is_written_without_saying_the_same_twice(tmp_path: Path) -> None:
-    texts = data.gather(0.2)
+    texts = data.read_corpus(0.2)
     rows = data.write_jsonl(texts, tmp_path / "raw.jsonl", 1)
     lines = (tmp_path / "raw.jsonl").read_text(encoding="utf-8").splitlines()
     assert rows == len(lines) == len(set(lines))
-    assert data_trials.KILLS == 20
+    assert prepare.KILLS == 20

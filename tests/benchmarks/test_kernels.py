@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from benchmarks.common import LONGEST_GAPS, Span, gpu_idle_gaps
+from benchmarks.common import MAX_GAPS, Span, gpu_idle_gaps
 
 
 def test_pauses_are_between_the_end_of_all_that_ran_and_the_next() -> None:
     spans = [Span(0, 1000, "long"), Span(100, 300, "beside it"), Span(1500, 1600, "late"), Span(1600, 1700, "last")]
     whole, longest = gpu_idle_gaps(spans[::-1])
-    assert (whole["name"], whole["milliseconds"], whole["calls"]) == ("standing still", 0.25, 0.5)
-    assert longest["name"] == "standing still between long and late"
+    assert (whole["name"], whole["milliseconds"], whole["calls"]) == ("idle", 0.25, 0.5)
+    assert longest["name"] == "idle between long and late"
 
 
 def test_only_the_longest_pauses_are_named() -> None:
     spans = [Span(10.0 * at, 10.0 * at + 1, f"kernel {at}") for at in range(20)]
-    assert len(gpu_idle_gaps(spans)) == 1 + LONGEST_GAPS
+    assert len(gpu_idle_gaps(spans)) == 1 + MAX_GAPS

@@ -101,7 +101,7 @@ def test_what_does_not_fit_is_said_and_a_card_without_nvlink_is_given_none(
 def test_the_tables_are_printed_and_told_as_json() -> None:
     plain = CliRunner().invoke(COMMAND, ["--paper", "--card", "l40s"])
     assert plain.exit_code == 0, plain.output
-    assert "L40S, SmolLM3-3B, last 2 + head: 418.9 M weights move" in plain.output
+    assert "L40S, SmolLM3-3B, last 2 + head: 418.9 M parameters trainable" in plain.output
     assert "does not fit" in plain.output and "had it memory enough" in plain.output
     told = json.loads(CliRunner().invoke(COMMAND, ["--paper", "--card", "L40S", "--json"]).stdout)
     assert "measured" not in told["figures"]

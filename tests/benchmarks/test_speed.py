@@ -12,9 +12,9 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks import common, peer_trainers, sft, speed, speed_dpo, startup
+from benchmarks import common, finetuning, peer_trainers, speed, startup
 from benchmarks.common import environment
-from benchmarks.workloads import WAYS, WORKS, build, rows_of
+from benchmarks.workloads import DPO, VARIANTS, WORKLOADS, DpoWorkload, random_llama, token_rows
 from modelwright.errors import UsageError
 
 
@@ -43,7 +43,7 @@ def test_the_cost_of_a_command_is_its_cpu_time_and_its_last_words() -> None:
 def test_a_missing_peer_is_said() -> None:
     alone = {"help": {"modelwright": {"cpu_seconds": 0.2}}}
     assert startup.lines(alone) == [
-        "help: modelwright 0.20 CPU-s; trl is not installed, so there is nothing to hold it against"
+        "help: modelwright 0.20 CPU-s; trl is not installed, so there is nothing to compare with"
     ]
     beside = {"help": {"modelwright": {"cpu_seconds": 0.2}, "trl": {"cpu_seconds": 8.0}, "ratio": 40.0}}
     assert startup.lines(beside) == ["help: modelwright 0.20 CPU-s, trl sft 8.00 CPU-s, 40 times as much"]
@@ -61,14 +61,14 @@ def test_an_answer_to_another_question_is_held_against_nothing() -> None:
 @pytest.mark.slow
 def test_both_sides_of_the_sft_benchmark_do_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trl")
-    for name, value in (("WARM_UP", 1), ("TIMED", 1), ("STEPS", 2), ("ROUNDS", 1)):
-        monkeypatch.setattr(sft, name, value)
-    figures = sft.measure()
+    for name, value in (("WARM_UP_STEPS", 1), ("TIMED_STEPS", 1), ("ROUNDS", 1)):
+        monkeypatch.setattr(finetuning, name, value)
+    figures = speed.measure("sft-small")
     ours, theirs = figures["modelwright"], figures["trl"]
     assert ours["tokens"] == theirs["tokens"] > 0
     assert ours["mean_loss"] == pytest.approx(theirs["mean_loss"], rel=1e-4)
     assert figures["ratio"] > 0
-    assert len(sft.lines(figures)) == 3
+    assert len(list(speed.lines(figures))) == 4
 
 
 def test_the_cost_of_a_save_is_what_it_held_up_and_how_much_slower_the_steps_meanwhile_were() -> None:
@@ -81,7 +81,7 @@ def test_the_cost_of_a_save_is_what_it_held_up_and_how_much_slower_the_steps_mea
         {"event": "checkpoint_started", "step": 6, "time": 106.1, "seconds": 5.0},
         {"event": "checkpoint_saved", "step": 6, "time": 111.1, "seconds": 5.0, "blocked_seconds": 5.0},
     ]
-    (only,) = startup.stalls(sorted([*steps, *saves], key=lambda event: event["time"]))
+    (only,) = startup.save_costs(sorted([*steps, *saves], key=lambda event: event["time"]))
     assert (only["step"], only["still"], only["slower"]) == (2, pytest.approx(0.3), pytest.approx(0.5))
     assert only["share_of_a_minute"] == pytest.approx(0.8 / 60, abs=1e-5)
 
@@ -92,9 +92,9 @@ def test_the_fastest_of_ours_is_held_against_the_fastest_peer() -> None:
     assert common.ratio({"ours, a": {"rate": 6.0}}, "rate") == {}
 
 
-def test_the_speed_of_a_training_whose_loss_is_no_number_is_not_told() -> None:
+def test_the_speed_of_a_training_whose_loss_is_not_finite_is_not_told() -> None:
     common.require_finite([3.0, 2.5])
-    with pytest.raises(ArithmeticError, match="no number from step 2 on"):
+    with pytest.raises(ArithmeticError, match="not finite from step 2 on"):
         common.require_finite([3.0, float("nan"), float("nan")])
 
 
@@ -102,7 +102,7 @@ def test_low_rank_matrices_are_trained_beside_the_peer_and_their_kernels_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     figures = speed.measure("tiny-lora", steps=4, kernels=True)
-    ours, theirs = figures["ways"].values()
+    ours, theirs = figures["variants"].values()
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
     assert ours["kernels"][0]["name"] == "all together" and "mm" in str(ours["kernels"])
     assert "HF Trainer and PEFT, fp32" in "\n".join(speed.lines(figures))
@@ -111,36 +111,36 @@ def test_low_rank_matrices_are_trained_beside_the_peer_and_their_kernels_told(
 @pytest.mark.slow
 def test_pairs_are_learnt_beside_the_peer_to_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trl")
-    small = speed_dpo.DpoWorkload(layers=2, width=128, words=256, prompt=24, answer=7, pairs=2)
-    monkeypatch.setattr(speed_dpo, "TINY", small)
+    small = DpoWorkload(layers=2, width=128, vocab_size=256, prompt=24, answer=7, pairs=2)
+    monkeypatch.setitem(DPO, "dpo-tiny", small)
     figures = speed.measure("dpo", steps=2)
-    ours, kept, second = figures["ways"].values()
+    ours, kept, second = figures["variants"].values()
     assert ours["mean_loss"] == pytest.approx(kept["mean_loss"], rel=1e-4)
     assert kept["mean_loss"] == pytest.approx(second["mean_loss"], rel=1e-4)
     assert {"pairs_per_second", "memory_gb", "start_seconds"} <= ours.keys() and figures["ratio"] > 0
     assert len(list(speed.lines(figures))) == 6
     second["mean_loss"] += 0.1
-    assert "the ways did not learn the same" in "\n".join(speed.lines(figures))
+    assert "the variants do not train the same" in "\n".join(speed.lines(figures))
     with pytest.raises(UsageError, match="--rows is not for dpo"):
         speed.measure("dpo", steps=2, rows=Path("rows.npy"))
 
 
 def test_a_way_aside_is_measured_where_it_is_asked_for_and_learns_the_same() -> None:
     plain, again = "ours, fp32", "ours, fp32, selective checkpointing"
-    by_default = [way.name for way in common.select_variants(WAYS["tiny"], ())]
+    by_default = [variant.name for variant in common.select_variants(VARIANTS["tiny"], ())]
     assert again not in by_default and plain in by_default
-    assert [way.name for way in common.select_variants(WAYS["tiny"], [plain])] == [plain], (
+    assert [variant.name for variant in common.select_variants(VARIANTS["tiny"], [plain])] == [plain], (
         "a whole name asks for no other"
     )
     figures = speed.measure("tiny", [plain, "selective"], steps=2)
-    assert figures["ways"][again]["losses"] == figures["ways"][plain]["losses"]
+    assert figures["variants"][again]["losses"] == figures["variants"][plain]["losses"]
 
 
 def test_where_torchtitan_is_absent_it_is_said_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_trainers, "installed", lambda package: None)
-    monkeypatch.setitem(WAYS, "tiny", (WAYS["0.5b"][-1], WAYS["tiny"][0]))
+    monkeypatch.setitem(VARIANTS, "tiny", (VARIANTS["0.5b"][-1], VARIANTS["tiny"][0]))
     figures = speed.measure("tiny", steps=1)
-    absent, ours = figures["ways"].values()
+    absent, ours = figures["variants"].values()
     assert absent["failed"].endswith("torchtitan is not installed") and ours["losses"]
     assert f"  torchtitan, fp8, compiled: {absent['failed']}" in list(speed.lines(figures))
 
@@ -155,19 +155,19 @@ def test_torchtitan_is_given_the_same_weights_rows_and_settings(monkeypatch: pyt
     from torchtitan.components.loss import cross_entropy_loss
     from torchtitan.models.llama3 import Transformer
 
-    work = WORKS["tiny"]
-    rows = rows_of(work, 3)
+    work = WORKLOADS["tiny"]
+    rows = token_rows(work, 3)
     theirs = Transformer(peer_trainers.titan_shape(work))
-    peer_trainers.copy_our_weights(theirs, work)
+    peer_trainers.copy_weights(theirs, work)
     inputs, follows = peer_trainers.titan_batches(work, rows)[0]
     loss = cross_entropy_loss(theirs(inputs["input"]), follows) / (work.rows * (work.length - 1))
-    ours = build(work)(input_ids=inputs["input"], labels=inputs["input"]).loss
+    ours = random_llama(work)(input_ids=inputs["input"], labels=inputs["input"]).loss
     assert loss.item() == pytest.approx(ours.item(), rel=1e-5)
     for name in ("0.5b", "6b"):
-        for way in (way for way in WAYS[name] if way.titan is not None):
-            job = peer_trainers.titan_config(WORKS[name], way.titan, 64)
+        for variant in (variant for variant in VARIANTS[name] if variant.titan is not None):
+            job = peer_trainers.titan_config(WORKLOADS[name], variant.titan, 64)
             assert job.training.steps * job.training.global_batch_size == 64 and job.compile.enable
-            assert bool(job.model.converters) == ("fp8" in way.name)
+            assert bool(job.model.converters) == ("fp8" in variant.name)
 
 
 def test_the_figures_of_one_work_are_kept_beside_those_of_others(
@@ -175,16 +175,16 @@ def test_the_figures_of_one_work_are_kept_beside_those_of_others(
 ) -> None:
     monkeypatch.setattr(common, "ROOT", tmp_path)
     for work in ("lora", "sft", "sft"):
-        figures = speed.kept_with({"work": work, "device": "a card", "ways": {}})
+        figures = speed.merge_result({"work": work, "device": "a card", "variants": {}})
         common.save(common.result("speed", figures))
-    kept = common.kept("speed")
+    kept = common.load_result("speed")
     assert kept is not None and set(kept["figures"]) == {"lora", "sft"}
     assert kept["figures"]["sft"]["measured"].keys() == {"date", "commit"}
 
 
 @pytest.mark.parametrize("work", speed.KNOWN)
 def test_a_word_that_fits_no_way_is_answered_with_the_ways_there_are(work: str) -> None:
-    with pytest.raises(UsageError, match=r"there are: ours, .* \| |--way is not for start"):
+    with pytest.raises(UsageError, match=r"there are: ours, .* \| |--variant is not for (start|survival|sft-small)"):
         speed.measure(work, ["ours", "olive"], steps=1)
 
 
@@ -192,12 +192,12 @@ def test_figures_of_a_work_do_not_take_the_place_of_another_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(common, "ROOT", tmp_path)
-    path = common.save(common.result("speed", {"dpo": {"device": "NVIDIA H200", "ways": {}}}))
+    path = common.save(common.result("speed", {"dpo": {"device": "NVIDIA H200", "variants": {}}}))
     before = path.read_bytes()
-    with pytest.raises(UsageError, match="figures of dpo are kept of NVIDIA H200, and this is"):
+    with pytest.raises(UsageError, match="the saved figures of dpo are of NVIDIA H200, and this is"):
         speed.main(work="dpo", save=True)
-    with pytest.raises(UsageError, match="kept of NVIDIA H200"):
-        speed.kept_with({"work": "dpo", "device": "2 CPU threads", "ways": {}})
+    with pytest.raises(UsageError, match="are of NVIDIA H200"):
+        speed.merge_result({"work": "dpo", "device": "2 CPU threads", "variants": {}})
     assert path.read_bytes() == before
 
 

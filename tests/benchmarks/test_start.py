@@ -18,7 +18,8 @@ with open(PIDS, "a") as pids:
 if recipe["name"] == CUT:
     os.kill(parent, signal.SIGTERM)
     time.sleep(600)
-step = lambda n: {"event": "step", "step": n, "step_seconds": 1.0, "tokens_per_second": 5.0, "data_wait_fraction": 0.003}
+rates = {"step_seconds": 1.0, "tokens_per_second": 5.0, "data_wait_fraction": 0.003}
+step = lambda n: {"event": "step", "step": n, **rates}
 saving = lambda n: {"event": "checkpoint_started", "step": n, "seconds": 0.1}
 saved = lambda n: {"event": "checkpoint_saved", "step": n, "seconds": 0.9, "blocked_seconds": 0.0}
 told = [{"event": "run"}, step(1), step(2), saving(2), saved(2), step(3), step(4)]
@@ -37,7 +38,9 @@ def test_what_was_found_is_told_and_no_process_stays_behind(
     cut: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pids = tmp_path / "pids"
-    monkeypatch.setattr(startup, "DIES_WITH_US", STAND_IN.replace("PIDS", repr(str(pids))).replace("CUT", repr(cut)))
+    monkeypatch.setattr(
+        startup, "RUN_WITH_PDEATHSIG", STAND_IN.replace("PIDS", repr(str(pids))).replace("CUT", repr(cut))
+    )
     monkeypatch.setattr(startup, "_write_inputs", lambda folder, work: None)
     before = signal.getsignal(signal.SIGTERM)
     figures = startup.measure_first_step((), 2, tmp_path)

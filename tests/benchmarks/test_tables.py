@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from benchmarks.plan import page
-from benchmarks.tables import MARK, TABLES, _each_peer, fill, on_a_gpu, scorecard
+from benchmarks.tables import MARK, TABLES, _with_torchtitan, fill, gpu_table, scorecard
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -70,20 +70,22 @@ def test_what_was_measured_beside_pretraining_has_a_row_of_its_own_with_its_day(
         "lora": {
             "measured": {"date": "2026-11-16T00:05:00+00:00"},
             "device": "NVIDIA H200",
-            "ways": {"ours, bf16": way, "HF Trainer and PEFT": slow},
+            "variants": {"ours, bf16": way, "HF Trainer and PEFT": slow},
         },
-        "sft": {"ways": {"ours, bf16": {"rows_per_second": 210.0}, "TRL, a": {"rows_per_second": 48.0}, "TRL, b": {}}},
-        "fp32": {"ways": {"ours, tf32": way, "ours, fp32": slow}},
+        "sft": {
+            "variants": {"ours, bf16": {"rows_per_second": 210.0}, "TRL, a": {"rows_per_second": 48.0}, "TRL, b": {}}
+        },
+        "fp32": {"variants": {"ours, tf32": way, "ours, fp32": slow}},
         "dpo": {
             "setting": "16-layer Llama, and more",
-            "ways": {name: {"pairs_per_second": 50.0, "memory_gb": 30.0} for name in ("ours, bf16", "TRL, bf16")},
+            "variants": {name: {"pairs_per_second": 50.0, "memory_gb": 30.0} for name in ("ours, bf16", "TRL, bf16")},
         },
         "start": {"warm": {"seconds": 14.2}, "saves": [{"share_of_a_minute": 0.011}, {"share_of_a_minute": 0.004}]},
     }
-    assert on_a_gpu(tmp_path).count("\n") == 2, "a head, and nothing measured"
+    assert gpu_table(tmp_path).count("\n") == 2, "a head, and nothing measured"
     kept = {"date": "2026-11-15T09:00:00+00:00", "machine": {"cores": 2, "cpu": "Neoverse-N1"}, "figures": found}
     (tmp_path / "speed.json").write_text(json.dumps(kept), encoding="utf-8")
-    told = on_a_gpu(tmp_path)
+    told = gpu_table(tmp_path)
     lora = "16,500 tokens/s (55.0% MFU, 98 GB) in bf16 | HF Trainer 9,000 tokens/s | `benchmarks.speed --work lora`"
     assert f"{lora} | 2026-11-16, NVIDIA H200 |" in told
     assert "`benchmarks.speed --work sft` | 2026-11-15, 2 × Neoverse-N1 |" in told
@@ -96,6 +98,9 @@ def test_what_was_measured_beside_pretraining_has_a_row_of_its_own_with_its_day(
 def test_torchtitan_stands_beside_the_other_peer_where_it_was_measured() -> None:
     absent = {"torchtitan, bf16": {"failed": "torchtitan is not installed"}}
     measured = {"torchtitan, bf16": {"tokens_per_second": 12000.0}, "torchtitan, fp8": {"tokens_per_second": 13000.0}}
-    assert _each_peer("HF Trainer 9,000 tokens/s", absent) == "HF Trainer 9,000 tokens/s"
-    assert _each_peer("HF Trainer 9,000 tokens/s", measured) == "HF Trainer 9,000 tokens/s; torchtitan 13,000 tokens/s"
-    assert _each_peer("–", measured) == "torchtitan 13,000 tokens/s" and _each_peer("–", absent) == "–"
+    assert _with_torchtitan("HF Trainer 9,000 tokens/s", absent) == "HF Trainer 9,000 tokens/s"
+    assert (
+        _with_torchtitan("HF Trainer 9,000 tokens/s", measured)
+        == "HF Trainer 9,000 tokens/s; torchtitan 13,000 tokens/s"
+    )
+    assert _with_torchtitan("–", measured) == "torchtitan 13,000 tokens/s" and _with_torchtitan("–", absent) == "–"

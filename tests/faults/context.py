@@ -64,7 +64,6 @@ class FaultContext:
         """Work in a folder; `smoke`: few trials; `extra_injections` (set later) go into every run of ours."""
         self.folder, self.seed, self.smoke = folder, seed, smoke
         self.run_peers = not smoke
-        self.selected_ids: frozenset[str] = frozenset()
         self.extra_injections: tuple[RemoteCall, ...] = ()
         self.cleanups: list[Callable[[], None]] = []
         self._fork_server, self._owns_server = fork_server, fork_server is None

@@ -1,9 +1,8 @@
-"""The scorecard: run the faults that were chosen, hold each against its goal, and tell it as a table."""
+"""The scorecard: inject the selected faults, compare each with its goal, and print a table."""
 
 from __future__ import annotations
 
 import json
-import re
 import sys
 import tempfile
 import textwrap
@@ -17,13 +16,14 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks import common as results
+from benchmarks.tables import markdown_table
 from modelwright.errors import UsageError, first_line
 from tests.faults import damage, environment, kills, numerics, security, storage, two_nodes
 from tests.faults.context import FaultContext, FaultResult, FaultRow, FaultSkipped
 
 SEED = 20261115
-OPENS = "<!-- figures: made by `python -m tests.faults.scorecard --save` from benchmarks/results/reliability.json -->"
-CLOSES = "<!-- end of figures -->"
+BEGIN = "<!-- figures: made by `python -m tests.faults.scorecard --save` from benchmarks/results/reliability.json -->"
+END_MARK = "<!-- end of figures -->"
 MODULES = (kills, damage, storage, numerics, two_nodes, environment, security)
 
 
@@ -35,82 +35,81 @@ FAULTS: tuple[FaultRow, ...] = tuple(sorted((fault for module in MODULES for fau
 """Every line of the table, in its order."""
 
 
-def choose(only: Sequence[str], skip: Sequence[str]) -> list[FaultRow]:
-    """The faults that are asked for, by their ids or by ranges such as R1-R11."""
-    named = _ids(only) or {fault.id for fault in FAULTS}
-    left_out = _ids(skip)
-    return [fault for fault in FAULTS if fault.id in named and fault.id not in left_out]
+def select(only: Sequence[str], skip: Sequence[str]) -> list[FaultRow]:
+    """The selected faults, by their ids or by ranges such as R1-R11."""
+    selected = _parse_ids(only) or {fault.id for fault in FAULTS}
+    skipped = _parse_ids(skip)
+    return [fault for fault in FAULTS if fault.id in selected and fault.id not in skipped]
 
 
-def _ids(words: Sequence[str]) -> set[str]:
+def _parse_ids(words: Sequence[str]) -> set[str]:
     known = [fault.id for fault in FAULTS]
-    found: set[str] = set()
+    selected: set[str] = set()
     for word in (part.strip().upper() for each in words for part in each.split(",")):
         first, _, last = word.partition("-")
         if first not in known or (last and last not in known):
             raise UsageError(f"there is no fault {word!r}; the table has {', '.join(known)}")
-        found |= set(known[known.index(first) : known.index(last or first) + 1])
-    return found
+        selected |= set(known[known.index(first) : known.index(last or first) + 1])
+    return selected
 
 
-def measure(chosen: Sequence[FaultRow], seed: int = SEED, smoke: bool = False, peers: bool = True) -> dict[str, Any]:
-    """Do one fault after the other."""
-    found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="reliability-") as place:
-        context = FaultContext(Path(place), seed, smoke)
-        context.selected_ids = frozenset(fault.id for fault in chosen)
+def measure(faults: Sequence[FaultRow], seed: int = SEED, smoke: bool = False, peers: bool = True) -> dict[str, Any]:
+    """Inject one fault after the other."""
+    rows: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
+        context = FaultContext(Path(folder), seed, smoke)
         context.run_peers = peers and not smoke
         try:
-            for fault in chosen:
+            for fault in faults:
                 context.log(f"{fault.id} {fault.name} (seed {seed}, about {fault.seconds} s)")
-                found[fault.id] = row(fault, context)
-                context.log(f"  {found[fault.id]['verdict']}: {found[fault.id]['figure']}")
+                rows[fault.id] = row(fault, context)
+                context.log(f"  {rows[fault.id]['verdict']}: {rows[fault.id]['figure']}")
         finally:
             context.close()
-    return {"rows": found, "seed": seed, "smoke": smoke}
+    return {"rows": rows, "seed": seed, "smoke": smoke}
 
 
 def row(fault: FaultRow, context: FaultContext) -> dict[str, Any]:
-    """Do one fault and judge it: met, gap, or skipped where this machine cannot inject it."""
+    """Inject one fault: met, gap, or skipped where this machine cannot inject it."""
     began = time.monotonic()
     try:
-        outcome = fault.run(context)
-        verdict = "met" if outcome.met else "gap"
+        result = fault.run(context)
+        verdict = "met" if result.met else "gap"
     except FaultSkipped as reason:
-        outcome, verdict = FaultResult(str(reason), False), "skipped"
+        result, verdict = FaultResult(str(reason), False), "skipped"
     except Exception as error:
         traceback.print_exc()
-        outcome = FaultResult(f"the trial failed ({type(error).__name__}: {first_line(error)[:200]})", False)
+        result = FaultResult(f"the trial failed ({type(error).__name__}: {first_line(error)[:200]})", False)
         verdict = "gap"
     return {
         "name": fault.name,
         "injected": fault.injected,
-        "figure": outcome.figure,
+        "figure": result.figure,
         "goal": fault.goal,
         "verdict": verdict,
-        "baseline": outcome.baseline or fault.baseline,
-        "baseline_measured_here": outcome.baseline is not None,
-        "numbers": outcome.numbers,
-        "notes": list(outcome.notes),
+        "baseline": result.baseline or fault.baseline,
+        "baseline_measured_here": result.baseline is not None,
+        "numbers": result.numbers,
+        "notes": list(result.notes),
         "seed": context.seed,
         "seconds": round(time.monotonic() - began, 1),
     }
 
 
-def keep(measured: dict[str, Any]) -> Path:
-    """Keep a measurement, and bring the page that shows it up to date.
+def save_rows(measured: dict[str, Any]) -> Path:
+    """Save the rows and update the page that shows them.
 
-    Rows that were measured before and are not measured now stay; each row carries its own day and commit.
+    Saved rows that were not measured now stay; each row has its own date and commit.
     """
     stamp = {"date": measured["date"], "commit": measured["commit"]}
     fresh = {name: {**each, **stamp} for name, each in measured["figures"]["rows"].items()}
-    known = {**(results.kept("reliability") or {}).get("figures", {}).get("rows", {}), **fresh}
+    known = {**(results.load_result("reliability") or {}).get("figures", {}).get("rows", {}), **fresh}
     rows = {fault.id: known[fault.id] for fault in FAULTS if fault.id in known}
     path = results.save({**measured, "figures": {**measured["figures"], "rows": rows}})
     if (shown := page()) is not None:
-        before, _, rest = shown.read_text(encoding="utf-8").partition(OPENS)
-        after = rest.partition(CLOSES)[2]
-        shown.write_text(f"{before}{OPENS}\n{as_markdown({'rows': rows})}{CLOSES}{after}", encoding="utf-8")
+        before, _, rest = shown.read_text(encoding="utf-8").partition(BEGIN)
+        after = rest.partition(END_MARK)[2]
+        shown.write_text(f"{before}{BEGIN}\n{as_markdown({'rows': rows})}{END_MARK}{after}", encoding="utf-8")
     return path
 
 
@@ -122,34 +121,28 @@ def page() -> Path | None:
 
 def lines(figures: dict[str, Any]) -> list[str]:
     """The table for a terminal."""
-    told = []
+    output = []
     for name, each in figures["rows"].items():
-        told.append(
+        output.append(
             f"{name:<4} {each['verdict'].upper() if each['verdict'] == 'gap' else each['verdict']:<8} {each['name']}"
         )
         for word, text in (("found", each["figure"]), ("goal", each["goal"]), ("peers", each["baseline"])):
-            told += textwrap.wrap(text, 100, initial_indent=f"     {word:<6} ", subsequent_indent=" " * 12)
-        told += [f"     ! {note}" for note in each["notes"][:5]]
+            output += textwrap.wrap(text, 100, initial_indent=f"     {word:<6} ", subsequent_indent=" " * 12)
+        output += [f"     ! {note}" for note in each["notes"][:5]]
     counts = {
         word: sum(each["verdict"] == word for each in figures["rows"].values()) for word in ("met", "gap", "skipped")
     }
-    told.append(", ".join(f"{count} {word}" for word, count in counts.items()) + f"; seed {figures['seed']}")
-    return told
+    output.append(", ".join(f"{count} {word}" for word, count in counts.items()) + f"; seed {figures['seed']}")
+    return output
 
 
 def as_markdown(figures: dict[str, Any]) -> str:
     """The table for the documentation."""
-    head = "| | what is done | found | goal | | what peers do |\n|---|---|---|---|---|---|\n"
-    body = [
-        f"| {name} | {_cell(each['name'])}: {_cell(each['injected'])} | {_cell(each['figure'])} "
-        f"| {_cell(each['goal'])} | {each['verdict']} | {_cell(each['baseline'])} |"
+    rows = (
+        (name, f"{each['name']}: {each['injected']}", each["figure"], each["goal"], each["verdict"], each["baseline"])
         for name, each in figures["rows"].items()
-    ]
-    return head + "\n".join(body) + "\n"
-
-
-def _cell(text: str) -> str:
-    return re.sub(r"\s+", " ", text).replace("|", "\\|")
+    )
+    return markdown_table(("", "what is done", "found", "goal", "", "what peers do"), rows)
 
 
 def listing() -> list[str]:
@@ -164,17 +157,17 @@ def main(
     skip: Annotated[
         list[str] | None, typer.Option("--skip", metavar="ID", help="Not these; may be given often.")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="What is drawn at random, again.")] = SEED,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of all random numbers.")] = SEED,
     smoke: Annotated[bool, typer.Option("--smoke", help="Few trials of each, without peers.")] = False,
-    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Do the same to the HF Trainer.")] = True,
+    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Inject the same into the HF Trainer.")] = True,
     listed: Annotated[
         bool, typer.Option("--list", help="Only list the faults, and about how long each takes.")
     ] = False,
     save: results.Save = False,
     as_json: results.Json = False,
 ) -> None:
-    """What a run survives: every fault that this machine can inject, beside the HF Trainer and torchrun."""
-    chosen = choose(only or (), skip or ())
+    """What a run survives: every fault that this machine can inject, compared with the HF Trainer and torchrun."""
+    chosen = select(only or (), skip or ())
     if listed:
         print("\n".join(listing()))
         return
@@ -183,7 +176,7 @@ def main(
     measured = results.result("reliability", figures)
     print(json.dumps(measured, ensure_ascii=False) if as_json else "\n".join(lines(figures)))
     if save:
-        print(f"saved to {keep(measured)}", file=sys.stderr)
+        print(f"saved to {save_rows(measured)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

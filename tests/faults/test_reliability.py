@@ -85,11 +85,11 @@ def test_a_rename_before_its_bytes_or_without_a_sync_of_the_folder_is_found() ->
 
 
 def test_faults_are_chosen_by_name_and_range_and_unknown_ones_refused() -> None:
-    assert [fault.id for fault in scorecard.choose(["r1-R3", "R10"], ["R2"])] == ["R1", "R3", "R10"]
-    assert {fault.id for fault in scorecard.choose([], [])} == set(BY_ID)
+    assert [fault.id for fault in scorecard.select(["r1-R3", "R10"], ["R2"])] == ["R1", "R3", "R10"]
+    assert {fault.id for fault in scorecard.select([], [])} == set(BY_ID)
     assert set(BY_ID) >= {f"R{number}" for number in range(1, 28)}
     with pytest.raises(UsageError, match="there is no fault 'R99'"):
-        scorecard.choose(["R99"], [])
+        scorecard.select(["R99"], [])
 
 
 def row_of(figure: str, verdict: str = "met") -> dict[str, Any]:
@@ -102,14 +102,14 @@ def test_a_part_that_is_measured_again_replaces_its_rows_and_no_others(
 ) -> None:
     monkeypatch.setattr(results, "ROOT", tmp_path)
     for rows in ({"R1": row_of("old"), "R3": row_of("kept")}, {"R1": row_of("new", "gap")}):
-        scorecard.keep(results.result("reliability", {"rows": rows, "seed": 7, "smoke": False}))
-    kept = results.kept("reliability")
+        scorecard.save_rows(results.result("reliability", {"rows": rows, "seed": 7, "smoke": False}))
+    kept = results.load_result("reliability")
     assert kept is not None
     assert {name: row["figure"] for name, row in kept["figures"]["rows"].items()} == {"R1": "new", "R3": "kept"}
     assert scorecard.lines(kept["figures"])[-1] == "1 met, 1 gap, 0 skipped; seed 7"
 
 
 def test_the_page_shows_the_figures_that_were_kept() -> None:
-    kept, page = results.kept("reliability"), scorecard.page()
+    kept, page = results.load_result("reliability"), scorecard.page()
     assert kept is not None and page is not None
     assert scorecard.as_markdown(kept["figures"]) in page.read_text(encoding="utf-8")
