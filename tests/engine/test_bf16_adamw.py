@@ -1,4 +1,4 @@
-"""bf16 weights with their lost bits kept learn exactly as fp32 masters do, and any checkpoint reads as either."""
+"""bf16 parameters with remainders train exactly as fp32 masters do, and a checkpoint of either loads as either."""
 
 from __future__ import annotations
 
@@ -41,31 +41,31 @@ def test_what_was_split_joins_to_the_very_same_bits() -> None:
     ties = (torch.randint(0x3F80, 0x4080, (500,)) * 65536 + 0x8000).to(torch.int32).view(torch.float32)
     edges = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-40, 3e38])
     master = torch.cat((numbers, ties, -ties, edges))
-    high, rest = split_fp32_master(master)
-    assert (high.dtype, rest.dtype) == (torch.bfloat16, torch.int16)
-    assert torch.equal(join_fp32_master(high, rest).view(torch.int32), master.view(torch.int32))
+    high, remainder = split_fp32_master(master)
+    assert (high.dtype, remainder.dtype) == (torch.bfloat16, torch.int16)
+    assert torch.equal(join_fp32_master(high, remainder).view(torch.int32), master.view(torch.int32))
     assert ((high.float() - master).abs() <= 2**-8 * master.abs() + 1e-38).all()
 
 
 def test_split_weights_move_as_adamw_moves_fp32_masters() -> None:
     torch.manual_seed(0)
     exact = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
-    halved = copy.deepcopy(exact)
-    rests = to_bf16_with_remainders(halved)
-    weights = dict(halved.named_parameters())
+    bf16 = copy.deepcopy(exact)
+    remainders = to_bf16_with_remainders(bf16)
+    weights = dict(bf16.named_parameters())
     theirs = torch.optim.AdamW(exact.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
     ours = BF16AdamW(
         [{"params": list(weights.values()), "weight_decay": 0.1}],
-        {weights[name]: rest for name, rest in rests.items()},
+        {weights[name]: remainder for name, remainder in remainders.items()},
         torch.float32, lr=1e-3, betas=(0.9, 0.999), eps=1e-8,
     )  # fmt: skip
     for _ in range(50):
-        for master, weight in zip(exact.parameters(), halved.parameters(), strict=True):
+        for master, weight in zip(exact.parameters(), bf16.parameters(), strict=True):
             weight.grad = torch.randn_like(master).bfloat16()
             master.grad = weight.grad.float()
         theirs.step()
         ours.step()
-    for master, weight in zip(exact.parameters(), halved.parameters(), strict=True):
+    for master, weight in zip(exact.parameters(), bf16.parameters(), strict=True):
         assert weight.dtype is torch.bfloat16
         torch.testing.assert_close(
             join_fp32_master(weight.data, ours.state[weight][PARAM_REMAINDER]), master.data, rtol=1e-5, atol=1e-6
@@ -74,85 +74,85 @@ def test_split_weights_move_as_adamw_moves_fp32_masters() -> None:
 
 def test_a_gradient_that_is_too_long_is_read_shortened() -> None:
     ends = []
-    for longest in (1.0, float("inf")):
+    for max_norm in (1.0, float("inf")):
         weight = nn.Parameter(torch.ones(4).bfloat16())
-        moves = BF16AdamW(
+        optimizer = BF16AdamW(
             [{"params": [weight], "weight_decay": 0.0}], {weight: torch.zeros(4, dtype=torch.int16)}, torch.float32,
             lr=1e-3, betas=(0.9, 0.999), eps=1.0,
         )  # fmt: skip
-        weight.grad = torch.full((4,), 2.0 if longest == 1.0 else 0.5).bfloat16()
-        assert float(moves.set_clip_factor(longest)) == pytest.approx(4.0 if longest == 1.0 else 1.0)
-        moves.step()
-        assert float(weight.grad[0]) == (2.0 if longest == 1.0 else 0.5), "the gradient itself stays as it is"
-        ends.append(join_fp32_master(weight.data, moves.state[weight][PARAM_REMAINDER]))
+        weight.grad = torch.full((4,), 2.0 if max_norm == 1.0 else 0.5).bfloat16()
+        assert float(optimizer.set_clip_factor(max_norm)) == pytest.approx(4.0 if max_norm == 1.0 else 1.0)
+        optimizer.step()
+        assert float(weight.grad[0]) == (2.0 if max_norm == 1.0 else 0.5), "the gradient itself stays as it is"
+        ends.append(join_fp32_master(weight.data, optimizer.state[weight][PARAM_REMAINDER]))
     torch.testing.assert_close(*ends)
 
 
-def moving(*sizes: int) -> tuple[list[nn.Parameter], BF16AdamW]:
-    """Weights of ones, with gradients of ones, and what moves them by a tenth or so."""
+def weights_and_optimizer(*sizes: int) -> tuple[list[nn.Parameter], BF16AdamW]:
+    """Parameters of ones with gradients of ones, and an optimizer that changes them by about 0.1."""
     weights = [nn.Parameter(torch.ones(size).bfloat16()) for size in sizes]
-    rests: dict[torch.Tensor, torch.Tensor] = {
+    remainders: dict[torch.Tensor, torch.Tensor] = {
         weight: torch.zeros(len(weight), dtype=torch.int16) for weight in weights
     }
     for weight in weights:
         weight.grad = torch.ones_like(weight)
     groups = [{"params": weights, "weight_decay": 0.0}]
-    return weights, BF16AdamW(groups, rests, torch.float32, lr=0.1, betas=(0.9, 0.999), eps=1e-8)
+    return weights, BF16AdamW(groups, remainders, torch.float32, lr=0.1, betas=(0.9, 0.999), eps=1e-8)
 
 
 def test_a_step_that_was_got_ready_reads_the_gradients_that_came_since() -> None:
-    (first, second, third), moves = moving(4, 4, 4)
-    moves.set_clip_factor(10.0)
+    (first, second, third), optimizer = weights_and_optimizer(4, 4, 4)
+    optimizer.set_clip_factor(10.0)
     first.grad, second.grad = -torch.ones_like(first), None
-    moves.step()
+    optimizer.step()
     assert [float(weight.detach()[0]) for weight in (first, second, third)] == pytest.approx([1.1, 1.0, 0.9], abs=0.01)
 
 
 def test_gradients_of_which_copies_are_read_are_refused_by_every_recording() -> None:
-    (weight,), moves = moving(16)
+    (weight,), optimizer = weights_and_optimizer(16)
     weight.grad = torch.ones(16, 2).bfloat16()[:, 0]
     for _ in range(2):
         with pytest.raises(RuntimeError, match="copies"):
-            moves.prepare_step(static_grads=True)
-        moves.set_clip_factor(10.0)
+            optimizer.prepare_step(static_grads=True)
+        optimizer.set_clip_factor(10.0)
     weight.grad = torch.ones_like(weight)
-    moves.set_clip_factor(10.0)
-    assert moves.prepare_step(static_grads=True).static_grads and moves.prepare_step().static_grads
+    optimizer.set_clip_factor(10.0)
+    assert optimizer.prepare_step(static_grads=True).static_grads and optimizer.prepare_step().static_grads
 
 
 def test_a_step_that_was_got_ready_and_skipped_keeps_no_gradients() -> None:
-    (weight,), moves = moving(4)
+    (weight,), optimizer = weights_and_optimizer(4)
     gradient = weakref.ref(weight.grad)
-    moves.set_clip_factor(10.0)
-    moves.zero_grad()
+    optimizer.set_clip_factor(10.0)
+    optimizer.zero_grad()
     assert gradient() is None
-    moves.step()
+    optimizer.step()
     assert bool((weight == 1).all())
 
 
 def test_a_step_that_is_to_stay_moves_nothing_and_is_not_counted() -> None:
-    (weight, other), moves = moving(4, 4)
+    (weight, other), optimizer = weights_and_optimizer(4, 4)
     for bad in (False, True, False):
-        before = [join_fp32_master(each.data, moves.state[each][PARAM_REMAINDER]) for each in (weight, other)]
-        moments = {name: moves.state[weight][name].clone() for name in ("exp_avg", "exp_avg_sq", "step")}
-        moves.set_clip_factor(10.0)
-        moves.skip_step_if(torch.tensor(bad))
-        moves.step()
-        after = [join_fp32_master(each.data, moves.state[each][PARAM_REMAINDER]) for each in (weight, other)]
+        before = [join_fp32_master(each.data, optimizer.state[each][PARAM_REMAINDER]) for each in (weight, other)]
+        moments = {name: optimizer.state[weight][name].clone() for name in ("exp_avg", "exp_avg_sq", "step")}
+        optimizer.set_clip_factor(10.0)
+        optimizer.skip_step_if(torch.tensor(bad))
+        optimizer.step()
+        after = [join_fp32_master(each.data, optimizer.state[each][PARAM_REMAINDER]) for each in (weight, other)]
         assert all(torch.equal(*each) for each in zip(before, after, strict=True)) == bad
-        assert {torch.equal(moves.state[weight][name], was) for name, was in moments.items()} == {bad}
-    assert float(moves.state[weight]["step"]) == 2
+        assert {torch.equal(optimizer.state[weight][name], was) for name, was in moments.items()} == {bad}
+    assert float(optimizer.state[weight]["step"]) == 2
 
 
 def test_moments_that_a_restart_has_replaced_are_read() -> None:
-    (weight, other), moves = moving(4, 4)
-    moves.set_clip_factor(10.0)
-    moves.step()
-    moves.state[weight]["exp_avg"] = torch.full((4,), -1e3)
-    moves.set_clip_factor(10.0)
-    moves.step()
+    (weight, other), optimizer = weights_and_optimizer(4, 4)
+    optimizer.set_clip_factor(10.0)
+    optimizer.step()
+    optimizer.state[weight]["exp_avg"] = torch.full((4,), -1e3)
+    optimizer.set_clip_factor(10.0)
+    optimizer.step()
     assert float(weight.detach()[0]) > 2 > 1 > float(other.detach()[0])
-    assert float(moves.state[weight]["exp_avg"][0]) == pytest.approx(-900, abs=1)
+    assert float(optimizer.state[weight]["exp_avg"][0]) == pytest.approx(-900, abs=1)
 
 
 @pytest.mark.parametrize(("sizes", "aligned"), [((4096, 16, 1024, 48), VECTOR_BYTES), ((4096, 17, 1, 1025), 1)])
@@ -196,12 +196,12 @@ def run(folder: Path, model: Path, weights: str, **settings: Any) -> list[float]
 
 
 def test_bf16_weights_learn_what_fp32_weights_learn_and_go_on_exactly(model_folder: Path, tmp_path: Path) -> None:
-    exact, halved = (run(tmp_path / weights, model_folder, weights) for weights in ("fp32", "bf16"))
-    assert halved == pytest.approx(exact, rel=5e-3)
+    exact, bf16 = (run(tmp_path / weights, model_folder, weights) for weights in ("fp32", "bf16"))
+    assert bf16 == pytest.approx(exact, rel=5e-3)
     stage = tmp_path / "bf16/run/stages/sft"
     shutil.rmtree(max((stage / "checkpoints").glob("step-*")))
     (stage / "result.json").unlink()
-    assert run(tmp_path / "bf16", model_folder, "bf16") == halved
+    assert run(tmp_path / "bf16", model_folder, "bf16") == bf16
 
 
 def test_few_weights_go_on_exactly_from_a_checkpoint_that_has_their_rests(

@@ -1,4 +1,4 @@
-"""Processes that compile kernels may be killed: who waits for one is told, and the next kernel finds others."""
+"""Compile worker processes may be killed: waiting callers get an error, and new workers are started."""
 
 from __future__ import annotations
 

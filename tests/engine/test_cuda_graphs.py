@@ -1,4 +1,4 @@
-"""Recorded steps learn what steps computed one by one learn; here a recording is of what torch is asked to do."""
+"""Steps replayed as CUDA graphs train as eager steps do; a fake graph here records the torch operations."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from modelwright.recipe.schema import ClassifyConfig
 from modelwright.tasks.classify import ClassifyTask
 
 EPOCHS, ROWS, BATCH, STEPS = 3, 41, 12, 11
-"""41 rows three times are ten batches of 12 and a last one of 3, which no recording fits."""
+"""41 rows three times are ten batches of 12 and a last one of 3, which fits no graph."""
 
 
 class Recording(TorchDispatchMode):
-    """Stands for a CUDA graph: what is recorded leaves nothing changed, and can be done again in the same places."""
+    """A fake CUDA graph: capture leaves nothing changed, and replay writes to the same tensors."""
 
     replays = 0
 
@@ -43,9 +43,9 @@ class Recording(TorchDispatchMode):
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, Tensor):
                     self._before.setdefault(id(tensor), (tensor, tensor.detach().clone()))
-        made = func(*args, **kwargs)
-        self._done.append((func, args, kwargs, made))
-        return made
+        output = func(*args, **kwargs)
+        self._done.append((func, args, kwargs, output))
+        return output
 
     def undo(self) -> None:
         with torch.no_grad():
@@ -55,26 +55,26 @@ class Recording(TorchDispatchMode):
     @torch.no_grad()
     def replay(self) -> None:
         Recording.replays += 1
-        for func, args, kwargs, made in self._done:
-            for place, value in zip(tree_leaves(made), tree_leaves(func(*args, **kwargs)), strict=True):
-                if isinstance(place, Tensor) and place.data_ptr() != value.data_ptr():
-                    place.copy_(value)
+        for func, args, kwargs, output in self._done:
+            for target, value in zip(tree_leaves(output), tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(target, Tensor) and target.data_ptr() != value.data_ptr():
+                    target.copy_(value)
 
 
 @contextmanager
-def recording(graph: Recording, **how: Any) -> Iterator[None]:
+def recording(graph: Recording, **options: Any) -> Iterator[None]:
     with graph:
         yield
     graph.undo()
 
 
 def image_set(count: int, seed: int) -> ImageDataset:
-    dice = np.random.default_rng(seed)
-    images = dice.integers(0, 256, (count, 8, 8, 3), dtype=np.uint8)
+    rng = np.random.default_rng(seed)
+    images = rng.integers(0, 256, (count, 8, 8, 3), dtype=np.uint8)
     return ImageDataset(images, np.arange(count) % 3, ("a", "b", "c"), "noise")
 
 
-def learnt(records: bool) -> tuple[list[float], dict[str, Tensor]]:
+def train(records: bool) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and gradients' lengths of all steps, and the weights and statistics after them.
 
     On the way everything held out is measured, a step is found bad, and then what was recorded is forgotten.
@@ -90,9 +90,9 @@ def learnt(records: bool) -> tuple[list[float], dict[str, Tensor]]:
     engine = Engine(task, settings, plan, World(), seed=3)
     engine._use_graphs = records
     engine.reset_step_state()
-    told: list[float] = []
+    losses_and_norms: list[float] = []
     for report in engine.steps():
-        told += [report.loss, report.grad_norm]
+        losses_and_norms += [report.loss, report.grad_norm]
         if report.step == 4:
             engine.evaluate()
             engine.guard.thresholds = lambda: (0.0, 0.0, 0.0)  # type: ignore[method-assign]
@@ -101,16 +101,16 @@ def learnt(records: bool) -> tuple[list[float], dict[str, Tensor]]:
             del engine.guard.thresholds
             engine.reset_step_state()
     assert engine.cursor == Cursor(STEPS, EPOCHS * ROWS, EPOCHS * ROWS)
-    return told, {name: value.clone() for name, value in engine._module.state_dict().items()}
+    return losses_and_norms, {name: value.clone() for name, value in engine._module.state_dict().items()}
 
 
 def test_recorded_steps_learn_what_steps_done_one_by_one_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
     monkeypatch.setattr(torch.cuda, "graph", recording)
     monkeypatch.setattr(Recording, "replays", 0)
-    steps, weights = learnt(records=False)
+    steps, weights = train(records=False)
     assert Recording.replays == 0
-    recorded_steps, recorded_weights = learnt(records=True)
+    recorded_steps, recorded_weights = train(records=True)
     assert Recording.replays > 8
     assert recorded_steps == pytest.approx(steps, rel=1e-5)
     for name, value in weights.items():

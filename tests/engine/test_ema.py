@@ -1,4 +1,4 @@
-"""The mean of the weights is what is measured and kept, and it goes on exactly after a restart."""
+"""The EMA of the weights is evaluated and saved, and resumes exactly."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ def run(folder: Path, model: Path, **settings: Any) -> dict[str, Any]:
 
 def test_the_mean_follows_the_weights_and_stands_in_for_them_only_for_a_while() -> None:
     weight, count = torch.zeros(3), torch.tensor(7)
-    average = EMA({"weight": weight, "count": count}, 0.5)
+    ema = EMA({"weight": weight, "count": count}, 0.5)
     weight += 1.0
-    average.update(100)
-    with average.swap():
+    ema.update(100)
+    with ema.swap():
         assert weight.tolist() == [0.5] * 3
     assert weight.tolist() == [1.0] * 3
-    average.copy_to()
+    ema.copy_to()
     assert weight.tolist() == [0.5] * 3
     assert EMA({"weight": weight}, 0.0).shadow == {}
 
 
 def test_a_run_keeps_the_mean_and_goes_on_with_it_exactly(model_folder: Path, tmp_path: Path) -> None:
-    plain, whole = run(tmp_path / "plain", model_folder), run(tmp_path / "whole", model_folder, ema_decay=0.9)
-    assert [loss for loss, *_ in whole["steps"].values()] == [loss for loss, *_ in plain["steps"].values()]
+    plain, full = run(tmp_path / "plain", model_folder), run(tmp_path / "whole", model_folder, ema_decay=0.9)
+    assert [loss for loss, *_ in full["steps"].values()] == [loss for loss, *_ in plain["steps"].values()]
     weights = [
         load_file(tmp_path / name / "run/stages/sft/model/model.safetensors")["model.norm.weight"]
         for name in ("plain", "whole")
     ]
     assert not torch.equal(*weights)
     stage = tmp_path / "whole/run/stages/sft"
-    kept = load_file(max((stage / "checkpoints").glob("step-*")) / "ema.safetensors")
-    assert any(torch.equal(weights[1], mean) for name, mean in kept.items() if name.endswith("model.norm.weight"))
+    saved = load_file(max((stage / "checkpoints").glob("step-*")) / "ema.safetensors")
+    assert any(torch.equal(weights[1], mean) for name, mean in saved.items() if name.endswith("model.norm.weight"))
     shutil.rmtree(max((stage / "checkpoints").glob("step-*")))
     (stage / "result.json").unlink()
     again = run(tmp_path / "whole", model_folder, ema_decay=0.9)
-    assert again == whole
+    assert again == full

@@ -1,4 +1,4 @@
-"""A step that cannot be computed as planned is computed in another way, with the same batch, and the run says so."""
+"""A step that fails is retried by a fallback with the same global batch, and the run reports it."""
 
 from __future__ import annotations
 
@@ -36,43 +36,43 @@ def run(folder: Path, model: Path, **settings: Any) -> dict[str, Any]:
 def test_memory_that_is_full_halves_the_rows_and_keeps_the_batch(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = run(tmp_path / "whole", model_folder)
+    expected_run = run(tmp_path / "whole", model_folder)
     forward = SftLoss.forward
 
-    def cramped(self: SftLoss, tokens: torch.Tensor, *others: Any, **more: Any) -> torch.Tensor:
+    def forward_without_memory(self: SftLoss, tokens: torch.Tensor, *others: Any, **kwargs: Any) -> torch.Tensor:
         if self.training and len(tokens) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return forward(self, tokens, *others, **more)
+        return forward(self, tokens, *others, **kwargs)
 
-    monkeypatch.setattr(SftLoss, "forward", cramped)
-    halved = run(tmp_path / "halved", model_folder)
-    for step, (loss, *rest) in whole["steps"].items():
-        assert halved["steps"][step][0] == pytest.approx(loss, rel=1e-5)
-        assert halved["steps"][step][-1] == rest[-1]
+    monkeypatch.setattr(SftLoss, "forward", forward_without_memory)
+    reduced = run(tmp_path / "halved", model_folder)
+    for step, (loss, *rest) in expected_run["steps"].items():
+        assert reduced["steps"][step][0] == pytest.approx(loss, rel=1e-5)
+        assert reduced["steps"][step][-1] == rest[-1]
     notes = [event["message"] for event in events_of(tmp_path / "halved/run", "note")]
     assert any("micro-batch 4 runs out of memory" in note and "keeps the batch" in note for note in notes)
     assert any("micro-batch 2 runs out of memory" in note for note in notes)
 
 
 @pytest.mark.parametrize(
-    ("training", "letter"),
+    ("training", "message"),
     [
         (True, "out of memory with 1 row at once; what would do: gradient_checkpointing: selective, or true$"),
         (False, "sft: the device is out of memory measuring one row; shorter rows would do: max_length"),
     ],
 )
 def test_where_not_even_one_row_fits_a_letter_says_what_would_do(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, training: bool, letter: str
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, training: bool, message: str
 ) -> None:
     forward = SftLoss.forward
 
-    def full(self: SftLoss, *given: Any, **more: Any) -> torch.Tensor:
+    def out_of_memory(self: SftLoss, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.training is training:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return forward(self, *given, **more)
+        return forward(self, *args, **kwargs)
 
-    monkeypatch.setattr(SftLoss, "forward", full)
-    with pytest.raises(UsageError, match=letter):
+    monkeypatch.setattr(SftLoss, "forward", out_of_memory)
+    with pytest.raises(UsageError, match=message):
         run(tmp_path, model_folder)
 
 
@@ -107,7 +107,7 @@ def test_one_row_at_once_is_the_least() -> None:
 def test_layers_that_do_not_compile_run_as_they_are(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = run(tmp_path / "whole", model_folder)
+    expected_run = run(tmp_path / "whole", model_folder)
 
     def broken(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no compiler here")
@@ -116,7 +116,7 @@ def test_layers_that_do_not_compile_run_as_they_are(
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compile_with(self, backend=broken))
     again = run(tmp_path / "again", model_folder, torch_compile=True)
     assert [loss for loss, *_ in again["steps"].values()] == pytest.approx(
-        [loss for loss, *_ in whole["steps"].values()], rel=1e-6
+        [loss for loss, *_ in expected_run["steps"].values()], rel=1e-6
     )
     notes = [event["message"] for event in events_of(tmp_path / "again/run", "note")]
     assert any("RuntimeError: no compiler here); retrying with a fresh cache" in note for note in notes)
@@ -126,12 +126,12 @@ def test_layers_that_do_not_compile_run_as_they_are(
 def test_a_later_stage_finds_room_for_what_it_compiles() -> None:
     traced = []
 
-    def seen(graph: Any, inputs: Any) -> Any:
+    def backend_fn(graph: Any, inputs: Any) -> Any:
         traced.append(graph)
         return graph.forward
 
     for stage in range(3):
-        torch.compile(torch.nn.functional.relu, backend=seen)(torch.ones(3))
+        torch.compile(torch.nn.functional.relu, backend=backend_fn)(torch.ones(3))
         assert len(traced) == stage + 1
         CompiledLayers([torch.nn.Linear(1, 1)], traced.append)
     assert torch._dynamo.config.recompile_limit == RECOMPILE_LIMIT
@@ -142,12 +142,12 @@ def test_what_a_compiler_finds_broken_in_its_cache_is_the_compilers_failure() ->
     module: dict[str, Any] = {"__name__": "triton.runtime.cache"}
     exec("import json\ndef read(text):\n    return json.loads(text)", module)
     for read, is_theirs in ((module["read"], True), (json.loads, False)):
-        with pytest.raises(ValueError, match="Expecting value") as met:
+        with pytest.raises(ValueError, match="Expecting value") as error_info:
             read("broken")
-        assert is_compiler_error(met.value) is is_theirs
+        assert is_compiler_error(error_info.value) is is_theirs
 
 
-class Heard(logging.Handler):
+class LogLines(logging.Handler):
     """What would have been printed."""
 
     def __init__(self) -> None:
@@ -159,17 +159,17 @@ class Heard(logging.Handler):
 
 
 def test_a_cache_that_cannot_be_read_is_told_once_and_without_a_traceback() -> None:
-    said: list[str] = []
-    CompiledLayers([torch.nn.Linear(1, 1)], lambda told: pytest.fail("an earlier stage is no longer told"))
-    CompiledLayers([torch.nn.Linear(1, 1)], said.append)
-    reader, heard = logging.getLogger("torch._inductor.codecache"), Heard()
-    reader.addHandler(heard)
+    messages: list[str] = []
+    CompiledLayers([torch.nn.Linear(1, 1)], lambda line: pytest.fail("an earlier stage is no longer told"))
+    CompiledLayers([torch.nn.Linear(1, 1)], messages.append)
+    reader, handler = logging.getLogger("torch._inductor.codecache"), LogLines()
+    reader.addHandler(handler)
     for _ in range(2):
         try:
             raise EOFError("ran out of input")
         except EOFError:
             reader.warning("unable to load compiled graph", exc_info=True)
     reader.warning("something else")
-    reader.removeHandler(heard)
-    assert said == ["the compile cache cannot be read; compiling again"]
-    assert heard.lines == ["something else"]
+    reader.removeHandler(handler)
+    assert messages == ["the compile cache cannot be read; compiling again"]
+    assert handler.lines == ["something else"]

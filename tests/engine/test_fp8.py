@@ -1,4 +1,4 @@
-"""FP8 takes rows of any length and changes no loss by padding; what a row says does not hang on the rows beside it."""
+"""FP8 padding changes no loss, and a row's result does not depend on the other rows of its batch."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def torchao(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def documents(*lengths: int) -> list[TokenizedRow]:
-    dice = np.random.default_rng(0)
-    return [TokenizedRow(dice.integers(3, 300, each, dtype=np.int32), np.arange(each) > each // 2) for each in lengths]
+    rng = np.random.default_rng(0)
+    return [TokenizedRow(rng.integers(3, 300, each, dtype=np.int32), np.arange(each) > each // 2) for each in lengths]
 
 
-def said(role: str, words: str) -> tuple[dict[str, str], ...]:
-    return ({"role": role, "content": words},)
+def message(role: str, text: str) -> tuple[dict[str, str], ...]:
+    return ({"role": role, "content": text},)
 
 
 def pairs_task(folder: Path, model: Any, settings: DpoConfig) -> dpo.DpoTask:
     pairs = [
-        PreferencePair(str(place), said("user", row["prompt"]), said("assistant", row["chosen"]),
-             said("assistant", row["rejected"]), row["prompt"])
-        for place, row in enumerate(tiny_pairs(12))
+        PreferencePair(str(index), message("user", row["prompt"]), message("assistant", row["chosen"]),
+             message("assistant", row["rejected"]), row["prompt"])
+        for index, row in enumerate(tiny_pairs(12))
     ]  # fmt: skip
     return dpo.DpoTask(model, load_tokenizer(folder), PreferenceDataset(pairs, [], ""), settings, eos_token_ids(model))
 
@@ -60,8 +60,8 @@ def test_only_fp8_asks_for_padding(settings: Any) -> None:
 
 
 def test_packed_rows_of_compiled_layers_come_in_few_lengths() -> None:
-    compiled, eighths = SftConfig(torch_compile=True, max_length=2048), SftConfig(precision="fp8", max_length=2048)
-    for settings in (compiled, eighths):
+    compiled, fp8 = SftConfig(torch_compile=True, max_length=2048), SftConfig(precision="fp8", max_length=2048)
+    for settings in (compiled, fp8):
         multiple = batching.packed_row_multiple(settings, settings.max_length)
         assert {-(-length // multiple) * multiple for length in range(1921, 2049)} == {2048}
     assert batching.packed_row_multiple(SftConfig(), 2048) == 1
@@ -70,15 +70,15 @@ def test_packed_rows_of_compiled_layers_come_in_few_lengths() -> None:
 
 def test_padding_changes_no_loss() -> None:
     model, rows = family("llama"), documents(21, 14, 9, 33)
-    placed = batching.layout_rows([[0, 1], [2], [3]], rows)
+    rows_layout = batching.layout_rows([[0, 1], [2], [3]], rows)
     tokens = np.random.default_rng(1).integers(3, 300, (2, 37))
     positions = np.stack([np.arange(37), np.arange(37) % 20])
-    laid = {
-        sft.SftLoss(model): lambda multiple: batching.collate_rows(placed, rows, 0, multiple),
+    collators = {
+        sft.SftLoss(model): lambda multiple: batching.collate_rows(rows_layout, rows, 0, multiple),
         pretrain.PretrainLoss(model, 1.0): lambda multiple: pretrain.collate_packed(tokens, positions, 74, multiple),
     }
-    for module, lay_out in laid.items():
-        plain, padded = lay_out(1), lay_out(16)
+    for module, collate in collators.items():
+        plain, padded = collate(1), collate(16)
         assert plain.inputs["tokens"].shape[1] % 16 and padded.inputs["tokens"].shape[1] % 16 == 0
         assert (plain.trained_tokens, plain.tokens) == (padded.trained_tokens, padded.tokens)
         torch.testing.assert_close(module(**padded.inputs), module(**plain.inputs), rtol=1e-6, atol=1e-4)
@@ -86,13 +86,13 @@ def test_padding_changes_no_loss() -> None:
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_padding_changes_no_likelihood_of_an_answer(model_folder: Path, shared: bool) -> None:
-    model, found = load_model(model_folder), []
+    model, outputs = load_model(model_folder), []
     for name in ("fp8", "bf16"):
         task = pairs_task(model_folder, model, DpoConfig(precision=name, max_length=128, share_prompt=shared))
         batch = task.batch_without_reference("train", [0, 2, 5])
         assert name == "bf16" or batch.inputs["tokens"].shape[1] % 16 == 0
-        found.append(task.module(**batch.inputs))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-5)
+        outputs.append(task.module(**batch.inputs))
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-6, atol=1e-5)
 
 
 @torch.no_grad()
@@ -147,15 +147,15 @@ def test_fp8_that_fails_half_way_leaves_no_gradient_behind(
     task = pairs_task(model_folder, load_model(model_folder), settings)
     engine = Engine(task, settings, plan_stage(settings, task.rows, 1, LAPTOP), World(), seed=7)
     precompute_ref_log_probs(task, engine, tmp_path, "m")
-    usual, micro_batches = engine._run_micro_batch, []
+    original, micro_batches = engine._run_micro_batch, []
 
-    def fails_in_the_second(turn: int, **inputs: Any) -> Any:
-        micro_batches.append(turn)
-        if engine.precision.name == "fp8" and turn == 1:
+    def fails_in_the_second(micro_step: int, **inputs: Any) -> Any:
+        micro_batches.append(micro_step)
+        if engine.precision.name == "fp8" and micro_step == 1:
             raise NotImplementedError("no such kernel")
-        return usual(turn, **inputs)
+        return original(micro_step, **inputs)
 
     monkeypatch.setattr(engine, "_run_micro_batch", fails_in_the_second)
-    found = run_fp8_trial(engine, ("tensorwise",))
-    assert not found.use_fp8 and "no such kernel" in found.reason and 1 in micro_batches
+    outputs = run_fp8_trial(engine, ("tensorwise",))
+    assert not outputs.use_fp8 and "no such kernel" in outputs.reason and 1 in micro_batches
     assert all(weight.grad is None for weight in engine.trainable_params.values())

@@ -56,18 +56,18 @@ def test_a_resumed_run_equals_the_uninterrupted_run_on_the_gpu(
     model_folder: Path, tmp_path: Path, precision: str, sharding: str
 ) -> None:
     settings = {"precision": precision, "distributed_strategy": sharding}
-    whole = run(tmp_path / "whole", model_folder, **settings)
+    full = run(tmp_path / "whole", model_folder, **settings)
     with pytest.raises(Interrupted):
         run(tmp_path / "halved", model_folder, stop_after=8, **settings)
-    halved = run(tmp_path / "halved", model_folder)
-    assert run_fingerprint(halved) == run_fingerprint(whole)
-    losses = [loss for loss, *_ in run_fingerprint(whole)["steps"].values()]
+    resumed = run(tmp_path / "halved", model_folder)
+    assert run_fingerprint(resumed) == run_fingerprint(full)
+    losses = [loss for loss, *_ in run_fingerprint(full)["steps"].values()]
     assert losses[-1] < losses[0] - 0.5
 
 
 def test_the_gpu_computes_the_losses_of_the_cpu(model_folder: Path, tmp_path: Path, cpu_losses: list[float]) -> None:
-    whole = run(tmp_path, model_folder, precision="fp32", tf32=False)
-    losses = [loss for loss, *_ in run_fingerprint(whole)["steps"].values()]
+    full = run(tmp_path, model_folder, precision="fp32", tf32=False)
+    losses = [loss for loss, *_ in run_fingerprint(full)["steps"].values()]
     assert losses == pytest.approx(cpu_losses, rel=1e-4)
 
 
@@ -81,11 +81,11 @@ def test_tensor_cores_learn_what_exact_products_learn(
     exact, rounded = (
         [
             loss
-            for loss, *_ in run_fingerprint(run(tmp_path / str(wish), model_folder, tf32=wish, **settings))[
+            for loss, *_ in run_fingerprint(run(tmp_path / str(options), model_folder, tf32=options, **settings))[
                 "steps"
             ].values()
         ]
-        for wish in (False, "auto")
+        for options in (False, "auto")
     )
     assert rounded == pytest.approx(exact, rel=1e-3) and rounded != exact
     assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before
@@ -109,10 +109,10 @@ def test_angles_of_far_positions_are_exact_among_rounded_products(model_folder: 
 
 @pytest.mark.parametrize("trainable", ["lora", {"last_layers": 1, "lm_head": True, "untie_lm_head": True}])
 def test_parts_train_on_the_gpu(model_folder: Path, tmp_path: Path, trainable: Any) -> None:
-    whole = run(tmp_path, model_folder, trainable=trainable, packing=True, learning_rate=1e-2)
-    losses = [loss for loss, *_ in run_fingerprint(whole)["steps"].values()]
+    full = run(tmp_path, model_folder, trainable=trainable, packing=True, learning_rate=1e-2)
+    losses = [loss for loss, *_ in run_fingerprint(full)["steps"].values()]
     assert losses[-1] < losses[0]
-    assert json.loads((whole / "plan.json").read_text())["sft"]["precision"] == "fp32"
+    assert json.loads((full / "plan.json").read_text())["sft"]["precision"] == "fp32"
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def cpu_losses(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def test_bf16_weights_and_our_attention_learn_what_fp32_learns(
     model_folder: Path, tmp_path: Path, packing: bool
 ) -> None:
-    exact, halved = (
+    exact, resumed = (
         [
             loss
             for loss, *_ in run_fingerprint(
@@ -139,7 +139,7 @@ def test_bf16_weights_and_our_attention_learn_what_fp32_learns(
         ]
         for name in ("fp32", "bf16")
     )
-    assert halved == pytest.approx(exact, rel=1e-2)
+    assert resumed == pytest.approx(exact, rel=1e-2)
     assert json.loads((tmp_path / "bf16/run/plan.json").read_text())["sft"]["param_dtype"] == "bf16"
 
 
@@ -180,24 +180,24 @@ def test_what_is_computed_again_is_recorded_too_and_learns_the_same(
     recorded: list[bool] = []
     record = GraphedCallable._capture
 
-    def watched(*given: Any) -> bool:
-        recorded.append(record(*given))
+    def watched(*args: Any) -> bool:
+        recorded.append(record(*args))
         return recorded[-1]
 
     monkeypatch.setattr(GraphedCallable, "_capture", watched)
     work = speed.Workload(4, 1024, 2816, 8, 4, rows=4, length=512, words=1024, lora=lora)
-    found = {}
+    results = {}
     for how, when in ((False, "never"), ("selective", "never"), ("selective", "always"), (True, "always")):
         free_device()
         recorded.clear()
-        wish = {"precision": "bf16", "cuda_graphs": when, "torch_compile": compiled, "gradient_checkpointing": how}
-        found[how, when] = speed.train_modelwright(work, speed.Variant("it", wish), speed.rows_of(work, 12))
+        options = {"precision": "bf16", "cuda_graphs": when, "torch_compile": compiled, "gradient_checkpointing": how}
+        results[how, when] = speed.train_modelwright(work, speed.Variant("it", options), speed.rows_of(work, 12))
         assert all(recorded) and bool(recorded) == (when == "always"), (how, when, recorded)
-    plain = found[False, "never"]
-    for pace in found.values():
+    plain = results[False, "never"]
+    for pace in results.values():
         assert pace.losses == pytest.approx(plain.losses, rel=2e-3)
-    assert found["selective", "never"].memory < plain.memory
-    assert found[True, "always"].memory < found["selective", "always"].memory
+    assert results["selective", "never"].memory < plain.memory
+    assert results[True, "always"].memory < results["selective", "always"].memory
 
 
 @pytest.mark.parametrize("recorded", ["never", "always"])
@@ -210,24 +210,24 @@ def test_few_moving_weights_are_moved_without_compiling(model_folder: Path, tmp_
     assert losses[-1] < losses[0], "a weight that is no number makes a loss that is none"
 
 
-def length_of(gradients: list[torch.Tensor]) -> float:
+def grad_norm(gradients: list[torch.Tensor]) -> float:
     return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
 
 
-def given_to(weights: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+def grads_of(weights: list[torch.nn.Parameter]) -> list[torch.Tensor]:
     return [weight.grad for weight in weights if weight.grad is not None]
 
 
 @pytest.mark.parametrize("recorded", ["never", "always"])
 def test_a_bad_step_moves_nothing_before_the_host_has_judged_it(monkeypatch: pytest.MonkeyPatch, recorded: str) -> None:
     work = speed.Workload(2, 256, 512, 4, 2, rows=2, length=128, words=1024)
-    seen: list[torch.Tensor] = []
-    step, sick = Engine._step, {6, 8}
+    first_weights: list[torch.Tensor] = []
+    step, bad_steps = Engine._step, {6, 8}
 
     def watched(engine: Any, stop_asked: bool) -> Any:
-        known = 64 if engine.cursor.step in sick else 0
+        known = 64 if engine.cursor.step in bad_steps else 0
         engine.guard.load_state_dict({"losses": [1e-9] * known, "grad_norms": [1e-9] * known})
-        seen.append(next(iter(engine.trainable_params.values())).detach().clone())
+        first_weights.append(next(iter(engine.trainable_params.values())).detach().clone())
         report = step(engine, stop_asked)
         assert report.health == ("spike" if known else "ok")
         return report
@@ -235,7 +235,7 @@ def test_a_bad_step_moves_nothing_before_the_host_has_judged_it(monkeypatch: pyt
     monkeypatch.setattr(Engine, "_step", watched)
     variant = speed.Variant("it", {"precision": "bf16", "cuda_graphs": recorded})
     speed.train_modelwright(work, variant, speed.rows_of(work, 12))
-    assert {number for number, (was, now) in enumerate(pairwise(seen)) if torch.equal(was, now)} == sick
+    assert {number for number, (was, now) in enumerate(pairwise(first_weights)) if torch.equal(was, now)} == bad_steps
 
 
 @pytest.mark.parametrize("mean", [torch.float32, torch.bfloat16], ids=["fp32 mean", "bf16 mean"])
@@ -247,30 +247,32 @@ def test_the_kernel_moves_weights_as_the_formula_does(mean: torch.dtype, odd: in
     gradients = [[torch.randn(size).bfloat16() for size in sizes] for _ in range(4)]
     ends = []
     for device in ("cpu", "cuda"):
-        halves = [split_fp32_master(start.to(device)) for start in starts]
-        weights = [torch.nn.Parameter(high) for high, _ in halves]
+        split = [split_fp32_master(start.to(device)) for start in starts]
+        weights = [torch.nn.Parameter(high) for high, _ in split]
         groups = [{"params": weights[1:], "weight_decay": 0.1}, {"params": weights[:1], "weight_decay": 0.0}]
-        rests = {weight: rest for weight, (_, rest) in zip(weights, halves, strict=True)}
-        moves = BF16AdamW(groups, rests, mean, lr=1e-2, betas=(0.9, 0.999), eps=1e-8)
-        for step, given in enumerate(gradients):
-            for weight, gradient in zip(weights, given, strict=True):
+        remainders = {weight: remainder for weight, (_, remainder) in zip(weights, split, strict=True)}
+        optimizer = BF16AdamW(groups, remainders, mean, lr=1e-2, betas=(0.9, 0.999), eps=1e-8)
+        for step, args in enumerate(gradients):
+            for weight, gradient in zip(weights, args, strict=True):
                 weight.grad = gradient.to(device)
             weights[7].grad = weights[7].grad if step % 2 else None
-            assert float(moves.set_clip_factor(1500.0)) == pytest.approx(length_of(given_to(weights)), rel=1e-4)
+            assert float(optimizer.set_clip_factor(1500.0)) == pytest.approx(grad_norm(grads_of(weights)), rel=1e-4)
             if step == 2:
                 before = [weight.detach().clone() for weight in weights]
-                moves.skip_step_if(torch.tensor(True, device=device))
-                moves.step()
+                optimizer.skip_step_if(torch.tensor(True, device=device))
+                optimizer.step()
                 assert all(torch.equal(weight, was) for weight, was in zip(weights, before, strict=True))
-                moves.set_clip_factor(1500.0)
+                optimizer.set_clip_factor(1500.0)
             if step == 1:  # as by a restart
                 weights[3].data = weights[3].data.clone()
-                moves.state[weights[4]]["exp_avg"] = moves.state[weights[4]]["exp_avg"] * 2
-                moves.zero_grad()
-                for weight, gradient in zip(weights, given, strict=True):
+                optimizer.state[weights[4]]["exp_avg"] = optimizer.state[weights[4]]["exp_avg"] * 2
+                optimizer.zero_grad()
+                for weight, gradient in zip(weights, args, strict=True):
                     weight.grad = gradient.to(device)
-            moves.step()
-        ends.append([join_fp32_master(weight.data, moves.state[weight][PARAM_REMAINDER]).cpu() for weight in weights])
+            optimizer.step()
+        ends.append(
+            [join_fp32_master(weight.data, optimizer.state[weight][PARAM_REMAINDER]).cpu() for weight in weights]
+        )
     tolerance = 1e-5 if mean is torch.float32 else 1e-3
     for formula, kernel in zip(*ends, strict=True):
         torch.testing.assert_close(kernel, formula, rtol=1e-5, atol=tolerance)
@@ -281,10 +283,10 @@ def test_fp8_learns_what_bf16_learns() -> None:
     pytest.importorskip("torchao")
     work = speed.Workload(2, 256, 512, 4, 2, rows=8, length=128, words=1024)
     exact = speed.train_modelwright(work, speed.Variant("bf16", {"precision": "bf16"}), speed.rows_of(work, 12))
-    eighth = speed.train_modelwright(
+    fp8 = speed.train_modelwright(
         work, speed.Variant("fp8", {"precision": "fp8", "torch_compile": True}), speed.rows_of(work, 12)
     )
-    assert eighth.losses == pytest.approx(exact.losses, rel=2e-2)
+    assert fp8.losses == pytest.approx(exact.losses, rel=2e-2)
 
 
 def test_fp8_that_is_kept_trains_on_the_gpu_as_if_it_had_been_forced(
@@ -307,25 +309,25 @@ def test_a_card_that_others_have_filled_halves_the_rows_and_keeps_the_batch(
 ) -> None:
     """The error is the allocator's own: most of the card is taken."""
     work = speed.Workload(4, 1024, 2816, 8, 4, rows=8, length=1024, words=1024)
-    way, told = speed.Variant("it", {"precision": "bf16", "cuda_graphs": recorded}), []
-    retreat = Engine._fallback_for
+    variant, messages = speed.Variant("it", {"precision": "bf16", "cuda_graphs": recorded}), []
+    fallback = Engine._fallback_for
 
-    def heard(engine: Any, error: Exception) -> str | None:
-        told.append(retreat(engine, error))
-        return told[-1]
+    def logged_fallback(engine: Any, error: Exception) -> str | None:
+        messages.append(fallback(engine, error))
+        return messages[-1]
 
-    monkeypatch.setattr(Engine, "_fallback_for", heard)
+    monkeypatch.setattr(Engine, "_fallback_for", logged_fallback)
     free_device()
-    roomy = speed.train_modelwright(work, way, speed.rows_of(work, 8))
-    assert not told
+    unlimited = speed.train_modelwright(work, variant, speed.rows_of(work, 8))
+    assert not messages
     free_device()
     free, _ = torch.cuda.mem_get_info()
-    taken = torch.empty(free - int(0.75 * roomy.memory), dtype=torch.uint8, device="cuda")
-    cramped = speed.train_modelwright(work, way, speed.rows_of(work, 8))
-    del taken
+    occupied = torch.empty(free - int(0.75 * unlimited.memory), dtype=torch.uint8, device="cuda")
+    limited = speed.train_modelwright(work, variant, speed.rows_of(work, 8))
+    del occupied
     free_device()
-    assert told[0].startswith("micro-batch 8 runs out of memory; batch 8 = 4 per device × 1 device × 2")
-    assert cramped.losses == pytest.approx(roomy.losses, rel=2e-3)
+    assert messages[0].startswith("micro-batch 8 runs out of memory; batch 8 = 4 per device × 1 device × 2")
+    assert limited.losses == pytest.approx(unlimited.losses, rel=2e-3)
 
 
 @pytest.mark.parametrize("seconds", [0.5, 2.0, 5.0])

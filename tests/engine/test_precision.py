@@ -1,4 +1,4 @@
-"""What fp32 numbers are multiplied with on a GPU: on its tensor cores or exactly, angles always exactly."""
+"""TF32 switches: fp32 matmuls use tensor cores or not, rotary embeddings never do."""
 
 from __future__ import annotations
 

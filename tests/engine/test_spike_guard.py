@@ -1,4 +1,4 @@
-"""The guard's verdict is the same wherever it is found: on the host afterwards, or on the device before."""
+"""The spike guard decides the same on the host and on the device."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ NUMBERS = st.floats(width=32) | st.sampled_from([float("inf"), float("nan"), 4.0
 @given(NUMBERS, NUMBERS, st.integers(1, 5000), st.integers(0, 2 * MIN_HISTORY))
 @example(4.0 * 300, 1.0, 300, MIN_HISTORY)
 @example(float("-inf"), float("inf"), 1, 0)
-def test_a_step_is_judged_the_same_where_it_is_computed(summed: float, norm: float, trained: int, known: int) -> None:
+def test_a_step_is_judged_the_same_where_it_is_computed(loss_sum: float, norm: float, trained: int, known: int) -> None:
     guard = SpikeGuard(spike_factor=4.0)
     guard.load_state_dict({"losses": [1.0] * known, "grad_norms": [2.0] * known})
     limits = torch.tensor((trained, *guard.thresholds()), dtype=torch.float64)
-    told = torch.tensor((summed, norm)).double()
-    found = bool(is_bad_step(told[0], told[1], limits))
-    assert found == (guard.check(told[0].item() / trained, told[1].item()) != "ok")
+    loss_and_norm = torch.tensor((loss_sum, norm)).double()
+    is_bad = bool(is_bad_step(loss_and_norm[0], loss_and_norm[1], limits))
+    assert is_bad == (guard.check(loss_and_norm[0].item() / trained, loss_and_norm[1].item()) != "ok")
 
 
-def used_to(loss: float, first: float = 6.0) -> SpikeGuard:
+def guard_at_loss(loss: float, first: float = 6.0) -> SpikeGuard:
     """A guard that has seen a run begin, and come to a loss."""
     guard = SpikeGuard(spike_factor=10.0)
     assert {guard.check(value, 1.0) for value in [first] * MIN_HISTORY + [loss] * WINDOW} == {"ok"}
@@ -39,7 +39,7 @@ def verdicts(guard: SpikeGuard, losses: list[float], norm: float = 20.0) -> list
 
 
 def test_a_hard_batch_is_skipped_once_and_an_illness_every_time() -> None:
-    guard = used_to(2.0)
+    guard = guard_at_loss(2.0)
     assert verdicts(guard, [5.0, 2.0, 2.0, 5.0]) == ["spike", "ok", "ok", "spike"], "the weights may be spoilt"
     assert verdicts(guard, [2.0] * RECOVERED_AFTER + [5.0] * 4) == ["ok"] * (RECOVERED_AFTER + 4), (
         "the weights are well: it was the batch"
@@ -48,7 +48,7 @@ def test_a_hard_batch_is_skipped_once_and_an_illness_every_time() -> None:
 
 
 def test_a_loss_higher_than_those_of_the_beginning_stays_a_spike() -> None:
-    for guard in (used_to(2.0), used_to(2.0, first=3.0)):
+    for guard in (guard_at_loss(2.0), guard_at_loss(2.0, first=3.0)):
         for _ in range(3):
             assert verdicts(guard, [100.0, *[2.0] * RECOVERED_AFTER]) == ["spike"] + ["ok"] * RECOVERED_AFTER
     one_was_absurd = SpikeGuard(spike_factor=10.0)
@@ -59,7 +59,7 @@ def test_a_loss_higher_than_those_of_the_beginning_stays_a_spike() -> None:
 
 
 def test_a_hard_batch_is_forgotten_when_none_has_come_for_long() -> None:
-    guard = used_to(2.0)
+    guard = guard_at_loss(2.0)
     assert verdicts(guard, [5.0, *[2.0] * RECOVERED_AFTER, 5.0])[-1] == "ok"
     assert set(verdicts(guard, [2.0] * WINDOW)) == {"ok"}
     assert guard.check(5.0, 20.0) == "spike"
@@ -73,17 +73,17 @@ def test_what_was_high_at_the_beginning_is_a_spike_soon_after_it() -> None:
 
 
 def test_a_small_loss_is_no_spike_though_all_others_are_nothing() -> None:
-    guard = used_to(0.001)
+    guard = guard_at_loss(0.001)
     assert guard.check(1.4, 1000.0) == "ok"
     assert guard.check(1.6, 1000.0) == "spike"
-    pairs = used_to(0.001, first=0.69)
+    pairs = guard_at_loss(0.001, first=0.69)
     assert pairs.check(0.2, 1000.0) == "ok"
     assert pairs.check(0.69, 1000.0) == "spike", "back where it began"
 
 
 @given(st.lists(st.sampled_from([2.0, 2.0, 2.0, 5.0, 100.0, float("nan")]), max_size=40), st.integers(0, 40))
 def test_a_guard_that_goes_on_judges_as_before_wherever_it_was_stopped(losses: list[float], stop: int) -> None:
-    guard, resumed = used_to(2.0), SpikeGuard(spike_factor=10.0)
+    guard, resumed = guard_at_loss(2.0), SpikeGuard(spike_factor=10.0)
     verdicts(guard, losses[:stop])
     resumed.load_state_dict(json.loads(json.dumps(guard.state_dict())))
     assert verdicts(guard, losses[stop:]) == verdicts(resumed, losses[stop:])
@@ -95,7 +95,7 @@ def test_spoilt_weights_are_not_taken_for_hard_batches_by_a_lucky_one(lucky: flo
     """Four bad steps in a row, which sends a run back, come soon, though some batches still look well."""
     noticed = 0
     for seed in range(50):
-        draw, guard = random.Random(seed), used_to(2.5, first=10.0)
-        found = [guard.check(3.0 if draw.random() < lucky else draw.uniform(5.0, 9.9), 30.0) for _ in range(200)]
-        noticed += any(set(found[start : start + 4]) == {"spike"} for start in range(len(found)))
+        draw, guard = random.Random(seed), guard_at_loss(2.5, first=10.0)
+        is_bad = [guard.check(3.0 if draw.random() < lucky else draw.uniform(5.0, 9.9), 30.0) for _ in range(200)]
+        noticed += any(set(is_bad[start : start + 4]) == {"spike"} for start in range(len(is_bad)))
     assert noticed >= 45

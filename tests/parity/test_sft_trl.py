@@ -63,11 +63,11 @@ def conversations() -> list[Conversation]:
     """Rows of many lengths: questions with answers of one word to four sentences."""
     return [
         Conversation(
-            str(place),
+            str(index),
             ({"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}),
             row["question"],
         )
-        for place, row in enumerate(tiny_rows(60))
+        for index, row in enumerate(tiny_rows(60))
     ]
 
 
@@ -193,7 +193,7 @@ def both(
     return ours.curve, theirs
 
 
-def furthest(ours: list[float], theirs: list[float]) -> float:
+def max_relative_difference(ours: list[float], theirs: list[float]) -> float:
     """The largest relative difference of any step."""
     assert len(ours) == len(theirs) == STEPS
     return max(relative(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -212,16 +212,16 @@ def test_trl_trains_the_tokens_that_we_train(loud_model: Path, prepared: Any) ->
     from modelwright.data.chat import tokenize_conversation
 
     tokenizer = load_tokenizer(loud_model)
-    for place, item in enumerate(conversations()):
+    for index, item in enumerate(conversations()):
         [row] = tokenize_conversation(item, tokenizer)
-        assert prepared[place]["input_ids"] == row.input_ids.tolist()
+        assert prepared[index]["input_ids"] == row.input_ids.tolist()
         labels = [int(token) if trained else -100 for token, trained in zip(row.input_ids, row.loss_mask, strict=True)]
-        assert prepared[place]["labels"] == labels
+        assert prepared[index]["labels"] == labels
 
 
 def test_our_loss_curve_is_trl_s(both: tuple[Curve, Curve], record_property: Callable[[str, object], None]) -> None:
     ours, theirs = both
-    apart = furthest(ours.losses, theirs.losses)
+    apart = max_relative_difference(ours.losses, theirs.losses)
     record_property("largest relative difference of a loss", apart)
     print(f"loss {ours.losses[0]:.4f} → {ours.losses[-1]:.4f}, at most {apart:.1e} from TRL's")
     assert apart < TOLERANCE
@@ -230,14 +230,14 @@ def test_our_loss_curve_is_trl_s(both: tuple[Curve, Curve], record_property: Cal
 
 def test_a_leak_between_packed_rows_would_show_in_the_curve(loud_model: Path) -> None:
     apart, leaking = train_ours(loud_model, packing=True), train_ours(loud_model, packing=True, kind=LeakingTask)
-    moved = furthest(leaking.curve.losses, apart.curve.losses)
+    moved = max_relative_difference(leaking.curve.losses, apart.curve.losses)
     print(f"a leak would move the loss by {moved:.1e}")
     assert moved > 10 * TOLERANCE
 
 
 def test_our_gradients_rates_and_weights_are_trl_s(both: tuple[Curve, Curve]) -> None:
     ours, theirs = both
-    apart = furthest(ours.norms, theirs.norms), weights_apart(ours, theirs)
+    apart = max_relative_difference(ours.norms, theirs.norms), weights_apart(ours, theirs)
     print(f"gradient norm at most {apart[0]:.1e} from TRL's, weights {apart[1]:.1e}")
     assert ours.rates == pytest.approx(theirs.rates, rel=1e-9)
     assert apart[0] < TOLERANCE
@@ -258,7 +258,7 @@ def test_our_loss_curve_is_the_hugging_face_trainer_s(
     )  # fmt: skip
     theirs = Curve()
     record(trainer, theirs)
-    apart = furthest(ours.curve.losses, theirs.losses)
+    apart = max_relative_difference(ours.curve.losses, theirs.losses)
     print(f"loss at most {apart:.1e} from Hugging Face's, weights {weights_apart(ours.curve, theirs):.1e}")
     assert apart < TOLERANCE
     assert weights_apart(ours.curve, theirs) < 1e-5
@@ -269,8 +269,8 @@ def test_our_packer_fills_rows_as_trl_s_does() -> None:
     from trl import pack_dataset
 
     for seed in range(5):
-        dice = random.Random(seed)
-        lengths = [dice.randint(1, 64) for _ in range(150)]
+        rng = random.Random(seed)
+        lengths = [rng.randint(1, 64) for _ in range(150)]
         theirs = pack_dataset(Dataset.from_dict({"input_ids": [[0] * length for length in lengths]}), 64, "bfd")
         ours = [sum(lengths[row] for row in group) for group in pack_bfd(lengths, 64)]
         assert sorted(ours) == sorted(len(row) for row in theirs["input_ids"])

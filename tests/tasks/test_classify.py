@@ -34,8 +34,8 @@ CLASSES = ("a", "b", "c")
 
 
 def image_set(count: int, seed: int = 0, size: int = 16) -> ImageDataset:
-    dice = np.random.default_rng(seed)
-    images = dice.integers(0, 256, (count, size, size, 3), dtype=np.uint8)
+    rng = np.random.default_rng(seed)
+    images = rng.integers(0, 256, (count, size, size, 3), dtype=np.uint8)
     return ImageDataset(images, np.arange(count) % 3, CLASSES, "noise")
 
 
@@ -56,31 +56,31 @@ def statistics(module: nn.Module) -> dict[str, Tensor]:
 
 def slow_augment(images: Any, shifts: Any, flips: Any, padding: int) -> Any:
     """One image after another, as a person would write it."""
-    made = np.zeros_like(images)
+    built = np.zeros_like(images)
     height, width = images.shape[1:3]
     for row, image in enumerate(images):
         framed = np.zeros((height + 2 * padding, width + 2 * padding, image.shape[2]), image.dtype)
         framed[padding : padding + height, padding : padding + width] = image
         down, across = shifts[row]
         crop = framed[down : down + height, across : across + width]
-        made[row] = crop[:, ::-1] if flips[row] else crop
-    return made
+        built[row] = crop[:, ::-1] if flips[row] else crop
+    return built
 
 
 @pytest.mark.parametrize("padding", [0, 2, 4])
 def test_crop_and_flip_are_those_of_a_slow_loop(padding: int) -> None:
-    dice = np.random.default_rng(3)
-    images = dice.integers(0, 256, (50, 12, 10, 3), dtype=np.uint8)
-    shifts, flips = dice.integers(0, 2 * padding + 1, (50, 2)), dice.random(50) < 0.5
-    made = augment(*(torch.from_numpy(value) for value in (images, shifts, flips)), padding)
-    assert np.array_equal(made.numpy(), slow_augment(images, shifts, flips, padding))
+    rng = np.random.default_rng(3)
+    images = rng.integers(0, 256, (50, 12, 10, 3), dtype=np.uint8)
+    shifts, flips = rng.integers(0, 2 * padding + 1, (50, 2)), rng.random(50) < 0.5
+    built = augment(*(torch.from_numpy(value) for value in (images, shifts, flips)), padding)
+    assert np.array_equal(built.numpy(), slow_augment(images, shifts, flips, padding))
 
 
 @pytest.mark.parametrize("side", [1, 5, 8])
 def test_a_cut_out_square_is_that_of_a_slow_loop(side: int) -> None:
-    dice = np.random.default_rng(4)
-    images = dice.standard_normal((30, 3, 12, 10)).astype(np.float32)
-    holes = np.stack([dice.integers(0, 12, 30), dice.integers(0, 10, 30)], axis=1)
+    rng = np.random.default_rng(4)
+    images = rng.standard_normal((30, 3, 12, 10)).astype(np.float32)
+    holes = np.stack([rng.integers(0, 12, 30), rng.integers(0, 10, 30)], axis=1)
     wanted = images.copy()
     for row, (down, across) in enumerate(holes):
         top, left = down - side // 2, across - side // 2
@@ -161,28 +161,28 @@ def test_a_batch_is_the_same_whoever_asks_and_whenever() -> None:
 
 
 def test_the_loss_is_the_summed_cross_entropy_of_the_images_it_should_show() -> None:
-    made = task(label_smoothing_factor=0.1)
-    made.module.eval()  # the batch norms do not mix the rows
+    built = task(label_smoothing_factor=0.1)
+    built.module.eval()  # the batch norms do not mix the rows
     rows = list(range(10))
-    batch = made.batch(rows, step=4)
+    batch = built.batch(rows, step=4)
     shown = slow_augment(
-        made.images.train.images[rows], batch.inputs["shifts"].numpy(), batch.inputs["flips"].numpy(), 4
+        built.images.train.images[rows], batch.inputs["shifts"].numpy(), batch.inputs["flips"].numpy(), 4
     )
-    pixels = (shown / 255.0 - np.array(made.pixel_stats.mean)) / np.array(made.pixel_stats.std)
+    pixels = (shown / 255.0 - np.array(built.pixel_stats.mean)) / np.array(built.pixel_stats.std)
     with torch.no_grad():
-        logits = made.classifier.model(torch.from_numpy(pixels).float().permute(0, 3, 1, 2))
-        loss, correct = run(made, batch)
-    labels = torch.from_numpy(made.images.train.labels[rows])
+        logits = built.classifier.model(torch.from_numpy(pixels).float().permute(0, 3, 1, 2))
+        loss, correct = run(built, batch)
+    labels = torch.from_numpy(built.images.train.labels[rows])
     assert float(loss) == pytest.approx(float(F.cross_entropy(logits, labels, label_smoothing=0.1) * 10), rel=1e-5)
     assert int(correct) == int((logits.argmax(1) == labels).sum())
-    assert made.metric_names == ("loss", "accuracy")
+    assert built.metric_names == ("loss", "accuracy")
 
 
 @torch.no_grad()
 def test_a_cutout_blanks_what_is_learnt_from_and_nothing_that_is_measured() -> None:
     plain, cut = task(), task(cutout_size=6)
-    for made in (plain, cut):
-        made.module.eval()
+    for built in (plain, cut):
+        built.module.eval()
     rows = list(range(10))
     batch = cut.batch(rows, step=4)
     holes = batch.inputs["cutout_centers"]
@@ -192,26 +192,28 @@ def test_a_cutout_blanks_what_is_learnt_from_and_nothing_that_is_measured() -> N
     assert float(run(cut, batch)[0]) == pytest.approx(float(loss), rel=1e-5)
     assert float(run(plain, plain.batch(rows, step=4))[0]) != pytest.approx(float(loss), rel=1e-5)
     assert "cutout_centers" not in plain.batch(rows, step=4).inputs
-    measured = [run(made, made.held_out_batch(range(12))) for made in (plain, cut)]
+    measured = [run(built, built.held_out_batch(range(12))) for built in (plain, cut)]
     assert torch.equal(*measured)
 
 
 def test_the_model_sees_channels_last() -> None:
-    made = task()
-    shown = made.classifier.normalise(made.classifier.train_images[:4])
+    built = task()
+    shown = built.classifier.normalise(built.classifier.train_images[:4])
     assert shown.is_contiguous(memory_format=torch.channels_last)
-    assert made.classifier.get_parameter("model.layer1.0.conv1.weight").is_contiguous(memory_format=torch.channels_last)
+    assert built.classifier.get_parameter("model.layer1.0.conv1.weight").is_contiguous(
+        memory_format=torch.channels_last
+    )
     assert shown.dtype == torch.float32
 
 
 @torch.no_grad()
 def test_held_out_rows_are_shown_as_they_are_and_without_smoothing() -> None:
-    made = task(label_smoothing_factor=0.2)
-    made.module.eval()
-    halves = [run(made, made.held_out_batch(rows)) for rows in (range(5), range(5, 12))]
-    whole = run(made, made.held_out_batch(range(made.held_out_rows)))
-    images, labels = made.classifier.test_images, made.classifier.test_labels
-    logits = made.classifier.model(made.classifier.normalise(images))
+    built = task(label_smoothing_factor=0.2)
+    built.module.eval()
+    halves = [run(built, built.held_out_batch(rows)) for rows in (range(5), range(5, 12))]
+    whole = run(built, built.held_out_batch(range(built.held_out_rows)))
+    images, labels = built.classifier.test_images, built.classifier.test_labels
+    logits = built.classifier.model(built.classifier.normalise(images))
     assert torch.allclose(whole, torch.stack(halves).sum(0))
     assert float(whole[0]) == pytest.approx(float(F.cross_entropy(logits, labels, reduction="sum")), rel=1e-5)
     assert int(whole[1]) == int((logits.argmax(1) == labels).sum())
@@ -220,8 +222,8 @@ def test_held_out_rows_are_shown_as_they_are_and_without_smoothing() -> None:
 @torch.no_grad()
 def test_a_test_time_flip_judges_by_the_mean_of_both_logits() -> None:
     plain, flipped = task(), task(test_time_flip=True)
-    for made in (plain, flipped):
-        made.module.eval()
+    for built in (plain, flipped):
+        built.module.eval()
     images = plain.classifier.normalise(plain.classifier.test_images)
     logits = (plain.classifier.model(images) + plain.classifier.model(images.flip(3))) / 2
     loss = F.cross_entropy(logits, plain.classifier.test_labels, reduction="sum")
@@ -233,47 +235,47 @@ def test_a_test_time_flip_judges_by_the_mean_of_both_logits() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("flip", [False, True])
 def test_a_test_time_shift_judges_by_the_mean_over_three_places(flip: bool) -> None:
-    made = task(test_time_shift=2, test_time_flip=flip)
-    made.module.eval()
-    images = made.images.test.images
+    built = task(test_time_shift=2, test_time_flip=flip)
+    built.module.eval()
+    images = built.images.test.images
     stay = np.zeros(12, bool)
     places = [torch.from_numpy(slow_augment(images, np.full((12, 2), at), stay, 2)) for at in (0, 2, 4)]
-    shown = [made.classifier.normalise(place) for place in places]
+    shown = [built.classifier.normalise(place) for place in places]
     shown += [place.flip(3) for place in shown] if flip else []
-    logits = torch.stack([made.classifier.model(place) for place in shown]).mean(0)
-    loss = F.cross_entropy(logits, made.classifier.test_labels, reduction="sum")
-    assert float(run(made, made.held_out_batch(range(12)))[0]) == pytest.approx(float(loss), rel=1e-5)
-    assert torch.allclose(made.classifier.probabilities(5), logits.softmax(1), atol=1e-6)
+    logits = torch.stack([built.classifier.model(place) for place in shown]).mean(0)
+    loss = F.cross_entropy(logits, built.classifier.test_labels, reduction="sum")
+    assert float(run(built, built.held_out_batch(range(12)))[0]) == pytest.approx(float(loss), rel=1e-5)
+    assert torch.allclose(built.classifier.probabilities(5), logits.softmax(1), atol=1e-6)
 
 
 def test_gradients_reach_every_weight() -> None:
-    made = task()
-    run(made, made.batch(range(8)))[0].backward()  # type: ignore[no-untyped-call]
-    assert all(weight.grad is not None and bool(weight.grad.abs().sum() > 0) for weight in made.module.parameters())
+    built = task()
+    run(built, built.batch(range(8)))[0].backward()  # type: ignore[no-untyped-call]
+    assert all(weight.grad is not None and bool(weight.grad.abs().sum() > 0) for weight in built.module.parameters())
 
 
 def test_a_blank_batch_adds_exactly_nothing_and_leaves_the_statistics_alone() -> None:
-    made = task(label_smoothing_factor=0.1)
-    run(made, made.batch(range(8)))
-    before = statistics(made.module)
-    for batch in (made.batch([], step=3), made.held_out_batch([])):
+    built = task(label_smoothing_factor=0.1)
+    run(built, built.batch(range(8)))
+    before = statistics(built.module)
+    for batch in (built.batch([], step=3), built.held_out_batch([])):
         assert (batch.trained_tokens, batch.tokens) == (0, 0)
-        sums = run(made, batch)
+        sums = run(built, batch)
         assert sums.tolist() == [0.0, 0.0]
         sums[0].backward()  # type: ignore[no-untyped-call]
-        for name, weight in made.module.named_parameters():
+        for name, weight in built.module.named_parameters():
             assert weight.grad is not None, name
             assert not weight.grad.any(), name
-        made.module.zero_grad()
-    assert made.module.training
-    after = statistics(made.module)
+        built.module.zero_grad()
+    assert built.module.training
+    after = statistics(built.module)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_the_images_go_with_the_module_but_are_no_part_of_its_state() -> None:
-    made = task()
-    assert not [name for name in made.module.state_dict() if not name.startswith("model.")]
-    moved = made.module.to(torch.device("meta"))
+    built = task()
+    assert not [name for name in built.module.state_dict() if not name.startswith("model.")]
+    moved = built.module.to(torch.device("meta"))
     assert moved.get_buffer("train_images").device.type == "meta"
 
 
@@ -282,15 +284,15 @@ def test_ddp_does_not_send_the_images_around(tmp_path: Path) -> None:
 
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
-        made = task()
-        wrapped: Any = DistributedDataParallel(made.module)
+        built = task()
+        wrapped: Any = DistributedDataParallel(built.module)
         sent = {buffer.data_ptr() for buffer in wrapped.modules_buffers}
-        held = {made.module.get_buffer(name).data_ptr() for name in ("train_images", "test_images", "train_labels")}
+        held = {built.module.get_buffer(name).data_ptr() for name in ("train_images", "test_images", "train_labels")}
         assert sent
         assert not sent & held
-        sums = wrapped(**made.batch([]).inputs_on(torch.device("cpu")))
+        sums = wrapped(**built.batch([]).inputs_on(torch.device("cpu")))
         sums[0].backward()
-        assert not any(bool(weight.grad.any()) for weight in made.module.parameters() if weight.grad is not None)
+        assert not any(bool(weight.grad.any()) for weight in built.module.parameters() if weight.grad is not None)
     finally:
         # whatever holds the group last ends it: the reducer would wait for threads with Python's lock, and they for it
         wrapped = sums = None
@@ -303,20 +305,20 @@ def test_a_few_steps_learn_a_colour() -> None:
     images[np.arange(48), :, :, labels] = 200
     side = ImageDataset(images, labels, CLASSES, "colours")
     torch.manual_seed(2)
-    made = ClassifyTask(resnet18(classes=3, width=4), ImageSplits(side, side), AugmentationConfig(), seed=1)
-    optimizer = torch.optim.SGD(made.module.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+    built = ClassifyTask(resnet18(classes=3, width=4), ImageSplits(side, side), AugmentationConfig(), seed=1)
+    optimizer = torch.optim.SGD(built.module.parameters(), lr=0.05, momentum=0.9, nesterov=True)
     for step in range(12):
-        loss = run(made, made.batch(range(48), step))[0] / 48
+        loss = run(built, built.batch(range(48), step))[0] / 48
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     with torch.no_grad():
         for _ in range(40):  # running statistics of the final weights
-            run(made, made.batch(range(48), 12))
-    made.module.eval()
-    assert int(run(made, made.held_out_batch(range(48)))[1]) == 48
+            run(built, built.batch(range(48), 12))
+    built.module.eval()
+    assert int(run(built, built.held_out_batch(range(48)))[1]) == 48
     assert torch.equal(
-        confusion_matrix(made.classifier.probabilities(), made.classifier.test_labels), 16 * torch.eye(3).long()
+        confusion_matrix(built.classifier.probabilities(), built.classifier.test_labels), 16 * torch.eye(3).long()
     )
 
 
@@ -341,6 +343,6 @@ def test_images_are_normalised_by_the_given_statistics() -> None:
         torch.full((1, 2, 2, 3), 255, dtype=torch.uint8)
     )
     assert torch.allclose(shown, torch.full((1, 3, 2, 2), 2.0))
-    made = ClassifyTask(model, split, AugmentationConfig(), 0)
-    assert isinstance(made.module, ClassifyLoss)
-    assert (made.rows, made.held_out_rows, made.row_length(3)) == (9, 3, 1)
+    built = ClassifyTask(model, split, AugmentationConfig(), 0)
+    assert isinstance(built.module, ClassifyLoss)
+    assert (built.rows, built.held_out_rows, built.row_length(3)) == (9, 3, 1)

@@ -1,4 +1,4 @@
-"""What is computed once is what every step would compute: kept trunks to the last bit, shared beginnings to 1e-5."""
+"""Reused computation is what every step would compute: cached frozen layers bit for bit, shared prefixes to 1e-5."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def documents(*lengths: int, seed: int = 0) -> list[TokenizedRow]:
-    """Random documents whose second half is trained."""
+    """Random examples whose second half is trained."""
     dice = np.random.default_rng(seed)
     return [
         TokenizedRow(dice.integers(3, 300, length, dtype=np.int32), np.arange(length) >= length // 2)
@@ -74,7 +74,7 @@ def gradients(module: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def with_one_beginning(*lengths: int) -> list[TokenizedRow]:
-    """Random documents behind the same 20 tokens."""
+    """Random examples after the same 20 tokens."""
     first = documents(20, seed=5)[0].input_ids
     untrained = np.zeros(20, dtype=np.bool_)
     return [

@@ -52,15 +52,15 @@ SIZES = ((9, 5, 8), (4, 7, 3), (14, 1, 2))
 
 def encoded(*sizes: tuple[int, int, int], seed: int = 0) -> list[TokenizedPair]:
     """Random pairs whose answers are trained throughout."""
-    dice = np.random.default_rng(seed)
-    rows = [[dice.integers(3, 300, size, dtype=np.int32) for size in each] for each in sizes]
+    rng = np.random.default_rng(seed)
+    rows = [[rng.integers(3, 300, size, dtype=np.int32) for size in each] for each in sizes]
     return [
         TokenizedPair(prompt, *(TokenizedRow(tokens, np.ones(len(tokens), dtype=bool)) for tokens in answers))
         for prompt, *answers in rows
     ]
 
 
-def likelihoods(model: Any, pairs: Sequence[TokenizedPair], shared: bool) -> Tensor:
+def answer_logps(model: Any, pairs: Sequence[TokenizedPair], shared: bool) -> Tensor:
     return DpoLoss(model, PreferenceConfig())(**collate_pairs(pairs, shared).inputs)  # type: ignore[no-any-return]
 
 
@@ -69,13 +69,13 @@ def likelihoods(model: Any, pairs: Sequence[TokenizedPair], shared: bool) -> Ten
 def test_a_prompt_computed_once_gives_the_loss_and_the_gradients_of_two_passes(name: str, backend: str) -> None:
     model, pairs = family(name, backend), encoded(*SIZES)
     assert prefix_sharing_blocker(model) is None
-    reference = likelihoods(model, pairs, shared=False).detach() + torch.linspace(-1, 1, 26)
+    reference = answer_logps(model, pairs, shared=False).detach() + torch.linspace(-1, 1, 26)
     sums, gradients = [], []
     for shared in (True, False):
         batch = collate_pairs(pairs, shared)
-        found = DpoLoss(model, PreferenceConfig())(**batch.inputs, ref_logps=reference)
-        found[0].backward()
-        sums.append(found.detach())
+        result = DpoLoss(model, PreferenceConfig())(**batch.inputs, ref_logps=reference)
+        result[0].backward()
+        sums.append(result.detach())
         gradients.append({name: weight.grad.clone() for name, weight in model.named_parameters()})
         model.zero_grad(set_to_none=True)
     torch.testing.assert_close(sums[0], sums[1], rtol=1e-5, atol=1e-5)
@@ -100,18 +100,18 @@ def test_the_blocks_of_flex_attention_are_the_mask_of_the_others() -> None:
             assert torch.equal(create_mask(block.mask_mod, rows, 1, length, length, device="cpu"), mask)
 
 
-@pytest.mark.parametrize("way", [shared_prefix_layout, unshared_layout])
-def test_answers_that_are_told_of_without_a_mask_say_what_the_mask_says(way: Any, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("make_layout", [shared_prefix_layout, unshared_layout])
+def test_answers_that_are_told_of_without_a_mask_say_what_the_mask_says(make_layout: Any, monkeypatch: Any) -> None:
     model = copy.deepcopy(family("llama"))
     attention.register_attention(model)
-    assert supports_layout(model, way)
+    assert supports_layout(model, make_layout)
     module, batch = DpoLoss(model, PreferenceConfig()), collate_pairs(encoded(*SIZES), multiple=16)
     monkeypatch.setattr(module, "_computes_in_half", lambda: True)
     masked = module(**batch.inputs)
     gradients = torch.autograd.grad(masked.sum(), list(model.parameters()))
-    found = module(**with_layout(way, batch).inputs)
-    torch.testing.assert_close(found, masked, rtol=1e-5, atol=1e-5)
-    for ours, theirs in zip(torch.autograd.grad(found.sum(), list(model.parameters())), gradients, strict=True):
+    result = module(**with_layout(make_layout, batch).inputs)
+    torch.testing.assert_close(result, masked, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(torch.autograd.grad(result.sum(), list(model.parameters())), gradients, strict=True):
         assert (ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-3) < 1e-5
 
 
@@ -124,16 +124,20 @@ def test_answers_are_told_of_without_a_mask_on_a_gpu() -> None:
 
 
 def test_attention_over_answers_that_are_laid_apart_compiles_whole_at_any_length() -> None:
-    def attended(query: Tensor, key: Tensor, places: Tensor, uses: Tensor, firsts: Tensor) -> Tensor:
-        laid = {"unshare_gather_index": places, "unshare_scatter_index": uses, "unshare_first_use": firsts}
-        return attention.attention_forward(None, query, key, key, None, **laid)[0]
+    def attended(query: Tensor, key: Tensor, gather_index: Tensor, scatter_index: Tensor, first_use: Tensor) -> Tensor:
+        layout_inputs = {
+            "unshare_gather_index": gather_index,
+            "unshare_scatter_index": scatter_index,
+            "unshare_first_use": first_use,
+        }
+        return attention.attention_forward(None, query, key, key, None, **layout_inputs)[0]
 
     compiled = torch.compile(attended, backend="eager", fullgraph=True)
     for sizes in (SIZES, SIZES[1:], ((20, 9, 30),) * 4):
         branches = collate_pairs(encoded(*sizes)).inputs["segment_ids"]
         query, key = (torch.randn(len(branches), heads, branches.shape[1], 8) for heads in (4, 2))
-        told = unshared_layout(branches)
-        torch.testing.assert_close(compiled(query, key, *told), attended(query, key, *told))
+        reported = unshared_layout(branches)
+        torch.testing.assert_close(compiled(query, key, *reported), attended(query, key, *reported))
 
 
 def test_answers_are_not_laid_apart_where_a_layer_sees_less() -> None:
@@ -146,27 +150,27 @@ def test_answers_are_not_laid_apart_where_a_layer_sees_less() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_flex_attention_gives_the_loss_and_the_gradients_of_sdpa() -> None:
     model, pairs = copy.deepcopy(family("llama")).cuda(), encoded((130, 60, 66), (100, 120, 36))
-    found = []
+    result = []
     for backend in ("sdpa", "flex_attention"):
         model.set_attn_implementation(backend)
         assert prefix_sharing_blocker(model) is None
         inputs = {name: tensor.cuda() for name, tensor in collate_pairs(pairs).inputs.items()}
         DpoLoss(model, PreferenceConfig())(**inputs).sum().backward()
-        found.append(torch.cat([weight.grad.flatten() for weight in model.parameters()]))
+        result.append(torch.cat([weight.grad.flatten() for weight in model.parameters()]))
         model.zero_grad(set_to_none=True)
-    assert (found[0] - found[1]).abs().max() / found[0].abs().max() < 1e-2
+    assert (result[0] - result[1]).abs().max() / result[0].abs().max() < 1e-2
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
 def test_an_answer_cannot_see_the_other_nor_the_padding(name: str) -> None:
     model, (pair, other) = family(name), encoded((9, 5, 8), (9, 5, 17))
-    alone = likelihoods(model, [pair], shared=True)
+    alone = answer_logps(model, [pair], shared=True)
     changed = TokenizedPair(pair.prompt, pair.chosen, other.rejected)
-    torch.testing.assert_close(likelihoods(model, [changed], shared=True)[:5], alone[:5], rtol=0, atol=1e-5)
+    torch.testing.assert_close(answer_logps(model, [changed], shared=True)[:5], alone[:5], rtol=0, atol=1e-5)
     changed = TokenizedPair(pair.prompt, other.chosen, pair.rejected)
-    torch.testing.assert_close(likelihoods(model, [changed], shared=True)[5:], alone[5:], rtol=0, atol=1e-5)
-    torch.testing.assert_close(likelihoods(model, [pair, other], shared=True)[:13], alone, rtol=0, atol=1e-5)
+    torch.testing.assert_close(answer_logps(model, [changed], shared=True)[5:], alone[5:], rtol=0, atol=1e-5)
+    torch.testing.assert_close(answer_logps(model, [pair, other], shared=True)[:13], alone, rtol=0, atol=1e-5)
 
 
 def test_a_model_that_takes_no_mask_computes_each_answer_in_a_row_of_its_own(untied_model_folder: Path) -> None:
@@ -179,7 +183,7 @@ def test_a_model_that_takes_no_mask_computes_each_answer_in_a_row_of_its_own(unt
 
 
 @pytest.mark.parametrize(
-    ("wish", "expected"),
+    ("options", "expected"),
     [
         ({}, -math.log(1 / (1 + math.exp(-0.1 * 3)))),
         ({"beta": 0.5}, -math.log(1 / (1 + math.exp(-0.5 * 3)))),
@@ -189,18 +193,20 @@ def test_a_model_that_takes_no_mask_computes_each_answer_in_a_row_of_its_own(unt
         ({"loss_type": "ipo"}, (2 / 4 + 1 / 2 - 5) ** 2),
     ],
 )
-def test_each_loss_is_its_formula(wish: dict[str, Any], expected: float) -> None:
+def test_each_loss_is_its_formula(options: dict[str, Any], expected: float) -> None:
     # the chosen answer of 4 tokens has become likelier by 2, the rejected one of 2 tokens less likely by 1
-    [found] = preference_loss(torch.tensor([[2.0, -1.0]]), torch.tensor([[4, 2]]), PreferenceConfig(**wish)).tolist()
-    assert found == pytest.approx(expected, rel=1e-5)
+    [result] = preference_loss(
+        torch.tensor([[2.0, -1.0]]), torch.tensor([[4, 2]]), PreferenceConfig(**options)
+    ).tolist()
+    assert result == pytest.approx(expected, rel=1e-5)
 
 
 def test_what_is_measured_is_what_it_says() -> None:
     model, pairs = family("llama"), encoded(*SIZES)
-    now = likelihoods(model, pairs, shared=True).detach()
+    now = answer_logps(model, pairs, shared=True).detach()
     reference = now - torch.tensor([0.1] * 5 + [-0.2] * 8 + [-0.1] * 7 + [0.3] * 3 + [0.4] + [0.25] * 2)
-    found = DpoLoss(model, PreferenceConfig(beta=0.5))(**collate_pairs(pairs).inputs, ref_logps=reference).tolist()
-    values = dict(zip(DpoTask.metric_names, found, strict=True))
+    result = DpoLoss(model, PreferenceConfig(beta=0.5))(**collate_pairs(pairs).inputs, ref_logps=reference).tolist()
+    values = dict(zip(DpoTask.metric_names, result, strict=True))
     chosen = float(now[:5].sum() + now[13:20].sum() + now[23:24].sum())
     assert values["reward_accuracy"] == 1  # of three
     assert values["reward_margin"] == pytest.approx(0.5 * (0.5 + 1.6 - 0.7 - 0.9 + 0.4 - 0.5), abs=1e-4)
@@ -215,20 +221,20 @@ def test_what_is_measured_is_what_it_says() -> None:
 def preferences(count: int = 12, held_out: int = 4) -> PreferenceDataset:
     pairs = [
         PreferencePair(
-            str(place),
+            str(index),
             ({"role": "user", "content": row["prompt"]},),
             ({"role": "assistant", "content": row["chosen"]},),
             ({"role": "assistant", "content": row["rejected"]},),
             row["prompt"],
         )
-        for place, row in enumerate(tiny_pairs(count + held_out))
+        for index, row in enumerate(tiny_pairs(count + held_out))
     ]
     return PreferenceDataset(pairs[:count], pairs[count:], "")
 
 
-def ready(folder: Path, model: Any = None, **wish: Any) -> tuple[DpoTask, Engine]:
+def build_task_and_engine(folder: Path, model: Any = None, **options: Any) -> tuple[DpoTask, Engine]:
     """A task and an engine over the tiny model."""
-    settings = DpoConfig(**{"precision": "fp32", "max_length": 128, "learning_rate": 1e-3, "max_steps": 6, **wish})
+    settings = DpoConfig(**{"precision": "fp32", "max_length": 128, "learning_rate": 1e-3, "max_steps": 6, **options})
     model = model or load_model(folder)
     task = DpoTask(model, load_tokenizer(folder), preferences(), settings, eos_token_ids(model))
     return task, Engine(task, settings, plan_stage(settings, task.rows, 1, LAPTOP), World(), seed=7)
@@ -237,14 +243,14 @@ def ready(folder: Path, model: Any = None, **wish: Any) -> tuple[DpoTask, Engine
 def test_before_the_first_step_nothing_is_preferred_and_the_loss_is_the_logarithm_of_two(
     model_folder: Path, tmp_path: Path
 ) -> None:
-    task, engine = ready(model_folder)
+    task, engine = build_task_and_engine(model_folder)
     precompute_ref_log_probs(task, engine, tmp_path, "m")
-    found = engine.evaluate()
-    assert found["eval_loss"] == pytest.approx(math.log(2), abs=1e-5)
-    assert found["eval_reward_margin"] == pytest.approx(0, abs=1e-5)
-    assert found["eval_kl"] == pytest.approx(0, abs=1e-6)
-    assert found["eval_sft_loss"] == pytest.approx(math.log(400), rel=0.02)  # a random model guesses
-    assert set(found) == {f"eval_{name}" for name in (
+    result = engine.evaluate()
+    assert result["eval_loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert result["eval_reward_margin"] == pytest.approx(0, abs=1e-5)
+    assert result["eval_kl"] == pytest.approx(0, abs=1e-6)
+    assert result["eval_sft_loss"] == pytest.approx(math.log(400), rel=0.02)  # a random model guesses
+    assert set(result) == {f"eval_{name}" for name in (
         "loss", "reward_accuracy", "reward_margin", "chosen_logp", "rejected_logp", "kl", "sft_loss",
     )}  # fmt: skip
 
@@ -254,7 +260,7 @@ def test_training_prefers_the_chosen_answers_and_accumulation_equals_a_large_bat
 ) -> None:
     curves, measured = [], []
     for rows, turns in ((4, 1), (1, 4)):
-        task, engine = ready(
+        task, engine = build_task_and_engine(
             model_folder, per_device_train_batch_size=rows, gradient_accumulation_steps=turns, max_steps=10
         )
         precompute_ref_log_probs(task, engine, tmp_path, "m")
@@ -268,12 +274,12 @@ def test_training_prefers_the_chosen_answers_and_accumulation_equals_a_large_bat
 
 
 def test_the_kept_reference_is_the_fresh_one_and_is_not_measured_again(model_folder: Path, tmp_path: Path) -> None:
-    task, engine = ready(model_folder)
+    task, engine = build_task_and_engine(model_folder)
     precompute_ref_log_probs(task, engine, tmp_path, "m")
     fresh = compute_ref_logps(task, engine)
     for _ in engine.steps():  # whatever the weights have become since, the kept reference is of those before
         pass
-    again, moved = ready(model_folder, model=task.module.model)
+    again, moved = build_task_and_engine(model_folder, model=task.module.model)
     assert precompute_ref_log_probs(again, moved, tmp_path, "m") is None
     for side, line in fresh.items():
         assert np.array_equal(np.concatenate(again.ref_logps[side]), line)
@@ -283,40 +289,40 @@ def test_the_kept_reference_is_the_fresh_one_and_is_not_measured_again(model_fol
 def test_a_damaged_reference_or_that_of_another_model_is_measured_again_and_told(
     model_folder: Path, tmp_path: Path
 ) -> None:
-    task, engine = ready(model_folder)
+    task, engine = build_task_and_engine(model_folder)
     precompute_ref_log_probs(task, engine, tmp_path, "m")
     before = (tmp_path / REF_FILE).read_bytes()
     damaged = bytearray(before)
     damaged[-3] ^= 1
-    told: list[str | None] = []
+    reported: list[str | None] = []
     for spoil in (
         lambda: (tmp_path / REF_FILE).write_bytes(damaged),
         lambda: (tmp_path / REF_FILE).unlink(),
         lambda: (tmp_path / REF_MANIFEST).write_text("{"),
     ):
         spoil()
-        told.append(precompute_ref_log_probs(task, engine, tmp_path, "m"))
+        reported.append(precompute_ref_log_probs(task, engine, tmp_path, "m"))
         assert (tmp_path / REF_FILE).read_bytes() == before
-    told.append(precompute_ref_log_probs(task, engine, tmp_path, "another"))
+    reported.append(precompute_ref_log_probs(task, engine, tmp_path, "another"))
     words = ("is damaged", "there is no reference.safetensors", "cannot be read", "of another model")
-    assert all(word in str(line) for word, line in zip(words, told, strict=True)), told
+    assert all(word in str(line) for word, line in zip(words, reported, strict=True)), reported
 
 
 def test_under_adapters_the_reference_is_the_model_without_them(model_folder: Path, tmp_path: Path) -> None:
-    plain, engine = ready(model_folder)
+    plain, engine = build_task_and_engine(model_folder)
     adapted = set_trainable(load_model(model_folder), DpoConfig(trainable="lora", lora_r=4))
     for name, weight in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight)
-    task, other = ready(model_folder, model=adapted)
+    task, other = build_task_and_engine(model_folder, model=adapted)
     assert np.array_equal(compute_ref_logps(task, other)["train"], compute_ref_logps(plain, engine)["train"])
     assert sum(1 for module in task.module.modules() if type(module).__name__ == "LlamaForCausalLM") == 1
 
 
 def test_pairs_that_are_cut_are_counted_and_too_many_are_refused(model_folder: Path) -> None:
     with pytest.raises(ModelwrightError, match=r"12 of 12 pairs are longer than max_length 32 .* \(1\); raise one"):
-        ready(model_folder, max_length=32)
-    task, _ = ready(model_folder, max_length=32, max_truncated_rows="100%")
+        build_task_and_engine(model_folder, max_length=32)
+    task, _ = build_task_and_engine(model_folder, max_length=32, max_truncated_rows="100%")
     facts = task.train_set.stats()
     assert (facts["rows"], facts["truncated_rows"], facts["dropped_rows"]) == (12, 12, 0)
     assert facts["truncated_tokens"] > 0

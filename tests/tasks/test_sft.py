@@ -30,9 +30,9 @@ PACKED = (11, 7, 9)
 
 def documents(*lengths: int, seed: int = 0) -> list[TokenizedRow]:
     """Random documents whose second half is trained."""
-    dice = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     return [
-        TokenizedRow(dice.integers(3, 300, length, dtype=np.int32), np.arange(length) >= length // 2)
+        TokenizedRow(rng.integers(3, 300, length, dtype=np.int32), np.arange(length) >= length // 2)
         for length in lengths
     ]
 
