@@ -58,82 +58,82 @@ def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("deep"), layers=4, tied=False)
 
 
-def documents(*lengths: int, seed: int = 0) -> list[TokenizedRow]:
+def random_examples(*lengths: int, seed: int = 0) -> list[TokenizedRow]:
     """Random examples whose second half is trained."""
-    dice = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     return [
-        TokenizedRow(dice.integers(3, 300, length, dtype=np.int32), np.arange(length) >= length // 2)
+        TokenizedRow(rng.integers(3, 300, length, dtype=np.int32), np.arange(length) >= length // 2)
         for length in lengths
     ]
 
 
 def gradients(module: torch.nn.Module) -> dict[str, Tensor]:
-    found = {name: weight.grad.clone() for name, weight in module.named_parameters() if weight.grad is not None}
+    results = {name: weight.grad.clone() for name, weight in module.named_parameters() if weight.grad is not None}
     module.zero_grad(set_to_none=True)
-    return found
+    return results
 
 
-def with_one_beginning(*lengths: int) -> list[TokenizedRow]:
+def rows_with_shared_prefix(*lengths: int) -> list[TokenizedRow]:
     """Random examples after the same 20 tokens."""
-    first = documents(20, seed=5)[0].input_ids
+    first = random_examples(20, seed=5)[0].input_ids
     untrained = np.zeros(20, dtype=np.bool_)
     return [
         TokenizedRow(np.concatenate([first, each.input_ids]), np.concatenate([untrained, each.loss_mask]))
-        for each in documents(*lengths)
+        for each in random_examples(*lengths)
     ]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_shared_beginning_gives_the_loss_and_the_gradients_of_whole_rows(name: str, backend: str) -> None:
-    module, rows = SftLoss(family(name, backend)), with_one_beginning(40, 35, 50, 44)
-    beginning = shared_prefix_length(rows)
-    assert beginning == 20
+def test_a_shared_prefix_gives_the_loss_and_the_gradients_of_full_rows(name: str, backend: str) -> None:
+    module, rows = SftLoss(family(name, backend)), rows_with_shared_prefix(40, 35, 50, 44)
+    shared_length = shared_prefix_length(rows)
+    assert shared_length == 20
     plain = collate_rows(layout_rows([[0], [1], [2], [3]], rows), rows)
-    shared = collate_rows(layout_shared_prefix(beginning, range(4), rows), rows, beginning)
+    shared = collate_rows(layout_shared_prefix(shared_length, range(4), rows), rows, shared_length)
     assert (shared.trained_tokens, shared.tokens) == (plain.trained_tokens, plain.tokens)
     assert shared.inputs["tokens"].numel() < plain.inputs["tokens"].numel()
-    losses, found = [], []
+    losses, results = [], []
     for batch in (plain, shared):
         loss = module(**batch.inputs)
         loss.backward()
         losses.append(loss.item())
-        found.append(gradients(module))
+        results.append(gradients(module))
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    for name, gradient in found[0].items():
-        assert (gradient - found[1][name]).abs().max() < 1e-5 * gradient.abs().max(), name
+    for name, gradient in results[0].items():
+        assert (gradient - results[1][name]).abs().max() < 1e-5 * gradient.abs().max(), name
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "smollm3"])
-def test_a_shared_beginning_needs_no_mask_where_attention_takes_paths(name: str) -> None:
-    model, rows = copy.deepcopy(family(name)), with_one_beginning(40, 35, 50, 44)
+def test_a_shared_prefix_needs_no_mask_with_varlen_attention(name: str) -> None:
+    model, rows = copy.deepcopy(family(name)), rows_with_shared_prefix(40, 35, 50, 44)
     attention.register_attention(model)
     module = SftLoss(model)
     masked = collate_rows(layout_shared_prefix(20, range(4), rows, max_row_length=130), rows, 20)
     assert len(masked.inputs["tokens"]) == 2
     in_one_row = collate_rows(layout_shared_prefix(20, range(4), rows, NO_ROW_LIMIT), rows, 20, multiple=128)
     assert in_one_row.inputs["tokens"].shape == (1, 256)
-    losses, found = [], []
+    losses, results = [], []
     for batch in (masked, to_varlen(masked), to_varlen(in_one_row)):
         loss = module(**batch.inputs)
         loss.backward()
         losses.append(loss.item())
-        found.append(gradients(module))
+        results.append(gradients(module))
     assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-6)
-    for name, gradient in found[0].items():
-        for other in found[1:]:
+    for name, gradient in results[0].items():
+        for other in results[1:]:
             assert (gradient - other[name]).abs().max() < 1e-5 * gradient.abs().max(), name
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "smollm3"])
-def test_a_shared_beginning_needs_no_mask_on_a_gpu(name: str) -> None:
-    model, rows = copy.deepcopy(family(name)).cuda(), with_one_beginning(40, 35, 50, 44)
+def test_a_shared_prefix_needs_no_mask_on_a_gpu(name: str) -> None:
+    model, rows = copy.deepcopy(family(name)).cuda(), rows_with_shared_prefix(40, 35, 50, 44)
     attention.register_attention(model)
     assert supports_layout(model)
     module, masked = SftLoss(model), collate_rows(layout_shared_prefix(20, range(4), rows), rows, 20)
-    losses, found = [], []
+    losses, results = [], []
     for batch in (
         masked,
         to_varlen(collate_rows(layout_shared_prefix(20, range(4), rows, NO_ROW_LIMIT), rows, 20, multiple=128)),
@@ -142,13 +142,13 @@ def test_a_shared_beginning_needs_no_mask_on_a_gpu(name: str) -> None:
             loss = module(**batch.inputs_on(torch.device("cuda")))
         loss.backward()
         losses.append(loss.item())
-        found.append(torch.cat([gradient.flatten() for gradient in gradients(module).values()]))
+        results.append(torch.cat([gradient.flatten() for gradient in gradients(module).values()]))
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
-    assert torch.cosine_similarity(*found, dim=0) > 0.99
+    assert torch.cosine_similarity(*results, dim=0) > 0.99
 
 
-def test_many_documents_stand_in_even_rows_behind_copies_of_the_beginning() -> None:
-    rows = with_one_beginning(*[100] * 40)
+def test_many_examples_fill_even_rows_after_copies_of_the_shared_prefix() -> None:
+    rows = rows_with_shared_prefix(*[100] * 40)
     laid = layout_shared_prefix(20, range(40), rows)
     assert [len(row) for row in laid] == [15, 15, 13]
     assert sorted(piece.example for row in laid for piece in row[1:]) == list(range(40))
@@ -156,7 +156,7 @@ def test_many_documents_stand_in_even_rows_behind_copies_of_the_beginning() -> N
 
 
 def test_nothing_is_shared_that_a_row_is_trained_on_or_that_is_short() -> None:
-    rows = with_one_beginning(30, 31)
+    rows = rows_with_shared_prefix(30, 31)
     assert shared_prefix_length(rows) == 20
     early = [TokenizedRow(row.input_ids, np.arange(len(row)) >= 18) for row in rows]
     assert shared_prefix_length(early) == 17, "place 17 foretells token 18, which is trained"
@@ -191,7 +191,7 @@ def train(folder: Path, model_folder: Path, **settings: Any) -> tuple[list[float
     return [*losses, engine.evaluate()["eval_loss"]], engine.trainable_params, engine
 
 
-def test_a_kept_trunk_gives_the_run_without_it_to_the_last_bit(deep_model: Path, tmp_path: Path) -> None:
+def test_cached_frozen_layers_give_the_run_without_the_cache_bit_for_bit(deep_model: Path, tmp_path: Path) -> None:
     if not _rows_are_computed_alike():
         pytest.skip("this processor's kernels add a row up in another order in another batch")
     plain, weights, _ = train(tmp_path / "plain", deep_model, cache_frozen_layers="off", share_prefix=False)
@@ -202,7 +202,7 @@ def test_a_kept_trunk_gives_the_run_without_it_to_the_last_bit(deep_model: Path,
         assert all(torch.equal(weights[name], weight) for name, weight in moved.items())
 
 
-def test_a_kept_trunk_behind_a_shared_beginning_gives_the_plain_losses(deep_model: Path, tmp_path: Path) -> None:
+def test_cached_frozen_layers_after_a_shared_prefix_give_the_plain_losses(deep_model: Path, tmp_path: Path) -> None:
     plain, _, engine = train(tmp_path / "plain", deep_model, cache_frozen_layers="off", share_prefix=False)
     assert engine.task.prefix_length == 0  # type: ignore[attr-defined]
     for packing in (False, True):
@@ -214,15 +214,17 @@ def test_a_kept_trunk_behind_a_shared_beginning_gives_the_plain_losses(deep_mode
             assert both[0] == pytest.approx(plain[0], rel=1e-5)
 
 
-def test_a_trunk_computed_by_paths_is_the_one_computed_with_a_mask(deep_model: Path, tmp_path: Path) -> None:
+def test_states_cached_with_varlen_attention_are_those_cached_with_a_mask(deep_model: Path, tmp_path: Path) -> None:
     task, model, _ = task_of(tmp_path, deep_model)
     assert task.use_varlen_prefix and model.config._attn_implementation == attention.ATTN_NAME
-    found = []
+    results = []
     for paths in (False, True):
-        kept = HiddenStateCache(FrozenLayers(model, 3), task.examples, task.prefix_length, torch.device("cpu"), paths)
-        kept.fill(World(), torch.no_grad, CacheLocation("memory", tmp_path, "a"))
-        found.append(kept)
-    masked, unmasked = found
+        state_cache = HiddenStateCache(
+            FrozenLayers(model, 3), task.examples, task.prefix_length, torch.device("cpu"), paths
+        )
+        state_cache.fill(World(), torch.no_grad, CacheLocation("memory", tmp_path, "a"))
+        results.append(state_cache)
+    masked, unmasked = results
     assert masked.states is not None and unmasked.states is not None
     assert len(unmasked.blocks[0].rows) == 1 < len(masked.blocks[0].rows)
     torch.testing.assert_close(unmasked.states, masked.states, rtol=1e-5, atol=1e-5)
@@ -231,9 +233,9 @@ def test_a_trunk_computed_by_paths_is_the_one_computed_with_a_mask(deep_model: P
 def _rows_are_computed_alike() -> bool:
     inputs, weight = torch.randn(64, 128), torch.randn(64, 128)
     heads = torch.randn(2, 4, 64, 16)
-    whole, part = (F.scaled_dot_product_attention(x, x, x, is_causal=True) for x in (heads, heads[:1, :, :32]))
+    intact, part = (F.scaled_dot_product_attention(x, x, x, is_causal=True) for x in (heads, heads[:1, :, :32]))
     linear = torch.equal(F.linear(inputs[:32], weight), F.linear(inputs, weight)[:32])
-    return linear and torch.equal(part, whole[:1, :, :32])
+    return linear and torch.equal(part, intact[:1, :, :32])
 
 
 def test_what_lies_below_the_first_moving_layer_keeps_no_gradient_no_activation_and_no_moment(
@@ -262,34 +264,34 @@ def _note_output(outputs: list[Tensor], _layer: torch.nn.Module, _given: Any, ou
     outputs.append(output)
 
 
-def states(folder: Path, task: SftTask, trunk: FrozenLayers, fingerprint: str = "a") -> tuple[HiddenStateCache, str]:
+def states(folder: Path, task: SftTask, frozen: FrozenLayers, fingerprint: str = "a") -> tuple[HiddenStateCache, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(TOKENS_PER_FORWARD, "cpu", 400)
-        kept = HiddenStateCache(trunk, task.examples, task.prefix_length, torch.device("cpu"))
-    told = kept.fill(World(), torch.no_grad, CacheLocation("disk", folder, fingerprint))
-    return kept, told
+        state_cache = HiddenStateCache(frozen, task.examples, task.prefix_length, torch.device("cpu"))
+    message = state_cache.fill(World(), torch.no_grad, CacheLocation("disk", folder, fingerprint))
+    return state_cache, message
 
 
 def test_states_on_disk_are_taken_again_and_what_is_damaged_is_computed_anew(deep_model: Path, tmp_path: Path) -> None:
     task, model, _ = task_of(tmp_path, deep_model)
-    folder, trunk = tmp_path / "kept", FrozenLayers(model, 3)
-    kept, told = states(folder, task, trunk)
-    parts = len(kept.blocks)
-    assert parts > 1
-    assert f"{parts} of {parts} blocks recomputed" in told
-    assert kept.states is not None
-    whole = kept.states.clone()
-    assert f"0 of {parts} blocks recomputed" in states(folder, task, trunk)[1]
+    folder, frozen = tmp_path / "kept", FrozenLayers(model, 3)
+    state_cache, message = states(folder, task, frozen)
+    num_blocks = len(state_cache.blocks)
+    assert num_blocks > 1
+    assert f"{parts} of {parts} blocks recomputed" in message
+    assert state_cache.states is not None
+    intact = state_cache.states.clone()
+    assert f"0 of {parts} blocks recomputed" in states(folder, task, frozen)[1]
     with (folder / "states.bin").open("r+b") as file:
-        file.seek(kept.blocks[1].first * whole.shape[1] * 4 + 5)
+        file.seek(state_cache.blocks[1].first * intact.shape[1] * 4 + 5)
         file.write(b"\x77")
-    mended, told = states(folder, task, trunk)
-    assert f"1 of {parts} blocks recomputed" in told
-    assert mended.states is not None
-    assert torch.equal(mended.states, whole)
-    assert f"{parts} of {parts} blocks recomputed" in states(folder, task, trunk, fingerprint="another model")[1]
+    repaired, message = states(folder, task, frozen)
+    assert f"1 of {parts} blocks recomputed" in message
+    assert repaired.states is not None
+    assert torch.equal(repaired.states, intact)
+    assert f"{parts} of {parts} blocks recomputed" in states(folder, task, frozen, fingerprint="another model")[1]
     (folder / "states.bin").write_bytes(b"cut short")
-    assert f"{parts} of {parts} blocks recomputed" in states(folder, task, trunk, fingerprint="another model")[1]
+    assert f"{parts} of {parts} blocks recomputed" in states(folder, task, frozen, fingerprint="another model")[1]
     assert read_json(folder / "manifest.json")["blocks"]
 
 
@@ -303,9 +305,9 @@ def test_the_plan_says_what_is_saved_and_a_tied_head_what_it_costs(
     deep_model: Path, model_folder: Path, tmp_path: Path
 ) -> None:
     task, model, sft = task_of(tmp_path, deep_model, num_train_epochs=4, max_steps=None)
-    trunk, prefix = find_compute_reuse(task, model, sft).describe(plan_stage(sft, task.rows, 1, probe_device()))
-    assert trunk.startswith("3 of 4 layers frozen: outputs cached, about 1.")
-    assert "over 4 epochs" in trunk
+    frozen, prefix = find_compute_reuse(task, model, sft).describe(plan_stage(sft, task.rows, 1, probe_device()))
+    assert frozen.startswith("3 of 4 layers frozen: outputs cached, about 1.")
+    assert "over 4 epochs" in frozen
     assert prefix.startswith(f"{task.prefix_length}-token shared prefix computed once per batch, about 1.")
     task, model, sft = task_of(tmp_path, model_folder)
     (tied, _) = find_compute_reuse(task, model, sft).describe(plan_stage(sft, task.rows, 1, probe_device()))
@@ -313,7 +315,7 @@ def test_the_plan_says_what_is_saved_and_a_tied_head_what_it_costs(
     assert num_frozen_layers(model) == 0
 
 
-def test_what_moves_decides_what_can_be_kept(deep_model: Path) -> None:
+def test_what_is_trainable_decides_what_can_be_cached(deep_model: Path) -> None:
     def depth(**wish: Any) -> int:
         return num_frozen_layers(set_trainable(load_model(deep_model), TrainableConfig(trainable=wish)))
 
@@ -341,17 +343,17 @@ def test_a_model_that_drops_out_at_random_keeps_nothing(deep_model: Path, tmp_pa
 
 def test_spare_places_for_a_gpu_change_neither_the_loss_nor_what_is_counted(deep_model: Path, tmp_path: Path) -> None:
     task, model, _ = task_of(tmp_path, deep_model)
-    kept = task.enable_cache(FrozenLayers(model, 3), torch.device("cpu"))
-    kept.fill(World(), torch.no_grad, CacheLocation("memory", tmp_path, "a"))
+    state_cache = task.enable_cache(FrozenLayers(model, 3), torch.device("cpu"))
+    state_cache.fill(World(), torch.no_grad, CacheLocation("memory", tmp_path, "a"))
     rows = layout_shared_prefix(task.prefix_length, [0, 5, 7], task.examples)
-    plain = kept.batch(rows)
+    plain = state_cache.batch(rows)
     spare = collate_rows(rows, task.examples, task.prefix_length, 128, pad_loss_positions=True)
-    assert kept.states is not None
-    places = cache_index_of(rows, kept.offsets, spare.inputs["tokens"].shape, task.prefix_length)
+    assert state_cache.states is not None
+    cache_index = cache_index_of(rows, state_cache.offsets, spare.inputs["tokens"].shape, task.prefix_length)
     assert spare.trained_tokens == plain.trained_tokens == len(plain.inputs["loss_positions"])
     assert len(spare.inputs["loss_positions"]) % 128 == 0
     losses = [
         task.module(**plain.inputs).item(),
-        task.module(**spare.inputs, states=kept.states[torch.from_numpy(places)]).item(),
+        task.module(**spare.inputs, states=state_cache.states[torch.from_numpy(cache_index)]).item(),
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)

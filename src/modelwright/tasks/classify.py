@@ -17,7 +17,6 @@ from modelwright.engine.task import MicroBatch
 from modelwright.recipe.schema import AugmentationConfig
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-LOSS, ACCURACY = "loss", "accuracy"
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ class ClassifyLoss(nn.Module):
 class ClassifyTask:
     """Images as rows."""
 
-    metric_names: tuple[str, ...] = (LOSS, ACCURACY)
+    metric_names: tuple[str, ...] = ("loss", "accuracy")
     """What the forward sums over the rows, in order."""
 
     def __init__(self, model: nn.Module, images: ImageSplits, settings: AugmentationConfig, seed: int) -> None:

@@ -47,21 +47,16 @@ class DpoLoss(nn.Module):
         self.model, self.settings = model, settings
 
     def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        positions_and_targets: Tensor,
-        answer_lengths: Tensor,
-        **extra_inputs: Tensor,
+        self, tokens: Tensor, positions: Tensor, positions_and_targets: Tensor, answer_lengths: Tensor, **extra: Tensor
     ) -> Tensor:
         """tokens, positions: [rows, length] int64. Returns [metrics], or without ref_logps the log-probs, [count].
 
         positions_and_targets: [2, count] int64, flat indices of the logits that predict answer tokens, and the tokens;
-        answer_lengths: [2 × pairs] int64, of each pair's chosen and rejected answer; extra_inputs: segment_ids if a row
+        answer_lengths: [2 × pairs] int64, of each pair's chosen and rejected answer; extra: segment_ids if a row
         holds both answers, a varlen layout (see `layout_from_inputs`), ref_logps: [count] float32.
         """
-        segment_ids, ref_logps = extra_inputs.get("segment_ids"), extra_inputs.get("ref_logps")
-        layout = layout_from_inputs(extra_inputs) if self._computes_in_half() else None
+        segment_ids, ref_logps = extra.get("segment_ids"), extra.get("ref_logps")
+        layout = layout_from_inputs(extra) if self._computes_in_half() else None
         mask = None
         if segment_ids is not None and layout is None:
             mask = shared_prefix_mask(self.model, positions, segment_ids)

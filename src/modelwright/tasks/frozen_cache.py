@@ -33,6 +33,8 @@ TOKENS_PER_FORWARD = {"cpu": 2048, "cuda": 16384}
 GPU_PAD_MULTIPLE = 128
 """Multiple of row lengths and loss positions on a GPU: each new shape costs a tenth of a second of planning, and sizes
 that never come again fragment its memory."""
+Layout = Tensor | SharedPrefixLayout | None
+"""cu_seqlens of packed examples, or the varlen layout of a shared prefix."""
 STATES_FILE, CACHE_MANIFEST = "states.bin", "manifest.json"
 MAX_CACHE_FRACTION = 0.25
 """Largest fraction of free memory for the cache."""
@@ -241,11 +243,7 @@ class FrozenLayers:
 
     @torch.no_grad()
     def forward_frozen(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        segment_ids: Tensor | None = None,
-        cu_seqlens: SharedPrefixLayout | None = None,
+        self, tokens: Tensor, positions: Tensor, segment_ids: Tensor | None = None, layout: Layout = None
     ) -> Tensor:
         """Output of the last frozen layer: [rows, length, width]. Shapes as in `hidden_states`."""
         outputs: list[Tensor] = []
@@ -259,21 +257,17 @@ class FrozenLayers:
             with _bypassed(
                 self.layers[self.num_layers :], lambda hidden_states, *_, **__: self._layer_output(hidden_states)
             ):
-                hidden_states(self.model, tokens, positions, self._mask(positions, segment_ids), cu_seqlens)
+                hidden_states(self.model, tokens, positions, self._mask(positions, segment_ids), layout)
         finally:
             hook.remove()
         return outputs[0]
 
     def forward_rest(
-        self,
-        states: Tensor,
-        positions: Tensor,
-        segment_ids: Tensor | None = None,
-        cu_seqlens: Tensor | SharedPrefixLayout | None = None,
+        self, states: Tensor, positions: Tensor, segment_ids: Tensor | None = None, layout: Layout = None
     ) -> Tensor:
         """Hidden states before the LM head, from the frozen layers' output. states: [rows, length, width]."""
         with _bypassed(self.layers[: self.num_layers], lambda *_, **__: self._layer_output(states)):
-            return hidden_states(self.model, states, positions, self._mask(positions, segment_ids), cu_seqlens)
+            return hidden_states(self.model, states, positions, self._mask(positions, segment_ids), layout)
 
     def is_exact(self) -> bool:
         """Whether both halves together equal the full model bit for bit, on 16 tokens."""

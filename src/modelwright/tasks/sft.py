@@ -36,6 +36,7 @@ from modelwright.tasks.frozen_cache import (
     CacheLocation,
     FrozenLayers,
     HiddenStateCache,
+    Layout,
     dropout_setting,
     num_frozen_layers,
 )
@@ -70,7 +71,7 @@ class SftLoss(nn.Module):
         if cache_index is not None:
             assert self.cache is not None and self.cache.states is not None
             states = self.cache.states[cache_index]
-        layout: SharedPrefixLayout | Tensor | None = cu_seqlens
+        layout: Layout = cu_seqlens
         if prefix_layout:
             layout = SharedPrefixLayout(prefix_layout["kv_index"], prefix_layout["cu_seqlens_qk"])
         if states is not None:
