@@ -17,35 +17,34 @@ from tiny import tiny_recipe
 SICK = """
 import torch
 from modelwright.engine.trainer import Engine
-from modelwright.tasks.sft import AnswerLoss
 well, engines = Engine._step, []
 times = {times}
-def sick(self, stop_asked):
+def sick(self, stop_requested):
     global times
     if self.cursor.step + 1 in {steps} and times > 0:
         times -= 1
         {illness}
-    return well(self, stop_asked)
+    return well(self, stop_requested)
 Engine._step = sick
 """
 STRUCK = """
 import os, signal
 from modelwright.engine.trainer import Engine
 step = Engine._step
-def struck(self, stop_asked):
+def struck(self, stop_requested):
     if self.cursor.step + 1 == {step}:
         os.kill(os.getpid(), signal.{name})
-    return step(self, stop_asked)
+    return step(self, stop_requested)
 Engine._step = struck
 """
-POISON_A_WEIGHT = "next(iter(self.weights.values())).data.view(-1)[0] = float('nan')"
+POISON_A_WEIGHT = "next(iter(self.trainable_params.values())).data.view(-1)[0] = float('nan')"
 POISON_THE_LOSS = """
         class NotANumber(torch.nn.Module):
             def __init__(self, inner): super().__init__(); self.inner = inner
             def forward(self, **inputs): return self.inner(**inputs) * float('nan')
-        healthy, self._forward = self._forward, NotANumber(self._forward)
-        try: return well(self, stop_asked)
-        finally: self._forward = healthy"""
+        healthy, self._parallel_module = self._parallel_module, NotANumber(self._parallel_module)
+        try: return well(self, stop_requested)
+        finally: self._parallel_module = healthy"""
 
 
 def fault(illness: str, steps: list[int], times: int) -> str:

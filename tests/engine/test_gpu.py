@@ -224,11 +224,11 @@ def test_a_bad_step_moves_nothing_before_the_host_has_judged_it(monkeypatch: pyt
     first_weights: list[torch.Tensor] = []
     step, bad_steps = Engine._step, {6, 8}
 
-    def watched(engine: Any, stop_asked: bool) -> Any:
+    def watched(engine: Any, stop_requested: bool) -> Any:
         known = 64 if engine.cursor.step in bad_steps else 0
         engine.guard.load_state_dict({"losses": [1e-9] * known, "grad_norms": [1e-9] * known})
         first_weights.append(next(iter(engine.trainable_params.values())).detach().clone())
-        report = step(engine, stop_asked)
+        report = step(engine, stop_requested)
         assert report.health == ("spike" if known else "ok")
         return report
 

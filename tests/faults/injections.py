@@ -78,7 +78,7 @@ def kill_in_save(step: int, moment: int) -> None:
         for file in snapshot.files.values() if inside else ():
             for index, tensor in enumerate(file):
                 if index % EVERY_TENSOR == EVERY_TENSOR // 2:
-                    object.__setattr__(tensor, "fetch", watched(tensor.fetch))
+                    object.__setattr__(tensor, "materialize", watched(tensor.materialize))
         save(self, snapshot, *rest)
         if inside:
             print("moments:", count)
@@ -112,7 +112,7 @@ def unguarded() -> None:
     from modelwright.engine.spike_guard import SpikeGuard
 
     SpikeGuard.check = lambda *args, **kwargs: "ok"  # type: ignore[method-assign]
-    trainer.is_bad = lambda summed, norm, limits: torch.zeros_like(summed, dtype=torch.bool)  # type: ignore[attr-defined]
+    trainer.is_bad_step = lambda loss_sum, *_: torch.zeros_like(loss_sum, dtype=torch.bool)
     torch.isfinite = lambda tensor: torch.ones((), dtype=torch.bool)  # type: ignore[assignment]
 
 
@@ -120,7 +120,7 @@ def poison_weight(step: int, times: int = 1) -> None:
     """Set one weight to NaN before a step."""
 
     def poison(engine: Any) -> None:
-        next(iter(engine.weights.values())).data.view(-1)[0] = float("nan")
+        next(iter(engine.trainable_params.values())).data.view(-1)[0] = float("nan")
 
     _before_step(step, times, poison)
 
@@ -129,7 +129,7 @@ def grow_weights(step: int, factor: float = 30.0) -> None:
     """Multiply every weight before a step, as corrupted memory or a corrupted all-reduce would."""
 
     def grow(engine: Any) -> None:
-        for weight in engine.weights.values():
+        for weight in engine.trainable_params.values():
             weight.data.mul_(factor)
 
     _before_step(step, 1, grow)
@@ -144,12 +144,12 @@ def bad_batch(step: int, factor: float = 50.0) -> None:
         if engine.cursor.step + 1 != step or not remaining:
             return next_step()
         remaining -= 1
-        healthy = engine._forward
-        engine._forward = _scaled_loss(healthy, factor)
+        healthy = engine._parallel_module
+        engine._parallel_module = _scaled_loss(healthy, factor)
         try:
             return next_step()
         finally:
-            engine._forward = healthy
+            engine._parallel_module = healthy
 
     wrap_step(spoil)
 
