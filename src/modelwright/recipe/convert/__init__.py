@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from modelwright.errors import RecipeError, UsageError
 from modelwright.recipe.convert.axolotl import convert_axolotl
 from modelwright.recipe.convert.common import Conversion, Unconverted, render_yaml
 from modelwright.recipe.convert.trl import convert_trl
-from modelwright.recipe.diagnostics import FOREIGN_KEYS, MEANINGFUL_WHEN_FALSE, closest_match, validate_tree
+from modelwright.recipe.diagnostics import FOREIGN_KEYS, MEANINGFUL_WHEN_FALSE, closest_match, slugify, validate_tree
 from modelwright.recipe.fields import apply_aliases
 from modelwright.recipe.load import display_path
-from modelwright.recipe.schema import Recipe
+from modelwright.recipe.schema import PreferenceLoss, Recipe
 from modelwright.recipe.source import ConfigNode, Origin, read_file
 
 CONVERTERS: dict[str, tuple[str, Callable[[Conversion], None]]] = {
     "trl": ("TRL", convert_trl),
     "axolotl": ("axolotl", convert_axolotl),
 }
-"""What can be moved: its name among people, and what reads it."""
+"""The display name of each tool, and its converter."""
 AXOLOTL_KEYS = ("base_model", "micro_batch_size", "sequence_len", "sample_packing", "num_epochs", "pretraining_dataset")
 TRL_KEYS = ("model_name_or_path", "per_device_train_batch_size", "dataset_name", "num_train_epochs")
 DPO_KEYS = ("beta", "precompute_ref_log_probs", "sync_ref_model", "f_divergence_type", "ld_alpha", "loss_weights")
@@ -37,20 +36,20 @@ STAGES = ("sft", "dpo", "pretrain")
 
 @dataclass(frozen=True)
 class ConvertedRecipe:
-    """A recipe that was another tool's configuration."""
+    """A recipe made from the configuration of another tool."""
 
     recipe: Recipe
     """The recipe, checked."""
     text: str
-    """The same as a file, with what is not in it as comments."""
+    """The recipe as a file, with what was not converted as comments."""
     tool: str
-    """Whose configuration it was."""
+    """The tool of the configuration."""
     stage: str
-    """The training stage it became."""
+    """The training stage of the recipe."""
     converted: tuple[str, ...]
-    """Settings that came along, by their old names."""
+    """Names of the converted settings."""
     unconverted: tuple[Unconverted, ...]
-    """Settings that did not, or not as they were."""
+    """Settings that were not converted exactly."""
 
 
 def convert_config(
@@ -67,10 +66,9 @@ def convert_config(
     if stage is not None and stage not in STAGES:
         raise UsageError(f"--stage is {stage!r}; it wants one of {', '.join(STAGES)}")
     title, convert = CONVERTERS[tool]
-    conversion = Conversion(
-        title, dict(source.mapping), stage or detect_stage(source.mapping, path), ConfigNode({}, origin)
-    )
-    conversion.set("name", slugify(name or path.stem))
+    stage = stage or detect_stage(source.mapping, path)
+    conversion = Conversion(title, dict(source.mapping), stage, ConfigNode({}, origin))
+    conversion.set("name", slugify(name or path.stem) or "converted")
     convert(conversion)
     _convert_remaining(conversion)
     tree, _, alias_problems = apply_aliases(conversion.tree)
@@ -83,7 +81,7 @@ def convert_config(
 
 
 def detect_tool(entries: dict[str, ConfigNode], path: Path) -> str:
-    """Whose configuration a file is, by the names in it."""
+    """The tool of a configuration, by its keys."""
     if any(name in entries for name in AXOLOTL_KEYS):
         return "axolotl"
     if any(name in entries for name in TRL_KEYS):
@@ -94,35 +92,26 @@ def detect_tool(entries: dict[str, ConfigNode], path: Path) -> str:
 
 
 def detect_stage(entries: dict[str, ConfigNode], path: Path) -> str:
-    """What a configuration trains, by the names in it; methods that are not trained here are refused."""
+    """The training stage of a configuration, by its keys; unsupported methods are refused."""
     rl = entries.get("rl")
     method = str(rl.value).lower() if rl is not None and rl.value else ""
-    method = method or next(
-        (name for name, keys in OTHER_METHOD_KEYS.items() if any(key in entries for key in keys)), ""
-    )
+    others = (name for name, keys in OTHER_METHOD_KEYS.items() if any(key in entries for key in keys))
+    method = method or next(others, "")
     if method not in ("", "dpo", "ipo"):
         raise UsageError(f"{path}: this trains by {method}, which is not offered; what is: {', '.join(STAGES)}")
     kind = entries.get("loss_type")
-    preference = kind is not None and (isinstance(kind.value, list) or kind.value in ("sigmoid", "ipo", "hinge"))
+    preference = kind is not None and (isinstance(kind.value, list) or kind.value in get_args(PreferenceLoss))
     if method or preference or any(name in entries for name in DPO_KEYS):
         return "dpo"
     datasets = entries.get("datasets")
-    types = (
-        [item.get(("type",)) for item in datasets.value]
-        if datasets is not None and isinstance(datasets.value, list)
-        else []
-    )
+    items = datasets.value if datasets is not None and isinstance(datasets.value, list) else []
+    types = [item.get(("type",)) for item in items]
     raw = [kind for kind in types if kind is not None and str(kind.value).startswith("completion")]
     return "pretrain" if "pretraining_dataset" in entries or "dataset_text_field" in entries or raw else "sft"
 
 
-def slugify(text: str) -> str:
-    """A name as recipes have them."""
-    return re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._") or "moved"
-
-
 def _convert_remaining(conversion: Conversion) -> None:
-    """What needs no rule of its own: names we share, names we have an answer to, names nobody knows."""
+    """Settings without a rule: shared names, names with an explanation, and unknown names."""
     for name in list(conversion.source):
         node = conversion.source.pop(name)
         key = conversion.find_key(name)
@@ -137,11 +126,11 @@ def _convert_remaining(conversion: Conversion) -> None:
         else:
             close = closest_match(name, [*FOREIGN_KEYS, *conversion.converted], cutoff=0.85)
             hint = f"; did you mean {close}?" if close else ""
-            conversion.report(name, node, "unsupported", f"no setting of {conversion.tool} that is known here{hint}")
+            conversion.report(name, node, "unsupported", f"not a known setting of {conversion.tool}{hint}")
 
 
 def _header_comments(file: str, conversion: Conversion, unconverted: list[Unconverted]) -> list[str]:
-    """The comments on top of the recipe."""
+    """The comments at the top of the recipe."""
     head = [f"Converted from {file}, a configuration of {conversion.tool}, by modelwright convert."]
     titles = {"unsupported": "Not converted:", "approximated": "Approximated:"}
     for kind, title in titles.items():
@@ -157,7 +146,7 @@ def _header_comments(file: str, conversion: Conversion, unconverted: list[Unconv
 
 
 def conversion_json(converted: ConvertedRecipe) -> dict[str, Any]:
-    """The same for machines."""
+    """The conversion as JSON."""
     return {
         "from": converted.tool,
         "stage": converted.stage,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from modelwright.recipe.convert.common import (
+    NO_LORA,
+    NO_TEST_SPLIT,
     Conversion,
     as_float,
     convert_dataset,
@@ -17,11 +19,8 @@ from modelwright.recipe.convert.common import (
 )
 from modelwright.recipe.source import ConfigNode
 
-ATTENTION = {
-    "sdp_attention": "sdpa",
-    "flex_attention": "flex_attention",
-    "eager_attention": "eager",
-}
+ATTENTION = {"sdp_attention": "sdpa", "flex_attention": "flex_attention", "eager_attention": "eager"}
+UNSUPPORTED_ATTENTION = ("flash_attention", "xformers_attention", "s2_attention", "sage_attention", "flash_optimum")
 PROMPT_FORMATS = {
     "alpaca": {"instruction": "prompt", "input": "context", "output": "completion"},
     "alpaca_chat.load_qa": {"question": "prompt", "answer": "completion"},
@@ -31,47 +30,46 @@ PROMPT_FORMATS = {
     "summarizetldr": {"article": "prompt", "summary": "completion"},
     "context_qa": {"article": "context", "question": "prompt", "answer": "completion"},
 }
-"""What the columns of its named formats are."""
+"""Column roles of the named prompt formats."""
+_ANSWERS = {"chosen": "chosen", "rejected": "rejected"}
 PREFERENCE_FORMATS = {
-    "intel": {"question": "prompt", "chosen": "chosen", "rejected": "rejected"},
-    "prompt_pairs": {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"},
-    "ultra": {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"},
-    "icr": {"input": "prompt", "chosen": "chosen", "rejected": "rejected"},
+    "intel": {"question": "prompt", **_ANSWERS},
+    "prompt_pairs": {"prompt": "prompt", **_ANSWERS},
+    "ultra": {"prompt": "prompt", **_ANSWERS},
+    "icr": {"input": "prompt", **_ANSWERS},
     "argilla": {"instruction": "prompt", "chosen_response": "chosen", "rejected_response": "rejected"},
 }
-"""The same for its formats of pairs, by what stands behind the dot: chatml.intel, llama3.intel."""
+"""The same for preference formats, by the part after the dot: chatml.intel, llama3.intel."""
 FIELD_ROLES = {
     "field_instruction": "prompt", "field_input": "context", "field_output": "completion", "field_system": "system",
     "field_prompt": "prompt", "field_chosen": "chosen", "field_rejected": "rejected",
 }  # fmt: skip
 OFFLOAD_MARKERS = ("offload", "unsloth")
-"""What its words for activations that are kept elsewhere have in them."""
-OWN_ATTENTION = "PyTorch's own attention is taken; attn_implementation: flash_attention_2 asks for another"
-NO_TEMPLATE = "the model's own chat template is used in place of that format's"
+"""Parts of the values of gradient_checkpointing that offload activations."""
+OWN_ATTENTION = "PyTorch's own attention is used; set attn_implementation: flash_attention_2 for another"
+OWN_TEMPLATE = "the chat template of the model is used"
 
 
 def convert_axolotl(conversion: Conversion) -> None:
-    """Take what wants a rule of its own; names that both tools share are carried afterwards."""
-    stage = conversion.stage
+    """Convert the settings that need a rule; names that both tools share are converted afterwards."""
     convert_eval_and_save(conversion, as_float(conversion.source.get("num_epochs"), 1.0))
-    _method(conversion)
-    _model(conversion)
-    _data(conversion)
+    _convert_method(conversion)
+    _convert_model(conversion)
+    _convert_data(conversion)
     convert_optimizer(conversion, "optimizer")
     convert_scheduler(conversion, "lr_scheduler")
     convert_sharding(conversion)
-    _numbers(conversion)
-    _trackers(conversion)
+    _convert_precision(conversion)
+    _convert_batch_and_loss(conversion)
+    _convert_trackers(conversion)
     micro = conversion.source.get("micro_batch_size")
-    defaults = {
+    conversion.set_defaults({
         "warmup_steps": "3%", "max_length": 512, "per_device_train_batch_size": 1, "load_best_model_at_end": False,
         "per_device_eval_batch_size": 1 if micro is None else micro.value,
-    }  # fmt: skip
-    for name, value in defaults.items():
-        conversion.set_default(f"{stage}.{name}", value)
+    })  # fmt: skip
 
 
-def _method(conversion: Conversion) -> None:
+def _convert_method(conversion: Conversion) -> None:
     rl = conversion.pop("rl")
     if rl is not None:
         conversion.converted.append("rl")
@@ -83,122 +81,92 @@ def _method(conversion: Conversion) -> None:
         if name == "beta" and beta is None and conversion.stage == "dpo":
             conversion.set("dpo.beta", node, source_key="trl.beta")
         else:
-            conversion.report(f"trl.{name}", node, "unsupported", "the settings of online methods have no place here")
+            conversion.report(f"trl.{name}", node, "unsupported", "online methods are not supported")
     if beta is not None and conversion.stage == "dpo":
         conversion.set("dpo.beta", beta, source_key="rl_beta")
 
 
-def _model(conversion: Conversion) -> None:
+def _convert_model(conversion: Conversion) -> None:
     adapter = conversion.pop("adapter")
-    kind = "" if adapter is None else str(adapter.value).lower()
     linear, targets = conversion.pop("lora_target_linear"), conversion.pop("lora_target_modules")
-    uses_lora = kind in ("lora", "qlora")
+    uses_lora = adapter is not None and str(adapter.value).lower() in ("lora", "qlora")
     if adapter is not None and not uses_lora:
-        conversion.report(
-            "adapter", adapter, "unsupported", "there is LoRA, with or without quantised weights; all weights move here"
-        )
+        advice = "there are LoRA and QLoRA; all parameters are trained here"
+        conversion.report("adapter", adapter, "unsupported", advice)
     conversion.converted += ["adapter"] if uses_lora else []
     convert_lora(conversion, uses_lora)
     if linear is not None and uses_lora:
-        conversion.set(f"{conversion.stage}.lora_target_modules", "all-linear", source_key="lora_target_linear")
+        conversion.set(".lora_target_modules", "all-linear", source_key="lora_target_linear")
     elif targets is not None and uses_lora:
-        conversion.set(f"{conversion.stage}.lora_target_modules", targets, source_key="lora_target_modules")
+        conversion.set(".lora_target_modules", targets, source_key="lora_target_modules")
     for name, node in (("lora_target_linear", linear), ("lora_target_modules", targets)):
-        if node is not None and not uses_lora:
-            conversion.report(name, node, "not_needed", "no low-rank matrices are trained")
-        elif node is not None and name not in conversion.converted:
-            conversion.report(name, node, "not_needed", "all linear layers are meant")
+        if node is not None and name not in conversion.converted:
+            advice = "all linear layers are adapted" if uses_lora else NO_LORA
+            conversion.report(name, node, "not_needed", advice)
     for name, ours in ATTENTION.items():
         if conversion.pop(name) is not None:
             conversion.set("model.attn_implementation", ours, source_key=name, comment=name)
-    for name in ("flash_attention", "xformers_attention", "s2_attention", "sage_attention", "flash_optimum"):
+    conversion.report_if_set(UNSUPPORTED_ATTENTION, "approximated", OWN_ATTENTION)
+    conversion.rename("revision_of_model", "model.revision")
+    conversion.report_if_set(["tokenizer_config"], "unsupported", "the tokenizer of the model is used")
+
+
+def _convert_precision(conversion: Conversion) -> None:
+    for name, ours in (("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "fp32")):
         node = conversion.pop(name)
-        if node is not None:
-            conversion.report(
-                name,
-                node,
-                "approximated",
-                OWN_ATTENTION,
-            )
-    revision = conversion.pop("revision_of_model")
-    if revision is not None:
-        conversion.set("model.revision", revision, source_key="revision_of_model")
-    tokenizer = conversion.pop("tokenizer_config")
-    if tokenizer is not None:
-        conversion.report("tokenizer_config", tokenizer, "unsupported", "a model brings its own tokenizer")
-
-
-def _numbers(conversion: Conversion) -> None:
-    """Precision and the switches whose words differ."""
-    stage = conversion.stage
-    bfloat16, float16, fp8 = (conversion.pop(name) for name in ("bfloat16", "float16", "fp8"))
-    float32 = conversion.pop("float32")
-    for name, node, ours in (
-        ("bfloat16", bfloat16, "bf16"),
-        ("float16", float16, "fp16"),
-        ("float32", float32, "fp32"),
-    ):
         if node is not None and "bf16" not in conversion.source and "fp16" not in conversion.source:
-            conversion.set(f"{stage}.precision", ours, source_key=name, comment=name)
+            conversion.set(".precision", ours, source_key=name, comment=name)
         elif node is not None:
-            conversion.report(name, node, "not_needed", "bf16 or fp16 says what is computed in")
-    if fp8 is not None:
+            conversion.report(name, node, "not_needed", "bf16 or fp16 sets the precision")
+    if conversion.pop("fp8") is not None:
         for name in ("bf16", "fp16"):
             node = conversion.source.pop(name, None)
             if node is not None:
-                conversion.report(name, node, "not_needed", "fp8 computes in fp8, the rest in bf16")
-        conversion.set(f"{stage}.precision", "fp8", source_key="fp8")
-    recompute = conversion.source.get("gradient_checkpointing")
-    if recompute is not None and any(marker in str(recompute.value).lower() for marker in OFFLOAD_MARKERS):
-        conversion.set(f"{stage}.gradient_checkpointing", True, comment=f"nearest to {recompute.value}")
-        conversion.report(
-            "gradient_checkpointing", recompute, "approximated", "activations are computed again, not offloaded"
-        )
+                conversion.report(name, node, "not_needed", "fp8 computes the rest in bf16")
+        conversion.set(".precision", "fp8", source_key="fp8")
+    checkpointing = conversion.source.get("gradient_checkpointing")
+    if checkpointing is not None and any(each in str(checkpointing.value).lower() for each in OFFLOAD_MARKERS):
+        conversion.set(".gradient_checkpointing", True, comment=f"nearest to {checkpointing.value}")
+        advice = "activations are recomputed, not offloaded"
+        conversion.report("gradient_checkpointing", checkpointing, "approximated", advice)
         del conversion.source["gradient_checkpointing"]
-    compiled = conversion.pop("torch_compile")
-    if compiled is not None:
-        conversion.set(f"{stage}.torch_compile", True, source_key="torch_compile")
-    total = conversion.pop("batch_size")
-    if total is not None:
-        conversion.set(f"{stage}.global_batch_size", total, source_key="batch_size")
-    floor = conversion.pop("cosine_min_lr_ratio") or conversion.pop("cosine_constant_lr_ratio")
-    if floor is not None:
-        conversion.report("cosine_min_lr_ratio", floor, "unsupported", "a cosine falls to zero")
-    packed = conversion.pop("sample_packing")
-    if packed is not None and stage == "sft":
-        conversion.set("sft.packing", packed, source_key="sample_packing")
-    elif packed is not None:
-        conversion.report("sample_packing", packed, "not_needed", f"{stage} packs by itself, or has nothing to pack")
+
+
+def _convert_batch_and_loss(conversion: Conversion) -> None:
+    stage = conversion.stage
+    if conversion.pop("torch_compile") is not None:
+        conversion.set(".torch_compile", True, source_key="torch_compile")
+    conversion.rename("batch_size", f"{stage}.global_batch_size")
+    min_lr_names = ("cosine_min_lr_ratio", "cosine_constant_lr_ratio")
+    conversion.report_if_set(min_lr_names, "unsupported", "the cosine schedule decays to zero")
+    packing = conversion.pop("sample_packing")
+    if packing is not None and stage == "sft":
+        conversion.set("sft.packing", packing, source_key="sample_packing")
+    elif packing is not None:
+        conversion.report("sample_packing", packing, "not_needed", f"{stage} packs by itself, or has nothing to pack")
     train_on_inputs = conversion.source.pop("train_on_inputs", None)
     if train_on_inputs is not None and train_on_inputs.value is not None and stage == "sft":
-        conversion.set(
-            "sft.assistant_only_loss",
-            train_on_inputs.value is not True,
-            source_key="train_on_inputs",
-            comment="train_on_inputs",
-        )
+        assistant_only, name = train_on_inputs.value is not True, "train_on_inputs"
+        conversion.set("sft.assistant_only_loss", assistant_only, source_key=name, comment=name)
     elif train_on_inputs is not None:
-        conversion.report("train_on_inputs", train_on_inputs, "not_needed", f"{stage} has no prompts to leave out")
+        conversion.report("train_on_inputs", train_on_inputs, "not_needed", f"{stage} has no prompts to mask")
 
 
-def _trackers(conversion: Conversion) -> None:
+def _convert_trackers(conversion: Conversion) -> None:
     tracker_names = []
     for name, tracker in (("wandb_project", "wandb"), ("mlflow_tracking_uri", "mlflow"), ("use_wandb", "wandb")):
         node = conversion.pop(name)
         if node is not None:
             tracker_names.append(tracker)
-            conversion.report(
-                name, node, "approximated", f"report_to: {tracker} is written; the environment says the rest"
-            )
+            advice = f"report_to: {tracker} is written; set the rest in the environment"
+            conversion.report(name, node, "approximated", advice)
     if tracker_names:
         convert_report_to(conversion, ["tensorboard", *dict.fromkeys(tracker_names)], None, "report_to")
-    for name in ("use_comet", "comet_project_name", "swanlab_project", "use_swanlab"):
-        node = conversion.pop(name)
-        if node is not None:
-            conversion.report(name, node, "unsupported", "that tracker is not told")
+    unsupported = ("use_comet", "comet_project_name", "swanlab_project", "use_swanlab")
+    conversion.report_if_set(unsupported, "unsupported", "that tracker is not supported")
 
 
-def _data(conversion: Conversion) -> None:
+def _convert_data(conversion: Conversion) -> None:
     name = "pretraining_dataset" if "pretraining_dataset" in conversion.source else "datasets"
     datasets = conversion.pop(name)
     if datasets is None:
@@ -215,48 +183,43 @@ def _data(conversion: Conversion) -> None:
         kind = entry.pop("type", None)
         conversion.converted += [f"{label}.type"] if kind is not None else []
     else:
-        _format(conversion, entry, label)
-    _details(conversion, entry, label)
+        _convert_format(conversion, entry, label)
+    _convert_entry_details(conversion, entry, label)
     report_extra_datasets(conversion, items[1:], name)
-    _template(conversion)
-    _held_out(conversion)
+    _convert_chat_template(conversion)
+    _convert_held_out(conversion)
 
 
-def _format(conversion: Conversion, entry: dict[str, ConfigNode], label: str) -> None:
-    """What the columns are, by the format that the entry names or spells out."""
-    kind = entry.pop("type", None)
+def _convert_format(conversion: Conversion, entry: dict[str, ConfigNode], label: str) -> None:
+    """Column roles, by the prompt format of the entry or by its own fields."""
+    kind, stage = entry.pop("type", None), conversion.stage
     if kind is not None and isinstance(kind.value, dict):
         _convert_custom_format(conversion, kind, label)
         return
     format_name = "" if kind is None else str(kind.value)
     messages = entry.pop("field_messages", None)
-    if format_name.startswith(("chat_template", "sharegpt")) and conversion.stage == "sft":
+    if format_name.startswith(("chat_template", "sharegpt")) and stage == "sft":
         column = "conversations" if format_name.startswith("sharegpt") else "messages"
         column = column if messages is None else str(messages.value)
         if column != "messages":
             conversion.set("data.columns", {column: "messages"}, source_key=f"{label}.field_messages")
         conversion.converted.append(f"{label}.type")
         return
-    columns = (
-        PROMPT_FORMATS.get(format_name)
-        if conversion.stage == "sft"
-        else PREFERENCE_FORMATS.get(format_name.rpartition(".")[2])
-    )
+    preference_format = PREFERENCE_FORMATS.get(format_name.rpartition(".")[2])
+    columns = PROMPT_FORMATS.get(format_name) if stage == "sft" else preference_format
     fields = {key: entry.pop(key) for key in ("field_chosen", "field_rejected") if key in entry}
     if columns is None and fields:
         columns = {str(node.value): FIELD_ROLES[key] for key, node in fields.items()}
         conversion.converted += [f"{label}.{key}" for key in fields]
     if columns is not None:
         conversion.set("data.columns", columns, comment=f"type: {format_name}")
-        conversion.report(f"{label}.type", kind, "approximated", NO_TEMPLATE)
+        conversion.report(f"{label}.type", kind, "approximated", OWN_TEMPLATE)
     elif kind is not None:
-        conversion.report(
-            f"{label}.type", kind, "unsupported", "say which column is which: data.columns: {QUESTION: prompt, …}"
-        )
+        advice = "set the roles of the columns: data.columns: {QUESTION: prompt, …}"
+        conversion.report(f"{label}.type", kind, "unsupported", advice)
     if messages is not None:
-        conversion.set(
-            "data.columns", {str(messages.value): "prompt", **(columns or {})}, source_key=f"{label}.field_messages"
-        )
+        columns = {str(messages.value): "prompt", **(columns or {})}
+        conversion.set("data.columns", columns, source_key=f"{label}.field_messages")
 
 
 def _convert_custom_format(conversion: Conversion, kind: ConfigNode, label: str) -> None:
@@ -268,19 +231,17 @@ def _convert_custom_format(conversion: Conversion, kind: ConfigNode, label: str)
         elif name == "system_prompt" and node.value:
             conversion.set("data.system_prompt", node, source_key=f"{label}.type.system_prompt")
         elif node.value:
-            conversion.report(f"{label}.type.{name}", node, "approximated", NO_TEMPLATE)
+            conversion.report(f"{label}.type.{name}", node, "approximated", OWN_TEMPLATE)
     if columns:
         conversion.set("data.columns", columns)
 
 
-def _details(conversion: Conversion, entry: dict[str, ConfigNode], label: str) -> None:
-    """What else an entry says: which turns are learnt, and how they are called."""
+def _convert_entry_details(conversion: Conversion, entry: dict[str, ConfigNode], label: str) -> None:
+    """The other settings of an entry: names of turn fields, and which turns are trained."""
     names = {"message_field_role": ("role", "from"), "message_field_content": ("content", "value")}
     mapping = entry.pop("message_property_mappings", None)
-    mapped_fields = {
-        f"message_field_{key}": node for key, node in (mapping.mapping if mapping is not None else {}).items()
-    }
-    for name, node in {**entry, **mapped_fields}.items():
+    mapped = {f"message_field_{key}": node for key, node in (mapping.mapping if mapping is not None else {}).items()}
+    for name, node in {**entry, **mapped}.items():
         key = f"{label}.{name}"
         if name in names and str(node.value) in names[name]:
             conversion.converted.append(key)
@@ -289,35 +250,29 @@ def _details(conversion: Conversion, entry: dict[str, ConfigNode], label: str) -
         elif name == "roles_to_train" and conversion.stage == "sft":
             roles = [str(item.value) for item in node.value] if isinstance(node.value, list) else []
             assistant_only = bool(roles) and set(roles) <= {"assistant", "gpt"}
-            conversion.set(
-                "sft.assistant_only_loss", assistant_only, source_key=key, comment=f"roles_to_train: {', '.join(roles)}"
-            )
+            comment = f"roles_to_train: {', '.join(roles)}"
+            conversion.set("sft.assistant_only_loss", assistant_only, source_key=key, comment=comment)
         elif name == "train_on_eos" and str(node.value) == "turn":
-            conversion.report(key, node, "not_needed", "the end of each answer is learnt")
+            conversion.report(key, node, "not_needed", "the end of each answer is trained")
         elif name in ("chat_template", "roles", "conversation"):
-            conversion.report(key, node, "approximated", "the model's own template and roles are used")
+            conversion.report(key, node, "approximated", "the template and roles of the model are used")
         elif node.value is None or node.value is False:
             conversion.report(key, node, "not_needed", "")
         else:
-            conversion.report(
-                key, node, "unsupported", "an entry of datasets has no such word here; make the rows so beforehand"
-            )
+            advice = "an entry of datasets has no such setting here; prepare the rows beforehand"
+            conversion.report(key, node, "unsupported", advice)
 
 
-def _template(conversion: Conversion) -> None:
+def _convert_chat_template(conversion: Conversion) -> None:
     node = conversion.pop("chat_template")
     if node is not None and str(node.value).startswith("tokenizer_default"):
-        conversion.report("chat_template", node, "not_needed", "the model's own template is used")
+        conversion.report("chat_template", node, "not_needed", OWN_TEMPLATE)
     elif node is not None:
-        conversion.report(
-            "chat_template", node, "approximated", "the model's own template is used; change it in its folder"
-        )
-    system = conversion.pop("default_system_message")
-    if system is not None:
-        conversion.set("data.system_prompt", system, source_key="default_system_message")
+        conversion.report("chat_template", node, "approximated", f"{OWN_TEMPLATE}; change it in its folder")
+    conversion.rename("default_system_message", "data.system_prompt")
 
 
-def _held_out(conversion: Conversion) -> None:
+def _convert_held_out(conversion: Conversion) -> None:
     tests, test_size = conversion.pop("test_datasets"), conversion.source.pop("val_set_size", None)
     if tests is not None and isinstance(tests.value, list):
         path = tests.value[0].get(("data_files",)) or tests.value[0].get(("path",))
@@ -326,11 +281,10 @@ def _held_out(conversion: Conversion) -> None:
         if path is not None and isinstance(path.value, str) and ("." in path.value.rpartition("/")[2]):
             conversion.set("data.validation_file", path, source_key="test_datasets[0].path")
         else:
-            advice = "a split of a set is not measured; 10% of the questions are held out, or name data.validation_file"
-            conversion.report("test_datasets", tests, "approximated", advice)
-            conversion.set("data.test_size", "10%", comment="in place of test_datasets")
+            conversion.report("test_datasets", tests, "approximated", NO_TEST_SPLIT)
+            conversion.set("data.test_size", "10%", comment="instead of test_datasets")
             return
     if conversion.get("data.validation_file") is not None and test_size is not None:
-        conversion.report("val_set_size", test_size, "not_needed", "test_datasets measure")
+        conversion.report("val_set_size", test_size, "not_needed", "test_datasets are used")
         return
     convert_test_split(conversion, test_size, "val_set_size")

@@ -1,6 +1,6 @@
-"""Configurations of TRL and axolotl become recipes, and nothing of them is dropped in silence.
+"""Configurations of TRL and axolotl become recipes, and no setting is dropped silently.
 
-``UPDATE_GOLDEN=1 pytest tests/recipe/test_moving.py`` writes the recipes anew; read each before you keep it.
+``UPDATE_GOLDEN=1 pytest tests/recipe/test_convert.py`` rewrites the recipes; read the diff.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from modelwright.recipe.load import load
 from modelwright.recipe.schema import DataConfig
 from modelwright.recipe.source import ConfigNode, Origin, read_file
 
-HOME = Path(__file__).parent / "moved"
+HOME = Path(__file__).parent / "converted"
 CONFIGS = sorted(path for path in HOME.glob("*.yaml"))
 RULED = {
     *("use_peft", "dtype", "datasets", "dataset_text_field", "dataset_test_split", "test_split_size", "loss_type"),
     *("disable_dropout", "truncation_mode", "packing_strategy", "lr_scheduler_kwargs", "bnb_4bit_quant_type"),
     *("deepspeed", "fsdp", "fsdp_config", "eval_strategy", "save_strategy"),
 }
-"""Names that have a rule of their own in the reader of TRL."""
+"""Names that have a rule of their own in the converter of TRL."""
 
 
 def leaves(tree: ConfigNode) -> Iterator[str]:
@@ -47,8 +47,8 @@ def leaves(tree: ConfigNode) -> Iterator[str]:
             yield name
 
 
-def same(name: str) -> str:
-    """Names that several readings share: a mapping of turns is told by its two fields."""
+def normalized(name: str) -> str:
+    """Names under which a setting is reported: a mapping of turn fields by its two fields."""
     return re.sub(r"message_property_mappings|\.field$", lambda found: "message_field_role" if "m" in found[0][:1] else
                   ".text_column", name)  # fmt: skip
 
@@ -56,30 +56,30 @@ def same(name: str) -> str:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_configuration_becomes_the_recipe_beside_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(HOME)
-    moved = convert_config(Path(path.name))
+    converted = convert_config(Path(path.name))
     golden = HOME / "recipes" / path.name
     if os.environ.get("UPDATE_GOLDEN") == "1":
         golden.parent.mkdir(exist_ok=True)
-        golden.write_text(moved.text, encoding="utf-8")
-    assert moved.text == golden.read_text(encoding="utf-8")
-    assert moved.tool == path.stem.partition("_")[0]
+        golden.write_text(converted.text, encoding="utf-8")
+    assert converted.text == golden.read_text(encoding="utf-8")
+    assert converted.tool == path.stem.partition("_")[0]
     loaded = load(golden, environ={})
-    assert loaded.recipe == moved.recipe
+    assert loaded.recipe == converted.recipe
     assert loaded.notes == ()
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_name_is_carried_or_told(path: Path) -> None:
-    moved = convert_config(path)
-    told = {*moved.converted, *(each.key for each in moved.unconverted)}
-    roots = {re.split(r"[.\[]", name)[0] for name in told}
+def test_every_name_is_converted_or_reported(path: Path) -> None:
+    converted = convert_config(path)
+    reported = {*converted.converted, *(each.key for each in converted.unconverted)}
+    roots = {re.split(r"[.\[]", name)[0] for name in reported}
     tree, _ = read_file(path, Origin("recipe", path.name))
     for name in leaves(tree):
-        whole = same(name) in told or any(other.startswith(f"{name}.") for other in told)
-        assert whole or (name.startswith("test_datasets[0].") and "test_datasets" in roots), name
-    for each in moved.unconverted:
-        assert each.kind == "not_needed" or f"{each.key}" in moved.text
-        assert each.advice in moved.text
+        is_reported = normalized(name) in reported or any(other.startswith(f"{name}.") for other in reported)
+        assert is_reported or (name.startswith("test_datasets[0].") and "test_datasets" in roots), name
+    for each in converted.unconverted:
+        assert each.kind == "not_needed" or f"{each.key}" in converted.text
+        assert each.advice in converted.text
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -87,9 +87,9 @@ def test_the_planner_takes_the_recipe(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(HOME)
-    wish = ["--set", "model.model_name_or_path=smollm2-135m"] if path.stem == "axolotl_own_format" else []
+    overrides = ["--set", "model.model_name_or_path=smollm2-135m"] if path.stem == "axolotl_own_format" else []
     with pytest.raises(SystemExit) as stop:
-        main(["plan", f"recipes/{path.name}", "--gpus", "1xH100", "--json", "--rows", "1000", *wish])
+        main(["plan", f"recipes/{path.name}", "--gpus", "1xH100", "--json", "--rows", "1000", *overrides])
     assert stop.value.code == 0, capsys.readouterr().err
     stages = json.loads(capsys.readouterr().out)["stages"]
     assert len(stages) == 1
@@ -101,10 +101,10 @@ def test_there_are_many_of_both_tools() -> None:
 
 
 def test_every_setting_of_the_installed_trl_has_an_answer() -> None:
-    found = importlib.util.find_spec("trl")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("trl")
+    if spec is None or spec.origin is None:
         pytest.skip("trl is not installed")
-    home = Path(found.origin).parent
+    home = Path(spec.origin).parent
     shared = Path(str(importlib.util.find_spec("transformers").origin)).parent  # type: ignore[union-attr]
     files = [home / "trainer" / f"{name}_config.py" for name in ("sft", "dpo", "model", "base")]
     for file in (*files, home / "scripts" / "utils.py", shared / "training_args.py"):
@@ -124,7 +124,7 @@ def test_every_setting_of_the_installed_trl_has_an_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "letter"),
+    ("text", "message"),
     [
         ("base_model: m\nrl: kto\n", "this trains by kto, which is not offered; what is: sft, dpo, pretrain"),
         ("model_name_or_path: m\nnum_generations: 8\n", "this trains by grpo"),
@@ -132,31 +132,41 @@ def test_every_setting_of_the_installed_trl_has_an_answer() -> None:
         ("alpha: 1\n", "say whose it is with --from"),
     ],
 )
-def test_what_cannot_be_moved_is_refused_with_a_letter(text: str, letter: str, tmp_path: Path) -> None:
+def test_what_cannot_be_converted_is_refused_with_a_message(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "some.yaml").write_text(text, encoding="utf-8")
-    with pytest.raises(UsageError, match=re.escape(letter)):
+    with pytest.raises(UsageError, match=re.escape(message)):
         convert_config(tmp_path / "some.yaml")
 
 
 @pytest.mark.parametrize(
-    ("word", "ours", "told"),
+    ("word", "ours", "advice"),
     [("true", True, ""), ("false", False, ""), ("none", False, ""), ("full", True, ""), ("selective", "selective", ""),
      ("offload", True, "not offloaded"), ("offload_disk", True, "not offloaded"), ("unsloth", True, "not offloaded")],
 )  # fmt: skip
-def test_what_axolotl_computes_again_is_carried_and_only_what_it_offloads_is_nearest(
-    word: str, ours: bool | str, told: str, tmp_path: Path
+def test_checkpointing_of_axolotl_is_converted_and_only_offloading_is_approximated(
+    word: str, ours: bool | str, advice: str, tmp_path: Path
 ) -> None:
     config = tmp_path / "some.yaml"
     text = "base_model: m\ndatasets: [{path: a.jsonl, type: alpaca}]\ngradient_checkpointing: %s\n"
     config.write_text(text % word + "gradient_checkpointing_kwargs: {use_reentrant: false}\n", encoding="utf-8")
-    moved = convert_config(config)
-    assert moved.recipe.stages["sft"].gradient_checkpointing == ours
-    left = {each.key: each.advice for each in moved.unconverted}
-    assert told in left.get("gradient_checkpointing", "") and bool(told) == ("gradient_checkpointing" in left)
-    assert "without reentrance" in left["gradient_checkpointing_kwargs"]
+    converted = convert_config(config)
+    assert converted.recipe.stages["sft"].gradient_checkpointing == ours
+    unconverted = {each.key: each.advice for each in converted.unconverted}
+    assert advice in unconverted.get("gradient_checkpointing", "")
+    assert bool(advice) == ("gradient_checkpointing" in unconverted)
+    assert "non-reentrant" in unconverted["gradient_checkpointing_kwargs"]
 
 
-def test_a_wrong_value_is_told_by_the_line_of_the_configuration(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("strategy", "ours"), [("bfd", "bfd"), ("bfd_split", "bfd_split"), ("wrapped", None)])
+def test_a_packing_strategy_that_is_ours_too_is_converted(strategy: str, ours: str | None, tmp_path: Path) -> None:
+    config = tmp_path / "some.yaml"
+    config.write_text(f"model_name_or_path: m\ndataset_name: d\npacking: true\npacking_strategy: {strategy}\n", "utf-8")
+    converted = convert_config(config)
+    approximated = [each.key for each in converted.unconverted if each.kind == "approximated"]
+    assert (converted.recipe.stages["sft"].packing_strategy == ours) == ("packing_strategy" not in approximated)
+
+
+def test_a_wrong_value_is_reported_with_the_line_of_the_configuration(tmp_path: Path) -> None:
     config = tmp_path / "wrong.yaml"
     config.write_text("base_model: m\ndatasets: [{path: a.jsonl, type: alpaca}]\nlearning_rate: fast\n", "utf-8")
     with pytest.raises(RecipeError, match=r"wrong.yaml:3: sft.learning_rate is 'fast'; it wants a number above 0"):
@@ -174,15 +184,18 @@ def test_convert_writes_a_recipe_and_says_what_is_missing(
         assert int(stop.value.code or 0) == exit_code
     golden = (HOME / "recipes" / "trl_sft_qlora.yaml").read_text(encoding="utf-8")
     assert target.read_text(encoding="utf-8") == golden.replace("name: trl_sft_qlora", "name: my-1.7b", 1)
-    told = capsys.readouterr().err
-    assert "trl_sft_qlora.yaml:9: optim: paged_adamw_8bit was approximated; there are" in told
-    assert "trl_sft_qlora.yaml:17: neftune_noise_alpha: 5 was not converted; noise on embeddings" in told
-    assert "there is such a file already" in told
+    stderr = capsys.readouterr().err
+    assert "trl_sft_qlora.yaml:9: optim: paged_adamw_8bit was approximated; there are" in stderr
+    assert "trl_sft_qlora.yaml:17: neftune_noise_alpha: 5 was not converted; NEFTune noise" in stderr
+    assert "there is such a file already" in stderr
 
 
 def test_turns_of_sharegpt_are_read_as_ours() -> None:
     turns = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}]
-    found = rows_to_conversations(
+    conversations = rows_to_conversations(
         [Row("a:1", {"talk": turns})], DataConfig(dataset_name="a", columns={"talk": "messages"})
     )
-    assert found[0].messages == ({"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."})
+    assert conversations[0].messages == (
+        {"role": "user", "content": "Why?"},
+        {"role": "assistant", "content": "Because."},
+    )
