@@ -112,7 +112,7 @@ def unguarded() -> None:
     from modelwright.engine.spike_guard import SpikeGuard
 
     SpikeGuard.check = lambda *args, **kwargs: "ok"  # type: ignore[method-assign]
-    trainer.is_bad_step = lambda loss_sum, *_: torch.zeros_like(loss_sum, dtype=torch.bool)
+    trainer.is_bad_step = lambda loss_sum, *_: torch.zeros_like(loss_sum, dtype=torch.bool)  # type: ignore[attr-defined]
     torch.isfinite = lambda tensor: torch.ones((), dtype=torch.bool)  # type: ignore[assignment]
 
 
