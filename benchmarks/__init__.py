@@ -1,1 +1,1 @@
-"""Benchmarks beside peers: `python -m benchmarks.NAME --help`."""
+"""Benchmarks against peers: `python -m benchmarks.NAME --help`."""

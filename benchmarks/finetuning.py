@@ -329,7 +329,7 @@ def survival_trl(scenario: SftScenario, rows: Any, folder: Path) -> StepTimes:
 def survival_figures(scenario: SftScenario, rows: int, runs: tuple[StepTimes, StepTimes, StepTimes | None]) -> Figures:
     """Of our run with reuse, without it, and of the peer."""
     cached, plain, peer = runs
-    seen, seconds = rows * scenario.epochs, cached.before + sum(cached.seconds)
+    trained_rows, seconds = rows * scenario.epochs, cached.before + sum(cached.seconds)
     rate, plain_rate = (scenario.batch / times.median_after_first for times in (cached, plain))
     figures: Figures = {
         "setting": f"{scenario.shape}: last 2 layers and an untied head, {scenario.batch} rows a step",
@@ -339,7 +339,7 @@ def survival_figures(scenario: SftScenario, rows: int, runs: tuple[StepTimes, St
             "seconds": round(seconds, 2),
             "seconds_before": round(cached.before, 2),
             "rows_per_second": round(rate, 2),
-            "overall_rows_per_second": round(seen / seconds, 2),
+            "overall_rows_per_second": round(trained_rows / seconds, 2),
             "seconds_of_steps": round(sum(cached.seconds), 2),
             "slowest_steps": sorted((round(each, 3) for each in cached.seconds), reverse=True)[:12],
             "losses": cached.losses,
@@ -349,7 +349,7 @@ def survival_figures(scenario: SftScenario, rows: int, runs: tuple[StepTimes, St
     }
     if peer is not None:
         peer_rate = scenario.batch / peer.median_after_first
-        extrapolated = round(seen / peer_rate, 1)
+        extrapolated = round(trained_rows / peer_rate, 1)
         figures["trl"] = {
             "rows_per_second": round(peer_rate, 2), "seconds_extrapolated": extrapolated, "losses": peer.losses,
             "overall_rows_per_second": round(scenario.batch * len(peer.seconds) / sum(peer.seconds), 2),

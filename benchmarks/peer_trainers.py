@@ -241,8 +241,8 @@ def titan_config(workload: Workload, settings: dict[str, Any], rows: int) -> Any
     }.items():  # fmt: skip
         *sections, last = name.split(".")
         section: Any = config
-        for word in sections:
-            section = getattr(section, word)
+        for name_part in sections:
+            section = getattr(section, name_part)
         getattr(section, last)  # raises for a name that a later release no longer has
         setattr(section, last, value)
     return config

@@ -286,7 +286,9 @@ def lines(figures: dict[str, Any]) -> list[str]:
     output += [f"{run['setting']['name']}: failed, {run['failed']}" for run in figures["runs"] if "failed" in run]
     output += [_limit_line(run) for run in figures["runs"] if _is_at_limit(run)]
     if figures["judged"]:
-        output += [f"{words}: {summary(figures['judged'], prefix)}" for prefix, words in PREDICTIONS.items()]
+        output += [
+            f"{description}: {summary(figures['judged'], prefix)}" for prefix, description in PREDICTIONS.items()
+        ]
         peers = [abs(run["accelerate_error"]) for run in figures["judged"] if run.get("accelerate_error") is not None]
         output += [f"accelerate's estimate: memory {median(peers):.0%} off, worst {max(peers):.0%}"] if peers else []
     broken = [run["setting"]["name"] for run in figures["runs"] if run.get("said_to_fit") and "ran_out" in run]

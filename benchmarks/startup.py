@@ -107,7 +107,7 @@ COMPILED = 2
 SAVES = 2
 """Checkpoints in the second run; the first of them also allocates its buffers."""
 BETWEEN = 600
-"""Least steps between two saves on a GPU, about 15 s, so that no save waits for the one before."""
+"""Minimum steps between two saves on a GPU, about 15 s, so that no save waits for the one before."""
 TIMEOUT_SECONDS = 240
 POLL_SECONDS = 0.1
 EVENTS = ("run", "loading", "stage_started", "model", "plan", "step")
@@ -166,7 +166,7 @@ def first_step_lines(figures: dict[str, Any]) -> Iterator[str]:
 
 
 def describe_save(save: dict[str, Any]) -> str:
-    """The cost of a save, in words."""
+    """The cost of a save as a sentence."""
     return (
         f"save at step {save['step']}: training stood still {save['still']:.3f} s, and lost {save['slower']:.3f} "
         f"s in the {save['steps_meanwhile']} steps meanwhile, {save['share_of_a_minute']:.2%} of a minute; written "

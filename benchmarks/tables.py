@@ -178,11 +178,11 @@ def _sft(figures: Figures) -> list[Cells]:
 
 
 def _first_step(figures: Figures) -> list[Cells]:
-    held = max(save["share_of_a_minute"] for save in figures["saves"])
+    stalled = max(save["share_of_a_minute"] for save in figures["saves"])
     return [
         ("from the command to the first step, 0.5 B, compiled before", f"{figures['warm']['seconds']:.1f} s", "–",
          "`benchmarks.speed --work start`"),
-        ("what a save a minute holds up, 0.5 B", f"{held:.1%} of the time", "–", "`benchmarks.speed --work start`"),
+        ("what a save a minute holds up, 0.5 B", f"{stalled:.1%} of the time", "–", "`benchmarks.speed --work start`"),
     ]  # fmt: skip
 
 
@@ -249,7 +249,7 @@ def _survival_cpu(figures: Figures) -> list[Cells]:
 
 
 def _last_two_layers(model: str, figures: Figures, ours: str, peer: str, command: str) -> list[Cells]:
-    """Our whole run, and TRL extrapolated from its median step."""
+    """Our full run, and TRL extrapolated from its median step."""
     label = f"{model}, last two layers and an own head, {figures['rows']:,} rows × {figures['epochs']} epochs"
     return [(label, f"{ours}, start included", f"TRL {peer} by its median step", f"`{command}`")]
 

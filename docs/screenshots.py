@@ -1,4 +1,4 @@
-"""Make the pictures of the documentation: a run's report and the terminal, photographed by this machine's browser."""
+"""Screenshots for the documentation: a run's report by this machine's browser, and its terminal output."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ SHOTS = (
 )
 """Name, width, height and colours of each picture."""
 SOURCES = ("page.css", "charts.css", "page.js", "templates/page.html", "templates/sections.html")
-"""What decides how a report looks, beside the code that fills it."""
+"""Assets that decide how a report looks."""
 SAMPLE: tuple[dict[str, Any], ...] = (
     {"event": "run", "recipe": "sample", "folder": "runs/sample", "stages": ["sft"], "device": "CPU", "world": 1},
-    {"event": "model", "stage": "sft", "name": "tiny", "trainable_summary": "1 of 2 parameters train", "revision": None},
-    {"event": "plan", "stage": "sft", "steps": 40, "batch_arithmetic": "batch 4 = 4 per device × 1", "precision": "fp32",
-     "device": "cpu", "reasons": ["the batch is kept"], "prediction": {"tokens_per_second": 900.0}},
+    {"event": "model", "stage": "sft", "name": "tiny", "trainable_summary": "1 of 2 parameters train",
+     "revision": None},
+    {"event": "plan", "stage": "sft", "steps": 40, "batch_arithmetic": "batch 4 = 4 per device × 1",
+     "precision": "fp32", "device": "cpu", "reasons": ["the batch is kept"],
+     "prediction": {"tokens_per_second": 900.0}},
     {"event": "evaluation", "stage": "sft", "step": 0, "eval_loss": 4.0},
     *({"event": "step", "stage": "sft", "step": step, "steps": 40, "loss": 4.0 / step, "grad_norm": 1.0 + step % 3,
        "learning_rate": 1e-3 / step, "tokens_per_second": 900.0 + step, "peak_memory_bytes": 10**9, "step_seconds": 1.0,
@@ -46,58 +48,58 @@ SAMPLE: tuple[dict[str, Any], ...] = (
     {"event": "note", "message": "a note"},
     {"event": "done", "folder": "runs/sample", "seconds": 50.0},
 )  # fmt: skip
-"""A run that is always the same: as long as it is drawn alike, so are all others."""
+"""A fixed run: as long as its rendering is unchanged, the screenshots are valid."""
 
 
-def take(run: RunFolder) -> dict[str, Any]:
-    """Photograph a run into docs/pictures, and write down what the pages looked like by hash."""
+def take_screenshots(run: RunFolder) -> dict[str, Any]:
+    """Take the screenshots of a run into docs/pictures, and save the hash of the rendering."""
     folder = _folder()
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as place:
-        report = Path(place) / "report.html"
+    with tempfile.TemporaryDirectory() as folder_name:
+        report = Path(folder_name) / "report.html"
         report.write_text(html.render_report(run, read_history(run)), encoding="utf-8")
-        _photograph(report, folder)
+        _capture(report, folder)
     (folder / "terminal.svg").write_text(_terminal(run), encoding="utf-8")
-    told = {
-        "look": look(),
+    summary = {
+        "render_hash": render_hash(),
         "run": run.path.name,
         "bytes": {path.name: path.stat().st_size for path in _pictures(folder)},
     }
-    write_json(folder / "pictures.json", told)
-    return told
+    write_json(folder / "pictures.json", summary)
+    return summary
 
 
-def look() -> str:
-    """A hash over how a run looks on a page and in a terminal: style, templates, and the sample as it is drawn."""
+def render_hash() -> str:
+    """A hash of the rendering: styles, templates, and the sample run on the page and in the terminal."""
     digest = hashlib.sha256()
     for name in SOURCES:
         digest.update((html.ASSETS_DIR / name).read_bytes())
-    with tempfile.TemporaryDirectory() as place:
-        run = RunFolder(Path(place) / "sample")
+    with tempfile.TemporaryDirectory() as folder_name:
+        run = RunFolder(Path(folder_name) / "sample")
         run.path.mkdir()
         lines = [json.dumps({"time": 1000.0 + number, **event}) for number, event in enumerate(SAMPLE)]
         run.journal.write_text("\n".join(lines) + "\n", encoding="utf-8")
         write_json(run.data_manifest("sft"), {"source": "rows.jsonl", "train": {"rows": 36}, "held_out": {"rows": 4}})
         write_json(run.demo_outputs / "mistakes.json", {"accuracy": 0.5, "classes": ["cat", "dog"],
                                                         "confusion": [[3, 1], [2, 4]]})  # fmt: skip
-        drawn = "".join(html.render_sections(run, read_history(run)).values())
-        told = "\n".join(_lines(run))
-    digest.update((drawn + told).replace(place, "").encode())
+        page = "".join(html.render_sections(run, read_history(run)).values())
+        terminal = "\n".join(_lines(run))
+    digest.update((page + terminal).replace(folder_name, "").encode())
     return digest.hexdigest()
 
 
-def stale() -> bool:
-    """Whether the pages have changed since the pictures were made."""
+def is_stale() -> bool:
+    """Whether the rendering has changed since the screenshots were taken."""
     path = _folder() / "pictures.json"
-    return not path.exists() or read_json(path)["look"] != look()
+    return not path.exists() or read_json(path)["render_hash"] != render_hash()
 
 
-def _photograph(report: Path, folder: Path) -> None:
+def _capture(report: Path, folder: Path) -> None:
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
         raise UsageError("pictures are made with a package that is not installed: pip install playwright") from None
-    browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
     if browser is None:
         raise UsageError("no browser was found; pictures are made with: apt-get install chromium fonts-inter")
     with sync_playwright() as driver:
@@ -111,7 +113,7 @@ def _photograph(report: Path, folder: Path) -> None:
 
 
 def _shrink(path: Path) -> None:
-    """Fewer colours: a page has few, and the repository keeps every version."""
+    """Reduce to 128 colours, since the repository keeps every version."""
     from PIL import Image
 
     with Image.open(path) as picture:
@@ -150,5 +152,5 @@ def _folder() -> Path:
 
 
 if __name__ == "__main__":
-    for name, size in take(open_run(sys.argv[1] if sys.argv[1:] else "runs/quickstart"))["bytes"].items():
+    for name, size in take_screenshots(open_run(sys.argv[1] if sys.argv[1:] else "runs/quickstart"))["bytes"].items():
         print(f"{size:>9,}  {name}")

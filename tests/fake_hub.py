@@ -1,4 +1,4 @@
-"""A stand-in for the hub on this machine: data sets of a few files, and a script of what goes wrong on the way."""
+"""A fake Hugging Face hub on this machine: datasets of a few files, and a script of failures."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ COMMIT = hashlib.sha1(b"the only commit").hexdigest()
 Files = dict[str, bytes]
 
 
-class Hub(ThreadingHTTPServer):
-    """Serves sets by name; `script` says how the next request for a file of a set is answered."""
+class FakeHub(ThreadingHTTPServer):
+    """Serves datasets by name; `script` says how the next request for a file is answered."""
 
     def __init__(self, sets: dict[str, Files]) -> None:
-        super().__init__(("127.0.0.1", 0), Answer)
+        super().__init__(("127.0.0.1", 0), HubHandler)
         self.sets = sets
         self.script: dict[str, list[str]] = {}
         self.asked: list[str] = []
@@ -32,44 +32,44 @@ class Hub(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
 
-class Answer(BaseHTTPRequestHandler):
-    server: Hub
+class HubHandler(BaseHTTPRequestHandler):
+    server: FakeHub
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        self._answer(body=True)
+        self._respond(body=True)
 
     def do_HEAD(self) -> None:
-        self._answer(body=False)
+        self._respond(body=False)
 
     def do_POST(self) -> None:
         wanted = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self._answer(body=True, wanted=wanted)
+        self._respond(body=True, wanted=wanted)
 
-    def _answer(self, body: bool, wanted: bytes = b"") -> None:
+    def _respond(self, body: bool, wanted: bytes = b"") -> None:
         path = unquote(urlsplit(self.path).path).strip("/").split("/")
         self.server.asked.append(f"{self.command} {'/'.join(path)} {self.headers.get('Range') or ''}".strip())
         if path[:2] == ["api", "datasets"] and "/".join(path[2:4]) in self.server.sets:
-            self._tell("/".join(path[2:4]), path[4:], wanted)
+            self._send_metadata("/".join(path[2:4]), path[4:], wanted)
         elif path[0] == "datasets" and path[3:4] == ["resolve"] and "/".join(path[1:3]) in self.server.sets:
             self._send_file("/".join(path[1:3]), "/".join(path[5:]), body)
         else:
             self._send(404, b"{}")
 
-    def _tell(self, name: str, rest: list[str], wanted: bytes) -> None:
+    def _send_metadata(self, name: str, rest: list[str], wanted: bytes) -> None:
         files = self.server.sets[name]
         entries = [_entry(path, data) for path, data in files.items()]
         if rest[:1] == ["tree"]:
-            told: Any = [entry for entry in entries if entry["path"].startswith("/".join(rest[2:]))]
+            body: Any = [entry for entry in entries if entry["path"].startswith("/".join(rest[2:]))]
         elif rest[:1] == ["paths-info"]:
-            told = [entry for entry in entries if entry["path"].encode() in unquote(wanted.decode()).encode()]
+            body = [entry for entry in entries if entry["path"].encode() in unquote(wanted.decode()).encode()]
         elif rest[:1] in ([], ["revision"]):
-            told = {"id": name, "sha": COMMIT, "private": False, "gated": False, "tags": [], "downloads": 0, "likes": 0,
+            body = {"id": name, "sha": COMMIT, "private": False, "gated": False, "tags": [], "downloads": 0, "likes": 0,
                     "siblings": [{"rfilename": path} for path in files]}  # fmt: skip
         else:
             self._send(404, b"{}")
             return
-        self._send(200, json.dumps(told).encode())
+        self._send(200, json.dumps(body).encode())
 
     def _send_file(self, name: str, path: str, body: bool) -> None:
         data = self.server.sets[name].get(path)
@@ -80,16 +80,16 @@ class Answer(BaseHTTPRequestHandler):
             self.end_headers()
             return
         script = self.server.script.get(f"{name}/{path}", []) if body else []
-        word = script.pop(0) if script else "whole"
-        if word.isdigit():
-            self._send(int(word), b"")
+        action = script.pop(0) if script else "whole"
+        if action.isdigit():
+            self._send(int(action), b"")
             return
-        word, _, size = word.partition(":")
-        asked = self.headers.get("Range")
-        start = int(asked.removeprefix("bytes=").split("-")[0]) if asked else 0
-        sent = data[start:] if word != "lie" else data[start:-100]
-        self.send_response(206 if asked else 200)
-        if asked:
+        action, _, size = action.partition(":")
+        byte_range = self.headers.get("Range")
+        start = int(byte_range.removeprefix("bytes=").split("-")[0]) if byte_range else 0
+        sent = data[start:] if action != "lie" else data[start:-100]
+        self.send_response(206 if byte_range else 200)
+        if byte_range:
             self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
         self.send_header("Content-Length", str(len(sent)))
         self.send_header("ETag", f'"{_etag(data)}"')
@@ -97,10 +97,10 @@ class Answer(BaseHTTPRequestHandler):
         self.send_header("Accept-Ranges", "bytes")
         self.end_headers()
         if body:
-            self.wfile.write(sent[: int(size or len(sent) // 2)] if word in ("cut", "stall") else sent)
-        if word == "stall":
+            self.wfile.write(sent[: int(size or len(sent) // 2)] if action in ("cut", "stall") else sent)
+        if action == "stall":
             self.rfile.read(1)  # until who asked is gone
-        if word in ("cut", "stall"):
+        if action in ("cut", "stall"):
             self.close_connection = True
 
     def _send(self, status: int, body: bytes) -> None:
@@ -112,7 +112,7 @@ class Answer(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        """No log."""
 
 
 def _entry(path: str, data: bytes) -> dict[str, Any]:
@@ -127,9 +127,9 @@ def _etag(data: bytes) -> str:
 
 
 @contextmanager
-def hub(sets: dict[str, Files]) -> Iterator[Hub]:
-    """A hub that is there until the block ends."""
-    server = Hub(sets)
+def hub(sets: dict[str, Files]) -> Iterator[FakeHub]:
+    """A hub for the length of the block."""
+    server = FakeHub(sets)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     try:
         yield server

@@ -1,8 +1,8 @@
-"""A `python` for pods that costs next to nothing: it knocks at a preloaded interpreter, which forks in its place.
+"""A `python` for simulated pods that costs next to nothing: a shim asks a preloaded interpreter to fork instead.
 
-The fork enters the namespaces, the root, the folder and the user of whoever knocked, with its files and variables; it
-is killed when that one is, is sent the signals that it is sent, and its exit code is told. What is measured of a pod is
-so the same as with an interpreter of its own, except that libraries were imported before.
+The fork enters the namespaces, the root, the folder and the user of the shim's process, with its files and variables.
+It is killed with it, receives its signals, and its exit code is passed on. So a pod behaves as with an interpreter of
+its own, except that the libraries are imported already.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ SHIM = """#!{python} -ISB
 import json, os, signal, socket, sys
 folder, name = os.path.split(os.environ["POD_PYTHON_SOCKET"])
 here = os.getcwd()
-os.chdir(folder)  # a long path is no address of a socket
-door = socket.socket(socket.AF_UNIX)
-door.connect(name)
+os.chdir(folder)  # a socket address has a limited length
+connection = socket.socket(socket.AF_UNIX)
+connection.connect(name)
 os.chdir(here)
 for number in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(number, lambda number, frame: door.send(bytes([number])))
-request = {{"words": sys.argv[1:], "environ": dict(os.environ), "folder": here}}
-socket.send_fds(door, [json.dumps(request).encode() + b"\\n"], [0, 1, 2])
+    signal.signal(number, lambda number, frame: connection.send(bytes([number])))
+request = {{"arguments": sys.argv[1:], "environ": dict(os.environ), "folder": here}}
+socket.send_fds(connection, [json.dumps(request).encode() + b"\\n"], [0, 1, 2])
 answer = b""
-while part := door.recv(64):
+while part := connection.recv(64):
     answer += part
 code = int(answer or 1)
 if code < 0:
@@ -48,68 +48,68 @@ NAMESPACES = ("net", "uts", "pid", "mnt")
 PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, CAPABILITIES = 24, 38, 41
 
 
-def furnish(folder: Path) -> None:
-    """Put the `python` that knocks into a folder that the pods see."""
+def write_shim(folder: Path) -> None:
+    """Write the `python` shim into a folder that the pods mount."""
     shim = folder / "python"
     shim.write_text(SHIM.format(python=sys.executable), encoding="utf-8")
     shim.chmod(0o755)
 
 
 def serve(folder: Path, first: str) -> None:
-    """Open to all who knock, until whoever started it ends; `first` is Python that each fork runs before."""
+    """Serve fork requests until the parent ends; `first` is Python that each fork runs before."""
     import torch.distributed.run  # noqa: F401
 
     set_pdeathsig()
-    furnish(folder)
+    write_shim(folder)
     os.chdir(folder)
-    Path("door").unlink(missing_ok=True)
-    door = socket.socket(socket.AF_UNIX)
-    door.bind("door")
-    Path("door").chmod(0o777)
-    door.listen(64)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # those who attend are not waited for
+    Path("python.sock").unlink(missing_ok=True)
+    server = socket.socket(socket.AF_UNIX)
+    server.bind("python.sock")
+    Path("python.sock").chmod(0o777)
+    server.listen(64)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # handlers are not waited for
     print("open", flush=True)
     while True:
-        guest, _ = door.accept()
+        client, _ = server.accept()
         if os.fork() == 0:
-            door.close()
-            _attend(guest, first)
+            server.close()
+            _handle(client, first)
             os._exit(0)
-        guest.close()
+        client.close()
 
 
-def _attend(guest: socket.socket, first: str) -> None:
+def _handle(client: socket.socket, first: str) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    message, files, _, _ = socket.recv_fds(guest, 1 << 20, 3)
+    message, files, _, _ = socket.recv_fds(client, 1 << 20, 3)
     while not message.endswith(b"\n"):
-        message += guest.recv(1 << 20)
-    pid = struct.unpack("3i", guest.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+        message += client.recv(1 << 20)
+    pid = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
     status = dict(
         line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line
     )
-    alone = not _same(pid, "pid")  # in a pid namespace of its own, what came from it ends with it
+    own_pids = not _same(pid, "pid")  # in a pid namespace of its own, its descendants end with it
     if not _same(pid, "mnt"):
         _enter(pid)
     child = os.fork()
     if child == 0:
-        guest.close()
-        _become(json.loads(message), files, status, first)
+        client.close()
+        _run_child(json.loads(message), files, status, first)
     for file in files:
         os.close(file)
     watch = os.pidfd_open(child)
-    while watch not in (ready := select.select([guest, watch], [], [])[0]):
+    while watch not in (ready := select.select([client, watch], [], [])[0]):
         assert ready
-        told = guest.recv(1)
-        if not told:  # who knocked is gone, and so is all that came from it
-            for each in [child] if alone else process_tree(child):
+        number = client.recv(1)
+        if not number:  # the shim has ended: kill its fork and descendants
+            for each in [child] if own_pids else process_tree(child):
                 with suppress(ProcessLookupError):
                     os.kill(each, signal.SIGKILL)
             break
         with suppress(ProcessLookupError):
-            os.kill(child, told[0])
+            os.kill(child, number[0])
     _, ended = os.waitpid(child, 0)
     with suppress(OSError):
-        guest.send(str(os.waitstatus_to_exitcode(ended)).encode())
+        client.send(str(os.waitstatus_to_exitcode(ended)).encode())
 
 
 def _same(pid: int, space: str) -> bool:
@@ -117,7 +117,7 @@ def _same(pid: int, space: str) -> bool:
 
 
 def _enter(pid: int) -> None:
-    """Go where a process is; a fork from there is in its pid namespace, too."""
+    """Enter the namespaces and root of a process; a fork from there is in its pid namespace, too."""
     setns = ctypes.CDLL(None, use_errno=True).setns
     root = os.open(f"/proc/{pid}/root", os.O_RDONLY)
     for space in [os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY) for name in NAMESPACES]:
@@ -129,8 +129,8 @@ def _enter(pid: int) -> None:
     os.close(root)
 
 
-def _become(request: dict[str, Any], files: list[int], status: dict[str, str], first: str) -> None:
-    """In the fork: be `python WORDS` of whoever knocked, and never come back."""
+def _run_child(request: dict[str, Any], files: list[int], status: dict[str, str], first: str) -> None:
+    """In the fork: be `python ARGUMENTS` of the shim's process, then exit."""
     with exit_after():
         os.setsid()
         for number, file in enumerate(files):
@@ -150,13 +150,13 @@ def _become(request: dict[str, Any], files: list[int], status: dict[str, str], f
         os.environ.update(request["environ"])
         os.chdir(request["folder"])
         exec(first, {"__name__": "first"})
-        _run([word for word in request["words"] if word != "-u"])
+        _run([argument for argument in request["arguments"] if argument != "-u"])
 
 
-def _run(words: list[str]) -> None:
+def _run(arguments: list[str]) -> None:
     import runpy
 
-    kind, what, *rest = words
+    kind, what, *rest = arguments
     sys.argv = [what, *rest]
     if kind == "-m":
         runpy.run_module(what, run_name="__main__", alter_sys=True)

@@ -1,4 +1,4 @@
-"""The table of kernels tells when the device did nothing, whatever runs side by side."""
+"""The kernel profile lists idle gaps of the device, also with several streams."""
 
 from __future__ import annotations
 

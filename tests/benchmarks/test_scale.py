@@ -25,8 +25,8 @@ SURVIVAL = "SmolLM3-3B, last 2 + head"
 @pytest.fixture(scope="module")
 def paper() -> dict[tuple[str, str], dict[str, Any]]:
     """By card and case."""
-    found = scale.measure((), [GPUS[name] for name in scale.CARDS])["paper"]
-    return {(row["card"], row["case"]): row for row in found}
+    rows = scale.measure((), [GPUS[name] for name in scale.CARDS])["paper"]
+    return {(row["card"], row["case"]): row for row in rows}
 
 
 def times(row: dict[str, Any], link: str, kind: str = "times") -> dict[str, float | None]:

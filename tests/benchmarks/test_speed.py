@@ -114,9 +114,9 @@ def test_pairs_are_learnt_beside_the_peer_to_the_same_loss(monkeypatch: pytest.M
     small = DpoWorkload(layers=2, width=128, vocab_size=256, prompt=24, answer=7, pairs=2)
     monkeypatch.setitem(DPO, "dpo-tiny", small)
     figures = speed.measure("dpo", steps=2)
-    ours, kept, second = figures["variants"].values()
-    assert ours["mean_loss"] == pytest.approx(kept["mean_loss"], rel=1e-4)
-    assert kept["mean_loss"] == pytest.approx(second["mean_loss"], rel=1e-4)
+    ours, saved, second = figures["variants"].values()
+    assert ours["mean_loss"] == pytest.approx(saved["mean_loss"], rel=1e-4)
+    assert saved["mean_loss"] == pytest.approx(second["mean_loss"], rel=1e-4)
     assert {"pairs_per_second", "memory_gb", "start_seconds"} <= ours.keys() and figures["ratio"] > 0
     assert len(list(speed.lines(figures))) == 6
     second["mean_loss"] += 0.1
@@ -177,9 +177,9 @@ def test_the_figures_of_one_work_are_kept_beside_those_of_others(
     for work in ("lora", "sft", "sft"):
         figures = speed.merge_result({"work": work, "device": "a card", "variants": {}})
         common.save(common.result("speed", figures))
-    kept = common.load_result("speed")
-    assert kept is not None and set(kept["figures"]) == {"lora", "sft"}
-    assert kept["figures"]["sft"]["measured"].keys() == {"date", "commit"}
+    saved = common.load_result("speed")
+    assert saved is not None and set(saved["figures"]) == {"lora", "sft"}
+    assert saved["figures"]["sft"]["measured"].keys() == {"date", "commit"}
 
 
 @pytest.mark.parametrize("work", speed.KNOWN)

@@ -14,7 +14,7 @@ from benchmarks.tables import MARK, TABLES, _with_torchtitan, fill, gpu_table, s
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-FORESEEN = ROOT / "docs" / "reference" / "foreseen.md"
+PREDICTIONS = ROOT / "docs" / "reference" / "foreseen.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -29,8 +29,8 @@ def test_the_tables_of_the_readme_are_made_from_the_results() -> None:
 def test_the_page_of_plans_is_made_from_the_results() -> None:
     now = page(json.loads((RESULTS / "plan.json").read_text(encoding="utf-8")))
     if os.environ.get("UPDATE_GOLDEN") == "1":
-        FORESEEN.write_text(now, encoding="utf-8")
-    assert FORESEEN.read_text(encoding="utf-8") == now
+        PREDICTIONS.write_text(now, encoding="utf-8")
+    assert PREDICTIONS.read_text(encoding="utf-8") == now
 
 
 def test_a_figure_that_was_typed_by_hand_is_found() -> None:
@@ -55,27 +55,27 @@ def test_the_scorecard_appears_once_it_is_measured(tmp_path: Path) -> None:
         "R3": {"name": "cold", "figure": "survived", "verdict": "met", "baseline": "–"},
     }  # fmt: skip
     machine = {"cores": 2, "cpu": "Neoverse-N1"}
-    kept = {"date": "2026-11-15T09:00:00+00:00", "machine": machine, "figures": {"rows": rows}}
-    (tmp_path / "reliability.json").write_text(json.dumps(kept), encoding="utf-8")
-    told = scorecard(tmp_path)
-    assert told.startswith("3 faults, 2 met, 1 gap (2026-11-15, 2 × Neoverse-N1); shown are")
-    assert "| cold |" not in told
-    assert "| kill | 14 of 14 resume | met | HF Trainer 10 \\| 14 |" in told
+    saved = {"date": "2026-11-15T09:00:00+00:00", "machine": machine, "figures": {"rows": rows}}
+    (tmp_path / "reliability.json").write_text(json.dumps(saved), encoding="utf-8")
+    table = scorecard(tmp_path)
+    assert table.startswith("3 faults, 2 met, 1 gap (2026-11-15, 2 × Neoverse-N1); shown are")
+    assert "| cold |" not in table
+    assert "| kill | 14 of 14 resume | met | HF Trainer 10 \\| 14 |" in table
 
 
 def test_what_was_measured_beside_pretraining_has_a_row_of_its_own_with_its_day(tmp_path: Path) -> None:
-    way = {"tokens_per_second": 16500.0, "mfu": 0.55, "memory_gb": 98.0}
+    fast = {"tokens_per_second": 16500.0, "mfu": 0.55, "memory_gb": 98.0}
     slow = {"tokens_per_second": 9000.0, "mfu": 0.3, "memory_gb": 60.0}
-    found = {
+    figures = {
         "lora": {
             "measured": {"date": "2026-11-16T00:05:00+00:00"},
             "device": "NVIDIA H200",
-            "variants": {"ours, bf16": way, "HF Trainer and PEFT": slow},
+            "variants": {"ours, bf16": fast, "HF Trainer and PEFT": slow},
         },
         "sft": {
             "variants": {"ours, bf16": {"rows_per_second": 210.0}, "TRL, a": {"rows_per_second": 48.0}, "TRL, b": {}}
         },
-        "fp32": {"variants": {"ours, tf32": way, "ours, fp32": slow}},
+        "fp32": {"variants": {"ours, tf32": fast, "ours, fp32": slow}},
         "dpo": {
             "setting": "16-layer Llama, and more",
             "variants": {name: {"pairs_per_second": 50.0, "memory_gb": 30.0} for name in ("ours, bf16", "TRL, bf16")},
@@ -83,16 +83,16 @@ def test_what_was_measured_beside_pretraining_has_a_row_of_its_own_with_its_day(
         "start": {"warm": {"seconds": 14.2}, "saves": [{"share_of_a_minute": 0.011}, {"share_of_a_minute": 0.004}]},
     }
     assert gpu_table(tmp_path).count("\n") == 2, "a head, and nothing measured"
-    kept = {"date": "2026-11-15T09:00:00+00:00", "machine": {"cores": 2, "cpu": "Neoverse-N1"}, "figures": found}
-    (tmp_path / "speed.json").write_text(json.dumps(kept), encoding="utf-8")
-    told = gpu_table(tmp_path)
+    saved = {"date": "2026-11-15T09:00:00+00:00", "machine": {"cores": 2, "cpu": "Neoverse-N1"}, "figures": figures}
+    (tmp_path / "speed.json").write_text(json.dumps(saved), encoding="utf-8")
+    table = gpu_table(tmp_path)
     lora = "16,500 tokens/s (55.0% MFU, 98 GB) in bf16 | HF Trainer 9,000 tokens/s | `benchmarks.speed --work lora`"
-    assert f"{lora} | 2026-11-16, NVIDIA H200 |" in told
-    assert "`benchmarks.speed --work sft` | 2026-11-15, 2 × Neoverse-N1 |" in told
-    assert "210 rows/s | TRL 48 rows/s" in told
-    assert "16 k tokens/s on tensor cores, 9 k tokens/s exact | –" in told
-    assert "DPO, 16-layer Llama, 512 prompt" in told and "50.0 pairs/s, 30 GB | TRL 50.0, 30 GB" in told
-    assert "14.2 s" in told and "1.1% of the time" in told
+    assert f"{lora} | 2026-11-16, NVIDIA H200 |" in table
+    assert "`benchmarks.speed --work sft` | 2026-11-15, 2 × Neoverse-N1 |" in table
+    assert "210 rows/s | TRL 48 rows/s" in table
+    assert "16 k tokens/s on tensor cores, 9 k tokens/s exact | –" in table
+    assert "DPO, 16-layer Llama, 512 prompt" in table and "50.0 pairs/s, 30 GB | TRL 50.0, 30 GB" in table
+    assert "14.2 s" in table and "1.1% of the time" in table
 
 
 def test_torchtitan_stands_beside_the_other_peer_where_it_was_measured() -> None:

@@ -1,4 +1,4 @@
-"""The image recipe is measured by its own journal, beside a script that does the same work."""
+"""The image recipe is measured by its journal and compared with a script that does the same work."""
 
 from __future__ import annotations
 

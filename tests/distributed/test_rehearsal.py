@@ -42,7 +42,7 @@ SETS = [
 CANARY = "hf_canary4711canary4711"
 PRELOADED = {
     **{"PATH": "/workspace:/usr/local/bin:/usr/bin:/bin", "PYTHON_EXEC": "/workspace/python"},
-    **{"POD_PYTHON_SOCKET": "/workspace/door", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+    **{"POD_PYTHON_SOCKET": "/workspace/python.sock", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
 }
 STRANGER = 54321
 """A user who is not root, has no right and owns nothing here."""
@@ -163,7 +163,7 @@ def test_without_root_the_same_rules_hold_for_plain_processes_and_it_says_what_i
     words += [word for setting in [*SETS, f"cluster.env={json.dumps(PRELOADED)}"] for word in ("--set", setting)]
     command = [*as_user(STRANGER, STRANGER), str(volume / "python"), "-m", "modelwright", *words]
     environ = {
-        "POD_PYTHON_SOCKET": str(volume / "door"),
+        "POD_PYTHON_SOCKET": str(volume / "python.sock"),
         "HOME": "/nonexistent",
         "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
     }

@@ -14,20 +14,20 @@ FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
 
 
 def test_the_pictures_are_as_new_as_the_pages() -> None:
-    assert not pictures.stale(), "the report looks different now: python -m docs.screenshots runs/quickstart"
+    assert not pictures.is_stale(), "the report looks different now: python -m docs.screenshots runs/quickstart"
 
 
 def test_a_page_that_is_drawn_otherwise_looks_otherwise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    before = pictures.look()
-    assert pictures.look() == before
+    before = pictures.render_hash()
+    assert pictures.render_hash() == before
     style = shutil.copytree(html.ASSETS_DIR, tmp_path / "report")
     (style / "page.css").write_text((style / "page.css").read_text("utf-8") + "h1{color:red}", "utf-8")
     monkeypatch.setattr(html, "HERE", style)
-    assert pictures.look() != before, "the style has changed"
+    assert pictures.render_hash() != before, "the style has changed"
     monkeypatch.undo()
     drawn = charts.line_chart
     monkeypatch.setattr(charts, "curves", lambda *given, **named: drawn(*given, **named).replace("Loss", "Cost"))
-    assert pictures.look() != before, "the code that draws has changed"
+    assert pictures.render_hash() != before, "the code that draws has changed"
 
 
 def test_the_pictures_are_small_and_ask_for_nothing() -> None:

@@ -7,12 +7,12 @@ import os
 import random
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tests.faults.fork_server import ForkServer, RemoteCall, run_fingerprint
+from tests.faults.fork_server import ForkedProcess, ForkServer, RemoteCall, run_fingerprint
 
 Value = TypeVar("Value")
 
@@ -111,6 +111,10 @@ class FaultContext:
         value: Value = self._cache[name]
         return value
 
+    def new_recipe(self, name: str, **settings: Any) -> Path:
+        """A recipe in a fresh folder; its run is FOLDER/run."""
+        return self.recipe(self.fresh_folder(name), **settings)
+
     def recipe(self, folder: Path, held_out: int = 4, **settings: Any) -> Path:
         """A recipe in the folder that tunes the model; its run is folder/run."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -125,10 +129,17 @@ class FaultContext:
         }
         return write_sections(folder / "recipe.yaml", sections)
 
+    def start(
+        self, recipe: Path, *options: str, first: Sequence[RemoteCall] = (), environ: Mapping[str, str] | None = None
+    ) -> ForkedProcess:
+        """Start `modelwright run` of a recipe."""
+        calls = (*self.extra_injections, *first)
+        return self.fork_server.start(["run", str(recipe), *options], recipe.parent, environ, calls)
+
     def run(self, recipe: Path, *options: str, first: Sequence[RemoteCall] = ()) -> tuple[int, str]:
         """Run a recipe to its end: exit code and output."""
-        calls = (*self.extra_injections, *first)
-        return self.fork_server.run(["run", str(recipe), *options], recipe.parent, first=calls)
+        process = self.start(recipe, *options, first=first)
+        return process.wait(), process.output
 
     def reference(self, **settings: Any) -> dict[str, Any]:
         """The fingerprint of a run with these settings into which no fault is injected."""
@@ -142,11 +153,11 @@ class FaultContext:
             self._fork_server.close()
 
     def _reference_run(self, settings: dict[str, Any]) -> dict[str, Any]:
-        folder = self.fresh_folder(f"reference-{len(self._cache)}")
-        code, output = self.run(self.recipe(folder, **settings))
+        recipe = self.new_recipe(f"reference-{len(self._cache)}", **settings)
+        code, output = self.run(recipe)
         if code:
             raise RuntimeError(f"a run without any fault ends with {code}:\n{output}")
-        return run_fingerprint(folder / "run")
+        return run_fingerprint(recipe.parent / "run")
 
     def _make_model(self) -> Path:
         """Made in a process of its own, so that this one stays without torch."""

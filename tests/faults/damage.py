@@ -13,8 +13,8 @@ from pathlib import Path
 
 from benchmarks.common import children_of
 from tests.faults import hf_trainer
-from tests.faults.context import FaultContext, FaultResult, FaultRow, count_text, inject
-from tests.faults.fork_server import events_of, run_fingerprint
+from tests.faults.context import FaultContext, FaultResult, FaultRow, count_text, inject, write_sections
+from tests.faults.fork_server import RemoteCall, events_of, run_fingerprint
 from tests.faults.injections import Damage, delete, empty, flip_at, truncate
 
 
@@ -22,11 +22,8 @@ def flipped_bits(context: FaultContext) -> FaultResult:
     """R5: one bit in each file in turn, at its beginning, in its middle, at its end and at random."""
     rng = context.rng("R5")
     positions = [rng.random()] if context.smoke else [0.0, 0.5, 1.0, rng.random(), rng.random()]
-    trials = [
-        (name, f"a bit at {position:.3f}", flip_at(position))
-        for name in _checkpoint_files(context)
-        for position in positions
-    ]
+    flips = [(f"a bit at {position:.3f}", flip_at(position)) for position in positions]
+    trials = [(name, *flip) for name in _checkpoint_files(context) for flip in flips]
     good, notes = _try_on_checkpoint(context, trials)
     models = _finished_files(context, rng) if not context.smoke else []
     for name, position in models:
@@ -36,16 +33,14 @@ def flipped_bits(context: FaultContext) -> FaultResult:
     of = len(trials) + len(models)
     figure = count_text(good, of, f"noticed, in {len(_checkpoint_files(context))} files of a checkpoint"
                      + (f" and {len(models)} of a finished stage" if models else ""))  # fmt: skip
-    return FaultResult(
-        figure, good == of > 0, {"flips": of, "noticed": good}, hf_trainer.flipped_bits(context), tuple(notes)
-    )
+    numbers = {"flips": of, "noticed": good}
+    return FaultResult(figure, good == of > 0, numbers, hf_trainer.flipped_bits(context), tuple(notes))
 
 
 def truncated_files(context: FaultContext) -> FaultResult:
-    """R6: each file cut, emptied and deleted in turn; the checkpoint before it takes over."""
+    """R6: each file truncated, emptied and deleted in turn; the checkpoint before it is used."""
     damages: list[tuple[str, Damage]] = [("cut in half", truncate), ("emptied", empty), ("deleted", delete)]
-    files = _checkpoint_files(context)
-    trials = [(name, word, act) for name in files for word, act in damages]
+    trials = [(name, kind, act) for name in _checkpoint_files(context) for kind, act in damages]
     trials = trials[:: 3 if context.smoke else 1]
     good, notes = _try_on_checkpoint(context, trials)
     figure = count_text(good, len(trials), "recovered from the checkpoint before, bit for bit")
@@ -54,33 +49,27 @@ def truncated_files(context: FaultContext) -> FaultResult:
 
 
 def _try_on_checkpoint(context: FaultContext, trials: list[tuple[str, str, Damage]]) -> tuple[int, list[str]]:
-    """Damage one file of the newest checkpoint, go on, and see that the one before it was taken."""
+    """Damage one file of the newest checkpoint, resume, and check that the one before it was used."""
     reference, notes = context.reference(), []
-    for name, word, act in trials:
-        folder = context.fresh_folder("damaged")
-        recipe = context.recipe(folder)
-        shutil.copytree(killed_run(context) / "run", folder / "run", symlinks=True)
-        last = newest_checkpoint(folder / "run")
+    for name, kind, act in trials:
+        recipe = context.new_recipe("damaged")
+        run = recipe.parent / "run"
+        shutil.copytree(killed_run(context), run, symlinks=True)
+        last = newest_checkpoint(run)
         act(last / name)
         code, output = context.run(recipe)
-        resumed = [event["step"] for event in events_of(folder / "run", "resumed")]
+        resumed = [event["step"] for event in events_of(run, "resumed")]
         before = int(last.name.split("-")[1]) - 3
         if code or f"checkpoint {last.name} moved to corrupt/" not in output or resumed[-1] != before:
-            notes.append(f"{name}, {word}: exit {code}, went on from {resumed}: {output.strip()[-200:]}")
-        elif run_fingerprint(folder / "run") != reference:
-            notes.append(f"{name}, {word}: it differs from the untouched run")
+            notes.append(f"{name}, {kind}: exit {code}, resumed from {resumed}: {output.strip()[-200:]}")
+        elif run_fingerprint(run) != reference:
+            notes.append(f"{name}, {kind}: it differs from the reference run")
     return len(trials) - len(notes), notes
 
 
 def killed_run(context: FaultContext) -> Path:
-    """A run that was killed at step 8 of 12, with checkpoints of steps 3 and 6."""
-
-    def stop() -> Path:
-        folder = context.fresh_folder("stopped")
-        context.run(context.recipe(folder), first=[inject("die_at_step", step=8)])
-        return folder
-
-    return context.cached("stopped", stop)
+    """The folder of a run that was killed at step 8 of 12, with checkpoints of steps 3 and 6."""
+    return context.cached("killed run", lambda: _run(context, "killed", [inject("die_at_step", step=8)]))
 
 
 def newest_checkpoint(run: Path) -> Path:
@@ -89,49 +78,43 @@ def newest_checkpoint(run: Path) -> Path:
 
 
 def _checkpoint_files(context: FaultContext) -> list[str]:
-    return sorted(path.name for path in newest_checkpoint(killed_run(context) / "run").iterdir())
+    return sorted(path.name for path in newest_checkpoint(killed_run(context)).iterdir())
 
 
 def _finished_run(context: FaultContext) -> Path:
-    """A run to which nothing has happened."""
+    """The folder of a run without faults."""
+    return context.cached("finished run", lambda: _run(context, "finished", []))
 
-    def finish() -> Path:
-        folder = context.fresh_folder("finished")
-        context.run(context.recipe(folder))
-        return folder
 
-    return context.cached("finished", finish)
+def _run(context: FaultContext, name: str, first: list[RemoteCall]) -> Path:
+    recipe = context.new_recipe(name)
+    context.run(recipe, first=first)
+    return recipe.parent / "run"
 
 
 def _finished_files(context: FaultContext, rng: random.Random) -> list[tuple[str, float]]:
-    """Every file that a finished stage answers for, each with a place for the bit."""
-    stage = _finished_run(context) / "run/stages/sft"
+    """Every file of a finished stage, each with a position for the bit."""
+    stage = _finished_run(context) / "stages/sft"
     files = [path for path in stage.rglob("*") if path.is_file() and "checkpoints" not in path.parts]
     names = sorted(str(path.relative_to(stage)) for path in files if path.name != "README.md")
     return [(name, rng.random()) for name in names]
 
 
 def _try_on_model(context: FaultContext, name: str, position: float) -> str:
-    """Flip a bit in a file of a finished stage and start it again: it is made again, or refused. Returns a note."""
-    folder = context.fresh_folder("damaged")
-    recipe = context.recipe(folder)
-    shutil.copytree(_finished_run(context) / "run", folder / "run", symlinks=True)
-    flip_at(position)(folder / "run/stages/sft" / name)
+    """Flip a bit in a file of a finished stage and run again: it is rebuilt, or refused. Returns a note."""
+    recipe = context.new_recipe("damaged")
+    run = recipe.parent / "run"
+    shutil.copytree(_finished_run(context), run, symlinks=True)
+    flip_at(position)(run / "stages/sft" / name)
     code, output = context.run(recipe)
-    if code == 0 and run_fingerprint(folder / "run") == context.reference():
+    if code == 0 and run_fingerprint(run) == context.reference():
         return ""
     return f"finished stage, {name} at {position:.3f}: exit {code}: {output.strip()[-200:]}"
 
 
 ROWS = 1000
-BAD_ROWS = (
-    b'{"text": "half a character: \xff"}',
-    b'{"text": "no end',
-    b'["a list"]',
-    b'{"text": 7}',
-    b'{"txt": "gone"}',
-)
-"""Rows that nothing can be learnt from: no UTF-8, no JSON, no object, no text, no such column."""
+BAD_ROWS = (b'{"text": "bad: \xff"}', b'{"text": "no end', b'["a list"]', b'{"text": 7}', b'{"txt": "gone"}')
+"""Invalid rows: not UTF-8, not JSON, not an object, no text, missing column."""
 PREPARE = {"sequence_length": 32, "tokenizer": "model", "max_dropped_token_fraction": 1, "max_invalid_fraction": 0.05,
            "minhash_dedup": False}  # fmt: skip
 PRETRAIN = {"max_length": 32, "max_steps": 4, "per_device_train_batch_size": 2, "precision": "fp32", "save_steps": 2,
@@ -148,39 +131,33 @@ def bad_rows(context: FaultContext) -> FaultResult:
     quarantined = _quarantined(folder / "run")
     documents = _documents_read(folder / "run")
     exact = code == 0 and quarantined == positions and documents == ROWS - len(positions)
-    notes += (
-        [] if exact else [f"seed {context.seed}: exit {code}, listed {quarantined} of {positions}: {output[-200:]}"]
-    )
+    if not exact:
+        notes.append(f"seed {context.seed}: exit {code}, listed {quarantined} of {positions}: {output[-200:]}")
     many = context.fresh_folder("many")
     code, output = context.run(_pretrain_recipe(context, many, list(range(1, ROWS + 1, 16))))  # 6.3 %
     refused_many = code == 2 and "cannot be used" in output and not events_of(many / "run", "step")
     notes += [] if refused_many else [f"6 % bad: exit {code}: {output[-200:]}"]
+    reference = run_fingerprint(folder / "run", "pretrain") if exact else None
     damages = [("cut", truncate), ("one bit flipped", flip_at(0.7)), ("deleted", delete)]
     refused = 0
-    for word, act in damages:
+    for kind, act in damages:
         damaged = context.fresh_folder("shards")
         again = _pretrain_recipe(context, damaged, positions)
         shutil.copytree(folder / "run/data", damaged / "run/data")
         act(damaged / "run/data/packed/train-00000.npy")
         code, output = context.run(again)
-        prepared_again = code == 0 and run_fingerprint(damaged / "run", "pretrain") == run_fingerprint(
-            folder / "run", "pretrain"
-        )
+        prepared_again = code == 0 and run_fingerprint(damaged / "run", "pretrain") == reference
         right = prepared_again or (code == 2 and "train-00000.npy" in output)
         refused += right
-        notes += [] if right else [f"shard {word}: exit {code}: {output.strip()[-200:]}"]
+        notes += [] if right else [f"shard {kind}: exit {code}: {output.strip()[-200:]}"]
     figure = (
         f"{len(quarantined)} of {len(positions)} bad rows set aside and listed, {documents} good ones kept; 6 % bad is "
         f"{'refused' if refused_many else 'trained on'}; "
         f"{refused} of {len(damages)} damaged shards made again or refused"
     )
     met = exact and refused_many and refused == len(damages)
-    numbers = {
-        "bad": len(positions),
-        "listed": len(quarantined),
-        "stopped_above_limit": refused_many,
-        "shards_noticed": refused,
-    }
+    numbers = {"bad": len(positions), "listed": len(quarantined), "stopped_above_limit": refused_many,
+               "shards_noticed": refused}  # fmt: skip
     return FaultResult(figure, met, numbers, None, tuple(notes))
 
 
@@ -191,7 +168,7 @@ def killed_worker(context: FaultContext) -> FaultResult:
     if code:
         return FaultResult(f"exit {code} without any fault", False, notes=(output[-300:],))
     recipe = _pretrain_recipe(context, folder, [], parts=2)
-    process = context.fork_server.start(["run", str(recipe)], folder, first=context.extra_injections)
+    process = context.start(recipe)
     killed = _kill_worker(process.pid)
     code, starts = process.wait(), 1
     output = process.output
@@ -199,16 +176,15 @@ def killed_worker(context: FaultContext) -> FaultResult:
         code, output = context.run(recipe)
         starts += 1
     same = code == 0 and _fingerprint(folder) == _fingerprint(reference)
-    figure = f"{'finished by itself' if starts == 1 else f'finished after {starts} starts'}, shards " + (
-        "bit-identical" if same else "different"
-    )
+    finished = "finished by itself" if starts == 1 else f"finished after {starts} starts"
+    figure = f"{finished}, shards {'bit-identical' if same else 'different'}"
     met = killed and same and starts == 1
     numbers = {"killed": killed, "starts": starts, "identical": same}
     return FaultResult(figure, met, numbers, None, () if met else (output[-300:],))
 
 
 def _kill_worker(pid: int) -> bool:
-    """Wait for the first process below the run, and end it."""
+    """Wait for the first worker of a run, and kill it."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         for child in children_of(pid):
@@ -237,13 +213,11 @@ def _pretrain_recipe(context: FaultContext, folder: Path, bad: list[int], parts:
         "prepare": {**PREPARE, "num_proc": parts},
         "pretrain": {**PRETRAIN, "data": {"dataset_name": str(folder / "walks"), "test_size": 20}},
     }
-    path = folder / "recipe.yaml"
-    path.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in sections.items()), encoding="utf-8")
-    return path
+    return write_sections(folder / "recipe.yaml", sections)
 
 
 def _quarantined(run: Path) -> list[int]:
-    """Lines of the file that are listed as set aside."""
+    """Line numbers in the quarantine file."""
     path = run / "data/packed/quarantine.jsonl"
     if not path.exists():
         return []
@@ -263,15 +237,15 @@ def _fingerprint(folder: Path) -> str:
 
 FAULTS = (
     FaultRow("R5", "one bit flipped", "one byte XOR 1 in every file in turn", "100 % noticed",
-          "HF Trainer: weights and optimizer 0 of 2, random numbers 1 of 1 (measured Nov 2026)", flipped_bits, 40),
-    FaultRow("R6", "a file cut, emptied or gone", "every file of the newest checkpoint in turn",
-          "100 % recovered from the one before",
-          "HF Trainer: 0, it stops or starts the optimizer anew (measured Nov 2026)",
-          truncated_files, 20),
+             "HF Trainer: weights and optimizer 0 of 2, random numbers 1 of 1 (measured Nov 2026)", flipped_bits, 40),
+    FaultRow("R6", "a file truncated, emptied or deleted", "every file of the newest checkpoint in turn",
+             "100 % recovered from the one before",
+             "HF Trainer: 0, it stops or resets the optimizer (measured Nov 2026)",
+             truncated_files, 20),
     FaultRow("R21", "bad rows, damaged and missing shards", "1 % and 6 % of bad rows; a shard cut, flipped, deleted",
-          "rows lost = rows bad, all listed; above the limit and with a bad shard nothing is trained",
-          "HF Trainer and datasets: not measured", bad_rows, 20),
+             "rows lost = rows bad, all listed; above the limit and with a bad shard nothing is trained",
+             "HF Trainer and datasets: not measured", bad_rows, 20),
     FaultRow("R30", "a data worker killed", "SIGKILL to a process of the preparation",
-          "finished by itself, the same shards", "HF Trainer: a dead loader worker ends the run (measured Nov 2026)",
-          killed_worker, 20),
+             "finished by itself, the same shards", "HF Trainer: a dead loader worker ends the run (measured Nov 2026)",
+             killed_worker, 20),
 )  # fmt: skip

@@ -25,11 +25,12 @@ from tests.faults.context import (
     require_root,
 )
 from tests.faults.fork_server import run_fingerprint, steps_of, wait_for_step
+from tests.faults.injections import flip_at
 from tests.faults.storage import UNKNOWN_UID
 
 COMPILE_SETTINGS = {"torch_compile": True, "packing": True, "max_length": 32, "max_steps": 2, "save_steps": 2,
             "gradient_accumulation_steps": 1, "held_out": 0}  # fmt: skip
-"""One shape and nothing measured, so that one graph is compiled."""
+"""One shape and no evaluation, so that one graph is compiled."""
 COMPILE_SECONDS = 900.0
 WRITABLE_ROOT = "the root stays writable"
 
@@ -41,7 +42,7 @@ def unknown_user(context: FaultContext) -> FaultResult:
         require_command(name)
     with _world_writable_folder(context) as folder:
         user = ["setpriv", "--reuid", str(UNKNOWN_UID), "--regid", "0", "--clear-groups"]
-        source = package_pythonpath().split(os.pathsep)[0]  # this package; what it needs is installed
+        source = package_pythonpath().split(os.pathsep)[0]  # this package; its dependencies are installed
         environ = ["env", "-i", "HOME=/", "PATH=/usr/bin:/bin", f"PYTHONPATH={source}", "PYTHONDONTWRITEBYTECODE=1"]
         command = [*user, *environ, sys.executable, "-m", "modelwright", "run", str(folder / "recipe.yaml")]
         script = f'{bind_mount_script(Path(source))}{_read_only_root(folder)}exec "$@"'
@@ -75,7 +76,7 @@ def _world_writable_folder(context: FaultContext) -> Iterator[Path]:
 
 
 def bind_mount_script(package: Path) -> str:
-    """Shell that hides each closed folder on the way to Python and to us behind one that holds just these."""
+    """Shell that replaces each unreadable parent folder of Python and of us by one with only these bind-mounted."""
     wanted = {Path(sys.base_prefix), Path(sys.prefix), package}
     paths = sorted(path for path in wanted if not wanted & set(path.parents))
     closed = {top: path for path in paths for top in reversed(path.parents) if not top.stat().st_mode & 0o001}
@@ -83,11 +84,11 @@ def bind_mount_script(package: Path) -> str:
     lines = []
     for number, top in enumerate(tops):
         inside = [path for path in paths if top in path.parents]
-        binds = [f"$held/{number}-{each}" for each in range(len(inside))]
+        binds = [f"$binds/{number}-{each}" for each in range(len(inside))]
         lines += [f"mkdir -p {bind} && mount --bind {path} {bind}" for path, bind in zip(inside, binds, strict=True)]
         lines.append(f"mount -t tmpfs -o mode=755 tmpfs {top}")
         lines += [f"mkdir -p {path} && mount --bind {bind} {path}" for path, bind in zip(inside, binds, strict=True)]
-    setup = "held=$(mktemp -d) && mount -t tmpfs tmpfs $held"
+    setup = "binds=$(mktemp -d) && mount -t tmpfs tmpfs $binds"
     return "".join(f"{line} && " for line in [setup, *lines]) if lines else ""
 
 
@@ -100,7 +101,7 @@ def _read_only_root(folder: Path) -> str:
 
 
 def broken_cache(context: FaultContext) -> FaultResult:
-    """R24: what torch.compile has kept is cut in half, one kind of file after the other."""
+    """R24: files of the torch.compile cache are truncated, one kind after the other."""
     if shutil.which("cc") is None and shutil.which("gcc") is None:
         raise FaultSkipped("needs a C++ compiler: torch.compile has none to cache")
     folder = context.fresh_folder("compile")
@@ -132,7 +133,7 @@ def _compiled_run(context: FaultContext, folder: Path) -> tuple[int, str]:
     recipe = context.recipe(folder, **COMPILE_SETTINGS)
     variables = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), "TRITON_CACHE_DIR": str(folder / "cache/triton"),
              "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # fmt: skip
-    process = context.fork_server.start(["run", str(recipe)], folder, variables, context.extra_injections)
+    process = context.start(recipe, environ=variables)
     return process.wait(COMPILE_SECONDS), process.output
 
 
@@ -141,7 +142,7 @@ def _cache_files(folder: Path) -> list[Path]:
 
 
 def _kind(path: Path) -> str:
-    """A file by its suffix; graphs are kept without one."""
+    """A file by its suffix; graphs have none."""
     return path.suffix or "graphs"
 
 
@@ -153,16 +154,14 @@ CHANGES = (
     ("seed", ("--set", "seed=7"), "seed was"),
     ("model", (), "model.fingerprint changed"),
 )
-"""What is changed, how, and the words by which it must be named."""
+"""What is changed, how, and the message that must name it."""
 
 
 def concurrent_runs(context: FaultContext) -> FaultResult:
     """R18: a second process in the folder of a running one."""
     reference, folder = context.reference(), context.fresh_folder("two")
     recipe = context.recipe(folder)
-    running = context.fork_server.start(
-        ["run", str(recipe)], folder, first=(*context.extra_injections, inject("slow_steps", seconds=0.4, after=2))
-    )
+    running = context.start(recipe, first=[inject("slow_steps", seconds=0.4, after=2)])
     wait_for_step(folder / "run", 2)
     began = time.monotonic()
     code, output = context.run(recipe)
@@ -175,14 +174,13 @@ def concurrent_runs(context: FaultContext) -> FaultResult:
 
 
 def changed_settings(context: FaultContext) -> FaultResult:
-    """R20: going on with another learning rate, batch, length, seed, other rows, another model."""
+    """R20: resuming with another learning rate, batch, number of steps, seed, other rows, another model."""
     good, notes, changes = 0, [], CHANGES[:: 3 if context.smoke else 1]
     for what, options, message in changes:
-        folder = context.fresh_folder("wishes")
-        recipe = context.recipe(folder)
+        recipe = context.new_recipe("changed")
         context.run(recipe, first=[inject("die_at_step", step=8)])
         if what == "rows":
-            with (folder / "rows.jsonl").open("a", encoding="utf-8") as rows:
+            with (recipe.parent / "rows.jsonl").open("a", encoding="utf-8") as rows:
                 rows.write(json.dumps({"prompt": "One more?", "completion": "One more."}) + "\n")
         if what == "model":
             options = ("--set", f"model.model_name_or_path={_other_model(context)}")
@@ -197,10 +195,6 @@ def changed_settings(context: FaultContext) -> FaultResult:
 
 def _other_model(context: FaultContext) -> str:
     """The same model with one bit of one weight different."""
-    import shutil
-
-    from tests.faults.injections import flip_at
-
     folder = context.folder / "other-model"
     shutil.copytree(context.model, folder, dirs_exist_ok=True)
     flip_at(0.5)(folder / "model.safetensors")
@@ -208,13 +202,14 @@ def _other_model(context: FaultContext) -> str:
 
 
 FAULTS = (
-    FaultRow("R23", "a user nobody knows, no home", "cold start with a random user id, group 0, HOME=/, read-only root",
-          "exit 0", "transformers and datasets fail on /.cache (measured Nov 2026)", unknown_user, 25),
+    FaultRow("R23", "unknown user id, no home", "cold start with a random user id, group 0, HOME=/, read-only root",
+             "exit 0", "transformers and datasets fail on /.cache (measured Nov 2026)", unknown_user, 25),
     FaultRow("R24", "a broken compile cache", "each kind of file that torch.compile keeps, cut in half",
-          "100 % of the runs finish", "torch 2.13: a cut .so ends the run (measured Nov 2026)", broken_cache, 120),
+             "100 % of the runs finish", "torch 2.13: a cut .so ends the run (measured Nov 2026)", broken_cache, 120),
     FaultRow("R18", "two runs in one folder", "the same command while the first is running",
-          "the second refused in 5 s, the first unharmed",
-          "HF Trainer: both exit 0 and delete each other's checkpoints (measured Nov 2026)", concurrent_runs, 6),
-    FaultRow("R20", "other wishes on resume", "learning rate, batch, steps, seed, rows, model changed after a kill",
-          "100 % refused by name", "HF Trainer: 0 of 4, one with a warning (measured Nov 2026)", changed_settings, 12),
+             "the second refused in 5 s, the first unharmed",
+             "HF Trainer: both exit 0 and delete each other's checkpoints (measured Nov 2026)", concurrent_runs, 6),
+    FaultRow("R20", "changed settings on resume", "learning rate, batch, steps, seed, rows, model changed after a kill",
+             "100 % refused by name", "HF Trainer: 0 of 4, one with a warning (measured Nov 2026)",
+             changed_settings, 12),
 )  # fmt: skip

@@ -43,16 +43,16 @@ class Target:
     """Its share of all inputs."""
     seeds: tuple[bytes, ...]
     """Real inputs, to be damaged."""
-    words: tuple[bytes, ...]
-    """Words of its format, to be put anywhere."""
+    tokens: tuple[bytes, ...]
+    """Tokens of its format, to be inserted anywhere."""
     read: Callable[[bytes, Path], None]
     """Reads an input, with a folder to put it into."""
     values: Callable[[], Any] | None = None
     """A strategy of hypothesis for values of the right shape."""
     write: Callable[[Any], bytes] = lambda value: json.dumps(value).encode()
-    """A made-up value as an input."""
+    """A generated value as an input."""
     repair: Callable[[bytes], bytes] | None = None
-    """Puts right what would otherwise hide the damage, such as a seal over the whole."""
+    """Repairs what would otherwise hide the damage, such as a checksum."""
 
 
 ROWS: tuple[dict[str, Any], ...] = (
@@ -63,8 +63,8 @@ ROWS: tuple[dict[str, Any], ...] = (
 JSONL = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 CSV = b'prompt,completion,text\r\n"Why, then?","So ""it"" is.",A rope holds.\r\nWhen?,Now.,"two\nlines"\r\n'
 TXT = "First paragraph.\n\nSecond, with é and 🔥.\n".encode()
-JSON_WORDS = (b"{", b"}", b"[", b"]", b'"', b"\\u", b"\\ud83d", b":", b",", b'"messages"', b"[" * 3000, b"{}", b"\n")
-YAML_WORDS = (
+JSON_TOKENS = (b"{", b"}", b"[", b"]", b'"', b"\\u", b"\\ud83d", b":", b",", b'"messages"', b"[" * 3000, b"{}", b"\n")
+YAML_TOKENS = (
     *(b"!!python/object/apply:os.system ['true']", b"&a ", b"*a", b"<<: *a", b"---\n", b"? ", b"|\n", b">-\n", b"- "),
     *(b"%YAML 1.1\n", b"!!binary ", b": ", b"{", b"}", b"[", b"]", b"'", b'"', b"#", b"\t", b"null", b"~", b".nan"),
     *(
@@ -111,7 +111,7 @@ def _texts(rows: list[Row], data: DataConfig) -> list[str]:
 
 
 def _rows(suffix: str) -> Callable[[bytes, Path], None]:
-    """Read a data file and put its rows to every use; now and then look at it whole, as `data audit` does."""
+    """Read a data file and convert its rows to every format; now and then audit it, as `data audit` does."""
 
     def read(data: bytes, folder: Path) -> None:
         path = folder / f"rows{suffix}"
@@ -147,7 +147,7 @@ def _parquet() -> tuple[bytes, ...]:
 
 
 def _checkpoint(data: bytes, folder: Path) -> None:
-    """A manifest beside the files it may speak of."""
+    """A manifest next to the files it may name."""
     from modelwright.engine.checkpoint import CheckpointManager
 
     step = folder / "step-00000005"
@@ -160,7 +160,7 @@ def _checkpoint(data: bytes, folder: Path) -> None:
 
 
 def _with_valid_checksum(data: bytes) -> bytes:
-    """The same manifest with a seal that fits, so that the damage is not found by the seal alone."""
+    """The same manifest with a valid checksum, so that the damage is not found by the checksum alone."""
     from modelwright.engine.checkpoint import with_checksum
 
     try:
@@ -258,7 +258,7 @@ def _as_lines(rows: list[dict[str, Any]]) -> bytes:
 
 @cache
 def targets() -> tuple[Target, ...]:
-    """Every reader, with real inputs made now."""
+    """Every reader, with real inputs."""
     recipes = tuple(path.read_bytes() for name, path in builtin_recipes().items() if name.endswith("tiny"))
     gates = (
         b"gates:\n  sft:\n    eval_loss: {at_most: 2.2}\n    style_score: {at_least: 0.5, times: base_style_score}\n"
@@ -273,38 +273,38 @@ def targets() -> tuple[Target, ...]:
         b"base_model: a/b\ndatasets:\n  - path: a/c\n    type: alpaca\nadapter: qlora\nlora_target_modules: [q_proj]\n"
     )
     return (
-        Target("recipe", 4, recipes, YAML_WORDS, _recipe, _some_recipe),
-        Target("setting", 4, sets, (*YAML_WORDS, b"=", b"."), _setting),
-        Target("gates file", 4, (gates,), YAML_WORDS, _gates, _any_json),
-        Target("configuration", 3, (trl, axolotl), YAML_WORDS, _configuration, _some_recipe),
-        Target("jsonl", 24, (JSONL,), JSON_WORDS, _rows(".jsonl"), _some_rows, _as_lines),
-        Target("json", 14, (json.dumps(ROWS).encode(),), JSON_WORDS, _rows(".json"), _some_rows),
+        Target("recipe", 4, recipes, YAML_TOKENS, _recipe, _some_recipe),
+        Target("setting", 4, sets, (*YAML_TOKENS, b"=", b"."), _setting),
+        Target("gates file", 4, (gates,), YAML_TOKENS, _gates, _any_json),
+        Target("configuration", 3, (trl, axolotl), YAML_TOKENS, _configuration, _some_recipe),
+        Target("jsonl", 24, (JSONL,), JSON_TOKENS, _rows(".jsonl"), _some_rows, _as_lines),
+        Target("json", 14, (json.dumps(ROWS).encode(),), JSON_TOKENS, _rows(".json"), _some_rows),
         Target("csv", 14, (CSV,), (b'"', b",", b"\r", b"\n", b";", b"\x00", b'""'), _rows(".csv"), _some_rows, _as_csv),
         Target("txt", 8, (TXT,), (b"\n\n", b"\r\n", b"\xff", b"\xef\xbb\xbf"), _rows(".txt")),
         Target("parquet", 6, _parquet(), (b"PAR1", b"\x00", b"\xff\xff\xff\x7f"), _rows(".parquet")),
-        Target("checkpoint", 10, (_manifest(),), JSON_WORDS, _checkpoint, _any_json, repair=_with_valid_checksum),
-        Target("manifest", 2, _jobs(), YAML_WORDS, _job, _any_json),
-        Target("model settings", 5, (settings.encode(),), JSON_WORDS, _model_settings, _any_json),
-        Target("server request", 5, (request.encode(),), JSON_WORDS, _request, _any_json),
+        Target("checkpoint", 10, (_manifest(),), JSON_TOKENS, _checkpoint, _any_json, repair=_with_valid_checksum),
+        Target("manifest", 2, _jobs(), YAML_TOKENS, _job, _any_json),
+        Target("model settings", 5, (settings.encode(),), JSON_TOKENS, _model_settings, _any_json),
+        Target("server request", 5, (request.encode(),), JSON_TOKENS, _request, _any_json),
     )
 
 
 GENERATED_SHARE = 5
-"""One input in so many is made up by hypothesis, where it is installed; the others are damaged files."""
+"""One input in so many is generated by hypothesis, if installed; the others are damaged files."""
 NUMBERS = (b"0", b"-1", b"1e999", b"-1e-999", b"NaN", b"9" * 20, b"9" * 5000, b"0x7f", b"1_0", b"1.5", b"true", b"null")
 CHARACTERS = ("\x00", "\ufeff", "\u202e", "\u2028", "\U0001f525", "é", "\r", "\t", "\x1b[2J", "\\ud800", "\x7f", "\x85")
 
 
 @dataclass
 class FuzzCounts:
-    """What came of the inputs to one reader."""
+    """Results of the inputs to one reader."""
 
     inputs: int = 0
     """How many there were."""
     results: int = 0
     """Those that were read."""
     refused: int = 0
-    """Those that were refused with a letter."""
+    """Those that were refused with an error of ours."""
     escaped: list[str] = field(default_factory=list)
     """What was neither: the error, and the input that caused it."""
     slowest: float = 0.0
@@ -324,7 +324,7 @@ def fuzz(target: Target, inputs: int, seed: int, folder: Path) -> FuzzCounts:
 
 
 def measure(folder: str, inputs: int, seed: int) -> None:
-    """Give every reader its share of the inputs; fuzz.json tells what came of them."""
+    """Give every reader its share of the inputs; results go to fuzz.json."""
     weights = sum(target.weight for target in targets())
     readers = {}
     for target in targets():
@@ -352,7 +352,7 @@ def target_by_name(name: str) -> Target:
 
 
 def damaged_inputs(target: Target, count: int, seed: int) -> Iterator[bytes]:
-    """Real inputs, each damaged in one to five places."""
+    """Real inputs, each damaged one to five times."""
     rng = random.Random(f"{seed}:{target.name}")
     for _ in range(count):
         data = bytearray(rng.choice(target.seeds))
@@ -362,7 +362,7 @@ def damaged_inputs(target: Target, count: int, seed: int) -> Iterator[bytes]:
 
 
 def _damage(data: bytearray, target: Target, rng: random.Random) -> None:
-    """One change in place."""
+    """One change."""
     position = rng.randrange(len(data) + 1)
     length = rng.choice((1, 2, 8, 64, 512))
     kind = rng.randrange(9)
@@ -371,7 +371,7 @@ def _damage(data: bytearray, target: Target, rng: random.Random) -> None:
     elif kind == 1 and data:
         data[position % len(data)] = rng.randrange(256)
     elif kind == 2:
-        data[position:position] = rng.choice(target.words)
+        data[position:position] = rng.choice(target.tokens)
     elif kind == 3:
         data[position:position] = rng.choice(NUMBERS) if rng.random() < 0.5 else rng.choice(CHARACTERS).encode()
     elif kind == 4:
@@ -391,7 +391,7 @@ def _damage(data: bytearray, target: Target, rng: random.Random) -> None:
 
 
 def _generate(target: Target, count: int, seed: int, feed: Callable[[bytes], None]) -> None:
-    """Values by hypothesis; what escapes is gathered, so nothing is shrunk and nothing kept."""
+    """Values by hypothesis; escapes are collected, so nothing is shrunk or stored."""
     import hypothesis
 
     assert target.values is not None

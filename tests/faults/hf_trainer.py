@@ -244,7 +244,9 @@ def _dataset(tokenizer: Any) -> list[dict[str, Any]]:
     rows = []
     for row in questions(40):
         tokens = tokenizer(f"{row['prompt']} {row['completion']}", padding="max_length", truncation=True, max_length=48)
-        labels = [t if seen else -100 for t, seen in zip(tokens["input_ids"], tokens["attention_mask"], strict=True)]
+        labels = [
+            t if attended else -100 for t, attended in zip(tokens["input_ids"], tokens["attention_mask"], strict=True)
+        ]
         rows.append({"input_ids": tokens["input_ids"], "attention_mask": tokens["attention_mask"], "labels": labels})
     return rows
 

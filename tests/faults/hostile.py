@@ -21,7 +21,7 @@ Kind = Literal["model", "data", "images", "recipe", "checkpoint"]
 
 @dataclass(frozen=True)
 class HostileFolder:
-    """Where a hostile file is made."""
+    """Where a hostile file is written."""
 
     folder: Path
     """A folder of its own."""
@@ -325,7 +325,7 @@ CORPUS: tuple[HostileFile, ...] = (
 
 
 Runner = Callable[[Sequence[str], Path], tuple[int, str]]
-"""Runs `modelwright WORDS` in a folder: exit code and everything printed."""
+"""Runs `modelwright ARGUMENTS` in a folder: exit code and output."""
 EXIT_CODES = (0, 2, 3, 75, 76, 77, 78)
 """Exit codes of our commands; 1 is an unexpected error."""
 CRASHES = ("This was not foreseen", "Traceback (most recent call last)")

@@ -53,7 +53,7 @@ class LiveServer:
         return int(head.split()[1]) if head else 0, body
 
     def send(self, method: str, path: str, headers: dict[str, str], body: Any = b"") -> tuple[int, bytes]:
-        """A whole request; a header with an empty value is left out."""
+        """A complete request; a header with an empty value is omitted."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         fields = {"Host": f"127.0.0.1:{self.port}", "Connection": "close", "Content-Type": "application/json",
                  "Content-Length": str(len(data)), **headers}  # fmt: skip
@@ -90,7 +90,7 @@ BAD_DASHBOARD_REQUESTS: list[tuple[str, str, dict[str, Any]]] = [
 """Method, path and what else of a request."""
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "Why?"}], "max_tokens": 4}
 BAD_SERVER_REQUESTS: list[tuple[str, dict[str, Any]]] = [
-    *((f"method {word}", {"method": word}) for word in ("GET", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "HEAD")),
+    *((f"method {verb}", {"method": verb}) for verb in ("GET", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "HEAD")),
     *((f"post to {path}", {"path": path}) for path in ("/v1/models", "/", "/v1/chat", "/v1/../v1/models")),
     *((f"path {path}", {"method": "GET", "path": path}) for path in (
         "/", "/docs", "/v1", "/../../etc/passwd", "/v1/models/../../etc/passwd", "/%2e%2e/etc/passwd", "//v1/models//",
@@ -118,7 +118,7 @@ BAD_SERVER_REQUESTS: list[tuple[str, dict[str, Any]]] = [
 
 
 class DashboardServer(LiveServer):
-    """A board over a folder of runs."""
+    """A dashboard of a folder of runs."""
 
     def __init__(self, folder: Path, answers: AskFn | None = None) -> None:
         self.dashboard = Dashboard(RunIndex((), folder, {}), answers or _echo)
@@ -142,9 +142,9 @@ class ModelServer(LiveServer):
     def request(
         self, body: Any, method: str = "POST", path: str = "/v1/chat/completions", **headers: str
     ) -> tuple[int, bytes]:
-        """A request with the key, unless told otherwise."""
+        """A request with the key, unless the headers say otherwise."""
         fields = {name.replace("_", "-"): value for name, value in headers.items()}
-        return self.send(method, path, {"Authorization": f"Bearer {self.served.key}", **fields}, body)
+        return self.send(method, path, {"Authorization": f"Bearer {self.served.api_key}", **fields}, body)
 
 
 def _echo(folder: RunFolder, question: str) -> Iterator[tuple[str, str]]:
@@ -152,7 +152,7 @@ def _echo(folder: RunFolder, question: str) -> Iterator[tuple[str, str]]:
 
 
 def measure(folder: str, model: str) -> None:
-    """Send all of them to a board and to a server with a tiny model; requests.json tells which were answered."""
+    """Send all of them to a dashboard and to a server with a tiny model; results go to requests.json."""
     from modelwright.serve.generate import TextGenerator
     from modelwright.serve.openai_server import ServedModel
 

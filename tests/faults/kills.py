@@ -13,25 +13,23 @@ from typing import Any
 from modelwright.report.history import TIME_CATEGORIES, TimeBreakdown
 from modelwright.runs import journal
 from tests.faults import hf_trainer
-from tests.faults.context import FaultContext, FaultResult, FaultRow, count_text, inject
+from tests.faults.context import FaultContext, FaultResult, FaultRow, count_text, exit_codes, inject
 from tests.faults.fork_server import ForkedProcess, events_of, run_fingerprint, steps_of
-from tests.faults.two_nodes import Launch
+from tests.faults.two_nodes import Launch, rank_pids
 
 FREQUENT_SAVES: dict[str, Any] = {"max_steps": 24, "save_steps": 2, "eval_steps": 24}
-"""Settings with which a fifth of the time goes into saves."""
+"""Settings with which a fifth of the time is spent in saves."""
 GRACE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class Kill:
-    """What became of one run that was killed once."""
+    """One run that was killed once and started again."""
 
-    moment: float
-    """Seconds after its start."""
     resumed: bool
-    """Whether the same command brought it to its end."""
+    """Whether the same command finished it."""
     identical: bool
-    """Whether it then was the run to which nothing happened, bit for bit."""
+    """Whether it then equals the reference run, bit for bit."""
     repeated: int
     """Steps done twice."""
     note: str = ""
@@ -48,18 +46,13 @@ def _random_kills(context: FaultContext) -> list[Kill]:
     reference, length = context.reference(**FREQUENT_SAVES), _run_seconds(context)
     done: list[Kill] = []
     for number in range(2 * count):
-        folder = context.fresh_folder("kill")
-        recipe = context.recipe(folder, **FREQUENT_SAVES)
-        moment = rng.uniform(0.02, length)
-        process = context.fork_server.start(["run", str(recipe)], folder, first=context.extra_injections)
+        recipe, moment = context.new_recipe("kill", **FREQUENT_SAVES), rng.uniform(0.02, length)
+        process = context.start(recipe)
         time.sleep(moment)
         if not process.kill():
-            continue  # it was done before
-        done.append(
-            _resume_and_compare(
-                context, folder, moment, reference, f"seed {context.seed}, kill {number} after {moment:.3f} s"
-            )
-        )
+            continue  # it had ended before
+        where = f"seed {context.seed}, kill {number} after {moment:.3f} s"
+        done.append(_resume_and_compare(context, recipe, reference, where))
         if len(done) == count:
             break
         if len(done) % 10 == 0:
@@ -68,26 +61,24 @@ def _random_kills(context: FaultContext) -> list[Kill]:
 
 
 def _run_seconds(context: FaultContext) -> float:
-    """How long a run lasts from its start to its end here and now: the moments are drawn from it."""
-    folder, began = context.fresh_folder("length"), time.monotonic()
-    context.run(context.recipe(folder, **FREQUENT_SAVES))
+    """How long a run takes; the moments of the kills are random in it."""
+    recipe, began = context.new_recipe("length", **FREQUENT_SAVES), time.monotonic()
+    context.run(recipe)
     return time.monotonic() - began
 
 
-def _resume_and_compare(
-    context: FaultContext, folder: Path, moment: float, reference: dict[str, Any], where: str
-) -> Kill:
-    run = folder / "run"
-    code, output = context.run(folder / "recipe.yaml")
+def _resume_and_compare(context: FaultContext, recipe: Path, reference: dict[str, Any], where: str) -> Kill:
+    run = recipe.parent / "run"
+    code, output = context.run(recipe)
     if code:
-        return Kill(moment, False, False, 0, f"{where}: exit {code}: {output.strip()[-200:]}")
+        return Kill(False, False, 0, f"{where}: exit {code}: {output.strip()[-200:]}")
     repeated = len(events_of(run, "step")) - len(steps_of(run))
     same = run_fingerprint(run) == reference
-    return Kill(moment, True, same, repeated, "" if same else f"{where}: it differs from the untouched run")
+    return Kill(True, same, repeated, "" if same else f"{where}: it differs from the reference run")
 
 
 def resume(context: FaultContext) -> FaultResult:
-    """R1: how many killed runs go on without a person."""
+    """R1: how many killed runs resume without a person."""
     kills = random_kills(context)
     good = sum(kill.resumed for kill in kills)
     numbers = {"kills": len(kills), "resumed": good, "share_of_time_in_saves": _save_time_fraction(context)}
@@ -97,7 +88,7 @@ def resume(context: FaultContext) -> FaultResult:
 
 
 def identity(context: FaultContext) -> FaultResult:
-    """R2: how many of them end bit for bit as if nothing had happened."""
+    """R2: how many of them equal the reference run, bit for bit."""
     kills = random_kills(context)
     good = sum(kill.identical for kill in kills)
     figure = count_text(good, len(kills), "equal in loss, data order and weights, bit for bit")
@@ -117,24 +108,20 @@ def repeated_steps(context: FaultContext) -> FaultResult:
 
 def kills_in_save(context: FaultContext) -> FaultResult:
     """R3: kill a run at every moment of one save: before each call that changes the disk, and inside its files."""
-    reference, save = context.reference(), 9  # the third save also forgets the first
-    folder = context.fresh_folder("moments")
-    code, output = context.run(context.recipe(folder), first=[inject("kill_in_save", step=save, moment=0)])
+    reference, save = context.reference(), 9  # the third save also deletes the first
+    code, output = context.run(context.new_recipe("moments"), first=[inject("kill_in_save", step=save, moment=0)])
     if code:
         return FaultResult(f"exit {code} without any fault", False, notes=(output[-300:],))
     moments = int(output.split("moments: ")[1].split()[0])
-    chosen = range(1, moments + 1)
-    if context.smoke:
-        chosen = range(1, moments + 1, max(1, moments // 5))
+    chosen = range(1, moments + 1, max(1, moments // 5) if context.smoke else 1)
     good, notes = 0, []
     for moment in chosen:
-        folder = context.fresh_folder("in-save")
-        recipe = context.recipe(folder)
+        recipe = context.new_recipe("in-save")
         code, output = context.run(recipe, first=[inject("kill_in_save", step=save, moment=moment)])
         if code != -signal.SIGKILL:
             notes.append(f"moment {moment} of {moments}: exit {code} in place of a kill")
             continue
-        kill = _resume_and_compare(context, folder, moment, reference, f"killed at moment {moment} of {moments}")
+        kill = _resume_and_compare(context, recipe, reference, f"killed at moment {moment} of {moments}")
         good += kill.identical
         notes += [kill.note] * (not kill.identical)
     figure = count_text(good, len(chosen), "moments of a save resumed, bit for bit")
@@ -148,33 +135,29 @@ def sigterm(context: FaultContext) -> FaultResult:
     reference, rng, count = context.reference(**settings), context.rng("R9"), context.num_trials(10, 3)
     lost, codes, slowest, same, notes = 0, [], 0.0, 0, []
     for number in range(count):
-        folder = context.fresh_folder("asked")
-        recipe = context.recipe(folder, **settings)
-        moment = rng.uniform(0.1, 1.6)
-        slowed = (*context.extra_injections, inject("slow_steps", seconds=0.15))
-        process = context.fork_server.start(["run", str(recipe)], folder, first=slowed)
-        _wait_for_journal(folder / "run")  # an interpreter that has not begun has nothing to save
+        recipe, moment = context.new_recipe("sigterm", **settings), rng.uniform(0.1, 1.6)
+        run = recipe.parent / "run"
+        process = context.start(recipe, first=[inject("slow_steps", seconds=0.15)])
+        _wait_for_journal(run)  # a process that has not started has nothing to save
         time.sleep(moment)
         seconds, code = _terminate(process, context.time_limit(GRACE_SECONDS))
         slowest = max(slowest, seconds)
         if code == 0:
-            continue  # it was done before
+            continue  # it had ended before
         codes.append(code)
-        reached = max(steps_of(folder / "run"), default=0)
+        reached = max(steps_of(run), default=0)
         finished, output = context.run(recipe)
-        resumed = events_of(folder / "run", "resumed")
+        resumed = events_of(run, "resumed")
         lost += reached - (resumed[-1]["step"] if resumed else 0)
-        steps_equal = not finished and run_fingerprint(folder / "run")["steps"] == reference["steps"]
-        same += steps_equal and run_fingerprint(folder / "run")["files"] == reference["files"]
+        steps_equal = not finished and run_fingerprint(run)["steps"] == reference["steps"]
+        same += steps_equal and run_fingerprint(run)["files"] == reference["files"]
         if finished or not steps_equal:
-            notes.append(
-                f"seed {context.seed}, trial {number}, asked after {moment:.2f} s: exit {finished}: {output[-200:]}"
-            )
-    right = all(code == 75 for code in codes)
-    figure = (
-        f"{lost} steps lost over {len(codes)} signals; {same} bit-identical; exit {exit_codes(codes)}; {slowest:.1f} s"
-    )
-    met = bool(codes) and lost == 0 and right and same == len(codes) and slowest < context.time_limit(GRACE_SECONDS)
+            where = f"seed {context.seed}, trial {number}, SIGTERM after {moment:.2f} s"
+            notes.append(f"{where}: exit {finished}: {output[-200:]}")
+    ends = f"exit {exit_codes(codes)}; {slowest:.1f} s"
+    figure = f"{lost} steps lost over {len(codes)} signals; {same} bit-identical; {ends}"
+    in_time = slowest < context.time_limit(GRACE_SECONDS)
+    met = bool(codes) and lost == 0 and set(codes) == {75} and same == len(codes) and in_time
     numbers = {"signals": len(codes), "steps_lost": lost, "identical": same, "slowest_seconds": round(slowest, 2)}
     return FaultResult(figure, met, numbers, hf_trainer.sigterm(context), tuple(notes))
 
@@ -192,39 +175,38 @@ def _terminate(process: ForkedProcess, grace: float) -> tuple[float, int]:
 
 def restart_finished(context: FaultContext) -> FaultResult:
     """R25: the command of a finished run once more."""
-    folder = context.fresh_folder("again")
-    recipe = context.recipe(folder)
+    recipe = context.new_recipe("again")
+    run = recipe.parent / "run"
     if context.run(recipe)[0]:
         return FaultResult("the run could not be finished", False)
-    before, steps = _bytes_of(folder / "run"), len(events_of(folder / "run", "step"))
+    before, steps = _bytes_of(run), len(events_of(run, "step"))
     code, output = context.run(recipe)
-    extra = len(events_of(folder / "run", "step")) - steps
-    changed = [name for name, data in _bytes_of(folder / "run").items() if before.get(name) != data]
+    extra = len(events_of(run, "step")) - steps
+    changed = [name for name, data in _bytes_of(run).items() if before.get(name) != data]
     figure = f"{extra} extra steps, {len(changed)} files of models and checkpoints changed"
     met = code == 0 and extra == 0 and not changed
     numbers = {"extra_steps": extra, "files_changed": len(changed)}
-    return FaultResult(
-        figure, met, numbers, hf_trainer.restart_finished(context), () if met else (output[-300:], *changed)
-    )
+    notes = () if met else (output[-300:], *changed)
+    return FaultResult(figure, met, numbers, hf_trainer.restart_finished(context), notes)
 
 
 def _bytes_of(run: Path) -> dict[str, bytes]:
-    """Every file of the stages but the card, which tells the time."""
+    """Every file of the stages except the model card, which has a date."""
     files = [path for path in (run / "stages").rglob("*") if path.is_file() and path.name != "README.md"]
     return {str(path.relative_to(run)): path.read_bytes() for path in files}
 
 
 def _save_time_fraction(context: FaultContext) -> float:
-    """How much of the time between the first step and the last was spent in saves, in an undisturbed run."""
+    """The fraction of time between the first and the last step spent in saves, in a run without faults."""
 
-    def share() -> float:
-        folder = context.fresh_folder("share")
-        context.run(context.recipe(folder, **FREQUENT_SAVES))
-        steps, saves = events_of(folder / "run", "step"), events_of(folder / "run", "checkpoint_saved")
+    def fraction() -> float:
+        recipe = context.new_recipe("saves", **FREQUENT_SAVES)
+        context.run(recipe)
+        steps, saves = (events_of(recipe.parent / "run", name) for name in ("step", "checkpoint_saved"))
         spent = sum(float(save["seconds"]) for save in saves)
         return spent / max(1e-9, float(saves[-1]["time"]) - float(steps[0]["time"]))
 
-    return round(context.cached("share of saves", share), 3)
+    return round(context.cached("save time fraction", fraction), 3)
 
 
 def _wait_for_journal(run: Path) -> None:
@@ -233,16 +215,12 @@ def _wait_for_journal(run: Path) -> None:
         time.sleep(0.01)
 
 
-def exit_codes(codes: list[int]) -> str:
-    return ", ".join(str(code) for code in sorted(set(codes))) or "none"
-
-
 KILL_INTERVAL_SECONDS, MINUTES = 30.0, 10.0
 GOODPUT_GOAL = 0.85
 
 
 def goodput(context: FaultContext) -> FaultResult:
-    """R27: a launch whose only rank is killed every 30 s for ten minutes; the ledger of the run is its own judge."""
+    """R27: a launch whose only rank is killed every 30 s for ten minutes; measured by the time breakdown of the run."""
     folder, seconds = context.fresh_folder("goodput"), MINUTES * 60
     context.recipe(folder, max_steps=100_000, save_steps=8, eval_steps=100_000, logging_steps=1)
     launch, kills = Launch(folder, per_node=1), 0
@@ -263,7 +241,7 @@ def goodput(context: FaultContext) -> FaultResult:
     breakdown = TimeBreakdown()
     for event in journal.read(launch.run / "journal.jsonl"):
         breakdown.add(event)
-    first_startup = events_of(launch.run, "run")[0]["time"] - began  # the first start, which no journal can tell of
+    first_startup = events_of(launch.run, "run")[0]["time"] - began  # before the journal exists
     seconds_by_category = {**breakdown.seconds, "startup": breakdown.seconds["startup"] + first_startup}
     total = sum(seconds_by_category.values())
     productive = seconds_by_category["productive"] / total
@@ -281,36 +259,29 @@ def goodput(context: FaultContext) -> FaultResult:
 
 
 def _kill_rank(launch: Launch) -> int:
-    """SIGKILL to the process that trains now, where there is one."""
-    for signs in Path(launch.folder).glob("modelwright-*/ranks.json"):
-        with suppress(OSError, ValueError):
-            for pid in _pids(signs):
-                os.kill(pid, signal.SIGKILL)
-                return 1
+    """SIGKILL to the rank that runs now; 1 if there is one."""
+    with suppress(OSError, ValueError, StopIteration):
+        for pid in rank_pids(launch.folder):
+            os.kill(pid, signal.SIGKILL)
+            return 1
     return 0
-
-
-def _pids(signs: Path) -> list[int]:
-    import json
-
-    return [int(pid) for pid in json.loads(signs.read_text(encoding="utf-8")).values()]
 
 
 FAULTS = (
     FaultRow("R1", "killed at a random moment", "SIGKILL at U(0, length of the run), saves every 2 steps",
-          "100 % resumed without a person", "HF Trainer 5.22: 10 of 14 (measured Nov 2026)", resume, 120),
-    FaultRow("R2", "killed at a random moment", "the same kills, held against an untouched run",
-          "100 % bit-identical", "HF Trainer 5.22: 10 of 14 (measured Nov 2026)", identity, 1),
+             "100 % resumed without a person", "HF Trainer 5.22: 10 of 14 (measured Nov 2026)", resume, 120),
+    FaultRow("R2", "killed at a random moment", "the same kills, compared with a reference run",
+             "100 % bit-identical", "HF Trainer 5.22: 10 of 14 (measured Nov 2026)", identity, 1),
     FaultRow("R3", "killed inside a save", "SIGKILL before each call that changes the disk, and between tensors",
-          "100 % resumed", "HF Trainer 5.22: 0 of 4 (measured Nov 2026)", kills_in_save, 60),
+             "100 % resumed", "HF Trainer 5.22: 0 of 4 (measured Nov 2026)", kills_in_save, 60),
     FaultRow("R4", "steps done twice after a kill", "the kills of R1", "at most one save interval",
-          "HF Trainer: 1.0 × where it resumes (measured Nov 2026)", repeated_steps, 1),
-    FaultRow("R9", "asked to stop, 30 s of grace", "SIGTERM at random moments, SIGKILL 30 s later",
-          "0 steps lost, bit-identical, exit 75",
-          "HF Trainer: 7 steps lost; with its own option 1, other weights, exit 0 (measured Nov 2026)",
-          sigterm, 40),
+             "HF Trainer: 1.0 × where it resumes (measured Nov 2026)", repeated_steps, 1),
+    FaultRow("R9", "SIGTERM, 30 s of grace", "SIGTERM at random moments, SIGKILL 30 s later",
+             "0 steps lost, bit-identical, exit 75",
+             "HF Trainer: 7 steps lost; with its own option 1, other weights, exit 0 (measured Nov 2026)",
+             sigterm, 40),
     FaultRow("R25", "a finished run started again", "the same command twice", "0 extra steps, nothing changed",
-          "HF Trainer: 1 extra step, one more checkpoint (measured Nov 2026)", restart_finished, 4),
+             "HF Trainer: 1 extra step, one more checkpoint (measured Nov 2026)", restart_finished, 4),
     FaultRow("R27", "killed every 30 s for 10 minutes", "SIGKILL to the rank under the launcher; seconds by cause",
-          "85 % of the time useful", "–: nobody publishes it for a machine like this", goodput, 620),
+             "85 % of the time useful", "–: nobody publishes it for a machine like this", goodput, 620),
 )  # fmt: skip

@@ -16,7 +16,7 @@ from urllib.parse import quote
 from tests.faults.hostile import CRASHES, EXIT_CODES, Runner, write_recipe
 
 EnvRunner = Callable[[Sequence[str], Path, Mapping[str, str]], tuple[int, str]]
-"""Runs `modelwright WORDS` in a folder with these variables: exit code and everything printed."""
+"""Runs `modelwright ARGUMENTS` in a folder with these variables: exit code and output."""
 MARK = "c4n4ry"
 TOKEN = f"hf_{MARK}AbCdEfGhIjKlMnOpQrStUv"
 URL = f"https://somebody:{MARK}pa55word@example.invalid/rows.jsonl"

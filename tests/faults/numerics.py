@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults import hf_trainer
-from tests.faults.context import FaultContext, FaultResult, FaultRow, FaultSkipped, count_text, inject, require_root
+from tests.faults.context import (
+    FaultContext,
+    FaultResult,
+    FaultRow,
+    FaultSkipped,
+    count_text,
+    exit_codes,
+    inject,
+    require_root,
+)
 from tests.faults.fork_server import RemoteCall, events_of, run_fingerprint, steps_of
 
 LONG: dict[str, Any] = {"max_steps": 30, "save_steps": 3, "eval_steps": 30}
@@ -41,7 +50,7 @@ def nan_weight(context: FaultContext) -> FaultResult:
 
 
 def spikes(context: FaultContext) -> FaultResult:
-    """R11: one bad batch, or all weights thirtyfold; the loss in the end beside that of an untouched run."""
+    """R11: one outlier batch, or all weights × 30; the final loss compared with that of the reference run."""
     clean = context.reference(**LONG)["metrics"]["eval_loss"]
     rng, count = context.rng("R11"), context.num_trials(4, 1)
     kinds = [("one batch with 50 times the loss", "bad_batch"), ("all weights 30 times as large", "grow_weights")]
@@ -91,10 +100,6 @@ def _is_open(gate: Path) -> bool:
     return gate.exists() and bool(json.loads(gate.read_text(encoding="utf-8"))["open"])
 
 
-def exit_codes(codes: list[int]) -> str:
-    return ", ".join(str(code) for code in sorted(set(codes)))
-
-
 CGROUPS = Path("/sys/fs/cgroup/memory")
 MAX_LOSS_DIFFERENCE = 1e-4
 """How far losses may lie apart when the same batch is added up in smaller bites."""
@@ -107,17 +112,19 @@ def device_memory(context: FaultContext) -> FaultResult:
     if code:
         return FaultResult(f"exit {code}", False, notes=(output[-300:],))
     steps = steps_of(folder / "run")
-    kept = sum(steps[step]["batch_hash"] == batch for step, (_, batch, *_) in reference["steps"].items())
+    same_batches = sum(steps[step]["batch_hash"] == batch for step, (_, batch, *_) in reference["steps"].items())
     largest = max(abs(steps[step]["loss"] - loss) for step, (loss, *_) in reference["steps"].items())
     reported = any("do not fit the memory" in note["message"] for note in events_of(folder / "run", "note"))
     lost = len(events_of(folder / "run", "step")) - len(reference["steps"])
-    figure = f"{lost} steps lost, {kept} of {len(reference['steps'])} batches kept, losses {largest:.1g} apart"
-    met = lost == 0 and kept == len(reference["steps"]) and largest < MAX_LOSS_DIFFERENCE and reported
-    return FaultResult(figure, met, {"steps_lost": lost, "batches_kept": kept, "largest_loss_difference": largest})
+    figure = f"{lost} steps lost, {same_batches} of {len(reference['steps'])} batches kept, losses {largest:.1g} apart"
+    met = lost == 0 and same_batches == len(reference["steps"]) and largest < MAX_LOSS_DIFFERENCE and reported
+    return FaultResult(
+        figure, met, {"steps_lost": lost, "batches_kept": same_batches, "largest_loss_difference": largest}
+    )
 
 
 def machine_memory(context: FaultContext) -> FaultResult:
-    """R29: the kernel ends the run in a control group whose memory is full; the same command goes on."""
+    """R29: the kernel's OOM killer ends the run in a control group; the same command resumes."""
     reference, folder = context.reference(), context.fresh_folder("oom")
     recipe = context.recipe(folder)
     with memory_limit(1200) as group:
@@ -153,13 +160,13 @@ def memory_limit(megabytes: int) -> Iterator[Path]:
 
 FAULTS = (
     FaultRow("R10", "a weight turns into NaN", "one weight set to NaN before a random step, again after rolling back",
-          "noticed within 1 step, 0 NaN checkpoints, no gate opens",
-          "HF Trainer: never noticed, exit 0, all tensors NaN, a lower loss (measured Nov 2026)", nan_weight, 8),
+             "noticed within 1 step, 0 NaN checkpoints, no gate opens",
+             "HF Trainer: never noticed, exit 0, all tensors NaN, a lower loss (measured Nov 2026)", nan_weight, 8),
     FaultRow("R11", "a spike, or corrupted weights", "loss × 50 in one batch; all weights × 30, at a random step",
-          "100 % end within 5 % of the clean loss", "HF Trainer: 0, it ends 70 times as high (measured Nov 2026)",
-          spikes, 25),
+             "100 % end within 5 % of the clean loss", "HF Trainer: 0, it ends 70 times as high (measured Nov 2026)",
+             spikes, 25),
     FaultRow("R22", "the device runs out of memory", "an out-of-memory error with more than one row at once",
-          "0 steps lost, the global batch kept", "HF Trainer: the run dies (measured Nov 2026)", device_memory, 3),
+             "0 steps lost, the global batch kept", "HF Trainer: the run dies (measured Nov 2026)", device_memory, 3),
     FaultRow("R29", "the machine runs out of memory", "control group of 1.2 GB, 3 GB taken at step 8",
-          "ended by the kernel, resumed bit-identical", "–", machine_memory, 5),
+             "ended by the kernel, resumed bit-identical", "–", machine_memory, 5),
 )  # fmt: skip

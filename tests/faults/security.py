@@ -56,7 +56,7 @@ class InjectionFindings:
 
 
 def run_with_text(folder: Path, text: str, steps: int = 20) -> RunFolder:
-    """A run as its journal tells it, with a text as its name, question, answers, notes, source and verdict."""
+    """A run folder whose name, question, answers, notes, source and verdict are this text."""
     run = RunFolder(folder / "run")
     step = {"event": "step", "stage": "sft", "steps": steps, "grad_norm": 1.0, "learning_rate": 1e-3, "health": "ok",
             "tokens_per_second": 100.0, "step_seconds": 1.0, "peak_memory_bytes": 10**9}  # fmt: skip
@@ -80,7 +80,7 @@ def run_with_text(folder: Path, text: str, steps: int = 20) -> RunFolder:
 
 
 def check_pages(folder: Path, findings: InjectionFindings, texts: Sequence[str] = HOSTILE) -> None:
-    """Draw a report for each text, and compare its tags with those of a run that says "Why?"."""
+    """Render a report for each text, and compare its tags with those of a harmless text."""
     plain = ParsedPage(html.write_report(run_with_text(folder / "plain", "Why?")).read_text(encoding="utf-8"))
     for number, text in enumerate(texts):
         written = html.write_report(run_with_text(folder / f"page-{number}", text)).read_text(encoding="utf-8")
@@ -178,7 +178,7 @@ def read_constraints(path: Path) -> dict[str, str]:
 
 
 def pip_download(lock: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Let pip bring what a lock names, each file held against its hashes."""
+    """Let pip download the packages of a lock, each file checked against its hashes."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK
     path.write_text(lock, encoding="utf-8")
@@ -306,7 +306,7 @@ def locked_installation(context: FaultContext) -> FaultResult:
         raise FaultSkipped(f"needs an index of packages: {download.stderr.strip().splitlines()[-1][:120]}")
     wrong = HASH.sub("--hash=sha256:" + "0" * 64, small[0].lines)
     refused = pip_download(wrong, folder / "changed").returncode != 0
-    figure = f"{len(packages)} packages locked, {len(small)} brought and held against their hashes"
+    figure = f"{len(packages)} packages locked, {len(small)} downloaded and verified by their hashes"
     numbers = {"packages": len(packages), "hashes": sum(each.hashes for each in packages), "brought": len(small),
             "stale": stale, "without_hash": unhashed, "wrong_hash_refused": refused}  # fmt: skip
     notes = [f"{name} is not the version of constraints.txt: make lock" for name in stale]
@@ -338,23 +338,23 @@ NONE = "–"
 
 FAULTS = (
     FaultRow("S1", "malicious files",
-          "pickles, .pt, .npy, YAML tags, Jinja, auto_map, kernels, adapters and Arrow types, by every door",
-          "0 code executions, every end foreseen",
-          "transformers, 2026: code ran with trust_remote_code off (CVE-2026-4372, 5241)", malicious_files, 420),
+             "pickles, .pt, .npy, YAML tags, Jinja, auto_map, kernels, adapters and Arrow types, read by every command",
+             "0 code executions, 0 crashes",
+             "transformers, 2026: code ran with trust_remote_code off (CVE-2026-4372, 5241)", malicious_files, 420),
     FaultRow("S2", "secrets",
-          "canaries in variables, files, URLs and settings; a run to its export, and mistakes with --debug",
-          "0 leaks", "HF Trainer: training_args.bin holds hub_token in clear text", secrets, 90),
+             "canaries in variables, files, URLs and settings; a run to its export, and mistakes with --debug",
+             "0 leaks", "HF Trainer: training_args.bin holds hub_token in clear text", secrets, 90),
     FaultRow("S3", "paths that lead out", "names, links in run folders, archives as a pod sends them",
-          "0 writes outside the run folder", "MLflow: the same kind of CVE five times, 2023 to 2026",
-          path_traversal, 90),
-    FaultRow("S4", "texts that act", "HTML, ANSI, CSV and bidi texts from models, rows, recipes and names",
-          "0 acted", NONE, injected_texts, 60),
+             "0 writes outside the run folder", "MLflow: the same kind of CVE five times, 2023 to 2026",
+             path_traversal, 90),
+    FaultRow("S4", "texts that inject code", "HTML, ANSI, CSV and bidi texts from models, rows, recipes and names",
+             "0 acted", NONE, injected_texts, 60),
     FaultRow("S5", "pods", "rendered jobs against Pod Security restricted and restricted-v2",
-          "0 violations", NONE, pods, 5),
+             "0 violations", NONE, pods, 5),
     FaultRow("S6", "bad requests", "hosts, origins, methods, keys, paths and bodies, to board and server",
-          "0 accepted", NONE, bad_requests, 10),
+             "0 accepted", NONE, bad_requests, 10),
     FaultRow("S7", "locked installation", "pip --require-hashes from the lock; a wrong hash",
-          "all held, the wrong one refused", NONE, locked_installation, 60),
-    FaultRow("S8", "fuzzing", "damaged files and made-up values to every reader",
-          "0 escapes but our letters in 100,000 inputs", NONE, fuzzing, 300),
+             "all verified, the wrong one refused", NONE, locked_installation, 60),
+    FaultRow("S8", "fuzzing", "damaged files and generated values to every reader",
+             "only errors of ours in 100,000 inputs", NONE, fuzzing, 300),
 )  # fmt: skip

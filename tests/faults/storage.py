@@ -16,6 +16,7 @@ from tests.faults.context import (
     FaultResult,
     FaultRow,
     FaultSkipped,
+    exit_codes,
     inject,
     require_command,
     require_root,
@@ -24,7 +25,7 @@ from tests.faults.fork_server import RemoteCall, events_of, run_fingerprint, ste
 
 TRACED = "trace=write,pwrite64,fsync,fdatasync,rename,renameat,renameat2"
 UNKNOWN_UID = 1000680000
-"""A user id that nobody has, as clusters give them."""
+"""A user id without a user, as clusters assign them."""
 
 
 @contextmanager
@@ -45,9 +46,9 @@ def small_disk(folder: Path, kilobytes: int) -> Iterator[Path]:
 
 
 def full_disk(context: FaultContext) -> FaultResult:
-    """R7: a disk with room for two checkpoints, seen full before the write or met in it; then room is made."""
+    """R7: a disk with space for two checkpoints, detected before the write or by the write; then it is enlarged."""
     reference, size = context.reference(), _checkpoint_bytes(context)
-    kinds = [("seen before", []), ("met in the write", [inject("blind_to_full_disk")])]
+    kinds = [("detected before", []), ("detected by the write", [inject("blind_to_full_disk")])]
     resumed, harmed, notes = 0, 0, []
     for kind, first in kinds:
         folder = context.fresh_folder("full")
@@ -65,7 +66,9 @@ def full_disk(context: FaultContext) -> FaultResult:
             resumed += code == 78 and same
             if code != 78 or not same:
                 notes.append(f"{kind}: exit {code}, then {again}: {output.strip()[-200:]} {later.strip()[-200:]}")
-    figure = f"{resumed} of {len(kinds)} told with exit 78 and resumed by the same command; {harmed} checkpoints harmed"
+    figure = (
+        f"{resumed} of {len(kinds)} reported with exit 78 and resumed by the same command; {harmed} checkpoints harmed"
+    )
     numbers = {"trials": len(kinds), "resumed": resumed, "checkpoints_harmed": harmed}
     return FaultResult(figure, resumed == len(kinds) and not harmed, numbers, None, tuple(notes))
 
@@ -88,20 +91,19 @@ def read_only(context: FaultContext) -> FaultResult:
             steps += len(steps_of(output_dir))
             if code != 78 or "Traceback" in output:
                 notes.append(f"{output_dir.parent.name}: exit {code}: {output.strip()[-300:]}")
-    figure = f"{steps} steps before the error, told in {slowest:.1f} s, exit {', '.join(map(str, sorted(set(codes))))}"
+    figure = f"{steps} steps before the error, reported in {slowest:.1f} s, exit {exit_codes(codes)}"
     met = steps == 0 and slowest < context.time_limit(5) and set(codes) == {78} and not notes
     numbers = {"steps": steps, "slowest_seconds": round(slowest, 2)}
     return FaultResult(figure, met, numbers, None, tuple(notes))
 
 
 def order_of_writes(context: FaultContext) -> FaultResult:
-    """R28: what a power cut would find, by the kernel's own account of the calls."""
+    """R28: what would be on disk after a power cut, by the system calls that strace saw."""
     require_root("strace of another process")
     strace, folder = require_command("strace"), context.fresh_folder("power")
     log, go = folder / "calls.txt", folder / "go"
     recipe = context.recipe(folder)
-    first = (*context.extra_injections, inject("wait_for_file", path=str(go)))
-    process = context.fork_server.start(["run", str(recipe)], folder, first=first)
+    process = context.start(recipe, first=[inject("wait_for_file", path=str(go))])
     watcher = subprocess.Popen([strace, "-f", "-y", "-qq", "-e", TRACED, "-o", str(log), "-p", str(process.pid)],
                                stderr=subprocess.PIPE)  # fmt: skip
     deadline = time.monotonic() + 20
@@ -126,15 +128,15 @@ PATHS = re.compile(r'"([^"]*)"')
 
 
 def check_order(text: str, root: str) -> tuple[int, list[str]]:
-    """Renames inside a folder, and what is out of order: bytes and names not synced before, the new name not after.
+    """Renames inside a folder, and those out of order: data not synced before, or the parent folder not after.
 
-    A folder renamed to its final name answers for every file in it, and for its own list of names. What becomes hidden
-    or is set aside needs no sync: losing that move harms nothing.
+    A folder renamed to its final name must have all of its files and its own entries synced. Renames to hidden names or
+    into corrupt/ need no sync: losing them harms nothing.
     """
     unsynced: set[str] = set()
     waiting: str | None = None
     renames, faults = 0, []
-    for call, rest in (found.groups() for found in map(CALL.match, text.splitlines()) if found):
+    for call, rest in (match.groups() for match in map(CALL.match, text.splitlines()) if match):
         if call.startswith("rename"):
             source, target = PATHS.findall(rest)[:2]
             open_paths = {path for path in unsynced if path == source or path.startswith(f"{source}/")}
@@ -156,7 +158,7 @@ def check_order(text: str, root: str) -> tuple[int, list[str]]:
 
 
 def _is_final(target: str, root: str) -> bool:
-    """Whether a name is one that is looked for after a restart: inside the folder, nothing hidden, not set aside."""
+    """Whether a restart reads this name: inside the folder, not hidden, not under corrupt/."""
     if not target.startswith(f"{root}/"):
         return False
     parts = target.removeprefix(f"{root}/").split("/")
@@ -175,7 +177,7 @@ def _checkpoint_bytes(context: FaultContext) -> int:
     """What one checkpoint takes."""
     from tests.faults.damage import killed_run, newest_checkpoint
 
-    return sum(path.stat().st_size for path in newest_checkpoint(killed_run(context) / "run").iterdir())
+    return sum(path.stat().st_size for path in newest_checkpoint(killed_run(context)).iterdir())
 
 
 MEGABYTES, TURNS = 128, 9
@@ -184,7 +186,7 @@ MINUTE = 60.0
 
 
 def checkpoint_cost(context: FaultContext) -> FaultResult:
-    """R26: seconds of our save beside those of the same bytes written as the library writes them."""
+    """R26: seconds of our save compared with safetensors' save_file and one fsync."""
     folder = context.fresh_folder("cost")
     process = context.fork_server.fork(RemoteCall("tests.faults.storage", "measure_saves", (str(folder),)), folder)
     if process.wait():
@@ -229,15 +231,15 @@ def measure_saves(folder: str) -> None:
 
 
 FAULTS = (
-    FaultRow("R7", "disk full in a save, then room", "tmpfs with room for two checkpoints, then remounted larger",
-          "resumed without a person, 0 checkpoints harmed",
-          "HF Trainer: not resumed until a person deletes the half one (measured Nov 2026)", full_disk, 8),
+    FaultRow("R7", "disk full in a save, then enlarged", "tmpfs with space for two checkpoints, then remounted larger",
+             "resumed without a person, 0 checkpoints harmed",
+             "HF Trainer: not resumed until a person deletes the half one (measured Nov 2026)", full_disk, 8),
     FaultRow("R8", "output that cannot be written",
-          "tmpfs remounted read-only; a folder of mode 0555, without root's powers",
-          "0 steps before the error, under 5 s", "HF Trainer: 0 steps, 0.3 s (measured Nov 2026)", read_only, 4),
+             "tmpfs remounted read-only; a folder of mode 0555, without root's powers",
+             "0 steps before the error, under 5 s", "HF Trainer: 0 steps, 0.3 s (measured Nov 2026)", read_only, 4),
     FaultRow("R28", "power cut", "strace: every rename's bytes synced before it, its folder after it",
-          "0 out of order", "torch DCP syncs by default; HF Trainer never does (read Nov 2026)", order_of_writes, 6),
+             "0 out of order", "torch DCP syncs by default; HF Trainer never does (read Nov 2026)", order_of_writes, 6),
     FaultRow("R26", "the cost of a checkpoint", f"{MEGABYTES} MiB saved in turn: verified, and plain with one sync",
-          "at most 1.25 × a plain save, under 2 % of the time", "a prototype: 1.20 × (measured Nov 2026)",
-          checkpoint_cost, 25),
+             "at most 1.25 × a plain save, under 2 % of the time", "a prototype: 1.20 × (measured Nov 2026)",
+             checkpoint_cost, 25),
 )  # fmt: skip

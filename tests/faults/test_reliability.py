@@ -23,7 +23,7 @@ BY_ID = {fault.id: fault for fault in scorecard.FAULTS}
 
 @pytest.fixture(scope="module")
 def context(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultContext]:
-    """One place for all of them: what several need is made once."""
+    """One context for all tests: shared runs are made once."""
     yield FaultContext(tmp_path_factory.mktemp("bench"), scorecard.SEED, smoke=True, fork_server=fork_server)
 
 
@@ -35,10 +35,7 @@ def test_a_run_survives(context: FaultContext, name: str) -> None:
     assert row["verdict"] == "met", json.dumps(row, indent=1)
 
 
-@pytest.mark.parametrize(
-    ("worse", "name"),
-    [("save_in_place", "R3"), ("save_in_place", "R5"), ("unguarded", "R10")],
-)
+@pytest.mark.parametrize(("worse", "name"), [("save_in_place", "R3"), ("save_in_place", "R5"), ("unguarded", "R10")])
 def test_a_worse_engine_is_reported_as_a_gap(
     context: FaultContext, tmp_path: Path, worse: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,14 +53,18 @@ def test_what_cannot_be_injected_is_skipped_and_what_breaks_is_a_gap(tmp_path: P
     def breaks(context: FaultContext) -> FaultResult:
         raise TimeoutError("process 7 did not end")
 
-    def breaks_without_a_word(context: FaultContext) -> FaultResult:
+    def breaks_without_message(context: FaultContext) -> FaultResult:
         raise AssertionError
 
     context = FaultContext(tmp_path, 1)
-    cases = ((lacks, "skipped", "needs root"), (breaks, "gap", "did not end"), (breaks_without_a_word, "gap", "Assert"))
-    for act, verdict, words in cases:
+    cases = (
+        (lacks, "skipped", "needs root"),
+        (breaks, "gap", "did not end"),
+        (breaks_without_message, "gap", "Assert"),
+    )
+    for act, verdict, message in cases:
         row = scorecard.row(FaultRow("R1", "a name", "a way", "a goal", "–", act, 1), context)
-        assert (row["verdict"], words in row["figure"]) == (verdict, True)
+        assert (row["verdict"], message in row["figure"]) == (verdict, True)
 
 
 GOOD = """\
@@ -103,13 +104,13 @@ def test_a_part_that_is_measured_again_replaces_its_rows_and_no_others(
     monkeypatch.setattr(results, "ROOT", tmp_path)
     for rows in ({"R1": row_of("old"), "R3": row_of("kept")}, {"R1": row_of("new", "gap")}):
         scorecard.save_rows(results.result("reliability", {"rows": rows, "seed": 7, "smoke": False}))
-    kept = results.load_result("reliability")
-    assert kept is not None
-    assert {name: row["figure"] for name, row in kept["figures"]["rows"].items()} == {"R1": "new", "R3": "kept"}
-    assert scorecard.lines(kept["figures"])[-1] == "1 met, 1 gap, 0 skipped; seed 7"
+    saved = results.load_result("reliability")
+    assert saved is not None
+    assert {name: row["figure"] for name, row in saved["figures"]["rows"].items()} == {"R1": "new", "R3": "kept"}
+    assert scorecard.lines(saved["figures"])[-1] == "1 met, 1 gap, 0 skipped; seed 7"
 
 
 def test_the_page_shows_the_figures_that_were_kept() -> None:
-    kept, page = results.load_result("reliability"), scorecard.page()
-    assert kept is not None and page is not None
-    assert scorecard.as_markdown(kept["figures"]) in page.read_text(encoding="utf-8")
+    saved, page = results.load_result("reliability"), scorecard.page()
+    assert saved is not None and page is not None
+    assert scorecard.as_markdown(saved["figures"]) in page.read_text(encoding="utf-8")

@@ -69,7 +69,7 @@ def test_a_line_of_the_scorecard_is_met(id: str, context: FaultContext) -> None:
 
 
 def test_code_that_runs_is_noticed(tmp_path: Path) -> None:
-    def trusting(words: Sequence[str], folder: Path) -> tuple[int, str]:
+    def trusting(arguments: Sequence[str], folder: Path) -> tuple[int, str]:
         subprocess.run(["touch", str(tmp_path / "canary")], check=True)
         return 1, "Traceback (most recent call last)"
 
@@ -88,17 +88,17 @@ def test_the_pickles_of_the_corpus_are_real(tmp_path: Path) -> None:
 
 
 def test_a_secret_that_leaks_is_found(tmp_path: Path) -> None:
-    def careless(words: Sequence[str], folder: Path, variables: Mapping[str, str]) -> tuple[int, str]:
+    def careless(arguments: Sequence[str], folder: Path, variables: Mapping[str, str]) -> tuple[int, str]:
         (folder / "args.json").write_text(json.dumps(dict(variables)), encoding="utf-8")
-        return 0, variables["HF_TOKEN"] if words[0] == "report" else ""
+        return 0, variables["HF_TOKEN"] if arguments[0] == "report" else ""
 
     found = leaks.search_leaks(tmp_path / "desk", tmp_path, careless, short=True)
     assert [leak.partition(":")[0] for leak in found.leaks] == ["printed by report ./run", "args.json"]
 
 
 def test_a_write_outside_is_found(tmp_path: Path) -> None:
-    def careless(words: Sequence[str], folder: Path) -> tuple[int, str]:
-        (folder.parent / "victim" / "kept.txt").write_text(" ".join(words), encoding="utf-8")
+    def careless(arguments: Sequence[str], folder: Path) -> tuple[int, str]:
+        (folder.parent / "victim" / "kept.txt").write_text(" ".join(arguments), encoding="utf-8")
         return 0, ""
 
     found = leaks.run_traversal(tmp_path / "root", tmp_path, careless, short=True)
