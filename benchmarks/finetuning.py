@@ -10,33 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import common
+from benchmarks import common, peer_trainers, workloads
 from benchmarks.common import KernelProfile, ratio, require_finite, run_variants, select_variants, variant_lines
-from benchmarks.peer_trainers import (
-    StepTimes,
-    conversation_dataset,
-    cpu_or_gpu_seconds,
-    in_engine_order,
-    make_engine,
-    torch_device,
-    train_engine,
-    train_peer,
-)  # fmt: skip
-from benchmarks.workloads import (
-    DPO,
-    SEED,
-    SMALL_LENGTH,
-    VARIANTS,
-    DpoWorkload,
-    SftScenario,
-    Variant,
-    load_scenario_model,
-    preference_texts,
-    save_dpo_model,
-    save_scenario_tokenizer,
-    save_small_model,
-    scenario_conversations,
-)  # fmt: skip
+from benchmarks.peer_trainers import StepTimes, in_engine_order, make_engine, torch_device, train_engine, train_peer
+from benchmarks.workloads import VARIANTS, DpoWorkload, SftScenario, Variant
 from modelwright.errors import UsageError
 
 Figures = dict[str, Any]
@@ -71,8 +48,8 @@ def measure_sft(variants: Sequence[str], steps: int, data: Path | None, kernels:
     micro_batch, accumulation = SFT_BATCH[shape]
     scenario = SftScenario(shape, None if shape == "smollm3" else 12, micro_batch * accumulation, 1, steps)
     with tempfile.TemporaryDirectory() as folder:
-        rows = scenario_conversations(scenario, data)
-        save_scenario_tokenizer(scenario, rows, Path(folder))
+        rows = workloads.scenario_conversations(scenario, data)
+        workloads.save_scenario_tokenizer(scenario, rows, Path(folder))
         setup = BenchSetup(scenario, rows, Path(folder), steps)
 
         def train(variant: Variant, profile: KernelProfile) -> Figures:
@@ -125,7 +102,7 @@ def _sft_task(scenario: SftScenario, rows: Any, folder: Path, settings: Any) -> 
     from modelwright.models import pretrained
     from modelwright.tasks.sft import SftTask
 
-    model = load_scenario_model(scenario, folder, torch_device(), settings)
+    model = workloads.load_scenario_model(scenario, folder, torch_device(), settings)
     pretrained.prepare_model(model, torch_device(), "auto")
     loaded = common.now()
     tokenizer = pretrained.load_tokenizer(folder)
@@ -144,7 +121,7 @@ def sft_trl(setup: BenchSetup, variant: Variant) -> tuple[float, StepTimes]:
     rows = in_engine_order(setup.rows.train, scenario.batch, setup.steps * (3 if packs else 1))
     # several packed rows at once would become one with a mask of all by all: the peer is faster a row at a time
     micro_batch, accumulation = (1, max(1, scenario.batch // 10)) if packs else SFT_BATCH[scenario.shape]
-    model = load_scenario_model(scenario, setup.folder, torch_device(), SftConfig())
+    model = workloads.load_scenario_model(scenario, setup.folder, torch_device(), SftConfig())
     model = model.to(torch.bfloat16) if variant.bf16_weights else model
     times, trainer = train_trl_sft(began, model, setup.folder, rows, {
         "max_steps": setup.steps, "learning_rate": SFT_LEARNING_RATE, "per_device_train_batch_size": micro_batch,
@@ -162,7 +139,7 @@ def train_trl_sft(
     from modelwright.models import pretrained
 
     return train_peer(
-        SFTTrainer, SFTConfig, settings, began, model=model, train_dataset=conversation_dataset(rows),
+        SFTTrainer, SFTConfig, settings, began, model=model, train_dataset=peer_trainers.conversation_dataset(rows),
         processing_class=pretrained.load_tokenizer(tokenizer),
     )  # fmt: skip
 
@@ -173,9 +150,9 @@ def measure_dpo(variants: Sequence[str], steps: int, data: Path | None, kernels:
         raise UsageError("--rows is not for dpo: its pairs are random, so that their lengths are exact")
     gpu = torch_device().type == "cuda"
     work = "dpo" if gpu else "dpo-tiny"
-    selected, workload = _installed(select_variants(VARIANTS[work], variants)), DPO[work]
+    selected, workload = _installed(select_variants(VARIANTS[work], variants)), workloads.DPO[work]
     with tempfile.TemporaryDirectory() as folder:
-        save_dpo_model(Path(folder), workload)
+        workloads.save_dpo_model(Path(folder), workload)
 
         def train(variant: Variant, profile: KernelProfile) -> Figures:
             arguments = workload, variant, Path(folder), steps
@@ -220,12 +197,12 @@ def dpo_modelwright(
     def message(role: str, text: str) -> tuple[dict[str, str], ...]:
         return ({"role": role, "content": text},)
 
-    began = cpu_or_gpu_seconds()
+    began = peer_trainers.cpu_or_gpu_seconds()
     pairs = [
         PreferencePair(
             str(row), message("user", prompt), message("assistant", chosen), message("assistant", rejected), prompt
         )
-        for row, (prompt, chosen, rejected) in enumerate(preference_texts(workload, steps))
+        for row, (prompt, chosen, rejected) in enumerate(workloads.preference_texts(workload, steps))
     ]
     model = pretrained.load_model(folder, variant.attention)
     pretrained.prepare_model(model, torch_device(), variant.attention)
@@ -237,10 +214,10 @@ def dpo_modelwright(
     task = DpoTask(model, pretrained.load_tokenizer(folder), PreferenceDataset(pairs, [], ""), settings, ())
     assert task.sharing_blocker is None, task.sharing_blocker
     engine = make_engine(task, settings)
-    loaded = cpu_or_gpu_seconds()
+    loaded = peer_trainers.cpu_or_gpu_seconds()
     precompute_ref_log_probs(task, engine, folder / f"reference of {variant.name}", "random")
-    reference = cpu_or_gpu_seconds() - loaded
-    return reference, train_engine(engine, steps, began, profile, cpu_or_gpu_seconds)
+    reference = peer_trainers.cpu_or_gpu_seconds() - loaded
+    return reference, train_engine(engine, steps, began, profile, peer_trainers.cpu_or_gpu_seconds)
 
 
 def dpo_trl(workload: DpoWorkload, variant: Variant, folder: Path, steps: int) -> tuple[float, StepTimes]:
@@ -250,8 +227,8 @@ def dpo_trl(workload: DpoWorkload, variant: Variant, folder: Path, steps: int) -
 
     from modelwright.models import pretrained
 
-    began, gpu = cpu_or_gpu_seconds(), torch_device().type == "cuda"
-    rows = in_engine_order(preference_texts(workload, steps), workload.pairs, steps)
+    began, gpu = peer_trainers.cpu_or_gpu_seconds(), torch_device().type == "cuda"
+    rows = in_engine_order(workloads.preference_texts(workload, steps), workload.pairs, steps)
     settings = {
         "max_steps": steps, "per_device_train_batch_size": workload.pairs, "max_length": workload.max_length,
         "precompute_ref_batch_size": workload.pairs, "beta": 0.1, "learning_rate": DPO_LEARNING_RATE,
@@ -259,9 +236,9 @@ def dpo_trl(workload: DpoWorkload, variant: Variant, folder: Path, steps: int) -
     }  # fmt: skip
     data = Dataset.from_list([{"prompt": p, "chosen": f" {c}", "rejected": f" {r}"} for p, c, r in rows])
     model, tokenizer = pretrained.load_model(folder), pretrained.load_tokenizer(folder)
-    loaded = cpu_or_gpu_seconds()
+    loaded = peer_trainers.cpu_or_gpu_seconds()
     times, trainer = train_peer(
-        DPOTrainer, DPOConfig, settings, began, cpu_or_gpu_seconds,
+        DPOTrainer, DPOConfig, settings, began, peer_trainers.cpu_or_gpu_seconds,
         model=model, processing_class=tokenizer, train_dataset=data,
     )  # fmt: skip
     first = trainer.train_dataset[0]
@@ -278,10 +255,10 @@ def measure_survival(
     """
     if variants:
         raise UsageError("--variant is not for survival: all of its variants are compared")
-    rows = scenario_conversations(scenario, data)
+    rows = workloads.scenario_conversations(scenario, data)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        save_scenario_tokenizer(scenario, rows, folder)
+        workloads.save_scenario_tokenizer(scenario, rows, folder)
         total = -(-len(rows.train) * scenario.epochs // scenario.batch)
         cached, notes = survival_modelwright(scenario, rows, folder, total)
         plain, _ = survival_modelwright(
@@ -318,7 +295,7 @@ def survival_trl(scenario: SftScenario, rows: Any, folder: Path) -> StepTimes:
     from modelwright.recipe.schema import SftConfig
 
     began, gpu = time.perf_counter(), torch_device().type == "cuda"
-    model = load_scenario_model(scenario, folder, torch_device(), SftConfig(trainable=LAST_TWO_LAYERS))
+    model = workloads.load_scenario_model(scenario, folder, torch_device(), SftConfig(trainable=LAST_TWO_LAYERS))
     ordered = in_engine_order(rows.train, scenario.batch, scenario.compared_steps)
     return train_trl_sft(began, model, folder, ordered, {
         "max_steps": scenario.compared_steps, "per_device_train_batch_size": scenario.batch, "max_length": 1024,
@@ -399,12 +376,14 @@ def measure_small_sft(variants: Sequence[str], steps: int, data: Path | None, ke
         dataset_name="field-guide", columns={"question": "prompt", "answer": "completion"},
         max_rows=total * SMALL_BATCH + 1, test_size=CountOrFraction(1),
     )  # fmt: skip
-    conversations = chat.load_conversations(config, SEED, Path())
+    conversations = chat.load_conversations(config, workloads.SEED, Path())
     ours: list[StepTimes] = []
     peer: list[StepTimes] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        save_small_model(folder, [message["content"] for item in conversations.train for message in item.messages])
+        workloads.save_small_model(
+            folder, [message["content"] for item in conversations.train for message in item.messages]
+        )
         for number in range(ROUNDS):
             for is_ours in (True, False) if number % 2 == 0 else (False, True):
                 if is_ours:
@@ -430,7 +409,7 @@ def small_sft_modelwright(folder: Path, conversations: Any, steps: int) -> StepT
 
     model = pretrained.load_model(folder)
     settings = SftConfig(
-        max_steps=steps, per_device_train_batch_size=SMALL_BATCH, max_length=SMALL_LENGTH, precision="fp32",
+        max_steps=steps, per_device_train_batch_size=SMALL_BATCH, max_length=workloads.SMALL_LENGTH, precision="fp32",
         learning_rate=1e-4, lr_scheduler_type="constant",
     )  # fmt: skip
     eos = pretrained.eos_token_ids(model)
@@ -444,7 +423,7 @@ def small_sft_trl(folder: Path, conversations: Any, steps: int) -> StepTimes:
 
     rows = in_engine_order(conversations.train, SMALL_BATCH, steps)
     times, trainer = train_trl_sft(time.perf_counter(), pretrained.load_model(folder), folder, rows, {
-        "max_steps": steps, "per_device_train_batch_size": SMALL_BATCH, "max_length": SMALL_LENGTH,
+        "max_steps": steps, "per_device_train_batch_size": SMALL_BATCH, "max_length": workloads.SMALL_LENGTH,
         "learning_rate": 1e-4, "use_cpu": True, "bf16": False, "gradient_checkpointing": False,
     })  # fmt: skip
     lengths = [len(row["input_ids"]) for row in trainer.train_dataset]

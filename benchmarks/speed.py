@@ -17,10 +17,9 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks import common, finetuning, startup
+from benchmarks import common, finetuning, peer_trainers, startup, workloads
 from benchmarks.common import KernelProfile, ratio, require_finite, run_variants, select_variants, variant_lines
 from benchmarks.peer_trainers import (
-    NOT_PROFILED,
     StepTimes,
     device_name,
     in_engine_order,
@@ -28,20 +27,8 @@ from benchmarks.peer_trainers import (
     torch_device,
     train_engine,
     train_peer,
-    train_torchtitan,
-)  # fmt: skip
-from benchmarks.workloads import (
-    EXACT,
-    SURVIVAL,
-    VARIANTS,
-    WORKLOADS,
-    TokenRowsTask,
-    Variant,
-    Workload,
-    flops_per_token,
-    random_llama,
-    token_rows,
-)  # fmt: skip
+)
+from benchmarks.workloads import VARIANTS, WORKLOADS, Variant, Workload
 from modelwright.errors import UsageError
 
 Figures = dict[str, Any]
@@ -63,7 +50,7 @@ def measure(
         return figures | dict(OTHERS[work][0](variants, steps, rows, kernels))
 
     def train(variant: Variant, profile: KernelProfile) -> Figures:
-        times = train_variant(WORKLOADS[work], variant, token_rows(WORKLOADS[work], steps, rows), profile)
+        times = train_variant(WORKLOADS[work], variant, workloads.token_rows(WORKLOADS[work], steps, rows), profile)
         return pretrain_figures(WORKLOADS[work], times)
 
     figures["variants"] = run_variants(select_variants(VARIANTS[work], variants), kernels, train)
@@ -107,8 +94,10 @@ def lines(figures: Figures) -> Iterator[str]:
 
 def gap_to_exact(figures: Figures, name: str) -> str:
     """How far a variant's loss ends from that of fp32 weights, where both ran for long enough."""
-    curves = {each: figures["variants"].get(each, {}).get("losses", [])[-LATE_STEPS:] for each in (EXACT, name)}
-    if name == EXACT or figures["steps"] < 2 * LATE_STEPS or not all(curves.values()):
+    curves = {
+        each: figures["variants"].get(each, {}).get("losses", [])[-LATE_STEPS:] for each in (workloads.EXACT, name)
+    }
+    if name == workloads.EXACT or figures["steps"] < 2 * LATE_STEPS or not all(curves.values()):
         return ""
     exact, other = (mean(curve) for curve in curves.values())
     return f", {other / exact - 1:+.2%} of exact weights' over the last {LATE_STEPS} steps"
@@ -119,14 +108,17 @@ def train_variant(
 ) -> StepTimes:
     """Train the rows with the trainer of the variant."""
     if variant.titan is not None:
-        return train_torchtitan(workload, variant.titan, rows)
+        return peer_trainers.train_torchtitan(workload, variant.titan, rows)
     if variant.peer is not None:
         return train_hf(workload, variant, rows)
     return train_modelwright(workload, variant, rows, profile)
 
 
 def train_modelwright(
-    workload: Workload, variant: Variant, rows: np.ndarray[Any, Any], profile: KernelProfile = NOT_PROFILED
+    workload: Workload,
+    variant: Variant,
+    rows: np.ndarray[Any, Any],
+    profile: KernelProfile = peer_trainers.NOT_PROFILED,
 ) -> StepTimes:
     """Our engine over the rows."""
     from modelwright.models import activation_checkpoint, pretrained, trainable
@@ -137,9 +129,9 @@ def train_modelwright(
         "max_steps": steps, "per_device_train_batch_size": workload.rows, "learning_rate": workload.learning_rate,
         "gradient_accumulation_steps": workload.accumulation, "lr_scheduler_type": "constant", **variant.settings,
     })  # fmt: skip
-    model = random_llama(workload)
+    model = workloads.random_llama(workload)
     pretrained.prepare_model(model, torch_device(), "auto")
-    task = TokenRowsTask(trainable.set_trainable(model, settings), rows)
+    task = workloads.TokenRowsTask(trainable.set_trainable(model, settings), rows)
     activation_checkpoint.enable_activation_checkpointing(model, settings.gradient_checkpointing)
     return train_engine(make_engine(task, settings), steps, began, profile)
 
@@ -156,7 +148,7 @@ def train_hf(workload: Workload, variant: Variant, rows: np.ndarray[Any, Any]) -
         "gradient_accumulation_steps": workload.accumulation, **(variant.peer or {}),
     }  # fmt: skip
     data = Dataset.from_dict({"input_ids": tokens, "labels": tokens}).with_format("torch")
-    model = _peft_model(workload) if workload.lora else random_llama(workload)
+    model = _peft_model(workload) if workload.lora else workloads.random_llama(workload)
     return train_peer(Trainer, TrainingArguments, settings, began, model=model, train_dataset=data)[0]
 
 
@@ -167,7 +159,7 @@ def _peft_model(workload: Workload) -> Any:
     from modelwright.models.trainable import add_lora
     from modelwright.recipe.schema import LoraStageConfig
 
-    model = random_llama(workload)
+    model = workloads.random_llama(workload)
     model = add_lora(model.bfloat16() if torch.cuda.is_available() else model, LoraStageConfig())
     model.enable_input_require_grads()  # which their checkpointing needs with frozen embeddings
     return model
@@ -181,7 +173,7 @@ def pretrain_figures(workload: Workload, times: StepTimes) -> Figures:
     rate, peak = workload.batch * workload.length / times.step_seconds, probe_device().peak_flops
     return {
         "tokens_per_second": round(rate, 1),
-        "mfu": round(rate * flops_per_token(workload) / peak, 4) if peak else None,
+        "mfu": round(rate * workloads.flops_per_token(workload) / peak, 4) if peak else None,
         **times.summary(),
         "loss_first": times.losses[0],
         "loss_last": times.losses[-1],
@@ -194,11 +186,11 @@ OTHERS: dict[str, tuple[Callable[..., Figures], Callable[[Figures], Iterator[str
     "dpo": (finetuning.measure_dpo, finetuning.dpo_lines),
     "sft-small": (finetuning.measure_small_sft, finetuning.small_sft_lines),
     **{work: (partial(finetuning.measure_survival, scenario), finetuning.survival_lines)
-       for work, scenario in SURVIVAL.items()},
+       for work, scenario in workloads.SURVIVAL.items()},
     "start": (startup.measure_first_step, startup.first_step_lines),
 }  # fmt: skip
 """Workloads that are more than token rows through one model."""
-RESULT_NAMES = {"sft-small": "sft", **dict.fromkeys(SURVIVAL, "survival")}
+RESULT_NAMES = {"sft-small": "sft", **dict.fromkeys(workloads.SURVIVAL, "survival")}
 """Workloads with a result file of their own."""
 KNOWN = (*WORKLOADS, *OTHERS)
 
