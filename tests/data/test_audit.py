@@ -1,4 +1,4 @@
-"""An audit names every unusable row and foretells what training would meet; samples show what is learnt."""
+"""An audit reports every invalid row and the statistics of the rest; rendered samples show what is trained."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def run(*arguments: str) -> int:
     return int(stop.value.code or 0)
 
 
-def test_every_unusable_row_is_named_with_its_place_and_value(tmp_path: Path) -> None:
+def test_every_unusable_row_is_named_with_its_location_and_value(tmp_path: Path) -> None:
     bad = [{"prompt": "Why?", "completion": " "}, {"prompt": 3, "completion": "x"}, {"prompt": "Why?"}]
     path = write(tmp_path / "rows.jsonl", [*GOOD, *bad])
     with path.open("ab") as file:
         file.write(b'{"prompt": "caf\xe9"}\n{"prompt": "Why?", "completion": "Bec\n')
-    found = audit(DataConfig(dataset_name=str(path)), FRAME, tmp_path)
-    assert (found.rows, len(found.invalid_rows)) == (45, 5)
-    assert [fault.where for fault in found.invalid_rows] == [f"rows.jsonl:{line}" for line in range(41, 46)]
-    assert [fault.reason.partition(";")[0] for fault in found.invalid_rows] == [
+    result = audit(DataConfig(dataset_name=str(path)), FRAME, tmp_path)
+    assert (result.rows, len(result.invalid_rows)) == (45, 5)
+    assert [fault.where for fault in result.invalid_rows] == [f"rows.jsonl:{line}" for line in range(41, 46)]
+    assert [fault.reason.partition(";")[0] for fault in result.invalid_rows] == [
         "'completion' is empty", "'prompt' is 3",
         "no messages, nor prompt and completion", "these bytes are not UTF-8",
         "this is no JSON (Unterminated string starting at at column 34)",
     ]  # fmt: skip
-    assert '"completion": " "' in found.invalid_rows[0].excerpt
+    assert '"completion": " "' in result.invalid_rows[0].excerpt
 
 
 def test_the_numbers_foretell_cuts_copies_leaks_and_padding(tmp_path: Path) -> None:
@@ -75,11 +75,11 @@ def test_a_split_by_rows_does_not_hide_its_leak_from_the_audit(tmp_path: Path) -
 
 def test_a_long_system_prompt_makes_no_rows_alike(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", GOOD)
-    found = [
+    result = [
         audit(DataConfig(dataset_name=str(path), system_prompt=said), FRAME, tmp_path).stats["duplicates"]["near"]
         for said in (None, "You are an expert who answers at length and with care. " * 20)
     ]
-    assert found[0] == found[1]
+    assert result[0] == result[1]
 
 
 def test_the_practical_skills_leak_in_a_random_split_and_not_in_ours(shared: Path) -> None:
@@ -105,15 +105,15 @@ def test_the_verb_needs_no_torch_and_writes_the_quarantine(tmp_path: Path, model
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(SOURCE)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 2 and done.stdout, done.stderr
-    told = json.loads(done.stdout)
-    (facts,) = told["data"].values()
-    assert not told["ok"] and facts["invalid"] == 1
+    output = json.loads(done.stdout)
+    (facts,) = output["data"].values()
+    assert not output["ok"] and facts["invalid"] == 1
     assert facts["tokens_counted_by"] == "the model's tokenizer"
     (row,) = [json.loads(line) for line in (tmp_path / "quarantine.jsonl").read_text().splitlines()]
     assert row["where"] == "rows.jsonl:41" and "'answer' is empty" in row["reason"]
 
 
-def test_a_wrong_column_is_told_with_the_line_of_the_recipe(
+def test_a_wrong_column_is_reported_with_the_line_of_the_recipe(
     tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = tiny_recipe(tmp_path, model_folder)
@@ -128,7 +128,7 @@ def test_a_wrong_column_is_told_with_the_line_of_the_recipe(
     )
 
 
-def test_a_sample_shows_what_is_learnt(tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sample_shows_what_is_trained(tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tiny_recipe(tmp_path, model_folder)
     assert run("show", str(recipe), "--num-samples", "2") == 0
     said = capsys.readouterr().out
@@ -140,7 +140,7 @@ def test_a_sample_shows_what_is_learnt(tmp_path: Path, model_folder: Path, capsy
     assert [piece["trained"] for piece in sample["spans"]] == [False, True]
 
 
-def test_data_by_its_own_name_stands_for_a_recipe(
+def test_data_by_its_own_name_can_replace_a_recipe(
     tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -164,12 +164,12 @@ def test_data_by_its_own_name_stands_for_a_recipe(
 
 def test_conversations_become_a_folder_that_load_from_disk_and_we_read(tmp_path: Path) -> None:
     data = DataConfig(dataset_name=str(write(tmp_path / "rows.jsonl", GOOD)), system_prompt="Count.")
-    made = load_conversations(data, 1, tmp_path)
-    assert save_dataset(made, tmp_path / "set") == {"train": 36, "held_out": 4}
+    built = load_conversations(data, 1, tmp_path)
+    assert save_dataset(built, tmp_path / "set") == {"train": 36, "held_out": 4}
     stored = DataConfig(dataset_name="set", validation_file="set")
     again = load_conversations(stored, 1, tmp_path)
-    assert [item.messages for item in again.train] == [item.messages for item in made.train]
-    assert [item.messages for item in again.held_out] == [item.messages for item in made.held_out]
+    assert [item.messages for item in again.train] == [item.messages for item in built.train]
+    assert [item.messages for item in again.held_out] == [item.messages for item in built.held_out]
     assert len(read_train_rows(stored, tmp_path)) == 36 and len(list(iter_validation_rows(stored, tmp_path))) == 4
 
 

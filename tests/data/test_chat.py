@@ -1,4 +1,4 @@
-"""Which tokens train, held against the public bugs of those who went before us.
+"""Which tokens are trained, checked against public bugs of other trainers.
 
 Every template here is one that is in use somewhere: ChatML, one with a BOS of its own, one that strips earlier
 thinking, one that forgets to end a turn.
@@ -39,7 +39,7 @@ ASKS_FOR_THOUGHT = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_st
 
 def conversation(*turns: str, system: str | None = None) -> Conversation:
     """Turns of user and assistant in alternation."""
-    messages = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(turns)]
+    messages = [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(turns)]
     if system:
         messages.insert(0, {"role": "system", "content": system})
     return Conversation("rows.jsonl:1", tuple(messages), turns[0])
@@ -119,7 +119,7 @@ def test_a_question_that_contains_the_answer_does_not_train(tokenizer: Any) -> N
     assert trained_text(tokenizer, row) == ["So.<|im_end|>\n", "So.<|im_end|>\n"]
 
 
-def test_letters_of_many_bytes_train_whole(tokenizer: Any) -> None:
+def test_characters_of_many_bytes_are_trained_whole(tokenizer: Any) -> None:
     [row] = tokenize_conversation(conversation("Was? 🏕", "Ähm, 森の火 🔥."), tokenizer)
     assert trained_text(tokenizer, row) == ["Ähm, 森の火 🔥.<|im_end|>\n"]
 
@@ -156,15 +156,15 @@ def test_a_template_that_would_rewrite_history_leaves_plain_conversations_whole(
     )
 
 
-def test_a_greeting_that_nobody_asked_for_is_read_and_not_learnt(tokenizer: Any) -> None:
-    asked = conversation("Why?", "So.")
-    greeting = ({"role": "assistant", "content": "Hello!"}, *asked.messages)
+def test_a_greeting_that_nobody_asked_for_is_not_trained(tokenizer: Any) -> None:
+    requests = conversation("Why?", "So.")
+    greeting = ({"role": "assistant", "content": "Hello!"}, *requests.messages)
     [row] = tokenize_conversation(Conversation("x", greeting, "why?"), tokenizer)
     assert "Hello!" in tokenizer.decode(row.input_ids)
     assert trained_text(tokenizer, row) == ["So.<|im_end|>\n"]
 
 
-def test_a_template_that_refuses_a_role_is_one_letter(tokenizer: Any) -> None:
+def test_a_template_that_refuses_a_role_is_one_error(tokenizer: Any) -> None:
     refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     with pytest.raises(DataError) as caught:
         tokenize_conversation(
@@ -220,7 +220,7 @@ def test_a_turn_may_end_with_a_stop_token_that_is_not_eos(tokenizer: Any) -> Non
 
 def test_truncation_is_counted_and_rows_with_nothing_left_to_learn_are_dropped(tokenizer: Any) -> None:
     talks = [conversation("Why?", "So."), conversation("Why?", "word " * 50), conversation("word " * 50, "So.")]
-    whole = [len(tokenize_conversation(talk, tokenizer)[0]) for talk in talks]
+    full = [len(tokenize_conversation(talk, tokenizer)[0]) for talk in talks]
     with pytest.raises(
         DataError, match=r"2 of 3 rows are longer than max_length 40 and would be cut, more than max_tr"
     ):
@@ -229,26 +229,26 @@ def test_truncation_is_counted_and_rows_with_nothing_left_to_learn_are_dropped(t
     assert facts["rows"] == 2
     assert facts["dropped_rows"] == 1
     assert facts["truncated_rows"] == 2
-    assert facts["truncated_tokens"] == whole[1] + whole[2] - 80
-    assert facts["tokens"] == whole[0] + 40
+    assert facts["truncated_tokens"] == full[1] + full[2] - 80
+    assert facts["tokens"] == full[0] + 40
 
 
-def test_long_rows_are_divided_and_every_trained_token_is_still_learnt_once(tokenizer: Any) -> None:
+def test_long_rows_are_divided_and_every_trained_token_is_still_trained_once(tokenizer: Any) -> None:
     talks = [conversation("Why?", "So."), conversation("Why?", "word " * 50), conversation("word " * 50, "So.")]
-    whole = [tokenize_conversation(talk, tokenizer)[0] for talk in talks]
-    found = tokenize_conversations(
+    full = [tokenize_conversation(talk, tokenizer)[0] for talk in talks]
+    result = tokenize_conversations(
         talks, tokenizer, ChatConfig(max_length=40, packing=True, packing_strategy="bfd_split")
     )
-    facts = found.stats()
+    facts = result.stats()
     assert (facts["split_rows"], facts["truncated_rows"], facts["truncated_tokens"], facts["dropped_rows"]) == (
         2,
         0,
         0,
         0,
     )
-    assert max(map(len, found.rows)) <= 40 and len(found.rows) > 3
-    learnt = [token for row in found.rows for token in row.input_ids[1:][row.loss_mask[1:]].tolist()]
-    assert learnt == [token for row in whole for token in row.input_ids[1:][row.loss_mask[1:]].tolist()]
+    assert max(map(len, result.rows)) <= 40 and len(result.rows) > 3
+    learnt = [token for row in result.rows for token in row.input_ids[1:][row.loss_mask[1:]].tolist()]
+    assert learnt == [token for row in full for token in row.input_ids[1:][row.loss_mask[1:]].tolist()]
 
 
 def test_no_trained_token_at_all_is_an_error(tokenizer: Any) -> None:
@@ -287,10 +287,10 @@ def test_a_long_system_prompt_is_tokenized_once_and_every_row_is_as_if_alone(
 
     counting = Counting(copy.deepcopy(tokenizer))
     counting.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=begins_with_a_space)
-    asked = [conversation(f"Why {'so ' * turn}?", "Because.", system=LONG_PROMPT) for turn in range(20)]
-    together = tokenize_batch(asked, counting)
+    requests = [conversation(f"Why {'so ' * turn}?", "Because.", system=LONG_PROMPT) for turn in range(20)]
+    together = tokenize_batch(requests, counting)
     assert counting.characters < 10 * len(LONG_PROMPT)
-    for row, each in zip(together, asked, strict=True):
+    for row, each in zip(together, requests, strict=True):
         [alone] = tokenize_conversation(each, counting)
         assert row.input_ids.tolist() == alone.input_ids.tolist()
         assert row.loss_mask.tolist() == alone.loss_mask.tolist()
@@ -301,6 +301,6 @@ def test_a_text_that_may_not_be_cut_before_a_special_token_is_tokenized_whole(to
 
     counting = Counting(copy.deepcopy(tokenizer))
     counting.backend_tokenizer.normalizer = normalizers.Prepend("_")  # which stands before each text, cut or not
-    asked = [conversation(f"Why {turn}?", "Because.", system=LONG_PROMPT) for turn in range(4)]
-    alone = [tokenize_conversation(each, counting)[0].input_ids.tolist() for each in asked]
-    assert [row.input_ids.tolist() for row in tokenize_batch(asked, counting)] == alone
+    requests = [conversation(f"Why {turn}?", "Because.", system=LONG_PROMPT) for turn in range(4)]
+    alone = [tokenize_conversation(each, counting)[0].input_ids.tolist() for each in requests]
+    assert [row.input_ids.tolist() for row in tokenize_batch(requests, counting)] == alone

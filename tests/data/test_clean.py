@@ -73,7 +73,7 @@ def test_text_that_repeats_itself_is_measured_by_its_word_runs() -> None:
     assert shares[0] == 0 and shares[1] > 0.9 and shares[2] == 0
 
 
-def test_a_line_of_a_hundred_thousand_letters_and_ten_thousand_empty_ones_cost_nothing() -> None:
+def test_a_line_of_a_hundred_thousand_characters_and_ten_thousand_empty_ones_cost_nothing() -> None:
     long = f"{PROSE}{'x' * 100_000}\n{'- ' * 50_000}\n{'.' * 100_000}{chr(10) * 10_000}{PROSE}"
     begun = time.process_time()
     clean_document(long, PrepareConfig())
@@ -87,8 +87,8 @@ def test_a_guarded_search_takes_out_the_lines_that_every_line_held_against_the_p
     bare = LineFilter(boilerplate.pattern, ())
     lines = ["Accept all cookies", "PRIVACY POLICY", "Cookie\u017f policy", "the cookies are good", "page 3", "",
              "page three", "foobar!", "food", "Rejected by all", "share", "Share this", "EMAIL", "é share"]  # fmt: skip
-    chance = random.Random(4)
+    rng = random.Random(4)
     for _ in range(200):
-        text = "\n".join(chance.choices(lines, k=chance.randrange(12)))
+        text = "\n".join(rng.choices(lines, k=rng.randrange(12)))
         assert boilerplate.remove_from(text) == bare.remove_from(text)
     assert compile_line_filter((r"\d+", "abc")).required_literals == ()  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Rows become conversations by the parts their columns play, and no question stands on both sides of the split."""
+"""Rows become conversations by the roles of their columns, and no prompt is in both splits."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def questions(count: int, repeats: int = 1) -> list[Row]:
 
 
 def test_a_question_and_an_answer_become_two_turns() -> None:
-    [found] = rows_to_conversations(rows_of({"question": "Why?", "answer": "So."}), data_of(columns=PARTS))
-    assert found.messages == (turn("user", "Why?"), turn("assistant", "So."))
-    assert (found.where, found.last_user_message) == ("rows.jsonl:1", "Why?")
+    [result] = rows_to_conversations(rows_of({"question": "Why?", "answer": "So."}), data_of(columns=PARTS))
+    assert result.messages == (turn("user", "Why?"), turn("assistant", "So."))
+    assert (result.where, result.last_user_message) == ("rows.jsonl:1", "Why?")
 
 
 def test_a_folder_that_holds_one_set_in_two_forms_gives_itself_away(tmp_path: Path) -> None:
@@ -60,8 +60,8 @@ def test_a_folder_that_holds_one_set_in_two_forms_gives_itself_away(tmp_path: Pa
         "question,answer\n" + "".join(f"Q{n},A{n}\n" for n in range(6)), encoding="utf-8"
     )
     for source, repeats in ((tmp_path / "rows.jsonl", 0), (tmp_path, 5)):
-        wish = DataConfig(dataset_name=str(source), columns=PARTS, test_size=CountOrFraction(1))
-        assert load_conversations(wish, 1, tmp_path).manifest(wish)["duplicate_rows"] == repeats
+        config = DataConfig(dataset_name=str(source), columns=PARTS, test_size=CountOrFraction(1))
+        assert load_conversations(config, 1, tmp_path).manifest(config)["duplicate_rows"] == repeats
 
 
 def test_columns_that_are_called_what_they_are_need_no_mapping() -> None:
@@ -71,8 +71,8 @@ def test_columns_that_are_called_what_they_are_need_no_mapping() -> None:
         {"messages": turns},
         {"prompt": turns[:1], "completion": turns[1:]},
     ):
-        [found] = rows_to_conversations(rows_of(row), data_of())
-        assert found.messages == tuple(turns)
+        [result] = rows_to_conversations(rows_of(row), data_of())
+        assert result.messages == tuple(turns)
 
 
 def test_a_system_message_comes_from_the_recipe_or_from_a_column() -> None:
@@ -86,8 +86,8 @@ def test_a_system_message_comes_from_the_recipe_or_from_a_column() -> None:
 
 def test_a_conversation_that_has_a_system_message_keeps_its_own() -> None:
     turns = [turn("system", "Mine."), turn("user", "Why?"), turn("assistant", "So.")]
-    [found] = rows_to_conversations(rows_of({"messages": turns}), data_of(system_prompt="Yours."))
-    assert found.messages[0] == turn("system", "Mine.")
+    [result] = rows_to_conversations(rows_of({"messages": turns}), data_of(system_prompt="Yours."))
+    assert result.messages[0] == turn("system", "Mine.")
 
 
 def test_unmapped_columns_are_answered_with_the_line_that_maps_them() -> None:
@@ -103,17 +103,17 @@ def test_columns_that_nobody_can_guess_are_answered_with_an_example() -> None:
     assert letter.endswith("say which is which: data.columns: {QUESTION: prompt, ANSWER: completion}")
 
 
-def test_a_column_that_is_not_there_is_told_with_those_that_are() -> None:
+def test_a_column_that_is_not_there_is_reported_with_those_that_are() -> None:
     [letter] = letters(rows_of({"query": "Why?", "answer": "So."}), columns=PARTS)
     assert letter == "rows.jsonl:1: there is no column 'question'; the columns are query, answer"
 
 
-def test_a_column_that_only_a_later_row_lacks_is_told_with_its_line() -> None:
+def test_a_column_that_only_a_later_row_lacks_is_reported_with_its_line() -> None:
     rows = rows_of({"question": "Why?", "answer": "So."}, {"question": "Why not?"})
     assert letters(rows, columns=PARTS) == ["rows.jsonl:2: 'answer' is empty; it wants text"]
 
 
-def test_every_row_that_cannot_be_learnt_from_is_told_at_once() -> None:
+def test_every_row_that_is_invalid_is_reported_at_once() -> None:
     rows = rows_of(
         {"question": "Why?", "answer": "  "},
         {"question": "Why?", "answer": "So."},
@@ -128,9 +128,9 @@ def test_every_row_that_cannot_be_learnt_from_is_told_at_once() -> None:
 
 
 def test_after_twenty_problems_the_rest_are_counted() -> None:
-    told = letters(rows_of(*({"question": "", "answer": "So."} for _ in range(25))), columns=PARTS)
-    assert len(told) == 21
-    assert told[-1] == "5 more rows: have problems like these"
+    output = letters(rows_of(*({"question": "", "answer": "So."} for _ in range(25))), columns=PARTS)
+    assert len(output) == 21
+    assert output[-1] == "5 more rows: have problems like these"
 
 
 @pytest.mark.parametrize(
@@ -148,11 +148,11 @@ def test_after_twenty_problems_the_rest_are_counted() -> None:
         ),
     ],
 )
-def test_turns_that_are_no_conversation_are_told(turns: Any, letter: str) -> None:
+def test_turns_that_are_no_conversation_are_reported(turns: Any, letter: str) -> None:
     assert letters(rows_of({"messages": turns})) == [f"rows.jsonl:1: {letter}"]
 
 
-def test_half_a_character_is_told_and_reaches_no_tokenizer() -> None:
+def test_half_a_character_is_reported_and_reaches_no_tokenizer() -> None:
     [letter] = letters(rows_of({"question": json.loads('"cut \\ud83d"'), "answer": "So."}), columns=PARTS)
     assert letter == "rows.jsonl:1: the text holds half a character (a lone surrogate), which no tokenizer takes"
 
@@ -162,7 +162,7 @@ def test_the_column_to_split_by_must_be_there() -> None:
     assert letter == "rows.jsonl:1: there is no column 'topic' to split by; the columns are question, answer"
 
 
-def test_no_question_stands_on_both_sides() -> None:
+def test_no_question_is_in_both_splits() -> None:
     items = rows_to_conversations(questions(50, repeats=4), data_of(columns=PARTS))
     train, held_out = group_split(items, data_of(test_size="20%"), seed=1)
     assert len(train) == 160
@@ -206,8 +206,8 @@ def test_one_more_question_moves_few_others_across_the_split() -> None:
 
 def test_holding_everything_out_is_an_error() -> None:
     items = rows_to_conversations(questions(3, repeats=2), data_of(columns=PARTS))
-    told = "rows.jsonl: test_size holds out 3 of 3 distinct groups, which leaves none to train on"
-    with pytest.raises(DataError, match=told):
+    output = "rows.jsonl: test_size holds out 3 of 3 distinct groups, which leaves none to train on"
+    with pytest.raises(DataError, match=output):
         group_split(items, data_of(test_size=3), seed=0)
 
 
@@ -217,14 +217,14 @@ def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
         load_conversations(data_of(columns=PARTS), 0, tmp_path)
 
 
-def test_the_fingerprint_shows_one_changed_letter_and_the_manifest_counts(tmp_path: Path) -> None:
+def test_the_fingerprint_shows_one_changed_character_and_the_manifest_counts(tmp_path: Path) -> None:
     lines = [json.dumps(row.values) for row in questions(20)]
-    found = []
+    result = []
     for text in ("\n".join(lines), "\n".join(lines).replace("A7-0", "A7-1")):
         (tmp_path / "rows.jsonl").write_text(text, encoding="utf-8")
-        found.append(load_conversations(data_of(columns=PARTS, test_size=5), 0, tmp_path))
-    assert found[0].fingerprint != found[1].fingerprint
-    facts = found[0].manifest(data_of())
+        result.append(load_conversations(data_of(columns=PARTS, test_size=5), 0, tmp_path))
+    assert result[0].fingerprint != result[1].fingerprint
+    facts = result[0].manifest(data_of())
     assert (facts["train_rows"], facts["held_out_rows"], facts["prompts_in_both_splits"]) == (15, 5, 0)
 
 
@@ -236,7 +236,7 @@ def test_a_validation_file_is_held_out_whole_and_shared_questions_are_counted(tm
     assert (facts["train_rows"], facts["held_out_rows"], facts["prompts_in_both_splits"]) == (6, 2, 2)
 
 
-def test_questions_on_both_sides_are_counted_whatever_the_split_goes_by(tmp_path: Path) -> None:
+def test_questions_in_both_splits_are_counted_whatever_the_split_goes_by(tmp_path: Path) -> None:
     data = DataConfig(dataset_name="field-guide-editions", columns=PARTS, split_by="row", test_size=16)
     assert load_conversations(data, 42, tmp_path).manifest(data)["prompts_in_both_splits"] > 4, (
         "though every row is a group of its own"

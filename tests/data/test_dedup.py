@@ -1,4 +1,4 @@
-"""Near-duplicates are found, verified, and the same on every device; nothing is dropped on hearsay."""
+"""Near-duplicates are found, verified, and the same on every device; every dropped document is itself similar."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Array = np.ndarray[Any, np.dtype[Any]]
 def documents() -> list[str]:
     """Real documents, and copies of some with one word in a hundred, in twenty and in five changed."""
     texts = [text for _, text in python_docs()[79:379]]
-    chance = np.random.default_rng(3)
+    rng = np.random.default_rng(3)
     for start, share in ((0, 0.01), (50, 0.05), (100, 0.2)):
         for text in texts[start : start + 50]:
             parts = text.split(" ")
-            for place in chance.choice(len(parts), max(1, int(share * len(parts))), replace=False):
-                parts[place] = f"changed{place}"
+            for index in rng.choice(len(parts), max(1, int(share * len(parts))), replace=False):
+                parts[index] = f"changed{index}"
             texts.append(" ".join(parts))
     return texts
 
@@ -55,10 +55,10 @@ def test_a_word_is_the_same_in_any_case_and_between_any_marks() -> None:
     assert sets[0] == sets[1] != sets[2]
 
 
-def test_long_words_and_every_length_around_eight_are_told_apart() -> None:
+def test_long_words_and_every_length_around_eight_are_distinguished() -> None:
     texts = ["a" * length for length in (1, 7, 8, 9, 15, 16, 17, 63, 64, 65, 200)] + ["a" * 8 + "b", "b" + "a" * 8]
-    found = [int(lot.hashes[0]) for text in texts for lot in hash_words([text])]
-    assert len(set(found)) == len(texts)
+    result = [int(lot.hashes[0]) for text in texts for lot in hash_words([text])]
+    assert len(set(result)) == len(texts)
 
 
 def test_no_run_of_words_reaches_from_one_document_into_the_next() -> None:
@@ -129,8 +129,8 @@ def test_the_first_of_each_text_is_found() -> None:
 
 def test_documents_that_hold_a_run_of_an_examination_are_found() -> None:
     known = np.unique(shingle(["the quick brown fox jumps over the lazy dog"], 5).hashes)
-    found = dedup.has_ngram_overlap(
+    result = dedup.has_ngram_overlap(
         shingle(["He saw the QUICK brown fox jumps, and left", "a quick brown fox", ""], 5), known
     )
-    assert found.tolist() == [True, False, False]
+    assert result.tolist() == [True, False, False]
     assert not dedup.has_ngram_overlap(Shingles(np.zeros(0, np.uint32), np.zeros(3, np.int64)), known).any()

@@ -80,10 +80,10 @@ def jpeg_npz(path: Path, **changes: Any) -> Path:
     assert all(file[:head] == files[0][:head] for file in files)
     scans = [np.frombuffer(file[head:], np.uint8) for file in files]
     arrays: dict[str, Any] = {"jpeg_header": np.frombuffer(files[0][:head], np.uint8), "classes": CIFAR10_CLASSES}
-    for side, rows in (("train", slice(0, 20)), ("test", slice(20, 24))):
-        arrays[f"{side}_scans"] = np.concatenate(scans[rows])
-        arrays[f"{side}_lengths"] = np.array([len(scan) for scan in scans[rows]], np.uint16)
-        arrays[f"{side}_labels"] = LABELS[rows].astype(np.uint8)
+    for name, rows in (("train", slice(0, 20)), ("test", slice(20, 24))):
+        arrays[f"{name}_scans"] = np.concatenate(scans[rows])
+        arrays[f"{name}_lengths"] = np.array([len(scan) for scan in scans[rows]], np.uint16)
+        arrays[f"{name}_labels"] = LABELS[rows].astype(np.uint8)
     np.savez(path, **{name: array for name, array in {**arrays, **changes}.items() if array is not None})
     return path
 
@@ -157,14 +157,14 @@ def test_an_archive_with_another_checksum_is_refused(tmp_path: Path) -> None:
         read_images("cifar10", tmp_path)
 
 
-def test_half_an_archive_is_told(tmp_path: Path) -> None:
+def test_half_an_archive_is_reported(tmp_path: Path) -> None:
     path = binary_archive(tmp_path / CIFAR10_ARCHIVE.name)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(DataError, match="this is no whole archive"):
         read_binary_archive(path, replace(CIFAR10_ARCHIVE, sha256=sha256_file(path)))
 
 
-def test_an_archive_of_something_else_is_told(tmp_path: Path) -> None:
+def test_an_archive_of_something_else_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "other.tar.gz"
     with tarfile.open(path, "w:gz") as archive:
         archive.addfile(tarfile.TarInfo("readme.txt"))
@@ -189,7 +189,7 @@ def test_pickles_are_refused_and_the_binary_form_is_named(name: str, tmp_path: P
         read_images(name, tmp_path)
 
 
-def test_a_short_file_a_missing_file_and_a_wrong_label_are_told(tmp_path: Path) -> None:
+def test_a_short_file_a_missing_file_and_a_wrong_label_are_reported(tmp_path: Path) -> None:
     folder = binary_folder(tmp_path / "set")
     (folder / TEST_FILE).write_bytes(b"\0" * 3000)
     with pytest.raises(DataError, match=r"test_batch\.bin: it holds 3,000 bytes; it wants records of 3,073 bytes"):
@@ -198,9 +198,9 @@ def test_a_short_file_a_missing_file_and_a_wrong_label_are_told(tmp_path: Path) 
     with pytest.raises(DataError, match=r"there is no test_batch\.bin"):
         read_images("set", tmp_path)
     binary_folder(tmp_path / "wrong", labels=[10] * 24)
-    with pytest.raises(DataError, match="a training label is 10, but there are 10 classes") as told:
+    with pytest.raises(DataError, match="a training label is 10, but there are 10 classes") as output:
         read_images("wrong", tmp_path)
-    assert len(told.value.problems) == 2, "both sides are told at once"
+    assert len(output.value.problems) == 2, "both sides are told at once"
 
 
 def test_the_jpeg_npz_gives_the_decoded_images(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_a_second_start_decodes_nothing(tmp_path: Path, cache: Path, monkeypatch
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "no facts"])
-def test_a_damaged_cache_is_made_anew(harm: str, tmp_path: Path, cache: Path) -> None:
+def test_a_damaged_cache_is_decoded_again(harm: str, tmp_path: Path, cache: Path) -> None:
     jpeg_npz(tmp_path / "set.npz")
     first = read_images("set.npz", tmp_path)
     (folder,) = cache.iterdir()
@@ -257,26 +257,26 @@ def test_a_cache_that_cannot_be_written_stops_nothing(tmp_path: Path, monkeypatc
     ("changes", "letter"),
     [
         ({"classes": None, "test_labels": None}, "there is no array classes, test_labels; the arrays are jpeg_header"),
-        ({"train_labels": LABELS[:19]}, "the train side does not add up: 19 labels, 20 lengths"),
-        ({"train_scans": np.zeros(10, np.uint8)}, "the train side does not add up"),
+        ({"train_labels": LABELS[:19]}, "the train split does not add up: 19 labels, 20 lengths"),
+        ({"train_scans": np.zeros(10, np.uint8)}, "the train split does not add up"),
         ({"test_labels": np.array([0, 1, 2, 10])}, "a test label is 10, but there are 10 classes"),
         ({"classes": np.array([{"a": 1}], object)}, "this is no whole npz of plain arrays"),
     ],
 )
-def test_an_npz_that_does_not_add_up_is_told(changes: dict[str, Any], letter: str, tmp_path: Path) -> None:
+def test_an_npz_that_does_not_add_up_is_reported(changes: dict[str, Any], letter: str, tmp_path: Path) -> None:
     jpeg_npz(tmp_path / "set.npz", **changes)
     with pytest.raises(DataError, match=letter):
         read_images("set.npz", tmp_path)
 
 
-def test_scans_that_are_no_jpeg_are_told_by_number_and_the_rest_counted(tmp_path: Path) -> None:
+def test_scans_that_are_no_jpeg_are_reported_by_number_and_the_rest_counted(tmp_path: Path) -> None:
     jpeg_npz(tmp_path / "set.npz", jpeg_header=np.zeros(10, np.uint8))
-    with pytest.raises(DataError, match=r"set\.npz train image 0: this is no whole image") as told:
+    with pytest.raises(DataError, match=r"set\.npz train image 0: this is no whole image") as output:
         read_images("set.npz", tmp_path)
-    assert len(told.value.problems) == 20
+    assert len(output.value.problems) == 20
 
 
-def test_a_file_that_is_no_zip_is_told(tmp_path: Path) -> None:
+def test_a_file_that_is_no_zip_is_reported(tmp_path: Path) -> None:
     (tmp_path / "set.npz").write_bytes(b"hello")
     with pytest.raises(DataError, match=r"set\.npz: this is no whole npz"):
         read_images("set.npz", tmp_path)
@@ -292,7 +292,7 @@ def test_idx_files_are_read_packed_or_plain(packed: bool, tmp_path: Path) -> Non
     assert split.train.source == "digits, IDX files"
 
 
-def test_idx_files_that_are_cut_or_missing_are_told(tmp_path: Path) -> None:
+def test_idx_files_that_are_cut_or_missing_are_reported(tmp_path: Path) -> None:
     folder = idx_folder(tmp_path / "digits", packed=True)
     labels = folder / "t10k-labels-idx1-ubyte.gz"
     labels.write_bytes(gzip.compress(idx(LABELS[20:])[:-1]))
@@ -312,10 +312,10 @@ def test_idx_files_that_are_cut_or_missing_are_told(tmp_path: Path) -> None:
         read_images("digits", tmp_path)
 
 
-@pytest.mark.parametrize("side", ["test", "val"])
-def test_a_folder_with_both_sides_keeps_them(side: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["test", "val"])
+def test_a_folder_with_both_splits_keeps_them(name: str, tmp_path: Path) -> None:
     class_folders(tmp_path / "pets" / "train", 6)
-    class_folders(tmp_path / "pets" / side, 4)
+    class_folders(tmp_path / "pets" / name, 4)
     (tmp_path / "pets" / "train" / "cat" / "notes.txt").write_text("no image", encoding="utf-8")
     split = read_images("pets", tmp_path)
     assert split.train.classes == ("cat", "dog")
@@ -324,7 +324,7 @@ def test_a_folder_with_both_sides_keeps_them(side: str, tmp_path: Path) -> None:
     assert split.train.source == "pets, folder of images"
 
 
-def test_a_folder_without_sides_is_split_by_content_so_that_copies_stay_together(tmp_path: Path) -> None:
+def test_a_folder_without_splits_is_split_by_content_so_that_copies_stay_together(tmp_path: Path) -> None:
     class_folders(tmp_path / "pets", 48)  # every image twice, under two names
     split = read_images("pets", tmp_path)
     assert (len(split.train), len(split.test)) == (44, 4)
@@ -348,17 +348,17 @@ def test_images_of_many_sizes_are_an_error(tmp_path: Path) -> None:
         read_images("pets", tmp_path)
 
 
-def test_broken_images_are_told_all_at_once(tmp_path: Path) -> None:
+def test_broken_images_are_reported_all_at_once(tmp_path: Path) -> None:
     class_folders(tmp_path / "pets", 60)
     for path in (tmp_path / "pets" / "dog").iterdir():
         path.write_bytes(path.read_bytes()[:60])
-    with pytest.raises(DataError, match=r"dog/01\.png: this is no whole image") as told:
+    with pytest.raises(DataError, match=r"dog/01\.png: this is no whole image") as output:
         read_images("pets", tmp_path)
-    assert len(told.value.problems) == 21
-    assert "more images: have problems like these" in str(told.value)
+    assert len(output.value.problems) == 21
+    assert "more images: have problems like these" in str(output.value)
 
 
-def test_every_miss_is_a_letter_that_says_what_would_do(tmp_path: Path) -> None:
+def test_every_miss_is_an_error_that_says_what_would_work(tmp_path: Path) -> None:
     (tmp_path / "cifar10_jpeg.npz").touch()
     with pytest.raises(UsageError, match=r"no file or folder 'cifar10_jpg\.npz'; did you mean cifar10_jpeg\.npz"):
         read_images("cifar10_jpg.npz", tmp_path)
@@ -381,16 +381,16 @@ def test_every_miss_is_a_letter_that_says_what_would_do(tmp_path: Path) -> None:
 def test_cifar10_that_is_nowhere_near_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = binary_archive(tmp_path / "published.tar.gz")
     monkeypatch.setattr(images, "download", lambda file, folder: path if file == CIFAR10_ARCHIVE else None)
-    monkeypatch.setattr(images, "read_binary_archive", lambda found: read_binary_archive(
-        found, replace(CIFAR10_ARCHIVE, sha256=sha256_file(path))))  # fmt: skip
+    monkeypatch.setattr(images, "read_binary_archive", lambda result: read_binary_archive(
+        result, replace(CIFAR10_ARCHIVE, sha256=sha256_file(path))))  # fmt: skip
     assert_is_the_set(read_images("cifar10", tmp_path / "empty"))
 
 
 def test_fewer_images_are_taken_evenly_and_counted_exactly() -> None:
-    whole = ImageDataset(PIXELS, np.repeat([0, 1, 2], 8), ("a", "b", "c"), "a test")
-    assert whole.subsample(6).labels.tolist() == [0, 0, 1, 1, 2, 2]
-    assert whole.subsample(100) is whole
-    mean, std = whole.mean_and_std()
+    full = ImageDataset(PIXELS, np.repeat([0, 1, 2], 8), ("a", "b", "c"), "a test")
+    assert full.subsample(6).labels.tolist() == [0, 0, 1, 1, 2, 2]
+    assert full.subsample(100) is full
+    mean, std = full.mean_and_std()
     assert mean == pytest.approx(tuple((PIXELS / 255).mean((0, 1, 2))))
     assert std == pytest.approx(tuple((PIXELS / 255).std((0, 1, 2))))
 
@@ -399,10 +399,10 @@ def test_the_manifest_says_what_the_model_sees() -> None:
     classes = ("a", "b")
     train = ImageDataset(PIXELS[:4], np.array([0, 1, 0, 1]), classes, "a test")
     split = ImageSplits(train, ImageDataset(PIXELS[3:5], np.array([0, 1]), classes, "a test"))
-    told = split.manifest()
-    assert told["source"] == "a test"
-    assert (told["train_rows"], told["held_out_rows"], told["images_in_both_splits"]) == (4, 2, 1)
-    assert (told["image"], told["classes"]) == ([32, 32, 3], ["a", "b"])
+    output = split.manifest()
+    assert output["source"] == "a test"
+    assert (output["train_rows"], output["held_out_rows"], output["images_in_both_splits"]) == (4, 2, 1)
+    assert (output["image"], output["classes"]) == ([32, 32, 3], ["a", "b"])
     other = ImageSplits(replace(train, labels=np.array([1, 1, 0, 1])), split.test)
     assert other.fingerprint() != split.fingerprint()
 
@@ -411,10 +411,10 @@ def test_the_real_jpegs_are_read(shared: Path, tmp_path: Path) -> None:
     """The first 300 and 100 images of the development set, which is balanced in any stretch of ten."""
     with zipfile.ZipFile(shared / "data" / "cifar10" / "cifar10_jpeg_compact.npz") as stored:
         arrays = {name.removesuffix(".npy"): images._read_npy(stored, name) for name in stored.namelist()}
-    for side, count in (("train", 300), ("test", 100)):
-        lengths = arrays[f"{side}_lengths"][:count]
-        arrays |= {f"{side}_lengths": lengths, f"{side}_labels": arrays[f"{side}_labels"][:count],
-                   f"{side}_scans": arrays[f"{side}_scans"][: int(lengths.sum(dtype=np.int64))]}  # fmt: skip
+    for name, count in (("train", 300), ("test", 100)):
+        lengths = arrays[f"{name}_lengths"][:count]
+        arrays |= {f"{name}_lengths": lengths, f"{name}_labels": arrays[f"{name}_labels"][:count],
+                   f"{name}_scans": arrays[f"{name}_scans"][: int(lengths.sum(dtype=np.int64))]}  # fmt: skip
     np.savez(tmp_path / "part.npz", **arrays)
     split = read_images("part.npz", tmp_path)
     assert split.train.images.shape == (300, 32, 32, 3)

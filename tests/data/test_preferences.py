@@ -1,4 +1,4 @@
-"""Pairs come in many shapes through one door; what cannot be a pair is told with its place."""
+"""Preference pairs of many formats are parsed; rows that are no pair are reported with their location."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def says(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-def read(folder: Path, *rows: dict[str, Any], **wish: Any) -> list[PreferencePair]:
+def read(folder: Path, *rows: dict[str, Any], **config: Any) -> list[PreferencePair]:
     (folder / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
-    return load_preferences(DataConfig(**{"train_file": "pairs.jsonl", "test_size": 0, **wish}), 1, folder).train
+    return load_preferences(DataConfig(**{"train_file": "pairs.jsonl", "test_size": 0, **config}), 1, folder).train
 
 
 @pytest.mark.parametrize(
@@ -72,10 +72,12 @@ def test_a_long_conversation_shares_all_that_comes_before_the_answers_part(tmp_p
         ({"prompt": ASKED, "chosen": "\ud83d", "rejected": BAD}, "half a character"),
     ],
 )
-def test_a_row_that_makes_no_pair_is_told_with_its_place(row: dict[str, Any], letter: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=letter) as told:
+def test_a_row_that_makes_no_pair_is_reported_with_its_location(
+    row: dict[str, Any], letter: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=letter) as output:
         read(tmp_path, {"prompt": "a", "chosen": "b", "rejected": "c"}, row)
-    assert "pairs.jsonl:2" in str(told.value)
+    assert "pairs.jsonl:2" in str(output.value)
 
 
 def test_unknown_columns_are_answered_with_a_guess(tmp_path: Path) -> None:
@@ -87,27 +89,27 @@ def test_pairs_whose_answers_are_the_same_are_left_out_and_counted(tmp_path: Pat
     same = {"prompt": ASKED, "chosen": GOOD, "rejected": GOOD}
     (tmp_path / "pairs.jsonl").write_text(json.dumps(same) + "\n" + json.dumps({**same, "rejected": BAD}))
     data = DataConfig(train_file="pairs.jsonl", test_size=0)
-    found = load_preferences(data, 1, tmp_path)
-    assert (len(found.train), found.manifest(data)["identical_pairs"]) == (1, 1)
+    result = load_preferences(data, 1, tmp_path)
+    assert (len(result.train), result.manifest(data)["identical_pairs"]) == (1, 1)
 
 
-def test_pairs_of_one_prompt_stay_on_one_side(tmp_path: Path) -> None:
+def test_pairs_of_one_prompt_stay_in_one_split(tmp_path: Path) -> None:
     rows = [{"prompt": f"Question {n % 10}?", "chosen": f"Good {n}.", "rejected": "Bad."} for n in range(40)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     data = DataConfig(train_file="pairs.jsonl", test_size=3)
-    found = load_preferences(data, 1, tmp_path)
-    assert (len(found.train), len(found.held_out)) == (28, 12)
-    assert found.manifest(data)["prompts_in_both_splits"] == 0
-    assert load_preferences(data, 1, tmp_path).fingerprint == found.fingerprint
-    assert load_preferences(data, 2, tmp_path).fingerprint != found.fingerprint
+    result = load_preferences(data, 1, tmp_path)
+    assert (len(result.train), len(result.held_out)) == (28, 12)
+    assert result.manifest(data)["prompts_in_both_splits"] == 0
+    assert load_preferences(data, 1, tmp_path).fingerprint == result.fingerprint
+    assert load_preferences(data, 2, tmp_path).fingerprint != result.fingerprint
 
 
 def test_a_published_set_of_instructions_with_preferences_is_read_whole(shared: Path) -> None:
     file = shared / "data/rasbt-instruct/instruction-data-with-preference.json"
     data = DataConfig(train_file=str(file), columns={"instruction": "prompt", "input": "context"})
-    found = load_preferences(data, 1, Path())
-    assert len(found.train) + len(found.held_out) == 1100 - 6
-    assert found.identical_pairs == 6
+    result = load_preferences(data, 1, Path())
+    assert len(result.train) + len(result.held_out) == 1100 - 6
+    assert result.identical_pairs == 6
 
 
 def test_a_stored_data_set_folder_is_read(tmp_path: Path) -> None:
@@ -130,16 +132,16 @@ def test_the_prompt_ends_where_the_answers_begin(tokenizer: Any) -> None:
 
 def test_a_long_pair_is_cut_at_both_ends_and_never_to_nothing(tokenizer: Any) -> None:
     pair = PreferencePair("here", (user(ASKED * 5),), (says(GOOD * 9),), (says(BAD),), "")
-    whole = tokenize_pair(pair, tokenizer)
-    assert truncate_pair(whole, 1000) is whole
-    cut = truncate_pair(whole, 40)
+    full = tokenize_pair(pair, tokenizer)
+    assert truncate_pair(full, 1000) is full
+    cut = truncate_pair(full, 40)
     assert (len(cut.prompt), len(cut.chosen)) == (20, 20)
-    assert cut.rejected.input_ids.tolist() == whole.rejected.input_ids.tolist()
-    assert cut.prompt.tolist() == whole.prompt[-20:].tolist()
+    assert cut.rejected.input_ids.tolist() == full.rejected.input_ids.tolist()
+    assert cut.prompt.tolist() == full.prompt[-20:].tolist()
 
 
 def test_answers_give_way_before_a_prompt_that_takes_less_than_half(tokenizer: Any) -> None:
-    whole = tokenize_pair(PreferencePair("here", (user(),), (says(GOOD * 9),), (says(BAD),), ""), tokenizer)
-    cut = truncate_pair(whole, 2 * len(whole.prompt) + 3)
-    assert cut.prompt.tolist() == whole.prompt.tolist()
-    assert cut.chosen.input_ids.tolist() == whole.chosen.input_ids[: len(whole.prompt) + 3].tolist()
+    full = tokenize_pair(PreferencePair("here", (user(),), (says(GOOD * 9),), (says(BAD),), ""), tokenizer)
+    cut = truncate_pair(full, 2 * len(full.prompt) + 3)
+    assert cut.prompt.tolist() == full.prompt.tolist()
+    assert cut.chosen.input_ids.tolist() == full.chosen.input_ids[: len(full.prompt) + 3].tolist()

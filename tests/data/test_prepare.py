@@ -66,9 +66,9 @@ def plan(folder: Path, data: dict[str, Any], tokenizer: Path | None = None, **se
     return PrepareJob.make(folder, DataConfig(**data), config, 42, folder, tokenizer)
 
 
-def done(folder: Path, data: dict[str, Any], crew: Executor | None = None, **settings: Any) -> dict[str, Any]:
+def done(folder: Path, data: dict[str, Any], executor: Executor | None = None, **settings: Any) -> dict[str, Any]:
     """Prepare, and return the report."""
-    for _ in run_pipeline(plan(folder, data, **settings), crew or SerialExecutor()):
+    for _ in run_pipeline(plan(folder, data, **settings), executor or SerialExecutor()):
         pass
     report: dict[str, Any] = json.loads((folder / "report.json").read_text())
     return report
@@ -103,10 +103,10 @@ def test_the_shards_hold_the_kept_documents_in_their_order(whole: Path, raw: Pat
         PackedDataset.open(whole, "held_out"),
     )
     texts = encoder.tokenizer.decode(train.get_rows(range(train.rows()))[0].ravel().tolist(), skip_special_tokens=False)
-    found = texts.split("<|im_end|>")[:-1]
-    given = [clean_document(json.loads(line)["text"], PrepareConfig()).text for line in raw.read_text().splitlines()]
-    places = [given.index(each) for each in found]
-    assert places == sorted(places) and len(set(places)) == len(places) >= 52
+    result = texts.split("<|im_end|>")[:-1]
+    inputs = [clean_document(json.loads(line)["text"], PrepareConfig()).text for line in raw.read_text().splitlines()]
+    indices = [inputs.index(each) for each in result]
+    assert indices == sorted(indices) and len(set(indices)) == len(indices) >= 52
     assert train.vocab_size == 640 and train.tokenizer_fingerprint == encoder.fingerprint
     assert held_out.rows() > 0
     train.verify()
@@ -119,9 +119,9 @@ def test_several_workers_leave_the_same_bytes(
     done(tmp_path / "one", {"train_file": str(raw)})
     assert len(plan(tmp_path / "many", {"train_file": str(raw)}).slices) > 4
     for count in (2, 3):
-        crew = ProcessExecutor(count)
-        done(tmp_path / f"many-{count}", {"train_file": str(raw)}, crew)
-        crew.close()
+        executor = ProcessExecutor(count)
+        done(tmp_path / f"many-{count}", {"train_file": str(raw)}, executor)
+        executor.close()
         assert checksums(tmp_path / f"many-{count}") == checksums(tmp_path / "one")
     texts = [PackedDataset.open(folder).get_rows([0, 5])[0].tolist() for folder in (tmp_path / "one", whole)]
     assert texts[0] == texts[1]  # units are only pieces of work: the rows are the same
@@ -160,19 +160,19 @@ def test_a_shuffle_of_the_band_keys_finds_the_pairs_that_one_process_finds(
 ) -> None:
     """What Ray Data does between its map and its groups, in plain words: rows of one part come together."""
     monkeypatch.setattr(job, "SLICE_BYTES", 20_000)
-    wish = plan(tmp_path, {"train_file": str(raw)}, keep_intermediate_files=True, use_gigatoken=False)
-    for _ in run_pipeline(wish, SerialExecutor()):
+    data_config = plan(tmp_path, {"train_file": str(raw)}, keep_intermediate_files=True, use_gigatoken=False)
+    for _ in run_pipeline(data_config, SerialExecutor()):
         pass
     bands = range(dedup.NUM_BANDS)
-    rows = [band_key_table(wish, [unit], bands, 3) for unit in reversed(range(len(wish.slices)))]
+    rows = [band_key_table(data_config, [unit], bands, 3) for unit in reversed(range(len(data_config.slices)))]
     table = {name: np.concatenate([each[name] for each in rows]) for name in rows[0]}
     groups = [{name: values[table["part"] == part] for name, values in table.items()} for part in range(3)]
     assert all(len(group["part"]) for group in groups)
-    pairs = [verify_partition(wish, group) for group in groups]
+    pairs = [verify_partition(data_config, group) for group in groups]
     for band in bands:
-        found = [(int(a), int(b)) for each in pairs for at, a, b in zip(*each.values(), strict=True) if at == band]
-        known = [tuple(pair) for pair in wish.store.load_array(wish.dedup_key, band, "pairs").tolist()]
-        assert sorted(found) == known and known
+        result = [(int(a), int(b)) for each in pairs for at, a, b in zip(*each.values(), strict=True) if at == band]
+        known = [tuple(pair) for pair in data_config.store.load_array(data_config.dedup_key, band, "pairs").tolist()]
+        assert sorted(result) == known and known
 
 
 def test_killed_at_random_moments_it_goes_on_and_leaves_the_same_bytes(
@@ -182,10 +182,10 @@ def test_killed_at_random_moments_it_goes_on_and_leaves_the_same_bytes(
     monkeypatch.setattr(job, "SLICE_BYTES", 20_000)
     begun = time.monotonic()
     done(tmp_path / "whole", {"train_file": str(raw)}, use_gigatoken=False)
-    took, chance, kills, trial = time.monotonic() - begun, random.Random(5), 0, 0
+    took, rng, kills, trial = time.monotonic() - begun, random.Random(5), 0, 0
     while kills < 5 or trial < 3:
         folder, before, trial = tmp_path / f"killed-{trial}", kills, trial + 1
-        while (code := _fork_and_kill(folder, raw, chance.uniform(0, took * 0.6))) != 0:
+        while (code := _fork_and_kill(folder, raw, rng.uniform(0, took * 0.6))) != 0:
             kills += code == -signal.SIGKILL
             took *= 1.1
         assert checksums(folder) == checksums(tmp_path / "whole")
@@ -204,14 +204,14 @@ def test_memory_does_not_grow_with_the_text(whole: Path, tmp_path: Path, monkeyp
             source = tmp_path / f"{megabytes}.jsonl"
             source.write_text("".join(rows) * (megabytes * 1_000_000 // sum(map(len, rows))))
             folder = tmp_path / f"{megabytes}-{trial}"
-            wish = plan(folder, {"train_file": str(source)}, whole / "tokenizer", use_gigatoken=False)
-            peaks[megabytes] = min(peaks[megabytes], _grown_megabytes(wish))
+            data_config = plan(folder, {"train_file": str(source)}, whole / "tokenizer", use_gigatoken=False)
+            peaks[megabytes] = min(peaks[megabytes], _grown_megabytes(data_config))
         if peaks[14] - peaks[2] < 10:  # of 12 more that were read
             return
     pytest.fail(f"megabytes more, by megabytes of text: {peaks}")
 
 
-def _grown_megabytes(wish: PrepareJob) -> float:
+def _grown_megabytes(data_config: PrepareJob) -> float:
     """How far a fork's memory rises above where it began."""
     reading, writing = os.pipe()
     pid = os.fork()
@@ -220,15 +220,15 @@ def _grown_megabytes(wish: PrepareJob) -> float:
         try:
             Path("/proc/self/clear_refs").write_text("5")  # the peak of the process before does not count
             began = _kilobytes("VmRSS")
-            for _ in run_pipeline(wish, SerialExecutor()):
+            for _ in run_pipeline(data_config, SerialExecutor()):
                 pass
             os.write(writing, str(_kilobytes("VmHWM") - began).encode())
             code = 0
         finally:
             os._exit(code)
     os.close(writing)
-    with os.fdopen(reading) as told:
-        grown = told.read()
+    with os.fdopen(reading) as output:
+        grown = output.read()
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     return int(grown) / 1024
 
@@ -257,7 +257,7 @@ def _fork_and_kill(folder: Path, raw: Path, after: float) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_a_second_start_does_nothing_and_a_changed_wish_starts_anew(raw: Path, tmp_path: Path) -> None:
+def test_a_second_start_does_nothing_and_a_changed_config_starts_again(raw: Path, tmp_path: Path) -> None:
     done(tmp_path, {"train_file": str(raw)})
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.npy")}
     done(tmp_path, {"train_file": str(raw)})
@@ -266,7 +266,7 @@ def test_a_second_start_does_nothing_and_a_changed_wish_starts_anew(raw: Path, t
     assert fewer["documents"]["near_duplicates"] == fewer["documents"]["exact_duplicates"] == 0
 
 
-def test_bad_rows_are_set_aside_with_their_place_and_too_many_end_it(tmp_path: Path, raw: Path) -> None:
+def test_bad_rows_are_quarantined_with_their_location_and_too_many_end_it(tmp_path: Path, raw: Path) -> None:
     lines = raw.read_text().splitlines()
     bad = ['{"text": 3}', "not json", '{"other": "column"}', '{"text": "\\ud800 half a character is in here"}']
     path = tmp_path / "bad.jsonl"
@@ -278,11 +278,11 @@ def test_bad_rows_are_set_aside_with_their_place_and_too_many_end_it(tmp_path: P
     assert len((tmp_path / "strict" / "quarantine.jsonl").read_text().splitlines()) == 5
     report = done(tmp_path / "lenient", {"train_file": str(path)}, max_invalid_fraction=0.1)
     assert report["invalid_rows"] == 5
-    told = [json.loads(line) for line in (tmp_path / "lenient" / "quarantine.jsonl").read_text().splitlines()]
-    assert [each["where"] for each in told] == [f"bad.jsonl:{line}" for line in range(77, 82)]
-    assert told[0]["reason"] == "'text' is '3'; it wants text"
-    assert told[2]["reason"].startswith("there is no column 'text'; the columns are other; data.text_column says")
-    assert told[4]["reason"].startswith("these bytes are not UTF-8")
+    output = [json.loads(line) for line in (tmp_path / "lenient" / "quarantine.jsonl").read_text().splitlines()]
+    assert [each["where"] for each in output] == [f"bad.jsonl:{line}" for line in range(77, 82)]
+    assert output[0]["reason"] == "'text' is '3'; it wants text"
+    assert output[2]["reason"].startswith("there is no column 'text'; the columns are other; data.text_column says")
+    assert output[4]["reason"].startswith("these bytes are not UTF-8")
 
 
 def test_a_truncated_parquet_file_ends_it(tmp_path: Path, raw: Path) -> None:
@@ -298,20 +298,20 @@ def test_a_truncated_parquet_file_ends_it(tmp_path: Path, raw: Path) -> None:
 
 def test_what_an_examination_asks_is_kept_out(tmp_path: Path, raw: Path) -> None:
     texts = [json.loads(line)["text"] for line in raw.read_text().splitlines()]
-    asked = " ".join(texts[3].split()[10:30])
-    write_rows(tmp_path / "exam.jsonl", [{"question": asked, "answer": "yes"}, {"question": "What is it?"}])
+    requests = " ".join(texts[3].split()[10:30])
+    write_rows(tmp_path / "exam.jsonl", [{"question": requests, "answer": "yes"}, {"question": "What is it?"}])
     report = done(tmp_path / "out", {"train_file": str(raw)}, decontaminate_against=[str(tmp_path / "exam.jsonl")])
     assert report["filters"]["decontaminate"]["documents"] == 2  # the document and its copy
     assert report["decontamination"] == {"sizes": [13], "texts": 3, "too_short": 2}
 
 
-def test_documents_of_one_group_stay_on_one_side(tmp_path: Path, raw: Path) -> None:
+def test_documents_of_one_group_stay_in_one_split(tmp_path: Path, raw: Path) -> None:
     data = {"train_file": str(raw), "split_by": "kind", "test_size": 2}
-    wish = plan(tmp_path, data, keep_intermediate_files=True)
-    for _ in run_pipeline(wish, SerialExecutor()):
+    data_config = plan(tmp_path, data, keep_intermediate_files=True)
+    for _ in run_pipeline(data_config, SerialExecutor()):
         pass
-    decisions = np.asarray(wish.store.load_array(wish.assign_splits_key, 0, "decisions"))
-    groups = np.asarray(wish.store.load_array(wish.clean_key, 0, "groups"))
+    decisions = np.asarray(data_config.store.load_array(data_config.assign_splits_key, 0, "decisions"))
+    groups = np.asarray(data_config.store.load_array(data_config.clean_key, 0, "groups"))
     assert set(groups[decisions == 1]) & set(groups[decisions == 0]) == set()
     assert len(set(groups[decisions == 1])) == 2
 
@@ -333,7 +333,7 @@ def test_sources_are_kept_apart_for_mixing(tmp_path: Path, raw: Path) -> None:
     assert shards.manifest["weights"] == {str(raw): 3.0, str(other): 1.0}
 
 
-def test_too_little_text_for_a_row_is_told(tmp_path: Path) -> None:
+def test_too_little_text_for_a_row_is_reported(tmp_path: Path) -> None:
     rows = [{"text": f"These are just a few words, number {number}."} for number in range(12)]
     path = write_rows(tmp_path / "few.jsonl", rows)
     with pytest.raises(DataError, match=r"too few for one row of 4096; lower prepare\.sequence_length"):

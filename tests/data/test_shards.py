@@ -18,15 +18,15 @@ LAYOUT = ShardLayout(sequence_length=16, vocab_size=1000, rows_per_shard=4)
 
 
 def documents(count: int, seed: int = 0) -> TokenizedDocuments:
-    chance = np.random.default_rng(seed)
-    lengths = chance.integers(1, 40, count)
-    return TokenizedDocuments(chance.integers(0, 1000, int(lengths.sum())).astype(np.uint32), lengths, lengths * 4)
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 40, count)
+    return TokenizedDocuments(rng.integers(0, 1000, int(lengths.sum())).astype(np.uint32), lengths, lengths * 4)
 
 
 def blocks(count: int = 5) -> Iterator[DocumentBatch]:
     for seed in range(count):
-        made = documents(12, seed)
-        yield DocumentBatch(len(made.tokens), lambda made=made: made)  # type: ignore[misc]
+        built = documents(12, seed)
+        yield DocumentBatch(len(built.tokens), lambda built=built: built)  # type: ignore[misc]
 
 
 def packed(folder: Path, **sources: Any) -> PackedDataset:
@@ -37,9 +37,9 @@ def packed(folder: Path, **sources: Any) -> PackedDataset:
 
 def everything() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """All tokens of the blocks, and where documents begin."""
-    made = [block.load() for block in blocks()]
-    lengths = np.concatenate([each.lengths for each in made])
-    return np.concatenate([each.tokens for each in made]), np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    built = [block.load() for block in blocks()]
+    lengths = np.concatenate([each.lengths for each in built])
+    return np.concatenate([each.tokens for each in built]), np.concatenate([[0], np.cumsum(lengths)[:-1]])
 
 
 def test_rows_are_the_documents_one_after_the_other(tmp_path: Path) -> None:
@@ -53,13 +53,13 @@ def test_rows_are_the_documents_one_after_the_other(tmp_path: Path) -> None:
     assert read.ravel().tolist() == tokens[: rows * 16].tolist()
 
 
-def test_positions_begin_anew_with_each_document(tmp_path: Path) -> None:
+def test_positions_restart_with_each_document(tmp_path: Path) -> None:
     shards = packed(tmp_path)
     _, begins = everything()
     _, positions = shards.get_rows(range(shards.rows()))
     flat, expected = positions.ravel(), np.zeros(shards.tokens, dtype=np.int64)
-    for place in range(1, shards.tokens):
-        expected[place] = 0 if place in begins or place % 16 == 0 else expected[place - 1] + 1
+    for index in range(1, shards.tokens):
+        expected[index] = 0 if index in begins or index % 16 == 0 else expected[index - 1] + 1
     assert flat.tolist() == expected.tolist()
 
 
@@ -76,7 +76,7 @@ def test_the_same_shards_are_read_at_every_length_that_divides_theirs(tmp_path: 
     assert (positions[:, 0] == 0).all()
 
 
-def test_a_length_that_does_not_divide_is_told(tmp_path: Path) -> None:
+def test_a_length_that_does_not_divide_is_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="a length that divides the stored 16"):
         packed(tmp_path).get_rows([0], 5)
 
@@ -107,7 +107,7 @@ def test_a_writer_that_was_stopped_after_any_shard_leaves_the_same_bytes(tmp_pat
         assert {path.name: hash_file(path) for path in folder.iterdir()} == expected
 
 
-def test_shards_of_another_wish_are_not_gone_on_with(tmp_path: Path) -> None:
+def test_shards_of_another_config_are_not_resumed(tmp_path: Path) -> None:
     def short() -> Iterator[DocumentBatch]:
         yield from blocks(2)
         raise KeyboardInterrupt
@@ -117,7 +117,7 @@ def test_shards_of_another_wish_are_not_gone_on_with(tmp_path: Path) -> None:
     assert packed(tmp_path).get_rows([0])[0].ravel().tolist() == everything()[0][:16].tolist()
 
 
-def test_rows_of_each_source_stand_together(tmp_path: Path) -> None:
+def test_rows_of_each_source_are_contiguous(tmp_path: Path) -> None:
     shards = packed(tmp_path, wiki=blocks(3), books=blocks(2))
     sizes = [(source.name, source.rows) for source in shards.sources(8)]
     totals = [sum(block.tokens for block in blocks(count)) // 16 * 2 for count in (3, 2)]
@@ -131,18 +131,26 @@ def test_bytes_of_text_are_those_of_the_rows(tmp_path: Path) -> None:
     assert shards.text_bytes == pytest.approx(4 * shards.tokens, rel=0.01)
 
 
-def test_a_folder_without_a_manifest_and_a_damaged_shard_are_told(tmp_path: Path) -> None:
+def test_a_folder_without_a_manifest_and_a_damaged_shard_are_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no manifest\.json"):
         PackedDataset.open(tmp_path)
     packed(tmp_path)
     shard = tmp_path / "train-00001.npy"
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    full = shard.read_bytes()
+    shard.write_bytes(full[:-1] + bytes([full[-1] ^ 1]))
     with pytest.raises(DataError, match=r"train-00001\.npy: this shard is damaged"):
         PackedDataset.open(tmp_path).verify()
-    shard.write_bytes(whole[:-3])
+    shard.write_bytes(full[:-3])
     with pytest.raises(DataError, match=r"train-00001\.npy: this shard is damaged"):
         PackedDataset.open(tmp_path)
     shard.unlink()
     with pytest.raises(DataError, match=r"train-00001\.npy: this shard is missing"):
+        PackedDataset.open(tmp_path)
+
+
+def test_shards_of_another_format_are_refused_with_one_sentence(tmp_path: Path) -> None:
+    packed(tmp_path)
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 1'))
+    with pytest.raises(DataError, match=r"these shards have format 1 \(Modelwright 0\.1 wrote 1\); it wants format 2;"):
         PackedDataset.open(tmp_path)

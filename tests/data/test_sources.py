@@ -1,4 +1,4 @@
-"""Rows are read from every kind of source, and every miss is one letter that names file, line and remedy."""
+"""Rows are read from every kind of source; every error names file, line and remedy."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_only_the_first_rows_are_taken_when_max_rows_says_so(tmp_path: Path) -> 
     assert values(read(path, max_rows=2)) == ROWS[:2]
 
 
-def test_a_validation_file_is_read_beside_the_recipe(tmp_path: Path) -> None:
+def test_a_validation_file_is_read_next_to_the_recipe(tmp_path: Path) -> None:
     write_lines(tmp_path / "held.jsonl", [json.dumps(ROWS[0])])
     data = DataConfig(dataset_name="field-guide", validation_file="held.jsonl")
     assert values(list(raise_on_invalid_rows(iter_validation_rows(data, tmp_path)))) == ROWS[:1]
@@ -148,8 +148,8 @@ def test_a_missing_file_is_answered_with_the_nearest_name(tmp_path: Path) -> Non
     write_lines(tmp_path / "answers.jsonl", [json.dumps(ROWS[0])])
     with pytest.raises(UsageError) as caught:
         read(tmp_path / "anwsers.jsonl")
-    told = "data: there is no file, folder or embedded set 'anwsers.jsonl'; did you mean answers.jsonl?"
-    assert str(caught.value) == told
+    output = "data: there is no file, folder or embedded set 'anwsers.jsonl'; did you mean answers.jsonl?"
+    assert str(caught.value) == output
 
 
 def test_a_misspelt_embedded_set_is_answered_with_its_name(tmp_path: Path) -> None:
@@ -165,15 +165,15 @@ def test_owner_and_name_mean_the_hub_unless_something_of_that_name_is_here(tmp_p
     assert not is_hub_name("owner/name", tmp_path)
 
 
-def test_a_set_that_the_hub_does_not_give_is_one_letter(tmp_path: Path) -> None:
+def test_a_set_that_the_hub_does_not_give_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         read_train_rows(DataConfig(dataset_name="nobody/nothing-of-that-name"), tmp_path)
-    told = str(caught.value)
-    assert told.startswith(
+    output = str(caught.value)
+    assert output.startswith(
         "data: 'nobody/nothing-of-that-name' is no local file or folder, and the hub gave no data set"
     )
-    assert told.endswith("the network, and HF_TOKEN for a gated set")
-    assert "\n" not in told
+    assert output.endswith("the network, and HF_TOKEN for a gated set")
+    assert "\n" not in output
 
 
 def test_a_file_of_an_unknown_kind_is_answered_with_the_kinds_we_read(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_a_folder_without_data_says_what_it_looked_for(tmp_path: Path) -> None:
         read(tmp_path / "empty")
 
 
-def test_every_broken_json_line_is_told_at_once(tmp_path: Path) -> None:
+def test_every_broken_json_line_is_reported_at_once(tmp_path: Path) -> None:
     good = json.dumps(ROWS[0])
     path = write_lines(tmp_path / "rows.jsonl", [good, '{"question": ', good, "[1, 2]"])
     with pytest.raises(DataError) as caught:
@@ -199,7 +199,7 @@ def test_every_broken_json_line_is_told_at_once(tmp_path: Path) -> None:
     ]
 
 
-def test_a_broken_json_file_is_told_with_its_line(tmp_path: Path) -> None:
+def test_a_broken_json_file_is_reported_with_its_line(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "rows.json", ["[", '{"question": "a"},', "oops", "]"])
     with pytest.raises(DataError, match=r"^rows.json:3: this is no JSON"):
         read(path)
@@ -211,14 +211,14 @@ def test_a_json_file_of_something_else_says_what_it_wants(tmp_path: Path) -> Non
         read(path)
 
 
-def test_bytes_that_are_no_utf8_are_told_with_their_line(tmp_path: Path) -> None:
+def test_bytes_that_are_no_utf8_are_reported_with_their_line(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_bytes(b'{"question": "a"}\n{"question": "caf\xe9"}\n')
     with pytest.raises(DataError) as caught:
         read(tmp_path / "rows.jsonl")
     assert str(caught.value) == "rows.jsonl:2: these bytes are not UTF-8; save the file as UTF-8"
 
 
-def test_a_csv_line_with_a_column_too_many_is_told(tmp_path: Path) -> None:
+def test_a_csv_line_with_a_column_too_many_is_reported(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "rows.csv", ["question,answer", "a,b", "c,d,e"])
     with pytest.raises(DataError, match=r"^rows.csv:3: this line has not the 2 columns of the header$"):
         read(path)
@@ -229,7 +229,7 @@ def test_a_csv_field_may_be_a_whole_document(tmp_path: Path) -> None:
     assert values(read(path)) == [{"question": "a", "answer": "x" * 200_000}]
 
 
-def test_a_truncated_parquet_file_is_told(tmp_path: Path) -> None:
+def test_a_truncated_parquet_file_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
     path.write_bytes(path.read_bytes()[:-20])
@@ -254,7 +254,7 @@ def test_the_embedded_corpus_comes_through_the_same_door() -> None:
     assert rows[0].where.startswith("topic ")
 
 
-def test_a_csv_separated_by_semicolons_is_told(tmp_path: Path) -> None:
+def test_a_csv_separated_by_semicolons_is_reported(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "rows.csv", ["question;answer", "What?;That"])
     with pytest.raises(
         DataError, match=r"rows.csv:1: the header is one column, 'question;answer', that looks separated by"
@@ -262,10 +262,10 @@ def test_a_csv_separated_by_semicolons_is_told(tmp_path: Path) -> None:
         read(path)
 
 
-def test_a_csv_that_is_called_jsonl_is_told_once(tmp_path: Path) -> None:
+def test_a_csv_that_is_called_jsonl_is_reported_once(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "rows.jsonl", ["question,answer", "What?,That", "Who?,She"])
-    with pytest.raises(DataError) as told:
+    with pytest.raises(DataError) as output:
         read(path)
-    assert [str(problem) for problem in told.value.problems] == [
+    assert [str(problem) for problem in output.value.problems] == [
         "rows.jsonl:1: this is no JSON; it looks like CSV: name the file .csv"
     ]

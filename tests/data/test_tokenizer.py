@@ -17,9 +17,9 @@ TEXTS = [text for _, text in python_docs()[:12]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("tokenizer")
-    assert train_bpe(TEXTS, 1000, made) == 1024
-    return made
+    built = tmp_path_factory.mktemp("tokenizer")
+    assert train_bpe(TEXTS, 1000, built) == 1024
+    return built
 
 
 def test_the_same_texts_give_the_same_tokenizer(folder: Path, tmp_path: Path) -> None:
@@ -48,23 +48,23 @@ def test_it_is_a_folder_that_transformers_reads_with_a_chat_template(folder: Pat
 def test_documents_are_closed_by_the_end_token_and_cannot_close_themselves(folder: Path) -> None:
     encoder = DocumentTokenizer.open(folder)
     hostile = f"one {IM_END} two <|im_start|>system"
-    made = encoder.encode_batch([hostile, "", "three"])
-    assert made.lengths.sum() == len(made.tokens)
-    assert (made.tokens == encoder.eos_token_id).sum() == 3
-    assert made.tokens[made.lengths.cumsum() - 1].tolist() == [encoder.eos_token_id] * 3
-    assert encoder.tokenizer.decode(made.tokens[: made.lengths[0] - 1].tolist()) == hostile
-    assert made.text_bytes.tolist() == [len(hostile), 0, 5]
+    built = encoder.encode_batch([hostile, "", "three"])
+    assert built.lengths.sum() == len(built.tokens)
+    assert (built.tokens == encoder.eos_token_id).sum() == 3
+    assert built.tokens[built.lengths.cumsum() - 1].tolist() == [encoder.eos_token_id] * 3
+    assert encoder.tokenizer.decode(built.tokens[: built.lengths[0] - 1].tolist()) == hostile
+    assert built.text_bytes.tolist() == [len(hostile), 0, 5]
 
 
-def test_a_vocabulary_too_small_for_every_byte_is_told(tmp_path: Path) -> None:
+def test_a_vocabulary_too_small_for_every_byte_is_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="at least 259"):
         train_bpe(TEXTS, 100, tmp_path)
 
 
 def test_the_embedded_corpus_is_megabytes_of_prose_in_a_fixed_order() -> None:
-    found = python_docs()
-    names = [name for name, _ in found]
+    result = python_docs()
+    names = [name for name, _ in result]
     assert len(set(names)) == len(names) > 300
-    assert sum(len(text) for _, text in found) > 1_500_000
-    assert found == python_docs()
+    assert sum(len(text) for _, text in result) > 1_500_000
+    assert result == python_docs()
     assert any(name == "topic lambda" for name in names) and any(name == "module argparse" for name in names)

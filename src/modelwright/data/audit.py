@@ -15,46 +15,20 @@ from typing import Any, Literal
 
 import numpy as np
 
-from modelwright.data import chat, preferences
-from modelwright.data.chat import (
-    Conversation,
-    ConversationDataset,
-    TokenizedRow,
-    group_split,
-    rows_to_conversations,
-    tokenize_conversation,
-)
+from modelwright.data import chat, preferences, readers, sources
+from modelwright.data.chat import Conversation, ConversationDataset, TokenizedRow, group_split
 from modelwright.data.lengths import TEMPLATE_TOKENS, length_histogram
 from modelwright.data.packing import NDArray, pack_bfd
-from modelwright.data.preferences import PreferenceDataset, PreferencePair, rows_to_pairs, tokenize_pair
+from modelwright.data.preferences import PreferenceDataset, PreferencePair
 from modelwright.data.prepare import dedup
-from modelwright.data.prepare.dedup import shingle
-from modelwright.data.readers import (
-    ROW_FILE_SUFFIXES,
-    InvalidRow,
-    Row,
-    describe_columns,
-    get_text,
-    raise_on_invalid_rows,
-    read_file,
-    to_jsonl,
-)
+from modelwright.data.readers import InvalidRow, Row, describe_columns, get_text
 from modelwright.data.sampler import GlobalBatchSampler
 from modelwright.data.shards import MANIFEST, PackedDataset
-from modelwright.data.sources import (
-    files_in,
-    is_embedded,
-    is_hub_name,
-    is_saved_dataset,
-    iter_rows,
-    local_path,
-    render_template,
-)
 from modelwright.data.tokenizer import DocumentTokenizer
 from modelwright.errors import DataError, ModelError, Problem, UsageError
 from modelwright.recipe.load import LoadedRecipe, add_recipe_location, builtin_recipes, load, load_dict
 from modelwright.recipe.schema import DataConfig
-from modelwright.runs.folder import fsync_path
+from modelwright.runs.folder import atomic_write, fsync_path
 
 RowFormat = Literal["conversations", "pairs", "text"]
 AUDIT_CHARS_PER_TOKEN = 4.0
@@ -112,7 +86,7 @@ class AuditReport:
     def as_json(self, max_problems: int = 50) -> dict[str, Any]:
         """For --json: the first problems and all statistics."""
         reasons = Counter(_reason_category(invalid_row.reason) for invalid_row in self.invalid_rows)
-        problems = [json.loads(to_jsonl(row)) for row in self.invalid_rows[:max_problems]]
+        problems = [json.loads(readers.to_jsonl(row)) for row in self.invalid_rows[:max_problems]]
         counts = {"rows": self.rows, "invalid": len(self.invalid_rows)}
         return {**counts, "invalid_fraction": round(self.invalid_fraction, 4), "reasons": dict(reasons.most_common()),
                 "problems": problems, **self.stats}  # fmt: skip
@@ -121,10 +95,10 @@ class AuditReport:
 def audit(data: DataConfig, config: AuditConfig, recipe_dir: Path) -> AuditReport:
     """Read all rows once, collect the invalid ones, and measure the rest."""
     report = AuditReport()
-    items = list(_iter_valid(iter_rows(data.source, data, recipe_dir), data, config.row_format, report))
+    items = list(_iter_valid(sources.iter_rows(data.source, data, recipe_dir), data, config.row_format, report))
     held_out_items: list[AuditedRow] | None = None
     if data.validation_file:
-        rows = iter_rows(data.validation_file, None, recipe_dir)
+        rows = sources.iter_rows(data.validation_file, None, recipe_dir)
         held_out_items = list(_iter_valid(rows, data, config.row_format, report))
     if not items:
         return report
@@ -161,14 +135,14 @@ def _iter_valid(
 
 
 def _audit_conversation(row: Row, data: DataConfig) -> AuditedRow:
-    conversation = rows_to_conversations([row], data)[0]
+    conversation = chat.rows_to_conversations([row], data)[0]
     text = "\n".join(turn["content"] for turn in conversation.messages)
     prompt_key = chat.normalize_key(conversation.last_user_message)
     return AuditedRow(row.where, text, len(conversation.messages), conversation.split_key, prompt_key)
 
 
 def _audit_pair(row: Row, data: DataConfig) -> AuditedRow:
-    pairs = rows_to_pairs([row], data)
+    pairs = preferences.rows_to_pairs([row], data)
     if not pairs:
         raise DataError([Problem(row.where, "the two answers are the same; there is nothing to prefer")])
     pair = pairs[0]
@@ -215,7 +189,7 @@ def _duplicate_stats(items: Sequence[AuditedRow], system_prompt: str) -> dict[st
     """Exact and near duplicates, without the system prompt, which would make all rows similar."""
     texts = [item.text.removeprefix(f"{system_prompt}\n") for item in items]
     copies = Counter(texts)
-    signatures = dedup.minhash_signatures(shingle(texts, dedup.NGRAM_SIZE))
+    signatures = dedup.minhash_signatures(dedup.shingle(texts, dedup.NGRAM_SIZE))
     eligible, load = np.ones(len(texts), dtype=np.bool_), signatures.__getitem__
     pairs = [dedup.verified_band_pairs(keys, eligible, load, 0.7) for keys in dedup.band_keys(signatures)]
     components = dedup.connected_components(len(texts), np.concatenate(pairs))
@@ -262,12 +236,8 @@ def _padding_fraction(lengths: NDArray, config: AuditConfig) -> dict[str, Any]:
     return {"padded": round(float(padded), 4), "packed": round(float(packed), 4)}
 
 
-ROW_FORMATS: dict[str, RowFormat] = {
-    "sft": "conversations",
-    "lora": "conversations",
-    "dpo": "pairs",
-    "pretrain": "text",
-}
+CHAT: RowFormat = "conversations"
+ROW_FORMATS: dict[str, RowFormat] = {"sft": CHAT, "lora": CHAT, "dpo": "pairs", "pretrain": "text"}
 
 
 def audit_recipe(name: str, overrides: Sequence[str]) -> Iterator[tuple[str, AuditReport]]:
@@ -307,7 +277,7 @@ def _reading_settings(data: DataConfig) -> dict[str, Any]:
 def _load_tokenizer(loaded: LoadedRecipe) -> DocumentTokenizer | None:
     """The tokenizer of the model, if its folder is local."""
     model = loaded.recipe.model
-    folder = local_path(model.tokenizer_name_or_path or model.model_name_or_path or "", loaded.path.parent)
+    folder = sources.local_path(model.tokenizer_name_or_path or model.model_name_or_path or "", loaded.path.parent)
     try:
         return DocumentTokenizer.open(folder) if folder and (folder / "tokenizer.json").exists() else None
     except ModelError:
@@ -351,14 +321,14 @@ class RenderedSample:
 def render_conversations(items: Sequence[Conversation], tokenizer: Any, assistant_only: bool) -> list[RenderedSample]:
     """Render each conversation with the chat template."""
     return [_render_row(item.where, row, tokenizer) for item in items
-            for row in tokenize_conversation(item, tokenizer, assistant_only)]  # fmt: skip
+            for row in chat.tokenize_conversation(item, tokenizer, assistant_only)]  # fmt: skip
 
 
 def render_pairs(items: Sequence[PreferencePair], tokenizer: Any) -> list[RenderedSample]:
     """Render each pair as two rows: prompt and chosen, prompt and rejected."""
     samples = []
     for item in items:
-        pair = tokenize_pair(item, tokenizer)
+        pair = preferences.tokenize_pair(item, tokenizer)
         for name, answer in (("chosen", pair.chosen), ("rejected", pair.rejected)):
             input_ids = np.concatenate([pair.prompt, answer.input_ids])
             loss_mask = np.concatenate([np.zeros(len(pair.prompt), dtype=np.bool_), answer.loss_mask])
@@ -423,13 +393,10 @@ def convert_to_parquet(source: Path, target: Path, full_question: str | None = N
 
     if target.suffix != ".parquet":
         raise UsageError(f"{target} ends in {target.suffix or 'nothing'}; it wants .parquet")
-    rows = list(raise_on_invalid_rows(read_file(source)))
+    rows = list(readers.raise_on_invalid_rows(readers.read_file(source)))
     values = [_with_full_question(row, full_question) if full_question else row.values for row in rows]
-    partial = target.with_name(f".{target.name}.partial")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(values), partial, compression="zstd")
-    fsync_path(partial)
-    partial.replace(target)
+    with atomic_write(target) as file:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(values), file, compression="zstd")
     return len(values)
 
 
@@ -442,7 +409,7 @@ def _with_full_question(row: Row, template: str) -> dict[str, Any]:
     if missing:
         raise DataError([Problem(row.where, f"there is no column {missing[0]!r}; {describe_columns(row.values)}")])
     rest = {name: value for name, value in row.values.items() if name not in used}
-    return {FULL_QUESTION_COLUMN: render_template(template, row.values, row.where), **rest}
+    return {FULL_QUESTION_COLUMN: sources.render_template(template, row.values, row.where), **rest}
 
 
 DEFAULT_MODEL = {"model_name_or_path": "smollm2-135m-instruct"}
@@ -470,22 +437,22 @@ def load_recipe_or_data(name: str, overrides: Sequence[str], for_prepare: bool =
 def is_data_source(name: str) -> bool:
     """Whether a name is a data source: a row file, a folder of them, an embedded or a hub dataset."""
     path = Path(name)
-    if path.suffix in ROW_FILE_SUFFIXES:
+    if path.suffix in readers.ROW_FILE_SUFFIXES:
         if not path.exists():
             raise UsageError(f"{name}: there is no such file")
         return True
     if path.is_dir():
-        return not (path / "recipe.yaml").exists() and (is_saved_dataset(path) or bool(files_in(path)))
+        return not (path / "recipe.yaml").exists() and (sources.is_saved_dataset(path) or bool(sources.files_in(path)))
     if path.exists() or name in builtin_recipes():
         return False
-    return is_embedded(name) or (is_hub_name(name, Path()) and not path.parent.is_dir())
+    return sources.is_embedded(name) or (sources.is_hub_name(name, Path()) and not path.parent.is_dir())
 
 
 def infer_stage(data: DataConfig) -> str:
     """The stage for data without a recipe, by its columns."""
     if (Path(data.source) / MANIFEST).exists():
         return "pretrain"
-    first = next(iter(iter_rows(data.source, data, Path())), None)
+    first = next(iter(sources.iter_rows(data.source, data, Path())), None)
     columns = {data.columns.get(name, name) for name in first.values} if isinstance(first, Row) else set()
     if {"chosen", "rejected"} <= columns:
         return "dpo"

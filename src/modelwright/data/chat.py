@@ -82,7 +82,7 @@ class SplitDataset(Generic[Item]):
         splits: tuple[Sequence[Any], Sequence[Any]] = (self.train, self.held_out)
         train, held_out = ({normalize_key(item.last_user_message) for item in items} for items in splits)
         return {
-            "source": data.dataset_name or data.train_file,
+            "source": data.source,
             "validation": data.validation_file,
             "train_rows": len(self.train),
             "held_out_rows": len(self.held_out),
@@ -125,7 +125,7 @@ def load_splits(
         for rows in (iter_train_rows(data, recipe_dir), iter_validation_rows(data, recipe_dir))
     )
     quarantine.raise_if_over_limit()
-    for items, source in ((train, data.dataset_name or data.train_file), (held_out, data.validation_file)):
+    for items, source in ((train, data.source), (held_out, data.validation_file)):
         if source and not items:
             raise DataError([Problem(source, empty_message)])
     if not data.validation_file:
@@ -189,16 +189,22 @@ def map_chat_columns(row: Row, columns: dict[str, Any]) -> dict[str, str]:
 
 def group_split(items: Sequence[Item], data: DataConfig, seed: int) -> tuple[list[Item], list[Item]]:
     """Hold out whole groups, chosen by a hash of seed and split key, so that no group is in both splits."""
-    groups = sorted(
-        {item.split_key for item in items},
-        key=lambda group: (xxhash.xxh3_64_intdigest(f"{seed}:{group}".encode("utf-8", "surrogatepass")), group),
-    )
-    count = data.test_size.resolve(len(groups))
-    if count >= len(groups):
-        message = f"test_size holds out {count} of {len(groups)} distinct groups, which leaves none to train on"
-        raise DataError([Problem(str(data.dataset_name or data.train_file), message)])
-    chosen = set(groups[:count])
+
+    def group_hash(group: str) -> int:
+        return xxhash.xxh3_64_intdigest(f"{seed}:{group}".encode("utf-8", "surrogatepass"))
+
+    groups = sorted({item.split_key for item in items}, key=lambda group: (group_hash(group), group))
+    chosen = set(groups[: held_out_count(data, len(groups))])
     return [i for i in items if i.split_key not in chosen], [i for i in items if i.split_key in chosen]
+
+
+def held_out_count(data: DataConfig, num_groups: int) -> int:
+    """Number of groups to hold out by test_size."""
+    count = data.test_size.resolve(num_groups)
+    if count >= num_groups:
+        message = f"test_size holds out {count} of {num_groups} distinct groups, which leaves none to train on"
+        raise DataError([Problem(data.source, message)])
+    return count
 
 
 def build_prompt_messages(question: str, system_prompt: str | None) -> list[Message]:
@@ -330,13 +336,10 @@ class TokenizedDataset:
     def stats(self) -> dict[str, int]:
         """The numbers of the data manifest."""
         return {
+            **vars(self),
             "rows": len(self.rows),
             "tokens": sum(len(row) for row in self.rows),
             "trained_tokens": int(sum(row.loss_mask.sum() for row in self.rows)),
-            "truncated_rows": self.truncated_rows,
-            "split_rows": self.split_rows,
-            "truncated_tokens": self.truncated_tokens,
-            "dropped_rows": self.dropped_rows,
         }
 
 
@@ -453,9 +456,8 @@ def _common_prefix(one: str, other: str) -> int:
 
 def _render(tokenizer: Any, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
     try:
-        return str(
-            tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
-        )
+        options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+        return str(tokenizer.apply_chat_template(list(messages), **options))
     except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:  # errors inside the template
         raise TemplateError(str(error)) from None
 
@@ -464,9 +466,9 @@ def _tokenize_with_mask(tokenizer: Any, rendered: Sequence[RenderedText]) -> lis
     # the template writes the special tokens; adding more would double BOS (alignment-handbook#127)
     texts = [text for text, _ in rendered]
     prefix_chars = _shareable_prefix(tokenizer, texts)
-    [(prefix_ids, prefix_starts)] = (
-        _tokenize_with_offsets(tokenizer, [texts[0][:prefix_chars]]) if prefix_chars else [(EMPTY_IDS, EMPTY_IDS)]
-    )
+    prefix_ids = prefix_starts = EMPTY_IDS
+    if prefix_chars:
+        [(prefix_ids, prefix_starts)] = _tokenize_with_offsets(tokenizer, [texts[0][:prefix_chars]])
     rows = []
     tokenized = _tokenize_with_offsets(tokenizer, [text[prefix_chars:] for text in texts])
     for (_, spans), (input_ids, starts) in zip(rendered, tokenized, strict=True):
@@ -494,12 +496,9 @@ def _shareable_prefix(tokenizer: Any, texts: Sequence[str]) -> int:
     """
     prefix = min(texts, default="")
     prefix = prefix[: _common_prefix(prefix, max(texts, default=""))]
-    special_tokens = (
-        token.content
-        for token in getattr(tokenizer, "added_tokens_decoder", {}).values()
-        if token.special and not (token.lstrip or token.single_word or token.normalized)
-    )
-    cut = max((prefix.rfind(content) for content in special_tokens), default=0)
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    special = [t.content for t in added if t.special and not (t.lstrip or t.single_word or t.normalized)]
+    cut = max((prefix.rfind(content) for content in special), default=0)
     if len(texts) <= PREFIX_CHECKS or cut < MIN_PREFIX_CHARS:
         return 0
     parts = [texts[0][:cut], *(text[cut:] for text in texts[:PREFIX_CHECKS])]

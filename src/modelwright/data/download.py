@@ -52,7 +52,7 @@ class RemoteFile:
     @property
     def manual_hint(self) -> str:
         """What to do by hand when the download fails."""
-        return f"put {self.name} beside the recipe" if self.filename is None else "download it, and name it train_file"
+        return f"put {self.name} next to the recipe" if self.filename is None else "download it, and name it train_file"
 
 
 class DownloadDenied(DataError):

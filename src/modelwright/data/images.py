@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import gzip
 import io
 import json
@@ -26,6 +25,7 @@ import xxhash
 from modelwright.data.download import RemoteFile, download, sha256_file
 from modelwright.data.packing import NDArray
 from modelwright.data.readers import cap_problems
+from modelwright.data.sources import did_you_mean, local_path
 from modelwright.errors import DataError, Problem, UsageError
 from modelwright.runs.caches import cache_dir
 from modelwright.runs.folder import hash_file
@@ -290,7 +290,7 @@ def _decode_jpeg_split(arrays: dict[str, NDArray], split: str, path: Path) -> Im
     lengths, labels = arrays[f"{split}_lengths"].astype(np.int64), arrays[f"{split}_labels"].astype(np.int64)
     if lengths.sum() != len(scans) or len(lengths) != len(labels):
         lengths_text = f"{len(lengths):,} lengths that make {lengths.sum():,} bytes"
-        message = f"the {split} side does not add up: {len(labels):,} labels, {lengths_text}, {len(scans):,} bytes"
+        message = f"the {split} split does not add up: {len(labels):,} labels, {lengths_text}, {len(scans):,} bytes"
         raise DataError([Problem(str(path), message)])
     ends = np.cumsum(lengths).tolist()
     starts = [0, *ends[:-1]]
@@ -490,30 +490,23 @@ SUPPORTED_SOURCES = (
 
 def read_images(name: str, recipe_dir: Path) -> ImageSplits:
     """Read the training and test images of a source."""
-    if name == SHAPES_NAME and not any((folder / name).exists() for folder in (Path(), recipe_dir)):
+    path = local_path(name, recipe_dir)
+    if path is None and name == SHAPES_NAME:
         return make_shapes_dataset()
-    path = _find_source(name, recipe_dir)
+    path = path or _find_cifar10(name, recipe_dir)
     try:
         return _read_folder(path) if path.is_dir() else _read_file(path)
     except (PermissionError, IsADirectoryError) as error:
         raise UsageError(f"data: {error.filename or path} cannot be read ({error.strerror})") from None
 
 
-def _find_source(name: str, recipe_dir: Path) -> Path:
-    """The file or folder of that name; `cifar10` is downloaded if it is not local."""
-    for folder in (Path(), recipe_dir):
-        if (folder / name).exists():
-            return folder / name
+def _find_cifar10(name: str, recipe_dir: Path) -> Path:
+    """The local files of `cifar10`, downloaded if there are none; any other name is an error."""
     if name != CIFAR10_NAME:
-        siblings = [path.name for path in (recipe_dir / name).parent.glob("*")]
-        close = difflib.get_close_matches(Path(name).name, [*siblings, CIFAR10_NAME, SHAPES_NAME], n=3)
-        hint = f"; did you mean {' or '.join(close)}?" if close else f"; it wants {SUPPORTED_SOURCES}"
+        hint = did_you_mean(name, recipe_dir, [CIFAR10_NAME, SHAPES_NAME]) or f"; it wants {SUPPORTED_SOURCES}"
         raise UsageError(f"data: there is no file or folder {name!r}{hint}")
-    for folder in (Path(), recipe_dir):
-        for known in (BINARY_FOLDER, CIFAR10_ARCHIVE.name):
-            if (folder / known).exists():
-                return folder / known
-    return download(CIFAR10_ARCHIVE, cache_dir())
+    local = (local_path(known, recipe_dir) for known in (BINARY_FOLDER, CIFAR10_ARCHIVE.name))
+    return next(filter(None, local), None) or download(CIFAR10_ARCHIVE, cache_dir())
 
 
 def _read_file(path: Path) -> ImageSplits:

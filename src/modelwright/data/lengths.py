@@ -56,7 +56,7 @@ def estimate_row_stats(recipe: Recipe, stage: str, recipe_dir: Path, tokenizer: 
     With the folder of a tokenizer, characters per token are measured; else they are estimated from the vocabulary size.
     """
     settings, data = recipe.stages[stage], recipe.data_for(stage)
-    name = data.dataset_name or data.train_file or ""
+    name = data.source
     if isinstance(settings, ClassifyConfig):
         known = {"CIFAR-10": CIFAR10_TRAIN_ROWS} if "cifar10" in name.lower().replace("-", "") else {}
         known = {images.SHAPES_NAME: images.SHAPES_TRAIN} if name == images.SHAPES_NAME else known

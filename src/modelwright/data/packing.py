@@ -54,11 +54,8 @@ class _Bins:
             bins_needed = -(-count // rows_per_bin)
             chosen = self._take_bins(free, bins_needed) if fitting else self._open_bins(bins_needed)
             num_placed = min(count, rows_per_bin * len(chosen))
-            self.row_bins += (
-                chosen
-                if rows_per_bin == 1
-                else [bin_index for bin_index in chosen for _ in range(rows_per_bin)][:num_placed]
-            )
+            bins = chosen if rows_per_bin == 1 else [each for each in chosen for _ in range(rows_per_bin)][:num_placed]
+            self.row_bins += bins
             last = num_placed - rows_per_bin * (len(chosen) - 1)
             if last < rows_per_bin:
                 self._put_bins(free - last * length, [chosen.pop()])

@@ -9,21 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from modelwright.data.chat import (
-    Message,
-    SplitDataset,
-    TokenIds,
-    TokenizedRow,
-    add_system_message,
-    append_context,
-    check_tokenized,
-    get_split_key,
-    hash_splits,
-    load_splits,
-    to_messages,
-    tokenize_completion,
-    validate_messages,
-)
+from modelwright.data import chat
+from modelwright.data.chat import Message, SplitDataset, TokenIds, TokenizedRow, to_messages, validate_messages
 from modelwright.data.readers import Quarantine, Row, describe_columns
 from modelwright.errors import DataError, Problem
 from modelwright.recipe.schema import DataConfig, PreferenceConfig
@@ -78,9 +65,9 @@ class PreferenceDataset(SplitDataset[PreferencePair]):
 def load_preferences(data: DataConfig, seed: int, recipe_dir: Path) -> PreferenceDataset:
     """Read, check and split the pairs of a recipe; all problems are raised as one error."""
     empty_message = "there is no pair of different answers in it"
-    train, held_out, quarantine = load_splits(data, seed, recipe_dir, rows_to_pairs, empty_message)
+    train, held_out, quarantine = chat.load_splits(data, seed, recipe_dir, rows_to_pairs, empty_message)
     identical_pairs = quarantine.rows_read - len(quarantine.invalid_rows) - len(train) - len(held_out)
-    return PreferenceDataset(train, held_out, hash_splits(train, held_out)[0], quarantine, identical_pairs)
+    return PreferenceDataset(train, held_out, chat.hash_splits(train, held_out)[0], quarantine, identical_pairs)
 
 
 def rows_to_pairs(rows: Sequence[Row], data: DataConfig, quarantine: Quarantine | None = None) -> list[PreferencePair]:
@@ -137,13 +124,13 @@ def _parse_pair(row: Row, role_columns: dict[str, str], data: DataConfig) -> Pre
     if not any(turn["role"] == "user" for turn in chosen[:prefix_length]):
         return "chosen and rejected answer no common question; it wants a prompt"
     system = values.get("system") or (None if "system" in role_columns else data.system_prompt)
-    prompt = add_system_message(chosen[:prefix_length], system)
+    prompt = chat.add_system_message(chosen[:prefix_length], system)
     if isinstance(prompt, str):
         return prompt
     if data.split_by and data.split_by not in row.values:
         return f"there is no column {data.split_by!r} to split by; {describe_columns(row.values)}"
     answers = tuple(chosen[prefix_length:]), tuple(rejected[prefix_length:])
-    return PreferencePair(row.where, tuple(prompt), *answers, get_split_key(row, prompt, data))
+    return PreferencePair(row.where, tuple(prompt), *answers, chat.get_split_key(row, prompt, data))
 
 
 def _parse_answer(values: dict[str, Any], name: str) -> list[Message] | str:
@@ -154,7 +141,7 @@ def _parse_answer(values: dict[str, Any], name: str) -> list[Message] | str:
     prompt = values.get("prompt")
     if _is_empty(prompt):
         return "there is no prompt before it; it wants a prompt, or messages that begin with the question"
-    prompt_messages = to_messages("user", append_context(prompt, values.get("context")))
+    prompt_messages = to_messages("user", chat.append_context(prompt, values.get("context")))
     answer_messages = to_messages("assistant", answer)
     if not isinstance(prompt_messages, list) or not isinstance(answer_messages, list):
         return "prompt and answer want text or messages"
@@ -192,12 +179,11 @@ class TokenizedPairs:
         """The numbers of the data manifest; no pair is ever dropped."""
         answers = [answer for row in self.rows for answer in (row.chosen, row.rejected)]
         return {
+            **vars(self),
             "rows": len(self.rows),
             "tokens": sum(len(row) for row in self.rows),
             "prompt_tokens": sum(len(row.prompt) for row in self.rows),
             "trained_tokens": int(sum(answer.loss_mask.sum() for answer in answers)),
-            "truncated_rows": self.truncated_rows,
-            "truncated_tokens": self.truncated_tokens,
             "dropped_rows": 0,
         }
 
@@ -211,20 +197,21 @@ def tokenize_pairs(
     has_stop = False
     for pair in pairs:
         full_pair = tokenize_pair(pair, tokenizer)
-        has_stop = has_stop or any(
-            int(token) in stop_ids for token in full_pair.chosen.input_ids[full_pair.chosen.loss_mask]
-        )
+        trained_ids = full_pair.chosen.input_ids[full_pair.chosen.loss_mask]
+        has_stop = has_stop or bool(np.isin(trained_ids, list(stop_ids)).any())
         truncated_pair = truncate_pair(full_pair, config.max_length)
         dataset.rows.append(truncated_pair)
         dataset.truncated_rows += truncated_pair is not full_pair
         dataset.truncated_tokens += len(full_pair) - len(truncated_pair)
-    check_tokenized(dataset, len(pairs), "pairs", has_stop, config)
+    chat.check_tokenized(dataset, len(pairs), "pairs", has_stop, config)
     return dataset
 
 
 def tokenize_pair(pair: PreferencePair, tokenizer: Any) -> TokenizedPair:
     """Tokenize a pair; the prompt ends where the two renderings differ or the first answer begins."""
-    rows = [tokenize_completion(pair.prompt, answer, tokenizer, pair.where) for answer in (pair.chosen, pair.rejected)]
+    rows = [
+        chat.tokenize_completion(pair.prompt, answer, tokenizer, pair.where) for answer in (pair.chosen, pair.rejected)
+    ]
     first = min(int(row.loss_mask.argmax()) for row in rows)
     differing = np.flatnonzero(rows[0].input_ids[:first] != rows[1].input_ids[:first])
     prompt_length = int(differing[0]) if len(differing) else first

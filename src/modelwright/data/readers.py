@@ -84,10 +84,8 @@ def describe_columns(values: Mapping[str, Any]) -> str:
 def get_text(row: Row, column: str) -> str | InvalidRow:
     """The text in a column of a row, or what is wrong with it."""
     if column not in row.values:
-        message = (
-            f"there is no column {column!r}; {describe_columns(row.values)}; data.text_column says which holds the text"
-        )
-        return InvalidRow(row.where, message)
+        message = f"there is no column {column!r}; {describe_columns(row.values)}"
+        return InvalidRow(row.where, f"{message}; data.text_column says which holds the text")
     text = row.values[column]
     if not isinstance(text, str):
         return InvalidRow(row.where, f"{column!r} is {str(text)[:40]!r}; it wants text", str(text)[:80])
@@ -118,9 +116,8 @@ def read_file(path: Path, file_slice: FileSlice = WHOLE_FILE) -> Iterator[Row | 
     readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet,
                ".txt": _read_txt}  # fmt: skip
     if path.suffix not in readers:
-        raise UsageError(
-            f"data: {path} ends in {path.suffix or 'nothing'}; it wants one of {', '.join(ROW_FILE_SUFFIXES)}"
-        )
+        suffix = path.suffix or "nothing"
+        raise UsageError(f"data: {path} ends in {suffix}; it wants one of {', '.join(ROW_FILE_SUFFIXES)}")
     return readers[path.suffix](path, file_slice)
 
 

@@ -69,6 +69,16 @@ class PackedDataset:
         """Tokens per stored row."""
         self.vocab_size: int = manifest["vocab_size"]
         """Token ids are below this."""
+        self.fingerprint: str = manifest["fingerprint"]
+        """Hash of all shards of all splits."""
+        self.tokenizer_fingerprint: str = manifest["tokenizer"]
+        """Hash of the tokenizer.json that made the tokens."""
+        self.tokens: int = self._stats["tokens"]
+        """Tokens in all rows."""
+        self.documents: int = self._stats["documents"]
+        """Documents that start in these rows."""
+        self.text_bytes: int = self._stats["text_bytes"]
+        """UTF-8 bytes of the text of these tokens, for bits per byte."""
         self._open_shards: dict[tuple[int, int], tuple[NDArray, NDArray, memoryview]] = {}
 
     @classmethod
@@ -80,8 +90,10 @@ class PackedDataset:
             raise DataError([Problem(str(folder), message)])
         manifest = read_json(path)
         if (version := manifest.get("format")) != MANIFEST_VERSION:
-            message = f"these shards have format {version}; this Modelwright reads format {MANIFEST_VERSION}"
-            raise DataError([Problem(str(folder), f"{message}: run modelwright data prepare again")])
+            message = (
+                f"these shards have format {version} (Modelwright 0.1 wrote 1); it wants format {MANIFEST_VERSION}"
+            )
+            raise DataError([Problem(str(folder), f"{message}; modelwright data prepare makes them again")])
         dataset = cls(folder, split, manifest)
         dataset._check(verify_hashes=False)
         return dataset
@@ -94,31 +106,6 @@ class PackedDataset:
     def size_bytes(self) -> int:
         """Bytes of its files."""
         return sum(int(entry["size"]) for entry in shard_files(self._stats).values())
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in all rows."""
-        return int(self._stats["tokens"])
-
-    @property
-    def text_bytes(self) -> int:
-        """UTF-8 bytes of the text of these tokens, for bits per byte."""
-        return int(self._stats["text_bytes"])
-
-    @property
-    def documents(self) -> int:
-        """Documents that start in these rows."""
-        return int(self._stats["documents"])
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of all shards of all splits."""
-        return str(self.manifest["fingerprint"])
-
-    @property
-    def tokenizer_fingerprint(self) -> str:
-        """Hash of the tokenizer.json that made the tokens."""
-        return str(self.manifest["tokenizer"])
 
     def rows(self, length: int | None = None) -> int:
         """Number of rows of this length, which must divide the stored length."""
@@ -207,16 +194,9 @@ def write_manifest(folder: Path, layout: ShardLayout, splits: dict[str, dict[str
     """Write the manifest, which marks the folder as complete."""
     hashes = [entry["xxh3"] for split_stats in splits.values() for entry in shard_files(split_stats).values()]
     fingerprint = xxhash.xxh3_128_hexdigest("\n".join([str(layout.sequence_length), *hashes]).encode())
-    manifest = {
-        "format": MANIFEST_VERSION,
-        "sequence_length": layout.sequence_length,
-        "dtype": layout.dtype.name,
-        "vocab_size": layout.vocab_size,
-        "fingerprint": fingerprint,
-        **extra,
-        "splits": splits,
-    }
-    write_json(folder / MANIFEST, manifest)
+    fields = {"format": MANIFEST_VERSION, "sequence_length": layout.sequence_length, "dtype": layout.dtype.name}
+    fields |= {"vocab_size": layout.vocab_size, "fingerprint": fingerprint}
+    write_json(folder / MANIFEST, {**fields, **extra, "splits": splits})
 
 
 WRITE_CHUNK_TOKENS = 1 << 18

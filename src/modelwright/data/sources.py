@@ -15,15 +15,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from modelwright.data import download
-from modelwright.data.readers import (
-    ROW_FILE_SUFFIXES,
-    InvalidRow,
-    Row,
-    describe_columns,
-    raise_on_invalid_rows,
-    read_file,
-)
+from modelwright.data import download, readers
+from modelwright.data.readers import ROW_FILE_SUFFIXES, InvalidRow, Row, describe_columns, read_file
 from modelwright.errors import DataError, Problem, UsageError, first_line
 from modelwright.recipe.schema import DataConfig
 from modelwright.runs.caches import cache_dir
@@ -91,7 +84,7 @@ HELD_OUT_SPLITS = ("held_out", "validation", "test")
 
 def iter_train_rows(data: DataConfig, recipe_dir: Path) -> Iterator[Row | InvalidRow]:
     """The training rows before the held-out split, and the invalid ones."""
-    return islice(iter_rows(data.dataset_name or data.train_file or "", data, recipe_dir), data.max_rows)
+    return islice(iter_rows(data.source, data, recipe_dir), data.max_rows)
 
 
 def iter_validation_rows(data: DataConfig, recipe_dir: Path) -> Iterator[Row | InvalidRow]:
@@ -101,7 +94,7 @@ def iter_validation_rows(data: DataConfig, recipe_dir: Path) -> Iterator[Row | I
 
 def read_train_rows(data: DataConfig, recipe_dir: Path) -> list[Row]:
     """All training rows; an unreadable row is an error."""
-    return list(raise_on_invalid_rows(iter_train_rows(data, recipe_dir)))
+    return list(readers.raise_on_invalid_rows(iter_train_rows(data, recipe_dir)))
 
 
 def local_path(name: str, recipe_dir: Path) -> Path | None:
@@ -133,7 +126,8 @@ def iter_rows(
     path = EMBEDDED_DATASETS.get(name) or local_path(name, recipe_dir)
     if path is None:
         if not is_hub_name(name, recipe_dir):
-            raise UsageError(_missing_source_message(name, recipe_dir))
+            hint = did_you_mean(name, recipe_dir, [*EMBEDDED_DATASETS, *GENERATED_DATASETS])
+            raise UsageError(f"data: there is no file, folder or embedded set {name!r}{hint}")
         config, split = (data.dataset_config_name, data.dataset_split) if data else (None, "train")
         return _iter_dataset(download.load_hub_dataset(name, config, split), name, start, stop)
     if path.is_dir() and is_saved_dataset(path):
@@ -142,12 +136,11 @@ def iter_rows(
     return islice(chain.from_iterable(map(read_file, files)), start, stop)
 
 
-def _missing_source_message(name: str, recipe_dir: Path) -> str:
-    folder = (recipe_dir / name).parent
-    siblings = [str(p.name) for p in folder.iterdir()] if folder.is_dir() else []
-    close = difflib.get_close_matches(Path(name).name, [*siblings, *EMBEDDED_DATASETS, *GENERATED_DATASETS], n=3)
-    hint = f"; did you mean {' or '.join(close)}?" if close else ""
-    return f"data: there is no file, folder or embedded set {name!r}{hint}"
+def did_you_mean(name: str, recipe_dir: Path, known: Iterable[str]) -> str:
+    """A suggestion of similar names among the known ones and the files next to it; empty if there are none."""
+    siblings = [path.name for path in (recipe_dir / name).parent.glob("*")]
+    close = difflib.get_close_matches(Path(name).name, [*siblings, *known], n=3)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def files_in(path: Path) -> list[Path]:

@@ -240,7 +240,7 @@ def minhash_kernel(hashes: Any, offsets: Any, factors: Any, shifts: Any) -> Any:
     if documents:
         kernel = _build_kernel()
         arrays = (_to_int32(hashes), offsets, _to_int32(factors), _to_int32(shifts), result)
-        sizes = {"WIDTH": width, "GROUP": HASHES_PER_PROGRAM, "STRETCH": SHINGLES_PER_BLOCK}
+        sizes = {"WIDTH": width, "GROUP": HASHES_PER_PROGRAM, "BLOCK_SIZE": SHINGLES_PER_BLOCK}
         kernel[(documents, width // HASHES_PER_PROGRAM)](*arrays, **sizes)
     return result
 
@@ -258,7 +258,7 @@ def _build_kernel() -> Any:
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
     def kernel(  # type: ignore[no-untyped-def]
-        hashes, offsets, factors, shifts, result, WIDTH: tl.constexpr, GROUP: tl.constexpr, STRETCH: tl.constexpr
+        hashes, offsets, factors, shifts, result, WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr
     ):
         document, group = tl.program_id(0), tl.program_id(1)
         columns = group * GROUP + tl.arange(0, GROUP)
@@ -266,8 +266,8 @@ def _build_kernel() -> Any:
         shift = tl.load(shifts + columns).to(tl.uint32, bitcast=True)
         start, stop = tl.load(offsets + document), tl.load(offsets + document + 1)
         minimum = tl.full([GROUP], 0xFFFFFFFF, dtype=tl.int64)
-        for first in range(start, stop, STRETCH):
-            index = first + tl.arange(0, STRETCH)
+        for first in range(start, stop, BLOCK_SIZE):
+            index = first + tl.arange(0, BLOCK_SIZE)
             inside = index < stop
             value = tl.load(hashes + index, mask=inside, other=0).to(tl.uint32, bitcast=True)
             mixed = (value[:, None] * factor[None, :] + shift[None, :]).to(tl.int64)

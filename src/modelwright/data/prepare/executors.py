@@ -17,18 +17,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from modelwright import errors
 from modelwright.data.packing import NDArray
 from modelwright.data.prepare import dedup, steps
 from modelwright.data.prepare.job import PrepareJob, is_complete
-from modelwright.errors import (
-    DataError,
-    Interrupted,
-    ModelwrightError,
-    Problem,
-    ProblemsError,
-    StorageError,
-    UsageError,
-)
 
 POLL_SECONDS = 0.2
 WAIT_TIMEOUT_SECONDS = 1800.0
@@ -141,7 +133,7 @@ class _WorkerProcess:
                 if not self._closed and attempt + 1 < MAX_ATTEMPTS:
                     self._process = self._start()
         message = f"a worker of the preparation ended {MAX_ATTEMPTS} times on one task"
-        raise Interrupted(f"{message}; the same command resumes where it stopped")
+        raise errors.Interrupted(f"{message}; the same command resumes where it stopped")
 
     def _request(self, task: dict[str, Any]) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -173,12 +165,12 @@ class _WorkerProcess:
             self._process.wait()
 
 
-def error_from_reply(reply: dict[str, Any]) -> ModelwrightError:
+def error_from_reply(reply: dict[str, Any]) -> errors.ModelwrightError:
     """The exception of a worker's reply."""
     if reply["kind"] == "DataError":
-        return DataError([Problem(where, message) for where, message in reply["problems"]])
-    kinds: dict[str, type[ModelwrightError]] = {"StorageError": StorageError, "UsageError": UsageError}
-    return kinds.get(reply["kind"], ModelwrightError)(reply["message"])
+        return errors.DataError([errors.Problem(where, message) for where, message in reply["problems"]])
+    kinds = {"StorageError": errors.StorageError, "UsageError": errors.UsageError}
+    return kinds.get(reply["kind"], errors.ModelwrightError)(reply["message"])
 
 
 @dataclass(frozen=True)
@@ -213,7 +205,7 @@ class RankExecutor:
     def _wait(self, deadline: float) -> None:
         if time.monotonic() > deadline:
             minutes = f"{WAIT_TIMEOUT_SECONDS / 60:.0f} minutes"
-            raise Interrupted(f"rank {self.rank} waited {minutes} for the others; start again")
+            raise errors.Interrupted(f"rank {self.rank} waited {minutes} for the others; start again")
         time.sleep(POLL_SECONDS)
 
 
@@ -240,7 +232,7 @@ def _init_ray_data(count: int | None) -> Any:
         import ray
         import ray.data
     except ImportError:
-        raise UsageError("Ray is not installed; pip install 'modelwright[ray]'") from None
+        raise errors.UsageError("Ray is not installed; pip install 'modelwright[ray]'") from None
     if not ray.is_initialized():
         ray.init(num_cpus=count, include_dashboard=False, log_to_driver=False)
     ray.data.DataContext.get_current().enable_progress_bars = False
@@ -250,11 +242,12 @@ def _init_ray_data(count: int | None) -> Any:
 def _run_slices(data: Any, job: PrepareJob, step: str, pending: list[int]) -> Iterator[int]:
     """One block per slice: Ray schedules them on free workers and retries lost ones."""
     folder = str(job.folder)
+
+    def run(row: dict[str, Any]) -> dict[str, Any]:
+        return {**row, "answer": json.dumps(try_task(PrepareJob.read(Path(folder)), step, row["number"]))}
+
     rows = data.from_items([{"number": number} for number in pending], override_num_blocks=len(pending))
-    done = rows.map(
-        lambda row: {**row, "answer": json.dumps(try_task(PrepareJob.read(Path(folder)), step, row["number"]))}
-    )
-    for row in done.iter_rows():
+    for row in rows.map(run).iter_rows():
         reply = json.loads(row["answer"])
         if not reply["done"]:
             raise error_from_reply(reply)
@@ -264,9 +257,9 @@ def _run_slices(data: Any, job: PrepareJob, step: str, pending: list[int]) -> It
 def _run_bands(data: Any, job: PrepareJob, pending: list[int]) -> Iterator[int]:
     """Shuffle by band key: documents with equal keys meet in one partition and are compared there."""
     folder, partitions = str(job.folder), max(2, len(job.slices))
-    slices = [{"unit": index} for index in range(len(job.slices))]
+    slices = [{"slice": index} for index in range(len(job.slices))]
     keys = data.from_items(slices, override_num_blocks=len(slices)).map_batches(
-        lambda batch: band_key_table(PrepareJob.read(Path(folder)), batch["unit"].tolist(), pending, partitions),
+        lambda batch: band_key_table(PrepareJob.read(Path(folder)), batch["slice"].tolist(), pending, partitions),
         batch_format="numpy",
     )
     compared = keys.groupby("part").map_groups(
@@ -316,10 +309,10 @@ def try_task(job: PrepareJob, step: str, number: int) -> dict[str, Any]:
     """Run a task; an error becomes part of the reply."""
     try:
         steps.run_task(job, step, number)
-    except ProblemsError as error:
+    except errors.ProblemsError as error:
         problems = [(problem.where, problem.message) for problem in error.problems]
         return {"done": False, "kind": "DataError", "problems": problems}
-    except ModelwrightError as error:
+    except errors.ModelwrightError as error:
         return {"done": False, "kind": type(error).__name__, "message": str(error)}
     except Exception as error:
         message = f"{type(error).__name__}: {error} (step {step.partition('-')[0]}, task {number})"

@@ -122,6 +122,14 @@ class PrepareJob:
         """Finished tasks."""
         return TaskStore(self.folder / "work")
 
+    def cleaned_arrays(self, name: str) -> list[NDArray]:
+        """An array of the cleaned documents, by slice."""
+        return [self.store.load_array(self.clean_key, index, name) for index in range(len(self.slices))]
+
+    def cleaning_stats(self) -> list[dict[str, Any]]:
+        """The stats of cleaning, by slice."""
+        return [self.store.read_stats(self.clean_key, index) for index in range(len(self.slices))]
+
     @property
     def clean_key(self) -> str:
         """Key of the step that cleans slices and computes signatures."""

@@ -13,23 +13,13 @@ import numpy as np
 
 from modelwright import __version__
 from modelwright.data import tokenizer
+from modelwright.data.chat import held_out_count
 from modelwright.data.lengths import length_histogram
 from modelwright.data.packing import NDArray
 from modelwright.data.prepare import dedup, steps
 from modelwright.data.prepare.executors import Executor, ProcessExecutor, SerialExecutor
 from modelwright.data.prepare.job import PrepareJob, is_complete, save_array, save_stats
-from modelwright.data.prepare.steps import (
-    EXACT_DUPLICATE,
-    EXAMPLES_PER_FILTER,
-    HELD_OUT,
-    NEAR_DUPLICATE,
-    TRAIN,
-    iter_texts,
-    load_decisions,
-    signature_loader,
-    slice_offsets,
-    tokenizer_dir,
-)
+from modelwright.data.prepare.steps import EXACT_DUPLICATE, HELD_OUT, NEAR_DUPLICATE, TRAIN, load_decisions
 from modelwright.data.readers import QUARANTINE_FILE
 from modelwright.data.shards import MANIFEST, SPLITS, DocumentBatch, ShardLayout, write_manifest, write_split
 from modelwright.data.tokenizer import TokenizedDocuments
@@ -120,7 +110,7 @@ def _initialize(job: PrepareJob) -> None:
 
 def _exact_dedup(job: PrepareJob) -> None:
     """Find the first document of each text; too many invalid rows are an error."""
-    stats = [job.store.read_stats(job.clean_key, index) for index in range(len(job.slices))]
+    stats = job.cleaning_stats()
     rows, invalid = (sum(slice_stats[key] for slice_stats in stats) for key in ("rows", "invalid_rows"))
     if rows and invalid / rows > job.settings.max_invalid_fraction:
         first_rows = [json.loads(line) for line in _write_quarantine(job).splitlines()[:10]]
@@ -131,7 +121,7 @@ def _exact_dedup(job: PrepareJob) -> None:
         raise DataError(problems)
     if not sum(slice_stats["documents"] for slice_stats in stats):
         raise DataError([Problem(job.data.source, f"no document is left after cleaning; {_top_filter(stats)}")])
-    hashes = np.concatenate([job.store.load_array(job.clean_key, index, "hashes") for index in range(len(job.slices))])
+    hashes = np.concatenate(job.cleaned_arrays("hashes"))
     first = dedup.first_occurrence(hashes) if job.settings.exact_dedup else np.arange(len(hashes))
     with job.store.write_task(f"exact_dedup-{job.clean_key}") as folder:
         save_array(folder, "first", first)
@@ -160,10 +150,10 @@ def _assign_splits(job: PrepareJob) -> None:
     if job.settings.minhash_dedup:
         pairs = [np.array(job.store.load_array(job.dedup_key, band, "pairs")) for band in range(dedup.NUM_BANDS)]
         lowest = dedup.connected_components(len(first), np.unique(np.concatenate(pairs), axis=0))
-        lowest = dedup.split_unverified(lowest, signature_loader(job), job.settings.jaccard_threshold)
+        lowest = dedup.split_unverified(lowest, steps.signature_loader(job), job.settings.jaccard_threshold)
         decisions[(lowest != numbers) & (decisions == TRAIN)] = NEAR_DUPLICATE
         sizes = dedup.cluster_size_counts(lowest)
-    offsets = slice_offsets(job)
+    offsets = steps.slice_offsets(job)
     _mark_held_out(job, decisions, offsets)
     with job.store.write_task(job.assign_splits_key) as folder:
         save_array(folder, "decisions", decisions)
@@ -179,13 +169,9 @@ def _mark_held_out(job: PrepareJob, decisions: NDArray, offsets: NDArray) -> Non
                 slice_decisions = decisions[start:stop]
                 slice_decisions[slice_decisions == TRAIN] = HELD_OUT
         return
-    groups = np.concatenate([job.store.load_array(job.clean_key, index, "groups") for index in range(len(job.slices))])
+    groups = np.concatenate(job.cleaned_arrays("groups"))
     distinct = np.unique(groups[decisions == TRAIN])
-    count = job.data.test_size.resolve(len(distinct))
-    if count >= len(distinct):
-        message = f"test_size holds out {count} of {len(distinct)} distinct groups, which leaves none to train on"
-        raise DataError([Problem(job.data.source, message)])
-    chosen = np.isin(groups, distinct[:count])  # sorted by hash: as good as random
+    chosen = np.isin(groups, distinct[: held_out_count(job.data, len(distinct))])  # by hash: as good as random
     decisions[chosen & (decisions == TRAIN)] = HELD_OUT
 
 
@@ -198,14 +184,13 @@ def _train_tokenizer(job: PrepareJob) -> None:
 
 def _tokenizer_sample(job: PrepareJob) -> Iterator[str]:
     """Every n-th training document, up to tokenizer_sample_mb."""
-    stats = [job.store.read_stats(job.clean_key, index) for index in range(len(job.slices))]
-    total_bytes = sum(slice_stats["bytes_out"] for slice_stats in stats)
+    total_bytes = sum(slice_stats["bytes_out"] for slice_stats in job.cleaning_stats())
     step = max(1, -(-total_bytes // (job.settings.tokenizer_sample_mb * 1_000_000)))
     decisions, offsets = load_decisions(job)
     for index in range(len(job.slices)):
         numbers = np.arange(offsets[index], offsets[index + 1])
         wanted = (decisions[offsets[index] : offsets[index + 1]] == TRAIN) & (numbers % step == 0)
-        for texts in iter_texts(job.store, job.clean_key, index, wanted):
+        for texts in steps.iter_texts(job.store, job.clean_key, index, wanted):
             yield from texts
 
 
@@ -217,7 +202,7 @@ def _select_tokenizer(job: PrepareJob) -> None:
     samples: list[str] = []
     for index in range(len(job.slices)):
         wanted = np.isin(np.arange(offsets[index], offsets[index + 1]), chosen)
-        for texts in iter_texts(job.store, job.clean_key, index, wanted):
+        for texts in steps.iter_texts(job.store, job.clean_key, index, wanted):
             samples += [text[:20_000] for text in texts]
     steps.select_backend(job, samples)
 
@@ -226,7 +211,7 @@ def _pack_shards(job: PrepareJob) -> None:
     """Write the shards, the manifest and the report."""
     folder, settings = job.folder, job.settings
     (folder / MANIFEST).unlink(missing_ok=True)
-    source_dir = tokenizer_dir(job)
+    source_dir = steps.tokenizer_dir(job)
     document_tokenizer = tokenizer.DocumentTokenizer.open(source_dir)
     layout = ShardLayout(settings.sequence_length, document_tokenizer.vocab_size, settings.rows_per_shard)
     splits = {}
@@ -278,8 +263,7 @@ def _check_dropped_tokens(job: PrepareJob, split: str, stats: dict[str, Any]) ->
 
 def build_report(job: PrepareJob, splits: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The report; the same input gives the same report."""
-    slices = range(len(job.slices))
-    stats = [job.store.read_stats(job.clean_key, index) for index in slices]
+    slices, stats = range(len(job.slices)), job.cleaning_stats()
     total = {key: sum(slice_stats[key] for slice_stats in stats)
              for key in ("rows", "invalid_rows", "bytes_in", "bytes_out", "lines_dropped")}  # fmt: skip
     decisions = load_decisions(job)[0]
@@ -288,9 +272,8 @@ def build_report(job: PrepareJob, splits: dict[str, dict[str, Any]]) -> dict[str
     counts = {name: int((decisions == code).sum()) for name, code in codes.items()}
     contamination = f"benchmark_ngrams-{job.clean_key}" if job.settings.decontaminate_against else None
     split_keys = ("rows", "tokens", "documents", "text_bytes", "dropped_tokens")
-    lengths = [
-        job.store.load_array(job.tokenize_key, index, f"{split}.lengths") for index in slices for split in SPLITS
-    ]
+    names = [f"{split}.lengths" for split in SPLITS]
+    lengths = [job.store.load_array(job.tokenize_key, index, name) for index in slices for name in names]
     return {
         "source": job.data.source,
         "rows": total["rows"],
@@ -316,5 +299,5 @@ def _filter_stats(stats: list[dict[str, Any]]) -> dict[str, Any]:
             totals = filters.setdefault(name, {"documents": 0, "bytes": 0, "examples": []})
             totals["documents"] += entry["documents"]
             totals["bytes"] += entry["bytes"]
-            totals["examples"] = (totals["examples"] + entry["examples"])[:EXAMPLES_PER_FILTER]
+            totals["examples"] = (totals["examples"] + entry["examples"])[: steps.EXAMPLES_PER_FILTER]
     return dict(sorted(filters.items(), key=lambda item: (-item[1]["documents"], item[0])))

@@ -195,12 +195,11 @@ def _filter_and_sign(
 
 def dedup_band(job: PrepareJob, band: int, folder: Path) -> None:
     """Find the verified near-duplicates within one band."""
-    slices = range(len(job.slices))
-    keys = np.concatenate([job.store.load_array(job.clean_key, index, "bands")[band] for index in slices])
+    keys = np.concatenate([bands[band] for bands in job.cleaned_arrays("bands")])
     first = np.array(job.store.load_array(f"exact_dedup-{job.clean_key}", 0, "first"))
     eligible = first == np.arange(len(first))
-    pairs = dedup.verified_band_pairs(keys, eligible, signature_loader(job), job.settings.jaccard_threshold)
-    save_pairs(folder, pairs)
+    threshold = job.settings.jaccard_threshold
+    save_pairs(folder, dedup.verified_band_pairs(keys, eligible, signature_loader(job), threshold))
 
 
 def save_pairs(folder: Path, pairs: NDArray) -> None:
@@ -211,14 +210,12 @@ def save_pairs(folder: Path, pairs: NDArray) -> None:
 
 def slice_offsets(job: PrepareJob) -> NDArray:
     """First document of each slice, and the end: [slices + 1] int64."""
-    counts = [len(job.store.load_array(job.clean_key, index, "hashes")) for index in range(len(job.slices))]
-    return np.cumsum([0, *counts])
+    return np.cumsum([0, *map(len, job.cleaned_arrays("hashes"))])
 
 
 def signature_loader(job: PrepareJob) -> dedup.SignatureLoader:
     """A function that loads signatures by document index from the store."""
-    stored = [job.store.load_array(job.clean_key, index, "signatures") for index in range(len(job.slices))]
-    offsets = slice_offsets(job)
+    stored, offsets = job.cleaned_arrays("signatures"), slice_offsets(job)
 
     def load(documents: NDArray) -> NDArray:
         rows = np.empty((len(documents), dedup.NUM_HASHES), dtype=np.uint32)

@@ -35,7 +35,7 @@ def test_topic_and_question_become_the_full_question_of_the_parquet_file() -> No
     ]
 
 
-def test_a_template_that_asks_for_a_column_that_is_not_there_is_one_letter() -> None:
+def test_a_template_that_asks_for_a_column_that_is_not_there_is_one_error() -> None:
     data = DataConfig(dataset_name="x", derived_columns=FULL)
     with pytest.raises(DataError, match=r"a:1.*'topic', which is not there; the columns are question"):
         list(add_derived_columns([Row("a:1", {"question": "What holds?"})], data))
@@ -43,20 +43,20 @@ def test_a_template_that_asks_for_a_column_that_is_not_there_is_one_letter() -> 
 
 def test_a_song_becomes_rows_about_style_theme_and_sound_with_evidence_from_its_words() -> None:
     data = DataConfig(dataset_name="x", generate_qa="songs")
-    made = list(add_derived_columns([Row("songs:7", SONG)], data))
-    assert [row.values["question"] for row in made] == [
+    built = list(add_derived_columns([Row("songs:7", SONG)], data))
+    assert [row.values["question"] for row in built] == [
         "What is the style of this song by Nobody?",
         "What is this song by Nobody about?",
         "How does this song by Nobody sound?",
     ]
-    style, theme, sound = (row.values["answer"] for row in made)
+    style, theme, sound = (row.values["answer"] for row in built)
     assert style.startswith("Style: 4 lines of about 6 words, without a repeated line, mostly in rhymed couplets.")
     assert theme.startswith('Theme: faith, by its words. Evidence: "lord ... heaven ... pray".')
     assert '"lord", 2 times' in sound or '"road", 2 times' in sound
-    assert all(row.where == "songs:7" for row in made)
+    assert all(row.where == "songs:7" for row in built)
 
 
-def test_a_song_without_lyrics_is_one_letter_and_a_row_with_an_answer_stays() -> None:
+def test_a_song_without_lyrics_is_one_error_and_a_row_with_an_answer_stays() -> None:
     data = DataConfig(dataset_name="x", generate_qa="songs")
     with pytest.raises(DataError, match="a song wants lyrics and artist"):
         list(add_derived_columns([Row("songs:1", {"lyrics": " ", "artist": "Nobody"})], data))
@@ -78,13 +78,13 @@ def test_every_row_of_the_songbook_quotes_its_song_and_has_the_voice_that_the_re
         assert all(re.search(pattern, row["answer"], re.DOTALL) for pattern in style), row["question"]
 
 
-def test_a_song_of_the_songbook_stands_on_one_side_of_the_split() -> None:
+def test_a_song_of_the_songbook_is_in_one_split() -> None:
     recipe = load_recipe("lyrics-pythia-tiny", environ={}).recipe
     assert recipe.data is not None
-    found = load_conversations(recipe.data, recipe.seed, Path())
-    assert (len(found.train), len(found.held_out)) == (60, 12)
-    assert not {item.split_key for item in found.train} & {item.split_key for item in found.held_out}
-    assert "(" in found.train[0].last_user_message.splitlines()[-1], "the artist stands below the lyrics"
+    result = load_conversations(recipe.data, recipe.seed, Path())
+    assert (len(result.train), len(result.held_out)) == (60, 12)
+    assert not {item.split_key for item in result.train} & {item.split_key for item in result.held_out}
+    assert "(" in result.train[0].last_user_message.splitlines()[-1], "the artist stands below the lyrics"
 
 
 def test_only_the_first_rows_are_read_where_max_rows_says_so() -> None:
@@ -96,7 +96,7 @@ def test_the_practical_skills_set_is_split_by_question_in_either_form(shared: Pa
     source = shared / "data" / "practical-skills-qa" / file
     recipe = load_recipe("survival-smollm3", environ={"DATA_DIR": str(source)}).recipe
     assert recipe.data is not None
-    found = load_conversations(recipe.data, recipe.seed, Path())
-    assert len(found.train) + len(found.held_out) == 2845
-    assert found.manifest(recipe.data)["prompts_in_both_splits"] == 0
-    assert found.train[0].last_user_message.startswith("For ")
+    result = load_conversations(recipe.data, recipe.seed, Path())
+    assert len(result.train) + len(result.held_out) == 2845
+    assert result.manifest(recipe.data)["prompts_in_both_splits"] == 0
+    assert result.train[0].last_user_message.startswith("For ")

@@ -1,4 +1,4 @@
-"""A data set of the hub comes through the same door as a file: by configuration and split, whole or not at all."""
+"""A hub dataset is read like a file: by configuration and split, whole or not at all."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ SCRIPT = {"cut": ["cut"], "down": ["500", "500"], "lie": ["lie"], "gone": ["500"
 
 def environment(address: str, home: Path) -> dict[str, str]:
     """The variables of a process that knows this hub alone."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("HF_DATASETS_CACHE", "HF_HUB_CACHE")}
-    return {**kept, "HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0",
+    env = {name: value for name, value in os.environ.items() if name not in ("HF_DATASETS_CACHE", "HF_HUB_CACHE")}
+    return {**env, "HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0",
             "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_TOKEN": "hf_of_nobody",
             "PYTHONPATH": str(Path(__file__).parents[2] / "src")}  # fmt: skip
 
@@ -84,15 +84,15 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     home, folder = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("packed")
     with hub({f"owner/{name}": FILES for name in ("good", *SCRIPT)}) as server:
         server.script = {f"owner/{name}/plain/train.jsonl": [*words] for name, words in SCRIPT.items()}
-        asked = ["good:plain:train", "good:plain:test", "good:other:train", "good:none:train", "good:plain:none",
+        requests = ["good:plain:train", "good:plain:test", "good:other:train", "good:none:train", "good:plain:none",
                  "cut:plain:train", "down:plain:train", "lie:plain:train", "gone:plain:train"]  # fmt: skip
         env = environment(server.address, home)
-        command = [sys.executable, "-c", READ, str(folder), *asked]
+        command = [sys.executable, "-c", READ, str(folder), *requests]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stderr
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         sizes = {path.stat().st_size for path in home.glob("hub/*/snapshots/**/*") if path.is_file()}
-        return {**found, "requests": list(server.asked), "sizes": sizes}
+        return {**result, "requests": list(server.asked), "sizes": sizes}
 
 
 def test_configuration_and_split_say_which_rows_are_read(told: dict[str, Any]) -> None:
@@ -101,23 +101,27 @@ def test_configuration_and_split_say_which_rows_are_read(told: dict[str, Any]) -
     assert told["good:other:train"] == ["other"] * 40
 
 
-def test_a_wrong_configuration_or_split_is_a_letter(told: dict[str, Any]) -> None:
-    for asked in ("good:none:train", "good:plain:none"):
-        assert told[asked].startswith("UsageError: data: 'owner/good' is no local file or folder, and the hub gave no")
-        assert "dataset_config_name and dataset_split" in told[asked]
+def test_a_wrong_configuration_or_split_is_an_error(told: dict[str, Any]) -> None:
+    for requests in ("good:none:train", "good:plain:none"):
+        assert told[requests].startswith(
+            "UsageError: data: 'owner/good' is no local file or folder, and the hub gave no"
+        )
+        assert "dataset_config_name and dataset_split" in told[requests]
 
 
 def test_a_file_cut_half_way_is_asked_for_again_and_comes_whole(told: dict[str, Any]) -> None:
     assert told["cut:plain:train"] == ["plain"] * 300
-    asked = [line for line in told["requests"] if line.startswith("GET datasets/owner/cut") and "plain/train" in line]
-    assert len(asked) == 2
+    requests = [
+        line for line in told["requests"] if line.startswith("GET datasets/owner/cut") and "plain/train" in line
+    ]
+    assert len(requests) == 2
 
 
 def test_a_hub_that_fails_twice_or_lies_about_a_size_is_asked_again(told: dict[str, Any]) -> None:
     assert told["down:plain:train"] == told["lie:plain:train"] == ["plain"] * 300
 
 
-def test_a_hub_that_always_fails_is_a_letter_and_no_half_file_is_kept(told: dict[str, Any]) -> None:
+def test_a_hub_that_always_fails_is_an_error_and_no_half_file_is_kept(told: dict[str, Any]) -> None:
     assert told["gone:plain:train"].startswith("DataError: owner/gone: the data set did not arrive in 3 tries (last: ")
     assert told["sizes"] == {len(data) for data in FILES.values()}
 
@@ -139,7 +143,7 @@ def large_set() -> bytes:
     return file.getvalue()
 
 
-def test_a_large_file_cut_and_killed_half_way_is_gone_on_with_by_the_next_command(tmp_path: Path) -> None:
+def test_a_large_file_cut_and_killed_half_way_is_resumed_by_the_next_command(tmp_path: Path) -> None:
     data, home = large_set(), tmp_path / "home"
     command = [sys.executable, "-m", "modelwright", "data", "audit", "owner/large", "--json"]
     blobs = home / "hub/datasets--owner--large/blobs"

@@ -1,4 +1,4 @@
-"""What a plan says of rows that nobody has encoded yet."""
+"""Row statistics of a plan, estimated before anything is tokenized."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ def test_rows_are_counted_by_the_tokenizer_that_prepare_has_trained(tmp_path: Pa
     texts = ["".join(message["content"] for message in row.messages) for row in rows]
     tokenizer.train_bpe(texts[:20], 800, tmp_path)
     encoder = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    truly = mean(len(encoder.encode(text).ids) for text in texts)
+    exact = mean(len(encoder.encode(text).ids) for text in texts)
     packed = estimate_row_stats(loaded.recipe, "sft", loaded.path.parent, tmp_path)
-    apart = estimate_row_stats(
+    unpacked = estimate_row_stats(
         load("llama-tiny", [*SMALL, "sft.packing=false"], {}).recipe, "sft", loaded.path.parent, tmp_path
     )
-    assert apart.mean_length == pytest.approx(truly + 5 * mean(len(row.messages) for row in rows), rel=0.05)
+    assert unpacked.mean_length == pytest.approx(exact + 5 * mean(len(row.messages) for row in rows), rel=0.05)
     count = packed.count
-    assert count is not None and count * packed.mean_length == pytest.approx(apart.mean_length * len(rows))
+    assert count is not None and count * packed.mean_length == pytest.approx(unpacked.mean_length * len(rows))
     assert count > packed.mean_length * count / packed.max_length, "rows that are not split leave free space"
 
 
 def test_a_small_vocabulary_makes_short_tokens() -> None:
-    beside = Path()
+    recipe_dir = Path()
     means = [
         estimate_row_stats(
-            load("llama-tiny", ["sft.packing=false", f"prepare.vocab_size={words}"], {}).recipe, "sft", beside
+            load("llama-tiny", ["sft.packing=false", f"prepare.vocab_size={words}"], {}).recipe, "sft", recipe_dir
         ).mean_length
         for words in (800, 8_000, 50_304)
     ]

@@ -70,7 +70,7 @@ def test_the_usual_shapes(row: dict[str, Any], prompt: str, options: tuple[str, 
     assert parse_question(row) == MultipleChoiceQuestion(prompt, options, answer)
 
 
-def test_what_is_no_question_is_told_with_its_place_and_columns() -> None:
+def test_what_is_no_question_is_reported_with_its_location_and_columns() -> None:
     rows = [
         Row("q.jsonl:1", {"question": "What burns?", "answer": 1}),
         Row("q.jsonl:2", {"question": "What burns?", "choices": ["a", "b"]}),
@@ -79,8 +79,8 @@ def test_what_is_no_question_is_told_with_its_place_and_columns() -> None:
     ]
     with pytest.raises(DataError) as caught:
         parse_questions(rows)
-    told = str(caught.value).splitlines()
-    assert "q.jsonl:1: there are no options to choose from; the columns are question, answer" in told[0]
-    assert "q.jsonl:2: there is no right answer" in told[1]
-    assert told[2] == "q.jsonl:3: answer is 7, which names none of the 2 options"
-    assert "q.jsonl:4: there is no question" in told[3]
+    output = str(caught.value).splitlines()
+    assert "q.jsonl:1: there are no options to choose from; the columns are question, answer" in output[0]
+    assert "q.jsonl:2: there is no right answer" in output[1]
+    assert output[2] == "q.jsonl:3: answer is 7, which names none of the 2 options"
+    assert "q.jsonl:4: there is no question" in output[3]

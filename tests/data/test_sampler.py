@@ -78,11 +78,11 @@ def test_every_rank_has_as_many_micro_batches_as_the_others(size: int, count: in
     assert len(counts) == 1
 
 
-def test_one_rank_and_four_see_the_same_micro_batches_in_the_same_places() -> None:
+def test_one_rank_and_four_see_the_same_micro_batches_at_the_same_positions() -> None:
     batch = list(range(16))
     alone = rank_micro_batches(batch, 0, 1, micro_batch_size=2)
     together = [rank_micro_batches(batch, rank, 4, micro_batch_size=2) for rank in range(4)]
-    assert [together[place % 4][place // 4] for place in range(8)] == alone
+    assert [together[index % 4][index // 4] for index in range(8)] == alone
 
 
 MIX = MixtureSampler(

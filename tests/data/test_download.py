@@ -1,4 +1,4 @@
-"""A download goes on where it broke off, is checked before anybody sees it, and gives up with a letter."""
+"""A download resumes where it broke off, is checked before use, and fails with one error message."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Answer(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         word = self.server.script.pop(0) if len(self.server.script) > 1 else self.server.script[0]
-        asked = self.headers.get("Range")
-        self.server.ranges.append(asked)
+        requests = self.headers.get("Range")
+        self.server.ranges.append(requests)
         self.server.tokens.append(self.headers.get("Authorization"))
         if word.isdigit():
             self.send_error(int(word))
@@ -49,7 +49,7 @@ class Answer(BaseHTTPRequestHandler):
             self.end_headers()
             return
         data = self.server.data
-        start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked and "no ranges" not in word else 0
+        start = int(requests.removeprefix("bytes=").removesuffix("-")) if requests and "no ranges" not in word else 0
         body = {"lie": data[::-1], "too much": data * 2}.get(word, data)[start:]
         self.send_response(206 if start else 200)
         if start:
@@ -94,7 +94,7 @@ def test_a_file_is_brought_once(serve: Any, tmp_path: Path) -> None:
     assert names(tmp_path / "new") == ["set.tar.gz"]
 
 
-def test_a_cut_connection_is_gone_on_with_where_it_ended(serve: Any, tmp_path: Path) -> None:
+def test_a_cut_connection_is_resumed_where_it_ended(serve: Any, tmp_path: Path) -> None:
     server = serve("cut", "whole")
     assert bring(server, tmp_path).read_bytes() == DATA
     assert server.ranges == [None, f"bytes={HALF}-"]
@@ -146,7 +146,7 @@ def test_a_failing_server_is_asked_again(serve: Any, tmp_path: Path) -> None:
     assert len(server.ranges) == 3
 
 
-def test_a_server_that_keeps_failing_is_told(serve: Any, tmp_path: Path) -> None:
+def test_a_server_that_keeps_failing_is_reported(serve: Any, tmp_path: Path) -> None:
     server = serve("500")
     with pytest.raises(
         DataError, match=r"set\.tar\.gz: set\.tar\.gz did not arrive in 4 tries \(last: the server answers 500"
@@ -154,9 +154,9 @@ def test_a_server_that_keeps_failing_is_told(serve: Any, tmp_path: Path) -> None
         bring(server, tmp_path)
 
 
-def test_a_file_that_is_not_there_is_told_at_once(serve: Any, tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_reported_at_once(serve: Any, tmp_path: Path) -> None:
     server = serve("404")
-    with pytest.raises(DataError, match=r"the server answers 404 Not Found; put set\.tar\.gz beside the recipe"):
+    with pytest.raises(DataError, match=r"the server answers 404 Not Found; put set\.tar\.gz next to the recipe"):
         bring(server, tmp_path)
     assert len(server.ranges) == 1
 
@@ -179,7 +179,7 @@ def test_what_an_earlier_lie_left_is_thrown_away(serve: Any, tmp_path: Path) -> 
     assert bring(serve("416", "whole"), tmp_path).read_bytes() == DATA
 
 
-def test_no_server_at_all_is_told(serve: Any, tmp_path: Path) -> None:
+def test_no_server_at_all_is_reported(serve: Any, tmp_path: Path) -> None:
     server = serve("whole")
     published = RemoteFile("http://127.0.0.1:9/set.tar.gz", 5, "0" * 64)
     with pytest.raises(DataError, match=r"did not arrive in 2 tries \(last: .*refused"):
@@ -189,12 +189,12 @@ def test_no_server_at_all_is_told(serve: Any, tmp_path: Path) -> None:
 
 def test_two_at_once_bring_it_once(serve: Any, tmp_path: Path) -> None:
     server = serve("whole")
-    found: list[bytes] = []
-    threads = [threading.Thread(target=lambda: found.append(bring(server, tmp_path).read_bytes())) for _ in range(4)]
+    result: list[bytes] = []
+    threads = [threading.Thread(target=lambda: result.append(bring(server, tmp_path).read_bytes())) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [DATA] * 4
+    assert result == [DATA] * 4
     assert len(server.ranges) == 1
     assert names(tmp_path) == ["set.tar.gz"]

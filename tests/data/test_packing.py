@@ -18,8 +18,8 @@ def simple_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
     """The same rule in the slowest and plainest words."""
     groups: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        left = [(capacity - sum(lengths[member] for member in group), place) for place, group in enumerate(groups)]
-        fitting = [(room, place) for room, place in left if room >= lengths[row]]
+        left = [(capacity - sum(lengths[member] for member in group), index) for index, group in enumerate(groups)]
+        fitting = [(room, index) for room, index in left if room >= lengths[row]]
         if fitting:
             groups[min(fitting)[1]].append(row)
         else:
