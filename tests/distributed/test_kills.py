@@ -82,7 +82,7 @@ def test_the_saved_recipe_runs_from_anywhere_and_a_refused_one_does_not_replace_
     assert fork_server.run(["run", str(recipe), "--set", "sft.learning_rate=1e-4"], home)[0] == 77
     assert (home / "run/recipe.yaml").read_text() == saved
     code, output = fork_server.run(["run", str(home / "run/recipe.yaml")], elsewhere)
-    assert (code, "finished and verified" in output) == (0, True), output
+    assert (code, "already complete and verified" in output) == (0, True), output
     code, output = fork_server.run(["ask", str(home / "run"), "What is 3 and 4?", "--both", "--json"], elsewhere)
     assert code == 0, output
 

@@ -14,14 +14,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from modelwright import __version__
 from modelwright.errors import Refused, UsageError, first_line
 from modelwright.launch import doctor
-from modelwright.launch.config import LaunchConfig
+from modelwright.launch.config import JOIN_TIMEOUT, LaunchConfig
 from modelwright.launch.doctor import CheckResult, run_checks
 from modelwright.launch.supervisor import IpcDir
 
@@ -38,16 +37,15 @@ def node_info(config: LaunchConfig) -> dict[str, Any]:
         "node": config.node_rank,
         "address": config.local_addr,
         "modelwright": __version__,
-        "torch": _installed_version("torch"),
-        "transformers": _installed_version("transformers"),
+        "torch": doctor.installed_version("torch"),
+        "transformers": doctor.installed_version("transformers"),
         "python": ".".join(platform.python_version_tuple()[:2]),
         "recipe": config.recipe_hash,
-        "nproc_per_node": config.nproc_per_node,
     }
 
 
 def node_mismatches(node0: NodeInfo, other: NodeInfo, skew_seconds: float) -> list[str]:
-    """Why a node may not join; each with its fix."""
+    """Why a node may not join, each with its fix."""
     who = f"node {other['node']} ({other['address']})"
     errors = []
     if abs(skew_seconds) > MAX_CLOCK_SKEW:
@@ -76,7 +74,7 @@ class NodeAdmission:
 
     def __init__(self, config: LaunchConfig, ipc: IpcDir) -> None:
         self._config, self._ipc = config, ipc
-        self._store = _connect_store(config, is_master=config.node_rank == 0)
+        self._store = connect_store(config, is_master=config.node_rank == 0)
         self._members: tuple[int, ...] = ()
         self._last_changes: dict[int, tuple[bytes, float]] = {}
         self._heartbeat_count = 0
@@ -100,8 +98,7 @@ class NodeAdmission:
         info = {**node_info(self._config), "device_info": device_info(self._config)}
         store.set(f"admission/{ticket}/node_info", json.dumps(info))
         try:
-            store.wait([f"admission/{ticket}/clock_request"], timedelta(seconds=REPLY_TIMEOUT))
-            store.set(f"admission/{ticket}/clock", repr(time.time()))
+            send_clock(store, f"admission/{ticket}", REPLY_TIMEOUT)
             errors = json.loads(store.get(f"admission/{ticket}/errors"))
             store.set(f"admission/{ticket}/read", "")
         except RuntimeError as error:
@@ -110,7 +107,7 @@ class NodeAdmission:
             raise Refused("\n".join(errors))
 
     def _serve_requests(self) -> None:
-        store, served = _connect_store(self._config, is_master=False), 0
+        store, served = connect_store(self._config, is_master=False), 0
         node0 = {**node_info(self._config), "device_info": device_info(self._config)}
         while True:
             while served < store.add("admission/tickets", 0):
@@ -123,11 +120,7 @@ class NodeAdmission:
         key = f"admission/{ticket}"
         store.wait([f"{key}/node_info"], timedelta(seconds=REPLY_TIMEOUT))
         other = json.loads(store.get(f"{key}/node_info"))
-        sent_at = time.time()
-        store.set(f"{key}/clock_request", "")
-        store.wait([f"{key}/clock"], timedelta(seconds=REPLY_TIMEOUT))
-        remote_time, received_at = float(store.get(f"{key}/clock")), time.time()
-        errors = admission_errors(node0, other, clock_skew(sent_at, remote_time, received_at))
+        errors = admission_errors(node0, other, measure_clock_skew(store, key, REPLY_TIMEOUT))
         store.set(f"{key}/errors", json.dumps(errors))
         if errors and not self._config.nnodes.elastic:
             with suppress(RuntimeError):  # it disconnected before it read them
@@ -137,7 +130,7 @@ class NodeAdmission:
 
     def _send_heartbeats(self) -> None:
         """Send this node's heartbeat, and record the heartbeat age of the others."""
-        store = _connect_store(self._config, is_master=False)
+        store = connect_store(self._config, is_master=False)
         while True:
             self._heartbeat_count += 1
             with suppress(RuntimeError):
@@ -162,6 +155,20 @@ class NodeAdmission:
         threading.Thread(target=action, daemon=True, name=action.__name__.strip("_")).start()
 
 
+def send_clock(store: Any, key: str, timeout: float) -> None:
+    """Answer node 0's request for this node's time."""
+    store.wait([f"{key}/clock_request"], timedelta(seconds=timeout))
+    store.set(f"{key}/clock", repr(time.time()))
+
+
+def measure_clock_skew(store: Any, key: str, timeout: float) -> float:
+    """On node 0: how many seconds the clock of the node that answers under the key is ahead."""
+    sent_at = time.time()
+    store.set(f"{key}/clock_request", "")
+    store.wait([f"{key}/clock"], timedelta(seconds=timeout))
+    return clock_skew(sent_at, float(store.get(f"{key}/clock")), time.time())
+
+
 def clock_skew(sent_at: float, remote_time: float, received_at: float) -> float:
     """Seconds that the other clock is certainly ahead: its reading lies between two readings of this one."""
     if remote_time < sent_at:
@@ -169,19 +176,12 @@ def clock_skew(sent_at: float, remote_time: float, received_at: float) -> float:
     return max(0.0, remote_time - received_at)
 
 
-def _connect_store(config: LaunchConfig, is_master: bool) -> Any:
+def connect_store(config: LaunchConfig, is_master: bool, timeout: float = JOIN_TIMEOUT) -> Any:
     """Connect to the TCPStore; node 0 hosts it, the others wait until it is up."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    timeout = timedelta(seconds=config.join_timeout)
-    return TCPStore(config.master_addr, config.master_port, is_master=is_master, multi_tenant=True, timeout=timeout)
-
-
-def _installed_version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    limit = timedelta(seconds=timeout)
+    return TCPStore(config.master_addr, config.master_port, is_master=is_master, multi_tenant=True, timeout=limit)
 
 
 def check_node_devices(config: LaunchConfig, store: Any, folder: Path) -> list[CheckResult]:

@@ -1,4 +1,4 @@
-"""Run torch's elastic agent for one node: rendezvous in --node-rank order, rank entry point, restart policy, root cause.
+"""Run torch's elastic agent for one node: rendezvous by --node-rank, rank entry point, restart policy, root cause.
 
 `python -m modelwright.launch.agent CONFIG_JSON IPC_DIR PARENT_PID`, started by the supervisor."""
 
@@ -31,8 +31,8 @@ from modelwright.errors import (
     first_line,
 )
 from modelwright.launch.admission import NodeAdmission
-from modelwright.launch.config import LaunchConfig
-from modelwright.launch.supervisor import IpcDir
+from modelwright.launch.config import JOIN_TIMEOUT, LaunchConfig
+from modelwright.launch.supervisor import IpcDir, exit_status
 from modelwright.runs.heartbeat import RankStatus, has_exited, read_rank_statuses, set_pdeathsig
 
 LOG_START_MARKER = "--- start of rank"
@@ -132,11 +132,11 @@ def create_rdzv_handler(config: LaunchConfig) -> OrderedRendezvousHandler:
         max_nodes=config.nnodes.max_nodes,
         local_addr=config.local_addr,
         is_host=config.node_rank == 0,
-        join_timeout=config.join_timeout,
+        join_timeout=JOIN_TIMEOUT,
         last_call_timeout=LAST_CALL_TIMEOUT,
         keep_alive_interval=KEEP_ALIVE_INTERVAL,
         keep_alive_max_attempt=KEEP_ALIVE_MAX_ATTEMPT,
-        timeout=config.join_timeout,
+        timeout=JOIN_TIMEOUT,
     )
     # its own store for the ranks is opened once, on the node that it counts first; a later one would wait forever
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -235,9 +235,8 @@ def describe_exit(code: int) -> str:
     """How a rank without an exit message ended."""
     if code >= 0:
         return f"exited with code {code} during start-up"
-    name = signal.Signals(-code).name
     hint = " (manually or by the kernel OOM killer)" if -code == signal.SIGKILL else ""
-    return f"was killed by {name}{hint}"
+    return f"was killed by {exit_status(code)}{hint}"
 
 
 FINAL_EXIT_CODES = {*NON_RETRYABLE_EXIT_CODES, Interrupted.exit_code}

@@ -1,4 +1,4 @@
-"""LaunchConfig of one node, resolved from command-line options and the PET_ variables, and the command to type on each node."""
+"""LaunchConfig of one node, from command-line options and PET_ variables; and the command to type on each node."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ from modelwright.errors import UsageError
 from modelwright.recipe.load import LoadedRecipe, dump_yaml
 
 DEFAULT_MASTER_PORT = 29500
+JOIN_TIMEOUT = 600
+"""Timeout of the first rendezvous, in seconds."""
+REJOIN_TIMEOUT = 40
+"""Timeout of a later one when a node is lost; otherwise the first one's timeout applies."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +72,6 @@ class LaunchConfig:
     """The network interface that has this address."""
     max_restarts: int = 3
     """Restarts allowed without a completed step in between."""
-    join_timeout: int = 600
-    """Timeout of the first rendezvous, in seconds."""
-    rejoin_timeout: int = 40
-    """Timeout of a later one when a node is lost; otherwise the first one's timeout applies."""
     forkserver_preload: tuple[str, ...] = ()
     """Modules that the fork server imports, so that a restart does not import them again; none: spawn.
 
@@ -79,7 +79,6 @@ class LaunchConfig:
     """
     recipe_hash: str = ""
     """Hash of the recipe: all nodes must have the same."""
-
     auto_precision: bool = True
     """Whether a stage has `precision: auto`, which must then resolve alike on all nodes."""
 
@@ -109,6 +108,7 @@ def parse_nnodes(text: str) -> NodeRange:
 
 
 NodeCommand = dict[str, str | int]
+SIOCGIFADDR = 0x8915
 NVIDIA_PROC_DIR = Path("/proc/driver/nvidia/gpus")
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 EMBEDDED_MODEL_TYPES = {"smollm2-135m-instruct": "llama"}
@@ -158,14 +158,12 @@ def resolve_nproc_per_node(
     except ValueError:
         count = 0
     if count < 1:
-        raise UsageError(
-            f"--nproc-per-node is {nproc_per_node!r}; it wants a number such as 2, or one for each node such as 4,2"
-        )
+        wants = "it wants a number such as 2, or one for each node such as 4,2"
+        raise UsageError(f"--nproc-per-node is {nproc_per_node!r}; {wants}")
     visible_devices = environ.get(CUDA_VISIBLE_DEVICES)
     if visible_devices and 0 < count_visible_gpus(environ) < count:
-        raise UsageError(
-            f"--nproc-per-node is {nproc_per_node}, but {CUDA_VISIBLE_DEVICES}={visible_devices}; each rank wants a GPU of its own"
-        )
+        problem = f"--nproc-per-node is {nproc_per_node}, but {CUDA_VISIBLE_DEVICES}={visible_devices}"
+        raise UsageError(f"{problem}; each rank wants a GPU of its own")
     return count
 
 
@@ -183,9 +181,9 @@ def build_launch_config(
     """The resolved configuration of this node."""
     nodes = parse_nnodes(options.nnodes or "1")
     node, port = check_node_rank(nodes, options.node_rank or 0), options.master_port or DEFAULT_MASTER_PORT
-    local, interface, address = "127.0.0.1", None, options.master_addr or "127.0.0.1"
+    address, local, interface = options.master_addr or "127.0.0.1", "127.0.0.1", None
     if nodes.max_nodes > 1:
-        address, local, interface = _resolve_master_addr(options.master_addr, node, port)
+        address, local, interface = resolve_master_addr(options.master_addr, port)
     return LaunchConfig(
         rank_args=rank_args,
         nproc_per_node=resolve_nproc_per_node(options.nproc_per_node, node),
@@ -206,8 +204,8 @@ def build_launch_config(
 def check_node_rank(nodes: NodeRange, node_rank: int) -> int:
     """The node rank, if it is in range."""
     if not 0 <= node_rank < nodes.max_nodes:
-        raise UsageError(f"--node-rank is {node_rank}; nodes are counted from 0, so that the last of {nodes.max_nodes} is "
-                         f"{nodes.max_nodes - 1}")  # fmt: skip
+        last = nodes.max_nodes - 1
+        raise UsageError(f"--node-rank is {node_rank}; nodes count from 0, so the last of {nodes.max_nodes} is {last}")
     return node_rank
 
 
@@ -229,11 +227,8 @@ def node_commands(
     args, launch = shlex.join((recipe, *rest)), shlex.join((recipe, *rest, *launch_args))
     nnodes = str(nodes.max_nodes) if not nodes.elastic else str(nodes)
     known = options.nproc_per_node is not None or CUDA_VISIBLE_DEVICES in environ
-    counts = (
-        [resolve_nproc_per_node(options.nproc_per_node, node, environ) for node in range(nodes.max_nodes)]
-        if known
-        else []
-    )
+    counted_nodes = range(nodes.max_nodes) if known else ()
+    counts = [resolve_nproc_per_node(options.nproc_per_node, node, environ) for node in counted_nodes]
     result: list[NodeCommand] = []
     for node in range(nodes.max_nodes):
         nproc_option = f" --nproc-per-node {counts[node]}" if known else ""
@@ -257,16 +252,14 @@ def node_commands(
 
 
 def modules_to_preload(loaded: LoadedRecipe) -> tuple[str, ...]:
-    """What the ranks of a recipe will import, so that it is imported once for all of them and all their restarts."""
+    """Modules that the ranks of a recipe import; the fork server imports them once, for all ranks and restarts."""
     recipe = loaded.recipe
     modules = ["modelwright.stages.pipeline"]
     name = recipe.model.display_name
     model_type = EMBEDDED_MODEL_TYPES.get(name) or _model_type(Path(name)) or _model_type(loaded.path.parent / name)
     if model_type:
-        modules += [
-            "transformers.tokenization_utils_tokenizers",
-            f"transformers.models.{model_type}.modeling_{model_type}",
-        ]
+        modules.append("transformers.tokenization_utils_tokenizers")
+        modules.append(f"transformers.models.{model_type}.modeling_{model_type}")
     if any(getattr(getattr(stage, "trainable", None), "lora", False) for stage in recipe.stages.values()):
         modules.append("peft")
     return tuple(modules)
@@ -280,8 +273,8 @@ def _model_type(folder: Path) -> str | None:
     return model_type if isinstance(model_type, str) and model_type.isidentifier() else None
 
 
-def _resolve_master_addr(address: str | None, node: int, port: int) -> tuple[str, str, str | None]:
-    """The main node's address, this node's own, and the interface that leads there."""
+def resolve_master_addr(address: str | None, port: int) -> tuple[str, str, str | None]:
+    """Node 0's address, this node's own, and the interface of that."""
     if address is None:
         raise UsageError("--master-addr is missing; it wants the address of node 0, as the other nodes reach it")
     try:
@@ -312,29 +305,15 @@ def _env_int(environ: Mapping[str, str], name: str) -> int | None:
     return int(text) if text else None
 
 
-__all__ = [
-    "NodeOptions",
-    "NodeRange",
-    "build_launch_config",
-    "check_node_rank",
-    "modules_to_preload",
-    "node_commands",
-    "recipe_hash",
-    "resolve_nproc_per_node",
-    "uses_auto_precision",
-]
-SIOCGIFADDR = 0x8915
-
-
 def local_addr_towards(host: str, port: int) -> str:
-    """The address of this machine that packets to the other carry; nothing is sent."""
+    """Source address of packets to a host; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])
 
 
 def interface_of_addr(address: str) -> str | None:
-    """The interface that has an address."""
+    """The network interface that has an address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:

@@ -59,7 +59,7 @@ def run_checks(checks: Sequence[Callable[[], CheckResult | list[CheckResult]]]) 
         try:
             result = check()
         except Exception as error:  # whatever a broken installation raises is a result to report
-            name = check.__name__.replace("_", " ")
+            name = check.__name__.removeprefix("check_").replace("_", " ")
             fix = "fix the installation: pip install --force-reinstall modelwright"
             result = CheckResult(name, "fail", f"{type(error).__name__}: {first_line(error)}"[:300], fix)
         results += result if isinstance(result, list) else [result]
@@ -75,53 +75,54 @@ def check_python() -> CheckResult:
 
 
 def check_packages() -> list[CheckResult]:
-    """What must be installed, and what may be."""
-    versions = {name: _installed_version(name) for name in PACKAGES}
+    """Required packages and optional extras."""
+    versions = {name: installed_version(name) for name in PACKAGES}
     missing = [name for name, installed in versions.items() if installed is None]
     detail = ", ".join(f"{name} {installed}" for name, installed in versions.items() if installed)
-    checks = [CheckResult("packages", "fail" if missing else "ok", f"missing: {', '.join(missing)}" if missing else detail,
-                    f"pip install {' '.join(missing)}" if missing else "", versions)]  # fmt: skip
-    extras = {name: _installed_version(name) for name in EXTRAS}
+    packages = CheckResult("packages", "ok", detail, data=versions)
+    if missing:
+        fix = f"pip install {' '.join(missing)}"
+        packages = CheckResult("packages", "fail", f"missing: {', '.join(missing)}", fix, versions)
+    extras = {name: installed_version(name) for name in EXTRAS}
     missing_extras = [f"modelwright[{EXTRAS[name]}]" for name, installed in extras.items() if installed is None]
     detail = ", ".join(f"{name} {installed or 'absent'}" for name, installed in extras.items())
     fix = f"only if wanted: pip install {' '.join(f'{extra!r}' for extra in missing_extras)}" if missing_extras else ""
-    return [*checks, CheckResult("extras", "ok", detail, fix, extras)]
+    return [packages, CheckResult("extras", "ok", detail, fix, extras)]
 
 
 def check_disk(folder: Path, needed: float = 0.0) -> CheckResult:
     """Free disk space at the run folder."""
-    existing = folder
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
+    existing = _existing_parent(folder)
     free = shutil.disk_usage(existing).free
-    detail = f"{free / 2**30:.1f} GiB free at {existing}" + (
-        f", this recipe may take {needed / 2**30:.1f}" if needed else ""
-    )
+    detail = f"{free / 2**30:.1f} GiB free at {existing}"
+    detail += f", this recipe may take {needed / 2**30:.1f}" if needed else ""
     data = {"free_bytes": free, "needed_bytes": round(needed)}
     if needed > free:
-        return CheckResult(
-            "disk", "fail", detail, "another output_dir with more space, or a smaller save_total_limit", data
-        )
+        fix = "another output_dir with more space, or a smaller save_total_limit"
+        return CheckResult("disk", "fail", detail, fix, data)
     if not os.access(existing, os.W_OK):
         return CheckResult("disk", "fail", f"{existing} cannot be written", "another output_dir", data)
-    return CheckResult("disk", "warn" if free < MIN_DISK_BYTES else "ok", detail,
-                 "free some space: a full disk ends a run" if free < MIN_DISK_BYTES else "", data)  # fmt: skip
+    if free < MIN_DISK_BYTES:
+        return CheckResult("disk", "warn", detail, "free some space: a full disk ends a run", data)
+    return CheckResult("disk", "ok", detail, data=data)
+
+
+def _existing_parent(path: Path) -> Path:
+    """The path itself or its nearest parent that exists."""
+    return next(parent for parent in (path, *path.parents) if parent.exists())
 
 
 def check_shared_memory() -> CheckResult:
-    """Ranks of one machine exchange through it."""
+    """Size of /dev/shm, through which the ranks of one machine exchange data."""
     shm = Path("/dev/shm")
     if not shm.is_dir():
-        return CheckResult(
-            "shared memory", "warn", "there is no /dev/shm", "mount one: emptyDir with medium Memory in a pod"
-        )
+        fix = "mount one: emptyDir with medium Memory in a pod"
+        return CheckResult("shared memory", "warn", "there is no /dev/shm", fix)
     total = shutil.disk_usage(shm).total
     detail = f"{total / 2**30:.2f} GiB at /dev/shm"
     if total < MIN_SHM_BYTES:
-        fix = (
-            "several GPUs of one machine want 1 GiB and more: mount an emptyDir with medium Memory at /dev/shm, "
-            "or docker run --shm-size 8g"
-        )
+        mount = "mount an emptyDir with medium Memory at /dev/shm, or docker run --shm-size 8g"
+        fix = f"several GPUs of one machine want 1 GiB and more: {mount}"
         return CheckResult("shared memory", "warn", detail, fix, {"bytes": total})
     return CheckResult("shared memory", "ok", detail, data={"bytes": total})
 
@@ -131,10 +132,7 @@ def check_caches() -> CheckResult:
     cache_dirs = {"modelwright": cache_dir(), "hub": hf_hub_cache()}
     detail = ", ".join(f"{name} {path}" for name, path in cache_dirs.items())
     for path in cache_dirs.values():
-        existing = path
-        while not existing.exists() and existing != existing.parent:
-            existing = existing.parent
-        if not os.access(existing, os.W_OK | os.X_OK):
+        if not os.access(_existing_parent(path), os.W_OK | os.X_OK):
             fix = "export MODELWRIGHT_CACHE and HF_HOME to folders that can be written"
             return CheckResult("caches", "warn", f"{path} cannot be written", fix)
     return CheckResult("caches", "ok", detail)
@@ -145,20 +143,21 @@ def check_hub(needed: str | None = None) -> list[CheckResult]:
     token = bool(os.environ.get("HF_TOKEN")) or (hf_hub_cache().parent / "token").is_file()
     detail = "a token is set" if token else "no token: gated models, such as Gemma, are refused"
     fix = "" if token else "export HF_TOKEN, or: hf auth login"
-    checks = [CheckResult("hub token", "ok" if token or not needed else "warn", detail, fix)]
+    token_check = CheckResult("hub token", "ok" if token or not needed else "warn", detail, fix)
     if os.environ.get("HF_HUB_OFFLINE") in ("1", "true", "ON"):
         bad = f"; {needed} is not on this machine" if needed else ""
         network_fix = "unset HF_HUB_OFFLINE, or put the files into a folder and name that" if needed else ""
-        return [*checks, CheckResult("hub", "fail" if needed else "skip", f"HF_HUB_OFFLINE is set{bad}", network_fix)]
+        result = CheckResult("hub", "fail" if needed else "skip", f"HF_HUB_OFFLINE is set{bad}", network_fix)
+        return [token_check, result]
     try:
         with socket.create_connection(HUB, timeout=CONNECT_TIMEOUT):
-            return [*checks, CheckResult("hub", "ok", f"{HUB[0]} answers")]
+            return [token_check, CheckResult("hub", "ok", f"{HUB[0]} answers")]
     except OSError as error:
         reason = f"{HUB[0]} cannot be reached ({error.strerror or error})"
         if needed:
             network_fix = f"{needed} is only there: open the network or a proxy, or put it into a folder and name that"
-            return [*checks, CheckResult("hub", "fail", reason, network_fix)]
-        return [*checks, CheckResult("hub", "ok", f"{reason}; nothing here needs it")]
+            return [token_check, CheckResult("hub", "fail", reason, network_fix)]
+        return [token_check, CheckResult("hub", "ok", f"{reason}; nothing here needs it")]
 
 
 def check_ports(needed: bool = False) -> CheckResult:
@@ -190,7 +189,8 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def _installed_version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """Version of an installed package."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -198,13 +198,13 @@ def _installed_version(package: str) -> str | None:
 
 
 PROBE_SECONDS = 0.3
-"""Of each probe: enough for a figure within a tenth or so."""
+"""Duration of each speed probe; accurate to about 10 %."""
 COMPILE_TIMEOUT = 120
 COMPILE_PROBE = "import torch; print(float(torch.compile(lambda x: (x * 2 + 1).relu())(torch.ones(8)).sum()))"
 
 
 def check_torch() -> CheckResult:
-    """Torch, and whether it was built for the GPU that the driver shows."""
+    """The torch version, and whether it was built for the GPU of the driver."""
     import torch
 
     torch_version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
@@ -235,9 +235,8 @@ def check_devices() -> list[CheckResult]:
         name = torch.cuda.get_device_name(index)
         gpus.append({"name": name, "bytes": total, "free_bytes": free})
         datasheet = find_gpu(name)
-        detail = f"{name}, {total / 2**30:.1f} GiB, {free / 2**30:.1f} free" + (
-            "" if datasheet else "; unknown GPU model"
-        )
+        detail = f"{name}, {total / 2**30:.1f} GiB, {free / 2**30:.1f} free"
+        detail += "" if datasheet else "; unknown GPU model"
         busy = free < 0.8 * total
         fix = "another process holds its memory: nvidia-smi names it" if busy else ""
         results.append(CheckResult(f"device {index}", "warn" if busy else "ok", detail, fix))
@@ -288,20 +287,15 @@ def check_matmul_speed() -> list[CheckResult]:
         results.append(CheckResult(f"{name} matmul", status, detail, fix, {"flops": rate}))  # type: ignore[arg-type]
     if on_gpu:
         return [*results, _check_fp8_matmul(torch, datasheet.fp8 if datasheet else 0.0)]
-    bf16_flops, fp32_flops = (
-        next((result.data.get("flops", 0.0) for result in results if result.name.startswith(prefix)), 0.0)
-        for prefix in ("bf16", "fp32")
-    )
-    advice = (
-        "bf16 is faster here"
-        if bf16_flops > fp32_flops
-        else "bf16 is slower on this processor; precision auto selects fp32"
-    )
-    return [*results, CheckResult("fp8 matmul", "skip", f"need a GPU; {advice}")]
+    flops = {result.name: result.data.get("flops", 0.0) for result in results}
+    advice = "bf16 is slower on this processor; precision auto selects fp32"
+    if flops["bf16 matmul"] > flops["fp32 matmul"]:
+        advice = "bf16 is faster here"
+    return [*results, CheckResult("fp8 matmul", "skip", f"needs a GPU; {advice}")]
 
 
 def check_attention() -> CheckResult:
-    """Causal attention forward and backward, by the kernels in the order that training takes them; and which work."""
+    """Speed of causal attention, forward and backward, with the kernel that training uses; and which kernels work."""
     import torch
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -335,18 +329,15 @@ def check_attention() -> CheckResult:
 
 
 def check_torch_compile(requested: bool) -> CheckResult:
-    """Whether torch.compile works here, tried in a process of its own."""
-    import sys
-
+    """Whether torch.compile works here, tried in a subprocess."""
     compiler = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
     if not requested:
         detail = f"not asked for; a C++ compiler is {'there' if compiler else 'missing'}"
         return CheckResult("compile", "skip", detail)
     began = time.perf_counter()
+    command = [sys.executable, "-c", COMPILE_PROBE]
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", COMPILE_PROBE], capture_output=True, text=True, timeout=COMPILE_TIMEOUT
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT)
     except subprocess.TimeoutExpired:
         return CheckResult("compile", "warn", f"took longer than {COMPILE_TIMEOUT} s", "torch_compile: false")
     if done.returncode == 0:
@@ -367,16 +358,17 @@ def _check_fp8_matmul(torch: Any, datasheet_flops: float) -> CheckResult:
         return CheckResult("fp8 matmul", "skip", "this GPU has none; bf16 is used")
     one = torch.tensor(1.0, device="cuda")
     left = torch.randn(4096, 4096, device="cuda").to(torch.float8_e4m3fn)
-    seconds = _seconds_per_call(
-        lambda: torch._scaled_mm(left, left.T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16), torch, True
-    )
-    rate = 2.0 * 4096**3 / seconds
+
+    def multiply() -> None:
+        torch._scaled_mm(left, left.T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+    rate = 2.0 * 4096**3 / _seconds_per_call(multiply, torch, True)
     fraction = f", {rate / datasheet_flops:.0%} of the data sheet" if datasheet_flops else ""
     return CheckResult("fp8 matmul", "ok", f"{rate / 1e12:.1f} TFLOP/s{fraction}", data={"flops": rate})
 
 
 def _seconds_per_call(action: Any, torch: Any, on_gpu: bool) -> float:
-    """Of one call, over as many as fit into the probe's time."""
+    """Mean time of a call, over as many calls as fit into PROBE_SECONDS."""
     wait = torch.cuda.synchronize if on_gpu else (lambda: None)
     action()
     wait()
@@ -391,9 +383,9 @@ def _seconds_per_call(action: Any, torch: Any, on_gpu: bool) -> float:
 
 def _driver_version() -> str | None:
     """The driver's version, where there is one."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        output = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-                              capture_output=True, text=True, check=True, timeout=10).stdout  # fmt: skip
+        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
     except (OSError, subprocess.SubprocessError):
         return None
     return output.splitlines()[0].strip() if output.strip() else None

@@ -1,6 +1,6 @@
 """Imported first by the fork server, for its side effect: the fork server and its ranks die with the agent.
 
-Without it the fork server would live as long as any rank, since each rank holds the other end of the pipe it watches."""
+Without it the fork server would outlive the agent: each rank holds the other end of the pipe that it watches."""
 
 from __future__ import annotations
 

@@ -15,27 +15,33 @@ from modelwright.data.lengths import estimate_row_stats
 from modelwright.data.sources import is_hub_name
 from modelwright.errors import UsageError, first_line
 from modelwright.launch import doctor
-from modelwright.launch.admission import check_node_devices, clock_skew, node_info, node_mismatches
+from modelwright.launch.admission import (
+    check_node_devices,
+    connect_store,
+    measure_clock_skew,
+    node_info,
+    node_mismatches,
+    send_clock,
+)
 from modelwright.launch.config import (
     DEFAULT_MASTER_PORT,
     LaunchConfig,
     NodeOptions,
     NodeRange,
     check_node_rank,
-    interface_of_addr,
-    local_addr_towards,
     parse_nnodes,
     recipe_hash,
+    resolve_master_addr,
     uses_auto_precision,
 )
 from modelwright.launch.doctor import CheckResult
 from modelwright.plan.choose import choose_plan, trainable_of
 from modelwright.plan.hardware import Hardware, gpu_spec_of, probe_device
-from modelwright.plan.model_shape import ModelShape, is_downloaded, shape_of_recipe
+from modelwright.plan.model_shape import is_downloaded, shape_of_recipe
 from modelwright.plan.stage import plan_stage
 from modelwright.recipe.load import LoadedRecipe
 
-PREFLIGHT_TIMEOUT = timedelta(seconds=120)
+PREFLIGHT_TIMEOUT = 120.0
 ALL_REDUCE_MB, ALL_REDUCE_REPEATS = 16, 5
 SLOW_BYTES_PER_SECOND = 50e6
 """Below this, in bytes a second, exchanging gradients takes longer than most steps."""
@@ -46,19 +52,15 @@ def check_nodes(options: NodeOptions, loaded: LoadedRecipe | None) -> list[Check
     config, shared = _build_config(options, loaded), Path(loaded.recipe.run_dir) if loaded else None
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what it would print is reported as a result
     try:
-        store = _open_store(config)
+        store = connect_store(config, is_master=config.node_rank == 0, timeout=PREFLIGHT_TIMEOUT)
+        store.set(f"node_info/{config.node_rank}", json.dumps(node_info(config)))
     except RuntimeError as error:
         return [_unreachable(config, first_line(error))]
-    results = _missing_nodes(config, store)
-    if results:
-        return results
-    results.append(
-        CheckResult(
-            "rendezvous",
-            "ok",
-            f"node {config.node_rank} reaches {config.master_addr}:{config.master_port} by {config.socket_ifname}",
-        )
-    )
+    if missing := _missing_nodes(config, store):
+        return missing
+    endpoint = f"{config.master_addr}:{config.master_port}"
+    detail = f"node {config.node_rank} reaches {endpoint} by {config.socket_ifname}"
+    results = [CheckResult("rendezvous", "ok", detail)]
     try:
         results += [*_check_mismatches(config, store), _check_shared_folder(config, store, shared)]
         results += check_node_devices(config, store, shared or Path())
@@ -74,13 +76,10 @@ def _build_config(options: NodeOptions, loaded: LoadedRecipe | None) -> LaunchCo
     if options.node_rank is None or options.master_addr is None:
         raise UsageError("doctor --nnodes wants --node-rank and --master-addr; start it on every node at the same time")
     node, port = check_node_rank(nodes, options.node_rank), options.master_port or DEFAULT_MASTER_PORT
-    try:
-        local = local_addr_towards(options.master_addr, port)
-    except OSError as error:
-        raise UsageError(f"--master-addr {options.master_addr} is not routable from here ({error})") from None
+    address, local, interface = resolve_master_addr(options.master_addr, port)
     return LaunchConfig(
-        rank_args=(), nproc_per_node=1, log_dir="", nnodes=NodeRange(nodes.max_nodes, nodes.max_nodes), node_rank=node, master_addr=options.master_addr,
-        master_port=port, local_addr=local, socket_ifname=interface_of_addr(local), join_timeout=int(PREFLIGHT_TIMEOUT.total_seconds()),
+        rank_args=(), nproc_per_node=1, log_dir="", nnodes=NodeRange(nodes.max_nodes, nodes.max_nodes), node_rank=node,
+        master_addr=address, master_port=port, local_addr=local, socket_ifname=interface,
         recipe_hash=recipe_hash(loaded) if loaded else "",
         auto_precision=uses_auto_precision(loaded) if loaded else True,
     )  # fmt: skip
@@ -88,35 +87,23 @@ def _build_config(options: NodeOptions, loaded: LoadedRecipe | None) -> LaunchCo
 
 def _unreachable(config: LaunchConfig, reason: str) -> CheckResult:
     if config.node_rank == 0:
-        return CheckResult(
-            "rendezvous", "fail", f"port {config.master_port} cannot be bound: {reason}", "choose another with --master-port"
-        )
+        problem = f"port {config.master_port} cannot be bound: {reason}"
+        return CheckResult("rendezvous", "fail", problem, "choose another with --master-port")
     fix = "start node 0 too; open the port in its firewall; --master-addr must be one that this node reaches"
-    return CheckResult(
-        "rendezvous", "fail", f"{config.master_addr}:{config.master_port} does not answer: {reason}", fix
-    )
-
-
-def _open_store(config: LaunchConfig) -> Any:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    is_node0 = config.node_rank == 0
-    store = TCPStore(
-        config.master_addr, config.master_port, is_master=is_node0, timeout=PREFLIGHT_TIMEOUT, wait_for_workers=False
-    )
-    store.set(f"node_info/{config.node_rank}", json.dumps(node_info(config)))
-    return store
+    problem = f"{config.master_addr}:{config.master_port} does not answer: {reason}"
+    return CheckResult("rendezvous", "fail", problem, fix)
 
 
 def _missing_nodes(config: LaunchConfig, store: Any) -> list[CheckResult]:
     """On node 0: nodes that did not join."""
-    results, deadline = [], time.monotonic() + PREFLIGHT_TIMEOUT.total_seconds()
+    results, deadline = [], time.monotonic() + PREFLIGHT_TIMEOUT
     for node in range(1, config.nnodes.max_nodes) if config.node_rank == 0 else ():
         try:
             store.wait([f"node_info/{node}"], timedelta(seconds=max(1.0, deadline - time.monotonic())))
         except RuntimeError:
-            detail = f"node {node} did not join within {PREFLIGHT_TIMEOUT.total_seconds():.0f} s"
-            fix = f"start doctor there too, with --node-rank {node}; from there {config.master_addr}:{config.master_port} must answer"
+            detail = f"node {node} did not join within {PREFLIGHT_TIMEOUT:.0f} s"
+            reachable = f"{config.master_addr}:{config.master_port} must be reachable from there"
+            fix = f"start doctor there too, with --node-rank {node}; {reachable}"
             results.append(CheckResult("rendezvous", "fail", detail, fix))
     return results
 
@@ -124,28 +111,23 @@ def _missing_nodes(config: LaunchConfig, store: Any) -> list[CheckResult]:
 def _check_mismatches(config: LaunchConfig, store: Any) -> list[CheckResult]:
     """Exchange clocks and compare versions; node 0 compares all nodes."""
     if config.node_rank:
-        store.wait([f"clock_request/{config.node_rank}"], PREFLIGHT_TIMEOUT)
-        store.set(f"clock/{config.node_rank}", repr(time.time()))
+        send_clock(store, f"clocks/{config.node_rank}", PREFLIGHT_TIMEOUT)
         comparison = json.loads(store.get(f"mismatches/{config.node_rank}"))
         return [_mismatch_result(config.node_rank, comparison["skew"], comparison["mismatches"])]
     checks = []
     for node in range(1, config.nnodes.max_nodes):
         other = json.loads(store.get(f"node_info/{node}"))
-        sent_at = time.time()
-        store.set(f"clock_request/{node}", "")
-        remote_time = float(store.get(f"clock/{node}"))
-        skew = clock_skew(sent_at, remote_time, time.time())
-        comparison = node_mismatches(node_info(config), other, skew)
-        store.set(f"mismatches/{node}", json.dumps({"skew": skew, "mismatches": comparison}))
-        checks.append(_mismatch_result(node, skew, comparison))
+        skew = measure_clock_skew(store, f"clocks/{node}", PREFLIGHT_TIMEOUT)
+        mismatches = node_mismatches(node_info(config), other, skew)
+        store.set(f"mismatches/{node}", json.dumps({"skew": skew, "mismatches": mismatches}))
+        checks.append(_mismatch_result(node, skew, mismatches))
     return checks
 
 
 def _mismatch_result(node: int, skew: float, mismatches: list[str]) -> CheckResult:
     detail = f"node {node}: clock {skew:+.3f} s, same versions" if not mismatches else "; ".join(mismatches)
-    return CheckResult(
-        "clock and versions", "fail" if mismatches else "ok", detail, data={"node": node, "clock_skew_seconds": skew}
-    )
+    data = {"node": node, "clock_skew_seconds": skew}
+    return CheckResult("clock and versions", "fail" if mismatches else "ok", detail, data=data)
 
 
 def _check_shared_folder(config: LaunchConfig, store: Any, shared: Path | None) -> CheckResult:
@@ -164,10 +146,10 @@ def _check_shared_folder(config: LaunchConfig, store: Any, shared: Path | None) 
         time.sleep(0.05)
     if config.node_rank == 0:
         token.unlink(missing_ok=True)
-    fix = "" if visible else "mount the same folder on every node: a stopped run resumes from the checkpoints in it"
-    return CheckResult(
-        "shared folder", "ok" if visible else "fail", f"{shared}{'' if visible else ' is not the same here'}", fix
-    )
+    if visible:
+        return CheckResult("shared folder", "ok", str(shared))
+    fix = "mount the same folder on every node: a stopped run resumes from the checkpoints in it"
+    return CheckResult("shared folder", "fail", f"{shared} is not the same here", fix)
 
 
 def _check_all_reduce(config: LaunchConfig, store: Any) -> CheckResult:
@@ -176,15 +158,13 @@ def _check_all_reduce(config: LaunchConfig, store: Any) -> CheckResult:
         rate = _all_reduce_rate(config, store)
     except RuntimeError as error:
         detail = f"nodes connect, but all-reduce fails ({first_line(error)})"
-        fix = f"open all ports between the nodes, not only {config.master_port}; GLOO_SOCKET_IFNAME names the network to take"
-        return CheckResult("all-reduce", "fail", detail, fix)
-    fix = (
-        "see that traffic goes by the fast network: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
-        if rate < SLOW_BYTES_PER_SECOND
-        else ""
-    )
-    status = "warn" if fix else "ok"
-    return CheckResult("all-reduce", status, f"{rate / 1e6:,.0f} MB/s", fix, {"bytes_per_second": rate})  # type: ignore[arg-type]
+        ports = f"open all ports between the nodes, not only {config.master_port}"
+        return CheckResult("all-reduce", "fail", detail, f"{ports}; GLOO_SOCKET_IFNAME names the network to take")
+    detail, data = f"{rate / 1e6:,.0f} MB/s", {"bytes_per_second": rate}
+    if rate < SLOW_BYTES_PER_SECOND:
+        fix = "see that traffic goes by the fast network: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
+        return CheckResult("all-reduce", "warn", detail, fix, data)
+    return CheckResult("all-reduce", "ok", detail, data=data)
 
 
 def _all_reduce_rate(config: LaunchConfig, store: Any) -> float:
@@ -195,13 +175,9 @@ def _all_reduce_rate(config: LaunchConfig, store: Any) -> float:
 
     if config.socket_ifname:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", config.socket_ifname)
-    dist.init_process_group(
-        "gloo",
-        store=PrefixStore("bandwidth", store),
-        rank=config.node_rank,
-        world_size=config.nnodes.max_nodes,
-        timeout=PREFLIGHT_TIMEOUT,
-    )
+    store, timeout = PrefixStore("bandwidth", store), timedelta(seconds=PREFLIGHT_TIMEOUT)
+    rank, world_size = config.node_rank, config.nnodes.max_nodes
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     tensor = torch.ones(ALL_REDUCE_MB * 250_000)
     dist.all_reduce(tensor)
     began = time.perf_counter()
@@ -221,28 +197,19 @@ def recipe_checks(loaded: LoadedRecipe | None) -> CheckList:
     compile_requested = loaded is not None and any(stage.torch_compile for stage in loaded.recipe.stages.values())
     hub_input = hub_only_input(loaded) if loaded else None
     folder = Path(loaded.recipe.run_dir) if loaded else Path()
-    check_list: CheckList = [
-        doctor.check_python,
-        doctor.check_packages,
-        doctor.check_torch,
-        doctor.check_devices,
-        doctor.check_matmul_speed,
-    ]
-    check_list += [
-        doctor.check_attention,
-        _with_name("compile", partial(doctor.check_torch_compile, compile_requested)),
-    ]
-    check_list += [
-        _with_name("disk", partial(_check_recipe_disk, loaded, folder)),
-        doctor.check_shared_memory,
-        doctor.check_caches,
-    ]
-    check_list += [_with_name("hub", partial(doctor.check_hub, hub_input)), doctor.check_ports, doctor.check_clock]
+    stages: CheckList = []
     if loaded:
-        check_list += [
-            _with_name(f"stage {stage}", partial(check_stage_fits, loaded, stage)) for stage in loaded.recipe.stages
-        ]
-    return check_list
+        stages = [_with_name(f"stage {name}", partial(check_stage_fits, loaded, name)) for name in loaded.recipe.stages]
+    return [
+        *(doctor.check_python, doctor.check_packages, doctor.check_torch, doctor.check_devices),
+        *(doctor.check_matmul_speed, doctor.check_attention),
+        _with_name("compile", partial(doctor.check_torch_compile, compile_requested)),
+        _with_name("disk", partial(_check_recipe_disk, loaded, folder)),
+        *(doctor.check_shared_memory, doctor.check_caches),
+        _with_name("hub", partial(doctor.check_hub, hub_input)),
+        *(doctor.check_ports, doctor.check_clock),
+        *stages,
+    ]
 
 
 def hub_only_input(loaded: LoadedRecipe) -> str | None:
@@ -264,29 +231,23 @@ def check_stage_fits(loaded: LoadedRecipe, stage: str) -> CheckResult:
     prediction = choose_plan(plan, settings, shape, rows, Hardware(1, 1, gpu_spec_of(machine)))
     memory = f"{prediction.memory.required / 2**30:.1f} GiB of {prediction.hardware.gpu.memory / 2**30:.1f}"
     detail = f"predicted {memory}, {prediction.time.tokens_per_second:,.0f} tokens/s ± {prediction.relative_error:.0%}"
+    name, data = f"stage {stage}", prediction.as_json()
     if not prediction.fits:
-        return CheckResult(
-            f"stage {stage}",
-            "fail",
-            f"does not fit: {memory}",
-            " | ".join(prediction.alternatives),
-            prediction.as_json(),
-        )
-    plan_changes = [
-        line for line in prediction.plan.reasons if "instead of" in line or "gradient checkpointing:" in line
-    ]
-    return CheckResult(f"stage {stage}", "ok", "; ".join([detail, *plan_changes]), data=prediction.as_json())
+        return CheckResult(name, "fail", f"does not fit: {memory}", " | ".join(prediction.alternatives), data)
+    reasons = prediction.plan.reasons
+    changes = [line for line in reasons if "instead of" in line or "gradient checkpointing:" in line]
+    return CheckResult(name, "ok", "; ".join([detail, *changes]), data=data)
 
 
 def _check_recipe_disk(loaded: LoadedRecipe | None, folder: Path) -> CheckResult:
     """Disk space for every retained checkpoint, one being written, and the model."""
     needed = 0.0
     if loaded:
-        shape: ModelShape = shape_of_recipe(loaded.recipe, loaded.path.parent)
+        shape = shape_of_recipe(loaded.recipe, loaded.path.parent)
         for settings in loaded.recipe.stages.values():
-            moves = trainable_of(shape, settings)
-            checkpoint = 4.0 * moves.trained * (3 if settings.optim == "adamw_torch" else 2)
-            needed += checkpoint * (settings.save_total_limit + 2) + 4.0 * moves.total
+            parameters = trainable_of(shape, settings)
+            checkpoint = 4.0 * parameters.trained * (3 if settings.optim == "adamw_torch" else 2)
+            needed += checkpoint * (settings.save_total_limit + 2) + 4.0 * parameters.total
     return doctor.check_disk(folder, needed)
 
 

@@ -1,4 +1,4 @@
-"""The torch-free parent process of one node: starts the elastic agent, kills ranks that hang, and leaves no process behind.
+"""The torch-free parent process of one node: starts the elastic agent, kills ranks that hang, cleans up at the end.
 
 supervisor (no torch) → agent (torch's elastic agent) → fork server → ranks; each dies with its parent. The agent starts
 and restarts ranks. It can block for minutes while a link is down, so killing processes is the supervisor's job."""
@@ -15,28 +15,29 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from modelwright.errors import Interrupted
-from modelwright.launch.config import LaunchConfig
+from modelwright.launch.config import JOIN_TIMEOUT, REJOIN_TIMEOUT, LaunchConfig
 from modelwright.runs.heartbeat import RankStatus, has_exited, process_state, read_rank_statuses, wait_for_exit
 
 POLL_INTERVAL = 0.5
 AGENT_STOP_TIMEOUT = 5.0
 """Time for an agent without ranks to exit after a stop request."""
 EXIT_BARRIER_TIMEOUT = 330.0
-"""How long a node that is done waits for the others to be."""
+"""How long a node that is done waits for the others."""
 TORCH_IMPORT_TIMEOUT = 300.0
 """Time for the agent to import torch from a slow disk, besides the rendezvous."""
 WAIT_NOTICE_AFTER = 60.0
 """After this time without other nodes a line says which node is awaited, and where."""
 AGENT_ENV = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "PYTHONWARNINGS": "ignore:resource_tracker",  # an agent that is killed leaves names that the kernel forgets anyway
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # so that counting GPUs before the fork does not spoil them for the ranks
+    "PYTHONWARNINGS": "ignore:resource_tracker",  # of a killed agent; the kernel frees its names anyway
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # counting GPUs creates no CUDA context before the fork
 }
 
 
@@ -56,20 +57,11 @@ class Supervisor:
         self._stop_signals, self._terminated_pids = 0, set[int]()
         self._idle_since, self._wait_notice_printed = time.monotonic(), config.nnodes.max_nodes == 1
         self._rank_pids: dict[int, int] = {}
-        threads = (
-            {}
-            if "OMP_NUM_THREADS" in os.environ
-            else {"OMP_NUM_THREADS": str(_threads_per_rank(config.nproc_per_node))}
-        )
+        threads = max(1, len(os.sched_getaffinity(0)) // config.nproc_per_node)
+        defaults = {**AGENT_ENV, **_socket_ifname_env(config), "OMP_NUM_THREADS": str(threads)}
         self._agent = subprocess.Popen(
             [sys.executable, "-m", "modelwright.launch.agent", config.to_json(), str(ipc.folder), str(os.getpid())],
-            env={
-                **AGENT_ENV,
-                **_socket_ifname_env(config),
-                **threads,
-                **os.environ,
-                "PYTHONPATH": package_pythonpath(),
-            },
+            env={**defaults, **os.environ, "PYTHONPATH": package_pythonpath()},
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C reaches this process alone, and ranks get one SIGTERM
         )
@@ -87,9 +79,8 @@ class Supervisor:
         code, message = self._ipc.result or (None, None)
         if code is None:
             code = Interrupted.exit_code if self._stop_signals else 1
-            message = (
-                None if self._stop_signals else f"the agent ended unexpectedly ({_exit_status(self._agent.returncode)})"
-            )
+            status = exit_status(self._agent.returncode)
+            message = None if self._stop_signals else f"the agent ended unexpectedly ({status})"
         return (code if code >= 0 else 1), message
 
     def _poll(self) -> str | None:
@@ -99,19 +90,15 @@ class Supervisor:
             self._rank_pids = pids
             self._watchdog.reset()
         states = {pid: process_state(pid) for pid in pids.values()}
-        statuses = {
-            rank: status
-            for rank, status in read_rank_statuses(self._ipc.folder).items()
-            if pids.get(rank) == status.pid
-        }
+        statuses = read_rank_statuses(self._ipc.folder)
+        statuses = {rank: status for rank, status in statuses.items() if pids.get(rank) == status.pid}
         for decision in self._watchdog.check(statuses, states, now, self._ipc.is_stopping):
             self._kill_rank(decision)
         alive = [rank for rank, pid in pids.items() if states[pid] not in (None, "Z", "X")]
         if self._stop_signals:
-            self._terminate_ranks([pids[rank] for rank in alive])  # also those that were being started when it came
-        self._lost_node = self._node_monitor.lost_node(self._ipc.node_heartbeats, now) or (
-            None if alive else self._lost_node
-        )
+            self._terminate_ranks([pids[rank] for rank in alive])  # also those that were starting when the signal came
+        lost_node = self._node_monitor.lost_node(self._ipc.node_heartbeats, now)
+        self._lost_node = lost_node or (None if alive else self._lost_node)
         if alive:
             self._idle_since = now
             for rank in alive if self._lost_node else ():
@@ -127,9 +114,9 @@ class Supervisor:
             return "stopped; rerun the same command to resume" if idle > AGENT_STOP_TIMEOUT else None
         if not self._rank_pids:
             self._print_wait_notice(idle)
-            timeout_message = f"rendezvous timed out after {config.join_timeout} s; see: modelwright doctor --nnodes"
-            return timeout_message if idle > config.join_timeout + TORCH_IMPORT_TIMEOUT else None
-        timeout = config.rejoin_timeout if self._lost_node else config.join_timeout  # a busy machine is no lost one
+            timeout_message = f"rendezvous timed out after {JOIN_TIMEOUT} s; see: modelwright doctor --nnodes"
+            return timeout_message if idle > JOIN_TIMEOUT + TORCH_IMPORT_TIMEOUT else None
+        timeout = REJOIN_TIMEOUT if self._lost_node else JOIN_TIMEOUT  # a busy node is not a lost one
         if idle > timeout:
             who = "the other nodes" if config.node_rank == 0 else f"node 0, {config.master_addr}:{config.master_port},"
             why = f"{self._lost_node}; " if self._lost_node else ""
@@ -137,7 +124,7 @@ class Supervisor:
         return None
 
     def _print_wait_notice(self, idle: float) -> None:
-        """Print once which node is awaited: shows a wrong address or a missing node before the timeout."""
+        """Print once which node is awaited, so that a wrong address shows before the timeout."""
         if idle < WAIT_NOTICE_AFTER or self._wait_notice_printed:
             return
         config, self._wait_notice_printed = self._config, True
@@ -189,26 +176,23 @@ class Supervisor:
         wait_for_exit(pids, 10.0)
 
 
-def _threads_per_rank(nproc_per_node: int) -> int:
-    return max(1, len(os.sched_getaffinity(0)) // nproc_per_node)
-
-
 def package_pythonpath() -> str:
-    """Where processes of ours find this very package, also where it is not installed, and whatever this one finds."""
+    """PYTHONPATH with which a child process finds this package, also if it is not installed, and all this one finds."""
     source_root = str(Path(__file__).resolve().parents[2])
     inherited = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     return os.pathsep.join(dict.fromkeys([source_root, *map(os.path.abspath, inherited)]))
 
 
 def _socket_ifname_env(config: LaunchConfig) -> dict[str, str]:
-    """Where a node has several networks, the one that leads to node 0; both libraries would guess."""
+    """The network interface that leads to node 0; with several, gloo and NCCL would guess."""
     if config.nnodes.max_nodes == 1 or config.socket_ifname is None:
         return {}
     return {"GLOO_SOCKET_IFNAME": config.socket_ifname, "NCCL_SOCKET_IFNAME": config.socket_ifname}
 
 
-def _exit_status(code: int | None) -> str:
-    return f"code {code}" if code is None or code >= 0 else signal.Signals(-code).name
+def exit_status(code: int) -> str:
+    """An exit code, or the name of the signal that killed a process."""
+    return f"code {code}" if code >= 0 else signal.Signals(-code).name
 
 
 @dataclass(frozen=True)
@@ -245,7 +229,7 @@ class IpcDir:
         return (self.folder / "stopping").exists()
 
     def mark_finished(self) -> None:
-        """Every rank of this node is done; what is left is to wait for other nodes."""
+        """Mark that every rank of this node is done; only other nodes are awaited."""
         (self.folder / "finished").touch()
 
     @property
@@ -262,7 +246,7 @@ class IpcDir:
 
     def record_kill(self, decision: KillDecision) -> None:
         """Record why the supervisor kills a rank."""
-        self._write(f"kill-{decision.pid}.json", {**decision.__dict__, "at": time.monotonic()})
+        self._write(f"kill-{decision.pid}.json", asdict(decision))
 
     def kill_reason(self, pid: int) -> str | None:
         """Why the supervisor killed a process, if it did."""
@@ -378,11 +362,8 @@ class Watchdog:
         self._last_check = now
         for rank, status in statuses.items():
             self._update(rank, status, states.get(status.pid), now)
-        alive = {
-            rank
-            for rank, rank_status in statuses.items()
-            if states.get(rank_status.pid) not in (None, "Z", "X") and not rank_status.exit_message
-        }
+        running = {pid for pid, state in states.items() if state not in (None, "Z", "X")}
+        alive = {rank for rank, status in statuses.items() if status.pid in running and not status.exit_message}
         self._exited_since = (self._exited_since or now) if stopping or len(alive) < len(statuses) else None
         decisions = [self._decide(self._times[rank], now) for rank in sorted(alive)]
         return [decision for decision in decisions if decision is not None]
@@ -406,22 +387,18 @@ class Watchdog:
 
     def _decide(self, times: _RankTimes, now: float) -> KillDecision | None:
         status = times.status
+        decide = partial(KillDecision, status.rank, status.pid)
         stalled, silent = now - times.progress_since, now - times.heartbeat_since
         if times.stopped_since is not None and now - times.stopped_since >= SIGSTOP_TIMEOUT:
-            return KillDecision(
-                status.rank, status.pid, f"has been stopped for {now - times.stopped_since:.0f} s (SIGSTOP)"
-            )
+            return decide(f"has been stopped for {now - times.stopped_since:.0f} s (SIGSTOP)")
         blocked = self._exited_since is not None and min(stalled, now - self._exited_since) >= BLOCKED_RANK_TIMEOUT
         if blocked and status.phase != "saving":
-            return KillDecision(status.rank, status.pid, f"is blocked, {status.phase}, since other ranks have exited")
+            return decide(f"is blocked, {status.phase}, since other ranks have exited")
         if silent >= HEARTBEAT_TIMEOUT:
-            return KillDecision(status.rank, status.pid, f"sent no heartbeat for {silent:.0f} s, {status.phase}")
+            return decide(f"sent no heartbeat for {silent:.0f} s, {status.phase}")
         if stalled >= step_timeout(status):
-            return KillDecision(
-                status.rank,
-                status.pid,
-                f"made no progress: {status.phase} after step {status.step} for {stalled:.0f} s{_usual_step_time(status)}",
-            )
+            usual = f" (a step usually takes {status.step_seconds:.2g} s)" if status.step_seconds else ""
+            return decide(f"made no progress: {status.phase} after step {status.step} for {stalled:.0f} s{usual}")
         return None
 
     def _shift_deadlines(self, seconds: float) -> None:
@@ -436,7 +413,3 @@ def step_timeout(status: RankStatus) -> float:
     if status.phase in SLOW_PHASES or status.step_seconds is None:
         return STARTUP_TIMEOUT
     return max(MIN_STEP_TIMEOUT, STEP_TIMEOUT_FACTOR * status.step_seconds)
-
-
-def _usual_step_time(status: RankStatus) -> str:
-    return f" (a step usually takes {status.step_seconds:.2g} s)" if status.step_seconds else ""
