@@ -30,7 +30,7 @@ def server(model_folder: Path) -> Iterator[ModelServer]:
 
 def client(server: ModelServer) -> Any:
     openai = pytest.importorskip("openai", reason="the real client is in the extra dev")
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key=server.served.key, max_retries=0)
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key=server.served.api_key, max_retries=0)
 
 
 def test_a_real_client_lists_asks_and_streams(server: ModelServer) -> None:
@@ -40,7 +40,7 @@ def test_a_real_client_lists_asks_and_streams(server: ModelServer) -> None:
     whole = found.chat.completions.create(**wish)
     pieces = list(found.chat.completions.create(**wish, stream=True, stream_options={"include_usage": True}))
     streamed = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
-    expected = server.served.answerer.reply(build_prompt_messages("Why?", "Be brief."))
+    expected = server.served.generator.stream(build_prompt_messages("Why?", "Be brief."))
     assert whole.choices[0].message.content == streamed
     assert whole.usage.prompt_tokens == expected.prompt_tokens, "the prompt it was trained with is put before"
     assert whole.usage.completion_tokens == pieces[-1].usage.completion_tokens == 6
@@ -57,7 +57,7 @@ def test_a_real_client_is_told_that_the_context_is_too_long(server: ModelServer)
 
 def test_eight_clients_at_once_lose_no_answer(server: ModelServer) -> None:
     questions = [f"What is {number}?" for number in range(24)]
-    alone = [server.served.answerer.answer([build_prompt_messages(question, "Be brief.")])[0] for question in questions]
+    alone = [server.served.generator.generate([build_prompt_messages(question, "Be brief.")])[0] for question in questions]
 
     def one(question: str) -> str:
         status, body = server.request({"messages": [{"role": "user", "content": question}], "max_tokens": 8})
@@ -71,7 +71,7 @@ def test_eight_clients_at_once_lose_no_answer(server: ModelServer) -> None:
 def test_a_client_that_leaves_in_the_middle_frees_the_place(server: ModelServer) -> None:
     data = json.dumps({**BODY, "stream": True, "max_tokens": 200}).encode()
     head = (f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n"
-            f"Authorization: Bearer {server.served.key}\r\nContent-Type: application/json\r\n"
+            f"Authorization: Bearer {server.served.api_key}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(data)}\r\n\r\n").encode()  # fmt: skip
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as line:
         line.sendall(head + data)
@@ -88,7 +88,7 @@ def test_a_bad_request_is_refused(server: ModelServer, name: str, wish: dict[str
 
 def test_a_body_that_grows_beyond_what_it_may_be_is_cut_off(server: ModelServer) -> None:
     head = (f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nConnection: close\r\n"
-            f"Authorization: Bearer {server.served.key}\r\nContent-Type: application/json\r\n"
+            f"Authorization: Bearer {server.served.api_key}\r\nContent-Type: application/json\r\n"
             "Transfer-Encoding: chunked\r\n\r\n").encode()  # fmt: skip
     piece = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
     status, body = server.raw(head + piece * 20 + b"0\r\n\r\n")
