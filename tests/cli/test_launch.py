@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import re
 import shlex
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
+from modelwright.cli.launch import launch
 from modelwright.cli.main import main
+from modelwright.cli.run import run as run_command
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "openshift.md"
 JOB = ["launch", "quickstart", "--on", "openshift"]
@@ -88,6 +91,32 @@ def test_a_broken_file_ends_with_2_and_its_lines(tmp_path: Path, capsys: pytest.
 def test_a_persons_mistake_is_a_letter(words: list[str], letter: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*words) == 2
     assert letter in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("--on openshift --render --no-fp8 --allow-changed seed", "--allow-changed, --no-fp8 with --on openshift"),
+        ("--on openshift --render --nproc-per-node 2 --max-restarts 1", "--nproc-per-node, --max-restarts with"),
+        ("--inject-fault kill:1@5 --job-kind trainjob", "use --on openshift"),
+        ("--json", "--json with --on local has no effect; use --on nodes or openshift or drop it"),
+    ],
+)
+def test_an_option_without_effect_is_refused(args: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("launch", "quickstart", *args.split()) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_commands_of_the_nodes_carry_every_option_of_run(capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--set seed=3 --until-stage sft --no-fp8 --log-format plain"
+    assert run("launch", "quickstart", "--on", "nodes", "--max-restarts", "5", *options.split(), "--json") == 0
+    for node in json.loads(capsys.readouterr().out)["nodes"]:
+        assert f"modelwright launch quickstart {options} --max-restarts 5 --on nodes" in node["command"]
+        assert node["torchrun"].endswith(f"modelwright run quickstart {options}")
+
+
+def test_launch_takes_every_option_of_run() -> None:
+    assert inspect.signature(run_command).parameters.keys() <= inspect.signature(launch).parameters.keys()
 
 
 def test_the_measured_save_of_the_last_run_decides_the_grace(

@@ -27,7 +27,8 @@ PAIR = {"question": "Why?\n", "before": "\x1b[31mred\x1b[0m\rhidden", "after": "
 CASES: list[tuple[dict[str, Any], str | None]] = [
     ({"event": "run", "folder": "runs/tiny", "recipe": "tiny", "stages": ["sft"]}, "run runs/tiny: tiny, sft"),
     ({"event": "loading", "model": "owner/name"}, "model: owner/name"),
-    ({"event": "model", "trainable_summary": "1 M of 2 M parameters trainable (50%)"}, "model: 1 M of 2 M parameters trainable (50%)"),
+    ({"event": "model", "trainable_summary": "1 M of 2 M parameters trainable (50%)"},
+     "model: 1 M of 2 M parameters trainable (50%)"),
     (
         DATA,
         "data: rows.jsonl: 36 training rows (679 of 1,856 tokens trained), 4 held out, 0 prompts in both splits",
@@ -58,7 +59,8 @@ CASES: list[tuple[dict[str, Any], str | None]] = [
       "plan": ["sft: 9 steps"]},
      "model: 0.95 M parameters from scratch, 4 layers of width 128, 0.00 GB in fp32\npredicted: sft: 9 steps"),
     ({"event": "evaluate_started", "model": "sft"}, None),
-    ({"event": "evaluate_result", "model": "sft", "metrics": {"text_loss": 2.5}, "samples": [{"prompt": "A", "text": "B\n"}]},
+    ({"event": "evaluate_result", "model": "sft", "metrics": {"text_loss": 2.5},
+      "samples": [{"prompt": "A", "text": "B\n"}]},
      "evaluated sft: text_loss 2.5\n  A … B"),
     ({"event": "evaluate_table", "models": {"base": {"text_loss": 3.25}, "sft": {"text_loss": 2.5}}},
      "model  text_loss\nbase   3.25\nsft    2.5"),

@@ -17,8 +17,8 @@ START: list[dict[str, Any]] = [
 
 
 def step(time: float, number: int, seconds: float = 1.0, **facts: Any) -> dict[str, Any]:
-    return {"time": time, "event": "step", "stage": "sft", "step": number, "steps": 9, "step_seconds": seconds, "loss": 1.0,
-            **facts}  # fmt: skip
+    return {"time": time, "event": "step", "stage": "sft", "step": number, "steps": 9, "step_seconds": seconds,
+            "loss": 1.0, **facts}  # fmt: skip
 
 
 def saved(time: float, number: int) -> dict[str, Any]:

@@ -87,4 +87,4 @@ def test_the_models_card_says_what_fp32_was_multiplied_with() -> None:
     told = [
         _precision(plan_stage(SftConfig(precision="fp32", tf32=way), 8, 1, gpu).as_json()) for way in ("auto", False)
     ]
-    assert told[0].startswith("Computed in fp32. fp32 products on the tensor cores (tf32)") and told[1] == ""
+    assert told[0].startswith("Computed in fp32. fp32 matmuls use tf32") and told[1] == ""

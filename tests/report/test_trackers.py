@@ -18,7 +18,7 @@ import pytest
 from modelwright.recipe.load import load
 from modelwright.recipe.schema import Recipe
 from modelwright.report import trackers
-from modelwright.report.trackers import EventFileWriter, start_trackers
+from modelwright.report.trackers import TensorBoardTracker, start_trackers
 from modelwright.runs.folder import RunFolder
 from tests.faults.fork_server import ForkServer, steps_of
 from tiny import tiny_recipe
@@ -62,9 +62,8 @@ def test_an_event_file_is_whole_after_every_step(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="its own reader is in the extra track")
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-    file = EventFileWriter(tmp_path)
-    file.add_scalars({"loss": 1.5}, 7, 1.0)
-    [path] = tmp_path.iterdir()
+    TensorBoardTracker(RunFolder(tmp_path)).log("sft", {"loss": 1.5}, 7, 1.0)
+    [path] = (tmp_path / "tensorboard").iterdir()
     assert [event.step for event in EventFileLoader(str(path)).Load()] == [0, 7]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import sys
+from collections.abc import Set
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,17 +32,16 @@ from modelwright.cli.options import (
     add_commands,
     print_json,
 )
+from modelwright.cli.run import run
 
 if TYPE_CHECKING:
     from modelwright.cluster.client import KubectlClient
     from modelwright.cluster.lint import LintFinding
     from modelwright.cluster.manifests import ClusterJob
     from modelwright.cluster.simulator import InjectedFault
-    from modelwright.launch.config import NodeOptions
+    from modelwright.launch.config import LaunchConfig, NodeOptions
     from modelwright.recipe.load import LoadedRecipe
 
-MAX_RESTARTS = 3
-"""Default of --max-restarts."""
 NprocPerNodeOption = Annotated[
     str | None,
     typer.Option("--nproc-per-node", help="Processes per node, or of each node (4,2); default: one per GPU, or one."),
@@ -64,6 +65,15 @@ GitRepoOption = Annotated[
     str | None,
     typer.Option("--git-repo", metavar="PATH", help="openshift: local repository that the simulation clones."),
 ]
+RUN_OPTIONS = frozenset(inspect.signature(run).parameters) - {"recipe", "overrides"}
+CLUSTER_ACTIONS = ("render", "check", "simulate", "submit")
+MODES = {
+    ("local", "nodes"): RUN_OPTIONS | {"nproc_per_node", "max_restarts"},
+    ("nodes",): {"nnodes", "node_rank", "master_addr", "master_port"},
+    ("nodes", "openshift"): {"as_json"},
+    ("openshift",): {*CLUSTER_ACTIONS, "job_kind", "work_dir", "faults", "git_repo"},
+}
+"""Options that have an effect only with these values of --on."""
 
 
 def register(app: typer.Typer) -> None:
@@ -75,6 +85,7 @@ def register(app: typer.Typer) -> None:
 
 
 def launch(
+    ctx: typer.Context,
     recipe: RecipeArgument,
     on: Annotated[str, typer.Option("--on", help="local (this machine), nodes (several), or openshift.")] = "local",
     overrides: SetOption = None,
@@ -86,7 +97,7 @@ def launch(
     fp8: Fp8Option = None,
     log_format: LogFormatOption = "auto",
     nproc_per_node: NprocPerNodeOption = None,
-    max_restarts: MaxRestartsOption = MAX_RESTARTS,
+    max_restarts: MaxRestartsOption = 3,
     nnodes: NnodesOption = None,
     node_rank: NodeRankOption = None,
     master_addr: MasterAddrOption = None,
@@ -101,77 +112,73 @@ def launch(
     git_repo: GitRepoOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a recipe on all local GPUs, several nodes or a cluster. After a failure, it restarts from the last checkpoint."""
-    from modelwright.launch.config import NodeOptions
+    """Run a recipe on all local GPUs, several nodes or a cluster. A failed run restarts from the last checkpoint."""
+    from modelwright.launch.config import NodeOptions, build_launch_config
     from modelwright.recipe.load import load
 
-    run_options = {"--allow-changed": allow_changed, "--from-stage": from_stage, "--until-stage": until_stage,
-                   "--accept-gate": accept_gate, "--reason": reason, "--fp8": fp8,
-                   "--log-format": log_format if log_format != "auto" else None}  # fmt: skip
-    process_options = {"--nproc-per-node": nproc_per_node,
-                       "--max-restarts": max_restarts if max_restarts != MAX_RESTARTS else None}  # fmt: skip
-    node_options = {"--nnodes": nnodes, "--node-rank": node_rank, "--master-addr": master_addr,
-                    "--master-port": master_port}  # fmt: skip
-    cluster_options = {"--render": render, "--check": check, "--simulate": simulate, "--submit": submit,
-                       "--job-kind": job_kind, "--work-dir": work_dir, "--inject-fault": faults,
-                       "--git-repo": git_repo}  # fmt: skip
-    _reject_unused(on, {("local", "nodes"): run_options | process_options, ("nodes",): node_options,
-                        ("openshift",): cluster_options, ("nodes", "openshift"): {"--json": as_json}})  # fmt: skip
+    _reject_unused(ctx, on)
     loaded = load(recipe, overrides or ())
     if on == "openshift":
-        action = ClusterAction(
-            render, check, simulate, submit, job_kind, work_dir, tuple(faults or ()), git_repo, as_json
-        )
-        launch_on_openshift(loaded, action)
+        actions = tuple(name for name in CLUSTER_ACTIONS if ctx.params[name])
+        launch_on_openshift(loaded, ClusterAction(actions, job_kind, work_dir, tuple(faults or ()), git_repo, as_json))
         return
     options = NodeOptions(nnodes, node_rank, master_addr, master_port, nproc_per_node)
     options = options.with_pet_defaults() if on == "nodes" else replace(options, node_rank=0)
-    _launch_nodes(loaded, recipe, _to_args({"--set": overrides, **run_options}), options, max_restarts, as_json)
+    run_args = _given_args(ctx, RUN_OPTIONS | {"overrides"})
+    if options.node_rank is None:
+        _print_node_commands(recipe, run_args, options, _given_args(ctx, {"max_restarts"}), as_json)
+    else:
+        _start_node(build_launch_config(loaded, ("run", recipe, *run_args), options, max_restarts))
 
 
-def _reject_unused(on: str, options: dict[tuple[str, ...], dict[str, Any]]) -> None:
+def _reject_unused(ctx: typer.Context, on: str) -> None:
     """Refuse options without effect where the recipe runs: `--nnodes 2` without `--on nodes` would be one node."""
     from modelwright.errors import UsageError
 
     if on not in ("local", "nodes", "openshift"):
         raise UsageError(f"--on is {on!r}; it wants local, nodes or openshift")
-    for modes, values in options.items():
-        unused = [name for name, value in values.items() if value is not None and value is not False]
+    for modes, names in MODES.items():
+        unused = [arg for arg in _given_args(ctx, names) if arg.startswith("--")]
         if unused and on not in modes:
-            raise UsageError(
-                f"{', '.join(unused)} with --on {on} has no effect; use --on {' or '.join(modes)} or drop it"
-            )
+            unused_text = ", ".join(dict.fromkeys(unused))
+            raise UsageError(f"{unused_text} with --on {on} has no effect; use --on {' or '.join(modes)} or drop it")
 
 
-def _to_args(options: dict[str, Any]) -> tuple[str, ...]:
-    """Option values as the arguments of a command line."""
+def _given_args(ctx: typer.Context, names: Set[str]) -> tuple[str, ...]:
+    """Those of these options that were given on the command line, as its arguments."""
     args: list[str] = []
-    for name, value in options.items():
-        if isinstance(value, bool):
-            args.append(name if value else name.replace("--", "--no-"))
-        elif value is not None:
-            args += [arg for item in (value if isinstance(value, list) else [value]) for arg in (name, str(item))]
+    for option in ctx.command.params:
+        source = ctx.get_parameter_source(option.name or "")
+        if option.name in names and source is not None and source.name == "COMMANDLINE":
+            value = ctx.params[option.name]
+            if isinstance(value, bool):
+                args.append((option.opts if value else option.secondary_opts)[0])
+            else:
+                items = value if isinstance(value, list | tuple) else [value]
+                args += [arg for item in items for arg in (option.opts[0], str(item))]
     return tuple(args)
 
 
-def _launch_nodes(
-    loaded: LoadedRecipe, recipe: str, run_args: tuple[str, ...], options: NodeOptions, max_restarts: int, as_json: bool
-) -> None:
-    """Run this node's part and exit with its ranks' code; with several nodes and no node rank, print their commands."""
-    from modelwright.launch.config import build_launch_config, node_commands
+def _start_node(config: LaunchConfig) -> None:
+    """Run this node's ranks, and exit with their code."""
     from modelwright.launch.supervisor import supervise
     from modelwright.runs.caches import prepare_environment
 
-    if options.node_rank is not None:
-        prepare_environment()
-        code, message = supervise(build_launch_config(loaded, ("run", recipe, *run_args), options, max_restarts))
-        if message:
-            print(message, file=sys.stderr)
-        if code:
-            raise typer.Exit(code)
-        return
-    restart_args = ("--max-restarts", str(max_restarts)) if max_restarts != MAX_RESTARTS else ()
-    entries = node_commands(recipe, run_args, options, launch_args=restart_args)
+    prepare_environment()
+    code, message = supervise(config)
+    if message:
+        print(message, file=sys.stderr)
+    if code:
+        raise typer.Exit(code)
+
+
+def _print_node_commands(
+    recipe: str, run_args: tuple[str, ...], options: NodeOptions, launch_args: tuple[str, ...], as_json: bool
+) -> None:
+    """Print the command of each node."""
+    from modelwright.launch.config import node_commands
+
+    entries = node_commands(recipe, run_args, options, launch_args=launch_args)
     if as_json:
         print_json({"nodes": entries})
         return
@@ -186,23 +193,17 @@ def _launch_nodes(
 class ClusterAction:
     """What launch --on openshift is asked to do."""
 
-    render: bool = False
-    """Print the manifests."""
-    check: bool = False
-    """Check them."""
-    simulate: bool = False
-    """Run them on this machine."""
-    submit: bool = False
-    """Send them."""
-    job_kind: str | None = None
-    """Kind of job, where it is not the recipe's."""
-    work_dir: Path | None = None
-    """Folder of a simulation."""
-    faults: tuple[str, ...] = ()
-    """What happens on the way of a simulation."""
-    git_repo: str | None = None
-    """Repository of this machine that a simulation clones."""
-    as_json: bool = False
+    actions: tuple[str, ...]
+    """Of CLUSTER_ACTIONS; exactly one is allowed."""
+    job_kind: str | None
+    """Kind of job, if not the recipe's."""
+    work_dir: Path | None
+    """Working directory of the simulation."""
+    faults: tuple[str, ...]
+    """Faults to inject in the simulation."""
+    git_repo: str | None
+    """Local repository that the simulation clones."""
+    as_json: bool
     """One JSON object on stdout."""
 
 
@@ -213,11 +214,11 @@ def launch_on_openshift(loaded: LoadedRecipe, action: ClusterAction) -> None:
     from modelwright.cluster.manifests import documents, render
     from modelwright.errors import ProblemsError, UsageError
 
-    if sum((action.render, action.check, action.simulate, action.submit)) != 1:
+    if len(action.actions) != 1:
         raise UsageError("--on openshift wants one of --render, --check, --simulate, --submit")
     cluster_job = _build_job(loaded, action.job_kind)
     text = render(cluster_job)
-    if action.render:
+    if "render" in action.actions:
         if action.as_json:
             print_json({"apiVersion": "v1", "kind": "List", "items": documents(cluster_job)})
         else:
@@ -225,11 +226,11 @@ def launch_on_openshift(loaded: LoadedRecipe, action: ClusterAction) -> None:
         return
     findings = lint(parse_manifests(text, f"{cluster_job.name}.yaml"))
     errors = [finding for finding in findings if finding.is_error]
-    if action.check:
+    if "check" in action.actions:
         _print_findings(findings, f"{cluster_job.name}: {cluster_job.job_kind}", action.as_json)
     elif errors:
         raise ProblemsError(errors)
-    elif action.simulate:
+    elif "simulate" in action.actions:
         _simulate(cluster_job, text, action)
     else:
         _submit(cluster_job, text, action.as_json)
@@ -416,8 +417,7 @@ def doctor(
     loaded = load(recipe, overrides or ()) if recipe else None
     prepare_environment()
     if nnodes and node_rank is not None:
-        timeout = PREFLIGHT_TIMEOUT.total_seconds()
-        typer.echo(f"node {node_rank} of {nnodes}: waiting up to {timeout:.0f} s for the other nodes", err=True)
+        typer.echo(f"node {node_rank} of {nnodes}: waiting up to {PREFLIGHT_TIMEOUT:g} s for the other nodes", err=True)
     results = check_nodes(options, loaded) if nnodes else run_checks(recipe_checks(loaded))
     failed = [check.name for check in results if check.status == "fail"]
     if as_json:

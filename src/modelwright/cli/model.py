@@ -35,16 +35,9 @@ def ask(
     as_json: JsonOption = False,
 ) -> None:
     """Ask the model of a run a question. It gets the prompt of its training; the answer is streamed."""
-    from modelwright.runs.caches import prepare_environment
-    from modelwright.runs.folder import open_run
-
     if not question.strip():
         raise UsageError("the question is empty; put it in quotes after the run")
-    folder = open_run(run)
-    prepare_environment()
-    from modelwright.stages.compare import RunModels
-
-    models = RunModels(folder)
+    models = _open_models(run)
     names = ["before", "after"] if both else ["before"] if base else ["after"]
     answers: dict[str, str] = dict.fromkeys(names, "")
     for name in names:
@@ -59,6 +52,18 @@ def ask(
             print("\n" if both else "")
     if as_json:
         print_json({"question": question, **answers})
+
+
+def _open_models(run: str) -> RunModels:
+    """The models of a run before and after training, each loaded when first asked."""
+    from modelwright.runs.caches import prepare_environment
+    from modelwright.runs.folder import open_run
+
+    folder = open_run(run)
+    prepare_environment()
+    from modelwright.stages.compare import RunModels
+
+    return RunModels(folder)
 
 
 def compare(
@@ -116,14 +121,7 @@ def chat(
     base: Annotated[bool, typer.Option("--base", help="Chat with the model as it was before training.")] = False,
 ) -> None:
     """Chat with the model of a run. An empty line or /quit ends it, /new starts a new conversation."""
-    from modelwright.runs.caches import prepare_environment
-    from modelwright.runs.folder import open_run
-
-    folder = open_run(run)
-    prepare_environment()
-    from modelwright.stages.compare import RunModels
-
-    models = RunModels(folder)
+    models = _open_models(run)
     generator = models.generator("before" if base else "after")
     messages = models.messages("")[:-1]
     while True:
@@ -160,19 +158,15 @@ def serve(
 ) -> None:
     """Serve the model of a run to OpenAI-style clients. For production, give its folder to vLLM."""
     from modelwright.report.http_guard import listen
-    from modelwright.runs.caches import prepare_environment
     from modelwright.runs.folder import open_run
 
-    folder = open_run(run)
-    prepare_environment()
+    open_run(run)
     with listen(host, port) as listener:  # before the model is loaded: a port in use is reported at once
+        models = _open_models(run)
         from modelwright.serve.openai_server import ServedModel, application
-        from modelwright.stages.compare import RunModels
 
-        models = RunModels(folder)
-        served = ServedModel(
-            models.recipe.name, models.generator("before" if base else "after"), models.system_prompt, api_key
-        )
+        generator = models.generator("before" if base else "after")
+        served = ServedModel(models.recipe.name, generator, models.system_prompt, api_key)
         banner = f"base_url  {listener.url}/v1\napi_key   {served.api_key}\nmodel     {served.name}"
         listener.serve(application(served, listener.hosts), banner)
 
@@ -196,7 +190,7 @@ def evaluate(
     config = EvaluateConfig(
         perplexity_text=text, multiple_choice=multiple_choice, completion_prompts=prompts or [], tasks=tasks or []
     )
-    results = _measure(target, config)
+    results = _evaluate(target, config)
     if as_json:
         print_json(results)
         return
@@ -207,7 +201,7 @@ def evaluate(
         print("\n" + (format_event({"event": "evaluate_table", "models": models}) or ""))
 
 
-def _measure(target: str, config: EvaluateConfig) -> dict[str, Any]:
+def _evaluate(target: str, config: EvaluateConfig) -> dict[str, Any]:
     """Metrics by model: every stage of a run, or one model."""
     from modelwright.runs.folder import open_run
 

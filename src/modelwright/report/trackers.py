@@ -50,25 +50,6 @@ class Tracker:
         """End the run."""
 
 
-class TensorBoardTracker(Tracker):
-    """TensorBoard event files in the run folder."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self._file = EventFileWriter(folder.path / "tensorboard")
-
-    def log(self, stage: str, values: Mapping[str, float], step: int, when: float) -> None:
-        """Log; the file is complete when this returns."""
-        self._file.add_scalars({f"{stage}/{name}": value for name, value in values.items()}, step, when)
-
-    def on_resume(self, step: int, when: float) -> None:
-        """Let TensorBoard drop the later steps."""
-        self._file.add_session_start(step, when)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
 class SyncTracker:
     """A tracker that logs at once."""
 
@@ -310,24 +291,25 @@ SESSION_START = 1
 """SessionLog.START: TensorBoard drops what was logged from this step on."""
 
 
-class EventFileWriter:
-    """Appends to one event file."""
+class TensorBoardTracker(Tracker):
+    """Appends to a TensorBoard event file in the run folder; it is complete after every call."""
 
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / f"events.out.tfevents.{time.time():.0f}.modelwright.{os.getpid()}").open("ab")
+    def __init__(self, folder: RunFolder) -> None:
+        (folder.path / "tensorboard").mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.0f}.modelwright.{os.getpid()}"
+        self._file = (folder.path / "tensorboard" / name).open("ab")
         self._write(_string_field(3, "brain.Event:2"), 0, time.time())
 
-    def add_scalars(self, values: Mapping[str, float], step: int, when: float) -> None:
-        """Add the values of a step."""
+    def log(self, stage: str, values: Mapping[str, float], step: int, when: float) -> None:
+        """Add the scalars of a step."""
         summaries = b"".join(
-            _message_field(1, _string_field(1, tag) + b"\x15" + struct.pack("<f", value))
-            for tag, value in values.items()
+            _message_field(1, _string_field(1, f"{stage}/{name}") + b"\x15" + struct.pack("<f", value))
+            for name, value in values.items()
         )
         self._write(_message_field(5, summaries), step, when)
 
-    def add_session_start(self, step: int, when: float) -> None:
-        """Mark that the steps after this one are repeated."""
+    def on_resume(self, step: int, when: float) -> None:
+        """Let TensorBoard drop the later steps."""
         self._write(_message_field(7, b"\x08" + _varint(SESSION_START)), step + 1, when)
 
     def close(self) -> None:
