@@ -89,7 +89,7 @@ def convert(
     ] = None,
     prompt_template: Annotated[
         str | None,
-        typer.Option("--prompt-template", help='Adds a full_question column, such as "For {topic}, {question}".'),
+        typer.Option("--prompt-template", help='Adds a full-question column, such as "For {topic}, {question}".'),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

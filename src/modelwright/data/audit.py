@@ -404,7 +404,7 @@ def _with_full_question(row: Row, template: str) -> dict[str, Any]:
     try:
         used = [name for _, name, _, _ in Formatter().parse(template) if name]
     except ValueError as error:
-        raise UsageError(f"--full-question is {template!r}; it wants columns in braces ({error})") from None
+        raise UsageError(f"--prompt-template is {template!r}; it wants columns in braces ({error})") from None
     missing = [name for name in used if name not in row.values]
     if missing:
         raise DataError([Problem(row.where, f"there is no column {missing[0]!r}; {describe_columns(row.values)}")])
