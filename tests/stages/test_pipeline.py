@@ -130,7 +130,7 @@ def test_nothing_is_trained_beyond_a_closed_gate_until_a_person_accepts_it_for_e
     assert lineage["stages"]["sft"]["gate"] == "accepted"
     assert read_json(folder.gate("sft"))["open"] is False
     for stage in ("sft", "lora"):
-        assert "with this reason: a trial of the flow." in (folder.model(stage) / "README.md").read_text()
+        assert "Accepted manually: a trial of the flow." in (folder.model(stage) / "README.md").read_text()
     with pytest.raises(GateClosed):
         run(recipe, CLOSED.replace("0.1", "0.2"))  # other limits are another question
 

@@ -36,39 +36,34 @@ def write_summary(context: RunContext, stage: str, plan: dict[str, Any], metrics
     import torch
     import transformers
 
-    write_json(
-        context.folder.summary,
-        {
-            "recipe": context.recipe.name,
-            "stage": stage,
-            "model": context.recipe.model.display_name,
-            "data": context.recipe.data_for(stage).source,
-            "settings": context.recipe.stages[stage].model_dump(mode="json"),
-            "batch": plan["batch_arithmetic"],
-            "plan": plan,
-            "metrics": metrics,
-            "changes": metric_changes(metrics),
-            "verdict": verdict.as_json(),
-            "time": read_history(context.folder).time_breakdown.as_json(),
-            "lineage": ancestors(context, stage),
-            "hardware": context.hardware.name,
-            "world": context.world.size,
-            "distributed": {
-                "devices": context.world.size,
-                "sharding": plan["sharding"],
-                "backend": None if context.world.size == 1 else "nccl" if context.hardware.device == "cuda" else "gloo",
-                "rows_per_device": plan["micro_batch_size"],
-                "gradient_accumulation_steps": plan["gradient_accumulation_steps"],
-                "rows_per_step": plan["global_batch_size"],
-            },
-            "versions": {
-                "modelwright": __version__,
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "python": platform.python_version(),
-            },
-        },
-    )
+    recipe, world = context.recipe, context.world
+    backend = None if world.size == 1 else "nccl" if context.hardware.device == "cuda" else "gloo"
+    distributed = {
+        "devices": world.size, "sharding": plan["sharding"], "backend": backend,
+        "rows_per_device": plan["micro_batch_size"], "rows_per_step": plan["global_batch_size"],
+        "gradient_accumulation_steps": plan["gradient_accumulation_steps"],
+    }  # fmt: skip
+    versions = {"modelwright": __version__, "torch": torch.__version__, "transformers": transformers.__version__,
+                "python": platform.python_version()}  # fmt: skip
+    summary = {
+        "recipe": recipe.name,
+        "stage": stage,
+        "model": recipe.model.display_name,
+        "data": recipe.data_for(stage).source,
+        "settings": recipe.stages[stage].model_dump(mode="json"),
+        "batch": plan["batch_arithmetic"],
+        "plan": plan,
+        "metrics": metrics,
+        "changes": metric_changes(metrics),
+        "verdict": verdict.as_json(),
+        "time": read_history(context.folder).time_breakdown.as_json(),
+        "lineage": ancestors(context, stage),
+        "hardware": context.hardware.name,
+        "world": world.size,
+        "distributed": distributed,
+        "versions": versions,
+    }
+    write_json(context.folder.summary, summary)
 
 
 def metric_changes(metrics: Metrics) -> dict[str, dict[str, float]]:
