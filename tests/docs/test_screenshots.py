@@ -22,11 +22,11 @@ def test_a_page_that_is_drawn_otherwise_looks_otherwise(monkeypatch: pytest.Monk
     assert pictures.render_hash() == before
     style = shutil.copytree(html.ASSETS_DIR, tmp_path / "report")
     (style / "page.css").write_text((style / "page.css").read_text("utf-8") + "h1{color:red}", "utf-8")
-    monkeypatch.setattr(html, "HERE", style)
+    monkeypatch.setattr(html, "ASSETS_DIR", style)
     assert pictures.render_hash() != before, "the style has changed"
     monkeypatch.undo()
     drawn = charts.line_chart
-    monkeypatch.setattr(charts, "curves", lambda *given, **named: drawn(*given, **named).replace("Loss", "Cost"))
+    monkeypatch.setattr(charts, "line_chart", lambda *given, **named: drawn(*given, **named).replace("Loss", "Cost"))
     assert pictures.render_hash() != before, "the code that draws has changed"
 
 
