@@ -1,4 +1,4 @@
-"""Caches land where they can be written: in a container with a random user and an unwritable home too."""
+"""Caches are put in a writable folder, also in a container with a random user and a read-only home."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run folder: files replaced in one movement, and a folder that cannot be written told at once."""
+"""The run folder: atomic writes, and a folder that cannot be written is reported at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The journal is only ever added to; what a kill tore is mended, and every line is JSON."""
+"""The journal is append-only; a line torn by a kill is ended, and every line is JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One writer for each run: a second is refused fast, a dead one's place is taken, another machine is watched."""
+"""One writer per run: a second is refused at once, a dead one's lock is taken over, other hosts are watched."""
 
 from __future__ import annotations
 

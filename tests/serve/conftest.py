@@ -1,4 +1,4 @@
-"""What tests of answers share."""
+"""Fixtures of the generation tests."""
 
 from __future__ import annotations
 

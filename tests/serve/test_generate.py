@@ -1,4 +1,4 @@
-"""A model is asked in the words it was trained with, alone or in company, and answers the same each time."""
+"""Text generation uses the training prompt format and is the same alone or in a batch."""
 
 from __future__ import annotations
 

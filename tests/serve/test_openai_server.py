@@ -1,4 +1,4 @@
-"""An OpenAI client finds a server it knows; nobody else finds anything."""
+"""The OpenAI client works with the server; requests without the key or with bad input are refused."""
 
 from __future__ import annotations
 
@@ -36,28 +36,30 @@ def client(server: ModelServer) -> Any:
 def test_a_real_client_lists_asks_and_streams(server: ModelServer) -> None:
     found = client(server)
     assert [model.id for model in found.models.list()] == ["tiny"]
-    wish: dict[str, Any] = {"model": "tiny", "messages": BODY["messages"], "max_tokens": 6}
-    whole = found.chat.completions.create(**wish)
-    pieces = list(found.chat.completions.create(**wish, stream=True, stream_options={"include_usage": True}))
+    request: dict[str, Any] = {"model": "tiny", "messages": BODY["messages"], "max_tokens": 6}
+    completion = found.chat.completions.create(**request)
+    pieces = list(found.chat.completions.create(**request, stream=True, stream_options={"include_usage": True}))
     streamed = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
     expected = server.served.generator.stream(build_prompt_messages("Why?", "Be brief."))
-    assert whole.choices[0].message.content == streamed
-    assert whole.usage.prompt_tokens == expected.prompt_tokens, "the prompt it was trained with is put before"
-    assert whole.usage.completion_tokens == pieces[-1].usage.completion_tokens == 6
+    assert completion.choices[0].message.content == streamed
+    assert completion.usage.prompt_tokens == expected.prompt_tokens, "the prompt it was trained with is put before"
+    assert completion.usage.completion_tokens == pieces[-1].usage.completion_tokens == 6
     assert [piece.choices[0].finish_reason for piece in pieces if piece.choices][-1] == "length"
 
 
 def test_a_real_client_is_told_that_the_context_is_too_long(server: ModelServer) -> None:
     import openai
 
-    with pytest.raises(openai.BadRequestError, match="context length is 256; shorten it") as told:
+    with pytest.raises(openai.BadRequestError, match="context length is 256; shorten it") as caught:
         client(server).chat.completions.create(model="tiny", messages=[{"role": "user", "content": "word " * 400}])
-    assert told.value.code == "context_length_exceeded"
+    assert caught.value.code == "context_length_exceeded"
 
 
 def test_eight_clients_at_once_lose_no_answer(server: ModelServer) -> None:
     questions = [f"What is {number}?" for number in range(24)]
-    alone = [server.served.generator.generate([build_prompt_messages(question, "Be brief.")])[0] for question in questions]
+    alone = [
+        server.served.generator.generate([build_prompt_messages(question, "Be brief.")])[0] for question in questions
+    ]
 
     def one(question: str) -> str:
         status, body = server.request({"messages": [{"role": "user", "content": question}], "max_tokens": 8})
@@ -79,9 +81,9 @@ def test_a_client_that_leaves_in_the_middle_frees_the_place(server: ModelServer)
     assert server.request(BODY)[0] == 200
 
 
-@pytest.mark.parametrize(("name", "wish"), BAD, ids=[name[:60] for name, _ in BAD])
-def test_a_bad_request_is_refused(server: ModelServer, name: str, wish: dict[str, Any]) -> None:
-    status, body = server.request(**{"body": BODY, **wish})
+@pytest.mark.parametrize(("name", "fields"), BAD, ids=[name[:60] for name, _ in BAD])
+def test_a_bad_request_is_refused(server: ModelServer, name: str, fields: dict[str, Any]) -> None:
+    status, body = server.request(**{"body": BODY, **fields})
     assert status in (0, *range(400, 500)), f"{name}: {status}"
     assert b"choices" not in body and b"root:" not in body
 

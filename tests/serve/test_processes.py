@@ -1,4 +1,4 @@
-"""`dashboard` and `serve` as a person starts them: an address, an answer, an end by signal, nothing left behind."""
+"""`dashboard` and `serve` as processes: they print a URL, answer, end on a signal and leave nothing behind."""
 
 from __future__ import annotations
 

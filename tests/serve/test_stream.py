@@ -1,4 +1,4 @@
-"""An answer comes in pieces as it is made, and is the answer that would have come whole."""
+"""A streamed answer comes in pieces that together equal the answer generated at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The voice is measured by the patterns that describe it, and model text acts as markup nowhere."""
+"""Answers before and after are scored by style patterns and F1, and model text never acts as markup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stage of preferences: measured by what it prefers, gated by that and by what it must not forget."""
+"""A dpo stage is evaluated by its preference metrics, and its gate can use them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every model of a run is measured in the same way, once, and gates may ask for it."""
+"""Every model of a run is evaluated in the same way, once, and gates can use the metrics."""
 
 from __future__ import annotations
 

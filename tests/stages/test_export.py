@@ -1,4 +1,4 @@
-"""A model is handed on in the form that is asked for, whole, with a true card; a wrong form is told before any work."""
+"""A model is exported in the requested format with its model card; a wrong format is refused before any work."""
 
 from __future__ import annotations
 
@@ -159,9 +159,9 @@ def test_pth_files_open_without_running_anything_in_them(classified: RunFolder, 
 def test_the_card_says_what_was_measured_on_what(tuned: RunFolder, tmp_path: Path) -> None:
     text = (exported(tuned, tmp_path, "hf").path / "README.md").read_text(encoding="utf-8")
     fingerprint = json.loads(tuned.data_manifest("sft").read_text())["fingerprint"]
-    for said in ("| eval_loss |", fingerprint, "rows.jsonl", "gate sft is open", "| sft.learning_rate | `0.001` |",
+    for text_part in ("| eval_loss |", fingerprint, "rows.jsonl", "gate sft is open", "| sft.learning_rate | `0.001` |",
                  "What is 3 and 4, in tents?", "## License", "## Limitations", "36 rows trained on"):  # fmt: skip
-        assert said in text, said
+        assert text_part in text, text_part
     assert (tuned.model("sft") / "README.md").exists()
 
 
@@ -173,9 +173,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("which", "form", "letter"), WRONG, ids=[f"{which} {form}" for which, form, _ in WRONG])
-def test_a_wrong_form_is_told(which: str, form: str, letter: str, request: pytest.FixtureRequest) -> None:
-    with pytest.raises(UsageError, match=letter):
+@pytest.mark.parametrize(("which", "form", "message"), WRONG, ids=[f"{which} {form}" for which, form, _ in WRONG])
+def test_a_wrong_form_is_told(which: str, form: str, message: str, request: pytest.FixtureRequest) -> None:
+    with pytest.raises(UsageError, match=message):
         check_export(str(request.getfixturevalue(which).path), form)
 
 

@@ -1,4 +1,4 @@
-"""A stage that asks for fp8 gets it where it is faster and says the same; else it trains in bf16, and says why."""
+"""A stage trains in fp8 where it is faster and its loss agrees; otherwise in bf16, with the reason."""
 
 from __future__ import annotations
 

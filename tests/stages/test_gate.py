@@ -1,4 +1,4 @@
-"""A gate opens on measured, finite metrics alone, and its letter says what was found, what was wanted, and where."""
+"""A gate opens on measured, finite metrics only; its message has the value, the requirement and the recipe line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asked once, training saves and stops; asked twice, or elsewhere, everything stops at once."""
+"""The first signal saves and stops after the step; a second one, or one outside training, stops at once."""
 
 from __future__ import annotations
 

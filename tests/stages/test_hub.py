@@ -1,4 +1,4 @@
-"""A hub id means one commit for a whole run, whatever the hub says later."""
+"""A hub id means one commit for a run, even if the hub's main branch moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages in a row: each starts from the verified model of the one before it, behind that one's gate."""
+"""Stages in a row: each starts from the verified model of its parent stage, behind that stage's gate."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def chain(folder: Path, model: Path, *lines: str) -> Path:
     return path
 
 
-def run(recipe: Path, *sets: str, **orders: object) -> RunFolder:
-    return pipeline.run(load(recipe, sets, {}), None, RunOptions(**orders))  # type: ignore[arg-type]
+def run(recipe: Path, *sets: str, **options: object) -> RunFolder:
+    return pipeline.run(load(recipe, sets, {}), None, RunOptions(**options))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_from_and_until_run_a_part(model_folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("orders", "letter"),
+    ("options", "message"),
     [
         ({"from_stage": "dpo"}, "--from-stage dpo: the stages of this recipe are sft, lora"),
         ({"from_stage": "lora", "until_stage": "sft"}, "--from-stage lora comes after --until-stage sft"),
@@ -105,10 +105,10 @@ def test_from_and_until_run_a_part(model_folder: Path, tmp_path: Path) -> None:
     ],
 )
 def test_orders_that_cannot_be_followed_are_answered(
-    model_folder: Path, tmp_path: Path, orders: dict[str, object], letter: str
+    model_folder: Path, tmp_path: Path, options: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(UsageError, match=letter):
-        run(chain(tmp_path, model_folder), **orders)
+    with pytest.raises(UsageError, match=message):
+        run(chain(tmp_path, model_folder), **options)
 
 
 def test_nothing_is_trained_beyond_a_closed_gate_until_a_person_accepts_it_for_ever(

@@ -1,4 +1,4 @@
-"""A run keeps what was foreseen beside what it measured, and shows what filled the memory of a step."""
+"""A run records prediction and measurement, fits its plan to memory, and profiles the memory of a step."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from tests.faults.fork_server import events_of
 from tiny import tiny_recipe
 
 
-def test_foreseen_stands_beside_measured_and_the_step_is_watched(tmp_path: Path, model_folder: Path) -> None:
+def test_prediction_and_measurement_are_recorded_and_a_step_is_profiled(tmp_path: Path, model_folder: Path) -> None:
     recipe = tiny_recipe(tmp_path, model_folder, profile_memory=True, max_steps=5)
     run = pipeline.run(load(recipe, ())).path
     plan = json.loads((run / "plan.json").read_text())["sft"]
     assert plan["prediction"]["memory"]["bytes"] > 0 and plan["prediction"]["tokens_per_second"] > 0
     assert plan["actual"]["tokens_per_second"]["actual"] > 0
     assert events_of(run, "prediction")[-1]["tokens_per_second"] == plan["actual"]["tokens_per_second"]
-    watched = json.loads((run / "stages" / "sft" / "memory_profile.json").read_text())
+    profile = json.loads((run / "stages" / "sft" / "memory_profile.json").read_text())
     weights = sum(w.numel() * 4 for w in torch.nn.ModuleList([_model(model_folder)]).parameters())
-    assert watched["components"]["weights"] == weights
-    assert watched["peak_phase"] in ("forward", "backward", "optimizer")
-    assert watched["peak_bytes"] == sum(watched["components"].values()) > weights
+    assert profile["components"]["weights"] == weights
+    assert profile["peak_phase"] in ("forward", "backward", "optimizer")
+    assert profile["peak_bytes"] == sum(profile["components"].values()) > weights
     assert [event["step"] for event in events_of(run, "step")] == [1, 2, 3, 4, 5], "watching leaves no step out"
     assert "Memory of a step of sft" in (run / "report.html").read_text()
 
 
-def test_a_run_on_a_small_card_takes_smaller_bites_and_keeps_its_batch(
+def test_a_run_on_a_small_gpu_takes_a_smaller_micro_batch_and_keeps_its_global_batch(
     tmp_path: Path, model_folder: Path, monkeypatch: object
 ) -> None:
     small = replace(probe_device(), memory=round(622e6))
@@ -49,7 +49,7 @@ def test_a_run_on_a_small_card_takes_smaller_bites_and_keeps_its_batch(
     assert (plan["global_batch_size"] == 16 and plan["micro_batch_size"] < 8) or plan["gradient_checkpointing"], plan
 
 
-def test_where_layers_are_not_found_all_is_computed_again(
+def test_without_decoder_layers_gradient_checkpointing_is_full(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def chosen(plan: Any, *_: Any) -> Any:
@@ -62,7 +62,7 @@ def test_where_layers_are_not_found_all_is_computed_again(
     run = pipeline.run(load(tiny_recipe(tmp_path, model_folder, max_steps=1), ())).path
     plan = json.loads((run / "plan.json").read_text())["sft"]
     assert plan["gradient_checkpointing"] is True
-    assert plan["reasons"][-1].startswith("gradient checkpointing is full: the model's layers were not found")
+    assert plan["reasons"][-1].startswith("gradient checkpointing is full: the model's layers were not profile")
 
 
 def test_the_profile_counts_what_a_step_holds() -> None:
@@ -75,11 +75,11 @@ def test_the_profile_counts_what_a_step_holds() -> None:
     with profiler.profile_step():
         layer(torch.ones(1024, 256)).square().sum().backward()
         optimizer.step()
-    found = profiler.log.as_json()
-    assert found["baseline"]["weights"] == 256 * 256 * 4
-    assert found["baseline"]["optimizer"] >= 2 * 256 * 256 * 4
-    assert found["components"]["activations"] >= 2 * 1024 * 256 * 4
-    assert [mark["phase"] for mark in found["phases"]] == ["forward", "backward", "optimizer"]
+    profile = profiler.log.as_json()
+    assert profile["baseline"]["weights"] == 256 * 256 * 4
+    assert profile["baseline"]["optimizer"] >= 2 * 256 * 256 * 4
+    assert profile["components"]["activations"] >= 2 * 1024 * 256 * 4
+    assert [mark["phase"] for mark in profile["phases"]] == ["forward", "backward", "optimizer"]
 
 
 def _model(folder: Path) -> torch.nn.Module:

@@ -1,4 +1,4 @@
-"""From an architecture and raw text to a model: rows grow, a step keeps its tokens, a kill leaves no trace."""
+"""Pretraining from an architecture and raw text: sequence-length curriculum, tokens per step, kill and resume."""
 
 from __future__ import annotations
 

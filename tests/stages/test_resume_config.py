@@ -1,4 +1,4 @@
-"""Going on with other wishes than a run was started with is refused with the name of each."""
+"""Resuming with changed settings is refused with the name of each."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from modelwright.stages.context import (
 from tiny import tiny_recipe
 
 
-def wishes(folder: Path, data: str = "d1", model: str = "m1", **settings: Any) -> dict[str, Any]:
+def config(folder: Path, data: str = "d1", model: str = "m1", **settings: Any) -> dict[str, Any]:
     recipe = load(tiny_recipe(folder, folder / "model", **settings), environ={}).recipe
     return build_resume_config(recipe, "sft", data, model)
 
 
-def test_the_same_wishes_go_on_in_silence(tmp_path: Path) -> None:
-    assert check_resume_config(wishes(tmp_path), wishes(tmp_path), ()) == []
+def test_the_same_config_resumes_without_a_note(tmp_path: Path) -> None:
+    assert check_resume_config(config(tmp_path), config(tmp_path), ()) == []
 
 
 def test_a_changed_setting_is_refused_by_name_with_both_values_and_the_ways_out(tmp_path: Path) -> None:
     with pytest.raises(Refused) as caught:
-        check_resume_config(wishes(tmp_path), wishes(tmp_path, learning_rate=2e-3), ())
+        check_resume_config(config(tmp_path), config(tmp_path, learning_rate=2e-3), ())
     assert str(caught.value) == (
         "settings changed since this run started: sft.learning_rate was 0.001, now 0.002. "
         "Choose another output_dir, put it back, or add --allow-changed sft.learning_rate"
@@ -38,47 +38,47 @@ def test_a_changed_setting_is_refused_by_name_with_both_values_and_the_ways_out(
 
 
 def test_every_change_is_named_at_once(tmp_path: Path) -> None:
-    changed = wishes(tmp_path, data="d2", model="m2", trainable={"last_layers": 1})
+    changed = config(tmp_path, data="d2", model="m2", trainable={"last_layers": 1})
     with pytest.raises(Refused) as caught:
-        check_resume_config(wishes(tmp_path), changed, ())
-    told = str(caught.value)
+        check_resume_config(config(tmp_path), changed, ())
+    message = str(caught.value)
     for part in ("sft.trainable.last_layers was None, now 1", "data.fingerprint changed", "model.fingerprint changed"):
-        assert part in told
-    assert told.endswith(
+        assert part in message
+    assert message.endswith(
         "--allow-changed sft.trainable.last_layers --allow-changed data.fingerprint --allow-changed model.fingerprint"
     )
 
 
 def test_a_change_that_is_allowed_is_recorded(tmp_path: Path) -> None:
-    changes = check_resume_config(wishes(tmp_path), wishes(tmp_path, learning_rate=2e-3), ["sft.learning_rate"])
+    changes = check_resume_config(config(tmp_path), config(tmp_path, learning_rate=2e-3), ["sft.learning_rate"])
     assert changes == ["sft.learning_rate was 0.001, now 0.002"]
 
 
 def test_what_does_not_decide_the_weights_may_change(tmp_path: Path) -> None:
-    free = wishes(
+    free = config(
         tmp_path, save_steps=1, eval_steps=1, logging_steps=5, save_total_limit=9, gradient_checkpointing=True
     )
-    assert check_resume_config(wishes(tmp_path), free, ()) == []
+    assert check_resume_config(config(tmp_path), free, ()) == []
     assert {"save_steps", "eval_steps", "logging_steps"} <= CHANGEABLE_ON_RESUME
 
 
 @pytest.mark.parametrize("setting", [{"max_steps": 13}, {"packing": True}, {"max_length": 128}, {"adam_beta1": 0.8}])
 def test_what_decides_the_weights_may_not(tmp_path: Path, setting: dict[str, Any]) -> None:
     with pytest.raises(Refused, match=next(iter(setting))):
-        check_resume_config(wishes(tmp_path), wishes(tmp_path, **setting), ())
+        check_resume_config(config(tmp_path), config(tmp_path, **setting), ())
 
 
 def test_another_seed_is_another_run(tmp_path: Path) -> None:
-    now = {**wishes(tmp_path), "seed": 43}
+    now = {**config(tmp_path), "seed": 43}
     with pytest.raises(Refused, match="seed was 42, now 43"):
-        check_resume_config(wishes(tmp_path), now, ())
+        check_resume_config(config(tmp_path), now, ())
 
 
 def test_a_setting_that_an_earlier_version_did_not_know_is_told_as_such(tmp_path: Path) -> None:
-    before = wishes(tmp_path)
+    before = config(tmp_path)
     del before["sft.weight_decay"]
     with pytest.raises(Refused, match="put it back, continue with the earlier modelwright that started it, or add"):
-        check_resume_config(before, wishes(tmp_path), ())
+        check_resume_config(before, config(tmp_path), ())
 
 
 def test_an_override_that_names_nothing_is_a_mistake(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A held-out loss that is no number ends the stage as divergence, and is never taken for the best."""
+"""A non-finite evaluation loss ends the stage as diverged and never counts as the best."""
 
 from __future__ import annotations
 
