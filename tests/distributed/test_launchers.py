@@ -61,7 +61,7 @@ from modelwright.stages import planning
 choose = planning.choose_plan
 def on_a_small_card(plan, settings, shape, rows, machines):
     copied = choose(plan, settings.model_copy(update={"distributed_strategy": "ddp"}), shape, rows, machines)
-    gpu = replace(machines.gpu, memory=copied.memory.needed - 20_000)
+    gpu = replace(machines.gpu, memory=copied.memory.required - 20_000)
     return choose(plan, settings, shape, rows, replace(machines, gpu=gpu))
 planning.choose_plan = on_a_small_card
 """

@@ -89,12 +89,12 @@ def test_two_nodes_of_two_ranks_with_hsdp_equal_one(
 def test_a_slow_rank_is_named(fork_server: ForkServer, model_folder: Path, tmp_path: Path) -> None:
     drags = """
 import os, time
-from modelwright.engine.precision import Precision
-quick = Precision.autocast
+from modelwright.engine.precision import MixedPrecision
+quick = MixedPrecision.autocast
 def slow(self):
     time.sleep(0.3 if os.environ["RANK"] == "1" else 0)
     return quick(self)
-Precision.autocast = slow
+MixedPrecision.autocast = slow
 """
     ranks = fork_server.run_ranks(["run", str(tiny_recipe(tmp_path, model_folder)), *TWO], tmp_path, 2, first=drags)
     assert [code for code, _ in ranks] == [0, 0], ranks

@@ -32,7 +32,7 @@ def test_a_deployed_job_is_its_recipe(name: str, target: str) -> None:
     if os.environ.get("UPDATE_GOLDEN") == "1":
         path.write_text(text, encoding="utf-8")
     assert path.read_text(encoding="utf-8") == text
-    assert [str(letter) for letter in lint(load_manifests(path)) if letter.is_error] == []
+    assert [str(finding) for finding in lint(load_manifests(path)) if finding.is_error] == []
 
 
 @pytest.mark.parametrize(("name", "target"), FILES)

@@ -39,11 +39,11 @@ def ask(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_recipe_that_can_run_is_told_so_as_json(tmp_path: Path, model_folder: Path) -> None:
     done = ask(str(recipe(tmp_path, str(model_folder))), "--json", HF_HUB_OFFLINE="1")
-    told = json.loads(done.stdout)
-    assert done.returncode == 0 and told["ok"], done.stdout + done.stderr
-    names = [check["name"] for check in told["checks"]]
+    report = json.loads(done.stdout)
+    assert done.returncode == 0 and report["ok"], done.stdout + done.stderr
+    names = [check["name"] for check in report["checks"]]
     assert {"python", "torch", "devices", "fp32 matmul", "attention", "disk", "clock", "stage sft"} <= set(names)
-    assert next(check for check in told["checks"] if check["name"] == "fp32 matmul")["data"]["flops"] > 1e6
+    assert next(check for check in report["checks"] if check["name"] == "fp32 matmul")["data"]["flops"] > 1e6
 
 
 def test_a_model_that_is_only_on_a_hub_out_of_reach_is_a_failure_with_its_remedy(tmp_path: Path) -> None:
@@ -118,15 +118,25 @@ def test_two_nodes_are_looked_at_together(tmp_path: Path, model_folder: Path) ->
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     words = [str(recipe(tmp_path, str(model_folder))), "--nnodes", "2", "--master-addr", "127.0.0.1"]
-    command = [sys.executable, "-m", "modelwright", "doctor", *words, "--master-port", str(port), "--json", "--node-rank"]
+    command = [
+        sys.executable,
+        "-m",
+        "modelwright",
+        "doctor",
+        *words,
+        "--master-port",
+        str(port),
+        "--json",
+        "--node-rank",
+    ]
     nodes = [subprocess.Popen([*command, str(node)], stdout=subprocess.PIPE, text=True) for node in (0, 1)]
     try:
-        told = [json.loads(node.communicate(timeout=120)[0]) for node in nodes]
+        report = [json.loads(node.communicate(timeout=120)[0]) for node in nodes]
     finally:
         for node in nodes:
             node.kill()
-    names = [[check["name"] for check in each["checks"]] for each in told]
-    assert [node.returncode for node in nodes] == [0, 0], told
+    names = [[check["name"] for check in each["checks"]] for each in report]
+    assert [node.returncode for node in nodes] == [0, 0], report
     assert {"rendezvous", "shared folder", "all-reduce", "node 0: bf16", "node 1: bf16", "node 1: disk"} <= set(
         names[0]
     )

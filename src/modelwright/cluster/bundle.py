@@ -19,7 +19,7 @@ from modelwright.recipe.schema import DataConfig, Recipe
 from modelwright.recipe.sections import ClusterConfig
 
 MAX_CONFIG_MAP_BYTES = 1_000_000
-"""Bytes in a ConfigMap; the cluster takes a MiB with names and all."""
+"""Bytes of data in a ConfigMap; the cluster's limit is 1 MiB including names."""
 RECIPE_HEADER = """\
 # Resolved by Modelwright for the cluster: bases and --set are in it, paths are those of the pods.
 # The variables under env_overrides may still be set in the job."""
@@ -38,15 +38,13 @@ class ConfigMapPayload:
     @property
     def recipe_yaml(self) -> str:
         """What the recipe says, as YAML; what it leaves to its defaults is the image's, whose version is pinned."""
-        settings = self.recipe.model_dump(
-            mode="json", exclude_unset=True, exclude_none=True, exclude={"cluster", "gates_file"}
-        )
-        return (
-            f"{RECIPE_HEADER}\n{dump_mapping({key: settings[key] for key in Recipe.model_fields if key in settings})}"
-        )
+        excluded = {"cluster", "gates_file"}
+        settings = self.recipe.model_dump(mode="json", exclude_unset=True, exclude_none=True, exclude=excluded)
+        ordered = {key: settings[key] for key in Recipe.model_fields if key in settings}
+        return f"{RECIPE_HEADER}\n{dump_mapping(ordered)}"
 
     def env(self) -> dict[str, str]:
-        """The recipe's env_overrides map with the values it has now, to be seen and changed in the job."""
+        """The recipe's env_overrides with their current values, so that they can be changed in the job."""
         tree = self.recipe.model_dump(mode="json")
         values = {}
         for name, key in self.recipe.env_overrides.items():
@@ -75,8 +73,8 @@ def build_payload(recipe: Recipe, cluster: ClusterConfig, recipe_dir: Path) -> C
     if size > MAX_CONFIG_MAP_BYTES:
         names = ", ".join(files)
         raise UsageError(
-            f"data: {names} has {size:,} bytes, and a ConfigMap carries {MAX_CONFIG_MAP_BYTES:,}; copy it to a volume once "
-            f"(oc rsync), and name it there, such as {next(iter(cluster.volumes.values())).mount}/{next(iter(files))}"
+            f"data: {names} has {size:,} bytes, and a ConfigMap carries {MAX_CONFIG_MAP_BYTES:,}; copy it to a volume "
+            f"once (oc rsync), and name it there, such as {_first_mount(cluster)}/{next(iter(files))}"
         )
     update = {"data": data, **stages, "output_dir": pod_run_dir(recipe, cluster)}
     return ConfigMapPayload(recipe.model_copy(update=update), files)
@@ -106,23 +104,24 @@ def _embed_file(
     if path.is_dir():
         raise UsageError(
             f"data.{key} is the folder {name} of this machine, which the pods do not have; copy it to a volume and "
-            f"name it there, such as {next(iter(cluster.volumes.values())).mount}/{path.name}"
+            f"name it there, such as {_first_mount(cluster)}/{path.name}"
         )
-    if path.stat().st_size <= MAX_CONFIG_MAP_BYTES:
-        files[path.name] = path.read_bytes()
-    else:
-        files[path.name] = b"\0" * path.stat().st_size  # only its size is needed for the error
+    size = path.stat().st_size  # of a file that is too large only the size is needed, for the error
+    files[path.name] = path.read_bytes() if size <= MAX_CONFIG_MAP_BYTES else b"\0" * size
     return path.name
 
 
 def _check_model_reachable(name: str | None, cluster: ClusterConfig, recipe_dir: Path) -> None:
     path = local_path(name, recipe_dir) if name else None
     if name and path is not None and not name.startswith("/"):
-        mount = next(iter(cluster.volumes.values())).mount
         raise UsageError(
             f"model.model_name_or_path is the folder {name} of this machine, which the pods do not have; copy it to a "
-            f"volume and name it there, such as {mount}/{path.name}, or give a hub id"
+            f"volume and name it there, such as {_first_mount(cluster)}/{path.name}, or give a hub id"
         )
+
+
+def _first_mount(cluster: ClusterConfig) -> str:
+    return next(iter(cluster.volumes.values())).mount
 
 
 def _on_volume(name: str, cluster: ClusterConfig) -> bool:

@@ -1,4 +1,4 @@
-"""Submit, watch, cancel and pull a job through `oc` or `kubectl`; safe extraction of the tar stream that a pod sends."""
+"""Submit, watch, cancel and pull a job through `oc` or `kubectl`; safe extraction of the tar stream of a pod."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import tarfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -22,6 +22,7 @@ RESOURCE_NAMES = {"trainjob": "trainjobs.trainer.kubeflow.org", "pytorchjob": "p
 # by the server: a client's own apply keeps a copy in an annotation, which ends at 256 KiB
 APPLY_ARGS = ("apply", "--server-side", "--field-manager=modelwright")
 TRAINING_RUNTIMES = "trainingruntimes.trainer.kubeflow.org"
+READER_TIMEOUT = 300.0
 PHASE_OF_CONDITION = {"Complete": "Succeeded", "Succeeded": "Succeeded", "Failed": "Failed"}
 
 
@@ -39,42 +40,32 @@ class KubectlClient:
     """oc or kubectl, with its path."""
     namespace: str
     """The project."""
-    env: Mapping[str, str] | None = None
-    """Its variables, such as KUBECONFIG; None: ours."""
 
     def run(self, *args: str, stdin_text: str | None = None) -> str:
         """Run one command; its stderr becomes the error message when it fails."""
-        command = [self.executable, "--namespace", self.namespace, *args]
-        done = subprocess.run(command, input=stdin_text, capture_output=True, text=True, check=False, env=self._env())
+        done = subprocess.run(self._command(args), input=stdin_text, capture_output=True, text=True, check=False)
         if done.returncode:
-            stderr_lines = done.stderr.strip().splitlines()
-            command_name = " ".join([Path(self.executable).name, *args[:4]])
-            raise ClusterError(
-                f"{command_name}: {stderr_lines[-1] if stderr_lines else f'ended with {done.returncode}'}"
-            )
+            lines = done.stderr.strip().splitlines() or [f"exited with {done.returncode}"]
+            raise ClusterError(f"{' '.join([Path(self.executable).name, *args[:4]])}: {lines[-1]}")
         return done.stdout
 
     def stream(self, *args: str) -> int:
-        """A command whose output goes to ours as it comes."""
-        return subprocess.run(
-            [self.executable, "--namespace", self.namespace, *args], check=False, env=self._env()
-        ).returncode
+        """Run a command whose output goes to ours; returns its exit code."""
+        return subprocess.run(self._command(args), check=False).returncode
 
     def popen(self, *args: str) -> subprocess.Popen[bytes]:
-        """A command whose output we read as bytes."""
-        command = [self.executable, "--namespace", self.namespace, *args]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=self._env())
+        """Start a command whose output we read as bytes."""
+        return subprocess.Popen(self._command(args), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
-    def _env(self) -> dict[str, str] | None:
-        return dict(self.env) if self.env is not None else None
+    def _command(self, args: Sequence[str]) -> list[str]:
+        return [self.executable, "--namespace", self.namespace, *args]
 
 
-def find_client(namespace: str, env: Mapping[str, str] | None = None) -> KubectlClient:
+def find_client(namespace: str) -> KubectlClient:
     """Find oc or kubectl."""
-    path = env.get("PATH") if env is not None else None
     for name in ("oc", "kubectl"):
-        if executable := shutil.which(name, path=path):
-            return KubectlClient(executable, namespace, env)
+        if executable := shutil.which(name):
+            return KubectlClient(executable, namespace)
     raise UsageError(
         "neither oc nor kubectl is on the PATH; --render writes what it would send, for oc apply --server-side -f"
     )
@@ -111,8 +102,7 @@ def submit(client: KubectlClient, text: str, job: ClusterJob) -> list[str]:
                 f"{job.name} is {status.phase} on the cluster; cancel it first, or give the recipe another name"
             )
         cancel(client, job)
-    lines = client.run(*APPLY_ARGS, "-f", "-", stdin_text=text).splitlines()
-    return [*(f"{line}" for line in dry_run_output.splitlines()), *lines]
+    return [*dry_run_output.splitlines(), *client.run(*APPLY_ARGS, "-f", "-", stdin_text=text).splitlines()]
 
 
 def status(client: KubectlClient, job: ClusterJob) -> JobStatus:
@@ -137,13 +127,13 @@ def cancel(client: KubectlClient, job: ClusterJob) -> str:
     return output.strip()
 
 
-def pull(client: KubectlClient, job: ClusterJob, into: Path, timeout: float = 300.0) -> Path:
-    """Download the run folder through a small pod that mounts its volume; nothing of it overwrites a newer file."""
+def pull(client: KubectlClient, job: ClusterJob, into: Path) -> Path:
+    """Download the run folder through a small pod that mounts its volume; local files of the same name are replaced."""
     reader = _reader_pod(job)
     name = str(reader["metadata"]["name"])
     client.run(*APPLY_ARGS, "-f", "-", stdin_text=dump_documents([reader]))
     try:
-        _wait_until_running(client, name, timeout)
+        _wait_until_running(client, name)
         process = client.popen("exec", name, "--", "tar", "--create", "--file=-", f"--directory={job.run_dir}", ".")
         assert process.stdout is not None and process.stderr is not None
         with process:  # what is refused is not read to its end
@@ -157,7 +147,7 @@ def pull(client: KubectlClient, job: ClusterJob, into: Path, timeout: float = 30
 
 
 def rank0_pod(client: KubectlClient, job: ClusterJob) -> str:
-    """The name of the pod that rank 0 runs in; Jobs add letters of their own to it."""
+    """Name of the pod that runs rank 0; Jobs add a random suffix to it."""
     if job.job_kind == "pytorchjob":
         return f"{job.name}-master-0"
     listed = json.loads(client.run("get", "pods", "-l", _selector(job), "-o", "json"))
@@ -187,10 +177,8 @@ def _job_status(name: str, resource: Mapping[str, Any], pods: dict[str, str]) ->
         phase, reason = "Running", ""
     for condition in active:
         if condition["type"] in PHASE_OF_CONDITION:
-            phase, reason = (
-                PHASE_OF_CONDITION[condition["type"]],
-                str(condition.get("message") or condition.get("reason") or ""),
-            )
+            phase = PHASE_OF_CONDITION[condition["type"]]
+            reason = str(condition.get("message") or condition.get("reason") or "")
     annotation = (resource.get("metadata", {}).get("annotations") or {}).get("trainer.opendatahub.io/trainerStatus")
     progress = json.loads(annotation) if annotation else resource.get("status", {}).get("trainerStatus") or {}
     return JobStatus(name, phase, reason, pods, progress)
@@ -209,6 +197,7 @@ def _pod_phase(pod: Mapping[str, Any]) -> str:
 def _reader_pod(job: ClusterJob) -> dict[str, Any]:
     """A pod that mounts the volumes and waits to be read."""
     mounts = [{"name": name, "mountPath": volume.mount} for name, volume in job.cluster.volumes.items()]
+    resources = {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"cpu": "1", "memory": "1Gi"}}
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -223,10 +212,7 @@ def _reader_pod(job: ClusterJob) -> dict[str, Any]:
                     "name": "reader",
                     "image": image(job.cluster),
                     "command": ["sleep", "3600"],
-                    "resources": {
-                        "requests": {"cpu": "100m", "memory": "128Mi"},
-                        "limits": {"cpu": "1", "memory": "1Gi"},
-                    },
+                    "resources": resources,
                     "securityContext": SECURITY_CONTEXT,
                     "volumeMounts": mounts,
                 }
@@ -236,21 +222,21 @@ def _reader_pod(job: ClusterJob) -> dict[str, Any]:
     }
 
 
-def _wait_until_running(client: KubectlClient, pod: str, timeout: float) -> None:
-    deadline = time.monotonic() + timeout
+def _wait_until_running(client: KubectlClient, pod: str) -> None:
+    deadline = time.monotonic() + READER_TIMEOUT
     while time.monotonic() < deadline:
         resource = json.loads(client.run("get", "pod", pod, "-o", "json"))
         if resource.get("status", {}).get("phase") == "Running":
             return
         time.sleep(1.0)
-    raise ClusterError(f"{pod} is not running after {timeout:.0f} s; oc describe pod {pod} tells why")
+    raise ClusterError(f"{pod} is not running after {READER_TIMEOUT:.0f} s; oc describe pod {pod} says why")
 
 
 def extract_tar(archive: IO[bytes], into: Path) -> None:
     """Write every member below the folder; one that would land elsewhere, or is no file, folder or link, is refused.
 
-    Links are made last, when nothing is left that could be written through one: the library's own filter follows them
-    as it goes, and was led out of the folder that way (CVE-2025-4517).
+    Links are created last, so that no file is written through one: tarfile's own filter follows links while it
+    extracts and could be led out of the folder (CVE-2025-4517).
     """
     RunFolder(into).reject_outside_symlinks()
     into.mkdir(parents=True, exist_ok=True)
@@ -269,7 +255,7 @@ def extract_tar(archive: IO[bytes], into: Path) -> None:
                 else:
                     raise Refused(f"the archive holds {member.name[:80]!r}, which is no file, folder or link")
     except tarfile.ReadError:
-        return  # an empty stream: what sent it says why
+        return  # an empty stream: the sender's stderr says why
     except (OSError, tarfile.TarError) as error:
         raise Refused(f"{into}: the archive could not be unpacked ({str(error)[:200]})") from None
     for path, target in links.items():

@@ -1,4 +1,4 @@
-"""Kubernetes documents: dump them as commented YAML, load them with line numbers, and find the pod templates of a job."""
+"""Kubernetes documents: dump them as commented YAML, load them with line numbers, find the pod templates of a job."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def load_manifests(path: Path) -> list[Manifest]:
 
 
 def parse_manifests(text: str, name: str) -> list[Manifest]:
-    """Read a stream of documents."""
+    """Parse a YAML stream of documents."""
     reader = YAML(typ="rt", pure=True)
     try:
         bodies = [body for body in reader.load_all(text) if body is not None]
@@ -211,7 +211,7 @@ def get_items(node: Any, *keys: PathKey) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class PodTemplate:
-    """Pods that one template makes."""
+    """A pod template of a job."""
 
     manifest: Manifest
     """The document that holds the template."""

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from modelwright import __version__
-from modelwright.cluster import bundle as parcels
-from modelwright.cluster.bundle import ConfigMapPayload
-from modelwright.cluster.documents import Document, YamlComments, dump_documents
+from modelwright.cluster.bundle import ConfigMapPayload, build_payload, config_map_data, package_zip
+from modelwright.cluster.documents import GPU, Document, YamlComments, dump_documents
 from modelwright.recipe.schema import Recipe
 from modelwright.recipe.sections import ClusterConfig, VolumeConfig
 from modelwright.runs import journal
@@ -58,12 +57,12 @@ def build_job(
 ) -> ClusterJob:
     """The cluster job of a recipe."""
     cluster = recipe.cluster or ClusterConfig()
-    payload = parcels.build_payload(recipe, cluster, recipe_dir)
+    payload = build_payload(recipe, cluster, recipe_dir)
     return ClusterJob(job_name(recipe.name), job_kind or cluster.job_kind, payload, cluster, checkpoint_seconds)
 
 
 def job_name(name: str) -> str:
-    """A recipe's name as Kubernetes takes it: it begins with a letter, and has no dots."""
+    """A recipe's name as a Kubernetes name: a letter first, no dots."""
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     label = label if label[:1].isalpha() else f"run-{label}"
     return label[:MAX_JOB_NAME].strip("-")
@@ -74,10 +73,8 @@ def longest_save_seconds(run: Path) -> float | None:
     path = run / "journal.jsonl"
     if not path.is_file():
         return None
-    return max(
-        (float(event["seconds"]) for event in journal.read(path) if event.get("event") == "checkpoint_saved"),
-        default=None,
-    )
+    saves = [event for event in journal.read(path) if event.get("event") == "checkpoint_saved"]
+    return max((float(event["seconds"]) for event in saves), default=None)
 
 
 def render(job: ClusterJob) -> str:
@@ -89,7 +86,7 @@ def documents(job: ClusterJob) -> list[Document]:
     """Everything that is applied, in the order that it is needed."""
     rendered = [*(_claim(job, name) for name in job.cluster.volumes), _recipe_map(job)]
     if job.cluster.code_source == "configmap":
-        content = base64.b64encode(parcels.package_zip()).decode("ascii")
+        content = base64.b64encode(package_zip()).decode("ascii")
         rendered.append(_document(job, "v1", "ConfigMap", f"{job.name}-code") | {"binaryData": {CODE_ZIP: content}})
     return [*rendered, *(_train_job(job) if job.job_kind == "trainjob" else [_pytorch_job(job)])]
 
@@ -114,7 +111,7 @@ def _claim(job: ClusterJob, name: str) -> Document:
 
 def _recipe_map(job: ClusterJob) -> Document:
     labels = {"app.kubernetes.io/instance": job.name, "opendatahub.io/dashboard": "true"}
-    return _document(job, "v1", "ConfigMap", f"{job.name}-recipe", labels=labels) | parcels.config_map_data(job.payload)
+    return _document(job, "v1", "ConfigMap", f"{job.name}-recipe", labels=labels) | config_map_data(job.payload)
 
 
 def _job_metadata(job: ClusterJob) -> dict[str, Any]:
@@ -179,39 +176,27 @@ def _pytorch_job(job: ClusterJob) -> Document:
     if cluster.nodes > 1:
         replicas["Worker"] = {"replicas": cluster.nodes - 1, **replica}
     policy = {"cleanPodPolicy": "None", "backoffLimit": cluster.max_restarts * cluster.nodes + 1}
-    spec = {
-        "nprocPerNode": str(max(1, cluster.gpus_per_node)),
-        "runPolicy": policy,
-        "pytorchReplicaSpecs": replicas,
-    }
+    processes = str(max(1, cluster.gpus_per_node))
+    spec = {"nprocPerNode": processes, "runPolicy": policy, "pytorchReplicaSpecs": replicas}
     return _document(job, "kubeflow.org/v1", "PyTorchJob", job.name, **_job_metadata(job)) | {"spec": spec}
 
 
 def _comments(job: ClusterJob) -> YamlComments:
     cluster = job.cluster
     world = cluster.nodes * max(1, cluster.gpus_per_node)
-    measured = (
-        f"the longest save took {job.checkpoint_seconds:.1f} s"
-        if job.checkpoint_seconds
-        else "no save was measured yet"
-    )
+    seconds = job.checkpoint_seconds
+    measured = f"the longest save took {seconds:.1f} s" if seconds else "no save was measured yet"
     header = [
         f"{job.name}: {cluster.nodes} pod{'s' * (cluster.nodes > 1)} × {max(1, cluster.gpus_per_node)} process"
         f"{'es' * (cluster.gpus_per_node > 1)} = world {world}. Rendered by modelwright launch.",
         f"Create the namespace once: oc new-project {cluster.namespace}",
     ]
     if cluster.hf_token_secret:
-        header.append(
-            f"The token comes from a Secret: oc create secret generic {cluster.hf_token_secret} --from-file=HF_TOKEN=FILE"
-        )
-    if cluster.local_queue:
-        header.append(
-            f"The queue {cluster.local_queue} is a LocalQueue that the administrator binds to a ClusterQueue."
-        )
-    else:
-        header.append(
-            "Without cluster.local_queue the job does not appear under the project's workload metrics (Kueue)."
-        )
+        create = f"oc create secret generic {cluster.hf_token_secret} --from-file=HF_TOKEN=FILE"
+        header.append(f"The token comes from a Secret: {create}")
+    queue = f"The queue {cluster.local_queue} is a LocalQueue that the administrator binds to a ClusterQueue."
+    no_queue = "Without cluster.local_queue the job does not appear under the project's workload metrics (Kueue)."
+    header.append(queue if cluster.local_queue else no_queue)
     return YamlComments("\n".join(header) + "\n", _DOCUMENT_COMMENTS, {
         **_KEY_COMMENTS,
         "backoffLimit": _BACKOFF_COMMENTS[job.job_kind].format(restarts=cluster.max_restarts, nodes=cluster.nodes),
@@ -253,7 +238,6 @@ CODE_ZIP = "modelwright.zip"
 """The program's name in its ConfigMap."""
 METRICS_PORT = 28080
 """Where OpenShift AI asks for progress."""
-GPU = "nvidia.com/gpu"
 SECURITY_CONTEXT = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 CONTAINER_COMMAND = ["python", "-m", "modelwright.launch.torchrun", "-m", "modelwright"]
 GIT_CLONE_SCRIPT = 'git init -q "$0" && git -C "$0" fetch -q --depth 1 "$1" "$2" && git -C "$0" checkout -q FETCH_HEAD'
@@ -282,7 +266,7 @@ def container(pod: PodConfig, ports: dict[str, int]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PodConfig:
-    """What makes one pod of a job."""
+    """Parameters of one pod of a job."""
 
     job: str
     """Name of the job."""
@@ -314,13 +298,13 @@ def pod_spec(pod: PodConfig, main: dict[str, Any]) -> dict[str, Any]:
 
 
 def image(cluster: ClusterConfig) -> str:
-    """The image that was asked for, or the one that a build in the namespace leaves in the cluster's own registry."""
+    """The configured image, or the one that a build in the namespace pushes to the cluster's own registry."""
     registry = "image-registry.openshift-image-registry.svc:5000"
     return cluster.image or f"{registry}/{cluster.namespace}/modelwright:{__version__}"
 
 
 def resources(cluster: ClusterConfig) -> dict[str, Any]:
-    """What each pod asks for; a GPU is asked for and limited alike."""
+    """Resource requests and limits of each pod, which are equal."""
     amounts: dict[str, Any] = {"cpu": str(cluster.cpu), "memory": cluster.memory}
     if cluster.gpus_per_node:
         amounts[GPU] = str(cluster.gpus_per_node)
@@ -374,10 +358,7 @@ def _code_container(pod: PodConfig) -> dict[str, Any]:
         "image": image(pod.cluster),
         "command": command,
         "env": [{"name": "HOME", "value": CODE_DIR}],
-        "resources": {
-            "requests": {"cpu": "1", "memory": "1Gi"},
-            "limits": {"cpu": "1", "memory": "1Gi"},
-        },
+        "resources": {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"cpu": "1", "memory": "1Gi"}},
         "securityContext": SECURITY_CONTEXT,
         "volumeMounts": mounts,
     }

@@ -22,6 +22,8 @@ from modelwright.runs.journal import Event, EventListener
 POST_INTERVAL = 5.0
 """Between two updates to the Trainer; more would load its controller."""
 METRICS_PORT_ENV = "MODELWRIGHT_METRICS_PORT"
+OLD_METRICS_PORT_ENV = "MODELWRIGHT_PROGRESS_PORT"
+"""Its name in jobs that version 0.1 rendered."""
 TRAINER_URL_ENV, TRAINER_CA_CERT_ENV, TRAINER_TOKEN_ENV = (
     f"KUBEFLOW_TRAINER_SERVER_{suffix}" for suffix in ("URL", "CA_CERT", "TOKEN")
 )
@@ -47,10 +49,8 @@ class JobProgress:
                 rows = event.get("train_rows") or 1
                 self._epochs = max(1.0, float(event.get("total_samples") or rows) / float(rows))
             elif kind == "evaluation":
-                metrics = {key: value for key, value in event.items() if key.startswith("eval_")}
-                self._eval_metrics |= {
-                    key: float(value) for key, value in metrics.items() if isinstance(value, int | float)
-                }
+                metrics = [(key, value) for key, value in event.items() if key.startswith("eval_")]
+                self._eval_metrics |= {key: float(value) for key, value in metrics if isinstance(value, int | float)}
             elif kind == "done":
                 self._done = True
 
@@ -58,9 +58,8 @@ class JobProgress:
         """What OpenShift AI asks for."""
         with self._lock:
             step, steps = int(self._step.get("step", 0)), int(self._step.get("steps", 0))
-            train_metrics = {"loss": self._step.get("loss"), "learning_rate": self._step.get("learning_rate"),
-                     "grad_norm": self._step.get("grad_norm"),
-                     "throughput_tokens_sec": self._step.get("tokens_per_second")}  # fmt: skip
+            train_metrics = {key: self._step.get(key) for key in ("loss", "learning_rate", "grad_norm")}
+            train_metrics["throughput_tokens_sec"] = self._step.get("tokens_per_second")
             remaining = 0 if self._done else self._step.get("eta_seconds")
             percentage = 100 if self._done else min(99, round(100 * step / steps)) if steps else 0
             return {
@@ -90,10 +89,11 @@ class JobProgress:
 
 @contextmanager
 def publish_progress(listener: EventListener, environ: Mapping[str, str] | None = None) -> Iterator[EventListener]:
-    """A watcher that also shows progress, where the pod's variables ask for it; otherwise the same watcher."""
+    """A listener that also publishes progress if the pod's variables enable it; otherwise the same listener."""
     values = os.environ if environ is None else environ
     is_rank0 = values.get("RANK", "0") == "0"
-    port, server = values.get(METRICS_PORT_ENV, ""), values.get(TRAINER_URL_ENV)
+    port = values.get(METRICS_PORT_ENV) or values.get(OLD_METRICS_PORT_ENV, "")
+    server = values.get(TRAINER_URL_ENV)
     if not is_rank0 or not (port.isdigit() or server):
         yield listener
         return
@@ -150,14 +150,10 @@ def _post_trainer_status(progress: JobProgress, url: str, environ: Mapping[str, 
 
     def post() -> None:
         with contextlib.suppress(Exception):  # whatever the controller answers, training continues
-            token = (
-                Path(environ[TRAINER_TOKEN_ENV]).read_text(encoding="utf-8").strip()
-            )  # read every time: it is rotated every hour
-            ssl_context = (
-                ssl.create_default_context(cafile=environ.get(TRAINER_CA_CERT_ENV))
-                if url.startswith("https:")
-                else None
-            )
+            # read every time: it is rotated every hour
+            token = Path(environ[TRAINER_TOKEN_ENV]).read_text(encoding="utf-8").strip()
+            certificate = environ.get(TRAINER_CA_CERT_ENV)
+            ssl_context = ssl.create_default_context(cafile=certificate) if url.startswith("https:") else None
             headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
             request = urllib.request.Request(url, json.dumps(progress.trainer_status()).encode(), headers)
             urllib.request.urlopen(request, timeout=5, context=ssl_context).close()

@@ -23,7 +23,7 @@ import modelwright
 from modelwright.errors import UsageError
 
 USER_ID = 1_000_660_000
-"""A user id as OpenShift gives it: out of the namespace's range, in no password file."""
+"""A user id as OpenShift assigns it: from the namespace's range, in no passwd file."""
 SUBNET = "10.77.0"
 PATH = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
 HOST_PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
@@ -148,26 +148,10 @@ class NamespaceSandbox:
         script = self.root_dir / f"{spec.pod}.sh"
         script.write_text(self._script(spec), encoding="utf-8")
         pdeathsig = ["setpriv", "--pdeathsig", "KILL"]  # a pod does not outlive the simulation, however that ends
-        command = [
-            "ip",
-            "netns",
-            "exec",
-            self._namespace(spec.pod_index),
-            "unshare",
-            "--mount",
-            "--uts",
-            "--pid",
-            "--fork",
-        ]
-        process = subprocess.Popen(
-            [*pdeathsig, *command, "--kill-child", "bash", str(script)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={"HOME": "/", **spec.env, "PATH": HOST_PATH},  # not in the script: a secret stays off the disk
-            start_new_session=True,
-        )
-        return Container(process, has_init_child=True)
+        enter = ["ip", "netns", "exec", self._namespace(spec.pod_index)]
+        unshare = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "bash", str(script)]
+        env = {"HOME": "/", **spec.env, "PATH": HOST_PATH}  # not in the script: a secret stays off the disk
+        return Container(_start([*pdeathsig, *enter, *unshare], log, env), has_init_child=True)
 
     def disconnect(self, pod_index: int) -> None:
         """Take the network of a pod's node down."""
@@ -190,7 +174,7 @@ class NamespaceSandbox:
         return f"{self._name}p{pod_index}"
 
     def _script(self, spec: ContainerSpec) -> str:
-        """What makes the container: a root of its own, its volumes, and last a user without any right."""
+        """The script that sets up a container: its own root, its volumes, and last a user without privileges."""
         base = self.root_dir / f"{spec.pod}.root"
         base.mkdir(exist_ok=True)
         files = {"hosts": _hosts(spec), "resolv.conf": "nameserver 127.0.0.1\noptions timeout:1 attempts:1\n"}
@@ -261,31 +245,29 @@ class ProcessSandbox:
         values |= {name: self.port for name in values if name.endswith("MASTER_PORT")}
         setpriv = shutil.which("setpriv")  # a pod does not outlive the simulation
         pdeathsig = [setpriv, "--pdeathsig", "KILL"] if setpriv else []
-        process = subprocess.Popen(
-            [*pdeathsig, *(local(arg) for arg in spec.command)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            cwd=local(spec.working_dir),
-            env={"PATH": PATH, "HOME": str(self.root_dir), **values},
-            start_new_session=True,
-        )
-        return Container(process, has_init_child=False)
+        command = [*pdeathsig, *(local(arg) for arg in spec.command)]
+        env = {"PATH": PATH, "HOME": str(self.root_dir), **values}
+        return Container(_start(command, log, env, local(spec.working_dir)), has_init_child=False)
 
     def disconnect(self, pod_index: int) -> None:
-        """One network for all cannot be cut for one; the process is killed later all the same."""
+        """All pods share one network, so nothing is disconnected; the process is killed later all the same."""
 
     def reconnect(self, pod_index: int) -> None:
-        """Nothing was cut."""
+        """Nothing was disconnected."""
 
     def close(self) -> None:
-        """Nothing was made."""
+        """There is nothing to remove."""
 
 
 def can_use_namespaces() -> bool:
     """Whether this machine lets us make namespaces."""
     tools = all(shutil.which(name) for name in ("ip", "unshare", "setpriv", "chroot", "mount", "bash"))
     return sys.platform == "linux" and os.geteuid() == 0 and tools
+
+
+def _start(command: list[str], log: IO[bytes], env: dict[str, str], cwd: str | None = None) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=cwd, env=env,
+                            start_new_session=True)  # fmt: skip
 
 
 def _address(pod_index: int) -> str:
@@ -305,7 +287,7 @@ def _untraversable_dirs() -> list[Path]:
 
 
 def process_tree(pid: int) -> list[int]:
-    """A process and all its descendants: torchrun gives each rank a session, which its own group's signal misses."""
+    """A process and all its descendants: torchrun starts each rank in its own session, which a group signal misses."""
     pids = [pid]
     for member in pids:
         for children in Path(f"/proc/{member}/task").glob("*/children"):
@@ -327,7 +309,7 @@ def _run(*command: str) -> None:
 
 
 def kill_all(containers: Sequence[Container]) -> None:
-    """Leave nothing behind."""
+    """Kill all containers and wait for them."""
     for container in containers:
         container.signal(signal.SIGKILL)
         if container.process.poll() is None:
@@ -349,7 +331,7 @@ class GitClone:
     url: str
     """The repository, as its command names it."""
     local_repo: Path | None
-    """The repository of this machine that is cloned; None where the address leads out."""
+    """The repository of this machine that is cloned; None if the URL is remote."""
 
     @property
     def redacted_url(self) -> str:
@@ -357,7 +339,7 @@ class GitClone:
         return re.sub(r"(?<=//)[^/@]*@", "", self.url) or "a repository"
 
     def rewrite_args(self, args: list[str]) -> list[str]:
-        """The command with the repository of this machine in place of the address."""
+        """The command with the local repository instead of the URL."""
         return [arg.replace(self.url, REPO_MOUNT) for arg in args]
 
     def mount(self, work_dir: Path, use_namespaces: bool) -> Mount:
@@ -367,9 +349,8 @@ class GitClone:
         shutil.rmtree(copy, ignore_errors=True)
         command = ["git", "-c", "safe.directory=*", "clone", "--quiet", "--bare", "--no-hardlinks"]
         try:
-            done = subprocess.run(
-                [*command, str(self.local_repo), str(copy)], capture_output=True, text=True, check=False
-            )
+            command += [str(self.local_repo), str(copy)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
         except FileNotFoundError:
             raise UsageError("git is not on the PATH; the simulation clones with it") from None
         if done.returncode:

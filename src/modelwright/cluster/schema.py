@@ -1,7 +1,7 @@
 """Field types of the Kubernetes documents that we render, and their validation without a cluster.
 
-Fields that Kubernetes has and we never render are known by name only, so that a manifest written by hand is not
-reported for them; a name that is neither is an error, and the closest known name is suggested."""
+Fields that Kubernetes has and we never render are known by name only, so that manifests of others may have them; an
+unknown name is an error, and the closest known name is suggested."""
 
 from __future__ import annotations
 
@@ -21,15 +21,12 @@ class ScalarType:
     """A scalar type of the schema."""
 
     expected: str
-    """What would do."""
+    """What it wants, for the message."""
 
 
 STRING, INTEGER, BOOLEAN = ScalarType("text"), ScalarType("a whole number"), ScalarType("true or false")
-QUANTITY, INT_OR_STRING, ANY = (
-    ScalarType("an amount such as 16Gi"),
-    ScalarType("a whole number or text"),
-    ScalarType("anything"),
-)
+QUANTITY, INT_OR_STRING = ScalarType("an amount such as 16Gi"), ScalarType("a whole number or text")
+ANY = ScalarType("anything")
 
 
 @dataclass(frozen=True)
@@ -218,12 +215,7 @@ POD_SPEC = ObjectSchema(
         "terminationGracePeriodSeconds": INTEGER,
         "automountServiceAccountToken": BOOLEAN,
         "securityContext": ObjectSchema(
-            {
-                "runAsNonRoot": BOOLEAN,
-                "seccompProfile": SECCOMP,
-                "runAsUser": INTEGER,
-                "fsGroup": INTEGER,
-            },
+            {"runAsNonRoot": BOOLEAN, "seccompProfile": SECCOMP, "runAsUser": INTEGER, "fsGroup": INTEGER},
             other_fields=_names(
                 "appArmorProfile fsGroupChangePolicy runAsGroup seLinuxChangePolicy seLinuxOptions "
                 "supplementalGroups supplementalGroupsPolicy sysctls windowsOptions"
@@ -340,14 +332,14 @@ def _document_schema(version: str, spec: Schema) -> tuple[str, ObjectSchema]:
     return version, ObjectSchema(fields, ("apiVersion", "kind", "metadata", "spec"), _names("status"))
 
 
+CONFIG_MAP_FIELDS: dict[str, Schema] = {
+    **{"apiVersion": STRING, "kind": STRING, "metadata": METADATA},
+    **{"data": STRING_MAP, "binaryData": STRING_MAP},
+}
 SCHEMAS: dict[str, tuple[str, ObjectSchema]] = {
     "PyTorchJob": _document_schema("kubeflow.org/v1", PYTORCH_JOB),
     "TrainJob": _document_schema("trainer.kubeflow.org/v1alpha1", TRAIN_JOB),
     "TrainingRuntime": _document_schema("trainer.kubeflow.org/v1alpha1", TRAINING_RUNTIME),
     "PersistentVolumeClaim": _document_schema("v1", PVC_SPEC),
-    "ConfigMap": (
-        "v1",
-        ObjectSchema({"apiVersion": STRING, "kind": STRING, "metadata": METADATA, "data": STRING_MAP, "binaryData": STRING_MAP},
-              ("metadata",), _names("immutable")),
-    ),
-}  # fmt: skip
+    "ConfigMap": ("v1", ObjectSchema(CONFIG_MAP_FIELDS, ("metadata",), _names("immutable"))),
+}

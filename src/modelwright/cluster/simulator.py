@@ -41,7 +41,7 @@ class InjectedFault:
     """A fault injected into a pod."""
 
     kind: Literal["kill", "evict", "node-lost"]
-    """kill: its container dies at once. evict: SIGTERM, and SIGKILL after the grace period. node-lost: its node is gone."""
+    """kill: SIGKILL to its container. evict: SIGTERM, and SIGKILL after the grace period. node-lost: no network."""
     pod: int
     """Its number."""
     step: int
@@ -55,7 +55,7 @@ class SimulationConfig:
     work_dir: Path
     """Folder for volumes, logs and roots; volumes that are there are used as they are."""
     secrets: Mapping[str, str] = field(default_factory=dict)
-    """Values of secrets by key; made up ones will do."""
+    """Values of secrets by key; dummies are enough."""
     faults: tuple[InjectedFault, ...] = ()
     """What happens on the way."""
     use_namespaces: bool | None = None
@@ -65,7 +65,7 @@ class SimulationConfig:
     extra_env: Mapping[str, str] = field(default_factory=dict)
     """Further variables of this machine, such as OMP_NUM_THREADS."""
     git_repo: str | None = None
-    """A git repository of this machine that an init container clones in place of the address it names."""
+    """A git repository of this machine that an init container clones instead of its URL."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class SimulationResult:
     succeeded: bool
     """What the job's last condition would say."""
     reason: str
-    """Why, in words."""
+    """Why, for the user."""
     events: tuple[str, ...]
     """What happened, in order."""
     logs: dict[str, Path]
@@ -90,8 +90,7 @@ def simulate(
     """Run the one job of a stream to its end."""
     policy, pods = expand_job(manifests)
     use_namespaces = can_use_namespaces() if config.use_namespaces is None else config.use_namespaces
-    volumes = SimulatedVolumes(config.work_dir)
-    volumes.prepare(manifests)
+    SimulatedVolumes(config.work_dir).prepare(manifests)
     roots = (config.work_dir / "roots").resolve()
     sandbox: Sandbox = NamespaceSandbox(roots, len(pods)) if use_namespaces else ProcessSandbox(roots)
     controller = _JobController(policy, pods, config, sandbox, log)
@@ -104,7 +103,7 @@ def simulate(
 
 @dataclass(frozen=True)
 class PodInstance:
-    """One pod as its operator makes it."""
+    """One pod as its operator creates it."""
 
     name: str
     """Its name, which is its host's name too."""
@@ -207,10 +206,8 @@ class _JobController:
 
     def _skip_clone(self, init: dict[str, Any], clone: GitClone) -> None:
         """A clone needs an external network; this machine's own package is used instead."""
-        note = (
-            f"the clone of {clone.redacted_url} by init container {init.get('name')}: no network leads "
-            "out, so this machine's package is used instead (--git-repo REPOSITORY simulates it)"
-        )
+        what = f"the clone of {clone.redacted_url} by init container {init.get('name')}"
+        note = f"{what}: no network, so this machine's package is used instead (--git-repo REPOSITORY simulates it)"
         if note not in self.not_simulated:
             self.not_simulated.append(note)
             self._log(f"not simulated: {note}")
@@ -315,7 +312,7 @@ class _JobController:
         return None
 
     def _schedule_restart(self, pod: _Pod, new_pod: bool) -> None:
-        """Start a container again in its pod, or a new pod in place of the old one."""
+        """Restart a container in its pod, or replace the pod."""
         pod.initialized = pod.initialized and not new_pod
         wait = min(300.0, CONTAINER_BACKOFF * 2 ** min(5, max(0, pod.restarts - 1)))
         pod.phase, pod.start_at = "Pending", time.monotonic() + wait * self.config.time_scale
@@ -398,7 +395,10 @@ def _pytorch_pods(job: Manifest, templates: list[PodTemplate]) -> Iterator[PodIn
     processes = int(nproc_per_node) if nproc_per_node.isdigit() else 1
     nodes = sum(template.replicas for template in templates)
     has_master = any("Master" in template.path for template in templates)
-    port = str(_master_port(templates[0]))
+    ports = {
+        item.get("name"): item.get("containerPort") for item in get_items(templates[0].training_container, "ports")
+    }
+    port = str(int(ports.get("pytorchjob-port") or MASTER_PORT["PyTorchJob"]))
     rank = 0
     for template in sorted(templates, key=lambda pod_template: "Master" not in pod_template.path):
         role = "master" if "Master" in template.path else "worker"
@@ -414,18 +414,13 @@ def _pytorch_pods(job: Manifest, templates: list[PodTemplate]) -> Iterator[PodIn
             rank += 1
 
 
-def _master_port(template: PodTemplate) -> int:
-    ports = {port.get("name"): port.get("containerPort") for port in get_items(template.training_container, "ports")}
-    return int(ports.get("pytorchjob-port") or MASTER_PORT["PyTorchJob"])
-
-
 def _pytorch_policy(job: Manifest, templates: list[PodTemplate]) -> JobRestartPolicy:
     restart_policy = get_field(templates[0].manifest.body, *templates[0].path[:3], "restartPolicy") or "OnFailure"
     return JobRestartPolicy("PyTorchJob", str(restart_policy), get_field(job.body, "spec", "runPolicy", "backoffLimit"))
 
 
 def _train_pods(job: Manifest, template: PodTemplate) -> Iterator[PodInstance]:
-    """Only PET_ variables are given: no RANK, no WORLD_SIZE, no MASTER_ADDR."""
+    """The operator sets only PET_ variables: no RANK, no WORLD_SIZE, no MASTER_ADDR."""
     nproc_per_node = get_field(job.body, "spec", "trainer", "numProcPerNode") or "auto"
     if nproc_per_node == "auto":
         nproc_per_node = template.gpus or max(1, int(str(get_field(template.resources[2], "requests", "cpu") or "1")))
@@ -471,9 +466,7 @@ def container_env(pod: PodInstance, secrets: Mapping[str, str]) -> dict[str, str
         if key is not None:
             if key not in secrets:
                 secret = get_field(variable, "valueFrom", "secretKeyRef", "name")
-                raise UsageError(
-                    f"variable {name} comes from the Secret {secret}, which the simulation has no value for"
-                )
+                raise UsageError(f"variable {name} comes from the Secret {secret}, which has no simulated value")
             values[name] = secrets[key]
         else:
             values[name] = str(variable.get("value") or "")
@@ -493,19 +486,18 @@ class SimulatedVolumes:
             for folder in ("roots", "logs", "volumes", "maps"):
                 (self.work_dir / folder).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(
-                f"{self.work_dir} cannot be written ({error.strerror}); --work-dir names another folder"
-            ) from None
+            problem = f"{self.work_dir} cannot be written ({error.strerror})"
+            raise UsageError(f"{problem}; --work-dir names another folder") from None
         for manifest in manifests:
             if manifest.kind == "ConfigMap":
                 _write_config_map(manifest, self.work_dir / "maps" / manifest.name)
 
     def scratch(self, pod: PodInstance) -> Path:
-        """What goes with the pod."""
+        """Folder that is deleted with the pod."""
         return self.work_dir.resolve() / "pods" / pod.name
 
     def clear_scratch(self, pod: PodInstance) -> None:
-        """A new pod in place of the old one: nothing of its scratch is left."""
+        """Delete the pod's scratch folder: a new pod starts empty."""
         shutil.rmtree(self.scratch(pod), ignore_errors=True)
 
     def mounts(self, pod: PodInstance, container: dict[str, Any]) -> list[Mount]:
@@ -528,7 +520,7 @@ class SimulatedVolumes:
 
 
 def _make_group_writable(path: Path) -> None:
-    """A folder as a volume is: group 0 may write, and what is made in it stays with the group."""
+    """Make a folder like a volume: group 0 may write, and new files keep the group (setgid)."""
     path.mkdir(parents=True, exist_ok=True)
     if os.geteuid() == 0:
         os.chown(path, -1, 0)

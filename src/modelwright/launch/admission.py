@@ -124,7 +124,7 @@ class NodeAdmission:
         store.set(f"{key}/errors", json.dumps(errors))
         if errors and not self._config.nnodes.elastic:
             with suppress(RuntimeError):  # it disconnected before it read them
-                store.wait([f"{key}/read"], timedelta(seconds=REPLY_TIMEOUT))  # the store goes with this process
+                store.wait([f"{key}/read"], timedelta(seconds=REPLY_TIMEOUT))  # the store closes with this process
             self._ipc.set_result(Refused.exit_code, "\n".join(errors))
             os._exit(Refused.exit_code)
 

@@ -130,7 +130,7 @@ class NodeOptions:
     """Ranks on each node: one number, or one for each node."""
 
     def with_pet_defaults(self, environ: Mapping[str, str] | None = None) -> NodeOptions:
-        """Options that were not given, from the PET_ variables of torchrun and the cluster's operators."""
+        """Missing options filled from the PET_ variables of torchrun and the cluster's operators."""
         environ = os.environ if environ is None else environ
         count = environ.get("PET_NPROC_PER_NODE")
         return NodeOptions(

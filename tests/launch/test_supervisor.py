@@ -10,8 +10,8 @@ from modelwright.launch.supervisor import STARTUP_TIMEOUT, Watchdog, step_timeou
 from modelwright.runs.heartbeat import RankStatus
 
 AT_WORK = RankStatus(
-    rank=0, pid=100, beats=1, phase_changes=1, phase="waiting in all_reduce", step=7, step_seconds=0.5, exit_message=None,
-    exit_time=0.0, exit_code=0, lost_peers=False,
+    rank=0, pid=100, beats=1, phase_changes=1, phase="waiting in all_reduce", step=7, step_seconds=0.5,
+    exit_message=None, exit_time=0.0, exit_code=0, lost_peers=False,
 )  # fmt: skip
 OTHER = replace(AT_WORK, rank=1, pid=101)
 

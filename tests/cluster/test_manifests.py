@@ -47,8 +47,8 @@ def test_the_real_schemas_take_what_is_rendered_of_each_system(shared: Path, sys
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("code", CODES)
 def test_no_rule_objects_to_what_is_rendered(system: str, target: JobKind, code: str) -> None:
-    letters = lint(parse_manifests(render(cluster_job(system, target, f"cluster.code_source={code}")), "job.yaml"))
-    assert [str(letter) for letter in letters if letter.is_error] == []
+    findings = lint(parse_manifests(render(cluster_job(system, target, f"cluster.code_source={code}")), "job.yaml"))
+    assert [str(finding) for finding in findings if finding.is_error] == []
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -164,7 +164,7 @@ def test_small_data_travel_in_the_map_whatever_their_bytes(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("data", "sets", "letter"),
+    ("data", "sets", "message"),
     [
         ("{train_file: big.jsonl}", [], "big.jsonl has 1,000,001 bytes, and a ConfigMap carries 1,000,000"),
         ("{dataset_name: folder}", [], "data.dataset_name is the folder folder of this machine"),
@@ -177,14 +177,14 @@ def test_small_data_travel_in_the_map_whatever_their_bytes(tmp_path: Path) -> No
     ],
 )
 def test_what_the_pods_cannot_reach_is_told_before_it_is_sent(
-    tmp_path: Path, data: str, sets: list[str], letter: str
+    tmp_path: Path, data: str, sets: list[str], message: str
 ) -> None:
     from modelwright.cluster.manifests import build_job
 
     (tmp_path / "big.jsonl").write_bytes(b"x" * 1_000_001)
     (tmp_path / "folder").mkdir()
     recipe = load(small_recipe(tmp_path, data), sets, {}).recipe
-    with pytest.raises(UsageError, match=letter):
+    with pytest.raises(UsageError, match=message):
         build_job(recipe, tmp_path)
 
 

@@ -105,8 +105,8 @@ TRAINJOB = [
 MISTAKES = [("pytorchjob", *case) for case in PYTORCHJOB] + [("trainjob", *case) for case in TRAINJOB]
 
 
-def letters_of(text: str) -> list[LintFinding]:
-    return [letter for letter in lint(parse_manifests(text, "job.yaml")) if letter.is_error]
+def errors_in(text: str) -> list[LintFinding]:
+    return [finding for finding in lint(parse_manifests(text, "job.yaml")) if finding.is_error]
 
 
 def sound(target: JobKind) -> str:
@@ -130,9 +130,9 @@ def test_a_mistake_is_found_and_its_field_named(
     start = start if start >= 0 else text.find(old)
     assert start >= 0, f"{old!r} is not in the stream"
     broken = text[:start] + new + text[start + len(old) :]
-    found = letters_of(broken)
-    right = [letter for letter in found if letter.field == field and words in letter.message]
-    assert right, f"wanted {field}: {words}; found " + "\n".join(f"{letter.field}: {letter}" for letter in found)
+    found = errors_in(broken)
+    right = [finding for finding in found if finding.field == field and words in finding.message]
+    assert right, f"wanted {field}: {words}; found " + "\n".join(f"{finding.field}: {finding}" for finding in found)
     line = int(re.findall(r":(\d+)$", right[0].where)[0])
     assert 0 < line <= broken.count("\n")
 
@@ -174,19 +174,19 @@ spec:
 
 
 def test_a_manifest_as_people_write_them_is_told_all_its_mistakes_at_once() -> None:
-    letters = lint(parse_manifests(DOCUMENTS_OWN, "survival.yaml"))
-    told = "\n".join(map(str, letters))
+    findings = lint(parse_manifests(DOCUMENTS_OWN, "survival.yaml"))
+    output = "\n".join(map(str, findings))
     for words in ("starts python on 4 nodes", "WORLD_SIZE, which is overwritten", "HF_TOKEN for all to read",
                   "has no HOME", "allowPrivilegeEscalation is not set", "backoffLimit is missing",
                   "no annotation makes a job appear", "no kueue.x-k8s.io/queue-name",
                   "any GPU may be given"):  # fmt: skip
-        assert words in told, words
-    assert "survival.yaml:16: spec.pytorchReplicaSpecs.Master.template.spec.containers[0].command" in told
-    assert "hf_0123456789abcdef" not in told, "a letter must not repeat the token"
+        assert words in output, words
+    assert "survival.yaml:16: spec.pytorchReplicaSpecs.Master.template.spec.containers[0].command" in output
+    assert "hf_0123456789abcdef" not in output, "a finding must not repeat the token"
 
 
 @pytest.mark.parametrize(
-    ("text", "letter"),
+    ("text", "finding"),
     [
         ("a: [b", "job.yaml:1: is not YAML"),
         ("- 1\n", "no mapping"),
@@ -194,12 +194,12 @@ def test_a_manifest_as_people_write_them_is_told_all_its_mistakes_at_once() -> N
         ("kind: PyTorchJob\nkind: TrainJob\n", "is not YAML"),
     ],
 )
-def test_what_is_no_manifest_is_told_without_a_traceback(text: str, letter: str) -> None:
-    with pytest.raises(ProblemsError, match=re.escape(letter)):
+def test_what_is_no_manifest_is_told_without_a_traceback(text: str, finding: str) -> None:
+    with pytest.raises(ProblemsError, match=re.escape(finding)):
         parse_manifests(text, "job.yaml")
 
 
-def test_a_file_that_is_not_there_and_one_without_a_job_are_told(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_and_one_without_a_job_are_reported(tmp_path: Path) -> None:
     with pytest.raises(ProblemsError, match="cannot be read"):
         load_manifests(tmp_path / "none.yaml")
     (tmp_path / "map.yaml").write_text("apiVersion: v1\nkind: ConfigMap\nmetadata: {name: x}\n")

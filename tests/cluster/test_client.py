@@ -73,7 +73,7 @@ class Answer(BaseHTTPRequestHandler):
         text = self.rfile.read(int(self.headers["Content-Length"])).decode()
         bodies = list(YAML(typ="safe", pure=True).load_all(text))
         jobs = [body for body in bodies if body["kind"] in ("TrainJob", "PyTorchJob")]
-        if jobs and any(letter.is_error for letter in lint(parse_manifests(text, "sent"))):
+        if jobs and any(finding.is_error for finding in lint(parse_manifests(text, "sent"))):
             self._say(422, "admission webhook denied the request")
             return
         dry = self.path.endswith("?dry-run")
@@ -119,7 +119,7 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture
-def oc(server: Server, tmp_path: Path) -> KubectlClient:
+def oc(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KubectlClient:
     """A client whose program is our script."""
     script = tmp_path / "bin" / "kubectl"
     script.parent.mkdir()
@@ -129,7 +129,8 @@ def oc(server: Server, tmp_path: Path) -> KubectlClient:
         text = text.replace(f"{{{name}!r}}", repr(value)).replace(f"{{{name}}}", value)
     script.write_text(text)
     script.chmod(script.stat().st_mode | stat.S_IEXEC)
-    return client.find_client("modelwright", {"PATH": f"{script.parent}:{os.defpath}"})
+    monkeypatch.setenv("PATH", f"{script.parent}:{os.defpath}")
+    return client.find_client("modelwright")
 
 
 def commands(folder: Path) -> list[str]:
@@ -182,8 +183,8 @@ def test_status_tells_phase_pods_and_progress(oc: KubectlClient, survival: Clust
     container = {"restartCount": 1, "state": {"running": {}}, "lastState": {"terminated": {"exitCode": 137}}}
     state = {"phase": "Running", "containerStatuses": [container]}
     server.kept["pod/one"] = {"metadata": {"name": "quickstart-node-0-0-x"}, "status": state}
-    told = {"trainer.opendatahub.io/trainerStatus": json.dumps({"progressPercentage": 40})}
-    server.kept["trainjob/quickstart"]["metadata"]["annotations"] |= told
+    annotations = {"trainer.opendatahub.io/trainerStatus": json.dumps({"progressPercentage": 40})}
+    server.kept["trainjob/quickstart"]["metadata"]["annotations"] |= annotations
     found = client.status(oc, survival)
     assert (found.phase, found.progress) == ("Running", {"progressPercentage": 40})
     assert found.pods == {"quickstart-node-0-0-x": "Running, exited with 137, 1 restarts"}
@@ -238,12 +239,14 @@ def test_a_run_that_is_not_there_is_told(
     assert server.kept == {}
 
 
-def test_without_oc_and_kubectl_the_letter_says_what_to_do(tmp_path: Path) -> None:
+def test_without_oc_and_kubectl_the_letter_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match="neither oc nor kubectl is on the PATH"):
-        client.find_client("x", {"PATH": str(tmp_path)})
+        client.find_client("x")
 
 
-def test_oc_goes_before_kubectl(tmp_path: Path) -> None:
+def test_oc_goes_before_kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("kubectl", "oc"):
         shutil.copy("/bin/true", tmp_path / name)
-    assert Path(client.find_client("x", {"PATH": str(tmp_path)}).executable).name == "oc"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert Path(client.find_client("x").executable).name == "oc"

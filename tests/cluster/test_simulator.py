@@ -194,9 +194,9 @@ def test_a_clone_from_afar_is_told_as_not_shown_and_without_its_password(tmp_pat
     command[command.index(text)] = "https://me:canary-4711@example.com/our/program.git"
     outcome = play(tmp_path, manifests)
     assert outcome.succeeded, outcome.events
-    told = [line for line in outcome.not_simulated if "clone" in line]
-    assert len(told) == 1 and f"the clone of {text} by init container code" in told[0]
-    assert f"not simulated: {told[0]}" in outcome.events
+    notes = [line for line in outcome.not_simulated if "clone" in line]
+    assert len(notes) == 1 and f"the clone of {text} by init container code" in notes[0]
+    assert f"not simulated: {notes[0]}" in outcome.events
 
 
 def test_a_clone_that_fails_fails_the_pod_and_a_new_try_begins_with_it(tmp_path: Path, repository: Path) -> None:

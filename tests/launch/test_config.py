@@ -23,17 +23,17 @@ from modelwright.launch.config import (
 
 
 def test_every_node_gets_a_command_that_this_program_takes() -> None:
-    told = node_commands(
+    commands = node_commands(
         "lyrics.yaml", ("--set", "sft.max_steps=3"), NodeOptions("2", None, "10.0.0.1", None, "4,2"), {}
     )
-    assert [node["node"] for node in told] == [0, 1]
-    for node in told:
+    assert [node["node"] for node in commands] == [0, 1]
+    for node in commands:
         words = shlex.split(str(node["command"]))
         verb = get_command(build_app()).commands[words[1]]  # type: ignore[attr-defined]
         verb.make_context("modelwright", words[2:])
-    assert "--node-rank 1 --master-addr 10.0.0.1 --master-port 29500 --nproc-per-node 2" in str(told[1]["command"])
-    assert "--nnodes 2 --node-rank 1 --nproc-per-node 2" in str(told[1]["torchrun"])
-    assert "accelerate" not in told[0], "it would start three ranks on each"
+    assert "--node-rank 1 --master-addr 10.0.0.1 --master-port 29500 --nproc-per-node 2" in str(commands[1]["command"])
+    assert "--nnodes 2 --node-rank 1 --nproc-per-node 2" in str(commands[1]["torchrun"])
+    assert "accelerate" not in commands[0], "it would start three ranks on each"
     assert "--num_processes 8" in str(
         node_commands("a.yaml", (), NodeOptions("2", None, "10.0.0.1", None, "4"), {})[1]["accelerate"]
     )
@@ -52,9 +52,9 @@ def test_elastic_nodes_are_elastic_with_torchrun_too() -> None:
 
 def test_chosen_gpus_are_counted_and_handed_on() -> None:
     environ = {"CUDA_VISIBLE_DEVICES": "2,3"}
-    told = node_commands("lyrics.yaml", (), NodeOptions("2", None, "10.0.0.1"), environ)
-    assert str(told[0]["command"]).startswith("CUDA_VISIBLE_DEVICES=2,3 modelwright launch")
-    assert str(told[0]["command"]).endswith("--nproc-per-node 2")
+    commands = node_commands("lyrics.yaml", (), NodeOptions("2", None, "10.0.0.1"), environ)
+    assert str(commands[0]["command"]).startswith("CUDA_VISIBLE_DEVICES=2,3 modelwright launch")
+    assert str(commands[0]["command"]).endswith("--nproc-per-node 2")
     assert count_visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0
     assert resolve_nproc_per_node(None, environ={"CUDA_VISIBLE_DEVICES": ""}) == 1
     assert resolve_nproc_per_node("4", environ={"CUDA_VISIBLE_DEVICES": ""}) == 4
