@@ -16,7 +16,6 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from modelwright.recipe.sections import (
     ClusterConfig,
@@ -28,6 +27,7 @@ from modelwright.recipe.sections import (
     LlamaArchitecture,
     PrepareConfig,
     Threshold,
+    invalid,
 )
 
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16", "fp8"]
@@ -69,7 +69,7 @@ class ChatConfig(FrozenModel):
     @model_validator(mode="after")
     def _split_needs_packing(self) -> Self:
         if self.packing_strategy == "bfd_split" and not self.packing:
-            raise PydanticCustomError("packing", "has packing_strategy bfd_split, which needs packing: true")
+            raise invalid("has packing_strategy bfd_split, which needs packing: true")
         return self
 
 
@@ -92,8 +92,7 @@ class PreferenceConfig(FrozenModel):
     @model_validator(mode="after")
     def _smoothing_is_for_sigmoid(self) -> Self:
         if self.label_smoothing and self.loss_type != "sigmoid":
-            message = "has label_smoothing with loss_type {kind}; it applies to loss_type sigmoid only"
-            raise PydanticCustomError("smoothing", message, {"kind": self.loss_type})
+            raise invalid(f"has label_smoothing with loss_type {self.loss_type}; it applies to loss_type sigmoid only")
         return self
 
 
@@ -225,15 +224,14 @@ class TrainableParts(FrozenModel):
         shorthands: dict[str, dict[str, bool]] = {"all": {}, "lora": {"lora": True}}
         if isinstance(value, str):
             if value not in shorthands:
-                raise PydanticCustomError("trainable", "it wants {wants}", {"wants": cls.EXPECTED})
+                raise invalid(f"it wants {cls.EXPECTED}")
             return shorthands[value]
         return value
 
     @model_validator(mode="after")
     def _lora_excludes_parts(self) -> Self:
         if self.lora and (self.last_layers or self.lm_head or self.norms):
-            message = "has lora, which cannot be combined with last_layers, lm_head or norms"
-            raise PydanticCustomError("one_way", message)
+            raise invalid("has lora, which cannot be combined with last_layers, lm_head or norms")
         return self
 
     @property
@@ -272,8 +270,7 @@ class TrainableConfig(FrozenModel):
         off = (False, "none")
         lora_keys = [key for key in self.LORA_KEYS if key in self.model_fields_set and getattr(self, key) not in off]
         if lora_keys and not self.trainable.lora:
-            message = "has {name}, which needs trainable: lora"
-            raise PydanticCustomError("no_lora", message, {"name": lora_keys[0]})
+            raise invalid(f"has {lora_keys[0]}, which needs trainable: lora")
         return self
 
 
@@ -332,9 +329,8 @@ class ModelConfig(FrozenModel):
     @model_validator(mode="after")
     def _one_model(self) -> Self:
         if (self.model_name_or_path is None) == (self.architecture is None):
-            template = "both {0} and {1}" if self.architecture else "neither {0} nor {1}"
-            conflict = template.format("model_name_or_path", "architecture")
-            raise PydanticCustomError("one_model", "has {found}; set exactly one of them", {"found": conflict})
+            both, joint = ("both", "and") if self.architecture else ("neither", "nor")
+            raise invalid(f"has {both} model_name_or_path {joint} architecture; set exactly one of them")
         return self
 
     @property
@@ -382,7 +378,7 @@ class DataConfig(FrozenModel):
         named = [key for key in ("dataset_name", "train_file", "mix") if getattr(self, key)]
         if len(named) != 1:
             conflict = "both " + " and ".join(named) if named else "neither dataset_name nor train_file"
-            raise PydanticCustomError("one_source", "has {found}; set exactly one of them", {"found": conflict})
+            raise invalid(f"has {conflict}; set exactly one of them")
         return self
 
     @property
@@ -411,11 +407,9 @@ class PretrainConfig(TrainableConfig, StageConfig):
         lengths = [*self.sequence_length_curriculum, self.max_length]
         for shorter, longer in pairwise(lengths):
             if shorter >= longer:
-                message = "has a curriculum from {shorter} to {longer}; lengths must increase up to max_length"
-                raise PydanticCustomError("curriculum", message, {"shorter": shorter, "longer": longer})
+                raise invalid(f"has a curriculum from {shorter} to {longer}; lengths must increase up to max_length")
             if self.max_length % shorter:
-                message = "has a curriculum of {shorter}, which does not divide max_length {longest}"
-                raise PydanticCustomError("curriculum", message, {"shorter": shorter, "longest": self.max_length})
+                raise invalid(f"has a curriculum of {shorter}, which does not divide max_length {self.max_length}")
         return self
 
     def sequence_length_at(self, step: int, steps: int) -> int:
@@ -509,22 +503,18 @@ class Recipe(FrozenModel):
     @model_validator(mode="after")
     def _stages_fit(self) -> Self:
         if not self.stages and self.prepare is None:
-            message = "has no stage; it wants a section sft, pretrain, dpo, lora or classify"
-            raise PydanticCustomError("no_stage", message)
+            raise invalid("has no stage; it wants a section sft, pretrain, dpo, lora or classify")
         if self.classify and len(self.stages) > 1:
             other = next(stage for stage in self.stages if stage != "classify")
-            message = "has both {other} and classify; it wants text or images"
-            raise PydanticCustomError("two_kinds", message, {"other": other})
+            raise invalid(f"has both {other} and classify; it wants text or images")
         if self.prepare and self.data is None and (self.pretrain is None or self.pretrain.data is None):
-            raise PydanticCustomError("no_data", "has no data for prepare; it wants a section data")
+            raise invalid("has no data for prepare; it wants a section data")
         for stage, section in self.stages.items():
             if self.data is None and section.data is None:
-                message = "has no data for {stage}; it wants a section data"
-                raise PydanticCustomError("no_data", message, {"stage": stage})
+                raise invalid(f"has no data for {stage}; it wants a section data")
         for stage in self.gates:
             if stage not in self.stages:
-                message = "has gates.{stage} but no section {stage}"
-                raise PydanticCustomError("gate_without_stage", message, {"stage": stage})
+                raise invalid(f"has gates.{stage} but no section {stage}")
         return self
 
     @property

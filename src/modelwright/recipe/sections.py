@@ -31,6 +31,11 @@ class FrozenModel(BaseModel):
     )
 
 
+def invalid(message: str) -> PydanticCustomError:
+    """The error of a validator: `it wants ...` for a value, `has ...` for a section."""
+    return PydanticCustomError("invalid", "{message}", {"message": message})
+
+
 class CountOrFraction:
     """A count, or a fraction of a total: ``500``, ``0.05`` or ``5%``."""
 
@@ -74,7 +79,7 @@ class CountOrFraction:
                 return cls(value)
             except ValueError:
                 pass
-        raise PydanticCustomError("steps", "it wants {wants}", {"wants": cls.EXPECTED})
+        raise invalid(f"it wants {cls.EXPECTED}")
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -90,7 +95,7 @@ def _check_regex(text: str) -> str:
     try:
         re.compile(text)
     except re.error as error:
-        raise PydanticCustomError("regex", "it wants a regular expression: {reason}", {"reason": str(error)}) from None
+        raise invalid(f"it wants a regular expression: {error}") from None
     return text
 
 
@@ -123,6 +128,8 @@ class RowStats:
     """Bytes of the data set that stay on the device."""
 
 
+EMBEDDED_MODEL = "smollm2-135m-instruct"
+"""The model that comes as a Python package."""
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
 FUSED_LORA_RANKS = (16, 32, 64, 128)
 """LoRA ranks that the fused LoRA MLP supports: those a tensor core multiplies."""
@@ -168,14 +175,11 @@ class LlamaArchitecture(FrozenModel):
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:
+        heads = f"num_attention_heads {self.num_attention_heads}"
         if self.hidden_size % self.num_attention_heads:
-            sizes = {"hidden": self.hidden_size, "heads": self.num_attention_heads}
-            message = "has hidden_size {hidden}, which num_attention_heads {heads} do not divide"
-            raise PydanticCustomError("heads", message, sizes)
+            raise invalid(f"has hidden_size {self.hidden_size}, which {heads} do not divide")
         if self.num_attention_heads % self.kv_heads:
-            sizes = {"heads": self.num_attention_heads, "kv": self.kv_heads}
-            message = "has num_attention_heads {heads}, which num_key_value_heads {kv} do not divide"
-            raise PydanticCustomError("kv_heads", message, sizes)
+            raise invalid(f"has {heads}, which num_key_value_heads {self.kv_heads} do not divide")
         return self
 
     @property
@@ -214,19 +218,19 @@ def quantity_to_bytes(quantity: str) -> int:
 
 def _check_quantity(text: str) -> str:
     if QUANTITY_RE.fullmatch(text) is None:
-        raise PydanticCustomError("amount", "it wants an amount such as 16Gi")
+        raise invalid("it wants an amount such as 16Gi")
     return text
 
 
 def _check_code_source(text: str) -> str:
     if text in ("image", "configmap") or re.fullmatch(r"git\+https://[^\s@]+(@[\w./-]+)?", text):
         return text
-    raise PydanticCustomError("code", "it wants image, configmap, or git+https://HOST/PATH@REVISION")
+    raise invalid("it wants image, configmap, or git+https://HOST/PATH@REVISION")
 
 
 def _check_dns_label(text: str) -> str:
     if DNS_LABEL_RE.fullmatch(text) is None:
-        raise PydanticCustomError("label", "it wants lower-case letters, digits and dashes")
+        raise invalid("it wants lower-case letters, digits and dashes")
     return text
 
 
@@ -294,19 +298,15 @@ class ClusterConfig(FrozenModel):
     def _fits(self) -> Self:
         for name, volume in self.volumes.items():
             if DNS_LABEL_RE.fullmatch(name) is None:
-                message = "has a volume {name}; it wants a name of lower-case letters, digits and dashes"
-                raise PydanticCustomError("volume_name", message, {"name": repr(name)})
+                raise invalid(f"has a volume {name!r}; it wants a name of lower-case letters, digits and dashes")
             if not volume.mount.startswith("/") or volume.mount == "/":
-                message = "has volume {name} at {mount}; it wants a folder such as /shared/models"
-                raise PydanticCustomError("volume_mount", message, {"name": name, "mount": repr(volume.mount)})
+                raise invalid(f"has volume {name} at {volume.mount!r}; it wants a folder such as /shared/models")
             if self.nodes > 1 and volume.access_mode == "ReadWriteOnce":
-                message = "has {nodes} nodes and volume {name} ReadWriteOnce; it wants ReadWriteMany"
-                raise PydanticCustomError("one_writer", message, {"nodes": self.nodes, "name": name})
+                raise invalid(f"has {self.nodes} nodes and volume {name} ReadWriteOnce; it wants ReadWriteMany")
         if quantity_to_bytes(self.shm_size) >= quantity_to_bytes(self.memory):
-            message = "has shm_size {shm} within memory {memory}; it wants less than memory"
-            raise PydanticCustomError("shm", message, {"shm": self.shm_size, "memory": self.memory})
+            raise invalid(f"has shm_size {self.shm_size} within memory {self.memory}; it wants less than memory")
         if not self.volumes:
-            raise PydanticCustomError("no_volume", "has no volume; it wants one at least, where the run is kept")
+            raise invalid("has no volume; it wants one at least, where the run is kept")
         return self
 
 
@@ -379,13 +379,11 @@ class Threshold(FrozenModel):
     @model_validator(mode="after")
     def _some_limit(self) -> Self:
         if self.at_most is None and self.at_least is None:
-            raise PydanticCustomError("some_limit", "has no limit; it wants at_most or at_least")
+            raise invalid("has no limit; it wants at_most or at_least")
         if self.times is not None and self.plus is not None:
-            raise PydanticCustomError("one_yardstick", "has both times and plus; it wants one of them")
+            raise invalid("has both times and plus; it wants one of them")
         if self.at_most is not None and self.at_least is not None and self.at_least > self.at_most:
-            limits = {"least": self.at_least, "most": self.at_most}
-            message = "has at_least {least} above at_most {most}; nothing could pass"
-            raise PydanticCustomError("empty_range", message, limits)
+            raise invalid(f"has at_least {self.at_least} above at_most {self.at_most}; nothing could pass")
         return self
 
 
