@@ -10,6 +10,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from modelwright.cluster import progress
 from modelwright.cluster.progress import publish_progress
 from tests.faults.fork_server import free_port
@@ -28,9 +30,11 @@ def ask(port: int, path: str = "/metrics") -> Any:
         return json.loads(answer.read())
 
 
-def test_openshift_ai_finds_the_numbers_it_asks_for() -> None:
+@pytest.mark.parametrize("variable", ["MODELWRIGHT_METRICS_PORT", "MODELWRIGHT_PROGRESS_PORT"])
+def test_openshift_ai_finds_the_numbers_it_asks_for(variable: str) -> None:
+    """Jobs that version 0.1 rendered set the second variable."""
     port, heard = free_port(), []
-    with publish_progress(heard.append, {"MODELWRIGHT_METRICS_PORT": str(port), "RANK": "0"}) as watch:
+    with publish_progress(heard.append, {variable: str(port), "RANK": "0"}) as watch:
         assert ask(port)["progressPercentage"] == 0
         for event in EVENTS:
             watch(event)

@@ -12,11 +12,11 @@ def main() -> None:
     from modelwright.launch.supervisor import supervise
     from modelwright.recipe.load import load
 
-    wish = build_launch_config(
+    config = build_launch_config(
         load(sys.argv[1]), ("run", sys.argv[1], "--log-format", "plain"), NodeOptions(nproc_per_node="2"), 3
     )
-    code, letter = supervise(replace(wish, forkserver_preload=(*wish.forkserver_preload, "cramped")))
-    print(letter, file=sys.stderr)
+    code, message = supervise(replace(config, forkserver_preload=(*config.forkserver_preload, "cramped")))
+    print(message, file=sys.stderr)
     sys.exit(code)
 
 

@@ -1,6 +1,6 @@
 """A launch of two ranks of which one dawdles on its way out: `python -m dawdle RECIPE RANK`.
 
-It has read or heard the letter, and goes on only when the agent, whom the other rank has left, asks it to go.
+It has read or heard the message, and goes on only when the agent, whom the other rank has left, asks it to go.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ def main() -> None:
     from modelwright.recipe.load import load
 
     recipe, os.environ["DAWDLER"] = sys.argv[1:]
-    wish = build_launch_config(
+    config = build_launch_config(
         load(recipe), ("run", recipe, "--log-format", "plain"), NodeOptions(nproc_per_node="2"), 3
     )
-    code, letter = supervise(replace(wish, forkserver_preload=("modelwright.stages.pipeline", "dawdle")))
-    print(letter, file=sys.stderr)
+    code, message = supervise(replace(config, forkserver_preload=("modelwright.stages.pipeline", "dawdle")))
+    print(message, file=sys.stderr)
     sys.exit(code)
 
 

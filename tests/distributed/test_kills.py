@@ -1,4 +1,4 @@
-"""Signals, changed wishes and gates that close later; random kills are in tests/faults/test_reliability.py."""
+"""Signals, changed settings and gates that close later; random kills are in tests/faults/test_reliability.py."""
 
 from __future__ import annotations
 

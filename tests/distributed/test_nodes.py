@@ -25,16 +25,16 @@ def test_a_node_with_another_clock_version_or_recipe_is_told_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("computes", "letter"),
+    ("computes", "message"),
     [
         ({"kind": "cuda", "device": "Tesla T4", "precision": "fp16"}, "precision: fp16"),
         ({"kind": "cpu", "device": "8 CPU threads", "precision": "fp32"}, "one uses NCCL, the other gloo"),
     ],
 )
-def test_a_node_that_computes_otherwise_is_refused_before_it_trains(computes: dict[str, str], letter: str) -> None:
+def test_a_node_that_computes_otherwise_is_refused_before_it_trains(computes: dict[str, str], message: str) -> None:
     assert admission_errors(FACTS, {**FACTS, "node": 1}, 0.0) == []
-    (told,) = admission_errors(FACTS, {**FACTS, "node": 1, "device_info": computes}, 0.0)
-    assert letter in told and "NVIDIA L40S" in told and computes["device"] in told
+    (error,) = admission_errors(FACTS, {**FACTS, "node": 1, "device_info": computes}, 0.0)
+    assert message in error and "NVIDIA L40S" in error and computes["device"] in error
 
 
 def test_a_slow_answer_is_not_taken_for_a_wrong_clock() -> None:

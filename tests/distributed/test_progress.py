@@ -20,8 +20,8 @@ def test_a_run_tells_its_step_and_loss_while_it_trains(
     )
     wait_for_step(tmp_path / "run", 2)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
-        told = json.loads(answer.read())
-    assert told["currentStep"] in (1, 2) and told["totalSteps"] == 12
-    assert told["trainMetrics"]["loss"] > 0 and told["evalMetrics"]["eval_loss"] > 0
+        metrics = json.loads(answer.read())
+    assert metrics["currentStep"] in (1, 2) and metrics["totalSteps"] == 12
+    assert metrics["trainMetrics"]["loss"] > 0 and metrics["evalMetrics"]["eval_loss"] > 0
     (tmp_path / "go").touch()
     assert trial.wait() == 0, trial.output

@@ -81,7 +81,7 @@ def made_place(model: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def place(model: Path) -> Iterator[Path]:
+def work_dir(model: Path) -> Iterator[Path]:
     with made_place(model) as folder:
         yield folder
 
@@ -90,13 +90,13 @@ def stream(target: JobKind) -> str:
     return render(build_job(load(TWIN, SETS, {}).recipe, Path.cwd(), target))
 
 
-def play(place: Path, text: str, *disturbances: InjectedFault) -> SimulationResult:
-    wish = SimulationConfig(place, {"HF_TOKEN": CANARY}, disturbances, time_scale=0.01, extra_env=PRELOADED)
-    return simulate(parse_manifests(text, "job.yaml"), wish)
+def play(work_dir: Path, text: str, *faults: InjectedFault) -> SimulationResult:
+    config = SimulationConfig(work_dir, {"HF_TOKEN": CANARY}, faults, time_scale=0.01, extra_env=PRELOADED)
+    return simulate(parse_manifests(text, "job.yaml"), config)
 
 
-def run_of(place: Path) -> Path:
-    return place / "volumes/trained-models" / TWIN
+def run_of(work_dir: Path) -> Path:
+    return work_dir / "volumes/trained-models" / TWIN
 
 
 def logs_of(outcome: SimulationResult) -> str:
@@ -118,19 +118,19 @@ def undisturbed(fork_server: ForkServer, model: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("target", ["trainjob", "pytorchjob"])
 def test_a_job_whose_worker_is_killed_ends_with_the_weights_of_an_undisturbed_one(
-    fork_server: ForkServer, place: Path, undisturbed: dict[str, Any], target: JobKind
+    fork_server: ForkServer, work_dir: Path, undisturbed: dict[str, Any], target: JobKind
 ) -> None:
-    fork_server.serve_pods(place / "volumes/workspace", first=HOLD)
+    fork_server.serve_pods(work_dir / "volumes/workspace", first=HOLD)
     text = stream(target)
-    outcome = play(place, text, InjectedFault("kill", 1, 4))
+    outcome = play(work_dir, text, InjectedFault("kill", 1, 4))
     assert outcome.succeeded, logs_of(outcome)
-    assert_it_went_on(outcome.events, place, target)
-    assert (run_of(place) / "stages/sft/result.json").stat().st_uid == USER_ID
-    assert run_fingerprint(run_of(place)) == undisturbed
-    assert not leaks(place, text)
+    assert_it_went_on(outcome.events, work_dir, target)
+    assert (run_of(work_dir) / "stages/sft/result.json").stat().st_uid == USER_ID
+    assert run_fingerprint(run_of(work_dir)) == undisturbed
+    assert not leaks(work_dir, text)
 
 
-def assert_it_went_on(events: tuple[str, ...], place: Path, target: JobKind) -> None:
+def assert_it_went_on(events: tuple[str, ...], work_dir: Path, target: JobKind) -> None:
     """A killed pod began again by the job's own rules, and the run went on from its last checkpoint."""
     if target == "trainjob":
         assert f"{TWIN}-node-0-1: exited with 137" in events
@@ -138,7 +138,7 @@ def assert_it_went_on(events: tuple[str, ...], place: Path, target: JobKind) -> 
     else:
         assert f"{TWIN}-worker-0: exited with 137" in events
         assert f"{TWIN}-worker-0: started, attempt 2" in events
-    assert events_of(run_of(place), "resumed"), "it went on from its last checkpoint"
+    assert events_of(run_of(work_dir), "resumed"), "it went on from its last checkpoint"
 
 
 def leaks(folder: Path, text: str) -> list[str]:
@@ -152,14 +152,14 @@ def leaks(folder: Path, text: str) -> list[str]:
 
 @pytest.mark.parametrize("target", ["trainjob", "pytorchjob"])
 def test_without_root_the_same_rules_hold_for_plain_processes_and_it_says_what_is_not_shown(
-    fork_server: ForkServer, place: Path, undisturbed: dict[str, Any], target: JobKind
+    fork_server: ForkServer, work_dir: Path, undisturbed: dict[str, Any], target: JobKind
 ) -> None:
     if why := unavailable():
         pytest.skip(why)
-    volume = place / "volumes/workspace"
+    volume = work_dir / "volumes/workspace"
     fork_server.serve_pods(volume, first=HOLD)
     words = ["launch", TWIN, "--on", "openshift", "--simulate", "--job-kind", target, "--json"]
-    words += ["--work-dir", str(place), "--inject-fault", "kill:1@4"]
+    words += ["--work-dir", str(work_dir), "--inject-fault", "kill:1@4"]
     words += [word for setting in [*SETS, f"cluster.env={json.dumps(PRELOADED)}"] for word in ("--set", setting)]
     command = [*as_user(STRANGER, STRANGER), str(volume / "python"), "-m", "modelwright", *words]
     environ = {
@@ -167,24 +167,24 @@ def test_without_root_the_same_rules_hold_for_plain_processes_and_it_says_what_i
         "HOME": "/nonexistent",
         "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
     }
-    done = subprocess.run(command, env=environ, cwd=place, capture_output=True, text=True, check=False)
-    logs = "\n".join(path.read_text(errors="replace") for path in sorted((place / "logs").glob("*.log")))
+    done = subprocess.run(command, env=environ, cwd=work_dir, capture_output=True, text=True, check=False)
+    logs = "\n".join(path.read_text(errors="replace") for path in sorted((work_dir / "logs").glob("*.log")))
     assert done.returncode == 0, done.stderr + logs
     said = json.loads(done.stdout)
     assert said["succeeded"]
-    assert_it_went_on(said["events"], place, target)
-    assert (run_of(place) / "stages/sft/result.json").stat().st_uid == STRANGER
-    assert run_fingerprint(run_of(place)) == undisturbed
+    assert_it_went_on(said["events"], work_dir, target)
+    assert (run_of(work_dir) / "stages/sft/result.json").stat().st_uid == STRANGER
+    assert run_fingerprint(run_of(work_dir)) == undisturbed
     assert any("random user id, dropped capabilities" in line for line in said["not_simulated"])
     assert any("networks, names and mounts" in line for line in said["not_simulated"])
 
 
-def test_python_in_place_of_torchrun_fails_here_as_it_would_there(fork_server: ForkServer, place: Path) -> None:
+def test_python_in_place_of_torchrun_fails_here_as_it_would_there(fork_server: ForkServer, work_dir: Path) -> None:
     text = stream("trainjob").replace("maxRestarts: 3", "maxRestarts: 0")
     script = "\"import torch.distributed as d; d.init_process_group('gloo')\""
     command = "command: [python, -m, modelwright.launch.torchrun, -m, modelwright]"
     assert command in text
-    fork_server.serve_pods(place / "volumes/workspace")
-    outcome = play(place, text.replace(command, f"command: [python, -c, {script}]"))
+    fork_server.serve_pods(work_dir / "volumes/workspace")
+    outcome = play(work_dir, text.replace(command, f"command: [python, -c, {script}]"))
     assert not outcome.succeeded
     assert "environment variable RANK expected, but not set" in logs_of(outcome)

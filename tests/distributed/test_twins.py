@@ -42,8 +42,8 @@ def command(name: str, model: Path, folder: Path) -> list[str]:
     folder.mkdir()
     stage = "pretrain" if name.startswith("gemma") else "sft"
     settings = [
-        *(f"{stage}.{wish}" for wish in ("max_steps=6", "save_steps=2", "eval_steps=3", "precision=fp32")),
-        *(f"{stage}.{wish}" for wish in ("per_device_train_batch_size=2", "global_batch_size=4")),
+        *(f"{stage}.{setting}" for setting in ("max_steps=6", "save_steps=2", "eval_steps=3", "precision=fp32")),
+        *(f"{stage}.{setting}" for setting in ("per_device_train_batch_size=2", "global_batch_size=4")),
         *(f"model.model_name_or_path={model}", f"output_dir={folder / 'run'}", "gates={}"),
         *(("compare.max_new_tokens=3", "compare.num_held_out_prompts=1") if stage == "sft" else ()),
         *SHORT[name],
