@@ -1,6 +1,6 @@
-"""Every broken recipe is answered with exactly the letters in the file beside it.
+"""Every broken recipe gives exactly the messages in the .txt file of the same name.
 
-``UPDATE_GOLDEN=1 pytest tests/recipe/test_broken.py`` writes the letters anew; read each before you keep it.
+``UPDATE_GOLDEN=1 pytest tests/recipe/test_broken.py`` rewrites them; read the diff.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ def directive(path: Path, word: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_broken_recipe_is_answered_with_its_letters(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_recipe_gives_its_messages(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(BROKEN)
     sets = [word for word in directive(path, "args") if word != "--set"]
     environ = dict(word.split("=", 1) for word in directive(path, "env"))
     with pytest.raises(RecipeError) as caught:
         load(path.name, sets, environ)
-    letters = f"{caught.value}\n"
+    messages = f"{caught.value}\n"
     golden = path.with_suffix(".txt")
     if os.environ.get("UPDATE_GOLDEN") == "1":
-        golden.write_text(letters, encoding="utf-8")
-    assert letters == golden.read_text(encoding="utf-8")
+        golden.write_text(messages, encoding="utf-8")
+    assert messages == golden.read_text(encoding="utf-8")
 
 
-def test_there_are_many_broken_recipes_and_each_has_its_letters() -> None:
+def test_there_are_many_broken_recipes_and_each_has_its_messages() -> None:
     assert len(RECIPES) >= 45
     assert [path.stem for path in RECIPES] == sorted(path.stem for path in BROKEN.glob("*.txt"))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_every_letter_is_short_and_says_where(path: Path) -> None:
-    for letter in path.with_suffix(".txt").read_text(encoding="utf-8").splitlines():
-        assert len(letter) <= 200, letter
-        assert letter.startswith(("--set: ", "environment ")) or ".yaml:" in letter.split(" ", 1)[0], letter
+def test_every_message_is_short_and_says_where(path: Path) -> None:
+    for message in path.with_suffix(".txt").read_text(encoding="utf-8").splitlines():
+        assert len(message) <= 200, message
+        assert message.startswith(("--set: ", "environment ")) or ".yaml:" in message.split(" ", 1)[0], message

@@ -44,11 +44,11 @@ def test_one_word_for_a_section_sets_all_of_it() -> None:
 
 
 def test_one_setting_is_explained_at_length() -> None:
-    told = explain_setting(load("quickstart", (), {}), "sft.precision")
-    assert told.choices == ("auto", "fp32", "bf16", "fp16", "fp8")
-    assert told.expected == "one of auto, fp32, bf16, fp16, fp8"
-    assert {"bf16", "fp16"} <= set(told.aliases)
-    assert (told.default, told.required) == ("auto", False)
+    explanation = explain_setting(load("quickstart", (), {}), "sft.precision")
+    assert explanation.choices == ("auto", "fp32", "bf16", "fp16", "fp8")
+    assert explanation.expected == "one of auto, fp32, bf16, fp16, fp8"
+    assert {"bf16", "fp16"} <= set(explanation.aliases)
+    assert (explanation.default, explanation.required) == ("auto", False)
     assert explain_setting(load("quickstart", (), {}), "sft.save_steps").default == "25%"
     assert explain_setting(load("quickstart", (), {}), "name").required
 

@@ -134,7 +134,7 @@ def test_bases_form_a_chain_and_may_be_shipped_ones(folder: Path) -> None:
     assert str(loaded.origins["data.dataset_name"]).startswith("base quickstart.yaml:")
 
 
-def test_a_recipe_that_takes_its_name_from_its_base_is_told_so(folder: Path) -> None:
+def test_a_recipe_that_takes_its_name_from_its_base_has_a_note(folder: Path) -> None:
     Path("mine.yaml").write_text("base: low.yaml\n")
     assert load("mine.yaml", (), {}).notes == (
         "low.yaml:1: the name base comes from the base; so does its folder, runs/base",
@@ -176,14 +176,14 @@ def test_text_settings_take_the_command_line_as_it_is(folder: Path) -> None:
 
 
 def test_a_missing_file_is_answered_with_the_nearest_name(folder: Path) -> None:
-    for asked, told in {
+    for reference, message in {
         "loww.yaml": "loww.yaml: no such recipe file; did you mean low.yaml?",
         "quikstart": "quikstart: no such recipe file; did you mean quickstart?",
         "/nowhere/at/all.yaml": "/nowhere/at/all.yaml: no such recipe file; shipped recipes are",
     }.items():
         with pytest.raises(RecipeError) as caught:
-            load(asked, (), {})
-        assert str(caught.value).startswith(told)
+            load(reference, (), {})
+        assert str(caught.value).startswith(message)
 
 
 def test_a_run_folder_is_answered_with_the_recipe_in_it(folder: Path) -> None:
@@ -244,7 +244,7 @@ def test_a_share_of_steps_may_be_written_in_two_ways(folder: Path) -> None:
     assert sft(child("sft:\n  warmup_steps: 5%\n")).warmup_steps == CountOrFraction(0.05)
 
 
-def test_problems_behind_problems_are_told_at_once(folder: Path) -> None:
+def test_problems_behind_problems_are_reported_at_once(folder: Path) -> None:
     with pytest.raises(RecipeError) as caught:
         child("data:\n  max_rows: 0\n  train_file: x\n  dataset_name: y\nsft: null\nsed: 3\n")
     assert [problem.message.partition(" ")[0] for problem in caught.value.problems] == [

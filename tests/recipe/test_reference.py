@@ -1,6 +1,6 @@
 """The reference pages are the schema and the code, word for word.
 
-``UPDATE_GOLDEN=1 pytest tests/recipe/test_reference.py`` writes them anew.
+``UPDATE_GOLDEN=1 pytest tests/recipe/test_reference.py`` rewrites them.
 """
 
 from __future__ import annotations

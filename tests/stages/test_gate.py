@@ -97,7 +97,7 @@ def test_gates_may_stand_in_a_file_beside_the_recipe_and_the_recipes_own_come_on
 
 def test_a_gates_file_that_is_not_there_or_asks_for_nothing_known_is_answered(tmp_path: Path) -> None:
     path = tiny_recipe(tmp_path, tmp_path / "model")
-    with pytest.raises(RecipeError, match=r"gates_file is 'none\.yaml'; there is no such file beside the recipe"):
+    with pytest.raises(RecipeError, match=r"gates_file is 'none\.yaml'; there is no such file next to the recipe"):
         load(path, ["gates_file=none.yaml"], {})
     (tmp_path / "gates.yaml").write_text("sft:\n  eval_los: {at_most: 2}\n", encoding="utf-8")
     with pytest.raises(

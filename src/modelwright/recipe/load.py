@@ -224,7 +224,7 @@ class _LayerReader:
         candidates = [file.parent / setting.value for file in self.files]  # a base may set it
         gates_path = next((each for each in (*candidates, Path(setting.value)) if each.is_file()), None)
         if gates_path is None:
-            message = f"gates_file is {setting.display}; there is no such file beside the recipe"
+            message = f"gates_file is {setting.display}; there is no such file next to the recipe"
             self.problems.append(make_problem(setting.origin, "gates_file", message))
             return tree
         gates = self._read_yaml(gates_path, Origin("base", display_path(gates_path)))
