@@ -8,7 +8,7 @@ from modelwright.recipe.schema import STAGE_METRICS
 from modelwright.recipe.sections import CHOICE_METRICS, PERPLEXITY_METRICS
 
 METRIC_DESCRIPTIONS: Mapping[str, str] = {
-    "eval_loss": "Mean loss over the trained tokens of held-out rows; for images, over images; for pairs, the DPO loss.",
+    "eval_loss": "Mean loss over the trained tokens of held-out rows; for images, per image; for pairs, the DPO loss.",
     "steps": "Optimizer steps.",
     "tokens": "Tokens processed, without padding; for images, images.",
     "trained_tokens": "Tokens that the loss was computed on.",

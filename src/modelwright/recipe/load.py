@@ -16,7 +16,6 @@ from ruamel.yaml import YAML
 from modelwright.errors import Problem, RecipeError, contains_secret, is_secret_name
 from modelwright.recipe.diagnostics import closest_match, explain_unknown_key, validate_tree
 from modelwright.recipe.fields import (
-    ConfigField,
     all_sections,
     apply_aliases,
     canonical_key,
@@ -303,8 +302,11 @@ class _LayerReader:
     def _make_layer(self, key: str, raw_value: str, origin: Origin) -> ConfigNode | None:
         """A layer with one value of the command line or the environment."""
         setting = get_field(tuple(canonical_key(key).split(".")))
+        # text is taken unparsed, so that a name may be 2024 and a prompt may contain a colon
+        is_text = setting is not None and setting.is_str and raw_value not in ("", "null") and raw_value[0] not in "'\""
+        text_node = ConfigNode(raw_value, origin, raw_value)
         try:
-            value, problems = _as_text(raw_value, setting, origin) or read_value(raw_value, origin)
+            value, problems = (text_node, []) if is_text else read_value(raw_value, origin)
         except RecipeError as error:
             reasons = "; ".join(each.message for each in error.problems)
             self.problems.append(make_problem(origin, key, f"{key}={raw_value} cannot be read: {reasons}"))
@@ -327,15 +329,6 @@ class _LayerReader:
         if name is not None and name.origin.kind == "base" and tree.get(("output_dir",)) is None:
             folder = f"so does its folder, runs/{name.value}"
             self.notes.append(f"{name.origin.location}: the name {name.value} comes from the base; {folder}")
-
-
-def _as_text(
-    raw_value: str, setting: ConfigField | None, origin: Origin
-) -> tuple[ConfigNode, list[RecipeProblem]] | None:
-    """Text settings take the value unparsed, so that a name may be 2024 and a prompt may contain a colon."""
-    if setting is None or not setting.is_str or not raw_value or raw_value == "null" or raw_value[0] in "'\"":
-        return None
-    return ConfigNode(raw_value, origin, raw_value), []
 
 
 def _origins(recipe: Recipe, tree: ConfigNode) -> dict[str, Origin]:
@@ -401,16 +394,15 @@ _MISSING_COLUMN_RE = re.compile(r"there is no column '(?P<name>[^']*)'")
 
 def add_recipe_location(problems: Sequence[Problem], loaded: LoadedRecipe, stage: str) -> list[Problem]:
     """The same problems, with the line of the recipe that names a missing column."""
-    return [_with_recipe_location(problem, loaded, stage) for problem in problems]
-
-
-def _with_recipe_location(problem: Problem, loaded: LoadedRecipe, stage: str) -> Problem:
-    match = _MISSING_COLUMN_RE.search(problem.message)
-    if match is None:
-        return problem
-    for section in (f"{stage}.data", "data"):
-        for key in (f"{section}.columns.{match['name']}", f"{section}.text_column", f"{section}.split_by"):
-            origin = loaded.origins.get(key)
-            if origin is not None and origin.kind != "default":
-                return Problem(problem.where, f"{problem.message} ({key} is asked for in {origin.location})")
-    return problem
+    sections = (f"{stage}.data", "data")
+    located = []
+    for problem in problems:
+        match = _MISSING_COLUMN_RE.search(problem.message)
+        names = (f"columns.{match['name']}", "text_column", "split_by") if match else ()
+        origins = {
+            key: loaded.origins.get(key, DEFAULT) for key in (f"{each}.{name}" for each in sections for name in names)
+        }
+        key = next((key for key, origin in origins.items() if origin.kind != "default"), None)
+        note = f" ({key} is asked for in {origins[key].location})" if key else ""
+        located.append(Problem(problem.where, problem.message + note) if note else problem)
+    return located
