@@ -20,17 +20,10 @@ MAY_WRITE = {"models/save.py": {"torch.save", "torch.load weights_only"}}
 """Those who asked for .pth get it from here; it is read back with weights_only, which runs nothing."""
 TRUSTING = {"trust_remote_code", "allow_pickle", "shell"}
 READ_THE_ENVIRONMENT = {
-    *("runs/caches.py", "engine/distributed.py", "engine/distributed.py", "recipe/load.py", "stages/pipeline.py"),
-    *(
-        "launch/config.py",
-        "launch/agent.py",
-        "launch/supervisor.py",
-        "cluster/progress.py",
-        "launch/doctor.py",
-        "launch/preflight.py",
-        "launch/torchrun.py",
-    ),  # these hand it on to other processes
-    "launch/agent.py",  # writes it for a library that asks nowhere else
+    *("runs/caches.py", "engine/distributed.py", "recipe/load.py", "stages/pipeline.py", "cluster/progress.py"),
+    # these pass it on to other processes; the agent also sets a variable for torch's rendezvous
+    *("launch/config.py", "launch/agent.py", "launch/supervisor.py", "launch/doctor.py", "launch/preflight.py"),
+    "launch/torchrun.py",
 }
 
 
