@@ -266,12 +266,9 @@ def audit_inputs(loaded: LoadedRecipe) -> Iterator[tuple[str, DataConfig, AuditC
             continue
         audited.append((data, row_format))
         length, batch = getattr(section, "max_length", 2048), getattr(section, "per_device_train_batch_size", 8)
-        for source_data in [DataConfig(dataset_name=name, **_reading_settings(data)) for name in data.mix] or [data]:
+        common = {key: getattr(data, key) for key in ("text_column", "split_by", "test_size", "max_rows")}
+        for source_data in [DataConfig(dataset_name=name, **common) for name in data.mix] or [data]:
             yield stage, source_data, AuditConfig(row_format, length, batch, recipe.seed, tokenizer)
-
-
-def _reading_settings(data: DataConfig) -> dict[str, Any]:
-    return {key: getattr(data, key) for key in ("text_column", "split_by", "test_size", "max_rows")}
 
 
 def _load_tokenizer(loaded: LoadedRecipe) -> DocumentTokenizer | None:

@@ -67,7 +67,9 @@ def estimate_row_stats(recipe: Recipe, stage: str, recipe_dir: Path, tokenizer: 
     if isinstance(settings, PretrainConfig):
         return RowStats(None, max_length, float(max_length), 1.0, f"rows filled to {max_length} tokens")
     unknown = RowStats(None, max_length, float(max_length), 1.0, f"{name} was not read; rows of max_length are taken")
-    if sources.is_hub_name(name, recipe_dir) or _too_large(name, recipe_dir):
+    path = sources.local_path(name, recipe_dir)
+    too_large = path is not None and path.is_file() and path.stat().st_size > MAX_PLAN_READ_BYTES
+    if too_large or sources.is_hub_name(name, recipe_dir):
         return unknown
     try:
         measure_lengths = _pair_lengths if isinstance(settings, DpoConfig) else _conversation_lengths
@@ -122,8 +124,3 @@ def _chars_per_token(recipe: Recipe, sample: Sequence[Message], tokenizer: Path 
 
 def _estimate_tokens(messages: Sequence[Message], chars_per_token: float) -> int:
     return round(sum(len(message["content"]) / chars_per_token + TEMPLATE_TOKENS for message in messages))
-
-
-def _too_large(name: str, recipe_dir: Path) -> bool:
-    path = sources.local_path(name, recipe_dir)
-    return path is not None and path.is_file() and path.stat().st_size > MAX_PLAN_READ_BYTES

@@ -55,7 +55,8 @@ def parse_question(values: Mapping[str, Any]) -> MultipleChoiceQuestion | str:
     key = next((name for name in ANSWER_COLUMNS if values.get(name) is not None), None)
     if key is None:
         return f"there is no right answer; {columns_hint}"
-    answer_index = _find_answer_index(values[key], choices, labels, first=1 if _counts_from_one(values) else 0)
+    first = int("option1" in values and "answer" in values)  # such datasets count answers from 1
+    answer_index = _find_answer_index(values[key], choices, labels, first)
     if answer_index is None:
         return f"{key} is {values[key]!r}, which names none of the {len(choices)} options"
     prompt = _build_prompt(values)
@@ -99,11 +100,6 @@ def _numbered_values(values: Mapping[str, Any], names: Sequence[str]) -> list[st
             break
         numbered.append(str(values[name]))
     return numbered
-
-
-def _counts_from_one(values: Mapping[str, Any]) -> bool:
-    """Whether a numeric answer counts from 1: so if the first choice is column option1."""
-    return "option1" in values and "answer" in values
 
 
 def _find_answer_index(value: Any, choices: Sequence[str], labels: Sequence[str], first: int) -> int | None:

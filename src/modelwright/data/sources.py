@@ -33,15 +33,11 @@ def python_docs() -> list[tuple[str, str]]:
     """Name and text of each document, in a fixed order; parsed once, then cached."""
     cache_file = cache_dir() / "corpus" / f"{PYTHON_DOCS}-{platform.python_version()}.json"
     if not cache_file.exists():  # parsing the standard library takes 4 CPU-seconds
-        write_text(cache_file, json.dumps([*_topics(), *_modules()], ensure_ascii=False) + "\n")
+        from pydoc_data.topics import topics
+
+        documents = [(f"topic {name}", topics[name].strip()) for name in sorted(topics)]
+        write_text(cache_file, json.dumps([*documents, *_modules()], ensure_ascii=False) + "\n")
     return [(name, text) for name, text in json.loads(cache_file.read_text(encoding="utf-8"))]
-
-
-def _topics() -> Iterator[tuple[str, str]]:
-    from pydoc_data.topics import topics
-
-    for name in sorted(topics):
-        yield f"topic {name}", topics[name].strip()
 
 
 def _modules() -> Iterator[tuple[str, str]]:

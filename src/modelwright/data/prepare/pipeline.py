@@ -113,7 +113,7 @@ def _exact_dedup(job: PrepareJob) -> None:
     stats = job.cleaning_stats()
     rows, invalid = (sum(slice_stats[key] for slice_stats in stats) for key in ("rows", "invalid_rows"))
     if rows and invalid / rows > job.settings.max_invalid_fraction:
-        first_rows = [json.loads(line) for line in _write_quarantine(job).splitlines()[:10]]
+        first_rows = [json.loads(line) for line in _write_quarantine(job).split("\n")[:10] if line]
         problems = [Problem(row["where"], row["reason"]) for row in first_rows]
         limit = f"prepare.max_invalid_fraction {job.settings.max_invalid_fraction:g}"
         message = f"{invalid:,} of {rows:,} rows cannot be used, more than {limit} allows"
