@@ -1,4 +1,4 @@
-"""Write docs/reference/verdicts.md: what the planner says of the claims about the five systems."""
+"""Write docs/reference/verdicts.md: the planner's predictions for the claims about the five systems."""
 
 from __future__ import annotations
 
@@ -15,37 +15,32 @@ from modelwright.recipe.sections import RowStats
 
 GIB = 2**30
 
-
 CLAIMED = (("A100-80", "bf16", "45–50"), ("H100", "bf16", "35–40"), ("H100", "fp8", "25–30"))
-
-
 STEPS, BATCH, LENGTH = 100_000, 32, 2048
-
-
 LAST_TWO = {"last_layers": 2, "lm_head": True}
-"""What moves in the survival expert."""
+"""Trained parts of the survival expert."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One claim's arithmetic."""
+    """The model, settings and rows of one claim."""
 
     shape: ModelShape
     """The model."""
     settings: TrainingConfig
-    """How it is trained."""
+    """The settings of the stage."""
     rows: RowStats
-    """On what."""
+    """Its rows."""
 
     def estimate_on(self, target: str | Hardware) -> StageEstimate:
-        """The case on a machine."""
+        """The case on given hardware."""
         hardware = parse_hardware(target) if isinstance(target, str) else target
         plan = plan_stage(self.settings, self.rows.count or 1, hardware.world_size, device_info_of(hardware))
         return choose_plan(plan, self.settings, self.shape, self.rows, hardware)
 
 
 def page() -> str:
-    """The whole page as Markdown."""
+    """The page as Markdown."""
     parts = [_opening(), _production_hours(), _production_fit(), _four_times(), _five_minutes(), _landed_on_l4()]
     return "\n\n".join(parts) + "\n"
 
@@ -54,12 +49,13 @@ def _opening() -> str:
     known = calibration_for(GPUS["H200"])
     return f"""# Verdicts
 
-<!-- written by docs.plan_verdicts; UPDATE_GOLDEN=1 python -m pytest tests/plan/test_verdicts.py -->
+<!-- written by docs.plan_verdicts; UPDATE_GOLDEN=1 python -m pytest tests/plan/test_plan_verdicts.py -->
 
 The five systems were described with claims about time, memory and speed. This is what the planner says of them. Its
 coefficients were fitted to {known.runs} trainings measured on one {known.card}; the largest error among those is
-{known.max_rate_error:.0%} in speed and {known.max_memory_error:.0%} in memory. Other cards are taken by their data sheets and what
-the {known.card} reaches of its own, so their hours may be off by a third; no verdict below hangs on less."""
+{known.max_rate_error:.0%} in speed and {known.max_memory_error:.0%} in memory. Other cards are predicted from
+their data sheets and what the {known.card} reaches of its own, so their hours may be off by a third; no verdict below
+depends on less."""
 
 
 def production(precision: str, model: str = "llama-6b", **overrides: Any) -> Case:
@@ -78,7 +74,7 @@ def _production_hours() -> str:
         f"parameters. 100,000 steps of {BATCH} rows of {LENGTH:,} tokens are {STEPS * BATCH * LENGTH / 1e9:.2f} "
         "billion tokens.",
         "",
-        "| one card | claimed | planned, were memory no matter | tokens/s | cards for the claim |",
+        "| one card | claimed | planned, ignoring memory | tokens/s | cards for the claim |",
         "|---|---|---|---|---|",
     ]
     for name, precision, claim in CLAIMED:
@@ -86,9 +82,8 @@ def _production_hours() -> str:
         estimate = production(precision).estimate_on(Hardware(1, 1, endless_memory))
         hours = (estimate.seconds or 0.0) / 3600
         claimed_hours = float(claim.split("–")[1])
-        lines.append(
-            f"| {name}, {precision} | {claim} h | {hours:,.0f} h | {estimate.time.tokens_per_second:,.0f} | {hours / claimed_hours:.1f} |"
-        )
+        speed = f"{estimate.time.tokens_per_second:,.0f}"
+        lines.append(f"| {name}, {precision} | {claim} h | {hours:,.0f} h | {speed} | {hours / claimed_hours:.1f} |")
     lines += ["", "**Not on one card.** The claims want several times the arithmetic that one card does: the hours are "
               "those of a machine with as many cards as the last column says, all of them busy."]  # fmt: skip
     return "\n".join(lines)
@@ -116,7 +111,7 @@ def _production_fit() -> str:
 
 
 def survival(trainable: Any, **overrides: Any) -> Case:
-    """The fine-tune of the survival expert, with these weights moving."""
+    """The fine-tune of the survival expert with these trained parts."""
     settings = {"trainable": trainable, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2,
             "num_train_epochs": 4, "gradient_checkpointing": True, **overrides}  # fmt: skip
     shape = shape_from_config(SHIPPED_CONFIGS["smollm3-3b"], "smollm3-3b", "the document")
@@ -158,9 +153,8 @@ def _five_minutes() -> str:
         {"global_batch_size": 48, "per_device_train_batch_size": 16, "num_train_epochs": 5}
     )
     for name in ("smollm2-135m", "smollm2-360m", "smollm2-1.7b"):
-        case = Case(
-            shape_from_config(SHIPPED_CONFIGS[name], name, "the hub"), settings, RowStats(2845, 256, 120.0, 0.6)
-        )
+        shape = shape_from_config(SHIPPED_CONFIGS[name], name, "the hub")
+        case = Case(shape, settings, RowStats(2845, 256, 120.0, 0.6))
         cells = []
         for target in ("3x1xT4", "3x1xL4", "3x1xL40S", "1xL40S"):
             estimate = case.estimate_on(target)
@@ -180,8 +174,12 @@ def _landed_on_l4() -> str:
     )
     shape = shape_from_config(SHIPPED_CONFIGS["pythia-410m"], "pythia-410m", "the document")
     rows = RowStats(100_000, 2048, 2048.0)
-    lines = ["## Planned for an L40S, landed on an L4, 45 of 48 GB asked for", "",
-             "| pythia-410m, batch 64 = 16 × 4, rows of 2,048 | required on an L40S | on an L4 |", "|---|---|---|"]  # fmt: skip
+    lines = [
+        "## Planned for an L40S, landed on an L4, 45 of 48 GB asked for",
+        "",
+        "| pythia-410m, batch 64 = 16 × 4, rows of 2,048 | required on an L40S | on an L4 |",
+        "|---|---|---|",
+    ]
     for label, variant in (("all weights", settings), ("last two layers", partial)):
         case = Case(shape, variant, rows)
         large, small = case.estimate_on("1xL40S"), case.estimate_on("1xL4")

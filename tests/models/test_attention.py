@@ -1,4 +1,4 @@
-"""Our attention gives what transformers' own gives, keeps packed documents apart, and needs no mask to do so."""
+"""Our attention equals that of transformers, and separates packed documents without a mask."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from modelwright.models.attention import hidden_states
 
 
 def models(folder: Path) -> tuple[Any, Any]:
-    usual, ours = pretrained.load_model(folder).eval(), pretrained.load_model(folder).eval()
+    theirs, ours = pretrained.load_model(folder).eval(), pretrained.load_model(folder).eval()
     attention.register_attention(ours)
-    return usual, ours
+    return theirs, ours
 
 
 @torch.no_grad()
 def test_packed_documents_are_apart_as_in_a_mask_written_out(model_folder: Path) -> None:
-    usual, ours = models(model_folder)
+    theirs, ours = models(model_folder)
     tokens = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(0))
     positions = torch.stack([torch.cat([torch.arange(10), torch.arange(14)]), torch.arange(24)])
-    documents = torch.from_numpy(cu_seqlens_from_positions(positions.numpy()))
-    expected = hidden_states(usual, tokens, positions)
-    torch.testing.assert_close(hidden_states(ours, tokens, positions, cu_seqlens=documents), expected)
+    cu_seqlens = torch.from_numpy(cu_seqlens_from_positions(positions.numpy()))
+    expected = hidden_states(theirs, tokens, positions)
+    torch.testing.assert_close(hidden_states(ours, tokens, positions, cu_seqlens=cu_seqlens), expected)
     leaking = hidden_states(ours, tokens, positions)
     assert not torch.allclose(leaking, expected, atol=1e-3)
 
 
 @torch.no_grad()
 def test_rows_of_one_document_need_no_starts(model_folder: Path) -> None:
-    usual, ours = models(model_folder)
+    theirs, ours = models(model_folder)
     tokens = torch.arange(3, 51).view(2, 24)
     positions = torch.arange(24).expand(2, 24)
-    torch.testing.assert_close(hidden_states(ours, tokens, positions), hidden_states(usual, tokens, positions))
+    torch.testing.assert_close(hidden_states(ours, tokens, positions), hidden_states(theirs, tokens, positions))
 
 
 @pytest.mark.parametrize("heads", [4, 2])
@@ -44,12 +44,12 @@ def test_rows_of_one_document_need_no_starts(model_folder: Path) -> None:
 def test_a_window_and_fewer_key_heads_are_honoured(window: int | None, heads: int) -> None:
     torch.manual_seed(0)
     query, key, value = torch.randn(1, 4, 12, 8), torch.randn(1, heads, 12, 8), torch.randn(1, heads, 12, 8)
-    found, _ = attention.attention_forward(None, query, key, value, None, sliding_window=window)
+    out, _ = attention.attention_forward(None, query, key, value, None, sliding_window=window)
     scores = query @ key.repeat_interleave(4 // heads, 1).transpose(2, 3) / 8**0.5
-    behind = torch.arange(12)[:, None] - torch.arange(12)[None]
-    seen = (behind >= 0) & (behind < (window or 12))
-    shares = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-    torch.testing.assert_close(found.transpose(1, 2), shares @ value.repeat_interleave(4 // heads, 1))
+    distance = torch.arange(12)[:, None] - torch.arange(12)[None]
+    visible = (distance >= 0) & (distance < (window or 12))
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    torch.testing.assert_close(out.transpose(1, 2), weights @ value.repeat_interleave(4 // heads, 1))
 
 
 def test_starts_of_documents_are_filled_up_to_few_sizes() -> None:
@@ -74,8 +74,8 @@ def test_more_documents_compile_no_layer_again(model_folder: Path) -> None:
     sizes = set()
     for length in (48, 4, 2):  # 5, 49 and 97 starts
         positions = torch.arange(96).remainder(length).expand(2, 96)
-        documents = torch.from_numpy(cu_seqlens_from_positions(positions.numpy()))
-        sizes.add(len(documents))
-        hidden_states(ours, tokens, positions, cu_seqlens=documents)
+        cu_seqlens = torch.from_numpy(cu_seqlens_from_positions(positions.numpy()))
+        sizes.add(len(cu_seqlens))
+        hidden_states(ours, tokens, positions, cu_seqlens=cu_seqlens)
     assert sizes == {64, 128}
     assert len(graphs) == 1  # and the same for every layer

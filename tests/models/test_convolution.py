@@ -1,4 +1,4 @@
-"""Our convolution learns what torch's learns."""
+"""The gradients of our 3 x 3 convolution are those of torch."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ def test_gradients_equal_torchs(inputs: int, outputs: int, size: int, stride: in
     ours = Conv3x3(inputs, outputs, stride)
     theirs = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
     theirs.load_state_dict(ours.state_dict())
-    seen = torch.randn(5, inputs, size, size).to(memory_format=layout)
-    found = []
+    x = torch.randn(5, inputs, size, size).to(memory_format=layout)
+    gradients = []
     for convolution in (ours, theirs):
-        given = seen.clone(memory_format=layout).requires_grad_()
-        convolution(given).square().sum().backward()
-        found.append((given.grad, convolution.weight.grad))
-    for one, other in zip(*found, strict=True):
+        leaf = x.clone(memory_format=layout).requires_grad_()
+        convolution(leaf).square().sum().backward()
+        gradients.append((leaf.grad, convolution.weight.grad))
+    for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-def test_among_casts_it_is_torchs_own() -> None:
+def test_under_autocast_it_is_torchs_own() -> None:
     torch.manual_seed(0)
     ours = Conv3x3(4, 8)
-    seen = torch.randn(2, 4, 6, 6)
+    x = torch.randn(2, 4, 6, 6)
     with torch.autocast("cpu", dtype=torch.bfloat16):  # which a processor that is fast in bf16 trains in
-        made = ours(seen)
-        plain = torch.nn.functional.conv2d(seen, ours.weight, None, 1, 1)
-    assert made.dtype is torch.bfloat16 and torch.equal(made, plain)
-    made.float().square().sum().backward()
+        out = ours(x)
+        plain = torch.nn.functional.conv2d(x, ours.weight, None, 1, 1)
+    assert out.dtype is torch.bfloat16 and torch.equal(out, plain)
+    out.float().square().sum().backward()
     assert ours.weight.grad is not None and bool(ours.weight.grad.any())

@@ -1,4 +1,4 @@
-"""Which parameters are trainable: all, named parts or low-rank matrices; counted, printed, and kept when the head is untied."""
+"""Which parameters are trainable: all, named parts or LoRA; counts, and untied LM heads."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def moving(model: nn.Module) -> set[str]:
     return {name for name, weight in model.named_parameters() if weight.requires_grad}
 
 
-def trained(folder: Path, **wish: Any) -> Any:
-    return set_trainable(load_model(folder), TrainableConfig(trainable=wish))
+def trained(folder: Path, **parts: Any) -> Any:
+    return set_trainable(load_model(folder), TrainableConfig(trainable=parts))
 
 
 @torch.no_grad()
@@ -47,8 +47,8 @@ def train_a_little(model: Any) -> None:
 
 def test_by_default_everything_moves(model_folder: Path) -> None:
     model = set_trainable(load_model(model_folder), TrainableConfig())
-    found = count_parameters(model)
-    assert found.trained == found.total == sum(weight.numel() for weight in model.parameters())
+    count = count_parameters(model)
+    assert count.trained == count.total == sum(weight.numel() for weight in model.parameters())
 
 
 def test_the_last_layer_moves_and_nothing_else(model_folder: Path) -> None:
@@ -118,8 +118,8 @@ def test_two_layers_and_the_head_of_smollm3_are_13_62_percent() -> None:
 
     with torch.device("meta"):  # the real 3 B model, without its 12 GB
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("smollm3"))
-    found = count_parameters(set_trainable(model, TrainableConfig(trainable={"last_layers": 2, "lm_head": True})))
-    assert str(found) == "418.9 M of 3,075.1 M parameters trainable (13.62%)"
+    count = count_parameters(set_trainable(model, TrainableConfig(trainable={"last_layers": 2, "lm_head": True})))
+    assert str(count) == "418.9 M of 3,075.1 M parameters trainable (13.62%)"
 
 
 def test_lora_moves_its_own_matrices_alone(model_folder: Path) -> None:
@@ -147,13 +147,13 @@ def test_lora_beside_layers_that_are_not_there_is_a_letter(model_folder: Path) -
         )
 
 
-@pytest.mark.parametrize("wish", [{"untie_lm_head": True, "lm_head": True}, {"last_layers": 1}, {"lora": True}, {}])
+@pytest.mark.parametrize("parts", [{"untie_lm_head": True, "lm_head": True}, {"last_layers": 1}, {"lora": True}, {}])
 def test_a_trained_model_is_saved_and_loaded_equal(
-    wish: dict[str, Any], model_folder: Path, tokenizer: Any, tmp_path: Path
+    parts: dict[str, Any], model_folder: Path, tokenizer: Any, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = trained(model_folder, **wish)
+    model = trained(model_folder, **parts)
     train_a_little(model)
     assert not torch.equal(logits(model), logits(load_model(model_folder)))
     weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Our ResNet-18 is torchvision's with two changes: its size, its names, its arithmetic; and its folder is whole."""
+"""Our ResNet-18 is torchvision's with two changes: its size, its names, its logits; and its folder is checked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from modelwright.errors import ModelError
 from modelwright.models.vision import ResNet18, load_vision, resnet18, save_vision
 
-FACTS = {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.2, 0.2], "class_names": ["a", "b", "c"], "source": "a test"}
+CONFIG = {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.2, 0.2], "class_names": ["a", "b", "c"], "source": "a test"}
 
 
 def torchvision_names() -> Iterator[str]:
@@ -53,11 +53,17 @@ def test_its_names_and_their_order_are_torchvisions() -> None:
 
 
 def test_it_keeps_the_image_large_where_torchvision_would_shrink_it() -> None:
-    model, seen = small(), {}
+    model, shapes = small(), {}
     for name in ("conv1", "layer1", "layer2", "layer3", "layer4"):
-        getattr(model, name).register_forward_hook(lambda _m, _i, out, name=name: seen.update({name: out.shape[1:]}))
+        getattr(model, name).register_forward_hook(lambda _m, _i, out, name=name: shapes.update({name: out.shape[1:]}))
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 3)
-    assert [tuple(shape) for shape in seen.values()] == [(4, 32, 32), (4, 32, 32), (8, 16, 16), (16, 8, 8), (32, 4, 4)]
+    assert [tuple(shape) for shape in shapes.values()] == [
+        (4, 32, 32),
+        (4, 32, 32),
+        (8, 16, 16),
+        (16, 8, 8),
+        (32, 4, 4),
+    ]
 
 
 def test_grey_images_and_other_sizes_go_through_it() -> None:
@@ -91,12 +97,12 @@ def test_its_logits_are_torchvisions() -> None:
 
 def test_a_saved_model_answers_as_before(tmp_path: Path) -> None:
     model = small().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    save_vision(model, tmp_path / "model", FACTS)
+    save_vision(model, tmp_path / "model", CONFIG)
     again, config = load_vision(tmp_path / "model")
     images = torch.randn(4, 3, 16, 16)
     assert torch.equal(again(images), small()(images))
     assert not again.training
-    assert config == {**FACTS, "model_type": "modelwright-resnet18", "classes": 3, "width": 4, "channels": 3}
+    assert config == {**CONFIG, "model_type": "modelwright-resnet18", "classes": 3, "width": 4, "channels": 3}
     assert all(weight.requires_grad for weight in again.parameters())
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()}
     assert modes == {"config.json": 0o644, "model.safetensors": 0o644}
@@ -104,29 +110,31 @@ def test_a_saved_model_answers_as_before(tmp_path: Path) -> None:
 
 def test_other_weights_may_be_saved_in_place_of_its_own(tmp_path: Path) -> None:
     other = small(seed=2)
-    save_vision(small(), tmp_path / "model", FACTS)
-    save_vision(small(), tmp_path / "model", FACTS, weights=other.state_dict())
+    save_vision(small(), tmp_path / "model", CONFIG)
+    save_vision(small(), tmp_path / "model", CONFIG, weights=other.state_dict())
     again, _ = load_vision(tmp_path / "model")
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in again.state_dict().items())
     assert [path.name for path in tmp_path.iterdir()] == ["model"], "nothing half-made is left"
 
 
-@pytest.mark.parametrize("harm", ["no folder", "no weights", "cut", "other kind", "no width", "other width", "no json"])
-def test_a_folder_that_holds_no_whole_model_is_told(harm: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "damage", ["no folder", "no weights", "cut", "other kind", "no width", "other width", "no json"]
+)
+def test_a_folder_that_holds_no_whole_model_is_told(damage: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    save_vision(small(), folder, FACTS)
+    save_vision(small(), folder, CONFIG)
     config, weights = folder / "config.json", folder / "model.safetensors"
-    facts = json.loads(config.read_text(encoding="utf-8"))
-    if harm == "no folder":
+    values = json.loads(config.read_text(encoding="utf-8"))
+    if damage == "no folder":
         folder = tmp_path / "nowhere"
-    elif harm == "no weights":
+    elif damage == "no weights":
         weights.unlink()
-    elif harm == "cut":
+    elif damage == "cut":
         weights.write_bytes(weights.read_bytes()[:-10])
-    elif harm == "no json":
+    elif damage == "no json":
         config.write_text("{", encoding="utf-8")
     else:
         change = {"other kind": {"model_type": "llama"}, "no width": {"width": None}, "other width": {"width": 8}}
-        config.write_text(json.dumps({**facts, **change[harm]}), encoding="utf-8")
+        config.write_text(json.dumps({**values, **change[damage]}), encoding="utf-8")
     with pytest.raises(ModelError, match=str(folder)):
         load_vision(folder)

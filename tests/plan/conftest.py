@@ -1,4 +1,4 @@
-"""Plans are tested by the shipped coefficients, whatever this machine has measured for itself."""
+"""Plans are tested with the shipped coefficients, not with those measured on this machine."""
 
 from __future__ import annotations
 

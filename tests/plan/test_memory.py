@@ -1,4 +1,4 @@
-"""The counted memory of a step is that of the tensors a real model makes, traced without weights."""
+"""The memory estimate equals the traced tensor memory of real models without weights."""
 
 from __future__ import annotations
 
@@ -27,36 +27,36 @@ def traced_peak(config: Any, work: StepWorkload, settings: SftConfig) -> int:
     from modelwright.models.trainable import set_trainable
 
     class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        now, peak, seen = 0, 0, dict[int, int]()
+        now, peak, sizes = 0, 0, dict[int, int]()
 
         def add(self, tensor: torch.Tensor) -> None:
             storage = tensor.untyped_storage()
-            if (key := storage._cdata) not in self.seen:
-                self.seen[key] = storage.nbytes()
+            if (key := storage._cdata) not in self.sizes:
+                self.sizes[key] = storage.nbytes()
                 self.now += storage.nbytes()
                 weakref.finalize(storage, self.drop, key)
 
         def drop(self, key: int) -> None:
-            self.now -= self.seen.pop(key, 0)
+            self.now -= self.sizes.pop(key, 0)
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            made = func(*args, **(kwargs or {}))
-            for tensor in tree_iter(made):
+            out = func(*args, **(kwargs or {}))
+            for tensor in tree_iter(out):
                 if isinstance(tensor, torch.Tensor):
                     self.add(tensor)
             self.peak = max(self.peak, self.now)
-            return made
+            return out
 
     live = Live()
-    live.seen = {}
+    live.sizes = {}
     with FakeTensorMode():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
         set_trainable(model, settings)
         if work.checkpointing:
             enable_activation_checkpointing(model, work.checkpointing)
         model.train()
-        moving = [weight for weight in model.parameters() if weight.requires_grad]
-        optimizer = torch.optim.AdamW(moving, fused=True)
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        optimizer = torch.optim.AdamW(trained, fused=True)
         for tensor in (*model.parameters(), *model.buffers()):
             live.add(tensor)
         tokens = torch.zeros(work.micro_batch_size, work.seq_len, dtype=torch.int64)
@@ -76,7 +76,7 @@ def traced_peak(config: Any, work: StepWorkload, settings: SftConfig) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "length", "way", "more"),
+    ("name", "rows", "length", "trainable", "more"),
     [
         ("smollm2-135m", 8, 256, "all", {"precision": "fp32"}),
         ("llama-6b", 1, 512, "all", {"checkpointing": True}),
@@ -87,13 +87,17 @@ def traced_peak(config: Any, work: StepWorkload, settings: SftConfig) -> int:
         ("gemma-3-270m", 2, 512, "all", {}),
     ],
 )
-def test_the_counted_peak_is_the_traced_peak(name: str, rows: int, length: int, way: Any, more: dict[str, Any]) -> None:
+def test_the_counted_peak_is_the_traced_peak(
+    name: str, rows: int, length: int, trainable: Any, more: dict[str, Any]
+) -> None:
     from transformers import CONFIG_MAPPING
 
-    told = {**SHIPPED_CONFIGS[name], "num_hidden_layers": 2}
-    config = CONFIG_MAPPING[told["model_type"]](**{k: v for k, v in told.items() if k != "model_type"}, pad_token_id=0)
-    settings = SftConfig.model_validate({"trainable": way})
-    shape = shape_from_config(told, name, "a test")
+    values = {**SHIPPED_CONFIGS[name], "num_hidden_layers": 2}
+    config = CONFIG_MAPPING[values["model_type"]](
+        **{k: v for k, v in values.items() if k != "model_type"}, pad_token_id=0
+    )
+    settings = SftConfig.model_validate({"trainable": trainable})
+    shape = shape_from_config(values, name, "a test")
     work = StepWorkload(shape, count_trainable(shape, settings), rows, length, chunked_loss=False, on_gpu=False, **more)
     assert estimate_memory(work, EXACT).total == pytest.approx(traced_peak(config, work, settings), rel=0.05)
 
@@ -104,11 +108,11 @@ def llama(**more: Any) -> StepWorkload:
 
 
 def test_fp32_masters_with_adam_need_sixteen_bytes_a_parameter_and_no_80_gb_card_holds_them() -> None:
-    found = estimate_memory(llama(checkpointing=True))
-    states = sum(found.components[name] for name in ("weights", "optimizer"))
+    estimate = estimate_memory(llama(checkpointing=True))
+    states = sum(estimate.components[name] for name in ("weights", "optimizer"))
     assert states == pytest.approx(12 * 6.083e9, rel=0.001)
-    assert found.phases["backward ends"] > 16 * 6.083e9
-    assert found.required > 80e9
+    assert estimate.phases["backward ends"] > 16 * 6.083e9
+    assert estimate.required > 80e9
 
 
 def test_checkpointing_sharding_and_bf16_weights_each_take_less() -> None:
@@ -129,8 +133,8 @@ def test_checkpointing_sharding_and_bf16_weights_each_take_less() -> None:
 
 def test_quantised_layers_are_a_quarter_of_bf16_and_the_ends_stay() -> None:
     shape = shape_from_config(SHIPPED_CONFIGS["llama-7b"], "llama-7b", "a test")
-    moves = count_trainable(shape, SftConfig.model_validate({"trainable": "lora"}))
-    plain = StepWorkload(shape, moves, 1, 512, param_dtype="bf16", counts_loading=False)
+    summary = count_trainable(shape, SftConfig.model_validate({"trainable": "lora"}))
+    plain = StepWorkload(shape, summary, 1, 512, param_dtype="bf16", counts_loading=False)
     saved = (
         estimate_memory(plain).components["weights"]
         - estimate_memory(replace(plain, quantization="nf4")).components["weights"]
@@ -147,7 +151,7 @@ def test_sharding_over_a_machine_holds_more_than_over_all() -> None:
     )
 
 
-def test_recordings_of_a_step_each_keep_what_comes_and_goes() -> None:
+def test_each_cuda_graph_keeps_its_transient_memory() -> None:
     shape = shape_from_config(SHIPPED_CONFIGS["smollm2-360m"], "smollm2-360m", "a test")
     plain = StepWorkload(
         shape,

@@ -1,4 +1,4 @@
-"""The arithmetic of a stage: batches that come out even, steps that can be checked by hand, reasons for each choice."""
+"""The plan of a stage: batch, steps, precision, and the reason for each choice."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ V100 = DeviceInfo("cuda", "Tesla V100", 16 << 30, fast_bf16=False)
 
 
 def plan(
-    rows: int = 100, world: int = 1, kept: int | None = None, facts: DeviceInfo = LAPTOP, **settings: Any
+    rows: int = 100,
+    world_size: int = 1,
+    resumed_global_batch: int | None = None,
+    device_info: DeviceInfo = LAPTOP,
+    **settings: Any,
 ) -> StagePlan:
-    return plan_stage(SftConfig(**settings), rows, world, facts, kept)
+    return plan_stage(SftConfig(**settings), rows, world_size, device_info, resumed_global_batch)
 
 
 @pytest.mark.parametrize(
@@ -41,8 +45,8 @@ def test_a_matrix_has_one_scale_in_fp8_and_pairs_have_one_for_each_row(
 
 
 def test_the_batch_is_a_sum_that_a_person_can_check() -> None:
-    found = plan(world=4, per_device_train_batch_size=8, gradient_accumulation_steps=2)
-    assert found.batch_arithmetic == "batch 64 = 8 per device × 4 devices × 2 accumulation"
+    planned = plan(world_size=4, per_device_train_batch_size=8, gradient_accumulation_steps=2)
+    assert planned.batch_arithmetic == "batch 64 = 8 per device × 4 devices × 2 accumulation"
     assert plan(per_device_train_batch_size=8).batch_arithmetic == "batch 8 = 8 per device × 1 device × 1 accumulation"
 
 
@@ -51,34 +55,41 @@ def test_the_batch_is_a_sum_that_a_person_can_check() -> None:
     [(100, 1, 8, 13), (96, 1, 8, 12), (100, 2, 8, 25), (100, 0.5, 8, 7), (3, 1, 8, 1)],
 )
 def test_epochs_become_steps(rows: int, epochs: float, batch: int, steps: int) -> None:
-    found = plan(rows, num_train_epochs=epochs, per_device_train_batch_size=batch)
-    assert (found.steps, found.total_samples) == (steps, round(rows * epochs))
+    planned = plan(rows, num_train_epochs=epochs, per_device_train_batch_size=batch)
+    assert (planned.steps, planned.total_samples) == (steps, round(rows * epochs))
 
 
 def test_max_steps_says_more_than_epochs() -> None:
-    found = plan(100, max_steps=5, num_train_epochs=9, per_device_train_batch_size=8)
-    assert (found.steps, found.total_samples) == (5, 40)
+    planned = plan(100, max_steps=5, num_train_epochs=9, per_device_train_batch_size=8)
+    assert (planned.steps, planned.total_samples) == (5, 40)
 
 
 def test_a_global_batch_is_solved_for_each_world() -> None:
     shapes = {}
-    for world in (1, 2, 4, 8):
-        found = plan(world=world, global_batch_size=32, per_device_train_batch_size=8)
-        assert found.micro_batch_size * found.gradient_accumulation_steps * world == found.global_batch_size == 32
-        shapes[world] = (found.micro_batch_size, found.gradient_accumulation_steps)
+    for world_size in (1, 2, 4, 8):
+        planned = plan(world_size=world_size, global_batch_size=32, per_device_train_batch_size=8)
+        assert (
+            planned.micro_batch_size * planned.gradient_accumulation_steps * world_size
+            == planned.global_batch_size
+            == 32
+        )
+        shapes[world_size] = (planned.micro_batch_size, planned.gradient_accumulation_steps)
     assert shapes == {1: (8, 4), 2: (8, 2), 4: (8, 1), 8: (4, 1)}
 
 
-def test_a_world_that_does_not_divide_the_batch_says_how_many_places_stay_empty() -> None:
-    found = plan(world=3, global_batch_size=32, per_device_train_batch_size=8)
-    assert found.global_batch_size == 32
-    assert "1 of 33 row slots per step are empty: 3 do not divide 32" in found.reasons
+def test_a_world_size_that_does_not_divide_the_batch_reports_empty_slots() -> None:
+    planned = plan(world_size=3, global_batch_size=32, per_device_train_batch_size=8)
+    assert planned.global_batch_size == 32
+    assert "1 of 33 row slots per step are empty: 3 do not divide 32" in planned.reasons
 
 
 def test_a_run_keeps_the_batch_it_was_started_with() -> None:
-    started = plan(world=4, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    started = plan(world_size=4, per_device_train_batch_size=4, gradient_accumulation_steps=2)
     resumed = plan(
-        world=2, kept=started.global_batch_size, per_device_train_batch_size=4, gradient_accumulation_steps=2
+        world_size=2,
+        resumed_global_batch=started.global_batch_size,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
     )
     assert (resumed.global_batch_size, resumed.steps, resumed.total_samples) == (
         32,
@@ -91,18 +102,20 @@ def test_a_run_keeps_the_batch_it_was_started_with() -> None:
 
 @pytest.mark.parametrize("batch", [1, 2, 6, 7, 12, 32])
 @pytest.mark.parametrize("per_device", [1, 3, 8])
-@pytest.mark.parametrize("world", [1, 2, 5])
-def test_a_solved_batch_holds_every_row_and_no_device_takes_too_many(batch: int, per_device: int, world: int) -> None:
-    rows, times = solve_batch(batch, per_device, world)
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_a_solved_batch_holds_every_row_and_no_device_takes_too_many(
+    batch: int, per_device: int, world_size: int
+) -> None:
+    rows, times = solve_batch(batch, per_device, world_size)
     assert 1 <= rows <= per_device
-    assert batch <= rows * times * world < batch + world
+    assert batch <= rows * times * world_size < batch + world_size
 
 
 def test_shares_of_a_length_become_steps() -> None:
-    found = plan(
+    planned = plan(
         400, per_device_train_batch_size=4, warmup_steps="5%", decay_steps="20%", save_steps="25%", eval_steps=10
     )
-    assert (found.steps, found.warmup_steps, found.decay_steps, found.save_steps, found.eval_steps) == (
+    assert (planned.steps, planned.warmup_steps, planned.decay_steps, planned.save_steps, planned.eval_steps) == (
         100,
         5,
         20,
@@ -112,38 +125,38 @@ def test_shares_of_a_length_become_steps() -> None:
 
 
 def test_without_eval_steps_a_stage_is_measured_at_its_end() -> None:
-    found = plan(400, per_device_train_batch_size=4)
-    assert found.eval_steps == found.steps
+    planned = plan(400, per_device_train_batch_size=4)
+    assert planned.eval_steps == planned.steps
 
 
 def test_a_save_every_zero_steps_is_one_every_step() -> None:
     assert plan(save_steps=0).save_steps == 1
 
 
-@pytest.mark.parametrize(("facts", "precision"), [(LAPTOP, "fp32"), (H100, "bf16"), (V100, "fp16")])
-def test_precision_is_what_the_device_does_well(facts: DeviceInfo, precision: str) -> None:
-    assert choose_precision(facts)[0] == precision
-    assert choose_precision(facts)[1].startswith(precision), "the reason says what was chosen"
-    assert plan(facts=facts).precision == precision
+@pytest.mark.parametrize(("device_info", "precision"), [(LAPTOP, "fp32"), (H100, "bf16"), (V100, "fp16")])
+def test_precision_is_what_the_device_does_well(device_info: DeviceInfo, precision: str) -> None:
+    assert choose_precision(device_info)[0] == precision
+    assert choose_precision(device_info)[1].startswith(precision), "the reason says what was chosen"
+    assert plan(device_info=device_info).precision == precision
 
 
 def test_the_reason_says_what_the_weights_are_kept_in() -> None:
-    kept = plan(facts=H100)
-    assert kept.param_dtype == "bf16"
-    assert kept.reasons == ("bf16 arithmetic: fast on NVIDIA H100; weights are kept in bf16 with exact masters",)
-    wide = plan(facts=H100, param_dtype="fp32")
-    assert (wide.param_dtype, wide.reasons) == ("fp32", ("bf16 arithmetic: fast on NVIDIA H100",))
+    half = plan(device_info=H100)
+    assert half.param_dtype == "bf16"
+    assert half.reasons == ("bf16: fast on NVIDIA H100; bf16 weights with exact fp32 masters",)
+    wide = plan(device_info=H100, param_dtype="fp32")
+    assert (wide.param_dtype, wide.reasons) == ("fp32", ("bf16: fast on NVIDIA H100",))
 
 
-def test_a_wished_precision_is_taken_without_a_word() -> None:
-    found = plan(precision="bf16")
-    assert (found.precision, found.reasons) == ("bf16", ())
+def test_a_precision_set_in_the_recipe_has_no_reason_line() -> None:
+    planned = plan(precision="bf16")
+    assert (planned.precision, planned.reasons) == ("bf16", ())
 
 
 @pytest.mark.parametrize(
-    ("facts", "wish", "taken", "told"),
+    ("device_info", "settings", "expected", "reason"),
     [
-        (H100, {}, True, "fp32 products on the tensor cores (tf32), which keep 10 of 23 bits; tf32: false keeps all"),
+        (H100, {}, True, "fp32 matmuls use tf32 (10 of 23 mantissa bits); tf32: false keeps all"),
         (H100, {"tf32": False}, False, ""),
         (V100, {}, False, ""),
         (LAPTOP, {"tf32": True}, False, "tf32: true has no effect here: 2 CPU threads has no tf32"),
@@ -151,32 +164,32 @@ def test_a_wished_precision_is_taken_without_a_word() -> None:
     ],
 )
 def test_fp32_products_go_to_tensor_cores_where_there_are_any_and_the_plan_says_so(
-    facts: DeviceInfo, wish: dict[str, Any], taken: bool, told: str
+    device_info: DeviceInfo, settings: dict[str, Any], expected: bool, reason: str
 ) -> None:
-    found = plan(facts=facts, **{"precision": "fp32", **wish})
-    assert found.tf32 == taken
-    assert [line.startswith(told) for line in found.reasons] == ([True] if told else [])
+    planned = plan(device_info=device_info, **{"precision": "fp32", **settings})
+    assert planned.tf32 == expected
+    assert [line.startswith(reason) for line in planned.reasons] == ([True] if reason else [])
 
 
 def test_a_plan_is_plain_json() -> None:
-    told = json.loads(json.dumps(plan().as_json()))
-    assert told["batch_arithmetic"] == plan().batch_arithmetic
-    assert told["steps"] == 13
+    values = json.loads(json.dumps(plan().as_json()))
+    assert values["batch_arithmetic"] == plan().batch_arithmetic
+    assert values["steps"] == 13
 
 
 def test_this_machine_is_probed() -> None:
-    facts = probe_device()
-    assert facts.memory > 1 << 28
-    assert facts.name
+    device_info = probe_device()
+    assert device_info.memory > 1 << 28
+    assert device_info.name
 
 
 def test_a_learning_rate_is_scaled_by_the_devices_the_batch_was_made_for_and_says_so() -> None:
-    wish = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "learning_rate": 5e-5}
-    assert plan(world=4, **wish).learning_rate == 5e-5
-    found = plan(world=4, scale_lr_by_world_size=True, **wish)
-    assert found.learning_rate == pytest.approx(2e-4)
-    assert "learning rate 0.0002 = 5e-05 × 4 devices (scale_lr_by_world_size)" in found.reasons
-    fewer = plan(world=2, kept=64, scale_lr_by_world_size=True, **wish)
+    settings = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "learning_rate": 5e-5}
+    assert plan(world_size=4, **settings).learning_rate == 5e-5
+    planned = plan(world_size=4, scale_lr_by_world_size=True, **settings)
+    assert planned.learning_rate == pytest.approx(2e-4)
+    assert "learning rate 0.0002 = 5e-05 × 4 devices (scale_lr_by_world_size)" in planned.reasons
+    fewer = plan(world_size=2, resumed_global_batch=64, scale_lr_by_world_size=True, **settings)
     assert fewer.learning_rate == pytest.approx(2e-4), "a run that goes on with two of four devices keeps its rate"
 
 
@@ -199,10 +212,10 @@ def test_memory_is_free_up_to_the_limit_of_the_container(
     files: dict[str, str], left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hardware, "CGROUP", tmp_path)
-    whole = available_memory()
+    without_limit = available_memory()
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content, encoding="ascii")
-    assert available_memory() == left < whole
+    assert available_memory() == left < without_limit
     (tmp_path / next(iter(files))).write_text("max", encoding="ascii")
     assert available_memory() > left

@@ -1,1 +1,1 @@
-"""Models: found by name or folder, told which weights move, saved so that others can read them."""
+"""Load, modify, train in parts and save models."""

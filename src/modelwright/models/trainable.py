@@ -73,13 +73,11 @@ def _layers(model: nn.Module) -> nn.ModuleList | None:
 def _trainable_modules(model: Any, parts: TrainableConfig) -> list[nn.Module]:
     selection = parts.trainable
     modules: list[nn.Module] = []
-    if selection.last_layers:
+    if last := selection.last_layers:
         layers = decoder_layers(model)
-        if selection.last_layers > len(layers):
-            raise ModelError(
-                f"model: trainable.last_layers is {selection.last_layers}, but the model has {len(layers)} layers"
-            )
-        modules += list(layers[len(layers) - selection.last_layers :])
+        if last > len(layers):
+            raise ModelError(f"model: trainable.last_layers is {last}, but the model has {len(layers)} layers")
+        modules += list(layers[len(layers) - last :])
     if selection.lm_head:
         modules.append(model.get_output_embeddings())
     if selection.norms:

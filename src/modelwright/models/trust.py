@@ -46,24 +46,20 @@ def check_tokenizer(path: Path) -> None:
 
 def adapter_base(path: Path) -> Path:
     """The base model folder of an adapter, which must be plain LoRA."""
-    settings = read_small_json(path / ADAPTER_CONFIG)
+    file = path / ADAPTER_CONFIG
+    settings = read_small_json(file)
     if (peft_type := settings.get("peft_type")) != "LORA":
-        raise ModelError(f"model: {path / ADAPTER_CONFIG} is an adapter of type {str(peft_type)[:40]!r}; it wants LORA")
-    for name in CODE_KEYS:
-        if settings.get(name):
-            raise ModelError(
-                f"model: {path / ADAPTER_CONFIG} has {name}, which names code or a pickle; that is never run"
-            )
+        raise ModelError(f"model: {file} is an adapter of type {str(peft_type)[:40]!r}; it wants LORA")
+    if name := next((name for name in CODE_KEYS if settings.get(name)), None):
+        raise ModelError(f"model: {file} has {name}, which names code or a pickle; that is never run")
     if not (path / "adapter_model.safetensors").is_file():
         pickle_note = f" ({pickles[0]} is a pickle, which may run any code)" if (pickles := _pickles(path)) else ""
         raise ModelError(f"model: {path} has no adapter_model.safetensors{pickle_note}; it wants safetensors")
     base = settings.get("base_model_name_or_path")
     if not isinstance(base, str) or not _is_model(base):
-        raise ModelError(
-            f"model: {path / ADAPTER_CONFIG} sits on {str(base)[:200]!r}, and there is no such model folder"
-        )
+        raise ModelError(f"model: {file} sits on {str(base)[:200]!r}, and there is no such model folder")
     if (Path(base) / ADAPTER_CONFIG).exists():
-        raise ModelError(f"model: {path / ADAPTER_CONFIG} sits on {base}, itself an adapter; it wants a whole model")
+        raise ModelError(f"model: {file} sits on {base}, itself an adapter; it wants a full model")
     return Path(base)
 
 
@@ -84,7 +80,7 @@ def read_small_json(path: Path) -> dict[str, Any]:
         reason = getattr(error, "strerror", None) or "it is no JSON"
         raise ModelError(f"model: {path} cannot be read ({reason})") from None
     if not isinstance(value, dict):
-        raise ModelError(f"model: {path} holds no settings; it wants a JSON object")
+        raise ModelError(f"model: {path} is not a JSON object")
     return value
 
 

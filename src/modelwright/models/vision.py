@@ -99,15 +99,14 @@ def load_vision(folder: Path) -> tuple[ResNet18, dict[str, Any]]:
         config: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         model_type, shape = config.get("model_type"), [config.get(name) for name in ("classes", "width", "channels")]
         if model_type != MODEL_TYPE or not all(isinstance(value, int) and value > 0 for value in shape):
-            raise ModelError(
-                f"model: {folder / CONFIG_FILE} describes {model_type!r} of {shape}; it wants {MODEL_TYPE!r}"
-            )
+            described = f"{model_type!r} of {shape}"
+            raise ModelError(f"model: {folder / CONFIG_FILE} describes {described}; it wants {MODEL_TYPE!r}")
         with torch.device("meta"):
             model = resnet18(*shape)  # type: ignore[arg-type]
         model.load_state_dict(load_file(folder / WEIGHTS_FILE), assign=True)
     except (OSError, ValueError, AttributeError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise ModelError(f"model: {folder} holds no whole {MODEL_TYPE} ({reason})") from None
+        raise ModelError(f"model: {folder} holds no complete {MODEL_TYPE} ({reason})") from None
     return model.eval(), config
 
 
@@ -224,13 +223,8 @@ class _FusedBatchNorm(torch.autograd.Function):
             x, past, stats, out, num_rows, channels, int(has_residual), floor, **tile_kwargs
         )
         ctx.save_for_backward(x, out, stats)
-        ctx.has_residual, ctx.floor, ctx.programs, ctx.rows_per_program = (
-            has_residual,
-            floor,
-            programs,
-            rows_per_program,
-        )
-        ctx.tile_kwargs, ctx.sum_kwargs = tile_kwargs, sum_kwargs
+        ctx.has_residual, ctx.floor, ctx.tile_kwargs, ctx.sum_kwargs = has_residual, floor, tile_kwargs, sum_kwargs
+        ctx.programs, ctx.rows_per_program = programs, rows_per_program
         return out
 
     @staticmethod

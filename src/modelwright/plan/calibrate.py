@@ -73,7 +73,7 @@ class Calibration:
     def as_json(self) -> dict[str, Any]:
         """An entry of the calibration file."""
         return {
-            "time": self.time.as_json(),
+            "time": {name: float(f"{value:.5g}") for name, value in asdict(self.time).items()},
             "memory": {name: float(f"{value:.5g}") for name, value in asdict(self.memory).items()},
             "runs": self.runs,
             "max_rate_error": round(self.max_rate_error, 4),
@@ -95,12 +95,14 @@ def calibration_for(gpu: GpuSpec) -> Calibration:
 
 
 def _calibration_from_json(card: str, entry: dict[str, Any]) -> Calibration:
-    names = {field.name for field in fields(MemoryCoefficients)}
-    coefficients = {name: float(value) for name, value in entry.get("memory", {}).items() if name in names}
+    time, memory = (
+        {field.name: float(values[field.name]) for field in fields(kind) if field.name in values}
+        for kind, values in ((TimeCoefficients, entry.get("time", {})), (MemoryCoefficients, entry.get("memory", {})))
+    )
     return Calibration(
         card=card,
-        time=TimeCoefficients.from_json(entry.get("time", {})),
-        memory=MemoryCoefficients(**coefficients),
+        time=TimeCoefficients(**time),
+        memory=MemoryCoefficients(**memory),
         runs=int(entry.get("runs", 0)),
         max_rate_error=float(entry.get("max_rate_error", DEFAULT_ERROR)),
         max_memory_error=float(entry.get("max_memory_error", 0.1)),
@@ -148,7 +150,7 @@ def _gauss_newton(
     names = [field.name for field in fields(guess)]
     anchor = np.array([math.log(getattr(guess, name)) for name in names])
     point = np.array([math.log(getattr(start, name)) for name in names])
-    hold, damping = PRIOR_WEIGHT**2, 1e-3
+    prior, damping = PRIOR_WEIGHT**2, 1e-3
 
     def coefficients_at(logs: Vector) -> Coefficients:
         return replace(guess, **{name: math.exp(value) for name, value in zip(names, logs, strict=True)})
@@ -157,15 +159,15 @@ def _gauss_newton(
         return np.array(errors(coefficients_at(logs)))
 
     def cost(error: Vector, logs: Vector) -> float:
-        return float((error**2 / 2 + error**4 / (4 * LARGE_ERROR**2)).sum() + hold * ((logs - anchor) ** 2).sum() / 2)
+        return float((error**2 / 2 + error**4 / (4 * LARGE_ERROR**2)).sum() + prior * ((logs - anchor) ** 2).sum() / 2)
 
     current = errors_at(point)
     for _ in range(MAX_ITERATIONS):
         columns = [(errors_at(point + 1e-4 * direction) - current) / 1e-4 for direction in np.eye(len(names))]
         slopes = np.stack(columns, axis=1)
         weight = 1 + (current / LARGE_ERROR) ** 2
-        curve = (slopes.T * weight) @ slopes + hold * np.eye(len(names))
-        downhill = -(slopes.T @ (weight * current) + hold * (point - anchor))
+        curve = (slopes.T * weight) @ slopes + prior * np.eye(len(names))
+        downhill = -(slopes.T @ (weight * current) + prior * (point - anchor))
         while damping < 1e6:
             step = np.linalg.solve(curve + damping * np.diag(np.diag(curve)), downhill).clip(-0.7, 0.7)
             candidate = errors_at(point + step)
@@ -315,7 +317,7 @@ CPU_CASES = (
     PlanCase("135M of 10 layers full 96", "smollm2-135m", 4, 96, settings=_FP32, smaller={"num_hidden_layers": 10}),
     PlanCase("135M of 5 layers last 2 96", "smollm2-135m", 4, 96,
             settings={**_FP32, "trainable": {"last_layers": 2}}, smaller={"num_hidden_layers": 5}),
-    PlanCase("wide words 64", "smollm2-135m", 8, 64, settings=_FP32, smaller={**_TINY, "vocab_size": 16384}),
+    PlanCase("large vocabulary 64", "smollm2-135m", 8, 64, settings=_FP32, smaller={**_TINY, "vocab_size": 16384}),
     PlanCase("ResNet-18 of width 16", "resnet18", 32, stage="classify", settings=_FP32, smaller={"width": 16}),
     PlanCase("ResNet-18 of width 8", "resnet18", 64, stage="classify", settings=_FP32, smaller={"width": 8}),
     PlanCase("tiny full 192, twice", "smollm2-135m", 4, 192,

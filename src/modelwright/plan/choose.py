@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +46,17 @@ def choose_plan(
     plan: StagePlan, settings: TrainingConfig, shape: ModelShape, rows: RowStats, hardware: Hardware
 ) -> StageEstimate:
     """The fastest plan that fits this hardware, with its estimate; if none fits, what would."""
-    calibration = calibration_for(hardware.gpu)
-    requested = for_gpu(plan, settings, hardware.gpu)
-    choice = _fastest_fitting(requested, settings, shape, rows, hardware)
+    case = _Case(settings, shape, rows, hardware)
+    requested = for_gpu(plan, hardware.gpu)
+    choice = case.fastest_fitting(requested)
     fits, chosen = choice is not None, choice or requested
-    memory, time = _estimate(chosen, settings, shape, rows, hardware, calibration)
-    relative_error, basis = calibration.uncertainty(hardware.gpu)
+    memory, time = case.estimate(chosen)
+    relative_error, basis = case.calibration.uncertainty(hardware.gpu)
     lines = list(change_lines(requested, chosen, hardware))
     if fits and chosen.gradient_checkpointing == requested.gradient_checkpointing:
-        lines += checkpointing_hint(chosen, settings, shape, rows, hardware)
+        lines += case.checkpointing_hint(chosen)
     if fits and settings.distributed_strategy == "auto" and hardware.world_size > 1:
-        ddp, _ = _estimate(replace(chosen, sharding="ddp"), settings, shape, rows, hardware, calibration)
+        ddp, _ = case.estimate(replace(chosen, sharding="ddp"))
         lines.append(sharding_reason(requested, chosen, ddp.required, hardware))
     return StageEstimate(
         plan=replace(chosen, reasons=(*chosen.reasons, *lines)),
@@ -64,7 +65,7 @@ def choose_plan(
         memory=memory,
         time=time,
         fits=fits,
-        alternatives=() if fits else alternatives(requested, settings, shape, rows, hardware),
+        alternatives=() if fits else case.alternatives(requested),
         relative_error=relative_error,
         basis=basis,
         price=None,
@@ -72,7 +73,119 @@ def choose_plan(
     )
 
 
-def for_gpu(plan: StagePlan, settings: TrainingConfig, gpu: GpuSpec) -> StagePlan:
+@dataclass(frozen=True)
+class _Case:
+    """A stage on given hardware, for which plans are compared."""
+
+    settings: TrainingConfig
+    shape: ModelShape
+    rows: RowStats
+    hardware: Hardware
+
+    @cached_property
+    def calibration(self) -> Calibration:
+        return calibration_for(self.hardware.gpu)
+
+    @property
+    def is_micro_batch_free(self) -> bool:
+        """Whether the recipe sets the global batch and leaves the micro-batch size to the planner."""
+        is_set = "per_device_train_batch_size" in self.settings.model_fields_set
+        return self.settings.global_batch_size is not None and not is_set
+
+    def estimate(self, plan: StagePlan) -> tuple[MemoryEstimate, StepTime]:
+        """Memory of a plan for rows of the maximum length, and time for rows of the mean length."""
+        is_resnet, rows = isinstance(self.shape, ResNetShape), self.rows
+        if is_resnet and isinstance(self.settings, TrainableConfig):
+            raise ModelError("model: a resnet is trained by classify, not by a text stage")
+        work = workload_of(self.shape, self.settings, plan, rows, self.hardware)
+        fill_fraction = 1.0 if rows.mean_length >= rows.max_length or is_resnet else FILL_WITH_PADDING
+        typical = replace(work, seq_len=max(1, min(rows.max_length, round(rows.mean_length / fill_fraction))))
+        bandwidth = self.hardware.slowest_bandwidth
+        time = step_time(typical, self.hardware.gpu, self.calibration.time, bandwidth, fill_fraction)
+        return estimate_memory(work, self.calibration.memory), time
+
+    def candidates(self, plan: StagePlan) -> list[StagePlan]:
+        """All layouts of the same global batch: micro-batch sizes, checkpointing modes and shardings."""
+        rows_per_device = plan.micro_batch_size * plan.gradient_accumulation_steps
+        max_size = rows_per_device if self.is_micro_batch_free else plan.micro_batch_size
+        shardings, checkpointings = [plan.sharding], [plan.gradient_checkpointing]
+        if self.settings.distributed_strategy == "auto" and plan.sharding == "ddp":
+            shardings += shardings_for(self.settings, self.hardware)
+        if isinstance(self.settings, TrainableConfig):
+            checkpointings = list(CHECKPOINTINGS[CHECKPOINTINGS.index(plan.gradient_checkpointing) :])
+        sizes = [size for size in range(max_size, 0, -1) if rows_per_device % size == 0]
+        layouts = [replace(plan, micro_batch_size=n, gradient_accumulation_steps=rows_per_device // n) for n in sizes]
+        return [
+            replace(layout, gradient_checkpointing=checkpointing, sharding=sharding)
+            for sharding in shardings
+            for checkpointing in checkpointings
+            for layout in layouts
+        ]
+
+    def fastest_fitting(self, plan: StagePlan) -> StagePlan | None:
+        """The requested plan if it fits, else the fastest candidate that does; None if none fits."""
+        fitting: list[tuple[float, StagePlan]] = []
+        for index, candidate in enumerate([plan, *self.candidates(plan)]):
+            memory, time = self.estimate(candidate)
+            if memory.required > self.hardware.gpu.memory:
+                continue
+            if index == 0 and not self.is_micro_batch_free:
+                return candidate
+            fitting.append((time.tokens_per_second, candidate))
+        # communication is the least certain part of the estimate: weights are sharded only if they do not fit otherwise
+        requested = (plan.sharding, plan.gradient_checkpointing)
+        if any((each.sharding, each.gradient_checkpointing) == requested for _, each in fitting):
+            fitting = [(rate, each) for rate, each in fitting if each.sharding == plan.sharding]
+        best: tuple[float, StagePlan] | None = None
+        for rate, candidate in fitting:
+            if best is None or rate > best[0] * 1.01:
+                best = (rate, candidate)
+        return best[1] if best else None
+
+    def checkpointing_hint(self, plan: StagePlan) -> tuple[str, ...]:
+        """A line if lighter checkpointing than the recipe's would fit and be faster."""
+        rate = self.estimate(plan)[1].tokens_per_second
+        best, name = rate * MIN_HINT_SPEEDUP, ""
+        for lighter in CHECKPOINTINGS[: CHECKPOINTINGS.index(plan.gradient_checkpointing)]:
+            candidate = self.fastest_fitting(replace(plan, gradient_checkpointing=lighter))
+            if candidate is None or (candidate.gradient_checkpointing, candidate.sharding) != (lighter, plan.sharding):
+                continue
+            other = self.estimate(candidate)[1].tokens_per_second
+            if other >= best:
+                best, name = other, str(lighter).lower()
+        return (f"gradient_checkpointing: {name} would fit too, {best / rate:.2f} × as fast",) if name else ()
+
+    def alternatives(self, plan: StagePlan) -> tuple[str, ...]:
+        """The smallest changes that would fit: a smaller evaluation batch, LoRA, more GPUs, a larger GPU."""
+        options, settings, hardware = [], self.settings, self.hardware
+        is_text = isinstance(self.shape, DecoderShape)
+        eval_rows = settings.per_device_eval_batch_size
+        while eval_rows := eval_rows // 2:
+            smaller = settings.model_copy(update={"per_device_eval_batch_size": eval_rows})
+            if replace(self, settings=smaller).fastest_fitting(plan):
+                options.append(f"per_device_eval_batch_size: {eval_rows}")
+                break
+        if is_text and isinstance(settings, TrainableConfig) and not settings.trainable.lora:
+            lighter = settings.model_copy(update={"trainable": TrainableParts(lora=True)})
+            if replace(self, settings=lighter).fastest_fitting(plan):
+                options.append("trainable: lora")
+        cards, accumulation = 2 * hardware.world_size, max(1, plan.gradient_accumulation_steps // 2)
+        while cards <= 64 and is_text:
+            larger = replace(self, hardware=Hardware(-(-cards // 8), min(cards, 8), hardware.gpu))
+            sharded = replace(plan, world_size=cards, sharding="fsdp", gradient_accumulation_steps=accumulation)
+            if larger.fastest_fitting(sharded):
+                options.append(f"distributed_strategy: fsdp over {cards} × {hardware.gpu.name}")
+                break
+            cards *= 2
+        larger_gpus = [gpu for gpu in GPUS.values() if gpu.memory > hardware.gpu.memory]
+        for gpu in sorted(larger_gpus, key=lambda each: each.memory):
+            if replace(self, hardware=replace(hardware, gpu=gpu)).fastest_fitting(for_gpu(plan, gpu)):
+                options.append(f"{hardware.world_size} × {gpu.name}")
+                break
+        return tuple(options)
+
+
+def for_gpu(plan: StagePlan, gpu: GpuSpec) -> StagePlan:
     """The plan in a precision that the GPU supports."""
     lacks = {"bf16": not gpu.bf16, "fp8": not gpu.fp8}
     if not lacks.get(plan.precision, False) or gpu.name == "CPU":
@@ -81,36 +194,6 @@ def for_gpu(plan: StagePlan, settings: TrainingConfig, gpu: GpuSpec) -> StagePla
     reason = f"{fallback} instead of {plan.precision}: {gpu.name} has no {plan.precision}"
     param_dtype = plan.param_dtype if fallback == "bf16" else "fp32"
     return replace(plan, precision=fallback, param_dtype=param_dtype, reasons=(*plan.reasons, reason))
-
-
-def candidates(plan: StagePlan, settings: TrainingConfig, hardware: Hardware) -> list[StagePlan]:
-    """All layouts of the same global batch: micro-batch sizes, checkpointing modes and shardings."""
-    rows_per_device = plan.micro_batch_size * plan.gradient_accumulation_steps
-    max_size = rows_per_device if _is_micro_batch_free(settings) else plan.micro_batch_size
-    sizes = [size for size in range(max_size, 0, -1) if rows_per_device % size == 0]
-    shardings = [plan.sharding]
-    if settings.distributed_strategy == "auto" and plan.sharding == "ddp":
-        shardings += shardings_for(settings, hardware)
-    checkpointings = [plan.gradient_checkpointing]
-    if isinstance(settings, TrainableConfig):
-        checkpointings = list(CHECKPOINTINGS[CHECKPOINTINGS.index(plan.gradient_checkpointing) :])
-    return [
-        replace(
-            plan,
-            micro_batch_size=size,
-            gradient_accumulation_steps=rows_per_device // size,
-            gradient_checkpointing=checkpointing,
-            sharding=sharding,
-        )
-        for sharding in shardings
-        for checkpointing in checkpointings
-        for size in sizes
-    ]
-
-
-def _is_micro_batch_free(settings: TrainingConfig) -> bool:
-    """Whether the recipe sets the global batch and leaves the micro-batch size to the planner."""
-    return settings.global_batch_size is not None and "per_device_train_batch_size" not in settings.model_fields_set
 
 
 def shardings_for(settings: TrainingConfig, hardware: Hardware) -> list[str]:
@@ -145,93 +228,6 @@ def change_lines(requested: StagePlan, chosen: StagePlan, hardware: Hardware) ->
     if requested.gradient_checkpointing != chosen.gradient_checkpointing:
         lines.append(f"{CHECKPOINTING_TEXT[chosen.gradient_checkpointing]}, for the {budget}")
     return tuple(lines)
-
-
-def checkpointing_hint(
-    plan: StagePlan, settings: TrainingConfig, shape: ModelShape, rows: RowStats, hardware: Hardware
-) -> tuple[str, ...]:
-    """A line if lighter checkpointing than the recipe's would fit and be faster."""
-    calibration = calibration_for(hardware.gpu)
-    rate = _estimate(plan, settings, shape, rows, hardware, calibration)[1].tokens_per_second
-    best, name = rate * MIN_HINT_SPEEDUP, ""
-    for lighter in CHECKPOINTINGS[: CHECKPOINTINGS.index(plan.gradient_checkpointing)]:
-        candidate = _fastest_fitting(replace(plan, gradient_checkpointing=lighter), settings, shape, rows, hardware)
-        if candidate is None or (candidate.gradient_checkpointing, candidate.sharding) != (lighter, plan.sharding):
-            continue
-        other = _estimate(candidate, settings, shape, rows, hardware, calibration)[1].tokens_per_second
-        if other >= best:
-            best, name = other, str(lighter).lower()
-    return (f"gradient_checkpointing: {name} would fit too, {best / rate:.2f} × as fast",) if name else ()
-
-
-def alternatives(
-    plan: StagePlan, settings: TrainingConfig, shape: ModelShape, rows: RowStats, hardware: Hardware
-) -> tuple[str, ...]:
-    """The smallest changes that would fit: a smaller evaluation batch, LoRA, more GPUs, a larger GPU."""
-    options = []
-    eval_rows = settings.per_device_eval_batch_size
-    while eval_rows := eval_rows // 2:
-        fewer_eval_rows = settings.model_copy(update={"per_device_eval_batch_size": eval_rows})
-        if _fastest_fitting(plan, fewer_eval_rows, shape, rows, hardware):
-            options.append(f"per_device_eval_batch_size: {eval_rows}")
-            break
-    if isinstance(shape, DecoderShape) and isinstance(settings, TrainableConfig) and not settings.trainable.lora:
-        lighter = settings.model_copy(update={"trainable": TrainableParts(lora=True)})
-        if _fastest_fitting(plan, lighter, shape, rows, hardware):
-            options.append("trainable: lora")
-    cards, accumulation = 2 * hardware.world_size, max(1, plan.gradient_accumulation_steps // 2)
-    while cards <= 64 and isinstance(shape, DecoderShape):
-        larger = Hardware(-(-cards // 8), min(cards, 8), hardware.gpu)
-        sharded = replace(plan, world_size=cards, sharding="fsdp", gradient_accumulation_steps=accumulation)
-        if _fastest_fitting(sharded, settings, shape, rows, larger):
-            options.append(f"distributed_strategy: fsdp over {cards} × {hardware.gpu.name}")
-            break
-        cards *= 2
-    larger_gpus = [gpu for gpu in GPUS.values() if gpu.memory > hardware.gpu.memory]
-    for gpu in sorted(larger_gpus, key=lambda each: each.memory):
-        moved = replace(hardware, gpu=gpu)
-        if _fastest_fitting(for_gpu(plan, settings, gpu), settings, shape, rows, moved):
-            options.append(f"{hardware.world_size} × {gpu.name}")
-            break
-    return tuple(options)
-
-
-def _fastest_fitting(
-    plan: StagePlan, settings: TrainingConfig, shape: ModelShape, rows: RowStats, hardware: Hardware
-) -> StagePlan | None:
-    """The requested plan if it fits, else the fastest candidate that does; None if none fits."""
-    calibration = calibration_for(hardware.gpu)
-    fitting: list[tuple[float, StagePlan]] = []
-    for index, candidate in enumerate([plan, *candidates(plan, settings, hardware)]):
-        memory, time = _estimate(candidate, settings, shape, rows, hardware, calibration)
-        if memory.required > hardware.gpu.memory:
-            continue
-        if index == 0 and not _is_micro_batch_free(settings):
-            return candidate
-        fitting.append((time.tokens_per_second, candidate))
-    # communication is the least certain part of the estimate: weights are sharded only if they do not fit otherwise
-    requested = (plan.sharding, plan.gradient_checkpointing)
-    if any((each.sharding, each.gradient_checkpointing) == requested for _, each in fitting):
-        fitting = [(rate, each) for rate, each in fitting if each.sharding == plan.sharding]
-    best: tuple[float, StagePlan] | None = None
-    for rate, candidate in fitting:
-        if best is None or rate > best[0] * 1.01:
-            best = (rate, candidate)
-    return best[1] if best else None
-
-
-def _estimate(
-    plan: StagePlan,
-    settings: TrainingConfig,
-    shape: ModelShape,
-    rows: RowStats,
-    hardware: Hardware,
-    calibration: Calibration,
-) -> tuple[MemoryEstimate, StepTime]:
-    if isinstance(shape, ResNetShape) and isinstance(settings, TrainableConfig):
-        raise ModelError("model: a resnet is trained by classify, not by a text stage")
-    work = workload_of(shape, settings, plan, rows, hardware)
-    return estimate_step(work, rows, plan, hardware, calibration)
 
 
 PRICES_FILE = Path(__file__).parent / "prices.json"
@@ -375,17 +371,6 @@ def workload_of(
     )
 
 
-def estimate_step(
-    work: StepWorkload, rows: RowStats, plan: StagePlan, hardware: Hardware, calibration: Calibration
-) -> tuple[MemoryEstimate, StepTime]:
-    """Memory for rows of the maximum length, and time for rows of the mean length."""
-    packed = rows.mean_length >= rows.max_length
-    fill_fraction = 1.0 if packed or isinstance(work.shape, ResNetShape) else FILL_WITH_PADDING
-    typical = replace(work, seq_len=max(1, min(rows.max_length, round(rows.mean_length / fill_fraction))))
-    time = step_time(typical, hardware.gpu, calibration.time, hardware.slowest_bandwidth, fill_fraction)
-    return estimate_memory(work, calibration.memory), time
-
-
 def load_prices(path: Path | None) -> dict[str, float]:
     """Dollars per GPU-hour: the shipped figures, overridden by the user's file."""
     dollars = json.loads(PRICES_FILE.read_text(encoding="utf-8"))["dollars_per_gpu_hour"]
@@ -450,23 +435,23 @@ def plan_table(
     return PlanTable(stage, shape, rows, tuple(estimates))
 
 
-def format_table(sheet: PlanTable) -> list[str]:
+def format_table(table: PlanTable) -> list[str]:
     """The table as text: a column per target, then the reasons."""
-    trainable, rows = sheet.estimates[0].trainable, sheet.rows
+    trainable, rows = table.estimates[0].trainable, table.rows
     count = f"{rows.count:,} rows" if rows.count is not None else "rows not counted"
     size = "" if rows.max_length == 1 else f" of about {rows.mean_length:,.0f} tokens, longest {rows.max_length:,}"
-    lines = [f"{sheet.stage}: {trainable} · {sheet.shape.source}", f"{count}{size} · {rows.basis}", ""]
-    table = [("", *(str(each.hardware) for each in sheet.estimates))]
-    table += [(name, *(cell(each) for each in sheet.estimates)) for name, cell in TABLE_ROWS]
+    lines = [f"{table.stage}: {trainable} · {table.shape.source}", f"{count}{size} · {rows.basis}", ""]
+    cells = [("", *(str(each.hardware) for each in table.estimates))]
+    cells += [(name, *(cell(each) for each in table.estimates)) for name, cell in TABLE_ROWS]
     names: list[str] = []
-    for each in sheet.estimates:
+    for each in table.estimates:
         names += [name for name, size in each.memory.components.items() if size > 5e7 and name not in names]
-    memories = [each.memory.components for each in sheet.estimates]
-    peak_row = next(index for index, row in enumerate(table) if row[0] == "peak memory")
-    table[peak_row:peak_row] = [(f"  {name}", *(_gib(memory.get(name, 0.0)) for memory in memories)) for name in names]
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
-    for each in sheet.estimates:
+    memories = [each.memory.components for each in table.estimates]
+    peak_row = next(index for index, row in enumerate(cells) if row[0] == "peak memory")
+    cells[peak_row:peak_row] = [(f"  {name}", *(_gib(memory.get(name, 0.0)) for memory in memories)) for name in names]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    for each in table.estimates:
         notes = [*each.plan.reasons, f"speed ± {each.relative_error:.0%}: {each.basis}"]
         if not each.fits:
             notes.insert(0, f"does not fit; would fit: {' | '.join(each.alternatives) or 'nothing in the table'}")
@@ -474,14 +459,14 @@ def format_table(sheet: PlanTable) -> list[str]:
     return lines
 
 
-def summary_line(sheet: PlanTable) -> str:
+def summary_line(table: PlanTable) -> str:
     """The first target of a table in one line."""
-    each = sheet.estimates[0]
+    each = table.estimates[0]
     steps = f"{each.plan.steps:,} steps, " if each.steps_known else ""
     required = f"{_gib(each.memory.required)} of {_gib(each.hardware.gpu.memory)}"
     required += "" if each.fits else ", which is too little"
     speed = f"{each.time.tokens_per_second:,.0f} tokens/s, {_hours(each)}"
-    return f"{sheet.stage}: {steps}batch {_batch(each)}, {each.plan.precision}, {required}, {speed}"
+    return f"{table.stage}: {steps}batch {_batch(each)}, {each.plan.precision}, {required}, {speed}"
 
 
 def _gib(size: float) -> str:

@@ -207,7 +207,7 @@ def gpu_spec_of(device_info: DeviceInfo) -> GpuSpec:
     if spec:
         return replace(spec, memory=memory)
     if device_info.device == "cuda":
-        return replace(GPUS["A40"], name=device_info.name, memory=memory, source="unknown card, taken for an A40")
+        return replace(GPUS["A40"], name=device_info.name, memory=memory, source="unknown GPU, counted as an A40")
     threads = int(device_info.name.split()[0]) if device_info.name[:1].isdigit() else 1
     rate, bandwidth = 30e9 * threads, 10e9 * threads**0.75
     half = 2 * rate if device_info.fast_bf16 else rate / 50

@@ -76,28 +76,26 @@ def plan_stage(
 ) -> StagePlan:
     """Plan a stage; a resumed run keeps its global batch at any world size."""
     reasons: list[str] = []
-    micro_batch_size, accumulation, global_batch_size = _batch_layout(
-        settings, world_size, resumed_global_batch, reasons
-    )
+    batch_layout = _batch_layout(settings, world_size, resumed_global_batch, reasons)
+    micro_batch_size, accumulation, global_batch_size = batch_layout
     total_samples = max(1, round(settings.num_train_epochs * train_rows))
     if settings.max_steps is not None:
         total_samples = settings.max_steps * global_batch_size
     steps = -(-total_samples // global_batch_size)
     if global_batch_size > train_rows:
-        reasons.append(
-            f"a step takes {global_batch_size} rows and there are {train_rows}: rows come several times in one step"
-        )
+        repeated = "rows come several times in one step"
+        reasons.append(f"a step takes {global_batch_size} rows and there are {train_rows}: {repeated}")
     learning_rate = _scale_learning_rate(settings, global_batch_size, reasons)
     precision, reason = choose_precision(device_info) if settings.precision == "auto" else (settings.precision, "")
     param_dtype = choose_param_dtype(settings, precision, device_info)
     if reason:
-        reasons.append(reason + ("; weights are kept in bf16 with exact masters" if param_dtype == "bf16" else ""))
+        reasons.append(reason + ("; bf16 weights with exact fp32 masters" if param_dtype == "bf16" else ""))
     tf32, reason = choose_tf32(settings.tf32, precision, device_info)
     if reason:
         reasons.append(reason)
     is_text = isinstance(settings, TrainableConfig)
     if settings.gradient_checkpointing and not is_text:
-        reasons.append("gradient_checkpointing has no effect here: images are trained with all activations kept")
+        reasons.append("gradient_checkpointing has no effect here: image stages save all activations")
     return StagePlan(
         train_rows=train_rows,
         total_samples=total_samples,
@@ -186,16 +184,16 @@ def choose_tf32(setting: bool | str, precision: str, device_info: DeviceInfo) ->
     if setting is False or (setting == "auto" and (precision != "fp32" or not device_info.has_tf32)):
         return False, ""
     if precision != "fp32":
-        return False, f"tf32: true has no effect here: it is for precision fp32, and this computes in {precision}"
+        return False, f"tf32: true has no effect here: it is for precision fp32, not {precision}"
     if not device_info.has_tf32:
-        return False, f"tf32: true has no effect here: {device_info.name} has no tf32, and multiplies fp32 exactly"
-    return True, "fp32 products on the tensor cores (tf32), which keep 10 of 23 bits; tf32: false keeps all"
+        return False, f"tf32: true has no effect here: {device_info.name} has no tf32"
+    return True, "fp32 matmuls use tf32 (10 of 23 mantissa bits); tf32: false keeps all"
 
 
 def choose_precision(device_info: DeviceInfo) -> tuple[str, str]:
     """The fastest compute precision of this device; the dtype of the weights is chosen separately."""
     if device_info.fast_bf16:
-        return "bf16", f"bf16 arithmetic: fast on {device_info.name}"
+        return "bf16", f"bf16: fast on {device_info.name}"
     if device_info.device == "cuda":
-        return "fp16", f"fp16 arithmetic with a loss scaler: {device_info.name} has no fast bf16"
-    return "fp32", "fp32: this processor multiplies bf16 no faster"
+        return "fp16", f"fp16 with a loss scaler: {device_info.name} has no fast bf16"
+    return "fp32", "fp32: this processor computes bf16 no faster"

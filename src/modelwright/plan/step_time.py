@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from modelwright.plan.hardware import GpuSpec
 from modelwright.plan.memory import LOSS_CHUNK, StepWorkload
@@ -81,16 +80,6 @@ class TimeCoefficients:
     """Fraction of the peak rate of convolutions on small images."""
     conv_traffic: float = 12.0
     """Memory passes over a convolution's output, forward and backward."""
-
-    def as_json(self) -> dict[str, float]:
-        """For the calibration file."""
-        return {name: float(f"{value:.5g}") for name, value in asdict(self).items()}
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> TimeCoefficients:
-        """Read what `as_json` wrote; unknown names are ignored."""
-        known = {field.name for field in fields(cls)}
-        return cls(**{name: float(value) for name, value in values.items() if name in known})
 
 
 DEFAULT_TIME = TimeCoefficients()

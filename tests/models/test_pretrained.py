@@ -1,0 +1,129 @@
+"""Models are found in folders before the hub, and a broken one is reported with a clear message."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from modelwright.errors import ModelError
+from modelwright.models.pretrained import ResolvedModel, eos_token_ids, load_model, load_tokenizer, resolve_model
+from modelwright.models.save import save_model
+from modelwright.models.trainable import set_trainable
+from modelwright.recipe.schema import ModelConfig, TrainableConfig
+from tiny import tiny_model
+
+
+def named(name: str) -> ModelConfig:
+    return ModelConfig(model_name_or_path=name)
+
+
+@pytest.fixture
+def copied(model_folder: Path, tmp_path: Path) -> Path:
+    """The tiny model, free to be damaged."""
+    return shutil.copytree(model_folder, tmp_path / "copied")
+
+
+def set_config(folder: Path, **values: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **values}), encoding="utf-8")
+
+
+def test_a_folder_is_found_by_its_path_and_beside_the_recipe(copied: Path) -> None:
+    assert resolve_model(named(str(copied)), Path("/nowhere")).path == copied
+    assert resolve_model(named("copied"), copied.parent).path == copied
+
+
+def test_a_folder_comes_before_the_hub(copied: Path) -> None:
+    copied.rename(copied.parent / "name")
+    (copied.parent / "owner").mkdir()
+    (copied.parent / "name").rename(copied.parent / "owner" / "name")
+    resolved = resolve_model(named("owner/name"), copied.parent)
+    assert (resolved.path, resolved.revision) == (copied.parent / "owner" / "name", None)
+
+
+def test_a_folder_without_config_is_told(tmp_path: Path) -> None:
+    (tmp_path / "half").mkdir()
+    with pytest.raises(ModelError, match=r"half has no config.json; it wants a folder that from_pretrained reads"):
+        resolve_model(named("half"), tmp_path)
+
+
+def test_a_miss_is_answered_with_the_nearest_names(copied: Path) -> None:
+    with pytest.raises(ModelError) as caught:
+        resolve_model(named("copeid"), copied.parent)
+    assert str(caught.value) == "model: there is no folder or embedded model 'copeid' (did you mean copied?)"
+    with pytest.raises(ModelError, match=r"did you mean smollm2-135m-instruct\?"):
+        resolve_model(named("smollm2-135M-instruct"), copied.parent)
+
+
+def test_a_miss_on_the_hub_is_one_message_with_what_to_check(tmp_path: Path) -> None:
+    with pytest.raises(ModelError) as caught:
+        resolve_model(named("nobody/nothing-of-that-name"), tmp_path)
+    message = str(caught.value)
+    assert message.startswith(
+        "model: there is no folder or embedded model 'nobody/nothing-of-that-name', and the hub did"
+    )
+    assert message.endswith("check the name, the network, and HF_TOKEN for a gated model")
+    assert "\n" not in message
+
+
+def test_the_fingerprint_shows_one_changed_weight_setting_or_token(copied: Path) -> None:
+    prints = [ResolvedModel("copied", copied).fingerprint()]
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        data = bytearray((copied / name).read_bytes())
+        data[-2] ^= 1
+        (copied / name).write_bytes(data)
+        prints.append(ResolvedModel("copied", copied).fingerprint())
+    assert len(set(prints)) == 4
+
+
+def test_weights_are_loaded_as_fp32_whatever_they_were_saved_as(model_folder: Path, tmp_path: Path) -> None:
+    load_model(model_folder).to(torch.bfloat16).save_pretrained(tmp_path / "half")
+    assert {weight.dtype for weight in load_model(tmp_path / "half").parameters()} == {torch.float32}
+
+
+def test_truncated_weights_are_told(copied: Path) -> None:
+    weights = copied / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(ModelError, match=r"copied could not be loaded \(.*incomplete metadata"):
+        load_model(copied)
+
+
+def test_weights_that_are_not_there_are_told_and_never_made_up(copied: Path) -> None:
+    set_config(copied, num_hidden_layers=3)
+    with pytest.raises(ModelError, match=r"lacks 9 weights that its config.json asks for, such as model.layers.2."):
+        load_model(copied)
+
+
+def test_a_family_that_nobody_knows_is_told(copied: Path) -> None:
+    set_config(copied, model_type="nonesuch")
+    with pytest.raises(ModelError, match=r"could not be loaded .*nonesuch"):
+        load_model(copied)
+
+
+def test_a_broken_tokenizer_is_told(copied: Path) -> None:
+    (copied / "tokenizer.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ModelError, match=r"the tokenizer of .*copied could not be loaded"):
+        load_tokenizer(copied)
+
+
+def test_every_token_that_ends_an_answer_is_known(model_folder: Path) -> None:
+    model = load_model(model_folder)
+    assert eos_token_ids(model) == [2]
+    model.generation_config.eos_token_id = [2, 0]
+    assert eos_token_ids(model) == [2, 0]
+    model.generation_config.eos_token_id = None
+    assert eos_token_ids(model) == []
+
+
+def test_an_adapter_finds_its_base_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_model(tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    base = resolve_model(named("base"), Path("elsewhere"))
+    model = set_trainable(load_model(base.path), TrainableConfig(trainable="lora"))
+    save_model(model, load_tokenizer(base.path), model.state_dict(), tmp_path / "adapter")
+    monkeypatch.chdir("/")
+    assert load_model(tmp_path / "adapter").get_base_model().config.num_hidden_layers == 2
