@@ -293,7 +293,7 @@ class JsonStream:
     """Incremental parser of a JSON list, in memory bounded by its largest item.
 
     ijson 3.6 is no replacement: its errors have no line number, it rejects NaN, it turns a lone surrogate into '?', and
-    100,000 nested brackets took 23 GB.
+    100,000 nested brackets exhausted 23 GB of memory.
     """
 
     def __init__(self, file: TextIO) -> None:
