@@ -62,7 +62,7 @@ def test_without_decoder_layers_gradient_checkpointing_is_full(
     run = pipeline.run(load(tiny_recipe(tmp_path, model_folder, max_steps=1), ())).path
     plan = json.loads((run / "plan.json").read_text())["sft"]
     assert plan["gradient_checkpointing"] is True
-    assert plan["reasons"][-1].startswith("gradient checkpointing is full: the model's layers were not profile")
+    assert plan["reasons"][-1].startswith("gradient checkpointing is full: the model's layers were not found")
 
 
 def test_the_profile_counts_what_a_step_holds() -> None:
