@@ -120,7 +120,7 @@ def _settings(view: RunView) -> str:
 def _precision(plan: dict[str, Any]) -> str:
     """The precision and its reason, for fp8 and tf32."""
     reasons = [str(line) for line in plan.get("reasons", [])]
-    lines = [single_line(line) for line in reasons if "fp8" in line or "(tf32)" in line]
+    lines = [single_line(line) for line in reasons if "fp8" in line or "use tf32" in line]
     return f"Computed in {single_line(str(plan.get('precision')))}. {lines[-1]}." if lines else ""
 
 
