@@ -1,6 +1,6 @@
 """The README's figures are those of benchmarks/results.
 
-``UPDATE_GOLDEN=1 pytest tests/benchmarks/test_tables.py`` writes the tables anew.
+``UPDATE_GOLDEN=1 pytest tests/benchmarks/test_tables.py`` rewrites the tables.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from benchmarks.tables import MARK, TABLES, _with_torchtitan, fill, gpu_table, s
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-PREDICTIONS = ROOT / "docs" / "reference" / "foreseen.md"
+PREDICTIONS = ROOT / "docs" / "reference" / "predictions.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 
