@@ -161,7 +161,7 @@ def test_packed_documents_are_apart_at_full_speed(model_folder: Path) -> None:
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_recorded_steps_compute_what_unrecorded_steps_compute(accumulation: int) -> None:
-    work = speed.Workload(2, 256, 512, 4, 2, rows=2, length=128, words=1024, accumulation=accumulation)
+    work = speed.Workload(2, 256, 512, 4, 2, rows=2, length=128, vocab_size=1024, accumulation=accumulation)
     plain, recorded = (
         speed.train_modelwright(
             work, speed.Variant(when, {"precision": "bf16", "cuda_graphs": when}), speed.rows_of(work, 12)
@@ -185,7 +185,7 @@ def test_what_is_computed_again_is_recorded_too_and_learns_the_same(
         return recorded[-1]
 
     monkeypatch.setattr(GraphedCallable, "_capture", watched)
-    work = speed.Workload(4, 1024, 2816, 8, 4, rows=4, length=512, words=1024, lora=lora)
+    work = speed.Workload(4, 1024, 2816, 8, 4, rows=4, length=512, vocab_size=1024, lora=lora)
     results = {}
     for how, when in ((False, "never"), ("selective", "never"), ("selective", "always"), (True, "always")):
         free_device()
@@ -220,7 +220,7 @@ def grads_of(weights: list[torch.nn.Parameter]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("recorded", ["never", "always"])
 def test_a_bad_step_moves_nothing_before_the_host_has_judged_it(monkeypatch: pytest.MonkeyPatch, recorded: str) -> None:
-    work = speed.Workload(2, 256, 512, 4, 2, rows=2, length=128, words=1024)
+    work = speed.Workload(2, 256, 512, 4, 2, rows=2, length=128, vocab_size=1024)
     first_weights: list[torch.Tensor] = []
     step, bad_steps = Engine._step, {6, 8}
 
@@ -281,7 +281,7 @@ def test_the_kernel_moves_weights_as_the_formula_does(mean: torch.dtype, odd: in
 
 def test_fp8_learns_what_bf16_learns() -> None:
     pytest.importorskip("torchao")
-    work = speed.Workload(2, 256, 512, 4, 2, rows=8, length=128, words=1024)
+    work = speed.Workload(2, 256, 512, 4, 2, rows=8, length=128, vocab_size=1024)
     exact = speed.train_modelwright(work, speed.Variant("bf16", {"precision": "bf16"}), speed.rows_of(work, 12))
     fp8 = speed.train_modelwright(
         work, speed.Variant("fp8", {"precision": "fp8", "torch_compile": True}), speed.rows_of(work, 12)
@@ -308,7 +308,7 @@ def test_a_card_that_others_have_filled_halves_the_rows_and_keeps_the_batch(
     monkeypatch: pytest.MonkeyPatch, recorded: str
 ) -> None:
     """The error is the allocator's own: most of the card is taken."""
-    work = speed.Workload(4, 1024, 2816, 8, 4, rows=8, length=1024, words=1024)
+    work = speed.Workload(4, 1024, 2816, 8, 4, rows=8, length=1024, vocab_size=1024)
     variant, messages = speed.Variant("it", {"precision": "bf16", "cuda_graphs": recorded}), []
     fallback = Engine._fallback_for
 
@@ -344,7 +344,8 @@ def test_a_group_that_is_stopped_while_it_compiles_ends_with_a_checkpoint(
         )  # fmt: skip
     try:
         journal, deadline = tmp_path / "run/journal.jsonl", time.monotonic() + 120
-        while time.monotonic() < deadline and not (journal.exists() and '"evaluation"' in journal.read_text()):
+        event = '"event": "evaluation"'
+        while time.monotonic() < deadline and not (journal.exists() and event in journal.read_text()):
             time.sleep(0.1)
         time.sleep(seconds)
         os.killpg(trial.pid, signal.SIGTERM)
