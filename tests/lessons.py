@@ -1,14 +1,14 @@
-"""Lessons are pages that run: their commands, what they print, and how the one is held against the other.
+"""Run the commands of the lessons and compare their output with the pages.
 
-A `bash` block is typed as it stands, all blocks of all lessons one after the other in one folder. `# exits 3` after a
-command says how it ends when that is not 0, and a block with `# needs FILE` is left out where that file is not there. A
-`text` block right below is what was printed:
+A `bash` block is run as written; all blocks of all lessons run in order in one folder. `# exits 3` after a command
+gives its exit code if that is not 0, and a block with `# needs FILE` is skipped if that file does not exist. A `text`
+block directly below is the output:
 
-- a line `…` stands for any number of lines, and `…` within a line for anything;
-- a model's own words, after `before:` and `after:`, may differ;
-- times, speeds and memory are the machine's, and may differ;
-- counts must be equal; other numbers may be off by a fifth;
-- every other word must be the same.
+- a line `…` stands for any number of lines, and `…` within a line for any text;
+- the text of a model, after `before:` and `after:`, may differ;
+- times, speeds and memory depend on the machine, and may differ;
+- counts must be equal; other numbers may differ by 20 %;
+- all other words must be the same.
 """
 
 from __future__ import annotations
@@ -32,45 +32,45 @@ BLOCK = re.compile(r"^```(?P<kind>\w+)\n(?P<body>.*?)^```$", re.MULTILINE | re.D
 HERE_DOCUMENT = re.compile(r"<<'?(?P<word>\w+)'?")
 GAP = "…"
 WIDTH = 116
-"""Longer lines are cut in a page."""
-OFF_BY = 0.2
+"""Longer lines are truncated in a page."""
+MAX_RELATIVE_ERROR = 0.2
 TIME = r"(?:\d+ h \d+ min|\d+ min \d+ s|[\d.]+ s\b)"
 PRECISION = r"(?:fp32|bf16|fp16), on \d+ CPU threads?"
-MACHINE = rf"{TIME}|{PRECISION}|[\d,.]+ (?:tok/s|images/s|[KMG]i?B)|grad [\d.e+-]+|#{{5,}}"
-"""What differs from one machine to the next; a gradient's length does where the arithmetic is another."""
+MACHINE = rf"{TIME}|{PRECISION}|[\d,.]+ (?:tok/s|images/s|[KMG]i?B)|grad_norm [\d.e+-]+|#{{5,}}"
+"""Values that depend on the machine; the gradient norm depends on its precision."""
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?%?"
 PIECE = re.compile(rf"(?P<machine>{MACHINE})|(?P<number>(?<![\w.-]){NUMBER}(?![\w-]))|(?P<gap>{GAP})")
-WORDS_OF_A_MODEL = re.compile(r"^(?P<who>\s*(?:before|after):)(?: .*)?$")
+MODEL_TEXT = re.compile(r"^(?P<who>\s*(?:before|after):)(?: .*)?$")
 KILLED = re.compile(r"^\S*block\.sh: line \d+: +\d+ (?:Killed|Terminated) .*$")
-"""What a shell says of a job that was killed; one that a person types in says it otherwise."""
+"""The message of bash about a killed job; an interactive shell prints another one."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """What is typed at once, and what the page shows of its output."""
+    """The commands of one block, and the output that the page shows."""
 
     line: int
-    """Line of the page where it begins."""
+    """Line of the page where it starts."""
     script: str
-    """What is typed."""
+    """The commands."""
     shown: tuple[str, ...] | None
-    """What the page shows; None where it shows nothing."""
+    """Lines of the output in the page; None if the page shows no output."""
     span: tuple[int, int]
-    """Where that stands in the page."""
+    """Start and end of the output in the page, as character offsets."""
 
     @property
-    def endings(self) -> list[int]:
-        """Exit codes other than 0 that the page announces, in order."""
+    def exit_codes(self) -> list[int]:
+        """Exit codes other than 0 that the page gives, in order."""
         return [int(code) for code in re.findall(r"# exits (\d+)", self.script)]
 
     @property
     def needs(self) -> list[str]:
-        """Files that not everybody has."""
+        """Files that may not exist on this machine."""
         return re.findall(r"^# needs (\S+)$", self.script, re.MULTILINE)
 
 
 def blocks(text: str) -> Iterator[Block]:
-    """What a page tells a person to type, in order."""
+    """The blocks of commands of a page, in order."""
     for found in BLOCK.finditer(text):
         if found["kind"] != "bash":
             continue
@@ -82,7 +82,7 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 def statements(script: str) -> Iterator[str]:
-    """The commands of a block, long ones on one line, without the text of here-documents."""
+    """The statements of a block, continued lines joined, without the text of here-documents."""
     lines = iter(script.replace("\\\n", " ").splitlines())
     for line in lines:
         yield line
@@ -93,13 +93,13 @@ def statements(script: str) -> Iterator[str]:
 
 
 def files(script: str) -> Iterator[tuple[str, str]]:
-    """The files that a block writes out by `cat > NAME <<'EOF'`."""
+    """Name and content of each file that a block writes with `cat > NAME <<'EOF'`."""
     for found in re.finditer(r"^cat > (\S+) <<'EOF'\n(.*?)^EOF$", script, re.MULTILINE | re.DOTALL):
         yield found[1], found[2]
 
 
 def commands(script: str) -> Iterator[list[str]]:
-    """The words after `modelwright`, for each such command of a block."""
+    """The arguments of each `modelwright` command of a block."""
     for statement in statements(script):
         words: list[str] = []
         reader = shlex.shlex(statement, posix=True, punctuation_chars=True)
@@ -107,7 +107,7 @@ def commands(script: str) -> Iterator[list[str]]:
         for word in chain(reader, ";") if "modelwright" in statement else ():
             if not set(word) <= set("|&;()<>"):
                 words.append(word)
-            elif set(word) & set("<>"):  # where its output goes
+            elif set(word) & set("<>"):  # a redirection
                 words = words[:-1] if words[-1:] == ["2"] else words
                 next(reader, None)
             else:
@@ -119,7 +119,7 @@ def commands(script: str) -> Iterator[list[str]]:
 
 
 class Shell:
-    """A bash that a lesson is typed into: variables, jobs and the folder stay from block to block."""
+    """A bash process for the blocks of a lesson; variables, jobs and the folder persist between blocks."""
 
     def __init__(self, folder: Path) -> None:
         tools = Path(tempfile.mkdtemp(prefix="lesson-"))
@@ -128,7 +128,7 @@ class Shell:
             (tools / name).chmod(0o755)
         environ = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src")}
         environ |= {"COLUMNS": "120", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "LC_ALL": "C.UTF-8"}
-        threads = os.environ.get("LESSONS_THREADS")  # on a busy machine one thread does more than two
+        threads = os.environ.get("LESSONS_THREADS")  # on a busy machine one thread is faster than two
         environ = {**environ, "OMP_NUM_THREADS": threads or str(len(os.sched_getaffinity(0)))}
         self.folder, self.tools, self.seconds = folder, tools, 0.0
         self.process = subprocess.Popen(
@@ -136,13 +136,13 @@ class Shell:
             cwd=folder, env=environ, stdin=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
 
-    def type(self, script: str) -> tuple[list[str], list[int]]:
-        """What a block prints, and the exit codes other than 0 of its commands."""
+    def run(self, script: str) -> tuple[list[str], list[int]]:
+        """The output of a block, and the exit codes other than 0 of its commands."""
         source, out, codes, done = (self.tools / name for name in ("block.sh", "out", "codes", "done"))
         done.unlink(missing_ok=True)
         codes.write_text("", encoding="utf-8")
-        source.write_text(f"{script}:\n", encoding="utf-8")  # the last word is no failure, else it would be told twice
-        begun = time.monotonic()
+        source.write_text(f"{script}:\n", encoding="utf-8")  # ends with success, else the failure is recorded twice
+        start = time.monotonic()
         trap = f"trap 'echo $? >> {codes}' ERR"
         assert self.process.stdin is not None
         self.process.stdin.write(f"{trap}; . {source} > {out} 2>&1 < /dev/null; trap - ERR; echo > {done}\n")
@@ -150,12 +150,12 @@ class Shell:
         while not done.exists():
             assert self.process.poll() is None, "the shell has ended"
             time.sleep(0.05)
-        self.seconds += time.monotonic() - begun
+        self.seconds += time.monotonic() - start
         lines = [line.rstrip() for line in out.read_text(encoding="utf-8").splitlines()]
         return [line for line in lines if line and not KILLED.match(line)], [int(c) for c in codes.read_text().split()]
 
     def close(self) -> None:
-        """End the shell; what it left running ends with it."""
+        """End the shell and its background jobs."""
         assert self.process.stdin is not None
         self.process.stdin.write("kill $(jobs -p) 2> /dev/null; exit\n")
         self.process.stdin.close()
@@ -163,45 +163,47 @@ class Shell:
         shutil.rmtree(self.tools, ignore_errors=True)
 
 
-def hold(shown: Sequence[str], printed: Sequence[str]) -> list[str | None]:
-    """For each shown line the printed one that it is, None for a gap; raises where they differ."""
+def match_output(shown: Sequence[str], printed: Sequence[str]) -> list[str | None]:
+    """The printed line for each shown line, None for a gap; raises AssertionError if they differ."""
     runs: list[list[str]] = [[]]
     for line in (line for line in shown if line.strip()):
         if line.strip() == GAP:
             runs.append([])
         else:
             runs[-1].append(line)
-    place, found = 0, list[str | None]()
+    position, matched = 0, list[str | None]()
     for number, run in enumerate(runs):
         fixed, last = number == 0, number == len(runs) - 1
-        start = len(printed) - len(run) if last and not fixed else place
-        tried = [start] if fixed or last else range(place, len(printed) - len(run) + 1)
-        fit = next((at for at in tried if at >= place and _fits(run, printed[at : at + len(run)])), None)
+        start = len(printed) - len(run) if last and not fixed else position
+        candidates = [start] if fixed or last else range(position, len(printed) - len(run) + 1)
+        fit = next((at for at in candidates if at >= position and _fits(run, printed[at : at + len(run)])), None)
         if fit is None or (fixed and last and len(printed) != len(run)):
-            raise AssertionError(_difference(run, printed[start if last else place :]))
-        found += ([None] if number else []) + list(printed[fit : fit + len(run)])
-        place = fit + len(run)
-    return found
+            raise AssertionError(_difference(run, printed[start if last else position :]))
+        matched += ([None] if number else []) + list(printed[fit : fit + len(run)])
+        position = fit + len(run)
+    return matched
 
 
 def _fits(shown: Sequence[str], printed: Sequence[str]) -> bool:
-    return len(shown) == len(printed) and all(same(a, b) for a, b in zip(shown, printed, strict=True))
+    return len(shown) == len(printed) and all(line_matches(a, b) for a, b in zip(shown, printed, strict=True))
 
 
 def _difference(run: Sequence[str], printed: Sequence[str]) -> str:
-    first = next((f"{a!r}\n  is now {b!r}" for a, b in zip(run, printed, strict=False) if not same(a, b)), "the end")
+    first = next(
+        (f"{a!r}\n  is now {b!r}" for a, b in zip(run, printed, strict=False) if not line_matches(a, b)), "the end"
+    )
     return "\n".join([f"the page shows {first}", "printed:", *(f"  {line}" for line in printed[:60])])
 
 
-def same(shown: str, printed: str) -> bool:
-    """Whether a printed line is the one that a page shows."""
-    if (words := WORDS_OF_A_MODEL.match(shown)) and (others := WORDS_OF_A_MODEL.match(printed)):
+def line_matches(shown: str, printed: str) -> bool:
+    """Whether a printed line matches a shown one."""
+    if (words := MODEL_TEXT.match(shown)) and (others := MODEL_TEXT.match(printed)):
         return words["who"] == others["who"]
-    found = _pattern(shown).fullmatch(printed)
-    if found is None:
+    match = _pattern(shown).fullmatch(printed)
+    if match is None:
         return False
     numbers = [piece["number"] for piece in PIECE.finditer(shown) if piece["number"]]
-    return all(near(a, b) for a, b in zip(numbers, found.groups(), strict=True))
+    return all(numbers_match(a, b) for a, b in zip(numbers, match.groups(), strict=True))
 
 
 def _pattern(shown: str) -> re.Pattern[str]:
@@ -213,30 +215,30 @@ def _pattern(shown: str) -> re.Pattern[str]:
     return re.compile(pattern + re.sub(r"(?:\\ )+", r"\\s+", re.escape(shown[end:])))
 
 
-def near(shown: str, printed: str) -> bool:
-    """Whether two numbers are the same for a reader: counts are equal, measures within a fifth."""
+def numbers_match(shown: str, printed: str) -> bool:
+    """Whether two numbers match: counts must be equal, measurements within 20 %."""
     a, b = (float(text.replace(",", "").rstrip("%")) for text in (shown, printed))
     if re.fullmatch(r"\d[\d,]*", shown) and re.fullmatch(r"\d[\d,]*", printed):
         return a == b
-    slack = 10.0 if shown.endswith("%") else 0.05
-    return abs(a - b) <= max(OFF_BY * abs(a), slack)
+    tolerance = 10.0 if shown.endswith("%") else 0.05
+    return abs(a - b) <= max(MAX_RELATIVE_ERROR * abs(a), tolerance)
 
 
-def refreshed(block: Block, printed: Sequence[str]) -> str:
-    """The text block anew: the same lines with the numbers of now, or all of them where the words have changed."""
+def updated_output(block: Block, printed: Sequence[str]) -> str:
+    """The text block with the current numbers, or the whole output if the words have changed."""
     assert block.shown is not None
     try:
-        held = iter(hold(block.shown, printed))
+        matched = iter(match_output(block.shown, printed))
     except AssertionError:
-        return "".join(f"{_cut(line)}\n" for line in printed)
-    return "".join(f"{_renewed(line, next(held)) if line.strip() else ''}\n" for line in block.shown)
+        return "".join(f"{_truncate(line)}\n" for line in printed)
+    return "".join(f"{_updated_line(line, next(matched)) if line.strip() else ''}\n" for line in block.shown)
 
 
-def _renewed(shown: str, printed: str | None) -> str:
-    """A line with the numbers of now; what the page leaves out stays out."""
-    left_out = GAP in shown.removesuffix(GAP) or (shown.endswith(GAP) and printed == _cut(printed or ""))
-    return shown if printed is None or left_out else _cut(printed)
+def _updated_line(shown: str, printed: str | None) -> str:
+    """A line with the current numbers; omitted text stays omitted."""
+    omitted = GAP in shown.removesuffix(GAP) or (shown.endswith(GAP) and printed == _truncate(printed or ""))
+    return shown if printed is None or omitted else _truncate(printed)
 
 
-def _cut(line: str) -> str:
+def _truncate(line: str) -> str:
     return line if len(line) <= WIDTH else f"{line[:WIDTH].rpartition(' ')[0]} {GAP}"
