@@ -126,7 +126,7 @@ class Shell:
         for name, words in (("modelwright", "-m modelwright "), ("python", "")):
             (tools / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words}"$@"\n', encoding="utf-8")
             (tools / name).chmod(0o755)
-        environ = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src")}
+        environ = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
         environ |= {"COLUMNS": "120", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "LC_ALL": "C.UTF-8"}
         threads = os.environ.get("LESSONS_THREADS")  # on a busy machine one thread is faster than two
         environ = {**environ, "OMP_NUM_THREADS": threads or str(len(os.sched_getaffinity(0)))}
