@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch._dynamo.utils
 
-from benchmarks import speed
+from benchmarks import speed, workloads
 from benchmarks.common import free_device
 from modelwright.engine import precision
 from modelwright.engine.bf16_adamw import PARAM_REMAINDER, BF16AdamW, join_fp32_master, split_fp32_master
@@ -161,10 +161,10 @@ def test_packed_documents_are_apart_at_full_speed(model_folder: Path) -> None:
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_recorded_steps_compute_what_unrecorded_steps_compute(accumulation: int) -> None:
-    work = speed.Workload(2, 256, 512, 4, 2, rows=2, length=128, vocab_size=1024, accumulation=accumulation)
+    work = workloads.Workload(2, 256, 512, 4, 2, rows=2, length=128, vocab_size=1024, accumulation=accumulation)
     plain, recorded = (
         speed.train_modelwright(
-            work, speed.Variant(when, {"precision": "bf16", "cuda_graphs": when}), speed.rows_of(work, 12)
+            work, workloads.Variant(when, {"precision": "bf16", "cuda_graphs": when}), workloads.token_rows(work, 12)
         )
         for when in ("never", "always")
     )
@@ -185,13 +185,13 @@ def test_what_is_computed_again_is_recorded_too_and_learns_the_same(
         return recorded[-1]
 
     monkeypatch.setattr(GraphedCallable, "_capture", watched)
-    work = speed.Workload(4, 1024, 2816, 8, 4, rows=4, length=512, vocab_size=1024, lora=lora)
+    work = workloads.Workload(4, 1024, 2816, 8, 4, rows=4, length=512, vocab_size=1024, lora=lora)
     results = {}
     for how, when in ((False, "never"), ("selective", "never"), ("selective", "always"), (True, "always")):
         free_device()
         recorded.clear()
         options = {"precision": "bf16", "cuda_graphs": when, "torch_compile": compiled, "gradient_checkpointing": how}
-        results[how, when] = speed.train_modelwright(work, speed.Variant("it", options), speed.rows_of(work, 12))
+        results[how, when] = speed.train_modelwright(work, workloads.Variant("it", options), workloads.token_rows(work, 12))
         assert all(recorded) and bool(recorded) == (when == "always"), (how, when, recorded)
     plain = results[False, "never"]
     for pace in results.values():
@@ -220,7 +220,7 @@ def grads_of(weights: list[torch.nn.Parameter]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("recorded", ["never", "always"])
 def test_a_bad_step_moves_nothing_before_the_host_has_judged_it(monkeypatch: pytest.MonkeyPatch, recorded: str) -> None:
-    work = speed.Workload(2, 256, 512, 4, 2, rows=2, length=128, vocab_size=1024)
+    work = workloads.Workload(2, 256, 512, 4, 2, rows=2, length=128, vocab_size=1024)
     first_weights: list[torch.Tensor] = []
     step, bad_steps = Engine._step, {6, 8}
 
@@ -233,8 +233,8 @@ def test_a_bad_step_moves_nothing_before_the_host_has_judged_it(monkeypatch: pyt
         return report
 
     monkeypatch.setattr(Engine, "_step", watched)
-    variant = speed.Variant("it", {"precision": "bf16", "cuda_graphs": recorded})
-    speed.train_modelwright(work, variant, speed.rows_of(work, 12))
+    variant = workloads.Variant("it", {"precision": "bf16", "cuda_graphs": recorded})
+    speed.train_modelwright(work, variant, workloads.token_rows(work, 12))
     assert {number for number, (was, now) in enumerate(pairwise(first_weights)) if torch.equal(was, now)} == bad_steps
 
 
@@ -281,10 +281,10 @@ def test_the_kernel_moves_weights_as_the_formula_does(mean: torch.dtype, odd: in
 
 def test_fp8_learns_what_bf16_learns() -> None:
     pytest.importorskip("torchao")
-    work = speed.Workload(2, 256, 512, 4, 2, rows=8, length=128, vocab_size=1024)
-    exact = speed.train_modelwright(work, speed.Variant("bf16", {"precision": "bf16"}), speed.rows_of(work, 12))
+    work = workloads.Workload(2, 256, 512, 4, 2, rows=8, length=128, vocab_size=1024)
+    exact = speed.train_modelwright(work, workloads.Variant("bf16", {"precision": "bf16"}), workloads.token_rows(work, 12))
     fp8 = speed.train_modelwright(
-        work, speed.Variant("fp8", {"precision": "fp8", "torch_compile": True}), speed.rows_of(work, 12)
+        work, workloads.Variant("fp8", {"precision": "fp8", "torch_compile": True}), workloads.token_rows(work, 12)
     )
     assert fp8.losses == pytest.approx(exact.losses, rel=2e-2)
 
@@ -308,8 +308,8 @@ def test_a_card_that_others_have_filled_halves_the_rows_and_keeps_the_batch(
     monkeypatch: pytest.MonkeyPatch, recorded: str
 ) -> None:
     """The error is the allocator's own: most of the card is taken."""
-    work = speed.Workload(4, 1024, 2816, 8, 4, rows=8, length=1024, vocab_size=1024)
-    variant, messages = speed.Variant("it", {"precision": "bf16", "cuda_graphs": recorded}), []
+    work = workloads.Workload(4, 1024, 2816, 8, 4, rows=8, length=1024, vocab_size=1024)
+    variant, messages = workloads.Variant("it", {"precision": "bf16", "cuda_graphs": recorded}), []
     fallback = Engine._fallback_for
 
     def logged_fallback(engine: Any, error: Exception) -> str | None:
@@ -318,12 +318,12 @@ def test_a_card_that_others_have_filled_halves_the_rows_and_keeps_the_batch(
 
     monkeypatch.setattr(Engine, "_fallback_for", logged_fallback)
     free_device()
-    unlimited = speed.train_modelwright(work, variant, speed.rows_of(work, 8))
+    unlimited = speed.train_modelwright(work, variant, workloads.token_rows(work, 8))
     assert not messages
     free_device()
     free, _ = torch.cuda.mem_get_info()
     occupied = torch.empty(free - int(0.75 * unlimited.memory), dtype=torch.uint8, device="cuda")
-    limited = speed.train_modelwright(work, variant, speed.rows_of(work, 8))
+    limited = speed.train_modelwright(work, variant, workloads.token_rows(work, 8))
     del occupied
     free_device()
     assert messages[0].startswith("micro-batch 8 runs out of memory; batch 8 = 4 per device × 1 device × 2")
