@@ -114,8 +114,8 @@ EVENTS = ("run", "loading", "stage_started", "model", "plan", "step")
 """Journal events before and at the first step, in order."""
 RUN_WITH_PDEATHSIG = """\
 import runpy, sys
-from modelwright.runs.heartbeat import die_with_parent
-die_with_parent(int(sys.argv.pop(1)))
+from modelwright.runs.heartbeat import set_pdeathsig
+set_pdeathsig(int(sys.argv.pop(1)))
 sys.argv[0] = "modelwright"
 runpy.run_module("modelwright", run_name="__main__")
 """

@@ -68,7 +68,7 @@ class ValueTracer:
 
 
 def trace_run(root: Path, work_dir: Path, settings: dict[str, Any]) -> tuple[StepTracer, ValueTracer]:
-    """Train two steps of a tiny SFT recipe under both tracers."""
+    """Train three steps of a tiny SFT recipe under both tracers."""
     sys.path[:0] = [str(root / "src"), str(root / "tests")]
     import tiny
     from modelwright.cli import main as command
@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     settings = {
-        "max_steps": 2,
+        "max_steps": 3,
         "per_device_train_batch_size": 2,
         "max_length": 64,
         "packing": str(options.packing).lower(),

@@ -25,9 +25,9 @@ checkpoint.verify = slow
 """
 """Put first in a trial, this makes a save take as long as several steps."""
 FULL_DISK = """
-from modelwright.engine import tensors
-from modelwright.engine.checkpoint import Checkpoints
-save, write, full = Checkpoints.save, tensors.write, False
+from modelwright.engine import checkpoint
+from modelwright.engine.checkpoint import CheckpointManager
+save, write, full = CheckpointManager.save, checkpoint.write_safetensors, False
 def watched(self, snapshot, *rest):
     global full
     full = snapshot.step == 6
@@ -36,7 +36,7 @@ def filling(path, content):
     if full:
         raise OSError(28, "No space left on device")
     return write(path, content)
-Checkpoints.save, tensors.write = watched, filling
+CheckpointManager.save, checkpoint.write_safetensors = watched, filling
 """
 """Put first in a trial, this leaves no room for the second checkpoint."""
 

@@ -33,7 +33,7 @@ def test_a_damaged_best_checkpoint_is_never_exported(
     # the first measurement is made the best by hand, its checkpoint damaged just before the end
     first = """
 from modelwright.engine.trainer import Engine
-from modelwright.stages.stage_runner import Training
+from modelwright.stages.stage_runner import StageRunner
 evaluate = Engine.evaluate
 Engine.evaluate = lambda self: {"eval_loss": 1.0 + self.cursor.step if self.cursor.step else 99.0}
 finish = StageRunner._finish

@@ -191,7 +191,9 @@ def test_what_is_computed_again_is_recorded_too_and_learns_the_same(
         free_device()
         recorded.clear()
         options = {"precision": "bf16", "cuda_graphs": when, "torch_compile": compiled, "gradient_checkpointing": how}
-        results[how, when] = speed.train_modelwright(work, workloads.Variant("it", options), workloads.token_rows(work, 12))
+        results[how, when] = speed.train_modelwright(
+            work, workloads.Variant("it", options), workloads.token_rows(work, 12)
+        )
         assert all(recorded) and bool(recorded) == (when == "always"), (how, when, recorded)
     plain = results[False, "never"]
     for pace in results.values():
@@ -282,7 +284,9 @@ def test_the_kernel_moves_weights_as_the_formula_does(mean: torch.dtype, odd: in
 def test_fp8_learns_what_bf16_learns() -> None:
     pytest.importorskip("torchao")
     work = workloads.Workload(2, 256, 512, 4, 2, rows=8, length=128, vocab_size=1024)
-    exact = speed.train_modelwright(work, workloads.Variant("bf16", {"precision": "bf16"}), workloads.token_rows(work, 12))
+    exact = speed.train_modelwright(
+        work, workloads.Variant("bf16", {"precision": "bf16"}), workloads.token_rows(work, 12)
+    )
     fp8 = speed.train_modelwright(
         work, workloads.Variant("fp8", {"precision": "fp8", "torch_compile": True}), workloads.token_rows(work, 12)
     )

@@ -124,9 +124,9 @@ def launch(
         return
     options = NodeOptions(nnodes, node_rank, master_addr, master_port, nproc_per_node)
     options = options.with_pet_defaults() if on == "nodes" else replace(options, node_rank=0)
-    run_args = _given_args(ctx, RUN_OPTIONS | {"overrides"})
+    run_args = _typed_args(ctx, RUN_OPTIONS | {"overrides"})
     if options.node_rank is None:
-        _print_node_commands(recipe, run_args, options, _given_args(ctx, {"max_restarts"}), as_json)
+        _print_node_commands(recipe, run_args, options, _typed_args(ctx, {"max_restarts"}), as_json)
     else:
         _start_node(build_launch_config(loaded, ("run", recipe, *run_args), options, max_restarts))
 
@@ -138,13 +138,13 @@ def _reject_unused(ctx: typer.Context, on: str) -> None:
     if on not in ("local", "nodes", "openshift"):
         raise UsageError(f"--on is {on!r}; it wants local, nodes or openshift")
     for modes, names in MODES.items():
-        unused = [arg for arg in _given_args(ctx, names) if arg.startswith("--")]
+        unused = [arg for arg in _typed_args(ctx, names) if arg.startswith("--")]
         if unused and on not in modes:
             unused_text = ", ".join(dict.fromkeys(unused))
             raise UsageError(f"{unused_text} with --on {on} has no effect; use --on {' or '.join(modes)} or drop it")
 
 
-def _given_args(ctx: typer.Context, names: Set[str]) -> tuple[str, ...]:
+def _typed_args(ctx: typer.Context, names: Set[str]) -> tuple[str, ...]:
     """Those of these options that were given on the command line, as its arguments."""
     args: list[str] = []
     for option in ctx.command.params:
