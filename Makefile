@@ -29,7 +29,7 @@ test: setup lint
 
 # Too slow for every change: the long commands of the pages, the lessons, and the site.
 nightly: test docs test-docs
-	NIGHTLY=1 $(BIN)/python -m pytest tests/house/test_readme.py
+	NIGHTLY=1 $(BIN)/python -m pytest tests/project/test_readme.py
 
 # Build the site from README.md and docs/ into build/site, in strict mode, and check every link.
 docs: setup
