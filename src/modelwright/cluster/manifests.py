@@ -130,7 +130,7 @@ def _pod(job: ClusterJob, name: str, env: dict[str, str]) -> PodConfig:
 
 
 def _train_job(job: ClusterJob) -> list[Document]:
-    """A runtime of our own and a thin job: no override field, so that Trainer 2.1 and 2.3 take the same job."""
+    """A TrainingRuntime of this job and a TrainJob without pod overrides, which Trainer 2.1 and 2.3 both accept."""
     cluster, pod = job.cluster, _pod(job, "node", {})
     spec = {"restartPolicy": "Never", **pod_spec(pod, container(pod, ports={"progress": METRICS_PORT}))}
     non_retryable = {"containerName": "node", "operator": "In", "values": list(NON_RETRYABLE_EXIT_CODES)}

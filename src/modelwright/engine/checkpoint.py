@@ -213,7 +213,7 @@ def verify(folder: Path) -> str | None:
     for name, (size, digest) in files.items():
         path = folder / name
         if path.is_symlink() or not path.is_file():
-            return f"{name} is no file of its own"
+            return f"{name} is not a regular file"
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes, not {size}"
         if hash_file(path) != digest:
@@ -270,7 +270,7 @@ def write_safetensors(path: Path, tensors: list[LazyTensor]) -> str:
     text = json.dumps(head).encode()
     text += b" " * (-len(text) % 8)
     digest = xxhash.xxh3_128()
-    # hashed and checked on a second core while the bytes go to disk; the cost is row R26 of the reliability benchmark
+    # hashed and checked on a second core while the bytes go to disk
     with path.open("wb") as file, ThreadPoolExecutor(1) as executor:
         for prefix in (len(text).to_bytes(8, "little"), text):
             file.write(prefix)

@@ -413,8 +413,7 @@ def explain_mismatch(folder: Path) -> Iterator[None]:
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, SafetensorError) as error:
         reason = f"{type(error).__name__}: {str(error)[:100]}"
         raise Refused(
-            f"checkpoint {folder} is valid, but not of this stage ({reason}); take it away, or choose another "
-            "output_dir"
+            f"checkpoint {folder} is valid, but not of this stage ({reason}); delete it, or choose another output_dir"
         ) from None
 
 

@@ -186,7 +186,7 @@ class RunFolder:
                     if entry.is_symlink() and not Path(entry.path).resolve().is_relative_to(root):
                         raise Refused(
                             f"{entry.path} is a link that leads out of the run folder, and nothing is written through "
-                            "one; take it away, or choose another output_dir"
+                            "one; delete it, or choose another output_dir"
                         )
                     if entry.is_dir(follow_symlinks=False):
                         pending.append(Path(entry.path))
