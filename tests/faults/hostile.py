@@ -328,7 +328,7 @@ Runner = Callable[[Sequence[str], Path], tuple[int, str]]
 """Runs `modelwright ARGUMENTS` in a folder: exit code and output."""
 EXIT_CODES = (0, 2, 3, 75, 76, 77, 78)
 """Exit codes of our commands; 1 is an unexpected error."""
-CRASHES = ("This was not foreseen", "Traceback (most recent call last)")
+CRASHES = ("Unexpected error", "Traceback (most recent call last)")
 
 
 @dataclass
