@@ -77,7 +77,7 @@ def test_what_a_card_cannot_hold_is_split_by_itself_and_trains_the_same(
     assert [code for code, _ in ranks] == [0, 0], ranks
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())["sft"]
     assert plan["sharding"] == "fsdp"
-    assert any(line.startswith("fsdp instead of ddp: a copy on each card") for line in plan["reasons"])
+    assert any(line.startswith("fsdp instead of ddp: a copy on each GPU") for line in plan["reasons"])
     here, there = steps_of(tmp_path / "run"), steps_of(uninterrupted)
     assert [here[step]["batch_hash"] for step in here] == [there[step]["batch_hash"] for step in here]
     losses = [there[step]["loss"] for step in here]

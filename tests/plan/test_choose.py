@@ -115,10 +115,10 @@ def test_seven_billion_fp32_masters_do_not_fit_80_gb_and_what_would_is_said() ->
 @pytest.mark.parametrize(
     ("on", "sharding", "reason"),
     [
-        ("8xA100-80", "fsdp", "the weights are split over 8 cards"),
-        ("8x1xA100-80", "fsdp", "the weights are split over 8 cards"),
-        ("2x8xA100-80", "hsdp", "the weights are split over the 8 cards of each of 2 machines"),
-        ("2x2xL40S", "fsdp", "the weights are split over 4 cards"),  # the two of one machine do not hold it
+        ("8xA100-80", "fsdp", "the weights are split over 8 GPUs"),
+        ("8x1xA100-80", "fsdp", "the weights are split over 8 GPUs"),
+        ("2x8xA100-80", "hsdp", "the weights are split over the 8 GPUs of each of 2 machines"),
+        ("2x2xL40S", "fsdp", "the weights are split over 4 GPUs"),  # the two of one machine do not hold it
         ("2xH200", "ddp", "each of 2 devices holds a copy"),
         ("1xH200", "ddp", ""),
     ],

@@ -208,10 +208,10 @@ def sharding_reason(requested: StagePlan, chosen: StagePlan, required_bytes: flo
     budget = f"{required_bytes / 2**30:.1f} GiB of the {hardware.gpu.memory / 2**30:.1f} of {hardware.gpu.name}"
     if chosen.sharding == "ddp":
         return f"ddp: each of {hardware.world_size} devices holds a copy, {budget}"
-    split = f"split over {hardware.world_size} cards"
+    split = f"split over {hardware.world_size} GPUs"
     if chosen.sharding == "hsdp":
-        split = f"split over the {hardware.per_node} cards of each of {hardware.nodes} machines"
-    reason = f"a copy on each card would take {budget}; the weights are {split}"
+        split = f"split over the {hardware.per_node} GPUs of each of {hardware.nodes} machines"
+    reason = f"a copy on each GPU would take {budget}; the weights are {split}"
     return f"{chosen.sharding} instead of {requested.sharding}: {reason}"
 
 
@@ -490,7 +490,7 @@ TABLE_ROWS = (
     ("batch", _batch),
     ("steps", lambda each: f"{each.plan.steps:,}" if each.steps_known else "-"),
     ("precision", lambda each: f"{each.plan.precision}{' (tf32)' * each.plan.tf32}, weights {each.plan.param_dtype}"),
-    ("sharding", lambda each: each.plan.sharding if each.plan.world_size > 1 else "one card"),
+    ("sharding", lambda each: each.plan.sharding if each.plan.world_size > 1 else "one GPU"),
     ("checkpointing", lambda each: CHECKPOINTING_NAMES[each.plan.gradient_checkpointing]),
     ("peak memory", lambda each: f"{_gib(each.memory.total)} ({each.memory.peak_phase})"),
     ("required", lambda each: f"{_gib(each.memory.required)} of {_gib(each.hardware.gpu.memory)}"),

@@ -119,7 +119,7 @@ def parse_hardware(text: str) -> Hardware:
     if gpu is None:
         raise UsageError(f"--gpus names {name!r}; known are {', '.join(GPUS)}")
     if not nodes or not per_node:
-        raise UsageError(f"--gpus is {text!r}; it wants at least one card")
+        raise UsageError(f"--gpus is {text!r}; it wants at least one GPU")
     return Hardware(nodes, per_node, gpu)
 
 
