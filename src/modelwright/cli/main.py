@@ -17,6 +17,7 @@ SIGINT_EXIT_CODE = 130
 """Typer's exit code for Ctrl-C; ours is the one of every run that stopped early and can resume."""
 GC_THRESHOLD = (10_000, 20, 50)
 """Thresholds of the garbage collector: Python's 700 takes a fifth of the time to import torch and transformers."""
+HELP_OPTIONS = ["-h", "--help"]
 COMMANDS: dict[ModuleType, tuple[str, ...]] = {
     recipe: ("recipes", "check", "explain", "schema", "convert"),
     data: ("data",),
@@ -41,13 +42,23 @@ def build_app(command_name: str | None = None) -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
         epilog="Also: --version, and with any command --debug, which shows the traceback of an error.",
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings={"help_option_names": HELP_OPTIONS},
     )
     app.callback()(_root)  # without options: typer takes 0.1 CPU-seconds to read even one
     modules = [module for module in COMMANDS if command_name in COMMANDS[module]] or list(COMMANDS)
     for module in modules:
         module.register(app)
     return app
+
+
+def _run_app(args: list[str]) -> None:
+    app = build_app(args[0] if args else None)
+    if len(args) == 2 and args[1] in HELP_OPTIONS:
+        # without the group, whose options make typer import pydantic: 0.11 instead of 0.26 CPU-seconds
+        commands = getattr(typer.main.get_command(app), "commands", {})
+        if args[0] in commands:
+            commands[args[0]](args=args[1:], prog_name=f"modelwright {args[0]}", help_option_names=HELP_OPTIONS)
+    app(args=args, prog_name="modelwright")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -60,7 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
         if args[:1] == ["--version"]:
             print(f"modelwright {__version__}")
             return
-        build_app(args[0] if args else None)(args=args, prog_name="modelwright")
+        _run_app(args)
     except ModelwrightError as error:
         if debug:
             raise
