@@ -149,4 +149,4 @@ def test_a_gate_that_cannot_be_met_stops_the_line_with_3_until_it_is_accepted_wi
     assert code == 0, output
     assert "accepted: a trial" in output
     assert "sft ✔ (accepted) → dpo ✔" in output
-    assert "with this reason: a trial." in (folder.model("dpo") / "README.md").read_text(encoding="utf-8")
+    assert "Accepted manually: a trial." in (folder.model("dpo") / "README.md").read_text(encoding="utf-8")
