@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from modelwright.engine.task import Task
+
 SEED = 42
 VOCAB_SIZE = 50_304
 SMALL_VOCAB_SIZE, SMALL_LENGTH = 8192, 256
@@ -291,7 +293,7 @@ def random_llama(workload: Workload) -> Any:
     return random_model("llama", shape, "cuda" if torch.cuda.is_available() else "cpu")
 
 
-class TokenRowsTask:
+class TokenRowsTask(Task):
     """Pretraining on token rows of one length."""
 
     metric_names: tuple[str, ...] = ("loss", "bits_per_byte")

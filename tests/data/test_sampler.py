@@ -110,4 +110,4 @@ def test_a_mixture_is_a_function_of_the_step() -> None:
 
 
 def test_a_task_that_names_no_mixture_has_the_plain_order() -> None:
-    assert type(build_sampler(object(), (10, 2, 20, 1))) is GlobalBatchSampler
+    assert type(build_sampler((), (10, 2, 20, 1))) is GlobalBatchSampler

@@ -69,9 +69,8 @@ class MixtureSampler(GlobalBatchSampler):
         return _mixture_block(self.seed, block, self.sources)[first:]
 
 
-def build_sampler(task: object, sampler_args: tuple[int, int, int, int]) -> GlobalBatchSampler:
-    """The sampler of a task (num_rows, global_batch_size, total_samples, seed); a mixture if it has source weights."""
-    sources: Sequence[tuple[int, float]] = getattr(task, "source_weights", ())
+def build_sampler(sources: Sequence[tuple[int, float]], sampler_args: tuple[int, int, int, int]) -> GlobalBatchSampler:
+    """The sampler (num_rows, global_batch_size, total_samples, seed); a mixture if there are sources with weights."""
     return MixtureSampler(*sampler_args, tuple(sources)) if sources else GlobalBatchSampler(*sampler_args)
 
 

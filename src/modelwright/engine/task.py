@@ -53,7 +53,10 @@ class RankBatch:
 
 
 class Task(Protocol):
-    """Rows, batches and the loss of a training stage; the engine knows nothing else about it."""
+    """Rows, batches and the loss of a training stage; the engine knows nothing else about it.
+
+    A task inherits from it: the last four members have defaults.
+    """
 
     module: nn.Module
     """Its forward takes a micro-batch's inputs and returns sums over it: the loss, then other metrics."""
@@ -76,6 +79,24 @@ class Task(Protocol):
 
     def held_out_batch(self, rows: Sequence[int]) -> MicroBatch:
         """Micro-batch of these held-out rows; no rows give a blank one."""
+
+    @property
+    def source_weights(self) -> Sequence[tuple[int, float]]:
+        """Rows and weight of each source where rows are drawn from several by weight."""
+        return ()
+
+    def set_total_steps(self, steps: int) -> None:
+        """Called with the number of steps before the first batch, for what depends on the progress."""
+        return
+
+    def time_trial_batch(self, rows: Sequence[int]) -> MicroBatch:
+        """Micro-batch for a time trial, which comes before anything is precomputed."""
+        return self.batch(rows, 0)
+
+    @property
+    def fp8_check_metric(self) -> str:
+        """The metric by which a time trial compares fp8 with bf16."""
+        return self.metric_names[0]
 
 
 def eval_metrics(sums: Mapping[str, float], count: float) -> dict[str, float]:

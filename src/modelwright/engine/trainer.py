@@ -60,7 +60,8 @@ class Engine:
     def __init__(self, task: Task, settings: TrainingConfig, plan: StagePlan, world: World, seed: int) -> None:
         self.task, self.plan, self.world = task, plan, world
         self.cursor = Cursor()
-        self.sampler = build_sampler(task, (plan.train_rows, plan.global_batch_size, plan.total_samples, seed))
+        self.sampler = build_sampler(task.source_weights, (task.rows, plan.global_batch_size, plan.total_samples, seed))
+        task.set_total_steps(plan.steps)
         self.seed = seed
         self.plan_changes: list[str] = []
         self._max_grad_norm = settings.max_grad_norm
@@ -274,8 +275,7 @@ class Engine:
 
     def _run_time_trial(self) -> tuple[list[float], float]:
         micro_batch_rows = self._micro_batch_rows(self.sampler.batch_indices(0))[:TRIAL_MICRO_BATCHES]
-        make_batch = getattr(self.task, "time_trial_batch", self.task.batch)
-        micro_batches = [make_batch(row_numbers, 0) for row_numbers in micro_batch_rows]
+        micro_batches = [self.task.time_trial_batch(row_numbers) for row_numbers in micro_batch_rows]
         trained_tokens = max(1, sum(micro_batch.trained_tokens for micro_batch in micro_batches))
         self._module.train()
         seconds, gpus = [], [self.world.device.index or 0] if self.world.device.type == "cuda" else []

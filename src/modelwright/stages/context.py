@@ -130,8 +130,6 @@ class StageParts:
     """Contents of the data manifest."""
     save: Callable[[dict[str, Tensor], Path], None]
     """Writes unsharded weights into a model folder."""
-    set_total_steps: Callable[[int], None] = lambda steps: None
-    """Called with the number of steps before the first one."""
     optimization_notes: Callable[[StagePlan], tuple[str, ...]] = lambda plan: ()
     """A line for each optimization that applies under a plan (shared prefix, cached frozen layers)."""
     precompute: Callable[[Engine, Path], str | None] = lambda engine, folder: None

@@ -28,7 +28,7 @@ from modelwright.data.sources import EMBEDDED_DATASETS
 from modelwright.data.tokenizer import TokenizedDocuments, train_bpe
 from modelwright.engine.distributed import World
 from modelwright.engine.memory_profiler import MemoryProfiler
-from modelwright.engine.task import MicroBatch
+from modelwright.engine.task import MicroBatch, Task
 from modelwright.engine.trainer import Engine
 from modelwright.errors import DataError, UsageError, first_line
 from modelwright.models import activation_checkpoint, pretrained, trainable
@@ -200,7 +200,7 @@ def measure_case(case: PlanCase, plan: StagePlan) -> dict[str, Any]:
     torch.manual_seed(SEED)
     settings = case_settings(case)
     task = case_task(case, settings, device)
-    engine = Engine(task, settings, replace(plan, train_rows=task.rows), World(device=device), SEED)
+    engine = Engine(task, settings, plan, World(device=device), SEED)
     if on_gpu:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -260,7 +260,6 @@ def _measure_stage(context: RunContext, stage: str, steps: int, log: Log) -> dic
     parts = BUILDERS[stage].build(context, inputs, stage)
     plan = plan_stage(context.recipe.stages[stage], parts.task.rows, 1, context.hardware)
     plan = fit_plan(plan, stage, parts, context)
-    parts.set_total_steps(plan.steps)
     engine = build_engine(plan, stage, parts, context)
     if note := parts.precompute(engine, context.folder.frozen_cache(stage)):
         notes.append(note)
@@ -411,10 +410,10 @@ def random_shards(folder: Path, length: int, vocab_size: int) -> None:
     )
 
 
-class RandomTokenTask:
+class RandomTokenTask(Task):
     """Rows of random tokens for the loss of sft or dpo."""
 
-    held_out_rows = 0
+    rows = held_out_rows = 0
 
     def __init__(self, model: Any, settings: Any, rows: int, length: int) -> None:
         self.rows, self._length, self._has_pairs = rows, length, isinstance(settings, DpoConfig)

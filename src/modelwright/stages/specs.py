@@ -153,7 +153,6 @@ def stage_parts(task: Task, model: Any, tokenizer: Any, data_manifest: dict[str,
         flops_per_token=4.0 * counts.total + 2.0 * counts.trained,  # attention and padding not counted
         data_manifest=data_manifest,
         save=lambda weights, folder: save_model(model, tokenizer, weights, folder),
-        set_total_steps=getattr(task, "set_total_steps", lambda steps: None),
     )
 
 

@@ -64,7 +64,6 @@ class StageRunner:
         self.plan = plan_stage(self.settings, self.task.rows, context.world.size, context.hardware, resumed_batch)
         self.plan = fit_plan(self.plan, stage, self.parts, context)
         self._log_plan()
-        self.parts.set_total_steps(self.plan.steps)
         with explain_out_of_memory(lambda: self.plan, stage, self.parts, context):  # the fp8 trial runs steps
             self.engine = build_engine(self.plan, stage, self.parts, context)
         self._log_plan_changes()

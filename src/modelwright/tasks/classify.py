@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from modelwright.data.images import ImageSplits
 from modelwright.data.packing import NDArray
-from modelwright.engine.task import MicroBatch
+from modelwright.engine.task import MicroBatch, Task
 from modelwright.recipe.schema import AugmentationConfig
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -111,7 +111,7 @@ class ClassifyLoss(nn.Module):
         return _loss_and_correct(logits[:0], self.train_labels[:0])
 
 
-class ClassifyTask:
+class ClassifyTask(Task):
     """Images as rows."""
 
     metric_names: tuple[str, ...] = ("loss", "accuracy")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from modelwright.data.packing import NDArray
 from modelwright.data.preferences import PreferenceDataset, TokenizedPair, TokenizedPairs, tokenize_pairs
 from modelwright.data.sampler import rank_micro_batches
-from modelwright.engine.task import MicroBatch
+from modelwright.engine.task import MicroBatch, Task
 from modelwright.engine.trainer import Engine
 from modelwright.errors import StorageError, is_storage_failure
 from modelwright.models.attention import HALF_DTYPES, SharedPrefixLayout, UnsharedLayout, hidden_states, unshared_layout
@@ -87,7 +87,7 @@ class DpoLoss(nn.Module):
         return torch.stack([loss.sum(), *(value.to(loss.dtype) for value in metrics)])
 
 
-class DpoTask:
+class DpoTask(Task):
     """Preference pairs as rows; reference log-probs are computed before training."""
 
     metric_names: tuple[str, ...] = (
@@ -132,8 +132,8 @@ class DpoTask:
     def batch(self, rows: Sequence[int], step: int = 0) -> MicroBatch:
         return self._batch_with_reference("train", rows)
 
-    def time_trial_batch(self, rows: Sequence[int], step: int = 0) -> MicroBatch:
-        """A micro-batch for a time trial before the reference log-probs exist: they are zeros."""
+    def time_trial_batch(self, rows: Sequence[int]) -> MicroBatch:
+        """The reference log-probs do not exist yet: they are zeros."""
         micro_batch = self.batch_without_reference("train", rows)
         zeros = torch.zeros(micro_batch.inputs["positions_and_targets"].shape[1])
         return replace(micro_batch, inputs={**micro_batch.inputs, "ref_logps": zeros})

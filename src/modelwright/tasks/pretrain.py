@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from modelwright.data.packing import cu_seqlens_from_positions
 from modelwright.data.shards import PackedDataset
-from modelwright.engine.task import MicroBatch
+from modelwright.engine.task import MicroBatch, Task
 from modelwright.models.attention import hidden_states
 from modelwright.recipe.schema import PretrainConfig
 from modelwright.tasks.batching import as_tensors, has_next_token, row_multiple
@@ -38,7 +38,7 @@ class PretrainLoss(nn.Module):
         return torch.stack((loss_sum, loss_sum.detach() * self._bits))
 
 
-class PretrainTask:
+class PretrainTask(Task):
     """Rows of packed shards.
 
     Rows are numbered at max_length: while the sequence-length curriculum asks for shorter rows, each is split into
@@ -54,7 +54,7 @@ class PretrainTask:
         self._steps = 0
 
     def set_total_steps(self, steps: int) -> None:
-        """Total steps, which decide when the rows grow."""
+        """They decide when the rows grow."""
         self._steps = steps
 
     @property
@@ -67,7 +67,6 @@ class PretrainTask:
 
     @property
     def source_weights(self) -> list[tuple[int, float]]:
-        """Rows and weight of each source, if the recipe mixes several."""
         weights: dict[str, float] = self._train.manifest.get("weights") or {}
         sources = self._train.sources(self._settings.max_length) if weights else []
         return [(source.rows, weights[source.name]) for source in sources]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from modelwright.data.chat import ConversationDataset, TokenizedDataset, TokenizedRow, tokenize_conversations
 from modelwright.data.packing import pack_bfd
-from modelwright.engine.task import MicroBatch
+from modelwright.engine.task import MicroBatch, Task
 from modelwright.engine.trainer import Engine
 from modelwright.models import attention
 from modelwright.models.attention import SharedPrefixLayout, hidden_states, unwrap_peft
@@ -83,7 +83,7 @@ class SftLoss(nn.Module):
         return lm_head_loss(self.model, hidden.flatten(0, 1)[loss_positions], tokens.flatten()[loss_positions + 1])
 
 
-class SftTask:
+class SftTask(Task):
     """Conversations as rows: padded, packed, or after their shared prefix."""
 
     metric_names: tuple[str, ...] = ("loss",)
