@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from modelwright.data.sampler import GlobalBatchSampler, MixtureSampler, build_sampler, rank_micro_batches
+from modelwright.data.sampler import GlobalBatchSampler, rank_micro_batches
 
 
 def test_the_order_is_a_function_of_seed_and_step() -> None:
@@ -85,7 +85,7 @@ def test_one_rank_and_four_see_the_same_micro_batches_at_the_same_positions() ->
     assert [together[index % 4][index // 4] for index in range(8)] == alone
 
 
-MIX = MixtureSampler(
+MIX = GlobalBatchSampler(
     num_rows=1100, global_batch_size=64, total_samples=64 * 384, seed=7, sources=((1000, 1.0), (100, 3.0))
 )
 
@@ -106,8 +106,4 @@ def test_a_mixture_is_a_function_of_the_step() -> None:
     steps = [MIX.batch_indices(step) for step in range(130)]
     for step in (129, 63, 64, 0, 65):  # 64 steps fill a stretch: both sides of its edge
         assert MIX.batch_indices(step) == steps[step]
-    assert MIX.batch_indices(3) != MixtureSampler(1100, 64, 64 * 384, 8, MIX.sources).batch_indices(3)
-
-
-def test_a_task_that_names_no_mixture_has_the_plain_order() -> None:
-    assert type(build_sampler((), (10, 2, 20, 1))) is GlobalBatchSampler
+    assert MIX.batch_indices(3) != GlobalBatchSampler(1100, 64, 64 * 384, 8, MIX.sources).batch_indices(3)

@@ -16,7 +16,11 @@ WEIGHT_SCALE = 1 << 32
 
 @dataclass(frozen=True)
 class GlobalBatchSampler:
-    """The row indices of each global batch."""
+    """The row indices of each global batch; there is no state.
+
+    With sources, every block of 4,096 rows holds them in the ratio of their weights, shuffled; each source has its own
+    shuffled epochs, so that a small source with a large weight is repeated more often.
+    """
 
     num_rows: int
     """Rows in one epoch."""
@@ -26,6 +30,8 @@ class GlobalBatchSampler:
     """Rows of the whole stage over all epochs."""
     seed: int
     """Seed of the shuffles."""
+    sources: tuple[tuple[int, float], ...] = ()
+    """Rows and weight of each source of a mixture; row indices run through the sources in this order."""
 
     @property
     def steps(self) -> int:
@@ -43,35 +49,16 @@ class GlobalBatchSampler:
         return rows
 
     def _indices_from(self, position: int) -> RowIndices:
-        """Row indices from a position up to the end of its epoch."""
+        """Row indices from a position up to the end of its epoch, or of its block of a mixture."""
+        if self.sources:
+            block, first = divmod(position, MIXTURE_BLOCK)
+            return _mixture_block(self.seed, block, self.sources)[first:]
         epoch, first = divmod(position, self.num_rows)
         return _epoch_permutation(self.seed, epoch, self.num_rows)[first:]
 
     def epoch_at(self, step: int) -> float:
         """Epochs completed after this many steps."""
         return min(step * self.global_batch_size, self.total_samples) / self.num_rows
-
-
-@dataclass(frozen=True)
-class MixtureSampler(GlobalBatchSampler):
-    """Rows drawn from several sources by weight.
-
-    Every block of 4,096 rows holds the sources in the ratio of their weights, shuffled; each source has its own
-    shuffled epochs, so that a small source with a large weight is repeated more often. There is no state.
-    """
-
-    sources: tuple[tuple[int, float], ...] = ()
-    """Rows and weight of each source; row indices run through the sources in this order."""
-
-    def _indices_from(self, position: int) -> RowIndices:
-        """Row indices from a position up to the end of its block."""
-        block, first = divmod(position, MIXTURE_BLOCK)
-        return _mixture_block(self.seed, block, self.sources)[first:]
-
-
-def build_sampler(sources: Sequence[tuple[int, float]], sampler_args: tuple[int, int, int, int]) -> GlobalBatchSampler:
-    """The sampler (num_rows, global_batch_size, total_samples, seed); a mixture if there are sources with weights."""
-    return MixtureSampler(*sampler_args, tuple(sources)) if sources else GlobalBatchSampler(*sampler_args)
 
 
 def rank_micro_batches(

@@ -53,10 +53,7 @@ class RankBatch:
 
 
 class Task(Protocol):
-    """Rows, batches and the loss of a training stage; the engine knows nothing else about it.
-
-    A task inherits from it: the last four members have defaults.
-    """
+    """Rows, batches and the loss of a training stage: all the engine knows about it; the last four have defaults."""
 
     module: nn.Module
     """Its forward takes a micro-batch's inputs and returns sums over it: the loss, then other metrics."""
@@ -81,7 +78,7 @@ class Task(Protocol):
         """Micro-batch of these held-out rows; no rows give a blank one."""
 
     @property
-    def source_weights(self) -> Sequence[tuple[int, float]]:
+    def source_weights(self) -> tuple[tuple[int, float], ...]:
         """Rows and weight of each source where rows are drawn from several by weight."""
         return ()
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from modelwright.data.sampler import build_sampler, rank_micro_batches
+from modelwright.data.sampler import GlobalBatchSampler, rank_micro_batches
 from modelwright.engine.bf16_adamw import (
     PARAM_REMAINDER,
     BF16AdamW,
@@ -60,7 +60,8 @@ class Engine:
     def __init__(self, task: Task, settings: TrainingConfig, plan: StagePlan, world: World, seed: int) -> None:
         self.task, self.plan, self.world = task, plan, world
         self.cursor = Cursor()
-        self.sampler = build_sampler(task.source_weights, (task.rows, plan.global_batch_size, plan.total_samples, seed))
+        batches = task.rows, plan.global_batch_size, plan.total_samples
+        self.sampler = GlobalBatchSampler(*batches, seed, task.source_weights)
         task.set_total_steps(plan.steps)
         self.seed = seed
         self.plan_changes: list[str] = []

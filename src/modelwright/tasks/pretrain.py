@@ -66,10 +66,10 @@ class PretrainTask(Task):
         return self._held_out.rows(self._settings.max_length)
 
     @property
-    def source_weights(self) -> list[tuple[int, float]]:
+    def source_weights(self) -> tuple[tuple[int, float], ...]:
         weights: dict[str, float] = self._train.manifest.get("weights") or {}
         sources = self._train.sources(self._settings.max_length) if weights else []
-        return [(source.rows, weights[source.name]) for source in sources]
+        return tuple((source.rows, weights[source.name]) for source in sources)
 
     def row_length(self, row: int) -> int:
         """All rows are full."""
