@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from modelwright.engine.fallback import RECOMPILE_LIMIT, CompiledLayers, halve_micro_batch, is_compiler_error
+from modelwright.engine.fallback import RECOMPILE_LIMIT, CompiledLayers, is_compiler_error
 from modelwright.errors import UsageError
 from modelwright.plan.hardware import DeviceInfo
 from modelwright.plan.stage import plan_stage
@@ -49,9 +48,35 @@ def test_memory_that_is_full_halves_the_rows_and_keeps_the_batch(
     for step, (loss, *rest) in expected_run["steps"].items():
         assert reduced["steps"][step][0] == pytest.approx(loss, rel=1e-5)
         assert reduced["steps"][step][-1] == rest[-1]
-    notes = [event["message"] for event in events_of(tmp_path / "halved/run", "note")]
-    assert any("micro-batch 4 runs out of memory" in note and "keeps the batch" in note for note in notes)
-    assert any("micro-batch 2 runs out of memory" in note for note in notes)
+    revisions = events_of(tmp_path / "halved/run", "plan_revised")
+    batches = [f"batch 4 = {rows} per device × 1 device × {4 // rows} accumulation" for rows in (4, 2, 1)]
+    for rows, before, after, event in zip((4, 2), batches[:2], batches[1:], revisions, strict=True):
+        assert event["reason"] == f"micro-batch {rows} runs out of memory; {after} keeps the batch"
+        assert event["changes"] == {
+            "micro_batch_size": {"from": rows, "to": rows // 2},
+            "gradient_accumulation_steps": {"from": 4 // rows, "to": 8 // rows},
+            "batch_arithmetic": {"from": before, "to": after},
+        }
+    plan = json.loads((tmp_path / "halved/run/plan.json").read_text())["sft"]
+    assert plan["micro_batch_size"] == 1 and plan["reasons"][-2:] == [event["reason"] for event in revisions]
+    assert revisions[-1]["reason"] in (tmp_path / "halved/run/report.html").read_text(encoding="utf-8")
+
+
+def test_an_evaluation_whose_memory_is_full_takes_fewer_rows(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = SftLoss.forward
+
+    def forward_without_memory(self: SftLoss, tokens: torch.Tensor, *others: Any, **kwargs: Any) -> torch.Tensor:
+        if not self.training and len(tokens) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(self, tokens, *others, **kwargs)
+
+    monkeypatch.setattr(SftLoss, "forward", forward_without_memory)
+    run(tmp_path, model_folder, per_device_eval_batch_size=3)
+    (revised,) = events_of(tmp_path / "run", "plan_revised")
+    assert revised["changes"] == {"eval_micro_batch_size": {"from": 3, "to": 1}}
+    assert revised["reason"] == "evaluation micro-batch 3 runs out of memory; 1 from now on"
 
 
 @pytest.mark.parametrize(
@@ -80,8 +105,6 @@ def test_where_not_even_one_row_fits_a_letter_says_what_would_do(
     ("settings", "would_do"),
     [
         (SftConfig(gradient_checkpointing="selective"), "gradient_checkpointing: true"),
-        (SftConfig(gradient_checkpointing=True, per_device_train_batch_size=6, gradient_accumulation_steps=2),
-         "same global batch, smaller micro-batch: per_device_train_batch_size: 3 with global_batch_size: 12"),
         (SftConfig(gradient_checkpointing=True),
          "trainable: lora, or shorter rows: max_length, or more GPUs: distributed_strategy: fsdp"),
         (LoraStageConfig(gradient_checkpointing=True, quantization="nf4"), "shorter rows: max_length"),
@@ -90,8 +113,6 @@ def test_where_not_even_one_row_fits_a_letter_says_what_would_do(
 )  # fmt: skip
 def test_the_letter_offers_only_what_the_plan_does_not_do_yet(settings: TrainingConfig, would_do: str) -> None:
     plan = plan_stage(settings, 100, 1, CPU)
-    if "per_device_train_batch_size" not in settings.model_fields_set:
-        plan = replace(plan, micro_batch_size=1)
     assert _train_memory_message(plan, settings).endswith(f"at once; what would do: {would_do}")
 
 
@@ -100,7 +121,7 @@ def test_one_row_at_once_is_the_least() -> None:
     sizes = []
     while plan is not None:
         sizes.append((plan.micro_batch_size, plan.gradient_accumulation_steps, plan.global_batch_size))
-        plan = halve_micro_batch(plan)
+        plan = plan.halve_micro_batch(training=True)
     assert sizes == [(6, 2, 12), (3, 4, 12), (1, 12, 12)]
 
 
@@ -118,9 +139,9 @@ def test_layers_that_do_not_compile_run_as_they_are(
     assert [loss for loss, *_ in again["steps"].values()] == pytest.approx(
         [loss for loss, *_ in expected_run["steps"].values()], rel=1e-6
     )
-    notes = [event["message"] for event in events_of(tmp_path / "again/run", "note")]
-    assert any("RuntimeError: no compiler here); retrying with a fresh cache" in note for note in notes)
-    assert any("running eagerly" in note for note in notes)
+    fresh_cache, eager = (event["reason"] for event in events_of(tmp_path / "again/run", "plan_revised"))
+    assert "RuntimeError: no compiler here); retrying with a fresh cache" in fresh_cache
+    assert "running eagerly" in eager
 
 
 def test_a_later_stage_finds_room_for_what_it_compiles() -> None:

@@ -316,9 +316,10 @@ def test_a_card_that_others_have_filled_halves_the_rows_and_keeps_the_batch(
     variant, messages = workloads.Variant("it", {"precision": "bf16", "cuda_graphs": recorded}), []
     fallback = Engine._fallback_for
 
-    def logged_fallback(engine: Any, error: Exception) -> str | None:
-        messages.append(fallback(engine, error))
-        return messages[-1]
+    def logged_fallback(engine: Any, error: Exception) -> Any:
+        plan = fallback(engine, error)
+        messages.append(plan.reasons[-1])
+        return plan
 
     monkeypatch.setattr(Engine, "_fallback_for", logged_fallback)
     free_device()

@@ -114,7 +114,7 @@ def device_memory(context: FaultContext) -> FaultResult:
     steps = steps_of(folder / "run")
     same_batches = sum(steps[step]["batch_hash"] == batch for step, (_, batch, *_) in reference["steps"].items())
     largest = max(abs(steps[step]["loss"] - loss) for step, (loss, *_) in reference["steps"].items())
-    reported = any("runs out of memory" in note["message"] for note in events_of(folder / "run", "note"))
+    reported = any("runs out of memory" in event["reason"] for event in events_of(folder / "run", "plan_revised"))
     lost = len(events_of(folder / "run", "step")) - len(reference["steps"])
     figure = f"{lost} steps lost, {same_batches} of {len(reference['steps'])} batches kept, losses {largest:.1g} apart"
     met = lost == 0 and same_batches == len(reference["steps"]) and largest < MAX_LOSS_DIFFERENCE and reported

@@ -25,6 +25,7 @@ WALKED = (
         "_prepare",
         "_with_fallback",
         "_fallback_for",
+        "adopt",
         "_accumulate",
         "_forward_backward",
     ),

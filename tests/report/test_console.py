@@ -39,6 +39,8 @@ CASES: list[tuple[dict[str, Any], str | None]] = [
         "18 duplicate training rows",
     ),
     (PLAN, f"plan: 9 steps, {PLAN['batch_arithmetic']}, fp32, on 2 CPU threads\nplan: fp32: because"),
+    ({**PLAN, "event": "plan_revised", "reason": "bf16: faster", "changes": {}},
+     f"plan: 9 steps, {PLAN['batch_arithmetic']}, fp32, on 2 CPU threads\nplan: bf16: faster"),
     ({"event": "stage_started", "stage": "sft"}, "stage sft"),
     ({"event": "resumed", "stage": "sft", "step": 3, "steps": 12}, "sft resumed from step 3 of 12"),
     (STEP, "sft step 3/12  loss 2.412  grad_norm 1.5  lr 2.00e-04  1,234 tok/s  mfu 43.1%  mem 5.0 GB  eta 1 min 23 s"),

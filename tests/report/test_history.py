@@ -105,6 +105,12 @@ def test_steps_that_are_done_again_count_in_their_last_form() -> None:
     assert story.stages["sft"].num_resumes == 1
 
 
+def test_a_revised_plan_takes_the_place_of_the_first() -> None:
+    plan = {"event": "plan", "stage": "sft", "time": 1.0, "precision": "fp8", "reasons": []}
+    revised = {**plan, "event": "plan_revised", "precision": "bf16", "reasons": ["slower"], "reason": "slower"}
+    assert replay_events([plan, revised]).stages["sft"].last_events["plan"]["precision"] == "bf16"
+
+
 def test_a_long_text_is_cut_and_what_is_missing_is_counted() -> None:
     pair = {"question": "?", "before": "x" * 1_000_000, "after": "y"}
     story = replay_events([{"time": 1.0, "event": "answers", "stage": "sft", "answers": [pair]}])

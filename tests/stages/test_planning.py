@@ -53,9 +53,7 @@ def test_without_decoder_layers_gradient_checkpointing_is_full(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def chosen(plan: Any, *_: Any) -> Any:
-        return SimpleNamespace(
-            plan=replace(plan, gradient_checkpointing="selective"), fits=True, prediction=lambda: None
-        )
+        return SimpleNamespace(plan=plan.revise(gradient_checkpointing="selective"), fits=True, prediction=lambda: None)
 
     monkeypatch.setattr(planning, "choose_plan", chosen)
     monkeypatch.setattr(trainable, "_layers", lambda _: None)

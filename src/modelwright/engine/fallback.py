@@ -1,4 +1,4 @@
-"""Fallbacks for a failed step: smaller micro-batch on OOM, fresh compile cache, eager mode; dead compile workers."""
+"""Fallbacks for a step that does not compile: a fresh compile cache, then eager mode; dead compile workers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from traceback import walk_tb
@@ -17,7 +16,6 @@ import xxhash
 from torch import nn
 
 from modelwright.models import trainable
-from modelwright.plan.stage import StagePlan, solve_batch
 from modelwright.runs.caches import (
     remove_truncated_kernels,
     remove_truncated_libraries,
@@ -36,14 +34,6 @@ CACHE_MODULES = (
     *("triton.compiler", "triton.runtime.cache", "triton.runtime.build"),
 )
 """Modules that read the caches and wait for workers; errors from there are not wrapped."""
-
-
-def halve_micro_batch(plan: StagePlan) -> StagePlan | None:
-    """The same global batch with half the micro-batch; None if it is 1 already."""
-    if plan.micro_batch_size == 1:
-        return None
-    size, accumulation = solve_batch(plan.global_batch_size, plan.micro_batch_size // 2, plan.world_size)
-    return replace(plan, micro_batch_size=size, gradient_accumulation_steps=accumulation)
 
 
 def is_compiler_error(error: Exception) -> bool:
@@ -74,7 +64,6 @@ class CompiledLayers:
     """The compiled layers of a module, and the fallback when compilation fails."""
 
     def __init__(self, layers: list[nn.Module], log: Callable[[str], None], enabled: bool = True) -> None:
-
         _uncompile(layers)
         self._layers, self._failures = layers if enabled else [], 0
         if torch.cuda.is_available():  # our own Triton kernels are cached there too

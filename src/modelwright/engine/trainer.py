@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ from modelwright.engine.bf16_adamw import (
 from modelwright.engine.checkpoint import LazyTensor, Snapshot, read_state
 from modelwright.engine.cuda_graphs import WARMUP_CALLS, GraphedCallable
 from modelwright.engine.distributed import World
-from modelwright.engine.fallback import CompiledLayers, halve_micro_batch
+from modelwright.engine.fallback import CompiledLayers
 from modelwright.engine.optimizer import (
     EMA,
     build_optimizer,
@@ -58,21 +58,20 @@ class Engine:
     """Trains one task on one rank."""
 
     def __init__(self, task: Task, settings: TrainingConfig, plan: StagePlan, world: World, seed: int) -> None:
-        self.task, self.plan, self.world = task, plan, world
+        self.task, self.world, self.seed = task, world, seed
+        self.plans = [plan]  # the last one is in force; the stage logs and drops the others
+        self.notes: list[str] = []  # about the compile cache, for the user
         self.cursor = Cursor()
         batches = task.rows, plan.global_batch_size, plan.total_samples
         self.sampler = GlobalBatchSampler(*batches, seed, task.source_weights)
         task.set_total_steps(plan.steps)
-        self.seed = seed
-        self.plan_changes: list[str] = []
         self._max_grad_norm = settings.max_grad_norm
-        self.eval_micro_batch_size = settings.per_device_eval_batch_size
         self._module = task.module.to(world.device)
         remainders = to_bf16_with_remainders(self._module) if plan.param_dtype == "bf16" else None
         if plan.tf32:
             disable_tf32_in_rope(self._module)
         self._fp8_linears = convert_to_fp8(self._module) if plan.precision == "fp8" else []
-        self._compiles = settings.torch_compile
+        self._compiles, self._computes_in = settings.torch_compile, ("", "")
         self.set_precision(plan.precision, plan.fp8_scaling)
         self._parallel_module = parallelize(
             self._module, world, plan.sharding, self.precision.compute_dtype, settings.ddp_bucket_cap_mb
@@ -89,17 +88,31 @@ class Engine:
         self._use_graphs = uses_cuda_graphs(settings.cuda_graphs, num_params, plan, world.device.type == "cuda")
         self.reset_step_state()
 
+    @property
+    def plan(self) -> StagePlan:
+        """The plan in force; `adopt` replaces it."""
+        return self.plans[-1]
+
+    def adopt(self, plan: StagePlan) -> None:
+        """Follow a revised plan from the next micro-batch on; the stage writes it to the journal."""
+        assert len(plan.reasons) > len(self.plan.reasons), "a revised plan says why"
+        if (plan.precision, plan.fp8_scaling) != (self.plan.precision, self.plan.fp8_scaling):
+            self.set_precision(plan.precision, plan.fp8_scaling)
+        self.plans.append(plan)
+        self.reset_step_state()
+
     def set_precision(self, precision: str, fp8_scaling: str) -> None:
-        """Switch precision and FP8 scaling; a model converted to fp8 can compute in bf16 too."""
+        """Compute in this precision and FP8 scaling; a model converted to fp8 can compute in bf16 too."""
+        if self._computes_in == (precision, fp8_scaling):
+            return
+        self._computes_in = precision, fp8_scaling
         set_fp8_scaling(self._fp8_linears, fp8_scaling if precision == "fp8" else None)
         device = self.world.device
         self.precision = MixedPrecision(precision, device, self.plan.param_dtype, self.plan.tf32, fp8_scaling)
-        if (precision, fp8_scaling) != (self.plan.precision, self.plan.fp8_scaling):
-            self.plan = replace(self.plan, precision=precision, fp8_scaling=fp8_scaling)
         # uncompiled fp8 layers cast in separate passes: a DPO step takes 0.85 s, 0.28 s in bf16
         should_compile = self._compiles or (precision == "fp8" and device.type == "cuda")
         layers = repeated_layers(self._module) or [self._module]
-        self._compiled = CompiledLayers(layers, self.plan_changes.append, should_compile)
+        self._compiled = CompiledLayers(layers, self.notes.append, should_compile)
 
     def reset_step_state(self) -> None:
         """Drop the prefetched batch and the CUDA graphs: parameters and optimizer state may have been replaced.
@@ -216,30 +229,23 @@ class Engine:
         return rank_micro_batches(rows, self.world.rank, self.world.size, self.plan.micro_batch_size)
 
     def _with_fallback(self, step_fn: Callable[[], Result]) -> Result:
-        """Run a function; after an out-of-memory or compiler error change the plan and run it again."""
+        """Run a function; after an out-of-memory or compiler error revise the plan and run it again."""
         while True:
             try:
                 return step_fn()
             except Exception as error:
-                if (message := self._fallback_for(error)) is None:
+                if (revised := self._fallback_for(error)) is None:
                     raise
-                self.plan_changes.append(message)
-            self.reset_step_state()
+            self.adopt(revised)  # not inside except: the traceback holds the failed step's tensors
 
-    def _fallback_for(self, error: Exception) -> str | None:
-        """Apply the fallback for an error and describe it; None if there is none, or with several ranks."""
+    def _fallback_for(self, error: Exception) -> StagePlan | None:
+        """The plan to go on with after an error; None if there is none, or with several ranks."""
         if self.world.size > 1:
             return None
-        if not isinstance(error, torch.OutOfMemoryError):
-            return self._compiled.fallback_for(error)
-        if not self._module.training and self.eval_micro_batch_size > 1:
-            self.eval_micro_batch_size //= 2
-            size = self.eval_micro_batch_size
-            return f"evaluation micro-batch {2 * size} runs out of memory; {size} from now on"
-        if (smaller := halve_micro_batch(self.plan)) is None or not self._module.training:
-            return None
-        previous, self.plan = self.plan, smaller
-        return f"micro-batch {previous.micro_batch_size} runs out of memory; {smaller.batch_arithmetic} keeps the batch"
+        if isinstance(error, torch.OutOfMemoryError):
+            return self.plan.halve_micro_batch(self._module.training)
+        message = self._compiled.fallback_for(error)
+        return self.plan.revise(message) if message else None
 
     def _accumulate(self, micro_batches: Sequence[MicroBatch], trained_tokens: float) -> Tensor:
         """Accumulate the gradients of a step; returns this rank's summed metrics, the loss first, on the device."""
@@ -322,7 +328,7 @@ class Engine:
         """Sums over this rank's held-out rows: [metrics], and the trained tokens among them."""
         sums, trained_tokens = torch.zeros(len(self.task.metric_names), device=self.world.device), 0
         all_rows = range(self.task.held_out_rows)
-        for rows in rank_micro_batches(all_rows, self.world.rank, self.world.size, self.eval_micro_batch_size):
+        for rows in rank_micro_batches(all_rows, self.world.rank, self.world.size, self.plan.eval_micro_batch_size):
             self.world.heartbeat.set_phase("evaluating")
             micro_batch = self.task.held_out_batch(rows)
             sums += self._forward(micro_batch).flatten()

@@ -56,10 +56,10 @@ def choose_plan(
     if fits and chosen.gradient_checkpointing == requested.gradient_checkpointing:
         lines += case.checkpointing_hint(chosen)
     if fits and settings.distributed_strategy == "auto" and hardware.world_size > 1:
-        ddp, _ = case.estimate(replace(chosen, sharding="ddp"))
+        ddp, _ = case.estimate(chosen.revise(sharding="ddp"))
         lines.append(sharding_reason(requested, chosen, ddp.required, hardware))
     return StageEstimate(
-        plan=replace(chosen, reasons=(*chosen.reasons, *lines)),
+        plan=chosen.revise(*lines),
         hardware=hardware,
         trainable=trainable_of(shape, settings),
         memory=memory,
@@ -114,9 +114,9 @@ class _Case:
         if isinstance(self.settings, TrainableConfig):
             checkpointings = list(CHECKPOINTINGS[CHECKPOINTINGS.index(plan.gradient_checkpointing) :])
         sizes = [size for size in range(max_size, 0, -1) if rows_per_device % size == 0]
-        layouts = [replace(plan, micro_batch_size=n, gradient_accumulation_steps=rows_per_device // n) for n in sizes]
+        layouts = [plan.revise(micro_batch_size=n, gradient_accumulation_steps=rows_per_device // n) for n in sizes]
         return [
-            replace(layout, gradient_checkpointing=checkpointing, sharding=sharding)
+            layout.revise(gradient_checkpointing=checkpointing, sharding=sharding)
             for sharding in shardings
             for checkpointing in checkpointings
             for layout in layouts
@@ -147,7 +147,7 @@ class _Case:
         rate = self.estimate(plan)[1].tokens_per_second
         best, name = rate * MIN_HINT_SPEEDUP, ""
         for lighter in CHECKPOINTINGS[: CHECKPOINTINGS.index(plan.gradient_checkpointing)]:
-            candidate = self.fastest_fitting(replace(plan, gradient_checkpointing=lighter))
+            candidate = self.fastest_fitting(plan.revise(gradient_checkpointing=lighter))
             if candidate is None or (candidate.gradient_checkpointing, candidate.sharding) != (lighter, plan.sharding):
                 continue
             other = self.estimate(candidate)[1].tokens_per_second
@@ -159,10 +159,9 @@ class _Case:
         """The smallest changes that would fit: a smaller evaluation batch, LoRA, more GPUs, a larger GPU."""
         options, settings, hardware = [], self.settings, self.hardware
         is_text = isinstance(self.shape, DecoderShape)
-        eval_rows = settings.per_device_eval_batch_size
+        eval_rows = plan.eval_micro_batch_size
         while eval_rows := eval_rows // 2:
-            smaller = settings.model_copy(update={"per_device_eval_batch_size": eval_rows})
-            if replace(self, settings=smaller).fastest_fitting(plan):
+            if self.fastest_fitting(plan.revise(eval_micro_batch_size=eval_rows)):
                 options.append(f"per_device_eval_batch_size: {eval_rows}")
                 break
         if is_text and isinstance(settings, TrainableConfig) and not settings.trainable.lora:
@@ -172,7 +171,7 @@ class _Case:
         cards, accumulation = 2 * hardware.world_size, max(1, plan.gradient_accumulation_steps // 2)
         while cards <= 64 and is_text:
             larger = replace(self, hardware=Hardware(-(-cards // 8), min(cards, 8), hardware.gpu))
-            sharded = replace(plan, world_size=cards, sharding="fsdp", gradient_accumulation_steps=accumulation)
+            sharded = plan.revise(world_size=cards, sharding="fsdp", gradient_accumulation_steps=accumulation)
             if larger.fastest_fitting(sharded):
                 options.append(f"distributed_strategy: fsdp over {cards} × {hardware.gpu.name}")
                 break
@@ -193,7 +192,7 @@ def for_gpu(plan: StagePlan, gpu: GpuSpec) -> StagePlan:
     fallback = "bf16" if gpu.bf16 else "fp16"
     reason = f"{fallback} instead of {plan.precision}: {gpu.name} has no {plan.precision}"
     param_dtype = plan.param_dtype if fallback == "bf16" else "fp32"
-    return replace(plan, precision=fallback, param_dtype=param_dtype, reasons=(*plan.reasons, reason))
+    return plan.revise(reason, precision=fallback, param_dtype=param_dtype)
 
 
 def shardings_for(settings: TrainingConfig, hardware: Hardware) -> list[str]:
@@ -347,7 +346,7 @@ def workload_of(
         seq_len=rows.max_length,
         gradient_accumulation_steps=plan.gradient_accumulation_steps,
         trained_fraction=rows.trained_fraction,
-        eval_micro_batch_size=0 if isinstance(settings, AugmentationConfig) else settings.per_device_eval_batch_size,
+        eval_micro_batch_size=0 if isinstance(settings, AugmentationConfig) else plan.eval_micro_batch_size,
         precision=plan.precision,
         tf32=plan.tf32,
         rowwise_fp8=plan.precision == "fp8" and plan.fp8_scaling == "rowwise",
@@ -427,9 +426,7 @@ def plan_table(
     settings, dollars = recipe.stages[stage], load_prices(user_prices)
     estimates = []
     for hardware in targets:
-        plan = plan_stage(settings, rows.count or 1, hardware.world_size, device_info_of(hardware))
-        if rows.count is None:  # drop the reason about rows that were not counted
-            plan = replace(plan, reasons=tuple(line for line in plan.reasons if "rows come several times" not in line))
+        plan = plan_stage(settings, rows.count, hardware.world_size, device_info_of(hardware))
         estimate = choose_plan(plan, settings, shape, rows, hardware)
         estimates.append(replace(estimate, price=dollars.get(hardware.gpu.name)))
     return PlanTable(stage, shape, rows, tuple(estimates))

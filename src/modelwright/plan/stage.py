@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from modelwright.errors import UsageError
@@ -12,7 +12,7 @@ from modelwright.recipe.schema import CheckpointingMode, PreferenceConfig, Train
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Every number the engine needs to train a stage."""
+    """Every number the engine needs to train a stage; read-only: `revise` makes a new plan, and says why."""
 
     train_rows: int
     """Rows in one epoch (packed rows, where packing is on)."""
@@ -26,6 +26,8 @@ class StagePlan:
     """Micro-batches per device and step."""
     global_batch_size: int
     """Rows per step over all devices."""
+    eval_micro_batch_size: int
+    """Rows per device and forward pass of an evaluation."""
     steps: int
     """Optimizer steps of the stage."""
     warmup_steps: int
@@ -66,23 +68,49 @@ class StagePlan:
         """The content of plan.json."""
         return {**asdict(self), "batch_arithmetic": self.batch_arithmetic}
 
+    def revise(self, *reasons: str, **changes: Any) -> StagePlan:
+        """A new plan with these changes and the reasons for them; nothing else in the package changes a plan."""
+        return replace(self, reasons=(*self.reasons, *reasons), **changes)
+
+    def with_micro_batch(self, max_size: int) -> StagePlan:
+        """The same global batch in micro-batches of at most this many rows."""
+        size, accumulation = solve_batch(self.global_batch_size, max_size, self.world_size)
+        return self.revise(micro_batch_size=size, gradient_accumulation_steps=accumulation)
+
+    def halve_micro_batch(self, training: bool) -> StagePlan | None:
+        """The plan after a micro-batch of training or evaluation ran out of memory; None if it was one row."""
+        size = self.micro_batch_size if training else self.eval_micro_batch_size
+        if size == 1:
+            return None
+        if not training:
+            reason = f"evaluation micro-batch {size} runs out of memory; {size // 2} from now on"
+            return self.revise(reason, eval_micro_batch_size=size // 2)
+        smaller = self.with_micro_batch(size // 2)
+        return smaller.revise(f"micro-batch {size} runs out of memory; {smaller.batch_arithmetic} keeps the batch")
+
+    def changes_from(self, previous: StagePlan) -> dict[str, Any]:
+        """What differs from an earlier plan, for the journal: {name: {"from": …, "to": …}}."""
+        before, after = previous.as_json(), self.as_json()
+        changed = [name for name in after if after[name] != before[name] and name != "reasons"]
+        return {name: {"from": before[name], "to": after[name]} for name in changed}
+
 
 def plan_stage(
     settings: TrainingConfig,
-    train_rows: int,
+    train_rows: int | None,
     world_size: int,
     device_info: DeviceInfo,
     resumed_global_batch: int | None = None,
 ) -> StagePlan:
-    """Plan a stage; a resumed run keeps its global batch at any world size."""
+    """Plan a stage; a resumed run keeps its global batch at any world size. train_rows None: they were not counted."""
     reasons: list[str] = []
     batch_layout = _batch_layout(settings, world_size, resumed_global_batch, reasons)
     micro_batch_size, accumulation, global_batch_size = batch_layout
-    total_samples = max(1, round(settings.num_train_epochs * train_rows))
+    total_samples = max(1, round(settings.num_train_epochs * (train_rows or 1)))
     if settings.max_steps is not None:
         total_samples = settings.max_steps * global_batch_size
     steps = -(-total_samples // global_batch_size)
-    if global_batch_size > train_rows:
+    if train_rows is not None and global_batch_size > train_rows:
         repeated = "rows come several times in one step"
         reasons.append(f"a step takes {global_batch_size} rows and there are {train_rows}: {repeated}")
     learning_rate = _scale_learning_rate(settings, global_batch_size, reasons)
@@ -97,12 +125,13 @@ def plan_stage(
     if settings.gradient_checkpointing and not is_text:
         reasons.append("gradient_checkpointing has no effect here: image stages save all activations")
     return StagePlan(
-        train_rows=train_rows,
+        train_rows=train_rows or 1,
         total_samples=total_samples,
         world_size=world_size,
         micro_batch_size=micro_batch_size,
         gradient_accumulation_steps=accumulation,
         global_batch_size=global_batch_size,
+        eval_micro_batch_size=settings.per_device_eval_batch_size,
         steps=steps,
         warmup_steps=settings.warmup_steps.resolve(steps),
         decay_steps=settings.decay_steps.resolve(steps),

@@ -232,6 +232,7 @@ EVENT_FORMATTERS: dict[str, Callable[[Event], str | None]] = {
     "model": lambda e: f"model: {e['trainable_summary']}",
     "data": _format_data,
     "plan": _format_plan,
+    "plan_revised": lambda e: _format_plan({**e, "reasons": [e["reason"]]}),
     "stage_started": lambda e: f"stage {e['stage']}",
     "model_initialized": _format_initialized,
     "resumed": lambda e: f"{e['stage']} resumed from step {e['step']} of {e['steps']}",

@@ -234,7 +234,7 @@ class StageHistory:
         elif kind == "checkpoint_saved":
             self.num_checkpoints += 1
         elif kind not in ("evaluation", "note", "step_skipped", "checkpoint_started"):
-            self.last_events[kind] = _truncate_values(event)
+            self.last_events["plan" if kind == "plan_revised" else kind] = _truncate_values(event)
 
     def _rewind_to(self, step: int) -> None:
         self.step = step

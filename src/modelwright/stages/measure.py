@@ -206,7 +206,7 @@ def measure_case(case: PlanCase, plan: StagePlan) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
     times = time_steps(engine, WARM_UP_STEPS if on_gpu else 2)
     if engine.plan.micro_batch_size < plan.micro_batch_size:
-        return {"ran_out": engine.plan_changes[-1]}
+        return {"ran_out": engine.plan.reasons[-1]}
     return {
         "step_seconds": [round(value, 6) for value in times.seconds],
         "warm_up_seconds": round(times.warm_up_seconds, 3),
@@ -267,8 +267,7 @@ def _measure_stage(context: RunContext, stage: str, steps: int, log: Log) -> dic
     log(f"{stage}: {inputs.model_name}, {parts.parameter_counts}; {plan.batch_arithmetic}; ready after {setup:.1f} s")
     warm_up = min(3 if on_gpu else 1, steps - 1)
     times = time_steps(engine, warm_up, steps - warm_up)
-    if engine.plan.micro_batch_size < plan.micro_batch_size:
-        notes.append(engine.plan_changes[-1])
+    notes += engine.plan.reasons[len(plan.reasons) :]
     peak, prediction = peak_memory(engine), plan.prediction or {}
     return {
         "model": inputs.model_name,

@@ -28,7 +28,7 @@ from modelwright.models.vision import ResNet18
 from modelwright.plan.choose import CHECKPOINTINGS, StageEstimate, choose_plan
 from modelwright.plan.hardware import Hardware, gpu_spec_of
 from modelwright.plan.model_shape import ModelShape, ResNetShape, shape_from_config
-from modelwright.plan.stage import StagePlan, choose_fp8_scalings, solve_batch
+from modelwright.plan.stage import StagePlan, choose_fp8_scalings
 from modelwright.recipe.schema import TrainableConfig, TrainingConfig
 from modelwright.recipe.sections import RowStats
 from modelwright.runs.caches import cache_dir
@@ -51,8 +51,9 @@ FP8_CACHE_FILE = "fp8.json"
 def fit_plan(plan: StagePlan, stage: str, parts: StageParts, context: RunContext) -> StagePlan:
     """The plan changed to fit this hardware, with a reason for each change and the memory and time estimate."""
     fitted = _fit_to_memory(_apply_known_micro_batch(plan, stage, context), stage, parts, context)
-    fitted = apply_known_fp8_trial(fitted, stage, parts, context)
-    return replace(fitted, reasons=(*fitted.reasons, *parts.optimization_notes(fitted)))
+    if _wants_fp8_trial(fitted, stage, context) and (trial := _cached_trial(fitted, stage, parts, context)):
+        fitted = _with_trial_result(fitted, trial)
+    return fitted.revise(*parts.optimization_notes(fitted))
 
 
 def _fit_to_memory(plan: StagePlan, stage: str, parts: StageParts, context: RunContext) -> StagePlan:
@@ -60,16 +61,14 @@ def _fit_to_memory(plan: StagePlan, stage: str, parts: StageParts, context: RunC
     try:
         estimate = choose_plan(plan, settings, _model_shape(parts), _row_stats(parts, settings), _hardware(context))
     except ModelError as error:  # an architecture whose config says too little can still be trained
-        return replace(plan, reasons=(*plan.reasons, f"no memory or time prediction: {error}"))
-    chosen, reasons = estimate.plan, [] if estimate.fits else [_does_not_fit_message(estimate)]
+        return plan.revise(f"no memory or time prediction: {error}")
+    chosen = estimate.plan if estimate.fits else estimate.plan.revise(_does_not_fit_message(estimate))
     if chosen.gradient_checkpointing != plan.gradient_checkpointing:
         if chosen.gradient_checkpointing == "selective" and not trainable.has_decoder_layers(parts.model):
-            chosen = replace(chosen, gradient_checkpointing=True)
-            reasons.append(
-                "gradient checkpointing is full: the model's layers were not found, which selective asks for"
-            )
+            reason = "gradient checkpointing is full: the model's layers were not found, which selective asks for"
+            chosen = chosen.revise(reason, gradient_checkpointing=True)
         activation_checkpoint.enable_activation_checkpointing(parts.model, chosen.gradient_checkpointing)
-    return replace(chosen, reasons=(*chosen.reasons, *reasons), prediction=estimate.prediction())
+    return chosen.revise(prediction=estimate.prediction())
 
 
 @contextmanager
@@ -86,7 +85,7 @@ def explain_out_of_memory(
     except torch.OutOfMemoryError:
         plan = current_plan()
         if not parts.task.module.training:
-            raise UsageError(_eval_memory_message(stage, context)) from None
+            raise UsageError(_eval_memory_message(stage, plan.eval_micro_batch_size)) from None
         if context.world.size > 1 and plan.micro_batch_size > 1:
             rows = _record_smaller_micro_batch(plan, stage, context)
             message = f"micro-batch {plan.micro_batch_size} runs out of memory"
@@ -97,25 +96,19 @@ def explain_out_of_memory(
 def _train_memory_message(plan: StagePlan, settings: TrainingConfig) -> str:
     """First what needs less memory for the same result, and where none is left, what changes the result."""
     alternatives: list[str] = []
-    if plan.micro_batch_size > 1:
-        half, batch = plan.micro_batch_size // 2, plan.global_batch_size
-        smaller = f"per_device_train_batch_size: {half} with global_batch_size: {batch}"
-        alternatives.append(f"same global batch, smaller micro-batch: {smaller}")
     lighter = CHECKPOINTINGS[CHECKPOINTINGS.index(plan.gradient_checkpointing) + 1 :]
     if isinstance(settings, TrainableConfig) and lighter:
         alternatives.append("gradient_checkpointing: " + ", or ".join(str(mode).lower() for mode in lighter))
     if isinstance(settings, TrainableConfig) and not alternatives:
-        alternatives += [] if settings.trainable.lora else ["trainable: lora"]
-        alternatives += ["shorter rows: max_length"]
+        alternatives += [*([] if settings.trainable.lora else ["trainable: lora"]), "shorter rows: max_length"]
         alternatives += ["more GPUs: distributed_strategy: fsdp"] if settings.quantization == "none" else []
     would_do = ", or ".join(alternatives) or "a smaller model.resnet_width"
     rows = f"{plan.micro_batch_size} row{'s' * (plan.micro_batch_size > 1)}"
     return f"the device is out of memory with {rows} at once; what would do: {would_do}"
 
 
-def _eval_memory_message(stage: str, context: RunContext) -> str:
-    rows = context.recipe.stages[stage].per_device_eval_batch_size
-    if context.world.size == 1 or rows == 1:  # on one device the engine has already tried one row
+def _eval_memory_message(stage: str, rows: int) -> str:
+    if rows == 1:  # on one device the engine has halved it so far
         return f"{stage}: the device is out of memory measuring one row; shorter rows would do: max_length"
     return (
         f"{stage}: the device is out of memory measuring {rows} rows at once; "
@@ -128,7 +121,7 @@ def _record_smaller_micro_batch(plan: StagePlan, stage: str, context: RunContext
     path = context.folder.micro_batch(stage) / f"rank-{context.world.rank}.json"  # other ranks may write theirs
     key = _micro_batch_key(stage, context)
     divisor = 4 if path.exists() and read_json(path)["where"] == key else 2
-    rows, _ = solve_batch(plan.global_batch_size, max(1, plan.micro_batch_size // divisor), plan.world_size)
+    rows = plan.with_micro_batch(max(1, plan.micro_batch_size // divisor)).micro_batch_size
     write_json(path, {"rows": rows, "where": key})
     return rows
 
@@ -140,13 +133,11 @@ def _apply_known_micro_batch(plan: StagePlan, stage: str, context: RunContext) -
     rows = min((record["rows"] for record in records if record["where"] == key), default=plan.micro_batch_size)
     if rows >= plan.micro_batch_size:
         return plan
-    per_device, accumulation = solve_batch(plan.global_batch_size, rows, plan.world_size)
-    smaller = replace(plan, micro_batch_size=per_device, gradient_accumulation_steps=accumulation)
-    reason = (
+    smaller = plan.with_micro_batch(rows)
+    return smaller.revise(
         f"micro-batch {plan.micro_batch_size} ran out of memory before; {smaller.batch_arithmetic} keeps the batch "
         f"(without stages/{stage}/{folder.name} it is tried again)"
     )
-    return replace(smaller, reasons=(*plan.reasons, reason))
 
 
 def _micro_batch_key(stage: str, context: RunContext) -> list[Any]:
@@ -174,11 +165,15 @@ def log_prediction_error(context: RunContext, stage: str, plan: StagePlan, speed
         )
     }
     context.journal.add("prediction", stage=stage, **comparison)
-    path = context.folder.plan
+    update_plan_file(context, stage, {"actual": comparison})
+
+
+def update_plan_file(context: RunContext, stage: str, record: dict[str, Any]) -> None:
+    """Update the stage's part of plan.json."""
 
     def write() -> None:
-        saved = read_json(path)
-        write_json(path, {**saved, stage: {**saved.get(stage, {}), "actual": comparison}})
+        saved = read_json(context.folder.plan) if context.folder.plan.exists() else {}
+        write_json(context.folder.plan, {**saved, stage: {**saved.get(stage, {}), **record}})
 
     context.world.on_rank0_broadcast(write)
 
@@ -263,12 +258,6 @@ class TimedPass:
     """Loss summed over the trial batches."""
 
 
-def apply_known_fp8_trial(plan: StagePlan, stage: str, parts: StageParts, context: RunContext) -> StagePlan:
-    """The plan with the result of an earlier fp8 trial; unchanged where the trial is still to be run."""
-    cached = _cached_trial(plan, stage, parts, context) if _wants_fp8_trial(plan, stage, context) else None
-    return plan if cached is None else _with_trial_result(plan, cached)
-
-
 def build_engine(plan: StagePlan, stage: str, parts: StageParts, context: RunContext) -> Engine:
     """The engine of a stage; runs the fp8 trial in it where no result is cached, and saves the result."""
     settings = context.recipe.stages[stage]
@@ -279,25 +268,22 @@ def build_engine(plan: StagePlan, stage: str, parts: StageParts, context: RunCon
         trial = run_fp8_trial(engine, choose_fp8_scalings(settings))
         context.world.on_rank0_broadcast(lambda: _save_trial(trial, key, context.folder.fp8_trial(stage)))
         context.journal.add("fp8_trial", stage=stage, cached=False, **asdict(trial))
-        engine.plan = _with_trial_result(engine.plan, trial)
+        engine.adopt(_with_trial_result(engine.plan, trial))
     return engine
 
 
 def run_fp8_trial(engine: Engine, scalings: Sequence[str]) -> Fp8Trial:
-    """Time a few batches in both precisions, and leave the engine in the better one with its step state reset.
+    """Time a few batches in both precisions.
 
     Rowwise scaling is more exact and slower than tensorwise: the next scaling is tried where one is fast enough but
     its loss is too far off.
     """
-    first = scalings[0]
-    bf16 = time_precision(engine, "bf16", first)
-    trial = _try_scaling(engine, bf16, first)
+    bf16 = time_precision(engine, "bf16", scalings[0])
+    trial = _try_scaling(engine, bf16, scalings[0])
     for scaling in scalings[1:]:
         if not trial.use_fp8 and (trial.speedup or 0.0) >= MIN_SPEEDUP:
             trial = _try_scaling(engine, bf16, scaling)
             trial = replace(trial, reason=f"{trial.reason}; with tensorwise scaling its loss was too far off")
-    if not trial.use_fp8:  # with fp8 the engine is in it already, and nothing is compiled again
-        engine.set_precision("bf16", first)
     return trial
 
 
@@ -316,9 +302,8 @@ def time_precision(engine: Engine, precision: str, scaling: str) -> TimedPass:
     """Time and loss of a precision on the first batches, the same on every rank."""
     engine.set_precision(precision, scaling)
     sums, seconds = engine.time_trial()
-    metric_names = engine.task.metric_names
-    loss = sums[metric_names.index(engine.task.fp8_check_metric)]
-    return TimedPass(*engine.world.all_reduce_sum(seconds, loss))
+    metrics = dict(zip(engine.task.metric_names, sums, strict=True))
+    return TimedPass(*engine.world.all_reduce_sum(seconds, metrics[engine.task.fp8_check_metric]))
 
 
 def decide(bf16: TimedPass, fp8: TimedPass, scaling: str) -> Fp8Trial:
@@ -359,8 +344,7 @@ def _wants_fp8_trial(plan: StagePlan, stage: str, context: RunContext) -> bool:
 
 
 def _with_trial_result(plan: StagePlan, trial: Fp8Trial) -> StagePlan:
-    with_reason = replace(plan, reasons=(*plan.reasons, trial.reason))
-    return replace(with_reason, fp8_scaling=trial.scaling) if trial.use_fp8 else replace(with_reason, precision="bf16")
+    return plan.revise(trial.reason, **({"fp8_scaling": trial.scaling} if trial.use_fp8 else {"precision": "bf16"}))
 
 
 def _cached_trial(plan: StagePlan, stage: str, parts: StageParts, context: RunContext) -> Fp8Trial | None:

@@ -6,6 +6,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from modelwright.engine.task import StepReport
 from modelwright.engine.throughput import StragglerDetector, ThroughputMeter
 from modelwright.engine.trainer import explain_mismatch
 from modelwright.errors import Diverged, Interrupted
-from modelwright.plan.stage import plan_stage
-from modelwright.runs.folder import RunFolder, read_json, write_json, write_json_with_checksum
+from modelwright.plan.stage import StagePlan, plan_stage
+from modelwright.runs.folder import RunFolder, write_json, write_json_with_checksum
 from modelwright.stages.context import (
     GracefulShutdown,
     RunContext,
@@ -32,6 +33,7 @@ from modelwright.stages.planning import (
     fit_plan,
     log_prediction_error,
     profile_one_step,
+    update_plan_file,
 )
 
 
@@ -61,12 +63,12 @@ class StageRunner:
         self.parts = builder.build(context, inputs, stage)
         self.task = self.parts.task
         self._log_model_and_data(inputs)
-        self.plan = plan_stage(self.settings, self.task.rows, context.world.size, context.hardware, resumed_batch)
-        self.plan = fit_plan(self.plan, stage, self.parts, context)
-        self._log_plan()
-        with explain_out_of_memory(lambda: self.plan, stage, self.parts, context):  # the fp8 trial runs steps
-            self.engine = build_engine(self.plan, stage, self.parts, context)
-        self._log_plan_changes()
+        plan = plan_stage(self.settings, self.task.rows, context.world.size, context.hardware, resumed_batch)
+        plan = fit_plan(plan, stage, self.parts, context)
+        self._log_plan("plan", plan)
+        with explain_out_of_memory(lambda: plan, stage, self.parts, context):  # the fp8 trial runs steps
+            self.engine = build_engine(plan, stage, self.parts, context)
+        self._log_plan_revisions()
         if note := self.parts.precompute(self.engine, context.folder.frozen_cache(stage)):
             self._note(note)
         best_metric = self.settings.metric_for_best_model if self.settings.load_best_model_at_end else None
@@ -82,16 +84,15 @@ class StageRunner:
         with explain_out_of_memory(lambda: self.engine.plan, self.stage, self.parts, self.context):
             if self.task.held_out_rows and not self.eval_history.records:
                 self._evaluate()
-            meter = ThroughputMeter(
-                self.plan.steps, self.plan.global_batch_size, self.parts.flops_per_token, self._peak_flops()
-            )
+            steps, batch = self.engine.plan.steps, self.engine.plan.global_batch_size
+            meter = ThroughputMeter(steps, batch, self.parts.flops_per_token, self._peak_flops())
             self.began = time.monotonic()
             with self.shutdown.defer_to_step_end(), self.checkpointer:
                 self._train(meter)
                 if self._rolled_back_at_end():
                     self._train(meter)
             self._evaluate_and_save_end()
-        log_prediction_error(self.context, self.stage, self.plan, self.speed)
+        log_prediction_error(self.context, self.stage, self.engine.plan, self.speed)
         return self._finish()
 
     def _train(self, meter: ThroughputMeter) -> None:
@@ -99,7 +100,7 @@ class StageRunner:
         stragglers, stop_requests = StragglerDetector(), 0
         for report in self._steps():
             self._log_step(report, meter)
-            self._log_plan_changes()
+            self._log_plan_revisions()
             self.checkpointer.preallocate_buffers(lambda: self.engine.state_dict())
             for line in stragglers.check(report.compute_seconds_by_rank):
                 self._note(line)
@@ -111,10 +112,10 @@ class StageRunner:
                 self._wait_for_save()
             stop_requests += report.stop_requested
             # after a bad step nothing is saved; one more step may be good
-            wait_one_step = self.consecutive_bad_steps and stop_requests == 1 and report.step < self.plan.steps
+            wait_one_step = self.consecutive_bad_steps and stop_requests == 1 and report.step < self.engine.plan.steps
             if stop_requests and not wait_one_step:
-                step = self.engine.cursor.step
-                raise Interrupted(f"stopped after step {step} of {self.plan.steps}; rerun the same command to resume")
+                step, steps = self.engine.cursor.step, self.engine.plan.steps
+                raise Interrupted(f"stopped after step {step} of {steps}; rerun the same command to resume")
 
     def _steps(self) -> Iterator[StepReport]:
         """The engine's steps, one of them under the memory profiler where the recipe asks for it."""
@@ -146,11 +147,11 @@ class StageRunner:
     def _after_good_step(self, report: StepReport) -> None:
         """Evaluate and save when due, also where it was due at a skipped step before."""
         self.consecutive_bad_steps = 0
-        step, is_last = report.step, report.step == self.plan.steps
+        step, is_last = report.step, report.step == self.engine.plan.steps
         last_checked = max(self.eval_history.last_step(), self.last_saved_step)
-        if self.task.held_out_rows and (is_last or _is_due(step, self.plan.eval_steps, last_checked)):
+        if self.task.held_out_rows and (is_last or _is_due(step, self.engine.plan.eval_steps, last_checked)):
             self._evaluate()
-        save_due = _is_due(step, self.plan.save_steps, self.last_saved_step)
+        save_due = _is_due(step, self.engine.plan.save_steps, self.last_saved_step)
         if is_last or report.stop_requested or save_due or self.eval_history.best_step() == step:
             self._save()
 
@@ -174,7 +175,7 @@ class StageRunner:
 
     def _evaluate(self) -> None:
         values = self.engine.evaluate()
-        self._log_plan_changes()
+        self._log_plan_revisions()
         self._log("evaluation", **self.eval_history.add(self.engine.cursor.step, values))
 
     def _save(self) -> None:
@@ -184,7 +185,7 @@ class StageRunner:
         self.context.world.heartbeat.set_phase("saving")
         extra_state = {
             "resume_config": self.resume_config,
-            "global_batch_size": self.plan.global_batch_size,
+            "global_batch_size": self.engine.plan.global_batch_size,
             "evaluations": list(self.eval_history.records),
             "seconds": self._training_seconds(),
         }
@@ -242,7 +243,7 @@ class StageRunner:
             self.eval_history.records = list(saved["evaluations"])
             self.earlier_seconds, self.began = float(saved["seconds"]), time.monotonic()
         self.last_saved_step = step
-        self._log("resumed", step=step, steps=self.plan.steps)
+        self._log("resumed", step=step, steps=self.engine.plan.steps)
 
     def _checkpoint_dir(self, step: int) -> Path:
         return self.context.folder.checkpoints(self.stage) / f"step-{step:08d}"
@@ -292,7 +293,7 @@ class StageRunner:
     def _write_result(self, weights: dict[str, Any], metrics: dict[str, float | None]) -> None:
         folder = self.context.folder.model(self.stage)
         self.parts.save(weights, folder)
-        result = {"metrics": metrics, "resume_config": self.resume_config, "plan": self.plan.as_json(),
+        result = {"metrics": metrics, "resume_config": self.resume_config, "plan": self.engine.plan.as_json(),
                   "files": hash_model_files(folder)}  # fmt: skip
         write_json_with_checksum(self.context.folder.result(self.stage), result)
         shutil.rmtree(self.context.folder.frozen_cache(self.stage), ignore_errors=True)
@@ -305,34 +306,29 @@ class StageRunner:
         path = self.context.folder.data_manifest(self.stage)
         self.context.world.on_rank0_broadcast(lambda: write_json(path, manifest))
 
-    def _log_plan(self) -> None:
-        plan_record = self.plan.as_json()
-        self._log("plan", device=self.context.hardware.name, **plan_record)
-        path = self.context.folder.plan
-
-        def write() -> None:
-            write_json(path, {**(read_json(path) if path.exists() else {}), self.stage: plan_record})
-
-        self.context.world.on_rank0_broadcast(write)
+    def _log_plan(self, event: str, plan: StagePlan, **revision: Any) -> None:
+        """Write a plan to the journal and to plan.json."""
+        self._log(event, device=self.context.hardware.name, **revision, **plan.as_json())
+        update_plan_file(self.context, self.stage, plan.as_json())
 
     def _log_step(self, report: StepReport, meter: ThroughputMeter) -> None:
         meter.record(report)
-        if report.step % self.settings.logging_steps == 0 or report.step in (1, self.plan.steps):
+        if report.step % self.settings.logging_steps == 0 or report.step in (1, self.engine.plan.steps):
             self.speed = meter.summary()
             self._log(
-                "step", step=report.step, steps=self.plan.steps, epoch=round(report.epoch, 4), loss=report.loss,
+                "step", step=report.step, steps=self.engine.plan.steps, epoch=round(report.epoch, 4), loss=report.loss,
                 grad_norm=report.grad_norm, learning_rate=report.learning_rate, tokens=report.tokens,
                 batch_hash=report.batch_hash, step_seconds=round(report.step_seconds, 4), health=report.health,
                 **self.speed,
             )  # fmt: skip
 
-    def _log_plan_changes(self) -> None:
-        """Log what the engine changed in the plan, such as a smaller micro-batch."""
-        while self.engine.plan_changes:
-            self._note(self.engine.plan_changes.pop(0))
-        if self.plan is not self.engine.plan:
-            self.plan = self.engine.plan
-            self._log_plan()
+    def _log_plan_revisions(self) -> None:
+        """Log the plans that the engine has adopted, each with its reason and what changed, and the engine's notes."""
+        while self.engine.notes:
+            self._note(self.engine.notes.pop(0))
+        for previous, plan in pairwise(self.engine.plans):
+            self._log_plan("plan_revised", plan, reason=plan.reasons[-1], changes=plan.changes_from(previous))
+        del self.engine.plans[:-1]
 
     def _note(self, line: str) -> None:
         self.context.note(self.stage, line)

@@ -253,7 +253,7 @@ def compute_ref_logps(task: DpoTask, engine: Engine) -> dict[str, NDArray]:
 def _split_logps(task: DpoTask, engine: Engine, split: str) -> NDArray:
     pairs, world = task.splits[split], engine.world
     order = sorted(range(len(pairs)), key=lambda row: len(pairs[row]))  # similar lengths together save padding
-    micro_batches = rank_micro_batches(order, world.rank, world.size, engine.eval_micro_batch_size)
+    micro_batches = rank_micro_batches(order, world.rank, world.size, engine.plan.eval_micro_batch_size)
     flat_logps = np.zeros(sum(_token_counts(task, split)), dtype=np.float32)
     pair_logps = _split_by_pair(flat_logps, task, split)  # views into flat_logps
     outputs = engine.predict(task.batch_without_reference(split, rows) for rows in micro_batches)
