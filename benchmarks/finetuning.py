@@ -81,7 +81,7 @@ def sft_lines(figures: Figures) -> Iterator[str]:
 
 def sft_modelwright(setup: BenchSetup, variant: Variant, profile: KernelProfile) -> tuple[float, StepTimes]:
     """Our engine; rows per step, and the times."""
-    from modelwright.recipe.schema import SftConfig
+    from modelwright.recipe.stage_specs import SftConfig
 
     began = time.perf_counter()
     settings = SftConfig.model_validate({
@@ -113,7 +113,7 @@ def sft_trl(setup: BenchSetup, variant: Variant) -> tuple[float, StepTimes]:
     """TRL's trainer on the same rows in our order."""
     import torch
 
-    from modelwright.recipe.schema import SftConfig
+    from modelwright.recipe.stage_specs import SftConfig
 
     began, scenario, settings = time.perf_counter(), setup.scenario, variant.peer or {}
     packs = bool(settings.get("packing"))
@@ -191,7 +191,7 @@ def dpo_modelwright(
     """Our engine, the prompt computed once for both answers; seconds of the reference, and the times."""
     from modelwright.data.preferences import PreferenceDataset, PreferencePair
     from modelwright.models import pretrained
-    from modelwright.recipe.schema import DpoConfig
+    from modelwright.recipe.stage_specs import DpoConfig
     from modelwright.tasks.dpo import DpoTask, precompute_ref_log_probs
 
     def message(role: str, text: str) -> tuple[dict[str, str], ...]:
@@ -275,7 +275,7 @@ def survival_modelwright(
     scenario: SftScenario, rows: Any, folder: Path, steps: int, **reuse: Any
 ) -> tuple[StepTimes, tuple[str, ...]]:
     """Our engine, timed from when the model is loaded; and what it reuses."""
-    from modelwright.recipe.schema import SftConfig
+    from modelwright.recipe.stage_specs import SftConfig
     from modelwright.tasks.sft import find_compute_reuse
 
     settings = SftConfig(
@@ -292,7 +292,7 @@ def survival_modelwright(
 
 def survival_trl(scenario: SftScenario, rows: Any, folder: Path) -> StepTimes:
     """TRL's trainer: the same model, trainable weights, rows, order and precision; padded, as its users run it."""
-    from modelwright.recipe.schema import SftConfig
+    from modelwright.recipe.stage_specs import SftConfig
 
     began, gpu = time.perf_counter(), torch_device().type == "cuda"
     model = workloads.load_scenario_model(scenario, folder, torch_device(), SftConfig(trainable=LAST_TWO_LAYERS))
@@ -366,8 +366,7 @@ def survival_lines(figures: Figures) -> Iterator[str]:
 def measure_small_sft(variants: Sequence[str], steps: int, data: Path | None, kernels: bool = False) -> Figures:
     """A small Llama in fp32 against TRL's SFTTrainer: the same batches; each round in the other order."""
     from modelwright.data import chat
-    from modelwright.recipe.schema import DataConfig
-    from modelwright.recipe.sections import CountOrFraction
+    from modelwright.recipe.sections import CountOrFraction, DataConfig
 
     if variants:
         raise UsageError("--variant is not for sft-small: both of its variants are compared")
@@ -404,7 +403,7 @@ def measure_small_sft(variants: Sequence[str], steps: int, data: Path | None, ke
 def small_sft_modelwright(folder: Path, conversations: Any, steps: int) -> StepTimes:
     """Our engine on one device in fp32."""
     from modelwright.models import pretrained
-    from modelwright.recipe.schema import SftConfig
+    from modelwright.recipe.stage_specs import SftConfig
     from modelwright.tasks.sft import SftTask
 
     model = pretrained.load_model(folder)

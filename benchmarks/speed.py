@@ -122,7 +122,7 @@ def train_modelwright(
 ) -> StepTimes:
     """Our engine over the rows."""
     from modelwright.models import activation_checkpoint, pretrained, trainable
-    from modelwright.recipe.schema import LoraStageConfig, PretrainConfig
+    from modelwright.recipe.stage_specs import LoraStageConfig, PretrainConfig
 
     began, steps = time.perf_counter(), len(rows) // workload.batch
     settings = (LoraStageConfig if workload.lora else PretrainConfig).model_validate({
@@ -157,7 +157,7 @@ def _peft_model(workload: Workload) -> Any:
     import torch
 
     from modelwright.models.trainable import add_lora
-    from modelwright.recipe.schema import LoraStageConfig
+    from modelwright.recipe.stage_specs import LoraStageConfig
 
     model = workloads.random_llama(workload)
     model = add_lora(model.bfloat16() if torch.cuda.is_available() else model, LoraStageConfig())

@@ -373,7 +373,7 @@ def scenario_conversations(scenario: SftScenario, data: Path | None) -> Any:
     from modelwright.data import chat
     from modelwright.data.sources import read_train_rows
     from modelwright.recipe.load import load
-    from modelwright.recipe.schema import DataConfig
+    from modelwright.recipe.sections import DataConfig
 
     recipe = load("survival-smollm3", environ={}).recipe
     assert recipe.data is not None

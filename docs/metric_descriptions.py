@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from modelwright.recipe.schema import STAGE_METRICS
 from modelwright.recipe.sections import CHOICE_METRICS, PERPLEXITY_METRICS
+from modelwright.recipe.stage_specs import STAGES
 
 METRIC_DESCRIPTIONS: Mapping[str, str] = {
     "eval_loss": "Mean loss over the trained tokens of held-out rows; for images, per image; for pairs, the DPO loss.",
@@ -35,11 +35,11 @@ METRIC_DESCRIPTIONS: Mapping[str, str] = {
 
 def metric_names() -> tuple[str, ...]:
     """Every metric that is measured, without base_ and parent_."""
-    own = (name for names in STAGE_METRICS.values() for name in names if not name.startswith("base_"))
+    own = (name for spec in STAGES.values() for name in spec.metrics if not name.startswith("base_"))
     return tuple(dict.fromkeys((*own, *PERPLEXITY_METRICS, *CHOICE_METRICS)))
 
 
 def stages_reporting(metric: str) -> list[str]:
     """The stages that measure it."""
-    stages = [stage for stage, names in STAGE_METRICS.items() if metric in names]
+    stages = [stage for stage, spec in STAGES.items() if metric in spec.metrics]
     return stages or ["evaluate"]

@@ -10,7 +10,7 @@ import pytest
 
 from modelwright.plan.hardware import DeviceInfo
 from modelwright.plan.stage import StagePlan, plan_stage
-from modelwright.recipe.schema import SftConfig
+from modelwright.recipe.stage_specs import SftConfig
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")])

@@ -17,7 +17,7 @@ from modelwright.data.audit import AuditConfig, audit, convert_to_parquet, save_
 from modelwright.data.chat import load_conversations
 from modelwright.data.sources import iter_validation_rows, read_train_rows
 from modelwright.errors import DataError, UsageError
-from modelwright.recipe.schema import DataConfig
+from modelwright.recipe.sections import DataConfig
 from tiny import tiny_recipe
 
 GOOD = [{"prompt": f"What is {n} and {n}?", "completion": f"It is {2 * n}, as anyone can count."} for n in range(40)]

@@ -19,8 +19,8 @@ from modelwright.data.chat import (
     tokenize_conversations,
 )
 from modelwright.errors import DataError
-from modelwright.recipe.schema import ChatConfig
 from modelwright.recipe.sections import CountOrFraction
+from modelwright.recipe.stage_specs import ChatConfig
 from tiny import CHATML
 
 BOS_TEMPLATE = "<|endoftext|>" + CHATML

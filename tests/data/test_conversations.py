@@ -19,8 +19,7 @@ from modelwright.data.chat import (
 from modelwright.data.readers import Row
 from modelwright.data.sources import read_train_rows
 from modelwright.errors import DataError
-from modelwright.recipe.schema import DataConfig
-from modelwright.recipe.sections import CountOrFraction
+from modelwright.recipe.sections import CountOrFraction, DataConfig
 
 PARTS = {"question": "prompt", "answer": "completion"}
 

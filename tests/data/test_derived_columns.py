@@ -13,7 +13,7 @@ from modelwright.data.readers import Row
 from modelwright.data.sources import EMBEDDED_DATASETS, add_derived_columns, read_train_rows
 from modelwright.errors import DataError
 from modelwright.recipe.load import load as load_recipe
-from modelwright.recipe.schema import DataConfig
+from modelwright.recipe.sections import DataConfig
 
 SONG = {
     "lyrics": "Lord, I pray the road is long\nLord, I sing the same old song\n\n"

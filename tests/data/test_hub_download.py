@@ -37,7 +37,7 @@ from modelwright.data.prepare import pipeline
 from modelwright.data.prepare.executors import SerialExecutor
 from modelwright.data.prepare.job import PrepareJob
 from modelwright.errors import ModelwrightError
-from modelwright.recipe.schema import DataConfig
+from modelwright.recipe.sections import DataConfig
 from modelwright.recipe.sections import PrepareConfig
 download.load_hub_dataset.__defaults__ = ((0.0, 0.0),)
 told = {}

@@ -10,7 +10,7 @@ import pytest
 
 from modelwright.data.preferences import PreferencePair, load_preferences, tokenize_pair, truncate_pair
 from modelwright.errors import DataError
-from modelwright.recipe.schema import DataConfig
+from modelwright.recipe.sections import DataConfig
 
 ASKED, GOOD, BAD = "Which way is north?", "Follow the moss.", "Who cares."
 

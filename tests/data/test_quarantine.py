@@ -10,7 +10,7 @@ import pytest
 from modelwright.data import chat, preferences
 from modelwright.data.readers import write_quarantine
 from modelwright.errors import DataError
-from modelwright.recipe.schema import DataConfig
+from modelwright.recipe.sections import DataConfig
 
 ROWS = [{"prompt": f"What is {number}?", "completion": f"It is {number}."} for number in range(18)]
 

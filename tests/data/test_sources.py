@@ -15,7 +15,7 @@ import pytest
 from modelwright.data.readers import InvalidRow, Row, raise_on_invalid_rows, read_file
 from modelwright.data.sources import is_hub_name, iter_validation_rows, read_train_rows
 from modelwright.errors import DataError, UsageError
-from modelwright.recipe.schema import DataConfig
+from modelwright.recipe.sections import DataConfig
 
 ROWS = [{"question": f"What is {n}?", "answer": f"It is {n}, naïvely."} for n in range(5)]
 

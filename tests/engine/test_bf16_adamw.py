@@ -26,7 +26,7 @@ from modelwright.errors import UsageError
 from modelwright.plan.hardware import DeviceInfo
 from modelwright.plan.stage import plan_stage
 from modelwright.recipe.load import load
-from modelwright.recipe.schema import SftConfig
+from modelwright.recipe.stage_specs import SftConfig
 from modelwright.stages import pipeline
 from tests.faults.fork_server import run_fingerprint
 from tiny import tiny_recipe

@@ -20,7 +20,7 @@ from modelwright.engine.trainer import Engine
 from modelwright.models.vision import resnet18
 from modelwright.plan import hardware
 from modelwright.plan.stage import plan_stage
-from modelwright.recipe.schema import ClassifyConfig
+from modelwright.recipe.stage_specs import ClassifyConfig
 from modelwright.tasks.classify import ClassifyTask
 
 EPOCHS, ROWS, BATCH, STEPS = 3, 41, 12, 11

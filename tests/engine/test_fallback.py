@@ -15,7 +15,7 @@ from modelwright.errors import UsageError
 from modelwright.plan.hardware import DeviceInfo
 from modelwright.plan.stage import plan_stage
 from modelwright.recipe.load import load
-from modelwright.recipe.schema import ClassifyConfig, LoraStageConfig, SftConfig, TrainingConfig
+from modelwright.recipe.stage_specs import ClassifyConfig, LoraStageConfig, SftConfig, TrainingConfig
 from modelwright.stages import pipeline
 from modelwright.stages.planning import _train_memory_message
 from modelwright.tasks.sft import SftLoss

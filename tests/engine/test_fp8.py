@@ -21,7 +21,7 @@ from modelwright.models.pretrained import eos_token_ids, load_model, load_tokeni
 from modelwright.models.trainable import set_trainable
 from modelwright.plan.hardware import DeviceInfo
 from modelwright.plan.stage import plan_stage
-from modelwright.recipe.schema import DpoConfig, PretrainConfig, SftConfig
+from modelwright.recipe.stage_specs import DpoConfig, PretrainConfig, SftConfig
 from modelwright.stages.planning import run_fp8_trial
 from modelwright.tasks import batching, dpo, pretrain, sft
 from modelwright.tasks.dpo import precompute_ref_log_probs

@@ -30,7 +30,7 @@ from modelwright.data.shards import iter_documents
 from modelwright.errors import DataError, ModelwrightError
 from modelwright.recipe.convert import convert_config
 from modelwright.recipe.load import builtin_recipes, dump_yaml, load
-from modelwright.recipe.schema import DataConfig
+from modelwright.recipe.sections import DataConfig
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from modelwright.models.attention import hidden_states
 from modelwright.models.pretrained import load_model
 from modelwright.models.trainable import decoder_layers, set_trainable
 from modelwright.recipe.load import load
-from modelwright.recipe.schema import TrainableConfig
+from modelwright.recipe.stage_specs import TrainableConfig
 from modelwright.stages import pipeline
 from tests.faults.fork_server import run_fingerprint
 from tiny import tiny_dpo_recipe, tiny_recipe

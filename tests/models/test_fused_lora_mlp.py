@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from modelwright.engine.precision import set_fp8_scaling
 from modelwright.models import trainable
 from modelwright.plan import model_shape
-from modelwright.recipe.schema import LoraStageConfig
+from modelwright.recipe.stage_specs import LoraStageConfig
 
 RANK, SCALE = 16, 2.0
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device; run by hand on a GPU machine")

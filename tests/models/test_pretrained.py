@@ -13,7 +13,8 @@ from modelwright.errors import ModelError
 from modelwright.models.pretrained import ResolvedModel, eos_token_ids, load_model, load_tokenizer, resolve_model
 from modelwright.models.save import save_model
 from modelwright.models.trainable import set_trainable
-from modelwright.recipe.schema import ModelConfig, TrainableConfig
+from modelwright.recipe.schema import ModelConfig
+from modelwright.recipe.stage_specs import TrainableConfig
 from tiny import tiny_model
 
 

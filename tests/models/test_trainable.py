@@ -15,7 +15,7 @@ from modelwright.models.attention import compute_logits, hidden_states
 from modelwright.models.pretrained import load_model
 from modelwright.models.save import merge_adapter, save_model
 from modelwright.models.trainable import count_parameters, decoder_layers, set_trainable
-from modelwright.recipe.schema import TrainableConfig
+from modelwright.recipe.stage_specs import TrainableConfig
 
 TOKENS = torch.arange(20).unsqueeze(0)
 PLACES = torch.arange(20).unsqueeze(0)

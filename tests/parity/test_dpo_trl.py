@@ -21,7 +21,7 @@ from modelwright.engine.trainer import Engine
 from modelwright.models.pretrained import eos_token_ids, load_model, load_tokenizer
 from modelwright.plan.hardware import DeviceInfo
 from modelwright.plan.stage import plan_stage
-from modelwright.recipe.schema import DpoConfig
+from modelwright.recipe.stage_specs import DpoConfig
 from modelwright.tasks.dpo import DpoTask, precompute_ref_log_probs
 from tiny import tiny_pairs
 

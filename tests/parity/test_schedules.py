@@ -11,7 +11,7 @@ from transformers import get_scheduler
 from modelwright.engine.optimizer import build_schedule
 from modelwright.plan.hardware import DeviceInfo
 from modelwright.plan.stage import plan_stage
-from modelwright.recipe.schema import SftConfig
+from modelwright.recipe.stage_specs import SftConfig
 
 LAPTOP = DeviceInfo("cpu", "a laptop", 8 << 30, fast_bf16=False)
 PEAK = 3e-4

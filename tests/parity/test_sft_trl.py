@@ -25,7 +25,7 @@ from modelwright.engine.trainer import Engine
 from modelwright.models.pretrained import eos_token_ids, load_model, load_tokenizer
 from modelwright.plan.hardware import DeviceInfo
 from modelwright.plan.stage import plan_stage
-from modelwright.recipe.schema import SftConfig
+from modelwright.recipe.stage_specs import SftConfig
 from modelwright.tasks.sft import SftTask
 from tiny import tiny_rows
 

@@ -10,7 +10,7 @@ import pytest
 
 from modelwright.plan.memory import MemoryCoefficients, StepWorkload, estimate_memory
 from modelwright.plan.model_shape import SHIPPED_CONFIGS, count_trainable, shape_from_config
-from modelwright.recipe.schema import SftConfig
+from modelwright.recipe.stage_specs import SftConfig
 
 EXACT = MemoryCoefficients(fixed=0.0)
 

@@ -18,7 +18,8 @@ from modelwright.plan.model_shape import (
     shape_of_recipe,
 )
 from modelwright.recipe.load import load
-from modelwright.recipe.schema import Recipe, SftConfig
+from modelwright.recipe.schema import Recipe
+from modelwright.recipe.stage_specs import SftConfig
 
 SMALL = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 128,
          "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 from modelwright.plan import hardware
 from modelwright.plan.hardware import DeviceInfo, available_memory, probe_device
 from modelwright.plan.stage import StagePlan, choose_fp8_scalings, choose_precision, plan_stage, solve_batch
-from modelwright.recipe.schema import DpoConfig, SftConfig, TrainingConfig
+from modelwright.recipe.stage_specs import DpoConfig, SftConfig, TrainingConfig
 
 LAPTOP = DeviceInfo("cpu", "2 CPU threads", 8 << 30, fast_bf16=False)
 H100 = DeviceInfo("cuda", "NVIDIA H100", 80 << 30, fast_bf16=True, peak_flops=989e12)

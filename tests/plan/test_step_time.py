@@ -22,7 +22,7 @@ from modelwright.plan.hardware import DEFAULT_NETWORK_BANDWIDTH, GPUS, DeviceInf
 from modelwright.plan.memory import StepWorkload, estimate_memory
 from modelwright.plan.model_shape import SHIPPED_CONFIGS, ResNetShape, count_trainable, shape_from_config
 from modelwright.plan.step_time import TimeCoefficients, count_flops, step_time
-from modelwright.recipe.schema import SftConfig
+from modelwright.recipe.stage_specs import SftConfig
 
 RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "plan.json"
 H200 = GPUS["H200"]

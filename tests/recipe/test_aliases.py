@@ -23,7 +23,7 @@ from modelwright.recipe.fields import (
     section_aliases,
 )
 from modelwright.recipe.load import LoadedRecipe, builtin_recipes, load
-from modelwright.recipe.schema import TRAINING_STAGES, SftConfig
+from modelwright.recipe.stage_specs import STAGES, SftConfig
 
 RENAMED = Path(__file__).parent / "renamed"
 """Recipes with every key of version 0.1 that has another name now, and the same under the new names."""
@@ -41,7 +41,7 @@ def test_every_other_name_leads_to_a_setting_that_exists() -> None:
     tables = {*KEY_ALIASES, *CONVERTED_ALIASES, *RENAMED_KEYS}
     assert {"", "model", "data", "training", "compare"} <= tables
     for table in tables:
-        sections = {"training": TRAINING_STAGES, "trainable": ("sft.trainable",)}.get(table, (table,))
+        sections = {"training": STAGES, "trainable": ("sft.trainable",)}.get(table, (table,))
         known = {name for section in sections for name in field_names(section)}
         converted = (alias.canonical for alias in CONVERTED_ALIASES.get(table, {}).values())
         assert {*KEY_ALIASES.get(table, {}), *RENAMED_KEYS.get(table, {}).values(), *converted} <= known

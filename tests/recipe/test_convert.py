@@ -23,7 +23,7 @@ from modelwright.recipe.convert import convert_config
 from modelwright.recipe.diagnostics import FOREIGN_KEYS
 from modelwright.recipe.fields import field_names, section_aliases
 from modelwright.recipe.load import load
-from modelwright.recipe.schema import DataConfig
+from modelwright.recipe.sections import DataConfig
 from modelwright.recipe.source import ConfigNode, Origin, read_file
 
 HOME = Path(__file__).parent / "converted"

@@ -10,7 +10,7 @@ from modelwright.errors import UsageError
 from modelwright.recipe.explain import explain_setting, is_section, json_schema, list_settings, resolve_key
 from modelwright.recipe.fields import all_sections, child_fields, example_value
 from modelwright.recipe.load import load
-from modelwright.recipe.schema import SftConfig
+from modelwright.recipe.stage_specs import SftConfig
 
 
 def test_every_setting_has_a_sentence_that_ends_and_says_what_it_wants() -> None:

@@ -8,8 +8,9 @@ import pytest
 
 from modelwright.errors import RecipeError
 from modelwright.recipe.load import LoadedRecipe, builtin_recipes, dump_yaml, load
-from modelwright.recipe.schema import Recipe, SftConfig
+from modelwright.recipe.schema import Recipe
 from modelwright.recipe.sections import CountOrFraction
+from modelwright.recipe.stage_specs import SftConfig
 
 BASE = """
 name: base

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from modelwright.plan.hardware import DeviceInfo
 from modelwright.plan.stage import plan_stage
-from modelwright.recipe.schema import SftConfig
+from modelwright.recipe.stage_specs import SftConfig
 from modelwright.report.console import run_summary
 from modelwright.report.model_card import _precision
 from modelwright.runs.folder import RunFolder

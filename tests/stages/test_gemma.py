@@ -20,7 +20,7 @@ from modelwright.data.chat import Conversation, tokenize_conversations
 from modelwright.errors import UsageError
 from modelwright.models.pretrained import eos_token_ids, load_model, load_tokenizer, resize_embeddings
 from modelwright.recipe.load import load
-from modelwright.recipe.schema import ChatConfig
+from modelwright.recipe.stage_specs import ChatConfig
 from modelwright.stages.pipeline import run
 from tiny import tiny_model, tiny_recipe
 

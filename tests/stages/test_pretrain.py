@@ -18,8 +18,8 @@ from modelwright.data.shards import PackedDataset
 from modelwright.errors import DataError, ModelError, Refused
 from modelwright.models.pretrained import load_model
 from modelwright.recipe.load import load
-from modelwright.recipe.schema import PretrainConfig
 from modelwright.recipe.sections import CountOrFraction
+from modelwright.recipe.stage_specs import PretrainConfig
 from modelwright.runs.folder import RunFolder, read_json
 from modelwright.stages import pipeline
 from modelwright.stages.context import RunOptions

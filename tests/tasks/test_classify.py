@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from modelwright.data.images import ImageDataset, ImageSplits
 from modelwright.engine.task import MicroBatch
 from modelwright.models.vision import resnet18
-from modelwright.recipe.schema import AugmentationConfig
+from modelwright.recipe.stage_specs import AugmentationConfig
 from modelwright.tasks.classify import (
     ClassifyLoss,
     ClassifyTask,

@@ -25,7 +25,7 @@ from modelwright.models.trainable import decoder_layers, set_trainable
 from modelwright.plan.hardware import probe_device
 from modelwright.plan.stage import plan_stage
 from modelwright.recipe.load import load as load_recipe
-from modelwright.recipe.schema import SftConfig, TrainableConfig
+from modelwright.recipe.stage_specs import SftConfig, TrainableConfig
 from modelwright.runs.folder import read_json
 from modelwright.tasks.batching import (
     NO_ROW_LIMIT,

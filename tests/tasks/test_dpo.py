@@ -31,7 +31,7 @@ from modelwright.models.pretrained import eos_token_ids, load_model, load_tokeni
 from modelwright.models.trainable import set_trainable
 from modelwright.plan.hardware import DeviceInfo
 from modelwright.plan.stage import plan_stage
-from modelwright.recipe.schema import DpoConfig, PreferenceConfig
+from modelwright.recipe.stage_specs import DpoConfig, PreferenceConfig
 from modelwright.tasks.dpo import (
     REF_FILE,
     REF_MANIFEST,

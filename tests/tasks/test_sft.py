@@ -19,7 +19,7 @@ from modelwright.models.attention import check_packed_forward, compute_logits, h
 from modelwright.models.pretrained import eos_token_ids, load_model
 from modelwright.models.trainable import set_trainable
 from modelwright.recipe.load import load as load_recipe
-from modelwright.recipe.schema import SftConfig, TrainableConfig
+from modelwright.recipe.stage_specs import SftConfig, TrainableConfig
 from modelwright.tasks.batching import collate_examples
 from modelwright.tasks.sft import SftLoss, SftTask
 from tiny import tiny_recipe

@@ -15,8 +15,8 @@ from modelwright.cluster.documents import dump_mapping
 from modelwright.data.sources import EMBEDDED_DATASETS, local_path
 from modelwright.errors import UsageError
 from modelwright.recipe.fields import canonical_key
-from modelwright.recipe.schema import DataConfig, Recipe
-from modelwright.recipe.sections import ClusterConfig
+from modelwright.recipe.schema import Recipe
+from modelwright.recipe.sections import ClusterConfig, DataConfig
 
 MAX_CONFIG_MAP_BYTES = 1_000_000
 """Bytes of data in a ConfigMap; the cluster's limit is 1 MiB including names."""

@@ -27,7 +27,7 @@ from modelwright.data.shards import MANIFEST, PackedDataset
 from modelwright.data.tokenizer import DocumentTokenizer
 from modelwright.errors import DataError, ModelError, Problem, UsageError
 from modelwright.recipe.load import LoadedRecipe, add_recipe_location, builtin_recipes, load, load_dict
-from modelwright.recipe.schema import DataConfig
+from modelwright.recipe.sections import DataConfig
 from modelwright.runs.folder import atomic_write, fsync_path
 
 RowFormat = Literal["conversations", "pairs", "text"]

@@ -17,7 +17,8 @@ from jinja2 import TemplateError
 from modelwright.data.readers import LONE_SURROGATE, Quarantine, Row, describe_columns, utf8_size
 from modelwright.data.sources import add_derived_columns, iter_train_rows, iter_validation_rows
 from modelwright.errors import DataError, Problem
-from modelwright.recipe.schema import ChatConfig, DataConfig, PreferenceConfig
+from modelwright.recipe.sections import DataConfig
+from modelwright.recipe.stage_specs import ChatConfig, PairConfig
 
 ROLES = ("system", "user", "assistant", "tool")
 CHAT_ROLES = ("messages", "prompt", "completion", "system")
@@ -362,7 +363,7 @@ def tokenize_conversations(
 
 
 def check_tokenized(
-    dataset: Any, count: int, noun: str, has_stop: bool, config: ChatConfig | PreferenceConfig, hint: str = ""
+    dataset: Any, count: int, noun: str, has_stop: bool, config: ChatConfig | PairConfig, hint: str = ""
 ) -> None:
     """Raise if too many rows are truncated, none has a trained token, or no answer ends with a stop token."""
     if dataset.truncated_rows > (limit := config.max_truncated_rows.resolve(count)):

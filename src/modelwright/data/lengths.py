@@ -15,8 +15,9 @@ from modelwright.data import chat, images, sources
 from modelwright.data.chat import Message
 from modelwright.data.packing import NDArray, pack_bfd
 from modelwright.errors import DataError, UsageError
-from modelwright.recipe.schema import ClassifyConfig, DpoConfig, PretrainConfig, Recipe
+from modelwright.recipe.schema import Recipe
 from modelwright.recipe.sections import RowStats
+from modelwright.recipe.stage_specs import ClassifyConfig, DpoConfig, PretrainConfig
 
 LENGTH_BINS = [0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 1 << 62]
 """Edges of the length histogram, in tokens."""

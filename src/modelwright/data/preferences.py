@@ -13,7 +13,8 @@ from modelwright.data import chat
 from modelwright.data.chat import Message, SplitDataset, TokenIds, TokenizedRow, to_messages, validate_messages
 from modelwright.data.readers import Quarantine, Row, describe_columns
 from modelwright.errors import DataError, Problem
-from modelwright.recipe.schema import DataConfig, PreferenceConfig
+from modelwright.recipe.sections import DataConfig
+from modelwright.recipe.stage_specs import PairConfig
 
 PREFERENCE_ROLES = ("prompt", "context", "chosen", "rejected", "system")
 PREFERENCE_COLUMN_HINTS = {"instruction": "prompt", "question": "prompt", "query": "prompt", "input": "context",
@@ -189,7 +190,7 @@ class TokenizedPairs:
 
 
 def tokenize_pairs(
-    pairs: Sequence[PreferencePair], tokenizer: Any, config: PreferenceConfig, stop_tokens: Collection[int] = ()
+    pairs: Sequence[PreferencePair], tokenizer: Any, config: PairConfig, stop_tokens: Collection[int] = ()
 ) -> TokenizedPairs:
     """Tokenize all pairs; long ones are truncated; more than max_truncated_rows is an error."""
     stop_ids = {*stop_tokens, tokenizer.eos_token_id} - {None}

@@ -23,7 +23,7 @@ from modelwright.data.readers import InvalidRow, Row, get_text, raise_on_invalid
 from modelwright.data.sources import iter_train_rows, iter_validation_rows, local_path
 from modelwright.data.tokenizer import DocumentTokenizer, TokenizedDocuments
 from modelwright.errors import DataError, Problem
-from modelwright.recipe.schema import DataConfig
+from modelwright.recipe.sections import DataConfig
 from modelwright.runs.folder import atomic_write, hash_file, read_json, write_json
 
 MANIFEST = "manifest.json"

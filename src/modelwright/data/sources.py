@@ -18,7 +18,7 @@ from typing import Any
 from modelwright.data import download, readers
 from modelwright.data.readers import ROW_FILE_SUFFIXES, InvalidRow, Row, describe_columns, read_file
 from modelwright.errors import DataError, Problem, UsageError, first_line
-from modelwright.recipe.schema import DataConfig
+from modelwright.recipe.sections import DataConfig
 from modelwright.runs.caches import cache_dir
 from modelwright.runs.folder import write_text
 

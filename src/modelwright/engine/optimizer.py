@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 from modelwright.engine.bf16_adamw import BF16AdamW, total_grad_norm
 from modelwright.engine.parallel import full_tensor
 from modelwright.plan.stage import StagePlan
-from modelwright.recipe.schema import OptimizerConfig
+from modelwright.recipe.stage_specs import OptimizerConfig
 
 LrSchedule = Callable[[int], float]
 ONE_CYCLE_START, ONE_CYCLE_END = 0.04, 0.001

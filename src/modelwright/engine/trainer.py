@@ -46,7 +46,7 @@ from modelwright.engine.throughput import MIN_TIMEOUT_SECONDS, TIMEOUT_AFTER_STE
 from modelwright.errors import Refused
 from modelwright.plan.choose import uses_cuda_graphs
 from modelwright.plan.stage import StagePlan
-from modelwright.recipe.schema import TrainingConfig
+from modelwright.recipe.stage_specs import TrainingConfig
 
 Result = TypeVar("Result")
 MODEL_FILE, OPTIMIZER_FILE, EMA_FILE = "model.safetensors", "optimizer.safetensors", "ema.safetensors"

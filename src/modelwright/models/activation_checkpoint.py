@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from modelwright.errors import ModelError
 from modelwright.models.trainable import decoder_layers, has_decoder_layers
-from modelwright.recipe.schema import CheckpointingMode
+from modelwright.recipe.stage_specs import CheckpointingMode
 
 
 def enable_activation_checkpointing(model: Any, mode: CheckpointingMode) -> None:

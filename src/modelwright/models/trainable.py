@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 from modelwright.errors import ModelError, first_line
-from modelwright.recipe.schema import TrainableConfig
 from modelwright.recipe.sections import FUSED_LORA_RANKS, MLP_LINEARS, ParameterCount
+from modelwright.recipe.stage_specs import TrainableConfig
 
 
 def set_trainable(model: Any, parts: TrainableConfig) -> Any:

@@ -25,7 +25,7 @@ from modelwright.plan.model_shape import (
     shape_from_config,
 )
 from modelwright.plan.step_time import DEFAULT_TIME, TimeCoefficients, step_time
-from modelwright.recipe.schema import DpoConfig, SftConfig
+from modelwright.recipe.stage_specs import DpoConfig, SftConfig
 from modelwright.runs.caches import cache_dir
 from modelwright.runs.folder import read_json_object
 

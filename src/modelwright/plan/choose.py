@@ -21,16 +21,16 @@ from modelwright.plan.memory import (
 from modelwright.plan.model_shape import DecoderShape, ModelShape, ResNetShape, TrainableSummary, count_trainable
 from modelwright.plan.stage import StagePlan, plan_stage
 from modelwright.plan.step_time import StepTime, step_time
-from modelwright.recipe.schema import (
-    AugmentationConfig,
+from modelwright.recipe.schema import Recipe
+from modelwright.recipe.sections import RowStats
+from modelwright.recipe.stage_specs import (
     CheckpointingMode,
-    PreferenceConfig,
-    Recipe,
+    PairConfig,
+    ReuseConfig,
     TrainableConfig,
     TrainableParts,
     TrainingConfig,
 )
-from modelwright.recipe.sections import RowStats
 
 CHECKPOINTINGS: tuple[CheckpointingMode, ...] = (False, "selective", True)
 """From the fastest to the one with the least memory."""
@@ -95,7 +95,7 @@ class _Case:
     def estimate(self, plan: StagePlan) -> tuple[MemoryEstimate, StepTime]:
         """Memory of a plan for rows of the maximum length, and time for rows of the mean length."""
         is_resnet, rows = isinstance(self.shape, ResNetShape), self.rows
-        if is_resnet and isinstance(self.settings, TrainableConfig):
+        if is_resnet and self.settings.spec.modality == "text":
             raise ModelError("model: a resnet is trained by classify, not by a text stage")
         work = workload_of(self.shape, self.settings, plan, rows, self.hardware)
         fill_fraction = 1.0 if rows.mean_length >= rows.max_length or is_resnet else FILL_WITH_PADDING
@@ -111,7 +111,7 @@ class _Case:
         shardings, checkpointings = [plan.sharding], [plan.gradient_checkpointing]
         if self.settings.distributed_strategy == "auto" and plan.sharding == "ddp":
             shardings += shardings_for(self.settings, self.hardware)
-        if isinstance(self.settings, TrainableConfig):
+        if self.settings.spec.modality == "text":
             checkpointings = list(CHECKPOINTINGS[CHECKPOINTINGS.index(plan.gradient_checkpointing) :])
         sizes = [size for size in range(max_size, 0, -1) if rows_per_device % size == 0]
         layouts = [plan.revise(micro_batch_size=n, gradient_accumulation_steps=rows_per_device // n) for n in sizes]
@@ -335,10 +335,11 @@ def workload_of(
 ) -> StepWorkload:
     """The workload of a planned stage, with rows of the maximum length."""
     on_gpu, trainable, cached_layers = hardware.gpu.name != "CPU", trainable_of(shape, settings), 0
-    caches_layers = getattr(settings, "cache_frozen_layers", "off") != "off" and not trainable.embeddings
-    if isinstance(shape, DecoderShape) and caches_layers:
+    caches_layers = isinstance(settings, ReuseConfig) and settings.cache_frozen_layers != "off"
+    if isinstance(shape, DecoderShape) and caches_layers and not trainable.embeddings:
         cached_layers = shape.num_hidden_layers - trainable.backward_layers
-    shared, half_precision = bool(getattr(settings, "share_prompt", False)), on_gpu and plan.precision != "fp32"
+    shared = isinstance(settings, PairConfig) and settings.share_prompt
+    half_precision = on_gpu and plan.precision != "fp32"
     return StepWorkload(
         shape=shape,
         trainable=trainable,
@@ -346,7 +347,7 @@ def workload_of(
         seq_len=rows.max_length,
         gradient_accumulation_steps=plan.gradient_accumulation_steps,
         trained_fraction=rows.trained_fraction,
-        eval_micro_batch_size=0 if isinstance(settings, AugmentationConfig) else plan.eval_micro_batch_size,
+        eval_micro_batch_size=plan.eval_micro_batch_size if settings.spec.modality == "text" else 0,
         precision=plan.precision,
         tf32=plan.tf32,
         rowwise_fp8=plan.precision == "fp8" and plan.fp8_scaling == "rowwise",
@@ -361,8 +362,8 @@ def workload_of(
         cached_layers=cached_layers,
         masked=shared and not half_precision,
         shared_prompt=shared and half_precision,
-        chunked_loss=not isinstance(settings, PreferenceConfig),  # DPO needs all logits
-        quantization=getattr(settings, "quantization", "none"),
+        chunked_loss=not settings.spec.full_logits,
+        quantization=settings.quantization if isinstance(settings, TrainableConfig) else "none",
         sharding=plan.sharding,
         world_size=plan.world_size,
         per_node=hardware.per_node,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from modelwright.plan.model_shape import DecoderShape, ModelShape, ResNetShape, TrainableSummary
-from modelwright.recipe.schema import CheckpointingMode
+from modelwright.recipe.stage_specs import CheckpointingMode
 
 AUTO_GRAPHS_MAX_PARAMS, MAX_GRAPH_SHAPES = 2_000_000_000, 4
 """Parameters below which CUDA graphs are used, and graphs for rows of different shapes, as in the engine."""

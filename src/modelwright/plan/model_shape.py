@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.errors import ModelError
-from modelwright.recipe.schema import Recipe, TrainableConfig
+from modelwright.recipe.schema import Recipe
 from modelwright.recipe.sections import EMBEDDED_MODEL, FUSED_LORA_RANKS, MLP_LINEARS, LlamaArchitecture, ParameterCount
+from modelwright.recipe.stage_specs import TrainableConfig
 from modelwright.runs.caches import cache_dir, hf_hub_cache
 
 

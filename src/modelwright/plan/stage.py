@@ -7,7 +7,7 @@ from typing import Any
 
 from modelwright.errors import UsageError
 from modelwright.plan.hardware import DeviceInfo
-from modelwright.recipe.schema import CheckpointingMode, PreferenceConfig, TrainableConfig, TrainingConfig
+from modelwright.recipe.stage_specs import CheckpointingMode, TrainingConfig
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def plan_stage(
     tf32, reason = choose_tf32(settings.tf32, precision, device_info)
     if reason:
         reasons.append(reason)
-    is_text = isinstance(settings, TrainableConfig)
+    is_text = settings.spec.modality == "text"
     if settings.gradient_checkpointing and not is_text:
         reasons.append("gradient_checkpointing has no effect here: image stages save all activations")
     return StagePlan(
@@ -188,7 +188,7 @@ def solve_batch(global_batch_size: int, max_micro_batch_size: int, world_size: i
 
 def choose_param_dtype(settings: TrainingConfig, precision: str, device_info: DeviceInfo) -> str:
     """bf16 weights with exact fp32 masters for text in bf16 or fp8 on a GPU; else fp32, which batch norm needs."""
-    suits = precision in ("bf16", "fp8") and settings.optim == "adamw_torch" and isinstance(settings, TrainableConfig)
+    suits = precision in ("bf16", "fp8") and settings.optim == "adamw_torch" and settings.spec.modality == "text"
     if settings.param_dtype == "bf16" and not suits:
         actual = f"precision {precision} and optim {settings.optim}"
         raise UsageError(f"param_dtype: bf16 wants precision bf16 or fp8 with optim adamw_torch; here is {actual}")
@@ -198,14 +198,8 @@ def choose_param_dtype(settings: TrainingConfig, precision: str, device_info: De
 
 
 def choose_fp8_scalings(settings: TrainingConfig) -> tuple[str, ...]:
-    """The fp8 scalings to try, fastest first.
-
-    Preference pairs use rowwise scales only: a pair's log-probs must not depend on the other rows of its batch, since
-    the reference log-probs were computed in another batch.
-    """
-    if settings.fp8_scaling != "auto":
-        return (settings.fp8_scaling,)
-    return ("rowwise",) if isinstance(settings, PreferenceConfig) else ("tensorwise", "rowwise")
+    """The fp8 scalings to try, fastest first."""
+    return settings.spec.fp8_scalings if settings.fp8_scaling == "auto" else (settings.fp8_scaling,)
 
 
 def choose_tf32(setting: bool | str, precision: str, device_info: DeviceInfo) -> tuple[bool, str]:

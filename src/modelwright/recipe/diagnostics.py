@@ -21,8 +21,9 @@ from modelwright.recipe.fields import (
     join_key,
     known_names,
 )
-from modelwright.recipe.schema import TRAINING_STAGES, Recipe
+from modelwright.recipe.schema import Recipe
 from modelwright.recipe.source import ConfigNode, KeyPath, RecipeProblem, drop_nulls, make_node, make_problem
+from modelwright.recipe.stage_specs import STAGES
 
 ConversionLoss = Literal["unsupported", "approximated", "not_needed"]
 """unsupported: there is no such setting; approximated: a similar one is written; not_needed: no setting is needed."""
@@ -149,7 +150,8 @@ def _diagnose_key(path: KeyPath, tree: ConfigNode, patched: ConfigNode) -> tuple
     close = closest_match(path[-1], allowed, cutoff=0.5)
     key, hint = ".".join(path), f"did you mean {close}?"
     if close is None and node.mapping and not any(child.mapping for child in node.mapping.values()):
-        hint = f"it wants the stage first: {holder.key}.{allowed[0]}.{path[-1]}"
+        stage = next((name for name in allowed if tree.get((name,))), allowed[0])
+        hint = f"it wants the stage first: {holder.key}.{stage}.{path[-1]}"
     elif close is None:
         hint = f"it wants {'one of ' if len(allowed) > 1 else ''}{', '.join(allowed)}"
     return patched.without(path), [make_problem(node.origin, key, f"{key} is unknown; {hint}")]
@@ -284,7 +286,7 @@ def explain_unknown_key(path: KeyPath, is_mapping: bool = False) -> UnknownKeyHi
         ours = SECTION_ALIASES[name]
         return UnknownKeyHint(f"{key} is unknown; the section is called {ours}", (ours,))
     if not parents and name in UNSUPPORTED_STAGES:
-        return UnknownKeyHint(f"{key} is unknown; the stages are {', '.join(TRAINING_STAGES)} so far")
+        return UnknownKeyHint(f"{key} is unknown; the stages are {', '.join(STAGES)} so far")
     if hint := _foreign_key_hint(name):
         return UnknownKeyHint(f"{key} is unknown; {hint}")
     if not parents and (exact := _find_in_other_section(name, section, fuzzy=False)):
@@ -317,7 +319,7 @@ def _find_in_other_section(name: str, section: str, fuzzy: bool = True) -> Unkno
     matches = [(other, known_names(other)[name]) for other in others if name in known_names(other)]
     if matches:
         first, ours = next((match for match in matches if match[0].startswith(f"{section}.")), matches[0])
-        stages = {other for other, _ in matches} & set(TRAINING_STAGES)
+        stages = {other for other, _ in matches} & set(STAGES)
         under = f"under {first}:" if first else "at the top level:"
         under = "to a stage, such as" if first in stages and len(stages) > 1 else under
         message = f"{key} belongs {under} {join_key(first, ours)}"

@@ -12,9 +12,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from modelwright.recipe.schema import NAME_PATTERN, TRAINING_STAGES, Recipe, TrainableParts
+from modelwright.recipe.schema import NAME_PATTERN, Recipe
 from modelwright.recipe.sections import IS_DNS_LABEL, IS_QUANTITY, IS_REGEX, CountOrFraction, Threshold, VolumeConfig
 from modelwright.recipe.source import ConfigNode, KeyPath, RecipeProblem, make_problem
+from modelwright.recipe.stage_specs import STAGES, TrainableParts
 
 NAME_EXPECTED = "lower-case letters, digits, dots and dashes"
 LABEL_EXPECTED = "lower-case letters, digits and dashes"
@@ -375,7 +376,7 @@ def section_aliases(section: str) -> dict[str, Alias]:
     if section.startswith("gates."):
         metrics = {old: Alias(new, renamed=True) for old, new in RENAMED_METRICS.items()}
         return metrics if section.count(".") == 1 else {}
-    table = "training" if section in TRAINING_STAGES else section.rpartition(".")[2]
+    table = "training" if section in STAGES else section.rpartition(".")[2]
     aliases = {name: Alias(ours) for ours, names in KEY_ALIASES.get(table, {}).items() for name in names.split()}
     aliases |= {old: Alias(new, renamed=True) for old, new in RENAMED_KEYS.get(table, {}).items()}
     aliases |= CONVERTED_ALIASES.get(table, {})
@@ -423,7 +424,7 @@ def qualify_key(key: str, present: Collection[str]) -> str:
         return key
     candidates = [
         section
-        for section in ("model", "data", *(stage for stage in TRAINING_STAGES if stage in present))
+        for section in ("model", "data", *(stage for stage in STAGES if stage in present))
         if key in field_names(section) or key in section_aliases(section)
     ]
     return f"{candidates[0]}.{key}" if len(candidates) == 1 else key
@@ -479,7 +480,7 @@ class _SectionAliases:
         return renamed
 
     def _ignore_removed(self) -> None:
-        removed = REMOVED_KEYS.keys() & self.entries.keys() if self.key in TRAINING_STAGES else ()
+        removed = REMOVED_KEYS.keys() & self.entries.keys() if self.key in STAGES else ()
         for name in removed:
             key, version = join_key(self.key, name), REMOVED_KEYS[name]
             self._note(self.entries[name], f"{key} is ignored: it was removed in {version}")

@@ -23,7 +23,7 @@ from modelwright.recipe.fields import (
     get_field,
     qualify_key,
 )
-from modelwright.recipe.schema import Recipe, TrainableConfig
+from modelwright.recipe.schema import Recipe
 from modelwright.recipe.source import (
     DEFAULT,
     EMPTY_MAPPING,
@@ -38,6 +38,7 @@ from modelwright.recipe.source import (
     read_text,
     read_value,
 )
+from modelwright.recipe.stage_specs import TrainableConfig
 
 RESOLVED_HEADER = """\
 # Resolved by Modelwright: bases, environment variables and --set are already in it, so it runs as it ran.

@@ -1,313 +1,41 @@
-"""The schema of a recipe: every section and setting with its default and its description.
+"""The schema of a recipe: its sections, and how they fit together.
 
 Names are those of Hugging Face ``TrainingArguments`` and TRL; ``fields`` maps the names of other tools."""
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from modelwright.recipe.sections import (
     ClusterConfig,
     CompareConfig,
-    CountOrFraction,
+    DataConfig,
     EvaluateConfig,
-    Fraction,
     FrozenModel,
     LlamaArchitecture,
     PrepareConfig,
     Threshold,
     invalid,
 )
+from modelwright.recipe.stage_specs import (
+    STAGES,
+    ClassifyConfig,
+    DpoConfig,
+    LoraStageConfig,
+    PretrainConfig,
+    SftConfig,
+    TrainingConfig,
+)
 
-PrecisionName = Literal["auto", "fp32", "bf16", "fp16", "fp8"]
-StrategyName = Literal["auto", "ddp", "fsdp", "hsdp"]
-CheckpointingMode = bool | Literal["selective"]
-PreferenceLoss = Literal["sigmoid", "ipo", "hinge"]
 AttentionName = Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"]
 TrackerName = Literal["tensorboard", "mlflow", "wandb", "trackio"]
-SchedulerName = Literal["linear", "cosine", "constant", "constant_with_warmup", "warmup_stable_decay", "one_cycle"]
-
-
-class BatchConfig(FrozenModel):
-    """Batch sizes."""
-
-    per_device_train_batch_size: PositiveInt = 8
-    """Micro-batch size per device."""
-    gradient_accumulation_steps: PositiveInt = 1
-    """Micro-batches per optimizer step."""
-    global_batch_size: PositiveInt | None = None
-    """Rows per optimizer step over all devices; gradient_accumulation_steps is then computed."""
-    per_device_eval_batch_size: PositiveInt = 8
-    """Micro-batch size per device in evaluation."""
-
-
-class ChatConfig(FrozenModel):
-    """Tokenization of conversations."""
-
-    max_length: Annotated[int, Field(ge=8)] = 1024
-    """Maximum sequence length in tokens; truncated rows are counted and reported."""
-    packing: bool = False
-    """Pack several short rows into one of max_length, without attention between them."""
-    packing_strategy: Literal["bfd", "bfd_split"] = "bfd"
-    """Best-fit decreasing packing; a row longer than max_length is truncated by bfd and split by bfd_split."""
-    max_truncated_rows: CountOrFraction = CountOrFraction("100%")
-    """Rows that may be truncated, as a count or a fraction; more is an error before the first step."""
-    assistant_only_loss: bool = True
-    """Compute the loss on the answers only; false includes the prompts."""
-
-    @model_validator(mode="after")
-    def _split_needs_packing(self) -> Self:
-        if self.packing_strategy == "bfd_split" and not self.packing:
-            raise invalid("has packing_strategy bfd_split, which needs packing: true")
-        return self
-
-
-class PreferenceConfig(FrozenModel):
-    """Preference pairs and their loss."""
-
-    beta: PositiveFloat = 0.1
-    """DPO beta: higher stays closer to the reference."""
-    loss_type: PreferenceLoss = "sigmoid"
-    """sigmoid is the loss of the DPO paper, ipo that of IPO, hinge that of SLiC."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Assumed fraction of pairs with swapped labels (conservative DPO), for sigmoid."""
-    max_length: Annotated[int, Field(ge=8)] = 1024
-    """Maximum length of prompt and answer in tokens; answers are truncated at the end, then prompts at the start."""
-    max_truncated_rows: CountOrFraction = CountOrFraction("10%")
-    """Pairs that may be truncated, as a count or a fraction; more is an error before the first step."""
-    share_prompt: bool = True
-    """Compute a prompt once for both of its answers, where the attention of the model allows it."""
-
-    @model_validator(mode="after")
-    def _smoothing_is_for_sigmoid(self) -> Self:
-        if self.label_smoothing and self.loss_type != "sigmoid":
-            raise invalid(f"has label_smoothing with loss_type {self.loss_type}; it applies to loss_type sigmoid only")
-        return self
-
-
-class AugmentationConfig(FrozenModel):
-    """Image augmentation, label smoothing and test-time augmentation."""
-
-    random_crop_padding: NonNegativeInt = 4
-    """Zero padding in pixels before the random crop of a training image."""
-    horizontal_flip: bool = True
-    """Mirror training images with probability 0.5."""
-    cutout_size: NonNegativeInt = 0
-    """Side in pixels of the square that cutout blanks at a random position of a training image; 0: off."""
-    label_smoothing_factor: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Label smoothing of the training loss."""
-    test_time_flip: bool = False
-    """Test-time augmentation: average the predictions for an image and its mirror image."""
-    test_time_shift: NonNegativeInt = 0
-    """Test-time augmentation: also average over shifts by so many pixels up-left and down-right; 0: off."""
-
-
-class OptimizerConfig(FrozenModel):
-    """Optimizer and learning-rate schedule."""
-
-    optim: Literal["adamw_torch", "sgd"] = "adamw_torch"
-    """AdamW, or SGD with momentum."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Nesterov momentum of sgd."""
-    learning_rate: PositiveFloat = 2e-5
-    """Peak learning rate, reached after warm-up."""
-    scale_lr_by_world_size: bool = False
-    """Multiply learning_rate by the number of devices; the plan prints the product."""
-    lr_scheduler_type: SchedulerName = "cosine"
-    """Learning-rate schedule."""
-    warmup_steps: CountOrFraction = CountOrFraction(0)
-    """Length of the linear warm-up from zero."""
-    decay_steps: CountOrFraction = CountOrFraction("20%")
-    """Length of the final decay of warmup_stable_decay."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Weight decay of matrices; norms and biases are excluded."""
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """AdamW beta1."""
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    """AdamW beta2."""
-    exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype of AdamW's first moment where parameters are stored in bf16; bf16 saves two bytes per parameter."""
-    adam_epsilon: PositiveFloat = 1e-8
-    """AdamW epsilon."""
-    ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Decay of the exponential moving average of the weights, which is evaluated and saved; 0: off."""
-    max_grad_norm: NonNegativeFloat = 1.0
-    """Maximum gradient norm (clipping); 0 disables it."""
-
-
-class DurationConfig(FrozenModel):
-    """Length of the training, evaluation and checkpoints."""
-
-    num_train_epochs: PositiveFloat = 1.0
-    """Number of training epochs."""
-    max_steps: PositiveInt | None = None
-    """Maximum number of optimizer steps; takes precedence over num_train_epochs."""
-    logging_steps: PositiveInt = 1
-    """Steps between two log entries in the journal."""
-    eval_steps: CountOrFraction | None = None
-    """Steps between two evaluations; without it, before the first and after the last step."""
-    save_steps: CountOrFraction = CountOrFraction("25%")
-    """Steps between two checkpoints."""
-    resume_from_checkpoint: bool | str | None = None
-    """A checkpoint folder to start a new run from; an existing run always resumes from its own last checkpoint."""
-    save_total_limit: Annotated[int, Field(ge=2)] = 2
-    """Checkpoints kept besides the best; at least 2, in case the last one is damaged."""
-    async_save: Literal["auto", "always", "never"] = "auto"
-    """Write checkpoints from a copy in memory while training continues; auto: on a GPU, if memory allows."""
-    load_best_model_at_end: bool = True
-    """Keep the best weights instead of the last ones."""
-    metric_for_best_model: Literal["eval_loss"] = "eval_loss"
-    """Metric that selects the best weights: the lowest held-out loss."""
-
-
-class PrecisionConfig(FrozenModel):
-    """Precision, distribution, activation checkpointing, compilation and the spike guard."""
-
-    precision: PrecisionName = "auto"
-    """Compute precision: fp32, bf16, fp16, or fp8 in the linear layers; auto: bf16 where fast, fp16 on older GPUs."""
-    tf32: bool | Literal["auto"] = "auto"
-    """With precision fp32 on a GPU: use TF32 tensor cores (10 of 23 mantissa bits); auto: where available."""
-    fp8_validation: Literal["auto", "off"] = "auto"
-    """Compare fp8 with bf16 before the first step; use it only if 5 % faster and as accurate; off: use it unchecked."""
-    fp8_scaling: Literal["auto", "tensorwise", "rowwise"] = "auto"
-    """Granularity of fp8 scales: per tensor, or per row, which is more accurate and slower; auto: rowwise for DPO."""
-    param_dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Storage dtype of parameters: fp32, or bf16 with remainders in the optimizer (exact fp32 masters, faster)."""
-    distributed_strategy: StrategyName = "auto"
-    """Data parallelism: ddp replicates the model, fsdp shards it, hsdp shards it per node; auto: ddp if it fits."""
-    ddp_bucket_cap_mb: PositiveInt = 25
-    """Bucket size of the DDP gradient all-reduce in megabytes."""
-    gradient_checkpointing: CheckpointingMode = False
-    """Activation checkpointing: true recomputes all, a quarter more time; selective all but matmuls and attention."""
-    torch_compile: bool = False
-    """Compile the layers with torch.compile: slower start, faster steps on a GPU."""
-    cuda_graphs: Literal["auto", "always", "never"] = "auto"
-    """Capture steps of one shape as CUDA graphs and replay them, on one GPU; auto: below two billion parameters."""
-    profile_memory: bool = False
-    """Profile the memory of the third step by component, into memory_profile.json of the stage and the report."""
-    max_skipped_steps: NonNegativeInt = 3
-    """Consecutive bad steps that are skipped before the run returns to its last checkpoint."""
-    spike_factor: Annotated[float, Field(gt=1)] = 10.0
-    """A gradient norm of so many times its recent median, with a loss 1.5 times as high, is a bad step."""
-
-
-class TrainableParts(FrozenModel):
-    """Which parameters are trainable. Written as `all`, `lora`, or a mapping of these."""
-
-    EXPECTED: ClassVar[str] = "all, lora, or a mapping such as {last_layers: 2, lm_head: true}"
-
-    last_layers: PositiveInt | None = None
-    """Train only the last so many transformer layers."""
-    lm_head: bool = False
-    """Train the language-model head too."""
-    norms: bool = False
-    """Train every norm too."""
-    untie_lm_head: bool = False
-    """Give an LM head that is tied to the embeddings its own copy."""
-    lora: bool = False
-    """Train LoRA adapters, with all other parameters frozen (lora_r, lora_alpha, ...)."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _expand_shorthand(cls, value: Any) -> Any:
-        shorthands: dict[str, dict[str, bool]] = {"all": {}, "lora": {"lora": True}}
-        if isinstance(value, str):
-            if value not in shorthands:
-                raise invalid(f"it wants {cls.EXPECTED}")
-            return shorthands[value]
-        return value
-
-    @model_validator(mode="after")
-    def _lora_excludes_parts(self) -> Self:
-        if self.lora and (self.last_layers or self.lm_head or self.norms):
-            raise invalid("has lora, which cannot be combined with last_layers, lm_head or norms")
-        return self
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether only some parts are trained, without LoRA."""
-        return bool(self.last_layers or self.lm_head or self.norms)
-
-
-class TrainableConfig(FrozenModel):
-    """Which parameters are trainable, and the settings of LoRA."""
-
-    trainable: TrainableParts = TrainableParts()
-    """Which parameters are trainable: all, lora, or a mapping such as {last_layers: 2, lm_head: true}."""
-    lora_r: PositiveInt = 16
-    """LoRA rank."""
-    lora_alpha: PositiveFloat = 32.0
-    """LoRA alpha: the scale is alpha divided by the rank."""
-    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout of the adapter inputs in training."""
-    lora_target_modules: str | list[str] = "all-linear"
-    """Layers that get adapters; all-linear is every linear layer but the LM head."""
-    use_dora: bool = False
-    """Also train the magnitude of each adapted weight (DoRA)."""
-    use_rslora: bool = False
-    """Divide alpha by the square root of the rank (rank-stabilized LoRA), which keeps high ranks stable."""
-    quantization: Literal["none", "nf4", "int8"] = "none"
-    """Quantize the frozen weights to 4 or 8 bits (QLoRA); needs bitsandbytes."""
-
-    LORA_KEYS: ClassVar[tuple[str, ...]] = (
-        *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora", "use_rslora", "quantization"),
-    )
-    """The settings above, which need LoRA."""
-
-    @model_validator(mode="after")
-    def _lora_keys_need_lora(self) -> Self:
-        off = (False, "none")
-        lora_keys = [key for key in self.LORA_KEYS if key in self.model_fields_set and getattr(self, key) not in off]
-        if lora_keys and not self.trainable.lora:
-            raise invalid(f"has {lora_keys[0]}, which needs trainable: lora")
-        return self
-
-
-class ReuseConfig(FrozenModel):
-    """Reuse of computed activations; the result of the training stays the same."""
-
-    cache_frozen_layers: Literal["auto", "memory", "disk", "off"] = "auto"
-    """Compute the frozen lower layers once per row and cache their activations, in memory or on disk."""
-    share_prefix: bool = True
-    """Compute a prefix shared by all rows, such as a system prompt, once per batch."""
-
-
-class TrainingConfig(BatchConfig, OptimizerConfig, DurationConfig, PrecisionConfig):
-    """Settings of every training stage."""
-
-
-TRAINING_STAGES = ("pretrain", "sft", "dpo", "lora", "classify")
-"""The training stages in order: each starts from the model of the one before it."""
-StageName = Literal["sft", "pretrain", "dpo", "lora", "classify"]
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]*$"
-ColumnRole = Literal["messages", "prompt", "completion", "system", "context", "chosen", "rejected"]
-"""What a column holds: context is appended to the prompt, chosen and rejected are the answers of a pair."""
-COMMON_METRICS = ("eval_loss", "base_eval_loss", "steps", "tokens", "trained_tokens", "seconds")
-_ANSWER_METRICS = ("style_score", "answer_words", "answer_f1")
-ANSWER_METRICS = tuple(f"{prefix}{name}" for name in _ANSWER_METRICS for prefix in ("", "base_"))
-PAIR_METRICS = (
-    *("eval_reward_accuracy", "eval_reward_margin", "eval_chosen_logp", "eval_rejected_logp", "eval_kl"),
-    "eval_sft_loss",
-)
-STAGE_METRICS = {
-    "pretrain": (*COMMON_METRICS, "eval_bits_per_byte", "base_eval_bits_per_byte"),
-    "sft": (*COMMON_METRICS, *ANSWER_METRICS),
-    "dpo": (*COMMON_METRICS, *PAIR_METRICS, *(f"base_{name}" for name in PAIR_METRICS), *ANSWER_METRICS),
-    "lora": (*COMMON_METRICS, *ANSWER_METRICS),
-    "classify": (*COMMON_METRICS, "eval_accuracy", "base_eval_accuracy"),
-}
-"""Metrics a gate may use for each stage; with the prefix parent_, the final ones of the stage before it."""
+if TYPE_CHECKING:
+    StageName = str
+else:
+    StageName = Literal[tuple(STAGES)]
 
 
 class ModelConfig(FrozenModel):
@@ -337,120 +65,6 @@ class ModelConfig(FrozenModel):
     def display_name(self) -> str:
         """The name of the model in messages."""
         return self.model_name_or_path or "a model from scratch"
-
-
-class DataConfig(FrozenModel):
-    """Training data, and the held-out split."""
-
-    dataset_name: str | None = None
-    """An embedded data set (field-guide, songbook, python-docs, shapes), a file, a folder or a hub id."""
-    dataset_config_name: str | None = None
-    """Configuration of a hub data set."""
-    dataset_split: str = "train"
-    """Split of a hub data set or of a folder that load_from_disk reads."""
-    train_file: str | None = None
-    """A JSON, JSONL, CSV, Parquet or TXT file to train on, instead of dataset_name."""
-    validation_file: str | None = None
-    """A file or folder of held-out rows; without it, test_size of the training rows are held out."""
-    columns: dict[str, ColumnRole] = {}
-    """Role of each column, such as {question: prompt, answer: completion}."""
-    derived_columns: dict[str, str] = {}
-    """Columns derived from others by a format string, such as {full-question: "For {topic}, {question}"}."""
-    generate_qa: Literal["songs"] | None = None
-    """Generate questions and answers for rows that have none: songs, from the columns lyrics and artist."""
-    text_column: str = "text"
-    """Column that holds the documents of raw text."""
-    system_prompt: str | None = None
-    """System message of every conversation, in training and inference."""
-    split_by: str | None = None
-    """Column by which rows are grouped for the split: equal values stay on one side; without it, the prompt."""
-    test_size: CountOrFraction = CountOrFraction("10%")
-    """Held-out rows, as a count or a fraction of the distinct split_by values."""
-    max_rows: PositiveInt | None = None
-    """Use only the first rows, for a quick test."""
-    max_invalid_fraction: Fraction = 0.0
-    """Maximum fraction of invalid rows; they are moved to quarantine.jsonl, 0 allows none."""
-    mix: dict[str, PositiveFloat] = {}
-    """Several sources of raw text with sampling weights, such as {wiki.jsonl: 2, python-docs: 1}, for prepare."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        named = [key for key in ("dataset_name", "train_file", "mix") if getattr(self, key)]
-        if len(named) != 1:
-            conflict = "both " + " and ".join(named) if named else "neither dataset_name nor train_file"
-            raise invalid(f"has {conflict}; set exactly one of them")
-        return self
-
-    @property
-    def source(self) -> str:
-        """Where the rows come from."""
-        return self.dataset_name or self.train_file or " and ".join(self.mix)
-
-
-class StageConfig(TrainingConfig):
-    """Settings of every training stage, and data of its own."""
-
-    data: DataConfig | None = None
-    """Data of this stage only; without it, the data of the recipe."""
-
-
-class PretrainConfig(TrainableConfig, StageConfig):
-    """Pretraining: next-token prediction on raw text."""
-
-    max_length: Annotated[int, Field(ge=8)] = 2048
-    """Sequence length in tokens."""
-    sequence_length_curriculum: dict[PositiveInt, CountOrFraction] = {}
-    """Shorter sequences first, as {512: 10%, 1024: 20%}: steps at each length; tokens per step stay the same."""
-
-    @model_validator(mode="after")
-    def _lengths_grow(self) -> Self:
-        lengths = [*self.sequence_length_curriculum, self.max_length]
-        for shorter, longer in pairwise(lengths):
-            if shorter >= longer:
-                raise invalid(f"has a curriculum from {shorter} to {longer}; lengths must increase up to max_length")
-            if self.max_length % shorter:
-                raise invalid(f"has a curriculum of {shorter}, which does not divide max_length {self.max_length}")
-        return self
-
-    def sequence_length_at(self, step: int, steps: int) -> int:
-        """Sequence length at a step (from 0) of a training of `steps` steps."""
-        end = 0
-        for length, part in self.sequence_length_curriculum.items():
-            end += part.resolve(steps)
-            if step < end:
-                return length
-        return self.max_length
-
-
-class SftConfig(TrainableConfig, ReuseConfig, ChatConfig, StageConfig):
-    """Supervised fine-tuning on prompts and answers."""
-
-
-class DpoConfig(TrainableConfig, PreferenceConfig, StageConfig):
-    """Direct preference optimization (DPO) on chosen and rejected answers."""
-
-    learning_rate: PositiveFloat = 1e-6
-    """Peak learning rate, reached after warm-up; much lower than for fine-tuning."""
-    metric_for_best_model: Literal["eval_loss", "eval_reward_accuracy"] = "eval_loss"  # type: ignore[assignment]
-    """Metric that selects the best weights: the lowest held-out loss, or the highest reward accuracy."""
-
-
-class LoraStageConfig(SftConfig):
-    """LoRA fine-tuning: low-rank adapters on frozen weights."""
-
-    trainable: TrainableParts = TrainableParts(lora=True)
-    """Which parameters are trainable: all, lora, or a mapping such as {last_layers: 2, lm_head: true}."""
-
-
-class ClassifyConfig(AugmentationConfig, StageConfig):
-    """Image classification."""
-
-    metric_for_best_model: Literal["eval_loss", "eval_accuracy"] = "eval_accuracy"  # type: ignore[assignment]
-    """Metric that selects the best weights: the lowest held-out loss, or the highest accuracy."""
-    param_dtype: Literal["fp32"] = "fp32"
-    """Storage dtype of the parameters: fp32, which batch norm needs."""
-    gradient_checkpointing: CheckpointingMode = False
-    """No effect for images: all activations are kept; the plan notes it."""
 
 
 class Recipe(FrozenModel):
@@ -503,10 +117,11 @@ class Recipe(FrozenModel):
     @model_validator(mode="after")
     def _stages_fit(self) -> Self:
         if not self.stages and self.prepare is None:
-            raise invalid("has no stage; it wants a section sft, pretrain, dpo, lora or classify")
-        if self.classify and len(self.stages) > 1:
-            other = next(stage for stage in self.stages if stage != "classify")
-            raise invalid(f"has both {other} and classify; it wants text or images")
+            *names, last = STAGES
+            raise invalid(f"has no stage; it wants a section {', '.join(names)} or {last}")
+        first_of = {section.spec.modality: stage for stage, section in reversed(self.stages.items())}
+        if len(first_of) > 1:
+            raise invalid(f"has both {first_of['text']} and {first_of['image']}; it wants text or images")
         if self.prepare and self.data is None and (self.pretrain is None or self.pretrain.data is None):
             raise invalid("has no data for prepare; it wants a section data")
         for stage, section in self.stages.items():
@@ -518,9 +133,9 @@ class Recipe(FrozenModel):
         return self
 
     @property
-    def stages(self) -> dict[str, StageConfig]:
+    def stages(self) -> dict[str, TrainingConfig]:
         """The training stages of this recipe, in order."""
-        return {name: section for name in TRAINING_STAGES if (section := getattr(self, name)) is not None}
+        return {name: section for name in STAGES if (section := getattr(self, name)) is not None}
 
     def data_for(self, stage: str) -> DataConfig:
         """The data of a stage: its own, or those of the recipe."""
@@ -552,8 +167,8 @@ class Recipe(FrozenModel):
         """The metrics a gate of a stage may use."""
         parent = self.parent_stage(stage)
         evaluate_metrics = self.evaluate.metric_names if self.evaluate else ()
-        parent_metrics = (*STAGE_METRICS[parent], *evaluate_metrics) if parent in STAGE_METRICS else ()
-        own = (*STAGE_METRICS[stage], *evaluate_metrics, *(f"base_{metric}" for metric in evaluate_metrics))
+        parent_metrics = (*STAGES[parent].metrics, *evaluate_metrics) if parent in STAGES else ()
+        own = (*STAGES[stage].metrics, *evaluate_metrics, *(f"base_{metric}" for metric in evaluate_metrics))
         return (*own, *(f"parent_{metric}" for metric in parent_metrics))
 
     def gate_for(self, stage: str) -> dict[str, Threshold]:

@@ -349,6 +349,59 @@ class EvaluateConfig(FrozenModel):
         return (*PERPLEXITY_METRICS, *(CHOICE_METRICS if self.multiple_choice else ()), *task_metrics)
 
 
+ColumnRole = Literal["messages", "prompt", "completion", "system", "context", "chosen", "rejected"]
+"""What a column holds: context is appended to the prompt, chosen and rejected are the answers of a pair."""
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class DataConfig(FrozenModel):
+    """Training data, and the held-out split."""
+
+    dataset_name: str | None = None
+    """An embedded data set (field-guide, songbook, python-docs, shapes), a file, a folder or a hub id."""
+    dataset_config_name: str | None = None
+    """Configuration of a hub data set."""
+    dataset_split: str = "train"
+    """Split of a hub data set or of a folder that load_from_disk reads."""
+    train_file: str | None = None
+    """A JSON, JSONL, CSV, Parquet or TXT file to train on, instead of dataset_name."""
+    validation_file: str | None = None
+    """A file or folder of held-out rows; without it, test_size of the training rows are held out."""
+    columns: dict[str, ColumnRole] = {}
+    """Role of each column, such as {question: prompt, answer: completion}."""
+    derived_columns: dict[str, str] = {}
+    """Columns derived from others by a format string, such as {full-question: "For {topic}, {question}"}."""
+    generate_qa: Literal["songs"] | None = None
+    """Generate questions and answers for rows that have none: songs, from the columns lyrics and artist."""
+    text_column: str = "text"
+    """Column that holds the documents of raw text."""
+    system_prompt: str | None = None
+    """System message of every conversation, in training and inference."""
+    split_by: str | None = None
+    """Column by which rows are grouped for the split: equal values stay on one side; without it, the prompt."""
+    test_size: CountOrFraction = CountOrFraction("10%")
+    """Held-out rows, as a count or a fraction of the distinct split_by values."""
+    max_rows: PositiveInt | None = None
+    """Use only the first rows, for a quick test."""
+    max_invalid_fraction: Fraction = 0.0
+    """Maximum fraction of invalid rows; they are moved to quarantine.jsonl, 0 allows none."""
+    mix: dict[str, PositiveFloat] = {}
+    """Several sources of raw text with sampling weights, such as {wiki.jsonl: 2, python-docs: 1}, for prepare."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        named = [key for key in ("dataset_name", "train_file", "mix") if getattr(self, key)]
+        if len(named) != 1:
+            conflict = "both " + " and ".join(named) if named else "neither dataset_name nor train_file"
+            raise invalid(f"has {conflict}; set exactly one of them")
+        return self
+
+    @property
+    def source(self) -> str:
+        """Where the rows come from."""
+        return self.dataset_name or self.train_file or " and ".join(self.mix)
+
+
 class CompareConfig(FrozenModel):
     """Before/after comparison: the same prompts answered by the initial and the trained model."""
 
@@ -387,7 +440,6 @@ class Threshold(FrozenModel):
         return self
 
 
-Fraction = Annotated[float, Field(ge=0, le=1)]
 BOILERPLATE = [
     r"(?i)[^\w\n]*(please )?(enable|activate|turn on) (javascript|cookies)\b.*",
     r"(?i)[^\w\n]*(this|our) (web ?)?site uses cookies\b.*",

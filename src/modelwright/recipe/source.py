@@ -15,7 +15,7 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
 from modelwright.errors import Problem, RecipeError, first_line
-from modelwright.recipe.schema import TRAINING_STAGES
+from modelwright.recipe.stage_specs import STAGES
 
 KeyPath = tuple[str, ...]
 """The keys that lead to a value: ``("sft", "learning_rate")``; list items by their index as text."""
@@ -165,9 +165,9 @@ TRAINABLE_KEYS = {
 EXCLUSIVE_KEYS: Mapping[KeyPath, Mapping[str, tuple[str, ...]]] = {
     ("data",): SOURCE_KEYS,
     ("model",): {"architecture": ("model_name_or_path",), "model_name_or_path": ("architecture",)},
-    **{(stage,): BATCH_KEYS for stage in TRAINING_STAGES},
-    **{(stage, "data"): SOURCE_KEYS for stage in TRAINING_STAGES},
-    **{(stage, "trainable"): TRAINABLE_KEYS for stage in TRAINING_STAGES},
+    **{(stage,): BATCH_KEYS for stage in STAGES},
+    **{(stage, "data"): SOURCE_KEYS for stage in STAGES},
+    **{(stage, "trainable"): TRAINABLE_KEYS for stage in STAGES},
 }
 """Where a higher layer sets the key, these keys of a lower layer are dropped."""
 EMPTY_MAPPING = "{}"

@@ -17,8 +17,8 @@ from modelwright.data.tokenizer import DocumentTokenizer
 from modelwright.errors import DataError, Problem, UsageError
 from modelwright.models import pretrained
 from modelwright.recipe.load import load
-from modelwright.recipe.schema import DataConfig, ModelConfig
-from modelwright.recipe.sections import EvaluateConfig
+from modelwright.recipe.schema import ModelConfig
+from modelwright.recipe.sections import DataConfig, EvaluateConfig
 from modelwright.runs.folder import RunFolder, read_json, write_json
 from modelwright.stages.compare import base_model_dir
 from modelwright.stages.context import Metrics, RunContext

@@ -41,8 +41,9 @@ from modelwright.plan.hardware import gpu_spec_of, probe_device
 from modelwright.plan.model_shape import SHIPPED_CONFIGS
 from modelwright.plan.stage import StagePlan, plan_stage
 from modelwright.recipe.load import LoadedRecipe
-from modelwright.recipe.schema import ClassifyConfig, ColumnRole, DataConfig, DpoConfig, Recipe, SftConfig
-from modelwright.recipe.sections import CountOrFraction, round_up
+from modelwright.recipe.schema import Recipe
+from modelwright.recipe.sections import ColumnRole, CountOrFraction, DataConfig, round_up
+from modelwright.recipe.stage_specs import ClassifyConfig, DpoConfig, SftConfig
 from modelwright.runs.caches import cache_dir
 from modelwright.runs.folder import RunFolder, write_json
 from modelwright.runs.journal import Journal

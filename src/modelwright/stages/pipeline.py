@@ -20,7 +20,7 @@ from modelwright.errors import DataError, GateClosed, ModelwrightError, StorageE
 from modelwright.models import pretrained
 from modelwright.plan import hardware
 from modelwright.recipe.load import LoadedRecipe, add_recipe_location, dump_yaml
-from modelwright.recipe.schema import DataConfig
+from modelwright.recipe.sections import DataConfig
 from modelwright.report import html
 from modelwright.report.trackers import start_trackers
 from modelwright.runs.folder import (

@@ -29,8 +29,8 @@ from modelwright.plan.choose import CHECKPOINTINGS, StageEstimate, choose_plan
 from modelwright.plan.hardware import Hardware, gpu_spec_of
 from modelwright.plan.model_shape import ModelShape, ResNetShape, shape_from_config
 from modelwright.plan.stage import StagePlan, choose_fp8_scalings
-from modelwright.recipe.schema import TrainableConfig, TrainingConfig
 from modelwright.recipe.sections import RowStats
+from modelwright.recipe.stage_specs import TrainableConfig, TrainingConfig
 from modelwright.runs.caches import cache_dir
 from modelwright.runs.folder import has_valid_checksum, read_json, write_json, write_json_with_checksum
 from modelwright.stages.context import RunContext, StageParts

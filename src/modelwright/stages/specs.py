@@ -25,8 +25,9 @@ from modelwright.models.save import save_model
 from modelwright.models.trainable import count_parameters
 from modelwright.models.vision import load_vision, resnet18, save_vision
 from modelwright.recipe.load import LoadedRecipe, load
-from modelwright.recipe.schema import ClassifyConfig, DataConfig, DpoConfig, ModelConfig, PretrainConfig, SftConfig
-from modelwright.recipe.sections import round_up
+from modelwright.recipe.schema import ModelConfig
+from modelwright.recipe.sections import DataConfig, round_up
+from modelwright.recipe.stage_specs import ClassifyConfig, DpoConfig, PretrainConfig, SftConfig
 from modelwright.runs.folder import RunFolder, read_json, write_json
 from modelwright.stages.compare import ANSWER_METRICS, compare_answers
 from modelwright.stages.context import Metrics, ParentModel, RunContext, StageInputs, StageParts

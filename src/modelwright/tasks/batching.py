@@ -16,7 +16,7 @@ from modelwright.data.packing import cu_seqlens_from_positions
 from modelwright.engine import precision
 from modelwright.engine.task import MicroBatch
 from modelwright.models.prefix_sharing import shared_prefix_layout
-from modelwright.recipe.schema import TrainingConfig
+from modelwright.recipe.stage_specs import TrainingConfig
 from modelwright.tasks.losses import IGNORE_INDEX
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from modelwright.data.images import ImageSplits
 from modelwright.data.packing import NDArray
 from modelwright.engine.task import MicroBatch, Task
-from modelwright.recipe.schema import AugmentationConfig
+from modelwright.recipe.stage_specs import AugmentationConfig
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 

@@ -28,7 +28,7 @@ from modelwright.models.prefix_sharing import (
     shared_prefix_mask,
     supports_layout,
 )
-from modelwright.recipe.schema import DpoConfig, PreferenceConfig
+from modelwright.recipe.stage_specs import DpoConfig, PreferenceConfig
 from modelwright.runs.folder import fsync_path, hash_file, read_json, write_json
 from modelwright.tasks.batching import as_tensors, row_multiple
 from modelwright.tasks.losses import lm_head_logps, preference_loss

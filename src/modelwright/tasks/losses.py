@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from modelwright.models.attention import compute_logits, lm_head_weight
-from modelwright.recipe.schema import PreferenceConfig
+from modelwright.recipe.stage_specs import PreferenceConfig
 
 
 def lm_head_loss(model: Any, hidden: Tensor, targets: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from modelwright.data.packing import cu_seqlens_from_positions
 from modelwright.data.shards import PackedDataset
 from modelwright.engine.task import MicroBatch, Task
 from modelwright.models.attention import hidden_states
-from modelwright.recipe.schema import PretrainConfig
+from modelwright.recipe.stage_specs import PretrainConfig
 from modelwright.tasks.batching import as_tensors, has_next_token, row_multiple
 from modelwright.tasks.losses import IGNORE_INDEX, lm_head_loss
 

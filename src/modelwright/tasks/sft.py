@@ -19,8 +19,8 @@ from modelwright.models.attention import SharedPrefixLayout, hidden_states, unwr
 from modelwright.models.prefix_sharing import prefix_sharing_blocker, shared_prefix_mask, supports_layout
 from modelwright.models.trainable import decoder_layers
 from modelwright.plan.stage import StagePlan
-from modelwright.recipe.schema import SftConfig
 from modelwright.recipe.sections import ParameterCount
+from modelwright.recipe.stage_specs import SftConfig
 from modelwright.tasks.batching import (
     CPU_ALIGNMENT,
     collate_rows,

@@ -14,8 +14,9 @@ from modelwright.recipe.convert.trl import convert_trl
 from modelwright.recipe.diagnostics import FOREIGN_KEYS, MEANINGFUL_WHEN_FALSE, closest_match, slugify, validate_tree
 from modelwright.recipe.fields import apply_aliases
 from modelwright.recipe.load import display_path
-from modelwright.recipe.schema import PreferenceLoss, Recipe
+from modelwright.recipe.schema import Recipe
 from modelwright.recipe.source import ConfigNode, Origin, read_file
+from modelwright.recipe.stage_specs import PreferenceLoss
 
 CONVERTERS: dict[str, tuple[str, Callable[[Conversion], None]]] = {
     "trl": ("TRL", convert_trl),

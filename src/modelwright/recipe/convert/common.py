@@ -11,8 +11,9 @@ from typing import Any, get_args
 
 from modelwright.recipe.diagnostics import ConversionLoss
 from modelwright.recipe.fields import aliases_for, field_names, join_key, known_names
-from modelwright.recipe.schema import Recipe, SchedulerName, TrackerName
+from modelwright.recipe.schema import Recipe, TrackerName
 from modelwright.recipe.source import ConfigNode, make_node
+from modelwright.recipe.stage_specs import SchedulerName
 
 UNQUOTED_RE = re.compile(r"[A-Za-z_./~][\w./~@+-]*( [\w./~@+-]+)*|\d+(\.\d+)?%")
 YAML_KEYWORDS = frozenset({"true", "false", "null", "yes", "no", "on", "off", "~"})

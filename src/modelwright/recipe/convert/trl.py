@@ -21,7 +21,8 @@ from modelwright.recipe.convert.common import (
     report_extra_datasets,
 )
 from modelwright.recipe.diagnostics import ConversionLoss
-from modelwright.recipe.schema import AttentionName, ChatConfig, PreferenceLoss
+from modelwright.recipe.schema import AttentionName
+from modelwright.recipe.stage_specs import ChatConfig, PreferenceLoss
 
 DTYPES = {"float32": "fp32", "auto": "auto"}
 DATASET_ENTRY_ADVICE = {

@@ -1,0 +1,24 @@
+"""The tables of training stages agree with each other and with the settings classes."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from modelwright.recipe.schema import Recipe
+from modelwright.recipe.stage_specs import STAGES, StageSpec
+
+EVERY_STAGE = pytest.mark.parametrize(("stage", "spec"), STAGES.items(), ids=STAGES)
+
+
+@EVERY_STAGE
+def test_a_stage_is_a_section_of_the_recipe_with_its_settings(stage: str, spec: StageSpec) -> None:
+    assert set(get_args(Recipe.model_fields[stage].annotation)) == {spec.config, type(None)}
+    assert spec.config().spec is spec
+
+
+@EVERY_STAGE
+def test_the_best_weights_are_selected_by_a_metric_that_the_stage_measures(stage: str, spec: StageSpec) -> None:
+    choices = get_args(spec.config.model_fields["metric_for_best_model"].annotation)
+    assert set(choices) == set(spec.best_metrics) <= set(spec.metrics)
