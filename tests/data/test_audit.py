@@ -165,7 +165,7 @@ def test_data_by_its_own_name_can_replace_a_recipe(
 def test_conversations_become_a_folder_that_load_from_disk_and_we_read(tmp_path: Path) -> None:
     data = DataConfig(dataset_name=str(write(tmp_path / "rows.jsonl", GOOD)), system_prompt="Count.")
     built = load_conversations(data, 1, tmp_path)
-    assert save_dataset(built, tmp_path / "set") == {"train": 36, "held_out": 4}
+    assert save_dataset(built, tmp_path / "set", ("messages",)) == {"train": 36, "held_out": 4}
     stored = DataConfig(dataset_name="set", validation_file="set")
     again = load_conversations(stored, 1, tmp_path)
     assert [item.messages for item in again.train] == [item.messages for item in built.train]

@@ -109,7 +109,7 @@ def test_a_published_set_of_instructions_with_preferences_is_read_whole(shared: 
     data = DataConfig(train_file=str(file), columns={"instruction": "prompt", "input": "context"})
     result = load_preferences(data, 1, Path())
     assert len(result.train) + len(result.held_out) == 1100 - 6
-    assert result.identical_pairs == 6
+    assert result.counts["identical_pairs"] == 6
 
 
 def test_a_stored_data_set_folder_is_read(tmp_path: Path) -> None:

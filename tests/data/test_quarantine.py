@@ -53,5 +53,5 @@ def test_bad_pairs_are_quarantined_and_the_same_answers_are_counted_apart(tmp_pa
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     result = preferences.load_preferences(DataConfig(dataset_name=str(path), max_invalid_fraction=0.1), 1, tmp_path)
-    assert (len(result.train) + len(result.held_out), result.identical_pairs) == (10, 1)
+    assert (len(result.train) + len(result.held_out), result.counts["identical_pairs"]) == (10, 1)
     assert [fault.where for fault in result.quarantine.invalid_rows] == ["pairs.jsonl:12"]

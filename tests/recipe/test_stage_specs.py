@@ -6,8 +6,10 @@ from typing import get_args
 
 import pytest
 
+from modelwright.data.row_formats import ROW_FORMATS
 from modelwright.recipe.schema import Recipe
-from modelwright.recipe.stage_specs import STAGES, StageSpec
+from modelwright.recipe.stage_specs import STAGES, RowFormatName, StageSpec
+from modelwright.stages.specs import BUILDERS
 
 EVERY_STAGE = pytest.mark.parametrize(("stage", "spec"), STAGES.items(), ids=STAGES)
 
@@ -22,3 +24,8 @@ def test_a_stage_is_a_section_of_the_recipe_with_its_settings(stage: str, spec: 
 def test_the_best_weights_are_selected_by_a_metric_that_the_stage_measures(stage: str, spec: StageSpec) -> None:
     choices = get_args(spec.config.model_fields["metric_for_best_model"].annotation)
     assert set(choices) == set(spec.best_metrics) <= set(spec.metrics)
+
+
+def test_the_tables_of_stages_have_the_same_keys() -> None:
+    assert list(BUILDERS) == list(STAGES)
+    assert {spec.row_format for spec in STAGES.values()} == set(ROW_FORMATS) == set(get_args(RowFormatName))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +18,9 @@ from modelwright.report.formatting import strip_control_chars
 if TYPE_CHECKING:
     from modelwright.recipe.explain import Explanation, SettingValue
     from modelwright.recipe.load import LoadedRecipe
+    from modelwright.recipe.schema import Recipe
+    from modelwright.recipe.sections import DataConfig
+    from modelwright.recipe.stage_specs import TrainingConfig
 
 MAX_VALUE_WIDTH = 44
 """Characters of a value in a table; --json has all of it."""
@@ -103,7 +107,7 @@ def schema() -> None:
 
 def data_problems(loaded: LoadedRecipe) -> list[Problem]:
     """All problems of a recipe's data; a data set on the hub is not downloaded."""
-    from modelwright.data import chat, preferences, shards, sources
+    from modelwright.data import sources
     from modelwright.errors import DataError
     from modelwright.recipe.load import add_recipe_location
 
@@ -112,13 +116,7 @@ def data_problems(loaded: LoadedRecipe) -> list[Problem]:
         data = loaded.recipe.data_for(stage)
         key = f"{stage}.data" if section.data else "data"
         key = f"{key}.dataset_name" if data.dataset_name else f"{key}.train_file"
-        read = {
-            "sft": chat.load_conversations,
-            "lora": chat.load_conversations,
-            "dpo": preferences.load_preferences,
-        }.get(stage)
-        if stage == "pretrain" and loaded.recipe.prepare is None:
-            read = shards.check_raw_text
+        read = _row_reader(loaded.recipe, section)
         if read is None or sources.is_hub_name(data.source, loaded.path.parent):
             continue
         try:
@@ -134,12 +132,20 @@ def data_problems(loaded: LoadedRecipe) -> list[Problem]:
     return list(problems.values())
 
 
+def _row_reader(recipe: Recipe, section: TrainingConfig) -> Callable[[DataConfig, int, Path], Any] | None:
+    """What reads the rows of a stage; None for images, and for text that prepare reads."""
+    from modelwright.data.row_formats import ROW_FORMATS
+
+    row_format = ROW_FORMATS[section.spec.row_format]
+    return None if row_format.is_packed and recipe.prepare else row_format.load
+
+
 def _missing_paths(loaded: LoadedRecipe) -> list[Problem]:
     """Paths of models and data in a recipe that do not exist; names on the hub are not looked up."""
     recipe = loaded.recipe
     paths = {"model.model_name_or_path": recipe.model.model_name_or_path}
     for stage, section in recipe.stages.items():
-        if stage == "classify" or (stage == "pretrain" and recipe.prepare is not None):
+        if _row_reader(recipe, section) is None:
             data, key = recipe.data_for(stage), f"{stage}.data" if section.data else "data"
             paths |= {f"{key}.dataset_name": data.dataset_name, f"{key}.train_file": data.train_file}
     return [
@@ -231,7 +237,7 @@ def convert(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML file of TRL or axolotl.")],
     tool: Annotated[str | None, typer.Option("--from", help="trl or axolotl; default: detected from its keys.")] = None,
     stage: Annotated[
-        str | None, typer.Option("--stage", help="sft, dpo or pretrain; default: detected from its keys.")
+        str | None, typer.Option("--stage", help="Stage of the recipe, such as dpo; default: detected from its keys.")
     ] = None,
     output: Annotated[
         Path | None,

@@ -132,7 +132,7 @@ def plan(
 
 
 def _predict(loaded: LoadedRecipe, gpus: str | None, num_rows: int | None, prices: Path | None, as_json: bool) -> None:
-    from modelwright.data.lengths import estimate_row_stats
+    from modelwright.data.row_formats import estimate_row_stats
     from modelwright.plan import choose
     from modelwright.plan.hardware import detect_hardware, parse_hardware
     from modelwright.plan.model_shape import shape_of_recipe

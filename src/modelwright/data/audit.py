@@ -2,60 +2,43 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from string import Formatter
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from modelwright.data import chat, preferences, readers, sources
-from modelwright.data.chat import Conversation, ConversationDataset, TokenizedRow, group_split
-from modelwright.data.lengths import TEMPLATE_TOKENS, length_histogram
+from modelwright.data import readers, sources
+from modelwright.data.chat import ConversationDataset, group_split
 from modelwright.data.packing import NDArray, pack_bfd
-from modelwright.data.preferences import PreferenceDataset, PreferencePair
+from modelwright.data.preferences import PreferenceDataset
 from modelwright.data.prepare import dedup
-from modelwright.data.readers import InvalidRow, Row, describe_columns, get_text
+from modelwright.data.readers import InvalidRow, Row, describe_columns
+from modelwright.data.row_formats import ROW_FORMATS, TEMPLATE_TOKENS, AuditedRow, length_histogram
 from modelwright.data.sampler import GlobalBatchSampler
-from modelwright.data.shards import MANIFEST, PackedDataset
+from modelwright.data.shards import MANIFEST
 from modelwright.data.tokenizer import DocumentTokenizer
 from modelwright.errors import DataError, ModelError, Problem, UsageError
 from modelwright.recipe.load import LoadedRecipe, add_recipe_location, builtin_recipes, load, load_dict
 from modelwright.recipe.sections import DataConfig
+from modelwright.recipe.stage_specs import STAGES, RowFormatName, first_stage
 from modelwright.runs.folder import atomic_write, fsync_path
 
-RowFormat = Literal["conversations", "pairs", "text"]
 AUDIT_CHARS_PER_TOKEN = 4.0
 """Estimate without a tokenizer."""
-
-
-@dataclass(frozen=True)
-class AuditedRow:
-    """A valid row."""
-
-    where: str
-    """File and line."""
-    text: str
-    """All its text."""
-    num_messages: int
-    """Number of messages."""
-    split_key: str
-    """Rows with equal keys stay in one split."""
-    prompt_key: str
-    """The prompt, which should not be in both splits, whatever the split key is."""
 
 
 @dataclass(frozen=True)
 class AuditConfig:
     """How the data will be used."""
 
-    row_format: RowFormat
+    row_format: RowFormatName
     """Conversations, preference pairs or raw text."""
     max_length: int
     """Longest row, in tokens."""
@@ -118,48 +101,20 @@ def audit(data: DataConfig, config: AuditConfig, recipe_dir: Path) -> AuditRepor
 
 
 def _iter_valid(
-    rows: Iterator[Row | InvalidRow], data: DataConfig, row_format: RowFormat, report: AuditReport
+    rows: Iterator[Row | InvalidRow], data: DataConfig, row_format: RowFormatName, report: AuditReport
 ) -> Iterator[AuditedRow]:
-    parsers: dict[RowFormat, Callable[[Row, DataConfig], AuditedRow]]
-    parsers = {"conversations": _audit_conversation, "pairs": _audit_pair, "text": _audit_text}
+    audit_row = ROW_FORMATS[row_format].audit_row
+    assert audit_row is not None
     for row in rows:
         report.rows += 1
         if isinstance(row, InvalidRow):
             report.invalid_rows.append(row)
             continue
         try:
-            yield parsers[row_format](row, data)
+            yield audit_row(row, data)
         except DataError as error:
             excerpt = json.dumps(row.values, ensure_ascii=False, default=str)[:120]
             report.invalid_rows.append(InvalidRow(row.where, error.problems[0].message, excerpt))
-
-
-def _audit_conversation(row: Row, data: DataConfig) -> AuditedRow:
-    conversation = chat.rows_to_conversations([row], data)[0]
-    text = "\n".join(turn["content"] for turn in conversation.messages)
-    prompt_key = chat.normalize_key(conversation.last_user_message)
-    return AuditedRow(row.where, text, len(conversation.messages), conversation.split_key, prompt_key)
-
-
-def _audit_pair(row: Row, data: DataConfig) -> AuditedRow:
-    pairs = preferences.rows_to_pairs([row], data)
-    if not pairs:
-        raise DataError([Problem(row.where, "the two answers are the same; there is nothing to prefer")])
-    pair = pairs[0]
-    longer = max((pair.chosen, pair.rejected), key=lambda answer: sum(len(turn["content"]) for turn in answer))
-    turns = (*pair.prompt, *longer)
-    text = "\n".join(turn["content"] for turn in turns)
-    return AuditedRow(row.where, text, len(turns), pair.split_key, pair.split_key)
-
-
-def _audit_text(row: Row, data: DataConfig) -> AuditedRow:
-    text = get_text(row, data.text_column)
-    if isinstance(text, InvalidRow):
-        raise DataError([Problem(text.where, text.reason)])
-    if not text.strip():
-        raise DataError([Problem(row.where, f"{data.text_column!r} is empty; it wants text")])
-    group = str(row.values.get(data.split_by)) if data.split_by else text
-    return AuditedRow(row.where, text, 0, group, group)
 
 
 def _reason_category(reason: str) -> str:
@@ -178,7 +133,7 @@ def _token_lengths(items: Sequence[AuditedRow], config: AuditConfig) -> NDArray:
 
 
 def _truncation_stats(lengths: NDArray, config: AuditConfig) -> dict[str, Any]:
-    if config.row_format == "text":  # packed, never truncated
+    if ROW_FORMATS[config.row_format].is_packed:
         return {"rows": 0, "fraction": 0.0, "truncated_tokens": 0}
     over = np.maximum(lengths - config.max_length, 0)
     fraction = float((over > 0).mean())
@@ -226,7 +181,7 @@ def _split_overlap(
 def _padding_fraction(lengths: NDArray, config: AuditConfig) -> dict[str, Any]:
     """Fraction of padding tokens: batches in sampler order, and packed."""
     truncated_lengths = np.minimum(lengths, config.max_length)
-    if config.row_format == "text":
+    if ROW_FORMATS[config.row_format].is_packed:
         return {"padded": 0.0, "packed": 0.0}
     sampler = GlobalBatchSampler(len(truncated_lengths), config.batch_size, len(truncated_lengths), config.seed)
     rows = [truncated_lengths[sampler.batch_indices(step)] for step in range(sampler.steps)]
@@ -234,10 +189,6 @@ def _padding_fraction(lengths: NDArray, config: AuditConfig) -> dict[str, Any]:
     packed_rows = len(pack_bfd(truncated_lengths.tolist(), config.max_length))
     packed = 1 - truncated_lengths.sum() / (packed_rows * config.max_length)
     return {"padded": round(float(padded), 4), "packed": round(float(packed), 4)}
-
-
-CHAT: RowFormat = "conversations"
-ROW_FORMATS: dict[str, RowFormat] = {"sft": CHAT, "lora": CHAT, "dpo": "pairs", "pretrain": "text"}
 
 
 def audit_recipe(name: str, overrides: Sequence[str]) -> Iterator[tuple[str, AuditReport]]:
@@ -255,14 +206,14 @@ def audit_recipe(name: str, overrides: Sequence[str]) -> Iterator[tuple[str, Aud
 def audit_inputs(loaded: LoadedRecipe) -> Iterator[tuple[str, DataConfig, AuditConfig]]:
     """Data and use of each stage; the same data for the same use is audited once."""
     recipe, tokenizer = loaded.recipe, _load_tokenizer(loaded)
-    stages = {stage: section for stage, section in recipe.stages.items() if stage in ROW_FORMATS}
-    wanted: list[tuple[str, DataConfig, RowFormat, Any]]
-    wanted = [(stage, recipe.data_for(stage), ROW_FORMATS[stage], section) for stage, section in stages.items()]
-    if recipe.prepare and recipe.pretrain is None:
+    wanted: list[tuple[str, DataConfig, RowFormatName, Any]]
+    wanted = [(stage, recipe.data_for(stage), section.spec.row_format, section)
+              for stage, section in recipe.stages.items()]  # fmt: skip
+    if recipe.prepare and recipe.text_stage is None:
         wanted.append(("prepare", recipe.prepare_data, "text", None))
-    audited: list[tuple[DataConfig, RowFormat]] = []
+    audited: list[tuple[DataConfig, RowFormatName]] = []
     for stage, data, row_format, section in wanted:
-        if (data, row_format) in audited:
+        if (data, row_format) in audited or ROW_FORMATS[row_format].audit_row is None:
             continue
         audited.append((data, row_format))
         length, batch = getattr(section, "max_length", 2048), getattr(section, "per_device_train_batch_size", 8)
@@ -285,85 +236,30 @@ def export_datasets(name: str, folder: Path) -> dict[str, int]:
     """Save the conversations or pairs of a recipe as a folder that load_from_disk reads."""
     loaded = load(name)
     recipe = loaded.recipe
-    for stage in ("sft", "lora", "dpo"):
-        if stage in recipe.stages:
-            load_dataset: Any = preferences.load_preferences if stage == "dpo" else chat.load_conversations
-            return save_dataset(load_dataset(recipe.data_for(stage), recipe.seed, loaded.path.parent), folder)
-    raise UsageError(f"{name} has no sft, lora or dpo; modelwright data prepare makes shards of raw text")
-
-
-Span = tuple[str, bool]
-"""Text, and whether it is trained."""
-
-
-@dataclass(frozen=True)
-class RenderedSample:
-    """A rendered row."""
-
-    where: str
-    """File and line."""
-    spans: list[Span]
-    """Its text, split where trained and untrained tokens meet."""
-    tokens: int
-    """Number of tokens."""
-    trained_tokens: int
-    """Number of trained tokens."""
-
-    def as_json(self) -> dict[str, Any]:
-        """For --json."""
-        return {"where": self.where, "tokens": self.tokens, "trained_tokens": self.trained_tokens,
-                "spans": [{"text": text, "trained": trained} for text, trained in self.spans]}  # fmt: skip
-
-
-def render_conversations(items: Sequence[Conversation], tokenizer: Any, assistant_only: bool) -> list[RenderedSample]:
-    """Render each conversation with the chat template."""
-    return [_render_row(item.where, row, tokenizer) for item in items
-            for row in chat.tokenize_conversation(item, tokenizer, assistant_only)]  # fmt: skip
-
-
-def render_pairs(items: Sequence[PreferencePair], tokenizer: Any) -> list[RenderedSample]:
-    """Render each pair as two rows: prompt and chosen, prompt and rejected."""
-    samples = []
-    for item in items:
-        pair = preferences.tokenize_pair(item, tokenizer)
-        for name, answer in (("chosen", pair.chosen), ("rejected", pair.rejected)):
-            input_ids = np.concatenate([pair.prompt, answer.input_ids])
-            loss_mask = np.concatenate([np.zeros(len(pair.prompt), dtype=np.bool_), answer.loss_mask])
-            samples.append(_render_row(f"{item.where} ({name})", TokenizedRow(input_ids, loss_mask), tokenizer))
-    return samples
-
-
-def render_shards(folder: Path, count: int) -> list[RenderedSample]:
-    """Render rows of packed shards; the first token of a document is not trained."""
-    dataset, tokenizer = PackedDataset.open(folder), DocumentTokenizer.open(folder / "tokenizer")
-    rows = np.unique(np.linspace(0, dataset.rows() - 1, count).astype(np.int64))
-    tokens, positions = dataset.get_rows(rows)
-    decode = tokenizer.tokenizer.decode
-    return [_to_spans(f"{folder.name} row {row}", row_tokens, row_positions != 0, decode)
-            for row, row_tokens, row_positions in zip(rows, tokens, positions, strict=True)]  # fmt: skip
-
-
-def _render_row(where: str, row: TokenizedRow, tokenizer: Any) -> RenderedSample:
-    return _to_spans(where, row.input_ids, row.loss_mask, tokenizer.decode)
-
-
-def _to_spans(where: str, input_ids: Any, loss_mask: Any, decode: Any) -> RenderedSample:
-    edges = [0, *(np.flatnonzero(loss_mask[1:] != loss_mask[:-1]) + 1).tolist(), len(input_ids)]
-    spans = [(str(decode(input_ids[start:stop].tolist(), skip_special_tokens=False)), bool(loss_mask[start]))
-             for start, stop in itertools.pairwise(edges) if stop > start]  # fmt: skip
-    return RenderedSample(where, spans, len(input_ids), int(loss_mask.sum()))
+    for stage, section in recipe.stages.items():
+        row_format = ROW_FORMATS[section.spec.row_format]
+        if row_format.load and row_format.columns:
+            data = row_format.load(recipe.data_for(stage), recipe.seed, loaded.path.parent)
+            return save_dataset(data, folder, row_format.columns)
+    *names, last = (stage for stage, spec in STAGES.items() if ROW_FORMATS[spec.row_format].columns)
+    missing = f"{name} has no {', '.join(names)} or {last}"
+    raise UsageError(f"{missing}; modelwright data prepare makes shards of raw text")
 
 
 FULL_QUESTION_COLUMN = "full-question"
 
 
-def save_dataset(data: ConversationDataset | PreferenceDataset, folder: Path) -> dict[str, int]:
-    """Write train and held_out as a folder that `load_from_disk` reads, atomically; returns the row counts."""
+def save_dataset(data: ConversationDataset | PreferenceDataset, folder: Path, columns: Sequence[str]) -> dict[str, int]:
+    """Write the messages of train and held_out as a folder that `load_from_disk` reads; returns the row counts."""
     from datasets import Dataset, DatasetDict, disable_progress_bars
 
     disable_progress_bars()
     splits = {"train": data.train, "held_out": data.held_out}
-    rows = {name: [_to_dataset_row(item) for item in items] for name, items in splits.items() if items}
+    rows = {
+        name: [{column: [dict(message) for message in getattr(item, column)] for column in columns} for item in items]
+        for name, items in splits.items()
+        if items
+    }
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.parent.mkdir(parents=True, exist_ok=True)
@@ -372,12 +268,6 @@ def save_dataset(data: ConversationDataset | PreferenceDataset, folder: Path) ->
     partial.rename(folder)
     fsync_path(folder.parent)
     return {name: len(items) for name, items in rows.items()}
-
-
-def _to_dataset_row(item: Any) -> dict[str, Any]:
-    if hasattr(item, "chosen"):
-        return {role: [dict(turn) for turn in getattr(item, role)] for role in ("prompt", "chosen", "rejected")}
-    return {"messages": [dict(turn) for turn in item.messages]}
 
 
 def convert_to_parquet(source: Path, target: Path, full_question: str | None = None) -> int:
@@ -426,8 +316,10 @@ def load_recipe_or_data(name: str, overrides: Sequence[str], for_prepare: bool =
     }
     if for_prepare:
         return load_dict({**recipe_dict, "prepare": {}}, Path(name), overrides)
-    data_overrides = [override for override in overrides if not override.startswith(("dpo.", "pretrain."))]
-    stage = infer_stage(load_dict({**recipe_dict, "sft": {}}, Path(name), data_overrides).recipe.data_for("sft"))
+    stage = first_stage("conversations")
+    other_stages = tuple(f"{other}." for other in STAGES if other != stage)
+    data_overrides = [override for override in overrides if not override.startswith(other_stages)]
+    stage = infer_stage(load_dict({**recipe_dict, stage: {}}, Path(name), data_overrides).recipe.data_for(stage))
     return load_dict({**recipe_dict, stage: {}}, Path(name), overrides)
 
 
@@ -448,9 +340,7 @@ def is_data_source(name: str) -> bool:
 def infer_stage(data: DataConfig) -> str:
     """The stage for data without a recipe, by its columns."""
     if (Path(data.source) / MANIFEST).exists():
-        return "pretrain"
+        return first_stage("text")
     first = next(iter(sources.iter_rows(data.source, data, Path())), None)
     columns = {data.columns.get(name, name) for name in first.values} if isinstance(first, Row) else set()
-    if {"chosen", "rejected"} <= columns:
-        return "dpo"
-    return "pretrain" if data.text_column in columns and not {"prompt", "messages"} & columns else "sft"
+    return first_stage(next(name for name, each in ROW_FORMATS.items() if each.detect(columns, data)))

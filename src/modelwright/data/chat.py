@@ -76,6 +76,8 @@ class SplitDataset(Generic[Item]):
     """Hash of every message of both splits, in order."""
     quarantine: Quarantine = field(default_factory=Quarantine)
     """Rows that cannot be used."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Further counts of the manifest."""
 
     def manifest(self, data: DataConfig) -> dict[str, Any]:
         """Source, row counts and fingerprint."""
@@ -90,18 +92,11 @@ class SplitDataset(Generic[Item]):
             "prompts_in_both_splits": len(train & held_out),
             "quarantined_rows": len(self.quarantine.invalid_rows),
             "fingerprint": self.fingerprint,
+            **self.counts,
         }
 
 
-@dataclass(frozen=True)
-class ConversationDataset(SplitDataset[Conversation]):
-    """Train and held-out conversations."""
-
-    duplicate_rows: int = 0
-    """Training rows equal to an earlier one: many, if a folder holds one dataset in two formats."""
-
-    def manifest(self, data: DataConfig) -> dict[str, Any]:
-        return {**super().manifest(data), "duplicate_rows": self.duplicate_rows}
+ConversationDataset = SplitDataset[Conversation]
 
 
 def normalize_key(text: Any) -> str:
@@ -113,7 +108,9 @@ def load_conversations(data: DataConfig, seed: int, recipe_dir: Path) -> Convers
     """Read, check and split the conversations of a recipe; all problems are raised as one error."""
     train, held_out, quarantine = load_splits(data, seed, recipe_dir, rows_to_conversations)
     fingerprint, distinct_rows = hash_splits(train, held_out)
-    return ConversationDataset(train, held_out, fingerprint, quarantine, len(train) - distinct_rows)
+    # many duplicates, if a folder holds one dataset in two formats
+    counts = {"duplicate_rows": len(train) - distinct_rows}
+    return ConversationDataset(train, held_out, fingerprint, quarantine, counts)
 
 
 def load_splits(

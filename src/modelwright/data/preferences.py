@@ -52,15 +52,7 @@ class PreferencePair:
         return [self.prompt, self.chosen, self.rejected]
 
 
-@dataclass(frozen=True)
-class PreferenceDataset(SplitDataset[PreferencePair]):
-    """Train and held-out pairs."""
-
-    identical_pairs: int = 0
-    """Rows left out because their two answers are the same."""
-
-    def manifest(self, data: DataConfig) -> dict[str, Any]:
-        return {**super().manifest(data), "identical_pairs": self.identical_pairs}
+PreferenceDataset = SplitDataset[PreferencePair]
 
 
 def load_preferences(data: DataConfig, seed: int, recipe_dir: Path) -> PreferenceDataset:
@@ -68,7 +60,8 @@ def load_preferences(data: DataConfig, seed: int, recipe_dir: Path) -> Preferenc
     empty_message = "there is no pair of different answers in it"
     train, held_out, quarantine = chat.load_splits(data, seed, recipe_dir, rows_to_pairs, empty_message)
     identical_pairs = quarantine.rows_read - len(quarantine.invalid_rows) - len(train) - len(held_out)
-    return PreferenceDataset(train, held_out, chat.hash_splits(train, held_out)[0], quarantine, identical_pairs)
+    counts = {"identical_pairs": identical_pairs}
+    return PreferenceDataset(train, held_out, chat.hash_splits(train, held_out)[0], quarantine, counts)
 
 
 def rows_to_pairs(rows: Sequence[Row], data: DataConfig, quarantine: Quarantine | None = None) -> list[PreferencePair]:

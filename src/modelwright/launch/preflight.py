@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from modelwright.data.lengths import estimate_row_stats
+from modelwright.data.row_formats import estimate_row_stats
 from modelwright.data.sources import is_hub_name
 from modelwright.errors import UsageError, first_line
 from modelwright.launch import doctor
@@ -40,6 +40,7 @@ from modelwright.plan.hardware import Hardware, gpu_spec_of, probe_device
 from modelwright.plan.model_shape import is_downloaded, shape_of_recipe
 from modelwright.plan.stage import plan_stage
 from modelwright.recipe.load import LoadedRecipe
+from modelwright.recipe.stage_specs import throughput_unit
 
 PREFLIGHT_TIMEOUT = 120.0
 ALL_REDUCE_MB, ALL_REDUCE_REPEATS = 16, 5
@@ -230,7 +231,8 @@ def check_stage_fits(loaded: LoadedRecipe, stage: str) -> CheckResult:
     plan = plan_stage(settings, rows.count or 1, 1, machine)
     prediction = choose_plan(plan, settings, shape, rows, Hardware(1, 1, gpu_spec_of(machine)))
     memory = f"{prediction.memory.required / 2**30:.1f} GiB of {prediction.hardware.gpu.memory / 2**30:.1f}"
-    detail = f"predicted {memory}, {prediction.time.tokens_per_second:,.0f} tokens/s ± {prediction.relative_error:.0%}"
+    speed = f"{prediction.time.tokens_per_second:,.0f} {throughput_unit(stage)}/s"
+    detail = f"predicted {memory}, {speed} ± {prediction.relative_error:.0%}"
     name, data = f"stage {stage}", prediction.as_json()
     if not prediction.fits:
         return CheckResult(name, "fail", f"does not fit: {memory}", " | ".join(prediction.alternatives), data)

@@ -25,7 +25,7 @@ from modelwright.plan.model_shape import (
     shape_from_config,
 )
 from modelwright.plan.step_time import DEFAULT_TIME, TimeCoefficients, step_time
-from modelwright.recipe.stage_specs import DpoConfig, SftConfig
+from modelwright.recipe.stage_specs import STAGES
 from modelwright.runs.caches import cache_dir
 from modelwright.runs.folder import read_json_object
 
@@ -210,7 +210,7 @@ def run_workload(run: Run, gpu: GpuSpec) -> StepWorkload:
 
 def case_shape(case: PlanCase) -> ModelShape:
     """The model of a case."""
-    if case.stage == "classify":
+    if STAGES[case.stage].modality == "image":
         return ResNetShape("resnet18", "a case", width=case.smaller.get("width", 64))
     return shape_from_config({**SHIPPED_CONFIGS[case.model], **case.smaller}, case.model, "a case")
 
@@ -224,7 +224,7 @@ def case_workload(case: PlanCase, plan: dict[str, Any], on_gpu: bool) -> StepWor
         "gradient_accumulation_steps": plan["gradient_accumulation_steps"],
         "precision": precision,
         # older runs have no such key: torch's default is tf32 in convolutions only
-        "tf32": plan.get("tf32", on_gpu and case.stage == "classify" and precision == "fp32"),
+        "tf32": plan.get("tf32", on_gpu and isinstance(shape, ResNetShape) and precision == "fp32"),
         "rowwise_fp8": precision == "fp8" and plan.get("fp8_scaling") == "rowwise",
         "param_dtype": plan.get("param_dtype", "fp32"),
         "compiled": bool(case.settings.get("torch_compile")) or (on_gpu and precision == "fp8"),
@@ -236,12 +236,10 @@ def case_workload(case: PlanCase, plan: dict[str, Any], on_gpu: bool) -> StepWor
     if isinstance(shape, ResNetShape):
         all_trainable = TrainableSummary(shape.parameters, shape.parameters, 0, 0, True, False, False)
         return StepWorkload(shape, all_trainable, **options, device_data_bytes=(case.rows * 8 + 64) * (3072 + 8))
-    kind = DpoConfig if case.stage == "dpo" else SftConfig
-    settings = kind(**{name: value for name, value in case.settings.items() if name in kind.model_fields})
-    paired = case.stage == "dpo"
+    paired = STAGES[case.stage].row_format == "pairs"
     return StepWorkload(
         shape,
-        count_trainable(shape, settings),
+        count_trainable(shape, case.stage_settings()),
         seq_len=case.length,
         trained_fraction=0.5 if paired else 1.0,
         masked=paired and not on_gpu,
@@ -264,13 +262,19 @@ class PlanCase:
     length: int = 0
     """Tokens in a row."""
     stage: str = "sft"
-    """sft, dpo or classify."""
+    """A key of STAGES."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Keys of the stage in the recipe."""
     smaller: dict[str, Any] = field(default_factory=dict)
     """Keys of the config that differ."""
     beyond: float = 1.0
     """With rows 0: a multiple of the rows that fit; above 1 the run must go out of memory."""
+
+    def stage_settings(self, **defaults: Any) -> Any:
+        """The settings of the stage; a key that it does not have is left out."""
+        config = STAGES[self.stage].config
+        known = {key: value for key, value in self.settings.items() if key in config.model_fields}
+        return config(**{**defaults, **known})
 
 
 LAST_TWO = {"last_layers": 2, "lm_head": True}

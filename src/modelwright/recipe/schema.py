@@ -122,6 +122,8 @@ class Recipe(FrozenModel):
         first_of = {section.spec.modality: stage for stage, section in reversed(self.stages.items())}
         if len(first_of) > 1:
             raise invalid(f"has both {first_of['text']} and {first_of['image']}; it wants text or images")
+        if self.evaluate and "image" in first_of:
+            raise invalid(f"has both evaluate and {first_of['image']}; evaluate measures language models")
         if self.prepare and self.data is None and (self.pretrain is None or self.pretrain.data is None):
             raise invalid("has no data for prepare; it wants a section data")
         for stage, section in self.stages.items():
@@ -151,9 +153,14 @@ class Recipe(FrozenModel):
         return (*(name for name, section in before if section), *self.stages, *after)
 
     @property
+    def text_stage(self) -> str | None:
+        """The stage that trains on raw text, if there is one."""
+        return next((name for name, section in self.stages.items() if section.spec.row_format == "text"), None)
+
+    @property
     def prepare_data(self) -> DataConfig:
-        """The data of prepare: those of pretrain, or of the recipe."""
-        data = (self.pretrain.data if self.pretrain else None) or self.data
+        """The data of prepare: those of the stage that trains on it, or of the recipe."""
+        data = self.data_for(self.text_stage) if self.text_stage else self.data
         assert data is not None
         return data
 
@@ -173,7 +180,7 @@ class Recipe(FrozenModel):
 
     def gate_for(self, stage: str) -> dict[str, Threshold]:
         """The thresholds of a stage by metric; empty without a gate."""
-        return next((thresholds for name, thresholds in self.gates.items() if name == stage), {})
+        return self.gates.get(stage, {})
 
     @property
     def run_dir(self) -> str:

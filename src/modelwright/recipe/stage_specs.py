@@ -355,10 +355,20 @@ class StageSpec:
     """Metrics that a gate may use; with the prefix parent_, also those of the stage before it."""
     best_metrics: Mapping[str, Literal["min", "max"]] = field(default_factory=lambda: {"eval_loss": "min"})
     """Metrics that may select the best weights, and whether the lowest or the highest value does."""
+    loss_on_prompt: bool = False
+    """Whether the loss of pairs includes the prompt."""
     full_logits: bool = False
     """Whether the loss needs all logits of a micro-batch at once; otherwise it is computed in chunks."""
     fp8_scalings: tuple[str, ...] = ("tensorwise", "rowwise")
     """The fp8 scalings to try, fastest first."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Names of its own settings in other tools, separated by spaces, by our name."""
+    section_aliases: str = ""
+    """Names of its section in other tools, separated by spaces."""
+    methods: Mapping[str, dict[str, str]] = field(default_factory=dict)
+    """Values of axolotl's `rl` for it, with the settings they imply; convert writes no stage without a method."""
+    method_keys: tuple[str, ...] = ()
+    """Keys of TRL and axolotl by which convert knows it."""
 
     @property
     def modality(self) -> Literal["text", "image"]:
@@ -366,35 +376,51 @@ class StageSpec:
         return "image" if self.row_format == "images" else "text"
 
 
-COMMON_METRICS = ("eval_loss", "base_eval_loss", "steps", "tokens", "trained_tokens", "seconds")
-_ANSWER_METRICS = ("style_score", "answer_words", "answer_f1")
-ANSWER_METRICS = tuple(f"{prefix}{name}" for name in _ANSWER_METRICS for prefix in ("", "base_"))
-PAIR_METRICS = (
+def _with_base(*names: str) -> tuple[str, ...]:
+    """Metrics of the trained model and, with the prefix base_, of the model before the stage."""
+    return (*names, *(f"base_{name}" for name in names))
+
+
+COMMON_METRICS = (*_with_base("eval_loss"), "steps", "tokens", "trained_tokens", "seconds")
+ANSWER_METRICS = _with_base("style_score", "answer_words", "answer_f1")
+PAIR_METRICS = _with_base(
     *("eval_reward_accuracy", "eval_reward_margin", "eval_chosen_logp", "eval_rejected_logp", "eval_kl"),
     "eval_sft_loss",
 )
 STAGES: dict[str, StageSpec] = {
     "pretrain": StageSpec(
-        config=PretrainConfig,
-        row_format="text",
-        metrics=(*COMMON_METRICS, "eval_bits_per_byte", "base_eval_bits_per_byte"),
+        PretrainConfig, "text", (*COMMON_METRICS, *_with_base("eval_bits_per_byte")),
+        methods={"pretrain": {}}, method_keys=("pretraining_dataset", "dataset_text_field"),
     ),
-    "sft": StageSpec(config=SftConfig, row_format="conversations", metrics=(*COMMON_METRICS, *ANSWER_METRICS)),
+    "sft": StageSpec(
+        SftConfig, "conversations", (*COMMON_METRICS, *ANSWER_METRICS), methods={"sft": {}},
+        section_aliases="training train trainer training_args training_arguments finetune finetuning fine_tuning",
+    ),
     "dpo": StageSpec(
-        config=DpoConfig,
-        row_format="pairs",
-        metrics=(*COMMON_METRICS, *PAIR_METRICS, *(f"base_{name}" for name in PAIR_METRICS), *ANSWER_METRICS),
+        DpoConfig, "pairs", (*COMMON_METRICS, *PAIR_METRICS, *ANSWER_METRICS), full_logits=True,
         best_metrics={"eval_loss": "min", "eval_reward_accuracy": "max"},
-        full_logits=True,
         # a pair's log-probs must not depend on the other rows: the reference's were computed in another batch
         fp8_scalings=("rowwise",),
+        aliases={"beta": "rl_beta dpo_beta pref_beta", "loss_type": "dpo_loss_type pref_loss",
+                 "label_smoothing": "dpo_label_smoothing"},
+        methods={"dpo": {}, "ipo": {"loss_type": "ipo"}},
+        method_keys=("beta", "precompute_ref_log_probs", "sync_ref_model", "f_divergence_type", "ld_alpha",
+                     "loss_weights"),
     ),
-    "lora": StageSpec(config=LoraStageConfig, row_format="conversations", metrics=(*COMMON_METRICS, *ANSWER_METRICS)),
+    "lora": StageSpec(LoraStageConfig, "conversations", (*COMMON_METRICS, *ANSWER_METRICS)),
     "classify": StageSpec(
-        config=ClassifyConfig,
-        row_format="images",
-        metrics=(*COMMON_METRICS, "eval_accuracy", "base_eval_accuracy"),
+        ClassifyConfig, "images", (*COMMON_METRICS, *_with_base("eval_accuracy")),
         best_metrics={"eval_loss": "min", "eval_accuracy": "max"},
     ),
-}
+}  # fmt: skip
 """The training stages in order: each starts from the model of the one before it."""
+
+
+def throughput_unit(stage: str) -> Literal["tokens", "images"]:
+    """What a stage counts; other stages than the training stages count as text."""
+    return "images" if stage in STAGES and STAGES[stage].modality == "image" else "tokens"
+
+
+def first_stage(row_format: RowFormatName) -> str:
+    """The first stage with rows of a format."""
+    return next(name for name, spec in STAGES.items() if spec.row_format == row_format)

@@ -139,9 +139,6 @@ class StageParts:
 class StageBuilder(Protocol):
     """Builds the training stages of one method."""
 
-    comparison_metrics: frozenset[str]
-    """Metrics that only `compare` measures."""
-
     def load_inputs(self, context: RunContext, stage: str, parent: ParentModel | None) -> StageInputs:
         """Resolve the model (the parent's, if there is one) and read the data."""
 

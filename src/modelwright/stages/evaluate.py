@@ -19,6 +19,7 @@ from modelwright.models import pretrained
 from modelwright.recipe.load import load
 from modelwright.recipe.schema import ModelConfig
 from modelwright.recipe.sections import DataConfig, EvaluateConfig
+from modelwright.recipe.stage_specs import first_stage
 from modelwright.runs.folder import RunFolder, read_json, write_json
 from modelwright.stages.compare import base_model_dir
 from modelwright.stages.context import Metrics, RunContext
@@ -117,8 +118,8 @@ def resolve_stage_model(context: RunContext, name: str) -> tuple[Path, str]:
 
 
 def find_held_out_shards(folder: RunFolder) -> Path | None:
-    """The folder of pretrain's shards, if it has held-out rows."""
-    for shards_dir in (folder.packed, folder.data("pretrain") / "packed"):
+    """The folder of the shards that a stage trained on, if it has held-out rows."""
+    for shards_dir in (folder.packed, folder.data(first_stage("text")) / "packed"):
         if (shards_dir / MANIFEST).exists() and PackedDataset.open(shards_dir, "held_out").tokens:
             return shards_dir
     return None

@@ -23,6 +23,7 @@ import torch
 from modelwright.data.chat import TokenizedRow
 from modelwright.data.images import ImageDataset, ImageSplits
 from modelwright.data.preferences import TokenizedPair
+from modelwright.data.row_formats import ROW_FORMATS
 from modelwright.data.shards import DocumentBatch, ShardLayout, write_manifest, write_split
 from modelwright.data.sources import EMBEDDED_DATASETS
 from modelwright.data.tokenizer import TokenizedDocuments, train_bpe
@@ -42,14 +43,15 @@ from modelwright.plan.model_shape import SHIPPED_CONFIGS
 from modelwright.plan.stage import StagePlan, plan_stage
 from modelwright.recipe.load import LoadedRecipe
 from modelwright.recipe.schema import Recipe
-from modelwright.recipe.sections import ColumnRole, CountOrFraction, DataConfig, round_up
-from modelwright.recipe.stage_specs import ClassifyConfig, DpoConfig, SftConfig
+from modelwright.recipe.sections import round_up
+from modelwright.recipe.stage_specs import throughput_unit
 from modelwright.runs.caches import cache_dir
 from modelwright.runs.folder import RunFolder, write_json
 from modelwright.runs.journal import Journal
 from modelwright.stages.context import DEFAULT_OPTIONS, ParentModel, RunContext, StageInputs
-from modelwright.stages.pipeline import BUILDERS, free_device
+from modelwright.stages.pipeline import free_device
 from modelwright.stages.planning import build_engine, fit_plan
+from modelwright.stages.specs import BUILDERS
 from modelwright.tasks.batching import collate_examples
 from modelwright.tasks.classify import ClassifyTask
 from modelwright.tasks.dpo import DpoLoss, DpoTask, collate_pairs, with_layout
@@ -63,12 +65,6 @@ CASE_STEPS = WARM_UP_STEPS + TIMED_STEPS + 1
 MIN_CPU_FRACTION = 0.75
 """Where the threads get less than this part of the wall time, other processes took the rest: CPU time counts then."""
 SEED = 42
-FALLBACK_DATA: dict[str, tuple[str, dict[str, ColumnRole]]] = {
-    "sft": ("field-guide", {"question": "prompt", "answer": "completion"}),
-    "lora": ("field-guide", {"question": "prompt", "answer": "completion"}),
-    "dpo": ("field-guide-pairs", {}),
-}
-"""Embedded rows on which a stage is measured where its own data is not on this machine."""
 Log = Callable[[str], None]
 
 
@@ -111,7 +107,8 @@ def measure_recipe(loaded: LoadedRecipe, steps: int, only: Sequence[str] = (), l
 
 def lines(figures: dict[str, Any]) -> list[str]:
     """The measured stages as a table, with the memory at each stage's peak by component."""
-    rates, sizes = f"{'tokens/s':>10} {'predicted':>10} {'off':>5}", f"{'GiB':>7} {'predicted':>9} {'off':>5}"
+    unit = f"{throughput_unit(figures['stages'][0]['stage'])}/s"
+    rates, sizes = f"{unit:>10} {'predicted':>10} {'off':>5}", f"{'GiB':>7} {'predicted':>9} {'off':>5}"
     table = [f"{figures['recipe']} on {figures['device']}: {figures['steps']} steps of each stage"]
     table.append(f"{'stage':<9} {rates} {'s/step':>8} {sizes}")
     for row in figures["stages"]:
@@ -232,10 +229,8 @@ def measure_case_or_error(case: PlanCase, plan: StagePlan) -> dict[str, Any]:
 
 def case_settings(case: PlanCase) -> Any:
     """The stage section of a case."""
-    config_class: Any = {"sft": SftConfig, "dpo": DpoConfig, "classify": ClassifyConfig}[case.stage]
-    known = {name: value for name, value in case.settings.items() if name in config_class.model_fields}
-    settings = {"max_steps": CASE_STEPS, "lr_scheduler_type": "constant", "learning_rate": 1e-5, **known}
-    return config_class(per_device_train_batch_size=max(1, case.rows), **settings)
+    return case.stage_settings(max_steps=CASE_STEPS, lr_scheduler_type="constant", learning_rate=1e-5,
+                               per_device_train_batch_size=max(1, case.rows))  # fmt: skip
 
 
 def _context(loaded: LoadedRecipe, stage: str, steps: int, work_dir: Path) -> RunContext:
@@ -294,19 +289,20 @@ def _load_inputs(context: RunContext, stage: str, notes: list[str]) -> tuple[Run
         notes.append("the weights are random: the recipe's architecture, before init and the stages before this one")
     elif parent_stage := recipe.parent_stage(stage):
         notes.append(f"starts from {recipe.model.display_name}, not from the {parent_stage} model of a run")
-    if stage == "pretrain" and recipe.pretrain is not None and recipe.prepare is not None:
-        random_shards(context.folder.packed, recipe.pretrain.max_length, _vocab_size(recipe) or 1024)
+    settings: Any = recipe.stages[stage]
+    row_format = ROW_FORMATS[settings.spec.row_format]
+    if row_format.is_packed and recipe.prepare is not None:
+        random_shards(context.folder.packed, settings.max_length, _vocab_size(recipe) or 1024)
         notes.append("the tokens are random: nothing is prepared yet")
     try:
         inputs = BUILDERS[stage].load_inputs(context, stage, parent)
     except (DataError, UsageError) as error:  # not on this machine, or not readable here
-        if stage not in FALLBACK_DATA:
+        if row_format.embedded is None:
             raise
-        name, columns = FALLBACK_DATA[stage]
-        data = DataConfig(dataset_name=name, columns=columns, test_size=CountOrFraction(4))
-        context = _with_settings(context, stage, {"data": data})
+        context = _with_settings(context, stage, {"data": row_format.embedded})
         inputs = BUILDERS[stage].load_inputs(context, stage, parent)
-        notes.append(f"measured on the embedded {name}, since its own data is not here: {first_line(error)}")
+        source = f"the embedded {row_format.embedded.source}"
+        notes.append(f"measured on {source}, since its own data is not here: {first_line(error)}")
     return context, replace(inputs, load_model=load_random_model) if parent else inputs
 
 
@@ -353,7 +349,7 @@ def _case_line(run: dict[str, Any]) -> str:
 
 def case_task(case: PlanCase, settings: Any, device: torch.device) -> Any:
     """The task of a case over random rows, its model prepared as a stage prepares it."""
-    if case.stage == "classify":
+    if settings.spec.modality == "image":
         return _random_image_task(case.rows * 8, case.smaller.get("width", 64), settings)
     model = _random_model(case_config(case), "auto", device)
     pretrained.prepare_model(model, device, "auto")
@@ -416,7 +412,7 @@ class RandomTokenTask(Task):
     rows = held_out_rows = 0
 
     def __init__(self, model: Any, settings: Any, rows: int, length: int) -> None:
-        self.rows, self._length, self._has_pairs = rows, length, isinstance(settings, DpoConfig)
+        self.rows, self._length, self._has_pairs = rows, length, settings.spec.row_format == "pairs"
         vocab_size = model.config.get_text_config().vocab_size
         self._tokens = np.random.default_rng(SEED).integers(1, vocab_size, (rows, length)).astype(np.int32)
         self._use_layout = self._has_pairs and supports_layout(model, unshared_layout)

@@ -1,9 +1,12 @@
-"""Run a recipe: every stage in order, each behind its gate; finished stages are verified and skipped."""
+"""Run a recipe: every stage in order, each behind its gate; finished stages are verified and skipped.
+
+A judged stage leaves training_history.json, training_summary.json and a model card."""
 
 from __future__ import annotations
 
 import gc
 import os
+import platform
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -21,7 +24,10 @@ from modelwright.models import pretrained
 from modelwright.plan import hardware
 from modelwright.recipe.load import LoadedRecipe, add_recipe_location, dump_yaml
 from modelwright.recipe.sections import DataConfig
+from modelwright.recipe.stage_specs import ANSWER_METRICS, STAGES, TrainableConfig
 from modelwright.report import html
+from modelwright.report.history import read_history
+from modelwright.report.model_card import render_model_card
 from modelwright.report.trackers import start_trackers
 from modelwright.runs.folder import (
     RUN_FORMAT,
@@ -34,7 +40,8 @@ from modelwright.runs.folder import (
     write_text,
 )
 from modelwright.runs.journal import EventListener, Journal
-from modelwright.stages import evaluate, gate, prepare, record
+from modelwright.runs.journal import read as read_events
+from modelwright.stages import evaluate, gate, prepare
 from modelwright.stages.context import (
     CONTENT_KEYS,
     DEFAULT_OPTIONS,
@@ -51,18 +58,10 @@ from modelwright.stages.context import (
     stage_settings,
     validate_overrides,
 )
-from modelwright.stages.specs import ClassifyBuilder, DpoBuilder, PretrainBuilder, SftBuilder
+from modelwright.stages.specs import BUILDERS
 from modelwright.stages.stage_runner import StageRunner
 from modelwright.tasks import scoring
 
-BUILDERS: dict[str, StageBuilder] = {
-    "pretrain": PretrainBuilder(),
-    "sft": SftBuilder(),
-    "dpo": DpoBuilder(),
-    "lora": SftBuilder(),
-    "classify": ClassifyBuilder(),
-}
-"""The builder of each training stage."""
 NON_TRAINING_STAGES: dict[str, Callable[[RunContext], None]] = {
     "prepare": prepare.prepare_stage,
     "init": prepare.init_stage,
@@ -172,7 +171,8 @@ def _check_before_start(context: RunContext) -> None:
     damaged = [stage for stage, path in results.items() if path.exists() and not has_valid_checksum(path)]
     unfinished = [stage for stage in context.recipe.stages if stage in damaged or not results[stage].exists()]
     for stage in unfinished:
-        pretrained.require_bitsandbytes(getattr(context.recipe.stages[stage], "quantization", "none"))
+        if isinstance(settings := context.recipe.stages[stage], TrainableConfig):
+            pretrained.require_bitsandbytes(settings.quantization)
     if unfinished and context.recipe.evaluate is not None and context.recipe.evaluate.tasks:
         scoring.require_lm_eval()
     for stage in context.recipe.stages:
@@ -291,16 +291,16 @@ def promote(context: RunContext, builder: StageBuilder, stage: str, inputs: Stag
     result = read_json(context.folder.result(stage))
     metrics: Metrics = {**result["metrics"], **_parent_metrics(context, stage)}
     last_stage = list(context.recipe.stages)[-1]
-    if stage == last_stage or set(context.recipe.gate_for(stage)) & builder.comparison_metrics:
+    if stage == last_stage or set(context.recipe.gate_for(stage)) & set(ANSWER_METRICS):
         metrics |= builder.compare(context, inputs, stage)
     metrics |= evaluate.evaluation_metrics(context, stage)
     verdict = gate.judge_stage(context.loaded, stage, metrics)
     acceptance = None if verdict.open else gate.find_or_add_acceptance(context, verdict)
     write_json(context.folder.gate(stage), {**verdict.as_json(), "accepted": acceptance, "metrics": metrics})
     gate.record_lineage(context, verdict, inputs.model_name)
-    record.write_history(context)
-    record.write_summary(context, stage, result["plan"], metrics, verdict)
-    record.write_model_card(context, stage)
+    write_history(context)
+    write_summary(context, stage, result["plan"], metrics, verdict)
+    write_text(context.folder.model(stage) / "README.md", render_model_card(context.folder, stage))
     context.journal.add("verdict", stage=stage, open=verdict.open, message=verdict.message, metrics=metrics,
                         accepted=acceptance and acceptance["reason"])  # fmt: skip
     if not (verdict.open or acceptance):
@@ -332,3 +332,66 @@ def _unlink_best_model(link: Path, target: Path) -> None:
     """Remove best_model where it points at a model whose gate is now closed."""
     if link.is_symlink() and link.resolve() == target.resolve():
         link.unlink()
+
+
+HISTORY_FIELDS = ("step", "epoch", "loss", "learning_rate", "grad_norm", "tokens_per_second", "samples_per_second",
+                  "data_wait_fraction", "peak_memory_bytes")  # fmt: skip
+"""Fields of every stage; those of evaluations are its metrics."""
+
+
+def write_history(context: RunContext) -> None:
+    """Write training_history.json, each step once: of a step repeated after a kill, the last one."""
+    stages = list(context.recipe.stages)
+    steps: dict[tuple[int, int], dict[str, Any]] = {}
+    for event in read_events(context.folder.journal):
+        if event["event"] in ("step", "evaluation") and event.get("stage") in stages:
+            step_key = (stages.index(event["stage"]), event["step"])
+            entry = steps.setdefault(step_key, {"stage": event["stage"]})
+            fields = (*HISTORY_FIELDS, *STAGES[event["stage"]].metrics)
+            entry.update({key: event[key] for key in fields if key in event})
+    write_json(context.folder.history, [steps[step_key] for step_key in sorted(steps)])
+
+
+def write_summary(
+    context: RunContext, stage: str, plan: dict[str, Any], metrics: Metrics, verdict: gate.Verdict
+) -> None:
+    """Write training_summary.json: settings and results in one file."""
+    import transformers
+
+    recipe, world = context.recipe, context.world
+    backend = None if world.size == 1 else "nccl" if context.hardware.device == "cuda" else "gloo"
+    distributed = {
+        "devices": world.size, "sharding": plan["sharding"], "backend": backend,
+        "rows_per_device": plan["micro_batch_size"], "rows_per_step": plan["global_batch_size"],
+        "gradient_accumulation_steps": plan["gradient_accumulation_steps"],
+    }  # fmt: skip
+    versions = {"modelwright": __version__, "torch": torch.__version__, "transformers": transformers.__version__,
+                "python": platform.python_version()}  # fmt: skip
+    summary = {
+        "recipe": recipe.name,
+        "stage": stage,
+        "model": recipe.model.display_name,
+        "data": recipe.data_for(stage).source,
+        "settings": recipe.stages[stage].model_dump(mode="json"),
+        "batch": plan["batch_arithmetic"],
+        "plan": plan,
+        "metrics": metrics,
+        "changes": metric_changes(metrics),
+        "verdict": verdict.as_json(),
+        "time": read_history(context.folder).time_breakdown.as_json(),
+        "lineage": gate.ancestors(context, stage),
+        "hardware": context.hardware.name,
+        "world": world.size,
+        "distributed": distributed,
+        "versions": versions,
+    }
+    write_json(context.folder.summary, summary)
+
+
+def metric_changes(metrics: Metrics) -> dict[str, dict[str, float]]:
+    """The metrics that exist before and after training, with their change."""
+    return {
+        name: {"before": before, "after": after, "change": after - before}
+        for name, after in metrics.items()
+        if after is not None and (before := metrics.get(f"base_{name}")) is not None
+    }

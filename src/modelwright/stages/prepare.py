@@ -10,11 +10,11 @@ from typing import Any
 
 import xxhash
 
-from modelwright.data.lengths import estimate_row_stats
 from modelwright.data.prepare import pipeline
 from modelwright.data.prepare.executors import Executor, ProcessExecutor, RankExecutor
 from modelwright.data.prepare.job import PrepareJob, is_complete
 from modelwright.data.prepare.pipeline import REPORT_FILE, PrepareProgress
+from modelwright.data.row_formats import estimate_row_stats
 from modelwright.data.sources import local_path
 from modelwright.errors import DataError, ModelError, UsageError
 from modelwright.plan import choose
@@ -59,7 +59,8 @@ def run_prepare(job: PrepareJob, executor: Executor, loaded: LoadedRecipe) -> It
     try:
         yield from pipeline.run_pipeline(job, executor)
     except DataError as error:
-        raise DataError(add_recipe_location(error.problems, loaded, "pretrain")) from None
+        stage = loaded.recipe.text_stage or PREPARE_STAGE
+        raise DataError(add_recipe_location(error.problems, loaded, stage)) from None
     finally:
         executor.close()
     page_path = job.folder / "report.html"

@@ -6,14 +6,13 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
-from modelwright.data import chat, preferences
-from modelwright.data.audit import RenderedSample, render_conversations, render_pairs, render_shards
 from modelwright.data.images import read_images
 from modelwright.data.readers import QUARANTINE_FILE, Quarantine, write_quarantine
+from modelwright.data.row_formats import ROW_FORMATS, RenderedSample, render_shards
 from modelwright.data.shards import MANIFEST, SPLITS, PackedDataset, ShardLayout, pack_raw_text
 from modelwright.data.sources import local_path
 from modelwright.data.tokenizer import DocumentTokenizer
@@ -26,11 +25,11 @@ from modelwright.models.trainable import count_parameters
 from modelwright.models.vision import load_vision, resnet18, save_vision
 from modelwright.recipe.load import LoadedRecipe, load
 from modelwright.recipe.schema import ModelConfig
-from modelwright.recipe.sections import DataConfig, round_up
+from modelwright.recipe.sections import round_up
 from modelwright.recipe.stage_specs import ClassifyConfig, DpoConfig, PretrainConfig, SftConfig
 from modelwright.runs.folder import RunFolder, read_json, write_json
-from modelwright.stages.compare import ANSWER_METRICS, compare_answers
-from modelwright.stages.context import Metrics, ParentModel, RunContext, StageInputs, StageParts
+from modelwright.stages.compare import compare_answers
+from modelwright.stages.context import Metrics, ParentModel, RunContext, StageBuilder, StageInputs, StageParts
 from modelwright.stages.prepare import resolve_tokenizer_dir
 from modelwright.tasks.classify import ClassifyLoss, ClassifyTask, PixelStats, confusion_matrix, worst_mistakes
 from modelwright.tasks.dpo import DpoTask, precompute_ref_log_probs
@@ -44,12 +43,11 @@ RowsTask = TypeVar("RowsTask", SftTask, DpoTask)
 class _ChatBuilder:
     """Stages that fine-tune a chat model, so that answers before and after can be compared."""
 
-    comparison_metrics = frozenset(ANSWER_METRICS)
-    load_rows: Callable[[DataConfig, int, Path], Any]
-
     def load_inputs(self, context: RunContext, stage: str, parent: ParentModel | None) -> StageInputs:
         """The start model and the rows."""
-        data = self.load_rows(context.recipe.data_for(stage), context.recipe.seed, context.recipe_dir)
+        load_rows = ROW_FORMATS[context.recipe.stages[stage].spec.row_format].load
+        assert load_rows is not None
+        data = load_rows(context.recipe.data_for(stage), context.recipe.seed, context.recipe_dir)
         report_quarantine(context, stage, data.quarantine)
         return StageInputs(**resolve_start_model(context, parent), data=data, data_fingerprint=data.fingerprint)
 
@@ -61,12 +59,9 @@ class _ChatBuilder:
 class SftBuilder(_ChatBuilder):
     """Supervised fine-tuning on conversations (sft, lora)."""
 
-    load_rows = staticmethod(chat.load_conversations)
-
     def build(self, context: RunContext, inputs: StageInputs, stage: str) -> StageParts:
         """Load the model, set its trainable parameters, tokenize the conversations."""
-        settings = context.recipe.stages[stage]
-        assert isinstance(settings, SftConfig)
+        settings = cast(SftConfig, context.recipe.stages[stage])
         task, parts = build_row_task(context, inputs, stage, SftTask)
         reuse = find_compute_reuse(task, parts.model, settings)
         return replace(
@@ -130,8 +125,7 @@ def build_row_task(
     context: RunContext, inputs: StageInputs, stage: str, task_class: Callable[..., RowsTask]
 ) -> tuple[RowsTask, StageParts]:
     """The task of rows tokenized with the model's own tokenizer, and its stage parts."""
-    settings = context.recipe.stages[stage]
-    assert isinstance(settings, SftConfig | DpoConfig)
+    settings = cast(TextStage, context.recipe.stages[stage])
     model, tokenizer = load_trainable_model(context, inputs, settings)
     task = task_class(model, tokenizer, inputs.data, settings, pretrained.eos_token_ids(model))
     stats = {"train": task.train_set.stats(), "held_out": task.held_out_set.stats()}
@@ -170,12 +164,10 @@ def _pin_revision(context: RunContext) -> ModelConfig:
 class DpoBuilder(_ChatBuilder):
     """Direct preference optimization on pairs of answers."""
 
-    load_rows = staticmethod(preferences.load_preferences)
-
     def build(self, context: RunContext, inputs: StageInputs, stage: str) -> StageParts:
         """Load the model, set its trainable parameters, tokenize the pairs; reference log-probs come before step 1."""
         task, parts = build_row_task(context, inputs, stage, DpoTask)
-        if identical := inputs.data.identical_pairs:
+        if identical := inputs.data.counts["identical_pairs"]:
             context.note(stage, f"{identical} rows are left out: their two answers are the same")
         if task.sharing_blocker:
             context.note(stage, f"prompt not shared between chosen and rejected: {task.sharing_blocker}")
@@ -204,8 +196,6 @@ class PackedSplits:
 class PretrainBuilder:
     """Pretraining on raw text."""
 
-    comparison_metrics: frozenset[str] = frozenset()
-
     def load_inputs(self, context: RunContext, stage: str, parent: ParentModel | None) -> StageInputs:
         """The start model and the shards, which rank 0 packs where there are none yet."""
         start = resolve_start_model(context, parent)
@@ -217,8 +207,7 @@ class PretrainBuilder:
 
     def build(self, context: RunContext, inputs: StageInputs, stage: str) -> StageParts:
         """Load the model, set its trainable parameters, open the shards."""
-        settings = context.recipe.stages[stage]
-        assert isinstance(settings, PretrainConfig)
+        settings = cast(PretrainConfig, context.recipe.stages[stage])
         model, tokenizer = load_trainable_model(context, inputs, settings)
         train, held_out = inputs.data.train, inputs.data.held_out
         if train.vocab_size > round_up(vocab_size := model.config.get_text_config().vocab_size):
@@ -243,8 +232,7 @@ class PretrainBuilder:
 
 def _find_or_pack_shards(context: RunContext, stage: str, model_dir: Path) -> Path:
     """The folder of packed shards: of the stage prepare, of the recipe's data, or packed here."""
-    settings = context.recipe.stages[stage]
-    assert isinstance(settings, PretrainConfig)
+    settings = cast(PretrainConfig, context.recipe.stages[stage])
     if context.recipe.prepare is not None:
         return context.folder.packed
     data = context.recipe.data_for(stage)
@@ -278,8 +266,6 @@ FLOPS_PER_IMAGE = 3 * 2 * 555.4e6
 class ClassifyBuilder:
     """Image classification from scratch."""
 
-    comparison_metrics: frozenset[str] = frozenset()
-
     def load_inputs(self, context: RunContext, stage: str, parent: ParentModel | None) -> StageInputs:
         """Read the images; rank 0 first, so that nothing is downloaded or decoded twice."""
         recipe, data = context.recipe, context.recipe.data_for(stage)
@@ -300,8 +286,7 @@ class ClassifyBuilder:
 
     def build(self, context: RunContext, inputs: StageInputs, stage: str) -> StageParts:
         """A model initialized with the recipe's seed, and the images on the device."""
-        settings, images = context.recipe.stages[stage], inputs.data
-        assert isinstance(settings, ClassifyConfig)
+        settings, images = cast(ClassifyConfig, context.recipe.stages[stage]), inputs.data
         torch.manual_seed(context.recipe.seed)
         width = context.recipe.model.resnet_width
         model = resnet18(len(images.train.classes), width, images.train.images.shape[3])
@@ -331,8 +316,7 @@ class ClassifyBuilder:
 
     def _misclassified(self, context: RunContext, inputs: StageInputs, stage: str) -> dict[str, Any]:
         model, config = load_vision(context.folder.model(stage))
-        settings, images = context.recipe.stages[stage], inputs.data
-        assert isinstance(settings, ClassifyConfig)
+        settings, images = cast(ClassifyConfig, context.recipe.stages[stage]), inputs.data
         pixels = PixelStats(tuple(config["mean"]), tuple(config["std"]))
         classifier = ClassifyLoss(model, images, pixels, settings).to(context.world.device)
         probabilities, labels = classifier.probabilities(), torch.from_numpy(images.test.labels)
@@ -361,24 +345,31 @@ def _save_misclassified_images(folder: Path, images: Any, misclassified: list[di
         Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).save(folder / f"{example['row']}.png")
 
 
+BUILDERS: dict[str, StageBuilder] = {
+    "pretrain": PretrainBuilder(),
+    "sft": SftBuilder(),
+    "dpo": DpoBuilder(),
+    "lora": SftBuilder(),
+    "classify": ClassifyBuilder(),
+}
+"""The builder of each training stage."""
+
+
 def render_samples(loaded: LoadedRecipe, count: int) -> dict[str, list[RenderedSample]]:
     """A few samples of each stage; packed shards are shown once they exist."""
     recipe, recipe_dir = loaded.recipe, loaded.path.parent
     rendered: dict[str, list[RenderedSample]] = {}
     for stage, section in recipe.stages.items():
-        data = recipe.data_for(stage)
-        if isinstance(section, SftConfig):
-            train = chat.load_conversations(data, recipe.seed, recipe_dir).train[:count]
-            rendered[stage] = render_conversations(train, _load_tokenizer(loaded), section.assistant_only_loss)
-        elif stage == "dpo":
-            pairs = preferences.load_preferences(data, recipe.seed, recipe_dir).train[:count]
-            rendered[stage] = render_pairs(pairs, _load_tokenizer(loaded))
-        elif stage == "pretrain" and (packed := _find_shards(loaded, data.source)):
+        data, row_format = recipe.data_for(stage), ROW_FORMATS[section.spec.row_format]
+        if row_format.load and row_format.render:
+            rows = row_format.load(data, recipe.seed, recipe_dir).train[:count]
+            rendered[stage] = row_format.render(rows, _load_tokenizer(loaded), section)
+        elif row_format.is_packed and (packed := _find_shards(loaded, data.source)):
             rendered[stage] = render_shards(packed, count)
-    if recipe.prepare and not recipe.pretrain and (packed := _find_shards(loaded, "")):
+    if recipe.prepare and not recipe.text_stage and (packed := _find_shards(loaded, "")):
         rendered["prepare"] = render_shards(packed, count)
     if not rendered:
-        raw = recipe.prepare or recipe.pretrain
+        raw = recipe.prepare or recipe.text_stage
         hint = "; modelwright data prepare makes shards of it that can be shown" if raw else ""
         raise UsageError(f"{loaded.path.name} has nothing to show{hint}")
     return rendered

@@ -14,13 +14,13 @@ import numpy as np
 from modelwright import __version__
 from modelwright.data import tokenizer
 from modelwright.data.chat import held_out_count
-from modelwright.data.lengths import length_histogram
 from modelwright.data.packing import NDArray
 from modelwright.data.prepare import dedup, steps
 from modelwright.data.prepare.executors import Executor, ProcessExecutor, SerialExecutor
 from modelwright.data.prepare.job import PrepareJob, is_complete, save_array, save_stats
 from modelwright.data.prepare.steps import EXACT_DUPLICATE, HELD_OUT, NEAR_DUPLICATE, TRAIN, load_decisions
 from modelwright.data.readers import QUARANTINE_FILE
+from modelwright.data.row_formats import length_histogram
 from modelwright.data.shards import MANIFEST, SPLITS, DocumentBatch, ShardLayout, write_manifest, write_split
 from modelwright.data.tokenizer import TokenizedDocuments
 from modelwright.errors import DataError, Problem

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from modelwright.data import chat, tokenizer
-from modelwright.data.lengths import estimate_row_stats
+from modelwright.data.row_formats import estimate_row_stats
 from modelwright.recipe.load import load
 
 SMALL = ["prepare.vocab_size=800"]

@@ -1,0 +1,271 @@
+"""The formats of training rows: how each is read, measured for a plan, audited, shown and exported; needs no torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import log
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+
+from modelwright.data import chat, images, preferences, sources
+from modelwright.data.chat import Conversation, Message, TokenizedRow
+from modelwright.data.packing import NDArray, pack_bfd
+from modelwright.data.preferences import PreferencePair
+from modelwright.data.readers import InvalidRow, Row, get_text
+from modelwright.data.shards import PackedDataset, check_raw_text
+from modelwright.data.tokenizer import DocumentTokenizer
+from modelwright.errors import DataError, Problem, UsageError
+from modelwright.recipe.schema import Recipe
+from modelwright.recipe.sections import CountOrFraction, DataConfig, RowStats
+from modelwright.recipe.stage_specs import RowFormatName, TrainingConfig
+
+LENGTH_BINS = [0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 1 << 62]
+"""Edges of the length histogram, in tokens."""
+
+
+def length_histogram(lengths: NDArray) -> dict[str, Any]:
+    """Histogram and percentiles of document lengths, in tokens."""
+    counts, _ = np.histogram(lengths, bins=LENGTH_BINS)
+    percentiles = np.percentile(lengths, [50, 90, 99]) if len(lengths) else [0, 0, 0]
+    return {
+        "bins": LENGTH_BINS[:-1],
+        "counts": [int(count) for count in counts],
+        **{name: int(value) for name, value in zip(("median", "p90", "p99"), percentiles, strict=True)},
+        "longest": int(lengths.max()) if len(lengths) else 0,
+    }
+
+
+CHARS_PER_TOKEN = 4.4
+"""Characters of English prose per token, measured with vocabularies of 49k to 128k tokens."""
+REFERENCE_VOCAB_SIZE = 49_152
+"""The smallest of those vocabularies; tokens of a smaller one are shorter by the ratio of the logarithms."""
+SAMPLE_ROWS = 200
+"""Messages tokenized to measure the characters per token."""
+TEMPLATE_TOKENS = 5
+"""Tokens that a chat template adds per message."""
+MAX_PLAN_READ_BYTES = 64 << 20
+"""Larger files are not read for a plan, so that planning stays fast."""
+CIFAR10_TRAIN_ROWS = 50_000
+CIFAR10_ROW_BYTES = 32 * 32 * 3
+
+
+def estimate_row_stats(recipe: Recipe, stage: str, recipe_dir: Path, tokenizer: Path | None = None) -> RowStats:
+    """Estimate from the rows of a stage if they are local and small; else assume rows of max_length.
+
+    With the folder of a tokenizer, characters per token are measured; else they are estimated from the vocabulary size.
+    """
+    settings: Any = recipe.stages[stage]
+    data, row_format = recipe.data_for(stage), ROW_FORMATS[settings.spec.row_format]
+    if row_format.load is None:
+        return _image_stats(data)
+    max_length = settings.max_length
+    if row_format.is_packed:
+        return RowStats(None, max_length, float(max_length), 1.0, f"rows filled to {max_length} tokens")
+    name, path = data.source, sources.local_path(data.source, recipe_dir)
+    unknown = RowStats(None, max_length, float(max_length), 1.0, f"{name} was not read; rows of max_length are taken")
+    too_large = path is not None and path.is_file() and path.stat().st_size > MAX_PLAN_READ_BYTES
+    if too_large or sources.is_hub_name(name, recipe_dir):
+        return unknown
+    try:
+        rows = row_format.load(data, recipe.seed, recipe_dir).train
+    except (DataError, UsageError):
+        return unknown
+    texts = [[getattr(row, column) for column in row_format.columns] for row in rows]
+    sample = [message for row in texts[:SAMPLE_ROWS] for messages in row for message in messages]
+    count = partial(_estimate_tokens, chars_per_token=_chars_per_token(recipe, sample, tokenizer))
+    lengths = [sum(map(count, row)) for row in texts]
+    answers = sum(count(messages) for row in rows for messages in row_format.answers(row))
+    trains_prompts = settings.spec.loss_on_prompt or not getattr(settings, "assistant_only_loss", True)
+    trained_fraction = 1.0 if trains_prompts else answers / max(1, sum(lengths))
+    truncated_lengths = [min(length, max_length) for length in lengths]
+    basis = f"{len(lengths):,} rows of {name}, tokens counted by their characters"
+    if getattr(settings, "packing", False):
+        packed = len(pack_bfd(truncated_lengths, max_length))
+        return RowStats(packed, max_length, sum(truncated_lengths) / packed, trained_fraction, f"{basis}, packed")
+    return RowStats(len(truncated_lengths), max(truncated_lengths), mean(truncated_lengths), trained_fraction, basis)
+
+
+def _image_stats(data: DataConfig) -> RowStats:
+    name = data.source
+    known = {"CIFAR-10": CIFAR10_TRAIN_ROWS} if "cifar10" in name.lower().replace("-", "") else {}
+    known = {images.SHAPES_NAME: images.SHAPES_TRAIN} if name == images.SHAPES_NAME else known
+    basis, rows = next(iter(known.items()), (f"images of {name}, not counted", None))
+    rows = data.max_rows or rows
+    return RowStats(rows, 1, 1.0, 1.0, basis, (rows or CIFAR10_TRAIN_ROWS) * 6 // 5 * CIFAR10_ROW_BYTES)
+
+
+def _chars_per_token(recipe: Recipe, sample: Sequence[Message], tokenizer: Path | None) -> float:
+    """Characters per token of these messages."""
+    prepare = recipe.prepare
+    if tokenizer is not None:
+        from tokenizers import Tokenizer
+
+        encoder = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+        texts = [message["content"] for message in sample]
+        tokens = sum(len(encoding.ids) for encoding in encoder.encode_batch(texts, add_special_tokens=False))
+        return sum(map(len, texts)) / max(1, tokens)
+    if prepare is not None and prepare.tokenizer == "train":
+        return CHARS_PER_TOKEN * min(1.0, log(prepare.vocab_size) / log(REFERENCE_VOCAB_SIZE))
+    return CHARS_PER_TOKEN
+
+
+def _estimate_tokens(messages: Sequence[Message], chars_per_token: float) -> int:
+    return round(sum(len(message["content"]) / chars_per_token + TEMPLATE_TOKENS for message in messages))
+
+
+@dataclass(frozen=True)
+class AuditedRow:
+    """A valid row."""
+
+    where: str
+    """File and line."""
+    text: str
+    """All its text."""
+    num_messages: int
+    """Number of messages."""
+    split_key: str
+    """Rows with equal keys stay in one split."""
+    prompt_key: str
+    """The prompt, which should not be in both splits, whatever the split key is."""
+
+
+def _audit_conversation(row: Row, data: DataConfig) -> AuditedRow:
+    conversation = chat.rows_to_conversations([row], data)[0]
+    text = "\n".join(turn["content"] for turn in conversation.messages)
+    prompt_key = chat.normalize_key(conversation.last_user_message)
+    return AuditedRow(row.where, text, len(conversation.messages), conversation.split_key, prompt_key)
+
+
+def _audit_pair(row: Row, data: DataConfig) -> AuditedRow:
+    pairs = preferences.rows_to_pairs([row], data)
+    if not pairs:
+        raise DataError([Problem(row.where, "the two answers are the same; there is nothing to prefer")])
+    pair = pairs[0]
+    longer = max((pair.chosen, pair.rejected), key=lambda answer: sum(len(turn["content"]) for turn in answer))
+    turns = (*pair.prompt, *longer)
+    text = "\n".join(turn["content"] for turn in turns)
+    return AuditedRow(row.where, text, len(turns), pair.split_key, pair.split_key)
+
+
+def _audit_text(row: Row, data: DataConfig) -> AuditedRow:
+    text = get_text(row, data.text_column)
+    if isinstance(text, InvalidRow):
+        raise DataError([Problem(text.where, text.reason)])
+    if not text.strip():
+        raise DataError([Problem(row.where, f"{data.text_column!r} is empty; it wants text")])
+    group = str(row.values.get(data.split_by)) if data.split_by else text
+    return AuditedRow(row.where, text, 0, group, group)
+
+
+Span = tuple[str, bool]
+"""Text, and whether it is trained."""
+
+
+@dataclass(frozen=True)
+class RenderedSample:
+    """A rendered row."""
+
+    where: str
+    """File and line."""
+    spans: list[Span]
+    """Its text, split where trained and untrained tokens meet."""
+    tokens: int
+    """Number of tokens."""
+    trained_tokens: int
+    """Number of trained tokens."""
+
+    def as_json(self) -> dict[str, Any]:
+        """For --json."""
+        return {"where": self.where, "tokens": self.tokens, "trained_tokens": self.trained_tokens,
+                "spans": [{"text": text, "trained": trained} for text, trained in self.spans]}  # fmt: skip
+
+
+def _render_conversations(items: Sequence[Conversation], tokenizer: Any, settings: Any) -> list[RenderedSample]:
+    """Render each conversation with the chat template."""
+    return [_render_row(item.where, row, tokenizer) for item in items
+            for row in chat.tokenize_conversation(item, tokenizer, settings.assistant_only_loss)]  # fmt: skip
+
+
+def _render_pairs(items: Sequence[PreferencePair], tokenizer: Any, settings: TrainingConfig) -> list[RenderedSample]:
+    """Render each pair as two rows: prompt and chosen, prompt and rejected."""
+    samples = []
+    for item in items:
+        pair = preferences.tokenize_pair(item, tokenizer)
+        for name, answer in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+            input_ids = np.concatenate([pair.prompt, answer.input_ids])
+            prompt_mask = np.full(len(pair.prompt), settings.spec.loss_on_prompt and answer is pair.chosen)
+            loss_mask = np.concatenate([prompt_mask, answer.loss_mask])
+            samples.append(_render_row(f"{item.where} ({name})", TokenizedRow(input_ids, loss_mask), tokenizer))
+    return samples
+
+
+def render_shards(folder: Path, count: int) -> list[RenderedSample]:
+    """Render rows of packed shards; the first token of a document is not trained."""
+    dataset, tokenizer = PackedDataset.open(folder), DocumentTokenizer.open(folder / "tokenizer")
+    rows = np.unique(np.linspace(0, dataset.rows() - 1, count).astype(np.int64))
+    tokens, positions = dataset.get_rows(rows)
+    decode = tokenizer.tokenizer.decode
+    return [_to_spans(f"{folder.name} row {row}", row_tokens, row_positions != 0, decode)
+            for row, row_tokens, row_positions in zip(rows, tokens, positions, strict=True)]  # fmt: skip
+
+
+def _render_row(where: str, row: TokenizedRow, tokenizer: Any) -> RenderedSample:
+    return _to_spans(where, row.input_ids, row.loss_mask, tokenizer.decode)
+
+
+def _to_spans(where: str, input_ids: Any, loss_mask: Any, decode: Any) -> RenderedSample:
+    edges = [0, *(np.flatnonzero(loss_mask[1:] != loss_mask[:-1]) + 1).tolist(), len(input_ids)]
+    spans = [(str(decode(input_ids[start:stop].tolist(), skip_special_tokens=False)), bool(loss_mask[start]))
+             for start, stop in itertools.pairwise(edges) if stop > start]  # fmt: skip
+    return RenderedSample(where, spans, len(input_ids), int(loss_mask.sum()))
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """How rows of one format are read, measured and shown; the defaults are those of images, which only a run reads."""
+
+    load: Callable[[DataConfig, int, Path], Any] | None = None
+    """Read and check the rows of data, seed and recipe folder."""
+    audit_row: Callable[[Row, DataConfig], AuditedRow] | None = None
+    """Check one row for an audit."""
+    is_packed: bool = False
+    """Whether rows are documents, which are packed and never truncated."""
+    columns: tuple[str, ...] = ()
+    """The lists of messages in a row, which are also the columns of an exported data set."""
+    answers: Callable[[Any], Sequence[Sequence[Message]]] = lambda row: ()
+    """The messages of a row that are trained."""
+    render: Callable[[Any, Any, Any], list[RenderedSample]] | None = None
+    """Render loaded rows by a tokenizer and the settings of a stage."""
+    detect: Callable[[set[str], DataConfig], bool] = lambda columns, data: False
+    """Whether a data source with these columns has this format."""
+    embedded: DataConfig | None = None
+    """Rows for measuring a stage where its own data is not on this machine."""
+
+
+ROW_FORMATS: dict[RowFormatName, RowFormat] = {
+    "pairs": RowFormat(
+        load=preferences.load_preferences, audit_row=_audit_pair, columns=("prompt", "chosen", "rejected"),
+        answers=lambda pair: (pair.chosen, pair.rejected), render=_render_pairs,
+        detect=lambda columns, data: {"chosen", "rejected"} <= columns,
+        embedded=DataConfig(dataset_name="field-guide-pairs", test_size=CountOrFraction(4)),
+    ),
+    "text": RowFormat(
+        load=check_raw_text, audit_row=_audit_text, is_packed=True,
+        detect=lambda columns, data: data.text_column in columns and not {"prompt", "messages"} & columns,
+    ),
+    "conversations": RowFormat(
+        load=chat.load_conversations, audit_row=_audit_conversation, columns=("messages",),
+        answers=lambda row: [[message for message in row.messages if message["role"] == "assistant"]],
+        render=_render_conversations, detect=lambda columns, data: True,
+        embedded=DataConfig(dataset_name="field-guide", columns={"question": "prompt", "answer": "completion"},
+                            test_size=CountOrFraction(4)),
+    ),
+    "images": RowFormat(),
+}  # fmt: skip
+"""The row formats by name; the first that detects the columns of a data source is taken."""
