@@ -59,3 +59,8 @@ def test_what_is_left_out_or_cut_is_told(model_folder: Path, tmp_path: Path) -> 
     notes = [note["message"] for note in events_of(folder.path, "note")]
     assert "1 rows are left out: their two answers are the same" in notes
     assert any("rows are cut to max_length" in note and "none dropped" in note for note in notes)
+
+
+def test_the_history_has_the_metrics_of_pairs(done: RunFolder) -> None:
+    evaluated = [row for row in read_json(done.history) if "eval_loss" in row]
+    assert evaluated and all({"eval_reward_accuracy", "eval_kl"} <= row.keys() for row in evaluated)

@@ -30,6 +30,7 @@ from modelwright.recipe.stage_specs import (
     TrainableConfig,
     TrainableParts,
     TrainingConfig,
+    throughput_unit,
 )
 
 CHECKPOINTINGS: tuple[CheckpointingMode, ...] = (False, "selective", True)
@@ -440,7 +441,8 @@ def format_table(table: PlanTable) -> list[str]:
     size = "" if rows.max_length == 1 else f" of about {rows.mean_length:,.0f} tokens, longest {rows.max_length:,}"
     lines = [f"{table.stage}: {trainable} · {table.shape.source}", f"{count}{size} · {rows.basis}", ""]
     cells = [("", *(str(each.hardware) for each in table.estimates))]
-    cells += [(name, *(cell(each) for each in table.estimates)) for name, cell in TABLE_ROWS]
+    unit = throughput_unit(table.stage)
+    cells += [(name.format(unit=unit), *(cell(each) for each in table.estimates)) for name, cell in TABLE_ROWS]
     names: list[str] = []
     for each in table.estimates:
         names += [name for name, size in each.memory.components.items() if size > 5e7 and name not in names]
@@ -463,7 +465,7 @@ def summary_line(table: PlanTable) -> str:
     steps = f"{each.plan.steps:,} steps, " if each.steps_known else ""
     required = f"{_gib(each.memory.required)} of {_gib(each.hardware.gpu.memory)}"
     required += "" if each.fits else ", which is too little"
-    speed = f"{each.time.tokens_per_second:,.0f} tokens/s, {_hours(each)}"
+    speed = f"{each.time.tokens_per_second:,.0f} {throughput_unit(table.stage)}/s, {_hours(each)}"
     return f"{table.stage}: {steps}batch {_batch(each)}, {each.plan.precision}, {required}, {speed}"
 
 
@@ -493,7 +495,7 @@ TABLE_ROWS = (
     ("peak memory", lambda each: f"{_gib(each.memory.total)} ({each.memory.peak_phase})"),
     ("required", lambda each: f"{_gib(each.memory.required)} of {_gib(each.hardware.gpu.memory)}"),
     ("fits", lambda each: "yes" if each.fits else "NO"),
-    ("tokens/s", lambda each: f"{each.time.tokens_per_second:,.0f}"),
+    ("{unit}/s", lambda each: f"{each.time.tokens_per_second:,.0f}"),
     ("step time", lambda each: f"{each.time.seconds:.3g} s, bound by {each.time.bottleneck}"),
     ("time", _hours),
     ("GPU-hours", lambda each: "-" if each.gpu_hours is None else f"{each.gpu_hours:,.2f}"),

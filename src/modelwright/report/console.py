@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, TextIO
 
+from modelwright.recipe.stage_specs import throughput_unit
 from modelwright.report.formatting import format_duration, format_float, format_table, pluralize, single_line
 from modelwright.report.history import read_history
 from modelwright.runs.folder import RunFolder
@@ -110,11 +111,6 @@ def format_event(event: Event) -> str | None:
     return formatter(event) if formatter else None
 
 
-def throughput_unit(event: Event) -> str:
-    """Unit of the throughput of a step."""
-    return "images" if event["stage"] == "classify" else "tok"
-
-
 def format_step(event: Event) -> str:
     """One line of a step: loss, gradient norm, LR, throughput, memory, ETA, health."""
     eta_seconds = event.get("eta_seconds")
@@ -133,7 +129,8 @@ def format_step(event: Event) -> str:
 def _throughput(event: Event, memory_label: str) -> list[str]:
     """Throughput, model FLOPs utilization and peak memory of a step, where measured."""
     speed, mfu, memory = event.get("tokens_per_second"), event.get("mfu"), event.get("peak_memory_bytes")
-    parts = [f"{speed:,.0f} {throughput_unit(event)}/s"] if speed else []
+    unit = "images" if throughput_unit(event["stage"]) == "images" else "tok"
+    parts = [f"{speed:,.0f} {unit}/s"] if speed else []
     parts += [f"mfu {mfu:.1%}"] if mfu else []
     return parts + ([f"{memory_label} {memory / 1e9:.1f} GB"] if memory else [])
 
@@ -274,7 +271,7 @@ def run_summary(folder: RunFolder) -> str:
     state = "open" if verdict.get("open") else "closed" if verdict else "none: nothing was trained yet"
     accepted = f", accepted: {single_line(verdict['accepted'])}" if verdict.get("accepted") else ""
     rows.append(("verdict", f"{state}{accepted}"))
-    unit = "image" if metrics.get("eval_accuracy") is not None else "token"
+    unit = throughput_unit(verdict.get("stage", "")).removesuffix("s")
     trained = f"{pluralize(metrics.get('steps', 0), 'step')}, {pluralize(metrics.get('tokens', 0), unit)}"
     done = history.last_events.get("done")
     since_start = f"; {format_duration(done['seconds'])} since this start" if done else ""

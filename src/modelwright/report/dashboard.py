@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelwright.errors import ModelwrightError
+from modelwright.recipe.stage_specs import throughput_unit
 from modelwright.report.formatting import format_metric
 from modelwright.report.history import RunHistory
 from modelwright.report.html import (
@@ -92,7 +93,8 @@ class Dashboard:
             return _no_such_run()
         parts = await asyncio.to_thread(tail.sections)
         macros = _template_macros()
-        can_ask = "classify" not in tail.history.stages and tail.folder.recipe.exists()
+        is_text = all(throughput_unit(stage) == "tokens" for stage in tail.history.stages)
+        can_ask = is_text and tail.folder.recipe.exists()
         page_parts = {"nav": str(macros.nav("../../")), **parts}
         names = list(page_parts)
         if can_ask:

@@ -16,6 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from modelwright import __version__
+from modelwright.recipe.stage_specs import throughput_unit
 from modelwright.report import charts
 from modelwright.report.charts import Series
 from modelwright.report.formatting import (
@@ -87,7 +88,7 @@ def jinja_environment() -> Environment:
                sanitize_multiline)  # fmt: skip
     env.filters.update({function.__name__: function for function in filters})
     env.filters["single_line"] = lambda text: truncate(single_line(str(text)), 600)
-    env.globals["IDENTITY_KEYS"] = IDENTITY_KEYS
+    env.globals |= {"IDENTITY_KEYS": IDENTITY_KEYS, "throughput_unit": throughput_unit}
     return env
 
 
@@ -102,7 +103,7 @@ def training_curves(view: RunView) -> str:
 
 
 def _stage_charts(stage: StageHistory) -> list[str]:
-    curve, unit = stage.curves, "Images" if stage.name == "classify" else "Tokens"
+    curve, unit = stage.curves, throughput_unit(stage.name).title()
     loss = [_make_series(stage, "loss", "training"), _make_series(stage, "eval_loss", "held out", 2, markers=True)]
     accuracy = [_make_series(stage, "eval_accuracy", "held out", 2, markers=True)]
     loss_points = [point for series in loss for point in series.points]

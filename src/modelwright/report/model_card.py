@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from modelwright import __version__
+from modelwright.recipe.stage_specs import throughput_unit
 from modelwright.report.formatting import format_setting, pluralize, single_line, truncate
 from modelwright.report.history import RunHistory
 from modelwright.report.view import IDENTITY_KEYS, RunView, load_run_view
@@ -52,7 +53,7 @@ def render_model_card(folder: RunFolder, stage: str, export_format: str = "") ->
 def _front_matter(view: RunView, stage: str) -> str:
     recipe = view.loaded.recipe if view.loaded else None
     library = "modelwright"
-    if stage != "classify":
+    if throughput_unit(stage) == "tokens":
         adapter = (view.folder.model(stage) / "adapter_config.json").exists()
         library = "peft" if adapter else "transformers"
     lines = ["---", f"library_name: {library}", f"tags: [modelwright, {stage}]"]

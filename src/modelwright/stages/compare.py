@@ -23,7 +23,6 @@ from modelwright.stages.context import Metrics, RunContext, StageInputs
 from modelwright.stages.gate import promoted_stage
 
 NOTICE = "These answers show what training changed; they are a demonstration and no advice."
-ANSWER_METRICS = ("style_score", "base_style_score", "answer_words", "base_answer_words", "answer_f1", "base_answer_f1")
 WORD = re.compile(r"\w+")
 
 
@@ -142,7 +141,7 @@ class RunModels:
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
         self.recipe = load(folder.recipe, environ={}).recipe
-        if "classify" in self.recipe.stages:
+        if any(section.spec.modality == "image" for section in self.recipe.stages.values()):
             raise UsageError(f"{folder.path} trained an image classifier, which answers no questions")
         self.system_prompt = self.recipe.data_for(list(self.recipe.stages)[-1]).system_prompt
         self._loaded: dict[str, TextGenerator] = {}

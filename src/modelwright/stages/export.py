@@ -68,9 +68,10 @@ def check_export(run: str, export_format: str, gguf_type: str = "f16", output: s
     folder.reject_outside_symlinks()  # a link would bring other files into the export
     recipe = load(folder.recipe, environ={}).recipe
     stage = promoted_stage(folder, recipe.stages)
-    supported = VISION_FORMATS if stage == "classify" else TEXT_FORMATS
+    is_vision = recipe.stages[stage].spec.modality == "image"
+    supported = VISION_FORMATS if is_vision else TEXT_FORMATS
     if export_format not in supported:
-        model_kind = "an image classifier" if stage == "classify" else "a language model"
+        model_kind = "an image classifier" if is_vision else "a language model"
         raise UsageError(
             f"{run} trained {model_kind}, which {export_format} does not hold; it wants {' or '.join(supported)}"
         )
