@@ -126,7 +126,7 @@ def test_every_setting_of_the_installed_trl_has_an_answer() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("base_model: m\nrl: kto\n", "this trains by kto, which is not offered; what is: sft, dpo, pretrain"),
+        ("base_model: m\nrl: kto\n", "this trains by kto, which is not offered; what is: pretrain, sft, dpo"),
         ("model_name_or_path: m\nnum_generations: 8\n", "this trains by grpo"),
         ("name: x\nmodel: {}\nsft: {}\n", "this looks like a recipe already"),
         ("alpha: 1\n", "say whose it is with --from"),

@@ -154,7 +154,7 @@ def test_the_real_environment_is_heard_when_none_is_given(folder: Path, monkeypa
 
 
 def test_a_variable_does_not_bring_back_a_section_that_was_taken_out(folder: Path) -> None:
-    with pytest.raises(RecipeError, match=r"^mine\.yaml:1: the recipe has no stage; it wants a section sft, "):
+    with pytest.raises(RecipeError, match=r"^mine\.yaml:1: the recipe has no stage; it wants a section pretrain, "):
         child("sft: null\ngates: null\n", EPOCHS="3")
 
 

@@ -226,9 +226,9 @@ def slugify(text: str) -> str:
 
 MAX_LISTED_KEYS = 10
 """The keys of larger sections are not listed in a message."""
-UNSUPPORTED_STAGES = ("init", "grpo", "orpo", "kto", "export")
+UNSUPPORTED_STAGES = ("init", "grpo", "kto", "export")
 ALIASES_BY_SECTION = {
-    "sft": "training train trainer training_args training_arguments finetune finetuning fine_tuning",
+    **{stage: spec.section_aliases for stage, spec in STAGES.items()},
     "data": "dataset datasets",
     "gates": "promotion_gates thresholds",
     "env_overrides": "env environment_variables",

@@ -291,9 +291,6 @@ KEY_ALIASES: Mapping[str, Mapping[str, str]] = {
         "lora_r": "lora_rank",
         "use_dora": "peft_use_dora",
         "use_rslora": "peft_use_rslora",
-        "beta": "dpo_beta pref_beta",
-        "loss_type": "dpo_loss_type pref_loss",
-        "label_smoothing": "dpo_label_smoothing",
     },
     "compare": {"max_new_tokens": "max_tokens max_gen_length"},
 }
@@ -377,7 +374,9 @@ def section_aliases(section: str) -> dict[str, Alias]:
         metrics = {old: Alias(new, renamed=True) for old, new in RENAMED_METRICS.items()}
         return metrics if section.count(".") == 1 else {}
     table = "training" if section in STAGES else section.rpartition(".")[2]
-    aliases = {name: Alias(ours) for ours, names in KEY_ALIASES.get(table, {}).items() for name in names.split()}
+    own = STAGES[section].aliases if section in STAGES else {}
+    pairs = (*KEY_ALIASES.get(table, {}).items(), *own.items())
+    aliases = {name: Alias(ours) for ours, names in pairs for name in names.split()}
     aliases |= {old: Alias(new, renamed=True) for old, new in RENAMED_KEYS.get(table, {}).items()}
     aliases |= CONVERTED_ALIASES.get(table, {})
     known = field_names(section)

@@ -16,7 +16,7 @@ from modelwright.recipe.fields import apply_aliases
 from modelwright.recipe.load import display_path
 from modelwright.recipe.schema import Recipe
 from modelwright.recipe.source import ConfigNode, Origin, read_file
-from modelwright.recipe.stage_specs import PreferenceLoss
+from modelwright.recipe.stage_specs import STAGES, PreferenceLoss, first_stage
 
 CONVERTERS: dict[str, tuple[str, Callable[[Conversion], None]]] = {
     "trl": ("TRL", convert_trl),
@@ -25,14 +25,13 @@ CONVERTERS: dict[str, tuple[str, Callable[[Conversion], None]]] = {
 """The display name of each tool, and its converter."""
 AXOLOTL_KEYS = ("base_model", "micro_batch_size", "sequence_len", "sample_packing", "num_epochs", "pretraining_dataset")
 TRL_KEYS = ("model_name_or_path", "per_device_train_batch_size", "dataset_name", "num_train_epochs")
-DPO_KEYS = ("beta", "precompute_ref_log_probs", "sync_ref_model", "f_divergence_type", "ld_alpha", "loss_weights")
 OTHER_METHOD_KEYS = {
     "grpo": ("num_generations", "reward_funcs", "max_completion_length", "vllm_mode"),
     "kto": ("desirable_weight", "undesirable_weight"),
     "reward": ("center_rewards_coefficient",),
     "gkd": ("teacher_model_name_or_path",),
 }
-STAGES = ("sft", "dpo", "pretrain")
+CONVERTED_STAGES = [stage for stage, spec in STAGES.items() if spec.methods]
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,8 @@ def convert_config(
     tool = tool or detect_tool(source.mapping, path)
     if tool not in CONVERTERS:
         raise UsageError(f"--from is {tool!r}; it wants one of {', '.join(CONVERTERS)}")
-    if stage is not None and stage not in STAGES:
-        raise UsageError(f"--stage is {stage!r}; it wants one of {', '.join(STAGES)}")
+    if stage is not None and stage not in CONVERTED_STAGES:
+        raise UsageError(f"--stage is {stage!r}; it wants one of {', '.join(CONVERTED_STAGES)}")
     title, convert = CONVERTERS[tool]
     stage = stage or detect_stage(source.mapping, path)
     conversion = Conversion(title, dict(source.mapping), stage, ConfigNode({}, origin))
@@ -87,7 +86,7 @@ def detect_tool(entries: dict[str, ConfigNode], path: Path) -> str:
         return "axolotl"
     if any(name in entries for name in TRL_KEYS):
         return "trl"
-    if "model" in entries and ("sft" in entries or "name" in entries):
+    if "model" in entries and any(key in entries for key in ("name", *STAGES)):
         raise UsageError(f"{path}: this looks like a recipe already; modelwright check {path} reads it")
     raise UsageError(f"{path}: neither TRL's names are in it nor axolotl's; say whose it is with --from")
 
@@ -98,17 +97,19 @@ def detect_stage(entries: dict[str, ConfigNode], path: Path) -> str:
     method = str(rl.value).lower() if rl is not None and rl.value else ""
     others = (name for name, keys in OTHER_METHOD_KEYS.items() if any(key in entries for key in keys))
     method = method or next(others, "")
-    if method not in ("", "dpo", "ipo"):
-        raise UsageError(f"{path}: this trains by {method}, which is not offered; what is: {', '.join(STAGES)}")
+    stages = [stage for stage, spec in STAGES.items() if method in spec.methods]
+    if method and not stages:
+        offered = ", ".join(CONVERTED_STAGES)
+        raise UsageError(f"{path}: this trains by {method}, which is not offered; what is: {offered}")
     kind = entries.get("loss_type")
-    preference = kind is not None and (isinstance(kind.value, list) or kind.value in get_args(PreferenceLoss))
-    if method or preference or any(name in entries for name in DPO_KEYS):
-        return "dpo"
+    if kind is not None and (isinstance(kind.value, list) or kind.value in get_args(PreferenceLoss)):
+        stages.append(first_stage("pairs"))
+    stages += [stage for stage, spec in reversed(STAGES.items()) if any(key in entries for key in spec.method_keys)]
     datasets = entries.get("datasets")
     items = datasets.value if datasets is not None and isinstance(datasets.value, list) else []
     types = [item.get(("type",)) for item in items]
     raw = [kind for kind in types if kind is not None and str(kind.value).startswith("completion")]
-    return "pretrain" if "pretraining_dataset" in entries or "dataset_text_field" in entries or raw else "sft"
+    return next(iter(stages), first_stage("text" if raw else "conversations"))
 
 
 def _convert_remaining(conversion: Conversion) -> None:

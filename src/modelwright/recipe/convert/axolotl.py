@@ -73,17 +73,15 @@ def _convert_method(conversion: Conversion) -> None:
     rl = conversion.pop("rl")
     if rl is not None:
         conversion.converted.append("rl")
-        if str(rl.value).lower() == "ipo":
-            conversion.set("dpo.loss_type", "ipo", comment="rl: ipo")
-    beta = conversion.pop("rl_beta") or conversion.pop("dpo_beta")
+        for name, value in conversion.spec.methods.get(str(rl.value).lower(), {}).items():
+            conversion.set(f".{name}", value, comment=f"rl: {rl.value}")
+    betas = conversion.spec.aliases.get("beta", "").split()
     nested = conversion.pop("trl")
     for name, node in (nested.mapping if nested is not None else {}).items():
-        if name == "beta" and beta is None and conversion.stage == "dpo":
-            conversion.set("dpo.beta", node, source_key="trl.beta")
+        if name == "beta" and betas and not any(beta in conversion.source for beta in betas):
+            conversion.set(".beta", node, source_key="trl.beta")
         else:
             conversion.report(f"trl.{name}", node, "unsupported", "online methods are not supported")
-    if beta is not None and conversion.stage == "dpo":
-        conversion.set("dpo.beta", beta, source_key="rl_beta")
 
 
 def _convert_model(conversion: Conversion) -> None:
@@ -140,14 +138,14 @@ def _convert_batch_and_loss(conversion: Conversion) -> None:
     min_lr_names = ("cosine_min_lr_ratio", "cosine_constant_lr_ratio")
     conversion.report_if_set(min_lr_names, "unsupported", "the cosine schedule decays to zero")
     packing = conversion.pop("sample_packing")
-    if packing is not None and stage == "sft":
-        conversion.set("sft.packing", packing, source_key="sample_packing")
+    if packing is not None and conversion.has("packing"):
+        conversion.set(".packing", packing, source_key="sample_packing")
     elif packing is not None:
         conversion.report("sample_packing", packing, "not_needed", f"{stage} packs by itself, or has nothing to pack")
     train_on_inputs = conversion.source.pop("train_on_inputs", None)
-    if train_on_inputs is not None and train_on_inputs.value is not None and stage == "sft":
+    if train_on_inputs is not None and train_on_inputs.value is not None and conversion.has("assistant_only_loss"):
         assistant_only, name = train_on_inputs.value is not True, "train_on_inputs"
-        conversion.set("sft.assistant_only_loss", assistant_only, source_key=name, comment=name)
+        conversion.set(".assistant_only_loss", assistant_only, source_key=name, comment=name)
     elif train_on_inputs is not None:
         conversion.report("train_on_inputs", train_on_inputs, "not_needed", f"{stage} has no prompts to mask")
 
@@ -176,7 +174,7 @@ def _convert_data(conversion: Conversion) -> None:
     entry = dict(first.mapping) if isinstance(first.value, dict) else {"path": first}
     label = f"{name}[0]"
     convert_dataset(conversion, entry, label)
-    if conversion.stage == "pretrain":
+    if conversion.spec.row_format == "text":
         column = entry.pop("text_column", None) or entry.pop("field", None)
         if column is not None:
             conversion.set("data.text_column", column, source_key=f"{label}.text_column")
@@ -192,13 +190,13 @@ def _convert_data(conversion: Conversion) -> None:
 
 def _convert_format(conversion: Conversion, entry: dict[str, ConfigNode], label: str) -> None:
     """Column roles, by the prompt format of the entry or by its own fields."""
-    kind, stage = entry.pop("type", None), conversion.stage
+    kind, is_chat = entry.pop("type", None), conversion.spec.row_format == "conversations"
     if kind is not None and isinstance(kind.value, dict):
         _convert_custom_format(conversion, kind, label)
         return
     format_name = "" if kind is None else str(kind.value)
     messages = entry.pop("field_messages", None)
-    if format_name.startswith(("chat_template", "sharegpt")) and stage == "sft":
+    if format_name.startswith(("chat_template", "sharegpt")) and is_chat:
         column = "conversations" if format_name.startswith("sharegpt") else "messages"
         column = column if messages is None else str(messages.value)
         if column != "messages":
@@ -206,7 +204,7 @@ def _convert_format(conversion: Conversion, entry: dict[str, ConfigNode], label:
         conversion.converted.append(f"{label}.type")
         return
     preference_format = PREFERENCE_FORMATS.get(format_name.rpartition(".")[2])
-    columns = PROMPT_FORMATS.get(format_name) if stage == "sft" else preference_format
+    columns = PROMPT_FORMATS.get(format_name) if is_chat else preference_format
     fields = {key: entry.pop(key) for key in ("field_chosen", "field_rejected") if key in entry}
     if columns is None and fields:
         columns = {str(node.value): FIELD_ROLES[key] for key, node in fields.items()}
@@ -247,11 +245,11 @@ def _convert_entry_details(conversion: Conversion, entry: dict[str, ConfigNode],
             conversion.converted.append(key)
         elif name in names:
             conversion.report(key, node, "unsupported", "a turn has role and content, or from and value")
-        elif name == "roles_to_train" and conversion.stage == "sft":
+        elif name == "roles_to_train" and conversion.has("assistant_only_loss"):
             roles = [str(item.value) for item in node.value] if isinstance(node.value, list) else []
             assistant_only = bool(roles) and set(roles) <= {"assistant", "gpt"}
             comment = f"roles_to_train: {', '.join(roles)}"
-            conversion.set("sft.assistant_only_loss", assistant_only, source_key=key, comment=comment)
+            conversion.set(".assistant_only_loss", assistant_only, source_key=key, comment=comment)
         elif name == "train_on_eos" and str(node.value) == "turn":
             conversion.report(key, node, "not_needed", "the end of each answer is trained")
         elif name in ("chat_template", "roles", "conversation"):

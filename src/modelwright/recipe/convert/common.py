@@ -13,7 +13,7 @@ from modelwright.recipe.diagnostics import ConversionLoss
 from modelwright.recipe.fields import aliases_for, field_names, join_key, known_names
 from modelwright.recipe.schema import Recipe, TrackerName
 from modelwright.recipe.source import ConfigNode, make_node
-from modelwright.recipe.stage_specs import SchedulerName
+from modelwright.recipe.stage_specs import STAGES, SchedulerName, StageSpec
 
 UNQUOTED_RE = re.compile(r"[A-Za-z_./~][\w./~@+-]*( [\w./~@+-]+)*|\d+(\.\d+)?%")
 YAML_KEYWORDS = frozenset({"true", "false", "null", "yes", "no", "on", "off", "~"})
@@ -59,6 +59,15 @@ class Conversion:
     """Settings that were not converted exactly."""
     converted: list[str] = field(default_factory=list)
     """Names of the converted settings."""
+
+    @property
+    def spec(self) -> StageSpec:
+        """What the stage is."""
+        return STAGES[self.stage]
+
+    def has(self, name: str) -> bool:
+        """Whether the stage has a setting of this name."""
+        return name in self.spec.config.model_fields
 
     def pop(self, name: str) -> ConfigNode | None:
         """Take a setting; one that is null, false or empty is reported as disabled and gives None."""
@@ -318,8 +327,8 @@ def convert_dataset(conversion: Conversion, entry: dict[str, ConfigNode], label:
 
 def report_extra_datasets(conversion: Conversion, items: list[ConfigNode], label: str) -> None:
     """Data sets after the first: a stage has one source."""
-    is_pretrain = conversion.stage == "pretrain"
-    advice = "data.mix with a section prepare takes several" if is_pretrain else "join them into one file"
+    mix = conversion.spec.row_format == "text"
+    advice = "data.mix with a section prepare takes several" if mix else "join them into one file"
     for number, item in enumerate(items, 1):
         name = item.get(("path",)) or item
         conversion.report(f"{label}[{number}]", name, "unsupported", f"a stage has one source; {advice}")

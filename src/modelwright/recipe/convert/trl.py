@@ -103,7 +103,7 @@ def _convert_data(conversion: Conversion) -> None:
             conversion.report(f"datasets[0].{name}", node, loss, advice)
         report_extra_datasets(conversion, mixture.value[1:], "datasets")
     column = conversion.pop("dataset_text_field")
-    if column is not None and conversion.stage == "pretrain":
+    if column is not None and conversion.spec.row_format == "text":
         conversion.set("data.text_column", column, source_key="dataset_text_field")
         advice = "raw text is trained by pretrain: documents are packed into rows of max_length, masked from each other"
         conversion.report("dataset_text_field", column, "approximated", advice)
@@ -123,13 +123,13 @@ def _convert_data(conversion: Conversion) -> None:
 def _convert_loss(conversion: Conversion) -> None:
     kind = conversion.pop("loss_type")
     loss_types = as_str_list(kind)
-    if conversion.stage == "dpo" and loss_types:
+    if conversion.has("loss_type") and loss_types:
         known = [loss_type for loss_type in loss_types if loss_type in LOSSES]
         if known == loss_types and len(loss_types) == 1:
-            conversion.set("dpo.loss_type", known[0], source_key="loss_type")
+            conversion.set(".loss_type", known[0], source_key="loss_type")
         else:
-            first = known[0] if known else "sigmoid"
-            conversion.set("dpo.loss_type", first, comment=f"nearest to {', '.join(loss_types)}")
+            first = known[0] if known else LOSSES[0]
+            conversion.set(".loss_type", first, comment=f"nearest to {', '.join(loss_types)}")
             conversion.report("loss_type", kind, "approximated", f"one of {', '.join(LOSSES)}; {first} is written")
     elif loss_types in (["nll"], ["chunked_nll"]):
         advice = "the loss is the mean over trained tokens, computed in chunks"
@@ -142,14 +142,14 @@ def _convert_loss(conversion: Conversion) -> None:
         conversion.report("disable_dropout", dropout, loss, "dropout follows the config of the model; most have none")
     assistant_only = conversion.pop("assistant_only_loss")
     completion_only = conversion.source.pop("completion_only_loss", None)
-    if conversion.stage != "sft":
+    if not conversion.has("assistant_only_loss"):
         for name, node in (("assistant_only_loss", assistant_only), ("completion_only_loss", completion_only)):
             if node is not None:
                 conversion.report(name, node, "not_needed", f"{conversion.stage} has no prompts to mask")
     elif assistant_only is not None:
-        conversion.set("sft.assistant_only_loss", True, source_key="assistant_only_loss")
+        conversion.set(".assistant_only_loss", True, source_key="assistant_only_loss")
     elif completion_only is not None and completion_only.value is not None:
-        conversion.set("sft.assistant_only_loss", completion_only.value is True, source_key="completion_only_loss")
+        conversion.set(".assistant_only_loss", completion_only.value is True, source_key="completion_only_loss")
     else:
         advice = "by default TRL trains on all tokens of a conversation; here only on those of the assistant"
         conversion.report("assistant_only_loss", None, "approximated", advice)
@@ -161,19 +161,19 @@ def _convert_packing(conversion: Conversion) -> None:
         conversion.report("truncation_mode", truncation, "unsupported", "rows are truncated at the end, and counted")
     elif truncation is not None:
         conversion.converted.append("truncation_mode")
-    if strategy is not None and conversion.stage == "pretrain":
+    if strategy is not None and conversion.spec.row_format == "text":
         conversion.report("packing_strategy", strategy, "not_needed", "documents are joined end to end")
-    elif strategy is not None and packing is not None and conversion.stage == "sft":
+    elif strategy is not None and packing is not None and conversion.has("packing"):
         strategies = get_args(ChatConfig.model_fields["packing_strategy"].annotation)
         if str(strategy.value) in strategies:
-            conversion.set("sft.packing_strategy", strategy, source_key="packing_strategy")
+            conversion.set(".packing_strategy", strategy, source_key="packing_strategy")
         else:
             advice = "rows are packed by best fit; those longer than max_length are truncated"
             conversion.report("packing_strategy", strategy, "approximated", advice)
     elif strategy is not None:
         conversion.report("packing_strategy", strategy, "not_needed", "nothing is packed")
-    if packing is not None and conversion.stage == "sft":
-        conversion.set("sft.packing", packing, source_key="packing")
+    if packing is not None and conversion.has("packing"):
+        conversion.set(".packing", packing, source_key="packing")
     elif packing is not None:
         advice = f"{conversion.stage} packs by itself, or has nothing to pack"
         conversion.report("packing", packing, "not_needed", advice)
