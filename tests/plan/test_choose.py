@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from modelwright.plan.choose import StageEstimate, choose_plan, format_table, plan_table
+from modelwright.plan.choose import PlanTable, StageEstimate, choose_plan, format_table, plan_table, summary_line
 from modelwright.plan.hardware import device_info_of, parse_hardware
 from modelwright.plan.model_shape import SHIPPED_CONFIGS, ModelShape, ResNetShape, shape_from_config
 from modelwright.plan.stage import plan_stage
@@ -168,6 +168,8 @@ def test_images_are_planned_too() -> None:
     assert estimate.fits and estimate.time.tokens_per_second > 1000
     assert estimate.plan.gradient_checkpointing is False, "nothing of an image is computed again"
     assert len([line for line in estimate.plan.reasons if "gradient_checkpointing has no effect here" in line]) == 1
+    table = PlanTable("classify", ResNetShape("resnet18", "a test"), RowStats(50_000, 1, 1.0), (estimate,))
+    assert any(line.startswith("images/s") for line in format_table(table)) and " images/s, " in summary_line(table)
 
 
 def test_the_table_shows_targets_in_columns_with_hours_and_cost() -> None:
