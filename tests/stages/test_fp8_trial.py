@@ -91,7 +91,10 @@ def test_what_is_kept_trains_as_if_it_had_been_forced_and_is_not_tried_again(
         events_of(kept, "fp8_trial")[0] | {"cached": False, "use_fp8": True, "speedup": 1.25}
         == events_of(kept, "fp8_trial")[0]
     )
+    (revised,) = events_of(kept, "plan_revised")
+    assert revised["changes"] == {} and revised["reason"] == events_of(kept, "fp8_trial")[0]["reason"]
     assert [event["cached"] for event in events_of(again, "fp8_trial")] == [True]
+    assert not events_of(again, "plan_revised"), "the plan had the result from the beginning"
     assert events_of(forced, "fp8_trial") == []
     assert run_fingerprint(kept) == run_fingerprint(again) == run_fingerprint(forced)
     assert "fp8 is kept: fp8 is 1.25 × as fast" in (kept / "stages/sft/model/README.md").read_text(encoding="utf-8")
@@ -150,6 +153,8 @@ def test_what_is_not_worth_it_trains_in_bf16_and_the_run_keeps_to_that(
     for step, (loss, *_, rate) in run_fingerprint(plain)["steps"].items():  # in rows that are padded otherwise
         assert run_fingerprint(halved)["steps"][step][0] == pytest.approx(loss, rel=1e-5)
         assert run_fingerprint(halved)["steps"][step][-1] == rate
+    (revised,) = events_of(halved, "plan_revised")
+    assert revised["changes"] == {"precision": {"from": "fp8", "to": "bf16"}}
     plan = json.loads((halved / "plan.json").read_text(encoding="utf-8"))["sft"]
     assert plan["precision"] == "bf16"
     assert plan["reasons"][-1].startswith("bf16 instead of fp8: fp8 is 1.01 × as fast as bf16 here (needs 1.05)")

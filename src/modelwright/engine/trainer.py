@@ -102,7 +102,7 @@ class Engine:
         self.reset_step_state()
 
     def set_precision(self, precision: str, fp8_scaling: str) -> None:
-        """Compute in this precision and FP8 scaling; a model converted to fp8 can compute in bf16 too."""
+        """Compute in this precision and FP8 scaling, the plan's or that of a trial; an fp8 model can do bf16 too."""
         if self._computes_in == (precision, fp8_scaling):
             return
         self._computes_in = precision, fp8_scaling
