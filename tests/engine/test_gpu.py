@@ -318,7 +318,7 @@ def test_a_card_that_others_have_filled_halves_the_rows_and_keeps_the_batch(
 
     def logged_fallback(engine: Any, error: Exception) -> Any:
         plan = fallback(engine, error)
-        messages.append(plan.reasons[-1])
+        messages.append(plan and plan.reasons[-1])
         return plan
 
     monkeypatch.setattr(Engine, "_fallback_for", logged_fallback)
