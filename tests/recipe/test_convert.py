@@ -20,11 +20,12 @@ from modelwright.data.chat import rows_to_conversations
 from modelwright.data.readers import Row
 from modelwright.errors import RecipeError, UsageError
 from modelwright.recipe.convert import convert_config
+from modelwright.recipe.convert.common import render_yaml, to_flow_style
 from modelwright.recipe.diagnostics import FOREIGN_KEYS
 from modelwright.recipe.fields import field_names, section_aliases
 from modelwright.recipe.load import load
 from modelwright.recipe.sections import DataConfig
-from modelwright.recipe.source import ConfigNode, Origin, read_file
+from modelwright.recipe.source import ConfigNode, Origin, make_node, read_file, read_text, read_value
 
 HOME = Path(__file__).parent / "converted"
 CONFIGS = sorted(path for path in HOME.glob("*.yaml"))
@@ -188,6 +189,28 @@ def test_convert_writes_a_recipe_and_says_what_is_missing(
     assert "trl_sft_qlora.yaml:9: optim: paged_adamw_8bit was approximated; there are" in stderr
     assert "trl_sft_qlora.yaml:17: neftune_noise_alpha: 5 was not converted; NEFTune noise" in stderr
     assert "there is such a file already" in stderr
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["no", "1e-4", "010", ".inf", "...", "./a b", ".hidden", "a: b", "a #b", "- x", "? x", "", "<<", "a, b", "é\n😀",
+     "tab\t", "\x85", "x\u2028y", "\x07", "train[:90%]", "C:\\x", "~", "~/models", "12:30", "'q'", '"q"'],
+)  # fmt: skip
+def test_text_is_read_back_as_the_same_text(text: str) -> None:
+    origin = Origin("recipe", "some.yaml")
+    tree = make_node({"name": text, "sft": {"run": {text: [text, {"key": text}]}}}, origin)
+    rendered = render_yaml(tree, {"sft.run": "a comment"}, ["head", "", "more"])
+    assert f"{{key: {to_flow_style(make_node(text, origin))}}}]}}" in rendered  # on one line, with its comment
+    loaded, problems = read_text(rendered, origin)
+    assert not problems
+    values = [loaded.get(path) for path in (("name",), ("sft", "run", text, "0"), ("sft", "run", text, "1", "key"))]
+    assert [node and node.value for node in values] == [text] * 3
+
+
+def test_numbers_stay_as_written() -> None:
+    numbers = ["1e-4", "5.0e-7", "1E-4", "0x1F", "0o17", "010", "1_000", ".inf", "+5", "1.", "0.10"]
+    nodes = [read_value(number, Origin("recipe", "some.yaml"))[0] for number in numbers]
+    assert [to_flow_style(node) for node in nodes] == numbers
 
 
 def test_turns_of_sharegpt_are_read_as_ours() -> None:

@@ -15,7 +15,7 @@ from modelwright.recipe.schema import Recipe, TrackerName
 from modelwright.recipe.source import ConfigNode, make_node
 from modelwright.recipe.stage_specs import STAGES, SchedulerName, StageSpec
 
-UNQUOTED_RE = re.compile(r"[A-Za-z_./~][\w./~@+-]*( [\w./~@+-]+)*|\d+(\.\d+)?%")
+UNQUOTED_RE = re.compile(r"([A-Za-z_/~]|\.{1,2}/)[\w./~@+-]*( [\w./~@+-]+)*|\d+(\.\d+)?%")
 YAML_KEYWORDS = frozenset({"true", "false", "null", "yes", "no", "on", "off", "~"})
 NO_LORA = "no LoRA adapter is trained"
 NO_TEST_SPLIT = "a test split is not read; 10% of the prompts are held out, or set data.validation_file"
@@ -160,7 +160,8 @@ def to_flow_style(node: ConfigNode) -> str:
 
 def _quote_if_needed(value: str) -> str:
     plain = UNQUOTED_RE.fullmatch(value) and value.lower() not in YAML_KEYWORDS
-    return value if plain else json.dumps(value, ensure_ascii=False)
+    # YAML reads U+0085 and U+2028 between quotes as line breaks: text with such characters is escaped
+    return value if plain else json.dumps(value, ensure_ascii=not value.replace("\n", "").isprintable())
 
 
 SCHEDULERS = {**{name: name for name in get_args(SchedulerName)}, "wsd": "warmup_stable_decay"}
