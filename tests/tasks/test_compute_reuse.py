@@ -89,8 +89,8 @@ def test_a_shared_prefix_gives_the_loss_and_the_gradients_of_full_rows(name: str
     module, rows = SftLoss(family(name, backend)), rows_with_shared_prefix(40, 35, 50, 44)
     shared_length = shared_prefix_length(rows)
     assert shared_length == 20
-    plain = collate_rows(layout_rows([[0], [1], [2], [3]], rows), rows)
-    shared = collate_rows(layout_shared_prefix(shared_length, range(4), rows), rows, shared_length)
+    plain = collate_rows(layout_rows([[0], [1], [2], [3]], list(map(len, rows))), rows)
+    shared = collate_rows(layout_shared_prefix(shared_length, range(4), list(map(len, rows))), rows, shared_length)
     assert (shared.trained_tokens, shared.tokens) == (plain.trained_tokens, plain.tokens)
     assert shared.inputs["tokens"].numel() < plain.inputs["tokens"].numel()
     losses, results = [], []
@@ -109,9 +109,11 @@ def test_a_shared_prefix_needs_no_mask_with_varlen_attention(name: str) -> None:
     model, rows = copy.deepcopy(family(name)), rows_with_shared_prefix(40, 35, 50, 44)
     attention.register_attention(model)
     module = SftLoss(model)
-    masked = collate_rows(layout_shared_prefix(20, range(4), rows, max_row_length=130), rows, 20)
+    masked = collate_rows(layout_shared_prefix(20, range(4), list(map(len, rows)), max_row_length=130), rows, 20)
     assert len(masked.inputs["tokens"]) == 2
-    in_one_row = collate_rows(layout_shared_prefix(20, range(4), rows, NO_ROW_LIMIT), rows, 20, multiple=128)
+    in_one_row = collate_rows(
+        layout_shared_prefix(20, range(4), list(map(len, rows)), NO_ROW_LIMIT), rows, 20, multiple=128
+    )
     assert in_one_row.inputs["tokens"].shape == (1, 256)
     losses, results = [], []
     for batch in (masked, to_varlen(masked), to_varlen(in_one_row)):
@@ -132,11 +134,13 @@ def test_a_shared_prefix_needs_no_mask_on_a_gpu(name: str) -> None:
     model, rows = copy.deepcopy(family(name)).cuda(), rows_with_shared_prefix(40, 35, 50, 44)
     attention.register_attention(model)
     assert supports_layout(model)
-    module, masked = SftLoss(model), collate_rows(layout_shared_prefix(20, range(4), rows), rows, 20)
+    module, masked = SftLoss(model), collate_rows(layout_shared_prefix(20, range(4), list(map(len, rows))), rows, 20)
     losses, results = [], []
     for batch in (
         masked,
-        to_varlen(collate_rows(layout_shared_prefix(20, range(4), rows, NO_ROW_LIMIT), rows, 20, multiple=128)),
+        to_varlen(
+            collate_rows(layout_shared_prefix(20, range(4), list(map(len, rows)), NO_ROW_LIMIT), rows, 20, multiple=128)
+        ),
     ):
         with torch.autocast("cuda", dtype=torch.bfloat16):
             loss = module(**batch.inputs_on(torch.device("cuda")))
@@ -149,7 +153,7 @@ def test_a_shared_prefix_needs_no_mask_on_a_gpu(name: str) -> None:
 
 def test_many_examples_fill_even_rows_after_copies_of_the_shared_prefix() -> None:
     rows = rows_with_shared_prefix(*[100] * 40)
-    laid = layout_shared_prefix(20, range(40), rows)
+    laid = layout_shared_prefix(20, range(40), list(map(len, rows)))
     assert [len(row) for row in laid] == [15, 15, 13]
     assert sorted(piece.example for row in laid for piece in row[1:]) == list(range(40))
     assert all((row[0].start, row[0].stop) == (0, 20) for row in laid)
@@ -351,7 +355,7 @@ def test_spare_places_for_a_gpu_change_neither_the_loss_nor_what_is_counted(deep
     task, model, _ = task_of(tmp_path, deep_model)
     state_cache = task.enable_cache(FrozenLayers(model, 3), torch.device("cpu"))
     state_cache.fill(World(), torch.no_grad, CacheLocation("memory", tmp_path, "a"))
-    rows = layout_shared_prefix(task.prefix_length, [0, 5, 7], task.examples)
+    rows = layout_shared_prefix(task.prefix_length, [0, 5, 7], task.lengths)
     plain = state_cache.batch(rows)
     spare = collate_rows(rows, task.examples, task.prefix_length, 128, pad_loss_positions=True)
     assert state_cache.states is not None

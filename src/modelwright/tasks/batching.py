@@ -23,8 +23,8 @@ from modelwright.tasks.losses import IGNORE_INDEX
 def collate_examples(groups: Sequence[Sequence[TokenizedRow]]) -> MicroBatch:
     """Collate examples in rows of equal length, one group per row (see `collate_rows`)."""
     examples = [example for group in groups for example in group]
-    numbers = iter(range(len(examples)))
-    return collate_rows(layout_rows([[next(numbers) for _ in group] for group in groups], examples), examples)
+    numbers, lengths = iter(range(len(examples))), [len(example) for example in examples]
+    return collate_rows(layout_rows([[next(numbers) for _ in group] for group in groups], lengths), examples)
 
 
 CPU_ALIGNMENT = 16
@@ -78,36 +78,36 @@ def shared_prefix_length(examples: Sequence[TokenizedRow]) -> int:
     return shared if shared >= MIN_SHARED_PREFIX else 0
 
 
-def layout_rows(groups: Sequence[Sequence[int]], examples: Sequence[TokenizedRow]) -> RowLayout:
-    """Each group of examples in one row, one after the other."""
-    return [[TokenSpan(number, 0, len(examples[number])) for number in group] for group in groups]
+def layout_rows(packs: Sequence[Sequence[int]], lengths: Sequence[int]) -> RowLayout:
+    """Each pack of examples in one row, one after the other; lengths: of all examples."""
+    return [[TokenSpan(number, 0, lengths[number]) for number in pack] for pack in packs]
 
 
 def layout_shared_prefix(
-    prefix_length: int, numbers: Sequence[int], examples: Sequence[TokenizedRow], max_row_length: float = MAX_MASKED_ROW
+    prefix_length: int, numbers: Sequence[int], lengths: Sequence[int], max_row_length: float = MAX_MASKED_ROW
 ) -> RowLayout:
     """Examples after their shared prefix, which stands once in each row; as few rows of even length as possible."""
-    lengths = [len(examples[number]) - prefix_length for number in numbers]
-    tokens_per_row = sum(lengths) / shared_prefix_rows(prefix_length, sum(lengths), max_row_length) if lengths else 0
+    tokens = sum(lengths[number] - prefix_length for number in numbers)
+    tokens_per_row = tokens / shared_prefix_rows(prefix_length, tokens, max_row_length)
     rows: list[list[TokenSpan]] = []
     filled = 0
-    for number, length in zip(numbers, lengths, strict=True):
+    for number in numbers:
         if not rows or filled >= tokens_per_row:
             rows.append([TokenSpan(number, 0, prefix_length)])
             filled = 0
-        rows[-1].append(TokenSpan(number, prefix_length, prefix_length + length))
-        filled += length
+        rows[-1].append(TokenSpan(number, prefix_length, lengths[number]))
+        filled += lengths[number] - prefix_length
     return rows
 
 
 def layout_packs(
-    packs: Sequence[Sequence[int]], examples: Sequence[TokenizedRow], prefix_length: int, use_varlen_prefix: bool
+    packs: Sequence[Sequence[int]], lengths: Sequence[int], prefix_length: int, use_varlen_prefix: bool
 ) -> RowLayout:
     """Packs of examples as rows, or after their shared prefix if there is one."""
     if not prefix_length:
-        return layout_rows(packs, examples)
+        return layout_rows(packs, lengths)
     numbers = [number for pack in packs for number in pack]
-    return layout_shared_prefix(prefix_length, numbers, examples, max_prefix_row(use_varlen_prefix))
+    return layout_shared_prefix(prefix_length, numbers, lengths, max_prefix_row(use_varlen_prefix))
 
 
 def max_prefix_row(use_varlen_prefix: bool) -> float:
@@ -162,7 +162,7 @@ def collate_rows(
         inputs["segment_ids"] = segment_ids
     elif any(len(row) > 1 for row in rows):
         inputs["cu_seqlens"] = cu_seqlens_from_positions(positions)
-    token_count = sum(len(examples[span.example]) for row in rows for span in row if span.start or not prefix_length)
+    token_count = sum(span.stop for row in rows for span in row if span.start or not prefix_length)
     return MicroBatch(as_tensors(inputs), trained_tokens, token_count)
 
 

@@ -75,7 +75,7 @@ class HiddenStateCache:
         """use_varlen_prefix: share the prefix by varlen attention instead of a mask."""
         self.frozen_layers, self.examples = frozen_layers, examples
         self.prefix_length, self._use_varlen_prefix = prefix_length, use_varlen_prefix
-        self.offsets = [0] * len(examples)
+        self.lengths, self.offsets = [len(example) for example in examples], [0] * len(examples)
         self.blocks: list[CacheBlock] = []
         self.states: Tensor | None = None
         self._device = device
@@ -86,9 +86,8 @@ class HiddenStateCache:
         """Examples of similar length share a block, independent of world size and sampling order."""
         block_examples: list[int] = []
         first, size = 0, 0
-        order = sorted(range(len(self.examples)), key=lambda number: (len(self.examples[number]), number))
-        for number in order:
-            length = len(self.examples[number]) - self.prefix_length
+        for number in sorted(range(len(self.examples)), key=self.lengths.__getitem__):
+            length = self.lengths[number] - self.prefix_length
             if block_examples and size + length > block_tokens:
                 first = self._add_block(block_examples, first)
                 block_examples, size = [], 0
@@ -100,9 +99,9 @@ class HiddenStateCache:
         stop = first + (self.prefix_length if first == 0 else 0)
         for number in numbers:
             self.offsets[number] = stop - self.prefix_length
-            stop += len(self.examples[number]) - self.prefix_length
+            stop += self.lengths[number] - self.prefix_length
         packs = [[number] for number in numbers]
-        rows = layout_packs(packs, self.examples, self.prefix_length, self._use_varlen_prefix)
+        rows = layout_packs(packs, self.lengths, self.prefix_length, self._use_varlen_prefix)
         self.blocks.append(CacheBlock(rows, first, stop))
         return stop
 

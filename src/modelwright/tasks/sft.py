@@ -98,9 +98,9 @@ class SftTask(Task):
         if data.held_out:
             self.held_out_set = tokenize_conversations(data.held_out, tokenizer, settings, stops)
         self.examples: list[TokenizedRow] = [*self.train_set.rows, *self.held_out_set.rows]
-        lengths = [len(row) for row in self.train_set.rows]
-        singles = [[row] for row in range(len(lengths))]
-        self._packs = pack_bfd(lengths, settings.max_length) if settings.packing else singles
+        self.lengths = [len(example) for example in self.examples]
+        singles = [[row] for row in range(len(self.train_set.rows))]
+        self._packs = pack_bfd(self.lengths[: len(singles)], settings.max_length) if settings.packing else singles
         self.prefix_length = shared_prefix_length(self.examples) if settings.share_prefix else 0
         if self.prefix_length and prefix_sharing_blocker(model):
             self.prefix_length = 0
@@ -130,10 +130,10 @@ class SftTask(Task):
 
     def row_length(self, row: int) -> int:
         """Tokens in a row, over all its examples."""
-        return sum(len(self.train_set.rows[member]) for member in self._packs[row])
+        return sum(self.lengths[member] for member in self._packs[row])
 
     def _collate(self, packs: Sequence[Sequence[int]]) -> MicroBatch:
-        rows = layout_packs(packs, self.examples, self.prefix_length, self.use_varlen_prefix)
+        rows = layout_packs(packs, self.lengths, self.prefix_length, self.use_varlen_prefix)
         if self.loss_module.cache is not None:
             return self.loss_module.cache.batch(rows)
         micro_batch = collate_rows(rows, self.examples, self.prefix_length, self._row_multiple)
