@@ -14,7 +14,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 def executable() -> str | None:
     """The browser of this machine."""
-    return next((found for name in NAMES if (found := shutil.which(name))), None)
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 @contextmanager
@@ -36,8 +36,8 @@ class Window:
     def __init__(self, browser: Any, width: int = 1100, scheme: str = "light") -> None:
         self.page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
         self.complaints: list[str] = []
-        self.asked: list[str] = []
-        self.page.on("console", lambda said: self.complaints.append(said.text))
+        self.requests: list[str] = []
+        self.page.on("console", lambda message: self.complaints.append(message.text))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("dialog", lambda dialog: self.complaints.append(dialog.message))
-        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.on("request", lambda request: self.requests.append(request.url))

@@ -25,7 +25,7 @@ class FakeHub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), HubHandler)
         self.sets = sets
         self.script: dict[str, list[str]] = {}
-        self.asked: list[str] = []
+        self.requests: list[str] = []
 
     @property
     def address(self) -> str:
@@ -48,7 +48,7 @@ class HubHandler(BaseHTTPRequestHandler):
 
     def _respond(self, body: bool, wanted: bytes = b"") -> None:
         path = unquote(urlsplit(self.path).path).strip("/").split("/")
-        self.server.asked.append(f"{self.command} {'/'.join(path)} {self.headers.get('Range') or ''}".strip())
+        self.server.requests.append(f"{self.command} {'/'.join(path)} {self.headers.get('Range') or ''}".strip())
         if path[:2] == ["api", "datasets"] and "/".join(path[2:4]) in self.server.sets:
             self._send_metadata("/".join(path[2:4]), path[4:], wanted)
         elif path[0] == "datasets" and path[3:4] == ["resolve"] and "/".join(path[1:3]) in self.server.sets:

@@ -71,14 +71,14 @@ class Block:
 
 def blocks(text: str) -> Iterator[Block]:
     """The blocks of commands of a page, in order."""
-    for found in BLOCK.finditer(text):
-        if found["kind"] != "bash":
+    for match in BLOCK.finditer(text):
+        if match["kind"] != "bash":
             continue
-        after = BLOCK.match(text, found.end() + len("\n\n"))
+        after = BLOCK.match(text, match.end() + len("\n\n"))
         shows = after is not None and after["kind"] == "text"
         lines = tuple(after["body"].splitlines()) if after and shows else None
         span = after.span("body") if after and shows else (0, 0)
-        yield Block(text[: found.start("body")].count("\n") + 1, found["body"], lines, span)
+        yield Block(text[: match.start("body")].count("\n") + 1, match["body"], lines, span)
 
 
 def statements(script: str) -> Iterator[str]:
@@ -94,8 +94,8 @@ def statements(script: str) -> Iterator[str]:
 
 def files(script: str) -> Iterator[tuple[str, str]]:
     """Name and content of each file that a block writes with `cat > NAME <<'EOF'`."""
-    for found in re.finditer(r"^cat > (\S+) <<'EOF'\n(.*?)^EOF$", script, re.MULTILINE | re.DOTALL):
-        yield found[1], found[2]
+    for match in re.finditer(r"^cat > (\S+) <<'EOF'\n(.*?)^EOF$", script, re.MULTILINE | re.DOTALL):
+        yield match[1], match[2]
 
 
 def commands(script: str) -> Iterator[list[str]]:

@@ -36,8 +36,8 @@ def times(row: dict[str, Any], link: str, kind: str = "times") -> dict[str, floa
 def test_a_slower_link_never_makes_cards_faster(paper: dict[tuple[str, str], dict[str, Any]]) -> None:
     for row in paper.values():
         for world in map(str, scale.WORLDS):
-            told = [each["times"][world] or 0.0 for each in row["links"]]
-            assert told == sorted(told, reverse=True), row
+            speedups = [each["times"][world] or 0.0 for each in row["links"]]
+            assert speedups == sorted(speedups, reverse=True), row
             assert [each["bytes_per_second"] for each in row["links"]] == sorted(
                 (each["bytes_per_second"] for each in row["links"]), reverse=True
             )
@@ -49,8 +49,8 @@ def test_four_times_on_four_cards_is_a_question_of_the_link(paper: dict[tuple[st
     needed = row["four_times_from_bytes_per_second"]
     assert 25e9 / 8 < needed < 100e9 / 8
     assert (times(row, "100 Gbit/s")["4"] or 0.0) >= 3.8 > (times(row, "25 Gbit/s")["4"] or 0.0)
-    kept = paper["L40S", "SmolLM3-3B, last 2 + own head, trunk kept"]
-    assert kept["four_times_from_bytes_per_second"] > 5 * needed, "a faster card wants a faster link"
+    cached = paper["L40S", "SmolLM3-3B, last 2 + own head, trunk kept"]
+    assert cached["four_times_from_bytes_per_second"] > 5 * needed, "a faster card wants a faster link"
 
 
 def test_the_seconds_on_a_slow_link_are_those_of_the_gradients(paper: dict[tuple[str, str], dict[str, Any]]) -> None:
@@ -64,27 +64,29 @@ def test_the_seconds_on_a_slow_link_are_those_of_the_gradients(paper: dict[tuple
 
 def test_the_guide_has_the_figures_of_today(paper: dict[tuple[str, str], dict[str, Any]]) -> None:
     """UPDATE_GOLDEN=1 writes them anew."""
-    told = GUIDE.read_text(encoding="utf-8")
+    text = GUIDE.read_text(encoding="utf-8")
     for name in scale.cases():
         rows = [paper[card, name] for card in ("L40S", "H200")]
         cells = [f"{row['four_times_from_bytes_per_second'] * 8 / 1e9:,.0f} Gbit/s" for row in rows]
         line = f"| {name} | {rows[0]['trained_parameters'] / 1e6:,.0f} M | {' | '.join(cells)} |"
-        told = re.sub(rf"^\| {re.escape(name)} \|.*$", line, told, flags=re.MULTILINE)
+        text = re.sub(rf"^\| {re.escape(name)} \|.*$", line, text, flags=re.MULTILINE)
     over = {link: times(paper["L40S", SURVIVAL], link)["4"] for link in ("100 Gbit/s", "25 Gbit/s", "10 Gbit/s")}
-    said = re.compile(r"(over 100 Gbit/s \()[\d.]+(\),\s+not\s+over\s+25\s+\()[\d.]+(\)\s+or\s+10\s+\()[\d.]+(?=\))")
-    told, count = said.subn("\\g<1>{:.2f}\\g<2>{:.2f}\\g<3>{:.2f}".format(*over.values()), told)
+    sentence = re.compile(
+        r"(over 100 Gbit/s \()[\d.]+(\),\s+not\s+over\s+25\s+\()[\d.]+(\)\s+or\s+10\s+\()[\d.]+(?=\))"
+    )
+    text, count = sentence.subn("\\g<1>{:.2f}\\g<2>{:.2f}\\g<3>{:.2f}".format(*over.values()), text)
     assert count == 1
     if os.environ.get("UPDATE_GOLDEN"):
-        GUIDE.write_text(told, encoding="utf-8")
-    assert GUIDE.read_text(encoding="utf-8") == told
+        GUIDE.write_text(text, encoding="utf-8")
+    assert GUIDE.read_text(encoding="utf-8") == text
 
 
 def test_a_batch_that_is_shared_gains_less_than_one_that_grows(paper: dict[tuple[str, str], dict[str, Any]]) -> None:
     for row in paper.values():
         for each in row["links"]:
             for world, grown in each["times"].items():
-                kept = each["times_same_batch"][world]
-                assert grown is None or kept is None or kept <= grown * 1.01, (row["case"], each)
+                same_batch = each["times_same_batch"][world]
+                assert grown is None or same_batch is None or same_batch <= grown * 1.01, (row["case"], each)
 
 
 def test_what_does_not_fit_is_said_and_a_card_without_nvlink_is_given_none(
@@ -103,16 +105,16 @@ def test_the_tables_are_printed_and_told_as_json() -> None:
     assert plain.exit_code == 0, plain.output
     assert "L40S, SmolLM3-3B, last 2 + head: 418.9 M parameters trainable" in plain.output
     assert "does not fit" in plain.output and "had it memory enough" in plain.output
-    told = json.loads(CliRunner().invoke(COMMAND, ["--paper", "--card", "L40S", "--json"]).stdout)
-    assert "measured" not in told["figures"]
-    assert {row["card"] for row in told["figures"]["paper"]} == {"L40S"}
+    result = json.loads(CliRunner().invoke(COMMAND, ["--paper", "--card", "L40S", "--json"]).stdout)
+    assert "measured" not in result["figures"]
+    assert {row["card"] for row in result["figures"]["paper"]} == {"L40S"}
 
 
 def test_measured_ranks_are_told_with_what_disturbed_them() -> None:
     rank = {"tokens_per_second": 500.0, "efficiency": 0.9, "fastest_efficiency": 0.95}
-    told = scale.lines({"measured": {"setting": "tiny", "load_before": 3.0, "ranks": {"2": rank}}, "paper": []})
-    assert told[1] == "2 ranks: 500 tokens/s, efficiency 90% (by the fastest steps 95%)"
-    assert told[2].startswith("the machine was busy (3 ")
+    lines = scale.lines({"measured": {"setting": "tiny", "load_before": 3.0, "ranks": {"2": rank}}, "paper": []})
+    assert lines[1] == "2 ranks: 500 tokens/s, efficiency 90% (by the fastest steps 95%)"
+    assert lines[2].startswith("the machine was busy (3 ")
 
 
 def test_an_unknown_card_gets_a_letter() -> None:

@@ -19,10 +19,10 @@ from modelwright.errors import UsageError
 
 
 def test_a_result_carries_day_commit_and_machine_but_not_its_name() -> None:
-    found = common.result("start", {"help": 1.0})
-    assert found["date"].endswith("+00:00")
-    assert set(found["machine"]) >= {"architecture", "cpu", "cores", "python", "torch"}
-    assert socket.gethostname() not in json.dumps(found["machine"])
+    result = common.result("start", {"help": 1.0})
+    assert result["date"].endswith("+00:00")
+    assert set(result["machine"]) >= {"architecture", "cpu", "cores", "python", "torch"}
+    assert socket.gethostname() not in json.dumps(result["machine"])
 
 
 def test_a_result_is_kept_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,16 +45,18 @@ def test_a_missing_peer_is_said() -> None:
     assert startup.lines(alone) == [
         "help: modelwright 0.20 CPU-s; trl is not installed, so there is nothing to compare with"
     ]
-    beside = {"help": {"modelwright": {"cpu_seconds": 0.2}, "trl": {"cpu_seconds": 8.0}, "ratio": 40.0}}
-    assert startup.lines(beside) == ["help: modelwright 0.20 CPU-s, trl sft 8.00 CPU-s, 40 times as much"]
+    figures = {"help": {"modelwright": {"cpu_seconds": 0.2}, "trl": {"cpu_seconds": 8.0}, "ratio": 40.0}}
+    assert startup.lines(figures) == ["help: modelwright 0.20 CPU-s, trl sft 8.00 CPU-s, 40 times as much"]
 
 
 def test_an_answer_to_another_question_is_held_against_nothing() -> None:
     ours, theirs = startup.cost([sys.executable, "-c", "print('learning_rat is unknown')"]), {"cpu_seconds": 9.0}
     elsewhere = {**theirs, "last_line": "there is no GPU"}
-    found = {"typo": {"modelwright": ours, "trl": elsewhere, "ratio": startup._ratio(ours, elsewhere, "learning_rat")}}
-    assert found["typo"]["ratio"] is None
-    assert "there is no GPU" in startup.lines(found)[0]
+    figures = {
+        "typo": {"modelwright": ours, "trl": elsewhere, "ratio": startup._ratio(ours, elsewhere, "learning_rat")}
+    }
+    assert figures["typo"]["ratio"] is None
+    assert "there is no GPU" in startup.lines(figures)[0]
     assert startup._ratio(ours, {**theirs, "last_line": "unrecognized: --learning_rat"}, "learning_rat")
 
 
@@ -87,8 +89,8 @@ def test_the_cost_of_a_save_is_what_it_held_up_and_how_much_slower_the_steps_mea
 
 
 def test_the_fastest_of_ours_is_held_against_the_fastest_peer() -> None:
-    ways = {"ours, a": {"rate": 6.0}, "ours, b": {"rate": 8.0}, "TRL, a": {"rate": 4.0}, "TRL, b": {"failed": "…"}}
-    assert common.ratio(ways, "rate") == {"ratio": 2.0}
+    variants = {"ours, a": {"rate": 6.0}, "ours, b": {"rate": 8.0}, "TRL, a": {"rate": 4.0}, "TRL, b": {"failed": "…"}}
+    assert common.ratio(variants, "rate") == {"ratio": 2.0}
     assert common.ratio({"ours, a": {"rate": 6.0}}, "rate") == {}
 
 

@@ -51,9 +51,9 @@ def test_what_was_found_is_told_and_no_process_stays_behind(
     assert figures["cold"]["first_step_seconds"] == 1.0
     if not cut:
         assert [save["step"] for save in figures["saves"]] == [2, 4]
-    said, table = capsys.readouterr().err, "\n".join(startup.first_step_lines(figures))
-    assert "cold: the first step is done after" in said
-    assert ("warm: save at step 4" in said) is not bool(cut)
+    stderr, table = capsys.readouterr().err, "\n".join(startup.first_step_lines(figures))
+    assert "cold: the first step is done after" in stderr
+    assert ("warm: save at step 4" in stderr) is not bool(cut)
     assert ("then 5 tokens/s in the command itself, 0.30% of the time waiting for rows" in table) is not bool(cut)
     assert ("warm start: cut short before its first step" in table) is bool(cut)
     assert list(tmp_path.iterdir()) == [pids]

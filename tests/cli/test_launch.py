@@ -55,8 +55,8 @@ def test_render_prints_yaml_or_a_list_for_machines(capsys: pytest.CaptureFixture
 
 def test_check_tells_notes_and_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*JOB, "--check", "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["ok"] and not [each for each in told["problems"] if each["severity"] == "error"]
+    result = json.loads(capsys.readouterr().out)
+    assert result["ok"] and not [each for each in result["problems"] if each["severity"] == "error"]
 
 
 def test_a_broken_file_ends_with_2_and_its_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,7 +69,7 @@ def test_a_broken_file_ends_with_2_and_its_lines(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    ("words", "letter"),
+    ("words", "message"),
     [
         (JOB, "wants one of --render, --check, --simulate, --submit"),
         ([*JOB, "--render", "--submit"], "wants one of"),
@@ -88,9 +88,9 @@ def test_a_broken_file_ends_with_2_and_its_lines(tmp_path: Path, capsys: pytest.
         ([*JOB, "--render", "--set", "cluster.shm_size=99Gi"], "less than memory"),
     ],
 )
-def test_a_persons_mistake_is_a_letter(words: list[str], letter: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_persons_mistake_is_a_letter(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*words) == 2
-    assert letter in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -70,11 +70,11 @@ def test_a_stage_that_is_not_there_is_answered_with_those_that_are() -> None:
 def test_what_was_measured_here_is_used_by_later_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODELWRIGHT_CACHE", str(tmp_path))
     monkeypatch.setattr(measure, "CPU_CASES", calibrate.CPU_CASES[:2])
-    told: list[str] = []
-    figures, path = measure.calibrate(told.append)
-    assert path == tmp_path / USER_FILE and len(told) == 2
-    kept = calibration_for(gpu_spec_of(probe_device()))
-    assert kept.runs == 2 and kept.card in figures["calibration"]
+    lines: list[str] = []
+    figures, path = measure.calibrate(lines.append)
+    assert path == tmp_path / USER_FILE and len(lines) == 2
+    calibration = calibration_for(gpu_spec_of(probe_device()))
+    assert calibration.runs == 2 and calibration.card in figures["calibration"]
 
 
 @pytest.mark.parametrize("words", ["", "quickstart --calibrate", "quickstart --measure --gpus 1xH200"])

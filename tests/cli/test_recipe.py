@@ -58,18 +58,18 @@ def test_a_path_that_leads_nowhere_is_told_without_reading_anything(
 @pytest.mark.parametrize("key", ["train_file", "validation_file"])
 def test_a_file_of_raw_text_that_is_not_there_is_told(key: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("check", "gemma-270m-tiny", "--set", f"{key}=nowhere.txt") == 2
-    told = "--set: data: there is no file, folder or embedded set 'nowhere.txt'\n"
-    assert capsys.readouterr().err == told
+    message = "--set: data: there is no file, folder or embedded set 'nowhere.txt'\n"
+    assert capsys.readouterr().err == message
 
 
 def test_raw_text_in_another_column_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "songs.jsonl").write_text('{"lyrics": "la la"}\n' * 30, encoding="utf-8")
-    wish = ("--set", f"train_file={tmp_path / 'songs.jsonl'}")
-    assert run("check", "gemma-270m-tiny", *wish) == 2
-    [told] = capsys.readouterr().err.splitlines()
-    assert told.startswith("songs.jsonl:1: there is no column 'text';") and "lyrics" in told
-    assert "(30 rows like it)" in told
-    assert run("check", "gemma-270m-tiny", *wish, "--set", "text_column=lyrics") == 0
+    override = ("--set", f"train_file={tmp_path / 'songs.jsonl'}")
+    assert run("check", "gemma-270m-tiny", *override) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("songs.jsonl:1: there is no column 'text';") and "lyrics" in line
+    assert "(30 rows like it)" in line
+    assert run("check", "gemma-270m-tiny", *override, "--set", "text_column=lyrics") == 0
 
 
 def test_problems_are_told_on_stderr_without_a_traceback(
@@ -119,9 +119,9 @@ def test_debug_shows_the_traceback() -> None:
 
 def test_shipped_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("recipes", "--json") == 0
-    found = {each["name"]: each for each in json.loads(capsys.readouterr().out)["recipes"]}
-    assert found["quickstart"]["description"]
-    assert all(each["problem"] is None for each in found.values())
+    recipes = {each["name"]: each for each in json.loads(capsys.readouterr().out)["recipes"]}
+    assert recipes["quickstart"]["description"]
+    assert all(each["problem"] is None for each in recipes.values())
     assert run("recipes") == 0
     assert "quickstart" in capsys.readouterr().out
 
@@ -141,9 +141,9 @@ def test_explain_one_setting_in_words_and_in_json(capsys: pytest.CaptureFixture[
     assert words.startswith("sft.learning_rate\n  Peak learning rate")
     assert "also called lr" in words
     assert run("explain", "quickstart", "lr", "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert isinstance(told["value"], float)
-    assert told["default"] == 2e-5
+    result = json.loads(capsys.readouterr().out)
+    assert isinstance(result["value"], float)
+    assert result["default"] == 2e-5
 
 
 def test_an_unknown_key_verb_or_option_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

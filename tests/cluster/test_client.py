@@ -63,7 +63,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
-        self.kept: dict[str, dict[str, Any]] = {}
+        self.objects: dict[str, dict[str, Any]] = {}
 
 
 class Answer(BaseHTTPRequestHandler):
@@ -80,7 +80,10 @@ class Answer(BaseHTTPRequestHandler):
         for body in bodies:
             key = f"{body['kind'].lower()}/{body['metadata']['name']}"
             if not dry:
-                self.server.kept[key] = {**body, **({"status": {"phase": "Running"}} if body["kind"] == "Pod" else {})}
+                self.server.objects[key] = {
+                    **body,
+                    **({"status": {"phase": "Running"}} if body["kind"] == "Pod" else {}),
+                }
         end = " created (server dry run)" if dry else " created"
         self._say(200, "".join(f"{body['kind'].lower()}/{body['metadata']['name']}{end}\n" for body in bodies))
 
@@ -89,15 +92,15 @@ class Answer(BaseHTTPRequestHandler):
         if kind == "logs":
             self._say(200, f"log of {name}\n")
         elif kind == "pods":
-            pods = [body for key, body in self.server.kept.items() if key.startswith("pod/")]
+            pods = [body for key, body in self.server.objects.items() if key.startswith("pod/")]
             self._say(200, json.dumps({"items": pods}))
         else:
-            found = self.server.kept.get(f"{kind.split('.')[0].rstrip('s')}/{name}")
-            self._say(200, json.dumps(found) if found else "")
+            stored = self.server.objects.get(f"{kind.split('.')[0].rstrip('s')}/{name}")
+            self._say(200, json.dumps(stored) if stored else "")
 
     def do_DELETE(self) -> None:
         _, _, kind, name = self.path.split("/", 3)
-        gone = self.server.kept.pop(f"{kind.split('.')[0].rstrip('s')}/{name}", None)
+        gone = self.server.objects.pop(f"{kind.split('.')[0].rstrip('s')}/{name}", None)
         self._say(200, f'{kind} "{name}" deleted\n' if gone else "")
 
     def _say(self, code: int, text: str) -> None:
@@ -111,11 +114,11 @@ class Answer(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    made = Server()
-    threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    yield made
-    made.shutdown()
-    made.server_close()
+    fake_server = Server()
+    threading.Thread(target=fake_server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    yield fake_server
+    fake_server.shutdown()
+    fake_server.server_close()
 
 
 @pytest.fixture
@@ -145,14 +148,14 @@ def survival() -> ClusterJob:
 def test_a_job_is_tried_by_the_server_before_it_is_sent(
     oc: KubectlClient, survival: ClusterJob, server: Server, tmp_path: Path
 ) -> None:
-    said = client.submit(oc, render(survival), survival)
-    assert "trainjob/quickstart created (server dry run)" in said and "trainjob/quickstart created" in said
+    output = client.submit(oc, render(survival), survival)
+    assert "trainjob/quickstart created (server dry run)" in output and "trainjob/quickstart created" in output
     assert commands(tmp_path) == [
         f"--namespace modelwright {APPLY} --dry-run=server -f -",
         "--namespace modelwright get trainjobs.trainer.kubeflow.org quickstart --ignore-not-found -o json",
         f"--namespace modelwright {APPLY} -f -",
     ]
-    assert "trainingruntime/quickstart" in server.kept
+    assert "trainingruntime/quickstart" in server.objects
 
 
 def test_what_the_server_refuses_is_told_and_nothing_is_sent(
@@ -160,7 +163,7 @@ def test_what_the_server_refuses_is_told_and_nothing_is_sent(
 ) -> None:
     with pytest.raises(ClusterError, match="admission webhook denied"):
         client.submit(oc, render(survival).replace("numProcPerNode: 1", "numProcPerNode: 2"), survival)
-    assert server.kept == {}
+    assert server.objects == {}
 
 
 def test_a_job_that_runs_is_not_replaced_and_one_that_is_over_is(
@@ -170,9 +173,9 @@ def test_a_job_that_runs_is_not_replaced_and_one_that_is_over_is(
     with pytest.raises(UsageError, match="quickstart is Pending on the cluster; cancel it first"):
         client.submit(oc, render(survival), survival)
     condition = {"type": "Failed", "status": "True", "message": "gate closed"}
-    server.kept["trainjob/quickstart"]["status"] = {"conditions": [condition]}
+    server.objects["trainjob/quickstart"]["status"] = {"conditions": [condition]}
     client.submit(oc, render(survival), survival)
-    assert "status" not in server.kept["trainjob/quickstart"]
+    assert "status" not in server.objects["trainjob/quickstart"]
 
 
 def test_status_tells_phase_pods_and_progress(oc: KubectlClient, survival: ClusterJob, server: Server) -> None:
@@ -182,16 +185,16 @@ def test_status_tells_phase_pods_and_progress(oc: KubectlClient, survival: Clust
     assert client.status(oc, survival).phase == "Pending"
     container = {"restartCount": 1, "state": {"running": {}}, "lastState": {"terminated": {"exitCode": 137}}}
     state = {"phase": "Running", "containerStatuses": [container]}
-    server.kept["pod/one"] = {"metadata": {"name": "quickstart-node-0-0-x"}, "status": state}
+    server.objects["pod/one"] = {"metadata": {"name": "quickstart-node-0-0-x"}, "status": state}
     annotations = {"trainer.opendatahub.io/trainerStatus": json.dumps({"progressPercentage": 40})}
-    server.kept["trainjob/quickstart"]["metadata"]["annotations"] |= annotations
-    found = client.status(oc, survival)
-    assert (found.phase, found.progress) == ("Running", {"progressPercentage": 40})
-    assert found.pods == {"quickstart-node-0-0-x": "Running, exited with 137, 1 restarts"}
-    server.kept["trainjob/quickstart"]["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
+    server.objects["trainjob/quickstart"]["metadata"]["annotations"] |= annotations
+    status = client.status(oc, survival)
+    assert (status.phase, status.progress) == ("Running", {"progressPercentage": 40})
+    assert status.pods == {"quickstart-node-0-0-x": "Running, exited with 137, 1 restarts"}
+    server.objects["trainjob/quickstart"]["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
     assert client.status(oc, survival).phase == "Succeeded"
-    server.kept["trainjob/quickstart"] |= {"spec": {"suspend": True}, "status": {}}
-    server.kept.pop("pod/one")
+    server.objects["trainjob/quickstart"] |= {"spec": {"suspend": True}, "status": {}}
+    server.objects.pop("pod/one")
     assert client.status(oc, survival).phase == "Suspended"
 
 
@@ -201,7 +204,7 @@ def test_logs_are_those_of_the_first_pod(
     with pytest.raises(UsageError, match="has no pod yet"):
         client.logs(oc, survival)
     for name in ("quickstart-node-0-1-b", "quickstart-node-0-0-a"):
-        server.kept[f"pod/{name}"] = {"metadata": {"name": name}, "status": {"phase": "Running"}}
+        server.objects[f"pod/{name}"] = {"metadata": {"name": name}, "status": {"phase": "Running"}}
     assert client.logs(oc, survival, follow=True) == 0
     assert capfd.readouterr().out == "log of quickstart-node-0-0-a\n"
     assert commands(tmp_path)[-1] == "--namespace modelwright logs -f quickstart-node-0-0-a"
@@ -211,7 +214,7 @@ def test_logs_are_those_of_the_first_pod(
 def test_cancel_leaves_the_volumes(oc: KubectlClient, survival: ClusterJob, server: Server) -> None:
     client.submit(oc, render(survival), survival)
     assert "trainjobs" in client.cancel(oc, survival)
-    assert sorted(key.split("/")[0] for key in server.kept) == [
+    assert sorted(key.split("/")[0] for key in server.objects) == [
         "configmap",
         "persistentvolumeclaim",
         "persistentvolumeclaim",
@@ -228,7 +231,7 @@ def test_pull_brings_the_run_home_and_leaves_no_reader(
     home = client.pull(oc, survival, tmp_path / "home")
     assert (home / "journal.jsonl").read_text() == "{}\n"
     assert (home / "best_model").is_symlink()
-    assert not [key for key in server.kept if key.startswith("pod/")]
+    assert not [key for key in server.objects if key.startswith("pod/")]
 
 
 def test_a_run_that_is_not_there_is_told(
@@ -236,7 +239,7 @@ def test_a_run_that_is_not_there_is_told(
 ) -> None:
     with pytest.raises(ClusterError, match=r"tar in quickstart-reader"):
         client.pull(oc, survival, tmp_path / "home")
-    assert server.kept == {}
+    assert server.objects == {}
 
 
 def test_without_oc_and_kubectl_the_letter_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,9 +130,9 @@ def test_a_mistake_is_found_and_its_field_named(
     start = start if start >= 0 else text.find(old)
     assert start >= 0, f"{old!r} is not in the stream"
     broken = text[:start] + new + text[start + len(old) :]
-    found = errors_in(broken)
-    right = [finding for finding in found if finding.field == field and words in finding.message]
-    assert right, f"wanted {field}: {words}; found " + "\n".join(f"{finding.field}: {finding}" for finding in found)
+    errors = errors_in(broken)
+    right = [finding for finding in errors if finding.field == field and words in finding.message]
+    assert right, f"wanted {field}: {words}; found " + "\n".join(f"{finding.field}: {finding}" for finding in errors)
     line = int(re.findall(r":(\d+)$", right[0].where)[0])
     assert 0 < line <= broken.count("\n")
 
@@ -209,11 +209,11 @@ def test_a_file_that_is_not_there_and_one_without_a_job_are_reported(tmp_path: P
 JUNK: list[Any] = [None, [], {}, 7, "text", [[]], {"a": {"b": [1, {}]}}]
 
 
-def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def field_paths(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Every place in a document."""
     yield path
     for step, child in node.items() if isinstance(node, dict) else enumerate(node if isinstance(node, list) else ()):
-        yield from places(child, (*path, step))
+        yield from field_paths(child, (*path, step))
 
 
 @pytest.mark.parametrize("target", ["pytorchjob", "trainjob"])
@@ -221,7 +221,7 @@ def test_any_junk_in_any_place_is_told_and_never_a_crash(target: JobKind) -> Non
     bodies = documents(cluster_job("survival", target))
     tried = 0
     for number, body in enumerate(bodies):
-        for path in [path for path in places(body) if path and "env" not in path[:-2]]:
+        for path in [path for path in field_paths(body) if path and "env" not in path[:-2]]:
             for junk in JUNK[tried % 7 :: 7]:
                 broken = copy.deepcopy(body)
                 holder = broken

@@ -33,14 +33,14 @@ CODES = ["image", "configmap", "git+https://git.example.com/team/modelwright@v0.
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_real_schemas_take_what_is_rendered_of_each_system(shared: Path, system: str, target: JobKind) -> None:
     jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is in the dev extra")
-    seen = 0
+    count = 0
     for code in CODES if system == "survival" else CODES[:1]:
         for document in documents(cluster_job(system, target, f"cluster.code_source={code}")):
             for name in CRDS.get(document["kind"], ()):
                 validator = jsonschema.Draft202012Validator(crd_schema(shared, name))
                 assert [error.message for error in validator.iter_errors(document)] == []
-                seen += 1
-    assert seen == (4 if target == "trainjob" else 1) * (3 if system == "survival" else 1)
+                count += 1
+    assert count == (4 if target == "trainjob" else 1) * (3 if system == "survival" else 1)
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -90,12 +90,12 @@ def test_two_readers_of_yaml_read_what_was_meant() -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_nodes_gpus_queue_and_token_reach_the_job(target: JobKind) -> None:
-    found = {document["kind"]: document for document in documents(cluster_job("survival", target))}
+    by_kind = {document["kind"]: document for document in documents(cluster_job("survival", target))}
     claims = [each for each in documents(cluster_job("survival", target)) if each["kind"] == "PersistentVolumeClaim"]
     assert [claim["spec"]["accessModes"] for claim in claims] == [["ReadWriteMany"]] * 2
-    job = found["TrainJob" if target == "trainjob" else "PyTorchJob"]
+    job = by_kind["TrainJob" if target == "trainjob" else "PyTorchJob"]
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "default"
-    text = json.dumps(found)
+    text = json.dumps(by_kind)
     assert '"nvidia.com/gpu.product": "NVIDIA-L40S"' in text
     assert '"secretKeyRef": {"name": "hub-token", "key": "HF_TOKEN"}' in text
     if target == "pytorchjob":
@@ -109,9 +109,9 @@ def test_nodes_gpus_queue_and_token_reach_the_job(target: JobKind) -> None:
 
 
 def test_one_node_needs_no_shared_storage_and_no_worker() -> None:
-    found = documents(cluster_job("vision", "pytorchjob"))
-    assert [each["spec"]["accessModes"] for each in found[:3]] == [["ReadWriteOnce"]] * 3
-    assert list(found[-1]["spec"]["pytorchReplicaSpecs"]) == ["Master"]
+    rendered = documents(cluster_job("vision", "pytorchjob"))
+    assert [each["spec"]["accessModes"] for each in rendered[:3]] == [["ReadWriteOnce"]] * 3
+    assert list(rendered[-1]["spec"]["pytorchReplicaSpecs"]) == ["Master"]
 
 
 def test_variables_of_the_recipe_stand_in_the_job_under_its_own_names() -> None:

@@ -40,16 +40,16 @@ def job(target: JobKind, script: str, nodes: int = 1, **settings: Any) -> list[M
 
 def containers(node: Any) -> list[dict[str, Any]]:
     if isinstance(node, list):
-        return [found for item in node for found in containers(item)]
+        return [container for item in node for container in containers(item)]
     if not isinstance(node, dict):
         return []
     own = [each for each in node.get("containers", []) if "command" in each]
-    return own + [found for key, item in node.items() if key != "containers" for found in containers(item)]
+    return own + [container for key, item in node.items() if key != "containers" for container in containers(item)]
 
 
-def play(place: Path, manifests: list[Manifest], *disturbances: InjectedFault, root: bool = False) -> SimulationResult:
-    wish = SimulationConfig(place, {"HF_TOKEN": "canary-4711"}, disturbances, use_namespaces=root, time_scale=0.001)
-    return simulate(manifests, wish)
+def play(work_dir: Path, manifests: list[Manifest], *faults: InjectedFault, root: bool = False) -> SimulationResult:
+    config = SimulationConfig(work_dir, {"HF_TOKEN": "canary-4711"}, faults, use_namespaces=root, time_scale=0.001)
+    return simulate(manifests, config)
 
 
 ONCE = "test -e /shared/models/seen && exit 0; touch /shared/models/seen; exit"
@@ -170,8 +170,10 @@ def test_a_clone_is_rehearsed_from_a_repository_of_this_machine(
     tmp_path: Path, repository: Path, root: bool, form: str
 ) -> None:
     manifests = job("trainjob", TELL, code_source=f"{CODE}@trunk")
-    wish = SimulationConfig(tmp_path / "place", use_namespaces=root, time_scale=0.001, git_repo=form.format(repository))
-    outcome = simulate(manifests, wish)
+    config = SimulationConfig(
+        tmp_path / "place", use_namespaces=root, time_scale=0.001, git_repo=form.format(repository)
+    )
+    outcome = simulate(manifests, config)
     logs = "\n".join(path.read_text() for path in outcome.logs.values())
     assert outcome.succeeded and "cloned" in logs, logs
     assert f"resnet18-cifar10-node-0-0: init container code cloned {repository}" in outcome.events
@@ -329,11 +331,11 @@ def test_a_killed_rehearsal_takes_its_pods_with_it(tmp_path: Path) -> None:
 
 def sleepers() -> list[str]:
     """Pods of the test above."""
-    found = []
+    command_lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):  # a process that has ended since it was listed
-            found.append(path.read_bytes())
-    return [line.decode() for line in found if line.split(b"\0")[:2] == [b"sleep", SLEEP.encode()]]
+            command_lines.append(path.read_bytes())
+    return [line.decode() for line in command_lines if line.split(b"\0")[:2] == [b"sleep", SLEEP.encode()]]
 
 
 def test_the_stream_that_is_rehearsed_is_the_stream_that_is_sent() -> None:

@@ -76,8 +76,10 @@ def test_a_split_by_rows_does_not_hide_its_leak_from_the_audit(tmp_path: Path) -
 def test_a_long_system_prompt_makes_no_rows_alike(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", GOOD)
     result = [
-        audit(DataConfig(dataset_name=str(path), system_prompt=said), FRAME, tmp_path).stats["duplicates"]["near"]
-        for said in (None, "You are an expert who answers at length and with care. " * 20)
+        audit(DataConfig(dataset_name=str(path), system_prompt=system_prompt), FRAME, tmp_path).stats["duplicates"][
+            "near"
+        ]
+        for system_prompt in (None, "You are an expert who answers at length and with care. " * 20)
     ]
     assert result[0] == result[1]
 
@@ -131,9 +133,9 @@ def test_a_wrong_column_is_reported_with_the_line_of_the_recipe(
 def test_a_sample_shows_what_is_trained(tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tiny_recipe(tmp_path, model_folder)
     assert run("show", str(recipe), "--num-samples", "2") == 0
-    said = capsys.readouterr().out
-    assert said.count("⟦") == 2
-    assert "<|im_start|>assistant\n⟦Sum: 4. Count again. Count again.<|im_end|>\n⟧" in said
+    output = capsys.readouterr().out
+    assert output.count("⟦") == 2
+    assert "<|im_start|>assistant\n⟦Sum: 4. Count again. Count again.<|im_end|>\n⟧" in output
     assert run("show", str(recipe), "--num-samples", "1", "--json") == 0
     (sample,) = json.loads(capsys.readouterr().out)["samples"]["sft"]
     assert sample["trained_tokens"] < sample["tokens"]

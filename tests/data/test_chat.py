@@ -95,9 +95,9 @@ def test_trl_3728_the_assistant_only_mask_is_kept_when_rows_are_packed(tokenizer
     assert len(groups) < len(rows)
     for group in groups:
         batch = collate_examples([[rows[member] for member in group]])
-        learnt = batch.inputs["tokens"].flatten()[batch.inputs["loss_positions"] + 1]
-        said = "".join(tokenizer.decode(rows[member].input_ids[rows[member].loss_mask]) for member in group)
-        assert tokenizer.decode(learnt) == said
+        trained = batch.inputs["tokens"].flatten()[batch.inputs["loss_positions"] + 1]
+        answers = "".join(tokenizer.decode(rows[member].input_ids[rows[member].loss_mask]) for member in group)
+        assert tokenizer.decode(trained) == answers
         assert batch.trained_tokens == sum(int(rows[member].loss_mask.sum()) for member in group)
 
 
@@ -247,8 +247,8 @@ def test_long_rows_are_divided_and_every_trained_token_is_still_trained_once(tok
         0,
     )
     assert max(map(len, result.rows)) <= 40 and len(result.rows) > 3
-    learnt = [token for row in result.rows for token in row.input_ids[1:][row.loss_mask[1:]].tolist()]
-    assert learnt == [token for row in full for token in row.input_ids[1:][row.loss_mask[1:]].tolist()]
+    trained = [token for row in result.rows for token in row.input_ids[1:][row.loss_mask[1:]].tolist()]
+    assert trained == [token for row in full for token in row.input_ids[1:][row.loss_mask[1:]].tolist()]
 
 
 def test_no_trained_token_at_all_is_an_error(tokenizer: Any) -> None:
@@ -268,9 +268,9 @@ class Counting:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.characters = tokenizer, 0
 
-    def __call__(self, texts: list[str], **wishes: Any) -> Any:
+    def __call__(self, texts: list[str], **options: Any) -> Any:
         self.characters += sum(map(len, texts))
-        return self.tokenizer(texts, **wishes)
+        return self.tokenizer(texts, **options)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tokenizer, name)

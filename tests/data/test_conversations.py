@@ -32,7 +32,7 @@ def data_of(**settings: Any) -> DataConfig:
     return DataConfig(train_file="rows.jsonl", **settings)
 
 
-def letters(rows: list[Row], **settings: Any) -> list[str]:
+def problems_of(rows: list[Row], **settings: Any) -> list[str]:
     with pytest.raises(DataError) as caught:
         rows_to_conversations(rows, data_of(**settings))
     return str(caught.value).splitlines()
@@ -90,26 +90,26 @@ def test_a_conversation_that_has_a_system_message_keeps_its_own() -> None:
 
 
 def test_unmapped_columns_are_answered_with_the_line_that_maps_them() -> None:
-    [letter] = letters(rows_of({"topic": "x", "question": "Why?", "answer": "So."}))
-    assert letter == (
+    [message] = problems_of(rows_of({"topic": "x", "question": "Why?", "answer": "So."}))
+    assert message == (
         "rows.jsonl:1: no messages, nor prompt and completion; the columns are topic, question, answer; "
         "say which is which: data.columns: {question: prompt, answer: completion}"
     )
 
 
 def test_columns_that_nobody_can_guess_are_answered_with_an_example() -> None:
-    [letter] = letters(rows_of({"left": "Why?", "right": "So."}))
-    assert letter.endswith("say which is which: data.columns: {QUESTION: prompt, ANSWER: completion}")
+    [message] = problems_of(rows_of({"left": "Why?", "right": "So."}))
+    assert message.endswith("say which is which: data.columns: {QUESTION: prompt, ANSWER: completion}")
 
 
 def test_a_column_that_is_not_there_is_reported_with_those_that_are() -> None:
-    [letter] = letters(rows_of({"query": "Why?", "answer": "So."}), columns=PARTS)
-    assert letter == "rows.jsonl:1: there is no column 'question'; the columns are query, answer"
+    [message] = problems_of(rows_of({"query": "Why?", "answer": "So."}), columns=PARTS)
+    assert message == "rows.jsonl:1: there is no column 'question'; the columns are query, answer"
 
 
 def test_a_column_that_only_a_later_row_lacks_is_reported_with_its_line() -> None:
     rows = rows_of({"question": "Why?", "answer": "So."}, {"question": "Why not?"})
-    assert letters(rows, columns=PARTS) == ["rows.jsonl:2: 'answer' is empty; it wants text"]
+    assert problems_of(rows, columns=PARTS) == ["rows.jsonl:2: 'answer' is empty; it wants text"]
 
 
 def test_every_row_that_is_invalid_is_reported_at_once() -> None:
@@ -119,7 +119,7 @@ def test_every_row_that_is_invalid_is_reported_at_once() -> None:
         {"question": None, "answer": "So."},
         {"question": 7, "answer": "So."},
     )
-    assert letters(rows, columns=PARTS) == [
+    assert problems_of(rows, columns=PARTS) == [
         "rows.jsonl:1: 'answer' is empty; it wants text",
         "rows.jsonl:3: 'question' is empty; it wants text",
         "rows.jsonl:4: 'question' is 7; it wants text",
@@ -127,13 +127,13 @@ def test_every_row_that_is_invalid_is_reported_at_once() -> None:
 
 
 def test_after_twenty_problems_the_rest_are_counted() -> None:
-    output = letters(rows_of(*({"question": "", "answer": "So."} for _ in range(25))), columns=PARTS)
+    output = problems_of(rows_of(*({"question": "", "answer": "So."} for _ in range(25))), columns=PARTS)
     assert len(output) == 21
     assert output[-1] == "5 more rows: have problems like these"
 
 
 @pytest.mark.parametrize(
-    ("turns", "letter"),
+    ("turns", "message"),
     [
         ([], "messages is empty or no list; it wants a list of {role, content}"),
         ("Why?", "messages is empty or no list; it wants a list of {role, content}"),
@@ -147,18 +147,18 @@ def test_after_twenty_problems_the_rest_are_counted() -> None:
         ),
     ],
 )
-def test_turns_that_are_no_conversation_are_reported(turns: Any, letter: str) -> None:
-    assert letters(rows_of({"messages": turns})) == [f"rows.jsonl:1: {letter}"]
+def test_turns_that_are_no_conversation_are_reported(turns: Any, message: str) -> None:
+    assert problems_of(rows_of({"messages": turns})) == [f"rows.jsonl:1: {message}"]
 
 
 def test_half_a_character_is_reported_and_reaches_no_tokenizer() -> None:
-    [letter] = letters(rows_of({"question": json.loads('"cut \\ud83d"'), "answer": "So."}), columns=PARTS)
-    assert letter == "rows.jsonl:1: the text holds half a character (a lone surrogate), which no tokenizer takes"
+    [message] = problems_of(rows_of({"question": json.loads('"cut \\ud83d"'), "answer": "So."}), columns=PARTS)
+    assert message == "rows.jsonl:1: the text holds half a character (a lone surrogate), which no tokenizer takes"
 
 
 def test_the_column_to_split_by_must_be_there() -> None:
-    [letter] = letters(questions(1), columns=PARTS, split_by="topic")
-    assert letter == "rows.jsonl:1: there is no column 'topic' to split by; the columns are question, answer"
+    [message] = problems_of(questions(1), columns=PARTS, split_by="topic")
+    assert message == "rows.jsonl:1: there is no column 'topic' to split by; the columns are question, answer"
 
 
 def test_no_question_is_in_both_splits() -> None:

@@ -79,7 +79,7 @@ def environment(address: str, home: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one process reads from a hub that has its moods: the library finds its address only when it starts."""
     home, folder = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("packed")
     with hub({f"owner/{name}": FILES for name in ("good", *SCRIPT)}) as server:
@@ -92,42 +92,44 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         assert done.returncode == 0, done.stderr
         result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         sizes = {path.stat().st_size for path in home.glob("hub/*/snapshots/**/*") if path.is_file()}
-        return {**result, "requests": list(server.asked), "sizes": sizes}
+        return {**result, "requests": list(server.requests), "sizes": sizes}
 
 
-def test_configuration_and_split_say_which_rows_are_read(told: dict[str, Any]) -> None:
-    assert told["good:plain:train"] == ["plain"] * 300
-    assert told["good:plain:test"] == ["test"] * 5
-    assert told["good:other:train"] == ["other"] * 40
+def test_configuration_and_split_say_which_rows_are_read(results: dict[str, Any]) -> None:
+    assert results["good:plain:train"] == ["plain"] * 300
+    assert results["good:plain:test"] == ["test"] * 5
+    assert results["good:other:train"] == ["other"] * 40
 
 
-def test_a_wrong_configuration_or_split_is_an_error(told: dict[str, Any]) -> None:
+def test_a_wrong_configuration_or_split_is_an_error(results: dict[str, Any]) -> None:
     for requests in ("good:none:train", "good:plain:none"):
-        assert told[requests].startswith(
+        assert results[requests].startswith(
             "UsageError: data: 'owner/good' is no local file or folder, and the hub gave no"
         )
-        assert "dataset_config_name and dataset_split" in told[requests]
+        assert "dataset_config_name and dataset_split" in results[requests]
 
 
-def test_a_file_cut_half_way_is_asked_for_again_and_comes_whole(told: dict[str, Any]) -> None:
-    assert told["cut:plain:train"] == ["plain"] * 300
+def test_a_file_cut_half_way_is_asked_for_again_and_comes_whole(results: dict[str, Any]) -> None:
+    assert results["cut:plain:train"] == ["plain"] * 300
     requests = [
-        line for line in told["requests"] if line.startswith("GET datasets/owner/cut") and "plain/train" in line
+        line for line in results["requests"] if line.startswith("GET datasets/owner/cut") and "plain/train" in line
     ]
     assert len(requests) == 2
 
 
-def test_a_hub_that_fails_twice_or_lies_about_a_size_is_asked_again(told: dict[str, Any]) -> None:
-    assert told["down:plain:train"] == told["lie:plain:train"] == ["plain"] * 300
+def test_a_hub_that_fails_twice_or_lies_about_a_size_is_asked_again(results: dict[str, Any]) -> None:
+    assert results["down:plain:train"] == results["lie:plain:train"] == ["plain"] * 300
 
 
-def test_a_hub_that_always_fails_is_an_error_and_no_half_file_is_kept(told: dict[str, Any]) -> None:
-    assert told["gone:plain:train"].startswith("DataError: owner/gone: the data set did not arrive in 3 tries (last: ")
-    assert told["sizes"] == {len(data) for data in FILES.values()}
+def test_a_hub_that_always_fails_is_an_error_and_no_half_file_is_kept(results: dict[str, Any]) -> None:
+    assert results["gone:plain:train"].startswith(
+        "DataError: owner/gone: the data set did not arrive in 3 tries (last: "
+    )
+    assert results["sizes"] == {len(data) for data in FILES.values()}
 
 
-def test_a_preparation_reads_the_hub_through_the_same_door(told: dict[str, Any]) -> None:
-    assert told["prepared"]["read"] == 40 and told["prepared"]["held_out"] == 2
+def test_a_preparation_reads_the_hub_through_the_same_door(results: dict[str, Any]) -> None:
+    assert results["prepared"]["read"] == 40 and results["prepared"]["held_out"] == 2
 
 
 def large_set() -> bytes:
@@ -157,12 +159,12 @@ def test_a_large_file_cut_and_killed_half_way_is_resumed_by_the_next_command(tmp
             time.sleep(0.02)
         process.kill()
         process.wait()
-        reached, before = partial.stat().st_size, len(server.asked)
+        reached, before = partial.stat().st_size, len(server.requests)
         assert [path.name for path in blobs.iterdir()] == [partial.name], "half a file never bears the file's name"
         server.script = {"owner/large/train.parquet": ["500", *["cut:2000000"] * 5, "whole"]}
         done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stderr
-        ranges = [line.split()[-1] for line in server.asked[before:] if line.startswith("GET datasets/owner/large")]
+        ranges = [line.split()[-1] for line in server.requests[before:] if line.startswith("GET datasets/owner/large")]
     assert ranges == [f"bytes={reached + 2_000_000 * cuts}-" for cuts in (0, 0, 1, 2, 3, 4, 5)]
     assert json.loads(done.stdout)["data"]["owner/large"]["rows"] == 24
     assert [path.read_bytes() == data for path in blobs.iterdir()] == [True]

@@ -254,7 +254,7 @@ def test_a_cache_that_cannot_be_written_stops_nothing(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("changes", "letter"),
+    ("changes", "message"),
     [
         ({"classes": None, "test_labels": None}, "there is no array classes, test_labels; the arrays are jpeg_header"),
         ({"train_labels": LABELS[:19]}, "the train split does not add up: 19 labels, 20 lengths"),
@@ -263,9 +263,9 @@ def test_a_cache_that_cannot_be_written_stops_nothing(tmp_path: Path, monkeypatc
         ({"classes": np.array([{"a": 1}], object)}, "this is no whole npz of plain arrays"),
     ],
 )
-def test_an_npz_that_does_not_add_up_is_reported(changes: dict[str, Any], letter: str, tmp_path: Path) -> None:
+def test_an_npz_that_does_not_add_up_is_reported(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     jpeg_npz(tmp_path / "set.npz", **changes)
-    with pytest.raises(DataError, match=letter):
+    with pytest.raises(DataError, match=message):
         read_images("set.npz", tmp_path)
 
 

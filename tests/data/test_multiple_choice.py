@@ -10,25 +10,25 @@ from modelwright.data.multiple_choice import MultipleChoiceQuestion, parse_quest
 from modelwright.data.readers import Row
 from modelwright.errors import DataError
 
-ASKED = "Question: What burns?\nAnswer:"
+QUESTION = "Question: What burns?\nAnswer:"
 WOOD = ("stone", "wood")
 
 
 @pytest.mark.parametrize(
     ("row", "prompt", "options", "answer"),
     [
-        ({"question": "What burns?", "choices": ["stone", "wood"], "answer": 1}, ASKED, WOOD, 1),
-        ({"question": "What burns?", "choices": ["stone", "wood"], "answer": "B"}, ASKED, WOOD, 1),
-        ({"question": "What burns?", "options": ["stone", "wood"], "answer": "wood"}, ASKED, WOOD, 1),
+        ({"question": "What burns?", "choices": ["stone", "wood"], "answer": 1}, QUESTION, WOOD, 1),
+        ({"question": "What burns?", "choices": ["stone", "wood"], "answer": "B"}, QUESTION, WOOD, 1),
+        ({"question": "What burns?", "options": ["stone", "wood"], "answer": "wood"}, QUESTION, WOOD, 1),
         (
             {"question": "What burns?", "choices": {"text": ["stone", "wood"], "label": ["A", "B"]}, "answerKey": "B"},
-            ASKED,
+            QUESTION,
             WOOD,
             1,
         ),
         (
             {"question": "What burns?", "choices": {"text": ["stone", "wood"], "label": ["1", "2"]}, "answerKey": "2"},
-            ASKED,
+            QUESTION,
             WOOD,
             1,
         ),
@@ -38,12 +38,12 @@ WOOD = ("stone", "wood")
                 "choices": [{"label": "A", "text": "stone"}, {"label": "B", "text": "wood"}],
                 "answerKey": "A",
             },
-            ASKED,
+            QUESTION,
             WOOD,
             0,
         ),
-        ({"question": "What burns?", "A": "stone", "B": "wood", "answer": "B"}, ASKED, WOOD, 1),
-        ({"question": "What burns?", "option_a": "stone", "option_b": "wood", "answer": "b"}, ASKED, WOOD, 1),
+        ({"question": "What burns?", "A": "stone", "B": "wood", "answer": "B"}, QUESTION, WOOD, 1),
+        ({"question": "What burns?", "option_a": "stone", "option_b": "wood", "answer": "b"}, QUESTION, WOOD, 1),
         ({"ctx": "He lit the", "endings": ["stone", "wood"], "label": "1"}, "He lit the", WOOD, 1),
         ({"goal": "Make a fire", "sol1": "stone", "sol2": "wood", "label": 0}, "Make a fire", WOOD, 0),
         (

@@ -12,10 +12,10 @@ from modelwright.data.preferences import PreferencePair, load_preferences, token
 from modelwright.errors import DataError
 from modelwright.recipe.sections import DataConfig
 
-ASKED, GOOD, BAD = "Which way is north?", "Follow the moss.", "Who cares."
+QUESTION, GOOD, BAD = "Which way is north?", "Follow the moss.", "Who cares."
 
 
-def user(text: str = ASKED) -> dict[str, str]:
+def user(text: str = QUESTION) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
@@ -31,11 +31,11 @@ def read(folder: Path, *rows: dict[str, Any], **config: Any) -> list[PreferenceP
 @pytest.mark.parametrize(
     "row",
     [
-        {"prompt": ASKED, "chosen": GOOD, "rejected": BAD},
+        {"prompt": QUESTION, "chosen": GOOD, "rejected": BAD},
         {"prompt": [user()], "chosen": [says(GOOD)], "rejected": [says(BAD)]},
         {"chosen": [user(), says(GOOD)], "rejected": [user(), says(BAD)]},
-        {"prompt": ASKED, "chosen": [user(), says(GOOD)], "rejected": [user(), says(BAD)]},
-        {"prompt": ASKED, "chosen": GOOD, "rejected": [says(BAD)]},
+        {"prompt": QUESTION, "chosen": [user(), says(GOOD)], "rejected": [user(), says(BAD)]},
+        {"prompt": QUESTION, "chosen": GOOD, "rejected": [says(BAD)]},
     ],
     ids=["texts", "messages", "whole conversations", "both", "mixed"],
 )
@@ -57,36 +57,36 @@ def test_a_long_conversation_shares_all_that_comes_before_the_answers_part(tmp_p
     before = [user("Hello"), says("Hello."), user()]
     [pair] = read(tmp_path, {"chosen": [*before, says(GOOD)], "rejected": [*before, says(BAD)]})
     assert pair.prompt == tuple(before)
-    assert pair.last_user_message == ASKED
+    assert pair.last_user_message == QUESTION
 
 
 @pytest.mark.parametrize(
-    ("row", "letter"),
+    ("row", "message"),
     [
         ({"chosen": GOOD, "rejected": BAD}, "there is no prompt before it"),
-        ({"prompt": ASKED, "chosen": " ", "rejected": BAD}, "'chosen' is empty"),
-        ({"prompt": ASKED, "chosen": GOOD, "rejected": None}, "'rejected' is empty"),
-        ({"prompt": ASKED, "chosen": [user()], "rejected": BAD}, "the last turn is not an answer"),
+        ({"prompt": QUESTION, "chosen": " ", "rejected": BAD}, "'chosen' is empty"),
+        ({"prompt": QUESTION, "chosen": GOOD, "rejected": None}, "'rejected' is empty"),
+        ({"prompt": QUESTION, "chosen": [user()], "rejected": BAD}, "the last turn is not an answer"),
         ({"chosen": [user(), says(GOOD)], "rejected": [user("Else?"), says(BAD)]}, "answer no common question"),
-        ({"prompt": ASKED, "chosen": 3, "rejected": BAD}, "want text or messages"),
-        ({"prompt": ASKED, "chosen": "\ud83d", "rejected": BAD}, "half a character"),
+        ({"prompt": QUESTION, "chosen": 3, "rejected": BAD}, "want text or messages"),
+        ({"prompt": QUESTION, "chosen": "\ud83d", "rejected": BAD}, "half a character"),
     ],
 )
 def test_a_row_that_makes_no_pair_is_reported_with_its_location(
-    row: dict[str, Any], letter: str, tmp_path: Path
+    row: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(DataError, match=letter) as output:
+    with pytest.raises(DataError, match=message) as output:
         read(tmp_path, {"prompt": "a", "chosen": "b", "rejected": "c"}, row)
     assert "pairs.jsonl:2" in str(output.value)
 
 
 def test_unknown_columns_are_answered_with_a_guess(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"columns: {question: prompt, preferred: chosen, response_1: rejected}"):
-        read(tmp_path, {"question": ASKED, "preferred": GOOD, "response_1": BAD})
+        read(tmp_path, {"question": QUESTION, "preferred": GOOD, "response_1": BAD})
 
 
 def test_pairs_whose_answers_are_the_same_are_left_out_and_counted(tmp_path: Path) -> None:
-    same = {"prompt": ASKED, "chosen": GOOD, "rejected": GOOD}
+    same = {"prompt": QUESTION, "chosen": GOOD, "rejected": GOOD}
     (tmp_path / "pairs.jsonl").write_text(json.dumps(same) + "\n" + json.dumps({**same, "rejected": BAD}))
     data = DataConfig(train_file="pairs.jsonl", test_size=0)
     result = load_preferences(data, 1, tmp_path)
@@ -124,14 +124,14 @@ def test_a_stored_data_set_folder_is_read(tmp_path: Path) -> None:
 def test_the_prompt_ends_where_the_answers_begin(tokenizer: Any) -> None:
     pair = PreferencePair("here", (user("Hello"), says("Hello."), user()), (says(GOOD),), (says(BAD),), "")
     tokens = tokenize_pair(pair, tokenizer)
-    assert tokenizer.decode(tokens.prompt).endswith(f"{ASKED}<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.decode(tokens.prompt).endswith(f"{QUESTION}<|im_end|>\n<|im_start|>assistant\n")
     assert tokenizer.decode(tokens.chosen.input_ids) == f"{GOOD}<|im_end|>\n"
     assert tokenizer.decode(tokens.rejected.input_ids) == f"{BAD}<|im_end|>\n"
     assert tokens.chosen.loss_mask.all() and tokens.rejected.loss_mask.all(), "earlier answers are read, not learnt"
 
 
 def test_a_long_pair_is_cut_at_both_ends_and_never_to_nothing(tokenizer: Any) -> None:
-    pair = PreferencePair("here", (user(ASKED * 5),), (says(GOOD * 9),), (says(BAD),), "")
+    pair = PreferencePair("here", (user(QUESTION * 5),), (says(GOOD * 9),), (says(BAD),), "")
     full = tokenize_pair(pair, tokenizer)
     assert truncate_pair(full, 1000) is full
     cut = truncate_pair(full, 40)

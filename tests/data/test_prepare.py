@@ -78,14 +78,14 @@ def checksums(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, raw: Path) -> Path:
+def prepared(tmp_path_factory: pytest.TempPathFactory, raw: Path) -> Path:
     folder = tmp_path_factory.mktemp("whole")
     done(folder, {"train_file": str(raw)})
     return folder
 
 
-def test_the_report_says_what_became_of_every_document(whole: Path) -> None:
-    report = json.loads((whole / "report.json").read_text())
+def test_the_report_says_what_became_of_every_document(prepared: Path) -> None:
+    report = json.loads((prepared / "report.json").read_text())
     assert report["documents"] == {
         "read": 76, "cleaned": 75, "train": 54, "held_out": 6, "exact_duplicates": 10, "near_duplicates": 5,
     }  # fmt: skip
@@ -95,11 +95,11 @@ def test_the_report_says_what_became_of_every_document(whole: Path) -> None:
     assert sum(report["lengths"]["counts"]) == 60
 
 
-def test_the_shards_hold_the_kept_documents_in_their_order(whole: Path, raw: Path) -> None:
+def test_the_shards_hold_the_kept_documents_in_their_order(prepared: Path, raw: Path) -> None:
     encoder, train, held_out = (
-        DocumentTokenizer.open(whole / "tokenizer"),
-        PackedDataset.open(whole),
-        PackedDataset.open(whole, "held_out"),
+        DocumentTokenizer.open(prepared / "tokenizer"),
+        PackedDataset.open(prepared),
+        PackedDataset.open(prepared, "held_out"),
     )
     texts = encoder.tokenizer.decode(train.get_rows(range(train.rows()))[0].ravel().tolist(), skip_special_tokens=False)
     result = texts.split("<|im_end|>")[:-1]
@@ -112,7 +112,7 @@ def test_the_shards_hold_the_kept_documents_in_their_order(whole: Path, raw: Pat
 
 
 def test_several_workers_leave_the_same_bytes(
-    whole: Path, raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepared: Path, raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job, "SLICE_BYTES", 20_000)
     done(tmp_path / "one", {"train_file": str(raw)})
@@ -122,11 +122,11 @@ def test_several_workers_leave_the_same_bytes(
         done(tmp_path / f"many-{count}", {"train_file": str(raw)}, executor)
         executor.close()
         assert checksums(tmp_path / f"many-{count}") == checksums(tmp_path / "one")
-    texts = [PackedDataset.open(folder).get_rows([0, 5])[0].tolist() for folder in (tmp_path / "one", whole)]
+    texts = [PackedDataset.open(folder).get_rows([0, 5])[0].tolist() for folder in (tmp_path / "one", prepared)]
     assert texts[0] == texts[1]  # units are only pieces of work: the rows are the same
 
 
-def test_ranks_of_any_launcher_leave_the_same_bytes(whole: Path, raw: Path, tmp_path: Path) -> None:
+def test_ranks_of_any_launcher_leave_the_same_bytes(prepared: Path, raw: Path, tmp_path: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[4]); from pathlib import Path; import test_prepare as t\n"
         "from modelwright.data.prepare.executors import RankExecutor\n"
@@ -141,7 +141,7 @@ def test_ranks_of_any_launcher_leave_the_same_bytes(whole: Path, raw: Path, tmp_
         for rank in range(2)
     ]
     assert [process.wait() for process in started] == [0, 0]
-    assert checksums(tmp_path) == checksums(whole)
+    assert checksums(tmp_path) == checksums(prepared)
     assert RankExecutor(1, 2).size == 2
 
 
@@ -192,7 +192,7 @@ def test_killed_at_random_moments_it_goes_on_and_leaves_the_same_bytes(
         assert trial < 40, kills
 
 
-def test_memory_does_not_grow_with_the_text(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_does_not_grow_with_the_text(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each trial is a fork, so that its peak is that of the work alone; what comes again is read, but not tokenized."""
     monkeypatch.setattr(job, "SLICE_BYTES", 1 << 19)
     monkeypatch.setattr(steps, "BATCH_BYTES", 1 << 17)
@@ -203,7 +203,7 @@ def test_memory_does_not_grow_with_the_text(whole: Path, tmp_path: Path, monkeyp
             source = tmp_path / f"{megabytes}.jsonl"
             source.write_text("".join(rows) * (megabytes * 1_000_000 // sum(map(len, rows))))
             folder = tmp_path / f"{megabytes}-{trial}"
-            data_config = plan(folder, {"train_file": str(source)}, whole / "tokenizer", use_gigatoken=False)
+            data_config = plan(folder, {"train_file": str(source)}, prepared / "tokenizer", use_gigatoken=False)
             peaks[megabytes] = min(peaks[megabytes], _grown_megabytes(data_config))
         if peaks[14] - peaks[2] < 10:  # of 12 more that were read
             return

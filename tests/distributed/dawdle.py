@@ -35,18 +35,18 @@ def dawdle() -> None:
     from modelwright.stages import pipeline
     from modelwright.stages.context import GracefulShutdown
 
-    asked, hear, tell_end = threading.Event(), GracefulShutdown._on_signal, pipeline._log_stopped
+    stop_requested, on_signal, log_stopped = threading.Event(), GracefulShutdown._on_signal, pipeline._log_stopped
 
-    def heard(self: GracefulShutdown, number: int, frame: FrameType | None) -> None:
-        asked.set()
-        hear(self, number, frame)
+    def set_and_stop(self: GracefulShutdown, number: int, frame: FrameType | None) -> None:
+        stop_requested.set()
+        on_signal(self, number, frame)
 
-    def held(journal: Journal, error: Exception) -> None:
+    def wait_and_log(journal: Journal, error: Exception) -> None:
         if os.environ["RANK"] == os.environ["DAWDLER"]:
-            assert asked.wait(PATIENCE_SECONDS), "nobody asked this rank to go"
-        tell_end(journal, error)  # type: ignore[arg-type]
+            assert stop_requested.wait(PATIENCE_SECONDS), "nobody asked this rank to go"
+        log_stopped(journal, error)  # type: ignore[arg-type]
 
-    GracefulShutdown._on_signal, pipeline._log_stopped = heard, held  # type: ignore[method-assign, assignment]
+    GracefulShutdown._on_signal, pipeline._log_stopped = set_and_stop, wait_and_log  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":

@@ -156,20 +156,20 @@ def test_a_closed_gate_keeps_the_model_from_being_called_best(
 def test_low_precision_learns_over_fp32_weights_and_resumes_exactly(
     fork_server: ForkServer, model_folder: Path, tmp_path: Path, precision: str
 ) -> None:
-    whole, halved = tmp_path / "whole", tmp_path / "halved"
-    for folder in (whole, halved):
+    uninterrupted, killed = tmp_path / "whole", tmp_path / "halved"
+    for folder in (uninterrupted, killed):
         # few steps: a processor without bf16 takes seconds for each
         tiny_recipe(folder, model_folder, precision=precision, max_steps=6, save_steps=2)
-    code, output = fork_server.run(["run", str(whole / "recipe.yaml")], whole)
+    code, output = fork_server.run(["run", str(uninterrupted / "recipe.yaml")], uninterrupted)
     assert code == 0, output
     assert (
-        fork_server.run(["run", str(halved / "recipe.yaml")], halved, first=STRUCK.format(step=5, name="SIGKILL"))[0]
+        fork_server.run(["run", str(killed / "recipe.yaml")], killed, first=STRUCK.format(step=5, name="SIGKILL"))[0]
         == -9
     )
-    code, output = fork_server.run(["run", str(halved / "recipe.yaml")], halved)
+    code, output = fork_server.run(["run", str(killed / "recipe.yaml")], killed)
     assert code == 0, output
-    assert run_fingerprint(halved / "run") == run_fingerprint(whole / "run")
-    steps = steps_of(whole / "run")
+    assert run_fingerprint(killed / "run") == run_fingerprint(uninterrupted / "run")
+    steps = steps_of(uninterrupted / "run")
     assert steps[6]["loss"] < steps[1]["loss"] - 0.3
 
 

@@ -78,15 +78,18 @@ def test_a_killed_image_run_goes_on_bit_for_bit(
     fork_server: ForkServer, images: Path, tmp_path: Path, optim: str
 ) -> None:
     # fused optimizers walk memory: a moment restored in another layout than its channels-last weight would show here
-    whole, killed = recipe(tmp_path / "whole", images, optim=optim), recipe(tmp_path / "killed", images, optim=optim)
-    code, output = fork_server.run(["run", str(whole)], whole.parent)
+    uninterrupted, killed = (
+        recipe(tmp_path / "whole", images, optim=optim),
+        recipe(tmp_path / "killed", images, optim=optim),
+    )
+    code, output = fork_server.run(["run", str(uninterrupted)], uninterrupted.parent)
     assert code == 0, output
     assert fork_server.run(["run", str(killed)], killed.parent, first=DIES)[0] == -9
     code, output = fork_server.run(["run", str(killed)], killed.parent)
     assert code == 0, output
     assert "classify resumed from step 6 of 12" in output
-    assert curve(killed.parent / "run") == curve(whole.parent / "run")
-    assert files(killed.parent / "run") == files(whole.parent / "run")
+    assert curve(killed.parent / "run") == curve(uninterrupted.parent / "run")
+    assert files(killed.parent / "run") == files(uninterrupted.parent / "run")
 
 
 def test_two_ranks_learn_images_as_one_does(fork_server: ForkServer, images: Path, tmp_path: Path) -> None:

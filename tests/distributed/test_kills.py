@@ -104,15 +104,15 @@ def test_a_gate_that_closes_later_takes_the_title_back_and_is_told_once(
 def test_a_lora_run_killed_before_its_first_checkpoint_begins_again_with_the_same_weights(
     fork_server: ForkServer, model_folder: Path, tmp_path: Path
 ) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    finish(fork_server, tiny_recipe(whole, model_folder, trainable="lora", lora_dropout=0.1))
+    uninterrupted, killed = tmp_path / "whole", tmp_path / "killed"
+    finish(fork_server, tiny_recipe(uninterrupted, model_folder, trainable="lora", lora_dropout=0.1))
     recipe = tiny_recipe(killed, model_folder, trainable="lora", lora_dropout=0.1)
     trial = fork_server.start(["run", str(recipe)], killed, first=slow_after(2))
     wait_for_step(killed / "run", 2)
     os.kill(trial.pid, signal.SIGKILL)
     trial.wait()
     finish(fork_server, recipe)
-    assert run_fingerprint(killed / "run") == run_fingerprint(whole / "run")
+    assert run_fingerprint(killed / "run") == run_fingerprint(uninterrupted / "run")
 
 
 def test_a_signal_while_the_model_is_looked_for_is_a_stop_and_no_mistake(
@@ -124,12 +124,12 @@ def test_a_signal_while_the_model_is_looked_for_is_a_stop_and_no_mistake(
         ["run", str(recipe), "--set", "model.model_name_or_path=a/model"], tmp_path, first=slow_hub
     )
     deadline = time.monotonic() + 120
-    while not told_of(tmp_path / "run", "loading") and time.monotonic() < deadline:
+    while not has_event(tmp_path / "run", "loading") and time.monotonic() < deadline:
         time.sleep(0.05)
     time.sleep(0.5)
     os.kill(trial.pid, signal.SIGTERM)
     assert trial.wait() == 75, trial.output
 
 
-def told_of(run: Path, event: str) -> bool:
+def has_event(run: Path, event: str) -> bool:
     return (run / "journal.jsonl").exists() and bool(events_of(run, event))

@@ -39,13 +39,13 @@ class Launched:
 
     def descendants(self) -> list[int]:
         """Every process below the launcher."""
-        found, waiting = [], [self.process.pid]
+        pids, waiting = [], [self.process.pid]
         while waiting:
             pid = waiting.pop()
             below = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout
-            waiting += [int(word) for word in below.split() if int(word) not in found]
-            found += [int(word) for word in below.split()]
-        return found
+            waiting += [int(word) for word in below.split() if int(word) not in pids]
+            pids += [int(word) for word in below.split()]
+        return pids
 
     def wait(self) -> int:
         return self.process.wait(timeout=GENEROUS)
@@ -84,36 +84,36 @@ def ranks_of(launch: Launched, folder: Path) -> dict[str, int]:
     """The processes of the ranks that were started last."""
     import json
 
-    place = next(folder.glob("modelwright-*/ranks.json"))
-    return dict(json.loads(place.read_text()))
+    path = next(folder.glob("modelwright-*/ranks.json"))
+    return dict(json.loads(path.read_text()))
 
 
 @pytest.mark.slow
 def test_a_killed_rank_a_stopped_rank_and_a_killed_launcher_change_nothing_and_leave_nobody(
     fork_server: ForkServer, model_folder: Path, tmp_path: Path, launched: list[Launched]
 ) -> None:
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    ranks = fork_server.run_ranks(["run", str(tiny_recipe(whole, model_folder, **LONG))], whole, 2)
+    uninterrupted, killed = tmp_path / "whole", tmp_path / "broken"
+    ranks = fork_server.run_ranks(["run", str(tiny_recipe(uninterrupted, model_folder, **LONG))], uninterrupted, 2)
     assert [code for code, _ in ranks] == [0, 0], ranks
-    recipe = tiny_recipe(broken, model_folder, **LONG)
-    launch = Launched(["tests.faults.injections", str(recipe), '{"nproc_per_node": "2"}'], broken)
+    recipe = tiny_recipe(killed, model_folder, **LONG)
+    launch = Launched(["tests.faults.injections", str(recipe), '{"nproc_per_node": "2"}'], killed)
     launched.append(launch)
-    reach(broken / "run", 7, launch)
-    os.kill(ranks_of(launch, broken)["1"], signal.SIGKILL)
-    reach(broken / "run", 14, launch)
+    reach(killed / "run", 7, launch)
+    os.kill(ranks_of(launch, killed)["1"], signal.SIGKILL)
+    reach(killed / "run", 14, launch)
     assert launch.output.count("rank 1 was killed by SIGKILL") == 1
-    os.kill(ranks_of(launch, broken)["1"], signal.SIGSTOP)
-    reach(broken / "run", 21, launch)
+    os.kill(ranks_of(launch, killed)["1"], signal.SIGSTOP)
+    reach(killed / "run", 21, launch)
     assert "rank 1" in launch.output and "has been stopped for" in launch.output
     below = launch.descendants()
     assert len(below) >= 4, "agent, fork server and two ranks"
     launch.process.kill()
     launch.process.wait()
     assert wait_for_exit(below, 60) == []
-    assert len(events_of(broken / "run", "resumed")) == 2
-    again = fork_server.run_ranks(["run", str(recipe)], broken, 2)
+    assert len(events_of(killed / "run", "resumed")) == 2
+    again = fork_server.run_ranks(["run", str(recipe)], killed, 2)
     assert [code for code, _ in again] == [0, 0], again
-    assert run_fingerprint(broken / "run") == run_fingerprint(whole / "run")
+    assert run_fingerprint(killed / "run") == run_fingerprint(uninterrupted / "run")
 
 
 @pytest.mark.slow
@@ -124,9 +124,9 @@ def test_node_0_is_the_one_that_tells_whichever_node_was_started_first(
     words = ["modelwright", "launch", str(recipe), "--on", "nodes", "--nnodes", "2", "--master-addr", "127.0.0.1"]
     words += ["--master-port", str(free_port()), "--nproc-per-node", "1", "--log-format", "plain"]
     for node in ("1", "0"):
-        place = tmp_path / f"node-{node}"
-        place.mkdir()
-        launched.append(Launched([*words, "--node-rank", node], place))
+        folder = tmp_path / f"node-{node}"
+        folder.mkdir()
+        launched.append(Launched([*words, "--node-rank", node], folder))
     first, main = launched
     assert (first.wait(), main.wait()) == (0, 0), first.output + main.output
     assert "step 2/2" in main.output and "2 devices" in main.output
@@ -180,8 +180,8 @@ def test_ranks_whose_memory_is_full_begin_again_with_smaller_bites(
         (plan["micro_batch_size"], plan["gradient_accumulation_steps"]) for plan in events_of(tmp_path / "run", "plan")
     ]
     assert plans == [(2, 1), (1, 2)]
-    found, whole = steps_of(tmp_path / "run"), steps_of(uninterrupted)
-    assert {step: record["batch_hash"] for step, record in found.items()} == {
-        s: r["batch_hash"] for s, r in whole.items()
+    steps, expected = steps_of(tmp_path / "run"), steps_of(uninterrupted)
+    assert {step: record["batch_hash"] for step, record in steps.items()} == {
+        s: r["batch_hash"] for s, r in expected.items()
     }
-    assert [found[step]["loss"] for step in whole] == pytest.approx([r["loss"] for r in whole.values()], abs=1e-5)
+    assert [steps[step]["loss"] for step in expected] == pytest.approx([r["loss"] for r in expected.values()], abs=1e-5)

@@ -59,7 +59,7 @@ def everything(run: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def whole(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+def uninterrupted_pipeline(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     """A run that nothing happened to, and how long it took."""
     folder, began = tmp_path_factory.mktemp("whole"), time.monotonic()
     code, output = fork_server.run(command(folder), folder, first=SLOW_STEPS)
@@ -68,8 +68,8 @@ def whole(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.slow
-def test_every_stage_happens_in_its_order_each_from_the_one_before(whole: tuple[Path, float]) -> None:
-    run, _ = whole
+def test_every_stage_happens_in_its_order_each_from_the_one_before(uninterrupted_pipeline: tuple[Path, float]) -> None:
+    run, _ = uninterrupted_pipeline
     assert events_of(run, "stage_status")[-1]["stages"] == [{"stage": stage, "state": "done"} for stage in FLOW]
     lineage = read_json(RunFolder(run).lineage)["stages"]
     for parent, stage in pairwise(STAGES):
@@ -79,10 +79,10 @@ def test_every_stage_happens_in_its_order_each_from_the_one_before(whole: tuple[
 
 @pytest.mark.slow
 def test_random_kills_over_the_whole_pipeline_leave_no_trace(
-    fork_server: ForkServer, whole: tuple[Path, float], tmp_path: Path
+    fork_server: ForkServer, uninterrupted_pipeline: tuple[Path, float], tmp_path: Path
 ) -> None:
     """Which stages are met is decided, when in them is not: prepare alone takes as long as all others together."""
-    run, seconds = whole
+    run, seconds = uninterrupted_pipeline
     draw, landed = random.Random(SEED), []
     for stage in sorted((MET[number % len(MET)] for number in range(KILLS)), key=FLOW.index):
         trial = fork_server.start(command(tmp_path), tmp_path, first=SLOW_STEPS)
@@ -90,7 +90,7 @@ def test_random_kills_over_the_whole_pipeline_leave_no_trace(
         time.sleep(draw.uniform(0.0, seconds / 8 if stage == "prepare" else 0.3))
         os.kill(trial.pid, signal.SIGKILL)  # one that has ended waits for us as a zombie, and takes no harm
         if trial.wait() == -signal.SIGKILL:
-            landed.append(place(tmp_path / "run"))
+            landed.append(position(tmp_path / "run"))
     code, output = fork_server.run(command(tmp_path), tmp_path)
     assert code == 0, output
     assert everything(tmp_path / "run") == everything(run), f"seed {SEED}, kills {landed}"
@@ -101,10 +101,10 @@ def test_random_kills_over_the_whole_pipeline_leave_no_trace(
 
 def wait_until_in(run: Path, stage: str, steps: int, trial: ForkedProcess) -> None:
     """Wait until a process has come to a stage, or beyond, and told of so many steps more in it; or has ended."""
-    seen = len(journal(run))
+    num_events = len(journal(run))
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not ended(trial.pid):
-        new = journal(run)[seen:]
+        new = journal(run)[num_events:]
         reached = [each["stage"] for each in new if each["event"] == "stage_status" and each["state"] == "running"]
         beyond = [each for each in reached if FLOW.index(each) > FLOW.index(stage)]
         done = sum(each["event"] == "step" and each["stage"] == stage for each in new)
@@ -124,7 +124,7 @@ def journal(run: Path) -> list[dict[str, Any]]:
     return list(read(path)) if path.exists() else []
 
 
-def place(run: Path) -> tuple[str, int]:
+def position(run: Path) -> tuple[str, int]:
     """Where a run stands: the stage, and its last step."""
     events = journal(run)
     stage = next((each["stage"] for each in reversed(events) if each["event"] == "stage_status"), "start")

@@ -23,10 +23,10 @@ SEED = 20261115
 @pytest.fixture(scope="module")
 def undisturbed(fork_server: ForkServer, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of a run that nothing happened to."""
-    return whole_run(fork_server, tmp_path_factory.mktemp("undisturbed"), model_folder)
+    return uninterrupted_run(fork_server, tmp_path_factory.mktemp("undisturbed"), model_folder)
 
 
-def whole_run(fork_server: ForkServer, folder: Path, model: Path, **settings: Any) -> Path:
+def uninterrupted_run(fork_server: ForkServer, folder: Path, model: Path, **settings: Any) -> Path:
     code, output = fork_server.run(["run", str(tiny_dpo_recipe(folder, model, **settings))], folder)
     assert code == 0, output
     return folder / "run"
@@ -44,7 +44,7 @@ def killed_run(fork_server: ForkServer, folder: Path, model: Path, **settings: A
         os.kill(trial.pid, signal.SIGKILL)
         landed += trial.wait() == -signal.SIGKILL
     assert landed == 3
-    return whole_run(fork_server, folder, model, **settings)
+    return uninterrupted_run(fork_server, folder, model, **settings)
 
 
 def test_a_run_killed_at_random_moments_ends_as_the_undisturbed_one(
@@ -58,10 +58,10 @@ def test_a_run_killed_at_random_moments_ends_as_the_undisturbed_one(
 def test_adapters_killed_at_random_moments_end_as_undisturbed_ones(
     fork_server: ForkServer, model_folder: Path, tmp_path: Path
 ) -> None:
-    whole = whole_run(fork_server, tmp_path / "whole", model_folder, **ADAPTERS)
+    uninterrupted = uninterrupted_run(fork_server, tmp_path / "whole", model_folder, **ADAPTERS)
     assert run_fingerprint(
         killed_run(fork_server, tmp_path / "killed", model_folder, **ADAPTERS), "dpo"
-    ) == run_fingerprint(whole, "dpo")
+    ) == run_fingerprint(uninterrupted, "dpo")
 
 
 def test_a_reference_that_was_lost_on_the_way_is_measured_again_from_the_first_weights(
@@ -72,8 +72,8 @@ def test_a_reference_that_was_lost_on_the_way_is_measured_again_from_the_first_w
     wait_for_step(tmp_path / "run", 7)
     os.kill(trial.pid, signal.SIGKILL)
     trial.wait()
-    kept = tmp_path / "run/stages/dpo/ref_log_probs/reference.safetensors"
-    kept.write_bytes(kept.read_bytes()[:-1] + b"\1")
+    ref_log_probs = tmp_path / "run/stages/dpo/ref_log_probs/reference.safetensors"
+    ref_log_probs.write_bytes(ref_log_probs.read_bytes()[:-1] + b"\1")
     code, output = fork_server.run(["run", str(recipe)], tmp_path)
     assert code == 0, output
     assert "cached reference log-probs not used (reference.safetensors is damaged)" in output

@@ -144,20 +144,20 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_sees_the_same_batches(
 def test_a_killed_rank_ends_the_other_and_the_run_goes_on_bit_for_bit(
     fork_server: ForkServer, model_folder: Path, tmp_path: Path
 ) -> None:
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    fork_server.run_ranks(["run", str(tiny_recipe(whole, model_folder)), *TWO], whole, 2)
-    recipe = tiny_recipe(broken, model_folder)
-    ranks = fork_server.start_ranks(["run", str(recipe), *TWO], broken, 2, first=slow_after(7))
-    wait_for_step(broken / "run", 7)
+    uninterrupted, killed = tmp_path / "whole", tmp_path / "broken"
+    fork_server.run_ranks(["run", str(tiny_recipe(uninterrupted, model_folder)), *TWO], uninterrupted, 2)
+    recipe = tiny_recipe(killed, model_folder)
+    ranks = fork_server.start_ranks(["run", str(recipe), *TWO], killed, 2, first=slow_after(7))
+    wait_for_step(killed / "run", 7)
     os.kill(ranks[1].pid, signal.SIGKILL)
     began = time.monotonic()
     assert ranks[1].wait() == -signal.SIGKILL
     assert ranks[0].wait() == 1
     assert "rank 0 lost its peers (" in ranks[0].output
     assert time.monotonic() - began < 60, "left to itself it would wait for ten minutes"
-    again = fork_server.run_ranks(["run", str(recipe), *TWO], broken, 2)
+    again = fork_server.run_ranks(["run", str(recipe), *TWO], killed, 2)
     assert [code for code, _ in again] == [0, 0], again
-    assert run_fingerprint(broken / "run") == run_fingerprint(whole / "run")
+    assert run_fingerprint(killed / "run") == run_fingerprint(uninterrupted / "run")
 
 
 def test_a_letter_of_the_first_rank_ends_all_with_its_code(

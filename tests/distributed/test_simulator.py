@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not can_use_namespaces(), reason="needs root and network namespaces"),
 ]
-TWIN = "survival-smollm3-tiny"
+RECIPE = "survival-smollm3-tiny"
 SETS = [
     *("output_dir=null", "model.model_name_or_path=/workspace/model", "data.max_rows=24", "data.test_size=4"),
     *("cluster.nodes=2", "cluster.gpus_per_node=0", "cluster.hf_token_secret=hub-token", "cluster.local_queue=null"),
@@ -68,7 +68,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def made_place(model: Path) -> Iterator[Path]:
+def make_work_dir(model: Path) -> Iterator[Path]:
     """A folder for a simulation that any user may reach, with the model on its volume."""
     folder = Path(tempfile.mkdtemp(prefix="rehearsal-"))
     shutil.copytree(model, folder / "volumes/workspace/model")
@@ -82,12 +82,12 @@ def made_place(model: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def work_dir(model: Path) -> Iterator[Path]:
-    with made_place(model) as folder:
+    with make_work_dir(model) as folder:
         yield folder
 
 
 def stream(target: JobKind) -> str:
-    return render(build_job(load(TWIN, SETS, {}).recipe, Path.cwd(), target))
+    return render(build_job(load(RECIPE, SETS, {}).recipe, Path.cwd(), target))
 
 
 def play(work_dir: Path, text: str, *faults: InjectedFault) -> SimulationResult:
@@ -96,7 +96,7 @@ def play(work_dir: Path, text: str, *faults: InjectedFault) -> SimulationResult:
 
 
 def run_of(work_dir: Path) -> Path:
-    return work_dir / "volumes/trained-models" / TWIN
+    return work_dir / "volumes/trained-models" / RECIPE
 
 
 def logs_of(outcome: SimulationResult) -> str:
@@ -106,11 +106,11 @@ def logs_of(outcome: SimulationResult) -> str:
 @pytest.fixture(scope="module")
 def undisturbed(fork_server: ForkServer, model: Path) -> dict[str, Any]:
     """What an undisturbed rehearsal of 1 Master + 1 Worker leaves: losses, batches, weights."""
-    with made_place(model) as folder:
+    with make_work_dir(model) as folder:
         fork_server.serve_pods(folder / "volumes/workspace")
         outcome = play(folder, stream("pytorchjob"))
         assert outcome.succeeded, logs_of(outcome)
-        assert outcome.events[:2] == (f"{TWIN}-master-0: started", f"{TWIN}-worker-0: started")
+        assert outcome.events[:2] == (f"{RECIPE}-master-0: started", f"{RECIPE}-worker-0: started")
         assert len(outcome.logs) == 2, "nothing began again"
         assert "2 of 4 layers frozen" in logs_of(outcome)
         return run_fingerprint(run_of(folder))
@@ -133,21 +133,21 @@ def test_a_job_whose_worker_is_killed_ends_with_the_weights_of_an_undisturbed_on
 def assert_it_went_on(events: tuple[str, ...], work_dir: Path, target: JobKind) -> None:
     """A killed pod began again by the job's own rules, and the run went on from its last checkpoint."""
     if target == "trainjob":
-        assert f"{TWIN}-node-0-1: exited with 137" in events
+        assert f"{RECIPE}-node-0-1: exited with 137" in events
         assert "restarting all pods, 1 of 3 times" in events
     else:
-        assert f"{TWIN}-worker-0: exited with 137" in events
-        assert f"{TWIN}-worker-0: started, attempt 2" in events
+        assert f"{RECIPE}-worker-0: exited with 137" in events
+        assert f"{RECIPE}-worker-0: started, attempt 2" in events
     assert events_of(run_of(work_dir), "resumed"), "it went on from its last checkpoint"
 
 
 def leaks(folder: Path, text: str) -> list[str]:
     """Files of the simulation that hold the token."""
-    found = ["the stream"] if CANARY in text else []
+    leaked = ["the stream"] if CANARY in text else []
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():
-            found += [str(path)] if CANARY.encode() in path.read_bytes() else []
-    return found
+            leaked += [str(path)] if CANARY.encode() in path.read_bytes() else []
+    return leaked
 
 
 @pytest.mark.parametrize("target", ["trainjob", "pytorchjob"])
@@ -158,7 +158,7 @@ def test_without_root_the_same_rules_hold_for_plain_processes_and_it_says_what_i
         pytest.skip(why)
     volume = work_dir / "volumes/workspace"
     fork_server.serve_pods(volume, first=HOLD)
-    words = ["launch", TWIN, "--on", "openshift", "--simulate", "--job-kind", target, "--json"]
+    words = ["launch", RECIPE, "--on", "openshift", "--simulate", "--job-kind", target, "--json"]
     words += ["--work-dir", str(work_dir), "--inject-fault", "kill:1@4"]
     words += [word for setting in [*SETS, f"cluster.env={json.dumps(PRELOADED)}"] for word in ("--set", setting)]
     command = [*as_user(STRANGER, STRANGER), str(volume / "python"), "-m", "modelwright", *words]
@@ -170,13 +170,13 @@ def test_without_root_the_same_rules_hold_for_plain_processes_and_it_says_what_i
     done = subprocess.run(command, env=environ, cwd=work_dir, capture_output=True, text=True, check=False)
     logs = "\n".join(path.read_text(errors="replace") for path in sorted((work_dir / "logs").glob("*.log")))
     assert done.returncode == 0, done.stderr + logs
-    said = json.loads(done.stdout)
-    assert said["succeeded"]
-    assert_it_went_on(said["events"], work_dir, target)
+    result = json.loads(done.stdout)
+    assert result["succeeded"]
+    assert_it_went_on(result["events"], work_dir, target)
     assert (run_of(work_dir) / "stages/sft/result.json").stat().st_uid == STRANGER
     assert run_fingerprint(run_of(work_dir)) == undisturbed
-    assert any("random user id, dropped capabilities" in line for line in said["not_simulated"])
-    assert any("networks, names and mounts" in line for line in said["not_simulated"])
+    assert any("random user id, dropped capabilities" in line for line in result["not_simulated"])
+    assert any("networks, names and mounts" in line for line in result["not_simulated"])
 
 
 def test_python_in_place_of_torchrun_fails_here_as_it_would_there(fork_server: ForkServer, work_dir: Path) -> None:

@@ -26,13 +26,13 @@ shutil.disk_usage = lambda path: usage(1 << 40, 0, 1 << 40)
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A folder on a disk of a few megabytes."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)], capture_output=True)
+    mount_point = tmp_path / "disk"
+    mount_point.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(mount_point)], capture_output=True)
     if mounted.returncode:
         pytest.skip(f"mount is not allowed here: {mounted.stderr.decode().strip()}")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+    yield mount_point
+    subprocess.run(["umount", "-l", str(mount_point)], check=True)
 
 
 @is_root

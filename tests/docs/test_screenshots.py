@@ -26,7 +26,7 @@ def test_a_page_that_is_drawn_otherwise_looks_otherwise(monkeypatch: pytest.Monk
     assert pictures.render_hash() != before, "the style has changed"
     monkeypatch.undo()
     drawn = charts.line_chart
-    monkeypatch.setattr(charts, "line_chart", lambda *given, **named: drawn(*given, **named).replace("Loss", "Cost"))
+    monkeypatch.setattr(charts, "line_chart", lambda *args, **kwargs: drawn(*args, **kwargs).replace("Loss", "Cost"))
     assert pictures.render_hash() != before, "the code that draws has changed"
 
 

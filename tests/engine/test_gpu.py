@@ -301,10 +301,10 @@ def test_fp8_that_is_kept_trains_on_the_gpu_as_if_it_had_been_forced(
     monkeypatch.setattr(planning, "MIN_SPEEDUP", 0.0)
     monkeypatch.setattr(planning, "MAX_LOSS_DIFFERENCE", 1.0)
     settings = {"precision": "fp8", "max_steps": 3, "eval_steps": 3}
-    kept = run(tmp_path / "kept", model_folder, **settings)
+    validated = run(tmp_path / "kept", model_folder, **settings)
     forced = run(tmp_path / "forced", model_folder, **settings, fp8_validation="off")
-    assert json.loads((kept / "plan.json").read_text())["sft"]["reasons"][-1].startswith("fp8 is kept")
-    assert run_fingerprint(kept) == run_fingerprint(forced)
+    assert json.loads((validated / "plan.json").read_text())["sft"]["reasons"][-1].startswith("fp8 is kept")
+    assert run_fingerprint(validated) == run_fingerprint(forced)
 
 
 @pytest.mark.parametrize("recorded", ["never", "always"])
@@ -341,10 +341,10 @@ def test_a_group_that_is_stopped_while_it_compiles_ends_with_a_checkpoint(
 ) -> None:
     """As batch systems stop a job: the processes that compile are stopped too, and nobody waits for them."""
     recipe = tiny_recipe(tmp_path, model_folder, precision="auto", torch_compile=True, max_steps=1000)
-    places = {name: str(tmp_path / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+    cache_dirs = {name: str(tmp_path / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
     with (tmp_path / "output").open("w") as output:
         trial = subprocess.Popen(
-            [sys.executable, "-m", "modelwright", "run", str(recipe)], env={**os.environ, **places},
+            [sys.executable, "-m", "modelwright", "run", str(recipe)], env={**os.environ, **cache_dirs},
             stdout=output, stderr=output, start_new_session=True,
         )  # fmt: skip
     try:

@@ -32,15 +32,15 @@ def test_products_are_as_wished_forward_and_back_and_as_they_were_afterwards(
     name: str, tf32: bool, holds: tuple[str, bool]
 ) -> None:
     """The device is only named: the switches are there without it. Other arithmetic than fp32 finds torch's own."""
-    before, seen = switches(), []
+    before, modes = switches(), []
     precision = MixedPrecision(name, GPU, param_dtype="fp32" if name == "fp32" else "bf16", tf32=tf32)
     number = torch.ones((), requires_grad=True)
-    number.register_hook(lambda _: seen.append(switches()[:2]))
+    number.register_hook(lambda _: modes.append(switches()[:2]))
     with precision.autocast():
-        seen.append(switches()[:2])
+        modes.append(switches()[:2])
     assert switches() == before
     precision.backward(number * 2)
-    assert seen == [holds, holds]
+    assert modes == [holds, holds]
     assert switches() == before
 
 
@@ -66,14 +66,14 @@ def test_a_processor_is_left_alone() -> None:
 def test_angles_are_multiplied_exactly_whatever_holds_around_them(name: str) -> None:
     model, before = copy.deepcopy(family(name)), switches()
     disable_tf32_in_rope(model)
-    seen: set[tuple[bool, str]] = set()
+    modes: set[tuple[bool, str]] = set()
     for part in model.modules():  # hooks that come last see what the module itself will see
         part.register_forward_pre_hook(
-            lambda part, _: seen.add((is_rotary(part), torch.get_float32_matmul_precision()))
+            lambda part, _: modes.add((is_rotary(part), torch.get_float32_matmul_precision()))
         )
     with allow_tf32(tf32=True):
         model(torch.arange(8).unsqueeze(0))
-    assert seen == {(True, "highest"), (False, "high")}
+    assert modes == {(True, "highest"), (False, "high")}
     assert switches() == before
 
 

@@ -42,15 +42,15 @@ def test_a_reader_that_fails_without_an_error_of_ours_is_noticed(tmp_path: Path)
 
 
 def test_the_same_seed_gives_the_same_inputs(tmp_path: Path) -> None:
-    seen: list[list[bytes]] = [[], []]
-    for inputs in seen:
+    inputs_of_runs: list[list[bytes]] = [[], []]
+    for inputs in inputs_of_runs:
         fuzz(
-            replace(target_by_name("json"), read=lambda data, folder, kept=inputs: kept.append(data)),
+            replace(target_by_name("json"), read=lambda data, folder, recorded=inputs: recorded.append(data)),
             40,
             SEED,
             tmp_path,
         )
-    assert seen[0] == seen[1] and len(set(seen[0])) > 20
+    assert inputs_of_runs[0] == inputs_of_runs[1] and len(set(inputs_of_runs[0])) > 20
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +92,8 @@ def test_a_secret_that_leaks_is_found(tmp_path: Path) -> None:
         (folder / "args.json").write_text(json.dumps(dict(variables)), encoding="utf-8")
         return 0, variables["HF_TOKEN"] if arguments[0] == "report" else ""
 
-    found = leaks.search_leaks(tmp_path / "desk", tmp_path, careless, short=True)
-    assert [leak.partition(":")[0] for leak in found.leaks] == ["printed by report ./run", "args.json"]
+    findings = leaks.search_leaks(tmp_path / "desk", tmp_path, careless, short=True)
+    assert [leak.partition(":")[0] for leak in findings.leaks] == ["printed by report ./run", "args.json"]
 
 
 def test_a_write_outside_is_found(tmp_path: Path) -> None:
@@ -101,8 +101,8 @@ def test_a_write_outside_is_found(tmp_path: Path) -> None:
         (folder.parent / "victim" / "kept.txt").write_text(" ".join(arguments), encoding="utf-8")
         return 0, ""
 
-    found = leaks.run_traversal(tmp_path / "root", tmp_path, careless, short=True)
-    assert any("victim/kept.txt" in line for line in found.writes)
+    findings = leaks.run_traversal(tmp_path / "root", tmp_path, careless, short=True)
+    assert any("victim/kept.txt" in line for line in findings.writes)
 
 
 def test_the_lock_holds_every_dependency_with_hashes_and_the_versions_of_the_constraints() -> None:
@@ -122,6 +122,6 @@ def test_the_lock_holds_every_dependency_with_hashes_and_the_versions_of_the_con
 def test_a_lock_that_is_stale_or_bare_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "lock").write_text("a-b==1.0 ; sys_platform == 'linux' \\\n    --hash=sha256:" + "0" * 64 + "\nc==2\n")
     (tmp_path / "pins").write_text("# pinned\na_b==1.1\n")
-    found = read_lock(tmp_path / "lock")
-    assert [(each.name, each.version, each.hashes) for each in found] == [("a-b", "1.0", 1), ("c", "2", 0)]
+    packages = read_lock(tmp_path / "lock")
+    assert [(each.name, each.version, each.hashes) for each in packages] == [("a-b", "1.0", 1), ("c", "2", 0)]
     assert read_constraints(tmp_path / "pins") == {"a-b": "1.1"}

@@ -80,12 +80,12 @@ def test_nodes_are_a_number_or_a_range() -> None:
 
 
 def test_a_wish_travels_as_one_word() -> None:
-    wish = LaunchConfig(("run", "a b.yaml"), 2, "logs", NodeRange(1, 2), forkserver_preload=("json",))
-    assert LaunchConfig.from_json(wish.to_json()) == wish
+    config = LaunchConfig(("run", "a b.yaml"), 2, "logs", NodeRange(1, 2), forkserver_preload=("json",))
+    assert LaunchConfig.from_json(config.to_json()) == config
 
 
 @pytest.mark.parametrize(
-    ("words", "letter"),
+    ("words", "message"),
     [
         (["--on", "moon"], "--on is 'moon'"),
         (["--on", "nodes", "--node-rank", "1", "--nnodes", "2"], "--master-addr is missing"),
@@ -96,9 +96,9 @@ def test_a_wish_travels_as_one_word() -> None:
         (["--on", "nodes", "--nnodes", "2", "--node-rank", "2", "--master-addr", "127.0.0.1"], "the last of 2 is 1"),
     ],
 )
-def test_a_mistake_is_a_letter(words: list[str], letter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_is_a_letter(words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=letter):
+    with pytest.raises(UsageError, match=message):
         build_app()(["launch", "quickstart", *words], standalone_mode=False)
 
 
@@ -117,6 +117,6 @@ def test_without_a_node_rank_the_commands_are_printed(
             build_app()(["launch", "quickstart", "--on", "nodes", "--master-addr", "10.0.0.1"], standalone_mode=False)
         except typer.Exit as stop:
             assert stop.exit_code == 0
-    said = capsys.readouterr().out
-    assert said.count("modelwright launch quickstart --on nodes") == 2
+    output = capsys.readouterr().out
+    assert output.count("modelwright launch quickstart --on nodes") == 2
     assert list(tmp_path.iterdir()) == []

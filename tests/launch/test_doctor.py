@@ -49,30 +49,30 @@ def test_a_recipe_that_can_run_is_told_so_as_json(tmp_path: Path, model_folder: 
 def test_a_model_that_is_only_on_a_hub_out_of_reach_is_a_failure_with_its_remedy(tmp_path: Path) -> None:
     loaded = load(recipe(tmp_path, "HuggingFaceTB/SmolLM3-3B"), ())
     assert hub_only_input(loaded) == "HuggingFaceTB/SmolLM3-3B"
-    found = doctor.check_hub("HuggingFaceTB/SmolLM3-3B")[-1]
-    assert found.status == "fail" and "put the files into a folder" in found.fix
+    check = doctor.check_hub("HuggingFaceTB/SmolLM3-3B")[-1]
+    assert check.status == "fail" and "put the files into a folder" in check.fix
 
 
 def test_a_recipe_that_does_not_fit_is_told_what_would(tmp_path: Path) -> None:
     if os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") > 48e9:
         pytest.skip("this machine holds what the test takes for too large")
-    found = check_stage_fits(load(recipe(tmp_path, "some/smollm3-3b"), ()), "sft")
-    assert found.status == "fail" and "trainable: lora" in found.fix
+    check = check_stage_fits(load(recipe(tmp_path, "some/smollm3-3b"), ()), "sft")
+    assert check.status == "fail" and "trainable: lora" in check.fix
 
 
 def test_a_full_disk_is_seen_before_the_run(tmp_path: Path) -> None:
-    found = doctor.check_disk(tmp_path / "not" / "there", needed=1e18)
-    assert found.status == "fail" and "save_total_limit" in found.fix
+    check = doctor.check_disk(tmp_path / "not" / "there", needed=1e18)
+    assert check.status == "fail" and "save_total_limit" in check.fix
 
 
 def test_a_taken_port_is_named() -> None:
-    with socket.socket() as taken:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            taken.bind(("", doctor.PORTS[0]))
+            listener.bind(("", doctor.PORTS[0]))
         except OSError:
             pytest.skip("somebody else holds the port")
-        taken.listen()
+        listener.listen()
         assert doctor.PORTS[0] in doctor.check_ports(needed=True).data["in_use"]
 
 
@@ -80,9 +80,9 @@ def test_a_check_that_breaks_is_a_finding_and_the_others_go_on() -> None:
     def broken() -> CheckResult:
         raise ImportError("libcudart.so.13: cannot open shared object file\nmore")
 
-    found = run_checks([broken, doctor.check_python])
-    assert [check.status for check in found] == ["fail", "ok"]
-    assert found[0].detail == "ImportError: libcudart.so.13: cannot open shared object file"
+    checks = run_checks([broken, doctor.check_python])
+    assert [check.status for check in checks] == ["fail", "ok"]
+    assert checks[0].detail == "ImportError: libcudart.so.13: cannot open shared object file"
 
 
 def test_the_kernel_is_asked_about_its_clock() -> None:
@@ -102,14 +102,14 @@ OTHERS = [
 def test_a_node_that_would_compute_otherwise_than_the_main_one_is_told_so(
     other: dict[str, str], state: str, fix: str
 ) -> None:
-    found = compare_devices(L40S, other, 1)
-    assert found.status == state and fix in found.fix
-    assert other["device"] in found.detail
+    checks = compare_devices(L40S, other, 1)
+    assert checks.status == state and fix in checks.fix
+    assert other["device"] in checks.detail
 
 
 def test_bf16_is_tried_and_not_believed() -> None:
-    found = doctor.check_bf16()
-    assert found.status == "ok" and found.detail.startswith("works")
+    check = doctor.check_bf16()
+    assert check.status == "ok" and check.detail.startswith("works")
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from modelwright.launch.agent import OrderedRendezvousHandler, create_rdzv_handl
 from modelwright.launch.config import LaunchConfig, NodeRange
 from tests.faults.fork_server import free_port
 
-Place = tuple[int, int, str, int]
+RankAndStore = tuple[int, int, str, int]
 
 
 @pytest.fixture(autouse=True)
@@ -26,14 +26,14 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def nodes_at(addresses: dict[int, str], nodes: NodeRange) -> dict[int, OrderedRendezvousHandler]:
     """Every node's side, by its number; the main one is first since it keeps the store where they meet."""
     port = free_port()
-    wishes = {
+    configs = {
         node: LaunchConfig(("run",), 1, "", nodes, node, master_port=port, local_addr=at)
         for node, at in addresses.items()
     }
-    return {node: create_rdzv_handler(wish) for node, wish in sorted(wishes.items())}
+    return {node: create_rdzv_handler(config) for node, config in sorted(configs.items())}
 
 
-def come(node: OrderedRendezvousHandler) -> Place:
+def come(node: OrderedRendezvousHandler) -> RankAndStore:
     """Rank, nodes in all, the address of the ranks' store, and how many had written there when all have."""
     from torch.distributed import TCPStore
 
@@ -51,8 +51,8 @@ def test_ranks_follow_the_numbers_of_the_nodes_at_every_meeting_where_torch_woul
     nodes = nodes_at({0: main, 1: "127.0.0.5", 3: "127.0.0.1"}, NodeRange(3, 3))
     with ThreadPoolExecutor(3) as pool:
         for _ in range(2):
-            places = list(pool.map(come, [nodes[3], nodes[1], nodes[0]]))
-            assert places == [(2, 3, main, 3), (1, 3, main, 3), (0, 3, main, 3)]
+            met = list(pool.map(come, [nodes[3], nodes[1], nodes[0]]))
+            assert met == [(2, 3, main, 3), (1, 3, main, 3), (0, 3, main, 3)]
     assert {node.node_ranks for node in nodes.values()} == {(0, 1, 3)}
 
 
@@ -77,8 +77,8 @@ def test_a_node_that_trains_meets_again_where_another_comes_with_its_number() ->
         def next_rendezvous(self) -> Any:
             rank, numbers = next(self.meetings)
             store = HashStore()
-            for place, number in enumerate(numbers):
-                store.set(f"modelwright/node/{place}", str(number))
+            for position, number in enumerate(numbers):
+                store.set(f"modelwright/node/{position}", str(number))
             for key, value in (("MASTER_ADDR", main), ("MASTER_PORT", "29500")):
                 store.set(f"modelwright/{key}", value)
             return SimpleNamespace(store=store, rank=rank, world_size=len(numbers))
@@ -90,14 +90,14 @@ def test_a_node_that_trains_meets_again_where_another_comes_with_its_number() ->
     assert (met.rank, met.world_size, node.node_ranks) == (1, 2, (0, 1))
 
 
-def stay(node: OrderedRendezvousHandler, place: Place) -> Place:
+def stay(node: OrderedRendezvousHandler, rank_and_store: RankAndStore) -> RankAndStore:
     """Come again whenever another node waits, as the agent does, which then starts its ranks again; until both met."""
     deadline = time.monotonic() + 240
-    while place[1] < 2 and time.monotonic() < deadline:
-        if not place[1] or node.num_nodes_waiting():
-            place = come(node)
+    while rank_and_store[1] < 2 and time.monotonic() < deadline:
+        if not rank_and_store[1] or node.num_nodes_waiting():
+            rank_and_store = come(node)
         time.sleep(0.05)
-    return place
+    return rank_and_store
 
 
 def test_a_node_that_comes_later_is_counted_by_its_number_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,9 +20,9 @@ LOST = RankStatus(
 
 @pytest.fixture
 def ipc(tmp_path: Path) -> IpcDir:
-    made = IpcDir(tmp_path)
-    made.set_rank_pids({0: 100, 1: 101})
-    return made
+    ipc_dir = IpcDir(tmp_path)
+    ipc_dir.set_rank_pids({0: 100, 1: 101})
+    return ipc_dir
 
 
 REPORTED_ERROR = replace(LOST, exit_message="there is no folder", exit_code=2, lost_peers=False, exit_time=6.0)

@@ -53,8 +53,8 @@ def test_a_stopped_rank_is_found_in_seconds_and_the_one_that_waits_for_it_is_not
 
 
 def test_a_rank_left_waiting_for_one_that_died_is_ended_after_ten_seconds() -> None:
-    found = watch(60, AT_WORK, OTHER, states={101: None})
-    assert found == "10 s: rank 0 is blocked, waiting in all_reduce, since other ranks have exited"
+    ended = watch(60, AT_WORK, OTHER, states={101: None})
+    assert ended == "10 s: rank 0 is blocked, waiting in all_reduce, since other ranks have exited"
 
 
 def test_a_rank_that_saves_while_another_died_may_finish() -> None:

@@ -18,7 +18,7 @@ from modelwright.models.trainable import count_parameters, decoder_layers, set_t
 from modelwright.recipe.stage_specs import TrainableConfig
 
 TOKENS = torch.arange(20).unsqueeze(0)
-PLACES = torch.arange(20).unsqueeze(0)
+POSITIONS = torch.arange(20).unsqueeze(0)
 
 
 def moving(model: nn.Module) -> set[str]:
@@ -31,13 +31,13 @@ def trained(folder: Path, **parts: Any) -> Any:
 
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
-    return compute_logits(model.eval(), hidden_states(model, TOKENS, PLACES))
+    return compute_logits(model.eval(), hidden_states(model, TOKENS, POSITIONS))
 
 
 def train_a_little(model: Any) -> None:
     """Two steps of plain descent, so that what moves has moved."""
     for _ in range(2):
-        loss = compute_logits(model.train(), hidden_states(model, TOKENS, PLACES)).logsumexp(-1).square().mean()
+        loss = compute_logits(model.train(), hidden_states(model, TOKENS, POSITIONS)).logsumexp(-1).square().mean()
         loss.backward()
         for weight in model.parameters():
             if weight.grad is not None:

@@ -47,23 +47,25 @@ def one_thread() -> Iterator[None]:
 def pairs() -> list[PreferencePair]:
     return [
         PreferencePair(
-            str(place),
+            str(number),
             ({"role": "user", "content": row["prompt"]},),
             ({"role": "assistant", "content": row["chosen"]},),
             ({"role": "assistant", "content": row["rejected"]},),
             row["prompt"],
         )
-        for place, row in enumerate(tiny_pairs(40))
+        for number, row in enumerate(tiny_pairs(40))
     ]
 
 
-def train_ours(folder: Path, kept: Path, **wish: Any) -> tuple[list[float], list[float], dict[str, Tensor], list[int]]:
-    settings = DpoConfig(**SETTINGS, **wish, precision="fp32")
+def train_ours(
+    folder: Path, cache: Path, **changes: Any
+) -> tuple[list[float], list[float], dict[str, Tensor], list[int]]:
+    settings = DpoConfig(**SETTINGS, **changes, precision="fp32")
     model = load_model(folder)
     task = DpoTask(model, load_tokenizer(folder), PreferenceDataset(pairs(), [], ""), settings, eos_token_ids(model))
     assert task.sharing_blocker is None
     engine = Engine(task, settings, plan_stage(settings, task.rows, 1, LAPTOP), World(), seed=7)
-    precompute_ref_log_probs(task, engine, kept, "m")
+    precompute_ref_log_probs(task, engine, cache, "m")
     reports = list(engine.steps())
     assert all(report.health == "ok" for report in reports)
     order = [row for step in range(STEPS) for row in engine.sampler.batch_indices(step)]
@@ -71,7 +73,7 @@ def train_ours(folder: Path, kept: Path, **wish: Any) -> tuple[list[float], list
     return [report.loss for report in reports], [report.grad_norm for report in reports], weights, order
 
 
-def their_trainer(folder: Path, place: Path, order: list[int], **wish: Any) -> Any:
+def their_trainer(folder: Path, output_dir: Path, order: list[int], **changes: Any) -> Any:
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
@@ -81,9 +83,9 @@ def their_trainer(folder: Path, place: Path, order: list[int], **wish: Any) -> A
         for pair in (all_pairs[row] for row in order)
     ]
     settings = DPOConfig(
-        **SETTINGS, **wish, output_dir=str(place), train_sampling_strategy="sequential", use_cpu=True, bf16=False,
-        gradient_checkpointing=False, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
-        dataloader_pin_memory=False,
+        **SETTINGS, **changes, output_dir=str(output_dir), train_sampling_strategy="sequential", use_cpu=True,
+        bf16=False, gradient_checkpointing=False, logging_steps=1, save_strategy="no", report_to="none",
+        disable_tqdm=True, dataloader_pin_memory=False,
     )  # fmt: skip
     return DPOTrainer(
         load_model(folder), args=settings, train_dataset=Dataset.from_list(rows),

@@ -38,13 +38,13 @@ def test_a_deployed_job_is_its_recipe(name: str, target: str) -> None:
 @pytest.mark.parametrize(("name", "target"), FILES)
 def test_the_real_schemas_take_a_deployed_job(shared: Path, name: str, target: str) -> None:
     jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is in the dev extra")
-    seen = 0
+    count = 0
     for manifest in load_manifests(ROOT / "deploy" / f"{name}-{target}.yaml"):
         for crd in CRDS.get(manifest.kind, ()):
             validator = jsonschema.Draft202012Validator(crd_schema(shared, crd))
             assert [error.message for error in validator.iter_errors(manifest.body)] == []
-            seen += 1
-    assert seen == (4 if target == "trainjob" else 1)
+            count += 1
+    assert count == (4 if target == "trainjob" else 1)
 
 
 def test_nothing_else_is_deployed() -> None:

@@ -43,27 +43,27 @@ WALKED = (
 
 
 @cache
-def letters() -> tuple[str, ...]:
+def source_texts() -> tuple[str, ...]:
     """Every text in the source, with … in place of what is filled in."""
     return tuple(text for file in sorted(SOURCE.rglob("*.py")) for text in _texts(ast.parse(file.read_text("utf-8"))))
 
 
 def _texts(node: ast.AST) -> Iterator[str]:
-    for found in ast.walk(node):
-        if isinstance(found, ast.JoinedStr):
-            parts = (str(part.value) if isinstance(part, ast.Constant) else "…" for part in found.values)
+    for child in ast.walk(node):
+        if isinstance(child, ast.JoinedStr):
+            parts = (str(part.value) if isinstance(part, ast.Constant) else "…" for part in child.values)
             yield re.sub(r"…(…)+", "…", "".join(parts))
-        elif isinstance(found, ast.Constant) and isinstance(found.value, str):
-            yield found.value
-        elif isinstance(found, ast.BinOp) and isinstance(found.op, ast.Add):
-            yield "…".join(text for side in (found.left, found.right) for text in _texts(side))
+        elif isinstance(child, ast.Constant) and isinstance(child.value, str):
+            yield child.value
+        elif isinstance(child, ast.BinOp) and isinstance(child.op, ast.Add):
+            yield "…".join(text for side in (child.left, child.right) for text in _texts(side))
 
 
 def holds(message: str) -> bool:
     """Whether some text of the source says this, with holes in the same places."""
     parts = (re.escape(part) for part in re.split(r"\s*…\s*", message) if part)
     wanted = re.compile(r"\s*…[…\s]*".join(parts))
-    return any(wanted.search(text) for text in letters())
+    return any(wanted.search(text) for text in source_texts())
 
 
 @pytest.mark.parametrize("message", MESSAGES)
@@ -90,13 +90,13 @@ def test_quoted_lines_stand_in_the_source(page: Path) -> None:
 
 def test_no_line_of_the_loop_is_left_out_of_the_walk() -> None:
     page = CONCEPTS[0].read_text(encoding="utf-8")
-    told = {line.strip() for _, body in QUOTE.findall(page) for line in body.splitlines()}
+    explained = {line.strip() for _, body in QUOTE.findall(page) for line in body.splitlines()}
     file = SOURCE / "engine" / "trainer.py"
     lines = file.read_text(encoding="utf-8").splitlines()
-    found = 0
+    count = 0
     for node in ast.walk(ast.parse("\n".join(lines))):
         if isinstance(node, ast.FunctionDef) and node.name in WALKED:
-            found += 1
+            count += 1
             for line in lines[node.lineno - 1 : node.end_lineno]:
-                assert line.strip() in told or not line.strip(), f"{node.name}: {line.strip()} is not explained"
-    assert found == len(WALKED)
+                assert line.strip() in explained or not line.strip(), f"{node.name}: {line.strip()} is not explained"
+    assert count == len(WALKED)

@@ -115,12 +115,12 @@ def command_of(line: str, where: str, says: str = "") -> Command | None:
 
 def files() -> dict[str, str]:
     """The files that the pages write out."""
-    found = {}
+    bodies = {}
     for page in PAGES:
         for block in BLOCK.finditer(page.read_text(encoding="utf-8")):
             if block["file"]:
-                found[block["file"]] = block["body"]
-    return found
+                bodies[block["file"]] = block["body"]
+    return bodies
 
 
 ALL = list(commands())
@@ -128,13 +128,13 @@ ALL = list(commands())
 
 @pytest.mark.parametrize("command", ALL, ids=lambda each: each.where)
 def test_a_command_of_the_pages_has_a_verb_and_options_that_exist(command: Command) -> None:
-    found: Any = get_command(whole_command())
+    group: Any = get_command(whole_command())
     rest = list(command.words)
-    while hasattr(found, "commands") and rest and not rest[0].startswith("-"):
-        assert rest[0] in found.commands, f"{command.where}: there is no command {rest[0]}"
-        found = found.commands[rest.pop(0)]
+    while hasattr(group, "commands") and rest and not rest[0].startswith("-"):
+        assert rest[0] in group.commands, f"{command.where}: there is no command {rest[0]}"
+        group = group.commands[rest.pop(0)]
     with contextlib.suppress(typer.Exit):  # --help prints and leaves
-        found.make_context("modelwright", rest)
+        group.make_context("modelwright", rest)
 
 
 @pytest.mark.parametrize("page", dict.fromkeys(each.page for each in ALL if each.verb in COLD))
@@ -149,17 +149,17 @@ def test_the_quick_commands_of_a_page_run_one_after_the_other(
                 for name, value in command.environ.items():
                     patch.setenv(name, value)
                 code = run(tmp_path, *command.words)
-            told = capsys.readouterr().err
-            assert code == command.exit_code, f"{command.where}: {told}"
-            assert told.split() == command.says.split() or not command.says, command.where
+            stderr = capsys.readouterr().err
+            assert code == command.exit_code, f"{command.where}: {stderr}"
+            assert stderr.split() == command.says.split() or not command.says, command.where
 
 
 def test_every_command_of_the_pages_is_run_by_some_test() -> None:
     for command in ALL:
-        place = ELSEWHERE.get(command.verb)
-        assert command.verb in (*COLD, *WARM, "data") or place, f"{command.where}: nobody runs {command.verb}"
-        if place:
-            assert command.verb in (ROOT / place).read_text(encoding="utf-8"), f"{place} says nothing of it"
+        test_file = ELSEWHERE.get(command.verb)
+        assert command.verb in (*COLD, *WARM, "data") or test_file, f"{command.where}: nobody runs {command.verb}"
+        if test_file:
+            assert command.verb in (ROOT / test_file).read_text(encoding="utf-8"), f"{test_file} says nothing of it"
 
 
 @pytest.fixture(scope="module")
@@ -172,8 +172,8 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> P
     for name, body in files().items():
         (folder / name).write_text(body.replace(EMBEDDED_MODEL, str(model_folder)), encoding="utf-8")
     small = ("data.max_rows=60", "data.test_size=6", "sft.max_steps=6", "compare.max_new_tokens=8")
-    wishes = [f"model.model_name_or_path={model_folder}", *small]
-    recipe = load("quickstart", wishes, {}).recipe
+    overrides = [f"model.model_name_or_path={model_folder}", *small]
+    recipe = load("quickstart", overrides, {}).recipe
     gates = {"sft": {"eval_loss": Threshold(at_most=1.0, times="base_eval_loss")}}
     (folder / "quickstart").write_text(dump_yaml(recipe.model_copy(update={"gates": gates})), encoding="utf-8")
     (folder / "llama-tiny").write_text(dump_yaml(load("llama-tiny", BRIEF, {}).recipe), encoding="utf-8")

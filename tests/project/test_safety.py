@@ -40,23 +40,23 @@ def dotted(node: ast.AST) -> str:
 
 def dangers(text: str) -> list[str]:
     """What could run code that came with data, with its line."""
-    found: list[str] = []
+    uses: list[str] = []
     tree = ast.parse(text)
     other = {name.asname: name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found += [f"{node.lineno}: {name.name}" for name in node.names if name.name.split(".")[0] in PICKLERS]
+            uses += [f"{node.lineno}: {name.name}" for name in node.names if name.name.split(".")[0] in PICKLERS]
         elif isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{name.name}" for name in node.names]
-            found += [f"{node.lineno}: {name}" for name in names if name.split(".")[0] in PICKLERS or name in CALLS]
+            uses += [f"{node.lineno}: {name}" for name in names if name.split(".")[0] in PICKLERS or name in CALLS]
         elif isinstance(node, ast.Call):
             first, _, rest = dotted(node.func).partition(".")
             called = f"{other.get(first, first)}.{rest}" if rest else first
             safe = any(word.arg == "weights_only" and getattr(word.value, "value", 0) is True for word in node.keywords)
             if called in CALLS:
-                found.append(f"{node.lineno}: {called}{' weights_only' if called == 'torch.load' and safe else ''}")
-            found += [f"{node.lineno}: {word.arg}" for word in node.keywords if trusts(word)]
-    return found
+                uses.append(f"{node.lineno}: {called}{' weights_only' if called == 'torch.load' and safe else ''}")
+            uses += [f"{node.lineno}: {word.arg}" for word in node.keywords if trusts(word)]
+    return uses
 
 
 def trusts(word: ast.keyword) -> bool:
@@ -76,8 +76,8 @@ def environment_uses(text: str) -> list[int]:
 @pytest.mark.parametrize("file", FILES, ids=name_of)
 def test_nothing_that_is_read_can_act(file: Path) -> None:
     allowed = MAY_WRITE.get(name_of(file), set())
-    found = [line for line in dangers(file.read_text(encoding="utf-8")) if line.split(": ")[1] not in allowed]
-    assert not found, "\n".join(f"{name_of(file)}:{line}" for line in found)
+    uses = [line for line in dangers(file.read_text(encoding="utf-8")) if line.split(": ")[1] not in allowed]
+    assert not uses, "\n".join(f"{name_of(file)}:{line}" for line in uses)
 
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)

@@ -26,7 +26,7 @@ def build() -> ModuleType:
     return module
 
 
-def places(page: Path) -> set[str]:
+def anchors(page: Path) -> set[str]:
     """What a link may name within a page: its headings, as GitHub and the site write them."""
     headings = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
     plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)|[`*]", r"\1", heading).lower() for heading in headings)
@@ -37,9 +37,9 @@ def places(page: Path) -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_link_to_a_place_leads_to_a_heading(page: Path) -> None:
     text = FENCED.sub("", page.read_text(encoding="utf-8"))
-    for path, place in re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", text):
+    for path, anchor in re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", text):
         target = page.parent / path if path else page
-        assert place in places(target), f"{page.name} links to {path}#{place}"
+        assert anchor in anchors(target), f"{page.name} links to {path}#{anchor}"
 
 
 def test_every_page_is_listed_in_the_index() -> None:
@@ -63,9 +63,9 @@ def test_a_link_that_leads_nowhere_and_a_script_from_elsewhere_are_found(tmp_pat
     }
     for name, text in pages.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
-    found = build()
-    assert sorted(found.broken(tmp_path)) == [
+    site = build()
+    assert sorted(site.broken(tmp_path)) == [
         "a.html: b.html#high leads to no place in that page",
         "a.html: c.html leads to no page",
     ]
-    assert list(found.fetched(tmp_path)) == ["b.html: fetches https://elsewhere.example/x.js"]
+    assert list(site.fetched(tmp_path)) == ["b.html: fetches https://elsewhere.example/x.js"]

@@ -172,8 +172,8 @@ def test_every_name_of_version_0_1_is_read_as_todays_with_a_note() -> None:
         assert new.notes == ()
         noted |= {re.sub(r"^\S+: ", "", note) for note in old.notes}
     keys = {pair for table in (*RENAMED_KEYS.values(), RENAMED_METRICS) for pair in table.items()}
-    found = (re.fullmatch(r"(?:\S+\.)?(\w+) is now called (\w+)", note) for note in noted)
-    assert {(match[1], match[2]) for match in found if match} == keys
+    matches = (re.fullmatch(r"(?:\S+\.)?(\w+) is now called (\w+)", note) for note in noted)
+    assert {(match[1], match[2]) for match in matches if match} == keys
     assert {note for note in noted if " is read as " in note} == {
         "gates.sft.exactness.times: base_exactness is read as times: base_answer_f1",
         "gates.sft.parent_eval_loss.plus: exactness is read as plus: answer_f1",

@@ -50,7 +50,7 @@ def leaves(tree: ConfigNode) -> Iterator[str]:
 
 def normalized(name: str) -> str:
     """Names under which a setting is reported: a mapping of turn fields by its two fields."""
-    return re.sub(r"message_property_mappings|\.field$", lambda found: "message_field_role" if "m" in found[0][:1] else
+    return re.sub(r"message_property_mappings|\.field$", lambda match: "message_field_role" if "m" in match[0][:1] else
                   ".text_column", name)  # fmt: skip
 
 

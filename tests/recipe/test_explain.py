@@ -54,7 +54,7 @@ def test_one_setting_is_explained_at_length() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "meant"),
+    ("name", "key"),
     [
         ("sft.learning_rate", "sft.learning_rate"),
         ("learning_rate", "sft.learning_rate"),
@@ -65,8 +65,8 @@ def test_one_setting_is_explained_at_length() -> None:
         ("gates.sft.eval_loss.at_most", "gates.sft.eval_loss.at_most"),
     ],
 )
-def test_a_key_may_be_bare_or_another_tools(asked: str, meant: str) -> None:
-    assert resolve_key(asked) == meant
+def test_a_key_may_be_bare_or_another_tools(name: str, key: str) -> None:
+    assert resolve_key(name) == key
 
 
 def test_an_unknown_key_is_answered_with_the_nearest() -> None:

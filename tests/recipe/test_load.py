@@ -61,13 +61,13 @@ def test_every_shipped_recipe_loads(name: str) -> None:
 def test_default_base_recipe_environment_and_command_line_win_in_this_order(folder: Path) -> None:
     key = "sft.num_train_epochs"
     Path("bare.yaml").write_text("name: x\nmodel: {model_name_or_path: m}\ndata: {dataset_name: d}\nsft: {}\n")
-    said = "sft:\n  num_train_epochs: 3\n"
+    section = "sft:\n  num_train_epochs: 3\n"
     layers = [
         (load("bare.yaml", (), {}), 1, "default"),
         (child(""), 2, "base low.yaml:8"),
-        (child(said), 3, "mine.yaml:4"),
-        (child(said, EPOCHS="4"), 4, "environment EPOCHS"),
-        (child(said, f"{key}=5", EPOCHS="4"), 5, "--set"),
+        (child(section), 3, "mine.yaml:4"),
+        (child(section, EPOCHS="4"), 4, "environment EPOCHS"),
+        (child(section, f"{key}=5", EPOCHS="4"), 5, "--set"),
     ]
     assert [(sft(loaded).num_train_epochs, str(loaded.origins[key])) for loaded, _, _ in layers] == [
         (value, origin) for _, value, origin in layers

@@ -38,9 +38,9 @@ def value_of(text: str) -> object:
     ],
 )
 def test_a_value_is_what_its_writer_meant(text: str, value: object) -> None:
-    found = value_of(text)
-    assert found == value
-    assert type(found) is type(value)
+    parsed = value_of(text)
+    assert parsed == value
+    assert type(parsed) is type(value)
 
 
 def test_every_key_and_item_knows_its_line() -> None:

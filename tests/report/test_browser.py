@@ -31,8 +31,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with browsing() as found:
-        yield found
+    with browsing() as instance:
+        yield instance
 
 
 def add_steps(journal: Journal, first: int, last: int, steps: int = 40) -> None:
@@ -74,7 +74,7 @@ def test_nothing_hostile_acts_in_the_report_and_nothing_breaks_it(
     assert window.page.evaluate("document.documentElement.scrollWidth") <= width, "no sideways scroll"
     assert window.page.locator("section h2").count() >= 5  # a sixth where the run took long enough to book its time
     assert window.complaints == []
-    assert window.asked == [path.as_uri()], "nothing is asked of anybody"
+    assert window.requests == [path.as_uri()], "nothing is asked of anybody"
     assert path.stat().st_size < 1_000_000
 
 
@@ -166,7 +166,7 @@ def test_a_live_run_is_followed_reloaded_and_asked(
             assert shown.locator(f"[data-who={who}]").text_content().strip() == "".join(pieces).strip()
             assert shown.evaluate(f"window.grown.{who}") >= len(pieces) > 1, "it streams"
         assert window.complaints == []
-        assert all(address.startswith(serving.url) for address in window.asked)
+        assert all(address.startswith(serving.url) for address in window.requests)
     finally:
         shown.close()
         serving.close()

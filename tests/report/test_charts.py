@@ -21,9 +21,9 @@ def parse(drawn: str) -> ElementTree.Element:
 def test_a_curve_begins_at_the_left_and_ends_at_the_right() -> None:
     figure = parse(line_chart("Loss", [Series("training", [(1, 4.0), (2, 3.0), (3, 2.0)])]))
     [path] = [each.get("d") or "" for each in figure.iter("path") if "line" in (each.get("class") or "").split()]
-    places = [tuple(map(float, place.split())) for place in path.removeprefix("M").split("L")]
-    assert [x for x, _ in places] == [0.0, 300.0, 600.0]
-    assert places[0][1] < places[1][1] < places[2][1], "down on the paper is down in value"
+    points = [tuple(map(float, point.split())) for point in path.removeprefix("M").split("L")]
+    assert [x for x, _ in points] == [0.0, 300.0, 600.0]
+    assert points[0][1] < points[1][1] < points[2][1], "down on the paper is down in value"
 
 
 def test_a_curve_says_its_last_value_and_is_read_aloud_from_first_to_last() -> None:
@@ -86,6 +86,6 @@ def test_every_colour_is_in_the_style_sheet() -> None:
 
 
 def test_numbers_take_few_signs() -> None:
-    said = [format_si(value) for value in (0, 1234, 2.5e6, 0.25, 3e-4, 6.85e-7, -12.0)]
-    assert said == ["0", "1.23k", "2.5M", "0.25", "3e-4", "6.85e-7", "-12"]
+    texts = [format_si(value) for value in (0, 1234, 2.5e6, 0.25, 3e-4, 6.85e-7, -12.0)]
+    assert texts == ["0", "1.23k", "2.5M", "0.25", "3e-4", "6.85e-7", "-12"]
     assert [format_bytes(value) for value in (5e9, 4.12e8, 2e6)] == ["5 GB", "0.412 GB", "2 MB"]

@@ -108,9 +108,9 @@ def test_a_bad_step_says_so_and_what_is_not_known_is_left_out() -> None:
 
 
 def test_the_embedded_model_s_conversion_is_announced_when_it_happens() -> None:
-    found = {"event": "loading", "model": "smollm2-135m-instruct"}
-    assert "about 40 s" in str(format_event({**found, "converting": True}))
-    assert format_event({**found, "converting": False}) == "model: smollm2-135m-instruct"
+    event = {"event": "loading", "model": "smollm2-135m-instruct"}
+    assert "about 40 s" in str(format_event({**event, "converting": True}))
+    assert format_event({**event, "converting": False}) == "model: smollm2-135m-instruct"
 
 
 def test_answers_that_stand_already_are_not_said_again() -> None:
@@ -144,8 +144,8 @@ def test_letters_of_all_scripts_pass() -> None:
 
 
 def test_durations_are_said_as_people_say_them() -> None:
-    said = [format_duration(seconds) for seconds in (0, 0.31, 45.4, 59.6, 200, 3599.9, 7500)]
-    assert said == ["0 s", "0.3 s", "45 s", "1 min 00 s", "3 min 20 s", "1 h 00 min", "2 h 05 min"]
+    texts = [format_duration(seconds) for seconds in (0, 0.31, 45.4, 59.6, 200, 3599.9, 7500)]
+    assert texts == ["0 s", "0.3 s", "45 s", "1 min 00 s", "3 min 20 s", "1 h 00 min", "2 h 05 min"]
 
 
 def test_numbers_have_four_digits() -> None:

@@ -72,19 +72,19 @@ def test_the_list_and_a_run_and_two_over_each_other(board: DashboardServer) -> N
 
 def events(board: DashboardServer, path: str, count: int, then: Any = None) -> list[dict[str, Any]]:
     """The first events of a stream; `then` is called after the first."""
-    found: list[dict[str, Any]] = []
+    received: list[dict[str, Any]] = []
     with socket.create_connection(("127.0.0.1", board.port), timeout=20) as line:
         address = path.replace("TOKEN", board.dashboard.token)
         line.sendall(f"GET {address} HTTP/1.1\r\nHost: 127.0.0.1:{board.port}\r\n\r\n".encode())
         read = b""
-        while len(found) < count:
+        while len(received) < count:
             read += line.recv(65536)
-            found = [json.loads(part.split(b"data: ", 1)[1].split(b"\r\n")[0])
+            received = [json.loads(part.split(b"data: ", 1)[1].split(b"\r\n")[0])
                      for part in read.split(b"\n\n")[:-1] if b"data: " in part]  # fmt: skip
-            if then and found:
+            if then and received:
                 then()
                 then = None
-    return found
+    return received
 
 
 def test_a_window_hears_all_and_then_what_changes(board: DashboardServer, runs: Path) -> None:
@@ -98,9 +98,9 @@ def test_a_window_hears_all_and_then_what_changes(board: DashboardServer, runs: 
 
 def test_a_question_is_answered_by_both_in_turn(board: DashboardServer) -> None:
     status, body = board.request("POST", "/TOKEN/run/one/ask", {"question": "why not"})
-    told = [json.loads(line.split(b"data: ")[1]) for line in body.split(b"\n\n") if b"data: " in line]
+    events_received = [json.loads(line.split(b"data: ")[1]) for line in body.split(b"\n\n") if b"data: " in line]
     assert status == 200
-    assert [(each["who"], each["text"]) for each in told[:-1]] == [
+    assert [(each["who"], each["text"]) for each in events_received[:-1]] == [
         ("before", "why "), ("after", "WHY "), ("before", "not "), ("after", "NOT "),
     ]  # fmt: skip
     assert b"no model here" in board.request("POST", "/TOKEN/run/one/ask", {"question": "trouble"})[1]

@@ -47,8 +47,8 @@ def test_what_was_done_after_the_last_checkpoint_was_for_nothing_when_the_run_is
         step(24, 4),
         {"time": 24.0, "event": "done"},
     ]
-    found = booked([*killed, *again])
-    assert found == {
+    counts = booked([*killed, *again])
+    assert counts == {
         "productive": 4.0,
         "checkpoint": 0.5,
         "evaluation": 1.0,
@@ -59,9 +59,11 @@ def test_what_was_done_after_the_last_checkpoint_was_for_nothing_when_the_run_is
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_anew() -> None:
-    found = booked([*START, step(5, 1), step(6, 2), {"time": 10.0, "event": "run"}, step(12, 1, 2.0), step(14, 2, 2.0)])
-    assert found["lost_progress"] == 2.0
-    assert found["productive"] == 4.0
+    counts = booked(
+        [*START, step(5, 1), step(6, 2), {"time": 10.0, "event": "run"}, step(12, 1, 2.0), step(14, 2, 2.0)]
+    )
+    assert counts["lost_progress"] == 2.0
+    assert counts["productive"] == 4.0
 
 
 def test_steps_that_were_not_trusted_are_no_use() -> None:
@@ -115,8 +117,8 @@ def test_a_long_text_is_cut_and_what_is_missing_is_counted() -> None:
     pair = {"question": "?", "before": "x" * 1_000_000, "after": "y"}
     story = replay_events([{"time": 1.0, "event": "answers", "stage": "sft", "answers": [pair]}])
     assert story.answers is not None
-    kept = story.answers["answers"][0]["before"]
-    assert kept.endswith("(996,000 more characters)") and len(kept) < MAX_TEXT_CHARS + 60
+    shortened = story.answers["answers"][0]["before"]
+    assert shortened.endswith("(996,000 more characters)") and len(shortened) < MAX_TEXT_CHARS + 60
 
 
 @pytest.mark.parametrize(

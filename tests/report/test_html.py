@@ -21,35 +21,35 @@ def run_folder(folder: Path, steps: int = 20, texts: list[str] | None = None, na
     """A run as its journal tells it, a second an event, with these texts as question, answers, notes and source."""
     run = RunFolder(folder / "run")
     pairs = [{"question": text, "before": text, "after": text} for text in texts or ["Why?"]]
-    said = pairs[0]["question"]
+    question = pairs[0]["question"]
     step = {"event": "step", "stage": "sft", "steps": steps, "grad_norm": 1.0, "learning_rate": 1e-3, "health": "ok",
             "tokens_per_second": 100.0, "step_seconds": 1.0, "peak_memory_bytes": 10**9}  # fmt: skip
     events: list[dict[str, Any]] = [
         {"event": "run", "run_format": RUN_FORMAT, "recipe": name, "stages": ["sft"], "device": "2 CPU threads"},
         {"event": "stage_started", "stage": "sft"},
         *({**step, "step": number, "loss": 4 / number} for number in range(1, steps + 1)),
-        {"event": "answers", "stage": "sft", "answers": pairs, "notice": said},
+        {"event": "answers", "stage": "sft", "answers": pairs, "notice": question},
         *({"event": "note", "message": text} for text in texts or []),
-        {"event": "verdict", "stage": "sft", "open": True, "message": said, "metrics": {"eval_loss": 1.0}},
+        {"event": "verdict", "stage": "sft", "open": True, "message": question, "metrics": {"eval_loss": 1.0}},
         {"event": "done", "seconds": 1.0},
     ]
     run.path.mkdir(parents=True)
     lines = [json.dumps({"time": float(time), **event}) for time, event in enumerate(events)]
     run.journal.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    write_json(run.data_manifest("sft"), {"source": said, "train": {"rows": 3}, "extra": said})
-    checks = [{"metric": "eval_loss", "value": 1.0, "requirement": said, "passed": True}]
+    write_json(run.data_manifest("sft"), {"source": question, "train": {"rows": 3}, "extra": question})
+    checks = [{"metric": "eval_loss", "value": 1.0, "requirement": question, "passed": True}]
     write_json(run.gate("sft"), {"open": True, "checks": checks, "metrics": {"eval_loss": 1.0}})
     return run
 
 
 def test_a_page_asks_the_network_for_nothing_and_opens_from_disk(tmp_path: Path) -> None:
     text = html.write_report(run_folder(tmp_path)).read_text(encoding="utf-8")
-    found = ParsedPage(text)
-    assert not set(found.tags) & {"link", "iframe", "object", "embed", "form", "base", "a"}
+    page = ParsedPage(text)
+    assert not set(page.tags) & {"link", "iframe", "object", "embed", "form", "base", "a"}
     assert not [
-        value for name, value in found.attributes if name in ("src", "href") and not str(value).startswith("data:")
+        value for name, value in page.attributes if name in ("src", "href") and not str(value).startswith("data:")
     ]
-    [policy] = [value for name, value in found.attributes if name == "content" and "default-src" in str(value)]
+    [policy] = [value for name, value in page.attributes if name == "content" and "default-src" in str(value)]
     assert "default-src 'none'" in str(policy) and "connect-src 'none'" in str(policy)
     assert not re.search(r"https?://", text)
 
@@ -75,9 +75,9 @@ def test_a_hostile_text_stays_text(tmp_path: Path, text: str) -> None:
     quiet = ParsedPage(html.write_report(run_folder(tmp_path / "quiet", texts=["Why?"])).read_text(encoding="utf-8"))
     folder = run_folder(tmp_path / "hostile", texts=[text], name=text)
     written = html.write_report(folder).read_text(encoding="utf-8")
-    found = ParsedPage(written)
-    assert found.tags == quiet.tags, "a text that makes a tag would make one more"
-    assert {name for name, _ in found.attributes} == {name for name, _ in quiet.attributes}
+    page = ParsedPage(written)
+    assert page.tags == quiet.tags, "a text that makes a tag would make one more"
+    assert {name for name, _ in page.attributes} == {name for name, _ in quiet.attributes}
     assert len(written) < 100_000
     assert not set("\x00\x1b\u202e\u2066\x07\x08") & set(written)
 
@@ -100,8 +100,8 @@ def test_damaged_files_of_a_run_are_left_out(tmp_path: Path) -> None:
 def test_mistakes_of_an_image_classifier_are_shown_with_their_pictures(tmp_path: Path) -> None:
     run = run_folder(tmp_path)
     wrong = [{"row": 7, "truth": "cat", "answer": "dog", "confidence": 0.987}]
-    found: dict[str, Any] = {"accuracy": 0.9, "classes": ["cat", "dog"], "confusion": [[8, 2], [0, 10]]}
-    write_json(run.demo_outputs / "mistakes.json", {**found, "source": "pets", "surest_mistakes": wrong})
+    result: dict[str, Any] = {"accuracy": 0.9, "classes": ["cat", "dog"], "confusion": [[8, 2], [0, 10]]}
+    write_json(run.demo_outputs / "mistakes.json", {**result, "source": "pets", "surest_mistakes": wrong})
     (run.demo_outputs / "mistakes").mkdir()
     (run.demo_outputs / "mistakes" / "7.png").write_bytes(b"\x89PNG")
     read = ParsedPage(html.write_report(run).read_text(encoding="utf-8"))

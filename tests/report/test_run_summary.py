@@ -55,8 +55,8 @@ def test_a_question_from_the_data_does_nothing_in_a_shell(tmp_path: Path) -> Non
     journal = Journal(run.journal)
     journal.add("answers", answers=[{"question": 'Is "this" $(touch x) `touch y` safe!\\'}])
     journal.close()
-    [asked] = [line for line in run_summary(run).splitlines() if "modelwright ask" in line]
-    command = asked.replace("modelwright ask", "printf %s\\\\n")
+    [suggestion] = [line for line in run_summary(run).splitlines() if "modelwright ask" in line]
+    command = suggestion.replace("modelwright ask", "printf %s\\\\n")
     shown = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path, check=True).stdout
     assert shown.splitlines() == [str(run.path), "Is 'this' (touch x) 'touch y' safe", "--both"]
     assert [path.name for path in tmp_path.iterdir()] == ["with space"]
@@ -84,7 +84,7 @@ def test_a_run_without_held_out_rows_has_a_card_too(tmp_path: Path) -> None:
 
 def test_the_models_card_says_what_fp32_was_multiplied_with() -> None:
     gpu = DeviceInfo("cuda", "NVIDIA H100", 80 << 30, fast_bf16=True)
-    told = [
-        _precision(plan_stage(SftConfig(precision="fp32", tf32=way), 8, 1, gpu).as_json()) for way in ("auto", False)
+    descriptions = [
+        _precision(plan_stage(SftConfig(precision="fp32", tf32=tf32), 8, 1, gpu).as_json()) for tf32 in ("auto", False)
     ]
-    assert told[0].startswith("Computed in fp32. fp32 matmuls use tf32") and told[1] == ""
+    assert descriptions[0].startswith("Computed in fp32. fp32 matmuls use tf32") and descriptions[1] == ""

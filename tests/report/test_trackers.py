@@ -39,7 +39,7 @@ def recipe(tmp_path: Path) -> Recipe:
     return load(tiny_recipe(tmp_path, tmp_path / "model"), (), {}).recipe
 
 
-def wished(recipe: Recipe, *names: str) -> Recipe:
+def with_trackers(recipe: Recipe, *names: str) -> Recipe:
     return recipe.model_copy(update={"report_to": list(names)})
 
 
@@ -47,9 +47,9 @@ def test_tensorboard_reads_what_was_measured_and_forgets_what_was_done_again(rec
     pytest.importorskip("tensorboard", reason="its own reader is in the extra track")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with start_trackers(recipe, RunFolder(tmp_path / "run"), None) as told:
+    with start_trackers(recipe, RunFolder(tmp_path / "run"), None) as log_event:
         for event in EVENTS:
-            told(event)
+            log_event(event)
     read = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     tags = read.Tags()["scalars"]
     assert sorted(tags) == ["sft/eval_loss", "sft/learning_rate", "sft/loss"]
@@ -71,11 +71,11 @@ class Trial(trackers.Tracker):
     """A tracker that fails, or never answers, at the second step."""
 
     def __init__(self, trouble: Callable[[], None]) -> None:
-        self.taken, self.trouble = 0, trouble
+        self.num_logged, self.trouble = 0, trouble
 
     def log(self, stage: str, values: Any, step: int, when: float) -> None:
-        self.taken += 1
-        if self.taken > 1:
+        self.num_logged += 1
+        if self.num_logged > 1:
             self.trouble()
 
     def on_resume(self, step: int, when: float) -> None: ...
@@ -95,24 +95,24 @@ def test_a_tracker_that_fails_is_left_behind(
     monkeypatch.setitem(trackers.TRACKERS, "wandb", lambda package, recipe, folder: Trial(gone))
     watched: list[str] = []
     with start_trackers(
-        wished(recipe, "wandb"), RunFolder(tmp_path / "run"), lambda e: watched.append(e["event"])
-    ) as told:
+        with_trackers(recipe, "wandb"), RunFolder(tmp_path / "run"), lambda e: watched.append(e["event"])
+    ) as log_event:
         for event in EVENTS:
-            told(event)
+            log_event(event)
     assert len(watched) == len(EVENTS)
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert (
-        said
+        stderr
         == "note: wandb logging failed, tracker disabled (ConnectionError: the server is gone); training continues\n"
     )
 
 
 def test_a_tracker_that_does_not_answer_keeps_nobody_waiting(capsys: pytest.CaptureFixture[str]) -> None:
     answered = threading.Event()
-    aside = trackers.BackgroundTracker("wandb", lambda: Trial(lambda: (answered.wait(), None)[1]), flush_timeout=0.2)
+    tracker = trackers.BackgroundTracker("wandb", lambda: Trial(lambda: (answered.wait(), None)[1]), flush_timeout=0.2)
     for event in EVENTS * 3000:  # more than are kept for it
-        aside.submit(event)
-    aside.close()
+        tracker.submit(event)
+    tracker.close()
     answered.set()
     assert capsys.readouterr().err == "note: wandb did not flush within 0.2 s; continuing without it\n"
 
@@ -121,9 +121,9 @@ def test_a_tracker_that_cannot_begin_is_told(capsys: pytest.CaptureFixture[str])
     def begin() -> Any:
         raise PermissionError("log in first")
 
-    aside = trackers.BackgroundTracker("wandb", begin)
-    aside.submit(EVENTS[1])
-    aside.close()
+    tracker = trackers.BackgroundTracker("wandb", begin)
+    tracker.submit(EVENTS[1])
+    tracker.close()
     assert (
         capsys.readouterr().err == "note: wandb could not start (PermissionError: log in first); training continues\n"
     )
@@ -133,9 +133,9 @@ def test_a_watcher_that_has_gone_does_not_take_the_trackers_with_it(recipe: Reci
     def closed(event: Any) -> None:
         raise BrokenPipeError
 
-    with start_trackers(recipe, RunFolder(tmp_path / "run"), closed) as told:
+    with start_trackers(recipe, RunFolder(tmp_path / "run"), closed) as log_event:
         for event in EVENTS:
-            told(event)
+            log_event(event)
     [path] = (tmp_path / "run" / "tensorboard").iterdir()
     assert path.stat().st_size > 200
 
@@ -144,8 +144,8 @@ def test_a_tracker_that_is_not_installed_is_told_with_what_would_do(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    with start_trackers(wished(recipe, "mlflow"), RunFolder(tmp_path / "run"), None) as told:
-        told(EVENTS[0])
+    with start_trackers(with_trackers(recipe, "mlflow"), RunFolder(tmp_path / "run"), None) as log_event:
+        log_event(EVENTS[0])
     assert capsys.readouterr().err == (
         "note: report_to names mlflow, which is not installed: pip install mlflow; training continues\n"
     )
@@ -153,16 +153,16 @@ def test_a_tracker_that_is_not_installed_is_told_with_what_would_do(
 
 def test_a_folder_that_cannot_be_written_stops_nothing(recipe: Recipe, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "run").write_text("a file where a folder should be", encoding="utf-8")
-    with start_trackers(recipe, RunFolder(tmp_path / "run"), None) as told:
-        told(EVENTS[1])
+    with start_trackers(recipe, RunFolder(tmp_path / "run"), None) as log_event:
+        log_event(EVENTS[1])
     assert "tensorboard could not start" in capsys.readouterr().err
 
 
 def stand_in(name: str, called: list[tuple[str, Any, Any]]) -> Any:
     """A module with the functions of the package that we call; it keeps what it was told."""
 
-    def kept(function: str) -> Callable[..., Any]:
-        return lambda *given, **named: called.append((function, given, named)) or run
+    def recorder(function: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: called.append((function, args, kwargs)) or run
 
     functions = (
         "init",
@@ -175,7 +175,7 @@ def stand_in(name: str, called: list[tuple[str, Any, Any]]) -> Any:
         "finish",
         "end_run",
     )
-    run = SimpleNamespace(**{each: kept(each) for each in functions}, info=SimpleNamespace(run_id="7"))
+    run = SimpleNamespace(**{each: recorder(each) for each in functions}, info=SimpleNamespace(run_id="7"))
     module: Any = ModuleType(name)
     vars(module).update(vars(run))
     return module
@@ -190,21 +190,21 @@ def test_a_tracker_of_others_is_begun_told_ended_and_gone_on_with(
     monkeypatch.setitem(sys.modules, name, stand_in(name, called))
     (tmp_path / "run").mkdir()
     for _ in range(2):
-        with start_trackers(wished(recipe, name), RunFolder(tmp_path / "run"), None) as told:
+        with start_trackers(with_trackers(recipe, name), RunFolder(tmp_path / "run"), None) as log_event:
             for event in EVENTS:
-                told(event)
+                log_event(event)
     begun = [(function, named) for function, _, named in called if function in ("init", "start_run")]
     assert len(begun) == 2
     if name == "mlflow":
         assert begun[1][1] == {"run_id": "7"}, "it goes on with the run it began"
     else:
         assert begun[0] == begun[1], "it goes on with the run it began"
-    logged = [given[0] for function, given, _ in called if function in ("log", "log_metrics")]
+    logged = [args[0] for function, args, _ in called if function in ("log", "log_metrics")]
     assert len(logged) == 10 and logged[0].items() >= {"sft/eval_loss": 5.0}.items()
     assert [function for function, _, _ in called][-1] in ("finish", "end_run")
 
 
-def kept_by_mlflow(folder: Path) -> list[tuple[int, float]]:
+def read_mlflow(folder: Path) -> list[tuple[int, float]]:
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
@@ -213,45 +213,45 @@ def kept_by_mlflow(folder: Path) -> list[tuple[int, float]]:
     return [(each.step, each.value) for each in client.get_metric_history(run.info.run_id, "sft/loss")]
 
 
-def kept_by_wandb(folder: Path) -> list[tuple[int, float]]:
+def read_wandb(folder: Path) -> list[tuple[int, float]]:
     from wandb.proto.wandb_internal_pb2 import Record
 
-    found = []
+    losses = []
     for path in sorted((folder / "run" / "wandb").glob("offline-run-*/run-*.wandb")):
         for data in logged(path.read_bytes()):
             record = Record.FromString(data)
             items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
             if "sft/loss" in items:
-                found.append((items["sft/step"], items["sft/loss"]))
-    return found
+                losses.append((items["sft/step"], items["sft/loss"]))
+    return losses
 
 
 def logged(file: bytes) -> Iterator[bytes]:
     """The records of a file in LevelDB's log format: pieces with checksum, length and kind, in blocks of 32 KiB."""
-    place, whole = 7, b""  # after a header of its own
-    while place + 7 <= len(file):
-        if 32768 - place % 32768 < 7:
-            place += 32768 - place % 32768
-        length, kind = struct.unpack_from("<HB", file, place + 4)
-        whole += file[place + 7 : place + 7 + length]
-        place += 7 + length
+    offset, record = 7, b""  # after a header of its own
+    while offset + 7 <= len(file):
+        if 32768 - offset % 32768 < 7:
+            offset += 32768 - offset % 32768
+        length, kind = struct.unpack_from("<HB", file, offset + 4)
+        record += file[offset + 7 : offset + 7 + length]
+        offset += 7 + length
         if kind in (1, 4):  # the only piece, or the last
-            yield whole
-            whole = b""
+            yield record
+            record = b""
 
 
-def kept_by_trackio(folder: Path) -> list[tuple[int, float]]:
+def read_trackio(folder: Path) -> list[tuple[int, float]]:
     [path] = [each for each in (folder / "trackio").glob("*.db") if "modelwright" in each.name]
     with sqlite3.connect(path) as file:
         rows = file.execute("select step, metrics from metrics order by id").fetchall()
-    return [(step, values["sft/loss"]) for step, told in rows if "sft/loss" in (values := json.loads(told))]
+    return [(step, values["sft/loss"]) for step, metrics in rows if "sft/loss" in (values := json.loads(metrics))]
 
 
-KEPT = {"mlflow": kept_by_mlflow, "wandb": kept_by_wandb, "trackio": kept_by_trackio}
+READERS = {"mlflow": read_mlflow, "wandb": read_wandb, "trackio": read_trackio}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(KEPT))
+@pytest.mark.parametrize("name", list(READERS))
 def test_the_real_package_keeps_a_run_without_a_network(
     fork_server: ForkServer, model_folder: Path, tmp_path: Path, name: str
 ) -> None:
@@ -264,13 +264,13 @@ def test_the_real_package_keeps_a_run_without_a_network(
         code, output = fork_server.run(["run", str(path), "--set", f"report_to={name}"], tmp_path, environ)
         assert (code, "note: " + name in output) == (0, False), output
     steps = steps_of(tmp_path / "run")
-    assert KEPT[name](tmp_path) == [(step, steps[step]["loss"]) for step in (1, 2, 3)]
+    assert READERS[name](tmp_path) == [(step, steps[step]["loss"]) for step in (1, 2, 3)]
 
 
 @pytest.mark.parametrize(
-    ("said", "meant"),
+    ("value", "expected"),
     [("none", []), ("wandb", ["wandb"]), ("[tensorboard, mlflow]", ["tensorboard", "mlflow"]), ("[]", [])],
 )
-def test_report_to_is_a_word_or_a_list(tmp_path: Path, said: str, meant: list[str]) -> None:
+def test_report_to_is_a_word_or_a_list(tmp_path: Path, value: str, expected: list[str]) -> None:
     path = tiny_recipe(tmp_path, tmp_path / "model")
-    assert load(path, [f"report_to={said}"], {}).recipe.report_to == meant
+    assert load(path, [f"report_to={value}"], {}).recipe.report_to == expected

@@ -36,7 +36,7 @@ def two(tmp_path: Path) -> tuple[RunFolder, RunFolder]:
     return first, second
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def compare_output(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     with pytest.raises(SystemExit) as stop:
         main(["compare", *words])
     assert stop.value.code == 0
@@ -46,7 +46,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_metrics_gates_and_differing_settings_stand_side_by_side(
     two: tuple[RunFolder, RunFolder], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = told(capsys, *(str(run.path) for run in two)).splitlines()
+    lines = compare_output(capsys, *(str(run.path) for run in two)).splitlines()
     rows = {cells[0]: cells[1:] for line in lines if len(cells := re.split(r"\s{2,}", line)) == 3}
     assert rows["eval_loss"] == ["2.5", "3.25"]
     assert rows["gate sft"] == ["open", "closed"]
@@ -58,8 +58,8 @@ def test_machines_get_numbers_and_terminals_nothing_to_obey(
     two: tuple[RunFolder, RunFolder], capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = [str(run.path) for run in two]
-    assert "\x1b" not in told(capsys, *names)
-    found = json.loads(told(capsys, *names, "--json"))
-    assert found["metrics"]["eval_loss"] == [2.5, 3.25]
-    assert found["settings"]["data.system_prompt"] == ["\x1b[31mred", "\x1b[32mgreen"]
-    assert found["gates"] == {"sft": ["open", "closed"]}
+    assert "\x1b" not in compare_output(capsys, *names)
+    result = json.loads(compare_output(capsys, *names, "--json"))
+    assert result["metrics"]["eval_loss"] == [2.5, 3.25]
+    assert result["settings"]["data.system_prompt"] == ["\x1b[31mred", "\x1b[32mgreen"]
+    assert result["gates"] == {"sft": ["open", "closed"]}

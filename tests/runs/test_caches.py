@@ -61,9 +61,9 @@ def test_an_unwritable_wish_is_passed_over(no_home: Path, tmp_path: Path, monkey
 
 
 def test_without_a_home_the_cache_is_a_folder_of_our_own_in_the_temporary_one(no_home: Path) -> None:
-    found = cache_dir()
-    assert found == Path(tempfile.gettempdir()) / f"modelwright-{os.getuid()}"
-    assert found.is_dir()
+    folder = cache_dir()
+    assert folder == Path(tempfile.gettempdir()) / f"modelwright-{os.getuid()}"
+    assert folder.is_dir()
 
 
 def test_a_home_that_can_be_written_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,9 +110,9 @@ def where_torch_is_compiled_to(folder: Path, *first: str, **environment: str) ->
     code = "from modelwright.runs.caches import prepare_environment; prepare_environment(); import torch, pathlib; "
     code += "print(torch.__cached__ if pathlib.Path(torch.__cached__).exists() else 'nowhere')"
     paths = os.pathsep.join([str(folder), *sys.path])
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    told = {**kept, "PYTHONPATH": paths, "HOME": str(folder), **environment}
-    done = subprocess.run([sys.executable, *first, "-c", code], env=told, capture_output=True, text=True, timeout=60)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    env = {**inherited, "PYTHONPATH": paths, "HOME": str(folder), **environment}
+    done = subprocess.run([sys.executable, *first, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -127,9 +127,9 @@ def test_bytecode_that_python_does_not_keep_is_kept_in_our_cache(tmp_path: Path)
 def test_bytecode_is_left_where_python_or_somebody_else_keeps_it(tmp_path: Path) -> None:
     theirs = str(tmp_path / "theirs")
     assert where_torch_is_compiled_to(tmp_path, PYTHONPYCACHEPREFIX=theirs).startswith(theirs)
-    beside = str(tmp_path / "torch/__pycache__")
-    assert where_torch_is_compiled_to(tmp_path).startswith(beside)
-    assert where_torch_is_compiled_to(tmp_path, "-B").startswith(beside)
+    pycache = str(tmp_path / "torch/__pycache__")
+    assert where_torch_is_compiled_to(tmp_path).startswith(pycache)
+    assert where_torch_is_compiled_to(tmp_path, "-B").startswith(pycache)
     assert not (tmp_path / ".cache/modelwright").exists()
 
 
@@ -148,25 +148,25 @@ def test_bytecode_is_never_read_from_where_others_may_write(tmp_path: Path) -> N
 def test_bytecode_that_was_cut_is_removed_and_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source, kept = tmp_path / "cut_short.py", tmp_path / "bytecode" / "image"
+    source, prefix = tmp_path / "cut_short.py", tmp_path / "bytecode" / "image"
     monkeypatch.setenv("MODELWRIGHT_CACHE", str(tmp_path))
     source.write_text("VALUE = 1\n" * 50, encoding="utf-8")
-    monkeypatch.setattr(sys, "pycache_prefix", str(kept))
+    monkeypatch.setattr(sys, "pycache_prefix", str(prefix))
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     monkeypatch.syspath_prepend(tmp_path)
     importlib.import_module("cut_short")
-    [compiled] = kept.rglob("*.pyc")
+    [compiled] = prefix.rglob("*.pyc")
     compiled.write_bytes(compiled.read_bytes()[:60])
     del sys.modules["cut_short"]
     monkeypatch.setattr(recipe, "register", lambda app: importlib.import_module("cut_short"))
     with pytest.raises(SystemExit) as left:
         main(["recipes"])
     assert left.value.code == 75 and "was cut short" in capsys.readouterr().err
-    assert not kept.exists()
+    assert not prefix.exists()
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("environment", "expected"),
     [
         ({}, {"PYTORCH_ALLOC_CONF": PINNED_ALLOC_CONF}),
         ({"PYTORCH_ALLOC_CONF": "a:1"}, {"PYTORCH_ALLOC_CONF": f"a:1,{PINNED_ALLOC_CONF}"}),
@@ -175,17 +175,17 @@ def test_bytecode_that_was_cut_is_removed_and_told(
     ],
 )
 def test_memory_is_pinned_beside_training_unless_somebody_says_otherwise(
-    given: dict[str, str], told: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     for name in names:
-        monkeypatch.setenv(name, given.get(name, ""))
-        if name not in given:
+        monkeypatch.setenv(name, environment.get(name, ""))
+        if name not in environment:
             monkeypatch.delenv(name)
     _set_pinned_alloc_conf(tmp_path / "torch without GPUs")
-    assert {name: os.environ[name] for name in names if name in os.environ} == given
+    assert {name: os.environ[name] for name in names if name in os.environ} == environment
     _set_pinned_alloc_conf(tmp_path)
-    assert {name: os.environ[name] for name in names if name in os.environ} == told
+    assert {name: os.environ[name] for name in names if name in os.environ} == expected
 
 
 def test_libraries_that_were_cut_are_taken_out_of_a_compile_cache(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_kernels_that_were_cut_are_taken_out_of_tritons_cache_as_a_whole(tmp_pat
     import _ctypes
 
     data = Path(_ctypes.__file__).read_bytes()
-    whole = {"__grp__add.json": b'{"child_paths": {}}', "add.json": b'{"name": "add"}', "add.cubin": data}
+    complete = {"__grp__add.json": b'{"child_paths": {}}', "add.json": b'{"name": "add"}', "add.cubin": data}
     damage: dict[str, dict[str, bytes]] = {
         "A": {}, "B": {"add.json": b'{"name": "a'}, "C": {"__grp__add.json": b""}, "D": {"add.cubin": data[:900]},
     }  # fmt: skip
@@ -224,11 +224,11 @@ def test_kernels_that_were_cut_are_taken_out_of_tritons_cache_as_a_whole(tmp_pat
                    "ab": {"cab.json": b""}}  # fmt: skip
     for name, broken in {**entries, **not_tritons}.items():
         (tmp_path / name).mkdir(parents=True)
-        for file, content in {**whole, **broken}.items():
+        for file, content in {**complete, **broken}.items():
             (tmp_path / name / file).write_bytes(content)
     assert remove_truncated_kernels(tmp_path) == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["A" * 52, "E" * 52, "ab", "somebody's data"]
-    assert len(list(tmp_path.rglob("*.*"))) == 4 * len(whole) + 2
+    assert len(list(tmp_path.rglob("*.*"))) == 4 * len(complete) + 2
 
 
 def test_a_cache_is_found_and_looked_after_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

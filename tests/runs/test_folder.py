@@ -33,9 +33,9 @@ def test_a_bit_flipped_anywhere_in_a_sealed_file_shows(tmp_path: Path) -> None:
     write_json_with_checksum(path, {"metrics": {"eval_loss": 1.25}, "files": {"model.safetensors": "Füße"}})
     data = path.read_bytes()
     assert has_valid_checksum(path)
-    for place in range(len(data)):
-        path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
-        assert not has_valid_checksum(path), data[place:]
+    for offset in range(len(data)):
+        path.write_bytes(data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :])
+        assert not has_valid_checksum(path), data[offset:]
     path.write_bytes(data[: len(data) // 2])
     assert not has_valid_checksum(path)
     with pytest.raises(StorageError, match=r"result\.json: this file is damaged"):
@@ -58,11 +58,11 @@ def test_a_failed_replacement_leaves_the_old_file(tmp_path: Path) -> None:
 
 def test_every_place_is_inside_the_folder(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
-    places = [folder.recipe, folder.plan, folder.journal, folder.best_model, folder.history, folder.summary,
+    paths = [folder.recipe, folder.plan, folder.journal, folder.best_model, folder.history, folder.summary,
               folder.demo_outputs, folder.data_manifest("sft"), folder.gate("sft"), folder.model("sft"),
               folder.result("sft"), folder.checkpoints("sft")]  # fmt: skip
-    assert len(set(places)) == len(places)
-    assert all(tmp_path / "run" in place.parents for place in places)
+    assert len(set(paths)) == len(paths)
+    assert all(tmp_path / "run" in path.parents for path in paths)
 
 
 def test_a_folder_is_made_and_left_empty(tmp_path: Path) -> None:

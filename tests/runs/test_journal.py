@@ -94,10 +94,10 @@ def test_a_journal_that_was_killed_at_any_moment_is_added_to(tmp_path: Path) -> 
 
 
 def test_whoever_watches_sees_what_is_written(tmp_path: Path) -> None:
-    seen: list[dict[str, Any]] = []
-    Journal(tmp_path / "journal.jsonl", seen.append).add("step", loss=float("nan"))
-    assert seen == list(read(tmp_path / "journal.jsonl"))
-    assert seen[0]["loss"] is None
+    received: list[dict[str, Any]] = []
+    Journal(tmp_path / "journal.jsonl", received.append).add("step", loss=float("nan"))
+    assert received == list(read(tmp_path / "journal.jsonl"))
+    assert received[0]["loss"] is None
 
 
 def test_other_ranks_have_a_journal_that_goes_nowhere() -> None:

@@ -45,8 +45,8 @@ def test_a_model_is_asked_with_exactly_the_tokens_it_was_trained_on(loud_model: 
     tokenizer = load_tokenizer(loud_model)
     messages = (*build_prompt_messages("Why?", "Be brief."), {"role": "assistant", "content": "So."})
     [row] = tokenize_conversation(Conversation("x", messages, "why?"), tokenizer)
-    asked = TextGenerator(loud_model)._tokenize([build_prompt_messages("Why?", "Be brief.")])["input_ids"][0]
-    assert asked.tolist() == row.input_ids[~row.loss_mask].tolist()
+    prompt_tokens = TextGenerator(loud_model)._tokenize([build_prompt_messages("Why?", "Be brief.")])["input_ids"][0]
+    assert prompt_tokens.tolist() == row.input_ids[~row.loss_mask].tolist()
 
 
 def test_a_model_without_a_chat_template_is_asked_plainly(loud_model: Path, tmp_path: Path) -> None:

@@ -34,11 +34,11 @@ def client(server: ModelServer) -> Any:
 
 
 def test_a_real_client_lists_asks_and_streams(server: ModelServer) -> None:
-    found = client(server)
-    assert [model.id for model in found.models.list()] == ["tiny"]
+    openai_client = client(server)
+    assert [model.id for model in openai_client.models.list()] == ["tiny"]
     request: dict[str, Any] = {"model": "tiny", "messages": BODY["messages"], "max_tokens": 6}
-    completion = found.chat.completions.create(**request)
-    pieces = list(found.chat.completions.create(**request, stream=True, stream_options={"include_usage": True}))
+    completion = openai_client.chat.completions.create(**request)
+    pieces = list(openai_client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True}))
     streamed = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
     expected = server.served.generator.stream(build_prompt_messages("Why?", "Be brief."))
     assert completion.choices[0].message.content == streamed

@@ -38,7 +38,7 @@ def tuned(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFo
 
 
 @pytest.fixture
-def taken() -> Iterator[int]:
+def used_port() -> Iterator[int]:
     """A port that somebody listens on."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
@@ -46,11 +46,11 @@ def taken() -> Iterator[int]:
         yield held.getsockname()[1]
 
 
-def until(found: Callable[[], Any], what: str) -> Any:
+def until(condition: Callable[[], Any], what: str) -> Any:
     """What is found once it is there."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        if value := found():
+        if value := condition():
             return value
         time.sleep(0.05)
     raise AssertionError(f"{what} never came")
@@ -88,8 +88,8 @@ def test_the_board_answers_at_the_address_it_prints_until_it_is_ended(tmp_path: 
         with urllib.request.urlopen(f"{address}events", timeout=60) as stream:  # a window is open when it is ended
             assert stream.readline().startswith(b"data: ")
             board.send_signal(ending)
-            said, complaints = board.communicate(timeout=120)
-        assert (board.returncode, said, complaints) == (0, "", "")
+            stdout, complaints = board.communicate(timeout=120)
+        assert (board.returncode, stdout, complaints) == (0, "", "")
         assert nobody_is_left(board.pid)
     finally:
         board.kill()
@@ -109,20 +109,20 @@ def serving(fork_server: ForkServer, tuned: RunFolder, folder: Path) -> Iterator
         raise
 
 
-def request(told: dict[str, str], **body: Any) -> urllib.request.Request:
-    headers = {"Authorization": f"Bearer {told['api_key']}", "Content-Type": "application/json"}
-    wish = {"model": told["model"], "messages": [{"role": "user", "content": "Why?"}], **body}
-    return urllib.request.Request(f"{told['base_url']}/chat/completions", json.dumps(wish).encode(), headers)
+def request(endpoint: dict[str, str], **body: Any) -> urllib.request.Request:
+    headers = {"Authorization": f"Bearer {endpoint['api_key']}", "Content-Type": "application/json"}
+    payload = {"model": endpoint["model"], "messages": [{"role": "user", "content": "Why?"}], **body}
+    return urllib.request.Request(f"{endpoint['base_url']}/chat/completions", json.dumps(payload).encode(), headers)
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 def test_a_server_answers_at_the_address_it_prints_until_it_is_ended(
     fork_server: ForkServer, tuned: RunFolder, tmp_path: Path, ending: signal.Signals
 ) -> None:
-    with serving(fork_server, tuned, tmp_path) as (trial, told):
-        with urllib.request.urlopen(request(told, max_tokens=3), timeout=120) as answer:
+    with serving(fork_server, tuned, tmp_path) as (trial, endpoint):
+        with urllib.request.urlopen(request(endpoint, max_tokens=3), timeout=120) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] == 3
-        with urllib.request.urlopen(request(told, max_tokens=200, stream=True), timeout=120) as stream:
+        with urllib.request.urlopen(request(endpoint, max_tokens=200, stream=True), timeout=120) as stream:
             assert stream.readline().startswith(b"data: ")
             os.kill(trial.pid, ending)  # in the middle of an answer
             assert trial.wait() == 0
@@ -132,13 +132,13 @@ def test_a_server_answers_at_the_address_it_prints_until_it_is_ended(
 
 @pytest.mark.parametrize("verb", ["dashboard", "serve"])
 def test_a_port_that_is_taken_is_told_before_anything_is_loaded(
-    fork_server: ForkServer, tuned: RunFolder, tmp_path: Path, taken: int, verb: str
+    fork_server: ForkServer, tuned: RunFolder, tmp_path: Path, used_port: int, verb: str
 ) -> None:
-    code, said = fork_server.run([verb, str(tuned.path), "--port", str(taken)], tmp_path)
-    letter = f"127.0.0.1:{taken} cannot be listened on (Address already in use); choose another --port\n"
-    assert (code, said) == (2, letter)
+    code, output = fork_server.run([verb, str(tuned.path), "--port", str(used_port)], tmp_path)
+    message = f"127.0.0.1:{used_port} cannot be listened on (Address already in use); choose another --port\n"
+    assert (code, output) == (2, message)
 
 
 def test_a_port_that_is_none_is_told(fork_server: ForkServer, tmp_path: Path) -> None:
-    code, said = fork_server.run(["dashboard", "--port", "70000"], tmp_path)
-    assert (code, said) == (2, "--port 70000 is not a port; it wants a number from 0 to 65535\n")
+    code, output = fork_server.run(["dashboard", "--port", "70000"], tmp_path)
+    assert (code, output) == (2, "--port 70000 is not a port; it wants a number from 0 to 65535\n")

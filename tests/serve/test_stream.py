@@ -28,11 +28,11 @@ def test_the_pieces_are_the_whole_answer(answerer: TextGenerator, question: str)
 
 
 def test_drawn_answers_are_the_same_for_the_same_seed_and_others_for_another(answerer: TextGenerator) -> None:
-    said = [
+    answers = [
         "".join(answerer.stream(build_prompt_messages("Why?", None), SamplingParams(24, 1.5, seed=seed)))
         for seed in (1, 1, 2)
     ]
-    assert said[0] == said[1] != said[2]
+    assert answers[0] == answers[1] != answers[2]
 
 
 def test_a_narrow_top_p_is_the_likeliest_token(answerer: TextGenerator) -> None:
@@ -41,10 +41,10 @@ def test_a_narrow_top_p_is_the_likeliest_token(answerer: TextGenerator) -> None:
 
 
 def test_a_stop_text_ends_the_answer_and_is_not_in_it(answerer: TextGenerator) -> None:
-    whole = "".join(answerer.stream(build_prompt_messages("Why?", None)))
-    stop = whole[5:8]
+    full_answer = "".join(answerer.stream(build_prompt_messages("Why?", None)))
+    stop = full_answer[5:8]
     reply = answerer.stream(build_prompt_messages("Why?", None), SamplingParams(24, stop=(stop,)))
-    assert "".join(reply) == whole[: whole.index(stop)].rstrip()
+    assert "".join(reply) == full_answer[: full_answer.index(stop)].rstrip()
     assert reply.finish_reason == "stop"
 
 

@@ -29,17 +29,17 @@ QUESTION = {"question": "What is dry?", "choices": ["the tent", "the sea"], "ans
 
 def test_the_loss_of_texts_is_that_of_the_model_itself(model_folder: Path) -> None:
     model, encoder = load_model(model_folder).eval(), DocumentTokenizer.open(model_folder)
-    found = score_texts(model, encoder, TEXTS, max_length=512)
+    scores = score_texts(model, encoder, TEXTS, max_length=512)
     summed, counted = 0.0, 0
     for text in TEXTS:
         tokens = torch.tensor(encoder.encode_batch([text]).tokens.astype("int64"))[None]
         with torch.no_grad():
             summed += float(model(input_ids=tokens, labels=tokens).loss) * (tokens.numel() - 1)
         counted += tokens.numel() - 1
-    assert found["text_loss"] == pytest.approx(summed / counted, rel=1e-5)
-    assert found["text_perplexity"] == pytest.approx(math.exp(summed / counted), rel=1e-4)
+    assert scores["text_loss"] == pytest.approx(summed / counted, rel=1e-5)
+    assert scores["text_perplexity"] == pytest.approx(math.exp(summed / counted), rel=1e-4)
     size = sum(len(text.encode()) for text in TEXTS)
-    assert found["text_bits_per_byte"] == pytest.approx(summed / math.log(2) / size, rel=1e-5)
+    assert scores["text_bits_per_byte"] == pytest.approx(summed / math.log(2) / size, rel=1e-5)
 
 
 def test_the_likeliest_option_is_that_of_the_model_itself(model_folder: Path) -> None:
@@ -55,10 +55,10 @@ def test_the_likeliest_option_is_that_of_the_model_itself(model_folder: Path) ->
     for scores, metric in ((likely, "choice_accuracy"), (by_byte, "choice_accuracy_norm")):
         best = scores.index(max(scores))
         for answer in range(len(options)):
-            found = score_choices(
+            metrics = score_choices(
                 model, tokenizer, [MultipleChoiceQuestion("Question: Why?\nAnswer:", options, answer)], 64
             )
-            assert found[metric] == float(answer == best)
+            assert metrics[metric] == float(answer == best)
 
 
 def evaluated_recipe(folder: Path, model: Path, *lines: str) -> Path:
@@ -104,8 +104,8 @@ def test_eval_measures_a_run_and_a_model_by_themselves(
     pipeline.run(load(recipe, ["evaluate=null"], {}))
     capsys.readouterr()
     monkeypatch.chdir(tmp_path)
-    asked = ["--text", "text.jsonl", "--multiple-choice", "quiz.jsonl", "--json"]
-    run, model = (evaluated(["eval", target, *asked], capsys) for target in ("run", str(model_folder)))
+    options = ["--text", "text.jsonl", "--multiple-choice", "quiz.jsonl", "--json"]
+    run, model = (evaluated(["eval", target, *options], capsys) for target in ("run", str(model_folder)))
     assert run["base"]["metrics"] == model[str(model_folder)]["metrics"]
     assert set(run) == {"base", "sft"}
     with pytest.raises(SystemExit) as stop:
@@ -118,8 +118,8 @@ def evaluated(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str,
     with pytest.raises(SystemExit) as stop:
         main(words)
     assert stop.value.code == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
 
 
 @pytest.mark.skipif(find_spec("lm_eval") is not None, reason="lm-eval is installed here")

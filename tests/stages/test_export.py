@@ -47,11 +47,11 @@ def classified(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     folder, draw = tmp_path_factory.mktemp("classified"), np.random.default_rng(0)
     for side, count in (("train", 8), ("test", 4)):
         for kind, bright in (("dark", 0), ("light", 150)):
-            place = folder / "images" / side / kind
-            place.mkdir(parents=True)
+            class_dir = folder / "images" / side / kind
+            class_dir.mkdir(parents=True)
             for number in range(count):
                 pixels = draw.integers(0, 90, (32, 32, 3)) + bright
-                Image.fromarray(pixels.astype(np.uint8)).save(place / f"{number}.png")
+                Image.fromarray(pixels.astype(np.uint8)).save(class_dir / f"{number}.png")
     sections = {
         "name": "pictures", "output_dir": str(folder / "run"),
         "model": {"model_name_or_path": "resnet18", "resnet_width": 4},
@@ -74,8 +74,8 @@ def exported(run: RunFolder, folder: Path, form: str, kind: str = "f16") -> Expo
 
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
-    found: torch.Tensor = model.eval()(input_ids=LINE, use_cache=False).logits
-    return found
+    output: torch.Tensor = model.eval()(input_ids=LINE, use_cache=False).logits
+    return output
 
 
 def test_a_folder_holds_the_very_model(tuned: RunFolder, tmp_path: Path) -> None:
@@ -146,14 +146,14 @@ def test_a_gguf_that_is_not_its_source_is_not_kept(
 
 def test_pth_files_open_without_running_anything_in_them(classified: RunFolder, tmp_path: Path) -> None:
     done = exported(classified, tmp_path, "pth")
-    found = {name: torch.load(done.path / f"{name}.pth", weights_only=True)
+    tensors = {name: torch.load(done.path / f"{name}.pth", weights_only=True)
              for name in ("best_model", "final_model", "checkpoint_latest")}  # fmt: skip
     model = resnet18(2, 4)
-    for weights in (found["best_model"], found["final_model"], found["checkpoint_latest"]["model_state_dict"]):
+    for weights in (tensors["best_model"], tensors["final_model"], tensors["checkpoint_latest"]["model_state_dict"]):
         model.load_state_dict(weights)
-    assert found["checkpoint_latest"]["step"] == 4
-    assert found["checkpoint_latest"]["class_names"] == ["dark", "light"]
-    assert found["checkpoint_latest"]["optimizer_state"]
+    assert tensors["checkpoint_latest"]["step"] == 4
+    assert tensors["checkpoint_latest"]["class_names"] == ["dark", "light"]
+    assert tensors["checkpoint_latest"]["optimizer_state"]
 
 
 def test_the_card_says_what_was_measured_on_what(tuned: RunFolder, tmp_path: Path) -> None:

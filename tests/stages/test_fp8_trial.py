@@ -35,16 +35,16 @@ def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tried]:
     """Both ways are really gone through; what they are said to have taken is the first of what stands here."""
     monkeypatch.setenv("MODELWRIGHT_CACHE", str(tmp_path / "cache"))
     use_fake_torchao(monkeypatch)
-    really, said = planning.time_precision, []
+    really, calls = planning.time_precision, []
 
     def measured(engine: Engine, precision: str, scaling: str) -> TimedPass:
         assert math.isfinite(really(engine, precision, scaling).loss)
         name = f"{precision} {scaling}" if (precision, scaling) == ("fp8", "rowwise") else precision
-        said.append((FIGURES[0], name))
+        calls.append((FIGURES[0], name))
         return FIGURES[0][name]
 
     monkeypatch.setattr(planning, "time_precision", measured)
-    yield said
+    yield calls
     FIGURES[:] = [FAST]
 
 
@@ -65,7 +65,7 @@ def run(folder: Path, model: Path, stop_after: int | None = None, make: Any = ti
 
 
 @pytest.mark.parametrize(
-    ("seconds", "loss", "kept", "why"),
+    ("seconds", "loss", "use_fp8", "why"),
     [
         (0.8, 100.4, True, "fp8 is kept: fp8 is 1.25 × as fast as bf16 here (needs 1.05), its loss 0.40% off"),
         (0.96, 100.0, False, "bf16 instead of fp8: fp8 is 1.04 × as fast"),
@@ -73,31 +73,33 @@ def run(folder: Path, model: Path, stop_after: int | None = None, make: Any = ti
         (0.5, math.nan, False, "its loss is not finite"),
     ],
 )
-def test_it_must_be_faster_and_say_the_same(seconds: float, loss: float, kept: bool, why: str) -> None:
-    found = decide(TimedPass(1.0, 100.0), TimedPass(seconds, loss), "tensorwise")
-    assert found.use_fp8 is kept
-    assert why in found.reason
+def test_it_must_be_faster_and_say_the_same(seconds: float, loss: float, use_fp8: bool, why: str) -> None:
+    decision = decide(TimedPass(1.0, 100.0), TimedPass(seconds, loss), "tensorwise")
+    assert decision.use_fp8 is use_fp8
+    assert why in decision.reason
 
 
 def test_what_is_kept_trains_as_if_it_had_been_forced_and_is_not_tried_again(
     tried: Tried, model_folder: Path, tmp_path: Path
 ) -> None:
-    kept = run(tmp_path / "kept", model_folder)
+    validated = run(tmp_path / "kept", model_folder)
     assert [precision for _, precision in tried] == ["bf16", "fp8"]
     again = run(tmp_path / "again", model_folder)
     forced = run(tmp_path / "forced", model_folder, fp8_validation="off")
     assert len(tried) == 2
     assert (
-        events_of(kept, "fp8_trial")[0] | {"cached": False, "use_fp8": True, "speedup": 1.25}
-        == events_of(kept, "fp8_trial")[0]
+        events_of(validated, "fp8_trial")[0] | {"cached": False, "use_fp8": True, "speedup": 1.25}
+        == events_of(validated, "fp8_trial")[0]
     )
     (revised,) = events_of(kept, "plan_revised")
     assert revised["changes"] == {} and revised["reason"] == events_of(kept, "fp8_trial")[0]["reason"]
     assert [event["cached"] for event in events_of(again, "fp8_trial")] == [True]
     assert not events_of(again, "plan_revised"), "the plan had the result from the beginning"
     assert events_of(forced, "fp8_trial") == []
-    assert run_fingerprint(kept) == run_fingerprint(again) == run_fingerprint(forced)
-    assert "fp8 is kept: fp8 is 1.25 × as fast" in (kept / "stages/sft/model/README.md").read_text(encoding="utf-8")
+    assert run_fingerprint(validated) == run_fingerprint(again) == run_fingerprint(forced)
+    assert "fp8 is kept: fp8 is 1.25 × as fast" in (validated / "stages/sft/model/README.md").read_text(
+        encoding="utf-8"
+    )
 
 
 CLOSER = {"bf16": TimedPass(1.0, 100.0), "fp8": TimedPass(0.7, 102.0), "fp8 rowwise": TimedPass(0.8, 100.1)}
@@ -119,13 +121,13 @@ def test_a_scale_for_each_row_is_tried_where_one_for_each_matrix_is_fast_and_not
     assert [name for _, name in tried] == ["bf16", "fp8", "fp8 rowwise"]
     plan = json.loads((auto / "plan.json").read_text(encoding="utf-8"))["sft"]
     assert plan["reasons"][-1].startswith(why)
-    kept = (
+    accepted = (
         {"precision": "fp8", "fp8_scaling": "rowwise", "fp8_validation": "off"}
         if "is kept" in why
         else {"precision": "bf16"}
     )
-    same = run(tmp_path / "same", model_folder, **kept)
-    assert plan["precision"] == kept["precision"]
+    same = run(tmp_path / "same", model_folder, **accepted)
+    assert plan["precision"] == accepted["precision"]
     again = run(tmp_path / "again", model_folder)
     assert len(tried) == 3
     for step, (loss, *_) in run_fingerprint(same)["steps"].items():  # in bf16 rows are padded otherwise
@@ -144,8 +146,8 @@ def test_what_is_not_worth_it_trains_in_bf16_and_the_run_keeps_to_that(
     FIGURES[:] = [SLOW]
     with pytest.raises(Interrupted):
         run(tmp_path / "halved", model_folder, stop_after=2)
-    kept = tmp_path / "cache/fp8.json"
-    kept.write_text(kept.read_text().replace('"use_fp8": false', '"use_fp8": true'), encoding="utf-8")
+    cache_file = tmp_path / "cache/fp8.json"
+    cache_file.write_text(cache_file.read_text().replace('"use_fp8": false', '"use_fp8": true'), encoding="utf-8")
     FIGURES[:] = [FAST]
     halved = run(tmp_path / "halved", model_folder)
     assert len(tried) == 2

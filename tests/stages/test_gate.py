@@ -115,8 +115,8 @@ def test_a_multiple_of_something_unmeasured_closes_the_gate(base: float | None) 
 
 
 def test_only_what_failed_is_in_a_closed_letter_and_everything_in_the_record() -> None:
-    wishes = {**AT_MOST, "style_score": Threshold(at_least=0.8)}
-    verdict = judge_metrics("sft", wishes, {"eval_loss": 2.0, "style_score": 0.5})
+    thresholds = {**AT_MOST, "style_score": Threshold(at_least=0.8)}
+    verdict = judge_metrics("sft", thresholds, {"eval_loss": 2.0, "style_score": 0.5})
     assert verdict.message == "gate sft is closed: style_score 0.5, needs at least 0.8"
     assert [check["passed"] for check in verdict.as_json()["checks"]] == [True, False]
 

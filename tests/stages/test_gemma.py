@@ -52,23 +52,23 @@ def test_every_flag_of_the_usual_script_is_a_setting_of_that_name() -> None:
 
 def test_the_defaults_of_the_script_are_the_recipe_s() -> None:
     recipe = load("gemma-270m", environ={}).recipe
-    found = recipe.stages["pretrain"].model_dump(mode="json")
-    asked = {
+    settings = recipe.stages["pretrain"].model_dump(mode="json")
+    expected = {
         "max_length": 2048, "num_train_epochs": 3, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4,
         "gradient_accumulation_steps": 8, "learning_rate": 2e-5, "weight_decay": 0.01, "logging_steps": 10,
         "save_total_limit": 3,
     }  # fmt: skip
-    assert {name: found[name] for name in asked} == asked
+    assert {name: settings[name] for name in expected} == expected
     assert (recipe.model.model_name_or_path, recipe.seed) == ("google/gemma-270m", 42)
 
 
 class Gate(http.server.BaseHTTPRequestHandler):
     """A hub that knows one gated model and gives it to nobody."""
 
-    asked: ClassVar[list[str]] = []
+    requests: ClassVar[list[str]] = []
 
     def do_GET(self) -> None:
-        self.asked.append(self.path)
+        self.requests.append(self.path)
         self.send_response(401)
         self.send_header("X-Error-Code", "GatedRepo")
         self.send_header("X-Error-Message", "Access to model google/gemma-270m is restricted.")
@@ -82,7 +82,7 @@ class Gate(http.server.BaseHTTPRequestHandler):
 
 
 def test_a_gated_model_without_a_token_is_one_letter_before_anything_is_downloaded(tmp_path: Path) -> None:
-    Gate.asked.clear()
+    Gate.requests.clear()
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Gate)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     environ = {
@@ -99,7 +99,7 @@ def test_a_gated_model_without_a_token_is_one_letter_before_anything_is_download
     assert "google/gemma-270m is gated, and no token that may read it was found; nothing was downloaded" in done.stderr
     assert "HF_TOKEN" in done.stderr
     assert "Traceback" not in done.stderr
-    about_it = [path for path in Gate.asked if "gemma" in path]
+    about_it = [path for path in Gate.requests if "gemma" in path]
     assert about_it == ["/api/models/google/gemma-270m/auth-check"]
     assert not list((tmp_path / "hub").rglob("*.safetensors"))
 
@@ -112,11 +112,11 @@ def text_recipe(folder: Path, model: Path, **settings: Any) -> Path:
         for number in range(60)
     ]
     (folder / "notes.csv").write_text("\n".join(["id,body", *lines]) + "\n", encoding="utf-8")
-    wish = {"max_length": 32, "max_steps": 4, "per_device_train_batch_size": 2, "precision": "fp32", "save_steps": 2,
+    stage = {"max_length": 32, "max_steps": 4, "per_device_train_batch_size": 2, "precision": "fp32", "save_steps": 2,
             "learning_rate": 1e-3, **settings}  # fmt: skip
     recipe = {
         "name": "raw", "output_dir": str(folder / "run"), "model": {"model_name_or_path": str(model)},
-        "data": {"train_file": "notes.csv", "text_column": "body", "test_size": 0}, "pretrain": wish,
+        "data": {"train_file": "notes.csv", "text_column": "body", "test_size": 0}, "pretrain": stage,
     }  # fmt: skip
     path = folder / "recipe.yaml"
     path.write_text(json.dumps(recipe), encoding="utf-8")
@@ -138,12 +138,12 @@ def test_raw_text_without_validation_data_is_trained_on_and_not_measured(model_f
 def test_a_new_run_begins_from_the_checkpoint_of_another_and_ends_as_it_does(
     model_folder: Path, tmp_path: Path
 ) -> None:
-    whole = run(load(text_recipe(tmp_path / "whole", model_folder), environ={})).path
-    middle = whole / "stages" / "pretrain" / "checkpoints" / "step-00000002"
+    uninterrupted = run(load(text_recipe(tmp_path / "whole", model_folder), environ={})).path
+    middle = uninterrupted / "stages" / "pretrain" / "checkpoints" / "step-00000002"
     later = tmp_path / "later"
     folder = run(load(text_recipe(later, model_folder, resume_from_checkpoint=str(middle)), environ={})).path
     assert [event["step"] for event in events(folder, "step")] == [3, 4]
-    ends = [json.loads((each / "stages/pretrain/result.json").read_text())["files"] for each in (whole, folder)]
+    ends = [json.loads((each / "stages/pretrain/result.json").read_text())["files"] for each in (uninterrupted, folder)]
     assert ends[0] == ends[1]
     (middle / "state.json").write_text("{}")
     with pytest.raises(UsageError, match="is not a valid checkpoint"):
@@ -161,8 +161,8 @@ def test_a_tokenizer_that_knows_more_grows_the_embeddings_and_keeps_what_was_the
     assert torch.equal(after[: len(before)], before)
     assert model.get_output_embeddings().weight.shape[0] == len(tokenizer) == len(before) + 2
     tokenizer.save_pretrained(folder)
-    told = run(load(tiny_recipe(tmp_path / "tune", folder, max_steps=1), environ={})).path
-    assert any("embeddings resized to" in note["message"] for note in events(told, "note"))
+    run_folder = run(load(tiny_recipe(tmp_path / "tune", folder, max_steps=1), environ={})).path
+    assert any("embeddings resized to" in note["message"] for note in events(run_folder, "note"))
 
 
 def test_a_tokenizer_without_pad_borrows_eos_and_eos_is_still_learnt(model_folder: Path, tmp_path: Path) -> None:

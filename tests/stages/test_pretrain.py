@@ -117,8 +117,8 @@ def test_every_step_holds_the_same_tokens_while_the_rows_grow(done: Path, model_
     task.set_total_steps(10)
     shapes = [tuple(task.batch([3, 1], step).inputs["tokens"].shape) for step in range(10)]
     assert shapes == [(8, 8)] * 3 + [(4, 16)] * 3 + [(2, 32)] * 4
-    whole = [task.batch([3, 1], step).inputs["tokens"].flatten().tolist() for step in range(10)]
-    assert all(row == whole[0] for row in whole)
+    tokens = [task.batch([3, 1], step).inputs["tokens"].flatten().tolist() for step in range(10)]
+    assert all(row == tokens[0] for row in tokens)
     assert {event["tokens"] for event in events_of(done, "step")} == {64}
 
 
@@ -130,11 +130,11 @@ def test_a_document_is_foretold_from_itself_alone(done: Path, model_folder: Path
     )
     batch = task.batch(range(4))
     positions, targets = batch.inputs["positions"].flatten(), batch.inputs["targets"].flatten()
-    learnt = torch.from_numpy(np.flatnonzero(targets.numpy() != IGNORE_INDEX))
-    assert torch.equal(targets[learnt], batch.inputs["tokens"].flatten()[learnt + 1])
-    assert batch.trained_tokens == len(learnt) < 4 * 32
-    assert (positions[learnt + 1] == positions[learnt] + 1).all()
-    assert set(np.flatnonzero(positions.numpy()[1:] != 0)) == set(learnt.tolist())
+    trained = torch.from_numpy(np.flatnonzero(targets.numpy() != IGNORE_INDEX))
+    assert torch.equal(targets[trained], batch.inputs["tokens"].flatten()[trained + 1])
+    assert batch.trained_tokens == len(trained) < 4 * 32
+    assert (positions[trained + 1] == positions[trained] + 1).all()
+    assert set(np.flatnonzero(positions.numpy()[1:] != 0)) == set(trained.tolist())
 
 
 def test_a_kill_beside_a_change_of_length_leaves_no_trace(

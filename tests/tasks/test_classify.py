@@ -140,11 +140,11 @@ def test_draws_stay_within_the_settings_and_take_no_time() -> None:
     )
     assert not shifts.any()
     assert not flips.any()
-    whole, best = task(), float("inf")
+    full_task, best = task(), float("inf")
     rows = list(range(1024))
     for step in range(20):
         began = time.perf_counter()
-        whole.batch(rows, step)
+        full_task.batch(rows, step)
         best = min(best, time.perf_counter() - began)
     assert best < 1e-3
 
@@ -154,8 +154,8 @@ def test_a_batch_is_the_same_whoever_asks_and_whenever() -> None:
     first, again = task().batch(rows, step=2), task().batch(rows, step=2)
     assert all(torch.equal(first.inputs[name], again.inputs[name]) for name in ("rows", "shifts", "flips"))
     halves = [task().batch(part, step=2) for part in (rows[:2], rows[2:])]
-    for name, whole in first.inputs.items():
-        assert torch.equal(torch.cat([half.inputs[name] for half in halves]), whole)
+    for name, expected in first.inputs.items():
+        assert torch.equal(torch.cat([half.inputs[name] for half in halves]), expected)
     assert (first.trained_tokens, first.tokens) == (4, 4)
     assert not torch.equal(task().batch(rows, step=3).inputs["shifts"], first.inputs["shifts"])
 
@@ -211,12 +211,12 @@ def test_held_out_rows_are_shown_as_they_are_and_without_smoothing() -> None:
     built = task(label_smoothing_factor=0.2)
     built.module.eval()
     halves = [run(built, built.held_out_batch(rows)) for rows in (range(5), range(5, 12))]
-    whole = run(built, built.held_out_batch(range(built.held_out_rows)))
+    all_rows = run(built, built.held_out_batch(range(built.held_out_rows)))
     images, labels = built.classifier.test_images, built.classifier.test_labels
     logits = built.classifier.model(built.classifier.normalise(images))
-    assert torch.allclose(whole, torch.stack(halves).sum(0))
-    assert float(whole[0]) == pytest.approx(float(F.cross_entropy(logits, labels, reduction="sum")), rel=1e-5)
-    assert int(whole[1]) == int((logits.argmax(1) == labels).sum())
+    assert torch.allclose(all_rows, torch.stack(halves).sum(0))
+    assert float(all_rows[0]) == pytest.approx(float(F.cross_entropy(logits, labels, reduction="sum")), rel=1e-5)
+    assert int(all_rows[1]) == int((logits.argmax(1) == labels).sum())
 
 
 @torch.no_grad()
@@ -239,10 +239,10 @@ def test_a_test_time_shift_judges_by_the_mean_over_three_places(flip: bool) -> N
     built.module.eval()
     images = built.images.test.images
     stay = np.zeros(12, bool)
-    places = [torch.from_numpy(slow_augment(images, np.full((12, 2), at), stay, 2)) for at in (0, 2, 4)]
-    shown = [built.classifier.normalise(place) for place in places]
-    shown += [place.flip(3) for place in shown] if flip else []
-    logits = torch.stack([built.classifier.model(place) for place in shown]).mean(0)
+    views = [torch.from_numpy(slow_augment(images, np.full((12, 2), at), stay, 2)) for at in (0, 2, 4)]
+    shown = [built.classifier.normalise(view) for view in views]
+    shown += [view.flip(3) for view in shown] if flip else []
+    logits = torch.stack([built.classifier.model(view) for view in shown]).mean(0)
     loss = F.cross_entropy(logits, built.classifier.test_labels, reduction="sum")
     assert float(run(built, built.held_out_batch(range(12)))[0]) == pytest.approx(float(loss), rel=1e-5)
     assert torch.allclose(built.classifier.probabilities(5), logits.softmax(1), atol=1e-6)

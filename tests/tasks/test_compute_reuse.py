@@ -176,8 +176,8 @@ def test_a_model_in_two_halves_is_the_model(name: str) -> None:
 
 
 def task_of(folder: Path, model_folder: Path, model: Any = None, **settings: Any) -> tuple[SftTask, Any, SftConfig]:
-    wish = {"trainable": LAST_LAYER, "max_length": 128, "max_steps": 5, **settings}
-    recipe = load_recipe(tiny_recipe(folder, model_folder, **wish), environ={}).recipe
+    stage = {"trainable": LAST_LAYER, "max_length": 128, "max_steps": 5, **settings}
+    recipe = load_recipe(tiny_recipe(folder, model_folder, **stage), environ={}).recipe
     data = load_conversations(recipe.data.model_copy(update={"system_prompt": SYSTEM}), recipe.seed, folder)
     sft = recipe.sft
     assert sft is not None
@@ -264,7 +264,7 @@ def test_what_lies_below_the_first_moving_layer_keeps_no_gradient_no_activation_
     assert len(engine.optimizer.state) == len(live)
 
 
-def _note_output(outputs: list[Tensor], _layer: torch.nn.Module, _given: Any, output: Tensor) -> None:
+def _note_output(outputs: list[Tensor], _layer: torch.nn.Module, _inputs: Any, output: Tensor) -> None:
     outputs.append(output)
 
 
@@ -326,8 +326,8 @@ def test_the_plan_says_what_is_saved_and_a_tied_head_what_it_costs(
 
 
 def test_what_is_trainable_decides_what_can_be_cached(deep_model: Path) -> None:
-    def depth(**wish: Any) -> int:
-        return num_frozen_layers(set_trainable(load_model(deep_model), TrainableConfig(trainable=wish)))
+    def depth(**trainable: Any) -> int:
+        return num_frozen_layers(set_trainable(load_model(deep_model), TrainableConfig(trainable=trainable)))
 
     assert depth(last_layers=2) == 2
     assert depth(lm_head=True) == 4

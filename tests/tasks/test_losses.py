@@ -21,23 +21,23 @@ def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "LOSS_CHUNK", 16)
 
 
-def parts(places: int = 70) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def parts(positions: int = 70) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
-    hidden, head = torch.randn(places, 32), torch.randn(50, 32)
-    targets = torch.randint(0, 50, (places,))
+    hidden, head = torch.randn(positions, 32), torch.randn(50, 32)
+    targets = torch.randint(0, 50, (positions,))
     targets[3::7] = IGNORE_INDEX
     return hidden.requires_grad_(), head.requires_grad_(), targets
 
 
-@pytest.mark.parametrize("places", [8, 64, 70])
-def test_loss_and_gradients_equal_the_plain_way(places: int) -> None:
-    hidden, head, targets = parts(places)
+@pytest.mark.parametrize("positions", [8, 64, 70])
+def test_loss_and_gradients_equal_the_plain_way(positions: int) -> None:
+    hidden, head, targets = parts(positions)
     plain = summed_cross_entropy(hidden @ head.T, targets)
     expected = torch.autograd.grad(plain * 0.3, (hidden, head))
     ours = fused_linear_cross_entropy(hidden, head, targets)
-    found = torch.autograd.grad(ours * 0.3, (hidden, head))
+    gradients = torch.autograd.grad(ours * 0.3, (hidden, head))
     torch.testing.assert_close(ours, plain)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(gradients, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
@@ -55,9 +55,9 @@ def test_likelihoods_and_their_gradients_equal_the_plain_way() -> None:
     targets, weights = targets.clamp(min=0), torch.linspace(-1, 1, 70)
     plain = selective_log_softmax(hidden @ head.T, targets)
     expected = torch.autograd.grad(plain @ weights, (hidden, head))
-    for found in (token_logps(hidden, head, targets), _TokenLogps.apply(hidden, head, targets)):
-        torch.testing.assert_close(found, plain)
-        for one, other in zip(torch.autograd.grad(found @ weights, (hidden, head)), expected, strict=True):
+    for logps in (token_logps(hidden, head, targets), _TokenLogps.apply(hidden, head, targets)):
+        torch.testing.assert_close(logps, plain)
+        for one, other in zip(torch.autograd.grad(logps @ weights, (hidden, head)), expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 

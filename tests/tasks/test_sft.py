@@ -43,9 +43,9 @@ def logits(model: Any, batch: MicroBatch) -> Tensor:
 
 
 def gradients(module: torch.nn.Module) -> dict[str, Tensor]:
-    found = {name: weight.grad.clone() for name, weight in module.named_parameters() if weight.grad is not None}
+    grads = {name: weight.grad.clone() for name, weight in module.named_parameters() if weight.grad is not None}
     module.zero_grad(set_to_none=True)
-    return found
+    return grads
 
 
 def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) -> None:
@@ -99,11 +99,11 @@ def test_the_head_on_trained_places_gives_the_model_s_own_loss(name: str) -> Non
     model, rows = family(name), documents(17, 9, 21)
     batch = collate_examples([[row] for row in rows])
     labels = torch.full_like(batch.inputs["tokens"], -100)
-    seen = torch.zeros_like(labels)
-    for place, row in enumerate(rows):
-        labels[place, : len(row)] = torch.from_numpy(np.where(row.loss_mask, row.input_ids, -100).astype(np.int64))
-        seen[place, : len(row)] = 1
-    theirs = model(input_ids=batch.inputs["tokens"], attention_mask=seen, labels=labels, use_cache=False).loss
+    attention_mask = torch.zeros_like(labels)
+    for number, row in enumerate(rows):
+        labels[number, : len(row)] = torch.from_numpy(np.where(row.loss_mask, row.input_ids, -100).astype(np.int64))
+        attention_mask[number, : len(row)] = 1
+    theirs = model(input_ids=batch.inputs["tokens"], attention_mask=attention_mask, labels=labels, use_cache=False).loss
     theirs.backward()
     their_gradients = gradients(model)
     ours = SftLoss(model)(**batch.inputs) / batch.trained_tokens
@@ -116,12 +116,12 @@ def test_the_head_on_trained_places_gives_the_model_s_own_loss(name: str) -> Non
 def test_trl_2175_accumulation_equals_one_large_batch(packed: bool) -> None:
     module, rows = SftLoss(family("llama")), documents(5, 23, 12, 9, 30, 2)
     groups = [rows[:2], rows[2:4], rows[4:]] if packed else [[row] for row in rows]
-    whole = collate_examples(groups)
-    (module(**whole.inputs) / whole.trained_tokens).backward()
+    full_batch = collate_examples(groups)
+    (module(**full_batch.inputs) / full_batch.trained_tokens).backward()
     at_once = gradients(module)
     for group in groups:
         batch = collate_examples([group])
-        (module(**batch.inputs) / whole.trained_tokens).backward()
+        (module(**batch.inputs) / full_batch.trained_tokens).backward()
     assert_close(gradients(module), at_once, 1e-6)
 
 
@@ -131,10 +131,10 @@ def test_a_blank_batch_trains_nothing_and_still_has_a_graph() -> None:
     assert (blank.trained_tokens, blank.tokens) == (0, 0)
     loss = module(**blank.inputs)
     loss.backward()
-    found = gradients(module)
+    grads = gradients(module)
     assert loss.item() == 0.0
-    assert set(found) == {name for name, _ in module.named_parameters()}, "ranks exchange every gradient or hang"
-    assert all(bool((gradient == 0).all()) for gradient in found.values())
+    assert set(grads) == {name for name, _ in module.named_parameters()}, "ranks exchange every gradient or hang"
+    assert all(bool((gradient == 0).all()) for gradient in grads.values())
 
 
 def test_the_first_token_of_a_document_is_foretold_by_no_other() -> None:
@@ -211,9 +211,9 @@ def test_a_model_with_lora_goes_the_same_way_and_only_the_adapters_move(model_fo
     loss = module(**batch.inputs)
     loss.backward()
     torch.testing.assert_close(loss, theirs, atol=0, rtol=1e-5)
-    found = gradients(module)
-    assert found
-    assert all("lora_" in name for name in found)
+    grads = gradients(module)
+    assert grads
+    assert all("lora_" in name for name in grads)
 
 
 def task_of(folder: Path, model_folder: Path, tokenizer: Any, **settings: Any) -> SftTask:
