@@ -33,7 +33,7 @@ def times(row: dict[str, Any], link: str, kind: str = "times") -> dict[str, floa
     return next(each for each in row["links"] if each["link"] == link)[kind]
 
 
-def test_a_slower_link_never_makes_cards_faster(paper: dict[tuple[str, str], dict[str, Any]]) -> None:
+def test_a_slower_link_never_makes_gpus_faster(paper: dict[tuple[str, str], dict[str, Any]]) -> None:
     for row in paper.values():
         for world in map(str, scale.WORLDS):
             speedups = [each["times"][world] or 0.0 for each in row["links"]]
@@ -43,7 +43,7 @@ def test_a_slower_link_never_makes_cards_faster(paper: dict[tuple[str, str], dic
             )
 
 
-def test_four_times_on_four_cards_is_a_question_of_the_link(paper: dict[tuple[str, str], dict[str, Any]]) -> None:
+def test_four_times_on_four_gpus_is_a_question_of_the_link(paper: dict[tuple[str, str], dict[str, Any]]) -> None:
     row = paper["L40S", SURVIVAL]
     assert row["trained_parameters"] == pytest.approx(418.9e6, rel=1e-3)
     needed = row["four_times_from_bytes_per_second"]
@@ -89,7 +89,7 @@ def test_a_batch_that_is_shared_gains_less_than_one_that_grows(paper: dict[tuple
                 assert grown is None or same_batch is None or same_batch <= grown * 1.01, (row["case"], each)
 
 
-def test_what_does_not_fit_is_said_and_a_card_without_nvlink_is_given_none(
+def test_what_does_not_fit_is_reported_and_a_gpu_without_nvlink_has_none(
     paper: dict[tuple[str, str], dict[str, Any]],
 ) -> None:
     row = paper["L40S", "Llama-7B, all weights"]
@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_said_and_a_card_without_nvlink_is_given_none(
     assert "NVLink" in {each["link"] for each in paper["H200", SURVIVAL]["links"]}
 
 
-def test_the_tables_are_printed_and_told_as_json() -> None:
+def test_the_tables_are_printed_as_text_and_as_json() -> None:
     plain = CliRunner().invoke(COMMAND, ["--paper", "--card", "l40s"])
     assert plain.exit_code == 0, plain.output
     assert "L40S, SmolLM3-3B, last 2 + head: 418.9 M parameters trainable" in plain.output
@@ -110,20 +110,20 @@ def test_the_tables_are_printed_and_told_as_json() -> None:
     assert {row["card"] for row in result["figures"]["paper"]} == {"L40S"}
 
 
-def test_measured_ranks_are_told_with_what_disturbed_them() -> None:
+def test_measured_ranks_are_printed_with_the_load_of_the_machine() -> None:
     rank = {"tokens_per_second": 500.0, "efficiency": 0.9, "fastest_efficiency": 0.95}
     lines = scale.lines({"measured": {"setting": "tiny", "load_before": 3.0, "ranks": {"2": rank}}, "paper": []})
     assert lines[1] == "2 ranks: 500 tokens/s, efficiency 90% (by the fastest steps 95%)"
     assert lines[2].startswith("the machine was busy (3 ")
 
 
-def test_an_unknown_card_gets_a_letter() -> None:
+def test_an_unknown_gpu_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="--card is 'K80'; known are T4"):
         scale.card("K80")
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]", '{"runs": []}'])
-def test_judging_runs_that_are_not_there_gets_a_letter(text: str | None, tmp_path: Path) -> None:
+def test_judging_runs_that_are_missing_is_a_usage_error(text: str | None, tmp_path: Path) -> None:
     from benchmarks.plan import read_runs
 
     path = tmp_path / "runs.json"

@@ -94,13 +94,13 @@ def test_the_fastest_of_ours_is_held_against_the_fastest_peer() -> None:
     assert common.ratio({"ours, a": {"rate": 6.0}}, "rate") == {}
 
 
-def test_the_speed_of_a_training_whose_loss_is_not_finite_is_not_told() -> None:
+def test_the_speed_of_a_training_whose_loss_is_not_finite_is_not_reported() -> None:
     common.require_finite([3.0, 2.5])
     with pytest.raises(ArithmeticError, match="not finite from step 2 on"):
         common.require_finite([3.0, float("nan"), float("nan")])
 
 
-def test_low_rank_matrices_are_trained_beside_the_peer_and_their_kernels_told(
+def test_lora_is_compared_with_the_peer_and_its_kernels_are_listed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     figures = speed.measure("tiny-lora", steps=4, kernels=True)
@@ -111,7 +111,7 @@ def test_low_rank_matrices_are_trained_beside_the_peer_and_their_kernels_told(
 
 
 @pytest.mark.slow
-def test_pairs_are_learnt_beside_the_peer_to_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dpo_reaches_the_same_loss_as_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trl")
     small = DpoWorkload(layers=2, width=128, vocab_size=256, prompt=24, answer=7, pairs=2)
     monkeypatch.setitem(DPO, "dpo-tiny", small)
@@ -127,7 +127,7 @@ def test_pairs_are_learnt_beside_the_peer_to_the_same_loss(monkeypatch: pytest.M
         speed.measure("dpo", steps=2, rows=Path("rows.npy"))
 
 
-def test_a_way_aside_is_measured_where_it_is_asked_for_and_learns_the_same() -> None:
+def test_an_optional_variant_is_measured_on_request_and_learns_the_same() -> None:
     plain, again = "ours, fp32", "ours, fp32, selective checkpointing"
     by_default = [variant.name for variant in common.select_variants(VARIANTS["tiny"], ())]
     assert again not in by_default and plain in by_default
@@ -172,7 +172,7 @@ def test_torchtitan_is_given_the_same_weights_rows_and_settings(monkeypatch: pyt
             assert bool(job.model.converters) == ("fp8" in variant.name)
 
 
-def test_the_figures_of_one_work_are_kept_beside_those_of_others(
+def test_the_figures_of_one_workload_are_saved_with_those_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(common, "ROOT", tmp_path)
@@ -185,12 +185,12 @@ def test_the_figures_of_one_work_are_kept_beside_those_of_others(
 
 
 @pytest.mark.parametrize("work", speed.KNOWN)
-def test_a_word_that_fits_no_way_is_answered_with_the_ways_there_are(work: str) -> None:
+def test_an_unknown_variant_is_answered_with_the_known_ones(work: str) -> None:
     with pytest.raises(UsageError, match=r"there are: ours, .* \| |--variant is not for (start|survival|sft-small)"):
         speed.measure(work, ["ours", "olive"], steps=1)
 
 
-def test_figures_of_a_work_do_not_take_the_place_of_another_devices(
+def test_figures_of_a_workload_do_not_replace_those_of_another_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(common, "ROOT", tmp_path)

@@ -34,7 +34,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("cut", ["", "warm"])
-def test_what_was_found_is_told_and_no_process_stays_behind(
+def test_the_result_is_printed_and_no_process_is_left_running(
     cut: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pids = tmp_path / "pids"

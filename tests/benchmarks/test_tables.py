@@ -63,7 +63,7 @@ def test_the_scorecard_appears_once_it_is_measured(tmp_path: Path) -> None:
     assert "| kill | 14 of 14 resume | met | HF Trainer 10 \\| 14 |" in table
 
 
-def test_what_was_measured_beside_pretraining_has_a_row_of_its_own_with_its_day(tmp_path: Path) -> None:
+def test_each_workload_besides_pretraining_has_its_own_row_with_its_date(tmp_path: Path) -> None:
     fast = {"tokens_per_second": 16500.0, "mfu": 0.55, "memory_gb": 98.0}
     slow = {"tokens_per_second": 9000.0, "mfu": 0.3, "memory_gb": 60.0}
     figures = {
@@ -95,7 +95,7 @@ def test_what_was_measured_beside_pretraining_has_a_row_of_its_own_with_its_day(
     assert "14.2 s" in table and "1.1% of the time" in table
 
 
-def test_torchtitan_stands_beside_the_other_peer_where_it_was_measured() -> None:
+def test_torchtitan_is_listed_with_the_other_peer_where_it_was_measured() -> None:
     absent = {"torchtitan, bf16": {"failed": "torchtitan is not installed"}}
     measured = {"torchtitan, bf16": {"tokens_per_second": 12000.0}, "torchtitan, fp8": {"tokens_per_second": 13000.0}}
     assert _with_torchtitan("HF Trainer 9,000 tokens/s", absent) == "HF Trainer 9,000 tokens/s"

@@ -53,7 +53,7 @@ def test_render_prints_yaml_or_a_list_for_machines(capsys: pytest.CaptureFixture
     assert [each["kind"] for each in documents][-2:] == ["TrainingRuntime", "TrainJob"]
 
 
-def test_check_tells_notes_and_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_prints_notes_and_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*JOB, "--check", "--json") == 0
     result = json.loads(capsys.readouterr().out)
     assert result["ok"] and not [each for each in result["problems"] if each["severity"] == "error"]
@@ -88,7 +88,7 @@ def test_a_broken_file_ends_with_2_and_its_lines(tmp_path: Path, capsys: pytest.
         ([*JOB, "--render", "--set", "cluster.shm_size=99Gi"], "less than memory"),
     ],
 )
-def test_a_persons_mistake_is_a_letter(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_usage_mistake_is_one_message(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*words) == 2
     assert message in capsys.readouterr().err
 

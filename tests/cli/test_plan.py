@@ -45,7 +45,7 @@ def test_the_table_is_for_people_and_prices_are_ones_own(tmp_path: Path) -> None
     assert "at $100/h" in done.stdout and "GPU-hours" in done.stdout
 
 
-def test_a_wrong_machine_is_a_short_letter(tmp_path: Path) -> None:
+def test_a_wrong_machine_is_a_short_message(tmp_path: Path) -> None:
     done = ask(tmp_path, "--gpus", "4xV900")
     assert done.returncode == 2
     assert "--gpus names 'V900'; known are T4, L4" in done.stderr

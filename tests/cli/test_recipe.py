@@ -27,7 +27,7 @@ def test_a_good_recipe_is_ok(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("group", [(), ("data",), ("job",)])
-def test_help_tells_each_verb_in_a_whole_sentence(
+def test_help_describes_each_command_in_a_full_sentence(
     group: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -48,7 +48,7 @@ def test_notes_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     ("recipe", "key"),
     [("quickstart", "model.model_name_or_path"), ("resnet18-cifar10-tiny", "data.dataset_name")],
 )
-def test_a_path_that_leads_nowhere_is_told_without_reading_anything(
+def test_a_missing_path_is_reported_without_reading_anything(
     recipe: str, key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("check", recipe, "--set", f"{key}=./nowhere") == 2
@@ -56,13 +56,13 @@ def test_a_path_that_leads_nowhere_is_told_without_reading_anything(
 
 
 @pytest.mark.parametrize("key", ["train_file", "validation_file"])
-def test_a_file_of_raw_text_that_is_not_there_is_told(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_file_of_raw_text_is_reported(key: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("check", "gemma-270m-tiny", "--set", f"{key}=nowhere.txt") == 2
     message = "--set: data: there is no file, folder or embedded set 'nowhere.txt'\n"
     assert capsys.readouterr().err == message
 
 
-def test_raw_text_in_another_column_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_raw_text_in_another_column_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "songs.jsonl").write_text('{"lyrics": "la la"}\n' * 30, encoding="utf-8")
     override = ("--set", f"train_file={tmp_path / 'songs.jsonl'}")
     assert run("check", "gemma-270m-tiny", *override) == 2
@@ -72,7 +72,7 @@ def test_raw_text_in_another_column_is_told_once(tmp_path: Path, capsys: pytest.
     assert run("check", "gemma-270m-tiny", *override, "--set", "text_column=lyrics") == 0
 
 
-def test_problems_are_told_on_stderr_without_a_traceback(
+def test_problems_are_printed_on_stderr_without_a_traceback(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(BROKEN)

@@ -158,7 +158,7 @@ def test_a_job_is_tried_by_the_server_before_it_is_sent(
     assert "trainingruntime/quickstart" in server.objects
 
 
-def test_what_the_server_refuses_is_told_and_nothing_is_sent(
+def test_what_the_server_refuses_is_reported_and_nothing_is_sent(
     oc: KubectlClient, survival: ClusterJob, server: Server
 ) -> None:
     with pytest.raises(ClusterError, match="admission webhook denied"):
@@ -178,7 +178,7 @@ def test_a_job_that_runs_is_not_replaced_and_one_that_is_over_is(
     assert "status" not in server.objects["trainjob/quickstart"]
 
 
-def test_status_tells_phase_pods_and_progress(oc: KubectlClient, survival: ClusterJob, server: Server) -> None:
+def test_status_shows_phase_pods_and_progress(oc: KubectlClient, survival: ClusterJob, server: Server) -> None:
     with pytest.raises(UsageError, match="there is no trainjob quickstart in modelwright"):
         client.status(oc, survival)
     client.submit(oc, render(survival), survival)
@@ -234,15 +234,13 @@ def test_pull_brings_the_run_home_and_leaves_no_reader(
     assert not [key for key in server.objects if key.startswith("pod/")]
 
 
-def test_a_run_that_is_not_there_is_told(
-    oc: KubectlClient, survival: ClusterJob, server: Server, tmp_path: Path
-) -> None:
+def test_a_missing_run_is_reported(oc: KubectlClient, survival: ClusterJob, server: Server, tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match=r"tar in quickstart-reader"):
         client.pull(oc, survival, tmp_path / "home")
     assert server.objects == {}
 
 
-def test_without_oc_and_kubectl_the_letter_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_oc_and_kubectl_the_message_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match="neither oc nor kubectl is on the PATH"):
         client.find_client("x")

@@ -173,7 +173,7 @@ spec:
 """
 
 
-def test_a_manifest_as_people_write_them_is_told_all_its_mistakes_at_once() -> None:
+def test_all_mistakes_of_a_handwritten_manifest_are_reported_at_once() -> None:
     findings = lint(parse_manifests(DOCUMENTS_OWN, "survival.yaml"))
     output = "\n".join(map(str, findings))
     for words in ("starts python on 4 nodes", "WORLD_SIZE, which is overwritten", "HF_TOKEN for all to read",
@@ -194,7 +194,7 @@ def test_a_manifest_as_people_write_them_is_told_all_its_mistakes_at_once() -> N
         ("kind: PyTorchJob\nkind: TrainJob\n", "is not YAML"),
     ],
 )
-def test_what_is_no_manifest_is_told_without_a_traceback(text: str, finding: str) -> None:
+def test_what_is_no_manifest_is_reported_without_a_traceback(text: str, finding: str) -> None:
     with pytest.raises(ProblemsError, match=re.escape(finding)):
         parse_manifests(text, "job.yaml")
 
@@ -217,7 +217,7 @@ def field_paths(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ..
 
 
 @pytest.mark.parametrize("target", ["pytorchjob", "trainjob"])
-def test_any_junk_in_any_place_is_told_and_never_a_crash(target: JobKind) -> None:
+def test_junk_in_any_field_is_reported_and_never_a_crash(target: JobKind) -> None:
     bodies = documents(cluster_job("survival", target))
     tried = 0
     for number, body in enumerate(bodies):

@@ -176,7 +176,7 @@ def test_small_data_travel_in_the_map_whatever_their_bytes(tmp_path: Path) -> No
         ("{dataset_name: field-guide}", ["model.model_name_or_path=folder"], "model.model_name_or_path is the folder"),
     ],
 )
-def test_what_the_pods_cannot_reach_is_told_before_it_is_sent(
+def test_what_the_pods_cannot_reach_is_reported_before_it_is_sent(
     tmp_path: Path, data: str, sets: list[str], message: str
 ) -> None:
     from modelwright.cluster.manifests import build_job

@@ -69,7 +69,7 @@ def test_a_taken_port_does_not_stop_the_training() -> None:
     assert heard == EVENTS[:1]
 
 
-def test_the_trainer_is_told_by_the_token_in_its_file(tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_trainer_is_authenticated_by_the_token_in_its_file(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(progress, "POST_INTERVAL", 0.05)
     received: list[tuple[str, dict[str, Any]]] = []
 

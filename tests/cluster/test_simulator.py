@@ -96,7 +96,7 @@ def test_our_final_exit_codes_end_a_trainjob_at_once(tmp_path: Path, code: int) 
     assert outcome.reason == f"resnet18-cifar10-node-0-0 exited with {code}, which podFailurePolicy says is final"
 
 
-def test_a_lost_pod_of_a_trainjob_makes_all_of_them_begin_anew(tmp_path: Path) -> None:
+def test_a_lost_pod_of_a_trainjob_restarts_all_of_them(tmp_path: Path) -> None:
     script = f'echo x >> /scratch/kept; test "$PET_NODE_RANK" = 1 || exec sleep 0.3; {ONCE} 1'
     outcome = play(tmp_path, job("trainjob", script, nodes=2))
     assert outcome.succeeded, outcome.events
@@ -104,7 +104,7 @@ def test_a_lost_pod_of_a_trainjob_makes_all_of_them_begin_anew(tmp_path: Path) -
     assert {path.read_text() for path in tmp_path.glob("pods/*/scratch/kept")} == {"x\n"}, "a new pod has a new scratch"
 
 
-def test_a_trainjob_ends_when_it_began_anew_often_enough(tmp_path: Path) -> None:
+def test_a_trainjob_fails_after_its_last_restart(tmp_path: Path) -> None:
     outcome = play(tmp_path, job("trainjob", "exit 1", max_restarts=1))
     assert outcome.reason == "1 restarts are maxRestarts; the last exit code was 1"
 
@@ -136,7 +136,7 @@ def test_the_operators_give_the_variables_that_are_documented() -> None:
     }  # fmt: skip
 
 
-def test_a_stream_without_one_job_cannot_be_rehearsed(tmp_path: Path) -> None:
+def test_a_stream_without_one_job_cannot_be_simulated(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="0 jobs are in this stream"):
         play(tmp_path, job("trainjob", "true")[:3])
 
@@ -166,9 +166,7 @@ TELL = "python -c 'import only_in_the_clone as found; print(found.WORD)'"
 @pytest.mark.parametrize(
     ("root", "form"), [(False, "{}"), pytest.param(True, "file://{}", marks=[isolated, pytest.mark.root])]
 )
-def test_a_clone_is_rehearsed_from_a_repository_of_this_machine(
-    tmp_path: Path, repository: Path, root: bool, form: str
-) -> None:
+def test_a_clone_is_simulated_from_a_local_repository(tmp_path: Path, repository: Path, root: bool, form: str) -> None:
     manifests = job("trainjob", TELL, code_source=f"{CODE}@trunk")
     config = SimulationConfig(
         tmp_path / "place", use_namespaces=root, time_scale=0.001, git_repo=form.format(repository)
@@ -188,7 +186,7 @@ def test_a_manifest_that_clones_from_this_machine_is_taken_at_its_word(tmp_path:
     assert outcome.succeeded, "\n".join(path.read_text() for path in outcome.logs.values())
 
 
-def test_a_clone_from_afar_is_told_as_not_shown_and_without_its_password(tmp_path: Path) -> None:
+def test_a_remote_clone_is_listed_as_not_simulated_and_without_its_password(tmp_path: Path) -> None:
     manifests = job("trainjob", "test -z \"${PYTHONPATH##*$PWD*}\" || python -c 'import modelwright'", code_source=CODE)
     text = "https://example.com/our/program.git"
     template = manifests[-2].body["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
@@ -214,7 +212,7 @@ def test_a_clone_that_fails_fails_the_pod_and_a_new_try_begins_with_it(tmp_path:
     assert not (tmp_path / "place/volumes/trained-models/ran").exists(), "the program never ran"
 
 
-def test_what_is_no_repository_is_told(tmp_path: Path) -> None:
+def test_what_is_no_repository_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--git-repo wants a git repository"):
         simulate(
             job("trainjob", TELL, code_source=CODE),
@@ -298,7 +296,7 @@ def test_a_pod_is_a_random_user_without_rights_on_a_network_of_its_own(tmp_path:
 
 @isolated
 @pytest.mark.root
-def test_nothing_of_a_rehearsal_is_left_behind(tmp_path: Path) -> None:
+def test_a_simulation_leaves_nothing_running(tmp_path: Path) -> None:
     before = set(NETWORKS.iterdir()) if NETWORKS.is_dir() else set()
     outcome = play(
         tmp_path, job("trainjob", f"{STEP}; sleep 600", max_restarts=0), InjectedFault("node-lost", 0, 5), root=True
@@ -309,7 +307,7 @@ def test_nothing_of_a_rehearsal_is_left_behind(tmp_path: Path) -> None:
 
 @isolated
 @pytest.mark.root
-def test_a_killed_rehearsal_takes_its_pods_with_it(tmp_path: Path) -> None:
+def test_a_killed_simulation_takes_its_pods_with_it(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         try:
@@ -338,7 +336,7 @@ def sleepers() -> list[str]:
     return [line.decode() for line in command_lines if line.split(b"\0")[:2] == [b"sleep", SLEEP.encode()]]
 
 
-def test_the_stream_that_is_rehearsed_is_the_stream_that_is_sent() -> None:
+def test_the_stream_that_is_simulated_is_the_stream_that_is_sent() -> None:
     text = render(cluster_job("survival", "trainjob"))
     assert [pod.name for pod in expand_job(parse_manifests(text, "job.yaml"))[1]] == [
         f"quickstart-node-0-{n}" for n in range(4)

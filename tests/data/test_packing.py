@@ -45,7 +45,7 @@ def test_equal_lengths_keep_their_order() -> None:
     assert pack_bfd([5, 5, 5], 5) == [[0], [1], [2]]
 
 
-def test_a_row_that_fills_its_group_exactly_leaves_no_room_behind() -> None:
+def test_a_row_that_fills_its_group_exactly_leaves_no_room() -> None:
     assert pack_bfd([4, 4, 4, 4], 8) == [[0, 1], [2, 3]]
     assert pack_bfd([8, 8], 8) == [[0], [1]]
 

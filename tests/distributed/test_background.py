@@ -59,7 +59,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_ends_the_same(
 
 
 @pytest.mark.slow
-def test_kills_while_checkpoints_are_written_behind_leave_no_trace(
+def test_kills_while_checkpoints_are_written_in_the_background_leave_no_trace(
     fork_server: ForkServer, uninterrupted: Path, model_folder: Path, tmp_path: Path
 ) -> None:
     draw, landed = random.Random(20261115), 0
@@ -76,7 +76,7 @@ def test_kills_while_checkpoints_are_written_behind_leave_no_trace(
     assert landed >= 3
 
 
-def test_a_save_that_failed_behind_is_told_and_the_one_before_is_gone_on_from(
+def test_a_failed_background_save_is_reported_and_the_run_resumes_from_the_one_before(
     fork_server: ForkServer, uninterrupted: Path, model_folder: Path, tmp_path: Path
 ) -> None:
     recipe = tiny_recipe(tmp_path, model_folder, **ALWAYS)
@@ -90,7 +90,7 @@ def test_a_save_that_failed_behind_is_told_and_the_one_before_is_gone_on_from(
     assert run_fingerprint(tmp_path / "run") == run_fingerprint(uninterrupted)
 
 
-def test_two_ranks_save_behind_and_all_hear_of_a_failure(
+def test_two_ranks_save_in_the_background_and_both_get_a_failure(
     fork_server: ForkServer, model_folder: Path, tmp_path: Path
 ) -> None:
     recipe = tiny_recipe(tmp_path, model_folder, per_device_train_batch_size=2, **ALWAYS)

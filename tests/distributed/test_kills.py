@@ -51,7 +51,7 @@ def test_ctrl_c_twice_stops_at_once(fork_server: ForkServer, model_folder: Path,
     assert time.monotonic() - began < 120, "it waited for the step to end"
 
 
-def test_a_changed_setting_is_refused_by_name_unless_told(
+def test_a_changed_setting_is_refused_by_name_unless_allowed(
     fork_server: ForkServer, model_folder: Path, tmp_path: Path
 ) -> None:
     recipe = tiny_recipe(tmp_path, model_folder)
@@ -87,7 +87,7 @@ def test_the_saved_recipe_runs_from_anywhere_and_a_refused_one_does_not_replace_
     assert code == 0, output
 
 
-def test_a_gate_that_closes_later_takes_the_title_back_and_is_told_once(
+def test_a_gate_that_closes_later_withdraws_the_promotion_and_is_reported_once(
     fork_server: ForkServer, model_folder: Path, tmp_path: Path
 ) -> None:
     recipe = tiny_recipe(tmp_path, model_folder)

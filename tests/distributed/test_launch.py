@@ -117,7 +117,7 @@ def test_a_killed_rank_a_stopped_rank_and_a_killed_launcher_change_nothing_and_l
 
 
 @pytest.mark.slow
-def test_node_0_is_the_one_that_tells_whichever_node_was_started_first(
+def test_node_0_prints_the_log_whichever_node_was_started_first(
     model_folder: Path, tmp_path: Path, launched: list[Launched]
 ) -> None:
     recipe = tiny_recipe(tmp_path, model_folder, **{**LONG, "max_steps": 2, "save_steps": 2, "eval_steps": 2})
@@ -155,7 +155,7 @@ def test_ranks_with_gpus_are_started_afresh_as_cuda_does_not_outlive_a_fork(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dawdler", ["0", "1"])
-def test_a_letter_is_told_once_with_its_code_whoever_leaves_first_and_nothing_is_tried_again(
+def test_an_error_is_printed_once_with_its_code_whoever_exits_first_and_nothing_is_retried(
     model_folder: Path, tmp_path: Path, launched: list[Launched], dawdler: str
 ) -> None:
     recipe = tiny_recipe(tmp_path, model_folder, **LONG)
@@ -169,7 +169,7 @@ def test_a_letter_is_told_once_with_its_code_whoever_leaves_first_and_nothing_is
     assert "Traceback" not in launch.output and "ChildFailedError" not in launch.output
 
 
-def test_ranks_whose_memory_is_full_begin_again_with_smaller_bites(
+def test_ranks_whose_memory_is_full_restart_with_smaller_micro_batches(
     uninterrupted: Path, model_folder: Path, tmp_path: Path, launched: list[Launched]
 ) -> None:
     recipe = tiny_recipe(tmp_path, model_folder, gradient_accumulation_steps=1)

@@ -68,7 +68,7 @@ planning.choose_plan = on_a_small_card
 """Every device has a little less memory than a copy of the model takes."""
 
 
-def test_what_a_card_cannot_hold_is_split_by_itself_and_trains_the_same(
+def test_what_a_gpu_cannot_hold_is_split_automatically_and_trains_the_same(
     fork_server: ForkServer, uninterrupted: Path, model_folder: Path, tmp_path: Path
 ) -> None:
     settings = {"per_device_train_batch_size": 1, "gradient_checkpointing": True}

@@ -16,7 +16,7 @@ FACTS = {
 }  # fmt: skip
 
 
-def test_a_node_with_another_clock_version_or_recipe_is_told_so() -> None:
+def test_a_node_with_another_clock_version_or_recipe_is_refused_with_the_reason() -> None:
     assert node_mismatches(FACTS, {**FACTS, "node": 1}, 0.5) == []
     (clock,) = node_mismatches(FACTS, {**FACTS, "node": 1}, -90.0)
     assert "node 1" in clock and "90.0 s behind" in clock and "time server" in clock

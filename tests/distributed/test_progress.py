@@ -10,7 +10,7 @@ from tests.faults.fork_server import HOLD_AFTER_STEP_2, ForkServer, free_port, w
 from tiny import tiny_recipe
 
 
-def test_a_run_tells_its_step_and_loss_while_it_trains(
+def test_a_run_publishes_its_step_and_loss_while_it_trains(
     fork_server: ForkServer, model_folder: Path, tmp_path: Path
 ) -> None:
     port = free_port()

@@ -160,7 +160,7 @@ def test_a_killed_rank_ends_the_other_and_the_run_goes_on_bit_for_bit(
     assert run_fingerprint(killed / "run") == run_fingerprint(uninterrupted / "run")
 
 
-def test_a_letter_of_the_first_rank_ends_all_with_its_code(
+def test_an_error_of_the_first_rank_ends_all_with_its_code(
     fork_server: ForkServer, model_folder: Path, tmp_path: Path
 ) -> None:
     recipe = tiny_recipe(tmp_path, model_folder)

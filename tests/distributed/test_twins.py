@@ -64,7 +64,7 @@ def succeeded(ranks: list[ForkedProcess]) -> str:
 
 
 @pytest.mark.parametrize("name", ["lyrics-pythia-tiny", "gemma-270m-tiny"])
-def test_a_twin_learns_on_two_ranks_what_it_learns_on_one(
+def test_a_tiny_recipe_learns_on_two_ranks_what_it_learns_on_one(
     fork_server: ForkServer, deep_model: Path, tmp_path: Path, name: str
 ) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
@@ -78,7 +78,7 @@ def test_a_twin_learns_on_two_ranks_what_it_learns_on_one(
     assert (run / "demo_outputs/before_after.md").exists() == name.startswith("lyrics")
 
 
-def test_a_kept_trunk_on_two_ranks_that_are_killed_learns_what_one_rank_learns(
+def test_cached_frozen_layers_on_two_killed_ranks_learn_what_one_rank_learns(
     fork_server: ForkServer, deep_model: Path, tmp_path: Path
 ) -> None:
     name, one, two = "survival-smollm3-tiny", tmp_path / "one", tmp_path / "two"

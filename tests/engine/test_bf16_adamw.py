@@ -204,7 +204,7 @@ def test_bf16_weights_learn_what_fp32_weights_learn_and_go_on_exactly(model_fold
     assert run(tmp_path / "bf16", model_folder, "bf16") == bf16
 
 
-def test_few_weights_go_on_exactly_from_a_checkpoint_that_has_their_rests(
+def test_few_weights_resume_exactly_from_a_checkpoint_with_parameter_remainders(
     untied_model_folder: Path, tmp_path: Path
 ) -> None:
     few: dict[str, Any] = {"trainable": {"norms": True}, "max_steps": 2, "save_steps": 1, "eval_steps": 2}

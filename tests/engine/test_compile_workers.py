@@ -34,7 +34,7 @@ def stop_with_its_workers(process: int) -> None:
         os.kill(each, signal.SIGTERM)
 
 
-def test_whoever_waits_for_a_compiler_that_is_stopped_is_told(started: None) -> None:
+def test_a_process_that_waits_for_a_stopped_compiler_gets_an_error(started: None) -> None:
     pool = AsyncCompile.process_pool()
     assert pool.submit(os.getpid).result(SOON) != os.getpid()
     waits = pool.submit(time.sleep, LATE)

@@ -24,7 +24,7 @@ def run(folder: Path, model: Path, **settings: Any) -> dict[str, Any]:
     return run_fingerprint(folder / "run")
 
 
-def test_the_mean_follows_the_weights_and_stands_in_for_them_only_for_a_while() -> None:
+def test_the_ema_follows_the_weights_and_replaces_them_only_temporarily() -> None:
     weight, count = torch.zeros(3), torch.tensor(7)
     ema = EMA({"weight": weight, "count": count}, 0.5)
     weight += 1.0

@@ -86,7 +86,7 @@ def test_an_evaluation_whose_memory_is_full_takes_fewer_rows(
         (False, "sft: the device is out of memory measuring one row; shorter rows would do: max_length"),
     ],
 )
-def test_where_not_even_one_row_fits_a_letter_says_what_would_do(
+def test_where_not_even_one_row_fits_the_message_says_what_would_work(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, training: bool, message: str
 ) -> None:
     forward = SftLoss.forward
@@ -111,7 +111,7 @@ def test_where_not_even_one_row_fits_a_letter_says_what_would_do(
         (ClassifyConfig(), "a smaller model.resnet_width"),
     ],
 )  # fmt: skip
-def test_the_letter_offers_only_what_the_plan_does_not_do_yet(settings: TrainingConfig, would_do: str) -> None:
+def test_the_message_offers_only_what_the_plan_does_not_do_yet(settings: TrainingConfig, would_do: str) -> None:
     plan = plan_stage(settings, 100, 1, CPU)
     assert _train_memory_message(plan, settings).endswith(f"at once; what would do: {would_do}")
 
@@ -179,7 +179,7 @@ class LogLines(logging.Handler):
         self.lines.append(self.format(record))
 
 
-def test_a_cache_that_cannot_be_read_is_told_once_and_without_a_traceback() -> None:
+def test_a_cache_that_cannot_be_read_is_reported_once_and_without_a_traceback() -> None:
     messages: list[str] = []
     CompiledLayers([torch.nn.Linear(1, 1)], lambda line: pytest.fail("an earlier stage is no longer told"))
     CompiledLayers([torch.nn.Linear(1, 1)], messages.append)

@@ -96,7 +96,7 @@ def test_padding_changes_no_likelihood_of_an_answer(model_folder: Path, shared: 
 
 
 @torch.no_grad()
-def test_what_a_pair_says_in_fp8_does_not_hang_on_the_rows_beside_it(torchao: None, model_folder: Path) -> None:
+def test_the_log_probs_of_a_pair_in_fp8_do_not_depend_on_the_other_rows(torchao: None, model_folder: Path) -> None:
     task = pairs_task(model_folder, load_model(model_folder), DpoConfig(precision="fp8", max_length=128))
     exact = task.module(**task.batch_without_reference("train", [3]).inputs)
     linears = precision.convert_to_fp8(task.module)
@@ -140,7 +140,7 @@ def test_low_rank_matrices_and_the_head_stay_as_they_are(model_folder: Path, mon
     assert moved and all("lora_" in name for name in moved)
 
 
-def test_fp8_that_fails_half_way_leaves_no_gradient_behind(
+def test_fp8_that_fails_half_way_leaves_no_gradient(
     torchao: None, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = DpoConfig(

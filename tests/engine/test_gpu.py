@@ -308,7 +308,7 @@ def test_fp8_that_is_kept_trains_on_the_gpu_as_if_it_had_been_forced(
 
 
 @pytest.mark.parametrize("recorded", ["never", "always"])
-def test_a_card_that_others_have_filled_halves_the_rows_and_keeps_the_batch(
+def test_a_gpu_that_others_have_filled_halves_the_micro_batch_and_keeps_the_batch(
     monkeypatch: pytest.MonkeyPatch, recorded: str
 ) -> None:
     """The error is the allocator's own: most of the card is taken."""

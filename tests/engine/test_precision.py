@@ -28,7 +28,7 @@ def switches() -> tuple[Any, ...]:
     ("name", "tf32", "holds"),
     [("fp32", True, ("high", True)), ("fp32", False, ("highest", False)), ("bf16", True, ("highest", True))],
 )
-def test_products_are_as_wished_forward_and_back_and_as_they_were_afterwards(
+def test_matmul_precision_is_set_forward_and_backward_and_restored_afterwards(
     name: str, tf32: bool, holds: tuple[str, bool]
 ) -> None:
     """The device is only named: the switches are there without it. Other arithmetic than fp32 finds torch's own."""

@@ -79,7 +79,7 @@ def test_nodes_are_a_number_or_a_range() -> None:
             parse_nnodes(wrong)
 
 
-def test_a_wish_travels_as_one_word() -> None:
+def test_a_launch_config_is_passed_as_one_argument() -> None:
     config = LaunchConfig(("run", "a b.yaml"), 2, "logs", NodeRange(1, 2), forkserver_preload=("json",))
     assert LaunchConfig.from_json(config.to_json()) == config
 
@@ -96,13 +96,15 @@ def test_a_wish_travels_as_one_word() -> None:
         (["--on", "nodes", "--nnodes", "2", "--node-rank", "2", "--master-addr", "127.0.0.1"], "the last of 2 is 1"),
     ],
 )
-def test_a_mistake_is_a_letter(words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_option_is_one_message(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=message):
         build_app()(["launch", "quickstart", *words], standalone_mode=False)
 
 
-def test_the_doctor_looks_at_several_nodes_or_says_what_is_missing() -> None:
+def test_the_doctor_checks_several_nodes_or_says_what_is_missing() -> None:
     with pytest.raises(UsageError, match="need --nnodes too"):
         build_app()(["doctor", "--node-rank", "0", "--master-addr", "127.0.0.1"], standalone_mode=False)
 

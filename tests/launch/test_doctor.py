@@ -37,7 +37,7 @@ def ask(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environ})
 
 
-def test_a_recipe_that_can_run_is_told_so_as_json(tmp_path: Path, model_folder: Path) -> None:
+def test_a_recipe_that_can_run_is_reported_as_json(tmp_path: Path, model_folder: Path) -> None:
     done = ask(str(recipe(tmp_path, str(model_folder))), "--json", HF_HUB_OFFLINE="1")
     report = json.loads(done.stdout)
     assert done.returncode == 0 and report["ok"], done.stdout + done.stderr
@@ -53,7 +53,7 @@ def test_a_model_that_is_only_on_a_hub_out_of_reach_is_a_failure_with_its_remedy
     assert check.status == "fail" and "put the files into a folder" in check.fix
 
 
-def test_a_recipe_that_does_not_fit_is_told_what_would(tmp_path: Path) -> None:
+def test_a_recipe_that_does_not_fit_is_reported_with_what_would(tmp_path: Path) -> None:
     if os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") > 48e9:
         pytest.skip("this machine holds what the test takes for too large")
     check = check_stage_fits(load(recipe(tmp_path, "some/smollm3-3b"), ()), "sft")
@@ -99,7 +99,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("other", "state", "fix"), OTHERS)
-def test_a_node_that_would_compute_otherwise_than_the_main_one_is_told_so(
+def test_a_node_that_would_compute_differently_from_the_main_one_is_reported(
     other: dict[str, str], state: str, fix: str
 ) -> None:
     checks = compare_devices(L40S, other, 1)

@@ -43,7 +43,7 @@ def test_a_killed_rank_is_the_cause_and_not_the_one_that_lost_it(ipc: IpcDir) ->
     assert "was killed by SIGKILL" in cause.summary
 
 
-def test_a_rank_that_the_watchdog_ended_is_told_with_the_watchdogs_reason(ipc: IpcDir) -> None:
+def test_a_rank_that_the_watchdog_ended_is_reported_with_the_watchdogs_reason(ipc: IpcDir) -> None:
     ipc.record_kill(KillDecision(1, 101, "has been stopped for 8 s (SIGSTOP)"))
     cause = find_root_cause(ipc, {0: LOST, 1: other(replace(LOST, exit_message=None))}, {1: -signal.SIGKILL}, {1})
     assert cause.summary == "rank 1 has been stopped for 8 s (SIGSTOP) after step 7"
@@ -51,7 +51,7 @@ def test_a_rank_that_the_watchdog_ended_is_told_with_the_watchdogs_reason(ipc: I
 
 @pytest.mark.parametrize("first", [{0}, {1}, {0, 1}])
 @pytest.mark.parametrize("follows", [LOST, STOPPED, replace(REPORTED_ERROR, lost_peers=True), None], ids=repr)
-def test_a_letter_is_the_cause_whoever_left_first_and_however_the_other_ended(
+def test_an_error_message_is_the_cause_whoever_exited_first_and_however_the_other_ended(
     ipc: IpcDir, follows: RankStatus | None, first: set[int]
 ) -> None:
     beats = {1: other(REPORTED_ERROR)} | ({0: follows} if follows else {})
@@ -60,7 +60,7 @@ def test_a_letter_is_the_cause_whoever_left_first_and_however_the_other_ended(
 
 
 @pytest.mark.parametrize("origin", [STOPPED, replace(LOST, exit_message=None)], ids=["stopped", "killed"])
-def test_a_letter_that_another_rank_was_told_counts_where_its_writer_was_ended_on_the_way_out(
+def test_an_error_that_another_rank_received_counts_where_its_sender_was_killed_while_exiting(
     ipc: IpcDir, origin: RankStatus, tmp_path: Path
 ) -> None:
     relayed = other(replace(REPORTED_ERROR, lost_peers=True))

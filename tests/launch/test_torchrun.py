@@ -27,5 +27,5 @@ def test_a_pod_ends_with_the_code_of_the_rank_that_failed() -> None:
 
 
 @pytest.mark.parametrize(("status", "code"), [(0, 0), (76, 76), (-signal.SIGKILL, 137)])
-def test_a_signal_is_told_as_a_shell_tells_it(status: int, code: int) -> None:
+def test_a_signal_becomes_the_exit_code_that_a_shell_gives(status: int, code: int) -> None:
     assert shell_exit_code(status) == code

@@ -266,7 +266,7 @@ def _(x: Tensor) -> Tensor:
 attention_that_draws.register_autograd(lambda _, gradient: gradient)
 
 
-def test_a_model_without_layers_to_be_found_is_told_so(model_folder: Path) -> None:
+def test_a_model_without_known_layers_is_reported(model_folder: Path) -> None:
     model = load_model(model_folder)
     model.config.num_hidden_layers = 5
     with pytest.raises(ModelError, match="selective checkpointing"):

@@ -33,7 +33,7 @@ def set_config(folder: Path, **values: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **values}), encoding="utf-8")
 
 
-def test_a_folder_is_found_by_its_path_and_beside_the_recipe(copied: Path) -> None:
+def test_a_folder_is_found_by_its_path_and_next_to_the_recipe(copied: Path) -> None:
     assert resolve_model(named(str(copied)), Path("/nowhere")).path == copied
     assert resolve_model(named("copied"), copied.parent).path == copied
 
@@ -46,7 +46,7 @@ def test_a_folder_comes_before_the_hub(copied: Path) -> None:
     assert (resolved.path, resolved.revision) == (copied.parent / "owner" / "name", None)
 
 
-def test_a_folder_without_config_is_told(tmp_path: Path) -> None:
+def test_a_folder_without_config_is_reported(tmp_path: Path) -> None:
     (tmp_path / "half").mkdir()
     with pytest.raises(ModelError, match=r"half has no config.json; it wants a folder that from_pretrained reads"):
         resolve_model(named("half"), tmp_path)
@@ -86,26 +86,26 @@ def test_weights_are_loaded_as_fp32_whatever_they_were_saved_as(model_folder: Pa
     assert {weight.dtype for weight in load_model(tmp_path / "half").parameters()} == {torch.float32}
 
 
-def test_truncated_weights_are_told(copied: Path) -> None:
+def test_truncated_weights_are_reported(copied: Path) -> None:
     weights = copied / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     with pytest.raises(ModelError, match=r"copied could not be loaded \(.*incomplete metadata"):
         load_model(copied)
 
 
-def test_weights_that_are_not_there_are_told_and_never_made_up(copied: Path) -> None:
+def test_missing_weights_are_reported_and_never_initialised(copied: Path) -> None:
     set_config(copied, num_hidden_layers=3)
     with pytest.raises(ModelError, match=r"lacks 9 weights that its config.json asks for, such as model.layers.2."):
         load_model(copied)
 
 
-def test_a_family_that_nobody_knows_is_told(copied: Path) -> None:
+def test_an_unknown_family_is_reported(copied: Path) -> None:
     set_config(copied, model_type="nonesuch")
     with pytest.raises(ModelError, match=r"could not be loaded .*nonesuch"):
         load_model(copied)
 
 
-def test_a_broken_tokenizer_is_told(copied: Path) -> None:
+def test_a_broken_tokenizer_is_reported(copied: Path) -> None:
     (copied / "tokenizer.json").write_text("{", encoding="utf-8")
     with pytest.raises(ModelError, match=r"the tokenizer of .*copied could not be loaded"):
         load_tokenizer(copied)

@@ -42,7 +42,7 @@ def test_saving_again_replaces_what_was_there(model_folder: Path, tokenizer: Any
 
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts")
-def test_a_full_disk_is_told_and_the_model_that_was_there_stays(
+def test_a_full_disk_is_reported_and_the_earlier_model_stays(
     model_folder: Path, tokenizer: Any, tmp_path: Path
 ) -> None:
     disk = tmp_path / "disk"

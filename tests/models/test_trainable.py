@@ -94,12 +94,12 @@ def test_every_norm_moves(model_folder: Path) -> None:
     }
 
 
-def test_more_layers_than_there_are_is_a_letter(model_folder: Path) -> None:
+def test_more_layers_than_there_are_is_an_error(model_folder: Path) -> None:
     with pytest.raises(ModelError, match=r"trainable.last_layers is 3, but the model has 2 layers"):
         trained(model_folder, last_layers=3)
 
 
-def test_a_model_without_layers_we_know_is_a_letter() -> None:
+def test_a_model_without_layers_we_know_is_an_error() -> None:
     with pytest.raises(ModelError, match="its transformer layers were not found"):
         decoder_layers(nn.Linear(2, 2))
 
@@ -135,12 +135,12 @@ def test_lora_starts_as_the_model_it_sits_on(model_folder: Path) -> None:
     assert torch.equal(logits(with_adapters), logits(load_model(model_folder)))
 
 
-def test_lora_beside_named_layers(model_folder: Path) -> None:
+def test_lora_with_named_layers(model_folder: Path) -> None:
     model = set_trainable(load_model(model_folder), TrainableConfig(trainable="lora", lora_target_modules=["q_proj"]))
     assert all(".q_proj.lora_" in name for name in moving(model))
 
 
-def test_lora_beside_layers_that_are_not_there_is_a_letter(model_folder: Path) -> None:
+def test_lora_with_missing_layers_is_an_error(model_folder: Path) -> None:
     with pytest.raises(ModelError, match="LoRA could not be added"):
         set_trainable(
             load_model(model_folder), TrainableConfig(trainable="lora", lora_target_modules=["no_such_layer"])
@@ -197,20 +197,20 @@ def test_dora_and_rank_stabilised_matrices_are_what_they_are_called(model_folder
     assert (scale_of(plain), scale_of(stable)) == (32 / 4, 32 / 2)
 
 
-def test_merging_what_is_no_adapter_is_a_letter(model_folder: Path, tmp_path: Path) -> None:
+def test_merging_what_is_no_adapter_is_an_error(model_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is no adapter folder"):
         merge_adapter(model_folder, tmp_path / "merged")
 
 
 @pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
-def test_quantization_without_its_package_is_a_letter(model_folder: Path) -> None:
+def test_quantization_without_its_package_is_an_error(model_folder: Path) -> None:
     with pytest.raises(ModelError, match="nf4 wants bitsandbytes, which is not installed: pip install bitsandbytes"):
         load_model(model_folder, quantization="nf4")
 
 
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="the extra quantization is not installed")
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_adapters_learn_beside_quantized_weights(kind: str, model_folder: Path, tokenizer: Any, tmp_path: Path) -> None:
+def test_adapters_learn_on_quantized_weights(kind: str, model_folder: Path, tokenizer: Any, tmp_path: Path) -> None:
     model = set_trainable(
         load_model(model_folder, quantization=kind), TrainableConfig(trainable="lora", quantization=kind)
     )

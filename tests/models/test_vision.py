@@ -120,7 +120,7 @@ def test_other_weights_may_be_saved_in_place_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "damage", ["no folder", "no weights", "cut", "other kind", "no width", "other width", "no json"]
 )
-def test_a_folder_that_holds_no_whole_model_is_told(damage: str, tmp_path: Path) -> None:
+def test_a_folder_with_an_incomplete_model_is_reported(damage: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     save_vision(small(), folder, CONFIG)
     config, weights = folder / "config.json", folder / "model.safetensors"

@@ -101,7 +101,7 @@ def test_a_lighter_checkpointing_that_would_fit_is_suggested(requested: Any, mem
     assert estimate.plan.gradient_checkpointing == requested, "the recipe has the word"
 
 
-def test_a_card_without_bf16_computes_in_fp16() -> None:
+def test_a_gpu_without_bf16_computes_in_fp16() -> None:
     estimate = planned("pythia-410m", "1xT4", 512, **{**LYRICS, "precision": "bf16"})
     assert estimate.plan.precision == "fp16"
     assert "fp16 instead of bf16: T4 has no bf16" in estimate.plan.reasons
@@ -124,7 +124,7 @@ def test_seven_billion_fp32_masters_do_not_fit_80_gb_and_what_would_is_said() ->
         ("1xH200", "ddp", ""),
     ],
 )
-def test_several_cards_split_what_one_cannot_hold_and_the_plan_says_why(on: str, sharding: str, reason: str) -> None:
+def test_several_gpus_split_what_one_cannot_hold_and_the_plan_says_why(on: str, sharding: str, reason: str) -> None:
     estimate = planned("llama-7b", on, 512, **FP32, per_device_train_batch_size=1)
     assert estimate.fits and estimate.plan.sharding == sharding
     lines = [line for line in estimate.plan.reasons if line.startswith(f"{sharding}: ") or "instead of ddp" in line]
@@ -184,6 +184,6 @@ def test_the_table_shows_targets_in_columns_with_hours_and_cost() -> None:
     assert as_json[0]["cost"] == pytest.approx(as_json[0]["gpu_hours"] * 4.5, abs=0.01)
 
 
-def test_more_cards_are_faster_but_never_more_than_their_number() -> None:
+def test_more_gpus_are_faster_but_never_more_than_their_number() -> None:
     one, four = planned("smollm3-3b", "1xL40S", 512), planned("smollm3-3b", "4xL40S", 512)
     assert one.time.tokens_per_second < four.time.tokens_per_second <= 4 * one.time.tokens_per_second * 1.001

@@ -35,11 +35,11 @@ def test_the_names_of_drivers_are_known(driver: str, name: str) -> None:
     assert result is not None and result.name == name
 
 
-def test_an_unknown_driver_name_is_not_taken_for_another_card() -> None:
+def test_an_unknown_driver_name_is_not_taken_for_another_gpu() -> None:
     assert find_gpu("NVIDIA L400") is None
 
 
-def test_every_card_names_its_source_and_has_sound_figures() -> None:
+def test_every_gpu_names_its_source_and_has_sound_figures() -> None:
     for gpu in GPUS.values():
         assert gpu.source and gpu.memory > 14e9 and gpu.bandwidth >= 3e11
         assert gpu.fp32 <= gpu.tf32 <= max(gpu.bf16, gpu.fp16)

@@ -107,7 +107,7 @@ def llama(**more: Any) -> StepWorkload:
     return StepWorkload(shape, count_trainable(shape, SftConfig()), micro_batch_size=8, seq_len=2048, **more)
 
 
-def test_fp32_masters_with_adam_need_sixteen_bytes_a_parameter_and_no_80_gb_card_holds_them() -> None:
+def test_fp32_masters_with_adam_need_sixteen_bytes_a_parameter_and_no_80_gb_gpu_holds_them() -> None:
     estimate = estimate_memory(llama(checkpointing=True))
     states = sum(estimate.components[name] for name in ("weights", "optimizer"))
     assert states == pytest.approx(12 * 6.083e9, rel=0.001)

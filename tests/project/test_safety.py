@@ -81,7 +81,7 @@ def test_nothing_that_is_read_can_act(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)
-def test_the_environment_is_read_in_few_places(file: Path) -> None:
+def test_the_environment_is_read_in_few_files(file: Path) -> None:
     if name_of(file) in READ_THE_ENVIRONMENT:
         return
     lines = environment_uses(file.read_text(encoding="utf-8"))
@@ -119,5 +119,5 @@ def test_a_danger_is_noticed(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["import os\nos.environ['X']", "import os\nos.getenv('X')"])
-def test_a_look_at_the_environment_is_noticed(text: str) -> None:
+def test_a_read_of_the_environment_is_noticed(text: str) -> None:
     assert environment_uses(text) == [2]

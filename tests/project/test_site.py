@@ -35,7 +35,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_link_to_a_place_leads_to_a_heading(page: Path) -> None:
+def test_a_link_to_an_anchor_leads_to_a_heading(page: Path) -> None:
     text = FENCED.sub("", page.read_text(encoding="utf-8"))
     for path, anchor in re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", text):
         target = page.parent / path if path else page

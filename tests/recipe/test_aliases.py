@@ -47,7 +47,7 @@ def test_every_other_name_leads_to_a_setting_that_exists() -> None:
         assert {*KEY_ALIASES.get(table, {}), *RENAMED_KEYS.get(table, {}).values(), *converted} <= known
 
 
-def test_no_other_name_is_also_a_name_of_ours_or_stands_twice() -> None:
+def test_no_alias_is_also_a_name_of_ours_or_listed_twice() -> None:
     for section in all_sections():
         assert not set(section_aliases(section)) & set(field_names(section))
     for names in KEY_ALIASES.values():
@@ -114,7 +114,7 @@ def test_another_name_is_read_as_ours_with_one_note(tmp_path: Path, written: str
 
 
 @pytest.mark.parametrize("written", ["use_peft: true", "adapter: lora", "finetuning_type: lora", "trainable: lora"])
-def test_lora_is_asked_for_in_four_ways(tmp_path: Path, written: str) -> None:
+def test_lora_has_four_spellings(tmp_path: Path, written: str) -> None:
     recipe = read(tmp_path, f"{HEAD}sft:\n  {written}\n").recipe
     assert recipe.sft is not None
     assert recipe.sft.trainable.lora

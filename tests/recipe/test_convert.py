@@ -55,7 +55,7 @@ def normalized(name: str) -> str:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_configuration_becomes_the_recipe_beside_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configuration_becomes_its_golden_recipe(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(HOME)
     converted = convert_config(Path(path.name))
     golden = HOME / "recipes" / path.name

@@ -78,7 +78,7 @@ def test_an_unknown_key_is_answered_with_the_nearest() -> None:
         resolve_key("zzzzzz")
 
 
-def test_sections_are_told_from_settings() -> None:
+def test_sections_are_distinguished_from_settings() -> None:
     assert [is_section(key) for key in ("sft", "gates", "sft.trainable", "sft.lora_r", "name")] == [True] * 3 + [
         False
     ] * 2

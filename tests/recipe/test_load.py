@@ -74,7 +74,7 @@ def test_default_base_recipe_environment_and_command_line_win_in_this_order(fold
     ]
 
 
-def test_a_threshold_knows_the_line_it_stands_on(folder: Path) -> None:
+def test_a_threshold_knows_its_line(folder: Path) -> None:
     loaded = child("gates:\n  sft:\n    eval_loss: {at_most: 1.5}\n")
     assert loaded.origins["gates.sft.eval_loss.at_most"].line == 5
     assert str(loaded.origins["gates.sft.style_score.at_least"]) == "base low.yaml:13"
@@ -241,11 +241,11 @@ def test_yes_and_no_are_answers_and_numbers_are_not(folder: Path) -> None:
         child("sft:\n  learning_rate: true\n")
 
 
-def test_a_share_of_steps_may_be_written_in_two_ways(folder: Path) -> None:
+def test_a_fraction_of_steps_has_two_spellings(folder: Path) -> None:
     assert sft(child("sft:\n  warmup_steps: 5%\n")).warmup_steps == CountOrFraction(0.05)
 
 
-def test_problems_behind_problems_are_reported_at_once(folder: Path) -> None:
+def test_problems_after_problems_are_reported_at_once(folder: Path) -> None:
     with pytest.raises(RecipeError) as caught:
         child("data:\n  max_rows: 0\n  train_file: x\n  dataset_name: y\nsft: null\nsed: 3\n")
     assert [problem.message.partition(" ")[0] for problem in caught.value.problems] == [

@@ -52,7 +52,7 @@ def test_every_key_and_item_knows_its_line() -> None:
     assert second.origin.location == "mine.yaml:7"
 
 
-def test_a_key_with_nothing_after_it_is_told_from_an_explicit_null() -> None:
+def test_an_empty_value_is_distinguished_from_an_explicit_null() -> None:
     tree, _ = read_text("blank:\nnothing: null\nempty: ''\n", ORIGIN)
     assert [node.is_empty for node in tree.mapping.values()] == [True, False, False]
 

@@ -139,7 +139,7 @@ def test_no_text_of_a_model_acts_on_the_terminal(text: str) -> None:
     assert single_line(text).isprintable()
 
 
-def test_letters_of_all_scripts_pass() -> None:
+def test_characters_of_all_scripts_pass() -> None:
     assert single_line("Füße, 森の火 🔥") == "Füße, 森の火 🔥"
 
 

@@ -162,7 +162,7 @@ def test_a_run_folder_with_a_hostile_name_is_listed_and_opened(tmp_path: Path) -
         showing.close()
 
 
-def test_a_journal_that_was_written_anew_is_read_anew(tmp_path: Path) -> None:
+def test_a_journal_that_was_rewritten_is_read_again(tmp_path: Path) -> None:
     begin(tmp_path, "again", 5).close()
     follower = JournalTail(RunFolder(tmp_path / "again"))
     assert follower.view().stages[0].step == 5

@@ -58,7 +58,7 @@ def test_what_was_done_after_the_last_checkpoint_was_for_nothing_when_the_run_is
     }
 
 
-def test_a_run_killed_before_its_first_checkpoint_begins_anew() -> None:
+def test_a_run_killed_before_its_first_checkpoint_starts_over() -> None:
     counts = booked(
         [*START, step(5, 1), step(6, 2), {"time": 10.0, "event": "run"}, step(12, 1, 2.0), step(14, 2, 2.0)]
     )

@@ -30,7 +30,7 @@ def finished_run(folder: Path, metrics: dict[str, float]) -> RunFolder:
     return run
 
 
-def test_the_card_shows_before_after_verdict_and_time(tmp_path: Path) -> None:
+def test_the_summary_shows_before_after_verdict_and_time(tmp_path: Path) -> None:
     lines = run_summary(finished_run(tmp_path, METRICS)).splitlines()
     assert "  held-out loss    4 → 2  (-50%)" in lines
     assert "  style score      0.125 → 0.9" in lines
@@ -45,7 +45,7 @@ def test_where_nothing_was_trained_there_is_no_verdict(tmp_path: Path) -> None:
     assert "  verdict          none: nothing was trained yet" in run_summary(run).splitlines()
 
 
-def test_the_card_ends_with_three_commands(tmp_path: Path) -> None:
+def test_the_summary_ends_with_three_commands(tmp_path: Path) -> None:
     commands = run_summary(finished_run(tmp_path, METRICS)).split("next:")[1].strip().splitlines()
     assert [command.split()[1] for command in commands] == ["ask", "compare", "gate"]
 
@@ -78,11 +78,11 @@ def test_a_gate_accepted_by_a_person_is_shown_as_accepted(tmp_path: Path) -> Non
     assert "not promoted" not in text
 
 
-def test_a_run_without_held_out_rows_has_a_card_too(tmp_path: Path) -> None:
+def test_a_run_without_held_out_rows_has_a_summary_too(tmp_path: Path) -> None:
     assert "held-out loss" not in run_summary(finished_run(tmp_path, {"steps": 1, "tokens": 2, "seconds": 3.0}))
 
 
-def test_the_models_card_says_what_fp32_was_multiplied_with() -> None:
+def test_the_model_card_says_what_fp32_was_multiplied_with() -> None:
     gpu = DeviceInfo("cuda", "NVIDIA H100", 80 << 30, fast_bf16=True)
     descriptions = [
         _precision(plan_stage(SftConfig(precision="fp32", tf32=tf32), 8, 1, gpu).as_json()) for tf32 in ("auto", False)

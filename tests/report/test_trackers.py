@@ -88,7 +88,7 @@ def gone() -> None:
     raise ConnectionError("the server is gone\nand here is a page about it")
 
 
-def test_a_tracker_that_fails_is_left_behind(
+def test_a_tracker_that_fails_is_disabled(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))
@@ -117,7 +117,7 @@ def test_a_tracker_that_does_not_answer_keeps_nobody_waiting(capsys: pytest.Capt
     assert capsys.readouterr().err == "note: wandb did not flush within 0.2 s; continuing without it\n"
 
 
-def test_a_tracker_that_cannot_begin_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tracker_that_cannot_start_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     def begin() -> Any:
         raise PermissionError("log in first")
 
@@ -140,7 +140,7 @@ def test_a_watcher_that_has_gone_does_not_take_the_trackers_with_it(recipe: Reci
     assert path.stat().st_size > 200
 
 
-def test_a_tracker_that_is_not_installed_is_told_with_what_would_do(
+def test_a_tracker_that_is_not_installed_is_reported_with_what_would_work(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
@@ -182,7 +182,7 @@ def stand_in(name: str, called: list[tuple[str, Any, Any]]) -> Any:
 
 
 @pytest.mark.parametrize("name", ["mlflow", "wandb", "trackio"])
-def test_a_tracker_of_others_is_begun_told_ended_and_gone_on_with(
+def test_an_external_tracker_is_started_logged_to_closed_and_resumed(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """By a stand-in; the packages themselves are asked below, where they are installed."""

@@ -54,7 +54,7 @@ def test_the_cache_is_where_it_is_asked_to_be(tmp_path: Path, monkeypatch: pytes
     assert cache_dir() == tmp_path / "ours"
 
 
-def test_an_unwritable_wish_is_passed_over(no_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_cache_dir_is_skipped(no_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODELWRIGHT_CACHE", str(no_home / "cache"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_dir() == tmp_path / "xdg" / "modelwright"
@@ -72,7 +72,7 @@ def test_a_home_that_can_be_written_is_left_alone(tmp_path: Path, monkeypatch: p
     assert not set(CACHES[:4]) & set(os.environ)
 
 
-def test_without_a_home_the_libraries_are_pointed_to_a_place_that_works(no_home: Path) -> None:
+def test_without_a_home_the_libraries_get_a_cache_dir_that_works(no_home: Path) -> None:
     prepare_environment()
     for name in CACHES[:4]:
         folder = Path(os.environ[name])
@@ -145,7 +145,7 @@ def test_bytecode_is_never_read_from_where_others_may_write(tmp_path: Path) -> N
     assert where_torch_is_compiled_to(tmp_path, "-B") != "nowhere"
 
 
-def test_bytecode_that_was_cut_is_removed_and_told(
+def test_truncated_bytecode_is_removed_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, prefix = tmp_path / "cut_short.py", tmp_path / "bytecode" / "image"
@@ -174,7 +174,7 @@ def test_bytecode_that_was_cut_is_removed_and_told(
         ({"PYTORCH_CUDA_ALLOC_CONF": "pinned_use_cuda_host_register:False"},) * 2,
     ],
 )
-def test_memory_is_pinned_beside_training_unless_somebody_says_otherwise(
+def test_memory_is_pinned_in_the_background_unless_the_environment_says_otherwise(
     environment: dict[str, str], expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

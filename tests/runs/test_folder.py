@@ -20,7 +20,7 @@ from modelwright.runs.folder import (
 )
 
 
-def test_a_json_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+def test_a_json_file_is_replaced_and_no_temporary_file_is_left(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "facts.json"
     for value in ({"a": 1}, {"a": "Füße"}):
         write_json(path, value)
@@ -56,7 +56,7 @@ def test_a_failed_replacement_leaves_the_old_file(tmp_path: Path) -> None:
     assert read_json(path) == {"a": 1}
 
 
-def test_every_place_is_inside_the_folder(tmp_path: Path) -> None:
+def test_every_path_is_inside_the_folder(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     paths = [folder.recipe, folder.plan, folder.journal, folder.best_model, folder.history, folder.summary,
               folder.demo_outputs, folder.data_manifest("sft"), folder.gate("sft"), folder.model("sft"),
@@ -70,7 +70,7 @@ def test_a_folder_is_made_and_left_empty(tmp_path: Path) -> None:
     assert list((tmp_path / "a" / "b").iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=r"the run folder cannot be written \(.*\); choose another output_dir"):
         RunFolder(tmp_path / "file" / "run").create()
@@ -83,13 +83,13 @@ def test_a_run_is_opened_by_its_folder_or_by_its_name(tmp_path: Path, monkeypatc
     assert open_run(tmp_path / "runs" / "tiny").journal.exists()
 
 
-def test_a_folder_that_is_no_run_is_told_with_the_way_to_start_one(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_run_is_reported_with_the_command_that_starts_one(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"is no run folder \(no journal.jsonl in it\); start one with"):
         open_run(tmp_path)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")  # noqa: PTH110
-def test_a_failing_disk_is_told_with_the_file(tmp_path: Path) -> None:
+def test_a_failing_disk_is_reported_with_the_file(tmp_path: Path) -> None:
     path = tmp_path / "facts.json"
     path.with_name(".facts.json.partial").symlink_to("/dev/full")
     with pytest.raises(StorageError, match=r"facts.json: No space left on device; nothing that was there is lost"):

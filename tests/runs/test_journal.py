@@ -62,7 +62,7 @@ def test_a_number_that_is_no_number_is_written_as_null(tmp_path: Path) -> None:
     assert event["n"] == 2
 
 
-def test_a_torn_line_is_mended_and_costs_only_itself(tmp_path: Path) -> None:
+def test_a_torn_line_is_repaired_and_costs_only_itself(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     Journal(path).add("run")
     with path.open("ab") as file:
@@ -73,7 +73,7 @@ def test_a_torn_line_is_mended_and_costs_only_itself(tmp_path: Path) -> None:
     assert path.read_bytes().count(b"\n") == 3
 
 
-def test_a_line_torn_inside_a_letter_does_not_stop_the_reader(tmp_path: Path) -> None:
+def test_a_line_torn_inside_a_character_does_not_stop_the_reader(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     path.write_bytes(b'{"event": "note", "message": "F\xc3\n{"event": "done"}\n[1]\n7\n')
     assert [event["event"] for event in read(path)] == ["done"]
@@ -106,13 +106,13 @@ def test_other_ranks_have_a_journal_that_goes_nowhere() -> None:
     journal.close()
 
 
-def test_a_journal_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_journal_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=r"the journal cannot be written \(Not a directory\)|File exists"):
         Journal(tmp_path / "file" / "journal.jsonl")
 
 
-def test_a_full_disk_is_told_at_the_line_that_did_not_fit() -> None:
+def test_a_full_disk_is_reported_at_the_line_that_did_not_fit() -> None:
     journal = Journal(Path("/dev/full"))
     with pytest.raises(StorageError, match="No space left on device; the checkpoints are unharmed"):
         journal.add("step")

@@ -65,7 +65,7 @@ def test_a_free_run_is_held_and_left_without_a_trace_of_the_holder(tmp_path: Pat
         assert note is None
 
 
-def test_a_second_process_is_refused_fast_and_told_by_whom(tmp_path: Path) -> None:
+def test_a_second_process_is_refused_fast_and_the_holder_is_named(tmp_path: Path) -> None:
     with started(HOLDS, tmp_path / ".lock") as holder:
         began = time.monotonic()
         with pytest.raises(Refused) as caught, run_lock(tmp_path / ".lock"):
@@ -85,7 +85,7 @@ def test_a_refused_process_leaves_the_holder_s_lock_alone(tmp_path: Path) -> Non
                 pass
 
 
-def test_the_place_of_a_killed_process_is_taken_over_at_once(tmp_path: Path) -> None:
+def test_the_lock_of_a_killed_process_is_taken_over_at_once(tmp_path: Path) -> None:
     with started(HOLDS, tmp_path / ".lock") as holder:
         os.kill(holder.pid, signal.SIGKILL)
         holder.wait()
@@ -97,7 +97,7 @@ def test_the_place_of_a_killed_process_is_taken_over_at_once(tmp_path: Path) -> 
             )
 
 
-def test_a_holder_on_another_machine_whose_beat_stands_still_is_taken_over(tmp_path: Path) -> None:
+def test_a_holder_on_another_machine_whose_heartbeat_stopped_is_taken_over(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text(json.dumps({"host": "elsewhere", "pid": 7, "beats": 3}), encoding="utf-8")
     began = time.monotonic()
     with run_lock(tmp_path / ".lock") as note:
@@ -131,6 +131,6 @@ def test_a_lock_that_holds_rubbish_is_taken(tmp_path: Path) -> None:
         assert note is None
 
 
-def test_a_lock_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_lock_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="the lock cannot be written"), run_lock(tmp_path / "missing" / ".lock"):
         pass

@@ -58,7 +58,7 @@ def test_a_model_without_a_chat_template_is_asked_plainly(loud_model: Path, tmp_
     assert len(TextGenerator(folder, max_new_tokens=4).generate([build_prompt_messages("Why?", None)])) == 1
 
 
-def test_a_template_that_makes_nothing_of_a_question_is_told(loud_model: Path) -> None:
+def test_a_template_that_renders_nothing_for_a_question_is_reported(loud_model: Path) -> None:
     answerer = TextGenerator(loud_model)
     answerer._tokenizer.chat_template = "{{ messages[0].nothing }}"
     with pytest.raises(UsageError, match="renders an empty prompt, so there is nothing to answer"):

@@ -47,7 +47,7 @@ def test_a_real_client_lists_asks_and_streams(server: ModelServer) -> None:
     assert [piece.choices[0].finish_reason for piece in pieces if piece.choices][-1] == "length"
 
 
-def test_a_real_client_is_told_that_the_context_is_too_long(server: ModelServer) -> None:
+def test_a_real_client_gets_an_error_when_the_context_is_too_long(server: ModelServer) -> None:
     import openai
 
     with pytest.raises(openai.BadRequestError, match="context length is 256; shorten it") as caught:
@@ -70,7 +70,7 @@ def test_eight_clients_at_once_lose_no_answer(server: ModelServer) -> None:
         assert list(pool.map(one, questions)) == alone
 
 
-def test_a_client_that_leaves_in_the_middle_frees_the_place(server: ModelServer) -> None:
+def test_a_client_that_disconnects_frees_its_slot(server: ModelServer) -> None:
     data = json.dumps({**BODY, "stream": True, "max_tokens": 200}).encode()
     head = (f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n"
             f"Authorization: Bearer {server.served.api_key}\r\nContent-Type: application/json\r\n"

@@ -131,7 +131,7 @@ def test_a_server_answers_at_the_address_it_prints_until_it_is_ended(
 
 
 @pytest.mark.parametrize("verb", ["dashboard", "serve"])
-def test_a_port_that_is_taken_is_told_before_anything_is_loaded(
+def test_a_port_in_use_is_reported_before_anything_is_loaded(
     fork_server: ForkServer, tuned: RunFolder, tmp_path: Path, used_port: int, verb: str
 ) -> None:
     code, output = fork_server.run([verb, str(tuned.path), "--port", str(used_port)], tmp_path)
@@ -139,6 +139,6 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(
     assert (code, output) == (2, message)
 
 
-def test_a_port_that_is_none_is_told(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_an_invalid_port_is_reported(fork_server: ForkServer, tmp_path: Path) -> None:
     code, output = fork_server.run(["dashboard", "--port", "70000"], tmp_path)
     assert (code, output) == (2, "--port 70000 is not a port; it wants a number from 0 to 65535\n")

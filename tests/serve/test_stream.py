@@ -66,7 +66,7 @@ def test_the_token_that_ends_an_answer_is_not_part_of_it(answerer: TextGenerator
         answerer._eos_token_ids = stops
 
 
-def test_a_conversation_without_room_for_an_answer_is_told(answerer: TextGenerator) -> None:
+def test_a_conversation_without_room_for_an_answer_is_reported(answerer: TextGenerator) -> None:
     with pytest.raises(UsageError, match=r"takes \d+ tokens and the model's context length is 256; shorten it"):
         answerer.stream(build_prompt_messages("word " * 300, None))
 

@@ -51,7 +51,7 @@ def test_adapters_are_trained_on_preferences_too(model_folder: Path, tmp_path: P
     assert (folder.model("dpo") / "adapter_model.safetensors").exists()
 
 
-def test_what_is_left_out_or_cut_is_told(model_folder: Path, tmp_path: Path) -> None:
+def test_skipped_and_truncated_rows_are_reported(model_folder: Path, tmp_path: Path) -> None:
     recipe = tiny_dpo_recipe(tmp_path, model_folder, max_length=40, max_truncated_rows="100%", max_steps=2)
     with (tmp_path / "pairs.jsonl").open("a", encoding="utf-8") as rows:
         rows.write(json.dumps({"prompt": "Same?", "chosen": "Yes.", "rejected": "Yes."}) + "\n")

@@ -123,7 +123,7 @@ def evaluated(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str,
 
 
 @pytest.mark.skipif(find_spec("lm_eval") is not None, reason="lm-eval is installed here")
-def test_tasks_without_lm_eval_are_one_letter_before_anything_is_done(model_folder: Path, tmp_path: Path) -> None:
+def test_tasks_without_lm_eval_are_one_error_before_anything_is_done(model_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"not installed: pip install 'modelwright\[eval\]'"):
         pipeline.run(load(evaluated_recipe(tmp_path, model_folder), ["evaluate.tasks=[arc_easy]"], {}))
     assert not RunFolder(tmp_path / "run").evaluation("base").exists()
@@ -145,7 +145,7 @@ metric_list: [{metric: acc}]
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is in the extra eval")
-def test_a_task_of_lm_eval_is_measured_of_every_model_and_stands_in_the_journal(
+def test_a_task_of_lm_eval_is_measured_of_every_model_and_logged_in_the_journal(
     model_folder: Path, tmp_path: Path
 ) -> None:
     rows = [{"question": f"What is {n} and 1?", "choices": [f"{n + 1}.", "A rope."], "answer": 0} for n in range(6)]
@@ -159,7 +159,7 @@ def test_a_task_of_lm_eval_is_measured_of_every_model_and_stands_in_the_journal(
         assert measured["sums_acc"] == pytest.approx(measured["choice_accuracy"]), "theirs and ours agree"
 
 
-def test_a_task_file_that_is_not_there_or_is_called_otherwise_is_told(tmp_path: Path) -> None:
+def test_a_missing_or_misnamed_task_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "products.yaml").write_text(TASK, encoding="utf-8")
     with pytest.raises(ModelError, match=r"products.yaml wants a line `task: products`, as the file is called"):
         task_file("products.yaml", tmp_path)

@@ -156,7 +156,7 @@ def test_pth_files_open_without_running_anything_in_them(classified: RunFolder, 
     assert tensors["checkpoint_latest"]["optimizer_state"]
 
 
-def test_the_card_says_what_was_measured_on_what(tuned: RunFolder, tmp_path: Path) -> None:
+def test_the_model_card_says_what_was_measured_on_what(tuned: RunFolder, tmp_path: Path) -> None:
     text = (exported(tuned, tmp_path, "hf").path / "README.md").read_text(encoding="utf-8")
     fingerprint = json.loads(tuned.data_manifest("sft").read_text())["fingerprint"]
     for text_part in ("| eval_loss |", fingerprint, "rows.jsonl", "gate sft is open", "| sft.learning_rate | `0.001` |",
@@ -174,12 +174,12 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("which", "form", "message"), WRONG, ids=[f"{which} {form}" for which, form, _ in WRONG])
-def test_a_wrong_form_is_told(which: str, form: str, message: str, request: pytest.FixtureRequest) -> None:
+def test_a_wrong_format_is_reported(which: str, form: str, message: str, request: pytest.FixtureRequest) -> None:
     with pytest.raises(UsageError, match=message):
         check_export(str(request.getfixturevalue(which).path), form)
 
 
-def test_a_wrong_form_is_told_before_torch_is_loaded(tuned: RunFolder) -> None:
+def test_a_wrong_format_is_reported_before_torch_is_loaded(tuned: RunFolder) -> None:
     program = "import sys\nfrom modelwright.stages.export import check_export\n"
     program += (
         f"try: check_export({str(tuned.path)!r}, 'pth')\nexcept Exception as e: print(e)\nprint('torch' in sys.modules)"
@@ -198,7 +198,7 @@ def test_a_folder_that_is_not_ours_is_not_overwritten(tuned: RunFolder, tmp_path
     exported(tuned, tmp_path, "hf")  # our own export is made anew
 
 
-def test_gguf_has_a_name_for_few_ways_of_cutting_words() -> None:
+def test_gguf_has_a_name_for_few_pre_tokenizers() -> None:
     byte_level = {"type": "ByteLevel", "use_regex": True}
     digits = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, byte_level]}
     known = [pre_tokenizer({"model": {"type": "BPE"}, "pre_tokenizer": each}) for each in (byte_level, digits)]

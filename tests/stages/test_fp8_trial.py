@@ -163,7 +163,7 @@ def test_what_is_not_worth_it_trains_in_bf16_and_the_run_keeps_to_that(
     assert "bf16 instead of fp8" in (halved / "report.html").read_text(encoding="utf-8")
 
 
-def test_another_shape_is_tried_anew_and_a_damaged_cache_is_no_answer(
+def test_another_shape_is_tried_again_and_a_damaged_cache_is_ignored(
     tried: Tried, model_folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "cache").mkdir()
@@ -184,7 +184,7 @@ def test_pairs_are_tried_before_their_reference_is_measured_in_what_is_kept(
         assert json.loads((done / "plan.json").read_text(encoding="utf-8"))["dpo"]["precision"] == name
 
 
-def test_another_scaling_is_tried_anew_by_a_run_that_goes_on(tried: Tried, model_folder: Path, tmp_path: Path) -> None:
+def test_another_scaling_is_tried_again_by_a_resumed_run(tried: Tried, model_folder: Path, tmp_path: Path) -> None:
     FIGURES[:] = [CLOSER | {"fp8": TimedPass(0.7, 100.1)}]
     with pytest.raises(Interrupted):
         run(tmp_path / "one", model_folder, stop_after=2)

@@ -27,14 +27,16 @@ def recipe_with_gate(folder: Path, *lines: str) -> LoadedRecipe:
     return load(path, environ={})
 
 
-def test_the_letter_of_a_closed_gate_says_what_it_found_what_it_needs_and_where_that_is_written(tmp_path: Path) -> None:
+def test_the_message_of_a_closed_gate_says_what_was_measured_what_it_needs_and_where_that_is_written(
+    tmp_path: Path,
+) -> None:
     loaded = recipe_with_gate(tmp_path, "    eval_loss: {at_most: 2.2}")
     verdict = judge_stage(loaded, "sft", {"eval_loss": 2.41})
     assert verdict.message == "gate sft is closed: eval_loss 2.41, needs at most 2.2 (recipe line 51)"
     assert not verdict.open
 
 
-def test_the_letter_of_an_open_gate_says_what_holds() -> None:
+def test_the_message_of_an_open_gate_says_what_holds() -> None:
     assert (
         judge_metrics("sft", AT_MOST, {"eval_loss": 2.0}).message == "gate sft is open: eval_loss 2, holds at most 2.2"
     )
@@ -79,7 +81,7 @@ def test_a_limit_may_be_so_much_above_what_the_parent_measured() -> None:
     )
 
 
-def test_gates_may_stand_in_a_file_beside_the_recipe_and_the_recipes_own_come_on_top(tmp_path: Path) -> None:
+def test_gates_may_be_in_a_file_next_to_the_recipe_and_the_recipes_own_override_them(tmp_path: Path) -> None:
     (tmp_path / "configs").mkdir()
     gates = "sft:\n  eval_loss:\n    at_most: 2.2\n  steps: {at_least: 3}\n"
     (tmp_path / "configs/promotion_gates.yaml").write_text(gates, encoding="utf-8")
@@ -114,7 +116,7 @@ def test_a_multiple_of_something_unmeasured_closes_the_gate(base: float | None) 
     assert "0.7 × base_eval_loss, which was not measured" in verdict.message
 
 
-def test_only_what_failed_is_in_a_closed_letter_and_everything_in_the_record() -> None:
+def test_only_what_failed_is_in_the_message_and_everything_in_the_record() -> None:
     thresholds = {**AT_MOST, "style_score": Threshold(at_least=0.8)}
     verdict = judge_metrics("sft", thresholds, {"eval_loss": 2.0, "style_score": 0.5})
     assert verdict.message == "gate sft is closed: style_score 0.5, needs at least 0.8"

@@ -81,7 +81,7 @@ class Gate(http.server.BaseHTTPRequestHandler):
         """Quietly."""
 
 
-def test_a_gated_model_without_a_token_is_one_letter_before_anything_is_downloaded(tmp_path: Path) -> None:
+def test_a_gated_model_without_a_token_is_one_error_before_anything_is_downloaded(tmp_path: Path) -> None:
     Gate.requests.clear()
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Gate)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -165,7 +165,7 @@ def test_a_tokenizer_that_knows_more_grows_the_embeddings_and_keeps_what_was_the
     assert any("embeddings resized to" in note["message"] for note in events(run_folder, "note"))
 
 
-def test_a_tokenizer_without_pad_borrows_eos_and_eos_is_still_learnt(model_folder: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_without_pad_borrows_eos_and_eos_is_still_trained(model_folder: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(model_folder)
     tokenizer.pad_token = None
     tokenizer.save_pretrained(tmp_path)

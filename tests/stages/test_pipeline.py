@@ -60,7 +60,7 @@ def test_a_stage_has_data_of_its_own_or_the_recipes(done: Path) -> None:
     assert sources == ["rows.jsonl", "other.jsonl"]
 
 
-def test_the_flow_tells_what_is_done_running_and_to_come(done: Path) -> None:
+def test_the_flow_shows_what_is_done_running_and_to_come(done: Path) -> None:
     flows = [[each["state"] for each in event["stages"]] for event in events_of(done, "stage_status")]
     assert flows == [["running", "pending"], ["done", "pending"], ["done", "running"], ["done", "done"]]
     assert (done / "best_model").resolve() == RunFolder(done).model("lora").resolve()

@@ -82,7 +82,7 @@ def test_bits_per_byte_are_the_loss_in_bits_over_the_bytes_of_the_text(done: Pat
     assert metrics["eval_bits_per_byte"] == pytest.approx(bits, rel=1e-5)
 
 
-def test_the_count_of_parameters_is_told_and_is_that_of_the_arithmetic_and_of_the_model(done: Path) -> None:
+def test_the_parameter_count_is_printed_and_is_that_of_the_arithmetic_and_of_the_model(done: Path) -> None:
     model = load_model(RunFolder(done).model("init"))
     counted = sum(weight.numel() for weight in model.parameters())
     architecture = load(done / "recipe.yaml", environ={}).recipe.model.architecture
@@ -122,7 +122,7 @@ def test_every_step_holds_the_same_tokens_while_the_rows_grow(done: Path, model_
     assert {event["tokens"] for event in events_of(done, "step")} == {64}
 
 
-def test_a_document_is_foretold_from_itself_alone(done: Path, model_folder: Path) -> None:
+def test_a_document_is_predicted_from_itself_alone(done: Path, model_folder: Path) -> None:
     folder = done / "data/pretrain/packed"
     settings = PretrainConfig(max_length=32)
     task = PretrainTask(
@@ -137,7 +137,7 @@ def test_a_document_is_foretold_from_itself_alone(done: Path, model_folder: Path
     assert set(np.flatnonzero(positions.numpy()[1:] != 0)) == set(trained.tolist())
 
 
-def test_a_kill_beside_a_change_of_length_leaves_no_trace(
+def test_a_kill_at_a_change_of_length_leaves_no_trace(
     fork_server: ForkServer, done: Path, model_folder: Path, tmp_path: Path
 ) -> None:
     recipe = recipe_of(tmp_path, model_folder)

@@ -74,7 +74,7 @@ def test_another_seed_is_another_run(tmp_path: Path) -> None:
         check_resume_config(config(tmp_path), now, ())
 
 
-def test_a_setting_that_an_earlier_version_did_not_know_is_told_as_such(tmp_path: Path) -> None:
+def test_a_setting_that_an_earlier_version_did_not_know_is_reported_as_such(tmp_path: Path) -> None:
     before = config(tmp_path)
     del before["sft.weight_decay"]
     with pytest.raises(Refused, match="put it back, continue with the earlier modelwright that started it, or add"):

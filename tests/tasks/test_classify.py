@@ -179,7 +179,7 @@ def test_the_loss_is_the_summed_cross_entropy_of_the_images_it_should_show() -> 
 
 
 @torch.no_grad()
-def test_a_cutout_blanks_what_is_learnt_from_and_nothing_that_is_measured() -> None:
+def test_a_cutout_blanks_training_images_and_no_held_out_ones() -> None:
     plain, cut = task(), task(cutout_size=6)
     for built in (plain, cut):
         built.module.eval()
@@ -234,7 +234,7 @@ def test_a_test_time_flip_judges_by_the_mean_of_both_logits() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("flip", [False, True])
-def test_a_test_time_shift_judges_by_the_mean_over_three_places(flip: bool) -> None:
+def test_a_test_time_shift_averages_the_logits_of_three_shifts(flip: bool) -> None:
     built = task(test_time_shift=2, test_time_flip=flip)
     built.module.eval()
     images = built.images.test.images

@@ -276,7 +276,7 @@ def states(folder: Path, task: SftTask, frozen: FrozenLayers, fingerprint: str =
     return state_cache, message
 
 
-def test_states_on_disk_are_taken_again_and_what_is_damaged_is_computed_anew(deep_model: Path, tmp_path: Path) -> None:
+def test_states_on_disk_are_reused_and_damaged_ones_are_recomputed(deep_model: Path, tmp_path: Path) -> None:
     task, model, _ = task_of(tmp_path, deep_model)
     folder, frozen = tmp_path / "kept", FrozenLayers(model, 3)
     state_cache, message = states(folder, task, frozen)
@@ -351,7 +351,9 @@ def test_a_model_that_drops_out_at_random_keeps_nothing(deep_model: Path, tmp_pa
     )
 
 
-def test_spare_places_for_a_gpu_change_neither_the_loss_nor_what_is_counted(deep_model: Path, tmp_path: Path) -> None:
+def test_padded_loss_positions_for_a_gpu_change_neither_the_loss_nor_the_counts(
+    deep_model: Path, tmp_path: Path
+) -> None:
     task, model, _ = task_of(tmp_path, deep_model)
     state_cache = task.enable_cache(FrozenLayers(model, 3), torch.device("cpu"))
     state_cache.fill(World(), torch.no_grad, CacheLocation("memory", tmp_path, "a"))

@@ -101,7 +101,7 @@ def test_the_blocks_of_flex_attention_are_the_mask_of_the_others() -> None:
 
 
 @pytest.mark.parametrize("make_layout", [shared_prefix_layout, unshared_layout])
-def test_answers_that_are_told_of_without_a_mask_say_what_the_mask_says(make_layout: Any, monkeypatch: Any) -> None:
+def test_log_probs_without_a_mask_equal_those_with_a_mask(make_layout: Any, monkeypatch: Any) -> None:
     model = copy.deepcopy(family("llama"))
     attention.register_attention(model)
     assert supports_layout(model, make_layout)
@@ -117,13 +117,13 @@ def test_answers_that_are_told_of_without_a_mask_say_what_the_mask_says(make_lay
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-def test_answers_are_told_of_without_a_mask_on_a_gpu() -> None:
+def test_log_probs_without_a_mask_on_a_gpu() -> None:
     model = copy.deepcopy(family("llama")).cuda()
     attention.register_attention(model)
     assert supports_layout(model) and supports_layout(model, unshared_layout)
 
 
-def test_attention_over_answers_that_are_laid_apart_compiles_whole_at_any_length() -> None:
+def test_attention_over_separate_answers_compiles_into_one_graph_at_any_length() -> None:
     def attended(query: Tensor, key: Tensor, gather_index: Tensor, scatter_index: Tensor, first_use: Tensor) -> Tensor:
         layout_inputs = {
             "unshare_gather_index": gather_index,
@@ -286,7 +286,7 @@ def test_the_kept_reference_is_the_fresh_one_and_is_not_measured_again(model_fol
     assert not np.array_equal(compute_ref_logps(again, moved)["train"], fresh["train"])
 
 
-def test_a_damaged_reference_or_that_of_another_model_is_measured_again_and_told(
+def test_damaged_ref_log_probs_or_those_of_another_model_are_recomputed_and_reported(
     model_folder: Path, tmp_path: Path
 ) -> None:
     task, engine = build_task_and_engine(model_folder)

@@ -30,7 +30,7 @@ def parts(positions: int = 70) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 
 @pytest.mark.parametrize("positions", [8, 64, 70])
-def test_loss_and_gradients_equal_the_plain_way(positions: int) -> None:
+def test_loss_and_gradients_equal_the_plain_computation(positions: int) -> None:
     hidden, head, targets = parts(positions)
     plain = summed_cross_entropy(hidden @ head.T, targets)
     expected = torch.autograd.grad(plain * 0.3, (hidden, head))
@@ -50,7 +50,7 @@ def test_what_is_frozen_gets_no_gradient(frozen: int) -> None:
     assert weights[1 - frozen].grad is not None
 
 
-def test_likelihoods_and_their_gradients_equal_the_plain_way() -> None:
+def test_token_logps_and_their_gradients_equal_the_plain_computation() -> None:
     hidden, head, targets = parts()
     targets, weights = targets.clamp(min=0), torch.linspace(-1, 1, 70)
     plain = selective_log_softmax(hidden @ head.T, targets)

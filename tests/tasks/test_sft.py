@@ -95,7 +95,7 @@ def test_a_padded_batch_equals_its_rows_one_by_one(name: str, backend: str) -> N
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_head_on_trained_places_gives_the_model_s_own_loss(name: str) -> None:
+def test_the_head_on_loss_positions_gives_the_model_s_own_loss(name: str) -> None:
     model, rows = family(name), documents(17, 9, 21)
     batch = collate_examples([[row] for row in rows])
     labels = torch.full_like(batch.inputs["tokens"], -100)
@@ -137,14 +137,14 @@ def test_a_blank_batch_trains_nothing_and_still_has_a_graph() -> None:
     assert all(bool((gradient == 0).all()) for gradient in grads.values())
 
 
-def test_the_first_token_of_a_document_is_foretold_by_no_other() -> None:
+def test_the_first_token_of_a_document_is_predicted_by_no_other() -> None:
     every = [TokenizedRow(row.input_ids, np.ones(len(row), dtype=np.bool_)) for row in documents(4, 3)]
     batch = collate_examples([every])
     assert batch.inputs["loss_positions"].tolist() == [0, 1, 2, 4, 5]
     assert batch.trained_tokens == 5
 
 
-def test_positions_begin_anew_with_each_document_and_with_the_padding() -> None:
+def test_positions_restart_with_each_document_and_with_the_padding() -> None:
     rows = documents(3, 2, 4)
     assert collate_examples([rows[:2], rows[2:]]).inputs["positions"].tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 0]]
 
@@ -194,7 +194,7 @@ def test_check_forward_knows_of_soft_caps_and_scales() -> None:
         check_packed_forward(model)
 
 
-def test_a_model_with_lora_goes_the_same_way_and_only_the_adapters_move(model_folder: Path) -> None:
+def test_a_model_with_lora_has_the_same_loss_and_only_the_adapters_train(model_folder: Path) -> None:
     model = set_trainable(load_model(model_folder), TrainableConfig(trainable="lora", lora_r=4))
     for name, weight in model.named_parameters():
         if "lora_B" in name:
