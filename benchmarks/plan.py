@@ -57,7 +57,7 @@ def compare(runs: dict[str, Any]) -> dict[str, Any]:
         {**run, **_errors("before", first), **_errors("left_out", other)}
         for run, first, other in zip(compare_with_measured(good, gpu, after), predicted_before, others, strict=True)
     ]
-    return {**runs, "judged": rows, "calibration": {after.card: after.as_json()}}
+    return {**runs, "judged": rows, "calibration": {after.device: after.as_json()}}
 
 
 def _errors(prefix: str, run: dict[str, Any]) -> dict[str, float]:

@@ -27,11 +27,11 @@ from modelwright.plan.hardware import GPUS, GpuSpec, Hardware, find_gpu
 from modelwright.runs import journal
 
 STEPS, WARM_UP, ROWS, LAYERS, WIDTH = 24, 6, 4, 6, 192
-RANKS, WORLDS, CARDS = (1, 2), (2, 4, 8), ("L40S", "H200")
+RANKS, WORLDS, GPU_NAMES = (1, 2), (2, 4, 8), ("L40S", "H200")
 FULL_EFFICIENCY = 0.95
 """Efficiency from which N GPUs count as N times as fast."""
 PREDICTION_NOTE = (
-    "On paper: times one card's tokens/s with the same rows on every card, in brackets with one card's batch shared; "
+    "On paper: times one GPU's tokens/s with the same rows on every GPU, in brackets with one GPU's batch shared; "
     "links at the speed of their data sheets."
 )
 ETHERNET = {f"{gigabits} Gbit/s": gigabits * 1e9 / 8 for gigabits in (100, 25, 10)}
@@ -43,24 +43,24 @@ def cases() -> dict[str, Case]:
     """The trainings, by name."""
     return {
         "SmolLM3-3B, last 2 + head": survival(LAST_TWO),
-        "SmolLM3-3B, last 2 + own head, trunk kept": survival({**LAST_TWO, "untie_lm_head": True}),
+        "SmolLM3-3B, last 2 + own head, cached frozen layers": survival({**LAST_TWO, "untie_lm_head": True}),
         "SmolLM3-3B, all weights": survival("all"),
         "Llama-7B, all weights": production("bf16", "llama-7b", gradient_checkpointing=True),
     }
 
 
-def card(name: str) -> GpuSpec:
+def gpu_by_name(name: str) -> GpuSpec:
     """The GPU of a name."""
     gpu = find_gpu(name)
     if gpu is None:
-        raise UsageError(f"--card is {name!r}; known are {', '.join(GPUS)}")
+        raise UsageError(f"--gpu is {name!r}; known are {', '.join(GPUS)}")
     return gpu
 
 
-def measure(ranks: Sequence[int], cards: Sequence[GpuSpec]) -> dict[str, Any]:
+def measure(ranks: Sequence[int], gpus: Sequence[GpuSpec]) -> dict[str, Any]:
     """Train with each number of ranks (none if empty), and predict for each GPU."""
     figures: dict[str, Any] = {"measured": _measure_ranks(ranks)} if ranks else {}
-    return {**figures, "paper": [row for gpu in cards for row in predict(gpu)]}
+    return {**figures, "paper": [row for gpu in gpus for row in predict(gpu)]}
 
 
 def predict(gpu: GpuSpec) -> list[dict[str, Any]]:
@@ -70,8 +70,8 @@ def predict(gpu: GpuSpec) -> list[dict[str, Any]]:
         alone = case.estimate_on(Hardware(1, 1, replace(gpu, memory=UNLIMITED_MEMORY)))
         rate = alone.time.tokens_per_second
         rows.append({
-            "card": gpu.name, "case": name, "trained_parameters": alone.trainable.trained,
-            "one_card_tokens_per_second": round(rate, 1), "one_card_fits": case.estimate_on(Hardware(1, 1, gpu)).fits,
+            "gpu": gpu.name, "case": name, "trained_parameters": alone.trainable.trained,
+            "one_gpu_tokens_per_second": round(rate, 1), "one_gpu_fits": case.estimate_on(Hardware(1, 1, gpu)).fits,
             "four_times_from_bytes_per_second": _four_times_from(case, gpu, rate),
             "links": [
                 {"link": link, "bytes_per_second": hardware[2].slowest_bandwidth, **_speedups(case, hardware, rate)}
@@ -111,7 +111,7 @@ def _speedups(case: Case, hardware_by_world: dict[int, Hardware], alone: float) 
 
 
 def _four_times_from(case: Case, gpu: GpuSpec, alone: float) -> float | None:
-    """The slowest link over which four cards are four times as fast as one; None where none is fast enough."""
+    """The slowest link over which four GPUs are four times as fast as one; None where none is fast enough."""
     low, high = SLOWEST_LINK, FASTEST_LINK
 
     def reached(link: float) -> bool:
@@ -193,14 +193,12 @@ def lines(figures: dict[str, Any]) -> list[str]:
     output = _measured_lines(figures["measured"]) if "measured" in figures else []
     for row in figures["paper"]:
         needed = row["four_times_from_bytes_per_second"]
-        scaling = (
-            f"four cards are 4 × as fast from {needed * 8 / 1e9:,.0f} Gbit/s on" if needed else "never 4 × on four"
-        )
-        alone = "" if row["one_card_fits"] else ", had it memory enough"
+        scaling = f"four GPUs are 4 × as fast from {needed * 8 / 1e9:,.0f} Gbit/s on" if needed else "never 4 × on four"
+        alone = "" if row["one_gpu_fits"] else ", had it memory enough"
         size = f"{row['trained_parameters'] / 1e6:,.1f} M parameters trainable"
-        rate = f"one card {row['one_card_tokens_per_second']:,.0f} tokens/s{alone}"
-        output += ["", f"{row['card']}, {row['case']}: {size}; {rate}; {scaling}"]
-        output.append(f"  {'link':<11}" + "".join(f"{f'{world} cards':>19}" for world in WORLDS))
+        rate = f"one GPU {row['one_gpu_tokens_per_second']:,.0f} tokens/s{alone}"
+        output += ["", f"{row['gpu']}, {row['case']}: {size}; {rate}; {scaling}"]
+        output.append(f"  {'link':<11}" + "".join(f"{f'{world} GPUs':>19}" for world in WORLDS))
         for link in row["links"]:
             output.append(f"  {link['link']:<11}" + "".join(f"{_cell(link, str(world)):>19}" for world in WORLDS))
     return [*output, "", PREDICTION_NOTE]
@@ -228,13 +226,13 @@ def _cell(link: dict[str, Any], world: str) -> str:
 
 def main(
     ranks: Annotated[list[int] | None, typer.Option("--ranks", min=1, help="Numbers of CPU ranks; repeatable.")] = None,
-    cards: Annotated[list[str] | None, typer.Option("--card", help="A GPU to predict for; repeatable.")] = None,
+    gpus: Annotated[list[str] | None, typer.Option("--gpu", help="A GPU to predict for; repeatable.")] = None,
     only_paper: Annotated[bool, typer.Option("--paper", help="Only the prediction; nothing is trained.")] = False,
     save: common.Save = False,
     as_json: common.Json = False,
 ) -> None:
     """Scaling efficiency: measured with CPU ranks, predicted for GPUs and their links."""
-    chosen, sizes = [card(name) for name in cards or CARDS], () if only_paper else ranks or RANKS
+    chosen, sizes = [gpu_by_name(name) for name in gpus or GPU_NAMES], () if only_paper else ranks or RANKS
     common.report("scale", lambda: measure(sizes, chosen), lines, save, as_json)
 
 

@@ -79,7 +79,7 @@ class SftScenario:
     """A supervised fine-tune on prompts and completions under the system prompt of the survival recipe."""
 
     shape: str
-    """smollm3 and tiny have random weights; twin is the embedded SmolLM2-135M."""
+    """smollm3 and tiny have random weights; smollm2 is the embedded SmolLM2-135M."""
     rows: int | None
     """Training rows; None: all."""
     batch: int
@@ -137,7 +137,7 @@ DPO = {
     "dpo-tiny": DpoWorkload(layers=4, width=256, vocab_size=2048, prompt=192, answer=63, pairs=4),
 }
 SURVIVAL = {
-    "survival": SftScenario("twin", 32, 8, 4, 3),
+    "survival": SftScenario("smollm2", 32, 8, 4, 3),
     "survival-3b": SftScenario("smollm3", None, 16, 4, 24),
     "survival-tiny": SftScenario("tiny", 32, 8, 2, 3),
 }
@@ -390,7 +390,7 @@ def save_scenario_tokenizer(scenario: SftScenario, rows: Any, folder: Path) -> N
     """Write the embedded model's tokenizer, or one trained on the rows."""
     from modelwright.models import pretrained
 
-    if scenario.shape == "twin":
+    if scenario.shape == "smollm2":
         pretrained.load_tokenizer(pretrained.embedded_model()).save_pretrained(folder)
     else:
         train_tokenizer(folder, [message["content"] for item in rows.train for message in item.messages])
@@ -400,7 +400,7 @@ def load_scenario_model(scenario: SftScenario, folder: Path, device: Any, settin
     """The model on its device with its trainable parameters set: the embedded one, or random weights of a shape."""
     from modelwright.models import pretrained, trainable
 
-    if scenario.shape == "twin":
+    if scenario.shape == "smollm2":
         model = pretrained.load_model(pretrained.embedded_model())
     else:
         shape = SMOLLM3_3B if scenario.shape == "smollm3" else TINY_SMOLLM3

@@ -52,9 +52,9 @@ def _opening() -> str:
 <!-- written by docs.plan_verdicts; UPDATE_GOLDEN=1 python -m pytest tests/plan/test_plan_verdicts.py -->
 
 The five systems were described with claims about time, memory and speed. This is what the planner says of them. Its
-coefficients were fitted to {known.runs} trainings measured on one {known.card}; the largest error among those is
-{known.max_rate_error:.0%} in speed and {known.max_memory_error:.0%} in memory. Other cards are predicted from
-their data sheets and what the {known.card} reaches of its own, so their hours may be off by a third; no verdict below
+coefficients were fitted to {known.runs} trainings measured on one {known.device}; the largest error among those is
+{known.max_rate_error:.0%} in speed and {known.max_memory_error:.0%} in memory. Other GPUs are predicted from
+their data sheets and what the {known.device} reaches of its own, so their hours may be off by a third; no verdict below
 depends on less."""
 
 
@@ -74,7 +74,7 @@ def _production_hours() -> str:
         f"parameters. 100,000 steps of {BATCH} rows of {LENGTH:,} tokens are {STEPS * BATCH * LENGTH / 1e9:.2f} "
         "billion tokens.",
         "",
-        "| one card | claimed | planned, ignoring memory | tokens/s | cards for the claim |",
+        "| one GPU | claimed | planned, ignoring memory | tokens/s | GPUs for the claim |",
         "|---|---|---|---|---|",
     ]
     for name, precision, claim in CLAIMED:
@@ -84,8 +84,8 @@ def _production_hours() -> str:
         claimed_hours = float(claim.split("–")[1])
         speed = f"{estimate.time.tokens_per_second:,.0f}"
         lines.append(f"| {name}, {precision} | {claim} h | {hours:,.0f} h | {speed} | {hours / claimed_hours:.1f} |")
-    lines += ["", "**Not on one card.** The claims want several times the arithmetic that one card does: the hours are "
-              "those of a machine with as many cards as the last column says, all of them busy."]  # fmt: skip
+    lines += ["", "**Not on one GPU.** The claims want several times the arithmetic that one GPU does: the hours are "
+              "those of a machine with as many GPUs as the last column says, all of them busy."]  # fmt: skip
     return "\n".join(lines)
 
 
@@ -96,7 +96,7 @@ def _production_fit() -> str:
         ("… and the gradients' mean in bf16, 12 bytes", {"param_dtype": "bf16", "exp_avg_dtype": "bf16"}),
     )
     lines = [
-        "## One 80 GB card holds it",
+        "## One 80 GB GPU holds it",
         "",
         "| variant | required | fits 80 GB | what would fit |",
         "|---|---|---|---|",
@@ -135,8 +135,8 @@ def _four_times() -> str:
             four = each.estimate_on(replace(parse_hardware("4x1xL40S"), network_bandwidth=gigabits * 1e9 / 8))
             cells.append(f"{four.time.tokens_per_second / each.estimate_on('1xL40S').time.tokens_per_second:.1f} ×")
         lines.append(f"| {gigabits} Gbit/s | {cells[0]} | {cells[1]} |")
-    lines += ["", "**True on a fast network only**, and the faster one card is made, the more the network counts: with "
-              "frozen layers computed once, one card may do best without the others."]  # fmt: skip
+    lines += ["", "**True on a fast network only**, and the faster one GPU is made, the more the network counts: with "
+              "frozen layers computed once, one GPU may do best without the others."]  # fmt: skip
     return "\n".join(lines)
 
 
@@ -187,6 +187,6 @@ def _landed_on_l4() -> str:
         changed = [line for line in small.plan.reasons if line not in alike]
         required = f"{large.memory.required / GIB:.1f} of 44.4 GiB, {large.plan.micro_batch_size} rows at once"
         lines.append(f"| {label} | {required} | {'; '.join(changed) or 'as it is'} |")
-    lines += ["", "The last two layers alone need no 45 GB, and no smaller card makes them change anything. **An L4 "
+    lines += ["", "The last two layers alone need no 45 GB, and no smaller GPU makes them change anything. **An L4 "
               "computes in bf16**: the change to fp16 that is described was not needed."]  # fmt: skip
     return "\n".join(lines)

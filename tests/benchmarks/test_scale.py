@@ -1,4 +1,4 @@
-"""What several cards should give is arithmetic that can be checked by hand."""
+"""What several GPUs should give is arithmetic that can be checked by hand."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ SURVIVAL = "SmolLM3-3B, last 2 + head"
 
 @pytest.fixture(scope="module")
 def paper() -> dict[tuple[str, str], dict[str, Any]]:
-    """By card and case."""
-    rows = scale.measure((), [GPUS[name] for name in scale.CARDS])["paper"]
-    return {(row["card"], row["case"]): row for row in rows}
+    """By GPU and case."""
+    rows = scale.measure((), [GPUS[name] for name in scale.GPU_NAMES])["paper"]
+    return {(row["gpu"], row["case"]): row for row in rows}
 
 
 def times(row: dict[str, Any], link: str, kind: str = "times") -> dict[str, float | None]:
@@ -49,24 +49,24 @@ def test_four_times_on_four_gpus_is_a_question_of_the_link(paper: dict[tuple[str
     needed = row["four_times_from_bytes_per_second"]
     assert 25e9 / 8 < needed < 100e9 / 8
     assert (times(row, "100 Gbit/s")["4"] or 0.0) >= 3.8 > (times(row, "25 Gbit/s")["4"] or 0.0)
-    cached = paper["L40S", "SmolLM3-3B, last 2 + own head, trunk kept"]
-    assert cached["four_times_from_bytes_per_second"] > 5 * needed, "a faster card wants a faster link"
+    cached = paper["L40S", "SmolLM3-3B, last 2 + own head, cached frozen layers"]
+    assert cached["four_times_from_bytes_per_second"] > 5 * needed, "a faster GPU needs a faster link"
 
 
 def test_the_seconds_on_a_slow_link_are_those_of_the_gradients(paper: dict[tuple[str, str], dict[str, Any]]) -> None:
     row = paper["H200", SURVIVAL]
     tokens = 4 * 8 * 2 * 370
-    seconds = tokens / ((times(row, "10 Gbit/s")["4"] or 0.0) * row["one_card_tokens_per_second"])
-    alone = tokens / 4 / row["one_card_tokens_per_second"]
+    seconds = tokens / ((times(row, "10 Gbit/s")["4"] or 0.0) * row["one_gpu_tokens_per_second"])
+    alone = tokens / 4 / row["one_gpu_tokens_per_second"]
     on_the_link = row["trained_parameters"] * 2 * 1.5 / (10e9 / 8)
     assert on_the_link < seconds < on_the_link + alone, "gradients in bf16, three quarters of them there and back"
 
 
 def test_the_guide_has_the_figures_of_today(paper: dict[tuple[str, str], dict[str, Any]]) -> None:
-    """UPDATE_GOLDEN=1 writes them anew."""
+    """UPDATE_GOLDEN=1 rewrites them."""
     text = GUIDE.read_text(encoding="utf-8")
     for name in scale.cases():
-        rows = [paper[card, name] for card in ("L40S", "H200")]
+        rows = [paper[gpu, name] for gpu in ("L40S", "H200")]
         cells = [f"{row['four_times_from_bytes_per_second'] * 8 / 1e9:,.0f} Gbit/s" for row in rows]
         line = f"| {name} | {rows[0]['trained_parameters'] / 1e6:,.0f} M | {' | '.join(cells)} |"
         text = re.sub(rf"^\| {re.escape(name)} \|.*$", line, text, flags=re.MULTILINE)
@@ -93,7 +93,7 @@ def test_what_does_not_fit_is_reported_and_a_gpu_without_nvlink_has_none(
     paper: dict[tuple[str, str], dict[str, Any]],
 ) -> None:
     row = paper["L40S", "Llama-7B, all weights"]
-    assert not row["one_card_fits"]
+    assert not row["one_gpu_fits"]
     assert times(row, "PCIe")["2"] is None
     assert times(row, "PCIe", "sharding")["4"] == "fsdp"
     assert "NVLink" not in {each["link"] for each in row["links"]}
@@ -101,13 +101,13 @@ def test_what_does_not_fit_is_reported_and_a_gpu_without_nvlink_has_none(
 
 
 def test_the_tables_are_printed_as_text_and_as_json() -> None:
-    plain = CliRunner().invoke(COMMAND, ["--paper", "--card", "l40s"])
+    plain = CliRunner().invoke(COMMAND, ["--paper", "--gpu", "l40s"])
     assert plain.exit_code == 0, plain.output
     assert "L40S, SmolLM3-3B, last 2 + head: 418.9 M parameters trainable" in plain.output
     assert "does not fit" in plain.output and "had it memory enough" in plain.output
-    result = json.loads(CliRunner().invoke(COMMAND, ["--paper", "--card", "L40S", "--json"]).stdout)
+    result = json.loads(CliRunner().invoke(COMMAND, ["--paper", "--gpu", "L40S", "--json"]).stdout)
     assert "measured" not in result["figures"]
-    assert {row["card"] for row in result["figures"]["paper"]} == {"L40S"}
+    assert {row["gpu"] for row in result["figures"]["paper"]} == {"L40S"}
 
 
 def test_measured_ranks_are_printed_with_the_load_of_the_machine() -> None:
@@ -118,8 +118,8 @@ def test_measured_ranks_are_printed_with_the_load_of_the_machine() -> None:
 
 
 def test_an_unknown_gpu_is_a_usage_error() -> None:
-    with pytest.raises(UsageError, match="--card is 'K80'; known are T4"):
-        scale.card("K80")
+    with pytest.raises(UsageError, match="--gpu is 'K80'; known are T4"):
+        scale.gpu_by_name("K80")
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]", '{"runs": []}'])

@@ -177,7 +177,7 @@ def test_the_figures_of_one_workload_are_saved_with_those_of_others(
 ) -> None:
     monkeypatch.setattr(common, "ROOT", tmp_path)
     for work in ("lora", "sft", "sft"):
-        figures = speed.merge_result({"work": work, "device": "a card", "variants": {}})
+        figures = speed.merge_result({"work": work, "device": "a GPU", "variants": {}})
         common.save(common.result("speed", figures))
     saved = common.load_result("speed")
     assert saved is not None and set(saved["figures"]) == {"lora", "sft"}
@@ -208,8 +208,8 @@ def test_processes_find_what_this_one_finds_wherever_they_start(
 ) -> None:
     """A GPU machine that cannot install has its packages in a folder, named from where the command was given."""
     (tmp_path / "more").mkdir()
-    (tmp_path / "more/beside.py").write_text("", encoding="utf-8")
+    (tmp_path / "more/extra.py").write_text("", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", "more")
     environ = environment({})
-    subprocess.run([sys.executable, "-c", "import beside, modelwright"], env=environ, cwd="/", check=True)
+    subprocess.run([sys.executable, "-c", "import extra, modelwright"], env=environ, cwd="/", check=True)

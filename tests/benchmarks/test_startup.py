@@ -22,15 +22,15 @@ rates = {"step_seconds": 1.0, "tokens_per_second": 5.0, "data_wait_fraction": 0.
 step = lambda n: {"event": "step", "step": n, **rates}
 saving = lambda n: {"event": "checkpoint_started", "step": n, "seconds": 0.1}
 saved = lambda n: {"event": "checkpoint_saved", "step": n, "seconds": 0.9, "blocked_seconds": 0.0}
-told = [{"event": "run"}, step(1), step(2), saving(2), saved(2), step(3), step(4)]
-told += [saving(4), saved(4), step(5), step(6)]
+events = [{"event": "run"}, step(1), step(2), saving(2), saved(2), step(3), step(4)]
+events += [saving(4), saved(4), step(5), step(6)]
 os.makedirs(recipe["output_dir"])
 with open(recipe["output_dir"] + "/journal.jsonl", "w") as journal:
-    for second, event in enumerate(told):
+    for second, event in enumerate(events):
         print(json.dumps({"time": time.time() + second, **event}), file=journal, flush=True)
 time.sleep(600)
 """
-"""In place of `modelwright run`: tells of a few steps and two saves, and would go on for ten minutes."""
+"""In place of `modelwright run`: logs a few steps and two saves, and would go on for ten minutes."""
 
 
 @pytest.mark.parametrize("cut", ["", "warm"])

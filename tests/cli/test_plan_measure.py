@@ -74,7 +74,7 @@ def test_what_was_measured_here_is_used_by_later_plans(tmp_path: Path, monkeypat
     figures, path = measure.calibrate(lines.append)
     assert path == tmp_path / USER_FILE and len(lines) == 2
     calibration = calibration_for(gpu_spec_of(probe_device()))
-    assert calibration.runs == 2 and calibration.card in figures["calibration"]
+    assert calibration.runs == 2 and calibration.device in figures["calibration"]
 
 
 @pytest.mark.parametrize("words", ["", "quickstart --calibrate", "quickstart --measure --gpus 1xH200"])

@@ -1,4 +1,4 @@
-"""The verbs that look at recipes: letters on stderr, one JSON object on stdout, and the right exit code."""
+"""The commands that read recipes: messages on stderr, one JSON object on stdout, and the right exit code."""
 
 from __future__ import annotations
 

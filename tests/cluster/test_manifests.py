@@ -1,6 +1,6 @@
 """A recipe becomes manifests that the real schemas take, that the restricted profiles take, and that a person can read.
 
-``UPDATE_GOLDEN=1`` writes the golden files anew.
+``UPDATE_GOLDEN=1`` rewrites the golden files.
 """
 
 from __future__ import annotations

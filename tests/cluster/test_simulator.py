@@ -25,7 +25,7 @@ NETWORKS = Path("/run/netns")
 SLEEP = f"4711.{os.getpid()}"
 """A time that no other process sleeps."""
 STEP = """echo '{"event": "step", "step": 5}' >> /shared/models/run/journal.jsonl"""
-"""What a run writes; a disturbance waits for it."""
+"""What a run writes; an injected fault waits for it."""
 
 
 def job(target: JobKind, script: str, nodes: int = 1, **settings: Any) -> list[Manifest]:

@@ -19,7 +19,7 @@ import pytest
 
 from fake_hub import Files, hub
 
-CARD = b"""---
+DATASET_CARD = b"""---
 configs:
 - config_name: plain
   data_files:
@@ -40,14 +40,14 @@ from modelwright.errors import ModelwrightError
 from modelwright.recipe.sections import DataConfig
 from modelwright.recipe.sections import PrepareConfig
 download.load_hub_dataset.__defaults__ = ((0.0, 0.0),)
-told = {}
-for asked in sys.argv[2:]:
-    name, config, split = asked.split(":")
+results = {}
+for request in sys.argv[2:]:
+    name, config, split = request.split(":")
     data = DataConfig(dataset_name=f"owner/{name}", dataset_config_name=config or None, dataset_split=split)
     try:
-        told[asked] = [row.values["text"].split()[0] for row in sources.iter_rows(data.source, data, Path())]
+        results[request] = [row.values["text"].split()[0] for row in sources.iter_rows(data.source, data, Path())]
     except ModelwrightError as error:
-        told[asked] = f"{type(error).__name__}: {error}"
+        results[request] = f"{type(error).__name__}: {error}"
 data = DataConfig(dataset_name="owner/good", dataset_config_name="other", test_size=2)
 settings = PrepareConfig(
     sequence_length=32, vocab_size=300, use_gigatoken=False, minhash_dedup=False, max_repeated_ngrams=1
@@ -55,8 +55,8 @@ settings = PrepareConfig(
 folder = Path(sys.argv[1])
 for _ in pipeline.run_pipeline(PrepareJob.make(folder, data, settings, 1, folder, None), SerialExecutor()):
     pass
-told["prepared"] = json.loads((folder / "report.json").read_text())["documents"]
-print(json.dumps(told))
+results["prepared"] = json.loads((folder / "report.json").read_text())["documents"]
+print(json.dumps(results))
 """
 
 
@@ -65,7 +65,7 @@ def rows(word: str, count: int) -> bytes:
     return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
 
-FILES: Files = {"README.md": CARD, "plain/train.jsonl": rows("plain", 300), "plain/test.jsonl": rows("test", 5),
+FILES: Files = {"README.md": DATASET_CARD, "plain/train.jsonl": rows("plain", 300), "plain/test.jsonl": rows("test", 5),
                 "other/train.jsonl": rows("other", 40)}  # fmt: skip
 SCRIPT = {"cut": ["cut"], "down": ["500", "500"], "lie": ["lie"], "gone": ["500"] * 9}
 

@@ -200,7 +200,7 @@ def test_a_short_file_a_missing_file_and_a_wrong_label_are_reported(tmp_path: Pa
     binary_folder(tmp_path / "wrong", labels=[10] * 24)
     with pytest.raises(DataError, match="a training label is 10, but there are 10 classes") as output:
         read_images("wrong", tmp_path)
-    assert len(output.value.problems) == 2, "both sides are told at once"
+    assert len(output.value.problems) == 2, "both sides are reported at once"
 
 
 def test_the_jpeg_npz_gives_the_decoded_images(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_the_prompt_ends_where_the_answers_begin(tokenizer: Any) -> None:
     assert tokenizer.decode(tokens.prompt).endswith(f"{QUESTION}<|im_end|>\n<|im_start|>assistant\n")
     assert tokenizer.decode(tokens.chosen.input_ids) == f"{GOOD}<|im_end|>\n"
     assert tokenizer.decode(tokens.rejected.input_ids) == f"{BAD}<|im_end|>\n"
-    assert tokens.chosen.loss_mask.all() and tokens.rejected.loss_mask.all(), "earlier answers are read, not learnt"
+    assert tokens.chosen.loss_mask.all() and tokens.rejected.loss_mask.all(), "earlier answers are read, not trained on"
 
 
 def test_a_long_pair_is_cut_at_both_ends_and_never_to_nothing(tokenizer: Any) -> None:

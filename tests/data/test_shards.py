@@ -30,7 +30,7 @@ def blocks(count: int = 5) -> Iterator[DocumentBatch]:
 
 
 def packed(folder: Path, **sources: Any) -> PackedDataset:
-    facts = write_split(folder, "train", LAYOUT, sources or {"all": blocks()}, "wish")
+    facts = write_split(folder, "train", LAYOUT, sources or {"all": blocks()}, "fingerprint")
     write_manifest(folder, LAYOUT, {"train": facts}, {"tokenizer": "t"})
     return PackedDataset.open(folder)
 
@@ -102,7 +102,7 @@ def test_a_writer_that_was_stopped_after_any_shard_leaves_the_same_bytes(tmp_pat
     for limit in range(3):
         folder = tmp_path / f"stopped-{limit}"
         with pytest.raises(Killed):
-            write_split(folder, "train", LAYOUT, {"a": until(limit)}, "wish")
+            write_split(folder, "train", LAYOUT, {"a": until(limit)}, "fingerprint")
         packed(folder, a=blocks(3), b=blocks(2))
         assert {path.name: hash_file(path) for path in folder.iterdir()} == expected
 
@@ -113,7 +113,7 @@ def test_shards_of_another_config_are_not_resumed(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_split(tmp_path, "train", LAYOUT, {"all": short()}, "another wish")
+        write_split(tmp_path, "train", LAYOUT, {"all": short()}, "another fingerprint")
     assert packed(tmp_path).get_rows([0])[0].ravel().tolist() == everything()[0][:16].tolist()
 
 

@@ -108,7 +108,7 @@ def test_a_save_and_a_measurement_due_at_a_bad_step_are_made_after_the_next_good
 def test_rows_that_are_hard_to_learn_are_not_taken_for_an_illness(
     fork_server: ForkServer, model_folder: Path, tmp_path: Path
 ) -> None:
-    """Easy rows are soon known by heart; six of letters without sense lie far above them, and are learnt all the same.
+    """Easy rows are soon memorised; six rows of random characters have far higher losses, and are trained on too.
 
     Before, 52 to 72 of 400 such steps were skipped, and these rows ended where they began (4 to 5 nats).
     """

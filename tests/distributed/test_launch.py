@@ -154,14 +154,14 @@ def test_ranks_with_gpus_are_started_afresh_as_cuda_does_not_outlive_a_fork(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dawdler", ["0", "1"])
+@pytest.mark.parametrize("delayed_rank", ["0", "1"])
 def test_an_error_is_printed_once_with_its_code_whoever_exits_first_and_nothing_is_retried(
-    model_folder: Path, tmp_path: Path, launched: list[Launched], dawdler: str
+    model_folder: Path, tmp_path: Path, launched: list[Launched], delayed_rank: str
 ) -> None:
     recipe = tiny_recipe(tmp_path, model_folder, **LONG)
     text = recipe.read_text(encoding="utf-8")
     recipe.write_text(text.replace(str(model_folder), "/nowhere"), encoding="utf-8")
-    launch = Launched(["dawdle", str(recipe), dawdler], tmp_path)
+    launch = Launched(["delayed_exit", str(recipe), delayed_rank], tmp_path)
     launched.append(launch)
     assert launch.wait() == 2, launch.output
     assert launch.output.count("no folder") == 1, launch.output
@@ -173,7 +173,7 @@ def test_ranks_whose_memory_is_full_restart_with_smaller_micro_batches(
     uninterrupted: Path, model_folder: Path, tmp_path: Path, launched: list[Launched]
 ) -> None:
     recipe = tiny_recipe(tmp_path, model_folder, gradient_accumulation_steps=1)
-    launched.append(Launched(["cramped", str(recipe)], tmp_path))
+    launched.append(Launched(["low_memory", str(recipe)], tmp_path))
     assert launched[0].wait() == 0, launched[0].output
     assert "micro-batch 2 runs out of memory; the next start takes 1 and keeps the batch" in launched[0].output
     plans = [

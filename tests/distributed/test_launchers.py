@@ -55,7 +55,7 @@ def test_an_operators_variables_alone_make_a_world(
     assert run_fingerprint(tmp_path / "run") == run_fingerprint(two_ranks)
 
 
-SMALL_CARD = """
+SMALL_GPU = """
 from dataclasses import replace
 from modelwright.stages import planning
 choose = planning.choose_plan
@@ -73,7 +73,7 @@ def test_what_a_gpu_cannot_hold_is_split_automatically_and_trains_the_same(
 ) -> None:
     settings = {"per_device_train_batch_size": 1, "gradient_checkpointing": True}
     recipe = tiny_recipe(tmp_path, model_folder, **settings)
-    ranks = fork_server.run_ranks(["run", str(recipe)], tmp_path, 2, first=SMALL_CARD)
+    ranks = fork_server.run_ranks(["run", str(recipe)], tmp_path, 2, first=SMALL_GPU)
     assert [code for code, _ in ranks] == [0, 0], ranks
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())["sft"]
     assert plan["sharding"] == "fsdp"

@@ -35,7 +35,7 @@ CUT = [
     *(f"{stage}.data.test_size=2" for stage in STAGES[1:]),
     *("prepare.num_proc=1", "prepare.max_dropped_token_fraction=1", "compare.max_new_tokens=4"),
 ]
-"""The twin's recipe with fewer steps, rows and weights: the same stages in seconds."""
+"""The tiny recipe with fewer steps, rows and weights: the same stages in seconds."""
 
 
 def command(folder: Path, *more: str) -> list[str]:
@@ -100,7 +100,7 @@ def test_random_kills_over_the_whole_pipeline_leave_no_trace(
 
 
 def wait_until_in(run: Path, stage: str, steps: int, trial: ForkedProcess) -> None:
-    """Wait until a process has come to a stage, or beyond, and told of so many steps more in it; or has ended."""
+    """Wait until a process has come to a stage, or beyond, and logged so many more steps in it; or has exited."""
     num_events = len(journal(run))
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not ended(trial.pid):

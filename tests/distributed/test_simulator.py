@@ -1,4 +1,4 @@
-"""The whole of it: the survival twin as a job of two pods trains as a random user, loses a pod, and ends the same.
+"""End to end: the tiny survival recipe as a job of two pods trains as a random user, loses a pod, and ends the same.
 
 The pods' `python` forks from one preloaded interpreter (tests/pod_python.py), so that a pod costs a second or two.
 """
@@ -63,14 +63,14 @@ Engine._step = step
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four layers, of which the twin freezes two."""
+    """Four layers, of which the recipe freezes two."""
     return tiny_model(tmp_path_factory.mktemp("deep"), layers=4)
 
 
 @contextmanager
 def make_work_dir(model: Path) -> Iterator[Path]:
     """A folder for a simulation that any user may reach, with the model on its volume."""
-    folder = Path(tempfile.mkdtemp(prefix="rehearsal-"))
+    folder = Path(tempfile.mkdtemp(prefix="simulation-"))
     shutil.copytree(model, folder / "volumes/workspace/model")
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o777 if path.is_dir() else 0o664)
@@ -105,7 +105,7 @@ def logs_of(outcome: SimulationResult) -> str:
 
 @pytest.fixture(scope="module")
 def undisturbed(fork_server: ForkServer, model: Path) -> dict[str, Any]:
-    """What an undisturbed rehearsal of 1 Master + 1 Worker leaves: losses, batches, weights."""
+    """What an undisturbed simulation of 1 Master + 1 Worker leaves: losses, batches, weights."""
     with make_work_dir(model) as folder:
         fork_server.serve_pods(folder / "volumes/workspace")
         outcome = play(folder, stream("pytorchjob"))

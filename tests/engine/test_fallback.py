@@ -159,7 +159,7 @@ def test_a_later_stage_finds_room_for_what_it_compiles() -> None:
 
 
 def test_what_a_compiler_finds_broken_in_its_cache_is_the_compilers_failure() -> None:
-    """Triton reads its cache with json, whose error comes out as it is; only where it was raised tells whose it is."""
+    """Triton reads its cache with json, whose error comes out unchanged; only its frame says whose it is."""
     module: dict[str, Any] = {"__name__": "triton.runtime.cache"}
     exec("import json\ndef read(text):\n    return json.loads(text)", module)
     for read, is_theirs in ((module["read"], True), (json.loads, False)):
@@ -181,7 +181,7 @@ class LogLines(logging.Handler):
 
 def test_a_cache_that_cannot_be_read_is_reported_once_and_without_a_traceback() -> None:
     messages: list[str] = []
-    CompiledLayers([torch.nn.Linear(1, 1)], lambda line: pytest.fail("an earlier stage is no longer told"))
+    CompiledLayers([torch.nn.Linear(1, 1)], lambda line: pytest.fail("an earlier stage gets no more notes"))
     CompiledLayers([torch.nn.Linear(1, 1)], messages.append)
     reader, handler = logging.getLogger("torch._inductor.codecache"), LogLines()
     reader.addHandler(handler)

@@ -76,7 +76,7 @@ def test_tensor_cores_learn_what_exact_products_learn(
     model_folder: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     if torch.cuda.get_device_capability() < (8, 0):
-        pytest.skip("this card has no tf32")
+        pytest.skip("this GPU has no tf32")
     before = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
     exact, rounded = (
         [
@@ -311,7 +311,7 @@ def test_fp8_that_is_kept_trains_on_the_gpu_as_if_it_had_been_forced(
 def test_a_gpu_that_others_have_filled_halves_the_micro_batch_and_keeps_the_batch(
     monkeypatch: pytest.MonkeyPatch, recorded: str
 ) -> None:
-    """The error is the allocator's own: most of the card is taken."""
+    """The error is the allocator's own: most of the GPU is taken."""
     work = workloads.Workload(4, 1024, 2816, 8, 4, rows=8, length=1024, vocab_size=1024)
     variant, messages = workloads.Variant("it", {"precision": "bf16", "cuda_graphs": recorded}), []
     fallback = Engine._fallback_for

@@ -418,7 +418,7 @@ def _try(target: Target, data: bytes, folder: Path, counts: FuzzCounts) -> None:
         counts.results += 1
     except ModelwrightError as error:
         counts.refused += 1
-        str(error).encode()  # a letter that cannot be printed would be no letter
+        str(error).encode()  # a message that cannot be printed would be none
     except Exception as error:
         if len(counts.escaped) < 20:
             counts.escaped.append(f"{target.name}: {type(error).__name__}: {str(error)[:120]} from {_excerpt(data)}")

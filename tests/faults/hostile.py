@@ -282,7 +282,7 @@ CORPUS: tuple[HostileFile, ...] = (
             _changed_config("config.json", lambda target: {**_auto_map(target), "trust_remote_code": True})),
     HostileFile("tokenizer_config.json auto_map", "model", _changed_config(
         "tokenizer_config.json", lambda target: {**_auto_map(target), "tokenizer_class": "Planted"})),
-    HostileFile("modules beside the weights", "model", _changed_config("config.json", _no_change)),
+    HostileFile("modules next to the weights", "model", _changed_config("config.json", _no_change)),
     HostileFile("adapter with megatron_core", "model",
             _adapter(megatron_config={"a": 1}, megatron_core="planted")),
     HostileFile("adapter with auto_mapping", "model",

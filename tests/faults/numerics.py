@@ -102,12 +102,12 @@ def _is_open(gate: Path) -> bool:
 
 CGROUPS = Path("/sys/fs/cgroup/memory")
 MAX_LOSS_DIFFERENCE = 1e-4
-"""How far losses may lie apart when the same batch is added up in smaller bites."""
+"""How far losses may lie apart when the same batch is added up in smaller micro-batches."""
 
 
 def device_memory(context: FaultContext) -> FaultResult:
     """R22: the device takes one row at once, though two were planned."""
-    reference, folder = context.reference(), context.fresh_folder("cramped")
+    reference, folder = context.reference(), context.fresh_folder("low_memory")
     code, output = context.run(context.recipe(folder), first=[inject("memory_for", rows=1)])
     if code:
         return FaultResult(f"exit {code}", False, notes=(output[-300:],))

@@ -1,4 +1,4 @@
-"""The doctor tells what is there, what is missing and what mends it; its exit code is about the recipe."""
+"""The doctor reports what is there, what is missing and what fixes it; its exit code is about the recipe."""
 
 from __future__ import annotations
 

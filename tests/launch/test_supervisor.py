@@ -1,4 +1,4 @@
-"""The watchdog tells the stopped from the hanging, the left over from the busy, by watching beats change."""
+"""The watchdog distinguishes stopped, hanging, orphaned and busy ranks by their heartbeats."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_two_layers_and_the_head_of_smollm3_are_13_62_percent() -> None:
 def test_lora_moves_its_own_matrices_alone(model_folder: Path) -> None:
     model = set_trainable(load_model(model_folder), TrainableConfig(trainable="lora", lora_r=4))
     assert all("lora_" in name for name in moving(model))
-    # rank 4 beside q, k, v, o, gate, up and down of each layer: 4 × (in + out)
+    # rank 4 on q, k, v, o, gate, up and down of each layer: 4 × (in + out)
     per_layer = 4 * (128 + 96 + 96 + 128 + 192 + 192 + 192)
     assert count_parameters(model).trained == 2 * per_layer
 
@@ -163,7 +163,7 @@ def test_a_trained_model_is_saved_and_loaded_equal(
     with torch.no_grad():
         torch.testing.assert_close(theirs(TOKENS).logits, logits(model), atol=1e-6, rtol=1e-6)
     assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template == tokenizer.chat_template
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"], "nothing half-written is left beside it"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"], "nothing half-written is left next to it"
 
 
 @pytest.mark.parametrize("kind", [{}, {"use_rslora": True, "lora_r": 8}, {"use_dora": True}], ids=str)
@@ -225,4 +225,4 @@ def test_adapters_learn_on_quantized_weights(kind: str, model_folder: Path, toke
     assert (logits(model) - before).abs().max() > 0.01
     save_model(model, tokenizer, dict(model.state_dict()), tmp_path / "adapter")
     assert all("lora_" in name for name in moving(model))
-    assert (logits(load_model(tmp_path / "adapter")) - logits(model)).abs().max() < 0.3, "beside exact weights"
+    assert (logits(load_model(tmp_path / "adapter")) - logits(model)).abs().max() < 0.3, "compared with exact weights"

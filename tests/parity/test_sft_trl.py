@@ -117,7 +117,7 @@ def record(trainer: Any, curve: Curve) -> None:
 
 
 def common(folder: Path) -> dict[str, Any]:
-    """What both trainers of Hugging Face are told."""
+    """Settings of both trainers of Hugging Face."""
     return {
         **SETTINGS, "output_dir": str(folder), "train_sampling_strategy": "sequential", "use_cpu": True, "bf16": False,
         "gradient_checkpointing": False, "logging_steps": 1, "save_strategy": "no", "report_to": "none",

@@ -155,7 +155,7 @@ def test_split_inside_each_machine_what_crosses_the_slow_network_is_less() -> No
 def test_a_free_micro_batch_is_chosen_by_the_plan() -> None:
     estimate = planned("smollm2-135m", "1xH200", 512, global_batch_size=64)
     assert estimate.plan.micro_batch_size * estimate.plan.gradient_accumulation_steps == 64
-    assert estimate.plan.micro_batch_size > 8, "one that nobody wrote down may grow to what the card does best"
+    assert estimate.plan.micro_batch_size > 8, "one that nobody wrote down may grow to what the GPU does best"
 
 
 def test_images_are_planned_too() -> None:

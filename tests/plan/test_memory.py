@@ -162,7 +162,7 @@ def test_each_cuda_graph_keeps_its_transient_memory() -> None:
         counts_loading=False,
     )
     recorded = estimate_memory(replace(plain, cuda_graphs=True))
-    assert recorded.total == pytest.approx(estimate_memory(plain).total, rel=0.01), "gradients are made anew in each"
+    assert recorded.total == pytest.approx(estimate_memory(plain).total, rel=0.01), "gradients are new in each"
     twice = estimate_memory(replace(plain, cuda_graphs=True, gradient_accumulation_steps=2))
     assert twice.required - recorded.required > recorded.transient_bytes, (
         "those that add to gradients are recorded apart"

@@ -1,6 +1,6 @@
 """What lies in deploy/ is what the recipes say now.
 
-``UPDATE_GOLDEN=1 pytest tests/project/test_deploy.py`` renders deploy/ anew.
+``UPDATE_GOLDEN=1 pytest tests/project/test_deploy.py`` renders deploy/ again.
 """
 
 from __future__ import annotations

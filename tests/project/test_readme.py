@@ -33,8 +33,8 @@ LESSONS = ROOT / "docs/learn"
 BLOCK = re.compile(
     r"^(?:<!-- file: (?P<file>\S+) -->\n)?```(?P<kind>\w+)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL
 )
-COLD = ("check", "explain", "plan", "recipes", "schema", "convert", "--help", "--version")
-WARM = ("run", "ask", "compare", "gate", "eval", "report", "export")
+WITHOUT_TORCH = ("check", "explain", "plan", "recipes", "schema", "convert", "--help", "--version")
+ON_A_RUN = ("run", "ask", "compare", "gate", "eval", "report", "export")
 ELSEWHERE = {
     "doctor": "tests/launch/test_doctor.py",
     "launch": "tests/distributed/test_launch.py",
@@ -52,7 +52,7 @@ BRIEF = [
     *(f"{stage}.data.test_size=2" for stage in ("sft", "dpo", "lora")),
     *("pretrain.eval_steps=null", "prepare.num_proc=1", "prepare.max_dropped_token_fraction=1"),
 ]
-"""What makes the pipeline's twin a matter of seconds."""
+"""Overrides that make llama-tiny take seconds."""
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 
 
@@ -137,14 +137,14 @@ def test_a_command_of_the_pages_has_a_verb_and_options_that_exist(command: Comma
         group.make_context("modelwright", rest)
 
 
-@pytest.mark.parametrize("page", dict.fromkeys(each.page for each in ALL if each.verb in COLD))
+@pytest.mark.parametrize("page", dict.fromkeys(each.page for each in ALL if each.verb in WITHOUT_TORCH))
 def test_the_quick_commands_of_a_page_run_one_after_the_other(
     page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, body in files().items():
         (tmp_path / name).write_text(body, encoding="utf-8")
     for command in ALL:
-        if command.page == page and command.verb in COLD and not command.is_long:
+        if command.page == page and command.verb in WITHOUT_TORCH and not command.is_long:
             with monkeypatch.context() as patch:
                 for name, value in command.environ.items():
                     patch.setenv(name, value)
@@ -157,7 +157,9 @@ def test_the_quick_commands_of_a_page_run_one_after_the_other(
 def test_every_command_of_the_pages_is_run_by_some_test() -> None:
     for command in ALL:
         test_file = ELSEWHERE.get(command.verb)
-        assert command.verb in (*COLD, *WARM, "data") or test_file, f"{command.where}: nobody runs {command.verb}"
+        assert command.verb in (*WITHOUT_TORCH, *ON_A_RUN, "data") or test_file, (
+            f"{command.where}: nobody runs {command.verb}"
+        )
         if test_file:
             assert command.verb in (ROOT / test_file).read_text(encoding="utf-8"), f"{test_file} says nothing of it"
 
@@ -184,7 +186,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [each for each in ALL if each.verb in WARM], ids=lambda each: each.where)
+@pytest.mark.parametrize("command", [each for each in ALL if each.verb in ON_A_RUN], ids=lambda each: each.where)
 def test_a_command_of_the_pages_works_on_a_finished_run(
     command: Command, workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

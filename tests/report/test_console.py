@@ -67,7 +67,7 @@ CASES: list[tuple[dict[str, Any], str | None]] = [
     ({"event": "evaluate_table", "models": {"base": {"text_loss": 3.25}, "sft": {"text_loss": 2.5}}},
      "model  text_loss\nbase   3.25\nsft    2.5"),
     ({"event": "verdict", "open": True, "message": "gate sft is open"}, "gate sft is open"),
-    ({"event": "verdict", "open": False, "message": "told by the command itself"}, None),
+    ({"event": "verdict", "open": False, "message": "printed by the command itself"}, None),
     ({"event": "verdict", "open": False, "message": "gate sft is closed", "accepted": "a trial"},
      "gate sft is closed; accepted: a trial"),
     ({"event": "stage_status", "stages": [{"stage": "sft", "state": "done"}]}, None),
@@ -78,7 +78,7 @@ CASES: list[tuple[dict[str, Any], str | None]] = [
         {"event": "misclassified", "accuracy": 0.9031, "source": "CIFAR-10, lossy JPEG npz"},
         "accuracy 90.31% on CIFAR-10, lossy JPEG npz (its mistakes: demo_outputs/mistakes.json)",
     ),
-    ({"event": "stopped", "message": "told by the command itself"}, None),
+    ({"event": "stopped", "message": "printed by the command itself"}, None),
     ({"event": "done", "seconds": 3.0}, None),
     ({"event": "something of a later release"}, None),
 ]  # fmt: skip

@@ -18,7 +18,7 @@ from tests.faults.security import ParsedPage
 
 
 def run_folder(folder: Path, steps: int = 20, texts: list[str] | None = None, name: str = "tiny") -> RunFolder:
-    """A run as its journal tells it, a second an event, with these texts as question, answers, notes and source."""
+    """A run by its journal, a second per event, with these texts as question, answers, notes and source."""
     run = RunFolder(folder / "run")
     pairs = [{"question": text, "before": text, "after": text} for text in texts or ["Why?"]]
     question = pairs[0]["question"]

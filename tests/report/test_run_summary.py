@@ -1,4 +1,4 @@
-"""The card that ends a run says what was measured, and nothing that was not."""
+"""The summary that ends a run says what was measured, and nothing that was not."""
 
 from __future__ import annotations
 

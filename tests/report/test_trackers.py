@@ -159,7 +159,7 @@ def test_a_folder_that_cannot_be_written_stops_nothing(recipe: Recipe, tmp_path:
 
 
 def stand_in(name: str, called: list[tuple[str, Any, Any]]) -> Any:
-    """A module with the functions of the package that we call; it keeps what it was told."""
+    """A module with the functions of the package that we call; it records the calls."""
 
     def recorder(function: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: called.append((function, args, kwargs)) or run

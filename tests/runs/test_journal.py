@@ -28,7 +28,7 @@ while True:
 
 
 def strict(path: Path) -> list[Any]:
-    """Every line by the letter of JSON, in which there is no NaN."""
+    """Every line is strict JSON, in which there is no NaN."""
 
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is no JSON")

@@ -195,7 +195,7 @@ def test_a_folder_that_is_not_ours_is_not_overwritten(tuned: RunFolder, tmp_path
     with pytest.raises(UsageError, match="is there already and is no export of ours"):
         check_export(str(tuned.path), "hf", output=str(tmp_path))
     exported(tuned, tmp_path, "hf")
-    exported(tuned, tmp_path, "hf")  # our own export is made anew
+    exported(tuned, tmp_path, "hf")  # our own export is replaced
 
 
 def test_gguf_has_a_name_for_few_pre_tokenizers() -> None:

@@ -91,8 +91,8 @@ def test_what_is_kept_trains_as_if_it_had_been_forced_and_is_not_tried_again(
         events_of(validated, "fp8_trial")[0] | {"cached": False, "use_fp8": True, "speedup": 1.25}
         == events_of(validated, "fp8_trial")[0]
     )
-    (revised,) = events_of(kept, "plan_revised")
-    assert revised["changes"] == {} and revised["reason"] == events_of(kept, "fp8_trial")[0]["reason"]
+    (revised,) = events_of(validated, "plan_revised")
+    assert revised["changes"] == {} and revised["reason"] == events_of(validated, "fp8_trial")[0]["reason"]
     assert [event["cached"] for event in events_of(again, "fp8_trial")] == [True]
     assert not events_of(again, "plan_revised"), "the plan had the result from the beginning"
     assert events_of(forced, "fp8_trial") == []

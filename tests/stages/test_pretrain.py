@@ -43,7 +43,7 @@ def documents(count: int = 60) -> list[str]:
 
 
 def recipe_of(folder: Path, tokenizer: Path, **settings: Any) -> Path:
-    """A recipe that makes a model from scratch and trains it on documents beside it."""
+    """A recipe that makes a model from scratch and trains it on documents next to it."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({"text": text}) for text in documents()]
     (folder / "walks.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -163,7 +163,7 @@ def test_nothing_is_shared_that_a_row_is_trained_on_or_that_is_short() -> None:
     rows = rows_with_shared_prefix(30, 31)
     assert shared_prefix_length(rows) == 20
     early = [TokenizedRow(row.input_ids, np.arange(len(row)) >= 18) for row in rows]
-    assert shared_prefix_length(early) == 17, "place 17 foretells token 18, which is trained"
+    assert shared_prefix_length(early) == 17, "position 17 predicts token 18, which is trained"
     assert shared_prefix_length([TokenizedRow(row.input_ids, np.arange(len(row)) >= 9) for row in rows]) == 0
     assert shared_prefix_length(rows[:1]) == 0
 
@@ -189,7 +189,7 @@ def train(folder: Path, model_folder: Path, **settings: Any) -> tuple[list[float
     """Losses before, in and after five steps, and the weights they leave."""
     task, model, sft = task_of(folder, model_folder, **settings)
     engine = Engine(task, sft, plan_stage(sft, task.rows, 1, probe_device()), World(), seed=3)
-    find_compute_reuse(task, model, sft).precompute(engine, folder / "trunk", "model")
+    find_compute_reuse(task, model, sft).precompute(engine, folder / "cache", "model")
     losses = [engine.evaluate()["eval_loss"]]
     losses += [report.loss for report in engine.steps()]
     return [*losses, engine.evaluate()["eval_loss"]], engine.trainable_params, engine

@@ -47,8 +47,8 @@ CPU_MEMORY = MemoryCoefficients(fixed=1e5)
 class Calibration:
     """The coefficients of one GPU or CPU, and their errors on the measured runs."""
 
-    card: str
-    """The GPU that was measured."""
+    device: str
+    """The GPU or CPU that was measured."""
     time: TimeCoefficients = DEFAULT_TIME
     """Coefficients of the time estimate."""
     memory: MemoryCoefficients = DEFAULT_MEMORY
@@ -64,11 +64,11 @@ class Calibration:
         """Expected error of a predicted rate on this GPU, and why."""
         if not self.runs:
             return DEFAULT_ERROR, "a guess: no run was measured; modelwright plan --calibrate measures this machine"
-        if self.card == OTHER_CPU:
+        if self.device == OTHER_CPU:
             return DEFAULT_ERROR, "guessed from another processor; modelwright plan --calibrate measures this one"
-        if self.card == gpu.name:
-            return max(0.05, self.max_rate_error), f"fitted to {self.runs} measured runs on {self.card}"
-        return DEFAULT_ERROR, f"by the data sheet of {gpu.name} and what {self.card} reaches of its own"
+        if self.device == gpu.name:
+            return max(0.05, self.max_rate_error), f"fitted to {self.runs} measured runs on {self.device}"
+        return DEFAULT_ERROR, f"by the data sheet of {gpu.name} and what {self.device} reaches of its own"
 
     def as_json(self) -> dict[str, Any]:
         """An entry of the calibration file."""
@@ -94,13 +94,13 @@ def calibration_for(gpu: GpuSpec) -> Calibration:
     return _calibration_from_json(best, known[best]) if best else Calibration("none")
 
 
-def _calibration_from_json(card: str, entry: dict[str, Any]) -> Calibration:
+def _calibration_from_json(device: str, entry: dict[str, Any]) -> Calibration:
     time, memory = (
         {field.name: float(values[field.name]) for field in fields(kind) if field.name in values}
         for kind, values in ((TimeCoefficients, entry.get("time", {})), (MemoryCoefficients, entry.get("memory", {})))
     )
     return Calibration(
-        card=card,
+        device=device,
         time=TimeCoefficients(**time),
         memory=MemoryCoefficients(**memory),
         runs=int(entry.get("runs", 0)),

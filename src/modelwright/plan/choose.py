@@ -169,14 +169,14 @@ class _Case:
             lighter = settings.model_copy(update={"trainable": TrainableParts(lora=True)})
             if replace(self, settings=lighter).fastest_fitting(plan):
                 options.append("trainable: lora")
-        cards, accumulation = 2 * hardware.world_size, max(1, plan.gradient_accumulation_steps // 2)
-        while cards <= 64 and is_text:
-            larger = replace(self, hardware=Hardware(-(-cards // 8), min(cards, 8), hardware.gpu))
-            sharded = plan.revise(world_size=cards, sharding="fsdp", gradient_accumulation_steps=accumulation)
+        num_gpus, accumulation = 2 * hardware.world_size, max(1, plan.gradient_accumulation_steps // 2)
+        while num_gpus <= 64 and is_text:
+            larger = replace(self, hardware=Hardware(-(-num_gpus // 8), min(num_gpus, 8), hardware.gpu))
+            sharded = plan.revise(world_size=num_gpus, sharding="fsdp", gradient_accumulation_steps=accumulation)
             if larger.fastest_fitting(sharded):
-                options.append(f"distributed_strategy: fsdp over {cards} × {hardware.gpu.name}")
+                options.append(f"distributed_strategy: fsdp over {num_gpus} × {hardware.gpu.name}")
                 break
-            cards *= 2
+            num_gpus *= 2
         larger_gpus = [gpu for gpu in GPUS.values() if gpu.memory > hardware.gpu.memory]
         for gpu in sorted(larger_gpus, key=lambda each: each.memory):
             if replace(self, hardware=replace(hardware, gpu=gpu)).fastest_fitting(for_gpu(plan, gpu)):

@@ -181,13 +181,13 @@ def detect_hardware() -> Hardware:
     try:
         output = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout
         fields = (line.rsplit(",", 1) for line in output.split("\n") if line)
-        cards = [(name.strip(), int(memory) << 20) for name, memory in fields]
+        gpus = [(name.strip(), int(memory) << 20) for name, memory in fields]
     except (OSError, ValueError, subprocess.SubprocessError):
-        cards = []
-    if cards:
-        name, memory = cards[0]
+        gpus = []
+    if gpus:
+        name, memory = gpus[0]
         spec = find_gpu(name)
-        return Hardware(1, len(cards), gpu_spec_of(DeviceInfo("cuda", name, memory, spec is None or spec.bf16 > 0)))
+        return Hardware(1, len(gpus), gpu_spec_of(DeviceInfo("cuda", name, memory, spec is None or spec.bf16 > 0)))
     return Hardware(1, 1, gpu_spec_of(_cpu_info(len(os.sched_getaffinity(0)))))
 
 

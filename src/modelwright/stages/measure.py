@@ -144,7 +144,7 @@ def calibrate(log: Log = print) -> tuple[dict[str, Any], Path]:
     if not measured:
         raise UsageError("no case could be measured, so that nothing can be fitted; --debug shows the first error")
     fitted = fit(measured, gpu, calibration_for(gpu))
-    calibration, path = {fitted.card: fitted.as_json()}, cache_dir() / USER_FILE
+    calibration, path = {fitted.device: fitted.as_json()}, cache_dir() / USER_FILE
     saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     write_json(path, {**saved, **calibration})
     return {"device": asdict(device), "runs": runs, "calibration": calibration}, path

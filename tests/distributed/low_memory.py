@@ -1,4 +1,4 @@
-"""A launch of two ranks whose devices take one row at once: `python -m cramped RECIPE`."""
+"""A launch of two ranks whose devices take one row at once: `python -m low_memory RECIPE`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def main() -> None:
     config = build_launch_config(
         load(sys.argv[1]), ("run", sys.argv[1], "--log-format", "plain"), NodeOptions(nproc_per_node="2"), 3
     )
-    code, message = supervise(replace(config, forkserver_preload=(*config.forkserver_preload, "cramped")))
+    code, message = supervise(replace(config, forkserver_preload=(*config.forkserver_preload, "low_memory")))
     print(message, file=sys.stderr)
     sys.exit(code)
 

@@ -1,4 +1,4 @@
-"""The fine-tunes' shipped twins with a tiny model: two ranks learn what one rank learns, killed on the way or not."""
+"""The fine-tunes' tiny recipes with a tiny model: two ranks learn what one rank learns, killed on the way or not."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(name: str, model: Path, folder: Path) -> list[str]:
-    """The command that runs a shipped twin with a tiny model for six steps, a batch of four, and no gate."""
+    """The command that runs a shipped tiny recipe with a tiny model for six steps, a batch of four, and no gate."""
     folder.mkdir()
     stage = "pretrain" if name.startswith("gemma") else "sft"
     settings = [
