@@ -53,7 +53,7 @@ class RankBatch:
 
 
 class Task(Protocol):
-    """Rows, batches and the loss of a training stage: all the engine knows about it; the last four have defaults."""
+    """Rows, batches and the loss of a training stage: all the engine knows about it; the last five have defaults."""
 
     module: nn.Module
     """Its forward takes a micro-batch's inputs and returns sums over it: the loss, then other metrics."""
@@ -84,6 +84,10 @@ class Task(Protocol):
 
     def set_total_steps(self, steps: int) -> None:
         """Called with the number of steps before the first batch, for what depends on the progress."""
+        return
+
+    def set_global_batch(self, rows: Sequence[int]) -> None:
+        """Called with all rows of a step before its micro-batches, for a loss with means over different counts."""
         return
 
     def time_trial_batch(self, rows: Sequence[int]) -> MicroBatch:

@@ -220,6 +220,7 @@ class Engine:
     def _prepare(self, step: int) -> RankBatch:
         rows = self.sampler.batch_indices(step)
         rows_hash = xxhash.xxh3_64_hexdigest(np.sort(rows).astype(np.int64).tobytes())
+        self.task.set_global_batch(rows)
         micro_batches = [self.task.batch(row_numbers, step) for row_numbers in self._micro_batch_rows(rows)]
         return RankBatch(step, rows_hash, [batch.to_device(self.world.device) for batch in micro_batches])
 
