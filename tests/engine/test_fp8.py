@@ -89,7 +89,7 @@ def test_padding_changes_no_likelihood_of_an_answer(model_folder: Path, shared: 
     model, outputs = load_model(model_folder), []
     for name in ("fp8", "bf16"):
         task = pairs_task(model_folder, model, DpoConfig(precision=name, max_length=128, share_prompt=shared))
-        batch = task.batch_without_reference("train", [0, 2, 5])
+        batch = task.collate("train", [0, 2, 5])
         assert name == "bf16" or batch.inputs["tokens"].shape[1] % 16 == 0
         outputs.append(task.module(**batch.inputs))
     torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-6, atol=1e-5)
@@ -98,12 +98,12 @@ def test_padding_changes_no_likelihood_of_an_answer(model_folder: Path, shared: 
 @torch.no_grad()
 def test_the_log_probs_of_a_pair_in_fp8_do_not_depend_on_the_other_rows(torchao: None, model_folder: Path) -> None:
     task = pairs_task(model_folder, load_model(model_folder), DpoConfig(precision="fp8", max_length=128))
-    exact = task.module(**task.batch_without_reference("train", [3]).inputs)
+    exact = task.module(**task.collate("train", [3]).inputs)
     linears = precision.convert_to_fp8(task.module)
     assert len(linears) == 14
     precision.set_fp8_scaling(linears, "rowwise")
-    alone = task.module(**task.batch_without_reference("train", [3]).inputs)
-    among = task.module(**task.batch_without_reference("train", [3, 1, 7, 11]).inputs)[: len(alone)]
+    alone = task.module(**task.collate("train", [3]).inputs)
+    among = task.module(**task.collate("train", [3, 1, 7, 11]).inputs)[: len(alone)]
     rounding = (alone - exact).abs().max()
     assert rounding > 1e-4
     assert (among - alone).abs().max() < 0.02 * rounding  # with a scale for each matrix, as large as it

@@ -71,17 +71,6 @@ class PreferenceConfig(FrozenModel):
         return self
 
 
-class PairConfig(FrozenModel):
-    """Tokenization of preference pairs."""
-
-    max_length: Annotated[int, Field(ge=8)] = 1024
-    """Maximum length of prompt and answer in tokens; answers are truncated at the end, then prompts at the start."""
-    max_truncated_rows: CountOrFraction = CountOrFraction("10%")
-    """Pairs that may be truncated, as a count or a fraction; more is an error before the first step."""
-    share_prompt: bool = True
-    """Compute a prompt once for both of its answers, where the attention of the model allows it."""
-
-
 class AugmentationConfig(FrozenModel):
     """Image augmentation, label smoothing and test-time augmentation."""
 
@@ -313,13 +302,23 @@ class SftConfig(TrainableConfig, ReuseConfig, ChatConfig, TrainingConfig):
     """Supervised fine-tuning on prompts and answers."""
 
 
-class DpoConfig(TrainableConfig, PairConfig, PreferenceConfig, TrainingConfig):
-    """Direct preference optimization (DPO) on chosen and rejected answers."""
+class PairConfig(TrainableConfig, TrainingConfig):
+    """Settings of every stage that trains on preference pairs."""
 
+    max_length: Annotated[int, Field(ge=8)] = 1024
+    """Maximum length of prompt and answer in tokens; answers are truncated at the end, then prompts at the start."""
+    max_truncated_rows: CountOrFraction = CountOrFraction("10%")
+    """Pairs that may be truncated, as a count or a fraction; more is an error before the first step."""
+    share_prompt: bool = True
+    """Compute a prompt once for both of its answers, where the attention of the model allows it."""
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate, reached after warm-up; much lower than for fine-tuning."""
     metric_for_best_model: Literal["eval_loss", "eval_reward_accuracy"] = "eval_loss"  # type: ignore[assignment]
     """Metric that selects the best weights: the lowest held-out loss, or the highest reward accuracy."""
+
+
+class DpoConfig(PreferenceConfig, PairConfig):
+    """Direct preference optimization (DPO) on chosen and rejected answers."""
 
 
 class LoraStageConfig(SftConfig):

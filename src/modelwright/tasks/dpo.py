@@ -28,7 +28,7 @@ from modelwright.models.prefix_sharing import (
     shared_prefix_mask,
     supports_layout,
 )
-from modelwright.recipe.stage_specs import DpoConfig, PreferenceConfig
+from modelwright.recipe.stage_specs import PairConfig
 from modelwright.runs.folder import fsync_path, hash_file, read_json, write_json
 from modelwright.tasks.batching import as_tensors, row_multiple
 from modelwright.tasks.losses import lm_head_logps, preference_loss
@@ -39,41 +39,51 @@ KL_CLAMP = 20.0
 """Upper bound of a log-ratio in the KL estimate, so that one token cannot make it infinite."""
 
 
-class DpoLoss(nn.Module):
-    """A language model whose forward returns metrics of pairs, the loss first, summed over the pairs."""
+class PairLoss(nn.Module):
+    """A language model on pairs: the log-prob of each target token; a subclass makes a loss of them."""
 
-    def __init__(self, model: Any, settings: PreferenceConfig) -> None:
+    def __init__(self, model: Any, settings: Any) -> None:
         super().__init__()
         self.model, self.settings = model, settings
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor, positions_and_targets: Tensor, answer_lengths: Tensor, **extra: Tensor
+    def token_logps(
+        self, tokens: Tensor, positions: Tensor, positions_and_targets: Tensor, **layout_inputs: Tensor
     ) -> Tensor:
-        """tokens, positions: [rows, length] int64. Returns [metrics], or without ref_logps the log-probs, [count].
+        """tokens, positions: [rows, length] int64. Returns [count] float32.
 
-        positions_and_targets: [2, count] int64, flat indices of the logits that predict answer tokens, and the tokens;
-        answer_lengths: [2 × pairs] int64, of each pair's chosen and rejected answer; extra: segment_ids if a row
-        holds both answers, a varlen layout (see `layout_from_inputs`), ref_logps: [count] float32.
+        positions_and_targets: [2, count] int64, flat indices of the logits that predict the targets, and the targets;
+        layout_inputs: segment_ids if a row holds both answers, a varlen layout (see `layout_from_inputs`).
         """
-        segment_ids, ref_logps = extra.get("segment_ids"), extra.get("ref_logps")
-        layout = layout_from_inputs(extra) if self._computes_in_half() else None
+        segment_ids = layout_inputs.get("segment_ids")
+        layout = layout_from_inputs(layout_inputs) if self._computes_in_half() else None
         mask = None
         if segment_ids is not None and layout is None:
             mask = shared_prefix_mask(self.model, positions, segment_ids)
         hidden = hidden_states(self.model, tokens, positions, mask, layout)
         logit_positions, target_ids = positions_and_targets
-        logps = lm_head_logps(self.model, hidden.flatten(0, 1).index_select(0, logit_positions), target_ids)
-        return logps if ref_logps is None else self._metrics(logps, ref_logps, answer_lengths)
+        return lm_head_logps(self.model, hidden.flatten(0, 1).index_select(0, logit_positions), target_ids)
 
     def _computes_in_half(self) -> bool:
         """Whether attention runs in bf16 or fp16, which varlen attention needs."""
         return torch.is_autocast_enabled("cuda") or next(self.model.parameters()).dtype in HALF_DTYPES
 
+
+class DpoLoss(PairLoss):
+    """Returns metrics of pairs, the loss first, summed over the pairs."""
+
+    def forward(self, answer_lengths: Tensor, ref_logps: Tensor | None = None, **inputs: Tensor) -> Tensor:
+        """Returns [metrics], or without ref_logps, [count] float32, the log-probs of all answer tokens, [count].
+
+        answer_lengths: [2 × pairs] int64, of each pair's chosen and rejected answer; inputs: see `token_logps`.
+        """
+        logps = self.token_logps(**inputs)
+        return logps if ref_logps is None else self._metrics(logps, ref_logps, answer_lengths)
+
     def _metrics(self, logps: Tensor, ref_logps: Tensor, answer_lengths: Tensor) -> Tensor:
         if not len(answer_lengths):  # zeros with gradients for every parameter, as DDP needs
             return logps.sum() * logps.new_zeros(len(DpoTask.metric_names))
         counts = answer_lengths.view(-1, 2)
-        policy_sums, ref_sums = (_segment_sum(values, answer_lengths).view(-1, 2) for values in (logps, ref_logps))
+        policy_sums, ref_sums = (segment_sum(values, answer_lengths).view(-1, 2) for values in (logps, ref_logps))
         logratios = policy_sums - ref_sums
         loss = preference_loss(logratios, counts, self.settings)
         with torch.no_grad():
@@ -87,21 +97,15 @@ class DpoLoss(nn.Module):
         return torch.stack([loss.sum(), *(value.to(loss.dtype) for value in metrics)])
 
 
-class DpoTask(Task):
-    """Preference pairs as rows; reference log-probs are computed before training."""
+class PairTask(Task):
+    """Preference pairs as rows."""
 
-    metric_names: tuple[str, ...] = (
-        *("loss", "reward_accuracy", "reward_margin", "chosen_logp", "rejected_logp"),
-        *("kl per answer_tokens", "sft_loss per chosen_tokens", "chosen_tokens", "answer_tokens"),
-    )
-    """kl is estimated over the answer tokens by r - 1 - log r, with r = policy / reference probability."""
-    fp8_check_metric = "sft_loss per chosen_tokens"
-    """The metric that compares fp8 with bf16; the DPO loss is a difference of two such."""
+    loss_class: type[PairLoss]
 
     def __init__(
-        self, model: Any, tokenizer: Any, data: PreferenceDataset, settings: DpoConfig, stops: Collection[int]
+        self, model: Any, tokenizer: Any, data: PreferenceDataset, settings: PairConfig, stops: Collection[int]
     ) -> None:
-        self.module: nn.Module = DpoLoss(model, settings)
+        self.module: nn.Module = self.loss_class(model, settings)
         self.sharing_blocker = prefix_sharing_blocker(model) if settings.share_prompt else "share_prompt is false"
         self.train_set = tokenize_pairs(data.train, tokenizer, settings, stops)
         self.held_out_set = TokenizedPairs()
@@ -109,7 +113,6 @@ class DpoTask(Task):
             self.held_out_set = tokenize_pairs(data.held_out, tokenizer, settings, stops)
         layouts = (unshared_layout, shared_prefix_layout) if self.sharing_blocker is None else ()
         self.layout = next((layout for layout in layouts if supports_layout(model, layout)), None)
-        self.ref_logps: dict[str, list[NDArray]] = {}
         self._row_multiple = row_multiple(settings)
 
     @property
@@ -129,27 +132,44 @@ class DpoTask(Task):
         """Tokens in a pair, its prompt counted once."""
         return len(self.train_set.rows[row])
 
+    def collate(self, split: str, rows: Sequence[int]) -> MicroBatch:
+        """A micro-batch of these pairs of a split, with their answer tokens as targets."""
+        pairs = [self.splits[split][row] for row in rows]
+        micro_batch = collate_pairs(pairs, shared=self.sharing_blocker is None, multiple=self._row_multiple)
+        return micro_batch if self.layout is None else with_layout(self.layout, micro_batch)
+
+
+class DpoTask(PairTask):
+    """Pairs whose reference log-probs are computed before training."""
+
+    loss_class = DpoLoss
+    metric_names: tuple[str, ...] = (
+        *("loss", "reward_accuracy", "reward_margin", "chosen_logp", "rejected_logp"),
+        *("kl per answer_tokens", "sft_loss per chosen_tokens", "chosen_tokens", "answer_tokens"),
+    )
+    """kl is estimated over the answer tokens by r - 1 - log r, with r = policy / reference probability."""
+    fp8_check_metric = "sft_loss per chosen_tokens"
+    """The metric that compares fp8 with bf16; the DPO loss is a difference of two such."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.ref_logps: dict[str, list[NDArray]] = {}
+
     def batch(self, rows: Sequence[int], step: int = 0) -> MicroBatch:
         return self._batch_with_reference("train", rows)
 
     def time_trial_batch(self, rows: Sequence[int]) -> MicroBatch:
         """The reference log-probs do not exist yet: they are zeros."""
-        micro_batch = self.batch_without_reference("train", rows)
+        micro_batch = self.collate("train", rows)
         zeros = torch.zeros(micro_batch.inputs["positions_and_targets"].shape[1])
         return replace(micro_batch, inputs={**micro_batch.inputs, "ref_logps": zeros})
 
     def held_out_batch(self, rows: Sequence[int]) -> MicroBatch:
         return self._batch_with_reference("held_out", rows)
 
-    def batch_without_reference(self, split: str, rows: Sequence[int]) -> MicroBatch:
-        """A micro-batch without ref_logps: the module returns the log-prob of each answer token."""
-        pairs = [self.splits[split][row] for row in rows]
-        micro_batch = collate_pairs(pairs, shared=self.sharing_blocker is None, multiple=self._row_multiple)
-        return micro_batch if self.layout is None else with_layout(self.layout, micro_batch)
-
     def _batch_with_reference(self, split: str, rows: Sequence[int]) -> MicroBatch:
         assert not rows or self.ref_logps, "the reference log-probs are computed before training"
-        micro_batch = self.batch_without_reference(split, rows)
+        micro_batch = self.collate(split, rows)
         row_logps = [np.zeros(0, dtype=np.float32), *(self.ref_logps[split][row] for row in rows)]
         ref_logps = torch.from_numpy(np.concatenate(row_logps))
         return replace(micro_batch, inputs={**micro_batch.inputs, "ref_logps": ref_logps})
@@ -213,7 +233,7 @@ def _row(prompt: NDArray, answers: Sequence[Any]) -> tuple[NDArray, NDArray, NDA
     return tuple(np.concatenate(each) for each in (parts, positions, segment_ids, logit_positions))  # type: ignore[return-value]
 
 
-def _segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
+def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
     """Sums of consecutive segments: [count] into [len(lengths)], deterministic on every device."""
     return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
 
@@ -256,7 +276,7 @@ def _split_logps(task: DpoTask, engine: Engine, split: str) -> NDArray:
     micro_batches = rank_micro_batches(order, world.rank, world.size, engine.plan.eval_micro_batch_size)
     flat_logps = np.zeros(sum(_token_counts(task, split)), dtype=np.float32)
     pair_logps = _split_by_pair(flat_logps, task, split)  # views into flat_logps
-    outputs = engine.predict(task.batch_without_reference(split, rows) for rows in micro_batches)
+    outputs = engine.predict(task.collate(split, rows) for rows in micro_batches)
     for rows, batch_logps in zip(micro_batches, outputs, strict=True):
         parts = np.split(batch_logps.numpy(), np.cumsum([len(pair_logps[row]) for row in rows])[:-1]) if rows else []
         for row, part in zip(rows, parts, strict=True):
