@@ -17,6 +17,7 @@ from modelwright.engine.throughput import StragglerDetector, ThroughputMeter
 from modelwright.engine.trainer import explain_mismatch
 from modelwright.errors import Diverged, Interrupted
 from modelwright.plan.stage import StagePlan, plan_stage
+from modelwright.recipe.stage_specs import STAGES
 from modelwright.runs.folder import RunFolder, write_json, write_json_with_checksum
 from modelwright.stages.context import (
     GracefulShutdown,
@@ -374,7 +375,7 @@ class EvalHistory:
         metric, reached = self._metric, [item for item in self.records if item["step"] > 0]
         if not reached or metric is None:
             return None
-        sign = -1.0 if metric.endswith("accuracy") else 1.0
+        sign = -1.0 if STAGES[self._stage].best_metrics[metric] == "max" else 1.0
         return int(min(reached, key=lambda item: sign * item[metric])["step"])
 
     def drop_step(self, step: int) -> None:
