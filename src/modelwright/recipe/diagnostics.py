@@ -347,6 +347,7 @@ _FOREIGN_KEYS: Mapping[ConversionLoss, Mapping[str, str]] = {
             "push_dataset_to_hub hf_use_auth_token save_first_step"
         ),
         "remote code of the hub is never run": "trust_remote_code",
+        "answers are compared after training: compare": "generate_during_eval",
         "there is no early stopping; load_best_model_at_end keeps the best weights": (
             "early_stopping_patience eval_delay"
         ),
@@ -397,7 +398,7 @@ _FOREIGN_KEYS: Mapping[ConversionLoss, Mapping[str, str]] = {
             "loss_watchdog_threshold loss_watchdog_patience"
         ),
         "modelwright data audit finds duplicate rows": "dataset_exact_deduplication",
-        "max_length limits prompt and answer together": "max_prompt_len max_prompt_length",
+        "max_length limits prompt and answer together": "max_prompt_len max_prompt_length max_completion_length",
         "evaluation uses the precision of the stage": "bf16_full_eval fp16_full_eval",
         "the run is named after the recipe (name)": "run_name wandb_name wandb_run_id",
         "set it in the environment: WANDB_PROJECT, WANDB_ENTITY, MLFLOW_TRACKING_URI": (
@@ -463,7 +464,7 @@ _FOREIGN_KEYS: Mapping[ConversionLoss, Mapping[str, str]] = {
         "it is read from the model": (
             "model_type tokenizer_type is_llama_derived_model is_mistral_derived_model processor_type "
             "is_falcon_derived_model is_qwen_derived_model base_model_config base_model_ignore_patterns "
-            "lora_task_type cls_model_config peft_autocast_adapter_dtype"
+            "lora_task_type cls_model_config peft_autocast_adapter_dtype is_encoder_decoder padding_value"
         ),
         "recipes are always validated strictly": "strict",
     },

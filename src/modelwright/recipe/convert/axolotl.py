@@ -196,6 +196,9 @@ def _convert_format(conversion: Conversion, entry: dict[str, ConfigNode], label:
         return
     format_name = "" if kind is None else str(kind.value)
     messages = entry.pop("field_messages", None)
+    if format_name.startswith("chat_template") and not is_chat and "field_chosen" not in entry:
+        conversion.converted.append(f"{label}.type")  # its columns chosen and rejected hold messages
+        return
     if format_name.startswith(("chat_template", "sharegpt")) and is_chat:
         column = "conversations" if format_name.startswith("sharegpt") else "messages"
         column = column if messages is None else str(messages.value)
