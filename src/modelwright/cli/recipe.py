@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,9 +17,6 @@ from modelwright.report.formatting import strip_control_chars
 if TYPE_CHECKING:
     from modelwright.recipe.explain import Explanation, SettingValue
     from modelwright.recipe.load import LoadedRecipe
-    from modelwright.recipe.schema import Recipe
-    from modelwright.recipe.sections import DataConfig
-    from modelwright.recipe.stage_specs import TrainingConfig
 
 MAX_VALUE_WIDTH = 44
 """Characters of a value in a table; --json has all of it."""
@@ -108,6 +104,7 @@ def schema() -> None:
 def data_problems(loaded: LoadedRecipe) -> list[Problem]:
     """All problems of a recipe's data; a data set on the hub is not downloaded."""
     from modelwright.data import sources
+    from modelwright.data.row_formats import ROW_FORMATS
     from modelwright.errors import DataError
     from modelwright.recipe.load import add_recipe_location
 
@@ -116,11 +113,11 @@ def data_problems(loaded: LoadedRecipe) -> list[Problem]:
         data = loaded.recipe.data_for(stage)
         key = f"{stage}.data" if section.data else "data"
         key = f"{key}.dataset_name" if data.dataset_name else f"{key}.train_file"
-        read = _row_reader(loaded.recipe, section)
-        if read is None or sources.is_hub_name(data.source, loaded.path.parent):
+        row_format = ROW_FORMATS[section.spec.row_format]
+        if not row_format.is_checked(loaded.recipe) or sources.is_hub_name(data.source, loaded.path.parent):
             continue
         try:
-            read(data, loaded.recipe.seed, loaded.path.parent)
+            row_format.load(data, loaded.recipe.seed, loaded.path.parent)
         except DataError as error:
             located = add_recipe_location(error.problems, loaded, stage)
             problems |= {(each.where, each.message): each for each in located}
@@ -132,20 +129,14 @@ def data_problems(loaded: LoadedRecipe) -> list[Problem]:
     return list(problems.values())
 
 
-def _row_reader(recipe: Recipe, section: TrainingConfig) -> Callable[[DataConfig, int, Path], Any] | None:
-    """What reads the rows of a stage; None for images, and for text that prepare reads."""
-    from modelwright.data.row_formats import ROW_FORMATS
-
-    row_format = ROW_FORMATS[section.spec.row_format]
-    return None if row_format.is_packed and recipe.prepare else row_format.load
-
-
 def _missing_paths(loaded: LoadedRecipe) -> list[Problem]:
     """Paths of models and data in a recipe that do not exist; names on the hub are not looked up."""
+    from modelwright.data.row_formats import ROW_FORMATS
+
     recipe = loaded.recipe
     paths = {"model.model_name_or_path": recipe.model.model_name_or_path}
     for stage, section in recipe.stages.items():
-        if _row_reader(recipe, section) is None:
+        if not ROW_FORMATS[section.spec.row_format].is_checked(recipe):
             data, key = recipe.data_for(stage), f"{stage}.data" if section.data else "data"
             paths |= {f"{key}.dataset_name": data.dataset_name, f"{key}.train_file": data.train_file}
     return [

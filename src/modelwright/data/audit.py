@@ -238,12 +238,12 @@ def export_datasets(name: str, folder: Path) -> dict[str, int]:
     recipe = loaded.recipe
     for stage, section in recipe.stages.items():
         row_format = ROW_FORMATS[section.spec.row_format]
-        if row_format.load and row_format.columns:
+        if row_format.columns:
             data = row_format.load(recipe.data_for(stage), recipe.seed, loaded.path.parent)
             return save_dataset(data, folder, row_format.columns)
     *names, last = (stage for stage, spec in STAGES.items() if ROW_FORMATS[spec.row_format].columns)
-    missing = f"{name} has no {', '.join(names)} or {last}"
-    raise UsageError(f"{missing}; modelwright data prepare makes shards of raw text")
+    wanted = f"{', '.join(names)} or {last}"
+    raise UsageError(f"{name} has no {wanted}; modelwright data prepare makes shards of raw text")
 
 
 FULL_QUESTION_COLUMN = "full-question"

@@ -62,7 +62,7 @@ def estimate_row_stats(recipe: Recipe, stage: str, recipe_dir: Path, tokenizer: 
     """
     settings: Any = recipe.stages[stage]
     data, row_format = recipe.data_for(stage), ROW_FORMATS[settings.spec.row_format]
-    if row_format.load is None:
+    if settings.spec.modality == "image":
         return _image_stats(data)
     max_length = settings.max_length
     if row_format.is_packed:
@@ -228,12 +228,12 @@ def _to_spans(where: str, input_ids: Any, loss_mask: Any, decode: Any) -> Render
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How rows of one format are read, measured and shown; the defaults are those of images, which only a run reads."""
+    """How rows of one format are read, measured and shown."""
 
-    load: Callable[[DataConfig, int, Path], Any] | None = None
+    load: Callable[[DataConfig, int, Path], Any]
     """Read and check the rows of data, seed and recipe folder."""
     audit_row: Callable[[Row, DataConfig], AuditedRow] | None = None
-    """Check one row for an audit."""
+    """Check one row; None for images, which only a run reads."""
     is_packed: bool = False
     """Whether rows are documents, which are packed and never truncated."""
     columns: tuple[str, ...] = ()
@@ -246,6 +246,10 @@ class RowFormat:
     """Whether a data source with these columns has this format."""
     embedded: DataConfig | None = None
     """Rows for measuring a stage where its own data is not on this machine."""
+
+    def is_checked(self, recipe: Recipe) -> bool:
+        """Whether rows are read before a run; what prepare reads is not."""
+        return self.audit_row is not None and not (self.is_packed and recipe.prepare)
 
 
 ROW_FORMATS: dict[RowFormatName, RowFormat] = {
@@ -266,6 +270,6 @@ ROW_FORMATS: dict[RowFormatName, RowFormat] = {
         embedded=DataConfig(dataset_name="field-guide", columns={"question": "prompt", "answer": "completion"},
                             test_size=CountOrFraction(4)),
     ),
-    "images": RowFormat(),
+    "images": RowFormat(load=lambda data, seed, recipe_dir: images.read_images(data.source, recipe_dir)),
 }  # fmt: skip
 """The row formats by name; the first that detects the columns of a data source is taken."""

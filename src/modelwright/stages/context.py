@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from modelwright.errors import Interrupted, Refused, UsageError
 from modelwright.recipe.load import LoadedRecipe
@@ -136,17 +136,16 @@ class StageParts:
     """Computes before the first step what no step changes, with a cache folder; returns a note."""
 
 
-class StageBuilder(Protocol):
-    """Builds the training stages of one method."""
+@dataclass(frozen=True)
+class StageBuilder:
+    """How a training stage is built."""
 
-    def load_inputs(self, context: RunContext, stage: str, parent: ParentModel | None) -> StageInputs:
-        """Resolve the model (the parent's, if there is one) and read the data."""
-
-    def build(self, context: RunContext, inputs: StageInputs, stage: str) -> StageParts:
-        """Load the model and build the task."""
-
-    def compare(self, context: RunContext, inputs: StageInputs, stage: str) -> Metrics:
-        """Write samples into demo_outputs and return their metrics."""
+    load_inputs: Callable[[RunContext, str, ParentModel | None], StageInputs]
+    """Resolve the model (the parent's, if there is one) and read the data."""
+    build: Callable[[RunContext, StageInputs, str], StageParts]
+    """Load the model and build the task."""
+    compare: Callable[[RunContext, StageInputs, str], Metrics] = lambda context, inputs, stage: {}
+    """Write samples into demo_outputs and return their metrics; raw text has none."""
 
 
 CHANGEABLE_ON_RESUME = frozenset({

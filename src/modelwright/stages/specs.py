@@ -1,12 +1,12 @@
-"""Builders of the training stages (pretrain, sft, dpo, lora, classify): load model and data, build task and samples."""
+"""Builders of the training stages, in `BUILDERS`: load model and data, build the task, render samples."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -26,51 +26,41 @@ from modelwright.models.vision import load_vision, resnet18, save_vision
 from modelwright.recipe.load import LoadedRecipe, load
 from modelwright.recipe.schema import ModelConfig
 from modelwright.recipe.sections import round_up
-from modelwright.recipe.stage_specs import ClassifyConfig, DpoConfig, PretrainConfig, SftConfig
+from modelwright.recipe.stage_specs import ClassifyConfig, PairConfig, PretrainConfig, SftConfig
 from modelwright.runs.folder import RunFolder, read_json, write_json
 from modelwright.stages.compare import compare_answers
 from modelwright.stages.context import Metrics, ParentModel, RunContext, StageBuilder, StageInputs, StageParts
 from modelwright.stages.prepare import resolve_tokenizer_dir
 from modelwright.tasks.classify import ClassifyLoss, ClassifyTask, PixelStats, confusion_matrix, worst_mistakes
-from modelwright.tasks.dpo import DpoTask, precompute_ref_log_probs
+from modelwright.tasks.dpo import DpoTask, PairTask, precompute_ref_log_probs
 from modelwright.tasks.pretrain import PretrainTask
 from modelwright.tasks.sft import SftTask, find_compute_reuse
 
-TextStage = PretrainConfig | SftConfig | DpoConfig
-RowsTask = TypeVar("RowsTask", SftTask, DpoTask)
+TextStage = PretrainConfig | SftConfig | PairConfig
+RowsTask = TypeVar("RowsTask", bound=SftTask | PairTask)
+PairsTask = TypeVar("PairsTask", bound=PairTask)
 
 
-class _ChatBuilder:
-    """Stages that fine-tune a chat model, so that answers before and after can be compared."""
-
-    def load_inputs(self, context: RunContext, stage: str, parent: ParentModel | None) -> StageInputs:
-        """The start model and the rows."""
-        load_rows = ROW_FORMATS[context.recipe.stages[stage].spec.row_format].load
-        assert load_rows is not None
-        data = load_rows(context.recipe.data_for(stage), context.recipe.seed, context.recipe_dir)
-        report_quarantine(context, stage, data.quarantine)
-        return StageInputs(**resolve_start_model(context, parent), data=data, data_fingerprint=data.fingerprint)
-
-    def compare(self, context: RunContext, inputs: StageInputs, stage: str) -> Metrics:
-        """Answers to the same prompts before and after."""
-        return compare_answers(context, inputs, stage)
+def load_rows(context: RunContext, stage: str, parent: ParentModel | None) -> StageInputs:
+    """The start model and the rows."""
+    row_format = ROW_FORMATS[context.recipe.stages[stage].spec.row_format]
+    data = row_format.load(context.recipe.data_for(stage), context.recipe.seed, context.recipe_dir)
+    report_quarantine(context, stage, data.quarantine)
+    return StageInputs(**resolve_start_model(context, parent), data=data, data_fingerprint=data.fingerprint)
 
 
-class SftBuilder(_ChatBuilder):
-    """Supervised fine-tuning on conversations (sft, lora)."""
-
-    def build(self, context: RunContext, inputs: StageInputs, stage: str) -> StageParts:
-        """Load the model, set its trainable parameters, tokenize the conversations."""
-        settings = cast(SftConfig, context.recipe.stages[stage])
-        task, parts = build_row_task(context, inputs, stage, SftTask)
-        reuse = find_compute_reuse(task, parts.model, settings)
-        return replace(
-            parts,
-            data_manifest={**parts.data_manifest, "packed_rows": task.rows if settings.packing else None},
-            flops_per_token=reuse.flops_per_token(parts.parameter_counts),
-            optimization_notes=reuse.describe,
-            precompute=lambda engine, folder: reuse.precompute(engine, folder, inputs.model_fingerprint),
-        )
+def build_sft(context: RunContext, inputs: StageInputs, stage: str) -> StageParts:
+    """Load the model, set its trainable parameters, tokenize the conversations."""
+    settings = cast(SftConfig, context.recipe.stages[stage])
+    task, parts = build_row_task(context, inputs, stage, SftTask)
+    reuse = find_compute_reuse(task, parts.model, settings)
+    return replace(
+        parts,
+        data_manifest={**parts.data_manifest, "packed_rows": task.rows if settings.packing else None},
+        flops_per_token=reuse.flops_per_token(parts.parameter_counts),
+        optimization_notes=reuse.describe,
+        precompute=lambda engine, folder: reuse.precompute(engine, folder, inputs.model_fingerprint),
+    )
 
 
 def report_quarantine(context: RunContext, stage: str, quarantine: Quarantine) -> None:
@@ -129,6 +119,8 @@ def build_row_task(
     model, tokenizer = load_trainable_model(context, inputs, settings)
     task = task_class(model, tokenizer, inputs.data, settings, pretrained.eos_token_ids(model))
     stats = {"train": task.train_set.stats(), "held_out": task.held_out_set.stats()}
+    for split in stats.values() if settings.spec.loss_on_prompt else ():
+        split["trained_tokens"] = split["tokens"]
     data_manifest = {**inputs.data.manifest(context.recipe.data_for(stage)), **stats}
     counts = ("truncated_rows", "truncated_tokens", "dropped_rows")
     truncated, tokens, dropped = (sum(split.get(name, 0) for split in stats.values()) for name in counts)
@@ -161,73 +153,68 @@ def _pin_revision(context: RunContext) -> ModelConfig:
     return model_config
 
 
-class DpoBuilder(_ChatBuilder):
-    """Direct preference optimization on pairs of answers."""
+def build_dpo(context: RunContext, inputs: StageInputs, stage: str) -> StageParts:
+    """As for pairs; the reference log-probs come before step 1."""
+    task, parts = build_pairs(context, inputs, stage, DpoTask)
 
-    def build(self, context: RunContext, inputs: StageInputs, stage: str) -> StageParts:
-        """Load the model, set its trainable parameters, tokenize the pairs; reference log-probs come before step 1."""
-        task, parts = build_row_task(context, inputs, stage, DpoTask)
-        if identical := inputs.data.counts["identical_pairs"]:
-            context.note(stage, f"{identical} rows are left out: their two answers are the same")
-        if task.sharing_blocker:
-            context.note(stage, f"prompt not shared between chosen and rejected: {task.sharing_blocker}")
+    def precompute(engine: Engine, cache_dir: Path) -> str | None:
+        return precompute_ref_log_probs(task, engine, context.folder.ref_log_probs(stage), inputs.model_fingerprint)
 
-        def precompute(engine: Engine, cache_dir: Path) -> str | None:
-            return precompute_ref_log_probs(task, engine, context.folder.ref_log_probs(stage), inputs.model_fingerprint)
+    return replace(parts, precompute=precompute)
 
-        data_manifest = {**parts.data_manifest, "shared_prompt": task.sharing_blocker is None}
-        return replace(parts, data_manifest=data_manifest, precompute=precompute)
+
+def build_pairs(
+    context: RunContext, inputs: StageInputs, stage: str, task_class: Callable[..., PairsTask]
+) -> tuple[PairsTask, StageParts]:
+    """The same for pairs, with a note of what is left out and of prompts that are computed twice."""
+    task, parts = build_row_task(context, inputs, stage, task_class)
+    if identical := inputs.data.counts["identical_pairs"]:
+        context.note(stage, f"{identical} rows are left out: their two answers are the same")
+    if task.sharing_blocker:
+        context.note(stage, f"prompt not shared between chosen and rejected: {task.sharing_blocker}")
+    return task, replace(parts, data_manifest={**parts.data_manifest, "shared_prompt": task.sharing_blocker is None})
 
 
 VERIFY_MAX_BYTES = 32 * 10**9
 """Shards up to this size are verified at every start; reading more would take minutes."""
 
 
-@dataclass(frozen=True)
-class PackedSplits:
+class PackedSplits(NamedTuple):
     """The two splits of a folder of packed shards."""
 
     train: PackedDataset
-    """Training rows."""
     held_out: PackedDataset
-    """Evaluation rows."""
 
 
-class PretrainBuilder:
-    """Pretraining on raw text."""
+def load_shards(context: RunContext, stage: str, parent: ParentModel | None) -> StageInputs:
+    """The start model and the shards, which rank 0 packs where there are none yet."""
+    start = resolve_start_model(context, parent)
+    shards_dir = context.world.on_rank0_broadcast(
+        lambda: str(_verify_checksums(context, stage, _find_or_pack_shards(context, stage, start["model"].path)))
+    )
+    packed = PackedSplits(PackedDataset.open(Path(shards_dir)), PackedDataset.open(Path(shards_dir), "held_out"))
+    return StageInputs(**start, data=packed, data_fingerprint=packed.train.fingerprint)
 
-    def load_inputs(self, context: RunContext, stage: str, parent: ParentModel | None) -> StageInputs:
-        """The start model and the shards, which rank 0 packs where there are none yet."""
-        start = resolve_start_model(context, parent)
-        shards_dir = context.world.on_rank0_broadcast(
-            lambda: str(_verify_checksums(context, stage, _find_or_pack_shards(context, stage, start["model"].path)))
-        )
-        packed = PackedSplits(PackedDataset.open(Path(shards_dir)), PackedDataset.open(Path(shards_dir), "held_out"))
-        return StageInputs(**start, data=packed, data_fingerprint=packed.train.fingerprint)
 
-    def build(self, context: RunContext, inputs: StageInputs, stage: str) -> StageParts:
-        """Load the model, set its trainable parameters, open the shards."""
-        settings = cast(PretrainConfig, context.recipe.stages[stage])
-        model, tokenizer = load_trainable_model(context, inputs, settings)
-        train, held_out = inputs.data.train, inputs.data.held_out
-        if train.vocab_size > round_up(vocab_size := model.config.get_text_config().vocab_size):
-            message = f"its token ids go up to {train.vocab_size}, the model's to {vocab_size}"
-            raise DataError([Problem(str(train.folder), f"{message}; prepare with its tokenizer")])
-        task = PretrainTask(model, train, held_out, settings)
-        dropped_tokens = int(train.manifest["splits"]["train"]["dropped_tokens"])
-        data_manifest: dict[str, Any] = {
-            "source": train.manifest.get("source") or str(train.folder),
-            "packed": {"rows": task.rows, "tokens": train.tokens, "documents": train.documents,
-                       "sequence_length": settings.max_length, "dropped_tokens": dropped_tokens},
-            "held_out": {"rows": task.held_out_rows, "tokens": held_out.tokens, "documents": held_out.documents},
-            "bytes_per_token": round(train.text_bytes / max(1, train.tokens), 3),
-            "fingerprint": train.fingerprint,
-        }  # fmt: skip
-        return stage_parts(task, model, tokenizer, data_manifest)
-
-    def compare(self, context: RunContext, inputs: StageInputs, stage: str) -> Metrics:
-        """Raw text has no prompts to compare answers to."""
-        return {}
+def build_pretrain(context: RunContext, inputs: StageInputs, stage: str) -> StageParts:
+    """Load the model, set its trainable parameters, open the shards."""
+    settings = cast(PretrainConfig, context.recipe.stages[stage])
+    model, tokenizer = load_trainable_model(context, inputs, settings)
+    train, held_out = inputs.data.train, inputs.data.held_out
+    if train.vocab_size > round_up(vocab_size := model.config.get_text_config().vocab_size):
+        message = f"its token ids go up to {train.vocab_size}, the model's to {vocab_size}"
+        raise DataError([Problem(str(train.folder), f"{message}; prepare with its tokenizer")])
+    task = PretrainTask(model, train, held_out, settings)
+    dropped_tokens = int(train.manifest["splits"]["train"]["dropped_tokens"])
+    data_manifest: dict[str, Any] = {
+        "source": train.manifest.get("source") or str(train.folder),
+        "packed": {"rows": task.rows, "tokens": train.tokens, "documents": train.documents,
+                   "sequence_length": settings.max_length, "dropped_tokens": dropped_tokens},
+        "held_out": {"rows": task.held_out_rows, "tokens": held_out.tokens, "documents": held_out.documents},
+        "bytes_per_token": round(train.text_bytes / max(1, train.tokens), 3),
+        "fingerprint": train.fingerprint,
+    }  # fmt: skip
+    return stage_parts(task, model, tokenizer, data_manifest)
 
 
 def _find_or_pack_shards(context: RunContext, stage: str, model_dir: Path) -> Path:
@@ -263,75 +250,75 @@ FLOPS_PER_IMAGE = 3 * 2 * 555.4e6
 """Forward and backward of ResNet-18 on 32 × 32: 555 million multiply-adds forward, twice that backward."""
 
 
-class ClassifyBuilder:
-    """Image classification from scratch."""
+def load_images(context: RunContext, stage: str, parent: ParentModel | None) -> StageInputs:
+    """Read the images; rank 0 first, so that nothing is downloaded or decoded twice."""
+    recipe, data = context.recipe, context.recipe.data_for(stage)
+    if recipe.model.model_name_or_path != RESNET:
+        raise ModelError(f"model: {recipe.model.display_name!r} classifies no images; it wants {RESNET}")
+    context.world.on_rank0_broadcast(lambda: len(read_images(data.source, context.recipe_dir).train))
+    images = read_images(data.source, context.recipe_dir)
+    if data.max_rows:
+        images = replace(images, train=images.train.subsample(data.max_rows))
+    return StageInputs(
+        model=None,
+        model_name=f"{RESNET}, width {recipe.model.resnet_width}, from scratch",
+        revision=None,
+        data=images,
+        model_fingerprint=f"{RESNET} width {recipe.model.resnet_width} seed {recipe.seed}",
+        data_fingerprint=images.fingerprint(),
+    )
 
-    def load_inputs(self, context: RunContext, stage: str, parent: ParentModel | None) -> StageInputs:
-        """Read the images; rank 0 first, so that nothing is downloaded or decoded twice."""
-        recipe, data = context.recipe, context.recipe.data_for(stage)
-        if recipe.model.model_name_or_path != RESNET:
-            raise ModelError(f"model: {recipe.model.display_name!r} classifies no images; it wants {RESNET}")
-        context.world.on_rank0_broadcast(lambda: len(read_images(data.source, context.recipe_dir).train))
-        images = read_images(data.source, context.recipe_dir)
-        if data.max_rows:
-            images = replace(images, train=images.train.subsample(data.max_rows))
-        return StageInputs(
-            model=None,
-            model_name=f"{RESNET}, width {recipe.model.resnet_width}, from scratch",
-            revision=None,
-            data=images,
-            model_fingerprint=f"{RESNET} width {recipe.model.resnet_width} seed {recipe.seed}",
-            data_fingerprint=images.fingerprint(),
-        )
 
-    def build(self, context: RunContext, inputs: StageInputs, stage: str) -> StageParts:
-        """A model initialized with the recipe's seed, and the images on the device."""
-        settings, images = cast(ClassifyConfig, context.recipe.stages[stage]), inputs.data
-        torch.manual_seed(context.recipe.seed)
-        width = context.recipe.model.resnet_width
-        model = resnet18(len(images.train.classes), width, images.train.images.shape[3])
-        task = ClassifyTask(model, images, settings, context.recipe.seed)
-        config = {"mean": task.pixel_stats.mean, "std": task.pixel_stats.std, "class_names": images.train.classes,
-                  "source": images.train.source}  # fmt: skip
-        return StageParts(
-            task=task,
-            model=model,
-            parameter_counts=count_parameters(model),
-            flops_per_token=FLOPS_PER_IMAGE * (width / 64) ** 2,
-            data_manifest=images.manifest(),
-            save=lambda weights, folder: save_vision(model, folder, config, weights),
-        )
+def build_classify(context: RunContext, inputs: StageInputs, stage: str) -> StageParts:
+    """A model initialized with the recipe's seed, and the images on the device."""
+    settings, images = cast(ClassifyConfig, context.recipe.stages[stage]), inputs.data
+    torch.manual_seed(context.recipe.seed)
+    width = context.recipe.model.resnet_width
+    model = resnet18(len(images.train.classes), width, images.train.images.shape[3])
+    task = ClassifyTask(model, images, settings, context.recipe.seed)
+    config = {"mean": task.pixel_stats.mean, "std": task.pixel_stats.std, "class_names": images.train.classes,
+              "source": images.train.source}  # fmt: skip
+    return StageParts(
+        task=task,
+        model=model,
+        parameter_counts=count_parameters(model),
+        flops_per_token=FLOPS_PER_IMAGE * (width / 64) ** 2,
+        data_manifest=images.manifest(),
+        save=lambda weights, folder: save_vision(model, folder, config, weights),
+    )
 
-    def compare(self, context: RunContext, inputs: StageInputs, stage: str) -> Metrics:
-        """The confusion matrix and the most confident mistakes on the test images, as JSON."""
-        files = read_json(context.folder.result(stage))["files"]
-        path = context.folder.demo_outputs / "mistakes.json"
-        if not path.exists() or read_json(path).get("model") != files:
-            misclassified = self._misclassified(context, inputs, stage)
-            _save_misclassified_images(path.with_suffix(""), inputs.data.test.images, misclassified["surest_mistakes"])
-            write_json(path, {"model": files, **misclassified})
-        saved = read_json(path)
-        context.journal.add("misclassified", stage=stage, accuracy=saved["accuracy"], source=saved["source"])
-        return {}
 
-    def _misclassified(self, context: RunContext, inputs: StageInputs, stage: str) -> dict[str, Any]:
-        model, config = load_vision(context.folder.model(stage))
-        settings, images = cast(ClassifyConfig, context.recipe.stages[stage]), inputs.data
-        pixels = PixelStats(tuple(config["mean"]), tuple(config["std"]))
-        classifier = ClassifyLoss(model, images, pixels, settings).to(context.world.device)
-        probabilities, labels = classifier.probabilities(), torch.from_numpy(images.test.labels)
-        confusion_table = confusion_matrix(probabilities, labels)
-        names = images.test.classes
-        return {
-            "source": images.test.source,
-            "accuracy": float(confusion_table.diagonal().sum() / confusion_table.sum()),
-            "classes": list(names),
-            "confusion": confusion_table.tolist(),
-            "surest_mistakes": [
-                {"row": m.row, "truth": names[m.truth], "answer": names[m.answer], "confidence": round(m.confidence, 4)}
-                for m in worst_mistakes(probabilities, labels)
-            ],
-        }
+def compare_images(context: RunContext, inputs: StageInputs, stage: str) -> Metrics:
+    """The confusion matrix and the most confident mistakes on the test images, as JSON."""
+    files = read_json(context.folder.result(stage))["files"]
+    path = context.folder.demo_outputs / "mistakes.json"
+    if not path.exists() or read_json(path).get("model") != files:
+        misclassified = _find_misclassified(context, inputs, stage)
+        _save_misclassified_images(path.with_suffix(""), inputs.data.test.images, misclassified["surest_mistakes"])
+        write_json(path, {"model": files, **misclassified})
+    saved = read_json(path)
+    context.journal.add("misclassified", stage=stage, accuracy=saved["accuracy"], source=saved["source"])
+    return {}
+
+
+def _find_misclassified(context: RunContext, inputs: StageInputs, stage: str) -> dict[str, Any]:
+    model, config = load_vision(context.folder.model(stage))
+    settings, images = cast(ClassifyConfig, context.recipe.stages[stage]), inputs.data
+    pixels = PixelStats(tuple(config["mean"]), tuple(config["std"]))
+    classifier = ClassifyLoss(model, images, pixels, settings).to(context.world.device)
+    probabilities, labels = classifier.probabilities(), torch.from_numpy(images.test.labels)
+    confusion_table = confusion_matrix(probabilities, labels)
+    names = images.test.classes
+    return {
+        "source": images.test.source,
+        "accuracy": float(confusion_table.diagonal().sum() / confusion_table.sum()),
+        "classes": list(names),
+        "confusion": confusion_table.tolist(),
+        "surest_mistakes": [
+            {"row": m.row, "truth": names[m.truth], "answer": names[m.answer], "confidence": round(m.confidence, 4)}
+            for m in worst_mistakes(probabilities, labels)
+        ],
+    }
 
 
 def _save_misclassified_images(folder: Path, images: Any, misclassified: list[dict[str, Any]]) -> None:
@@ -346,11 +333,11 @@ def _save_misclassified_images(folder: Path, images: Any, misclassified: list[di
 
 
 BUILDERS: dict[str, StageBuilder] = {
-    "pretrain": PretrainBuilder(),
-    "sft": SftBuilder(),
-    "dpo": DpoBuilder(),
-    "lora": SftBuilder(),
-    "classify": ClassifyBuilder(),
+    "pretrain": StageBuilder(load_shards, build_pretrain),
+    "sft": StageBuilder(load_rows, build_sft, compare_answers),
+    "dpo": StageBuilder(load_rows, build_dpo, compare_answers),
+    "lora": StageBuilder(load_rows, build_sft, compare_answers),
+    "classify": StageBuilder(load_images, build_classify, compare_images),
 }
 """The builder of each training stage."""
 
@@ -361,7 +348,7 @@ def render_samples(loaded: LoadedRecipe, count: int) -> dict[str, list[RenderedS
     rendered: dict[str, list[RenderedSample]] = {}
     for stage, section in recipe.stages.items():
         data, row_format = recipe.data_for(stage), ROW_FORMATS[section.spec.row_format]
-        if row_format.load and row_format.render:
+        if row_format.render:
             rows = row_format.load(data, recipe.seed, recipe_dir).train[:count]
             rendered[stage] = row_format.render(rows, _load_tokenizer(loaded), section)
         elif row_format.is_packed and (packed := _find_shards(loaded, data.source)):
