@@ -212,7 +212,7 @@ def dpo_modelwright(
         "learning_rate": DPO_LEARNING_RATE, **variant.settings,
     })  # fmt: skip
     task = DpoTask(model, pretrained.load_tokenizer(folder), PreferenceDataset(pairs, [], ""), settings, ())
-    assert task.sharing_blocker is None, task.sharing_blocker
+    assert task.sharing_blocker is None or not settings.share_prompt, task.sharing_blocker
     engine = make_engine(task, settings)
     loaded = peer_trainers.cpu_or_gpu_seconds()
     precompute_ref_log_probs(task, engine, folder / f"reference of {variant.name}", "random")

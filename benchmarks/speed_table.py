@@ -1,0 +1,128 @@
+"""The speed table on one GPU: every row with its goal, each work in a process of its own.
+
+`--out DIR` gets speed.json, in the form of benchmarks/results/speed.json, and the log; it is complete after each work.
+`--merge FILE` puts such a file into benchmarks/results, where the README's table is made from.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks import common
+from modelwright.runs.folder import read_json, write_json
+
+Figures = dict[str, Any]
+OURS, FP8, HF = "ours, bf16", "ours, fp8", "HF Trainer, bf16"
+TRL_SFT = ("TRL, bf16, liger", "TRL, bf16 weights, liger")
+RUNS = {
+    "6b": (5, (OURS, FP8), (f"{HF}, checkpointing, liger",)),
+    "0.5b": (40, (OURS, "ours, bf16, mean in bf16"), (f"{HF}, eager", f"{HF}, torch_compile")),
+    "lora": (12, (OURS, FP8), ("HF Trainer and PEFT, bf16, checkpointing, liger",)),
+    "sft": (14, (OURS, *TRL_SFT), ()),
+    "dpo": (12, (OURS, "TRL, bf16"), ()),
+}
+"""Steps, variants, and more peers of each work."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A row of the table and the least it must reach."""
+
+    label: str
+    work: str
+    unit: str
+    at_least: float
+    measured: Callable[[Figures], float]
+    """The figure, from the variants of the work."""
+
+
+def _rate(variant: str) -> Callable[[Figures], float]:
+    return lambda variants: float(variants[variant]["tokens_per_second"])
+
+
+def _over_trl(figure: str) -> Callable[[Figures], float]:
+    """Times the fastest variant of TRL."""
+    return lambda variants: float(
+        variants[OURS][figure] / max(each[figure] for name, each in variants.items() if name.startswith("TRL"))
+    )
+
+
+GOALS = (
+    Goal("pretrain 6.08 B, bf16", "6b", "tokens/s", 15_500, _rate(OURS)),
+    Goal("pretrain 6.08 B, fp8", "6b", "tokens/s", 21_500, _rate(FP8)),
+    Goal("pretrain 0.5 B, bf16", "0.5b", "tokens/s", 155_000, _rate(OURS)),
+    Goal("LoRA 8 B, bf16, equal rows", "lora", "tokens/s", 15_500, _rate(OURS)),
+    Goal("SFT 3 B", "sft", "× TRL", 3.5, _over_trl("rows_per_second")),
+    Goal("DPO 1 B", "dpo", "× TRL", 1.9, _over_trl("pairs_per_second")),
+)
+
+
+def lines(figures: Figures) -> Iterator[str]:
+    """The table: each goal with what was measured."""
+    for goal in GOALS:
+        if goal.work not in figures:
+            continue
+        try:
+            reached = goal.measured(figures[goal.work]["variants"])
+        except (KeyError, ValueError):
+            yield f"{goal.label:<28} failed, see the log"
+            continue
+        word = "met" if reached >= goal.at_least else "MISSED"
+        yield f"{goal.label:<28} {reached:>12,.2f} {goal.unit:<9} at least {goal.at_least:>10,.1f}  {word}"
+
+
+def run_work(work: str, rows: Path | None, peers: bool, log: Any) -> Figures:
+    """The figures of a work, measured by benchmarks.speed in a process of its own."""
+    steps, variants, more = RUNS[work]
+    command = [sys.executable, "-m", "benchmarks.speed", "--work", work, "--steps", str(steps), "--json"]
+    command += [word for name in (*variants, *(more if peers else ())) for word in ("--variant", name)]
+    command += ["--rows", str(rows)] if rows and work == "sft" else []
+    began = time.monotonic()
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, text=True, check=False)
+    print(f"{work}: {time.monotonic() - began:.0f} s, exit {done.returncode}", file=sys.stderr, flush=True)
+    if done.returncode:
+        return {"variants": {}}
+    measured = json.loads(done.stdout)
+    return {**measured["figures"], "measured": {name: measured[name] for name in ("date", "commit")}}
+
+
+def merge(path: Path) -> Path:
+    """Put measured works into benchmarks/results/speed.json; variants that were not measured again stay as they are."""
+    saved = common.load_result("speed") or common.result("speed", {})
+    for work, figures in read_json(path).items():
+        before = saved["figures"].get(work, {}).get("variants", {})
+        saved["figures"][work] = {**figures, "variants": {**before, **figures["variants"]}}
+    return common.save(saved)
+
+
+def main(
+    out: Annotated[Path, typer.Option("--out", help="Folder for speed.json and the log.")] = Path("build/speed-table"),
+    works: Annotated[list[str] | None, typer.Option("--work", help="This work; repeatable.")] = None,
+    rows: Annotated[Path | None, typer.Option("--rows", help="Questions and answers for sft.")] = None,
+    peers: Annotated[bool, typer.Option("--peers", help="HF Trainer too; TRL always.")] = False,
+    merged: Annotated[Path | None, typer.Option("--merge", help="Save this speed.json in benchmarks/results.")] = None,
+) -> None:
+    """Measure the rows of the speed table and compare them with their goals."""
+    if merged is not None:
+        print(f"saved to {merge(merged)}")
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    figures: Figures = {}
+    with (out / "log").open("a", encoding="utf-8") as log:
+        for work in works or RUNS:
+            figures[work] = run_work(work, rows, peers, log)
+            write_json(out / "speed.json", figures)
+    print("\n".join(lines(figures)))
+
+
+if __name__ == "__main__":
+    common.run(main)
