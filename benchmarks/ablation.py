@@ -7,12 +7,14 @@ with each of them off, and the same again in reverse order.
 
 from __future__ import annotations
 
+import atexit
+import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any
@@ -50,6 +52,8 @@ class SpecialPath:
     """Settings that switch it off."""
     patch: Callable[[], AbstractContextManager[Any]] = nullcontext
     """What switches it off where no setting does."""
+    repeats: int = 2
+    """Runs without it."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class Work:
     settings: Settings = field(default_factory=dict)
     """Settings of every run."""
     repeats: int = 2
-    """Runs of each variant."""
+    """Runs with everything on."""
     device: str = "cuda"
     """Where it is measured."""
 
@@ -83,20 +87,30 @@ def train_sft(batch: int, settings: Settings, steps: int, tiny: bool) -> tuple[f
     """SFT under the survival recipe's system prompt."""
     on_gpu = torch_device().type == "cuda"
     scenario = SftScenario("tiny" if tiny else "smollm3" if on_gpu else "twin", batch * steps, batch, 1, steps)
-    with tempfile.TemporaryDirectory() as name:
-        rows = workloads.scenario_conversations(scenario, ROWS)
-        workloads.save_scenario_tokenizer(scenario, rows, Path(name))
-        setup = finetuning.BenchSetup(scenario, rows, Path(name), steps)
-        return finetuning.sft_modelwright(setup, Variant("", settings), NOT_PROFILED)
+    setup = finetuning.BenchSetup(scenario, *rows_and_tokenizer(scenario), steps)
+    return finetuning.sft_modelwright(setup, Variant("", settings), NOT_PROFILED)
+
+
+@cache
+def rows_and_tokenizer(scenario: SftScenario) -> tuple[Any, Path]:
+    """The conversations of a scenario, and the folder of a tokenizer for them, both made once."""
+    rows, folder = workloads.scenario_conversations(scenario, ROWS), _folder()
+    workloads.save_scenario_tokenizer(scenario, rows, folder)
+    return rows, folder
+
+
+def _folder() -> Path:
+    """A folder until the process ends."""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
 
 
 def train_last_layers(settings: Settings, steps: int, tiny: bool) -> tuple[float, StepTimes]:
     """The survival fine-tune of two layers and the head; a step carries its share of what comes before the first."""
     scenario = workloads.SURVIVAL["survival-tiny" if tiny else "survival-3b"]
-    with tempfile.TemporaryDirectory() as name:
-        rows = workloads.scenario_conversations(scenario, ROWS)
-        workloads.save_scenario_tokenizer(scenario, rows, Path(name))
-        times, _ = finetuning.survival_modelwright(scenario, rows, Path(name), steps, **settings)
+    rows, folder = rows_and_tokenizer(scenario)
+    times, _ = finetuning.survival_modelwright(scenario, rows, folder, steps, **settings)
     total = -(-len(rows.train) * scenario.epochs // scenario.batch)
     share = times.before / total
     return scenario.batch, replace(times, seconds=[seconds + share for seconds in times.seconds])
@@ -105,10 +119,16 @@ def train_last_layers(settings: Settings, steps: int, tiny: bool) -> tuple[float
 def train_dpo(settings: Settings, steps: int, tiny: bool) -> tuple[float, StepTimes]:
     """DPO on pairs of exact lengths."""
     workload = DPO["dpo-tiny" if tiny else "dpo"]
-    with tempfile.TemporaryDirectory() as name:
-        workloads.save_dpo_model(Path(name), workload)
-        _, times = finetuning.dpo_modelwright(workload, Variant("", settings), Path(name), steps, NOT_PROFILED)
+    _, times = finetuning.dpo_modelwright(workload, Variant("", settings), dpo_model(workload), steps, NOT_PROFILED)
     return workload.pairs, times
+
+
+@cache
+def dpo_model(workload: workloads.DpoWorkload) -> Path:
+    """The folder of a model, made once."""
+    folder = _folder()
+    workloads.save_dpo_model(folder, workload)
+    return folder
 
 
 def train_images(shape: str, settings: Settings, steps: int, tiny: bool) -> tuple[float, StepTimes]:
@@ -148,15 +168,15 @@ WORKS = {
     "0.5b": Work("pretrain 0.5 B, 8 × 512", "tokens", partial(train_tokens, WORKLOADS["0.5b"]), 40, COMPILED),
     "6b": Work("pretrain 6.08 B, 8 × 2048", "tokens", partial(train_tokens, SIX_B), 6, HALF_MEAN, 1),
     "6b-selective": Work(
-        "pretrain 6.08 B, 8 × 2048, selective checkpointing", "tokens", partial(train_tokens, SIX_B), 6,
+        "pretrain 6.08 B, 8 × 2048, selective checkpointing", "tokens", partial(train_tokens, SIX_B), 5,
         {**HALF_MEAN, **SELECTIVE}, 1,
     ),
     "6b-eager": Work(
-        "pretrain 6.08 B, 8 × 2048, selective checkpointing, not compiled", "tokens", partial(train_tokens, SIX_B), 6,
+        "pretrain 6.08 B, 8 × 2048, selective checkpointing, not compiled", "tokens", partial(train_tokens, SIX_B), 5,
         {**HALF_MEAN, "torch_compile": False, **SELECTIVE}, 1,
     ),
-    "lora": Work("LoRA, 8.0 B shape, 4 × 4096", "tokens", partial(train_tokens, WORKLOADS["lora"]), 8, COMPILED),
-    "sft": Work(SFT_LABEL, "rows", partial(train_sft, 32), 14, COMPILED),
+    "lora": Work("LoRA, 8.0 B shape, 4 × 4096", "tokens", partial(train_tokens, WORKLOADS["lora"]), 6, COMPILED),
+    "sft": Work(SFT_LABEL, "rows", partial(train_sft, 32), 40, COMPILED),
     "sft-packed": Work(
         "SFT, SmolLM3-3B shape, packed to 4096, nothing shared", "rows", partial(train_sft, 32), 10,
         {**COMPILED, **PACKED},
@@ -165,7 +185,7 @@ WORKS = {
                     {"precision": "fp32"}, device="cpu"),
     "survival": Work("last two layers and head, SmolLM3-3B shape, 2,845 rows × 4 epochs, caching counted", "rows",
                      train_last_layers, 24, {"precision": "bf16"}),
-    "dpo": Work(f"DPO, {DPO['dpo']}", "pairs", train_dpo, 12, {"torch_compile": True}),
+    "dpo": Work(f"DPO, {DPO['dpo']}", "pairs", train_dpo, 20, {"torch_compile": True}),
     "resnet": Work("ResNet-18, 512 images of 32 × 32 a step", "images", partial(train_images, "resnet"), 80),
     "resnet-cpu": Work("ResNet-18 of width 16, 32 images a step, fp32, CPU", "images",
                        partial(train_images, "resnet-cpu"), 4, {"precision": "fp32"}, device="cpu"),
@@ -356,10 +376,13 @@ PATHS = (
     SpecialPath("channels-last", "tasks/classify.py", "resnet", patch=_channels_first),
     SpecialPath("batch-norm-compiled", "models/kernels.py", "resnet", {"torch_compile": True}),
     SpecialPath("fused-lora-mlp", "models/trainable.py", "lora", patch=_plain_lora_mlp),
-    SpecialPath("chunked-loss", "tasks/losses.py", "lora", patch=_plain_loss),
-    SpecialPath("chunked-loss-6b", "tasks/losses.py", "6b", patch=_plain_loss),
-    SpecialPath("selective-checkpointing", "models/activation_checkpoint.py", "6b-selective", FULL),
-    SpecialPath("eager-saved-matmuls", "models/activation_checkpoint.py", "6b-eager", patch=_torch_selective_contexts),
+    SpecialPath("chunked-loss", "tasks/losses.py", "lora", patch=_plain_loss, repeats=1),
+    SpecialPath("adamw-triton-lora", "engine/adamw_triton.py", "lora", patch=_compiled_adamw, repeats=1),
+    SpecialPath("chunked-loss-6b", "tasks/losses.py", "6b", patch=_plain_loss, repeats=1),
+    SpecialPath("selective-checkpointing", "models/activation_checkpoint.py", "6b-selective", FULL, repeats=1),
+    SpecialPath(
+        "eager-saved-matmuls", "models/activation_checkpoint.py", "6b-eager", patch=_torch_selective_contexts, repeats=1
+    ),
     SpecialPath("cpu-convolution", "models/vision.py", "resnet-cpu", patch=_torch_convolution),
     SpecialPath("cpu-varlen-prefix", "models/attention.py", "sft-cpu", patch=_masked_prefix),
 )
@@ -375,7 +398,7 @@ def measure(only: Sequence[str] = (), tiny: bool = False) -> Figures:
     """Every path, or those named, each with the work it was made for."""
     if unknown := [name for name in only if name not in NAMES]:
         raise UsageError(f"--only is {unknown[0]!r}; it wants one of {', '.join(NAMES)}")
-    paths = [path for path in PATHS if not only or path.name in only]
+    paths = [PATHS[NAMES.index(name)] for name in only or NAMES]
     if tiny:
         paths = [path for path in paths if path.name in ON_CPU_TOO]
     figures: Figures = {"device": device_name(), "tiny": tiny, "paths": {}}
@@ -389,16 +412,16 @@ def measure(only: Sequence[str] = (), tiny: bool = False) -> Figures:
 def measure_work(name: str, paths: Sequence[SpecialPath], tiny: bool) -> dict[str, Figures]:
     """A work with all of its paths, with each of them off, and the same in reverse order."""
     work, progress = WORKS[name], Progress(name)
-    order: list[SpecialPath | None] = [None, *paths]
-    order = [path for number in range(work.repeats) for path in (order if number % 2 == 0 else order[::-1])]
+    again = [path for path in (*paths[::-1], None) if (path or work).repeats > 1]
     runs: dict[str, list[Figures]] = {}
-    for path in order:
-        label = path.name if path else "on"
+    for path in (None, *paths, *again):
+        label = f"{path.name} off" if path else "all on"
         run = train(work, path, tiny)
-        shown = {key: value for key, value in run.items() if key != "losses"}
-        progress.log(f"{label} off {shown}" if path else f"all on {shown}")
+        progress.log(f"{label} { ({**run, 'losses': run['losses'][-1:]} if 'losses' in run else run) }")
         runs.setdefault(label, []).append(run)
-    return {path.name: compare(path, work, runs["on"], runs[path.name]) for path in paths}
+    figures = {path.name: compare(path, work, runs["all on"], runs[f"{path.name} off"]) for path in paths}
+    progress.log(json.dumps(figures))  # a run that is stopped keeps what was measured
+    return figures
 
 
 def train(work: Work, path: SpecialPath | None, tiny: bool) -> Figures:

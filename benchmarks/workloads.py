@@ -410,6 +410,7 @@ def load_scenario_model(scenario: SftScenario, folder: Path, device: Any, settin
 
 def save_dpo_model(folder: Path, workload: DpoWorkload) -> None:
     """A Llama with random weights, and a tokenizer whose words are numbers, so that lengths are exact."""
+    import torch
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -425,7 +426,8 @@ def save_dpo_model(folder: Path, workload: DpoWorkload) -> None:
         "num_hidden_layers": workload.layers, "num_attention_heads": heads, "num_key_value_heads": max(1, heads // 4),
         "tie_word_embeddings": True, "max_position_embeddings": workload.max_length,
     }  # fmt: skip
-    random_model("llama", shape, tokenizer=tokenizer).save_pretrained(folder)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    random_model("llama", shape, device, tokenizer).save_pretrained(folder)
 
 
 def preference_texts(workload: DpoWorkload, steps: int) -> list[tuple[str, str, str]]:
