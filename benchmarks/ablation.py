@@ -33,7 +33,7 @@ Figures = dict[str, Any]
 Settings = dict[str, Any]
 WORTH = 1.03
 """The speed-up from which a path stays."""
-IMAGES = {"resnet": (64, 512), "resnet-cpu": (16, 32), "tiny": (4, 4)}
+IMAGES = {"resnet": (64, 512), "tiny": (4, 4)}
 """Width of the ResNet-18 and images per step."""
 PACKED = {**workloads.PACKED, "share_prefix": False}
 
@@ -131,14 +131,14 @@ def dpo_model(workload: workloads.DpoWorkload) -> Path:
     return folder
 
 
-def train_images(shape: str, settings: Settings, steps: int, tiny: bool) -> tuple[float, StepTimes]:
+def train_images(settings: Settings, steps: int, tiny: bool) -> tuple[float, StepTimes]:
     """ResNet-18 on random images of CIFAR-10's size, with the shipped recipe's settings."""
     from modelwright.data.images import ImageDataset, ImageSplits
     from modelwright.models.vision import resnet18
     from modelwright.recipe.load import load
     from modelwright.tasks.classify import ClassifyTask
 
-    began, (width, batch) = time.perf_counter(), IMAGES["tiny" if tiny else shape]
+    began, (width, batch) = time.perf_counter(), IMAGES["tiny" if tiny else "resnet"]
     rng, classes = np.random.default_rng(workloads.SEED), tuple(map(str, range(10)))
     rows = batch * min(steps, 20)
     images = ImageDataset(
@@ -186,9 +186,7 @@ WORKS = {
     "survival": Work("last two layers and head, SmolLM3-3B shape, 2,845 rows × 4 epochs, caching counted", "rows",
                      train_last_layers, 24, {"precision": "bf16"}),
     "dpo": Work(f"DPO, {DPO['dpo']}", "pairs", train_dpo, 20, {"torch_compile": True}),
-    "resnet": Work("ResNet-18, 512 images of 32 × 32 a step", "images", partial(train_images, "resnet"), 80),
-    "resnet-cpu": Work("ResNet-18 of width 16, 32 images a step, fp32, CPU", "images",
-                       partial(train_images, "resnet-cpu"), 4, {"precision": "fp32"}, device="cpu"),
+    "resnet": Work("ResNet-18, 512 images of 32 × 32 a step", "images", train_images, 80),
 }  # fmt: skip
 
 
@@ -220,14 +218,6 @@ def _channels_first() -> AbstractContextManager[Any]:
     stack.enter_context(patch.object(ClassifyLoss, "__init__", contiguous_init))
     stack.enter_context(patch.object(ClassifyLoss, "normalise", lambda self, x: normalise(self, x).contiguous()))
     return stack
-
-
-def _torch_convolution() -> AbstractContextManager[Any]:
-    from torch import nn
-
-    from modelwright.models.vision import Conv3x3
-
-    return patch.object(Conv3x3, "forward", nn.Conv2d.forward)
 
 
 def _masked_prefix() -> AbstractContextManager[Any]:
@@ -265,14 +255,15 @@ def _plain_loss() -> AbstractContextManager[Any]:
 
 
 def _plain_logps() -> AbstractContextManager[Any]:
-    from torch.nn.functional import linear
-
+    """Log-probs that are not compiled."""
     from modelwright.tasks import losses
 
-    def plain(hidden: Any, head: Any, targets: Any) -> Any:
-        return losses.selective_log_softmax(linear(hidden, head), targets)
+    compiled = losses._compiled_on_gpu
 
-    return patch.object(losses, "token_logps", plain)
+    def plain(gpu: bool, function: Any) -> Any:
+        return compiled(gpu and function is not losses.selective_log_softmax, function)
+
+    return patch.object(losses, "_compiled_on_gpu", plain)
 
 
 def _transformers_attention() -> AbstractContextManager[Any]:
@@ -370,7 +361,7 @@ PATHS = (
     SpecialPath("share-prompt", "tasks/dpo.py", "dpo", {"share_prompt": False}),
     SpecialPath("unshared-layout", "models/attention.py", "dpo", patch=_varlen_pairs),
     SpecialPath("prompt-without-mask", "models/attention.py", "dpo", patch=_masked_pairs),
-    SpecialPath("token-logps", "tasks/losses.py", "dpo", patch=_plain_logps),
+    SpecialPath("compiled-logps", "tasks/losses.py", "dpo", patch=_plain_logps),
     SpecialPath("frozen-cache", "tasks/frozen_cache.py", "survival", {"cache_frozen_layers": "off"}),
     SpecialPath("batch-norm-kernels", "models/kernels.py", "resnet", patch=_torch_batch_norm),
     SpecialPath("channels-last", "tasks/classify.py", "resnet", patch=_channels_first),
@@ -383,13 +374,12 @@ PATHS = (
     SpecialPath(
         "eager-saved-matmuls", "models/activation_checkpoint.py", "6b-eager", patch=_torch_selective_contexts, repeats=1
     ),
-    SpecialPath("cpu-convolution", "models/vision.py", "resnet-cpu", patch=_torch_convolution),
     SpecialPath("cpu-varlen-prefix", "models/attention.py", "sft-cpu", patch=_masked_prefix),
 )
 NAMES = tuple(path.name for path in PATHS)
 ON_CPU_TOO = {
     "prefix-sharing", "prefix-varlen", "share-prompt", "frozen-cache", "channels-last", "fused-lora-mlp",
-    "chunked-loss", "selective-checkpointing", "eager-saved-matmuls", "cpu-convolution", "cpu-varlen-prefix",
+    "chunked-loss", "selective-checkpointing", "eager-saved-matmuls", "cpu-varlen-prefix",
 }  # fmt: skip
 """Paths that can be switched off in a tiny run on a CPU."""
 

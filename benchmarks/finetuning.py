@@ -204,8 +204,8 @@ def dpo_modelwright(
         )
         for row, (prompt, chosen, rejected) in enumerate(workloads.preference_texts(workload, steps))
     ]
-    model = pretrained.load_model(folder, variant.attention)
-    pretrained.prepare_model(model, torch_device(), variant.attention)
+    model = pretrained.load_model(folder)
+    pretrained.prepare_model(model, torch_device(), "auto")
     settings = DpoConfig.model_validate({
         "max_steps": steps, "per_device_train_batch_size": workload.pairs, "lr_scheduler_type": "constant",
         "per_device_eval_batch_size": workload.pairs, "max_length": workload.max_length,

@@ -70,8 +70,6 @@ class Variant:
     """Whether it runs only if --variant selects it."""
     bf16_weights: bool = False
     """Whether the peer's weights are plain bf16: faster, and without fp32 master weights."""
-    attention: str = "auto"
-    """Our attn_implementation."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +237,6 @@ VARIANTS = {
         Variant("TRL, bf16", peer={"precompute_ref_log_probs": True}),
         Variant("TRL with a second model, bf16", peer={"precompute_ref_log_probs": False}),
         Variant("ours not compiled, bf16"),
-        Variant("ours with flex attention, bf16", {"torch_compile": True}, attention="flex_attention"),
     ),
     "dpo-tiny": (
         Variant("ours, fp32", {"precision": "fp32"}),

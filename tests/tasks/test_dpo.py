@@ -24,7 +24,6 @@ from modelwright.models.attention import unshared_layout
 from modelwright.models.prefix_sharing import (
     prefix_sharing_blocker,
     shared_prefix_layout,
-    shared_prefix_mask,
     supports_layout,
 )
 from modelwright.models.pretrained import eos_token_ids, load_model, load_tokenizer
@@ -84,22 +83,6 @@ def test_a_prompt_computed_once_gives_the_loss_and_the_gradients_of_two_passes(n
         assert (gradient - gradients[1][weight]).abs().max() / scale < 1e-5, weight
 
 
-def test_the_blocks_of_flex_attention_are_the_mask_of_the_others() -> None:
-    from torch.nn.attention.flex_attention import create_mask
-
-    batch = collate_pairs(encoded(*SIZES)).inputs
-    rows, length = batch["tokens"].shape
-    for name in ("llama", "gemma3_text"):
-        model = copy.deepcopy(family(name))
-        wanted = shared_prefix_mask(model, batch["positions"], batch["segment_ids"])
-        model.config._attn_implementation = "flex_attention"
-        blocks = shared_prefix_mask(model, batch["positions"], batch["segment_ids"])
-        for mask, block in (
-            zip(wanted.values(), blocks.values(), strict=True) if name != "llama" else [(wanted, blocks)]
-        ):
-            assert torch.equal(create_mask(block.mask_mod, rows, 1, length, length, device="cpu"), mask)
-
-
 @pytest.mark.parametrize("make_layout", [shared_prefix_layout, unshared_layout])
 def test_log_probs_without_a_mask_equal_those_with_a_mask(make_layout: Any, monkeypatch: Any) -> None:
     model = copy.deepcopy(family("llama"))
@@ -144,21 +127,6 @@ def test_answers_are_not_laid_apart_where_a_layer_sees_less() -> None:
     model = copy.deepcopy(family("gemma3_text"))
     attention.register_attention(model)
     assert not supports_layout(model, unshared_layout)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-def test_flex_attention_gives_the_loss_and_the_gradients_of_sdpa() -> None:
-    model, pairs = copy.deepcopy(family("llama")).cuda(), encoded((130, 60, 66), (100, 120, 36))
-    result = []
-    for backend in ("sdpa", "flex_attention"):
-        model.set_attn_implementation(backend)
-        assert prefix_sharing_blocker(model) is None
-        inputs = {name: tensor.cuda() for name, tensor in collate_pairs(pairs).inputs.items()}
-        DpoLoss(model, PreferenceConfig())(**inputs).sum().backward()
-        result.append(torch.cat([weight.grad.flatten() for weight in model.parameters()]))
-        model.zero_grad(set_to_none=True)
-    assert (result[0] - result[1]).abs().max() / result[0].abs().max() < 1e-2
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -29,9 +29,6 @@ def shared_prefix_mask(model: Any, positions: Tensor, segment_ids: Tensor) -> An
     """
     config = unwrap_peft(model).config.get_text_config()
     window = _sliding_window(config)
-    if config._attn_implementation == "flex_attention":
-        full, sliding = (_flex_block_mask(positions, segment_ids, size) for size in (None, window))
-        return _mask_by_layer_type(config, full, sliding)
     length, kv_segments = positions.shape[1], segment_ids[:, None, :]
     visible = torch.ones(length, length, dtype=torch.bool, device=positions.device).tril()
     visible = visible & ((kv_segments == PREFIX_SEGMENT) | (kv_segments == segment_ids[:, :, None]))
@@ -47,8 +44,8 @@ def shared_prefix_mask(model: Any, positions: Tensor, segment_ids: Tensor) -> An
 def prefix_sharing_blocker(model: Any) -> str | None:
     """Why this model cannot share a prefix between continuations; None if a probe gives the right hidden states."""
     config = unwrap_peft(model).config.get_text_config()
-    if (implementation := config._attn_implementation) not in ("sdpa", "eager", "flex_attention", attention.ATTN_NAME):
-        return f"{implementation} attention takes no mask of its own"
+    if (implementation := config._attn_implementation) not in ("sdpa", "eager", attention.ATTN_NAME):
+        return f"{implementation} attention takes no mask of this form"
     if unsupported := set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
         return f"its layers of {', '.join(sorted(unsupported))} take no mask"
     tokens, segment_ids, positions = _probe(model)
@@ -128,19 +125,6 @@ def _mask_by_layer_type(config: Any, full: Any, sliding: Any) -> Any:
 def _sliding_window(config: Any) -> int | None:
     window: int | None = getattr(config, "sliding_window", None)
     return window
-
-
-def _flex_block_mask(positions: Tensor, segment_ids: Tensor, window: int | None) -> Any:
-    """The same mask as blocks for flex attention, which skips empty ones."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    def mask_mod(row: Tensor, head: Tensor, q_index: Tensor, kv_index: Tensor) -> Tensor:
-        kv_segment = segment_ids[row, kv_index]
-        visible = (q_index >= kv_index) & ((kv_segment == PREFIX_SEGMENT) | (kv_segment == segment_ids[row, q_index]))
-        return visible & (positions[row, q_index] - positions[row, kv_index] < window) if window else visible
-
-    rows, length = positions.shape
-    return create_block_mask(mask_mod, rows, None, length, length, device=positions.device.type)
 
 
 def _additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:

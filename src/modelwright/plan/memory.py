@@ -411,7 +411,7 @@ def _resnet_phases(work: StepWorkload) -> dict[str, dict[str, float]]:
     copies = work.trainable.trained * work.compute_bytes if work.compute_bytes < 4 else 0.0
     image, widest = shape.channels * shape.image_size**2, batch * shape.width * shape.image_size**2 * work.compute_bytes
     saved = batch * (shape.saved_activations(work.on_gpu) + image) * work.compute_bytes
-    # images are normalized in fp32 and then cast; on a CPU a step takes 21 to 24 of the widest tensors, 18 of them saved
+    # images are normalized in fp32 and then cast; on a CPU a step takes 21 to 24 of the widest tensors and saves 18
     workspace = batch * image * 8.0 + (0.0 if work.on_gpu else 4.0 * widest)
     return {
         "loss": {"activations": saved, "casts": copies, "workspace": workspace},
