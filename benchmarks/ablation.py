@@ -26,6 +26,7 @@ import typer
 from benchmarks import common, finetuning, speed, workloads
 from benchmarks.common import Progress, free_device, require_finite
 from benchmarks.peer_trainers import NOT_PROFILED, StepTimes, device_name, make_engine, torch_device, train_engine
+from benchmarks.tables import markdown_table
 from benchmarks.workloads import COMPILED, DPO, FULL, HALF_MEAN, SELECTIVE, WORKLOADS, SftScenario, Variant, Workload
 from modelwright.errors import UsageError
 
@@ -291,17 +292,17 @@ def _compiled_adamw() -> AbstractContextManager[Any]:
     def update(weight: Any, gradient: Any, remainder: Any, exp_avg: Any, exp_avg_sq: Any,
                lr: Any, bias_corrections: Any, clip: Any, beta1: float, beta2: float, epsilon: float,
                weight_decay: float) -> None:  # fmt: skip
-        kept = clip < 0
+        skipped = clip < 0
         grad = gradient.float() * clip
         momentum = exp_avg.float() + (1 - beta1) * (grad - exp_avg.float())
         variance = exp_avg_sq * beta2 + (1 - beta2) * grad * grad
         master = ((weight.to(torch.int32) << 16) + remainder.to(torch.int32)).view(torch.float32)
         moved = master * (1 - lr * weight_decay)
         moved = moved - lr / bias_corrections[0] * momentum / (variance.sqrt() / bias_corrections[1] + epsilon)
-        bits = torch.where(kept, master, moved).view(torch.int32)
+        bits = torch.where(skipped, master, moved).view(torch.int32)
         high = (bits + 0x8000) >> 16
-        exp_avg.copy_(torch.where(kept, exp_avg.float(), momentum))
-        exp_avg_sq.copy_(torch.where(kept, exp_avg_sq, variance))
+        exp_avg.copy_(torch.where(skipped, exp_avg.float(), momentum))
+        exp_avg_sq.copy_(torch.where(skipped, exp_avg_sq, variance))
         weight.copy_(high)
         remainder.copy_(bits - (high << 16))
 
@@ -467,10 +468,27 @@ def lines(figures: Figures) -> Iterator[str]:
         )
 
 
+def table(result: Figures) -> str:
+    """A result as a Markdown table, with what was decided of each path."""
+    header = ("path", "made for", "off → on", "gain", "memory, off → on", "decision")
+    rows = []
+    for name, path in result["figures"]["paths"].items():
+        on, off = path["on"], path["off"]
+        memory = "–" if on["memory_gb"] is None else f"{off['memory_gb']:.1f} → {on['memory_gb']:.1f} GB"
+        rates = f"{_number(off['per_second'])} → {_number(on['per_second'])} {path['unit']}/s"
+        gain = f"{path['ratio'] - 1:+.1%}" if path["ratio"] < 2 else f"× {path['ratio']:.2f}"
+        rows.append((f"`{name}`, `{path['file']}`", path["work"], rates, gain, memory, path["decision"]))
+    return markdown_table(header, rows)
+
+
 def _rate(side: Figures, path: Figures) -> str:
     if "failed" in side:
         return str(side["failed"])
-    return f"{side['per_second']:,.4g} {path['unit']}/s, {side['memory_gb']:.1f} GB"
+    return f"{_number(side['per_second'])} {path['unit']}/s, {side['memory_gb']:.1f} GB"
+
+
+def _number(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def main(
