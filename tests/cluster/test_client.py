@@ -41,7 +41,7 @@ def call(method, path, body=None):
     try:
         return urllib.request.urlopen(request).read().decode()
     except urllib.error.HTTPError as error:
-        sys.exit("Error from server: " + error.read().decode())
+        sys.exit(error.read().decode())
 verb = words[0]
 if verb == "apply":
     print(call("POST", "/apply" + ("?dry-run" if "--dry-run=server" in words else ""), sys.stdin.read()), end="")
@@ -64,28 +64,47 @@ class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
         self.objects: dict[str, dict[str, Any]] = {}
+        self.manifests: dict[str, str] = {}
+
+    def refusal(self, key: str, body: dict[str, Any], manifest: str) -> str:
+        """What the real server and the operators' webhooks refuse, in their words."""
+        self.manifests[key] = manifest
+        kind, old = body["kind"], self.objects.get(key)
+        if kind == "TrainJob" and f"trainingruntime/{body['spec']['runtimeRef']['name']}" not in self.objects:
+            return (
+                'Error from server (Forbidden): admission webhook "validator.trainjob.trainer.kubeflow.org" denied the '
+                "request: spec.runtimeRef: Invalid value: specified trainingRuntime must be created before the TrainJob"
+            )
+        if old and kind in ("TrainJob", "PyTorchJob", "TrainingRuntime") and old["spec"] != body["spec"]:
+            return f'The {kind} "{body["metadata"]["name"]}" is invalid: \n* spec: Invalid value: field is immutable'
+        if kind in ("TrainJob", "PyTorchJob"):
+            everything = "---\n".join(self.manifests.values())
+            if any(finding.is_error for finding in lint(parse_manifests(everything, "sent"))):
+                return "Error from server (Forbidden): admission webhook denied the request"
+        return ""
 
 
 class Answer(BaseHTTPRequestHandler):
     server: Server
 
     def do_POST(self) -> None:
+        """kubectl sends one object after the other, and goes on where one is refused."""
         text = self.rfile.read(int(self.headers["Content-Length"])).decode()
-        bodies = list(YAML(typ="safe", pure=True).load_all(text))
-        jobs = [body for body in bodies if body["kind"] in ("TrainJob", "PyTorchJob")]
-        if jobs and any(finding.is_error for finding in lint(parse_manifests(text, "sent"))):
-            self._say(422, "admission webhook denied the request")
-            return
-        dry = self.path.endswith("?dry-run")
-        for body in bodies:
+        dry_run = self.path.endswith("?dry-run")
+        output, errors = "", []
+        for manifest in text.split("---\n"):
+            body = YAML(typ="safe", pure=True).load(manifest)
+            if body is None:
+                continue
             key = f"{body['kind'].lower()}/{body['metadata']['name']}"
-            if not dry:
-                self.server.objects[key] = {
-                    **body,
-                    **({"status": {"phase": "Running"}} if body["kind"] == "Pod" else {}),
-                }
-        end = " created (server dry run)" if dry else " created"
-        self._say(200, "".join(f"{body['kind'].lower()}/{body['metadata']['name']}{end}\n" for body in bodies))
+            if error := self.server.refusal(key, body, manifest):
+                errors.append(error)
+                continue
+            if not dry_run:
+                state = {"status": {"phase": "Running"}} if body["kind"] == "Pod" else {}
+                self.server.objects[key] = {**body, **state}
+            output += f"{key} created (server dry run)\n" if dry_run else f"{key} created\n"
+        self._say(422 if errors else 200, "\n".join(errors) or output)
 
     def do_GET(self) -> None:
         _, _, kind, name = self.path.split("/", 3)
@@ -145,17 +164,24 @@ def survival() -> ClusterJob:
     return cluster_job("survival", "trainjob")
 
 
-def test_a_job_is_tried_by_the_server_before_it_is_sent(
+def test_the_runtime_is_created_before_the_server_tries_the_job(
     oc: KubectlClient, survival: ClusterJob, server: Server, tmp_path: Path
 ) -> None:
     output = client.submit(oc, render(survival), survival)
-    assert "trainjob/quickstart created (server dry run)" in output and "trainjob/quickstart created" in output
-    assert commands(tmp_path) == [
-        f"--namespace modelwright {APPLY} --dry-run=server -f -",
-        "--namespace modelwright get trainjobs.trainer.kubeflow.org quickstart --ignore-not-found -o json",
-        f"--namespace modelwright {APPLY} -f -",
-    ]
+    assert output.index("trainingruntime/quickstart created") < output.index(
+        "trainjob/quickstart created (server dry run)"
+    )
+    assert output[-1] == "trainjob/quickstart created"
+    verbs = [line.split(" ", 2)[2].split(" -f ")[0] for line in commands(tmp_path)]
+    assert [verb for verb in verbs if verb.startswith("apply")] == [f"{APPLY} --dry-run=server", APPLY] * 2
     assert "trainingruntime/quickstart" in server.objects
+
+
+def test_a_pytorchjob_is_tried_before_anything_is_sent(oc: KubectlClient, server: Server, tmp_path: Path) -> None:
+    job = cluster_job("survival", "pytorchjob")
+    assert client.submit(oc, render(job), job)[-1] == "pytorchjob/quickstart created"
+    applied = [line for line in commands(tmp_path) if APPLY in line]
+    assert ["--dry-run=server" in line for line in applied] == [True, True, False]
 
 
 def test_what_the_server_refuses_is_reported_and_nothing_is_sent(
@@ -174,8 +200,20 @@ def test_a_job_that_runs_is_not_replaced_and_one_that_is_over_is(
         client.submit(oc, render(survival), survival)
     condition = {"type": "Failed", "status": "True", "message": "gate closed"}
     server.objects["trainjob/quickstart"]["status"] = {"conditions": [condition]}
-    client.submit(oc, render(survival), survival)
+    changed = cluster_job("survival", "trainjob", "cluster.cpu=5", "cluster.env={NCCL_DEBUG: WARN}")
+    client.submit(oc, render(changed), changed)
     assert "status" not in server.objects["trainjob/quickstart"]
+    assert server.objects["trainjob/quickstart"]["spec"]["trainer"]["resourcesPerNode"]["requests"]["cpu"] == "5"
+
+
+def test_a_runtime_left_by_a_deleted_job_does_not_stop_the_next(
+    oc: KubectlClient, survival: ClusterJob, server: Server
+) -> None:
+    client.submit(oc, render(survival), survival)
+    del server.objects["trainjob/quickstart"]
+    changed = cluster_job("survival", "trainjob", "cluster.env={NCCL_DEBUG: WARN}")
+    client.submit(oc, render(changed), changed)
+    assert "trainjob/quickstart" in server.objects
 
 
 def test_status_shows_phase_pods_and_progress(oc: KubectlClient, survival: ClusterJob, server: Server) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import tarfile
@@ -92,8 +93,11 @@ class JobStatus:
 
 
 def submit(client: KubectlClient, text: str, job: ClusterJob) -> list[str]:
-    """Server-side dry run, then apply; a finished job of that name is deleted first."""
-    dry_run_output = client.run(*APPLY_ARGS, "--dry-run=server", "-f", "-", stdin_text=text)
+    """Try the manifests by a server-side dry run, then apply them; a finished job of that name is deleted first.
+
+    The runtime is created before the TrainJob is tried: Trainer's webhook refuses a TrainJob whose runtime does not
+    exist, and a dry run creates none. If the TrainJob is refused, the runtime is deleted again.
+    """
     existing = _get_job(client, job)
     if existing is not None:
         status = _job_status(job.name, existing, {})
@@ -101,8 +105,27 @@ def submit(client: KubectlClient, text: str, job: ClusterJob) -> list[str]:
             raise UsageError(
                 f"{job.name} is {status.phase} on the cluster; cancel it first, or give the recipe another name"
             )
+    manifests = [part for part in re.split(r"^---$", text, flags=re.MULTILINE) if part.strip()]
+    runtimes = [part for part in manifests if "\nkind: TrainingRuntime\n" in part]
+    jobs = [part for part in manifests if re.search(r"^kind: (TrainJob|PyTorchJob)$", part, re.MULTILINE)]
+    others = [part for part in manifests if part not in [*runtimes, *jobs]]
+    output = _apply(client, others, "--dry-run=server")
+    if existing is not None or runtimes:  # a runtime may outlive its job, and both have immutable fields
         cancel(client, job)
-    return [*dry_run_output.splitlines(), *client.run(*APPLY_ARGS, "-f", "-", stdin_text=text).splitlines()]
+    output += _apply(client, runtimes)
+    try:
+        output += _apply(client, jobs, "--dry-run=server")
+    except ClusterError:
+        if runtimes:
+            cancel(client, job)
+        raise
+    return [*output, *_apply(client, [*others, *jobs])]
+
+
+def _apply(client: KubectlClient, manifests: Sequence[str], *options: str) -> list[str]:
+    if not manifests:
+        return []
+    return client.run(*APPLY_ARGS, *options, "-f", "-", stdin_text="---".join(manifests)).splitlines()
 
 
 def status(client: KubectlClient, job: ClusterJob) -> JobStatus:
