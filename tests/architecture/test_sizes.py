@@ -11,8 +11,9 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src"
 FILES = sorted(SOURCE.rglob("*.py"))
-LINE_BUDGET = 33_500
-"""Lines of the whole package. Who adds a capability raises it with the reason; who removes lines lowers it."""
+LINE_BUDGET = 33_710
+"""Lines of the whole package. Who adds a capability raises it with the reason; who removes lines lowers it.
++210: the operators' admission rules as data (cluster/admission.py)."""
 MAX_FILES = 140
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60

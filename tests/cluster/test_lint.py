@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cluster_jobs import cluster_job
+from modelwright.cluster.admission import ADMISSION_RULES, AdmissionRule
 from modelwright.cluster.documents import Manifest, load_manifests, parse_manifests
 from modelwright.cluster.lint import LintFinding, lint
 from modelwright.cluster.manifests import JobKind, documents, render
@@ -232,3 +233,51 @@ def test_junk_in_any_field_is_reported_and_never_a_crash(target: JobKind) -> Non
                 lint(stream)
                 tried += 1
     assert tried > 100
+
+
+def with_value(node: Any, parts: list[str], value: Any) -> Any:
+    """A copy of a document with a value at a rule's path: a first item or key where the path has a *."""
+    if not parts:
+        return value
+    part, rest = parts[0], parts[1:]
+    if part == "KEYS":
+        return {**(node or {}), value: "text"}
+    if part.isdigit() or (part == "*" and (isinstance(node, list) or not isinstance(node, dict))):
+        items = list(node or [None])
+        return [with_value(items[0] if items else None, rest, value), *items[1:]]
+    key = next(iter(node), "key") if part == "*" else part
+    return {**(node or {}), key: with_value((node or {}).get(key), rest, value)}
+
+
+@pytest.mark.parametrize("rule", ADMISSION_RULES, ids=lambda rule: f"{rule.kind} {rule.path}")
+def test_every_rule_of_the_operators_refuses_its_example_and_names_its_source(rule: AdmissionRule) -> None:
+    bodies = documents(cluster_job("survival", "pytorchjob" if rule.kind == "PyTorchJob" else "trainjob"))
+    kind = {"Any": "ConfigMap", "Pod": "TrainingRuntime"}.get(rule.kind, rule.kind)
+    path = f"{NODE.replace('[0]', '/0').replace('.', '/')}/{rule.path}" if rule.kind == "Pod" else rule.path
+    number = next(i for i, body in enumerate(bodies) if body["kind"] == kind)
+    assert re.search(r"\d+\.\d+.*, \S", rule.source), "product, version, function"
+    before = lint([Manifest("job.yaml", body, 1) for body in bodies])
+    assert not [finding for finding in before if finding.is_error]
+    bodies[number] = with_value(bodies[number], path.split("/"), rule.refused)
+    findings = lint([Manifest("job.yaml", body, 1) for body in bodies])
+    assert [finding for finding in findings if finding.is_error and rule.source in finding.message]
+
+
+def test_a_job_name_leaves_room_for_the_names_of_its_pods() -> None:
+    text = sound("trainjob").replace("name: quickstart\n", f"name: {'q' * 50}\n")
+    assert any("at most 48: its pods are called qqq…-node-0-3-abcde" in str(finding) for finding in errors_in(text))
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["Kueue 0.17 and later wants Trainer 2.2", "the Kubeflow SDK's list_jobs fails in this namespace"],
+)
+def test_notes_about_other_programs_do_not_fail_the_check(words: str) -> None:
+    stream = sound("trainjob").replace("    trainer.kubeflow.org/framework: torch\n", "")
+    notes = [str(finding) for finding in lint(parse_manifests(stream, "job.yaml")) if not finding.is_error]
+    assert any(words in note for note in notes)
+
+
+def test_the_rendered_runtime_names_its_framework_for_the_kubeflow_sdk() -> None:
+    runtime = next(body for body in documents(cluster_job("lyrics", "trainjob")) if body["kind"] == "TrainingRuntime")
+    assert runtime["metadata"]["labels"]["trainer.kubeflow.org/framework"] == "torch"

@@ -8,16 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from modelwright.cluster.admission import ADMISSION_RULES, ANCESTOR_LABEL, DNS_1035, select
 from modelwright.cluster.documents import GPU, FieldPath, Manifest, ManifestSet, PodTemplate, get_field, get_items
 from modelwright.cluster.schema import SCHEMAS, format_path, validate
 from modelwright.errors import Problem, contains_secret, is_secret_name
 from modelwright.recipe.sections import QUANTITY_RE, quantity_to_bytes
 
 JOB_KINDS = ("PyTorchJob", "TrainJob")
-JOB_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-MAX_JOB_NAME = 52
-"""Pod names add `-worker-10` or `-node-0-0` to it, and a DNS label has at most 63 characters."""
+MAX_LABEL = 63
+"""Characters of a DNS label, and so of a pod's name."""
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+FRAMEWORK_LABEL = "trainer.kubeflow.org/framework"
 OVERRIDE_FIELDS = {
     "podSpecOverrides": "Trainer 2.0",
     "podTemplateOverrides": "Trainer 2.1 (OpenShift AI 3.2 to 3.5)",
@@ -62,9 +63,11 @@ def lint(manifests: Sequence[Manifest]) -> list[LintFinding]:
     manifest_set = ManifestSet(tuple(valid))
     rule_findings: list[LintFinding] = []
     for manifest in valid:
+        rule_findings += _admission(manifest, manifest.kind, ())
         for document_rule in (*DOCUMENT_RULES.get(manifest.kind, ()), _namespace):
             rule_findings += document_rule(manifest_set, manifest)
     for template in manifest_set.pod_templates:
+        rule_findings += _admission(template.manifest, "Pod", template.path)
         for pod_rule in POD_RULES:
             rule_findings += pod_rule(manifest_set, template)
     if not any(manifest.kind in JOB_KINDS for manifest in manifests):
@@ -110,6 +113,18 @@ def _schema_mismatches(manifest: Manifest) -> Iterator[tuple[FieldPath, str]]:
     yield from validate(manifest.body, schema)
 
 
+def _admission(manifest: Manifest, kind: str, base: FieldPath) -> Findings:
+    """What the API server and the operators refuse beyond their schemas."""
+    body = get_field(manifest.body, *base)
+    for rule in ADMISSION_RULES:
+        if rule.kind == kind or (rule.kind == "Any" and not base):
+            for path, value in select(body, rule.path):
+                if not rule.accepts(value):
+                    is_text = isinstance(value, str | int) and value != path[-1]
+                    problem = f" is {value!r}; it wants" if is_text else ": it wants"
+                    yield _finding(manifest, (*base, *path), f"{problem} {rule.wants} ({rule.source})")
+
+
 def _namespace(manifest_set: ManifestSet, manifest: Manifest) -> Findings:
     path = ("metadata", "namespace")
     namespace = get_field(manifest.body, *path)
@@ -122,14 +137,18 @@ def _namespace(manifest_set: ManifestSet, manifest: Manifest) -> Findings:
 
 
 def _job_name(manifest_set: ManifestSet, manifest: Manifest) -> Findings:
+    """Trainer 2.3.0, rule of TrainJob; training-operator 1.9.4, validatePyTorchJob; JobSet 0.12.0, ValidateCreate."""
     path, name = ("metadata", "name"), manifest.name
+    num_nodes = max((template.num_nodes for template in manifest_set.pod_templates), default=1)
+    suffix = f"-node-0-{num_nodes - 1}-abcde" if manifest.kind == "TrainJob" else f"-worker-{num_nodes - 1}"
+    longest = MAX_LABEL - len(suffix)
     if not name:
         yield _finding(manifest, path, " is missing; it wants a name such as my-job")
-    elif not JOB_NAME.fullmatch(name):
+    elif not re.fullmatch(DNS_1035, name):
         wants = "it wants a lower-case letter first, then letters, digits and dashes"
         yield _finding(manifest, path, f" is {name!r}; {wants}")
-    elif len(name) > MAX_JOB_NAME:
-        wants = f"it wants at most {MAX_JOB_NAME}, since the pods' names are longer"
+    elif len(name) > longest:
+        wants = f"it wants at most {longest}: its pods are called {name[:3]}…{suffix}, with {MAX_LABEL} at most"
         yield _finding(manifest, path, f" has {len(name)} characters; {wants}")
 
 
@@ -141,6 +160,10 @@ def _queue(manifest_set: ManifestSet, manifest: Manifest) -> Findings:
     elif QUEUE_LABEL not in (get_field(metadata, "labels") or {}):
         note = f".labels has no {QUEUE_LABEL}; without it the job does not appear under workload metrics"
         yield _finding(manifest, ("metadata",), note, is_error=False)
+    elif manifest.kind == "TrainJob":
+        note = "OpenShift AI up to 3.5 ships Trainer 2.1: with a newer Kueue there, use a PyTorchJob"
+        label: FieldPath = ("metadata", "labels", QUEUE_LABEL)
+        yield _finding(manifest, label, f": Kueue 0.17 and later wants Trainer 2.2 or later; {note}", is_error=False)
     path = ("spec", "suspend") if manifest.kind == "TrainJob" else ("spec", "runPolicy", "suspend")
     if get_field(manifest.body, *path) is True:
         wants = "leave it out: Kueue sets it, and without Kueue the job waits for ever"
@@ -155,6 +178,7 @@ def _metrics_annotation(manifest_set: ManifestSet, manifest: Manifest) -> Findin
 
 
 def _replicas(manifest_set: ManifestSet, manifest: Manifest) -> Findings:
+    """training-operator 1.9.4, validatePyTorchReplicaSpecs."""
     base: FieldPath = ("spec", "pytorchReplicaSpecs")
     specs = get_field(manifest.body, *base)
     if not isinstance(specs, dict):
@@ -244,9 +268,9 @@ def _runtime(manifest_set: ManifestSet, manifest: Manifest) -> Findings:
     jobs = get_field(manifest.body, *base)
     for index, job in enumerate(jobs if isinstance(jobs, list) else ()):
         path: FieldPath = (*base, index, "template")
-        step = get_field(job, "template", "metadata", "labels", "trainer.kubeflow.org/trainjob-ancestor-step")
+        step = get_field(job, "template", "metadata", "labels", ANCESTOR_LABEL)
         if get_field(job, "name") == "node" and step != "trainer":
-            wants = "trainer.kubeflow.org/trainjob-ancestor-step: trainer, or the job's settings do not reach it"
+            wants = f"{ANCESTOR_LABEL}: trainer, or the job's settings do not reach it"
             yield _finding(manifest, path, f".metadata.labels does not mark the trainer; it wants {wants}")
         policy = get_field(job, "template", "spec", "template", "spec", "restartPolicy")
         if get_field(job, "template", "spec", "podFailurePolicy") and policy != "Never":
@@ -254,6 +278,9 @@ def _runtime(manifest_set: ManifestSet, manifest: Manifest) -> Findings:
             yield _finding(manifest, path, f" is {policy}; podFailurePolicy wants Never")
     if isinstance(jobs, list) and not any(get_field(job, "name") == "node" for job in jobs):
         yield _finding(manifest, base, " has none called node; the trainer's job must be called so")
+    if not get_field(manifest.body, "metadata", "labels", FRAMEWORK_LABEL):
+        note = f".labels has no {FRAMEWORK_LABEL}; without it the Kubeflow SDK's list_jobs fails in this namespace"
+        yield _finding(manifest, ("metadata",), f"{note}; it wants torch", is_error=False)
 
 
 def _claim(manifest_set: ManifestSet, manifest: Manifest) -> Findings:

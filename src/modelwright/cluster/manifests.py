@@ -17,8 +17,8 @@ from modelwright.recipe.sections import ClusterConfig, VolumeConfig
 from modelwright.runs import journal
 
 JobKind = Literal["trainjob", "pytorchjob"]
-MAX_JOB_NAME = 48
-"""Characters of a job's name: pods add `-node-0-0` to it, and names end at 63."""
+MAX_JOB_NAME = 46
+"""Characters of a job's name: JobSet adds up to `-node-0-999-abcde` to it, and a pod's name has at most 63."""
 DEFAULT_GRACE_PERIOD = 120
 """Seconds for a last checkpoint where no save was measured."""
 NON_RETRYABLE_EXIT_CODES = (2, 3, 76, 77)
@@ -145,10 +145,11 @@ def _train_job(job: ClusterJob) -> list[Document]:
             },
         },
     }
-    rule = {"name": "non-retryable", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    rule = {"name": "nonRetryable", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     jobset = {"failurePolicy": {"maxRestarts": cluster.max_restarts, "rules": [rule]}, "replicatedJobs": [node]}
     version = "trainer.kubeflow.org/v1alpha1"
-    runtime = _document(job, version, "TrainingRuntime", job.name) | {
+    framework = {"trainer.kubeflow.org/framework": "torch"}  # the Kubeflow SDK's list_jobs fails without it
+    runtime = _document(job, version, "TrainingRuntime", job.name, labels=framework) | {
         "spec": {"mlPolicy": {"numNodes": cluster.nodes, "torch": {}}, "template": {"spec": jobset}}
     }
     trainer: dict[str, Any] = {
