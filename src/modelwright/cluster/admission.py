@@ -55,7 +55,7 @@ def select(node: Any, path: str) -> Iterator[tuple[FieldPath, Any]]:
     for key in keys:
         if (value := get_field(node, key)) is not None:
             fields = select(value, rest) if rest else [((), value)]
-            yield from (((key, *below), found) for below, found in fields)
+            yield from (((key, *below), item) for below, item in fields)
 
 
 def _matches(pattern: str, longest: int) -> Callable[[Any], bool]:
