@@ -323,9 +323,9 @@ def _compiled_adamw() -> AbstractContextManager[Any]:
 
 
 def _torch_grad_norm() -> AbstractContextManager[Any]:
-    from modelwright.engine import adamw_triton, bf16_adamw
+    from modelwright.engine import adamw_triton, optimizer
 
-    return patch.object(adamw_triton, "GradNormKernel", lambda grads: partial(bf16_adamw.total_grad_norm, grads))
+    return patch.object(adamw_triton, "GradNormKernel", lambda grads: partial(optimizer.total_grad_norm, grads))
 
 
 def _one_kernel_for_all() -> AbstractContextManager[Any]:
@@ -343,7 +343,7 @@ def _skipped_by_host() -> AbstractContextManager[Any]:
 
     def without(self: Any, *args: Any) -> None:
         init(self, *args)
-        self._skipping_optimizer = None
+        self._skips_on_device = False
 
     return patch.object(Engine, "__init__", without)
 

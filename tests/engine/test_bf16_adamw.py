@@ -13,15 +13,8 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from modelwright.engine.bf16_adamw import (
-    PARAM_REMAINDER,
-    VECTOR_BYTES,
-    BF16AdamW,
-    build_pointer_table,
-    join_fp32_master,
-    split_fp32_master,
-    to_bf16_with_remainders,
-)
+from modelwright.engine.bf16_adamw import VECTOR_BYTES, BF16AdamW, build_pointer_table
+from modelwright.engine.precision import PARAM_REMAINDER, join_fp32_master, split_fp32_master, to_bf16_with_remainders
 from modelwright.errors import UsageError
 from modelwright.plan.hardware import DeviceInfo
 from modelwright.plan.stage import plan_stage
@@ -81,7 +74,7 @@ def test_a_gradient_that_is_too_long_is_read_shortened() -> None:
             lr=1e-3, betas=(0.9, 0.999), eps=1.0,
         )  # fmt: skip
         weight.grad = torch.full((4,), 2.0 if max_norm == 1.0 else 0.5).bfloat16()
-        assert float(optimizer.set_clip_factor(max_norm)) == pytest.approx(4.0 if max_norm == 1.0 else 1.0)
+        assert float(optimizer.clip_grad_norm(max_norm)) == pytest.approx(4.0 if max_norm == 1.0 else 1.0)
         optimizer.step()
         assert float(weight.grad[0]) == (2.0 if max_norm == 1.0 else 0.5), "the gradient itself stays as it is"
         ends.append(join_fp32_master(weight.data, optimizer.state[weight][PARAM_REMAINDER]))
@@ -102,7 +95,7 @@ def weights_and_optimizer(*sizes: int) -> tuple[list[nn.Parameter], BF16AdamW]:
 
 def test_a_step_that_was_got_ready_reads_the_gradients_that_came_since() -> None:
     (first, second, third), optimizer = weights_and_optimizer(4, 4, 4)
-    optimizer.set_clip_factor(10.0)
+    optimizer.clip_grad_norm(10.0)
     first.grad, second.grad = -torch.ones_like(first), None
     optimizer.step()
     assert [float(weight.detach()[0]) for weight in (first, second, third)] == pytest.approx([1.1, 1.0, 0.9], abs=0.01)
@@ -114,16 +107,16 @@ def test_gradients_of_which_copies_are_read_are_refused_by_every_recording() -> 
     for _ in range(2):
         with pytest.raises(RuntimeError, match="copies"):
             optimizer.prepare_step(static_grads=True)
-        optimizer.set_clip_factor(10.0)
+        optimizer.clip_grad_norm(10.0)
     weight.grad = torch.ones_like(weight)
-    optimizer.set_clip_factor(10.0)
+    optimizer.clip_grad_norm(10.0)
     assert optimizer.prepare_step(static_grads=True).static_grads and optimizer.prepare_step().static_grads
 
 
 def test_a_step_that_was_got_ready_and_skipped_keeps_no_gradients() -> None:
     (weight,), optimizer = weights_and_optimizer(4)
     gradient = weakref.ref(weight.grad)
-    optimizer.set_clip_factor(10.0)
+    optimizer.clip_grad_norm(10.0)
     optimizer.zero_grad()
     assert gradient() is None
     optimizer.step()
@@ -135,7 +128,7 @@ def test_a_step_that_is_to_stay_moves_nothing_and_is_not_counted() -> None:
     for bad in (False, True, False):
         before = [join_fp32_master(each.data, optimizer.state[each][PARAM_REMAINDER]) for each in (weight, other)]
         moments = {name: optimizer.state[weight][name].clone() for name in ("exp_avg", "exp_avg_sq", "step")}
-        optimizer.set_clip_factor(10.0)
+        optimizer.clip_grad_norm(10.0)
         optimizer.skip_step_if(torch.tensor(bad))
         optimizer.step()
         after = [join_fp32_master(each.data, optimizer.state[each][PARAM_REMAINDER]) for each in (weight, other)]
@@ -146,10 +139,10 @@ def test_a_step_that_is_to_stay_moves_nothing_and_is_not_counted() -> None:
 
 def test_moments_that_a_restart_has_replaced_are_read() -> None:
     (weight, other), optimizer = weights_and_optimizer(4, 4)
-    optimizer.set_clip_factor(10.0)
+    optimizer.clip_grad_norm(10.0)
     optimizer.step()
     optimizer.state[weight]["exp_avg"] = torch.full((4,), -1e3)
-    optimizer.set_clip_factor(10.0)
+    optimizer.clip_grad_norm(10.0)
     optimizer.step()
     assert float(weight.detach()[0]) > 2 > 1 > float(other.detach()[0])
     assert float(optimizer.state[weight]["exp_avg"][0]) == pytest.approx(-900, abs=1)
@@ -162,11 +155,11 @@ def test_every_number_of_many_tensors_is_moved_by_one_program(sizes: tuple[int, 
         for size in sizes
         for twice in [(torch.zeros(size), torch.zeros(size))]
     ]
-    table = build_pointer_table(tensors, 1024)
-    assert table.pointers.shape == (len(sizes), 7) and table.alignment == aligned
+    pointers, block_owner, alignment = build_pointer_table(tensors, 1024)
+    assert pointers.shape == (len(sizes), 7) and alignment == aligned
     moved = [torch.zeros(size, dtype=torch.int64) for size in sizes]
-    for program, owner in enumerate(table.block_owner.tolist()):
-        *addresses, count, begins = table.pointers[owner].tolist()
+    for program, owner in enumerate(block_owner.tolist()):
+        *addresses, count, begins = pointers[owner].tolist()
         assert addresses == [part.data_ptr() for part in tensors[owner]] and count == sizes[owner]
         start = (program - begins) * 1024
         assert 0 <= start < count

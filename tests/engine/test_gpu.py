@@ -20,8 +20,9 @@ import torch._dynamo.utils
 from benchmarks import speed, workloads
 from benchmarks.common import free_device
 from modelwright.engine import precision
-from modelwright.engine.bf16_adamw import PARAM_REMAINDER, BF16AdamW, join_fp32_master, split_fp32_master
+from modelwright.engine.bf16_adamw import BF16AdamW
 from modelwright.engine.cuda_graphs import GraphedCallable
+from modelwright.engine.precision import PARAM_REMAINDER, join_fp32_master, split_fp32_master
 from modelwright.engine.trainer import Engine
 from modelwright.errors import Interrupted
 from modelwright.models import attention, pretrained
@@ -258,13 +259,13 @@ def test_the_kernel_moves_weights_as_the_formula_does(mean: torch.dtype, odd: in
             for weight, gradient in zip(weights, args, strict=True):
                 weight.grad = gradient.to(device)
             weights[7].grad = weights[7].grad if step % 2 else None
-            assert float(optimizer.set_clip_factor(1500.0)) == pytest.approx(grad_norm(grads_of(weights)), rel=1e-4)
+            assert float(optimizer.clip_grad_norm(1500.0)) == pytest.approx(grad_norm(grads_of(weights)), rel=1e-4)
             if step == 2:
                 before = [weight.detach().clone() for weight in weights]
                 optimizer.skip_step_if(torch.tensor(True, device=device))
                 optimizer.step()
                 assert all(torch.equal(weight, was) for weight, was in zip(weights, before, strict=True))
-                optimizer.set_clip_factor(1500.0)
+                optimizer.clip_grad_norm(1500.0)
             if step == 1:  # as by a restart
                 weights[3].data = weights[3].data.clone()
                 optimizer.state[weights[4]]["exp_avg"] = optimizer.state[weights[4]]["exp_avg"] * 2

@@ -213,6 +213,29 @@ def test_numbers_stay_as_written() -> None:
     assert [to_flow_style(node) for node in nodes] == numbers
 
 
+@pytest.mark.parametrize(
+    ("name", "optim", "settings", "note"),
+    [
+        ("adamw_torch_fused", "adamw_torch", {}, ""),
+        ("paged_adamw_8bit", "adamw_torch", {}, "adamw_torch is written; exp_avg_dtype: bf16 saves memory"),
+        ("adafactor", "adamw_torch", {}, "there are adamw_torch, sgd; adamw_torch is written"),
+        ("sgd", "sgd", {"momentum": 0}, ""),
+    ],
+)
+def test_an_optimizer_is_converted_by_its_name_with_the_other_tools_defaults(
+    tmp_path: Path, name: str, optim: str, settings: dict[str, float], note: str
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"model_name_or_path: m\ndataset_name: d\noptim: {name}\n", encoding="utf-8")
+    converted = convert_config(path)
+    stage = converted.recipe.stages["sft"]
+    assert stage.optim == optim
+    written = {"momentum": stage.momentum, "adam_beta2": stage.adam_beta2}
+    assert written == {"momentum": 0.9, "adam_beta2": 0.999, **settings}
+    notes = [each.advice for each in converted.unconverted if each.key == "optim"]
+    assert len(notes) == bool(note) and note in "".join(notes)
+
+
 def test_turns_of_sharegpt_are_read_as_ours() -> None:
     turns = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}]
     conversations = rows_to_conversations(

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from modelwright.engine.memory_profiler import MemoryProfiler
+from modelwright.engine.optimizer import build_optimizer
 from modelwright.models import trainable
 from modelwright.plan.hardware import probe_device
 from modelwright.recipe.load import load
+from modelwright.recipe.stage_specs import SftConfig
 from modelwright.stages import pipeline, planning
 from tests.faults.fork_server import events_of
 from tiny import tiny_recipe
@@ -65,7 +67,7 @@ def test_without_decoder_layers_gradient_checkpointing_is_full(
 
 def test_the_profile_counts_what_a_step_holds() -> None:
     layer = torch.nn.Linear(256, 256, bias=False)
-    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+    optimizer = build_optimizer(dict(layer.named_parameters()), SftConfig())
     layer(torch.ones(4, 256)).sum().backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

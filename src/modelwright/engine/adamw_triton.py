@@ -153,9 +153,8 @@ def _table_on_device(
     """Number of programs, the pointer table on the device, and the alignment of its addresses."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("the pointer table must be built before CUDA graph capture")
-    table, device = build_pointer_table(tensors, block), tensors[0][0].device
-    on_device = to_device(table.pointers, device), to_device(table.block_owner, device)
-    return (len(table.block_owner),), on_device, table.alignment
+    (pointers, block_owner, alignment), device = build_pointer_table(tensors, block), tensors[0][0].device
+    return (len(block_owner),), (to_device(pointers, device), to_device(block_owner, device)), alignment
 
 
 def _launch_singles(tensors: Sequence[AdamWTensors], scalars: StepScalars, hyperparameters: Hyperparameters) -> None:

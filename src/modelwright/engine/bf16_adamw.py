@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from modelwright.engine.parallel import full_tensor
+from modelwright.engine.optimizer import TrainerOptimizer, total_grad_norm
+from modelwright.engine.parallel import local_shard
+from modelwright.engine.precision import PARAM_REMAINDER, join_fp32_master, split_fp32_master
 
 AdamWTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """Weight, gradient, remainder, exp_avg and exp_avg_sq of one parameter, all of one shape."""
@@ -25,63 +26,24 @@ VECTOR_BYTES = 16
 """Vector width of a load, used where all addresses and sizes are multiples of it."""
 
 
-@dataclass(frozen=True)
-class PointerTable:
-    """Addresses and sizes of many tensors for one kernel (multi-tensor apply)."""
+def build_pointer_table(tensors: Sequence[tuple[Tensor, ...]], block: int) -> tuple[Tensor, Tensor, int]:
+    """Addresses and sizes of groups of tensors for one kernel (multi-tensor apply) whose programs handle a block each.
 
-    pointers: Tensor
-    """[tensors, columns] int64: addresses, number of elements, first program of each tensor."""
-    block_owner: Tensor
-    """[programs] int32: the tensor whose block a program handles."""
-    alignment: int
-    """Common divisor of all addresses and sizes: VECTOR_BYTES or 1."""
-
-
-def build_pointer_table(tensors: Sequence[tuple[Tensor, ...]], block: int) -> PointerTable:
-    """Pointer table of groups of tensors; each program handles one block of elements."""
+    Returns [tensors, columns] int64: addresses, number of elements, first program of each tensor; [programs] int32: the
+    tensor whose block a program handles; the common divisor of all addresses and sizes: VECTOR_BYTES or 1.
+    """
     counts = np.array([group[0].numel() for group in tensors])
     programs = -(-counts // block)
     addresses = np.array([tensor.data_ptr() for group in tensors for tensor in group]).reshape(len(tensors), -1)
     pointers = np.column_stack((addresses, counts, programs.cumsum() - programs))
     block_owner = np.repeat(np.arange(len(tensors), dtype=np.int32), programs)
     alignment = 1 if (pointers[:, :-1] % VECTOR_BYTES).any() else VECTOR_BYTES
-    return PointerTable(torch.from_numpy(pointers), torch.from_numpy(block_owner), alignment)
+    return torch.from_numpy(pointers), torch.from_numpy(block_owner), alignment
 
 
 UpdateFn = Callable[[StepScalars, Hyperparameters], None]
 SKIPPED = -1.0
 """The clip factor of a skipped step."""
-PARAM_REMAINDER = "param_remainder"
-"""State key of the 16 bits that rounding an fp32 master weight to bf16 drops."""
-
-
-def split_fp32_master(master: Tensor) -> tuple[Tensor, Tensor]:
-    """An fp32 tensor as the nearest bf16 and a signed 16-bit remainder: bf16, int16.
-
-    Ties round away from zero: a tie rounded down to even would leave 32768, one more than int16 holds.
-    """
-    bits = master.float().contiguous().view(torch.int32)
-    high = (bits + 0x8000) >> 16
-    return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
-
-
-def join_fp32_master(high: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 tensor that `split_fp32_master` split."""
-    bits = (high.contiguous().view(torch.int16).to(torch.int32) << 16) + remainder.to(torch.int32)
-    return bits.view(torch.float32)
-
-
-def to_bf16_with_remainders(module: nn.Module) -> dict[str, Tensor]:
-    """Convert a module's fp32 parameters to bf16; returns the remainders of the trainable ones, by name."""
-    remainders: dict[str, Tensor] = {}
-    for name, weight in module.named_parameters():
-        if weight.dtype is not torch.float32:
-            continue
-        if not weight.requires_grad:
-            weight.data = weight.data.to(torch.bfloat16)
-            continue
-        weight.data, remainders[name] = split_fp32_master(weight.data.contiguous())
-    return remainders
 
 
 class PreparedStep(NamedTuple):
@@ -95,15 +57,13 @@ class PreparedStep(NamedTuple):
     """Whether the gradients stay at the same addresses, so that a CUDA graph can replay the step."""
 
 
-class BF16AdamW(torch.optim.Optimizer):
+class BF16AdamW(TrainerOptimizer):
     """AdamW over bf16 parameters with exact fp32 masters; a bf16 exp_avg saves 2 bytes per parameter at no loss."""
 
+    can_skip_on_device = True
+
     def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        param_remainders: dict[Tensor, Tensor],
-        exp_avg_dtype: torch.dtype,
-        **defaults: Any,
+        self, groups: list[Any], param_remainders: dict[Tensor, Tensor], exp_avg_dtype: torch.dtype, **defaults: Any
     ) -> None:
         super().__init__(groups, defaults)
         device = self.param_groups[0]["params"][0].device
@@ -120,8 +80,8 @@ class BF16AdamW(torch.optim.Optimizer):
                 }
 
     @torch.no_grad()
-    def set_clip_factor(self, max_norm: float) -> Tensor:
-        """Clip to this norm by scaling gradients as the step reads them; returns the norm, and prepares the step."""
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Clip by scaling gradients as the step reads them, which saves a pass; returns the norm, prepares the step."""
         grad_norm = self.prepare_step().grad_norm()
         self._clip_factor.copy_((max_norm / (grad_norm + 1e-6)).clamp(max=1.0))
         return grad_norm
@@ -191,14 +151,8 @@ class BF16AdamW(torch.optim.Optimizer):
         state = self.state[weight]
         state["step"] = step_count  # one shared count, also after a checkpoint loaded one per parameter
         assert weight.grad is not None
-        state_tensors = (_local(state[PARAM_REMAINDER]), _local(state["exp_avg"]), _local(state["exp_avg_sq"]))
-        return _local(weight), _local(weight.grad).contiguous(), *state_tensors
-
-
-def total_grad_norm(gradients: list[Tensor]) -> Tensor:
-    """L2 norm of all gradients together, computed in fp32; a collective for DTensors, so every rank must call it."""
-    parts = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-    return full_tensor(torch.linalg.vector_norm(torch.stack(parts)))
+        remainder, exp_avg, exp_avg_sq = (local_shard(state[key]) for key in (PARAM_REMAINDER, "exp_avg", "exp_avg_sq"))
+        return local_shard(weight), local_shard(weight.grad).contiguous(), remainder, exp_avg, exp_avg_sq
 
 
 def _adamw_update_all(params: Iterable[AdamWTensors], scalars: StepScalars, hyperparameters: Hyperparameters) -> None:
@@ -224,9 +178,3 @@ def _adamw_update(
     high, new_remainder = split_fp32_master(master)
     weight.copy_(high)
     remainder.copy_(new_remainder)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The local shard of a DTensor."""
-    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local

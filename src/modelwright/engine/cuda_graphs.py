@@ -36,9 +36,6 @@ class GraphedCallable:
         self.last_graph: Signature | None = None
         """Signature of the last replayed graph; None if the last call ran eagerly."""
 
-    def __call__(self, **inputs: Tensor) -> Tensor:
-        return self.call_after((), **inputs)
-
     def call_after(self, previous: Signature | None, **inputs: Tensor) -> Tensor:
         """Call after the graph `previous`, whose output memory is read; after an eager call (None) run eagerly."""
         shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in inputs.items())

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from modelwright.engine.optimizer import TrainerOptimizer
+
 TIMELINE_POINTS = 240
 """Points of the timeline."""
 
@@ -99,11 +101,10 @@ class _AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class MemoryProfiler:
     """Profiles one step of a module and its optimizer."""
 
-    def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, module: torch.nn.Module, optimizer: TrainerOptimizer) -> None:
         self._module, self._optimizer = module, optimizer
         self._weights, self._buffers = list(module.parameters()), list(module.buffers())
-        states = (value for state in optimizer.state.values() for value in state.values())
-        self._states = [value for value in states if isinstance(value, Tensor)]
+        self._states = list(optimizer.state_tensors().values())
         self._gradients = [weight.grad for weight in self._weights if weight.grad is not None]
         self.log = AllocationLog(baseline={
             "weights": _bytes(self._weights), "optimizer": _bytes(self._states), "buffers": _bytes(self._buffers),

@@ -3,67 +3,115 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from modelwright.engine.bf16_adamw import BF16AdamW, total_grad_norm
-from modelwright.engine.parallel import full_tensor
+from modelwright.engine.parallel import distribute_like, full_tensor
+from modelwright.engine.precision import PARAM_REMAINDER
 from modelwright.plan.stage import StagePlan
-from modelwright.recipe.stage_specs import OptimizerConfig
+from modelwright.recipe.stage_specs import OPTIMIZERS, OptimizerConfig, OptimizerSpec
 
 LrSchedule = Callable[[int], float]
 ONE_CYCLE_START, ONE_CYCLE_END = 0.04, 0.001
 """First and last factor of a one_cycle schedule: linear warm-up, cosine decay."""
 
 
+class TrainerOptimizer(torch.optim.Optimizer):
+    """What the loop, the checkpoint and the memory profiler ask of an optimizer; a torch optimizer adds `step`."""
+
+    can_skip_on_device: ClassVar[bool] = False
+    """Whether `skip_step_if` works: a step decided on the device need not wait for the host."""
+    spec: OptimizerSpec
+    """What recipe and planner know of it."""
+    named_params: Mapping[str, Tensor]
+    """Trained parameters in the order of the module, in which the gradient norm is summed."""
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Clip the gradients to a norm, or set the factor by which the step reads them; returns the norm before."""
+        if math.isinf(max_norm):
+            return total_grad_norm([param.grad for param in self.named_params.values() if param.grad is not None])
+        return full_tensor(clip_grad_norm_(self.named_params.values(), max_norm))
+
+    def skip_step_if(self, is_bad_step: Tensor) -> None:
+        """Skip the next step if this is true, decided on the device without waiting for the host."""
+        raise NotImplementedError
+
+    def prepare_step(self, static_grads: bool = False) -> object:
+        """Prepare the next step; static_grads: a CUDA graph will replay it, and must keep the result alive."""
+        return None
+
+    def make_capturable(self, device: torch.device) -> None:
+        """Let a CUDA graph replay the step: the learning rate becomes a tensor that a captured step reads."""
+        for group in self.param_groups:
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
+            group["capturable"] = True
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set the learning rate of the next step."""
+        for group in self.param_groups:
+            group["lr"] = group["lr"].fill_(learning_rate) if isinstance(group["lr"], Tensor) else learning_rate
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The state of every parameter, named `parameter.key` as in a checkpoint."""
+        states = ((name, self.state.get(param, {})) for name, param in self.named_params.items())
+        return {f"{name}.{key}": value for name, state in states for key, value in state.items()}
+
+    def load_state_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Restore the state of a checkpoint, sharded as the parameters are."""
+        self.state.clear()
+        for name, tensor in tensors:
+            param_name, key = name.rsplit(".", 1)
+            param = self.named_params[param_name]
+            # a fused optimizer counts steps on the parameter's device
+            self.state[param][key] = tensor.to(param.device) if key == "step" else distribute_like(tensor, param)
+        keys = {key for state in self.state.values() for key in state} - {PARAM_REMAINDER, "step"}
+        if keys and keys != {*self.spec.state}:
+            raise ValueError(f"another optimizer wrote it, with {', '.join(sorted(keys))}")
+
+
+class FusedAdamW(TrainerOptimizer, torch.optim.AdamW):
+    """torch's AdamW over fp32 parameters."""
+
+
+class FusedSGD(TrainerOptimizer, torch.optim.SGD):
+    """torch's SGD with Nesterov momentum."""
+
+
 def build_optimizer(
-    module: nn.Module, settings: OptimizerConfig, param_remainders: dict[Tensor, Tensor] | None = None
-) -> torch.optim.Optimizer:
-    """The optimizer over the trainable parameters, BF16AdamW given remainders; no weight decay for norms and biases."""
-    trainable = [weight for weight in module.parameters() if weight.requires_grad]
-    groups = [
-        {"params": [weight for weight in trainable if weight.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [weight for weight in trainable if weight.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    named_params: Mapping[str, Tensor], settings: OptimizerConfig, remainders: dict[str, Tensor] | None = None
+) -> TrainerOptimizer:
+    """The optimizer over the trained parameters, in bf16 if given remainders; no weight decay for norms and biases."""
+    matrices = [param for param in named_params.values() if param.ndim >= 2]
+    vectors = [param for param in named_params.values() if param.ndim < 2]
+    groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": settings.weight_decay}] if matrices else []
+    groups += [{"params": vectors, "weight_decay": 0.0}] if vectors else []
+    options: dict[str, Any] = {"lr": settings.learning_rate, "betas": (settings.adam_beta1, settings.adam_beta2)}
+    optimizer: TrainerOptimizer
     if settings.optim == "sgd":
         nesterov = settings.momentum > 0
-        return torch.optim.SGD(groups, settings.learning_rate, settings.momentum, nesterov=nesterov, fused=True)
-    betas = (settings.adam_beta1, settings.adam_beta2)
-    hyperparameters: dict[str, Any] = {"lr": settings.learning_rate, "betas": betas, "eps": settings.adam_epsilon}
-    if param_remainders is not None:
+        optimizer = FusedSGD(groups, settings.learning_rate, settings.momentum, nesterov=nesterov, fused=True)
+    elif remainders is None:
+        # fused on 2 CPU cores too: 0.14 s instead of 0.35 s for 135 M parameters, and 1 GB less at the peak
+        optimizer = FusedAdamW(groups, **options, eps=settings.adam_epsilon, fused=True)
+    else:
+        from modelwright.engine.bf16_adamw import BF16AdamW
+
+        sharded = {named_params[name]: distribute_like(value, named_params[name]) for name, value in remainders.items()}
         exp_avg_dtype = torch.bfloat16 if settings.exp_avg_dtype == "bf16" else torch.float32
-        return BF16AdamW(groups, param_remainders, exp_avg_dtype, **hyperparameters)
-    # fused on 2 CPU cores too: 0.14 s instead of 0.35 s for 135 M parameters, and 1 GB less at the peak
-    return torch.optim.AdamW(groups, **hyperparameters, fused=True)
+        optimizer = BF16AdamW(groups, sharded, exp_avg_dtype, **options, eps=settings.adam_epsilon)
+    optimizer.named_params, optimizer.spec = named_params, OPTIMIZERS[settings.optim]
+    return optimizer
 
 
-def clip_grad_norm(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], max_norm: float) -> Tensor:
-    """Clip the gradients; returns their norm. BF16AdamW scales them as it reads them, which saves a pass."""
-    if isinstance(optimizer, BF16AdamW):
-        return optimizer.set_clip_factor(max_norm)
-    if math.isinf(max_norm):
-        return total_grad_norm([weight.grad for weight in weights if weight.grad is not None])
-    return full_tensor(clip_grad_norm_(weights, max_norm))
-
-
-def prepare_step(optimizer: torch.optim.Optimizer) -> object:
-    """Build the kernel arguments of the next step for static gradients; the result must be kept alive."""
-    return optimizer.prepare_step(static_grads=True) if isinstance(optimizer, BF16AdamW) else None
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Set the learning rate of the next step."""
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):  # a captured step reads it from this tensor
-            group["lr"].fill_(learning_rate)
-        else:
-            group["lr"] = learning_rate
+def total_grad_norm(gradients: list[Tensor]) -> Tensor:
+    """L2 norm of all gradients together, computed in fp32; a collective for DTensors, so every rank must call it."""
+    parts = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+    return full_tensor(torch.linalg.vector_norm(torch.stack(parts)))
 
 
 def build_schedule(settings: OptimizerConfig, plan: StagePlan) -> LrSchedule:
@@ -71,36 +119,26 @@ def build_schedule(settings: OptimizerConfig, plan: StagePlan) -> LrSchedule:
     peak, warmup_steps, steps = plan.learning_rate, plan.warmup_steps, plan.steps
     decay_steps = max(1, steps - warmup_steps)
 
-    def linear(step: int) -> float:
-        return max(0.0, (steps - step) / decay_steps)
-
     def cosine(step: int) -> float:
         return max(0.0, 0.5 * (1.0 + math.cos(math.pi * (step - warmup_steps) / decay_steps)))
-
-    def constant(step: int) -> float:
-        return 1.0
 
     def stable_then_decay(step: int) -> float:
         remaining = (steps - step) / max(1, plan.decay_steps)
         return 0.5 * (1.0 - math.cos(math.pi * min(1.0, max(0.0, remaining))))
 
-    def one_cycle(step: int) -> float:
-        return ONE_CYCLE_END + (1.0 - ONE_CYCLE_END) * cosine(step)
-
-    schedules = {
-        "one_cycle": one_cycle,
-        "linear": linear,
+    schedules: dict[str, LrSchedule] = {
+        "one_cycle": lambda step: ONE_CYCLE_END + (1.0 - ONE_CYCLE_END) * cosine(step),
+        "linear": lambda step: max(0.0, (steps - step) / decay_steps),
         "cosine": cosine,
-        "constant": constant,
-        "constant_with_warmup": constant,
+        "constant": lambda step: 1.0,
+        "constant_with_warmup": lambda step: 1.0,
         "warmup_stable_decay": stable_then_decay,
     }
     schedule = schedules[settings.lr_scheduler_type]
-    has_warmup = settings.lr_scheduler_type != "constant"
     start_factor = ONE_CYCLE_START if settings.lr_scheduler_type == "one_cycle" else 0.0
 
     def learning_rate(step: int) -> float:
-        if has_warmup and step < warmup_steps:
+        if step < warmup_steps and settings.lr_scheduler_type != "constant":
             return peak * (start_factor + (1.0 - start_factor) * step / warmup_steps)
         return peak * schedule(step)
 
@@ -111,7 +149,6 @@ class EMA:
     """Exponential moving average of parameters and buffers; holds nothing if decay is 0."""
 
     def __init__(self, tensors: dict[str, Tensor], decay: float) -> None:
-
         self._decay = decay
         self._tensors = {name: tensor for name, tensor in tensors.items() if decay and tensor.is_floating_point()}
         self.shadow = {name: tensor.detach().float().clone() for name, tensor in self._tensors.items()}
@@ -132,13 +169,10 @@ class EMA:
         try:
             yield
         finally:
-            self._copy(weights)
-
-    def copy_to(self) -> None:
-        """Copy the average into the parameters."""
-        self._copy(self.shadow)
+            self.copy_to(weights)
 
     @torch.no_grad()
-    def _copy(self, values: dict[str, Tensor]) -> None:
-        for name, value in values.items():
+    def copy_to(self, values: dict[str, Tensor] | None = None) -> None:
+        """Copy the average, or other values, into the parameters."""
+        for name, value in (self.shadow if values is None else values).items():
             self._tensors[name].copy_(value)

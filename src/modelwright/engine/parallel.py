@@ -65,6 +65,11 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor()
 
 
+def local_shard(tensor: Tensor) -> Tensor:
+    """The local shard of a DTensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def distribute_like(full: Tensor, like: Tensor) -> Tensor:
     """A full tensor sharded and laid out in memory as another one, in its own dtype."""
     if isinstance(like, DTensor):

@@ -1,4 +1,4 @@
-"""Mixed precision: autocast, loss scaling, TF32 and FP8 linear layers."""
+"""Mixed precision: autocast, loss scaling, bf16 parameters with fp32 masters, TF32 and FP8 linear layers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class MixedPrecision:
         # mkldnn warns at length on CPUs without bf16; the plan chose the precision
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # advice; the plan chose
-        self._scaler = torch.amp.GradScaler(device.type, init_scale=2.0**14, enabled=name == "fp16")
+        self.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**14, enabled=name == "fp16")
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Context of a forward pass: autocast to the compute dtype, or the TF32 setting in fp32."""
@@ -48,7 +48,7 @@ class MixedPrecision:
     def backward(self, loss: Tensor) -> None:
         """Scale the loss if fp16, and run backward."""
         with self._tf32_context():
-            self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def _tf32_context(self) -> AbstractContextManager[Any]:
         """On a GPU in fp32: TF32 on or off for the whole process, so in backward threads and CUDA graph capture too."""
@@ -60,31 +60,41 @@ class MixedPrecision:
         """Matmul precision as a tag in cache fingerprints: values cached with another one are not reused."""
         return "tf32" if self.tf32 else f"fp8 {self._fp8_scaling}" if self.name == "fp8" else self.name
 
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Unscale the gradients before clipping (fp16)."""
-        self._scaler.unscale_(optimizer)
-
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Run the optimizer step, through the loss scaler with fp16."""
-        self._scaler.step(optimizer)
-
-    def update(self) -> None:
-        """Update the loss scale after a step."""
-        self._scaler.update()
-
     @property
     def can_lower_loss_scale(self) -> bool:
         """Whether a non-finite gradient may just mean that the loss scale is too large."""
-        return self._scaler.is_enabled() and self._scaler.get_scale() > 1.0
+        return self.scaler.is_enabled() and self.scaler.get_scale() > 1.0
 
-    def state_dict(self) -> dict[str, Any]:
-        """State of the loss scaler for a checkpoint."""
-        return self._scaler.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the loss scaler."""
-        if state:
-            self._scaler.load_state_dict(state)
+PARAM_REMAINDER = "param_remainder"
+"""State key of the 16 bits that rounding an fp32 master weight to bf16 drops."""
+
+
+def split_fp32_master(master: Tensor) -> tuple[Tensor, Tensor]:
+    """An fp32 tensor as the nearest bf16 and a signed 16-bit remainder: bf16, int16.
+
+    Ties round away from zero: a tie rounded down to even would leave 32768, one more than int16 holds.
+    """
+    bits = master.float().contiguous().view(torch.int32)
+    high = (bits + 0x8000) >> 16
+    return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
+
+
+def join_fp32_master(high: Tensor, remainder: Tensor) -> Tensor:
+    """The fp32 tensor that `split_fp32_master` split."""
+    bits = (high.contiguous().view(torch.int16).to(torch.int32) << 16) + remainder.to(torch.int32)
+    return bits.view(torch.float32)
+
+
+def to_bf16_with_remainders(module: nn.Module) -> dict[str, Tensor]:
+    """Convert a module's fp32 parameters to bf16; returns the remainders of the trainable ones, by name."""
+    remainders: dict[str, Tensor] = {}
+    for name, weight in module.named_parameters():
+        if weight.dtype is torch.float32 and weight.requires_grad:
+            weight.data, remainders[name] = split_fp32_master(weight.data.contiguous())
+        elif weight.dtype is torch.float32:
+            weight.data = weight.data.to(torch.bfloat16)
+    return remainders
 
 
 @contextmanager

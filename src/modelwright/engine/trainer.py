@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,27 +20,22 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from modelwright.data.sampler import GlobalBatchSampler, rank_micro_batches
-from modelwright.engine.bf16_adamw import (
-    PARAM_REMAINDER,
-    BF16AdamW,
-    join_fp32_master,
-    split_fp32_master,
-    to_bf16_with_remainders,
-)
 from modelwright.engine.checkpoint import LazyTensor, Snapshot, read_state
 from modelwright.engine.cuda_graphs import WARMUP_CALLS, GraphedCallable
 from modelwright.engine.distributed import World
 from modelwright.engine.fallback import CompiledLayers
-from modelwright.engine.optimizer import (
-    EMA,
-    build_optimizer,
-    build_schedule,
-    clip_grad_norm,
-    prepare_step,
-    set_learning_rate,
-)
+from modelwright.engine.optimizer import EMA, build_optimizer, build_schedule
 from modelwright.engine.parallel import distribute_like, full_tensor, parallelize, persistent_buffers, repeated_layers
-from modelwright.engine.precision import MixedPrecision, convert_to_fp8, disable_tf32_in_rope, set_fp8_scaling
+from modelwright.engine.precision import (
+    PARAM_REMAINDER,
+    MixedPrecision,
+    convert_to_fp8,
+    disable_tf32_in_rope,
+    join_fp32_master,
+    set_fp8_scaling,
+    split_fp32_master,
+    to_bf16_with_remainders,
+)
 from modelwright.engine.spike_guard import SpikeGuard, is_bad_step
 from modelwright.engine.task import AsyncCopy, Cursor, MicroBatch, RankBatch, StepReport, Task, eval_metrics, to_device
 from modelwright.engine.throughput import MIN_TIMEOUT_SECONDS, TIMEOUT_AFTER_STEPS, TIMEOUT_STEPS, DeviceTimer
@@ -78,9 +74,8 @@ class Engine:
         )
         self.trainable_params = {name: param for name, param in self._module.named_parameters() if param.requires_grad}
         self.buffers = persistent_buffers(self._module)
-        self.optimizer = build_optimizer(self._module, settings, self._distribute_remainders(remainders))
-        # with one rank BF16AdamW decides on the device whether to skip the step
-        self._skipping_optimizer = self.optimizer if world.size == 1 and isinstance(self.optimizer, BF16AdamW) else None
+        self.optimizer = build_optimizer(self.trainable_params, settings, remainders)
+        self._skips_on_device = world.size == 1 and self.optimizer.can_skip_on_device
         self._learning_rate = build_schedule(settings, plan)
         self.ema = EMA({**self.trainable_params, **self.buffers}, settings.ema_decay)
         self.guard = SpikeGuard(settings.spike_factor)
@@ -126,13 +121,11 @@ class Engine:
         self._first_step = 0
         self._first_backward = GraphedCallable(self._forward_backward, list(self.trainable_params.values()))
         self._next_backward = GraphedCallable(self._forward_backward)
-        prepare = partial(prepare_step, self.optimizer)
+        prepare = partial(self.optimizer.prepare_step, static_grads=True)
         self._clip = GraphedCallable(self._clip_grads, before_capture=prepare)
         self._update = GraphedCallable(self._optimizer_step, before_capture=prepare)
         if self._use_graphs:
-            for group in self.optimizer.param_groups:
-                group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=self.world.device)
-                group["capturable"] = True
+            self.optimizer.make_capturable(self.world.device)
 
     @contextmanager
     def eager(self) -> Iterator[None]:
@@ -142,13 +135,6 @@ class Engine:
             yield
         finally:
             self._use_graphs = use_graphs
-
-    def _distribute_remainders(self, remainders: dict[str, Tensor] | None) -> dict[Tensor, Tensor] | None:
-        """Remainders of the bf16 parameters, sharded as the parameters are."""
-        if remainders is None:
-            return None
-        params = {name: self.trainable_params[name] for name in remainders}
-        return {param: distribute_like(remainders[name], param) for name, param in params.items()}
 
     def steps(self, stop_requested: Callable[[], bool] = lambda: False) -> Iterator[StepReport]:
         """Train to the end of the plan; yields a report after every step."""
@@ -168,29 +154,29 @@ class Engine:
         self.world.heartbeat.set_phase("training step")
         self._compute_timer.start()
         sums = self._with_fallback(lambda: self._accumulate(self._rank_batch(step).micro_batches, trained_tokens))
-        self.precision.unscale(self.optimizer)
+        self.precision.scaler.unscale_(self.optimizer)
         thresholds = torch.tensor((trained_tokens, *self.guard.thresholds()), dtype=torch.float64)
         thresholds = to_device(thresholds, self.world.device)
         loss_and_norm = self._clip.call_after(self._first_backward.last_graph, loss_sum=sums[0], thresholds=thresholds)
         self._data_wait_timer.start()
         self._prefetched = self._prepare(step + 1)  # while the device is still computing
         self._data_wait_timer.stop()
-        set_learning_rate(self.optimizer, learning_rate)
+        self.optimizer.set_learning_rate(learning_rate)
         async_copy = AsyncCopy(loss_and_norm)
-        if self._skipping_optimizer is not None:  # the device decides whether to skip
+        if self._skips_on_device:
             self._update.call_after(self._first_backward.last_graph)
         loss_sum, grad_norm = async_copy()  # the only synchronization with the device in a step
         seconds_by_rank = self._compute_timer.seconds_by_rank(self.world.rank, self.world.size)
         loss, *compute_seconds = self.world.all_reduce_sum(loss_sum, *seconds_by_rank)
         loss /= trained_tokens
         health = self.guard.check(loss, grad_norm, self.precision.can_lower_loss_scale)
-        if health == "ok" and self._skipping_optimizer is None:
+        if health == "ok" and not self._skips_on_device:
             self._update.call_after(self._first_backward.last_graph)
         if health == "ok":
             self.ema.update(step)
         if self._first_backward.last_graph is None:
             self.optimizer.zero_grad(set_to_none=True)
-        self.precision.update()
+        self.precision.scaler.update()
         previous, seconds = self.cursor, time.perf_counter() - began
         self.world.heartbeat.step_done(step + 1, seconds)
         if step - self._first_step == TIMEOUT_AFTER_STEPS:
@@ -299,15 +285,14 @@ class Engine:
 
     def _clip_grads(self, loss_sum: Tensor, thresholds: Tensor) -> Tensor:
         """Clip the gradients, or set the factor they are read with; returns [summed loss, gradient norm]."""
-        max_norm = self._max_grad_norm or float("inf")
-        grad_norm = clip_grad_norm(self.optimizer, list(self.trainable_params.values()), max_norm)
+        grad_norm = self.optimizer.clip_grad_norm(self._max_grad_norm or float("inf"))
         loss_and_norm = torch.stack((loss_sum, grad_norm)).double()
-        if self._skipping_optimizer is not None:
-            self._skipping_optimizer.skip_step_if(is_bad_step(loss_and_norm[0], loss_and_norm[1], thresholds))
+        if self._skips_on_device:
+            self.optimizer.skip_step_if(is_bad_step(loss_and_norm[0], loss_and_norm[1], thresholds))
         return loss_and_norm
 
     def _optimizer_step(self) -> Tensor:
-        self.precision.step(self.optimizer)
+        self.precision.scaler.step(self.optimizer)
         return next(iter(self.trainable_params.values()))
 
     def _seed_micro_batch(self, micro_step: int) -> None:
@@ -354,17 +339,12 @@ class Engine:
             "cursor": asdict(self.cursor),
             "seed": self.seed,
             "guard": self.guard.state_dict(),
-            "precision": self.precision.state_dict(),
+            "precision": self.precision.scaler.state_dict(),
             **extra_state,
-        }
-        optimizer_state = {
-            f"{name}.{key}": value
-            for name, param in self.trainable_params.items()
-            for key, value in self.optimizer.state.get(param, {}).items()
         }
         tensors: dict[str, dict[str, Tensor]] = {
             MODEL_FILE: {**self.trainable_params, **self.buffers},
-            OPTIMIZER_FILE: optimizer_state,
+            OPTIMIZER_FILE: self.optimizer.state_tensors(),
         }
         if self.ema.shadow:
             tensors[EMA_FILE] = self.ema.shadow
@@ -375,27 +355,20 @@ class Engine:
         """Resume from a verified checkpoint; returns its plain values, the extra state among them."""
         state = read_state(folder)
         remainders = self.load_weights(folder)
-        self.optimizer.state.clear()
         with safe_open(folder / OPTIMIZER_FILE, "pt") as stored:
-            for key in stored.keys():  # noqa: SIM118 (safe_open is no dict)
-                name, state_key = key.rsplit(".", 1)
-                param = self.trainable_params[name]
-                if state_key == "step":  # a fused AdamW counts on the parameter's device
-                    self.optimizer.state[param][state_key] = stored.get_tensor(key).to(param.device)
-                elif state_key != PARAM_REMAINDER:  # load_weights has read it
-                    self.optimizer.state[param][state_key] = distribute_like(stored.get_tensor(key), param)
-        if self.precision.param_dtype == "bf16":
-            for weight, remainder in (self._distribute_remainders(remainders) or {}).items():
-                self.optimizer.state[weight][PARAM_REMAINDER] = remainder
+            keys = (key for key in stored.keys() if not key.endswith(PARAM_REMAINDER))  # noqa: SIM118 (it is no dict)
+            moments = ((key, stored.get_tensor(key)) for key in keys)
+            self.optimizer.load_state_tensors(chain(moments, remainders.items()))
         self.guard.load_state_dict(state["guard"])
-        self.precision.load_state_dict(state["precision"])
+        if state["precision"]:  # another precision than fp16 has no loss scale
+            self.precision.scaler.load_state_dict(state["precision"])
         self.cursor = Cursor(**state["cursor"])
         self.reset_step_state()
         return state
 
     @torch.no_grad()
     def load_weights(self, folder: Path) -> dict[str, Tensor]:
-        """Load parameters, buffers and EMA of a bf16 or fp32 checkpoint; returns remainders of bf16 parameters."""
+        """Load parameters, buffers and EMA of a bf16 or fp32 checkpoint; returns the remainders of bf16 parameters."""
         remainders: dict[str, Tensor] = {}
         with safe_open(folder / MODEL_FILE, "pt") as stored, safe_open(folder / OPTIMIZER_FILE, "pt") as optimizer:
             optimizer_keys = set(optimizer.keys())
@@ -404,7 +377,7 @@ class Engine:
                 if (key := f"{name}.{PARAM_REMAINDER}") in optimizer_keys:
                     value = join_fp32_master(value, optimizer.get_tensor(key))
                 if tensor.dtype is torch.bfloat16 and value.dtype is torch.float32:
-                    value, remainders[name] = split_fp32_master(value)
+                    value, remainders[key] = split_fp32_master(value)
                 tensor.copy_(distribute_like(value, tensor))
         if self.ema.shadow:
             with safe_open(folder / EMA_FILE, "pt") as stored:

@@ -248,7 +248,7 @@ def _check_recipe_disk(loaded: LoadedRecipe | None, folder: Path) -> CheckResult
         shape = shape_of_recipe(loaded.recipe, loaded.path.parent)
         for settings in loaded.recipe.stages.values():
             parameters = trainable_of(shape, settings)
-            checkpoint = 4.0 * parameters.trained * (3 if settings.optim == "adamw_torch" else 2)
+            checkpoint = parameters.trained * (4.0 + settings.optimizer_bytes("fp32")[0])
             needed += checkpoint * (settings.save_total_limit + 2) + 4.0 * parameters.total
     return doctor.check_disk(folder, needed)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from modelwright.plan.model_shape import DecoderShape, ModelShape, ResNetShape, TrainableSummary
-from modelwright.recipe.stage_specs import CheckpointingMode
+from modelwright.recipe.stage_specs import CheckpointingMode, OptimizerConfig
 
 AUTO_GRAPHS_MAX_PARAMS, MAX_GRAPH_SHAPES = 2_000_000_000, 4
 """Parameters below which CUDA graphs are used, and graphs for rows of different shapes, as in the engine."""
@@ -42,8 +42,8 @@ class StepWorkload:
     """Whether fp8 scales are rowwise instead of tensorwise."""
     param_dtype: str = "fp32"
     """Dtype of the weights."""
-    optimizer: str = "adamw_torch"
-    """adamw_torch or sgd."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Settings of the optimizer."""
     checkpointing: CheckpointingMode = False
     """Activation checkpointing: none, selective (matmuls and attention are kept) or full."""
     compiled: bool = False
@@ -62,8 +62,6 @@ class StepWorkload:
     """Whether steps are replayed as CUDA graphs, without host launches."""
     graph_shapes: int = 1
     """Graphs for rows of different shapes, each with its own memory."""
-    exp_avg_bytes: int = 4
-    """Bytes per value of AdamW's exp_avg."""
     quantization: str = "none"
     """Storage of the frozen linears: nf4, int8 or none."""
     sharding: str = "ddp"
@@ -142,8 +140,6 @@ class StepWorkload:
         return {"fsdp": self.world_size, "hsdp": self.per_node}.get(self.sharding, 1)
 
 
-OPTIMIZER_BYTES = {"adamw_torch": 8, "sgd": 4}
-"""Bytes of fp32 optimizer state per trained weight."""
 LOGIT_BYTES_BACKWARD, LOGIT_BYTES_FORWARD = 12, 10
 """Peak bytes per logit: three fp32 copies in backward; bf16 and two fp32 copies in forward."""
 QUANTIZED_BYTES = {"nf4": 0.52, "int8": 1.01}
@@ -252,20 +248,13 @@ def _persistent_bytes(work: StepWorkload) -> dict[str, float]:
         weight_bytes -= matrix_numbers * (work.param_bytes - QUANTIZED_BYTES[work.quantization])
     return {
         "weights": weight_bytes / work.shard_degree,
-        "optimizer": trained * _optimizer_bytes(work) / work.shard_degree,
+        "optimizer": trained * work.optimizer.optimizer_bytes(work.param_dtype)[0] / work.shard_degree,
         "gradients": _gradient_bytes(work) if _gradients_persist(work) else 0.0,
         "communication": _communication_bytes(work),
         # hidden states of one micro-batch, in bf16
         "frozen-layer cache": work.tokens * work.decoder.hidden_size * 2.0 if work.cached_layers else 0.0,
         "data": float(work.device_data_bytes),
     }
-
-
-def _optimizer_bytes(work: StepWorkload) -> float:
-    """Bytes of optimizer state per weight; with bf16 weights also their 16-bit fp32 remainders."""
-    if work.param_dtype == "bf16":
-        return 4 + work.exp_avg_bytes + 2
-    return OPTIMIZER_BYTES[work.optimizer]
 
 
 def _gradient_bytes(work: StepWorkload) -> float:

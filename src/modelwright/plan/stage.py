@@ -7,7 +7,7 @@ from typing import Any
 
 from modelwright.errors import UsageError
 from modelwright.plan.hardware import DeviceInfo
-from modelwright.recipe.stage_specs import CheckpointingMode, TrainingConfig
+from modelwright.recipe.stage_specs import OPTIMIZERS, CheckpointingMode, TrainingConfig
 
 
 @dataclass(frozen=True)
@@ -188,10 +188,11 @@ def solve_batch(global_batch_size: int, max_micro_batch_size: int, world_size: i
 
 def choose_param_dtype(settings: TrainingConfig, precision: str, device_info: DeviceInfo) -> str:
     """bf16 weights with exact fp32 masters for text in bf16 or fp8 on a GPU; else fp32, which batch norm needs."""
-    suits = precision in ("bf16", "fp8") and settings.optim == "adamw_torch" and settings.spec.modality == "text"
+    suits = precision in ("bf16", "fp8") and OPTIMIZERS[settings.optim].bf16_params and settings.spec.modality == "text"
     if settings.param_dtype == "bf16" and not suits:
         actual = f"precision {precision} and optim {settings.optim}"
-        raise UsageError(f"param_dtype: bf16 wants precision bf16 or fp8 with optim adamw_torch; here is {actual}")
+        suited = " or ".join(name for name, spec in OPTIMIZERS.items() if spec.bf16_params)
+        raise UsageError(f"param_dtype: bf16 wants precision bf16 or fp8 with optim {suited}; here is {actual}")
     if settings.param_dtype == "auto":
         return "bf16" if suits and device_info.device == "cuda" else "fp32"
     return settings.param_dtype

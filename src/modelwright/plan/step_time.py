@@ -9,8 +9,6 @@ from modelwright.plan.memory import LOSS_CHUNK, StepWorkload
 from modelwright.plan.model_shape import DecoderShape, ResNetShape
 from modelwright.recipe.sections import MLP_LINEARS
 
-ADAM_BYTES = {"fp32": 36, "bf16": 28}
-"""Bytes moved per weight in an optimizer step, with the gradient norm."""
 COMPILED_OPS = 0.25
 """Kernels of a compiled layer, as a fraction of an eager one's."""
 NORM_OPS, ROPE_OPS, OTHER_OPS, LLAMA_OPS = 6, 12, 7, 40
@@ -134,13 +132,12 @@ def step_time(
     """Predict the seconds of a step; `fill_fraction` is the fraction of positions without padding."""
     is_resnet, accumulation = isinstance(work.shape, ResNetShape), work.gradient_accumulation_steps
     flops, device = (_resnet_seconds if is_resnet else _decoder_seconds)(work, gpu, coefficients)
-    adam_bytes = ADAM_BYTES[work.param_dtype] - 2 * (4 - work.exp_avg_bytes)
-    optimizer_bytes = work.trainable.trained / work.shard_degree * adam_bytes
+    optimizer_traffic = work.trainable.trained / work.shard_degree * work.optimizer.optimizer_bytes(work.param_dtype)[1]
     bandwidths = gpu.interconnect_bandwidth, link_bandwidth or gpu.interconnect_bandwidth
     return StepTime(
         device=device * accumulation,
         host=0.0 if work.cuda_graphs else _host_seconds(work, coefficients) * accumulation,
-        optimizer=optimizer_bytes / (gpu.bandwidth * coefficients.optimizer),
+        optimizer=optimizer_traffic / (gpu.bandwidth * coefficients.optimizer),
         communication=_communication_seconds(work, bandwidths, device),
         fixed=coefficients.fixed,
         tokens=work.tokens * accumulation * work.world_size * fill_fraction,

@@ -48,7 +48,7 @@ def validate_tree(tree: ConfigNode) -> tuple[Recipe | None, list[RecipeProblem]]
             handled: set[KeyPath] = set()
             # unknown keys first: the keys they were meant to be are then not missing
             errors = sorted(error.errors(include_url=False), key=lambda each: each["type"] != "extra_forbidden")
-            for details in errors:
+            for details in (each for each in errors if each["type"] != "default_factory_not_called"):
                 patched, new_problems = _diagnose(details, tree, patched, handled)
                 problems += [each_problem for each_problem in new_problems if not _is_consequence(each_problem, keys)]
             keys |= {each_problem.key for each_problem in problems}

@@ -10,12 +10,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from modelwright.recipe.schema import NAME_PATTERN, Recipe
 from modelwright.recipe.sections import IS_DNS_LABEL, IS_QUANTITY, IS_REGEX, CountOrFraction, Threshold, VolumeConfig
 from modelwright.recipe.source import ConfigNode, KeyPath, RecipeProblem, make_problem
-from modelwright.recipe.stage_specs import STAGES, TrainableParts
+from modelwright.recipe.stage_specs import OPTIMIZERS, STAGES, TrainableParts
 
 NAME_EXPECTED = "lower-case letters, digits, dots and dashes"
 LABEL_EXPECTED = "lower-case letters, digits and dashes"
@@ -140,7 +139,7 @@ def _fields(section: type[BaseModel], prefix: str) -> tuple[ConfigField, ...]:
 
 def _from_field(prefix: str, name: str, field: FieldInfo) -> ConfigField:
     annotation, constraints, optional = _unwrap_annotated(field.annotation, tuple(field.metadata))
-    default = None if field.default is PydanticUndefined else field.default
+    default = None if field.is_required() else field.get_default(call_default_factory=True, validated_data={})
     key = join_key(prefix, name)
     return ConfigField(key, annotation, constraints, optional, field.is_required(), default, field.description or "")
 
@@ -328,7 +327,7 @@ VALUE_ALIASES: Mapping[str, Mapping[str, AliasValue]] = {
         **dict.fromkeys(("float32", "32-true", "no"), "fp32"),
     },
     "lr_scheduler_type": {"wsd": "warmup_stable_decay"},
-    "optim": dict.fromkeys(("adamw", "adamw_torch_fused", "adamw_hf"), "adamw_torch"),
+    "optim": {alias: name for name, spec in OPTIMIZERS.items() for alias in spec.aliases},
     "lora_target_modules": {"all": "all-linear"},
     "attn_implementation": {"flash": _FLASH, "fa2": _FLASH},
     "max_steps": {"-1": None},

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -88,12 +88,41 @@ class AugmentationConfig(FrozenModel):
     """Test-time augmentation: also average over shifts by so many pixels up-left and down-right; 0: off."""
 
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+OptimizerName = Literal["adamw_torch", "sgd"]
+
+
+class OptimizerSpec(NamedTuple):
+    """What recipe, planner and converters know of an optimizer; engine/optimizer.py builds it."""
+
+    state: tuple[str, ...]
+    """State of a trained parameter: tensors of its shape, in fp32."""
+    step_traffic: int
+    """Bytes that a step moves per fp32 parameter, with the gradient norm."""
+    aliases: tuple[str, ...] = ()
+    """Its names in other tools."""
+    foreign_defaults: dict[str, dict[str, float]] = {}
+    """Settings with another default in other tools, by a part of its name there."""
+    beta2: float = 0.999
+    """Default of adam_beta2."""
+    bf16_params: bool = False
+    """Whether it can train bf16 parameters with remainders (exact fp32 masters)."""
+
+
+OPTIMIZERS: dict[OptimizerName, OptimizerSpec] = {
+    "adamw_torch": OptimizerSpec(
+        ("exp_avg", "exp_avg_sq"), 36, ("adamw", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), bf16_params=True
+    ),
+    "sgd": OptimizerSpec(("momentum_buffer",), 28, foreign_defaults={"sgd": {"momentum": 0}}),
+}  # fmt: skip
+
+
 class OptimizerConfig(FrozenModel):
     """Optimizer and learning-rate schedule."""
 
-    optim: Literal["adamw_torch", "sgd"] = "adamw_torch"
+    optim: OptimizerName = "adamw_torch"
     """AdamW, or SGD with momentum."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    momentum: Decay = 0.9
     """Nesterov momentum of sgd."""
     learning_rate: PositiveFloat = 2e-5
     """Peak learning rate, reached after warm-up."""
@@ -107,18 +136,24 @@ class OptimizerConfig(FrozenModel):
     """Length of the final decay of warmup_stable_decay."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay of matrices; norms and biases are excluded."""
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    adam_beta1: Decay = 0.9
     """AdamW beta1."""
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    adam_beta2: Decay = Field(default_factory=lambda data: OPTIMIZERS[data.get("optim", "adamw_torch")].beta2)
     """AdamW beta2."""
     exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of AdamW's first moment where parameters are stored in bf16; bf16 saves two bytes per parameter."""
     adam_epsilon: PositiveFloat = 1e-8
     """AdamW epsilon."""
-    ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    ema_decay: Decay = 0.0
     """Decay of the exponential moving average of the weights, which is evaluated and saved; 0: off."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Maximum gradient norm (clipping); 0 disables it."""
+
+    def optimizer_bytes(self, param_dtype: str) -> tuple[int, int]:
+        """Bytes per trained parameter: of the optimizer state, with the remainder of bf16, and moved in a step."""
+        spec, is_bf16 = OPTIMIZERS[self.optim], param_dtype == "bf16"
+        saved = 2 * (is_bf16 and self.exp_avg_dtype == "bf16")
+        return 4 * len(spec.state) + 2 * is_bf16 - saved, spec.step_traffic - 8 * is_bf16 - 2 * saved
 
 
 class DurationConfig(FrozenModel):

@@ -13,7 +13,7 @@ from modelwright.recipe.diagnostics import ConversionLoss
 from modelwright.recipe.fields import aliases_for, field_names, join_key, known_names
 from modelwright.recipe.schema import Recipe, TrackerName
 from modelwright.recipe.source import ConfigNode, make_node
-from modelwright.recipe.stage_specs import STAGES, SchedulerName, StageSpec
+from modelwright.recipe.stage_specs import OPTIMIZERS, STAGES, OptimizerConfig, SchedulerName, StageSpec
 
 UNQUOTED_RE = re.compile(r"([A-Za-z_/~]|\.{1,2}/)[\w./~@+-]*( [\w./~@+-]+)*|\d+(\.\d+)?%")
 YAML_KEYWORDS = frozenset({"true", "false", "null", "yes", "no", "on", "off", "~"})
@@ -169,26 +169,28 @@ APPROXIMATE_SCHEDULERS = {
     **dict.fromkeys(("cosine_with_restarts", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "rex"), "cosine"),
     **dict.fromkeys(("polynomial", "inverse_sqrt", "reduce_lr_on_plateau"), "linear"),
 }
-ADAMW = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
 DATASET_BUILDERS = ("json", "csv", "parquet", "text")
 DATA_FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 
 
 def convert_optimizer(conversion: Conversion, name: str) -> None:
-    """AdamW in any implementation, or SGD; other optimizers become AdamW."""
+    """An optimizer in any implementation; an unknown one becomes one with a name in it (adamw_bnb_8bit), or AdamW."""
     node = conversion.pop(name)
     if node is None:
         return
-    optimizer_name = str(node.value).lower()
-    if optimizer_name in ADAMW:
-        conversion.set(".optim", "adamw_torch", source_key=name, comment=f"{name}: {optimizer_name}")
-    elif optimizer_name == "sgd":
-        conversion.set(".optim", "sgd", source_key=name)
-        conversion.set(".momentum", 0, comment="the other tool's sgd has none")
+    their_name = str(node.value).lower()
+    names = {each: ours for ours, spec in OPTIMIZERS.items() for each in (ours, *spec.aliases)}
+    nearest = next((ours for each, ours in names.items() if each in their_name), OptimizerConfig().optim)
+    optim = names.get(their_name, nearest)
+    if their_name in names:
+        conversion.set(".optim", optim, source_key=name, comment=f"{name}: {their_name}")
     else:
-        low = "; exp_avg_dtype: bf16 saves memory" if "8bit" in optimizer_name or "4bit" in optimizer_name else ""
-        conversion.set(".optim", "adamw_torch", comment=f"nearest to {optimizer_name}")
-        conversion.report(name, node, "approximated", f"there are AdamW and SGD; adamw_torch is written{low}")
+        is_low = OPTIMIZERS[optim].bf16_params and ("8bit" in their_name or "4bit" in their_name)
+        hint = "; exp_avg_dtype: bf16 saves memory" if is_low else ""
+        conversion.set(".optim", optim, comment=f"nearest to {their_name}")
+        conversion.report(name, node, "approximated", f"there are {', '.join(OPTIMIZERS)}; {optim} is written{hint}")
+    for part, defaults in OPTIMIZERS[optim].foreign_defaults.items():
+        conversion.set_defaults(defaults if part in their_name else {})
 
 
 def convert_scheduler(conversion: Conversion, name: str) -> None:
