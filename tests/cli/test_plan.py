@@ -45,6 +45,14 @@ def test_the_table_is_for_people_and_prices_are_ones_own(tmp_path: Path) -> None
     assert "at $100/h" in done.stdout and "GPU-hours" in done.stdout
 
 
+def test_the_state_of_the_optimizer_is_in_the_plan(tmp_path: Path) -> None:
+    done = ask(tmp_path, "--gpus", "1xH200", "--json", "--set", "sft.optim=lion")
+    assert done.returncode == 0, done.stderr
+    [target] = json.loads(done.stdout)["stages"][0]["on"]
+    assert target["memory"]["components"]["optimizer"] == 4 * target["trained_parameters"]
+    assert target["plan"]["param_dtype"] == "fp32"
+
+
 def test_a_wrong_machine_is_a_short_message(tmp_path: Path) -> None:
     done = ask(tmp_path, "--gpus", "4xV900")
     assert done.returncode == 2

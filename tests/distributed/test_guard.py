@@ -6,6 +6,7 @@ import json
 import random
 import string
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,12 +81,14 @@ def test_a_stop_at_a_bad_step_waits_for_one_more_and_saves_that(
     assert [event["step"] for event in events_of(tmp_path / "run", "resumed")] == [saved]
 
 
-@pytest.mark.parametrize("judged", ["by the host", "where it is computed"])
+ON_THE_DEVICE = {"precision": "bf16", "param_dtype": "bf16", "max_steps": 6, "max_length": 32}
+
+
+@pytest.mark.parametrize("settings", [{}, ON_THE_DEVICE, {"optim": "lion", "ema_decay": 0.9}], ids=str)
 def test_one_bad_batch_is_skipped_and_training_goes_on(
-    fork_server: ForkServer, model_folder: Path, tmp_path: Path, judged: str
+    fork_server: ForkServer, model_folder: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    halved = {"precision": "bf16", "param_dtype": "bf16", "max_steps": 6, "max_length": 32}
-    recipe = tiny_recipe(tmp_path, model_folder, **({} if judged == "by the host" else halved))
+    recipe = tiny_recipe(tmp_path, model_folder, **settings)
     code, output = fork_server.run(["run", str(recipe)], tmp_path, first=fault(POISON_THE_LOSS, [5], times=1))
     assert code == 0, output
     steps = steps_of(tmp_path / "run")
@@ -152,14 +155,17 @@ def test_a_closed_gate_keeps_the_model_from_being_called_best(
     assert len(events_of(tmp_path / "run", "step")) == steps, "a closed gate trains nothing again"
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("precision", "settings"),
+    [("bf16", {}), ("fp16", {}), *((name, {"optim": "lion", "ema_decay": 0.5}) for name in ("fp32", "bf16", "fp16"))],
+)
 def test_low_precision_learns_over_fp32_weights_and_resumes_exactly(
-    fork_server: ForkServer, model_folder: Path, tmp_path: Path, precision: str
+    fork_server: ForkServer, model_folder: Path, tmp_path: Path, precision: str, settings: dict[str, Any]
 ) -> None:
     uninterrupted, killed = tmp_path / "whole", tmp_path / "halved"
     for folder in (uninterrupted, killed):
         # few steps: a processor without bf16 takes seconds for each
-        tiny_recipe(folder, model_folder, precision=precision, max_steps=6, save_steps=2)
+        tiny_recipe(folder, model_folder, precision=precision, max_steps=6, save_steps=2, **settings)
     code, output = fork_server.run(["run", str(uninterrupted / "recipe.yaml")], uninterrupted)
     assert code == 0, output
     assert (

@@ -73,7 +73,7 @@ def files(run: Path) -> Any:
     return json.loads((run / "stages/classify/result.json").read_text())["files"]
 
 
-@pytest.mark.parametrize("optim", ["sgd", "adamw_torch"])
+@pytest.mark.parametrize("optim", ["sgd", "adamw_torch", "lion"])
 def test_a_killed_image_run_goes_on_bit_for_bit(
     fork_server: ForkServer, images: Path, tmp_path: Path, optim: str
 ) -> None:

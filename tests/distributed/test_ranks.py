@@ -41,6 +41,26 @@ def test_two_ranks_equal_one_and_only_the_first_prints(
     assert evaluations == pytest.approx([r["eval_loss"] for r in events_of(uninterrupted, "evaluation")], abs=1e-5)
 
 
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+def test_lion_runs_on_two_ranks_as_on_one_and_goes_on_with_one(
+    fork_server: ForkServer, model_folder: Path, tmp_path: Path, sharding: str
+) -> None:
+    settings = {"optim": "lion", "global_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 6}
+    one, two = tmp_path / "one", tmp_path / "two"
+    code, output = fork_server.run(["run", str(tiny_recipe(one, model_folder, **settings))], one)
+    assert code == 0, output
+    recipe = tiny_recipe(two, model_folder, distributed_strategy=sharding, **settings)
+    ranks = fork_server.start_ranks(["run", str(recipe)], two, 2, first=slow_after(4))
+    wait_for_step(two / "run", 4)
+    os.kill(ranks[-1].pid, signal.SIGKILL)
+    assert 0 not in [trial.wait() for trial in ranks]
+    code, output = fork_server.run(["run", str(recipe)], two)
+    assert code == 0, output
+    assert [event["step"] for event in events_of(two / "run", "resumed")] == [3]
+    assert batches(two / "run") == batches(one / "run")
+    assert losses(two / "run") == pytest.approx(losses(one / "run"), abs=1e-5)
+
+
 def test_two_ranks_equal_one_with_a_batch_that_two_do_not_divide(
     fork_server: ForkServer, model_folder: Path, tmp_path: Path
 ) -> None:

@@ -74,7 +74,7 @@ def image_set(count: int, seed: int) -> ImageDataset:
     return ImageDataset(images, np.arange(count) % 3, ("a", "b", "c"), "noise")
 
 
-def train(records: bool) -> tuple[list[float], dict[str, Tensor]]:
+def train(records: bool, **optimizer: Any) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and gradients' lengths of all steps, and the weights and statistics after them.
 
     On the way everything held out is measured, a step is found bad, and then what was recorded is forgotten.
@@ -82,8 +82,8 @@ def train(records: bool) -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(1)
     split = ImageSplits(image_set(ROWS, 0), image_set(6, 1))
     settings = ClassifyConfig(
-        num_train_epochs=EPOCHS, per_device_train_batch_size=BATCH // 2, global_batch_size=BATCH, optim="sgd",
-        learning_rate=0.05, momentum=0.9, max_grad_norm=0, precision="fp32", cutout_size=2,
+        num_train_epochs=EPOCHS, per_device_train_batch_size=BATCH // 2, global_batch_size=BATCH, max_grad_norm=0,
+        precision="fp32", cutout_size=2, **optimizer,
     )  # fmt: skip
     task = ClassifyTask(resnet18(classes=3, width=4), split, settings, 5)
     plan = plan_stage(settings, ROWS, 1, hardware.probe_device())
@@ -104,13 +104,18 @@ def train(records: bool) -> tuple[list[float], dict[str, Tensor]]:
     return losses_and_norms, {name: value.clone() for name, value in engine._module.state_dict().items()}
 
 
-def test_recorded_steps_learn_what_steps_done_one_by_one_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "optimizer", [{"optim": "sgd", "learning_rate": 0.05}, {"optim": "lion", "learning_rate": 1e-3}]
+)
+def test_recorded_steps_learn_what_steps_done_one_by_one_learn(
+    monkeypatch: pytest.MonkeyPatch, optimizer: dict[str, Any]
+) -> None:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
     monkeypatch.setattr(torch.cuda, "graph", recording)
     monkeypatch.setattr(Recording, "replays", 0)
-    steps, weights = train(records=False)
+    steps, weights = train(records=False, **optimizer)
     assert Recording.replays == 0
-    recorded_steps, recorded_weights = train(records=True)
+    recorded_steps, recorded_weights = train(records=True, **optimizer)
     assert Recording.replays > 8
     assert recorded_steps == pytest.approx(steps, rel=1e-5)
     for name, value in weights.items():

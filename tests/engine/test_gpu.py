@@ -53,10 +53,11 @@ def run(folder: Path, model: Path, stop_after: int | None = None, **settings: An
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+@pytest.mark.parametrize("optim", ["adamw_torch", "lion"])
 def test_a_resumed_run_equals_the_uninterrupted_run_on_the_gpu(
-    model_folder: Path, tmp_path: Path, precision: str, sharding: str
+    model_folder: Path, tmp_path: Path, precision: str, sharding: str, optim: str
 ) -> None:
-    settings = {"precision": precision, "distributed_strategy": sharding}
+    settings = {"precision": precision, "distributed_strategy": sharding, "optim": optim}
     full = run(tmp_path / "whole", model_folder, **settings)
     with pytest.raises(Interrupted):
         run(tmp_path / "halved", model_folder, stop_after=8, **settings)
@@ -201,6 +202,27 @@ def test_what_is_computed_again_is_recorded_too_and_learns_the_same(
         assert pace.losses == pytest.approx(plain.losses, rel=2e-3)
     assert results["selective", "never"].memory < plain.memory
     assert results[True, "always"].memory < results["selective", "always"].memory
+
+
+@pytest.mark.parametrize("optim", ["lion", "sgd"])
+def test_other_optimizers_are_captured_too_and_learn_the_same(monkeypatch: pytest.MonkeyPatch, optim: str) -> None:
+    captured: list[bool] = []
+    capture = GraphedCallable._capture
+
+    def watched(*args: Any) -> bool:
+        captured.append(capture(*args))
+        return captured[-1]
+
+    monkeypatch.setattr(GraphedCallable, "_capture", watched)
+    work = workloads.Workload(2, 256, 512, 4, 2, rows=2, length=128, vocab_size=1024)
+    options = {"precision": "bf16", "optim": optim, "weight_decay": 0.1}
+    plain, recorded = (
+        speed.train_modelwright(work, workloads.Variant(when, {**options, "cuda_graphs": when}), rows)
+        for rows in [workloads.token_rows(work, 12)]
+        for when in ("never", "always")
+    )
+    assert len(captured) >= 3 and all(captured), "backward, clipping and the optimizer step"
+    assert recorded.losses == pytest.approx(plain.losses, rel=2e-3)
 
 
 @pytest.mark.parametrize("recorded", ["never", "always"])

@@ -115,6 +115,18 @@ def test_fp32_masters_with_adam_need_sixteen_bytes_a_parameter_and_no_80_gb_gpu_
     assert estimate.required > 80e9
 
 
+@pytest.mark.parametrize(
+    ("settings", "param_dtype", "state_bytes"),
+    [
+        ({}, "fp32", 8), ({}, "bf16", 10), ({"exp_avg_dtype": "bf16"}, "bf16", 8),
+        ({"optim": "sgd"}, "fp32", 4), ({"optim": "lion"}, "fp32", 4),
+    ],
+)  # fmt: skip
+def test_the_state_of_every_optimizer_is_counted(settings: dict[str, Any], param_dtype: str, state_bytes: int) -> None:
+    work = llama(optimizer=SftConfig(**settings), param_dtype=param_dtype)
+    assert estimate_memory(work).components["optimizer"] == state_bytes * work.trainable.trained
+
+
 def test_checkpointing_sharding_and_bf16_weights_each_take_less() -> None:
     plain = estimate_memory(llama()).total
     assert (

@@ -218,8 +218,12 @@ def test_numbers_stay_as_written() -> None:
     [
         ("adamw_torch_fused", "adamw_torch", {}, ""),
         ("paged_adamw_8bit", "adamw_torch", {}, "adamw_torch is written; exp_avg_dtype: bf16 saves memory"),
-        ("adafactor", "adamw_torch", {}, "there are adamw_torch, sgd; adamw_torch is written"),
+        ("adafactor", "adamw_torch", {}, "there are adamw_torch, sgd, lion; adamw_torch is written"),
         ("sgd", "sgd", {"momentum": 0}, ""),
+        ("lion_32bit", "lion", {"adam_beta2": 0.999}, ""),
+        ("lion_8bit", "lion", {"adam_beta2": 0.999}, "there are adamw_torch, sgd, lion; lion is written"),
+        ("paged_lion_32bit", "lion", {"adam_beta2": 0.999}, "there are adamw_torch, sgd, lion; lion is written"),
+        ("lion_pytorch", "lion", {}, ""),
     ],
 )
 def test_an_optimizer_is_converted_by_its_name_with_the_other_tools_defaults(
@@ -231,7 +235,7 @@ def test_an_optimizer_is_converted_by_its_name_with_the_other_tools_defaults(
     stage = converted.recipe.stages["sft"]
     assert stage.optim == optim
     written = {"momentum": stage.momentum, "adam_beta2": stage.adam_beta2}
-    assert written == {"momentum": 0.9, "adam_beta2": 0.999, **settings}
+    assert written == {"momentum": 0.9, "adam_beta2": 0.99 if optim == "lion" else 0.999, **settings}
     notes = [each.advice for each in converted.unconverted if each.key == "optim"]
     assert len(notes) == bool(note) and note in "".join(notes)
 

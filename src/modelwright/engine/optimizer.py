@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from modelwright.engine.parallel import distribute_like, full_tensor
+from modelwright.engine.parallel import distribute_like, full_tensor, local_shard
 from modelwright.engine.precision import PARAM_REMAINDER
 from modelwright.plan.stage import StagePlan
 from modelwright.recipe.stage_specs import OPTIMIZERS, OptimizerConfig, OptimizerSpec
 
 LrSchedule = Callable[[int], float]
+SHARED_MAX_NUMEL = 4 * 2**20
+"""Tensors up to this size are updated together, by one kernel for each operation."""
 ONE_CYCLE_START, ONE_CYCLE_END = 0.04, 0.001
 """First and last factor of a one_cycle schedule: linear warm-up, cosine decay."""
 
@@ -82,6 +84,32 @@ class FusedSGD(TrainerOptimizer, torch.optim.SGD):
     """torch's SGD with Nesterov momentum."""
 
 
+class Lion(TrainerOptimizer):
+    """Lion (arXiv:2302.06675): steps by the sign of an interpolated momentum, with decoupled weight decay."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all small tensors together and each large one alone: the temporary updates stay small."""
+        for group in self.param_groups:
+            (beta1, beta2), lr = group["betas"], group["lr"]
+            tensors = [self._local_tensors(param) for param in group["params"] if param.grad is not None]
+            large = [[each] for each in tensors if each[0].numel() > SHARED_MAX_NUMEL]
+            small = [each for each in tensors if each[0].numel() <= SHARED_MAX_NUMEL]
+            for params, grads, exp_avgs in (zip(*batch, strict=True) for batch in [*large, small] if batch):
+                updates = torch._foreach_lerp(exp_avgs, grads, 1 - beta1)
+                torch._foreach_sign_(updates)
+                torch._foreach_mul_(updates, lr)  # add_(alpha=-lr) would wait for the tensor that a captured step reads
+                torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+                torch._foreach_sub_(params, updates)
+                torch._foreach_lerp_(exp_avgs, grads, 1 - beta2)
+
+    def _local_tensors(self, param: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if not self.state[param]:
+            self.state[param]["exp_avg"] = torch.zeros_like(param)
+        assert param.grad is not None
+        return local_shard(param), local_shard(param.grad), local_shard(self.state[param]["exp_avg"])
+
+
 def build_optimizer(
     named_params: Mapping[str, Tensor], settings: OptimizerConfig, remainders: dict[str, Tensor] | None = None
 ) -> TrainerOptimizer:
@@ -91,10 +119,10 @@ def build_optimizer(
     groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": settings.weight_decay}] if matrices else []
     groups += [{"params": vectors, "weight_decay": 0.0}] if vectors else []
     options: dict[str, Any] = {"lr": settings.learning_rate, "betas": (settings.adam_beta1, settings.adam_beta2)}
-    optimizer: TrainerOptimizer
-    if settings.optim == "sgd":
-        nesterov = settings.momentum > 0
-        optimizer = FusedSGD(groups, settings.learning_rate, settings.momentum, nesterov=nesterov, fused=True)
+    if settings.optim == "lion":
+        optimizer: TrainerOptimizer = Lion(groups, options)
+    elif settings.optim == "sgd":
+        optimizer = FusedSGD(groups, options["lr"], settings.momentum, nesterov=settings.momentum > 0, fused=True)
     elif remainders is None:
         # fused on 2 CPU cores too: 0.14 s instead of 0.35 s for 135 M parameters, and 1 GB less at the peak
         optimizer = FusedAdamW(groups, **options, eps=settings.adam_epsilon, fused=True)

@@ -89,7 +89,7 @@ class AugmentationConfig(FrozenModel):
 
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
-OptimizerName = Literal["adamw_torch", "sgd"]
+OptimizerName = Literal["adamw_torch", "sgd", "lion"]
 
 
 class OptimizerSpec(NamedTuple):
@@ -114,6 +114,7 @@ OPTIMIZERS: dict[OptimizerName, OptimizerSpec] = {
         ("exp_avg", "exp_avg_sq"), 36, ("adamw", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), bf16_params=True
     ),
     "sgd": OptimizerSpec(("momentum_buffer",), 28, foreign_defaults={"sgd": {"momentum": 0}}),
+    "lion": OptimizerSpec(("exp_avg",), 68, ("lion_32bit", "lion_pytorch"), {"bit": {"adam_beta2": 0.999}}, beta2=0.99),
 }  # fmt: skip
 
 
@@ -121,7 +122,7 @@ class OptimizerConfig(FrozenModel):
     """Optimizer and learning-rate schedule."""
 
     optim: OptimizerName = "adamw_torch"
-    """AdamW, or SGD with momentum."""
+    """AdamW, SGD with momentum, or Lion, which has half of AdamW's state and wants a lower learning rate."""
     momentum: Decay = 0.9
     """Nesterov momentum of sgd."""
     learning_rate: PositiveFloat = 2e-5
@@ -137,9 +138,9 @@ class OptimizerConfig(FrozenModel):
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay of matrices; norms and biases are excluded."""
     adam_beta1: Decay = 0.9
-    """AdamW beta1."""
+    """Beta1 of AdamW and Lion."""
     adam_beta2: Decay = Field(default_factory=lambda data: OPTIMIZERS[data.get("optim", "adamw_torch")].beta2)
-    """AdamW beta2."""
+    """Beta2 of AdamW and Lion; its default is 0.999 with adamw_torch and 0.99 with lion."""
     exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of AdamW's first moment where parameters are stored in bf16; bf16 saves two bytes per parameter."""
     adam_epsilon: PositiveFloat = 1e-8
