@@ -67,14 +67,18 @@ def test_a_stage_that_is_not_there_is_answered_with_those_that_are() -> None:
         measure.measure_recipe(load("quickstart"), 2, ["dpo"])
 
 
-def test_what_was_measured_here_is_used_by_later_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_measured_here_is_used_by_later_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("MODELWRIGHT_CACHE", str(tmp_path))
     monkeypatch.setattr(measure, "CPU_CASES", calibrate.CPU_CASES[:2])
-    lines: list[str] = []
-    figures, path = measure.calibrate(lines.append)
-    assert path == tmp_path / USER_FILE and len(lines) == 2
+    with pytest.raises(SystemExit, match="0"):
+        main(["plan", "--calibrate"])
+    output = capsys.readouterr()
     calibration = calibration_for(gpu_spec_of(probe_device()))
-    assert calibration.runs == 2 and calibration.device in figures["calibration"]
+    assert calibration.runs == len(output.err.splitlines()) == 2
+    assert output.out.startswith(f"{calibration.device}: fitted to 2 measured cases, tokens/s within ")
+    assert output.out.endswith(f"% of them; kept in {tmp_path / USER_FILE}\n")
 
 
 @pytest.mark.parametrize("words", ["", "quickstart --calibrate", "quickstart --measure --gpus 1xH200"])

@@ -174,8 +174,8 @@ def _calibrate(as_json: bool) -> None:
         print_json({**result, "file": str(path)})
         return
     (name, fitted), *_ = result["calibration"].items()
-    spread = f"tokens/s within {fitted['spread']:.0%}, memory within {fitted['memory_spread']:.0%} of them"
-    typer.echo(f"{name}: fitted to {fitted['runs']} measured cases, {spread}; kept in {path}")
+    errors = f"tokens/s within {fitted['max_rate_error']:.0%}, memory within {fitted['max_memory_error']:.0%} of them"
+    typer.echo(f"{name}: fitted to {fitted['runs']} measured cases, {errors}; kept in {path}")
 
 
 def _print_progress(line: str) -> None:
