@@ -11,10 +11,11 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src"
 FILES = sorted(SOURCE.rglob("*.py"))
-LINE_BUDGET = 33_710
+LINE_BUDGET = 33_900
 """Lines of the whole package. Who adds a capability raises it with the reason; who removes lines lowers it.
-+210: the operators' admission rules as data (cluster/admission.py)."""
-MAX_FILES = 140
++210: the operators' admission rules as data (cluster/admission.py).
++190: job pull by sizes and hashes (cluster/pull.py)."""
+MAX_FILES = 141
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 MAX_POD_BYTES = 680_000

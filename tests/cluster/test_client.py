@@ -30,7 +30,7 @@ from modelwright.errors import UsageError
 
 APPLY = "apply --server-side --field-manager=modelwright"
 KUBECTL = """#!{python}
-import json, pathlib, subprocess, sys, urllib.error, urllib.request
+import json, sys, urllib.error, urllib.request
 words = sys.argv[1:]
 with open({log!r}, "a") as log:
     log.write(" ".join(words) + "\\n")
@@ -52,9 +52,6 @@ elif verb == "delete":
     print(call("DELETE", "/" + words[1] + "/" + words[2]), end="")
 elif verb == "logs":
     print(call("GET", "/logs/" + words[-1]), end="")
-elif verb == "exec":
-    here = words[words.index("--") + 1:]
-    sys.exit(subprocess.run([word.replace("/shared/models", {models!r}) for word in here]).returncode)
 """
 
 
@@ -145,7 +142,7 @@ def oc(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kubec
     """A client whose program is our script."""
     script = tmp_path / "bin" / "kubectl"
     script.parent.mkdir()
-    values = {"python": sys.executable, "log": str(tmp_path / "commands"), "models": str(tmp_path / "models")}
+    values = {"python": sys.executable, "log": str(tmp_path / "commands")}
     text = KUBECTL.replace("{server}", f"http://127.0.0.1:{server.server_port}")
     for name, value in values.items():
         text = text.replace(f"{{{name}!r}}", repr(value)).replace(f"{{{name}}}", value)
@@ -257,25 +254,6 @@ def test_cancel_leaves_the_volumes(oc: KubectlClient, survival: ClusterJob, serv
         "persistentvolumeclaim",
         "persistentvolumeclaim",
     ]
-
-
-def test_pull_brings_the_run_home_and_leaves_no_reader(
-    oc: KubectlClient, survival: ClusterJob, server: Server, tmp_path: Path
-) -> None:
-    run = tmp_path / "models" / "quickstart"
-    (run / "stages").mkdir(parents=True)
-    (run / "journal.jsonl").write_text("{}\n")
-    (run / "best_model").symlink_to("stages")
-    home = client.pull(oc, survival, tmp_path / "home")
-    assert (home / "journal.jsonl").read_text() == "{}\n"
-    assert (home / "best_model").is_symlink()
-    assert not [key for key in server.objects if key.startswith("pod/")]
-
-
-def test_a_missing_run_is_reported(oc: KubectlClient, survival: ClusterJob, server: Server, tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match=r"tar in quickstart-reader"):
-        client.pull(oc, survival, tmp_path / "home")
-    assert server.objects == {}
 
 
 def test_without_oc_and_kubectl_the_message_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,18 +1,19 @@
-"""Secrets that leak into files and output, and names, links and archives that lead out of the run folder."""
+"""Secrets that leak into files and output, and names, links and pulled files that lead out of the run folder."""
 
 from __future__ import annotations
 
 import base64
-import io
+import hashlib
 import json
 import shutil
-import tarfile
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
+from tests.cluster_jobs import cluster_job
 from tests.faults.hostile import CRASHES, EXIT_CODES, Runner, write_recipe
 
 EnvRunner = Callable[[Sequence[str], Path, Mapping[str, str]], tuple[int, str]]
@@ -213,7 +214,7 @@ def _state(path: Path) -> str:
 
 
 def run_traversal(root: Path, model: Path, run: Runner, short: bool = False) -> TraversalFindings:
-    """Run every name, link and archive that leads out of the run folder."""
+    """Run every name, link and pulled file that leads out of the run folder."""
     case = PathTraversalCase(root, run, TraversalFindings())
     for folder in (case.desk, case.victim):
         folder.mkdir(parents=True)
@@ -229,8 +230,8 @@ def run_traversal(root: Path, model: Path, run: Runner, short: bool = False) -> 
         case.check_writes(" ".join(arguments)[-60:], command, [case.desk / "runs"])
     for name, kind in list(LINKS.items())[:: 4 if short else 1]:
         _try_link(case, recipe, name, kind)
-    for name, archive in archives(case.victim).items():
-        _try_archive(case, name, archive)
+    for name, members in remote_files(case.victim).items():
+        try_pull(case, name, members)
     return case.findings
 
 
@@ -254,10 +255,24 @@ def _try_link(case: PathTraversalCase, recipe: Path, name: str, kind: str) -> No
     case.check_writes(f"link {name}", lambda: case.run(("run", str(recipe)), case.desk), [folder])
 
 
-def archives(victim: Path) -> dict[str, bytes]:
-    """Tar archives that a pod could send."""
+RemoteFiles = list[tuple[str, bytes | None, str]]
+POD = """#!{python}
+import json, pathlib, sys
+words = sys.argv[1:]
+if "get" in words:
+    print(json.dumps({"status": {"phase": "Running"}}))
+elif "exec" in words and "def list_files" in words[words.index("-c") + 1]:
+    print(pathlib.Path(__file__).with_suffix(".list").read_text(), end="")
+elif "exec" in words:
+    contents = json.loads(pathlib.Path(__file__).with_suffix(".contents").read_text())
+    print(end="".join(contents[word.split(":", 2)[2]] for word in words[words.index("-c") + 3 :]))
+"""
+
+
+def remote_files(victim: Path) -> dict[str, RemoteFiles]:
+    """Files and links that a pod could list."""
     up = "../" * 8 + str(victim).lstrip("/")
-    members_by_name: dict[str, list[tuple[str, bytes | None, str]]] = {
+    return {
         "up": [("../escaped.txt", b"x", "")],
         "absolute": [(str(victim / "escaped.txt"), b"x", "")],
         "deep": [(f"a/b/{up}/escaped.txt", b"x", "")],
@@ -266,39 +281,34 @@ def archives(victim: Path) -> dict[str, bytes]:
         "link to a file": [("journal.jsonl", None, str(victim / "kept.txt")), ("journal.jsonl", b"x", "")],
         "link to itself": [("a", None, "a"), ("a/b", b"x", "")],
         "chain of links": [("a", None, "."), ("a/b", None, ".."), ("a/b/escaped.txt", b"x", "")],
-        "hard link": [("hard", None, f"={victim / 'kept.txt'}"), ("hard", b"x", "")],
+        "link in the folder of parts": [(".pull", None, str(victim)), ("a", b"x", "")],
         "good": [("journal.jsonl", b"{}\n", ""), ("stages/sft/model/config.json", b"{}", ""),
                  ("best_model", None, "stages/sft/model")],
     }  # fmt: skip
-    return {name: _tar(members) for name, members in members_by_name.items()}
 
 
-def _tar(members: list[tuple[str, bytes | None, str]]) -> bytes:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as archive:
-        for name, content, target in members:
-            member = tarfile.TarInfo(name)
-            if content is None:
-                member.type = tarfile.LNKTYPE if target.startswith("=") else tarfile.SYMTYPE
-                member.linkname = target.removeprefix("=")
-            member.size = len(content or b"")
-            archive.addfile(member, io.BytesIO(content or b""))
-    return file.getvalue()
-
-
-def _try_archive(case: PathTraversalCase, name: str, archive: bytes) -> None:
-    """Extract it as `job pull` does."""
-    from modelwright.cluster.client import extract_tar
+def try_pull(case: PathTraversalCase, name: str, members: RemoteFiles) -> None:
+    """Pull it, with a client whose pod lists these files."""
+    from modelwright.cluster.client import KubectlClient
+    from modelwright.cluster.pull import pull
     from modelwright.errors import ModelwrightError
 
-    into = case.desk / "pulled"
+    into, program = case.desk / "pulled", case.desk / "kubectl"
     shutil.rmtree(into, ignore_errors=True)
+    rows = [[path, len(content or b""), "" if content is None else hashlib.sha256(content).hexdigest(), 0.0,
+             target if content is None else None] for path, content, target in members]  # fmt: skip
+    program.with_suffix(".list").write_text("".join(f"{json.dumps(row)}\n" for row in rows) + f"{len(rows)}\n")
+    program.with_suffix(".contents").write_text(
+        json.dumps({path: (content or b"").decode() for path, content, _ in members})
+    )
+    program.write_text(POD.replace("{python}", sys.executable))
+    program.chmod(0o755)
 
     def act() -> tuple[int, str]:
         try:
-            extract_tar(io.BytesIO(archive), into)
+            pull(KubectlClient(str(program), "modelwright"), cluster_job("survival", "trainjob"), into)
             return 0, ""
         except ModelwrightError as error:
             return error.exit_code if error.exit_code != 1 else 2, str(error)
 
-    case.check_writes(f"archive: {name}", act, [into])
+    case.check_writes(f"pull: {name}", act, [into])

@@ -291,15 +291,20 @@ def cancel(recipe: RecipeArgument, overrides: SetOption = None, job_kind: JobKin
 def pull(
     recipe: RecipeArgument,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder; default: runs/NAME.")] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace local files that are newer than the job's.")
+    ] = False,
     overrides: SetOption = None,
     job_kind: JobKindOption = None,
 ) -> None:
-    """Download the run folder of a job."""
-    from modelwright.cluster import client as cluster_client
+    """Download the run folder of a job. Every file is verified; run it again to continue."""
+    from modelwright.cluster.pull import pull as pull_run
 
     client, cluster_job = _client_and_job(recipe, overrides, job_kind)
-    folder = cluster_client.pull(client, cluster_job, output or Path("runs") / cluster_job.payload.recipe.name)
-    print(f"downloaded {cluster_job.run_dir} to {folder}")
+    folder = output or Path("runs") / cluster_job.payload.recipe.name
+    files = pull_run(client, cluster_job, folder, overwrite, lambda line: print(line, file=sys.stderr, flush=True))
+    size = sum(file.size for file in files) / 1e6
+    print(f"{cluster_job.run_dir} is now {folder}: {len(files)} files, {size:,.1f} MB, each verified by SHA-256")
 
 
 def _build_job(loaded: LoadedRecipe, job_kind: str | None) -> ClusterJob:

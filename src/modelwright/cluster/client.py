@@ -1,29 +1,23 @@
-"""Submit, watch, cancel and pull a job through `oc` or `kubectl`; safe extraction of the tar stream of a pod."""
+"""Submit, watch and cancel a job through `oc` or `kubectl`."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
-import tarfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO, Any
 
-from modelwright.cluster.documents import dump_documents
-from modelwright.cluster.manifests import SECURITY_CONTEXT, ClusterJob, image
-from modelwright.errors import ModelwrightError, Refused, UsageError
-from modelwright.runs.folder import RunFolder
+from modelwright.cluster.manifests import ClusterJob
+from modelwright.errors import ModelwrightError, UsageError
 
 RESOURCE_NAMES = {"trainjob": "trainjobs.trainer.kubeflow.org", "pytorchjob": "pytorchjobs.kubeflow.org"}
 # by the server: a client's own apply keeps a copy in an annotation, which ends at 256 KiB
 APPLY_ARGS = ("apply", "--server-side", "--field-manager=modelwright")
 TRAINING_RUNTIMES = "trainingruntimes.trainer.kubeflow.org"
-READER_TIMEOUT = 300.0
 PHASE_OF_CONDITION = {"Complete": "Succeeded", "Succeeded": "Succeeded", "Failed": "Failed"}
 
 
@@ -54,9 +48,9 @@ class KubectlClient:
         """Run a command whose output goes to ours; returns its exit code."""
         return subprocess.run(self._command(args), check=False).returncode
 
-    def popen(self, *args: str) -> subprocess.Popen[bytes]:
+    def popen(self, *args: str, stderr: IO[bytes]) -> subprocess.Popen[bytes]:
         """Start a command whose output we read as bytes."""
-        return subprocess.Popen(self._command(args), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        return subprocess.Popen(self._command(args), stdout=subprocess.PIPE, stderr=stderr, bufsize=0)
 
     def _command(self, args: Sequence[str]) -> list[str]:
         return [self.executable, "--namespace", self.namespace, *args]
@@ -109,20 +103,21 @@ def submit(client: KubectlClient, text: str, job: ClusterJob) -> list[str]:
     runtimes = [part for part in manifests if "\nkind: TrainingRuntime\n" in part]
     jobs = [part for part in manifests if re.search(r"^kind: (TrainJob|PyTorchJob)$", part, re.MULTILINE)]
     others = [part for part in manifests if part not in [*runtimes, *jobs]]
-    output = _apply(client, others, "--dry-run=server")
+    output = apply_manifests(client, others, "--dry-run=server")
     if existing is not None or runtimes:  # a runtime may outlive its job, and both have immutable fields
         cancel(client, job)
-    output += _apply(client, runtimes)
+    output += apply_manifests(client, runtimes)
     try:
-        output += _apply(client, jobs, "--dry-run=server")
+        output += apply_manifests(client, jobs, "--dry-run=server")
     except ClusterError:
         if runtimes:
             cancel(client, job)
         raise
-    return [*output, *_apply(client, [*others, *jobs])]
+    return [*output, *apply_manifests(client, [*others, *jobs])]
 
 
-def _apply(client: KubectlClient, manifests: Sequence[str], *options: str) -> list[str]:
+def apply_manifests(client: KubectlClient, manifests: Sequence[str], *options: str) -> list[str]:
+    """Apply them on the server; returns what it did with each."""
     if not manifests:
         return []
     return client.run(*APPLY_ARGS, *options, "-f", "-", stdin_text="---".join(manifests)).splitlines()
@@ -148,25 +143,6 @@ def cancel(client: KubectlClient, job: ClusterJob) -> str:
     if job.job_kind == "trainjob":
         output += client.run("delete", TRAINING_RUNTIMES, job.name, "--ignore-not-found")
     return output.strip()
-
-
-def pull(client: KubectlClient, job: ClusterJob, into: Path) -> Path:
-    """Download the run folder through a small pod that mounts its volume; local files of the same name are replaced."""
-    reader = _reader_pod(job)
-    name = str(reader["metadata"]["name"])
-    client.run(*APPLY_ARGS, "-f", "-", stdin_text=dump_documents([reader]))
-    try:
-        _wait_until_running(client, name)
-        process = client.popen("exec", name, "--", "tar", "--create", "--file=-", f"--directory={job.run_dir}", ".")
-        assert process.stdout is not None and process.stderr is not None
-        with process:  # what is refused is not read to its end
-            extract_tar(process.stdout, into)
-            stderr_text = process.communicate()[1].decode(errors="replace").strip()
-        if process.returncode:
-            raise ClusterError(f"tar in {name}: {stderr_text}")
-    finally:
-        client.run("delete", "pod", name, "--ignore-not-found", "--wait=false")
-    return into
 
 
 def rank0_pod(client: KubectlClient, job: ClusterJob) -> str:
@@ -217,96 +193,14 @@ def _pod_phase(pod: Mapping[str, Any]) -> str:
     return text
 
 
-def _reader_pod(job: ClusterJob) -> dict[str, Any]:
-    """A pod that mounts the volumes and waits to be read."""
-    mounts = [{"name": name, "mountPath": volume.mount} for name, volume in job.cluster.volumes.items()]
-    resources = {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"cpu": "1", "memory": "1Gi"}}
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": f"{job.name}-reader", "namespace": job.cluster.namespace},
-        "spec": {
-            "restartPolicy": "Never",
-            "activeDeadlineSeconds": 3600,
-            "automountServiceAccountToken": False,
-            "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
-            "containers": [
-                {
-                    "name": "reader",
-                    "image": image(job.cluster),
-                    "command": ["sleep", "3600"],
-                    "resources": resources,
-                    "securityContext": SECURITY_CONTEXT,
-                    "volumeMounts": mounts,
-                }
-            ],
-            "volumes": [{"name": name, "persistentVolumeClaim": {"claimName": name}} for name in job.cluster.volumes],
-        },
-    }
-
-
-def _wait_until_running(client: KubectlClient, pod: str) -> None:
-    deadline = time.monotonic() + READER_TIMEOUT
-    while time.monotonic() < deadline:
-        resource = json.loads(client.run("get", "pod", pod, "-o", "json"))
-        if resource.get("status", {}).get("phase") == "Running":
-            return
-        time.sleep(1.0)
-    raise ClusterError(f"{pod} is not running after {READER_TIMEOUT:.0f} s; oc describe pod {pod} says why")
-
-
-def extract_tar(archive: IO[bytes], into: Path) -> None:
-    """Write every member below the folder; one that would land elsewhere, or is no file, folder or link, is refused.
-
-    Links are created last, so that no file is written through one: tarfile's own filter follows links while it
-    extracts and could be led out of the folder (CVE-2025-4517).
-    """
-    RunFolder(into).reject_outside_symlinks()
-    into.mkdir(parents=True, exist_ok=True)
-    links: dict[Path, str] = {}
-    try:
-        with tarfile.open(fileobj=archive, mode="r|") as opened:
-            for member in opened:
-                path = _safe_path(member.name, into)
-                if member.isdir():
-                    path.mkdir(parents=True, exist_ok=True)
-                elif member.isreg():
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    _extract_file(opened, member, path)
-                elif member.issym():
-                    links[path] = member.linkname
-                else:
-                    raise Refused(f"the archive holds {member.name[:80]!r}, which is no file, folder or link")
-    except tarfile.ReadError:
-        return  # an empty stream: the sender's stderr says why
-    except (OSError, tarfile.TarError) as error:
-        raise Refused(f"{into}: the archive could not be unpacked ({str(error)[:200]})") from None
-    for path, target in links.items():
-        _make_symlink(path, target, into)
-
-
-def _safe_path(name: str, into: Path) -> Path:
-    parts = PurePosixPath(name).parts
-    if name.startswith("/") or ".." in parts or "\0" in name:
-        raise Refused(f"the archive holds {name[:80]!r}, which leads out of the folder; nothing more is unpacked")
-    return into.joinpath(*parts)
-
-
-def _extract_file(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
-    source = archive.extractfile(member)
-    assert source is not None
-    with path.open("wb") as file:
-        while piece := source.read(1 << 20):
-            file.write(piece)
-    os.utime(path, (member.mtime, member.mtime))
-
-
-def _make_symlink(path: Path, target: str, into: Path) -> None:
-    destination = os.path.normpath(path.parent / target)
-    if target.startswith("/") or not Path(destination).is_relative_to(os.path.normpath(into)):
-        raise Refused(f"the archive holds a link to {target[:80]!r}, which leads out of the folder")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_symlink():
-        path.unlink()
-    if not path.exists():
-        path.symlink_to(target)
+def pod_problem(pod: Mapping[str, Any]) -> str:
+    """Why a pod does not run, as the kubelet or the scheduler says it; empty where nothing is wrong."""
+    state = pod.get("status") or {}
+    for container in [*(state.get("initContainerStatuses") or []), *(state.get("containerStatuses") or [])]:
+        waiting = (container.get("state") or {}).get("waiting") or {}
+        if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
+            return f"{waiting['reason']}: {waiting.get('message', '')}".rstrip(": ")
+    for condition in state.get("conditions") or []:
+        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
+            return f"FailedScheduling: {condition.get('message', '')}".rstrip(": ")
+    return ""
