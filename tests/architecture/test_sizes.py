@@ -11,9 +11,9 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src"
 FILES = sorted(SOURCE.rglob("*.py"))
-LINE_BUDGET = 33_900
+LINE_BUDGET = 33_990
 """Lines of the whole package. Who adds a capability raises it with the reason; who removes lines lowers it.
-+210: the operators' admission rules as data (cluster/admission.py).
++300: the operators' admission rules as data (cluster/admission.py), requests, purposes and conflicts of claims.
 +190: job pull by sizes and hashes (cluster/pull.py)."""
 MAX_FILES = 141
 MAX_FILE_LINES = 600

@@ -107,9 +107,9 @@ class Answer(BaseHTTPRequestHandler):
         _, _, kind, name = self.path.split("/", 3)
         if kind == "logs":
             self._say(200, f"log of {name}\n")
-        elif kind == "pods":
-            pods = [body for key, body in self.server.objects.items() if key.startswith("pod/")]
-            self._say(200, json.dumps({"items": pods}))
+        elif kind in ("pods", "persistentvolumeclaims"):
+            items = [body for key, body in self.server.objects.items() if key.startswith(f"{kind[:-1]}/")]
+            self._say(200, json.dumps({"items": items}))
         else:
             stored = self.server.objects.get(f"{kind.split('.')[0].rstrip('s')}/{name}")
             self._say(200, json.dumps(stored) if stored else "")
@@ -211,6 +211,21 @@ def test_a_runtime_left_by_a_deleted_job_does_not_stop_the_next(
     changed = cluster_job("survival", "trainjob", "cluster.env={NCCL_DEBUG: WARN}")
     client.submit(oc, render(changed), changed)
     assert "trainjob/quickstart" in server.objects
+
+
+def test_a_claim_that_cannot_become_the_rendered_one_is_reported_before_anything_is_sent(
+    oc: KubectlClient, survival: ClusterJob, server: Server, tmp_path: Path
+) -> None:
+    single = cluster_job("lyrics", "trainjob")
+    client.submit(oc, render(single), single)
+    cancelled = client.cancel(oc, single)
+    assert cancelled is not None
+    before = len(commands(tmp_path))
+    with pytest.raises(UsageError, match="claim trained-models is ReadWriteOnce in the namespace, and the job wants "
+                       "ReadWriteMany, which cannot be changed; name another claim") as error:  # fmt: skip
+        client.submit(oc, render(survival), survival)
+    assert "{trained-models: null, trained-models-shared: {mount: PATH}}" in str(error.value)
+    assert not [line for line in commands(tmp_path)[before:] if "apply" in line or "delete" in line]
 
 
 def test_status_shows_phase_pods_and_progress(oc: KubectlClient, survival: ClusterJob, server: Server) -> None:

@@ -13,7 +13,7 @@ import pytest
 from cluster_jobs import cluster_job
 from modelwright.cluster.admission import ADMISSION_RULES, AdmissionRule
 from modelwright.cluster.documents import Manifest, load_manifests, parse_manifests
-from modelwright.cluster.lint import LintFinding, lint
+from modelwright.cluster.lint import LintFinding, claim_conflicts, lint
 from modelwright.cluster.manifests import JobKind, documents, render
 from modelwright.errors import ProblemsError
 
@@ -56,7 +56,8 @@ PYTORCHJOB = [
      f"{POD}.volumes[2].hostPath", "refuses it"),
     ("runAsNonRoot: true", "runAsUser: 0", f"{POD}.securityContext.runAsUser", "own range"),
     ("runAsNonRoot: true", "fsGroup: 1000", f"{POD}.securityContext.fsGroup", "own range"),
-    ("runAsNonRoot: true\n", "\n", f"{MAIN}.securityContext", "runAsNonRoot"),
+    ("runAsNonRoot: true", "runAsNonRoot: false", f"{MAIN}.securityContext", "runAsNonRoot is False"),
+    ("value: /shared/models/quickstart", "value: /elsewhere", f"{MAIN}.env", "OUTPUT_DIR is /elsewhere, on no volume"),
     ("automountServiceAccountToken: false", "hostNetwork: true", f"{POD}.hostNetwork", "refuses it"),
     ("allowPrivilegeEscalation: false", "privileged: true", f"{MAIN}.securityContext.privileged", "no privilege"),
     ("drop: [ALL]", "add: [SYS_ADMIN]", f"{MAIN}.securityContext.capabilities.add", "SYS_ADMIN"),
@@ -276,6 +277,48 @@ def test_notes_about_other_programs_do_not_fail_the_check(words: str) -> None:
     stream = sound("trainjob").replace("    trainer.kubeflow.org/framework: torch\n", "")
     notes = [str(finding) for finding in lint(parse_manifests(stream, "job.yaml")) if not finding.is_error]
     assert any(words in note for note in notes)
+
+
+def test_what_restricted_v2_fills_in_itself_is_no_error_in_a_handwritten_manifest() -> None:
+    text = sound("pytorchjob")
+    for line in ("runAsNonRoot: true", "allowPrivilegeEscalation: false", "type: RuntimeDefault"):
+        text = re.sub(rf"^ *{line}\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^ *(capabilities|seccompProfile):\n( *drop: .ALL.\n)?", "", text, flags=re.MULTILINE)
+    findings = lint(parse_manifests(text, "job.yaml"))
+    assert [str(finding) for finding in findings if finding.is_error] == []
+    assert sum("restricted-v2 fills it in" in str(finding) for finding in findings) == 8
+
+
+def test_data_dir_leads_to_a_volume() -> None:
+    volumes = "cluster.volumes={trained-models-pvc: {mount: /shared/models}, workspace-pvc: {mount: /workspace}}"
+    job = cluster_job("vision", "pytorchjob", volumes, "data.dataset_name=/shared/data")
+    assert [
+        finding.message
+        for finding in errors_in(render(job))
+        if "DATA_DIR is /shared/data, on no volume" in str(finding)
+    ]
+    mounted = cluster_job("vision", "pytorchjob", "data.dataset_name=/shared/data")
+    assert errors_in(render(mounted)) == []
+
+
+@pytest.mark.parametrize(
+    ("have", "want", "size", "words"),
+    [
+        ("ReadWriteOnce", "ReadWriteMany", "50Gi", "name another claim: cluster.volumes: {models: null"),
+        ("ReadWriteMany", "ReadWriteOnce", "50Gi", "--set cluster.volumes.models.access_mode=ReadWriteMany"),
+        ("ReadWriteMany", "ReadWriteMany", "100Gi", "--set cluster.volumes.models.size=100Gi"),
+        ("ReadWriteMany", "ReadWriteMany", "20Gi", ""),
+    ],
+)
+def test_a_claim_of_the_namespace_is_compared_with_the_rendered_one(
+    have: str, want: str, size: str, words: str
+) -> None:
+    def claim(mode: str, amount: str) -> dict[str, Any]:
+        spec = {"accessModes": [mode], "resources": {"requests": {"storage": amount}}}
+        return {"kind": "PersistentVolumeClaim", "metadata": {"name": "models"}, "spec": spec}
+
+    conflicts = claim_conflicts([claim(want, "50Gi")], [claim(have, size)])
+    assert len(conflicts) == bool(words) and all(words in conflict for conflict in conflicts)
 
 
 def test_the_rendered_runtime_names_its_framework_for_the_kubeflow_sdk() -> None:

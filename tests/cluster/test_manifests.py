@@ -21,7 +21,7 @@ from modelwright.cluster.documents import YamlComments, dump_documents, parse_ma
 from modelwright.cluster.lint import lint
 from modelwright.cluster.manifests import JobKind, documents, job_name, longest_save_seconds, render
 from modelwright.cluster.schema import ANY, QUANTITY, SCHEMAS, ArrayOf, MapOf, ObjectSchema, ScalarType, Schema
-from modelwright.errors import UsageError
+from modelwright.errors import ProblemsError, UsageError
 from modelwright.recipe.load import load
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -112,6 +112,65 @@ def test_one_node_needs_no_shared_storage_and_no_worker() -> None:
     rendered = documents(cluster_job("vision", "pytorchjob"))
     assert [each["spec"]["accessModes"] for each in rendered[:3]] == [["ReadWriteOnce"]] * 3
     assert list(rendered[-1]["spec"]["pytorchReplicaSpecs"]) == ["Master"]
+
+
+NO_CLAIMS = "cluster.volumes={trained-models: null, workspace: null"
+DOCUMENT_CLAIMS = (
+    f"{NO_CLAIMS}, training-data-pvc: {{mount: /shared/data}}, "
+    "trained-models-pvc: {mount: /shared/models}, workspace-pvc: {mount: /workspace}}"
+)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_volume_is_chosen_by_what_it_is_for(target: JobKind) -> None:
+    job = cluster_job("survival", target, DOCUMENT_CLAIMS, "cluster.namespace=lyric-professor")
+    text = render(job)
+    assert "value: /workspace/huggingface" in text and "value: /shared/models/quickstart" in text
+    assert [str(finding) for finding in lint(parse_manifests(text, "job.yaml")) if finding.is_error] == []
+    other = NO_CLAIMS + ", a: {mount: /a}, b: {mount: /b, purpose: models}, c: {mount: /c, purpose: workspace}}"
+    text = render(cluster_job("survival", target, other))
+    assert "value: /c/huggingface" in text and "value: /b/quickstart" in text
+    only_models = NO_CLAIMS + ", training-data: {mount: /d}, models-pvc: {mount: /m}}"
+    assert "value: /m/huggingface" in render(cluster_job("survival", target, only_models)), "shared by all pods"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_requests_may_be_below_the_limits(target: JobKind) -> None:
+    text = render(cluster_job("vision", target, "cluster.cpu_request=4", "cluster.memory_request=16Gi"))
+    rendered = text[
+        text.index("requests:\n", text.index("nprocPerNode" if target == "pytorchjob" else "numProcPerNode")) :
+    ]
+    assert [line.strip() for line in rendered.splitlines()[:8]] == [
+        *("requests:", 'cpu: "4"', 'memory: "16Gi"', 'nvidia.com/gpu: "1"'),
+        *("limits:", 'cpu: "6"', 'memory: "24Gi"', 'nvidia.com/gpu: "1"'),
+    ]
+    assert [str(finding) for finding in lint(parse_manifests(text, "job.yaml")) if finding.is_error] == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("cluster.gpu_product=NVIDIA L40S", "it wants a label value, such as NVIDIA-L40S"),
+        ("cluster.volumes={scratch: {mount: /s}}", "has a volume scratch, as every pod has already"),
+        ("cluster.volumes={recipe: {mount: /s}}", "has a volume recipe, as every pod has already"),
+        ("cluster.env={NCCL_DEBUG=INFO: x}", "it wants a name without ="),
+        ("cluster.cpu_request=8", "has cpu_request 8 above cpu 6, the limit"),
+        ("cluster.memory_request=32Gi", "has memory_request 32Gi above memory 24Gi, the limit"),
+        (
+            "cluster.volumes={trained-models: {mount: /m}, trained-models-pvc: {mount: /m/}}",
+            "has volumes trained-models and trained-models-pvc at /m/; trained-models: null removes the first",
+        ),
+    ],
+)
+def test_a_cluster_section_that_a_server_refuses_is_reported_by_the_recipe(setting: str, message: str) -> None:
+    with pytest.raises(ProblemsError) as error:
+        cluster_job("vision", "trainjob", setting)
+    assert message in str(error.value)
+
+
+def test_comments_are_on_the_container_that_trains() -> None:
+    text = render(cluster_job("survival", "trainjob", f"cluster.code_source={CODES[2]}"))
+    assert text.index("# torchrun without flags") > text.index("- name: node\n                  image")
 
 
 def test_variables_of_the_recipe_stand_in_the_job_under_its_own_names() -> None:

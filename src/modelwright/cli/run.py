@@ -79,7 +79,7 @@ def run(
         closed = error
     if log_format != "json" and pipeline.is_rank_zero():
         print(run_summary(RunFolder(Path(loaded.recipe.run_dir))))
-    if closed:
+    if closed and loaded.recipe.closed_gate_exit_code:
         raise closed
 
 

@@ -91,7 +91,7 @@ def pod_run_dir(recipe: Recipe, cluster: ClusterConfig) -> str:
                 f"it wants a folder below {' or '.join(mounts.values())}"
             )
         return output_dir
-    return f"{mounts.get('trained-models', next(iter(mounts.values())))}/{recipe.name}"
+    return f"{cluster.mount_for('models') or next(iter(mounts.values()))}/{recipe.name}"
 
 
 def _embed_file(

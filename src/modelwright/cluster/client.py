@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from modelwright.cluster.manifests import ClusterJob
+from modelwright.cluster.lint import claim_conflicts
+from modelwright.cluster.manifests import ClusterJob, documents
 from modelwright.errors import ModelwrightError, UsageError
 
 RESOURCE_NAMES = {"trainjob": "trainjobs.trainer.kubeflow.org", "pytorchjob": "pytorchjobs.kubeflow.org"}
@@ -99,6 +100,9 @@ def submit(client: KubectlClient, text: str, job: ClusterJob) -> list[str]:
             raise UsageError(
                 f"{job.name} is {status.phase} on the cluster; cancel it first, or give the recipe another name"
             )
+    claims = json.loads(client.run("get", "persistentvolumeclaims", "-o", "json") or '{"items": []}')["items"]
+    if conflicts := claim_conflicts(documents(job), claims):
+        raise UsageError("; ".join(conflicts))
     manifests = [part for part in re.split(r"^---$", text, flags=re.MULTILINE) if part.strip()]
     runtimes = [part for part in manifests if "\nkind: TrainingRuntime\n" in part]
     jobs = [part for part in manifests if re.search(r"^kind: (TrainJob|PyTorchJob)$", part, re.MULTILINE)]

@@ -83,8 +83,8 @@ def _lines(value: Any, indent: int, comments: dict[str, str]) -> Iterator[str]:
             yield f"{pad}{name}:"
             yield from _lines(item, indent + 2, comments)
         elif item and isinstance(item, list) and not _is_short(item):
-            yield f"{pad}{name}:"
-            yield from _lines(item, indent, comments)
+            yield f"{pad}{name}:"  # comments are about the container that trains
+            yield from _lines(item, indent, {} if key == "initContainers" else comments)
         elif isinstance(item, str) and _is_block(item):
             yield f"{pad}{name}: |"
             yield from (f"{pad}  {line}".rstrip() for line in item.splitlines())

@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from modelwright.cluster.admission import ADMISSION_RULES, ANCESTOR_LABEL, DNS_1035, select
-from modelwright.cluster.documents import GPU, FieldPath, Manifest, ManifestSet, PodTemplate, get_field, get_items
+from modelwright.cluster.documents import (
+    GPU,
+    Document,
+    FieldPath,
+    Manifest,
+    ManifestSet,
+    PodTemplate,
+    get_field,
+    get_items,
+)
 from modelwright.cluster.schema import SCHEMAS, format_path, validate
 from modelwright.errors import Problem, contains_secret, is_secret_name
 from modelwright.recipe.sections import QUANTITY_RE, quantity_to_bytes
@@ -293,6 +302,29 @@ def _claim(manifest_set: ManifestSet, manifest: Manifest) -> Findings:
         yield _finding(manifest, path, f" is {', '.join(map(str, modes))} and {num_nodes} pods mount it; {wants}")
 
 
+def claim_conflicts(manifests: Sequence[Document], existing: Sequence[Document]) -> list[str]:
+    """Claims of the namespace that cannot become the rendered ones: what differs is immutable, or cannot shrink."""
+    by_name = {get_field(claim, "metadata", "name"): claim for claim in existing}
+    problems = []
+    for claim in manifests:
+        name = get_field(claim, "metadata", "name")
+        if claim.get("kind") != "PersistentVolumeClaim" or name not in by_name:
+            continue
+        have, want = (get_field(body, "spec", "accessModes") or [] for body in (by_name[name], claim))
+        if set(have) != set(want):
+            setting = f"cluster.volumes.{name}.access_mode={'|'.join(have)}"
+            advice = f"use it as it is: --set {setting}"
+            if "ReadWriteMany" in want:
+                advice = f"name another claim: cluster.volumes: {{{name}: null, {name}-shared: {{mount: PATH}}}}"
+            modes = f"{', '.join(have)} in the namespace, and the job wants {', '.join(want)}"
+            problems.append(f"claim {name} is {modes}, which cannot be changed; {advice}")
+        sizes = [get_field(body, "spec", "resources", "requests", "storage") for body in (by_name[name], claim)]
+        if all(sizes) and _quantity(sizes[1]) < _quantity(sizes[0]):
+            advice = f"--set cluster.volumes.{name}.size={sizes[0]}"
+            problems.append(f"claim {name} has {sizes[0]} in the namespace and cannot shrink to {sizes[1]}; {advice}")
+    return problems
+
+
 def _config_map(manifest_set: ManifestSet, manifest: Manifest) -> Findings:
     texts, binaries = get_field(manifest.body, "data") or {}, get_field(manifest.body, "binaryData") or {}
     size = sum(len(str(text).encode()) for text in texts.values())
@@ -380,9 +412,11 @@ def _writable_home(manifest_set: ManifestSet, template: PodTemplate) -> Findings
         if name not in values:
             wants = "it wants a folder on a volume: under restricted-v2 the home is /, where nothing can be written"
             yield _finding(template.manifest, path, f" has no {name}; {wants}")
-        elif isinstance(values[name], str) and not _below(str(values[name]), mounts):
+    for name in ("HOME", "HF_HOME", "DATA_DIR", "OUTPUT_DIR"):
+        value = values.get(name)
+        if isinstance(value, str) and value.startswith("/") and not _below(value, mounts):
             wants = f"it wants a folder below one of {', '.join(mounts) or 'the mounts'}"
-            yield _finding(template.manifest, path, f": {name} is {values[name]}, on no volume; {wants}")
+            yield _finding(template.manifest, path, f": {name} is {value}, on no volume; {wants}")
 
 
 def _below(path: str, mounts: list[str]) -> bool:
@@ -503,17 +537,23 @@ def _restricted_container(template: PodTemplate, path: FieldPath, container: dic
     if added := [str(name) for name in get_field(own, "capabilities", "add") or [] if name != "NET_BIND_SERVICE"]:
         problem = f" is {', '.join(added)}; restricted-v2 allows none of them"
         yield _finding(manifest, (*path, "capabilities", "add"), problem)
-    non_root = True in (get_field(own, "runAsNonRoot"), get_field(pod, "runAsNonRoot"))
-    seccomp = bool(get_field(own, "seccompProfile") or get_field(pod, "seccompProfile"))
+    escalation = get_field(own, "allowPrivilegeEscalation")
+    non_root = get_field(own, "runAsNonRoot")
+    non_root = get_field(pod, "runAsNonRoot") if non_root is None else non_root
+    dropped = get_field(own, "capabilities", "drop")
+    seccomp = get_field(own, "seccompProfile") or get_field(pod, "seccompProfile")
     requirements = (
-        ("allowPrivilegeEscalation", get_field(own, "allowPrivilegeEscalation") is False, "false"),
-        ("capabilities.drop", "ALL" in (get_field(own, "capabilities", "drop") or []), "[ALL]"),
-        ("runAsNonRoot", non_root, "true, here or for the pod"),
-        ("seccompProfile", seccomp, "{type: RuntimeDefault}"),
+        ("allowPrivilegeEscalation", escalation, escalation is False, "false"),
+        ("capabilities.drop", dropped, "ALL" in (dropped or []), "[ALL]"),
+        ("runAsNonRoot", non_root, non_root is True, "true, here or for the pod"),
+        ("seccompProfile", seccomp, bool(seccomp), "{type: RuntimeDefault}"),
     )
-    for key, satisfied, wants in requirements:
-        if not satisfied:
-            yield _finding(manifest, path, f".{key} is not set; Pod Security restricted wants {wants}")
+    for key, value, satisfied, wants in requirements:
+        if value is not None and not satisfied:
+            yield _finding(manifest, path, f".{key} is {value}; restricted-v2 wants {wants}")
+        elif not satisfied:
+            note = f".{key} is not set; restricted-v2 fills it in, Pod Security restricted elsewhere wants {wants}"
+            yield _finding(manifest, path, note, is_error=False)
 
 
 POD_RULES: tuple[Callable[[ManifestSet, PodTemplate], Findings], ...] = (

@@ -13,7 +13,7 @@ from modelwright import __version__
 from modelwright.cluster.bundle import ConfigMapPayload, build_payload, config_map_data, package_zip
 from modelwright.cluster.documents import GPU, Document, YamlComments, dump_documents
 from modelwright.recipe.schema import Recipe
-from modelwright.recipe.sections import ClusterConfig, VolumeConfig
+from modelwright.recipe.sections import ClusterConfig
 from modelwright.runs import journal
 
 JobKind = Literal["trainjob", "pytorchjob"]
@@ -217,6 +217,7 @@ _DOCUMENT_COMMENTS = {
     "PyTorchJob": "The job itself; OpenShift AI up to 3.5 (gone in 3.6: use --job-kind trainjob there).",
 }
 _KEY_COMMENTS = {
+    "initContainers": "Provides the program before the training container starts.",
     "accessModes": "Several nodes write to it only with ReadWriteMany.",
     "podFailurePolicy": "Wrong recipe (2), closed gate (3), diverged (76), refused (77): a retry cannot succeed.",
     "PyTorchJob restartPolicy": "Whatever ends a pod early, it restarts and resumes from the last checkpoint.",
@@ -305,17 +306,17 @@ def image(cluster: ClusterConfig) -> str:
 
 
 def resources(cluster: ClusterConfig) -> dict[str, Any]:
-    """Resource requests and limits of each pod, which are equal."""
-    amounts: dict[str, Any] = {"cpu": str(cluster.cpu), "memory": cluster.memory}
-    if cluster.gpus_per_node:
-        amounts[GPU] = str(cluster.gpus_per_node)
-    return {"requests": dict(amounts), "limits": dict(amounts)}
+    """Resource requests and limits of each pod; those of GPUs are always equal."""
+    gpus = {GPU: str(cluster.gpus_per_node)} if cluster.gpus_per_node else {}
+    requests = {"cpu": str(cluster.cpu_request or cluster.cpu), "memory": cluster.memory_request or cluster.memory}
+    return {"requests": requests | gpus, "limits": {"cpu": str(cluster.cpu), "memory": cluster.memory} | gpus}
 
 
 def _environment(pod: PodConfig) -> list[dict[str, Any]]:
     """Variables of the container: caches, the recipe's own, what the cluster section adds, the token by reference."""
     cluster = pod.cluster
-    shared = cluster.volumes.get("workspace", VolumeConfig(mount=SCRATCH_DIR)).mount.rstrip("/")
+    # without a volume for downloads, each pod would download the model into its own scratch
+    shared = cluster.mount_for("workspace") or cluster.mount_for("models") or SCRATCH_DIR
     values = {
         "HOME": SCRATCH_DIR,
         "TMPDIR": SCRATCH_DIR,

@@ -102,6 +102,8 @@ class Recipe(FrozenModel):
     """Limits of the metrics of each stage, which a model must meet to be promoted."""
     gates_file: str | None = None
     """A file of gates, relative to the recipe, such as configs/promotion_gates.yaml; the recipe overrides it."""
+    closed_gate_exit_code: Literal[0, 3] = 3
+    """Exit code of a run whose gate is closed: 3, or 0 for a job that then counts as succeeded."""
     cluster: ClusterConfig | None = None
     """The OpenShift job of launch --on openshift."""
     report_to: list[TrackerName] = ["tensorboard"]

@@ -234,10 +234,19 @@ def _check_dns_label(text: str) -> str:
     return text
 
 
+def _check_label_value(text: str) -> str:
+    if re.fullmatch(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?", text) is None:
+        raise invalid(f"it wants a label value, such as {re.sub(r'[^-A-Za-z0-9_.]+', '-', text).strip('-_.')[:63]}")
+    return text
+
+
 IS_QUANTITY, IS_DNS_LABEL = AfterValidator(_check_quantity), AfterValidator(_check_dns_label)
 Quantity = Annotated[str, IS_QUANTITY]
 """Bytes as a Kubernetes quantity."""
 DnsLabel = Annotated[str, IS_DNS_LABEL]
+
+
+VolumePurpose = Literal["data", "models", "workspace"]
 
 
 class VolumeConfig(FrozenModel):
@@ -251,6 +260,8 @@ class VolumeConfig(FrozenModel):
     """auto: ReadWriteMany for several nodes, ReadWriteOnce for one."""
     storage_class: str | None = None
     """Storage class; without it, the default of the cluster."""
+    purpose: VolumePurpose | None = None
+    """What it is for: models holds the run, workspace the downloads (HF_HOME); else its mount path or name tells."""
 
 
 DEFAULT_VOLUMES = {
@@ -258,6 +269,8 @@ DEFAULT_VOLUMES = {
     "trained-models": VolumeConfig(mount="/shared/models", size="50Gi"),
     "workspace": VolumeConfig(mount="/workspace", size="50Gi"),
 }
+POD_VOLUMES = ("recipe", "scratch", "dshm", "code", "code-zip")
+"""Names of the volumes that every pod has besides the claims."""
 
 
 class ClusterConfig(FrozenModel):
@@ -271,12 +284,16 @@ class ClusterConfig(FrozenModel):
     """Number of nodes, one pod each."""
     gpus_per_node: NonNegativeInt = 1
     """GPUs (and so processes) per pod; 0 trains on the CPU."""
-    gpu_product: str | None = None
+    gpu_product: Annotated[str, AfterValidator(_check_label_value)] | None = None
     """GPU model as in the node label nvidia.com/gpu.product, such as NVIDIA-L40S (node selector)."""
     cpu: PositiveInt = 4
-    """CPU cores per pod."""
+    """CPU cores per pod (limit)."""
+    cpu_request: PositiveInt | None = None
+    """CPU cores requested per pod; without it, cpu."""
     memory: Quantity = "16Gi"
-    """Memory per pod."""
+    """Memory per pod (limit)."""
+    memory_request: Quantity | None = None
+    """Memory requested per pod; without it, memory."""
     shm_size: Quantity = "4Gi"
     """Size of /dev/shm, counted within memory."""
     image: str | None = None
@@ -284,7 +301,7 @@ class ClusterConfig(FrozenModel):
     code_source: Annotated[str, AfterValidator(_check_code_source)] = "image"
     """Where the program comes from: image, configmap, or git+https://HOST/PATH@REVISION."""
     volumes: dict[str, VolumeConfig] = DEFAULT_VOLUMES
-    """Volume claims by name; the run folder is on trained-models, downloads on workspace, where those exist."""
+    """Volume claims by name; NAME: null removes one of the base recipe."""
     local_queue: DnsLabel | None = None
     """Kueue LocalQueue; also shows the job in the workload metrics of the project."""
     hf_token_secret: DnsLabel | None = None
@@ -294,15 +311,39 @@ class ClusterConfig(FrozenModel):
     env: dict[str, str] = {}
     """Further environment variables of the pods, such as NCCL_DEBUG: INFO."""
 
+    def mount_for(self, purpose: VolumePurpose) -> str | None:
+        """Mount path of the volume for a purpose: the one that says so, is mounted there by default, or is named so."""
+        default, word = {"data": ("/shared/data", "data"), "models": ("/shared/models", "model"),
+                         "workspace": ("/workspace", "workspace")}[purpose]  # fmt: skip
+        free = {name: volume for name, volume in self.volumes.items() if volume.purpose in (None, purpose)}
+        ranked = sorted(
+            free, key=lambda name: (free[name].purpose is None, free[name].mount != default, word not in name)
+        )
+        best = free[ranked[0]] if ranked else None
+        matches = best and (best.purpose == purpose or best.mount == default or word in ranked[0])
+        return best.mount.rstrip("/") if best and matches else None
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        mounts: dict[str, str] = {}
         for name, volume in self.volumes.items():
             if DNS_LABEL_RE.fullmatch(name) is None:
                 raise invalid(f"has a volume {name!r}; it wants a name of lower-case letters, digits and dashes")
+            if name in POD_VOLUMES:
+                raise invalid(f"has a volume {name}, as every pod has already; it wants another name")
             if not volume.mount.startswith("/") or volume.mount == "/":
                 raise invalid(f"has volume {name} at {volume.mount!r}; it wants a folder such as /shared/models")
+            if (first := mounts.setdefault(volume.mount.rstrip("/"), name)) != name:
+                raise invalid(f"has volumes {first} and {name} at {volume.mount}; {first}: null removes the first")
             if self.nodes > 1 and volume.access_mode == "ReadWriteOnce":
                 raise invalid(f"has {self.nodes} nodes and volume {name} ReadWriteOnce; it wants ReadWriteMany")
+        for name in self.env:
+            if not name or "=" in name or not (name.isascii() and name.isprintable()):
+                raise invalid(f"has a variable {name!r} in env; it wants a name without =, and its value after a colon")
+        if (self.cpu_request or 0) > self.cpu:
+            raise invalid(f"has cpu_request {self.cpu_request} above cpu {self.cpu}, the limit")
+        if self.memory_request and quantity_to_bytes(self.memory_request) > quantity_to_bytes(self.memory):
+            raise invalid(f"has memory_request {self.memory_request} above memory {self.memory}, the limit")
         if quantity_to_bytes(self.shm_size) >= quantity_to_bytes(self.memory):
             raise invalid(f"has shm_size {self.shm_size} within memory {self.memory}; it wants less than memory")
         if not self.volumes:
