@@ -284,80 +284,30 @@ def _torch_selective_contexts() -> AbstractContextManager[Any]:
 
 
 def _compiled_adamw() -> AbstractContextManager[Any]:
-    """One compiled kernel per tensor, and the norm by torch, instead of the Triton kernels."""
+    """One compiled kernel per tensor instead of the Triton kernel."""
     import torch
 
-    from modelwright.engine import adamw_triton
+    from modelwright.engine import adamw_triton, bf16_adamw
 
-    def update(weight: Any, gradient: Any, remainder: Any, exp_avg: Any, exp_avg_sq: Any,
-               lr: Any, bias_corrections: Any, clip: Any, beta1: float, beta2: float, epsilon: float,
-               weight_decay: float) -> None:  # fmt: skip
-        skipped = clip < 0
-        grad = gradient.float() * clip
-        momentum = exp_avg.float() + (1 - beta1) * (grad - exp_avg.float())
-        variance = exp_avg_sq * beta2 + (1 - beta2) * grad * grad
-        master = ((weight.to(torch.int32) << 16) + remainder.to(torch.int32)).view(torch.float32)
-        moved = master * (1 - lr * weight_decay)
-        moved = moved - lr / bias_corrections[0] * momentum / (variance.sqrt() / bias_corrections[1] + epsilon)
-        bits = torch.where(skipped, master, moved).view(torch.int32)
-        high = (bits + 0x8000) >> 16
-        exp_avg.copy_(torch.where(skipped, exp_avg.float(), momentum))
-        exp_avg_sq.copy_(torch.where(skipped, exp_avg_sq, variance))
-        weight.copy_(high)
-        remainder.copy_(bits - (high << 16))
+    compiled = torch.compile(bf16_adamw._adamw_update, dynamic=False)
 
-    compiled = torch.compile(update, dynamic=False)
+    class PerTensor:
+        def __init__(self, tensors: Any) -> None:
+            self._tensors = [tuple(tensor.flatten() for tensor in params) for params in tensors]
 
-    class Launcher:
-        def __init__(self, tensors: Any, static_grads: bool) -> None:
-            self._tensors = [(weight.view(torch.int16), *others) for weight, *others in tensors]
+        def __call__(self, *scalars: Any) -> None:
+            for params in self._tensors:
+                compiled(params, *scalars)
 
-        def __call__(self, scalars: Any, hyperparameters: Any) -> None:
-            for tensors in self._tensors:
-                compiled(*(tensor.flatten() for tensor in tensors), *scalars, *hyperparameters)
-
-    stack = ExitStack()
-    stack.enter_context(patch.object(adamw_triton, "AdamWLauncher", Launcher))
-    stack.enter_context(_torch_grad_norm())
-    return stack
-
-
-def _torch_grad_norm() -> AbstractContextManager[Any]:
-    from modelwright.engine import adamw_triton, optimizer
-
-    return patch.object(adamw_triton, "GradNormKernel", lambda grads: partial(optimizer.total_grad_norm, grads))
-
-
-def _one_kernel_for_all() -> AbstractContextManager[Any]:
-    """No kernels of their own, on two streams, for large tensors."""
-    from modelwright.engine import adamw_triton
-
-    return patch.object(adamw_triton, "SHARED_MAX_NUMEL", 2**60)
-
-
-def _skipped_by_host() -> AbstractContextManager[Any]:
-    """The host waits for loss and norm before it starts the optimizer step."""
-    from modelwright.engine.trainer import Engine
-
-    init = Engine.__init__
-
-    def without(self: Any, *args: Any) -> None:
-        init(self, *args)
-        self._skips_on_device = False
-
-    return patch.object(Engine, "__init__", without)
+    return patch.object(adamw_triton, "MultiTensorAdamW", PerTensor)
 
 
 PATHS = (
     SpecialPath("cuda-graphs", "engine/cuda_graphs.py", "0.5b", {"cuda_graphs": "never"}),
     SpecialPath("bf16-masters", "engine/bf16_adamw.py", "0.5b", {"param_dtype": "fp32"}),
-    SpecialPath("adamw-triton", "engine/adamw_triton.py", "0.5b", patch=_compiled_adamw),
-    SpecialPath("adamw-norm-kernel", "engine/adamw_triton.py", "0.5b", patch=_torch_grad_norm),
-    SpecialPath("device-side-skip", "engine/trainer.py", "0.5b", patch=_skipped_by_host),
     SpecialPath("prefix-sharing", "models/prefix_sharing.py", "sft", {"share_prefix": False}),
     SpecialPath("prefix-varlen", "models/prefix_sharing.py", "sft", patch=_masked_prefix),
-    SpecialPath("adamw-triton-sft", "engine/adamw_triton.py", "sft", patch=_compiled_adamw),
-    SpecialPath("adamw-large-tensors", "engine/adamw_triton.py", "sft", patch=_one_kernel_for_all),
+    SpecialPath("adamw-triton", "engine/adamw_triton.py", "sft", patch=_compiled_adamw),
     SpecialPath("varlen-attention", "models/attention.py", "sft-packed", patch=_transformers_attention),
     SpecialPath("share-prompt", "tasks/dpo.py", "dpo", {"share_prompt": False}),
     SpecialPath("unshared-layout", "models/attention.py", "dpo", patch=_varlen_pairs),
@@ -369,7 +319,6 @@ PATHS = (
     SpecialPath("batch-norm-compiled", "models/kernels.py", "resnet", {"torch_compile": True}),
     SpecialPath("fused-lora-mlp", "models/trainable.py", "lora", patch=_plain_lora_mlp),
     SpecialPath("chunked-loss", "tasks/losses.py", "lora", patch=_plain_loss, repeats=1),
-    SpecialPath("adamw-triton-lora", "engine/adamw_triton.py", "lora", patch=_compiled_adamw, repeats=1),
     SpecialPath("chunked-loss-6b", "tasks/losses.py", "6b", patch=_plain_loss, repeats=1),
     SpecialPath("selective-checkpointing", "models/activation_checkpoint.py", "6b-selective", FULL, repeats=1),
     SpecialPath(

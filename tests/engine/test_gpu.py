@@ -244,7 +244,7 @@ def grads_of(weights: list[torch.nn.Parameter]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("recorded", ["never", "always"])
-def test_a_bad_step_moves_nothing_before_the_host_has_judged_it(monkeypatch: pytest.MonkeyPatch, recorded: str) -> None:
+def test_a_bad_step_moves_nothing(monkeypatch: pytest.MonkeyPatch, recorded: str) -> None:
     work = workloads.Workload(2, 256, 512, 4, 2, rows=2, length=128, vocab_size=1024)
     first_weights: list[torch.Tensor] = []
     step, bad_steps = Engine._step, {6, 8}
@@ -282,12 +282,6 @@ def test_the_kernel_moves_weights_as_the_formula_does(mean: torch.dtype, odd: in
                 weight.grad = gradient.to(device)
             weights[7].grad = weights[7].grad if step % 2 else None
             assert float(optimizer.clip_grad_norm(1500.0)) == pytest.approx(grad_norm(grads_of(weights)), rel=1e-4)
-            if step == 2:
-                before = [weight.detach().clone() for weight in weights]
-                optimizer.skip_step_if(torch.tensor(True, device=device))
-                optimizer.step()
-                assert all(torch.equal(weight, was) for weight, was in zip(weights, before, strict=True))
-                optimizer.clip_grad_norm(1500.0)
             if step == 1:  # as by a restart
                 weights[3].data = weights[3].data.clone()
                 optimizer.state[weights[4]]["exp_avg"] = optimizer.state[weights[4]]["exp_avg"] * 2

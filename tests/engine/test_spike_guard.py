@@ -1,4 +1,4 @@
-"""The spike guard decides the same on the host and on the device."""
+"""The spike guard skips steps that would spoil the weights, and no others."""
 
 from __future__ import annotations
 
@@ -6,25 +6,10 @@ import json
 import random
 
 import pytest
-import torch
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from modelwright.engine.spike_guard import MIN_HISTORY, RECOVERED_AFTER, WINDOW, SpikeGuard, is_bad_step
-
-NUMBERS = st.floats(width=32) | st.sampled_from([float("inf"), float("nan"), 4.0, 8.0, 12.0, 40.0])
-
-
-@given(NUMBERS, NUMBERS, st.integers(1, 5000), st.integers(0, 2 * MIN_HISTORY))
-@example(4.0 * 300, 1.0, 300, MIN_HISTORY)
-@example(float("-inf"), float("inf"), 1, 0)
-def test_a_step_is_judged_the_same_where_it_is_computed(loss_sum: float, norm: float, trained: int, known: int) -> None:
-    guard = SpikeGuard(spike_factor=4.0)
-    guard.load_state_dict({"losses": [1.0] * known, "grad_norms": [2.0] * known})
-    limits = torch.tensor((trained, *guard.thresholds()), dtype=torch.float64)
-    loss_and_norm = torch.tensor((loss_sum, norm)).double()
-    is_bad = bool(is_bad_step(loss_and_norm[0], loss_and_norm[1], limits))
-    assert is_bad == (guard.check(loss_and_norm[0].item() / trained, loss_and_norm[1].item()) != "ok")
+from modelwright.engine.spike_guard import MIN_HISTORY, RECOVERED_AFTER, WINDOW, SpikeGuard
 
 
 def guard_at_loss(loss: float, first: float = 6.0) -> SpikeGuard:

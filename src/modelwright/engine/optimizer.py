@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +26,6 @@ ONE_CYCLE_START, ONE_CYCLE_END = 0.04, 0.001
 class TrainerOptimizer(torch.optim.Optimizer):
     """What the loop, the checkpoint and the memory profiler ask of an optimizer; a torch optimizer adds `step`."""
 
-    can_skip_on_device: ClassVar[bool] = False
-    """Whether `skip_step_if` works: a step decided on the device need not wait for the host."""
     spec: OptimizerSpec
     """What recipe and planner know of it."""
     named_params: Mapping[str, Tensor]
@@ -38,10 +36,6 @@ class TrainerOptimizer(torch.optim.Optimizer):
         if math.isinf(max_norm):
             return total_grad_norm([param.grad for param in self.named_params.values() if param.grad is not None])
         return full_tensor(clip_grad_norm_(self.named_params.values(), max_norm))
-
-    def skip_step_if(self, is_bad_step: Tensor) -> None:
-        """Skip the next step if this is true, decided on the device without waiting for the host."""
-        raise NotImplementedError
 
     def prepare_step(self, static_grads: bool = False) -> object:
         """Prepare the next step; static_grads: a CUDA graph will replay it, and must keep the result alive."""

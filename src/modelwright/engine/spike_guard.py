@@ -7,8 +7,6 @@ from collections import deque
 from statistics import median
 from typing import Any, Literal
 
-from torch import Tensor
-
 Health = Literal["ok", "non_finite", "spike", "overflow"]
 """Only an ok step updates the parameters; an overflow is normal while fp16's loss scale adapts."""
 WINDOW = 64
@@ -25,17 +23,10 @@ RECOVERED_AFTER = 4
 """This many good steps in a row show that a spike was a hard batch; as many bad ones roll back by default."""
 
 
-def is_spike(loss: Any, grad_norm: Any, thresholds: Any) -> Any:
-    """Whether a loss spikes, or rises with a large gradient norm; for numbers or tensors."""
+def is_spike(loss: float, grad_norm: float, thresholds: tuple[float, float, float]) -> bool:
+    """Whether a loss spikes, or rises with a large gradient norm."""
     max_loss, max_loss_with_grad, max_grad_norm = thresholds
-    return (loss > max_loss) | ((grad_norm > max_grad_norm) & (loss > max_loss_with_grad))
-
-
-def is_bad_step(loss_sum: Tensor, grad_norm: Tensor, thresholds: Tensor) -> Tensor:
-    """The guard's decision computed on the device; thresholds: trained tokens, then the guard's."""
-    loss = loss_sum / thresholds[0]
-    spike: Tensor = is_spike(loss, grad_norm, thresholds[1:])
-    return ~(loss + grad_norm).isfinite() | spike
+    return loss > max_loss or (grad_norm > max_grad_norm and loss > max_loss_with_grad)
 
 
 class SpikeGuard:

@@ -110,23 +110,6 @@ def eval_metrics(sums: Mapping[str, float], count: float) -> dict[str, float]:
     }
 
 
-class AsyncCopy:
-    """A non-blocking copy of numbers from the device to pinned memory."""
-
-    def __init__(self, numbers: Tensor) -> None:
-        self._numbers, self._copied_event = numbers, None
-        if numbers.is_cuda:
-            self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
-            self._copied_event = torch.cuda.current_stream().record_event()
-
-    def __call__(self) -> list[float]:
-        """Wait for the copy."""
-        if self._copied_event is not None:
-            self._copied_event.synchronize()
-        numbers: list[float] = self._numbers.tolist()
-        return numbers
-
-
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor on a device, copied without blocking the host."""
     if device.type == "cuda" and tensor.device.type == "cpu":

@@ -36,8 +36,8 @@ from modelwright.engine.precision import (
     split_fp32_master,
     to_bf16_with_remainders,
 )
-from modelwright.engine.spike_guard import SpikeGuard, is_bad_step
-from modelwright.engine.task import AsyncCopy, Cursor, MicroBatch, RankBatch, StepReport, Task, eval_metrics, to_device
+from modelwright.engine.spike_guard import SpikeGuard
+from modelwright.engine.task import Cursor, MicroBatch, RankBatch, StepReport, Task, eval_metrics
 from modelwright.engine.throughput import MIN_TIMEOUT_SECONDS, TIMEOUT_AFTER_STEPS, TIMEOUT_STEPS, DeviceTimer
 from modelwright.errors import Refused
 from modelwright.plan.choose import uses_cuda_graphs
@@ -75,7 +75,6 @@ class Engine:
         self.trainable_params = {name: param for name, param in self._module.named_parameters() if param.requires_grad}
         self.buffers = persistent_buffers(self._module)
         self.optimizer = build_optimizer(self.trainable_params, settings, remainders)
-        self._skips_on_device = world.size == 1 and self.optimizer.can_skip_on_device
         self._learning_rate = build_schedule(settings, plan)
         self.ema = EMA({**self.trainable_params, **self.buffers}, settings.ema_decay)
         self.guard = SpikeGuard(settings.spike_factor)
@@ -155,24 +154,18 @@ class Engine:
         self._compute_timer.start()
         sums = self._with_fallback(lambda: self._accumulate(self._rank_batch(step).micro_batches, trained_tokens))
         self.precision.scaler.unscale_(self.optimizer)
-        thresholds = torch.tensor((trained_tokens, *self.guard.thresholds()), dtype=torch.float64)
-        thresholds = to_device(thresholds, self.world.device)
-        loss_and_norm = self._clip.call_after(self._first_backward.last_graph, loss_sum=sums[0], thresholds=thresholds)
+        loss_and_norm = self._clip.call_after(self._first_backward.last_graph, loss_sum=sums[0])
         self._data_wait_timer.start()
         self._prefetched = self._prepare(step + 1)  # while the device is still computing
         self._data_wait_timer.stop()
         self.optimizer.set_learning_rate(learning_rate)
-        async_copy = AsyncCopy(loss_and_norm)
-        if self._skips_on_device:
-            self._update.call_after(self._first_backward.last_graph)
-        loss_sum, grad_norm = async_copy()  # the only synchronization with the device in a step
+        loss_sum, grad_norm = loss_and_norm.tolist()  # the only synchronization with the device in a step
         seconds_by_rank = self._compute_timer.seconds_by_rank(self.world.rank, self.world.size)
         loss, *compute_seconds = self.world.all_reduce_sum(loss_sum, *seconds_by_rank)
         loss /= trained_tokens
         health = self.guard.check(loss, grad_norm, self.precision.can_lower_loss_scale)
-        if health == "ok" and not self._skips_on_device:
-            self._update.call_after(self._first_backward.last_graph)
         if health == "ok":
+            self._update.call_after(self._first_backward.last_graph)
             self.ema.update(step)
         if self._first_backward.last_graph is None:
             self.optimizer.zero_grad(set_to_none=True)
@@ -283,13 +276,10 @@ class Engine:
         self.reset_step_state()
         return sums.tolist(), min(seconds)
 
-    def _clip_grads(self, loss_sum: Tensor, thresholds: Tensor) -> Tensor:
+    def _clip_grads(self, loss_sum: Tensor) -> Tensor:
         """Clip the gradients, or set the factor they are read with; returns [summed loss, gradient norm]."""
         grad_norm = self.optimizer.clip_grad_norm(self._max_grad_norm or float("inf"))
-        loss_and_norm = torch.stack((loss_sum, grad_norm)).double()
-        if self._skips_on_device:
-            self.optimizer.skip_step_if(is_bad_step(loss_and_norm[0], loss_and_norm[1], thresholds))
-        return loss_and_norm
+        return torch.stack((loss_sum, grad_norm)).double()
 
     def _optimizer_step(self) -> Tensor:
         self.precision.scaler.step(self.optimizer)

@@ -1,4 +1,10 @@
-"""Full and selective activation checkpointing of decoder layers, eager and compiled."""
+"""Full and selective activation checkpointing of decoder layers, eager and compiled.
+
+Pretraining of a 6.08 B model, 32 × 2048 tokens a step: selective 15,705 tokens/s in 119 GB, full 12,912 in 81 GB, none
+16,302 in 139 GB (H200, 2026-11-16, `python -m benchmarks.speed --work 6b`; `benchmarks.ablation --only
+selective-checkpointing`). Layers that are not compiled have contexts of our own: torch's are as fast in 111 instead of
+107 GB, but with them a layer that changes a product in place has wrong gradients without an error.
+"""
 
 from __future__ import annotations
 

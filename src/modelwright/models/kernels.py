@@ -1,4 +1,7 @@
-"""Triton kernels of SwiGLU with LoRA and of batch norm with residual and ReLU; import only inside GPU functions."""
+"""Triton kernels of SwiGLU with LoRA and of batch norm with residual and ReLU; import only inside GPU functions.
+
+What they bring is in `models/trainable.py` (3.1 %) and `models/vision.py` (23 %).
+"""
 
 from __future__ import annotations
 

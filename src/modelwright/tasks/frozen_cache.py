@@ -1,4 +1,9 @@
-"""Cache the outputs of a model's frozen layers, computed once per example, in memory or on disk."""
+"""Cache the outputs of a model's frozen layers, computed once per example, in memory or on disk.
+
+The last two layers and the head of a 3 B model, 16 rows a step: 920 rows/s with the cache and a shared prefix, 180
+without both (H200, 2026-11-15, `python -m benchmarks.speed --work survival-3b`; alone: `benchmarks.ablation --only
+frozen-cache`).
+"""
 
 from __future__ import annotations
 
