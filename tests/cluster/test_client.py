@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
+import socket
 import stat
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -62,6 +66,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Answer)
         self.objects: dict[str, dict[str, Any]] = {}
         self.manifests: dict[str, str] = {}
+        self.events: list[dict[str, Any]] = []
 
     def refusal(self, key: str, body: dict[str, Any], manifest: str) -> str:
         """What the real server and the operators' webhooks refuse, in their words."""
@@ -105,6 +110,9 @@ class Answer(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         _, _, kind, name = self.path.split("/", 3)
+        if kind == "events":
+            self._say(200, json.dumps({"items": self.server.events}))
+            return
         if kind == "logs":
             self._say(200, f"log of {name}\n")
         elif kind in ("pods", "persistentvolumeclaims"):
@@ -255,9 +263,12 @@ def test_logs_are_those_of_the_first_pod(
         client.logs(oc, survival)
     for name in ("quickstart-node-0-1-b", "quickstart-node-0-0-a"):
         server.objects[f"pod/{name}"] = {"metadata": {"name": name}, "status": {"phase": "Running"}}
-    assert client.logs(oc, survival, follow=True) == 0
+    client.logs(oc, survival, follow=True)
     assert capfd.readouterr().out == "log of quickstart-node-0-0-a\n"
     assert commands(tmp_path)[-1] == "--namespace modelwright logs -f quickstart-node-0-0-a"
+    client.logs(oc, survival, previous=True)
+    assert commands(tmp_path)[-1] == "--namespace modelwright logs --previous quickstart-node-0-0-a"
+    server.objects["pod/master"] = {"metadata": {"name": "quickstart-master-0"}, "status": {"phase": "Running"}}
     assert client.rank0_pod(oc, cluster_job("survival", "pytorchjob")) == "quickstart-master-0"
 
 
@@ -282,3 +293,140 @@ def test_oc_goes_before_kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         shutil.copy("/bin/true", tmp_path / name)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert Path(client.find_client("x").executable).name == "oc"
+
+
+def write_oc(folder: Path, text: str) -> KubectlClient:
+    """A client whose program is a script with this text."""
+    folder.mkdir(exist_ok=True)
+    program = folder / "oc"
+    program.write_text(f"#!{sys.executable} -IS\n{text}")
+    program.chmod(0o755)
+    return KubectlClient(str(program), "modelwright")
+
+
+LOG_LINE = (
+    'E1117 15:08:35.0{} 6386 memcache.go:265] "Unhandled Error" err="couldn\'t get current server API group list"'
+)
+EXPIRED = "error: You must be logged in to the server (the server has asked for the client to provide credentials)"
+REFUSED = "The connection to the server 127.0.0.1:18444 was refused - did you specify the right host or port?"
+INVALID = 'The TrainJob "x" is invalid: \n* spec.trainer: Invalid value: 3\n* spec.runtimeRef: field is immutable'
+
+
+@pytest.mark.parametrize(
+    ("stderr", "expected"),
+    [
+        (EXPIRED, f"{EXPIRED}; your login has expired or is missing: oc login, then the same command again"),
+        (REFUSED, REFUSED),
+        (
+            INVALID,
+            'The TrainJob "x" is invalid: * spec.trainer: Invalid value: 3; * spec.runtimeRef: field is immutable',
+        ),
+    ],
+)
+def test_an_error_gives_the_cause_and_none_of_the_clients_log_lines(
+    stderr: str, expected: str, tmp_path: Path, survival: ClusterJob
+) -> None:
+    lines = [*(LOG_LINE.format(number) for number in range(4)), *stderr.splitlines()]
+    oc = write_oc(tmp_path, f"import sys\nsys.exit({chr(10).join(lines)!r})")
+    with pytest.raises(ClusterError) as caught:
+        client.status(oc, survival)
+    assert str(caught.value) == f"oc get trainjobs.trainer.kubeflow.org quickstart: {expected}"
+
+
+def test_logs_without_a_cluster_print_one_line(tmp_path: Path) -> None:
+    lines = "\n".join([*(LOG_LINE.format(number) for number in range(4)), REFUSED])
+    write_oc(tmp_path / "bin", f"import sys\nsys.exit({lines!r})")
+    command = [sys.executable, "-m", "modelwright", "job", "logs", "quickstart", "-f", "--context", "there"]
+    env = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.defpath}"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and REFUSED in done.stderr, done.stderr
+
+
+def test_a_silent_host_is_reported_within_the_limit(
+    tmp_path: Path, survival: ClusterJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert client.ANSWER_TIMEOUT < 20
+    monkeypatch.setattr(client, "ANSWER_TIMEOUT", 1.0)
+    with socket.socket() as listener:  # it takes connections and says nothing
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(16)
+        connect = f"s = socket.create_connection(('127.0.0.1', {listener.getsockname()[1]}))"
+        oc = write_oc(tmp_path, f"import socket\nfor _ in range(5):\n    {connect}; s.settimeout(60); s.recv(1)")
+        started = time.monotonic()
+        with pytest.raises(ClusterError, match=r"did not answer within 1 s; check the network .*--context"):
+            client.status(oc, survival)
+    assert time.monotonic() - started < 3
+
+
+def test_the_context_and_a_time_limit_are_given_to_every_request(tmp_path: Path) -> None:
+    oc = write_oc(tmp_path, "import sys\nprint(*sys.argv[1:])")
+    oc = KubectlClient(oc.executable, "modelwright", "there")
+    assert oc.run("get", "pods") == "--namespace modelwright --context there get pods --request-timeout=18s\n"
+
+
+WAITING = [
+    ("ErrImagePull", "pull access denied"),
+    ("ImagePullBackOff", "Back-off pulling image"),
+    ("CreateContainerConfigError", 'secret "hub-token" not found'),
+]
+
+
+@pytest.mark.parametrize(("reason", "message"), WAITING)
+def test_status_says_why_a_container_does_not_start(
+    oc: KubectlClient, survival: ClusterJob, server: Server, reason: str, message: str
+) -> None:
+    server.objects["trainjob/quickstart"] = {"metadata": {"name": "quickstart"}, "spec": {}}
+    container = {"state": {"waiting": {"reason": reason, "message": message}}}
+    state = {"phase": "Pending", "containerStatuses": [container]}
+    server.objects["pod/a"] = {"metadata": {"name": "quickstart-node-0-0-a"}, "status": state}
+    status = client.status(oc, survival)
+    assert (status.phase, status.reason) == ("Pending", f"{reason}: {message}")
+    assert status.pods == {"quickstart-node-0-0-a": f"Pending, {reason}: {message}"}
+
+
+def test_status_says_what_was_not_scheduled_created_or_started(
+    oc: KubectlClient, survival: ClusterJob, server: Server
+) -> None:
+    job = server.objects["trainjob/quickstart"] = {"metadata": {"name": "quickstart"}, "spec": {}}
+    for name, message in (("quickstart-node-0", "exceeded quota: gpu"), ("quickstart-2-node-0", "of another job")):
+        event = {"reason": "FailedCreatePod", "message": message, "lastTimestamp": "2026-11-17T15:00:00Z"}
+        server.events.append({**event, "involvedObject": {"name": name}})
+    assert client.status(oc, survival).reason == "no pod runs yet; FailedCreatePod: exceeded quota: gpu"
+    server.events.clear()
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes available"}
+    server.objects["pod/a"] = {
+        "metadata": {"name": "quickstart-node-0-0-a"},
+        "status": {"phase": "Pending", "conditions": [condition]},
+    }
+    assert client.status(oc, survival).reason == "FailedScheduling: 0/3 nodes available"
+    server.objects["pod/b"] = {"metadata": {"name": "quickstart-node-0-1-b"}, "status": {"phase": "Running"}}
+    status = client.status(oc, survival)
+    assert (status.phase, status.reason) == (
+        "Running",
+        "1 of 4 pods running; FailedScheduling: 0/3 nodes available",
+    )
+    job["spec"] = {"suspend": True}
+    assert client.status(oc, survival).phase == "Suspended"
+
+
+@pytest.mark.parametrize("text", ["{broken", "[1]", '"text"'])
+def test_a_malformed_annotation_is_shown_and_is_no_traceback(
+    oc: KubectlClient, survival: ClusterJob, server: Server, text: str
+) -> None:
+    annotations = {"trainer.opendatahub.io/trainerStatus": text}
+    server.objects["trainjob/quickstart"] = {"metadata": {"name": "quickstart", "annotations": annotations}}
+    assert client.status(oc, survival).progress == {"malformed annotation": text}
+
+
+def test_the_hint_after_submit_finds_the_job_again(oc: KubectlClient, tmp_path: Path) -> None:
+    recipe = tmp_path / "my recipe.yaml"
+    recipe.write_text("base: quickstart\nname: mine\n")
+    arguments = [str(recipe), "--job-kind", "pytorchjob", "--set", "cluster.cpu=5"]
+    command = [sys.executable, "-m", "modelwright"]
+    done = subprocess.run(
+        [*command, "launch", *arguments, "--on", "openshift", "--submit"], capture_output=True, text=True, check=False
+    )
+    hint = done.stdout.splitlines()[-1].partition("check with: ")[2]
+    assert shlex.split(hint)[:4] == ["modelwright", "job", "status", str(recipe)], done.stderr
+    status_output = subprocess.run([*command, *shlex.split(hint)[1:]], capture_output=True, text=True, check=False)
+    assert status_output.stdout.startswith("mine: Pending"), status_output.stderr

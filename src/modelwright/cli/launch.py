@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import shlex
 import sys
 from collections.abc import Set
 from dataclasses import asdict, dataclass, replace
@@ -16,6 +17,7 @@ import typer
 from modelwright.cli.options import (
     AcceptGateOption,
     AllowChangedOption,
+    ContextOption,
     Fp8Option,
     FromStageOption,
     JobKindOption,
@@ -71,7 +73,7 @@ MODES = {
     ("local", "nodes"): RUN_OPTIONS | {"nproc_per_node", "max_restarts"},
     ("nodes",): {"nnodes", "node_rank", "master_addr", "master_port"},
     ("nodes", "openshift"): {"as_json"},
-    ("openshift",): {*CLUSTER_ACTIONS, "job_kind", "work_dir", "faults", "git_repo"},
+    ("openshift",): {*CLUSTER_ACTIONS, "job_kind", "work_dir", "faults", "git_repo", "context"},
 }
 """Options that have an effect only with these values of --on."""
 
@@ -110,6 +112,7 @@ def launch(
     work_dir: WorkDirOption = None,
     faults: InjectFaultOption = None,
     git_repo: GitRepoOption = None,
+    context: ContextOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run a recipe on all local GPUs, several nodes or a cluster. A failed run restarts from the last checkpoint."""
@@ -120,7 +123,9 @@ def launch(
     loaded = load(recipe, overrides or ())
     if on == "openshift":
         actions = tuple(name for name in CLUSTER_ACTIONS if ctx.params[name])
-        launch_on_openshift(loaded, ClusterAction(actions, job_kind, work_dir, tuple(faults or ()), git_repo, as_json))
+        job_args = (recipe, *_typed_args(ctx, {"overrides", "job_kind", "context"}))
+        action = ClusterAction(actions, job_kind, work_dir, tuple(faults or ()), git_repo, as_json, context, job_args)
+        launch_on_openshift(loaded, action)
         return
     options = NodeOptions(nnodes, node_rank, master_addr, master_port, nproc_per_node)
     options = options.with_pet_defaults() if on == "nodes" else replace(options, node_rank=0)
@@ -205,6 +210,10 @@ class ClusterAction:
     """Local repository that the simulation clones."""
     as_json: bool
     """One JSON object on stdout."""
+    context: str | None = None
+    """Context of the kubeconfig, to submit."""
+    job_args: tuple[str, ...] = ()
+    """Arguments with which the job commands find this job."""
 
 
 def launch_on_openshift(loaded: LoadedRecipe, action: ClusterAction) -> None:
@@ -233,7 +242,7 @@ def launch_on_openshift(loaded: LoadedRecipe, action: ClusterAction) -> None:
     elif "simulate" in action.actions:
         _simulate(cluster_job, text, action)
     else:
-        _submit(cluster_job, text, action.as_json)
+        _submit(cluster_job, text, action)
 
 
 def check_files(
@@ -249,12 +258,16 @@ def check_files(
 
 
 def status(
-    recipe: RecipeArgument, overrides: SetOption = None, job_kind: JobKindOption = None, as_json: JsonOption = False
+    recipe: RecipeArgument,
+    overrides: SetOption = None,
+    job_kind: JobKindOption = None,
+    context: ContextOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Show the status of a job: phase, pods, progress."""
     from modelwright.cluster import client as cluster_client
 
-    client, cluster_job = _client_and_job(recipe, overrides, job_kind)
+    client, cluster_job = _client_and_job(recipe, overrides, job_kind, context)
     job_status = cluster_client.status(client, cluster_job)
     if as_json:
         print_json(asdict(job_status))
@@ -269,22 +282,25 @@ def status(
 def logs(
     recipe: RecipeArgument,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the log.")] = False,
+    previous: Annotated[bool, typer.Option("--previous", help="The log before the last restart.")] = False,
     overrides: SetOption = None,
     job_kind: JobKindOption = None,
+    context: ContextOption = None,
 ) -> None:
     """Show the log of the first pod."""
     from modelwright.cluster import client as cluster_client
 
-    client, cluster_job = _client_and_job(recipe, overrides, job_kind)
-    if code := cluster_client.logs(client, cluster_job, follow):
-        raise typer.Exit(code)
+    client, cluster_job = _client_and_job(recipe, overrides, job_kind, context)
+    cluster_client.logs(client, cluster_job, follow, previous)
 
 
-def cancel(recipe: RecipeArgument, overrides: SetOption = None, job_kind: JobKindOption = None) -> None:
+def cancel(
+    recipe: RecipeArgument, overrides: SetOption = None, job_kind: JobKindOption = None, context: ContextOption = None
+) -> None:
     """Delete a job; its volumes and the run on them are kept."""
     from modelwright.cluster import client as cluster_client
 
-    client, cluster_job = _client_and_job(recipe, overrides, job_kind)
+    client, cluster_job = _client_and_job(recipe, overrides, job_kind, context)
     print(cluster_client.cancel(client, cluster_job) or f"there was no {cluster_job.job_kind} {cluster_job.name}")
 
 
@@ -296,11 +312,12 @@ def pull(
     ] = False,
     overrides: SetOption = None,
     job_kind: JobKindOption = None,
+    context: ContextOption = None,
 ) -> None:
     """Download the run folder of a job. Every file is verified; run it again to continue."""
     from modelwright.cluster.pull import pull as pull_run
 
-    client, cluster_job = _client_and_job(recipe, overrides, job_kind)
+    client, cluster_job = _client_and_job(recipe, overrides, job_kind, context)
     folder = output or Path("runs") / cluster_job.payload.recipe.name
     files = pull_run(client, cluster_job, folder, overwrite, lambda line: print(line, file=sys.stderr, flush=True))
     size = sum(file.size for file in files) / 1e6
@@ -318,12 +335,14 @@ def _build_job(loaded: LoadedRecipe, job_kind: str | None) -> ClusterJob:
     return build_job(loaded.recipe, loaded.path.parent, job_kind, save)  # type: ignore[arg-type]
 
 
-def _client_and_job(recipe: str, overrides: list[str] | None, job_kind: str | None) -> tuple[KubectlClient, ClusterJob]:
+def _client_and_job(
+    recipe: str, overrides: list[str] | None, job_kind: str | None, context: str | None
+) -> tuple[KubectlClient, ClusterJob]:
     from modelwright.cluster.client import find_client
     from modelwright.recipe.load import load
 
     cluster_job = _build_job(load(recipe, overrides or ()), job_kind)
-    return find_client(cluster_job.cluster.namespace), cluster_job
+    return find_client(cluster_job.cluster.namespace, context), cluster_job
 
 
 def _print_findings(findings: list[LintFinding], subject: str, as_json: bool) -> None:
@@ -381,16 +400,17 @@ def _parse_fault(text: str) -> InjectedFault:
     return InjectedFault(kind, int(match[2]), int(match[3]))  # type: ignore[arg-type]
 
 
-def _submit(cluster_job: ClusterJob, text: str, as_json: bool) -> None:
+def _submit(cluster_job: ClusterJob, text: str, action: ClusterAction) -> None:
     from modelwright.cluster import client as cluster_client
 
-    output = cluster_client.submit(cluster_client.find_client(cluster_job.cluster.namespace), text, cluster_job)
-    if as_json:
+    client = cluster_client.find_client(cluster_job.cluster.namespace, action.context)
+    output = cluster_client.submit(client, text, cluster_job)
+    if action.as_json:
         print_json({"job": cluster_job.name, "job_kind": cluster_job.job_kind,
                     "namespace": cluster_job.cluster.namespace, "output": output})  # fmt: skip
         return
     print("\n".join(output))
-    print(f"submitted; check with: modelwright job status {cluster_job.payload.recipe.name}")
+    print(f"submitted; check with: modelwright job status {shlex.join(action.job_args)}")
 
 
 def doctor(

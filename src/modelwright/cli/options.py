@@ -49,6 +49,9 @@ MasterPortOption = Annotated[
 JobKindOption = Annotated[
     str | None, typer.Option("--job-kind", help="trainjob or pytorchjob; default: as in the recipe.")
 ]
+ContextOption = Annotated[
+    str | None, typer.Option("--context", help="Context of the kubeconfig; default: the current one.")
+]
 
 OLD_SPELLINGS = {
     "--clone-from": "--git-repo",

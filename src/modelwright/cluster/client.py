@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,6 +19,11 @@ RESOURCE_NAMES = {"trainjob": "trainjobs.trainer.kubeflow.org", "pytorchjob": "p
 # by the server: a client's own apply keeps a copy in an annotation, which ends at 256 KiB
 APPLY_ARGS = ("apply", "--server-side", "--field-manager=modelwright")
 TRAINING_RUNTIMES = "trainingruntimes.trainer.kubeflow.org"
+ANSWER_TIMEOUT = 18.0
+"""Seconds for a question; a silent host took 214 s with the client's own limits."""
+WRITE_TIMEOUT = 120.0
+"""Seconds for what webhooks and finalizers take part in."""
+KLOG_LINE = re.compile(r"[IWEF]\d{4} \d\d:")
 PHASE_OF_CONDITION = {"Complete": "Succeeded", "Succeeded": "Succeeded", "Failed": "Failed"}
 
 
@@ -36,32 +41,56 @@ class KubectlClient:
     """oc or kubectl, with its path."""
     namespace: str
     """The project."""
+    context: str | None = None
+    """Context of the kubeconfig; none: the current one."""
 
     def run(self, *args: str, stdin_text: str | None = None) -> str:
-        """Run one command; its stderr becomes the error message when it fails."""
-        done = subprocess.run(self._command(args), input=stdin_text, capture_output=True, text=True, check=False)
+        """Run one command; the cause from its stderr becomes the error message when it fails."""
+        limit = ANSWER_TIMEOUT if args[0] == "get" else WRITE_TIMEOUT
+        # kubectl asks five times for what the server offers, so its own limit would be five times as long
+        command = self._command((*args, f"--request-timeout={limit:g}s"))
+        what = " ".join([Path(self.executable).name, *[arg for arg in args[:3] if not arg.startswith("-")]])
+        try:
+            done = subprocess.run(command, input=stdin_text, capture_output=True, text=True, check=False, timeout=limit)
+        except subprocess.TimeoutExpired:
+            raise ClusterError(
+                f"{what}: the cluster did not answer within {limit:g} s; check the network (VPN, proxy) and the server "
+                f"of your kubeconfig ({Path(self.executable).name} config view --minify), or give --context"
+            ) from None
         if done.returncode:
-            lines = done.stderr.strip().splitlines() or [f"exited with {done.returncode}"]
-            raise ClusterError(f"{' '.join([Path(self.executable).name, *args[:4]])}: {lines[-1]}")
+            raise ClusterError(f"{what}: {error_cause(done.stderr) or f'exited with {done.returncode}'}")
         return done.stdout
 
-    def stream(self, *args: str) -> int:
-        """Run a command whose output goes to ours; returns its exit code."""
-        return subprocess.run(self._command(args), check=False).returncode
+    def stream(self, *args: str) -> None:
+        """Run a command whose output goes to ours, for as long as it takes."""
+        done = subprocess.run(self._command(args), stderr=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            raise ClusterError(f"{args[0]}: {error_cause(done.stderr) or f'exited with {done.returncode}'}")
 
     def popen(self, *args: str, stderr: IO[bytes]) -> subprocess.Popen[bytes]:
         """Start a command whose output we read as bytes."""
         return subprocess.Popen(self._command(args), stdout=subprocess.PIPE, stderr=stderr, bufsize=0)
 
     def _command(self, args: Sequence[str]) -> list[str]:
-        return [self.executable, "--namespace", self.namespace, *args]
+        context = ["--context", self.context] if self.context else []
+        return [self.executable, "--namespace", self.namespace, *context, *args]
 
 
-def find_client(namespace: str) -> KubectlClient:
+def error_cause(stderr: str) -> str:
+    """What went wrong, from all of stderr: without the client's log lines, each line once, and how to log in again."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    causes = [line for line in lines if not KLOG_LINE.match(line) and not line.startswith("Warning:")]
+    cause = "; ".join(dict.fromkeys(causes or lines[-1:])).replace(":; ", ": ")[:1000]
+    if re.search(r"Unauthorized|must be logged in|provide credentials|token (has|is) expired", stderr):
+        cause += "; your login has expired or is missing: oc login, then the same command again"
+    return cause
+
+
+def find_client(namespace: str, context: str | None = None) -> KubectlClient:
     """Find oc or kubectl."""
     for name in ("oc", "kubectl"):
         if executable := shutil.which(name):
-            return KubectlClient(executable, namespace)
+            return KubectlClient(executable, namespace, context)
     raise UsageError(
         "neither oc nor kubectl is on the PATH; --render writes what it would send, for oc apply --server-side -f"
     )
@@ -95,7 +124,7 @@ def submit(client: KubectlClient, text: str, job: ClusterJob) -> list[str]:
     """
     existing = _get_job(client, job)
     if existing is not None:
-        status = _job_status(job.name, existing, {})
+        status = _job_status(job, existing, [])
         if not status.is_finished:
             raise UsageError(
                 f"{job.name} is {status.phase} on the cluster; cancel it first, or give the recipe another name"
@@ -132,13 +161,20 @@ def status(client: KubectlClient, job: ClusterJob) -> JobStatus:
     resource = _get_job(client, job)
     if resource is None:
         raise UsageError(f"there is no {job.job_kind} {job.name} in {client.namespace}; --submit sends it")
-    listed = json.loads(client.run("get", "pods", "-l", _selector(job), "-o", "json"))
-    return _job_status(job.name, resource, {str(pod["metadata"]["name"]): _pod_phase(pod) for pod in listed["items"]})
+    pods = _pods(client, job)
+    status = _job_status(job, resource, pods)
+    if status.is_finished or status.phase == "Suspended" or any(map(pod_problem, pods)):
+        return status
+    if status.phase == "Running" and not status.reason:
+        return status
+    warning = _last_warning(client, job, resource)
+    return replace(status, reason=f"{status.reason}; {warning}" if warning else status.reason)
 
 
-def logs(client: KubectlClient, job: ClusterJob, follow: bool = False) -> int:
-    """The first pod's log, where rank 0 writes."""
-    return client.stream("logs", *(["-f"] if follow else []), rank0_pod(client, job))
+def logs(client: KubectlClient, job: ClusterJob, follow: bool = False, previous: bool = False) -> None:
+    """The first pod's log, where rank 0 writes; or that of its container before the last restart."""
+    options = [*(["-f"] if follow else []), *(["--previous"] if previous else [])]
+    client.stream("logs", *options, rank0_pod(client, job))
 
 
 def cancel(client: KubectlClient, job: ClusterJob) -> str:
@@ -151,14 +187,17 @@ def cancel(client: KubectlClient, job: ClusterJob) -> str:
 
 def rank0_pod(client: KubectlClient, job: ClusterJob) -> str:
     """Name of the pod that runs rank 0; Jobs add a random suffix to it."""
-    if job.job_kind == "pytorchjob":
-        return f"{job.name}-master-0"
-    listed = json.loads(client.run("get", "pods", "-l", _selector(job), "-o", "json"))
-    names = sorted(str(pod["metadata"]["name"]) for pod in listed["items"])
-    matching = [name for name in names if name.startswith(f"{job.name}-node-0-0")]
+    names = sorted(str(pod["metadata"]["name"]) for pod in _pods(client, job))
+    prefix = f"{job.name}-master-0" if job.job_kind == "pytorchjob" else f"{job.name}-node-0-0"
+    matching = [name for name in names if name.startswith(prefix)]
     if not matching:
         raise UsageError(f"{job.name} has no pod yet; job status shows whether it waits for a queue or a node")
     return matching[-1]
+
+
+def _pods(client: KubectlClient, job: ClusterJob) -> list[dict[str, Any]]:
+    pods: list[dict[str, Any]] = json.loads(client.run("get", "pods", "-l", _selector(job), "-o", "json"))["items"]
+    return pods
 
 
 def _selector(job: ClusterJob) -> str:
@@ -171,20 +210,48 @@ def _get_job(client: KubectlClient, job: ClusterJob) -> dict[str, Any] | None:
     return resource
 
 
-def _job_status(name: str, resource: Mapping[str, Any], pods: dict[str, str]) -> JobStatus:
+def _job_status(job: ClusterJob, resource: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> JobStatus:
     conditions = resource.get("status", {}).get("conditions") or []
-    active = [condition for condition in conditions if condition.get("status") == "True"]
-    suspended = resource.get("spec", {}).get("suspend") or resource.get("spec", {}).get("runPolicy", {}).get("suspend")
-    phase, reason = ("Suspended", "waiting for Kueue") if suspended else ("Pending", "no pod runs yet")
-    if any(text.startswith("Running") for text in pods.values()):
-        phase, reason = "Running", ""
-    for condition in active:
-        if condition["type"] in PHASE_OF_CONDITION:
+    spec, nodes = resource.get("spec", {}), job.cluster.nodes
+    problem = next(filter(None, map(pod_problem, pods)), "")
+    running = sum(pod.get("status", {}).get("phase") == "Running" for pod in pods)
+    phase, reason = ("Running", "") if running else ("Pending", problem or "no pod runs yet")
+    if 0 < running < nodes or (running and problem):
+        reason = f"{running} of {nodes} pods running" + (f"; {problem}" if problem else "")
+    if spec.get("suspend") or spec.get("runPolicy", {}).get("suspend"):
+        phase, reason = "Suspended", "waiting for Kueue" if job.cluster.local_queue else "spec.suspend is true"
+    for condition in conditions:
+        if condition.get("status") == "True" and condition.get("type") in PHASE_OF_CONDITION:
             phase = PHASE_OF_CONDITION[condition["type"]]
             reason = str(condition.get("message") or condition.get("reason") or "")
-    annotation = (resource.get("metadata", {}).get("annotations") or {}).get("trainer.opendatahub.io/trainerStatus")
-    progress = json.loads(annotation) if annotation else resource.get("status", {}).get("trainerStatus") or {}
-    return JobStatus(name, phase, reason, pods, progress)
+    phases = {str(pod["metadata"]["name"]): _pod_phase(pod) for pod in pods}
+    return JobStatus(job.name, phase, reason, phases, _progress(resource))
+
+
+def _progress(resource: Mapping[str, Any]) -> dict[str, Any]:
+    text = (resource.get("metadata", {}).get("annotations") or {}).get("trainer.opendatahub.io/trainerStatus")
+    progress = resource.get("status", {}).get("trainerStatus") or {}
+    if text:
+        try:
+            progress = json.loads(text)
+        except ValueError:
+            progress = None
+    return progress if isinstance(progress, dict) else {"malformed annotation": str(text)[:80]}
+
+
+def _last_warning(client: KubectlClient, job: ClusterJob, resource: Mapping[str, Any]) -> str:
+    """The last warning event of the job, its Jobs or its pods: why no pod was created, or what one waits for."""
+    try:
+        listed = json.loads(client.run("get", "events", "--field-selector", "type=Warning", "-o", "json"))["items"]
+    except ClusterError:
+        return ""  # the account may not read events
+    name, since = re.escape(job.name), str(resource.get("metadata", {}).get("creationTimestamp") or "")
+    warnings = [
+        (str(event.get("lastTimestamp") or event.get("eventTime") or ""), f"{event['reason']}: {event['message']}")
+        for event in listed
+        if re.fullmatch(rf"{name}(-(node|master|worker)-.*)?", str(event.get("involvedObject", {}).get("name")))
+    ]
+    return max(((when, text) for when, text in warnings if when >= since), default=("", ""))[1]
 
 
 def _pod_phase(pod: Mapping[str, Any]) -> str:
@@ -192,9 +259,10 @@ def _pod_phase(pod: Mapping[str, Any]) -> str:
     text = str(state.get("phase", "Unknown"))
     for container in state.get("containerStatuses") or []:
         terminated = container.get("state", {}).get("terminated") or container.get("lastState", {}).get("terminated")
-        text += f", exited with {terminated['exitCode']}" if terminated else ""
+        text += f", exited with {terminated.get('exitCode')}" if terminated else ""
         text += f", {container['restartCount']} restarts" if container.get("restartCount") else ""
-    return text
+    problem = pod_problem(pod)
+    return f"{text}, {problem}" if problem else text
 
 
 def pod_problem(pod: Mapping[str, Any]) -> str:

@@ -30,7 +30,7 @@ from modelwright.runs.folder import RunFolder
 
 READER_TIMEOUT = 300.0
 STALL_TIMEOUT = 300.0
-"""A stream without a byte for so long is given up; hashing one large file in the pod takes a while."""
+"""A stream without a byte for so long is given up."""
 MAX_ATTEMPTS = 6
 """Attempts in a row that bring nothing, until another reader pod is tried."""
 MAX_READERS = 3
@@ -82,6 +82,7 @@ def list_files(root: str) -> None:
                     while left and (piece := file.read(min(left, 1 << 20))):
                         hashed.update(piece)
                         left, size = left - len(piece), size + len(piece)
+                        print(end="" if size % (1 << 28) else "\n", flush=True)  # alive: 5 GB took 5 min on busy cores
                 digest = hashed.hexdigest()
             print(json.dumps([relative, size, digest, path.lstat().st_mtime, target]), flush=True)
             count += 1
@@ -248,7 +249,7 @@ def _list(client: KubectlClient, pod: str, root: str) -> list[RemoteEntry]:
     for _ in range(MAX_ATTEMPTS):
         with _exec(client, pod, list_files, root) as stream:
             pieces = list(iter(lambda: stream.read(CHUNK), b""))
-        *rows, last = b"".join(pieces).decode().splitlines() or [""]
+        *rows, last = list(filter(None, b"".join(pieces).decode().splitlines())) or [""]
         if last == str(len(rows)):
             return [_parse_entry(row) for row in rows]
         if stream.error.startswith("there is no folder"):
