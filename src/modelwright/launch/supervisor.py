@@ -32,8 +32,8 @@ EXIT_BARRIER_TIMEOUT = 330.0
 """How long a node that is done waits for the others."""
 TORCH_IMPORT_TIMEOUT = 300.0
 """Time for the agent to import torch from a slow disk, besides the rendezvous."""
-WAIT_NOTICE_AFTER = 60.0
-"""After this time without other nodes a line says which node is awaited, and where."""
+WAIT_LOG_INTERVAL = 30.0
+"""So often, while there are no other nodes, a line says which node is awaited, and where."""
 AGENT_ENV = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore:resource_tracker",  # of a killed agent; the kernel frees its names anyway
@@ -55,7 +55,7 @@ class Supervisor:
         self._watchdog, self._node_monitor = Watchdog(), NodeHeartbeatMonitor()
         self._lost_node: str | None = None
         self._stop_signals, self._terminated_pids = 0, set[int]()
-        self._idle_since, self._wait_notice_printed = time.monotonic(), config.nnodes.max_nodes == 1
+        self._idle_since, self._next_wait_notice = time.monotonic(), WAIT_LOG_INTERVAL
         self._rank_pids: dict[int, int] = {}
         threads = max(1, len(os.sched_getaffinity(0)) // config.nproc_per_node)
         defaults = {**AGENT_ENV, **_socket_ifname_env(config), "OMP_NUM_THREADS": str(threads)}
@@ -124,10 +124,10 @@ class Supervisor:
         return None
 
     def _print_wait_notice(self, idle: float) -> None:
-        """Print once which node is awaited, so that a wrong address shows before the timeout."""
-        if idle < WAIT_NOTICE_AFTER or self._wait_notice_printed:
+        """Print which node is awaited, so that a wrong address shows before the timeout."""
+        if idle < self._next_wait_notice or self._config.nnodes.max_nodes == 1:
             return
-        config, self._wait_notice_printed = self._config, True
+        config, self._next_wait_notice = self._config, idle + WAIT_LOG_INTERVAL
         whom = "the other nodes" if config.node_rank == 0 else "node 0"
         where = f"{config.master_addr}:{config.master_port}; local address {config.local_addr}"
         self._ipc.log(f"node {config.node_rank} is waiting for {whom} at {where}")

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 
 POLL_INTERVAL = 0.2
+WAIT_LOG_INTERVAL = 30.0
 JOIN_TIMEOUT = 900
 """How long the first pod may take to be there; torchrun itself waits as long."""
 
@@ -31,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
+        handle_signals_while_waiting(os.environ)
         wait_for_new_rendezvous(os.environ)
         run.main(list(sys.argv[1:] if arguments is None else arguments))
     except ChildFailedError as error:
@@ -40,6 +44,60 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"stopped by {stop.sigval.name}; the run resumes from its last checkpoint", file=sys.stderr)
         return Interrupted.exit_code
     return 0
+
+
+def handle_signals_while_waiting(environ: Mapping[str, str]) -> None:
+    """Until ranks run, exit on SIGTERM at once, and print now and then which pods are awaited.
+
+    A pod's first process has no default handler, and torch waits for the other pods in C++, where Python's handlers do
+    not run; so threads do both. They stop when torch has set its own handler, which it does as it starts the ranks.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.signal(signal.SIGTERM, _exit_while_waiting)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def watch_signals() -> None:
+        while signum := os.read(reader, 1)[0]:
+            if signum == signal.SIGTERM and _is_waiting():
+                print("stopped by SIGTERM while waiting for other pods", file=sys.stderr, flush=True)
+                os._exit(Interrupted.exit_code)
+
+    def print_awaited() -> None:
+        while _is_waiting():
+            time.sleep(WAIT_LOG_INTERVAL)
+            if _is_waiting() and (awaited := awaited_nodes(environ)):
+                print(f"node {environ.get('PET_NODE_RANK', '0')} is waiting for {awaited}", file=sys.stderr, flush=True)
+
+    for action in (watch_signals, print_awaited):
+        threading.Thread(target=action, daemon=True).start()
+
+
+def _exit_while_waiting(signum: int, frame: object) -> None:
+    sys.exit(Interrupted.exit_code)
+
+
+def _is_waiting() -> bool:
+    return signal.getsignal(signal.SIGTERM) is _exit_while_waiting
+
+
+def awaited_nodes(environ: Mapping[str, str]) -> str:
+    """The nodes that have not reached node 0's store, or node 0 itself; empty if all are there."""
+    from datetime import timedelta
+
+    from torch._C._distributed_c10d import TCPStore
+
+    nnodes, address = environ.get("PET_NNODES", "1").rpartition(":")[2], environ.get("PET_MASTER_ADDR")
+    port = environ.get("PET_MASTER_PORT", "")
+    if nnodes == "1" or not nnodes.isdigit() or not address or not port.isdigit():
+        return ""
+    try:
+        socket.create_connection((address, int(port)), timeout=2.0).close()
+        store = TCPStore(address, int(port), None, False, timedelta(seconds=5), False)
+        missing = [str(node) for node in range(1, int(nnodes)) if not store.check([f"modelwright/node/{node}"])]
+    except (OSError, RuntimeError):
+        return f"node 0 at {address}:{port}"
+    return f"node {', '.join(missing)}" if missing else ""
 
 
 def wait_for_new_rendezvous(environ: Mapping[str, str]) -> None:
@@ -52,9 +110,6 @@ def wait_for_new_rendezvous(environ: Mapping[str, str]) -> None:
     master_addr, master_port = environ.get("PET_MASTER_ADDR"), environ.get("PET_MASTER_PORT", "")
     if node_rank == "0" or nnodes == "1" or not master_addr or not master_port.isdigit():
         return
-    signal.signal(
-        signal.SIGTERM, lambda signum, frame: sys.exit(Interrupted.exit_code)
-    )  # a pod's first process has none
     key = f"modelwright/node/{node_rank}"
     with suppress(RuntimeError):  # nobody is there: torchrun reports that itself
         while _joined_before(
