@@ -361,7 +361,7 @@ def test_a_silent_host_is_reported_within_the_limit(
 def test_the_context_and_a_time_limit_are_given_to_every_request(tmp_path: Path) -> None:
     oc = write_oc(tmp_path, "import sys\nprint(*sys.argv[1:])")
     oc = KubectlClient(oc.executable, "modelwright", "there")
-    assert oc.run("get", "pods") == "--namespace modelwright --context there get pods --request-timeout=18s\n"
+    assert oc.run("get", "pods") == "--namespace modelwright --context there get pods --request-timeout=15s\n"
 
 
 WAITING = [

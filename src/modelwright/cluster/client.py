@@ -19,7 +19,7 @@ RESOURCE_NAMES = {"trainjob": "trainjobs.trainer.kubeflow.org", "pytorchjob": "p
 # by the server: a client's own apply keeps a copy in an annotation, which ends at 256 KiB
 APPLY_ARGS = ("apply", "--server-side", "--field-manager=modelwright")
 TRAINING_RUNTIMES = "trainingruntimes.trainer.kubeflow.org"
-ANSWER_TIMEOUT = 18.0
+ANSWER_TIMEOUT = 15.0
 """Seconds for a question; a silent host took 214 s with the client's own limits."""
 WRITE_TIMEOUT = 120.0
 """Seconds for what webhooks and finalizers take part in."""
