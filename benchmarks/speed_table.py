@@ -24,13 +24,13 @@ Figures = dict[str, Any]
 OURS, FP8, HF = "ours, bf16", "ours, fp8", "HF Trainer, bf16"
 TRL_SFT = ("TRL, bf16, liger", "TRL, bf16 weights, liger")
 RUNS = {
-    "6b": (5, (OURS, FP8), (f"{HF}, checkpointing, liger",)),
-    "0.5b": (40, (OURS, "ours, bf16, mean in bf16"), (f"{HF}, eager", f"{HF}, torch_compile")),
-    "lora": (12, (OURS, FP8), ("HF Trainer and PEFT, bf16, checkpointing, liger",)),
+    "0.5b": (40, (OURS,), ("ours, bf16, mean in bf16", f"{HF}, eager", f"{HF}, torch_compile")),
     "sft": (14, (OURS, *TRL_SFT), ()),
     "dpo": (12, (OURS, "TRL, bf16"), ()),
+    "lora": (12, (OURS,), (FP8, "HF Trainer and PEFT, bf16, checkpointing, liger")),
+    "6b": (5, (OURS, FP8), (f"{HF}, checkpointing, liger",)),
 }
-"""Steps, variants, and more peers of each work."""
+"""Steps, variants, and those that --all adds, of each work."""
 
 
 @dataclass(frozen=True)
@@ -80,15 +80,15 @@ def lines(figures: Figures) -> Iterator[str]:
         yield f"{goal.label:<28} {reached:>12,.2f} {goal.unit:<9} at least {goal.at_least:>10,.1f}  {word}"
 
 
-def run_work(work: str, rows: Path | None, peers: bool, log: Any) -> Figures:
+def run_work(work: str, rows: Path | None, every: bool, log: Any) -> Figures:
     """The figures of a work, measured by benchmarks.speed in a process of its own."""
     steps, variants, more = RUNS[work]
     command = [sys.executable, "-m", "benchmarks.speed", "--work", work, "--steps", str(steps), "--json"]
-    command += [word for name in (*variants, *(more if peers else ())) for word in ("--variant", name)]
+    command += [word for name in (*variants, *(more if every else ())) for word in ("--variant", name)]
     command += ["--rows", str(rows)] if rows and work == "sft" else []
     began = time.monotonic()
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, text=True, check=False)
-    print(f"{work}: {time.monotonic() - began:.0f} s, exit {done.returncode}", file=sys.stderr, flush=True)
+    print(f"{work}: {time.monotonic() - began:.0f} s, exit {done.returncode}", flush=True)
     if done.returncode:
         return {"variants": {}}
     measured = json.loads(done.stdout)
@@ -108,7 +108,7 @@ def main(
     out: Annotated[Path, typer.Option("--out", help="Folder for speed.json and the log.")] = Path("build/speed-table"),
     works: Annotated[list[str] | None, typer.Option("--work", help="This work; repeatable.")] = None,
     rows: Annotated[Path | None, typer.Option("--rows", help="Questions and answers for sft.")] = None,
-    peers: Annotated[bool, typer.Option("--peers", help="HF Trainer too; TRL always.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="More variants, and the HF Trainer.")] = False,
     merged: Annotated[Path | None, typer.Option("--merge", help="Save this speed.json in benchmarks/results.")] = None,
 ) -> None:
     """Measure the rows of the speed table and compare them with their goals."""
@@ -119,8 +119,11 @@ def main(
     figures: Figures = {}
     with (out / "log").open("a", encoding="utf-8") as log:
         for work in works or RUNS:
-            figures[work] = run_work(work, rows, peers, log)
+            figures[work] = run_work(work, rows, every, log)
             write_json(out / "speed.json", figures)
+            print(
+                "\n".join(lines({work: figures[work]})), flush=True
+            )  # a run that is stopped has said what it measured
     print("\n".join(lines(figures)))
 
 

@@ -36,6 +36,7 @@ def _adamw(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
     count = tl.multiple_of(tl.load(row + 5), alignment)
     first = (tl.program_id(0) - tl.load(row + 6)).to(tl.int64) * chunk
     lr, clip = tl.load(learning_rate), tl.load(clip_factor)
+    step_size, correction = lr / tl.load(bias_corrections), tl.load(bias_corrections + 1)
     for start in range(0, chunk, block):
         offsets = first + start + tl.arange(0, block)
         mask = offsets < count
@@ -47,8 +48,7 @@ def _adamw(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
         bits = (tl.load(weight + offsets, mask).to(tl.int32) << 16) + tl.load(remainder + offsets, mask).to(tl.int32)
         master = bits.to(tl.float32, bitcast=True)
         master = master * (1 - lr * weight_decay)
-        denominator = tl.sqrt(variance) / tl.load(bias_corrections + 1) + epsilon
-        master = master - lr / tl.load(bias_corrections) * momentum / denominator
+        master = master - step_size * momentum / (tl.sqrt(variance) / correction + epsilon)
         bits = master.to(tl.int32, bitcast=True)
         high = (bits + 0x8000) >> 16
         tl.store(exp_avg + offsets, momentum.to(exp_avg_type), mask)
