@@ -324,3 +324,8 @@ def test_a_claim_of_the_namespace_is_compared_with_the_rendered_one(
 def test_the_rendered_runtime_names_its_framework_for_the_kubeflow_sdk() -> None:
     runtime = next(body for body in documents(cluster_job("lyrics", "trainjob")) if body["kind"] == "TrainingRuntime")
     assert runtime["metadata"]["labels"]["trainer.kubeflow.org/framework"] == "torch"
+
+
+def test_a_misspelt_key_of_a_policy_is_one_error(streams: dict[str, str]) -> None:
+    (error,) = errors_in(streams["trainjob"].replace("numNodes: 4\n    torch", "numNode: 4\n    torch"))
+    assert error.field == "spec.mlPolicy.numNode"

@@ -17,6 +17,7 @@ REQUIRED_CONTAINERS = {"trainer": "node"} | {name: name for name in ("dataset-in
 """The container that Trainer wants in the job of each ancestor step."""
 FAILURE_REASONS = ("BackoffLimitExceeded", "DeadlineExceeded", "FailedIndexes", "MaxFailedIndexesExceeded",
                    "PodFailurePolicy")  # fmt: skip
+ML_POLICIES = {"torch", "mpi", "jax", "xgboost", "flux"}
 FAILURE_ACTIONS = ("FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts")
 JOBSET, JOBS = "spec/template/spec", "spec/template/spec/replicatedJobs"
 KEYS = "KEYS"
@@ -158,8 +159,8 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool], str, Any, str], ...] = (
     ("TrainingRuntime", f"{JOBS}/*/template/spec/podFailurePolicy/rules/*/onExitCodes/values",
      _ordered, "exit codes in order, each once", [3, 2],
      f"{KUBERNETES}, validatePodFailurePolicyRuleOnExitCodes"),
-    ("TrainingRuntime", "spec/mlPolicy", lambda value: sum(key != "numNodes" for key in value) <= 1,
-     "only one of torch, mpi, jax, xgboost and flux", {"torch": {}, "mpi": {}}, f"{TRAINER}, rule of MLPolicySource"),
+    ("TrainingRuntime", "spec/mlPolicy", lambda value: len(set(value) & ML_POLICIES) <= 1,
+     f"only one of {', '.join(sorted(ML_POLICIES))}", {"torch": {}, "mpi": {}}, f"{TRAINER}, rule of MLPolicySource"),
     ("PyTorchJob", "spec/runPolicy/managedBy", _one_of("kubeflow.org/training-operator", "kueue.x-k8s.io/multikueue"),
      "kubeflow.org/training-operator or kueue.x-k8s.io/multikueue", "me", f"{OPERATOR}, ValidateRunPolicy"),
     ("PyTorchJob", "spec/pytorchReplicaSpecs/*/template/spec/containers/*",
