@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,27 @@ def test_a_live_run_is_followed_reloaded_and_asked(
     finally:
         shown.close()
         serving.close()
+
+
+def test_a_link_is_followed_though_the_list_changes_while_it_is_pressed(browser: Any, tmp_path: Path) -> None:
+    with closing(Journal(RunFolder(tmp_path / "run").journal)) as journal:
+        journal.add("run", run_format=RUN_FORMAT, recipe="first", folder=str(tmp_path), stages=["sft"], device="cpu")
+        add_steps(journal, 1, 20)
+        board = Dashboard(RunIndex((), tmp_path, {}), make_ask_handler())
+        serving, window = LiveServer(board.application), Window(browser)
+        try:
+            with window.page.expect_response(re.compile("/events$")):
+                window.page.goto(f"{serving.url}/{board.token}/")
+            window.page.wait_for_timeout(1000)
+            window.page.get_by_role("link", name="first").hover()
+            window.page.mouse.down()
+            add_steps(journal, 21, 30)
+            window.page.wait_for_timeout(3000)
+            window.page.mouse.up()
+            window.page.get_by_text("30 of 40 steps").first.wait_for(timeout=20_000)
+        finally:
+            window.page.close()
+            serving.close()
 
 
 def test_a_report_of_100_000_steps_opens_in_under_two_seconds(browser: Any, tmp_path: Path) -> None:

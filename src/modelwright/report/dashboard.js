@@ -1,9 +1,11 @@
 "use strict";
 (() => {
   const chosen = () => Object.fromEntries([...document.querySelectorAll("input[type=radio]:checked")].map((each) => [each.name, each.value]));
-  const events = new EventSource("events");
-  events.onmessage = (message) => {
-    for (const [name, part] of Object.entries(JSON.parse(message.data))) {
+  const pending = {};
+  let pressed = false;
+  const update = () => {
+    for (const [name, part] of Object.entries(pending)) {
+      delete pending[name];
       const section = document.getElementById(name);
       if (!section || section.innerHTML === part) continue;
       const open = [...section.querySelectorAll("details")].map((each) => each.open);
@@ -16,6 +18,16 @@
       }
     }
   };
+  const events = new EventSource("events");
+  events.onmessage = (message) => {
+    Object.assign(pending, JSON.parse(message.data));
+    if (!pressed) update();
+  };
+  // A link that is replaced while it is pressed gets no click: updates wait until the pointer is released.
+  addEventListener("pointerdown", () => { pressed = true; });
+  const release = () => setTimeout(() => { pressed = false; update(); });
+  addEventListener("pointerup", release);
+  addEventListener("pointercancel", release);
   const form = document.getElementById("ask");
   if (!form) return;
   form.addEventListener("submit", async (event) => {
