@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -104,6 +105,11 @@ def survival() -> ClusterJob:
     return cluster_job("survival", "trainjob")
 
 
+def digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def contents(folder: Path) -> dict[str, str]:
     """Every file, folder and link, with the hash of its content."""
     result = {}
@@ -112,7 +118,7 @@ def contents(folder: Path) -> dict[str, str]:
         if path.is_symlink():
             result[name] = f"link to {path.readlink()}"
         else:
-            result[name] = "folder" if path.is_dir() else pull._sha256(path)
+            result[name] = "folder" if path.is_dir() else digest(path)
     return result
 
 
