@@ -168,6 +168,12 @@ def test_nothing_is_shared_that_a_row_is_trained_on_or_that_is_short() -> None:
     assert shared_prefix_length(rows[:1]) == 0
 
 
+@pytest.mark.parametrize("lengths", [(30, 41), (30, 30)], ids=["of several lengths", "cut to one length"])
+def test_nothing_is_shared_where_the_prompts_are_trained_too(lengths: tuple[int, int]) -> None:
+    rows = [TokenizedRow(row.input_ids, np.ones(len(row), dtype=np.bool_)) for row in rows_with_shared_prefix(*lengths)]
+    assert shared_prefix_length(rows) == 0, "assistant_only_loss: false trains every token of the prefix"
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_model_in_two_halves_is_the_model(name: str) -> None:
     model = family(name)

@@ -70,7 +70,8 @@ def shared_prefix_length(examples: Sequence[TokenizedRow]) -> int:
     if len(examples) < 2:
         return 0
     first = examples[0].input_ids
-    shared = min(len(first), min(int(np.flatnonzero(example.loss_mask)[0]) for example in examples) - 1)
+    # the token before the first trained one predicts it; where the first token is trained, nothing is shared
+    shared = max(0, min(len(first), min(int(np.flatnonzero(example.loss_mask)[0]) for example in examples) - 1))
     for example in examples[1:]:
         shared = min(shared, len(example))
         differ = np.flatnonzero(example.input_ids[:shared] != first[:shared])
