@@ -8,7 +8,10 @@ from modelwright.recipe.sections import CHOICE_METRICS, PERPLEXITY_METRICS
 from modelwright.recipe.stage_specs import STAGES
 
 METRIC_DESCRIPTIONS: Mapping[str, str] = {
-    "eval_loss": "Mean loss over the trained tokens of held-out rows; for images, per image; for pairs, the DPO loss.",
+    "eval_loss": (
+        "Mean loss over the trained tokens of held-out rows; for images, per image; for pairs, the DPO loss. With a "
+        "mixture of experts it includes the load-balancing loss, logged as eval_router_aux_loss."
+    ),
     "steps": "Optimizer steps.",
     "tokens": "Tokens processed, without padding; for images, images.",
     "trained_tokens": "Tokens that the loss was computed on.",

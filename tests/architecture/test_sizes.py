@@ -11,11 +11,12 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src"
 FILES = sorted(SOURCE.rglob("*.py"))
-LINE_BUDGET = 34_010
+LINE_BUDGET = 34_100
 """Lines of the whole package. Who adds a capability raises it with the reason; who removes lines lowers it.
 +300: the operators' admission rules as data (cluster/admission.py), requests, purposes and conflicts of claims, the
 packages of the image.
-+110: job pull by sizes and hashes (cluster/pull.py); +100: causes of cluster errors and of jobs that do not run."""
++110: job pull by sizes and hashes (cluster/pull.py); +100: causes of cluster errors and of jobs that do not run.
++90: the load-balancing loss of a mixture of experts."""
 MAX_FILES = 141
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60

@@ -37,6 +37,15 @@ def hidden_states(
     from `shared_prefix_mask`.
     tokens: [rows, length] int64, or embeddings [rows, length, hidden].
     """
+    hidden: Tensor = base_outputs(model, tokens, positions, mask, cu_seqlens)[0]
+    return hidden
+
+
+def base_outputs(
+    model: Any, tokens: Tensor, positions: Tensor, mask: Any = None,
+    cu_seqlens: Tensor | SharedPrefixLayout | UnsharedLayout | None = None, **options: bool,
+) -> Any:  # fmt: skip
+    """All outputs of the model below its LM head, with options such as output_router_logits (see `hidden_states`)."""
     inner = unwrap_peft(model)
     input_name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
     inputs = {input_name: tokens, "position_ids": positions, "attention_mask": mask}
@@ -44,8 +53,7 @@ def hidden_states(
     assert is_ours or not isinstance(cu_seqlens, tuple), "only our own attention takes layouts"
     if cu_seqlens is not None and is_ours:
         inputs |= varlen_kwargs(cu_seqlens, tokens.shape[1])
-    hidden: Tensor = inner.base_model(**inputs, use_cache=False)[0]
-    return hidden
+    return inner.base_model(**inputs, use_cache=False, **options)
 
 
 def lm_head_weight(model: Any) -> Tensor | None:

@@ -252,7 +252,10 @@ class TrainableParts(FrozenModel):
 
 
 class TrainableConfig(FrozenModel):
-    """Which parameters are trainable, and the settings of LoRA."""
+    """Which parameters are trainable, the settings of LoRA, and the router loss of a mixture of experts."""
+
+    router_aux_loss_coef: NonNegativeFloat | None = None
+    """Coefficient of the load-balancing loss of a mixture of experts; without it, the one of the model's config."""
 
     trainable: TrainableParts = TrainableParts()
     """Which parameters are trainable: all, lora, or a mapping such as {last_layers: 2, lm_head: true}."""

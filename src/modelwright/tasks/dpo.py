@@ -25,7 +25,7 @@ from modelwright.data.sampler import rank_micro_batches
 from modelwright.engine.task import MicroBatch, Task
 from modelwright.engine.trainer import Engine
 from modelwright.errors import StorageError, is_storage_failure
-from modelwright.models.attention import HALF_DTYPES, SharedPrefixLayout, UnsharedLayout, hidden_states, unshared_layout
+from modelwright.models.attention import HALF_DTYPES, SharedPrefixLayout, UnsharedLayout, base_outputs, unshared_layout
 from modelwright.models.prefix_sharing import (
     prefix_sharing_blocker,
     shared_prefix_layout,
@@ -35,7 +35,7 @@ from modelwright.models.prefix_sharing import (
 from modelwright.recipe.stage_specs import PairConfig
 from modelwright.runs.folder import fsync_path, hash_file, read_json, write_json
 from modelwright.tasks.batching import as_tensors, row_multiple
-from modelwright.tasks.losses import lm_head_logps, preference_loss
+from modelwright.tasks.losses import RouterLoss, lm_head_logps, preference_loss
 
 LENGTH_MULTIPLE = 8
 """Row length multiple with a mask; otherwise masked attention on a GPU copies the mask."""
@@ -46,14 +46,14 @@ KL_CLAMP = 20.0
 class PairLoss(nn.Module):
     """A language model on pairs: the log-prob of each target token; a subclass makes a loss of them."""
 
-    def __init__(self, model: Any, settings: Any) -> None:
+    def __init__(self, model: Any, settings: Any, router_aux_loss_coef: float | None = 0.0) -> None:
         super().__init__()
-        self.model, self.settings = model, settings
+        self.model, self.settings, self.router_loss = model, settings, RouterLoss(model, router_aux_loss_coef)
 
     def token_logps(
         self, tokens: Tensor, positions: Tensor, positions_and_targets: Tensor, **layout_inputs: Tensor
-    ) -> Tensor:
-        """tokens, positions: [rows, length] int64. Returns [count] float32.
+    ) -> tuple[Tensor, Any]:
+        """tokens, positions: [rows, length] int64. Returns [count] float32, and the outputs of the base model.
 
         positions_and_targets: [2, count] int64, flat indices of the logits that predict the targets, and the targets;
         layout_inputs: segment_ids if a row holds both answers, a varlen layout (see `layout_from_inputs`).
@@ -63,9 +63,10 @@ class PairLoss(nn.Module):
         mask = None
         if segment_ids is not None and layout is None:
             mask = shared_prefix_mask(self.model, positions, segment_ids)
-        hidden = hidden_states(self.model, tokens, positions, mask, layout)
+        outputs = base_outputs(self.model, tokens, positions, mask, layout, **self.router_loss.options)
         logit_positions, target_ids = positions_and_targets
-        return lm_head_logps(self.model, hidden.flatten(0, 1).index_select(0, logit_positions), target_ids)
+        hidden = outputs[0].flatten(0, 1).index_select(0, logit_positions)
+        return lm_head_logps(self.model, hidden, target_ids), outputs
 
     def _computes_in_half(self) -> bool:
         """Whether attention runs in bf16 or fp16, which varlen attention needs."""
@@ -75,13 +76,20 @@ class PairLoss(nn.Module):
 class DpoLoss(PairLoss):
     """Returns metrics of pairs, the loss first, summed over the pairs."""
 
-    def forward(self, answer_lengths: Tensor, ref_logps: Tensor | None = None, **inputs: Tensor) -> Tensor:
+    def forward(
+        self, answer_lengths: Tensor, ref_logps: Tensor | None = None, attention_mask: Tensor | None = None,
+        **inputs: Tensor,
+    ) -> Tensor:  # fmt: skip
         """Returns [metrics], or without ref_logps, [count] float32, the log-probs of all answer tokens, [count].
 
-        answer_lengths: [2 × pairs] int64, of each pair's chosen and rejected answer; inputs: see `token_logps`.
+        answer_lengths: [2 × pairs] int64, of each pair's chosen and rejected answer; inputs: see `token_logps`;
+        attention_mask: [rows, length], the tokens that a router's load-balancing loss counts.
         """
-        logps = self.token_logps(**inputs)
-        return logps if ref_logps is None else self._metrics(logps, ref_logps, answer_lengths)
+        logps, outputs = self.token_logps(**inputs)
+        if ref_logps is None:
+            return logps
+        metrics = self._metrics(logps, ref_logps, answer_lengths)
+        return self.router_loss.add(metrics, outputs, attention_mask, len(answer_lengths) // 2)
 
     def _metrics(self, logps: Tensor, ref_logps: Tensor, answer_lengths: Tensor) -> Tensor:
         if not len(answer_lengths):  # zeros with gradients for every parameter, as DDP needs
@@ -105,12 +113,17 @@ class PairTask(Task):
     """Preference pairs as rows."""
 
     loss_class: type[PairLoss]
+    metric_names: tuple[str, ...]
 
     def __init__(
         self, model: Any, tokenizer: Any, data: PreferenceDataset, settings: PairConfig, stops: Collection[int]
     ) -> None:
-        self.module: nn.Module = self.loss_class(model, settings)
+        loss_module = self.loss_class(model, settings, settings.router_aux_loss_coef)
+        self.module: nn.Module = loss_module
+        self.metric_names = (*self.metric_names, *loss_module.router_loss.metric_names)
         self.sharing_blocker = prefix_sharing_blocker(model) if settings.share_prompt else "share_prompt is false"
+        if loss_module.router_loss.coef:
+            self.sharing_blocker = "the load-balancing loss of its router counts the tokens of both rows"
         self.train_set = tokenize_pairs(data.train, tokenizer, settings, stops)
         self.held_out_set = TokenizedPairs()
         if data.held_out:
@@ -199,7 +212,7 @@ def collate_pairs(pairs: Sequence[TokenizedPair], shared: bool = True, multiple:
         "positions": padded[1],
         "positions_and_targets": np.stack([_concatenate(logit_positions), _concatenate(target_ids)]),
         "answer_lengths": np.array([len(tokens) for tokens in target_ids], dtype=np.int64),
-        **({"segment_ids": padded[2]} if shared else {}),
+        **({"segment_ids": padded[2]} if shared else {"attention_mask": padded[2] != 3}),
     }
     return MicroBatch(as_tensors(inputs), trained_tokens=len(pairs), tokens=sum(len(tokens) for tokens, *_ in rows))
 

@@ -7,6 +7,9 @@ takes 78.4 instead of 100.2 GB at 16,432 instead of 16,135 tokens/s (H200, 2026-
 
 from __future__ import annotations
 
+import math
+import sys
+from inspect import signature
 from typing import Any
 
 import torch
@@ -14,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from modelwright.models.attention import compute_logits, lm_head_weight
+from modelwright.errors import ModelError
+from modelwright.models.attention import base_outputs, compute_logits, lm_head_weight, probe_tokens, unwrap_peft
 from modelwright.recipe.stage_specs import PreferenceConfig
 
 
@@ -32,6 +36,52 @@ def lm_head_logps(model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
     """
     logps: Tensor = _compiled_on_gpu(hidden.is_cuda, selective_log_softmax)(compute_logits(model, hidden), targets)
     return logps
+
+
+class RouterLoss:
+    """The load-balancing loss of a mixture of experts, by the model's own function; no effect on other models.
+
+    As in TRL it is added wherever the config has a coefficient, whether or not output_router_logits is set.
+    """
+
+    def __init__(self, model: Any, setting: float | None = 0.0) -> None:
+        """setting: the coefficient; None takes that of the config."""
+        self._model = unwrap_peft(model)
+        config = self._model.config.get_text_config()
+        self.coef = float((getattr(config, "router_aux_loss_coef", 0.0) if setting is None else setting) or 0.0)
+        if self.coef and not self._has_router():
+            if setting or getattr(config, "output_router_logits", False):
+                raise ModelError("model: it has no router with a load-balancing loss; use router_aux_loss_coef: 0")
+            self.coef = 0.0
+        self.options = {"output_router_logits": True} if self.coef else {}
+        self.metric_names = ("router_aux_loss",) if self.coef else ()
+
+    def add(self, sums: Tensor, outputs: Any, attention_mask: Tensor | None, count: int | Tensor) -> Tensor:
+        """Summed metrics with the loss of the tokens in the mask added to the first, times count, and appended."""
+        if not self.coef:
+            return sums
+        assert attention_mask is not None
+        aux_sum = (self._loss(outputs, attention_mask) * count).reshape(1).to(sums.dtype)
+        sums = sums.reshape(-1)
+        return torch.cat((sums[:1] + self.coef * aux_sum, sums[1:], aux_sum.detach()))
+
+    @torch.no_grad()
+    def _has_router(self) -> bool:
+        tokens = probe_tokens(self._model)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        outputs = base_outputs(self._model, tokens, positions, output_router_logits=True)
+        return bool(getattr(outputs, "router_logits", None)) and hasattr(self._module, "load_balancing_loss_func")
+
+    @property
+    def _module(self) -> Any:
+        return sys.modules[type(self._model).__module__]
+
+    def _loss(self, outputs: Any, attention_mask: Tensor) -> Tensor:
+        balance, experts = self._module.load_balancing_loss_func, self._model.num_experts
+        keys = {"num_keys": math.isqrt(experts)} if "num_keys" in signature(balance).parameters else {}  # Doge
+        options = {"top_k": self._model.num_experts_per_tok, "attention_mask": attention_mask, **keys}
+        loss: Tensor = balance(outputs.router_logits, experts, **options)
+        return loss
 
 
 IGNORE_INDEX = -100

@@ -13,18 +13,18 @@ from torch import Tensor, nn
 from modelwright.data.packing import cu_seqlens_from_positions
 from modelwright.data.shards import PackedDataset
 from modelwright.engine.task import MicroBatch, Task
-from modelwright.models.attention import hidden_states
+from modelwright.models.attention import base_outputs
 from modelwright.recipe.stage_specs import PretrainConfig
 from modelwright.tasks.batching import as_tensors, has_next_token, row_multiple
-from modelwright.tasks.losses import IGNORE_INDEX, lm_head_loss
+from modelwright.tasks.losses import IGNORE_INDEX, RouterLoss, lm_head_loss
 
 
 class PretrainLoss(nn.Module):
     """A language model whose forward returns the loss summed over tokens, and the same in bits per byte of text."""
 
-    def __init__(self, model: Any, tokens_per_byte: float) -> None:
+    def __init__(self, model: Any, tokens_per_byte: float, router_aux_loss_coef: float | None = 0.0) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.router_loss = model, RouterLoss(model, router_aux_loss_coef)
         self._bits = tokens_per_byte / math.log(2.0)
 
     def forward(self, tokens: Tensor, positions: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -33,9 +33,13 @@ class PretrainLoss(nn.Module):
         targets: the next token, or IGNORE_INDEX, which keeps shapes the same from step to step; cu_seqlens: starts of
         the documents in the flattened rows, if a row holds several.
         """
-        hidden = hidden_states(self.model, tokens, positions, cu_seqlens=cu_seqlens)
-        loss_sum = lm_head_loss(self.model, hidden.flatten(0, 1), targets.flatten())
-        return torch.stack((loss_sum, loss_sum.detach() * self._bits))
+        outputs = base_outputs(self.model, tokens, positions, cu_seqlens=cu_seqlens, **self.router_loss.options)
+        loss_sum = lm_head_loss(self.model, outputs[0].flatten(0, 1), targets.flatten())
+        sums = torch.stack((loss_sum, loss_sum.detach() * self._bits))
+        if not self.router_loss.coef:
+            return sums
+        # rows are full but for the padding of fp8
+        return self.router_loss.add(sums, outputs, torch.ones_like(tokens), (targets != IGNORE_INDEX).sum())
 
 
 class PretrainTask(Task):
@@ -50,7 +54,10 @@ class PretrainTask(Task):
     def __init__(self, model: Any, train: PackedDataset, held_out: PackedDataset, settings: PretrainConfig) -> None:
         self._train, self._held_out, self._settings = train, held_out, settings
         eval_shards = held_out if held_out.tokens else train
-        self.module: nn.Module = PretrainLoss(model, eval_shards.tokens / max(1, eval_shards.text_bytes))
+        tokens_per_byte = eval_shards.tokens / max(1, eval_shards.text_bytes)
+        loss_module = PretrainLoss(model, tokens_per_byte, settings.router_aux_loss_coef)
+        self.module: nn.Module = loss_module
+        self.metric_names = (*self.metric_names, *loss_module.router_loss.metric_names)
         self._steps = 0
 
     def set_total_steps(self, steps: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from modelwright.data.packing import pack_bfd
 from modelwright.engine.task import MicroBatch, Task
 from modelwright.engine.trainer import Engine
 from modelwright.models import attention
-from modelwright.models.attention import SharedPrefixLayout, hidden_states, unwrap_peft
+from modelwright.models.attention import SharedPrefixLayout, base_outputs, unwrap_peft
 from modelwright.models.prefix_sharing import prefix_sharing_blocker, shared_prefix_mask, supports_layout
 from modelwright.models.trainable import decoder_layers
 from modelwright.plan.stage import StagePlan
@@ -40,15 +40,15 @@ from modelwright.tasks.frozen_cache import (
     dropout_setting,
     num_frozen_layers,
 )
-from modelwright.tasks.losses import lm_head_loss
+from modelwright.tasks.losses import RouterLoss, lm_head_loss
 
 
 class SftLoss(nn.Module):
     """A language model whose forward returns the summed loss; the LM head runs at loss positions only."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, router_aux_loss_coef: float | None = 0.0) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.router_loss = model, RouterLoss(model, router_aux_loss_coef)
         self.cache: HiddenStateCache | None = None
 
     def forward(
@@ -60,6 +60,7 @@ class SftLoss(nn.Module):
         cache_index: Tensor | None = None,
         states: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         **prefix_layout: Tensor,
     ) -> Tensor:
         """tokens, positions: [rows, length] int64; loss_positions: [count], flat indices whose next token is trained.
@@ -67,6 +68,7 @@ class SftLoss(nn.Module):
         segment_ids: [rows, length], for a mask after a shared prefix; prefix_layout: kv_index and cu_seqlens_qk, for
         varlen attention instead; cu_seqlens: [count + 1] int32, starts of packed examples in the flattened rows. The
         frozen layers' outputs come from `states`, [rows, length, width], or from the cache by `cache_index`.
+        attention_mask: [rows, length], the tokens that a router's load-balancing loss counts.
         """
         if cache_index is not None:
             assert self.cache is not None and self.cache.states is not None
@@ -76,23 +78,26 @@ class SftLoss(nn.Module):
             layout = SharedPrefixLayout(prefix_layout["kv_index"], prefix_layout["cu_seqlens_qk"])
         if states is not None:
             assert self.cache is not None
-            hidden = self.cache.frozen_layers.forward_rest(states, positions, segment_ids, layout)
+            hidden, outputs = self.cache.frozen_layers.forward_rest(states, positions, segment_ids, layout), None
         else:
             mask = None if segment_ids is None else shared_prefix_mask(self.model, positions, segment_ids)
-            hidden = hidden_states(self.model, tokens, positions, mask, layout)
-        return lm_head_loss(self.model, hidden.flatten(0, 1)[loss_positions], tokens.flatten()[loss_positions + 1])
+            outputs = base_outputs(self.model, tokens, positions, mask, layout, **self.router_loss.options)
+            hidden = outputs[0]
+        targets = tokens.flatten()[loss_positions + 1]
+        loss_sum = lm_head_loss(self.model, hidden.flatten(0, 1)[loss_positions], targets)
+        return self.router_loss.add(loss_sum, outputs, attention_mask, len(loss_positions))
 
 
 class SftTask(Task):
     """Conversations as rows: padded, packed, or after their shared prefix."""
 
-    metric_names: tuple[str, ...] = ("loss",)
-
     def __init__(
         self, model: Any, tokenizer: Any, data: ConversationDataset, settings: SftConfig, stops: Collection[int]
     ) -> None:
-        self.loss_module = SftLoss(model)
+        self.loss_module = SftLoss(model, settings.router_aux_loss_coef)
         self.module: nn.Module = self.loss_module
+        self.router_loss = self.loss_module.router_loss
+        self.metric_names: tuple[str, ...] = ("loss", *self.router_loss.metric_names)
         self.train_set = tokenize_conversations(data.train, tokenizer, settings, stops)
         self.held_out_set = TokenizedDataset()
         if data.held_out:
@@ -102,7 +107,8 @@ class SftTask(Task):
         singles = [[row] for row in range(len(self.train_set.rows))]
         self._packs = pack_bfd(self.lengths[: len(singles)], settings.max_length) if settings.packing else singles
         self.prefix_length = shared_prefix_length(self.examples) if settings.share_prefix else 0
-        if self.prefix_length and prefix_sharing_blocker(model):
+        # a router's loss counts each token of each row
+        if self.prefix_length and (self.router_loss.coef or prefix_sharing_blocker(model)):
             self.prefix_length = 0
         self.use_varlen_prefix = self.prefix_length > 0 and _supports_varlen_prefix(model, settings)
         alignment = packed_row_multiple(settings, settings.max_length) if settings.packing else row_multiple(settings)
@@ -137,6 +143,10 @@ class SftTask(Task):
         if self.loss_module.cache is not None:
             return self.loss_module.cache.batch(rows)
         micro_batch = collate_rows(rows, self.examples, self.prefix_length, self._row_multiple)
+        if self.router_loss.coef:
+            used = torch.tensor([sum(span.stop - span.start for span in row) for row in rows] or [2])
+            mask = torch.arange(micro_batch.inputs["tokens"].shape[1]) < used[:, None]
+            return replace(micro_batch, inputs={**micro_batch.inputs, "attention_mask": mask})
         return to_varlen(micro_batch) if self.use_varlen_prefix else micro_batch
 
 
@@ -232,6 +242,8 @@ def find_compute_reuse(task: SftTask, model: Any, settings: SftConfig) -> Comput
             f"sends gradients through all of them; untie_lm_head: true gives it a copy of its own ({size:,.1f} M "
             "weights more to hold) and lets the frozen layers be computed once"
         )
+    elif task.router_loss.coef:
+        frozen_layers, blocker = None, "frozen layers are recomputed every step: the loss reads the router of each"
     elif dropout:
         blocker = f"frozen layers are recomputed every step: the model uses dropout ({dropout})"
     elif frozen_layers is not None and not frozen_layers.is_exact():
