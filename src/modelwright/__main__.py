@@ -1,6 +1,17 @@
-"""``python -m modelwright`` is ``modelwright``."""
+"""The entry point: ``python -m modelwright`` is ``modelwright``."""
 
-from modelwright.cli.main import main
+import sys
+
+
+def main() -> None:
+    """Run the command; Ctrl-C during the imports is no traceback."""
+    try:
+        from modelwright.cli.main import main as run_command
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(75)
+    run_command()
+
 
 if __name__ == "__main__":
     main()

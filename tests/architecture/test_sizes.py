@@ -11,12 +11,23 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src"
 FILES = sorted(SOURCE.rglob("*.py"))
-LINE_BUDGET = 34_100
-"""Lines of the whole package. Who adds a capability raises it with the reason; who removes lines lowers it.
-+300: the operators' admission rules as data (cluster/admission.py), requests, purposes and conflicts of claims, the
-packages of the image.
-+110: job pull by sizes and hashes (cluster/pull.py); +100: causes of cluster errors and of jobs that do not run.
-+90: the load-balancing loss of a mixture of experts."""
+LINES = {
+    "architecture 0.2, Lion, ORPO": 33_260,
+    # the operators' admission rules, requests and claims, packages of the image, job pull by hashes, causes of errors
+    "OpenShift": 730,
+    # the switch, its fallback, the check of the environment, doctor --reproducible
+    "same bits on the GPU": 0,
+    # row formats, converters, mixtures
+    "data formats": 0,
+    # round trips, adapters, odd architectures
+    "never silently wrong": 90,
+    # signals in every phase, one sentence for errors of the storage
+    "steady under attack": 100,
+    # what else is worth its lines
+    "other": 0,
+}
+"""Lines of the package by what they are for. Who adds a capability raises its number; who removes lines lowers it."""
+LINE_BUDGET = sum(LINES.values())
 MAX_FILES = 141
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60

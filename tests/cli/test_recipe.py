@@ -110,11 +110,11 @@ def test_a_missing_recipe_as_json_is_a_problem_too(capsys: pytest.CaptureFixture
     assert problem["line"] is None
 
 
-def test_debug_shows_the_traceback() -> None:
-    from modelwright.errors import RecipeError
-
-    with pytest.raises(RecipeError):
+def test_debug_shows_the_traceback_and_keeps_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_error:
         main(["check", "--debug", "nowhere.yaml"])
+    assert exit_error.value.code == 2
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_shipped_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

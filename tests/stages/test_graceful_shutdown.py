@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
 from modelwright.errors import Interrupted
-from modelwright.stages.context import GracefulShutdown
+from modelwright.stages import context
+from modelwright.stages.context import STOP_SIGNALS, GracefulShutdown
 
 
 def ask(number: signal.Signals) -> None:
@@ -18,7 +21,7 @@ def ask(number: signal.Signals) -> None:
     time.sleep(0.01)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_while_training_the_first_signal_waits_for_the_step(number: signal.Signals) -> None:
     stopper = GracefulShutdown()
     with stopper.handle_signals(), stopper.defer_to_step_end():
@@ -27,8 +30,9 @@ def test_while_training_the_first_signal_waits_for_the_step(number: signal.Signa
         assert stopper.requested()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_second_signal_stops_at_once(number: signal.Signals) -> None:
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_the_second_signal_stops_at_once(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "REPEAT_SECONDS", 0.0)
     stopper = GracefulShutdown()
     with pytest.raises(Interrupted) as caught, stopper.handle_signals(), stopper.defer_to_step_end():
         ask(number)
@@ -37,7 +41,7 @@ def test_the_second_signal_stops_at_once(number: signal.Signals) -> None:
     assert str(caught.value) == "stopped; rerun the same command to resume from the last checkpoint"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_outside_training_one_signal_is_enough(number: signal.Signals) -> None:
     stopper = GracefulShutdown()
     with pytest.raises(Interrupted), stopper.handle_signals():
@@ -56,3 +60,41 @@ def test_whoever_listened_before_listens_again_afterwards() -> None:
         assert heard == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_signals_close_together_are_one() -> None:
+    stopper = GracefulShutdown()
+    with stopper.handle_signals(), stopper.defer_to_step_end():
+        ask(signal.SIGHUP)
+        ask(signal.SIGHUP)
+        ask(signal.SIGTERM)
+        assert stopper.requested()
+
+
+def test_under_nohup_a_closed_terminal_is_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with GracefulShutdown().handle_signals():
+            ask(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+STUCK = """
+import hashlib
+from modelwright.stages.context import GracefulShutdown
+GracefulShutdown.unresponsive_seconds = 0.5
+with GracefulShutdown().handle_signals():
+    print("ready", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
+"""
+
+
+def test_a_process_that_waits_in_c_obeys_too() -> None:
+    with subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert errors.decode() == "stopped; rerun the same command to resume from the last checkpoint\n"

@@ -1,14 +1,20 @@
-"""A non-finite evaluation loss ends the stage as diverged and never counts as the best."""
+"""Evaluation while training: a non-finite loss is divergence, and a signal does not wait for its end."""
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from modelwright.engine.trainer import Engine
-from modelwright.errors import Diverged
+from modelwright.errors import Diverged, Interrupted
 from modelwright.recipe.load import load
+from modelwright.runs import journal
+from modelwright.runs.folder import hash_file
 from modelwright.stages import pipeline
 from tiny import tiny_recipe
 
@@ -18,11 +24,46 @@ def test_a_held_out_loss_that_is_no_number_is_divergence(
 ) -> None:
     sound = Engine.evaluate
 
-    def evaluate(self: Engine) -> dict[str, float]:
-        return {"eval_loss": float("nan")} if self.cursor.step == 6 else sound(self)
+    def evaluate(self: Engine, stop_requested: Callable[[], bool]) -> dict[str, float] | None:
+        return {"eval_loss": float("nan")} if self.cursor.step == 6 else sound(self, stop_requested)
 
     monkeypatch.setattr(Engine, "evaluate", evaluate)
     with pytest.raises(Diverged, match="sft diverged by step 6: eval_loss is not finite"):
         pipeline.run(load(tiny_recipe(tmp_path, model_folder), environ={}))
     assert not (tmp_path / "run/best_model").exists()
     assert not (tmp_path / "run/stages/sft/result.json").exists()
+
+
+@pytest.mark.parametrize("step", [6, 12])
+def test_a_signal_stops_an_evaluation_which_the_resumed_run_makes_up_for(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    recipe = tiny_recipe(tmp_path, model_folder, eval_steps=3, per_device_eval_batch_size=1)
+    plain = load(tiny_recipe(tmp_path / "plain", model_folder, eval_steps=3, per_device_eval_batch_size=1), environ={})
+    sound = Engine._forward
+    batches: list[int] = []
+
+    def forward(self: Engine, micro_batch: Any) -> Any:
+        if self.cursor.step == step:
+            batches.append(step)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return sound(self, micro_batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "_forward", forward)
+        with pytest.raises(Interrupted, match=f"stopped after step {step} of 12; rerun the same command to resume"):
+            pipeline.run(load(recipe, environ={}))
+    assert len(batches) == 1, "the rest of the evaluation is left out"
+    pipeline.run(load(recipe, environ={}))
+    pipeline.run(plain)
+    runs = [tmp_path / "run", tmp_path / "plain/run"]
+    records = [
+        {
+            event["step"]: event["eval_loss"]
+            for event in journal.read(run / "journal.jsonl")
+            if event["event"] == "evaluation"
+        }
+        for run in runs
+    ]
+    assert records[0] == records[1]
+    assert hash_file(runs[0] / "best_model/model.safetensors") == hash_file(runs[1] / "best_model/model.safetensors")

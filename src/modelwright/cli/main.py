@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import sys
+import traceback
 from types import ModuleType
+from typing import NoReturn
 
 import typer
 
@@ -74,14 +77,17 @@ def main(arguments: list[str] | None = None) -> None:
         _run_app(args)
     except ModelwrightError as error:
         if debug:
-            raise
-        if not error.already_printed:
+            _redact_error(error)
+            traceback.print_exception(error)
+        elif not error.already_printed:
             print(strip_control_chars(str(error)), file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        sys.exit(Interrupted.exit_code)
+        _exit_stopped()
     except SystemExit as stop:
-        sys.exit(Interrupted.exit_code if stop.code == SIGINT_EXIT_CODE else stop.code)
+        if stop.code == SIGINT_EXIT_CODE:
+            _exit_stopped()
+        sys.exit(stop.code)
     except Exception as error:
         from modelwright.runs.caches import remove_truncated_bytecode
 
@@ -90,10 +96,25 @@ def main(arguments: list[str] | None = None) -> None:
             sys.exit(Interrupted.exit_code)
         if debug:
             _redact_error(error)
-            raise
-        text = strip_control_chars(redact_secrets(f"{type(error).__name__}: {error}"))
-        print(f"{text}\nUnexpected error; rerun with --debug for the traceback", file=sys.stderr)
-        sys.exit(StorageError.exit_code if isinstance(error, OSError) and is_storage_failure(error) else 1)
+            traceback.print_exception(error)
+        else:
+            print(strip_control_chars(redact_secrets(_describe(error))), file=sys.stderr)
+        sys.exit(StorageError.exit_code if is_storage_failure(error) else 1)
+
+
+def _describe(error: Exception) -> str:
+    """An error of a library in words: of the storage, of memory, or one that nobody expected."""
+    if is_storage_failure(error):
+        reason, path = (getattr(error, name, None) for name in ("strerror", "filename"))
+        return f"{path or 'the disk'}: {reason or error}; what was saved is not lost, and the same command resumes"
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        return "out of memory: the machine, or a limit set for this process (ulimit -v), has too little"
+    return f"{type(error).__name__}: {error}\nUnexpected error; rerun with --debug for the traceback"
+
+
+def _exit_stopped() -> NoReturn:
+    print("stopped", file=sys.stderr)
+    sys.exit(Interrupted.exit_code)
 
 
 def _redact_error(error: BaseException | None) -> None:

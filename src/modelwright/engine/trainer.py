@@ -292,20 +292,24 @@ class Engine:
         self.world.manual_seed(xxhash.xxh3_64_intdigest(key.encode()) >> 1)
 
     @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
-        """Metrics of the task, averaged over the held-out rows: eval_loss and others by name."""
+    def evaluate(self, stop_requested: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
+        """Metrics of the task, averaged over the held-out rows: eval_loss and others by name; None if stopped."""
         self._module.eval()
         with self.ema.swap():
-            rank_sums, rank_trained_tokens = self._with_fallback(self._held_out_sums)
-        *sums, count = self.world.all_reduce_sum(*rank_sums.tolist(), rank_trained_tokens)
+            rank_sums = self._with_fallback(lambda: self._held_out_sums(stop_requested))
+        if rank_sums is None:
+            return None
+        *sums, count = self.world.all_reduce_sum(*rank_sums[0].tolist(), rank_sums[1])
         return eval_metrics(dict(zip(self.task.metric_names, sums, strict=True)), count)
 
-    def _held_out_sums(self) -> tuple[Tensor, int]:
-        """Sums over this rank's held-out rows: [metrics], and the trained tokens among them."""
+    def _held_out_sums(self, stop_requested: Callable[[], bool]) -> tuple[Tensor, int] | None:
+        """Sums over this rank's held-out rows: [metrics], and the trained tokens among them; None if stopped."""
         sums, trained_tokens = torch.zeros(len(self.task.metric_names), device=self.world.device), 0
         all_rows = range(self.task.held_out_rows)
         for rows in rank_micro_batches(all_rows, self.world.rank, self.world.size, self.plan.eval_micro_batch_size):
             self.world.heartbeat.set_phase("evaluating")
+            if any(self.world.all_reduce_sum(stop_requested())):  # all ranks stop at the same batch
+                return None
             micro_batch = self.task.held_out_batch(rows)
             sums += self._forward(micro_batch).flatten()
             trained_tokens += micro_batch.trained_tokens

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import math
+import os
 import signal
+import sys
+import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -224,28 +229,61 @@ class ImmediateStop(BaseException):
     exit_code = Interrupted.exit_code
 
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""SIGHUP: the terminal was closed; SIGUSR1: Slurm's warning before the time limit."""
+REPEAT_SECONDS = 1.0
+"""A signal so soon after the first is not a second one: a terminal that is closed sends SIGHUP twice."""
+UNWIND_SECONDS = 20.0
+
+
 class GracefulShutdown:
-    """Handles SIGTERM and Ctrl-C: during training the step is finished first, elsewhere the run stops at once."""
+    """Handles signals that ask to stop: during training the step is finished first, elsewhere the run stops at once."""
+
+    unresponsive_seconds = 3.0
+    """Seconds until a process is ended whose main thread waits in C++, where Python's handlers do not run."""
 
     def __init__(self) -> None:
-        self._requested = False
+        self._requested_at = math.inf
         self._deferred = False
+        self._unwinding = False
+        self._ended = threading.Event()
 
     def requested(self) -> bool:
         """Whether a signal asked to stop."""
-        return self._requested
+        return self._requested_at < math.inf
 
     @contextmanager
     def handle_signals(self) -> Iterator[None]:
         """Handle the signals inside the block; an immediate stop leaves it as Interrupted."""
-        handlers = {signum: signal.signal(signum, self._on_signal) for signum in (signal.SIGTERM, signal.SIGINT)}
+        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup
+        signums = [signum for signum in STOP_SIGNALS if not (ignored and signum == signal.SIGHUP)]
+        handlers = {signum: signal.signal(signum, self._on_signal) for signum in signums}
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        watcher = threading.Thread(target=self._watch, args=(reader,), daemon=True, name="signals")
+        watcher.start()
         try:
             yield
         except ImmediateStop:
             raise Interrupted(STOPPED_MESSAGE) from None
         finally:
+            self._ended.set()
+            signal.set_wakeup_fd(previous)
+            os.close(writer)
+            watcher.join()
+            os.close(reader)
             for signum, handler in handlers.items():
                 signal.signal(signum, handler)
+
+    def _watch(self, reader: int) -> None:
+        """End a process whose main thread does not obey a signal; what is on disk survives it, as it does a kill."""
+        while data := os.read(reader, 1):
+            deadline = time.monotonic() + self.unresponsive_seconds
+            while data[0] in STOP_SIGNALS and not self._deferred and not self._ended.wait(0.05):
+                if time.monotonic() > deadline + UNWIND_SECONDS * self._unwinding:
+                    print(STOPPED_MESSAGE, file=sys.stderr, flush=True)
+                    os._exit(Interrupted.exit_code)
 
     @contextmanager
     def defer_to_step_end(self) -> Iterator[None]:
@@ -258,13 +296,14 @@ class GracefulShutdown:
 
     def finish_error(self) -> None:
         """While an error propagates, ignore the first signal, so that it does not replace the error."""
-        self._deferred, self._requested = True, False
+        self._deferred, self._requested_at = True, math.inf
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        if not self._deferred or self._requested:
-            self._requested = True
+        now = time.monotonic()
+        if not self._deferred or now > self._requested_at + REPEAT_SECONDS:
+            self._requested_at, self._unwinding = now, True
             raise ImmediateStop(STOPPED_MESSAGE)
-        self._requested = True
+        self._requested_at = min(self._requested_at, now)
 
 
 StageStatus = Literal["pending", "running", "done", "accepted", "closed"]

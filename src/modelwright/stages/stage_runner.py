@@ -75,7 +75,7 @@ class StageRunner:
         best_metric = self.settings.metric_for_best_model if self.settings.load_best_model_at_end else None
         self.eval_history = EvalHistory(stage, best_metric)
         self.last_saved_step, self.earlier_seconds, self.began = 0, 0.0, time.monotonic()
-        self.consecutive_bad_steps, self.rolled_back_from = 0, 0
+        self.consecutive_bad_steps, self.rolled_back_from, self.evaluation_pending = 0, 0, False
         self.speed: dict[str, Any] = {}
         if resumed_step is not None:
             self._resume_from(resumed_step)
@@ -83,7 +83,7 @@ class StageRunner:
     def run(self) -> dict[str, float | None]:
         """Train to the end, or until a signal asks to stop; returns the metrics."""
         with explain_out_of_memory(lambda: self.engine.plan, self.stage, self.parts, self.context):
-            if self.task.held_out_rows and not self.eval_history.records:
+            if self.task.held_out_rows and (self.evaluation_pending or not self.eval_history.records):
                 self._evaluate()
             steps, batch = self.engine.plan.steps, self.engine.plan.global_batch_size
             meter = ThroughputMeter(steps, batch, self.parts.flops_per_token, self._peak_flops())
@@ -115,8 +115,11 @@ class StageRunner:
             # after a bad step nothing is saved; one more step may be good
             wait_one_step = self.consecutive_bad_steps and stop_requests == 1 and report.step < self.engine.plan.steps
             if stop_requests and not wait_one_step:
-                step, steps = self.engine.cursor.step, self.engine.plan.steps
-                raise Interrupted(f"stopped after step {step} of {steps}; rerun the same command to resume")
+                raise self._interrupted()
+
+    def _interrupted(self) -> Interrupted:
+        step, steps = self.engine.cursor.step, self.engine.plan.steps
+        return Interrupted(f"stopped after step {step} of {steps}; rerun the same command to resume")
 
     def _steps(self) -> Iterator[StepReport]:
         """The engine's steps, one of them under the memory profiler where the recipe asks for it."""
@@ -175,11 +178,15 @@ class StageRunner:
         self._roll_back(report.step, checkpoint_step)
 
     def _evaluate(self) -> None:
-        values = self.engine.evaluate()
+        values = self.engine.evaluate(self.shutdown.requested)
         self._log_plan_revisions()
+        if values is None:
+            self._save(evaluation_pending=True)
+            self._wait_for_save()
+            raise self._interrupted()
         self._log("evaluation", **self.eval_history.add(self.engine.cursor.step, values))
 
-    def _save(self) -> None:
+    def _save(self, evaluation_pending: bool = False) -> None:
         if self.last_saved_step == self.engine.cursor.step:
             return
         started = time.monotonic()
@@ -189,6 +196,7 @@ class StageRunner:
             "global_batch_size": self.engine.plan.global_batch_size,
             "evaluations": list(self.eval_history.records),
             "seconds": self._training_seconds(),
+            "evaluation_pending": evaluation_pending,
         }
         self._wait_for_save()
         if self.checkpointer.save(self.engine.state_dict(**extra_state), self.eval_history.best_step()):
@@ -243,6 +251,7 @@ class StageRunner:
             saved = self.engine.load_state_dict(self._checkpoint_dir(step))
             self.eval_history.records = list(saved["evaluations"])
             self.earlier_seconds, self.began = float(saved["seconds"]), time.monotonic()
+            self.evaluation_pending = bool(saved.get("evaluation_pending"))
         self.last_saved_step = step
         self._log("resumed", step=step, steps=self.engine.plan.steps)
 
