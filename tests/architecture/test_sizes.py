@@ -20,7 +20,7 @@ LINES = {
     # row formats, converters, mixtures
     "data formats": 0,
     # round trips, adapters, odd architectures
-    "never silently wrong": 90,
+    "never silently wrong": 165,
     # signals in every phase, one sentence for errors of the storage
     "steady under attack": 100,
     # what else is worth its lines

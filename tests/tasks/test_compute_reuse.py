@@ -19,7 +19,7 @@ from modelwright.engine.distributed import World
 from modelwright.engine.trainer import Engine
 from modelwright.models import attention
 from modelwright.models.activation_checkpoint import enable_activation_checkpointing
-from modelwright.models.prefix_sharing import supports_layout
+from modelwright.models.prefix_sharing import prefix_sharing_blocker, supports_layout
 from modelwright.models.pretrained import eos_token_ids, load_model, load_tokenizer
 from modelwright.models.trainable import decoder_layers, set_trainable
 from modelwright.plan.hardware import probe_device
@@ -42,7 +42,6 @@ from modelwright.tasks.frozen_cache import (
     FrozenLayers,
     HiddenStateCache,
     choose_location,
-    dropout_setting,
     num_frozen_layers,
 )
 from modelwright.tasks.sft import SftLoss, SftTask, find_compute_reuse
@@ -178,7 +177,7 @@ def test_nothing_is_shared_where_the_prompts_are_trained_too(lengths: tuple[int,
 def test_a_model_in_two_halves_is_the_model(name: str) -> None:
     model = family(name)
     for depth in range(1, len(decoder_layers(model)) + 1):
-        assert FrozenLayers(model, depth).is_exact(), depth
+        assert FrozenLayers(model, depth).blocker() is None, depth
 
 
 def task_of(folder: Path, model_folder: Path, model: Any = None, **settings: Any) -> tuple[SftTask, Any, SftConfig]:
@@ -345,16 +344,37 @@ def test_what_is_trainable_decides_what_can_be_cached(deep_model: Path) -> None:
     assert num_frozen_layers(model) == 0
 
 
-def test_a_model_that_drops_out_at_random_keeps_nothing(deep_model: Path, tmp_path: Path) -> None:
+def test_a_model_that_drops_out_at_random_caches_and_shares_nothing(deep_model: Path, tmp_path: Path) -> None:
     model = load_model(deep_model)
-    assert dropout_setting(model) is None
-    model.config.attention_dropout = 0.1
+    for layer in decoder_layers(model):
+        layer.self_attn.attention_dropout = 0.1
     task, model, sft = task_of(tmp_path, deep_model, model)
-    saver = find_compute_reuse(task, model, sft)
-    assert saver.frozen_layers is None
-    assert saver.cache_blocker == (
-        "frozen layers are recomputed every step: the model uses dropout (attention_dropout)"
+    reuse = find_compute_reuse(task, model, sft)
+    assert task.prefix_length == 0, "rows would share the noise of the prefix, or varlen attention drop it"
+    assert reuse.frozen_layers is None
+    assert reuse.cache_blocker == (
+        "frozen layers are recomputed every step: they draw random numbers in training (dropout or jitter)"
     )
+
+
+def test_jitter_is_randomness_and_so_is_the_dropout_of_lora(deep_model: Path) -> None:
+    model = load_model(deep_model)
+    frozen = FrozenLayers(model, 2)
+    assert frozen.blocker() is None and prefix_sharing_blocker(model) is None
+
+    def jitter(_module: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        noise = torch.empty_like(inputs[0]).uniform_(0.99, 1.01)
+        return (inputs[0] * noise if model.training else inputs[0],)
+
+    hook = decoder_layers(model)[3].mlp.register_forward_pre_hook(jitter)
+    assert frozen.blocker() is None, "it is above the frozen layers"
+    assert "random numbers" in str(prefix_sharing_blocker(model))
+    hook.remove()
+    decoder_layers(model)[1].mlp.register_forward_pre_hook(jitter)
+    assert "random numbers" in str(frozen.blocker())
+    for dropout, shares in ((0.0, True), (0.1, False)):
+        adapted = set_trainable(load_model(deep_model), TrainableConfig(trainable="lora", lora_dropout=dropout))
+        assert (prefix_sharing_blocker(adapted) is None) == shares
 
 
 def test_padded_loss_positions_for_a_gpu_change_neither_the_loss_nor_the_counts(

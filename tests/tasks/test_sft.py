@@ -15,8 +15,9 @@ from families import BACKENDS, FAMILIES, SIZES, family
 from modelwright.data.chat import TokenizedRow, load_conversations
 from modelwright.engine.task import MicroBatch
 from modelwright.errors import ModelError
-from modelwright.models.attention import check_packed_forward, compute_logits, hidden_states
-from modelwright.models.pretrained import eos_token_ids, load_model
+from modelwright.models.attention import check_forward, compute_logits, hidden_states
+from modelwright.models.prefix_sharing import prefix_sharing_blocker
+from modelwright.models.pretrained import eos_token_ids, load_model, prepare_model
 from modelwright.models.trainable import set_trainable
 from modelwright.recipe.load import load as load_recipe
 from modelwright.recipe.stage_specs import SftConfig, TrainableConfig
@@ -152,7 +153,8 @@ def test_positions_restart_with_each_document_and_with_the_padding() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_check_forward_lets_every_family_pass_that_keeps_documents_apart(name: str, backend: str) -> None:
-    check_packed_forward(family(name, backend))
+    check_forward(family(name, backend), packed=True)
+    check_forward(family(name, backend), packed=False)
 
 
 def test_check_forward_refuses_a_model_whose_documents_see_each_other(model_folder: Path) -> None:
@@ -160,10 +162,66 @@ def test_check_forward_refuses_a_model_whose_documents_see_each_other(model_fold
     inner = model.model.forward
     # the cache loses the mask of packed documents in silence: this is what a leaking family looks like
     model.model.forward = lambda **inputs: inner(**{**inputs, "use_cache": True})
-    with pytest.raises(
-        ModelError, match="packed documents attend to each other, or the LM head is not a plain linear layer"
-    ):
-        check_packed_forward(model)
+    with pytest.raises(ModelError, match="packed rows depend on each other in this family; use packing: false"):
+        check_forward(model, packed=True)
+    check_forward(model, packed=False)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "falcon_h1", "jamba"])
+def test_a_leak_is_found_however_small_the_weights(name: str) -> None:
+    """At their usual initialization the logits of packed documents differ by 1e-3 only."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    more = {
+        "jamba": {"num_experts": 2},
+        "lfm2": {"layer_types": ["conv", "full_attention"]},
+        "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
+    }
+    sizes = {
+        **SIZES,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.005,
+        **more.get(name, {}),
+    }
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes)).eval()
+    with pytest.raises(ModelError, match="packed rows depend on each other"):
+        check_forward(model, packed=True)
+    assert prefix_sharing_blocker(model) is not None
+    check_forward(model, packed=False)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gptj", "bloom", "mpt", "mamba", "gpt_oss", "falcon", "opt", "biogpt"])
+def test_a_family_without_sdpa_or_packing_trains_unpacked(name: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    known = AutoConfig.for_model(name)
+    sizes = {
+        **SIZES,
+        "num_hidden_layers": 2,
+        "num_local_experts": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rotary_dim": 8,
+        "ffn_dim": 96,
+    }
+    sizes = {
+        key: value for key, value in sizes.items() if hasattr(known, key) and (name, key) != ("falcon", "head_dim")
+    }
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes)).save_pretrained(tmp_path)
+    model = load_model(tmp_path)
+    prepare_model(model, torch.device("cpu"), "auto", packed=False)
+    rows = documents(5, 23, 12)
+    batch = collate_examples([[row] for row in rows])
+    ours = SftLoss(model.eval())(**batch.inputs).item()
+    theirs = 0.0
+    for row in rows:
+        tokens = torch.from_numpy(row.input_ids.astype(np.int64))
+        predicted = model(input_ids=tokens[None], use_cache=False).logits[0, :-1][row.loss_mask[1:]]
+        theirs += torch.nn.functional.cross_entropy(predicted, tokens[1:][row.loss_mask[1:]], reduction="sum").item()
+    assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 def test_check_forward_refuses_a_head_that_does_more_than_we_know_of(model_folder: Path) -> None:
@@ -177,7 +235,7 @@ def test_check_forward_refuses_a_head_that_does_more_than_we_know_of(model_folde
 
     model.forward = scaled
     with pytest.raises(ModelError, match="the LM head is not a plain linear layer"):
-        check_packed_forward(model)
+        check_forward(model, packed=False)
 
 
 def test_check_forward_knows_of_soft_caps_and_scales() -> None:
@@ -191,7 +249,7 @@ def test_check_forward_knows_of_soft_caps_and_scales() -> None:
     for name, more in families.items():
         settings = {**SIZES, "num_hidden_layers": 2, "num_key_value_heads": 2, "initializer_range": 0.2, **more}
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **settings)).eval()
-        check_packed_forward(model)
+        check_forward(model, packed=True)
 
 
 def test_a_model_with_lora_has_the_same_loss_and_only_the_adapters_train(model_folder: Path) -> None:
@@ -199,7 +257,7 @@ def test_a_model_with_lora_has_the_same_loss_and_only_the_adapters_train(model_f
     for name, weight in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.1)
-    check_packed_forward(model)
+    check_forward(model, packed=True)
     rows = documents(13, 8)
     module, batch = SftLoss(model), collate_examples([rows])
     labels = [torch.from_numpy(np.where(row.loss_mask, row.input_ids, -100).astype(np.int64))[None] for row in rows]

@@ -16,9 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelwright.errors import first_line
+from modelwright.errors import ModelError, first_line
 from modelwright.models import attention
-from modelwright.models.attention import SharedPrefixLayout, UnsharedLayout, hidden_states, relative_gap, unwrap_peft
+from modelwright.models.attention import (
+    SharedPrefixLayout,
+    UnsharedLayout,
+    hidden_states,
+    hidden_with_grad,
+    is_random,
+    relative_gap,
+    unwrap_peft,
+)
 
 HALF_TOLERANCE = 6e-2
 """Largest relative difference by rounding in bf16; a wrong mask makes 0.3 and more."""
@@ -53,16 +61,20 @@ def prefix_sharing_blocker(model: Any) -> str | None:
     if unsupported := set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
         return f"its layers of {', '.join(sorted(unsupported))} take no mask"
     tokens, segment_ids, positions = _probe(model)
-    was_training = model.training
-    model.eval()
+    was_training, second = model.training, slice(16, None)
     try:
-        shared = hidden_states(model, tokens, positions, shared_prefix_mask(model, positions, segment_ids))[0, 16:]
-        alone = hidden_states(model, torch.cat([tokens[:, :8], tokens[:, 16:]], 1), positions[:, :16])[0, 8:]
-    except (TypeError, ValueError, RuntimeError, KeyError) as error:
+        if is_random(model, lambda: hidden_states(model, tokens[:, :16], positions[:, :16])):
+            return "it draws random numbers in training (dropout or jitter), which would be shared too"
+        model.eval()
+        mask = shared_prefix_mask(model, positions, segment_ids)
+        shared, grad = hidden_with_grad(model, second, tokens, positions, mask)
+        alone = hidden_states(model, torch.cat([tokens[:, :8], tokens[:, second]], 1), positions[:, :16])[0, 8:]
+    except (TypeError, ValueError, RuntimeError, KeyError, AttributeError, ModelError) as error:
         return f"it does not take the mask ({first_line(error)})"
     finally:
         model.train(was_training)
-    if (gap := relative_gap(alone, shared)) > attention.FORWARD_TOLERANCE:
+    gap = relative_gap(alone, shared[0, second])
+    if bool((grad[:, 8:16] != 0).any()) or not gap <= attention.FORWARD_TOLERANCE:
         return f"in a probe the continuations attended to each other ({gap:.1e})"
     return None
 
@@ -113,7 +125,7 @@ def supports_layout(
         with torch.no_grad(), autocast:
             masked = hidden_states(model, tokens, positions, shared_prefix_mask(model, positions, segment_ids))
             unmasked = hidden_states(model, tokens, positions, cu_seqlens=layout)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, ModelError) as error:
         warnings.warn(f"prefix sharing uses a mask: {first_line(error)}", stacklevel=2)
         return False
     return relative_gap(masked, unmasked) < (HALF_TOLERANCE if on_gpu else attention.FORWARD_TOLERANCE)

@@ -18,7 +18,7 @@ from jinja2 import TemplateError
 
 from modelwright.errors import ModelError, first_line
 from modelwright.models import trust
-from modelwright.models.attention import check_packed_forward, register_attention
+from modelwright.models.attention import check_forward, register_attention
 from modelwright.recipe.schema import ModelConfig
 from modelwright.recipe.sections import EMBEDDED_MODEL
 from modelwright.runs.caches import cache_dir
@@ -146,7 +146,8 @@ def load_model(
     if (path / trust.ADAPTER_CONFIG).exists():
         return _load_adapter(path, attn_implementation)
     trust.check_model(path)
-    implementation = "sdpa" if attn_implementation == "auto" else attn_implementation
+    # transformers chooses sdpa, or eager for families without it (Gemma 2, GPT-J, GPT-Neo, Bloom, MPT, Mamba)
+    implementation = None if attn_implementation == "auto" else attn_implementation
     quantization_options = quantization_kwargs(quantization, device)
     try:
         model, loading_info = AutoModelForCausalLM.from_pretrained(
@@ -181,19 +182,21 @@ def _check_chat_template(tokenizer: Any, path: Path) -> None:
                 return
 
 
-def prepare_model(model: Any, device: torch.device, attn_implementation: str) -> None:
-    """Move a model to its device, with our attention on a GPU if it passes the packed-forward check."""
+def prepare_model(model: Any, device: torch.device, attn_implementation: str, packed: bool = True) -> None:
+    """Move a model to its device, with our attention on a GPU if it passes the packed-forward check; raises ModelError
+    if it cannot be trained, with several documents in a row if packed."""
     if not is_quantized(model):
         model.to(device)
     if device.type == "cuda" and attn_implementation == "auto":
         original = model.config._attn_implementation
         register_attention(model)
         try:
-            check_packed_forward(model)
-            return
+            check_forward(model, packed=True)
         except ModelError:  # this model family has attention features that ours lacks
             model.set_attn_implementation(original)
-    check_packed_forward(model)
+    check_forward(model, packed=False)
+    if packed:
+        check_forward(model, packed=True)
 
 
 def eos_token_ids(model: Any) -> list[int]:

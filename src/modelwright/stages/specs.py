@@ -100,7 +100,10 @@ def load_trainable_model(context: RunContext, inputs: StageInputs, settings: Tex
     model = load_model(inputs.model.path, attn_implementation, settings.quantization, device)
     if hasattr(model, "merge_and_unload"):  # the parent is a LoRA adapter: merge it
         model = model.merge_and_unload()
-    pretrained.prepare_model(model, device, attn_implementation)
+    packed = getattr(settings, "packing", isinstance(settings, PretrainConfig))
+    pretrained.prepare_model(model, device, attn_implementation, packed)
+    if attn_implementation == "auto" and model.config._attn_implementation == "eager":
+        context.journal.add("note", message="this family has no SDPA: attention runs eager (attn_implementation)")
     torch.manual_seed(context.recipe.seed)  # new weights, such as LoRA's, are the same at every start
     if num_added := pretrained.resize_embeddings(model, tokenizer):
         note = f"the tokenizer has {num_added} tokens more than the model: embeddings resized to {len(tokenizer)}"

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from modelwright.data.chat import TokenizedRow
 from modelwright.engine.distributed import World
 from modelwright.engine.task import MicroBatch
-from modelwright.errors import StorageError
-from modelwright.models.attention import SharedPrefixLayout, hidden_states, unwrap_peft
+from modelwright.errors import StorageError, first_line
+from modelwright.models.attention import SharedPrefixLayout, hidden_states, is_random, probe_tokens, unwrap_peft
 from modelwright.models.prefix_sharing import shared_prefix_layout, shared_prefix_mask
 from modelwright.models.trainable import decoder_layers
 from modelwright.plan.hardware import available_memory
@@ -273,15 +273,24 @@ class FrozenLayers:
         with _bypassed(self.layers[: self.num_layers], lambda *_, **__: self._layer_output(states)):
             return hidden_states(self.model, states, positions, self._mask(positions, segment_ids), layout)
 
-    def is_exact(self) -> bool:
-        """Whether both halves together equal the full model bit for bit, on 16 tokens."""
-        device = next(self.model.parameters()).device
-        vocab_size = unwrap_peft(self.model).config.get_text_config().vocab_size
-        tokens = torch.arange(3, 19, device=device).remainder(vocab_size).unsqueeze(0)
-        positions = torch.arange(16, device=device).unsqueeze(0)
-        with torch.no_grad():
+    @torch.no_grad()
+    def blocker(self) -> str | None:
+        """Why the outputs of the frozen layers cannot be cached; None if they draw no random numbers and both halves
+        together equal the full model bit for bit, on 16 tokens."""
+        tokens = probe_tokens(self.model)[:, :16]
+        positions = torch.arange(16, device=tokens.device).unsqueeze(0)
+        was_training = self.model.training
+        try:
+            if is_random(self.model, lambda: self.forward_frozen(tokens, positions)):
+                return "they draw random numbers in training (dropout or jitter)"
+            self.model.eval()
             full = hidden_states(self.model, tokens, positions)
-            return torch.equal(self.forward_rest(self.forward_frozen(tokens, positions), positions), full)
+            rest = self.forward_rest(self.forward_frozen(tokens, positions), positions)
+        except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
+            return f"this family cannot be split ({first_line(error)})"
+        finally:
+            self.model.train(was_training)
+        return None if torch.equal(rest, full) else "this family cannot be split exactly"
 
     def _mask(self, positions: Tensor, segment_ids: Tensor | None) -> Any:
         return None if segment_ids is None else shared_prefix_mask(self.model, positions, segment_ids)
@@ -299,17 +308,6 @@ def num_frozen_layers(model: Any) -> int:
         return 0
     trainable = (index for index, layer in enumerate(layers) if any(w.requires_grad for w in layer.parameters()))
     return next(trainable, len(layers))
-
-
-def dropout_setting(model: Any) -> str | None:
-    """The config key of an active dropout, with which outputs cannot be cached, or None."""
-    settings = unwrap_peft(model).config.get_text_config().to_dict()
-    dropouts = (
-        name
-        for name, value in settings.items()
-        if "drop" in name and not name.startswith("classifier") and isinstance(value, int | float) and value > 0
-    )
-    return next(dropouts, None)
 
 
 def _params_above(core: Any, layers: nn.ModuleList) -> set[int]:

@@ -20,7 +20,7 @@ from modelwright.data.multiple_choice import MultipleChoiceQuestion
 from modelwright.data.shards import PackedDataset
 from modelwright.data.tokenizer import DocumentTokenizer
 from modelwright.errors import ModelError, first_line
-from modelwright.models.attention import compute_logits, hidden_states
+from modelwright.models.attention import check_forward, compute_logits, hidden_states
 from modelwright.recipe.sections import TASK_FILE_SUFFIXES
 from modelwright.tasks.batching import as_tensors, collate_examples, has_next_token
 from modelwright.tasks.losses import selective_log_softmax
@@ -48,6 +48,7 @@ def score_texts(model: Any, encoder: DocumentTokenizer, texts: Sequence[str], ma
 
 def score_shards(model: Any, shards: PackedDataset, max_length: int, max_rows: int) -> Metrics:
     """The same over packed rows, at most the first max_rows."""
+    check_forward(model, packed=True)
     length = math.gcd(shards.sequence_length, max_length)
     rows = min(shards.rows(length), max_rows * (max_length // length))
     nll_sum, token_count = 0.0, 0

@@ -32,14 +32,7 @@ from modelwright.tasks.batching import (
     shared_prefix_rows,
     to_varlen,
 )
-from modelwright.tasks.frozen_cache import (
-    CacheLocation,
-    FrozenLayers,
-    HiddenStateCache,
-    Layout,
-    dropout_setting,
-    num_frozen_layers,
-)
+from modelwright.tasks.frozen_cache import CacheLocation, FrozenLayers, HiddenStateCache, Layout, num_frozen_layers
 from modelwright.tasks.losses import RouterLoss, lm_head_loss
 
 
@@ -232,8 +225,8 @@ def find_compute_reuse(task: SftTask, model: Any, settings: SftConfig) -> Comput
     """What this SFT stage can compute once without changing results."""
     if settings.cache_frozen_layers == "off" or not settings.trainable.is_partial:
         return ComputeReuse(task, settings, None, None)
-    num_frozen, dropout = num_frozen_layers(model), dropout_setting(model)
-    frozen_layers = FrozenLayers(model, num_frozen) if num_frozen and not dropout else None
+    num_frozen = num_frozen_layers(model)
+    frozen_layers = FrozenLayers(model, num_frozen) if num_frozen else None
     blocker = None
     if _trains_embeddings(model):
         size = _num_params(unwrap_peft(model).get_output_embeddings()) / 1e6
@@ -242,12 +235,10 @@ def find_compute_reuse(task: SftTask, model: Any, settings: SftConfig) -> Comput
             f"sends gradients through all of them; untie_lm_head: true gives it a copy of its own ({size:,.1f} M "
             "weights more to hold) and lets the frozen layers be computed once"
         )
-    elif task.router_loss.coef:
-        frozen_layers, blocker = None, "frozen layers are recomputed every step: the loss reads the router of each"
-    elif dropout:
-        blocker = f"frozen layers are recomputed every step: the model uses dropout ({dropout})"
-    elif frozen_layers is not None and not frozen_layers.is_exact():
-        frozen_layers, blocker = None, "frozen layers are recomputed every step: this family cannot be split exactly"
+    elif frozen_layers is not None:
+        reason = "the loss reads the router of each" if task.router_loss.coef else frozen_layers.blocker()
+        if reason is not None:
+            frozen_layers, blocker = None, f"frozen layers are recomputed every step: {reason}"
     return ComputeReuse(task, settings, frozen_layers, blocker)
 
 
