@@ -16,7 +16,7 @@ LINES = {
     # the operators' admission rules, requests and claims, packages of the image, job pull by hashes, causes of errors
     "OpenShift": 730,
     # the switch, its fallback, the check of the environment, doctor --reproducible
-    "same bits on the GPU": 0,
+    "same bits on the GPU": 150,
     # row formats, converters, mixtures
     "data formats": 0,
     # round trips, adapters, odd architectures

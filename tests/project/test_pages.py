@@ -23,7 +23,7 @@ WALKED = (
         "_step",
         "_rank_batch",
         "_prepare",
-        "_with_fallback",
+        "with_fallback",
         "_fallback_for",
         "adopt",
         "_accumulate",

@@ -167,6 +167,13 @@ def test_a_packing_strategy_that_is_ours_too_is_converted(strategy: str, ours: s
     assert (converted.recipe.stages["sft"].packing_strategy == ours) == ("packing_strategy" not in approximated)
 
 
+def test_full_determinism_is_kept_and_its_default_does_not_turn_ours_off(tmp_path: Path) -> None:
+    path = tmp_path / "trl.yaml"
+    for value in ("true", "false"):
+        path.write_text(f"model_name_or_path: m\ndataset_name: d\nfull_determinism: {value}\n")
+        assert ("deterministic: true" in convert_config(path).text) == (value == "true")
+
+
 def test_a_wrong_value_is_reported_with_the_line_of_the_configuration(tmp_path: Path) -> None:
     config = tmp_path / "wrong.yaml"
     config.write_text("base_model: m\ndatasets: [{path: a.jsonl, type: alpaca}]\nlearning_rate: fast\n", "utf-8")

@@ -30,8 +30,10 @@ from modelwright.engine.precision import (
     PARAM_REMAINDER,
     MixedPrecision,
     convert_to_fp8,
+    deterministic_algorithms,
     disable_tf32_in_rope,
     join_fp32_master,
+    nondeterministic_operation,
     set_fp8_scaling,
     split_fp32_master,
     to_bf16_with_remainders,
@@ -39,7 +41,7 @@ from modelwright.engine.precision import (
 from modelwright.engine.spike_guard import SpikeGuard
 from modelwright.engine.task import Cursor, MicroBatch, RankBatch, StepReport, Task, eval_metrics
 from modelwright.engine.throughput import MIN_TIMEOUT_SECONDS, TIMEOUT_AFTER_STEPS, TIMEOUT_STEPS, DeviceTimer
-from modelwright.errors import Refused
+from modelwright.errors import Refused, UsageError
 from modelwright.plan.choose import uses_cuda_graphs
 from modelwright.plan.stage import StagePlan
 from modelwright.recipe.stage_specs import TrainingConfig
@@ -152,7 +154,7 @@ class Engine:
             self._module.train()
         self.world.heartbeat.set_phase("training step")
         self._compute_timer.start()
-        sums = self._with_fallback(lambda: self._accumulate(self._rank_batch(step).micro_batches, trained_tokens))
+        sums = self.with_fallback(lambda: self._accumulate(self._rank_batch(step).micro_batches, trained_tokens))
         self.precision.scaler.unscale_(self.optimizer)
         loss_and_norm = self._clip.call_after(self._first_backward.last_graph, loss_sum=sums[0])
         self._data_wait_timer.start()
@@ -208,8 +210,8 @@ class Engine:
         rows = sorted(rows, key=self.task.row_length)
         return rank_micro_batches(rows, self.world.rank, self.world.size, self.plan.micro_batch_size)
 
-    def _with_fallback(self, step_fn: Callable[[], Result]) -> Result:
-        """Run a function; after an out-of-memory or compiler error revise the plan and run it again."""
+    def with_fallback(self, step_fn: Callable[[], Result]) -> Result:
+        """Run a function; after an error that another plan avoids, adopt that plan and run it again."""
         while True:
             try:
                 return step_fn()
@@ -220,6 +222,11 @@ class Engine:
 
     def _fallback_for(self, error: Exception) -> StagePlan | None:
         """The plan to go on with after an error; None if there is none, or with several ranks."""
+        if operation := nondeterministic_operation(error):
+            reason = f"{operation} has no deterministic kernel"
+            if self.world.size > 1:
+                raise UsageError(f"{reason}; deterministic: false trains, with other bits in each run") from None
+            return self.plan.revise(f"{reason}: this run cannot be repeated bit for bit", deterministic=False)
         if self.world.size > 1:
             return None
         if isinstance(error, torch.OutOfMemoryError):
@@ -249,16 +256,17 @@ class Engine:
 
     def _forward_backward(self, scale: Tensor, **inputs: Tensor) -> Tensor:
         """Forward and backward of one micro-batch; returns its summed metrics, the loss first."""
-        with self.precision.autocast():
-            sums: Tensor = self._parallel_module(**inputs).flatten()
-        if self.world.size > 1:
-            self._compute_timer.stop()  # after the last of these, fast ranks wait for slow ones in all_reduce
-        self.precision.backward(sums[0] * scale)
+        with deterministic_algorithms(self.plan.deterministic):
+            with self.precision.autocast():
+                sums: Tensor = self._parallel_module(**inputs).flatten()
+            if self.world.size > 1:
+                self._compute_timer.stop()  # after the last of these, fast ranks wait for slow ones in all_reduce
+            self.precision.backward(sums[0] * scale)
         return sums.detach()
 
     def time_trial(self) -> tuple[list[float], float]:
         """Run forward and backward on the first micro-batches without an update: summed metrics, best seconds."""
-        return self._with_fallback(self._run_time_trial)
+        return self.with_fallback(self._run_time_trial)
 
     def _run_time_trial(self) -> tuple[list[float], float]:
         micro_batch_rows = self._micro_batch_rows(self.sampler.batch_indices(0))[:TRIAL_MICRO_BATCHES]
@@ -296,7 +304,7 @@ class Engine:
         """Metrics of the task, averaged over the held-out rows: eval_loss and others by name; None if stopped."""
         self._module.eval()
         with self.ema.swap():
-            rank_sums = self._with_fallback(lambda: self._held_out_sums(stop_requested))
+            rank_sums = self.with_fallback(lambda: self._held_out_sums(stop_requested))
         if rank_sums is None:
             return None
         *sums, count = self.world.all_reduce_sum(*rank_sums[0].tolist(), rank_sums[1])
@@ -322,8 +330,14 @@ class Engine:
         for micro_batch in micro_batches:
             yield self._forward(micro_batch).float().cpu()
 
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """What a forward pass runs in: autocast, and deterministic kernels where the plan has them."""
+        with deterministic_algorithms(self.plan.deterministic), self.precision.autocast():
+            yield
+
     def _forward(self, micro_batch: MicroBatch) -> Tensor:
-        with self.precision.autocast():
+        with self.forward_context():
             output: Tensor = self._parallel_module(**micro_batch.inputs_on(self.world.device))
         return output
 

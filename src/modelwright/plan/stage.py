@@ -46,6 +46,8 @@ class StagePlan:
     """ddp, fsdp or hsdp."""
     learning_rate: float
     """Peak learning rate, scaled by the world size if the recipe asks for it."""
+    deterministic: bool = True
+    """Whether kernels are deterministic, so that the same command gives the same bits."""
     tf32: bool = False
     """Whether fp32 matmuls run on the tensor cores with 10 of 23 mantissa bits."""
     gradient_checkpointing: CheckpointingMode = False
@@ -141,6 +143,7 @@ def plan_stage(
         param_dtype=param_dtype,
         sharding="ddp" if settings.distributed_strategy == "auto" else settings.distributed_strategy,
         learning_rate=learning_rate,
+        deterministic=settings.deterministic,
         tf32=tf32,
         gradient_checkpointing=settings.gradient_checkpointing if is_text else False,
         fp8_scaling=choose_fp8_scalings(settings)[0],

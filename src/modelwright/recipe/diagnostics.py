@@ -441,8 +441,7 @@ _FOREIGN_KEYS: Mapping[ConversionLoss, Mapping[str, str]] = {
             "unsloth_rms_norm unsloth_rope lora_mlp_kernel lora_qkv_kernel lora_o_kernel liger_rope liger_rms_norm "
             "liger_swiglu liger_glu_activation liger_layer_norm liger_fused_linear_cross_entropy liger_cross_entropy "
             "cut_cross_entropy torch_compile_backend torch_compile_mode torch_empty_cache_steps gc_steps use_cache "
-            "flex_attn_compile_kwargs chunked_cross_entropy chunked_cross_entropy_num_chunks dpo_use_logits_to_keep "
-            "full_determinism"
+            "flex_attn_compile_kwargs chunked_cross_entropy chunked_cross_entropy_num_chunks dpo_use_logits_to_keep"
         ),
         "activation checkpointing is non-reentrant": "gradient_checkpointing_kwargs use_reentrant",
         "reference log-probabilities are precomputed once and cached": (

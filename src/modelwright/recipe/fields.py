@@ -286,6 +286,7 @@ KEY_ALIASES: Mapping[str, Mapping[str, str]] = {
         "eval_steps": "eval_interval",
         "save_steps": "save_interval",
         "precision": "mixed_precision",
+        "deterministic": "full_determinism",
         "gradient_checkpointing": "activation_checkpointing enable_activation_checkpointing",
         "lora_r": "lora_rank",
         "use_dora": "peft_use_dora",

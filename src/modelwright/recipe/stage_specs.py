@@ -189,6 +189,8 @@ class PrecisionConfig(FrozenModel):
     """Compute precision: fp32, bf16, fp16, or fp8 in the linear layers; auto: bf16 where fast, fp16 on older GPUs."""
     tf32: bool | Literal["auto"] = "auto"
     """With precision fp32 on a GPU: use TF32 tensor cores (10 of 23 mantissa bits); auto: where available."""
+    deterministic: bool = True
+    """Deterministic kernels: the same command gives the same bits; false: faster ones where they differ, on a GPU."""
     fp8_validation: Literal["auto", "off"] = "auto"
     """Compare fp8 with bf16 before the first step; use it only if 5 % faster and as accurate; off: use it unchecked."""
     fp8_scaling: Literal["auto", "tensorwise", "rowwise"] = "auto"

@@ -59,6 +59,8 @@ def prepare_environment() -> None:
     if torch is not None and torch.origin and torch.cached:
         _set_pycache_prefix(Path(torch.cached), cache.absolute() / BYTECODE_DIR)
         _set_pinned_alloc_conf(Path(torch.origin).parent / "lib" / "libtorch_cuda.so")
+        # deterministic kernels need it before the first matmul; on Hopper this size is torch's default
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # some are loaded as soon as a library queries Triton's features
         _TRUNCATED_AT_START.append(remove_truncated_libraries(triton_cache()))
 

@@ -100,8 +100,8 @@ class StageRunner:
         """Run the remaining steps of the plan."""
         stragglers, stop_requests = StragglerDetector(), 0
         for report in self._steps():
-            self._log_step(report, meter)
             self._log_plan_revisions()
+            self._log_step(report, meter)
             self.checkpointer.preallocate_buffers(lambda: self.engine.state_dict())
             for line in stragglers.check(report.compute_seconds_by_rank):
                 self._note(line)

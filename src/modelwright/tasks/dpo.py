@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -284,7 +285,7 @@ def compute_ref_logps(task: DpoTask, engine: Engine) -> dict[str, NDArray]:
     """Reference log-prob of each answer token, concatenated for each split: [count] float32."""
     model: Any = task.module.model
     with model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext():
-        return {split: _split_logps(task, engine, split) for split in task.splits}
+        return {split: engine.with_fallback(partial(_split_logps, task, engine, split)) for split in task.splits}
 
 
 def _split_logps(task: DpoTask, engine: Engine, split: str) -> NDArray:

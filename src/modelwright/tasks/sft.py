@@ -193,7 +193,7 @@ class ComputeReuse:
         cache = self.task.enable_cache(self.frozen_layers, engine.world.device)
         fingerprint = f"{fingerprint}:{engine.precision.matmul_precision}"
         location = CacheLocation(self.settings.cache_frozen_layers, folder, fingerprint)
-        return cache.fill(engine.world, engine.precision.autocast, location)
+        return engine.with_fallback(lambda: cache.fill(engine.world, engine.forward_context, location))
 
     def flops_per_token(self, parameter_count: ParameterCount) -> float:
         """FLOPs per token, forward and backward, without attention, padding and savings."""

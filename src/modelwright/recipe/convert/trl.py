@@ -41,6 +41,7 @@ def convert_trl(conversion: Conversion) -> None:
     convert_optimizer(conversion, "optim")
     convert_scheduler(conversion, "lr_scheduler_type")
     convert_sharding(conversion)
+    conversion.rename("full_determinism", ".deterministic")
     _convert_loss(conversion)
     _convert_packing(conversion)
     report_to = conversion.pop("report_to")
