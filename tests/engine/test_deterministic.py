@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,13 +18,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from modelwright.cli import run as cli_run
 from modelwright.engine.precision import deterministic_algorithms, nondeterministic_operation
 from modelwright.engine.trainer import Engine
-from modelwright.errors import UsageError
+from modelwright.errors import Interrupted, UsageError
 from modelwright.plan.hardware import DeviceInfo
 from modelwright.plan.stage import plan_stage
 from modelwright.recipe.load import load
 from modelwright.recipe.stage_specs import SftConfig
 from modelwright.runs.caches import prepare_environment
-from modelwright.stages import pipeline
+from modelwright.stages import context, pipeline, stage_runner
 from modelwright.tasks.sft import SftLoss
 from tests.faults.fork_server import events_of
 from tiny import tiny_recipe
@@ -31,8 +32,12 @@ from tiny import tiny_recipe
 BRIEF = {"max_steps": 3, "save_steps": 1, "per_device_train_batch_size": 4}
 
 
-def run(folder: Path, model: Path) -> Path:
-    pipeline.run(load(tiny_recipe(folder, model, **BRIEF), environ={}))
+def run(folder: Path, model: Path, stop_after: int | None = None) -> Path:
+    def stop(event: dict[str, Any]) -> None:
+        if event["event"] == "step" and event["step"] == stop_after:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    pipeline.run(load(tiny_recipe(folder, model, **BRIEF), environ={}), stop)
     return folder / "run"
 
 
@@ -131,3 +136,24 @@ def test_several_ranks_refuse_an_operation_without_a_deterministic_kernel() -> N
     engine = SimpleNamespace(world=SimpleNamespace(size=2))
     with pytest.raises(UsageError, match="put_ has no deterministic kernel; deterministic: false trains"):
         Engine._fallback_for(engine, RuntimeError("put_ does not have a deterministic implementation"))  # type: ignore[arg-type]
+
+
+def test_a_run_that_is_resumed_elsewhere_says_what_differs(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Interrupted):
+        run(tmp_path, model_folder, stop_after=1)
+    here = context.environment_of
+    monkeypatch.setattr(stage_runner, "environment_of", lambda run: {**here(run), "device": "NVIDIA L4"})
+    folder = run(tmp_path, model_folder, stop_after=None)
+    notes = [event["message"] for event in events_of(folder, "note")]
+    (line,) = [note for note in notes if "bit-identical" in note]
+    assert line.startswith("resumed with another device (NVIDIA L4, before ")
+    assert line in (folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_run_that_is_resumed_on_the_same_machine_says_nothing(model_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        run(tmp_path, model_folder, stop_after=1)
+    notes = [event["message"] for event in events_of(run(tmp_path, model_folder), "note")]
+    assert not [note for note in notes if "bit-identical" in note]

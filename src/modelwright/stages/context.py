@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
@@ -207,6 +208,19 @@ def check_resume_config(saved: Mapping[str, Any], current: Mapping[str, Any], al
 
 def _format_change(key: str, saved: Any, current: Any) -> str:
     return f"{key} changed" if key in CONTENT_KEYS else f"{key} was {saved}, now {current}"
+
+
+def environment_of(context: RunContext) -> dict[str, Any]:
+    """What bit-identical results depend on besides the recipe."""
+    versions = {name: version(name) for name in ("torch", "transformers")}
+    return {"device": context.hardware.name, "number of ranks": context.world.size, **versions}
+
+
+def environment_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str | None:
+    """A line about what differs from the start that wrote a checkpoint; None if nothing does."""
+    changed = [name for name in current if name in saved and saved[name] != current[name]]
+    differences = ", ".join(f"another {name} ({current[name]}, before {saved[name]})" for name in changed)
+    return f"resumed with {differences}: results will not be bit-identical" if changed else None
 
 
 def flatten_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

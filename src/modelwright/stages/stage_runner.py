@@ -26,6 +26,8 @@ from modelwright.stages.context import (
     StageInputs,
     build_resume_config,
     check_resume_config,
+    environment_changes,
+    environment_of,
 )
 from modelwright.stages.gate import hash_model_files
 from modelwright.stages.planning import (
@@ -194,6 +196,7 @@ class StageRunner:
         extra_state = {
             "resume_config": self.resume_config,
             "global_batch_size": self.engine.plan.global_batch_size,
+            "environment": environment_of(self.context),
             "evaluations": list(self.eval_history.records),
             "seconds": self._training_seconds(),
             "evaluation_pending": evaluation_pending,
@@ -254,6 +257,8 @@ class StageRunner:
             self.evaluation_pending = bool(saved.get("evaluation_pending"))
         self.last_saved_step = step
         self._log("resumed", step=step, steps=self.engine.plan.steps)
+        if change := environment_changes(saved.get("environment", {}), environment_of(self.context)):
+            self._note(change)
 
     def _checkpoint_dir(self, step: int) -> Path:
         return self.context.folder.checkpoints(self.stage) / f"step-{step:08d}"
