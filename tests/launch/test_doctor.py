@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,11 @@ import pytest
 from modelwright.launch import doctor
 from modelwright.launch.admission import compare_devices
 from modelwright.launch.doctor import CheckResult, run_checks
-from modelwright.launch.preflight import check_stage_fits, hub_only_input
+from modelwright.launch.preflight import _compare_stage, check_stage_fits, hub_only_input
 from modelwright.recipe.load import load
+from modelwright.runs.folder import RunFolder
+from modelwright.runs.journal import Journal
+from tiny import tiny_recipe
 
 RECIPE = """\
 name: patient
@@ -142,3 +146,32 @@ def test_two_nodes_are_looked_at_together(tmp_path: Path, model_folder: Path) ->
     )
     assert {"node 1: devices", "node 1: disk", "node 1: like node 0"} <= set(names[1])
     assert "node 0: disk" not in names[1]
+
+
+@pytest.mark.slow
+def test_reproducible_trains_twice_with_a_kill_and_finds_equal_bits(tmp_path: Path, model_folder: Path) -> None:
+    result = ask("--reproducible", str(tiny_recipe(tmp_path, model_folder)))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "6 steps twice, the second killed after step 3 and resumed" in result.stdout
+    assert "losses and weights are equal, bit for bit" in result.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_reproducible_says_where_two_runs_differ(tmp_path: Path) -> None:
+    runs = [RunFolder(tmp_path / name) for name in ("uninterrupted", "killed")]
+    for run, loss in zip(runs, (2.5, 2.25), strict=True):
+        run.create()
+        with closing(Journal(run.journal)) as journal:
+            for step in (1, 2):
+                losses = {"loss": loss if step == 2 else 3.0, "grad_norm": 1.0, "batch_hash": "a"}
+                journal.add("step", stage="sft", step=step, **losses)
+            journal.add("plan_revised", stage="sft", reason="put_ has no deterministic kernel")
+    check = _compare_stage("sft", runs, killed=True)
+    assert (check.status, check.detail) == ("fail", "two runs differ from step 2 on: loss 2.5 and 2.25")
+    assert check.fix == "set deterministic: true, if it is off; put_ has no deterministic kernel"
+
+
+def test_reproducible_wants_a_recipe() -> None:
+    result = ask("--reproducible")
+    assert result.returncode == 2
+    assert "--reproducible wants a recipe" in result.stderr

@@ -424,13 +424,16 @@ def doctor(
     node_rank: NodeRankOption = None,
     master_addr: MasterAddrOption = None,
     master_port: MasterPortOption = None,
+    reproducible: Annotated[
+        bool, typer.Option("--reproducible", help="Train a few steps of the recipe twice, with a kill, and compare.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Check this machine (and a recipe on it) and suggest fixes. Exit 0 only if every check passed."""
     from modelwright.errors import UsageError
     from modelwright.launch.config import NodeOptions
     from modelwright.launch.doctor import run_checks
-    from modelwright.launch.preflight import PREFLIGHT_TIMEOUT, check_nodes, recipe_checks
+    from modelwright.launch.preflight import PREFLIGHT_TIMEOUT, check_nodes, check_reproducible, recipe_checks
     from modelwright.recipe.load import load
     from modelwright.runs.caches import prepare_environment
 
@@ -439,11 +442,16 @@ def doctor(
         raise UsageError(
             "--node-rank, --master-addr and --master-port need --nnodes too: the number of nodes to check together"
         )
+    if reproducible and (recipe is None or nnodes):
+        raise UsageError("--reproducible wants a recipe, and one node: modelwright doctor --reproducible RECIPE")
     loaded = load(recipe, overrides or ()) if recipe else None
     prepare_environment()
     if nnodes and node_rank is not None:
         typer.echo(f"node {node_rank} of {nnodes}: waiting up to {PREFLIGHT_TIMEOUT:g} s for the other nodes", err=True)
-    results = check_nodes(options, loaded) if nnodes else run_checks(recipe_checks(loaded))
+    if reproducible and recipe and loaded:
+        results = check_reproducible(recipe, overrides or (), loaded)
+    else:
+        results = check_nodes(options, loaded) if nnodes else run_checks(recipe_checks(loaded))
     failed = [check.name for check in results if check.status == "fail"]
     if as_json:
         name = loaded.recipe.name if loaded else None

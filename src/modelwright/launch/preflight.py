@@ -1,11 +1,15 @@
-"""Checks of a recipe on this machine, and of several nodes together before they train."""
+"""Checks of a recipe on this machine, of several nodes together before they train, and of its repeatability."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -41,6 +45,8 @@ from modelwright.plan.model_shape import is_downloaded, shape_of_recipe
 from modelwright.plan.stage import plan_stage
 from modelwright.recipe.load import LoadedRecipe
 from modelwright.recipe.stage_specs import throughput_unit
+from modelwright.runs import journal
+from modelwright.runs.folder import RunFolder, read_json
 
 PREFLIGHT_TIMEOUT = 120.0
 ALL_REDUCE_MB, ALL_REDUCE_REPEATS = 16, 5
@@ -261,3 +267,66 @@ def _with_name(name: str, check: Any) -> Any:
 
     run.__name__ = name
     return run
+
+
+SHORT_RUN_STEPS, KILLED_AFTER_STEP = 6, 3
+SHORT_RUN = ("gates={}", "gates_file=null", "compare={}", "evaluate=null", "report_to=none")
+"""Overrides of a run that only trains."""
+
+
+def check_reproducible(name: str, overrides: Sequence[str], loaded: LoadedRecipe) -> list[CheckResult]:
+    """Train a few steps of each stage twice, the second time with a SIGKILL in each, and compare the two runs."""
+    short = (f"max_steps={SHORT_RUN_STEPS}", f"eval_steps={SHORT_RUN_STEPS}", "save_steps=2", "logging_steps=1")
+    short_stages = (f"{stage}.{setting}" for stage in loaded.recipe.stages for setting in short)
+    settings = [arg for override in (*overrides, *SHORT_RUN, *short_stages) for arg in ("--set", override)]
+
+    def start(run: RunFolder) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "modelwright", "run", name, *settings, "--set", f"output_dir={run.path}"]
+        command += ["--log-format", "plain"]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    with tempfile.TemporaryDirectory(prefix="reproducible-") as folder:
+        runs = [RunFolder(Path(folder) / each) for each in ("uninterrupted", "killed")]
+        kills = [_kill_in_stage(start(runs[1]), runs[1], stage) for stage in loaded.recipe.stages]
+        for run in runs:
+            process = start(run)
+            output, _ = process.communicate()
+            if process.returncode:
+                last_line = next(iter(output.strip().splitlines()[-1:]), f"exit {process.returncode}")
+                return [CheckResult("reproducible", "fail", f"the run failed: {last_line}")]
+        return [_compare_stage(stage, runs, killed) for stage, killed in zip(loaded.recipe.stages, kills, strict=True)]
+
+
+def _kill_in_stage(process: subprocess.Popen[str], run: RunFolder, stage: str) -> bool:
+    """Kill a run after a few steps of a stage; False if it ended before."""
+    assert process.stdout is not None
+    for _ in process.stdout:  # a line for each step
+        if any(event["step"] == KILLED_AFTER_STEP for event in _events_of(run, stage, "step")):
+            break
+    process.kill()
+    process.communicate()
+    return process.returncode == -signal.SIGKILL
+
+
+def _events_of(run: RunFolder, stage: str, kind: str) -> list[journal.Event]:
+    events = journal.read(run.journal) if run.journal.exists() else ()
+    return [event for event in events if event["event"] == kind and event["stage"] == stage]
+
+
+def _compare_stage(stage: str, runs: Sequence[RunFolder], killed: bool) -> CheckResult:
+    """Compare batches, losses and gradient norms of each step, and the files of the model."""
+    name = f"reproducible {stage}"
+    revisions = [event["reason"] for event in _events_of(runs[0], stage, "plan_revised")]
+    fix = "; ".join(["set deterministic: true, if it is off", *revisions])
+    expected = {event["step"]: event for event in _events_of(runs[0], stage, "step")}
+    for actual in _events_of(runs[1], stage, "step"):  # those before the kill, too
+        step = actual["step"]
+        for key in ("batch_hash", "loss", "grad_norm"):
+            if expected[step][key] != actual[key]:
+                values = f"{expected[step][key]} and {actual[key]}"
+                return CheckResult(name, "fail", f"two runs differ from step {step} on: {key} {values}", fix)
+    files = [read_json(run.result(stage))["files"] for run in runs]
+    if files[0] != files[1]:
+        return CheckResult(name, "fail", "equal losses, but other weights at the end", fix)
+    how = f"the second killed after step {KILLED_AFTER_STEP} and resumed" if killed else "neither was killed in time"
+    return CheckResult(name, "ok", f"{len(expected)} steps twice, {how}: losses and weights are equal, bit for bit")
