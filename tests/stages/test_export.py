@@ -13,15 +13,16 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import AutoModelForCausalLM
 
-from modelwright.errors import UsageError
+from modelwright.errors import GateClosed, UsageError
 from modelwright.models.gguf import pre_tokenizer, unsupported_reason
 from modelwright.models.pretrained import load_model
 from modelwright.models.vision import resnet18
 from modelwright.recipe.load import load
 from modelwright.runs.folder import RunFolder
 from modelwright.stages import pipeline
-from modelwright.stages.export import CHECKSUMS_FILE, ExportResult, check_export, export
+from modelwright.stages.export import CHECKSUMS_FILE, PTH_FILES, ExportResult, check_export, export
 from tiny import tiny_recipe
 
 LINE = torch.tensor([[5, 9, 17, 33, 8]])
@@ -31,14 +32,14 @@ LINE = torch.tensor([[5, 9, 17, 33, 8]])
 def tuned(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """A finished run of the tiny model; exports go elsewhere."""
     recipe = tiny_recipe(tmp_path_factory.mktemp("tuned"), model_folder, max_steps=3)
-    return pipeline.run(load(recipe, (), {}))
+    return pipeline.run(load(recipe, ("save_pth=true",), {}))
 
 
 @pytest.fixture(scope="module")
 def adapted(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """A finished run that trained an adapter."""
     recipe = tiny_recipe(tmp_path_factory.mktemp("adapted"), model_folder, max_steps=3, trainable="lora", lora_r=4)
-    return pipeline.run(load(recipe, (), {}))
+    return pipeline.run(load(recipe, ("save_pth=true",), {}))
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def classified(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
                 pixels = draw.integers(0, 90, (32, 32, 3)) + bright
                 Image.fromarray(pixels.astype(np.uint8)).save(class_dir / f"{number}.png")
     sections = {
-        "name": "pictures", "output_dir": str(folder / "run"),
+        "name": "pictures", "output_dir": str(folder / "run"), "save_pth": True,
         "model": {"model_name_or_path": "resnet18", "resnet_width": 4},
         "data": {"dataset_name": str(folder / "images")},
         "classify": {"max_steps": 4, "per_device_train_batch_size": 4, "precision": "fp32", "save_steps": 2},
@@ -156,6 +157,33 @@ def test_pth_files_open_without_running_anything_in_them(classified: RunFolder, 
     assert tensors["checkpoint_latest"]["optimizer_state"]
 
 
+def test_a_run_leaves_pth_files_where_its_recipe_asks_for_them(classified: RunFolder) -> None:
+    best, final, latest = (torch.load(classified.path / name, weights_only=True) for name in PTH_FILES)
+    for weights in (best, final, latest["model_state_dict"]):
+        resnet18(2, 4).load_state_dict(weights)
+    assert latest["step"] == 4 and not (classified.path / "pth").exists()
+
+
+@pytest.mark.parametrize("which", ["tuned", "adapted"])
+def test_pth_files_of_a_language_model_hold_its_whole_state_dict(which: str, request: pytest.FixtureRequest) -> None:
+    run: RunFolder = request.getfixturevalue(which)
+    best, final, latest = (torch.load(run.path / name, weights_only=True) for name in PTH_FILES)
+    trained = load_model(run.model("sft")).eval()
+    plain = AutoModelForCausalLM.from_config(trained.config).eval()
+    for weights in (best, final, latest["model_state_dict"]):
+        plain.load_state_dict(weights)  # strict: tied weights under both names
+    assert latest["step"] == 3 and latest["optimizer_state"]
+    plain.load_state_dict(best)
+    assert torch.allclose(plain(LINE).logits, trained(LINE).logits, atol=1e-5)
+
+
+def test_a_closed_gate_leaves_no_best_model_pth(classified: RunFolder) -> None:
+    recipe = load(classified.recipe, ("gates.classify.eval_accuracy={at_least: 2}",), {})
+    with pytest.raises(GateClosed):
+        pipeline.run(recipe)
+    assert not (classified.path / "best_model.pth").exists() and (classified.path / "final_model.pth").exists()
+
+
 def test_the_model_card_says_what_was_measured_on_what(tuned: RunFolder, tmp_path: Path) -> None:
     text = (exported(tuned, tmp_path, "hf").path / "README.md").read_text(encoding="utf-8")
     fingerprint = json.loads(tuned.data_manifest("sft").read_text())["fingerprint"]
@@ -166,7 +194,6 @@ def test_the_model_card_says_what_was_measured_on_what(tuned: RunFolder, tmp_pat
 
 
 WRONG = [
-    ("tuned", "pth", "trained a language model, which pth does not hold; it wants hf or merged or gguf"),
     ("tuned", "merged", "trained no adapter, so there is nothing to merge; --format hf is the whole model"),
     ("tuned", "onnx", "--format onnx is unknown; it wants one of hf, merged, gguf, pth"),
     ("classified", "gguf", "trained an image classifier, which gguf does not hold; it wants pth"),
@@ -181,12 +208,11 @@ def test_a_wrong_format_is_reported(which: str, form: str, message: str, request
 
 def test_a_wrong_format_is_reported_before_torch_is_loaded(tuned: RunFolder) -> None:
     program = "import sys\nfrom modelwright.stages.export import check_export\n"
-    program += (
-        f"try: check_export({str(tuned.path)!r}, 'pth')\nexcept Exception as e: print(e)\nprint('torch' in sys.modules)"
-    )
+    program += f"try: check_export({str(tuned.path)!r}, 'merged')\nexcept Exception as e: print(e)\n"
+    program += "print('torch' in sys.modules)"
     source = str(Path(__file__).parents[2] / "src")
     done = subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": source}, capture_output=True, text=True)
-    assert "which pth does not hold" in done.stdout
+    assert "trained no adapter" in done.stdout
     assert done.stdout.splitlines()[-1] == "False"
 
 

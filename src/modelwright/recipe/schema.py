@@ -102,6 +102,8 @@ class Recipe(FrozenModel):
     """Limits of the metrics of each stage, which a model must meet to be promoted."""
     gates_file: str | None = None
     """A file of gates, relative to the recipe, such as configs/promotion_gates.yaml; the recipe overrides it."""
+    save_pth: bool = False
+    """At the end write best_model.pth, final_model.pth and checkpoint_latest.pth, state dicts for torch.load."""
     closed_gate_exit_code: Literal[0, 3] = 3
     """Exit code of a run whose gate is closed: 3, or 0 for a job that then counts as succeeded."""
     cluster: ClusterConfig | None = None
@@ -131,6 +133,10 @@ class Recipe(FrozenModel):
         for stage, section in self.stages.items():
             if self.data is None and section.data is None:
                 raise invalid(f"has no data for {stage}; it wants a section data")
+        if "text" in first_of and any(
+            data and data.data_dir for data in (self.data, *(s.data for s in self.stages.values()))
+        ):
+            raise invalid("has data_dir, which is for images; name the folder itself as dataset_name")
         for stage in self.gates:
             if stage not in self.stages:
                 raise invalid(f"has gates.{stage} but no section {stage}")

@@ -400,6 +400,8 @@ class DataConfig(FrozenModel):
 
     dataset_name: str | None = None
     """An embedded data set (field-guide, songbook, python-docs, shapes), a file, a folder or a hub id."""
+    data_dir: str | None = None
+    """Folder or file with the images of dataset_name; cifar10 is downloaded into a folder that has none."""
     dataset_config_name: str | None = None
     """Configuration of a hub data set."""
     dataset_split: str = "train"

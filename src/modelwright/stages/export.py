@@ -18,8 +18,9 @@ from modelwright.runs.folder import RunFolder, open_run, read_json
 from modelwright.stages.gate import promoted_stage
 
 CHECKSUMS_FILE = "SHA256SUMS"
-TEXT_FORMATS, VISION_FORMATS = ("hf", "merged", "gguf"), ("pth",)
-FORMATS = (*TEXT_FORMATS, *VISION_FORMATS)
+VISION_FORMATS = ("pth",)
+FORMATS = ("hf", "merged", "gguf", *VISION_FORMATS)
+PTH_FILES = ("best_model.pth", "final_model.pth", "checkpoint_latest.pth")
 GGUF_TYPES = ("f16", "q8_0")
 
 
@@ -69,12 +70,9 @@ def check_export(run: str, export_format: str, gguf_type: str = "f16", output: s
     recipe = load(folder.recipe, environ={}).recipe
     stage = promoted_stage(folder, recipe.stages)
     is_vision = recipe.stages[stage].spec.modality == "image"
-    supported = VISION_FORMATS if is_vision else TEXT_FORMATS
-    if export_format not in supported:
-        model_kind = "an image classifier" if is_vision else "a language model"
-        raise UsageError(
-            f"{run} trained {model_kind}, which {export_format} does not hold; it wants {' or '.join(supported)}"
-        )
+    if is_vision and export_format not in VISION_FORMATS:
+        wants = " or ".join(VISION_FORMATS)
+        raise UsageError(f"{run} trained an image classifier, which {export_format} does not hold; it wants {wants}")
     adapter = (folder.model(stage) / "adapter_config.json").exists()
     if export_format == "merged" and not adapter:
         raise UsageError(f"{run} trained no adapter, so there is nothing to merge; --format hf is the whole model")
@@ -151,34 +149,52 @@ def describe_logit_comparison(comparison: dict[str, float], gguf_type: str) -> s
 
 
 def _write_pth(request: ExportRequest, partial: Path) -> tuple[None, str]:
+    write_pth_files(request.folder, request.recipe, request.stage, partial)
+    layout = "torchvision's names (first convolution 3 × 3, stride 1, no max-pool)"
+    is_vision = request.recipe.stages[request.stage].spec.modality == "image"
+    names = layout if is_vision else "the names of `from_pretrained`, adapters merged"
+    return None, (
+        f"Weights as `.pth` with {names}: best_model, final_model and checkpoint_latest. "
+        "Read them with `torch.load(path, weights_only=True)`."
+    )
+
+
+def write_pth_files(folder: RunFolder, recipe: Recipe, stage: str, target: Path) -> None:
+    """Write PTH_FILES: the best weights, those of the last step, and these with optimizer state and history.
+
+    They are whole state dicts: tied weights under each of their names (stored once), adapters merged."""
     from safetensors.torch import load_file
 
     from modelwright.engine.checkpoint import CheckpointManager, read_state
     from modelwright.engine.trainer import MODEL_FILE, OPTIMIZER_FILE
+    from modelwright.models.pretrained import load_model
     from modelwright.models.save import save_pth
-    from modelwright.models.vision import WEIGHTS_FILE, load_vision
+    from modelwright.models.vision import load_vision
 
-    best = load_file(request.model / WEIGHTS_FILE)
-    model, config = load_vision(request.model)
-    save_pth(partial / "best_model.pth", best)
-    newest = CheckpointManager(request.folder.checkpoints(request.stage), 2, lambda line: None).newest_valid()
-    final, optimizer, state = best, {}, {}
+    def load_best() -> tuple[Any, dict[str, Any]]:
+        is_vision = recipe.stages[stage].spec.modality == "image"
+        return load_vision(folder.model(stage)) if is_vision else (load_model(folder.model(stage)), {})
+
+    def full_state_dict(model: Any) -> dict[str, Any]:
+        return (model.merge_and_unload() if hasattr(model, "merge_and_unload") else model).state_dict()  # type: ignore[no-any-return]
+
+    best_model, final_model, checkpoint = (target / name for name in PTH_FILES)
+    (model, config), optimizer, state = load_best(), {}, {}
+    save_pth(best_model, full_state_dict(model))
+    newest = CheckpointManager(folder.checkpoints(stage), 2, lambda line: None).newest_valid()
     if newest is not None:
-        names = set(model.state_dict())
-        stored = load_file(newest / MODEL_FILE)
-        final = {name: stored[key] for key in stored if (name := _model_key(key, names)) is not None}
+        model = load_best()[0]
+        names, stored = set(model.state_dict()), load_file(newest / MODEL_FILE)
+        last = {name: stored[key] for key in stored if (name := _model_key(key, names)) is not None}
+        model.load_state_dict(last, strict=False)  # frozen weights are in no checkpoint
         optimizer, state = load_file(newest / OPTIMIZER_FILE), read_state(newest)
-    save_pth(partial / "final_model.pth", final)
-    cursor = state.get("cursor", {})
-    save_pth(partial / "checkpoint_latest.pth", {
+    final, cursor = full_state_dict(model), state.get("cursor", {})
+    save_pth(final_model, final)
+    save_pth(checkpoint, {
         "epoch": cursor.get("epoch", 0), "step": cursor.get("step", 0), "model_state_dict": final,
-        "optimizer_state": optimizer, "history": state.get("evaluations", []), "class_names": config["class_names"],
-        "mean": list(config["mean"]), "std": list(config["std"]),
+        "optimizer_state": optimizer, "history": state.get("evaluations", []),
+        **{name: list(config[name]) for name in ("class_names", "mean", "std") if name in config},
     })  # fmt: skip
-    return None, (
-        "Weights as `.pth` with torchvision's names (first convolution 3 × 3, stride 1, no max-pool): best_model, "
-        "final_model and checkpoint_latest. Read them with `torch.load(path, weights_only=True)`."
-    )
 
 
 WRITERS: dict[str, Callable[[ExportRequest, Path], tuple[dict[str, float] | None, str]]] = {

@@ -21,6 +21,7 @@ from modelwright.data.sources import is_embedded, local_path
 from modelwright.engine.distributed import World, init_distributed
 from modelwright.errors import DataError, GateClosed, ModelwrightError, StorageError, UsageError
 from modelwright.models import pretrained
+from modelwright.models.save import atomic_model_folder
 from modelwright.plan import hardware
 from modelwright.recipe.load import LoadedRecipe, add_recipe_location, dump_yaml
 from modelwright.recipe.sections import DataConfig
@@ -41,7 +42,7 @@ from modelwright.runs.folder import (
 )
 from modelwright.runs.journal import EventListener, Journal
 from modelwright.runs.journal import read as read_events
-from modelwright.stages import evaluate, gate, prepare
+from modelwright.stages import evaluate, export, gate, prepare
 from modelwright.stages.context import (
     CONTENT_KEYS,
     DEFAULT_OPTIONS,
@@ -254,7 +255,7 @@ def _save_resolved_recipe(context: RunContext, inputs: StageInputs) -> None:
 
 
 def _absolute_sources(data: DataConfig | None, recipe_dir: Path) -> DataConfig | None:
-    sources = ("dataset_name", "train_file", "validation_file")
+    sources = ("dataset_name", "data_dir", "train_file", "validation_file")
     return data and data.model_copy(update={key: _absolute_path(getattr(data, key), recipe_dir) for key in sources})
 
 
@@ -307,6 +308,12 @@ def promote(context: RunContext, builder: StageBuilder, stage: str, inputs: Stag
         _unlink_best_model(context.folder.best_model, context.folder.model(stage))
         raise GateClosed(verdict.message)
     _link_best_model(context.folder.best_model, context.folder.model(stage))
+    if context.recipe.save_pth and stage == last_stage:
+        with atomic_model_folder(folder := context.folder.path / "pth") as partial:
+            export.write_pth_files(context.folder, context.recipe, stage, partial)
+        for name in export.PTH_FILES:
+            (folder / name).replace(context.folder.path / name)
+        folder.rmdir()
     return "done" if verdict.open else "accepted"
 
 
@@ -332,6 +339,7 @@ def _unlink_best_model(link: Path, target: Path) -> None:
     """Remove best_model where it points at a model whose gate is now closed."""
     if link.is_symlink() and link.resolve() == target.resolve():
         link.unlink()
+        link.with_suffix(".pth").unlink(missing_ok=True)
 
 
 HISTORY_FIELDS = ("step", "epoch", "loss", "learning_rate", "grad_norm", "tokens_per_second", "samples_per_second",
