@@ -291,13 +291,13 @@ def test_what_restricted_v2_fills_in_itself_is_no_error_in_a_handwritten_manifes
 
 def test_data_dir_leads_to_a_volume() -> None:
     volumes = "cluster.volumes={trained-models-pvc: {mount: /shared/models}, workspace-pvc: {mount: /workspace}}"
-    job = cluster_job("vision", "pytorchjob", volumes, "data.dataset_name=/shared/data")
+    job = cluster_job("vision", "pytorchjob", volumes, "data.data_dir=/shared/data")
     assert [
         finding.message
         for finding in errors_in(render(job))
         if "DATA_DIR is /shared/data, on no volume" in str(finding)
     ]
-    mounted = cluster_job("vision", "pytorchjob", "data.dataset_name=/shared/data")
+    mounted = cluster_job("vision", "pytorchjob", "data.data_dir=/shared/data")
     assert errors_in(render(mounted)) == []
 
 

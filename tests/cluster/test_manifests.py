@@ -17,9 +17,9 @@ import pytest
 from ruamel.yaml import YAML
 
 from cluster_jobs import CRDS, SYSTEMS, cluster_job, crd_schema
-from modelwright.cluster.documents import YamlComments, dump_documents, parse_manifests
+from modelwright.cluster.documents import ManifestSet, YamlComments, dump_documents, parse_manifests
 from modelwright.cluster.lint import lint
-from modelwright.cluster.manifests import JobKind, documents, job_name, longest_save_seconds, render
+from modelwright.cluster.manifests import JobKind, build_job, documents, job_name, longest_save_seconds, render
 from modelwright.cluster.schema import ANY, QUANTITY, SCHEMAS, ArrayOf, MapOf, ObjectSchema, ScalarType, Schema
 from modelwright.errors import ProblemsError, UsageError
 from modelwright.recipe.load import load
@@ -132,6 +132,66 @@ def test_a_volume_is_chosen_by_what_it_is_for(target: JobKind) -> None:
     assert "value: /c/huggingface" in text and "value: /b/quickstart" in text
     only_models = NO_CLAIMS + ", training-data: {mount: /d}, models-pvc: {mount: /m}}"
     assert "value: /m/huggingface" in render(cluster_job("survival", target, only_models)), "shared by all pods"
+
+
+SOURCE_DOCUMENTS = {  # recipe, settings as the document words them, variables that must stand in the job
+    "resnet": (
+        *("resnet18-cifar10-plain", "rhoai-learning", "resnet18-cifar10-git", 1),
+        {"DATA_DIR": "/shared/data", "OUTPUT_DIR": "/shared/models"},
+        ["cluster.cpu_request=4", "cluster.cpu=6", "cluster.memory_request=16Gi", "cluster.memory=24Gi"],
+    ),
+    "lyrics": (
+        *("lyrics-pythia", "lyric-professor", "lyrics-pythia", 1),
+        {"DATA_DIR": "/shared/data", "OUTPUT_DIR": "/shared/models", "EPOCHS": "2", "BATCH_SIZE": "24"},
+        ["cluster.cpu=8", "cluster.memory=32Gi"],
+    ),
+    "survival": (
+        *("survival-smollm3", "lyric-professor", "survival-smollm3", 4),
+        {"OUTPUT_DIR": "/shared/models", "EPOCHS": "4", "BATCH_SIZE": "8", "NCCL_DEBUG": "INFO"},
+        ["cluster.cpu=6", "cluster.memory=20Gi", "cluster.volumes.training-data-pvc=null"],
+    ),
+    "llama": (*("llama-7b", "llm", "llama-7b", 1), {"OUTPUT_DIR": "/shared/models/checkpoints"}, []),
+    "gemma": (
+        *("gemma-270m", "gemma", "gemma-270m", 2),
+        {"OUTPUT_DIR": "/shared/outputs/gemma-270m"},
+        ["cluster.gpus_per_node=2", "cluster.volumes.trained-models-pvc.mount=/shared/outputs"],
+    ),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", SOURCE_DOCUMENTS)
+def test_the_words_of_the_five_documents_are_rendered_as_written(name: str, target: JobKind) -> None:
+    recipe, namespace, job_label, nodes, variables, settings = SOURCE_DOCUMENTS[name]
+    url = "https://git.example.com/team/training.git"
+    claims = ["training-data-pvc", "trained-models-pvc", "workspace-pvc"]
+    defaults = "{training-data: null, trained-models: null, workspace: null, training-data-pvc: {mount: /shared/data}, "
+    defaults += "trained-models-pvc: {mount: /shared/models}, workspace-pvc: {mount: /workspace}}"
+    overrides = [f"name={job_label}", f"cluster.namespace={namespace}", f"cluster.nodes={nodes}"]
+    overrides += [f"cluster.code_source=git+{url}@main", f"cluster.volumes={defaults}"]
+    loaded = load(recipe, [*overrides, *settings], variables)
+    text = render(job := build_job(loaded.recipe, Path.cwd(), target))
+    assert [str(finding) for finding in lint(parse_manifests(text, "job.yaml")) if finding.is_error] == []
+    *others, rendered = documents(job)
+    metadata = [document["metadata"] for document in (*others, rendered)]
+    assert {each["namespace"] for each in metadata} == {namespace} and rendered["metadata"]["name"] == job_label
+    expected = [claim for claim in claims if f"cluster.volumes.{claim}=null" not in settings]
+    assert [each["metadata"]["name"] for each in others if each["kind"] == "PersistentVolumeClaim"] == expected
+    for template in ManifestSet(tuple(parse_manifests(text, "job.yaml"))).pod_templates:
+        assert template.num_nodes == nodes and template.pvc_names == set(expected)
+        (init,) = template.spec["initContainers"]
+        assert init["name"] == "code" and init["command"][-2:] == [url, "main"]
+        env = {item["name"]: item.get("value") for _, _, item in template.env}
+        assert env["HF_HOME"] == "/workspace/huggingface"
+        assert {variable: env.get(variable) for variable in variables} == variables
+    assert job.run_dir == variables["OUTPUT_DIR"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_job_downloads_cifar10_onto_the_volume_for_data(target: JobKind) -> None:
+    assert cluster_job("vision", target).payload.env()["DATA_DIR"] == "/shared/data"
+    own = cluster_job("vision", target, "data.data_dir=/shared/models/images")
+    assert own.payload.env()["DATA_DIR"] == "/shared/models/images"
 
 
 @pytest.mark.parametrize("target", TARGETS)

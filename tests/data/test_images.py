@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import gzip
 import io
+import socket
 import subprocess
 import sys
 import tarfile
 import time
 import zipfile
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -18,7 +23,7 @@ import pytest
 from PIL import Image
 
 from modelwright.data import images
-from modelwright.data.download import sha256_file
+from modelwright.data.download import RemoteFile, download, sha256_file
 from modelwright.data.images import (
     CIFAR10_ARCHIVE,
     CIFAR10_CLASSES,
@@ -384,6 +389,74 @@ def test_cifar10_that_is_nowhere_near_is_downloaded(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(images, "read_binary_archive", lambda result: read_binary_archive(
         result, replace(CIFAR10_ARCHIVE, sha256=sha256_file(path))))  # fmt: skip
     assert_is_the_set(read_images("cifar10", tmp_path / "empty"))
+
+
+@pytest.fixture
+def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A server in place of the published archive; returns the requested paths."""
+    requests: list[str] = []
+    (tmp_path / "server").mkdir()
+    path = binary_archive(tmp_path / "server" / CIFAR10_ARCHIVE.name)
+
+    class Handler(SimpleHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None:
+            """Say nothing."""
+
+        def do_GET(self) -> None:
+            requests.append(self.path)
+            super().do_GET()
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(path.parent)))
+    Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/{path.name}"
+    archive = RemoteFile(url, path.stat().st_size, sha256_file(path))
+    monkeypatch.setattr(images, "CIFAR10_ARCHIVE", archive)
+    monkeypatch.setattr(images, "read_binary_archive", lambda result: read_binary_archive(result, archive))
+    yield requests
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("content", [None, "lost+found", "notes.txt"])
+def test_a_data_dir_without_images_is_filled_once_and_then_read(
+    published: list[str], tmp_path: Path, content: str | None
+) -> None:
+    folder = tmp_path / "volume"
+    (folder / "lost+found").mkdir(parents=True) if content == "lost+found" else folder.mkdir()
+    if content == "notes.txt":
+        (folder / content).write_text("of mine")
+    for _ in range(2):
+        assert_is_the_set(read_images("cifar10", tmp_path, str(folder)))
+    assert published == ["/cifar-10-binary.tar.gz"] and (folder / "cifar-10-binary.tar.gz").is_file()
+
+
+def test_a_data_dir_is_read_whatever_form_its_images_have(tmp_path: Path) -> None:
+    binary_folder(tmp_path / "volume" / "cifar-10-batches-bin")
+    assert_is_the_set(read_images("cifar10", tmp_path, "volume"))
+    jpeg_npz(tmp_path / "compact.npz")
+    assert len(read_images("cifar10", tmp_path, "compact.npz").train) == 20
+
+
+def test_only_cifar10_is_downloaded_into_a_data_dir(published: list[str], tmp_path: Path) -> None:
+    (tmp_path / "volume" / "lost+found").mkdir(parents=True)
+    for name, data_dir in (("volume", None), ("shapes", "volume")):
+        with pytest.raises(UsageError, match=r"the folder .*volume holds nothing; it wants cifar-10-binary"):
+            read_images(name, tmp_path, data_dir)
+    with pytest.raises(UsageError, match=r"no file or folder '/none'; create the folder, and cifar10 is downloaded"):
+        read_images("cifar10", tmp_path, "/none")
+    assert published == []
+
+
+def test_without_a_network_the_message_says_what_to_put_into_the_data_dir(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]  # closed again: nothing answers there
+    archive = replace(CIFAR10_ARCHIVE, url=f"http://127.0.0.1:{port}/cifar-10-binary.tar.gz")
+    monkeypatch.setattr(images, "CIFAR10_ARCHIVE", archive)
+    monkeypatch.setattr(images, "download", partial(download, retry_delays=()))
+    with pytest.raises(DataError, match=rf"or put cifar-10-binary\.tar\.gz into {tmp_path}$"):
+        read_images("cifar10", tmp_path, str(tmp_path))
 
 
 def test_fewer_images_are_taken_evenly_and_counted_exactly() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import modelwright
 from modelwright.cluster.documents import dump_mapping
-from modelwright.data.sources import EMBEDDED_DATASETS, local_path
+from modelwright.data.sources import CIFAR10_NAME, EMBEDDED_DATASETS, local_path
 from modelwright.errors import UsageError
 from modelwright.recipe.fields import canonical_key
 from modelwright.recipe.schema import Recipe
@@ -23,7 +23,7 @@ MAX_CONFIG_MAP_BYTES = 1_000_000
 RECIPE_HEADER = """\
 # Resolved by Modelwright for the cluster: bases and --set are in it, paths are those of the pods.
 # The variables under env_overrides may still be set in the job."""
-DATA_KEYS = ("dataset_name", "train_file", "validation_file")
+DATA_KEYS = ("dataset_name", "data_dir", "train_file", "validation_file")
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,8 @@ def build_payload(recipe: Recipe, cluster: ClusterConfig, recipe_dir: Path) -> C
 
     def for_pods(data: DataConfig | None) -> DataConfig | None:
         paths = {key: _embed_file(getattr(data, key), key, cluster, recipe_dir, files) for key in DATA_KEYS if data}
+        if data and data.dataset_name == CIFAR10_NAME and not data.data_dir:
+            paths["data_dir"] = cluster.mount_for("data")  # downloaded by the first job, read by the next
         return data.model_copy(update=paths) if data else None
 
     data = for_pods(recipe.data)

@@ -43,6 +43,8 @@ class RemoteFile:
     """Name to save it as; by default the last part of the URL."""
     token: str | None = field(default=None, repr=False)
     """Bearer token; not sent to hosts that the server redirects to."""
+    manual_dir: str = "next to the recipe"
+    """Where to put it by hand when the download fails."""
 
     @property
     def name(self) -> str:
@@ -52,7 +54,7 @@ class RemoteFile:
     @property
     def manual_hint(self) -> str:
         """What to do by hand when the download fails."""
-        return f"put {self.name} next to the recipe" if self.filename is None else "download it, and name it train_file"
+        return f"put {self.name} {self.manual_dir}" if self.filename is None else "download it, and name it train_file"
 
 
 class DownloadDenied(DataError):

@@ -25,7 +25,7 @@ import xxhash
 from modelwright.data.download import RemoteFile, download, sha256_file
 from modelwright.data.packing import NDArray
 from modelwright.data.readers import cap_problems
-from modelwright.data.sources import did_you_mean, local_path
+from modelwright.data.sources import CIFAR10_NAME, did_you_mean, local_path
 from modelwright.errors import DataError, Problem, UsageError
 from modelwright.runs.caches import cache_dir
 from modelwright.runs.folder import hash_file
@@ -480,24 +480,27 @@ def _draw_shape(inside: Callable[[NDArray, NDArray], NDArray], rng: np.random.Ge
     return np.clip(image + rng.normal(0, NOISE_STD, image.shape), 0, 255).astype(np.uint8)
 
 
-CIFAR10_NAME = "cifar10"
-"""The dataset that is downloaded if it is not local."""
 SUPPORTED_SOURCES = (
     f"{CIFAR10_ARCHIVE.name}, a folder {BINARY_FOLDER}, an npz of JPEGs, "
     "a folder of IDX files, or a folder with one subfolder of images per class"
 )
 
 
-def read_images(name: str, recipe_dir: Path) -> ImageSplits:
-    """Read the training and test images of a source."""
-    path = local_path(name, recipe_dir)
+def read_images(name: str, recipe_dir: Path, data_dir: str | None = None) -> ImageSplits:
+    """Read the training and test images of a source, or those in data_dir, into which CIFAR-10 is downloaded."""
+    path = local_path(data_dir or name, recipe_dir)
+    if path is None and data_dir:
+        hint = (
+            did_you_mean(data_dir, recipe_dir, []) or f"; create the folder, and {CIFAR10_NAME} is downloaded into it"
+        )
+        raise UsageError(f"data.data_dir: there is no file or folder {data_dir!r}{hint}")
     if path is None and name == SHAPES_NAME:
         return make_shapes_dataset()
     path = path or _find_cifar10(name, recipe_dir)
     try:
-        return _read_folder(path) if path.is_dir() else _read_file(path)
+        return _read_folder(path, name if data_dir else "") if path.is_dir() else _read_file(path)
     except (PermissionError, IsADirectoryError) as error:
-        raise UsageError(f"data: {error.filename or path} cannot be read ({error.strerror})") from None
+        raise UsageError(f"data: {error.filename or path} cannot be used ({error.strerror})") from None
 
 
 def _find_cifar10(name: str, recipe_dir: Path) -> Path:
@@ -520,9 +523,9 @@ def _read_file(path: Path) -> ImageSplits:
     raise UsageError(f"data: {path} is of no form we know; it wants {SUPPORTED_SOURCES}")
 
 
-def _read_folder(folder: Path) -> ImageSplits:
-    """Read a folder by its contents; a dataset one level below is found too."""
-    names = {path.name for path in folder.iterdir()}
+def _read_folder(folder: Path, dataset_name: str = "") -> ImageSplits:
+    """Read a folder by its contents; a dataset one level below is found too, and CIFAR-10 is downloaded into it."""
+    names = {path.name for path in folder.iterdir()} - {"lost+found"}  # of every new ext4 volume
     if names & {*TRAIN_FILES, TEST_FILE}:
         return read_binary_folder(folder)
     if any(IDX_NAME.search(name) for name in names):
@@ -535,7 +538,9 @@ def _read_folder(folder: Path) -> ImageSplits:
     files = sorted(name for name in names if name.endswith(".npz"))
     if len(files) == 1:
         return read_jpeg_npz(folder / files[0])
-    if find_split_dirs(folder) or any(path.is_dir() for path in folder.iterdir()):
+    if find_split_dirs(folder) or any((folder / name).is_dir() for name in names):
         return read_image_folder(folder)
+    if dataset_name == CIFAR10_NAME:
+        return read_binary_archive(download(replace(CIFAR10_ARCHIVE, manual_dir=f"into {folder}"), folder))
     contents = f"{len(names)} things, such as {', '.join(sorted(names)[:3])}" if names else "nothing"
     raise UsageError(f"data: the folder {folder} holds {contents}; it wants {SUPPORTED_SOURCES}")

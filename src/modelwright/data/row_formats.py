@@ -270,6 +270,6 @@ ROW_FORMATS: dict[RowFormatName, RowFormat] = {
         embedded=DataConfig(dataset_name="field-guide", columns={"question": "prompt", "answer": "completion"},
                             test_size=CountOrFraction(4)),
     ),
-    "images": RowFormat(load=lambda data, seed, recipe_dir: images.read_images(data.source, recipe_dir)),
+    "images": RowFormat(load=lambda data, seed, recipe_dir: images.read_images(data.source, recipe_dir, data.data_dir)),
 }  # fmt: skip
 """The row formats by name; the first that detects the columns of a data source is taken."""

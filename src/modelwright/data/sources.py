@@ -74,6 +74,8 @@ EMBEDDED_DATASETS = {
 """Datasets shipped with Modelwright."""
 GENERATED_DATASETS = {PYTHON_DOCS: python_docs}
 """Datasets generated on this machine when they are read."""
+CIFAR10_NAME = "cifar10"
+"""Images that are downloaded if they are not local."""
 HELD_OUT_SPLITS = ("held_out", "validation", "test")
 """Names of the held-out split of a saved dataset."""
 
