@@ -24,7 +24,7 @@ from tests.faults.leaks import PathTraversalCase, TraversalFindings, remote_file
 
 NIGHTLY = bool(os.environ.get("NIGHTLY"))
 MODEL_BYTES = 5_000_000_000 if NIGHTLY else 1_000_000
-PULLS = 20
+PULLS = int(os.environ.get("PULLS", "20"))
 OC = """#!{python} -IS
 import json, os, pathlib, random, subprocess, sys
 folder, words = pathlib.Path({folder!r}), sys.argv[1:]
