@@ -18,7 +18,7 @@ import pytest
 from modelwright.cli.main import main
 from modelwright.data.chat import rows_to_conversations
 from modelwright.data.readers import Row
-from modelwright.errors import RecipeError, UsageError
+from modelwright.errors import UsageError
 from modelwright.recipe.convert import convert_config
 from modelwright.recipe.convert.common import render_yaml, to_flow_style
 from modelwright.recipe.diagnostics import FOREIGN_KEYS
@@ -127,7 +127,7 @@ def test_every_setting_of_the_installed_trl_has_an_answer() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("base_model: m\nrl: kto\n", "this trains by kto, which is not offered; what is: pretrain, sft, dpo"),
+        ("base_model: m\nrl: kto\n", "this trains by kto (rl: kto), which is not offered; what is: pretrain, sft, dpo"),
         ("model_name_or_path: m\nnum_generations: 8\n", "this trains by grpo"),
         ("name: x\nmodel: {}\nsft: {}\n", "this looks like a recipe already"),
         ("alpha: 1\n", "say whose it is with --from"),
@@ -172,13 +172,6 @@ def test_full_determinism_is_kept_and_its_default_does_not_turn_ours_off(tmp_pat
     for value in ("true", "false"):
         path.write_text(f"model_name_or_path: m\ndataset_name: d\nfull_determinism: {value}\n")
         assert ("deterministic: true" in convert_config(path).text) == (value == "true")
-
-
-def test_a_wrong_value_is_reported_with_the_line_of_the_configuration(tmp_path: Path) -> None:
-    config = tmp_path / "wrong.yaml"
-    config.write_text("base_model: m\ndatasets: [{path: a.jsonl, type: alpaca}]\nlearning_rate: fast\n", "utf-8")
-    with pytest.raises(RecipeError, match=r"wrong.yaml:3: sft.learning_rate is 'fast'; it wants a number above 0"):
-        convert_config(config)
 
 
 def test_convert_writes_a_recipe_and_says_what_is_missing(

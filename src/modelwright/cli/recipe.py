@@ -225,18 +225,24 @@ def _format_value(value: Any) -> str:
 
 
 def convert(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML file of TRL or axolotl.")],
-    tool: Annotated[str | None, typer.Option("--from", help="trl or axolotl; default: detected from its keys.")] = None,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML or JSON file of one of these tools.")],
+    tool: Annotated[
+        str | None,
+        typer.Option("--from", help="trl, axolotl, llamafactory or handbook; default: detected from its keys."),
+    ] = None,
     stage: Annotated[
         str | None, typer.Option("--stage", help="Stage of the recipe, such as dpo; default: detected from its keys.")
     ] = None,
+    accelerate: Annotated[
+        str, typer.Option("--accelerate", help="The configuration of accelerate that the file is launched with.")
+    ] = "",
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Recipe file to write, which also names the recipe; default: stdout."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Convert a TRL or axolotl configuration to a recipe. Settings without an equivalent are listed."""
+    """Convert a configuration of TRL, axolotl, LLaMA-Factory or alignment-handbook to a recipe, naming what is lost."""
     from modelwright.recipe.convert import conversion_json, convert_config
 
     if not file.is_file():
@@ -245,25 +251,29 @@ def convert(
         kind = "folder" if output.is_dir() else "file"
         raise UsageError(f"{output}: there is such a {kind} already; name another file with -o")
     name = re.sub(r"\.ya?ml$", "", output.name) if output is not None else None
-    converted = convert_config(file, tool, stage, name)
+    if accelerate and not Path(accelerate).is_file():
+        raise UsageError(f"{accelerate}: there is no such file")
+    converted = convert_config(file, tool, stage, name, accelerate)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(redact_secrets(converted.text), encoding="utf-8")
     if as_json:
         typer.echo(redact_secrets(json.dumps(conversion_json(converted), indent=2, ensure_ascii=False)))
-        return
+        raise typer.Exit(2 if converted.problems else 0)
     if output is None:
         typer.echo(redact_secrets(converted.text), nl=False)
     titles = {"unsupported": "was not converted", "approximated": "was approximated"}
     for entry in converted.unconverted:
-        if entry.kind in titles:
+        if entry.kind in titles and entry.key:
             location = f"{file}:{entry.line}" if entry.line else str(file)
             what = f"{entry.key}: {entry.display}" if entry.display else entry.key
             print(redact_secrets(f"{location}: {what} {titles[entry.kind]}; {entry.advice}"), file=sys.stderr)
     where = f"{output}: " if output is not None else ""
-    summary = (
-        f"{converted.stage} of {converted.recipe.model.display_name}; {len(converted.converted)} settings converted"
+    print(
+        f"{where}{converted.stage} from {converted.tool}; {len(converted.converted)} settings converted",
+        file=sys.stderr,
     )
-    print(f"{where}{summary}", file=sys.stderr)
+    if converted.problems:
+        raise RecipeError(converted.problems)
     if output is not None:
         print(f"next:\n  modelwright check {output}\n  modelwright plan {output} --gpus 1xH100", file=sys.stderr)

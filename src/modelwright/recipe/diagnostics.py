@@ -334,39 +334,52 @@ def _find_in_other_section(name: str, section: str, fuzzy: bool = True) -> Unkno
 
 _FOREIGN_KEYS: Mapping[ConversionLoss, Mapping[str, str]] = {
     "unsupported": {
+        "a stage has one source": "mix_strategy interleave_probs",
+        "images, video and audio are not trained with text": (
+            "media_dir image_max_pixels image_min_pixels video_max_pixels freeze_vision_tower train_mm_proj_only "
+            "freeze_multi_modal_projector freeze_language_model"
+        ),
+        "the chat template of the tokenizer decides": (
+            "tool_format enable_thinking auto_insert_empty_system_msg reasoning_effort"
+        ),
         "NEFTune noise is not supported": "neftune_noise_alpha noisy_embedding_alpha",
         "label smoothing is not supported for text": "label_smoothing_factor",
         "all trainable parameters share one learning rate and one optimizer": (
             "optim_args optim_target_modules lr_groups embedding_lr embedding_lr_scale loraplus_lr_ratio "
-            "loraplus_lr_embedding adam_beta3 adam_epsilon2 lr_quadratic_warmup lr_div_factor router_aux_loss_coef "
-            "optimizer_cls_and_kwargs"
+            "loraplus_lr_embedding adam_beta3 adam_epsilon2 lr_quadratic_warmup lr_div_factor "
+            "optimizer_cls_and_kwargs use_galore galore_target galore_rank use_apollo use_badam badam_mode "
+            "badam_switch_interval use_adam_mini use_muon"
         ),
         "the batch size is not searched by trial; modelwright plan says what fits": "auto_find_batch_size",
         "nothing is uploaded; modelwright export writes a folder for hf upload": (
             "push_to_hub hub_model_id hub_strategy hub_private_repo hub_always_push hub_revision hub_token "
-            "push_dataset_to_hub hf_use_auth_token save_first_step"
+            "push_dataset_to_hub hf_use_auth_token save_first_step hf_hub_token ms_hub_token"
         ),
         "remote code of the hub is never run": "trust_remote_code",
         "answers are compared after training: compare": "generate_during_eval",
         "there is no early stopping; load_best_model_at_end keeps the best weights": (
-            "early_stopping_patience eval_delay"
+            "early_stopping_patience eval_delay early_stopping_steps"
         ),
         "the tokenizer is used unchanged": (
             "special_tokens tokens added_tokens_overrides eos_token pad_token eot_tokens "
             "resize_token_embeddings_to_32x shrink_embeddings tokenizer_config tokenizer_use_fast tokenizer_legacy "
             "tokenizer_use_mistral_common added_tokens chat_template_path chat_template_jinja fix_untrained_tokens "
-            "mean_resizing_embeddings"
+            "mean_resizing_embeddings resize_vocab add_tokens add_special_tokens new_special_tokens_config "
+            "split_special_tokens truncation_side tokenizer_name_or_path"
         ),
         "quantization is nf4 or int8 by bitsandbytes": (
             "use_bnb_nested_quant bnb_4bit_quant_storage bnb_config_kwargs gptq peft qat quantization loftq_config "
-            "model_quantization_config model_quantization_config_kwargs"
+            "model_quantization_config model_quantization_config_kwargs double_quantization quantization_device_map"
         ),
         "LoRA adapts whole linear layers; no other modules are saved with the adapter": (
             "lora_modules_to_save lora_target_parameters peft_layers_to_transform peft_layers_pattern "
             "peft_layer_replication peft_init_lora_weights peft_trainable_token_indices lora_model_dir "
-            "lora_fan_in_fan_out relora relora_steps relora_warmup_steps relora_prune_ratio"
+            "lora_fan_in_fan_out relora relora_steps relora_warmup_steps relora_prune_ratio adapter_name_or_path "
+            "additional_target create_new_adapter pissa_init pissa_iter pissa_convert"
         ),
-        "use trainable, such as {last_layers: 2, lm_head: true}": "unfrozen_parameters",
+        "use trainable, such as {last_layers: 2, lm_head: true}": (
+            "unfrozen_parameters freeze_trainable_modules freeze_extra_modules use_llama_pro"
+        ),
         "there is no context or tensor parallelism": (
             "sequence_parallel_degree context_parallel_size tensor_parallel_size heads_k_stride ring_attn_func "
             "parallelism_config dp_shard_size dp_replicate_size expert_parallel_size"
@@ -374,21 +387,23 @@ _FOREIGN_KEYS: Mapping[ConversionLoss, Mapping[str, str]] = {
         "activations are not offloaded; use gradient_checkpointing": "activation_offloading",
         "plug-ins of other trainers are not supported": "plugins model_init_kwargs overrides_of_model_config",
         "the reference model is the initial model of the stage, unchanged": (
-            "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps"
+            "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps ref_model ref_model_adapters "
+            "ref_model_quantization_bit model_adapter_name ref_adapter_name reference_free force_use_ref_model"
         ),
         "one preference loss at a time, with equal weight for every pair": (
             "rpo_alpha ld_alpha loss_weights f_divergence_type f_alpha_divergence_coef use_weighting "
-            "dpo_use_weighting discopop_tau"
+            "dpo_use_weighting discopop_tau pref_ftx pref_bco_weight dpo_norm_loss"
         ),
         "rows are shuffled in every epoch": "curriculum_sampling sample_packing_sequentially ignore_data_skip",
         "set it in the shell before the command": "env",
         "metrics of other tools are not computed; use gates and evaluate": (
             "do_bench_eval bench_dataset bench_split eval_causal_lm_metrics do_causal_lm_eval eval_table_size "
-            "eval_max_new_tokens include_for_metrics batch_eval_metrics"
+            "eval_max_new_tokens include_for_metrics batch_eval_metrics compute_accuracy predict_with_generate "
+            "eval_on_each_dataset eval_num_beams"
         ),
         "context extension by positions is not supported": (
-            "use_pose pose_split_on_token_ids pose_max_context_len pose_num_chunks rope_scaling "
-            "overrides_of_model_kwargs"
+            "use_pose pose_split_on_token_ids pose_max_context_len pose_num_chunks rope_scaling shift_attn "
+            "mixture_of_depths overrides_of_model_kwargs"
         ),
         "extra labels and reward models are not supported": "label_names reward_model process_reward_model num_labels",
     },
@@ -412,9 +427,9 @@ _FOREIGN_KEYS: Mapping[ConversionLoss, Mapping[str, str]] = {
     },
     "not_needed": {
         "metrics are always logged to the journal, the report and TensorBoard files": (
-            "logging_dir logging_first_step log_level log_level_replica log_on_each_node disable_tqdm "
-            "logging_nan_inf_filter include_num_input_tokens_seen include_tokens_per_second use_tensorboard "
-            "include_tkps logging_strategy"
+            "plot_loss include_effective_tokens_per_second print_param_status logging_dir "
+            "logging_first_step log_level log_level_replica log_on_each_node disable_tqdm logging_nan_inf_filter "
+            "include_num_input_tokens_seen include_tokens_per_second use_tensorboard include_tkps logging_strategy"
         ),
         "the device is detected": (
             "use_cpu no_cuda device device_map local_rank world_size ddp max_memory gpu_memory_limit "
@@ -429,10 +444,12 @@ _FOREIGN_KEYS: Mapping[ConversionLoss, Mapping[str, str]] = {
             "sample_packing_eff_est multipack_real_batches shuffle_dataset shuffle_merged_datasets "
             "shuffle_before_merging_datasets shuffle_buffer_size streaming_multipack_buffer_size "
             "pretrain_multipack_buffer_size pretraining_sample_concatenation pretrain_multipack_attn "
-            "train_dataset_sizes dataset_streaming streaming dataset_load_from_cache_file"
+            "train_dataset_sizes dataset_streaming streaming dataset_load_from_cache_file overwrite_cache cache_dir "
+            "preprocessing_num_workers preprocessing_batch_size tokenized_path data_shared_file_system buffer_size"
         ),
         "rows are padded to the longest of their micro-batch, or packed": (
-            "pad_to_sequence_len pad_to_multiple_of batch_flattening padding_free eval_packing eval_sample_packing"
+            "pad_to_sequence_len pad_to_multiple_of batch_flattening padding_free eval_packing eval_sample_packing "
+            "ignore_pad_token_for_loss label_pad_token_id"
         ),
         "the loss is divided by the trained tokens of all devices": "average_tokens_across_devices",
         "kernels are chosen automatically, with a chunked cross-entropy loss": (
@@ -441,9 +458,11 @@ _FOREIGN_KEYS: Mapping[ConversionLoss, Mapping[str, str]] = {
             "unsloth_rms_norm unsloth_rope lora_mlp_kernel lora_qkv_kernel lora_o_kernel liger_rope liger_rms_norm "
             "liger_swiglu liger_glu_activation liger_layer_norm liger_fused_linear_cross_entropy liger_cross_entropy "
             "cut_cross_entropy torch_compile_backend torch_compile_mode torch_empty_cache_steps gc_steps use_cache "
-            "flex_attn_compile_kwargs chunked_cross_entropy chunked_cross_entropy_num_chunks dpo_use_logits_to_keep"
+            "flex_attn_compile_kwargs chunked_cross_entropy chunked_cross_entropy_num_chunks dpo_use_logits_to_keep "
+            "enable_liger_kernel use_unsloth use_unsloth_gc upcast_layernorm upcast_lmhead_output "
+            "use_v1_kernels"
         ),
-        "activation checkpointing is non-reentrant": "gradient_checkpointing_kwargs use_reentrant",
+        "activation checkpointing is non-reentrant": "gradient_checkpointing_kwargs use_reentrant use_reentrant_gc",
         "reference log-probabilities are precomputed once and cached": (
             "precompute_ref_log_probs precompute_ref_batch_size"
         ),
@@ -463,7 +482,8 @@ _FOREIGN_KEYS: Mapping[ConversionLoss, Mapping[str, str]] = {
         "it is read from the model": (
             "model_type tokenizer_type is_llama_derived_model is_mistral_derived_model processor_type "
             "is_falcon_derived_model is_qwen_derived_model base_model_config base_model_ignore_patterns "
-            "lora_task_type cls_model_config peft_autocast_adapter_dtype is_encoder_decoder padding_value"
+            "lora_task_type cls_model_config peft_autocast_adapter_dtype is_encoder_decoder padding_value "
+            "use_fast_tokenizer"
         ),
         "recipes are always validated strictly": "strict",
     },
@@ -474,7 +494,7 @@ FOREIGN_KEYS: Mapping[str, tuple[ConversionLoss, str]] = {
     for advice, names in table.items()
     for name in names.split()
 }
-"""Settings of TRL and axolotl without a counterpart of one name: how much is lost, and what to do instead."""
+"""Settings of other tools without a counterpart of one name: how much is lost, and what to do instead."""
 MEANINGFUL_WHEN_FALSE = frozenset(
     {"average_tokens_across_devices", "shuffle_merged_datasets", "pretrain_multipack_attn", "disable_dropout"}
 )

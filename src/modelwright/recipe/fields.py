@@ -289,6 +289,7 @@ KEY_ALIASES: Mapping[str, Mapping[str, str]] = {
         "deterministic": "full_determinism",
         "gradient_checkpointing": "activation_checkpointing enable_activation_checkpointing",
         "lora_r": "lora_rank",
+        "router_aux_loss_coef": "moe_aux_loss_coef",
         "use_dora": "peft_use_dora",
         "use_rslora": "peft_use_rslora",
     },

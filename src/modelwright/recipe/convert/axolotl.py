@@ -5,6 +5,8 @@ from __future__ import annotations
 from modelwright.recipe.convert.common import (
     NO_LORA,
     NO_TEST_SPLIT,
+    OWN_ATTENTION,
+    OWN_TEMPLATE,
     Conversion,
     as_float,
     convert_dataset,
@@ -46,8 +48,6 @@ FIELD_ROLES = {
 }  # fmt: skip
 OFFLOAD_MARKERS = ("offload", "unsloth")
 """Parts of the values of gradient_checkpointing that offload activations."""
-OWN_ATTENTION = "PyTorch's own attention is used; set attn_implementation: flash_attention_2 for another"
-OWN_TEMPLATE = "the chat template of the model is used"
 
 
 def convert_axolotl(conversion: Conversion) -> None:
@@ -89,8 +89,7 @@ def _convert_model(conversion: Conversion) -> None:
     linear, targets = conversion.pop("lora_target_linear"), conversion.pop("lora_target_modules")
     uses_lora = adapter is not None and str(adapter.value).lower() in ("lora", "qlora")
     if adapter is not None and not uses_lora:
-        advice = "there are LoRA and QLoRA; all parameters are trained here"
-        conversion.report("adapter", adapter, "unsupported", advice)
+        conversion.refuse(f"this trains by adapter: {adapter.value}, which is not offered; what is: lora, qlora")
     conversion.converted += ["adapter"] if uses_lora else []
     convert_lora(conversion, uses_lora)
     if linear is not None and uses_lora:

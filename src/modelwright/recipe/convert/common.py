@@ -6,18 +6,27 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import PurePath
-from typing import Any, get_args
+from pathlib import Path, PurePath
+from typing import Any, NoReturn, get_args
 
+from modelwright.errors import UsageError
 from modelwright.recipe.diagnostics import ConversionLoss
 from modelwright.recipe.fields import aliases_for, field_names, join_key, known_names
 from modelwright.recipe.schema import Recipe, TrackerName
-from modelwright.recipe.source import ConfigNode, make_node
+from modelwright.recipe.source import ConfigNode, Origin, make_node, read_file
 from modelwright.recipe.stage_specs import OPTIMIZERS, STAGES, OptimizerConfig, SchedulerName, StageSpec
 
 UNQUOTED_RE = re.compile(r"([A-Za-z_/~]|\.{1,2}/)[\w./~@+-]*( [\w./~@+-]+)*|\d+(\.\d+)?%")
 YAML_KEYWORDS = frozenset({"true", "false", "null", "yes", "no", "on", "off", "~"})
+SECTION_PATTERNS = {
+    "data": r"(dataset|pretraining_dataset|test_datasets|eval_dataset|data_|template|chat_template|mix_|interleave_)",
+    "model": r"(model_|tokenizer|trust_remote_code|rope_|attn_|special_tokens|add_|added_tokens|eos_token|pad_token)",
+    "": r"(push_to_hub|hub_|report_to|wandb|mlflow|swanlab|use_swanlab|use_comet|comet_|env$|run_name)",
+}
+"""Names of settings of other tools by the section that they would stand in; others belong to the stage."""
 NO_LORA = "no LoRA adapter is trained"
+OWN_ATTENTION = "PyTorch's own attention is used; set attn_implementation: flash_attention_2 for another"
+OWN_TEMPLATE = "the chat template of the model is used"
 NO_TEST_SPLIT = "a test split is not read; 10% of the prompts are held out, or set data.validation_file"
 
 
@@ -35,10 +44,11 @@ class Unconverted:
     """How much is lost."""
     advice: str
     """Why, and what to do."""
+    section: str = ""
+    """The section of the recipe that it would stand in."""
 
     def __str__(self) -> str:
-        what = f"{self.key}: {self.display}" if self.display else self.key
-        return f"{what}: {self.advice}" if self.advice else what
+        return ": ".join(part for part in (self.key, self.display, self.advice) if part)
 
 
 @dataclass
@@ -53,6 +63,8 @@ class Conversion:
     """The training stage of the recipe."""
     tree: ConfigNode
     """The recipe so far."""
+    folder: Path = Path()
+    """The folder of the configuration, where files that it names may be."""
     comments: dict[str, str] = field(default_factory=dict)
     """End-of-line comments of the recipe by dotted key."""
     unconverted: list[Unconverted] = field(default_factory=list)
@@ -103,16 +115,30 @@ class Conversion:
         """The value of a key of the recipe so far."""
         return self.tree.get(key.split("."))
 
-    def report(self, name: str, node: ConfigNode | None, kind: ConversionLoss, advice: str) -> None:
-        """Record that a setting is not converted exactly."""
+    def report(
+        self, name: str, node: ConfigNode | None, kind: ConversionLoss, advice: str, section: str | None = None
+    ) -> None:
+        """Record that a setting is not converted exactly; it belongs to a section, by its name if none is given."""
         line = node.origin.line if node is not None else None
-        self.unconverted.append(Unconverted(name, preview(node), line, kind, advice))
+        by_name = (known for known, pattern in SECTION_PATTERNS.items() if re.match(pattern, name))
+        section = next(by_name, self.stage) if section is None else section
+        self.unconverted.append(Unconverted(name, preview(node), line, kind, advice, section))
+
+    def refuse(self, message: str) -> NoReturn:
+        """Stop: the configuration trains by something that is not offered."""
+        raise UsageError(f"{self.tree.origin.name}: {message}")
 
     def report_if_set(self, names: Iterable[str], kind: ConversionLoss, advice: str) -> None:
         """The same for those of the settings that are present."""
         for name in names:
             if (node := self.pop(name)) is not None:
                 self.report(name, node, kind, advice)
+
+    def read_named_file(self, node: ConfigNode | None) -> dict[str, ConfigNode]:
+        """The settings of a file that a setting names, relative to the configuration or the working directory."""
+        name = "" if node is None or not isinstance(node.value, str) else node.value
+        paths = [path for folder in (self.folder, *self.folder.parents, Path()) if (path := folder / name).is_file()]
+        return read_file(paths[0], Origin("base", name))[0].mapping if name and paths else {}
 
     def find_key(self, name: str) -> str | None:
         """The key of the recipe with this name or alias."""
@@ -126,17 +152,26 @@ def preview(node: ConfigNode | None) -> str:
     return text if len(text) <= 60 else f"{text[:59]}…"
 
 
-def render_yaml(tree: ConfigNode, comments: Mapping[str, str], header: list[str]) -> str:
-    """The recipe as a file with only the settings that are set, in the order of the schema."""
+def render_yaml(
+    tree: ConfigNode, comments: Mapping[str, str], header: list[str], unconverted: Iterable[Unconverted] = ()
+) -> str:
+    """The recipe as a file with the settings that are set, in the order of the schema, and those that are not."""
     lines = [f"# {line}".rstrip() for line in header]
+    missing: dict[str, list[str]] = {}
+    for each in unconverted:
+        if each.kind == "unsupported":
+            missing.setdefault(each.section, []).append(f"# {each}")
     entries = {name: tree.mapping[name] for name in Recipe.model_fields if name in tree.mapping}
     lines += [_render_line("", name, node, comments) for name, node in entries.items() if not node.mapping]
-    for section, node in entries.items():
-        if node.mapping:
-            order = [*field_names(section), *node.mapping]
-            names = sorted(node.mapping, key=order.index)
+    lines += missing.pop("", [])
+    for section in Recipe.model_fields:
+        settings = entries[section].mapping if section in entries else {}
+        if settings or section in missing:
+            order = [*field_names(section), *settings]
+            names = sorted(settings, key=order.index)
             lines += ["", f"{section}:"]
-            lines += [f"  {_render_line(section, name, node.mapping[name], comments)}" for name in names]
+            lines += [f"  {_render_line(section, name, settings[name], comments)}" for name in names]
+            lines += [f"  {line}" for line in missing.get(section, [])]
     return "\n".join(lines) + "\n"
 
 
@@ -169,6 +204,11 @@ APPROXIMATE_SCHEDULERS = {
     **dict.fromkeys(("cosine_with_restarts", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "rex"), "cosine"),
     **dict.fromkeys(("polynomial", "inverse_sqrt", "reduce_lr_on_plateau"), "linear"),
 }
+STRATEGIES = {
+    r"no_shard|zero_?stage: 0|stage: 0": "ddp", "hybrid_shard": "hsdp",
+    r"zero_?[12]|_z[12]_|stage: [12]|shard_grad_op|reshard_after_forward: false": "auto",
+}  # fmt: skip
+"""Words of DeepSpeed and FSDP for less than sharding everything; auto shards only where memory needs it."""
 DATASET_BUILDERS = ("json", "csv", "parquet", "text")
 DATA_FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 
@@ -234,8 +274,11 @@ def convert_eval_and_save(conversion: Conversion, epochs: float) -> None:
 
 def _convert_interval(conversion: Conversion, what: str, epochs: float) -> None:
     """When to evaluate or to save: by steps, per epoch, several times per epoch, or never."""
-    strategy, per_epoch = conversion.pop(f"{what}_strategy"), conversion.pop(f"{what}s_per_epoch")
-    strategy = strategy or (conversion.pop("evaluation_strategy") if what == "eval" else None)
+    per_epoch, old_name = conversion.pop(f"{what}s_per_epoch"), "evaluation_strategy"
+    if what == "eval" and old_name in conversion.source:
+        conversion.converted.append(old_name)
+        conversion.source.setdefault("eval_strategy", conversion.source.pop(old_name))
+    strategy = conversion.pop(f"{what}_strategy")
     strategy_name = "" if strategy is None else str(strategy.value).lower()
     times = float(str(per_epoch.value)) if per_epoch is not None else 1.0 if strategy_name == "epoch" else 0.0
     if times:
@@ -280,15 +323,36 @@ def convert_lora(conversion: Conversion, uses_lora: bool) -> None:
 
 
 def convert_sharding(conversion: Conversion) -> None:
-    """DeepSpeed and FSDP become distributed_strategy; their details are reported."""
+    """DeepSpeed, FSDP and a configuration of accelerate become distributed_strategy; the rest is reported."""
+    file = conversion.pop("accelerate_config")
+    entries = conversion.read_named_file(file)
+    if file is not None and not entries:
+        key = {"zero": "deepspeed", "fsdp": "fsdp"}.get(str(file.value).rpartition("/")[2][:4])
+        advice = "no such file; of its name only DeepSpeed or FSDP is read"
+        conversion.report("accelerate_config", file, "approximated", advice)
+        conversion.source |= {key: file} if key else {}
+    kinds = {"DEEPSPEED": "deepspeed_config", "FSDP": "fsdp_config", "MULTI_GPU": "", "NO": ""}
+    kind = str(entries["distributed_type"].value) if "distributed_type" in entries else ""
+    for name, value in entries.items():
+        if name == "mixed_precision" and not {"bf16", "fp16"} & {*conversion.source}:
+            conversion.set(".precision", value, source_key=f"accelerate_config.{name}")
+        elif name == kinds.get(kind):
+            conversion.source["deepspeed" if kind == "DEEPSPEED" else "fsdp_config"] = value
+        elif name not in ("distributed_type", "mixed_precision") or kind not in kinds:
+            advice = "modelwright launch sets processes, machines and devices; nothing else of accelerate is read"
+            conversion.report(f"accelerate_config.{name}", value, "not_needed", advice)
     for name in ("deepspeed", "fsdp", "fsdp_config"):
         node = conversion.pop(name)
         if node is None:
             continue
-        replicated = name == "deepspeed" and any(zero in str(node.value).lower() for zero in ("zero1", "zero2"))
-        conversion.set(".distributed_strategy", "ddp" if replicated else "fsdp", comment=f"nearest to {name}")
-        advice = "ddp is written: each device holds the full optimizer" if replicated else ""
-        advice = advice or "distributed_strategy: fsdp is written"
+        words = to_flow_style(
+            ConfigNode(conversion.read_named_file(node) or node.value, node.origin, node.text)
+        ).lower()
+        strategy = next((ours for pattern, ours in STRATEGIES.items() if re.search(pattern, words)), "fsdp")
+        if name != "fsdp_config" or conversion.get(f"{conversion.stage}.distributed_strategy") is None:
+            conversion.set(".distributed_strategy", strategy, comment=f"nearest to {name}")
+        advice = f"distributed_strategy: {strategy} is written"
+        advice += ", ddp where the optimizer fits on each device" if strategy == "auto" else ""
         more = "; wrapping, prefetching and offloading have no settings here" if name != "fsdp" else ""
         conversion.report(name, node, "approximated", advice + more)
 

@@ -1,4 +1,4 @@
-"""Convert a configuration of TRL's command line, as ``trl sft --config`` and ``trl dpo --config`` read it."""
+"""Convert a configuration of TRL's command line, as ``trl sft --config`` reads it, or of the alignment-handbook."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from modelwright.recipe.convert.common import (
 )
 from modelwright.recipe.diagnostics import ConversionLoss
 from modelwright.recipe.schema import AttentionName
+from modelwright.recipe.source import ConfigNode, make_node
 from modelwright.recipe.stage_specs import ChatConfig, PreferenceLoss
 
 DTYPES = {"float32": "fp32", "auto": "auto"}
@@ -54,6 +55,36 @@ def convert_trl(conversion: Conversion) -> None:
         "max_length": 1024, "num_train_epochs": 3, "lr_scheduler_type": "linear", "gradient_checkpointing": True,
         "load_best_model_at_end": False,
     })  # fmt: skip
+
+
+def convert_handbook(conversion: Conversion) -> None:
+    """The alignment-handbook's mixtures as TRL's datasets, then TRL's settings."""
+    mixer, mixture = conversion.pop("dataset_mixer"), conversion.pop("dataset_mixture")
+    splits, configs = conversion.pop("dataset_splits"), conversion.pop("dataset_configs")
+    for name, node in (("mixer", mixer), ("mixture", mixture), ("splits", splits), ("configs", configs)):
+        conversion.converted += [f"dataset_{name}"] if node is not None else []
+    split = {kind: [each for each in as_str_list(splits) if kind in each] for kind in ("train", "test")}
+    items = []
+    for number, (name, fraction) in enumerate((mixer.mapping if mixer is not None else {}).items()):
+        config = as_str_list(configs)[number : number + 1]
+        entry = {"path": name, **({"name": config[0]} if config else {})}
+        entry |= {"split": split["train"][0]} if split["train"] else {}
+        items.append(make_node(entry, fraction.origin).with_value(["fraction"], fraction))
+    names = {"id": "path", "config": "name", "weight": "fraction"}
+    for name, node in (mixture.mapping if mixture is not None else {}).items():
+        if name == "datasets" and isinstance(node.value, list):
+            for item in node.value:
+                renamed = {names.get(key, key): child for key, child in item.mapping.items()}
+                items.append(ConfigNode(renamed, item.origin))
+        elif name == "test_split_size":
+            conversion.source["test_split_size"] = node
+        else:
+            conversion.report(f"dataset_mixture.{name}", node, "not_needed", "the seed of the recipe shuffles")
+    if items:
+        conversion.source["datasets"] = ConfigNode(items, items[0].origin)
+    if split["test"]:
+        conversion.source["dataset_test_split"] = make_node(split["test"][0], items[0].origin)
+    convert_trl(conversion)
 
 
 def _convert_model(conversion: Conversion) -> None:
@@ -99,6 +130,9 @@ def _convert_data(conversion: Conversion) -> None:
         entry = dict(mixture.value[0].mapping)
         convert_dataset(conversion, entry, "datasets[0]")
         for name, node in entry.items():
+            if name == "fraction" and as_float(node, 1.0) == 1.0:
+                conversion.converted.append(f"datasets[0].{name}")
+                continue
             advice = DATASET_ENTRY_ADVICE.get(name, "an entry of datasets has no such setting here")
             loss: ConversionLoss = "approximated" if name in DATASET_ENTRY_ADVICE else "unsupported"
             conversion.report(f"datasets[0].{name}", node, loss, advice)
@@ -135,12 +169,10 @@ def _convert_loss(conversion: Conversion) -> None:
     elif loss_types in (["nll"], ["chunked_nll"]):
         advice = "the loss is the mean over trained tokens, computed in chunks"
         conversion.report("loss_type", kind, "not_needed", advice)
-    elif kind is not None:
-        conversion.report("loss_type", kind, "unsupported", "the loss of sft is the mean negative log-likelihood")
-    dropout = conversion.source.pop("disable_dropout", None)
-    if dropout is not None:
-        loss: ConversionLoss = "approximated" if dropout.value is False else "not_needed"
-        conversion.report("disable_dropout", dropout, loss, "dropout follows the config of the model; most have none")
+    if conversion.spec.row_format == "pairs" and not conversion.has("disable_dropout"):
+        dropout = conversion.source.pop("disable_dropout", None)
+        advice = "dropout follows the config of the model; TRL disables it by default; most models have none"
+        conversion.report("disable_dropout", dropout, "approximated", advice)
     assistant_only = conversion.pop("assistant_only_loss")
     completion_only = conversion.source.pop("completion_only_loss", None)
     if not conversion.has("assistant_only_loss"):
