@@ -19,7 +19,7 @@ LINES = {
     # the switch, its fallback, the check of the environment, doctor --reproducible
     "same bits on the GPU": 150,
     # row formats, converters, mixtures
-    "data formats": 430,
+    "data formats": 1_190,
     # round trips, adapters, odd architectures
     "never silently wrong": 165,
     # signals in every phase, one sentence for errors of the storage
@@ -29,7 +29,7 @@ LINES = {
 }
 """Lines of the package by what they are for. Who adds a capability raises its number; who removes lines lowers it."""
 LINE_BUDGET = sum(LINES.values())
-MAX_FILES = 142
+MAX_FILES = 143
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 MAX_POD_BYTES = 680_000

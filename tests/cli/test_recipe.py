@@ -68,7 +68,7 @@ def test_raw_text_in_another_column_is_reported_once(tmp_path: Path, capsys: pyt
     assert run("check", "gemma-270m-tiny", *override) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("songs.jsonl:1: there is no column 'text';") and "lyrics" in line
-    assert "(30 rows like it)" in line
+    assert "(30 rows like it, such as songs.jsonl:2" in line
     assert run("check", "gemma-270m-tiny", *override, "--set", "text_column=lyrics") == 0
 
 

@@ -126,6 +126,7 @@ def test_a_wrong_column_is_reported_with_the_line_of_the_recipe(
         main(["check", "recipe.yaml"])
     assert capsys.readouterr().err.splitlines()[-1] == (
         "rows.jsonl:1: there is no column 'questoin'; the columns are question, answer "
+        "(40 rows like it, such as rows.jsonl:2 and rows.jsonl:3) "
         f"(data.columns.questoin is asked for in recipe.yaml:{line})"
     )
 

@@ -89,14 +89,6 @@ def test_a_conversation_that_has_a_system_message_keeps_its_own() -> None:
     assert result.messages[0] == turn("system", "Mine.")
 
 
-def test_unmapped_columns_are_answered_with_the_line_that_maps_them() -> None:
-    [message] = problems_of(rows_of({"topic": "x", "question": "Why?", "answer": "So."}))
-    assert message == (
-        "rows.jsonl:1: no messages, nor prompt and completion; the columns are topic, question, answer; "
-        "say which is which: data.columns: {question: prompt, answer: completion}"
-    )
-
-
 def test_columns_that_nobody_can_guess_are_answered_with_an_example() -> None:
     [message] = problems_of(rows_of({"left": "Why?", "right": "So."}))
     assert message.endswith("say which is which: data.columns: {QUESTION: prompt, ANSWER: completion}")
@@ -126,10 +118,13 @@ def test_every_row_that_is_invalid_is_reported_at_once() -> None:
     ]
 
 
-def test_after_twenty_problems_the_rest_are_counted() -> None:
+def test_problems_of_one_kind_are_one_line_and_of_many_kinds_the_rest_are_counted() -> None:
     output = problems_of(rows_of(*({"question": "", "answer": "So."} for _ in range(25))), columns=PARTS)
-    assert len(output) == 21
-    assert output[-1] == "5 more rows: have problems like these"
+    message = "'question' is empty; it wants text (25 rows like it, such as rows.jsonl:2 and rows.jsonl:3)"
+    assert output == [f"rows.jsonl:1: {message}"]
+    names = [f"column-{chr(97 + n)}" for n in range(22)]
+    output = problems_of(rows_of(*({name: "x", "messages": 1} for name in names), *({name: 1} for name in names)))
+    assert len(output) == 2, "the names of columns are no other kind"
 
 
 @pytest.mark.parametrize(

@@ -38,12 +38,12 @@ def test_topic_and_question_become_the_full_question_of_the_parquet_file() -> No
 def test_a_template_that_asks_for_a_column_that_is_not_there_is_one_error() -> None:
     data = DataConfig(dataset_name="x", derived_columns=FULL)
     with pytest.raises(DataError, match=r"a:1.*'topic', which is not there; the columns are question"):
-        list(add_derived_columns([Row("a:1", {"question": "What holds?"})], data))
+        rows_to_conversations([Row("a:1", {"question": "What holds?"})], data)
 
 
 def test_a_song_becomes_rows_about_style_theme_and_sound_with_evidence_from_its_words() -> None:
     data = DataConfig(dataset_name="x", generate_qa="songs")
-    built = list(add_derived_columns([Row("songs:7", SONG)], data))
+    built = [row for row in add_derived_columns([Row("songs:7", SONG)], data) if isinstance(row, Row)]
     assert [row.values["question"] for row in built] == [
         "What is the style of this song by Nobody?",
         "What is this song by Nobody about?",
@@ -59,9 +59,9 @@ def test_a_song_becomes_rows_about_style_theme_and_sound_with_evidence_from_its_
 def test_a_song_without_lyrics_is_one_error_and_a_row_with_an_answer_stays() -> None:
     data = DataConfig(dataset_name="x", generate_qa="songs")
     with pytest.raises(DataError, match="a song wants lyrics and artist"):
-        list(add_derived_columns([Row("songs:1", {"lyrics": " ", "artist": "Nobody"})], data))
+        rows_to_conversations([Row("songs:1", {"lyrics": " ", "artist": "Nobody"})], data)
     answered = Row("songs:2", {"lyrics": "La", "artist": "Nobody", "question": "Why?", "answer": "Because."})
-    assert [row.values for row in add_derived_columns([answered], data)] == [answered.values]
+    assert list(add_derived_columns([answered], data)) == [answered]
 
 
 def test_every_row_of_the_songbook_quotes_its_song_and_has_the_voice_that_the_recipe_measures() -> None:

@@ -278,7 +278,7 @@ def test_scans_that_are_no_jpeg_are_reported_by_number_and_the_rest_counted(tmp_
     jpeg_npz(tmp_path / "set.npz", jpeg_header=np.zeros(10, np.uint8))
     with pytest.raises(DataError, match=r"set\.npz train image 0: this is no whole image") as output:
         read_images("set.npz", tmp_path)
-    assert len(output.value.problems) == 20
+    assert len(output.value.problems) == 1 and "(20 images like it" in str(output.value)
 
 
 def test_a_file_that_is_no_zip_is_reported(tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ def test_an_image_that_changed_is_decoded_again(tmp_path: Path) -> None:
 def test_images_of_many_sizes_are_an_error(tmp_path: Path) -> None:
     class_folders(tmp_path / "pets")
     Image.fromarray(PIXELS[0, :20, :24]).convert("L").save(tmp_path / "pets" / "cat" / "00.png")
-    with pytest.raises(DataError, match=r"it is \d+ × \d+ and the first image .*; it wants one size$"):
+    with pytest.raises(DataError, match=r"it is \d+ × \d+ and the first image .*; it wants one size"):
         read_images("pets", tmp_path)
 
 
@@ -359,8 +359,7 @@ def test_broken_images_are_reported_all_at_once(tmp_path: Path) -> None:
         path.write_bytes(path.read_bytes()[:60])
     with pytest.raises(DataError, match=r"dog/01\.png: this is no whole image") as output:
         read_images("pets", tmp_path)
-    assert len(output.value.problems) == 21
-    assert "more images: have problems like these" in str(output.value)
+    assert len(output.value.problems) == 1 and "images like it, such as" in str(output.value)
 
 
 def test_every_miss_is_an_error_that_says_what_would_work(tmp_path: Path) -> None:

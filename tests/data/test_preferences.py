@@ -81,7 +81,7 @@ def test_a_row_that_makes_no_pair_is_reported_with_its_location(
 
 
 def test_unknown_columns_are_answered_with_a_guess(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"columns: {question: prompt, preferred: chosen, response_1: rejected}"):
+    with pytest.raises(DataError, match=r"columns: {question: prompt, preferred: chosen, WORSE: rejected}"):
         read(tmp_path, {"question": QUESTION, "preferred": GOOD, "response_1": BAD})
 
 

@@ -178,13 +178,15 @@ def test_a_set_that_the_hub_does_not_give_is_one_error(tmp_path: Path) -> None:
 
 def test_a_file_of_an_unknown_kind_is_answered_with_the_kinds_we_read(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "rows.xlsx", ["?"])
-    with pytest.raises(UsageError, match=r"rows.xlsx ends in .xlsx; it wants one of .jsonl, .json, .csv, .parquet"):
+    with pytest.raises(
+        UsageError, match=r"rows.xlsx ends in .xlsx; it wants one of .jsonl, .json, .csv, .tsv, .parquet"
+    ):
         read(path)
 
 
 def test_a_folder_without_data_says_what_it_looked_for(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match=r"empty holds no .jsonl, .json, .csv, .parquet, .txt file"):
+    with pytest.raises(UsageError, match=r"empty holds no .jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt file"):
         read(tmp_path / "empty")
 
 
@@ -207,7 +209,7 @@ def test_a_broken_json_file_is_reported_with_its_line(tmp_path: Path) -> None:
 
 def test_a_json_file_of_something_else_says_what_it_wants(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "rows.json", ['{"question": "a", "answer": "b"}'])
-    with pytest.raises(DataError, match=r"^rows.json: it wants a JSON list of objects, each a row$"):
+    with pytest.raises(DataError, match=r"^rows.json: it wants a JSON list of objects, each a row, or"):
         read(path)
 
 

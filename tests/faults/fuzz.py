@@ -26,7 +26,7 @@ from modelwright.data.audit import AuditConfig, audit
 from modelwright.data.chat import rows_to_conversations
 from modelwright.data.preferences import rows_to_pairs
 from modelwright.data.readers import Row, read_file, write_quarantine
-from modelwright.data.shards import iter_documents
+from modelwright.data.shards import rows_to_documents
 from modelwright.errors import DataError, ModelwrightError
 from modelwright.recipe.convert import convert_config
 from modelwright.recipe.load import builtin_recipes, dump_yaml, load
@@ -107,7 +107,7 @@ def _configuration(data: bytes, folder: Path) -> None:
 
 
 def _texts(rows: list[Row], data: DataConfig) -> list[str]:
-    return list(iter_documents(rows, data.text_column))
+    return [document.text for document in rows_to_documents(rows, data)]
 
 
 def _rows(suffix: str) -> Callable[[bytes, Path], None]:

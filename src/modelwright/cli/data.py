@@ -31,8 +31,9 @@ def audit(
         str, typer.Option("--quarantine", help="Where unusable rows are listed.")
     ] = "quarantine.jsonl",
     max_invalid_fraction: Annotated[
-        float, typer.Option("--max-invalid-fraction", help="The audit fails above this fraction of unusable rows.")
-    ] = 0.0,
+        float | None,
+        typer.Option("--max-invalid-fraction", help="The audit fails above this fraction; default: the recipe's."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Report every problem of the data, and its token statistics."""
@@ -42,12 +43,14 @@ def audit(
     failed = False
     audits_json: dict[str, Any] = {}
     for name, result in audit_recipe(recipe, overrides or ()):
-        failed = failed or result.invalid_fraction > max_invalid_fraction or not result.stats
+        limit = result.quarantine.max_invalid_fraction if max_invalid_fraction is None else max_invalid_fraction
+        failed = failed or result.invalid_fraction > limit or not result.stats
         audits_json[name] = result.as_json()
         if result.invalid_rows:
             write_quarantine(Path(quarantine), result.invalid_rows)
         if not as_json:
-            typer.echo(strip_control_chars("\n".join(audit_lines(name, audits_json[name], quarantine))))
+            text = "\n".join(audit_lines(name, audits_json[name], quarantine, result.lines()))
+            typer.echo(strip_control_chars(text))
     if as_json:
         print_json({"ok": not failed, "data": audits_json})
     if failed:
@@ -68,12 +71,14 @@ def show(
     loaded = load_recipe_or_data(recipe, overrides or ())
     from modelwright.stages.specs import render_samples
 
-    by_stage = render_samples(loaded, num_samples)
+    by_stage, lines = render_samples(loaded, num_samples)
     if as_json:
         print_json(
             {"samples": {stage: [sample.as_json() for sample in samples] for stage, samples in by_stage.items()}}
         )
         return
+    for line in lines:
+        typer.echo(strip_control_chars(line))
     for stage, stage_samples in by_stage.items():
         for sample in stage_samples:
             head = f"{stage}: {sample.where}, {sample.trained_tokens} of {sample.tokens} tokens trained"
@@ -96,12 +101,12 @@ def convert(
     """Write rows as Parquet, or a recipe's as a data set on disk."""
     from modelwright.data.audit import convert_to_parquet as write_parquet
     from modelwright.data.audit import export_datasets
-    from modelwright.data.readers import ROW_FILE_SUFFIXES
+    from modelwright.data.readers import row_suffix
 
     path = output or target  # version 0.1 took the target as a second argument
     if path is None:
         raise UsageError("data convert wants --output: a .parquet file, or a folder for a recipe")
-    if Path(source).suffix in ROW_FILE_SUFFIXES:
+    if row_suffix(Path(source)):
         if not Path(source).is_file():
             raise UsageError(f"{source}: there is no such file")
         rows: Any = write_parquet(Path(source), Path(path), prompt_template)
@@ -162,18 +167,15 @@ def _executor(settings: Any, rank_of: str | None, ray: bool) -> Executor:
 
 
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
-MAX_SHOWN, MAX_SHOWN_ONE_REASON = 20, 3
-"""Problems listed one by one; fewer where all have the same reason."""
 
 
-def audit_lines(name: str, audit: dict[str, Any], quarantine: str) -> Iterator[str]:
+def audit_lines(name: str, audit: dict[str, Any], quarantine: str, lines: Sequence[str] = ()) -> Iterator[str]:
     """An audit as lines, problems first."""
-    single_reason = len(audit["reasons"]) == 1
-    for problem in audit["problems"][: MAX_SHOWN_ONE_REASON if single_reason else MAX_SHOWN]:
-        yield f"{problem['where']}: {problem['reason']}"
+    yield from audit["grouped"]
     all_valid = "all usable" if audit["rows"] else "no rows"
     invalid = f"{audit['invalid']:,} unusable, listed in {quarantine}" if audit["invalid"] else all_valid
     yield f"{name}: {audit['rows']:,} rows, {invalid}"
+    yield from (f"  {line}" for line in lines)
     if "lengths" not in audit:
         return
     lengths, truncated, duplicates, split = audit["lengths"], audit["truncated"], audit["duplicates"], audit["split"]

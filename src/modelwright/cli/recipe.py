@@ -52,7 +52,8 @@ def check(recipe: RecipeArgument, overrides: SetOption = None, as_json: JsonOpti
 
     try:
         loaded = load(recipe, overrides or ())
-        problems = [*data_problems(loaded), *_missing_paths(loaded)]
+        problems, data_lines = check_data(loaded)
+        problems += _missing_paths(loaded)
         if problems:
             raise RecipeError(problems)
     except RecipeError as error:
@@ -63,12 +64,13 @@ def check(recipe: RecipeArgument, overrides: SetOption = None, as_json: JsonOpti
     print_notes(loaded)
     summary = _summary(loaded)
     if as_json:
-        print_json({"ok": True, **summary, "notes": list(loaded.notes), "problems": []})
+        print_json({"ok": True, **summary, "notes": list(loaded.notes), "read_as": data_lines, "problems": []})
         return
     gates = f", gates on {', '.join(summary['gates'])}" if summary["gates"] else ", no gates"
     stages = " → ".join(summary["stages"])
     line = f"ok  {summary['name']}: {summary['model']} on {summary['data']}, stages {stages}{gates}"
-    typer.echo(strip_control_chars(line))
+    for text in (line, *(f"  {each}" for each in data_lines)):
+        typer.echo(strip_control_chars(text))
 
 
 def explain(
@@ -101,14 +103,15 @@ def schema() -> None:
     print_json(json_schema())
 
 
-def data_problems(loaded: LoadedRecipe) -> list[Problem]:
-    """All problems of a recipe's data; a data set on the hub is not downloaded."""
+def check_data(loaded: LoadedRecipe) -> tuple[list[Problem], list[str]]:
+    """All problems of a recipe's data, and how it is read; a data set on the hub is not downloaded."""
     from modelwright.data import sources
     from modelwright.data.row_formats import ROW_FORMATS
     from modelwright.errors import DataError
     from modelwright.recipe.load import add_recipe_location
 
     problems: dict[tuple[str, str], Problem] = {}
+    lines: dict[str, None] = {}
     for stage, section in loaded.recipe.stages.items():
         data = loaded.recipe.data_for(stage)
         key = f"{stage}.data" if section.data else "data"
@@ -117,7 +120,8 @@ def data_problems(loaded: LoadedRecipe) -> list[Problem]:
         if not row_format.is_checked(loaded.recipe) or sources.is_hub_name(data.source, loaded.path.parent):
             continue
         try:
-            row_format.load(data, loaded.recipe.seed, loaded.path.parent)
+            dataset = row_format.load(data, loaded.recipe.seed, loaded.path.parent)
+            lines |= dict.fromkeys(f"{data.source}: {line}" for line in dataset.quarantine.lines())
         except DataError as error:
             located = add_recipe_location(error.problems, loaded, stage)
             problems |= {(each.where, each.message): each for each in located}
@@ -126,7 +130,7 @@ def data_problems(loaded: LoadedRecipe) -> list[Problem]:
                 key = f"{key.rpartition('.')[0]}.validation_file"
             problem = Problem(loaded.origins[key].location, str(error))
             problems[problem.where, problem.message] = problem
-    return list(problems.values())
+    return list(problems.values()), list(lines)
 
 
 def _missing_paths(loaded: LoadedRecipe) -> list[Problem]:

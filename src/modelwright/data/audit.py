@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from modelwright.data import readers, sources
-from modelwright.data.chat import ConversationDataset, group_split
+from modelwright.data.chat import ConversationDataset, group_split, read_splits
 from modelwright.data.packing import NDArray, pack_bfd
 from modelwright.data.preferences import PreferenceDataset
 from modelwright.data.prepare import dedup
-from modelwright.data.readers import InvalidRow, Row, describe_columns
-from modelwright.data.row_formats import ROW_FORMATS, TEMPLATE_TOKENS, AuditedRow, length_histogram
+from modelwright.data.readers import InvalidRow, Quarantine, Row, describe_columns
+from modelwright.data.row_formats import ROW_FORMATS, TEMPLATE_TOKENS, AuditedRow, infer_row_format, length_histogram
 from modelwright.data.sampler import GlobalBatchSampler
 from modelwright.data.shards import MANIFEST
 from modelwright.data.tokenizer import DocumentTokenizer
@@ -60,6 +60,8 @@ class AuditReport:
     """Rows that cannot be used."""
     stats: dict[str, Any] = field(default_factory=dict)
     """Statistics of the valid rows."""
+    quarantine: Quarantine = field(default_factory=Quarantine)
+    """How rows were read, and those that were left out."""
 
     @property
     def invalid_fraction(self) -> float:
@@ -68,21 +70,28 @@ class AuditReport:
 
     def as_json(self, max_problems: int = 50) -> dict[str, Any]:
         """For --json: the first problems and all statistics."""
-        reasons = Counter(_reason_category(invalid_row.reason) for invalid_row in self.invalid_rows)
+        reasons = Counter(readers.reason_category(invalid_row.reason) for invalid_row in self.invalid_rows)
         problems = [json.loads(readers.to_jsonl(row)) for row in self.invalid_rows[:max_problems]]
-        counts = {"rows": self.rows, "invalid": len(self.invalid_rows)}
+        counts = {"rows": self.rows, "invalid": len(self.invalid_rows), **self.quarantine.summary()}
+        grouped = readers.group_problems([Problem(row.where, row.reason) for row in self.invalid_rows])
         return {**counts, "invalid_fraction": round(self.invalid_fraction, 4), "reasons": dict(reasons.most_common()),
-                "problems": problems, **self.stats}  # fmt: skip
+                "problems": problems, "grouped": list(map(str, grouped)), **self.stats}  # fmt: skip
+
+    def lines(self) -> list[str]:
+        """How rows were read, and which were dropped; the invalid ones are listed already."""
+        return replace(self.quarantine, invalid_rows=[]).lines()
 
 
 def audit(data: DataConfig, config: AuditConfig, recipe_dir: Path) -> AuditReport:
     """Read all rows once, collect the invalid ones, and measure the rest."""
-    report = AuditReport()
-    items = list(_iter_valid(sources.iter_rows(data.source, data, recipe_dir), data, config.row_format, report))
-    held_out_items: list[AuditedRow] | None = None
-    if data.validation_file:
-        rows = sources.iter_rows(data.validation_file, None, recipe_dir)
-        held_out_items = list(_iter_valid(rows, data, config.row_format, report))
+    row_format = ROW_FORMATS[config.row_format]
+    assert row_format.parse is not None and row_format.audit_item is not None
+    try:
+        train, held_out, quarantine = read_splits(data, recipe_dir, row_format.parse)
+    except DataError as error:  # the rest of a file cannot be read
+        return AuditReport(1, [InvalidRow(each.where, each.message) for each in error.problems])
+    report = AuditReport(quarantine.rows_read, quarantine.invalid_rows, {}, quarantine)
+    items, held_out_items = ([row_format.audit_item(item) for item in split] for split in (train, held_out))
     if not items:
         return report
     lengths = _token_lengths(items, config)
@@ -94,32 +103,10 @@ def audit(data: DataConfig, config: AuditConfig, recipe_dir: Path) -> AuditRepor
         "max_length": config.max_length,
         "truncated": _truncation_stats(lengths, config),
         "duplicates": _duplicate_stats(items, data.system_prompt or ""),
-        "split": _split_overlap(items, held_out_items, data, config.seed),
+        "split": _split_overlap(items, held_out_items if data.validation_file else None, data, config.seed),
         "padding": _padding_fraction(lengths, config),
     }
     return report
-
-
-def _iter_valid(
-    rows: Iterator[Row | InvalidRow], data: DataConfig, row_format: RowFormatName, report: AuditReport
-) -> Iterator[AuditedRow]:
-    audit_row = ROW_FORMATS[row_format].audit_row
-    assert audit_row is not None
-    for row in rows:
-        report.rows += 1
-        if isinstance(row, InvalidRow):
-            report.invalid_rows.append(row)
-            continue
-        try:
-            yield audit_row(row, data)
-        except DataError as error:
-            excerpt = json.dumps(row.values, ensure_ascii=False, default=str)[:120]
-            report.invalid_rows.append(InvalidRow(row.where, error.problems[0].message, excerpt))
-
-
-def _reason_category(reason: str) -> str:
-    """A reason without the parts that differ from row to row."""
-    return reason.partition(";")[0].partition(" (")[0].partition(" is {")[0]
 
 
 def _token_lengths(items: Sequence[AuditedRow], config: AuditConfig) -> NDArray:
@@ -213,11 +200,11 @@ def audit_inputs(loaded: LoadedRecipe) -> Iterator[tuple[str, DataConfig, AuditC
         wanted.append(("prepare", recipe.prepare_data, "text", None))
     audited: list[tuple[DataConfig, RowFormatName]] = []
     for stage, data, row_format, section in wanted:
-        if (data, row_format) in audited or ROW_FORMATS[row_format].audit_row is None:
+        if (data, row_format) in audited or ROW_FORMATS[row_format].parse is None:
             continue
         audited.append((data, row_format))
         length, batch = getattr(section, "max_length", 2048), getattr(section, "per_device_train_batch_size", 8)
-        common = {key: getattr(data, key) for key in ("text_column", "split_by", "test_size", "max_rows")}
+        common = {key: getattr(data, key) for key in ("text_column", "split_by", "test_size", "max_rows", "sample_by")}
         for source_data in [DataConfig(dataset_name=name, **common) for name in data.mix] or [data]:
             yield stage, source_data, AuditConfig(row_format, length, batch, recipe.seed, tokenizer)
 
@@ -326,8 +313,8 @@ def load_recipe_or_data(name: str, overrides: Sequence[str], for_prepare: bool =
 def is_data_source(name: str) -> bool:
     """Whether a name is a data source: a row file, a folder of them, an embedded or a hub dataset."""
     path = Path(name)
-    if path.suffix in readers.ROW_FILE_SUFFIXES:
-        if not path.exists():
+    if readers.row_suffix(path):
+        if not sources.source_files(name, Path()):
             raise UsageError(f"{name}: there is no such file")
         return True
     if path.is_dir():
@@ -342,5 +329,4 @@ def infer_stage(data: DataConfig) -> str:
     if (Path(data.source) / MANIFEST).exists():
         return first_stage("text")
     first = next(iter(sources.iter_rows(data.source, data, Path())), None)
-    columns = {data.columns.get(name, name) for name in first.values} if isinstance(first, Row) else set()
-    return first_stage(next(name for name, each in ROW_FORMATS.items() if each.detect(columns, data)))
+    return first_stage(infer_row_format(tuple(first.values) if isinstance(first, Row) else (), data))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -14,22 +15,22 @@ import numpy as np
 import xxhash
 from jinja2 import TemplateError
 
-from modelwright.data.readers import LONE_SURROGATE, Quarantine, Row, describe_columns, utf8_size
+from modelwright.data.readers import EXAMPLES_SHOWN, InvalidRow, Quarantine, Row, describe_columns
+from modelwright.data.recognize import (
+    Message,
+    Recognized,
+    RowError,
+    check_meaning,
+    conversation_messages,
+    is_empty,
+    normalize_message,
+    parse_tools,
+    recognize,
+)
 from modelwright.data.sources import add_derived_columns, iter_train_rows, iter_validation_rows
 from modelwright.errors import DataError, Problem
 from modelwright.recipe.sections import DataConfig
-from modelwright.recipe.stage_specs import ChatConfig, PairConfig
-
-ROLES = ("system", "user", "assistant", "tool")
-CHAT_ROLES = ("messages", "prompt", "completion", "system")
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-"""ShareGPT role names, in messages of {from, value}."""
-CHAT_COLUMN_HINTS = {
-    "question": "prompt", "instruction": "prompt", "input": "prompt", "query": "prompt", "full-question": "prompt",
-    "answer": "completion", "output": "completion", "response": "completion", "conversations": "messages",
-}  # fmt: skip
-"""The usual role of a column of that name; only used for suggestions in error messages."""
-Message = dict[str, str]
+from modelwright.recipe.stage_specs import ChatConfig, PairConfig, RowFormatName
 
 
 class HasSplitKey(Protocol):
@@ -40,8 +41,13 @@ class HasSplitKey(Protocol):
         """Items with equal keys stay in one split."""
 
 
+class DroppedRow(Exception):
+    """The reason why a valid row is left out, such as a pair of identical answers."""
+
+
 Item = TypeVar("Item", bound=HasSplitKey)
-RowParser = Callable[[Sequence[Row], DataConfig, Quarantine], list[Item]]
+RowParser = Callable[[Iterable[Row | InvalidRow], DataConfig, Quarantine], list[Item]]
+RowBuilder = Callable[[Row, Recognized, DataConfig], Item]
 
 
 @dataclass(frozen=True)
@@ -54,14 +60,16 @@ class Conversation:
     """Role and content of each message; the last is the assistant's."""
     split_key: str
     """Conversations with equal keys stay in one split."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """JSON schemas of the tools that the assistant may call."""
 
     @property
     def last_user_message(self) -> str:
-        return next(message["content"] for message in reversed(self.messages) if message["role"] == "user")
+        return find_prompt(reversed(self.messages))
 
     @property
     def content(self) -> Any:
-        return self.messages
+        return [self.messages, self.tools] if self.tools else self.messages
 
 
 @dataclass(frozen=True)
@@ -90,7 +98,7 @@ class SplitDataset(Generic[Item]):
             "train_rows": len(self.train),
             "held_out_rows": len(self.held_out),
             "prompts_in_both_splits": len(train & held_out),
-            "quarantined_rows": len(self.quarantine.invalid_rows),
+            **self.quarantine.summary(),
             "fingerprint": self.fingerprint,
             **self.counts,
         }
@@ -117,17 +125,25 @@ def load_splits(
     data: DataConfig, seed: int, recipe_dir: Path, parse: RowParser[Item], empty_message: str = "there is no row in it"
 ) -> tuple[list[Item], list[Item], Quarantine]:
     """Read and parse the training and validation rows; without a validation file, hold out part of the former."""
-    quarantine = Quarantine(data.max_invalid_fraction)
-    train, held_out = (
-        parse(list(quarantine.iter_valid(rows)), data, quarantine)
-        for rows in (iter_train_rows(data, recipe_dir), iter_validation_rows(data, recipe_dir))
-    )
+    train, held_out, quarantine = read_splits(data, recipe_dir, parse)
     quarantine.raise_if_over_limit()
     for items, source in ((train, data.source), (held_out, data.validation_file)):
         if source and not items:
             raise DataError([Problem(source, empty_message)])
     if not data.validation_file:
         train, held_out = group_split(train, data, seed)
+    return train, held_out, quarantine
+
+
+def read_splits(
+    data: DataConfig, recipe_dir: Path, parse: RowParser[Item]
+) -> tuple[list[Item], list[Item], Quarantine]:
+    """The parsed training and validation rows, and those that cannot be used, for check, audit, show and run."""
+    quarantine = Quarantine(data.max_invalid_fraction)
+    train, held_out = (
+        parse(quarantine.count(rows), data, quarantine)
+        for rows in (iter_train_rows(data, recipe_dir), iter_validation_rows(data, recipe_dir))
+    )
     return train, held_out, quarantine
 
 
@@ -145,44 +161,52 @@ def hash_splits(train: Sequence[Any], held_out: Sequence[Any]) -> tuple[str, int
 
 
 def rows_to_conversations(
-    rows: Sequence[Row], data: DataConfig, quarantine: Quarantine | None = None
+    rows: Iterable[Row | InvalidRow], data: DataConfig, quarantine: Quarantine | None = None
 ) -> list[Conversation]:
     """Parse each row; invalid ones go to the quarantine, or are raised if there is none."""
-    invalid = Quarantine() if quarantine is None else quarantine
+    return parse_rows(rows, data, "conversations", _build_conversation, quarantine)
+
+
+def parse_rows(
+    rows: Iterable[Row | InvalidRow],
+    data: DataConfig,
+    row_format: RowFormatName,
+    build: RowBuilder[Item],
+    quarantine: Quarantine | None,
+) -> list[Item]:
+    """Add derived columns, recognize the format of each row and build an item of it; the quarantine takes the rest."""
+    outcome = Quarantine() if quarantine is None else quarantine
     rows = list(add_derived_columns(rows, data))
-    if not rows:
-        return []
-    role_columns = map_chat_columns(rows[0], data.columns)
-    conversations: list[Conversation] = []
-    for row in rows:
-        messages = _parse_messages(row, role_columns, data.system_prompt)
-        if not isinstance(messages, str) and data.split_by and data.split_by not in row.values:
-            messages = f"there is no column {data.split_by!r} to split by; {describe_columns(row.values)}"
-        if isinstance(messages, str):
-            invalid.add(row, messages)
-            continue
-        conversations.append(Conversation(row.where, tuple(messages), get_split_key(row, messages, data)))
+    known: set[str] = set().union(*(row.values for row in rows if isinstance(row, Row)))
+    recognized: dict[tuple[str, ...], Recognized] = {}
+    items: list[Item] = []
+    for row in outcome.iter_valid(rows):
+        try:
+            names = tuple(row.values)
+            if names not in recognized:
+                recognized[names] = recognize(names, row_format, data.columns, known)
+            if data.split_by and data.split_by not in row.values:
+                raise RowError(f"there is no column {data.split_by!r} to split by; {describe_columns(row.values)}")
+            items.append(build(row, recognized[names], data))
+            outcome.count_format(recognized[names].describe(row.values))
+        except DroppedRow as reason:
+            outcome.drop(row, str(reason))
+        except RowError as error:
+            outcome.add(row, str(error))
     if quarantine is None:
-        invalid.raise_if_over_limit()
-    return conversations
+        outcome.raise_if_over_limit()
+    return items
 
 
-def map_chat_columns(row: Row, columns: dict[str, Any]) -> dict[str, str]:
-    """Which column has which role: by data.columns, else by column names that are roles."""
-    configured = {role: column for column, role in columns.items()}
-    named: dict[str, str] = {role: role for role in CHAT_ROLES if role in row.values}
-    role_columns = configured or named
-    missing = [column for column in role_columns.values() if column not in row.values]
-    if missing:
-        raise DataError([Problem(row.where, f"there is no column {missing[0]!r}; {describe_columns(row.values)}")])
-    if "messages" not in role_columns and not {"prompt", "completion"} <= set(role_columns):
-        guessed = {column: CHAT_COLUMN_HINTS[column] for column in row.values if column in CHAT_COLUMN_HINTS}
-        complete = {"prompt", "completion"} <= set(guessed.values())
-        suggestion = guessed if complete else {"QUESTION": "prompt", "ANSWER": "completion"}
-        line = ", ".join(f"{column}: {role}" for column, role in suggestion.items())
-        summary = f"no messages, nor prompt and completion; {describe_columns(row.values)}"
-        raise DataError([Problem(row.where, f"{summary}; say which is which: data.columns: {{{line}}}")])
-    return role_columns
+def _build_conversation(row: Row, recognized: Recognized, data: DataConfig) -> Conversation:
+    values = {role: row.values.get(column) for role, column in recognized.columns.items()}
+    messages = conversation_messages(values, recognized.columns)
+    check_meaning(recognized, row.values, messages)
+    if "text" not in recognized.columns:
+        messages = add_system_message(messages, values.get("system") or data.system_prompt)
+    return Conversation(
+        row.where, tuple(messages), get_split_key(row, messages, data), parse_tools(values.get("tools"))
+    )
 
 
 def group_split(items: Sequence[Item], data: DataConfig, seed: int) -> tuple[list[Item], list[Item]]:
@@ -211,74 +235,21 @@ def build_prompt_messages(question: str, system_prompt: str | None) -> list[Mess
     return [*system, {"role": "user", "content": question}]
 
 
-def _parse_messages(row: Row, role_columns: dict[str, str], system_prompt: str | None) -> list[Message] | str:
-    """The messages of a row, or the reason why it is invalid."""
-    if "messages" in role_columns:
-        messages = validate_messages(row.values.get(role_columns["messages"]))
-    else:
-        context = row.values.get(role_columns["context"]) if "context" in role_columns else None
-        prompt = append_context(row.values.get(role_columns["prompt"]), context)
-        completion = row.values.get(role_columns["completion"])
-        for name, value in (("prompt", prompt), ("completion", completion)):
-            if value is None or value == [] or (isinstance(value, str) and not value.strip()):
-                return f"{role_columns[name]!r} is empty; it wants text"
-            if not isinstance(value, str | list):
-                return f"{role_columns[name]!r} is {value!r}; it wants text"
-        messages = validate_messages([*to_messages("user", prompt), *to_messages("assistant", completion)])
-    if isinstance(messages, str):
+def find_prompt(messages: Iterable[Message]) -> str:
+    """The first message of the user; a text without messages is its own prompt."""
+    return next(str(message["content"]) for message in messages if message["role"] in ("user", "text"))
+
+
+def add_system_message(messages: list[Message], system: Any) -> list[Message]:
+    """Prepend a system message unless there is one."""
+    if is_empty(system) or messages[0]["role"] == "system":
         return messages
-    system = row.values.get(role_columns["system"]) if "system" in role_columns else system_prompt
-    return add_system_message(messages, system)
-
-
-def to_messages(role: str, value: Any) -> Any:
-    """A text as a list of one message; anything else unchanged."""
-    return [{"role": role, "content": value}] if isinstance(value, str) else value
-
-
-def add_system_message(messages: list[Message], system: Any) -> list[Message] | str:
-    """Prepend a system message unless there is one; or the reason why it is invalid."""
-    if system and utf8_size(str(system)) is None:
-        return LONE_SURROGATE
-    wanted = system and messages[0]["role"] != "system"
-    return [{"role": "system", "content": str(system)}, *messages] if wanted else messages
+    return [normalize_message({"role": "system", "content": str(system)}), *messages]
 
 
 def get_split_key(row: Row, messages: Iterable[Message], data: DataConfig) -> str:
     """The value of data.split_by, else the first user message: equal in SFT and DPO, so they hold out the same."""
-    first_prompt = next(message["content"] for message in messages if message["role"] == "user")
-    return normalize_key(row.values[data.split_by] if data.split_by else first_prompt)
-
-
-def append_context(prompt: Any, context: Any) -> Any:
-    """Append the context column of an instruction dataset to the prompt."""
-    return f"{prompt}\n\n{context}" if isinstance(prompt, str) and isinstance(context, str) and context else prompt
-
-
-def validate_messages(value: Any) -> list[Message] | str:
-    """Messages that end with an assistant message, or the reason why they are invalid."""
-    if not isinstance(value, list) or not value:
-        return "messages is empty or no list; it wants a list of {role, content}"
-    turns: list[Message] = []
-    for turn in map(_from_sharegpt, value):
-        if not isinstance(turn, dict) or not isinstance(turn.get("content"), str) or turn.get("role") not in ROLES:
-            return f"a turn is {str(turn)[:60]!r}; it wants a role of {', '.join(ROLES)} and a text content"
-        if utf8_size(turn["content"]) is None:
-            return LONE_SURROGATE
-        turns.append({"role": turn["role"], "content": turn["content"]})
-    if turns[-1]["role"] != "assistant" or not turns[-1]["content"].strip():
-        return "the last turn is not an answer of the assistant; no assistant message to train on"
-    if not any(turn["role"] == "user" for turn in turns):
-        return "no turn is the user's; it wants a question before the answer"
-    return turns
-
-
-def _from_sharegpt(turn: Any) -> Any:
-    """Convert a ShareGPT message to role and content; any other is unchanged."""
-    if not isinstance(turn, dict) or set(turn) < {"from", "value"} or "role" in turn:
-        return turn
-    role = SHAREGPT_ROLES.get(str(turn.get("from")), turn.get("from"))
-    return {"role": role, "content": turn.get("value")} if role in ROLES else turn
+    return normalize_key(row.values[data.split_by] if data.split_by else find_prompt(messages))
 
 
 TOKENIZE_BATCH = 512
@@ -287,6 +258,8 @@ MIN_PREFIX_CHARS, PREFIX_CHECKS = 64, 2
 """Shortest common prefix worth tokenizing once, and the number of texts on which that is checked."""
 TokenIds = np.ndarray[Any, np.dtype[np.int32]]
 EMPTY_IDS: TokenIds = np.zeros(0, dtype=np.int32)
+Tools = Sequence[dict[str, Any]]
+WORD_RE = re.compile(r"[^\W_]{2,}")
 RenderedText = tuple[str, list[tuple[int, int]]]
 """The rendered text, and the character ranges that are trained."""
 
@@ -299,6 +272,8 @@ class TokenizedRow:
     """Token ids: [length] int32."""
     loss_mask: np.ndarray[Any, np.dtype[np.bool_]]
     """Whether the loss includes this token: [length] bool."""
+    where: str = ""
+    """File and line of the row."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -306,13 +281,15 @@ class TokenizedRow:
 
 @dataclass
 class TokenizedDataset:
-    """All rows of one split, with truncation counts."""
+    """All rows of one split, with truncation counts and the first rows that were truncated or dropped."""
 
     rows: list[TokenizedRow] = field(default_factory=list)
     truncated_rows: int = 0
     split_rows: int = 0
     truncated_tokens: int = 0
     dropped_rows: int = 0
+    truncated_examples: list[str] = field(default_factory=list)
+    dropped_examples: list[str] = field(default_factory=list)
 
     def append(self, row: TokenizedRow, config: ChatConfig) -> None:
         """Add a row: whole, truncated, or split (bfd_split); a row without trained tokens is dropped."""
@@ -326,12 +303,15 @@ class TokenizedDataset:
         elif len(row) > length:
             self.truncated_rows += 1
             self.truncated_tokens += len(row) - length
+            add_example(self.truncated_examples, f"{row.where} ({len(row):,} tokens)")
             pieces = [TokenizedRow(row.input_ids[:length], row.loss_mask[:length])]
         trained_pieces = [piece for piece in pieces if piece.loss_mask[1:].any()]  # the first token is never predicted
         self.rows += trained_pieces
-        self.dropped_rows += not trained_pieces
+        if not trained_pieces:
+            self.dropped_rows += 1
+            add_example(self.dropped_examples, row.where)
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, Any]:
         """The numbers of the data manifest."""
         return {
             **vars(self),
@@ -339,6 +319,12 @@ class TokenizedDataset:
             "tokens": sum(len(row) for row in self.rows),
             "trained_tokens": int(sum(row.loss_mask.sum() for row in self.rows)),
         }
+
+
+def add_example(examples: list[str], example: str) -> None:
+    """Keep the first examples."""
+    if len(examples) < EXAMPLES_SHOWN:
+        examples.append(example)
 
 
 def tokenize_conversations(
@@ -366,7 +352,8 @@ def check_tokenized(
     if dataset.truncated_rows > (limit := config.max_truncated_rows.resolve(count)):
         summary = f"{dataset.truncated_rows} of {count} {noun} are longer than max_length {config.max_length}"
         allowed = f"more than max_truncated_rows allows ({limit})"
-        message = f"{summary} and would be cut, {allowed}; raise one of them{hint}"
+        examples = f"the first are {', '.join(dataset.truncated_examples)}"
+        message = f"{summary} and would be cut, {allowed}; raise one of them{hint}; {examples}"
     elif count and not dataset.rows:
         message = f"no row has a trained token within max_length {config.max_length}; raise max_length"
     elif count and not has_stop:
@@ -389,26 +376,35 @@ def tokenize_batch(
     """Tokenize conversations in one call of the tokenizer, which uses all cores."""
     rendered: list[RenderedText] = []
     untemplated: list[TokenizedRow] = []
+    locations: list[str] = []
     for conversation in conversations:
-        with _template_errors(conversation.messages, conversation.where):
-            if tokenizer.chat_template:
-                rendered += _render_with_spans(list(conversation.messages), tokenizer, assistant_only)
+        messages, where = conversation.messages, conversation.where
+        with _template_errors(messages, where):
+            if messages[0]["role"] == "text":
+                untemplated.append(_tokenize_text(str(messages[0]["content"]), where, tokenizer))
+            elif tokenizer.chat_template:
+                rendered += _render_with_spans(list(messages), tokenizer, assistant_only, conversation.tools)
             else:
-                args = (conversation.messages, conversation.where, tokenizer, assistant_only)
-                untemplated.append(_tokenize_without_template(*args))
-    return untemplated or _tokenize_with_mask(tokenizer, rendered)
+                untemplated.append(
+                    _tokenize_without_template(messages, where, tokenizer, assistant_only, conversation.tools)
+                )
+        locations += [where] * (len(rendered) + len(untemplated) - len(locations))
+    rows = untemplated or _tokenize_with_mask(tokenizer, rendered)
+    return [replace(row, where=where) for row, where in zip(rows, locations, strict=True)]
 
 
 def tokenize_completion(
-    prompt_messages: Sequence[Message], completion: Sequence[Message], tokenizer: Any, where: str
+    prompt_messages: Sequence[Message], completion: Sequence[Message], tokenizer: Any, where: str, tools: Tools = ()
 ) -> TokenizedRow:
     """Tokenize a prompt and its completion; only the completion is trained."""
-    with _template_errors([*prompt_messages, *completion], where):
+    messages = [*prompt_messages, *completion]
+    with _template_errors(messages, where):
         if not tokenizer.chat_template:
-            return _tokenize_without_template([*prompt_messages, *completion], where, tokenizer, assistant_only=True)
-        text = _render(tokenizer, [*prompt_messages, *completion])
-        span = (_completion_start(tokenizer, prompt_messages, text), len(text))
-        return _tokenize_with_mask(tokenizer, [(text, [span])])[0]
+            return _tokenize_without_template(messages, where, tokenizer, True, tools)
+        text = _render(tokenizer, messages, tools)
+        _check_rendered(text, messages, tools)
+        span = (_completion_start(tokenizer, prompt_messages, text, tools), len(text))
+        return replace(_tokenize_with_mask(tokenizer, [(text, [span])])[0], where=where)
 
 
 @contextmanager
@@ -421,28 +417,47 @@ def _template_errors(messages: Sequence[Message], where: str) -> Iterator[None]:
         raise DataError([Problem(where, problem)]) from None
 
 
-def _render_with_spans(messages: list[Message], tokenizer: Any, assistant_only: bool) -> list[RenderedText]:
-    full_text = _render(tokenizer, messages)
+def _check_rendered(text: str, messages: Sequence[Message], tools: Tools) -> None:
+    """Raise if the template leaves out tools, a tool call, a tool's output or the reasoning of the last message."""
+    for tool in tools:
+        if (name := tool.get("function", tool)["name"]) not in text:
+            raise TemplateError(f"it does not render tools, such as {name!r}; use a model whose template does")
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            if call["function"]["name"] not in text:
+                raise TemplateError(f"it does not render tool_calls, such as that of {call['function']['name']!r}")
+        if message["role"] == "tool" and not all(word in text for word in WORD_RE.findall(message["content"])):
+            raise TemplateError("it does not render the output of tools")
+    if not all(word in text for word in WORD_RE.findall(messages[-1].get("reasoning_content", ""))):
+        raise TemplateError("it does not render reasoning_content")
+
+
+def _render_with_spans(
+    messages: list[Message], tokenizer: Any, assistant_only: bool, tools: Tools = ()
+) -> list[RenderedText]:
+    full_text = _render(tokenizer, messages, tools)
+    _check_rendered(full_text, messages, tools)
     # an assistant message that opens the conversation has no prompt: it is not trained
     answers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant" and turn > 0]
     spans: list[tuple[int, int]] = []
     for turn in answers:
-        prefix_text = full_text if turn + 1 == len(messages) else _render(tokenizer, messages[: turn + 1])
+        prefix_text = full_text if turn + 1 == len(messages) else _render(tokenizer, messages[: turn + 1], tools)
         if not full_text.startswith(prefix_text):
-            return [_render_last(tokenizer, messages[: turn + 1], assistant_only) for turn in answers]
-        spans.append((_completion_start(tokenizer, messages[:turn], prefix_text), len(prefix_text)))
+            return [_render_last(tokenizer, messages[: turn + 1], assistant_only, tools) for turn in answers]
+        spans.append((_completion_start(tokenizer, messages[:turn], prefix_text, tools), len(prefix_text)))
     return [(full_text, spans if assistant_only else [(0, len(full_text))])]
 
 
-def _render_last(tokenizer: Any, messages: Sequence[Message], assistant_only: bool) -> RenderedText:
-    text = _render(tokenizer, messages)
-    start = _completion_start(tokenizer, messages[:-1], text) if assistant_only else 0
+def _render_last(tokenizer: Any, messages: Sequence[Message], assistant_only: bool, tools: Tools) -> RenderedText:
+    text = _render(tokenizer, messages, tools)
+    _check_rendered(text, messages, tools)
+    start = _completion_start(tokenizer, messages[:-1], text, tools) if assistant_only else 0
     return text, [(start, len(text))]
 
 
-def _completion_start(tokenizer: Any, prompt_messages: Sequence[Message], text: str) -> int:
+def _completion_start(tokenizer: Any, prompt_messages: Sequence[Message], text: str, tools: Tools = ()) -> int:
     """Start of the completion: the end of the common prefix with the prompt rendered for generation."""
-    return _common_prefix(_render(tokenizer, prompt_messages, add_generation_prompt=True), text)
+    return _common_prefix(_render(tokenizer, prompt_messages, tools, add_generation_prompt=True), text)
 
 
 def _common_prefix(one: str, other: str) -> int:
@@ -452,9 +467,10 @@ def _common_prefix(one: str, other: str) -> int:
     return next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(other))
 
 
-def _render(tokenizer: Any, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+def _render(tokenizer: Any, messages: Sequence[Message], tools: Tools = (), add_generation_prompt: bool = False) -> str:
     try:
-        options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+        options |= {"tools": list(tools)} if tools else {}
         return str(tokenizer.apply_chat_template(list(messages), **options))
     except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:  # errors inside the template
         raise TemplateError(str(error)) from None
@@ -506,12 +522,23 @@ def _shareable_prefix(tokenizer: Any, texts: Sequence[str]) -> int:
     return cut if all(np.array_equal(full, [*first, *other]) for (full, _), (other, _) in pairs) else 0
 
 
+def _tokenize_text(text: str, where: str, tokenizer: Any) -> TokenizedRow:
+    """Tokenize a text that is trained whole, with an end-of-text token."""
+    if tokenizer.eos_token_id is None:
+        raise DataError([Problem(where, "the tokenizer has no end-of-text token, which text needs at its end")])
+    input_ids = [*tokenizer(text)["input_ids"]]
+    input_ids += [tokenizer.eos_token_id] if input_ids[-1:] != [tokenizer.eos_token_id] else []
+    return TokenizedRow(np.array(input_ids, dtype=np.int32), np.ones(len(input_ids), dtype=np.bool_))
+
+
 def _tokenize_without_template(
-    messages: Sequence[Message], where: str, tokenizer: Any, assistant_only: bool
+    messages: Sequence[Message], where: str, tokenizer: Any, assistant_only: bool, tools: Tools = ()
 ) -> TokenizedRow:
     roles = [message["role"] for message in messages]
-    if roles != ["user", "assistant"]:
-        problem = f"the tokenizer has no chat template, which the turns {', '.join(roles)} need; use an instruct model"
+    extras = ["tools"] if tools else [key for key in ("tool_calls", "reasoning_content") if messages[-1].get(key)]
+    if roles != ["user", "assistant"] or extras:
+        needed_by = extras[0] if extras else f"the turns {', '.join(roles)}"
+        problem = f"the tokenizer has no chat template, which {needed_by} need; use an instruct model"
         raise DataError([Problem(where, problem)])
     if tokenizer.eos_token_id is None:
         problem = "the tokenizer has neither a chat template nor an end-of-text token; use an instruct model"

@@ -24,7 +24,7 @@ import xxhash
 
 from modelwright.data.download import RemoteFile, download, sha256_file
 from modelwright.data.packing import NDArray
-from modelwright.data.readers import cap_problems
+from modelwright.data.readers import group_problems
 from modelwright.data.sources import CIFAR10_NAME, did_you_mean, local_path
 from modelwright.errors import DataError, Problem, UsageError
 from modelwright.runs.caches import cache_dir
@@ -419,7 +419,7 @@ def _decode_images(
             message = f"it is {image.shape[1]} × {image.shape[0]} and the first image {shape[1]} × {shape[0]}"
             problems.append(Problem(name, f"{message}; it wants one size"))
     if problems:
-        raise DataError(cap_problems(problems, "images"))
+        raise DataError(group_problems(problems, "images"))
     images = [image for image in decoded if not isinstance(image, str)]
     return np.stack(images) if images else np.zeros((0, *shape), np.uint8)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from modelwright.data.readers import Row, cap_problems, describe_columns
+from modelwright.data.readers import Row, describe_columns, group_problems
 from modelwright.errors import DataError, Problem
 
 QUESTION_COLUMNS = ("question", "query", "prompt", "question_stem", "input", "instruction")
@@ -42,7 +42,7 @@ def parse_questions(rows: Sequence[Row]) -> list[MultipleChoiceQuestion]:
         else:
             questions.append(question)
     if problems:
-        raise DataError(cap_problems(problems))
+        raise DataError(group_problems(problems))
     return questions
 
 

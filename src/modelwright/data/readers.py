@@ -1,24 +1,32 @@
-"""Read JSONL, JSON, CSV, Parquet and TXT files row by row, and quarantine rows that are invalid."""
+"""Read JSONL, JSON, CSV, TSV, Parquet, Arrow and TXT files row by row, and quarantine rows that are invalid."""
 
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, Literal, TextIO
 
 from modelwright.errors import DataError, Problem, UsageError, first_line, redact_secrets
 from modelwright.runs.folder import write_text
 
-ROW_FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
+ROW_FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
+COMPRESSED_SUFFIXES = {".gz": "gzip", ".zst": "zstd"}
+"""Compressions of a row file, as in rows.jsonl.gz."""
+SampleBy = Literal["document", "paragraph", "line"]
 TXT_DOCUMENT_CHARS = 1 << 20
 """Characters after which a text file is split at the next blank line, so that no file must fit in memory."""
 CSV_FIELD_LIMIT = 1 << 30
 MAX_PROBLEMS_SHOWN = 20
-"""Problems listed one by one; the rest are counted."""
+"""Kinds of problems listed one by one; the rest are counted."""
+EXAMPLES_SHOWN = 3
+"""Rows of one kind that are shown."""
 QUARANTINE_FILE = "quarantine.jsonl"
 NOT_UTF8 = "these bytes are not UTF-8; save the file as UTF-8"
 LONE_SURROGATE = "the text holds half a character (a lone surrogate), which no tokenizer takes"
@@ -101,33 +109,80 @@ def raise_on_invalid_rows(items: Iterable[Row | InvalidRow]) -> Iterator[Row]:
         elif not invalid_rows:
             yield item
     if invalid_rows:
-        raise DataError(cap_problems([Problem(row.where, row.reason) for row in invalid_rows]))
+        raise DataError(group_problems([Problem(row.where, row.reason) for row in invalid_rows]))
 
 
-def cap_problems(problems: Sequence[Problem], noun: str = "rows") -> list[Problem]:
-    """The first problems, and the number of those left out."""
-    more = len(problems) - MAX_PROBLEMS_SHOWN
-    tail = [Problem(f"{more} more {noun}", "have problems like these")] if more > 0 else []
-    return [*problems[:MAX_PROBLEMS_SHOWN], *tail]
+def reason_category(reason: str) -> str:
+    """A reason without the parts that differ from row to row."""
+    head = reason.partition(";")[0].partition(" (")[0]
+    return re.sub(r"\d+", "N", re.sub(r" is ['\"\[{\d-].*", " is", head))
 
 
-def read_file(path: Path, file_slice: FileSlice = WHOLE_FILE) -> Iterator[Row | InvalidRow]:
-    """The rows of a file or of a slice of it; the suffix decides the format."""
-    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet,
-               ".txt": _read_txt}  # fmt: skip
-    if path.suffix not in readers:
-        suffix = path.suffix or "nothing"
-        raise UsageError(f"data: {path} ends in {suffix}; it wants one of {', '.join(ROW_FILE_SUFFIXES)}")
-    return readers[path.suffix](path, file_slice)
+def group_problems(problems: Sequence[Problem], noun: str = "rows") -> list[Problem]:
+    """The first problem of each kind with the number of others like it; of many kinds, the first ones."""
+    groups: dict[str, list[Problem]] = {}
+    for problem in problems:
+        groups.setdefault(reason_category(problem.message), []).append(problem)
+    shown = [Problem(first.where, f"{first.message}{_like_it([each.where for each in others], noun)}")
+             for first, *others in groups.values()]  # fmt: skip
+    more = sum(map(len, list(groups.values())[MAX_PROBLEMS_SHOWN:]))
+    tail = [Problem(f"{more} more {noun}", "have other problems")] if more else []
+    return [*shown[:MAX_PROBLEMS_SHOWN], *tail]
+
+
+def _like_it(others: Sequence[str], noun: str) -> str:
+    examples = " and ".join(others[: EXAMPLES_SHOWN - 1])
+    return f" ({len(others) + 1:,} {noun} like it, such as {examples})" if others else ""
+
+
+def row_suffix(path: Path) -> str:
+    """The suffix that decides the format of a row file, such as .jsonl of rows.JSONL.gz; empty for other files."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in COMPRESSED_SUFFIXES:
+        suffixes.pop()
+    return suffixes[-1] if suffixes and suffixes[-1] in ROW_FILE_SUFFIXES else ""
+
+
+def read_file(
+    path: Path, file_slice: FileSlice = WHOLE_FILE, sample_by: SampleBy = "document"
+) -> Iterator[Row | InvalidRow]:
+    """The rows of a file or of a slice of it; the suffix decides the format, `sample_by` what a document of TXT is."""
+    readers: dict[str, Callable[[Path, FileSlice], Iterator[Row | InvalidRow]]]
+    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".tsv": _read_csv,
+               ".parquet": _read_parquet, ".arrow": _read_arrow, ".txt": partial(_read_txt, sample_by)}  # fmt: skip
+    suffix = row_suffix(path)
+    if not suffix:
+        wanted = f"{', '.join(ROW_FILE_SUFFIXES)}, each also with {' or '.join(COMPRESSED_SUFFIXES)}"
+        raise UsageError(f"data: {path} ends in {path.suffix or 'nothing'}; it wants one of {wanted}")
+    rows = readers[suffix](path, file_slice)
+    return rows if path.suffix.lower() not in COMPRESSED_SUFFIXES else _check_compression(rows, path)
+
+
+def open_binary(path: Path) -> BinaryIO:
+    """Open a file for reading; one that ends in .gz or .zst is decompressed."""
+    compression = COMPRESSED_SUFFIXES.get(path.suffix.lower())
+    if compression is None:
+        return path.open("rb")
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.input_stream(str(path), compression=compression))
+
+
+def _check_compression(rows: Iterator[Row | InvalidRow], path: Path) -> Iterator[Row | InvalidRow]:
+    try:
+        yield from rows
+    except OSError as error:  # of Arrow: truncated or damaged
+        reason = f"this file cannot be decompressed ({first_line(error)[:120]}); it is damaged or ends early"
+        yield InvalidRow(path.name, reason, file_unreadable=True)
 
 
 def _read_jsonl(path: Path, file_slice: FileSlice) -> Iterator[Row | InvalidRow]:
-    with path.open("rb") as file:
+    with open_binary(path) as file:
         if file_slice.start:
             file.seek(file_slice.start - 1)
             file.readline()  # a line that began before the slice belongs to the previous slice
         number = file_slice.row_offset
-        while file_slice.stop is None or file.tell() < file_slice.stop:
+        while file_slice.stop is None or file.tell() < file_slice.stop:  # a compressed file is never sliced
             line = file.readline()
             if not line:
                 return
@@ -168,7 +223,7 @@ def _json_error_reason(error: ValueError) -> str:
 
 def _read_json(path: Path, file_slice: FileSlice) -> Iterator[Row | InvalidRow]:
     """Stream a list of objects; an object that holds one such list is loaded whole."""
-    with path.open(encoding="utf-8-sig") as file:
+    with io.TextIOWrapper(open_binary(path), encoding="utf-8-sig") as file:
         stream, first = JsonStream(file), ""
         try:
             first = stream.peek()
@@ -185,10 +240,13 @@ def _read_json(path: Path, file_slice: FileSlice) -> Iterator[Row | InvalidRow]:
 
 
 def _json_rows(path: Path, stream: JsonStream) -> Iterator[Row | InvalidRow]:
-    no_rows = InvalidRow(path.name, "it wants a JSON list of objects, each a row", file_unreadable=True)
+    reason = "it wants a JSON list of objects, each a row, or an object with such a list under data"
+    no_rows = InvalidRow(path.name, reason, file_unreadable=True)
     if stream.peek() != "[":
         values = stream.load_rest()
-        lists = [value for value in values.values() if isinstance(value, list)] if isinstance(values, dict) else []
+        values = values if isinstance(values, dict) else {}
+        lists = [value for value in values.values() if isinstance(value, list)]
+        lists = [values["data"]] if isinstance(values.get("data"), list) else lists
         items: Iterable[Any] = lists[0] if len(lists) == 1 else [None]
     else:
         items = stream.iter_items()
@@ -201,7 +259,7 @@ def _json_rows(path: Path, stream: JsonStream) -> Iterator[Row | InvalidRow]:
 
 def _first_non_utf8_line(path: Path) -> int:
     """Number of the first line that is not UTF-8."""
-    with path.open("rb") as file:
+    with open_binary(path) as file:
         for number, line in enumerate(file, 1):
             try:
                 line.decode()
@@ -212,12 +270,12 @@ def _first_non_utf8_line(path: Path) -> int:
 
 def _read_csv(path: Path, file_slice: FileSlice) -> Iterator[Row | InvalidRow]:
     csv.field_size_limit(CSV_FIELD_LIMIT)  # the default of 128 kB is too small for a long document
-    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        yield from _csv_rows(path, file)
+    with io.TextIOWrapper(open_binary(path), "utf-8-sig", errors="surrogateescape", newline="") as file:
+        yield from _csv_rows(path, file, "\t" if row_suffix(path) == ".tsv" else ",")
 
 
-def _csv_rows(path: Path, file: TextIO) -> Iterator[Row | InvalidRow]:
-    reader = csv.reader(file)
+def _csv_rows(path: Path, file: TextIO, delimiter: str) -> Iterator[Row | InvalidRow]:
+    reader = csv.reader(file, delimiter=delimiter)
     try:
         header = next(reader, None)
     except csv.Error as error:
@@ -225,10 +283,8 @@ def _csv_rows(path: Path, file: TextIO) -> Iterator[Row | InvalidRow]:
         return
     if header is None:
         return
-    if len(header) == 1 and (separator := next((separator for separator in ";\t|" if separator in header[0]), None)):
-        separator_name = {";": "semicolons", "\t": "tabs", "|": "bars"}[separator]
-        message = f"the header is one column, {header[0]!r}, that looks separated by {separator_name}"
-        yield InvalidRow(f"{path.name}:1", f"{message}; save the file with commas", file_unreadable=True)
+    if problem := _header_problem(header, delimiter):
+        yield InvalidRow(f"{path.name}:1", problem, file_unreadable=True)
         return
     while True:
         try:
@@ -245,8 +301,21 @@ def _csv_rows(path: Path, file: TextIO) -> Iterator[Row | InvalidRow]:
             yield InvalidRow(where, NOT_UTF8, ",".join(values)[:80].encode(errors="replace").decode())
         elif len(values) != len(header):
             yield InvalidRow(where, f"this line has not the {len(header)} columns of the header", ",".join(values)[:80])
+        elif delimiter == "\t" and any("\t" in value and "\n" in value for value in values):
+            yield InvalidRow(where, "a quote opens here and swallows the lines after it; double it or leave it out")
         else:
             yield Row(where, dict(zip(header, values, strict=True)))
+
+
+def _header_problem(header: list[str], delimiter: str) -> str:
+    """What is wrong with the header of a CSV or TSV file, if anything."""
+    names = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
+    separator = next((each for each in names if each != delimiter and each in header[0]), None)
+    if len(header) == 1 and separator:
+        message = f"the header is one column, {header[0]!r}, that looks separated by {names[separator]}"
+        return f"{message}; save the file with {names[delimiter]}"
+    repeated = next((name for name in header if header.count(name) > 1), None)
+    return "" if repeated is None else f"the header names the column {repeated!r} twice; rename one of them"
 
 
 def _read_parquet(path: Path, file_slice: FileSlice) -> Iterator[Row | InvalidRow]:
@@ -254,7 +323,9 @@ def _read_parquet(path: Path, file_slice: FileSlice) -> Iterator[Row | InvalidRo
 
     number = file_slice.row_offset
     try:
-        with pyarrow.parquet.ParquetFile(path, memory_map=False) as file:
+        compressed = path.suffix.lower() in COMPRESSED_SUFFIXES
+        source = pyarrow.BufferReader(open_binary(path).read()) if compressed else path
+        with pyarrow.parquet.ParquetFile(source, memory_map=False) as file:
             groups = range(file_slice.start, file_slice.stop or file.metadata.num_row_groups)
             for batch in file.iter_batches(batch_size=1024, row_groups=list(groups)):
                 for values in batch.to_pylist():
@@ -264,11 +335,32 @@ def _read_parquet(path: Path, file_slice: FileSlice) -> Iterator[Row | InvalidRo
         yield InvalidRow(path.name, f"this is no whole Parquet file ({first_line(error)})", file_unreadable=True)
 
 
-def _read_txt(path: Path, file_slice: FileSlice) -> Iterator[Row | InvalidRow]:
-    """One document per file; a long file is split at the first blank line after a million characters."""
+def _read_arrow(path: Path, file_slice: FileSlice) -> Iterator[Row | InvalidRow]:
+    """An Arrow IPC file, or a stream such as `datasets` writes."""
+    import pyarrow
+
+    number = 0
+    try:
+        with open_binary(path) as file:
+            is_file = file.read(6) == b"ARROW1"
+        with open_binary(path) as file:
+            # only the file format needs random access, so only it is read whole
+            reader = pyarrow.ipc.open_file(file.read()) if is_file else pyarrow.ipc.open_stream(file)
+            batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+            for batch in batches:
+                for values in batch.to_pylist():
+                    number += 1
+                    yield Row(f"{path.name} row {number}", values)
+    except Exception as error:  # as for Parquet
+        yield InvalidRow(path.name, f"this is no whole Arrow file ({first_line(error)})", file_unreadable=True)
+
+
+def _read_txt(sample_by: SampleBy, path: Path, file_slice: FileSlice) -> Iterator[Row | InvalidRow]:
+    """The documents of a text: lines, paragraphs, or all of it, split at a blank line after a million characters."""
     lines: list[str] = []
     size, first, number = 0, 1, 0
-    with path.open("rb") as file:
+    limit = {"document": TXT_DOCUMENT_CHARS, "paragraph": 0, "line": 0}[sample_by]
+    with open_binary(path) as file:
         for number, line in enumerate(file, 1):
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -277,11 +369,18 @@ def _read_txt(path: Path, file_slice: FileSlice) -> Iterator[Row | InvalidRow]:
                 continue
             lines.append(text)
             size += len(text)
-            if (size >= TXT_DOCUMENT_CHARS and not text.strip()) or size >= 2 * TXT_DOCUMENT_CHARS:
-                yield Row(f"{path.name}:{first}", {"text": "".join(lines)})
+            is_end = sample_by == "line" or not text.strip()
+            if (size >= limit and is_end) or size >= 2 * TXT_DOCUMENT_CHARS:
+                if "".join(lines).strip():
+                    yield Row(f"{path.name}:{first}", {"text": _document_text(lines, sample_by)})
                 lines, size, first = [], 0, number + 1
     if "".join(lines).strip():
-        yield Row(f"{path.name}:{first}", {"text": "".join(lines)})
+        yield Row(f"{path.name}:{first}", {"text": _document_text(lines, sample_by)})
+
+
+def _document_text(lines: list[str], sample_by: SampleBy) -> str:
+    text = "".join(lines)
+    return text if sample_by == "document" else text.strip("\r\n")
 
 
 WHITESPACE, DECODER = re.compile(r"[ \t\n\r]*"), json.JSONDecoder()
@@ -361,32 +460,81 @@ class Quarantine:
     """Rows read, valid and invalid."""
     invalid_rows: list[InvalidRow] = field(default_factory=list)
     """Rows that cannot be used."""
+    dropped_rows: list[InvalidRow] = field(default_factory=list)
+    """Valid rows that are left out, such as pairs of identical answers and empty documents."""
+    formats: Counter[str] = field(default_factory=Counter)
+    """How rows were read, and how many."""
 
-    def iter_valid(self, items: Iterable[Row | InvalidRow]) -> Iterator[Row]:
-        """The readable rows; an unreadable file raises at once."""
+    def count(self, items: Iterable[Row | InvalidRow]) -> Iterator[Row | InvalidRow]:
+        """Count the rows that are read; an unreadable file raises at once."""
         for item in items:
             self.rows_read += 1
+            if isinstance(item, InvalidRow) and item.file_unreadable:
+                raise DataError([Problem(item.where, item.reason)])
+            yield item
+
+    def iter_valid(self, items: Iterable[Row | InvalidRow]) -> Iterator[Row]:
+        """The valid rows; the others are kept here."""
+        for item in items:
             if isinstance(item, Row):
                 yield item
-            elif item.file_unreadable:
-                raise DataError([Problem(item.where, item.reason)])
             else:
                 self.invalid_rows.append(item)
 
     def add(self, row: Row, reason: str) -> None:
         """Quarantine a row."""
-        excerpt = json.dumps(row.values, ensure_ascii=False, default=str)[:120]
-        self.invalid_rows.append(InvalidRow(row.where, reason, excerpt))
+        self.invalid_rows.append(invalid_row(row, reason))
+
+    def drop(self, row: Row, reason: str) -> None:
+        """Leave out a valid row."""
+        self.dropped_rows.append(invalid_row(row, reason))
+
+    def count_format(self, description: str) -> None:
+        """Count a row that was read as described."""
+        self.formats[description] += 1
+
+    def summary(self) -> dict[str, Any]:
+        """Counts and first rows, for a manifest."""
+        kinds = {"quarantined": self.invalid_rows, "dropped": self.dropped_rows}
+        return {
+            "read_as": dict(self.formats),
+            **{f"{kind}_rows": len(rows) for kind, rows in kinds.items()},
+            **{f"{kind}_examples": show_examples(rows) for kind, rows in kinds.items() if rows},
+        }
+
+    def lines(self, quarantine_file: str = "") -> list[str]:
+        """What a user should know: how rows were read, and which were left out, with the first three."""
+        formats = self.formats.most_common()
+        shown = [f"{text} ({count:,} rows)" if len(formats) > 1 else text for text, count in formats[:EXAMPLES_SHOWN]]
+        if others := formats[EXAMPLES_SHOWN:]:
+            shown.append(f"{sum(count for _, count in others):,} rows have {len(others)} other sets of columns")
+        target = f", listed in {quarantine_file}" if quarantine_file else ""
+        kinds = ((self.invalid_rows, f"cannot be used{target}"), (self.dropped_rows, "are dropped"))
+        for rows, what in kinds:
+            if rows:
+                examples = "; ".join(show_examples(rows))
+                shown.append(f"{len(rows):,} of {self.rows_read:,} rows {what}: {examples}")
+        return shown
 
     def raise_if_over_limit(self) -> None:
         """Raise all invalid rows as one error if there are more than allowed."""
         if len(self.invalid_rows) > self.max_invalid_fraction * self.rows_read:
-            problems = cap_problems([Problem(row.where, row.reason) for row in self.invalid_rows])
+            problems = group_problems([Problem(row.where, row.reason) for row in self.invalid_rows])
             if self.max_invalid_fraction:
                 limit = f"data.max_invalid_fraction {self.max_invalid_fraction:g}"
                 summary = f"{len(self.invalid_rows):,} of {self.rows_read:,} rows cannot be used"
                 problems.append(Problem("data", f"{summary}, more than {limit} allows"))
             raise DataError(problems)
+
+
+def show_examples(rows: Sequence[InvalidRow]) -> list[str]:
+    """The first rows with their reasons."""
+    return [f"{row.where}: {row.reason}" for row in rows[:EXAMPLES_SHOWN]]
+
+
+def invalid_row(row: Row, reason: str) -> InvalidRow:
+    """A row that cannot be used, with its first characters."""
+    return InvalidRow(row.where, reason, json.dumps(row.values, ensure_ascii=False, default=str)[:120])
 
 
 def to_jsonl(invalid_row: InvalidRow) -> str:

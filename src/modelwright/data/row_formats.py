@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from modelwright.data import chat, images, preferences, sources
-from modelwright.data.chat import Conversation, Message, TokenizedRow
+from modelwright.data.chat import Conversation, RowParser, TokenizedRow
 from modelwright.data.packing import NDArray, pack_bfd
 from modelwright.data.preferences import PreferencePair
-from modelwright.data.readers import InvalidRow, Row, get_text
-from modelwright.data.shards import PackedDataset, check_raw_text
+from modelwright.data.recognize import Message, RowError, message_text, recognize
+from modelwright.data.shards import Document, PackedDataset, check_raw_text, rows_to_documents
 from modelwright.data.tokenizer import DocumentTokenizer
-from modelwright.errors import DataError, Problem, UsageError
+from modelwright.errors import DataError, UsageError
 from modelwright.recipe.schema import Recipe
 from modelwright.recipe.sections import CountOrFraction, DataConfig, RowStats
 from modelwright.recipe.stage_specs import RowFormatName, TrainingConfig
@@ -107,7 +107,7 @@ def _chars_per_token(recipe: Recipe, sample: Sequence[Message], tokenizer: Path 
         from tokenizers import Tokenizer
 
         encoder = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
-        texts = [message["content"] for message in sample]
+        texts = [message_text(message) for message in sample]
         tokens = sum(len(encoding.ids) for encoding in encoder.encode_batch(texts, add_special_tokens=False))
         return sum(map(len, texts)) / max(1, tokens)
     if prepare is not None and prepare.tokenizer == "train":
@@ -116,7 +116,7 @@ def _chars_per_token(recipe: Recipe, sample: Sequence[Message], tokenizer: Path 
 
 
 def _estimate_tokens(messages: Sequence[Message], chars_per_token: float) -> int:
-    return round(sum(len(message["content"]) / chars_per_token + TEMPLATE_TOKENS for message in messages))
+    return round(sum(len(message_text(message)) / chars_per_token + TEMPLATE_TOKENS for message in messages))
 
 
 @dataclass(frozen=True)
@@ -135,32 +135,21 @@ class AuditedRow:
     """The prompt, which should not be in both splits, whatever the split key is."""
 
 
-def _audit_conversation(row: Row, data: DataConfig) -> AuditedRow:
-    conversation = chat.rows_to_conversations([row], data)[0]
-    text = "\n".join(turn["content"] for turn in conversation.messages)
+def _audit_conversation(conversation: Conversation) -> AuditedRow:
+    text = "\n".join(map(message_text, conversation.messages))
     prompt_key = chat.normalize_key(conversation.last_user_message)
-    return AuditedRow(row.where, text, len(conversation.messages), conversation.split_key, prompt_key)
+    return AuditedRow(conversation.where, text, len(conversation.messages), conversation.split_key, prompt_key)
 
 
-def _audit_pair(row: Row, data: DataConfig) -> AuditedRow:
-    pairs = preferences.rows_to_pairs([row], data)
-    if not pairs:
-        raise DataError([Problem(row.where, "the two answers are the same; there is nothing to prefer")])
-    pair = pairs[0]
-    longer = max((pair.chosen, pair.rejected), key=lambda answer: sum(len(turn["content"]) for turn in answer))
+def _audit_pair(pair: PreferencePair) -> AuditedRow:
+    longer = max((pair.chosen, pair.rejected), key=lambda answer: sum(map(len, map(message_text, answer))))
     turns = (*pair.prompt, *longer)
-    text = "\n".join(turn["content"] for turn in turns)
-    return AuditedRow(row.where, text, len(turns), pair.split_key, pair.split_key)
+    text = "\n".join(map(message_text, turns))
+    return AuditedRow(pair.where, text, len(turns), pair.split_key, pair.split_key)
 
 
-def _audit_text(row: Row, data: DataConfig) -> AuditedRow:
-    text = get_text(row, data.text_column)
-    if isinstance(text, InvalidRow):
-        raise DataError([Problem(text.where, text.reason)])
-    if not text.strip():
-        raise DataError([Problem(row.where, f"{data.text_column!r} is empty; it wants text")])
-    group = str(row.values.get(data.split_by)) if data.split_by else text
-    return AuditedRow(row.where, text, 0, group, group)
+def _audit_document(document: Document) -> AuditedRow:
+    return AuditedRow(document.where, document.text, 0, document.split_key, document.split_key)
 
 
 Span = tuple[str, bool]
@@ -232,8 +221,10 @@ class RowFormat:
 
     load: Callable[[DataConfig, int, Path], Any]
     """Read and check the rows of data, seed and recipe folder."""
-    audit_row: Callable[[Row, DataConfig], AuditedRow] | None = None
-    """Check one row; None for images, which only a run reads."""
+    parse: RowParser[Any] | None = None
+    """Parse rows, with a quarantine for those that cannot be used; None for images, which only a run reads."""
+    audit_item: Callable[[Any], AuditedRow] | None = None
+    """What an audit measures of a parsed row."""
     is_packed: bool = False
     """Whether rows are documents, which are packed and never truncated."""
     columns: tuple[str, ...] = ()
@@ -242,34 +233,44 @@ class RowFormat:
     """The messages of a row that are trained."""
     render: Callable[[Any, Any, Any], list[RenderedSample]] | None = None
     """Render loaded rows by a tokenizer and the settings of a stage."""
-    detect: Callable[[set[str], DataConfig], bool] = lambda columns, data: False
-    """Whether a data source with these columns has this format."""
     embedded: DataConfig | None = None
     """Rows for measuring a stage where its own data is not on this machine."""
 
     def is_checked(self, recipe: Recipe) -> bool:
         """Whether rows are read before a run; what prepare reads is not."""
-        return self.audit_row is not None and not (self.is_packed and recipe.prepare)
+        return self.parse is not None and not (self.is_packed and recipe.prepare)
 
 
 ROW_FORMATS: dict[RowFormatName, RowFormat] = {
     "pairs": RowFormat(
-        load=preferences.load_preferences, audit_row=_audit_pair, columns=("prompt", "chosen", "rejected"),
+        load=preferences.load_preferences, parse=preferences.rows_to_pairs, audit_item=_audit_pair,
+        columns=("prompt", "chosen", "rejected"),
         answers=lambda pair: (pair.chosen, pair.rejected), render=_render_pairs,
-        detect=lambda columns, data: {"chosen", "rejected"} <= columns,
         embedded=DataConfig(dataset_name="field-guide-pairs", test_size=CountOrFraction(4)),
     ),
     "text": RowFormat(
-        load=check_raw_text, audit_row=_audit_text, is_packed=True,
-        detect=lambda columns, data: data.text_column in columns and not {"prompt", "messages"} & columns,
+        load=check_raw_text, parse=rows_to_documents, audit_item=_audit_document, is_packed=True,
     ),
     "conversations": RowFormat(
-        load=chat.load_conversations, audit_row=_audit_conversation, columns=("messages",),
+        load=chat.load_conversations, parse=chat.rows_to_conversations, audit_item=_audit_conversation,
+        columns=("messages",),
         answers=lambda row: [[message for message in row.messages if message["role"] == "assistant"]],
-        render=_render_conversations, detect=lambda columns, data: True,
+        render=_render_conversations,
         embedded=DataConfig(dataset_name="field-guide", columns={"question": "prompt", "answer": "completion"},
                             test_size=CountOrFraction(4)),
     ),
     "images": RowFormat(load=lambda data, seed, recipe_dir: images.read_images(data.source, recipe_dir, data.data_dir)),
 }  # fmt: skip
-"""The row formats by name; the first that detects the columns of a data source is taken."""
+"""The row formats by name."""
+
+
+def infer_row_format(names: Sequence[str], data: DataConfig) -> RowFormatName:
+    """The format of data without a recipe, by its columns."""
+    candidates: tuple[RowFormatName, ...] = ("pairs", "conversations")
+    for row_format in candidates:
+        try:
+            recognize(names, row_format, data.columns, set(names))
+            return row_format
+        except RowError:
+            pass
+    return "text" if data.text_column in names else "conversations"

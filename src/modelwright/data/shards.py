@@ -7,7 +7,6 @@ import json
 import math
 import os
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,9 +17,10 @@ from typing import Any, Self
 import numpy as np
 import xxhash
 
+from modelwright.data.chat import SplitDataset
 from modelwright.data.packing import NDArray
-from modelwright.data.readers import InvalidRow, Row, get_text, raise_on_invalid_rows
-from modelwright.data.sources import iter_train_rows, iter_validation_rows, local_path
+from modelwright.data.readers import InvalidRow, Quarantine, Row, describe_columns, get_text
+from modelwright.data.sources import add_derived_columns, iter_train_rows, iter_validation_rows, local_path
 from modelwright.data.tokenizer import DocumentTokenizer, TokenizedDocuments
 from modelwright.errors import DataError, Problem
 from modelwright.recipe.sections import DataConfig
@@ -406,19 +406,24 @@ def pack_raw_text(
 class _SplitDocuments:
     """The documents of a recipe, read more than once; held out by a hash of seed and text."""
 
+    quarantine: Quarantine
+    """Rows that cannot be used, and empty ones."""
+
     def __init__(self, data: DataConfig, seed: int, recipe_dir: Path) -> None:
         self._data, self._seed, self._recipe_dir = data, seed, recipe_dir
         hashes, digest = array("Q"), xxhash.xxh3_128()
-        for text in self._train():
+        self.quarantine = Quarantine(data.max_invalid_fraction)
+        for text in self._train(self.quarantine):
             hashes.append(self._split_hash(text))
             digest.update(text.encode() + b"\0")
+        for text in self._validation(self.quarantine):
+            digest.update(text.encode() + b"\1")
+        self.quarantine.raise_if_over_limit()
         if not hashes:
             raise DataError([Problem(data.source, "there is no text in it")])
         distinct = np.unique(np.frombuffer(hashes, dtype=np.uint64))
         count = 0 if data.validation_file else min(data.test_size.resolve(len(distinct)), len(distinct) - 1)
         self._held_out_limit = int(distinct[count - 1]) if count else -1
-        for text in self._validation():
-            digest.update(text.encode() + b"\1")
         self.fingerprint = f"{digest.hexdigest()} {self._held_out_limit}"
 
     def splits(self) -> Iterator[tuple[str, Iterator[str]]]:
@@ -428,45 +433,68 @@ class _SplitDocuments:
             held_out = (text for text in self._train() if self._split_hash(text) <= self._held_out_limit)
             yield "held_out", chain(held_out, self._validation())
 
-    def _train(self) -> Iterator[str]:
-        rows = raise_on_invalid_rows(iter_train_rows(self._data, self._recipe_dir))
-        return iter_documents(rows, self._data.text_column)
+    def _train(self, quarantine: Quarantine | None = None) -> Iterator[str]:
+        return self._texts(iter_train_rows(self._data, self._recipe_dir), quarantine)
 
-    def _validation(self) -> Iterator[str]:
-        rows = raise_on_invalid_rows(iter_validation_rows(self._data, self._recipe_dir))
-        return iter_documents(rows, self._data.text_column)
+    def _validation(self, quarantine: Quarantine | None = None) -> Iterator[str]:
+        return self._texts(iter_validation_rows(self._data, self._recipe_dir), quarantine)
+
+    def _texts(self, rows: Iterable[Row | InvalidRow], quarantine: Quarantine | None) -> Iterator[str]:
+        quarantine = quarantine or Quarantine()
+        return (item.text for item in iter_documents(quarantine.count(rows), self._data, quarantine))
 
     def _split_hash(self, text: str) -> int:
         return xxhash.xxh3_64_intdigest(f"{self._seed}:{text}".encode())
 
 
-def check_raw_text(data: DataConfig, seed: int, recipe_dir: Path) -> None:
+def check_raw_text(data: DataConfig, seed: int, recipe_dir: Path) -> SplitDataset[Document]:
     """Check the first documents of both splits; checking all could take long."""
     path = local_path(data.source, recipe_dir)
     if path is not None and (path / MANIFEST).exists():
-        return  # packed shards, which a run checks
+        return SplitDataset([], [], "")  # packed shards, which a run checks
+    quarantine = Quarantine(data.max_invalid_fraction)
     for rows in (iter_train_rows(data, recipe_dir), iter_validation_rows(data, recipe_dir)):
-        list(iter_documents(raise_on_invalid_rows(islice(rows, DOCUMENT_BATCH)), data.text_column))
+        rows_to_documents(quarantine.count(islice(rows, DOCUMENT_BATCH)), data, quarantine)
+    quarantine.raise_if_over_limit()
+    return SplitDataset([], [], "", quarantine)
 
 
-def iter_documents(rows: Iterable[Row], column: str) -> Iterator[str]:
-    """The texts of the text column without blank ones; invalid rows are raised at the end.
+@dataclass(frozen=True)
+class Document:
+    """A text to pretrain on."""
 
-    Each reason is listed once with its first row: a wrong column name, for instance, is the same in every row.
-    """
-    first_locations: dict[str, str] = {}
-    counts: Counter[str] = Counter()
-    for row in rows:
-        text = get_text(row, column)
+    where: str
+    """File and line."""
+    text: str
+    """The text."""
+    split_key: str
+    """Documents with equal keys stay in one split."""
+
+
+def rows_to_documents(
+    rows: Iterable[Row | InvalidRow], data: DataConfig, quarantine: Quarantine | None = None
+) -> list[Document]:
+    """The documents of rows; invalid rows go to the quarantine, or are raised if there is none."""
+    outcome = quarantine or Quarantine()
+    documents = list(iter_documents(rows, data, outcome))
+    if quarantine is None:
+        outcome.raise_if_over_limit()
+    return documents
+
+
+def iter_documents(rows: Iterable[Row | InvalidRow], data: DataConfig, quarantine: Quarantine) -> Iterator[Document]:
+    """The documents of rows; empty ones are dropped and counted."""
+    for row in quarantine.iter_valid(add_derived_columns(rows, data)):
+        text = get_text(row, data.text_column)
         if isinstance(text, InvalidRow):
-            if text.reason in first_locations or len(first_locations) < 20:
-                first_locations.setdefault(text.reason, text.where)
-                counts[text.reason] += 1
-        elif text.strip() and not first_locations:
-            yield text
-    if first_locations:
-        suffixes = {reason: f" ({count:,} rows like it)" if count > 1 else "" for reason, count in counts.items()}
-        raise DataError([Problem(where, f"{reason}{suffixes[reason]}") for reason, where in first_locations.items()])
+            quarantine.add(row, text.reason)
+        elif not text.strip():
+            quarantine.drop(row, f"{data.text_column!r} is empty")
+        elif data.split_by and data.split_by not in row.values:
+            quarantine.add(row, f"there is no column {data.split_by!r} to split by; {describe_columns(row.values)}")
+        else:
+            quarantine.count_format(f"read as text: {data.text_column} → documents")
+            yield Document(row.where, text, str(row.values[data.split_by]) if data.split_by else text)
 
 
 def _document_batches(texts: Iterator[str], tokenizer: DocumentTokenizer) -> Iterator[DocumentBatch]:

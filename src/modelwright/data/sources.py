@@ -10,13 +10,22 @@ import re
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from modelwright.data import download, readers
-from modelwright.data.readers import ROW_FILE_SUFFIXES, InvalidRow, Row, describe_columns, read_file
+from modelwright.data.readers import (
+    ROW_FILE_SUFFIXES,
+    InvalidRow,
+    Row,
+    SampleBy,
+    describe_columns,
+    invalid_row,
+    read_file,
+    row_suffix,
+)
 from modelwright.errors import DataError, Problem, UsageError, first_line
 from modelwright.recipe.sections import DataConfig
 from modelwright.runs.caches import cache_dir
@@ -76,6 +85,14 @@ GENERATED_DATASETS = {PYTHON_DOCS: python_docs}
 """Datasets generated on this machine when they are read."""
 CIFAR10_NAME = "cifar10"
 """Images that are downloaded if they are not local."""
+DATASET_INFO = "dataset_info.json"
+"""LLaMA-Factory's list of data sets."""
+FACTORY_ROLES = {"query": "context", "response": "completion", "kto_tag": "label"}
+"""Its names of columns that differ from our roles."""
+FACTORY_TAGS = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system",
+                "observation_tag": "tool", "function_tag": "function_call"}  # fmt: skip
+FACTORY_KEYS = {"file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"}
+GLOB_RE = re.compile(r"[*?\[]")
 HELD_OUT_SPLITS = ("held_out", "validation", "test")
 """Names of the held-out split of a saved dataset."""
 
@@ -87,7 +104,9 @@ def iter_train_rows(data: DataConfig, recipe_dir: Path) -> Iterator[Row | Invali
 
 def iter_validation_rows(data: DataConfig, recipe_dir: Path) -> Iterator[Row | InvalidRow]:
     """The rows of validation_file, if any, and the invalid ones."""
-    return iter_rows(data.validation_file, None, recipe_dir) if data.validation_file else iter(())
+    if data.validation_file is None:
+        return iter(())
+    return iter_rows(data.validation_file, None, recipe_dir, sample_by=data.sample_by)
 
 
 def read_train_rows(data: DataConfig, recipe_dir: Path) -> list[Row]:
@@ -112,26 +131,100 @@ def is_hub_name(name: str, recipe_dir: Path) -> bool:
     """Whether a name can only be a hub dataset: owner/name, and no local file of that name."""
     if is_embedded(name) or local_path(name, recipe_dir) is not None:
         return False
-    return name.count("/") == 1 and Path(name).suffix not in ROW_FILE_SUFFIXES and not name.startswith((".", "/", "~"))
+    has_form = name.count("/") == 1 and not name.startswith((".", "/", "~")) and not GLOB_RE.search(name)
+    return has_form and not row_suffix(Path(name))
 
 
 def iter_rows(
-    name: str, data: DataConfig | None, recipe_dir: Path, start: int = 0, stop: int | None = None
+    name: str,
+    data: DataConfig | None,
+    recipe_dir: Path,
+    start: int = 0,
+    stop: int | None = None,
+    sample_by: SampleBy | None = None,
 ) -> Iterator[Row | InvalidRow]:
     """The rows of a source, or rows [start, stop) of it; `data` gives the configuration and split of a hub dataset."""
     if name in GENERATED_DATASETS:
         return islice((Row(where, {"text": text}) for where, text in GENERATED_DATASETS[name]()), start, stop)
     path = EMBEDDED_DATASETS.get(name) or local_path(name, recipe_dir)
-    if path is None:
+    files = source_files(name, recipe_dir)
+    if path is None and not files:
         if not is_hub_name(name, recipe_dir):
             hint = did_you_mean(name, recipe_dir, [*EMBEDDED_DATASETS, *GENERATED_DATASETS])
             raise UsageError(f"data: there is no file, folder or embedded set {name!r}{hint}")
         config, split = (data.dataset_config_name, data.dataset_split) if data else (None, "train")
         return _iter_dataset(download.load_hub_dataset(name, config, split), name, start, stop)
-    if path.is_dir() and is_saved_dataset(path):
+    if path is not None and path.is_dir() and is_saved_dataset(path):
         return _iter_dataset(_load_saved_dataset(path, data), path.name, start, stop)
-    files = files_in(path) if path.is_dir() else [path]
-    return islice(chain.from_iterable(map(read_file, files)), start, stop)
+    if is_factory_source(files):
+        return islice(_iter_dataset_info(files[0], data), start, stop)
+    sample_by = sample_by or (data.sample_by if data else "document")
+    return islice(chain.from_iterable(read_file(file, sample_by=sample_by) for file in files), start, stop)
+
+
+def source_files(name: str, recipe_dir: Path) -> list[Path]:
+    """The files of an embedded set, a file, a folder or a pattern such as data/*.jsonl; none for other names."""
+    path = EMBEDDED_DATASETS.get(name) or local_path(name, recipe_dir)
+    if path is not None:
+        return files_in(path) if path.is_dir() and not is_saved_dataset(path) else [path]
+    for folder in (Path(), recipe_dir) if GLOB_RE.search(name) else ():
+        start = Path(Path(name).anchor) if Path(name).is_absolute() else folder
+        if files := sorted(file for file in start.glob(name.removeprefix(str(start))) if row_suffix(file)):
+            return files
+    return []
+
+
+def is_factory_source(files: Sequence[Path]) -> bool:
+    """Whether the files of a source are those that LLaMA-Factory's dataset_info.json lists."""
+    return len(files) == 1 and files[0].name == DATASET_INFO and bool(factory_entries(files[0]))
+
+
+def factory_entries(info: Path) -> dict[str, Any]:
+    """The data sets of LLaMA-Factory's dataset_info.json; empty for other files of that name, such as of `datasets`."""
+    try:
+        entries = json.loads(info.read_text(encoding="utf-8"))
+    except ValueError:
+        return {}
+    entries = entries if isinstance(entries, dict) else {}
+    is_entry = [isinstance(entry, dict) and bool(FACTORY_KEYS & set(entry)) for entry in entries.values()]
+    return entries if is_entry and all(is_entry) else {}
+
+
+def _iter_dataset_info(info: Path, data: DataConfig | None) -> Iterator[Row | InvalidRow]:
+    """The rows of an entry of LLaMA-Factory's dataset_info.json, with its columns renamed to our roles."""
+    entries = factory_entries(info)
+    names = list(entries)
+    name = data.dataset_config_name if data and data.dataset_config_name else names[0] if len(names) == 1 else None
+    if name not in names:
+        problem = f"it has no {name!r}" if name else "it names several data sets"
+        raise UsageError(f"data: {info}: {problem}; data.dataset_config_name wants one of {', '.join(names)}")
+    entry = entries[name]
+    file = info.parent / str(entry.get("file_name"))
+    if not file.exists():
+        hub = next((entry[key] for key in ("hf_hub_url", "ms_hub_url") if entry.get(key)), None)
+        hint = f"it is on the hub: data.dataset_name: {hub}" if hub else f"there is no file {file.name!r} beside it"
+        raise UsageError(f"data: {info}: {name}: {hint}")
+    columns = {str(column): FACTORY_ROLES.get(role, role) for role, column in (entry.get("columns") or {}).items()}
+    tags = entry.get("tags") or {}
+    for item in chain.from_iterable(map(read_file, files_in(file) if file.is_dir() else [file])):
+        if isinstance(item, Row):
+            others = {column: value for column, value in item.values.items() if column not in columns}
+            renamed = {role: item.values.get(column) for column, role in columns.items()}
+            item = Row(item.where, {**others, **{role: _retag(value, tags) for role, value in renamed.items()}})
+        yield item
+
+
+def _retag(value: Any, tags: Mapping[str, str]) -> Any:
+    """Messages with the keys and role words that dataset_info.json declares, in ours; other values unchanged."""
+    if isinstance(value, list):
+        return [_retag(turn, tags) for turn in value]
+    if not isinstance(value, dict) or not tags:
+        return value
+    words = {tags[tag]: role for tag, role in FACTORY_TAGS.items() if tag in tags}
+    role_key, content_key = tags.get("role_tag", "from"), tags.get("content_tag", "value")
+    rest = {key: item for key, item in value.items() if key not in (role_key, content_key)}
+    role = value.get(role_key)
+    return {**rest, "role": words.get(str(role), role), "content": value.get(content_key)}
 
 
 def did_you_mean(name: str, recipe_dir: Path, known: Iterable[str]) -> str:
@@ -143,8 +236,12 @@ def did_you_mean(name: str, recipe_dir: Path, known: Iterable[str]) -> str:
 
 def files_in(path: Path) -> list[Path]:
     """The files of a folder that are read, sorted by name; only those named train*, if there are any."""
-    candidates = sorted(p for p in path.iterdir() if p.suffix in ROW_FILE_SUFFIXES)
-    files = [p for p in candidates if p.suffix != ".txt"] or candidates  # a text file next to row files is a readme
+    candidates = sorted(p for p in path.iterdir() if row_suffix(p))
+    info = path / DATASET_INFO
+    if info in candidates and factory_entries(info):
+        return [info]
+    candidates = [p for p in candidates if p != info]
+    files = [p for p in candidates if row_suffix(p) != ".txt"] or candidates  # a text file next to rows is a readme
     if not files:
         raise UsageError(f"data: the folder {path} holds no {', '.join(ROW_FILE_SUFFIXES)} file")
     return [p for p in files if p.stem.startswith("train")] or files
@@ -188,21 +285,28 @@ def _iter_dataset(dataset: Any, name: str, start: int, stop: int | None) -> Iter
 PLACEHOLDER_RE = re.compile(r"\{([^{}]+)\}")
 
 
-def add_derived_columns(rows: Iterable[Row], data: DataConfig) -> Iterator[Row]:
-    """Add the columns of data.derived_columns; an existing column is kept."""
+def add_derived_columns(rows: Iterable[Row | InvalidRow], data: DataConfig) -> Iterator[Row | InvalidRow]:
+    """Add the columns of data.derived_columns; an existing column is kept. A row that lacks a column is invalid."""
     for row in rows:
-        for source_row in generate_song_qa(row) if data.generate_qa == "songs" else (row,):
-            values = dict(source_row.values)
-            for name, template in data.derived_columns.items():
-                if name not in values:
-                    values[name] = render_template(template, values, source_row.where)
-            yield Row(source_row.where, values)
+        if isinstance(row, InvalidRow):
+            yield row
+            continue
+        try:
+            for source_row in generate_song_qa(row) if data.generate_qa == "songs" else (row,):
+                values = dict(source_row.values)
+                for name, template in data.derived_columns.items():
+                    if name not in values:
+                        values[name] = render_template(template, values, source_row.where)
+                yield Row(source_row.where, values)
+        except DataError as error:
+            yield invalid_row(row, error.problems[0].message)
 
 
 def render_template(template: str, values: Mapping[str, Any], where: str) -> str:
     """A template with each {column} replaced by the row's value."""
-    if missing := [name for name in PLACEHOLDER_RE.findall(template) if name not in values]:
-        message = f"data.derived_columns asks for the column {missing[0]!r}, which is not there"
+    if missing := [name for name in PLACEHOLDER_RE.findall(template) if values.get(name) is None]:
+        state = "is empty" if missing[0] in values else "is not there"
+        message = f"data.derived_columns asks for the column {missing[0]!r}, which {state}"
         raise DataError([Problem(where, f"{message}; {describe_columns(values)}")])
     return PLACEHOLDER_RE.sub(lambda match: str(values[match[1]]), template)
 

@@ -188,6 +188,8 @@ def _message(details: ErrorDetails, path: KeyPath, node: ConfigNode, setting: Co
         return f"{name} is {node.display}; {text}"
     if setting.section and kind not in ("model_type", "model_attributes_type"):
         return f"{name} {text}"
+    if setting.choices and path[-1] in setting.choices and path[:-1] == ("data", "columns"):
+        return f"{name} is {node.display}: key and value are swapped; write {node.value}: {path[-1]}"
     return f"{name} is {node.display}; it wants {setting.expected}{_suggestion(path, node, setting)}"
 
 
@@ -197,8 +199,6 @@ def _suggestion(path: KeyPath, node: ConfigNode, setting: ConfigField) -> str:
     if setting.is_str and value is not None and not isinstance(value, str | list | dict):
         return f"; put it in quotes: '{node.text}'"
     if isinstance(value, str):
-        if setting.choices and path[-1] in setting.choices and path[:-1] == ("data", "columns"):
-            return f"; key and value are swapped; write {value}: {path[-1]}"
         if setting.choices and (close := closest_match(value, setting.choices, cutoff=0.6)):
             return f"; did you mean {close!r}?"
         if setting.key == "name" and (slug := slugify(value)):

@@ -141,7 +141,15 @@ def _from_field(prefix: str, name: str, field: FieldInfo) -> ConfigField:
     annotation, constraints, optional = _unwrap_annotated(field.annotation, tuple(field.metadata))
     default = None if field.is_required() else field.get_default(call_default_factory=True, validated_data={})
     key = join_key(prefix, name)
-    return ConfigField(key, annotation, constraints, optional, field.is_required(), default, field.description or "")
+    return ConfigField(
+        key,
+        annotation,
+        constraints,
+        optional,
+        field.is_required(),
+        default,
+        " ".join((field.description or "").split()),
+    )
 
 
 def _unwrap_annotated(annotation: Any, constraints: tuple[Any, ...] = ()) -> tuple[Any, tuple[Any, ...], bool]:
@@ -207,7 +215,8 @@ def _describe_type(annotation: Any, constraints: tuple[Any, ...]) -> str:
             return f"a list of {item.removeprefix('one of ')}"
         return f"a list of {item}" if item == "text" else f"a list of {item.removeprefix('a ')}s"
     if get_origin(annotation) is dict:
-        return "a mapping"
+        values = get_args(annotation)[1]
+        return f"a mapping to {', '.join(get_args(values))}" if get_origin(values) is Literal else "a mapping"
     if annotation is str:
         pattern = next((each.pattern for each in constraints if getattr(each, "pattern", None)), None)
         return NAME_EXPECTED if pattern == NAME_PATTERN else "text"

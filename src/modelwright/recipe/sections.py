@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
@@ -88,7 +89,7 @@ class CountOrFraction:
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"anyOf": [{"type": "number", "minimum": 0}, {"type": "string", "pattern": r"^[0-9.]+%$"}]}
+        return {"anyOf": [{"type": "number", "minimum": 0}, {"type": "string", "pattern": r"^[0-9.]+ *%$"}]}
 
 
 def _check_regex(text: str) -> str:
@@ -390,9 +391,18 @@ class EvaluateConfig(FrozenModel):
         return (*PERPLEXITY_METRICS, *(CHOICE_METRICS if self.multiple_choice else ()), *task_metrics)
 
 
-ColumnRole = Literal["messages", "prompt", "completion", "system", "context", "chosen", "rejected"]
-"""What a column holds: context is appended to the prompt, chosen and rejected are the answers of a pair."""
-Fraction = Annotated[float, Field(ge=0, le=1)]
+ColumnRole = Literal["messages", "prompt", "completion", "system", "context", "history", "tools", "chosen", "rejected",
+                     "text", "ignore"]  # fmt: skip
+"""What a column holds."""
+
+
+def _parse_percent(value: Any) -> Any:
+    """The fraction that a text such as 5% or 5 % means; anything else unchanged."""
+    match = re.fullmatch(r"([0-9.]+) *%", value.strip()) if isinstance(value, str) else None
+    return round(float(match[1]) / 100, 12) if match and match[1].count(".") < 2 else value
+
+
+Fraction = Annotated[float, Field(ge=0, le=1), BeforeValidator(_parse_percent)]
 
 
 class DataConfig(FrozenModel):
@@ -407,17 +417,20 @@ class DataConfig(FrozenModel):
     dataset_split: str = "train"
     """Split of a hub data set or of a folder that load_from_disk reads."""
     train_file: str | None = None
-    """A JSON, JSONL, CSV, Parquet or TXT file to train on, instead of dataset_name."""
+    """A JSONL, JSON, CSV, TSV, Parquet, Arrow or TXT file, also .gz or .zst, or a pattern such as data/*.jsonl."""
     validation_file: str | None = None
     """A file or folder of held-out rows; without it, test_size of the training rows are held out."""
     columns: dict[str, ColumnRole] = {}
-    """Role of each column, such as {question: prompt, answer: completion}."""
+    """Role of columns by name, such as {question: prompt}; usual names need none. context follows the prompt, history
+    precedes it, tools are JSON schemas, text is trained whole without the chat template, ignore leaves it out."""
     derived_columns: dict[str, str] = {}
     """Columns derived from others by a format string, such as {full-question: "For {topic}, {question}"}."""
     generate_qa: Literal["songs"] | None = None
     """Generate questions and answers for rows that have none: songs, from the columns lyrics and artist."""
     text_column: str = "text"
     """Column that holds the documents of raw text."""
+    sample_by: Literal["document", "paragraph", "line"] = "document"
+    """What is a document in a TXT file: the whole file, each paragraph (between blank lines) or each line."""
     system_prompt: str | None = None
     """System message of every conversation, in training and inference."""
     split_by: str | None = None

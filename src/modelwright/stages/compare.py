@@ -11,7 +11,8 @@ from typing import Any
 
 import xxhash
 
-from modelwright.data.chat import Message, build_prompt_messages
+from modelwright.data.chat import build_prompt_messages
+from modelwright.data.recognize import Message
 from modelwright.errors import UsageError
 from modelwright.models import pretrained
 from modelwright.recipe.load import load
@@ -68,7 +69,8 @@ def compare_answers(context: RunContext, inputs: StageInputs, stage: str) -> Met
 def select_prompts(context: RunContext, inputs: StageInputs) -> list[str]:
     """The recipe's prompts, then held-out ones."""
     config = context.recipe.compare
-    held_out = [item.last_user_message for item in inputs.data.held_out if len(item.messages) <= 3]
+    held_out = [item.last_user_message for item in inputs.data.held_out
+                if len(item.messages) <= 3 and item.messages[-1]["role"] == "assistant"]  # fmt: skip
     return [*config.prompts, *dict.fromkeys(held_out)][: len(config.prompts) + config.num_held_out_prompts]
 
 

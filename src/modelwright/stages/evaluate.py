@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from modelwright.data.multiple_choice import parse_questions
-from modelwright.data.shards import MANIFEST, PackedDataset, iter_documents
+from modelwright.data.shards import MANIFEST, PackedDataset, rows_to_documents
 from modelwright.data.sources import read_train_rows
 from modelwright.data.tokenizer import DocumentTokenizer
 from modelwright.errors import DataError, Problem, UsageError
@@ -89,7 +89,7 @@ def evaluate_model(folder: Path, job: EvaluationJob) -> dict[str, Any]:
     metrics: Metrics = {}
     if config.perplexity_text is not None:
         data = DataConfig(dataset_name=config.perplexity_text, text_column=config.text_column, max_rows=config.max_rows)
-        texts = list(iter_documents(read_train_rows(data, recipe_dir), data.text_column))
+        texts = [document.text for document in rows_to_documents(read_train_rows(data, recipe_dir), data)]
         if not texts:
             raise DataError([Problem(config.perplexity_text, "there is no text in it")])
         metrics |= scoring.score_texts(model, DocumentTokenizer.open(folder), texts, config.max_length)

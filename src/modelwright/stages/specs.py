@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 
 from modelwright.data.images import ImageSplits, read_images
-from modelwright.data.readers import QUARANTINE_FILE, Quarantine, write_quarantine
+from modelwright.data.readers import EXAMPLES_SHOWN, QUARANTINE_FILE, Quarantine, write_quarantine
 from modelwright.data.row_formats import ROW_FORMATS, RenderedSample, render_shards
 from modelwright.data.shards import MANIFEST, SPLITS, PackedDataset, ShardLayout, pack_raw_text
 from modelwright.data.sources import local_path
@@ -64,12 +64,12 @@ def build_sft(context: RunContext, inputs: StageInputs, stage: str) -> StagePart
 
 
 def report_quarantine(context: RunContext, stage: str, quarantine: Quarantine) -> None:
-    """Write the rows that cannot be used to quarantine.jsonl and log their number."""
+    """Log how rows were read and which are left out; write those that cannot be used to quarantine.jsonl."""
+    path = context.folder.data(stage) / QUARANTINE_FILE
     if invalid_rows := quarantine.invalid_rows:
-        path = context.folder.data(stage) / QUARANTINE_FILE
         context.world.on_rank0_broadcast(lambda: write_quarantine(path, invalid_rows))
-        note = f"{len(invalid_rows):,} of {quarantine.rows_read:,} rows quarantined in {path}"
-        context.note(stage, f"{note}; {invalid_rows[0].where}: {invalid_rows[0].reason}")
+    for line in quarantine.lines(str(path)):
+        context.note(stage, line)
 
 
 def resolve_start_model(context: RunContext, parent: ParentModel | None) -> dict[str, Any]:
@@ -114,6 +114,12 @@ def load_trainable_model(context: RunContext, inputs: StageInputs, settings: Tex
     return model, tokenizer
 
 
+def _list_examples(splits: Iterable[dict[str, Any]], key: str) -> str:
+    """The first rows of a kind in all splits, for a note."""
+    examples = [example for split in splits for example in split.get(key, ())]
+    return f": {', '.join(examples[:EXAMPLES_SHOWN])}" if examples else ""
+
+
 def build_row_task(
     context: RunContext, inputs: StageInputs, stage: str, task_class: Callable[..., RowsTask]
 ) -> tuple[RowsTask, StageParts]:
@@ -127,9 +133,10 @@ def build_row_task(
     data_manifest = {**inputs.data.manifest(context.recipe.data_for(stage)), **stats}
     counts = ("truncated_rows", "truncated_tokens", "dropped_rows")
     truncated, tokens, dropped = (sum(split.get(name, 0) for split in stats.values()) for name in counts)
-    if truncated:
-        dropped_note = f"{dropped or 'none'} dropped"
-        context.note(stage, f"{truncated} rows are cut to max_length, {tokens} tokens in all; {dropped_note}")
+    if truncated or dropped:
+        cut, lost = (_list_examples(stats.values(), f"{kind}_examples") for kind in ("truncated", "dropped"))
+        note = f"{truncated} rows are cut to max_length, {tokens} tokens in all{cut}"
+        context.note(stage, f"{note}; {dropped or 'none'} dropped{lost}")
     return task, stage_parts(task, model, tokenizer, data_manifest)
 
 
@@ -349,15 +356,17 @@ BUILDERS: dict[str, StageBuilder] = {
 """The builder of each training stage."""
 
 
-def render_samples(loaded: LoadedRecipe, count: int) -> dict[str, list[RenderedSample]]:
-    """A few samples of each stage; packed shards are shown once they exist."""
+def render_samples(loaded: LoadedRecipe, count: int) -> tuple[dict[str, list[RenderedSample]], list[str]]:
+    """A few samples of each stage, and how rows are read; packed shards are shown once they exist."""
     recipe, recipe_dir = loaded.recipe, loaded.path.parent
     rendered: dict[str, list[RenderedSample]] = {}
+    lines: list[str] = []
     for stage, section in recipe.stages.items():
         data, row_format = recipe.data_for(stage), ROW_FORMATS[section.spec.row_format]
         if row_format.render:
-            rows = row_format.load(data, recipe.seed, recipe_dir).train[:count]
-            rendered[stage] = row_format.render(rows, _load_tokenizer(loaded), section)
+            dataset = row_format.load(data, recipe.seed, recipe_dir)
+            lines += [f"{stage}: {line}" for line in dataset.quarantine.lines()]
+            rendered[stage] = row_format.render(dataset.train[:count], _load_tokenizer(loaded), section)
         elif row_format.is_packed and (packed := _find_shards(loaded, data.source)):
             rendered[stage] = render_shards(packed, count)
     if recipe.prepare and not recipe.text_stage and (packed := _find_shards(loaded, "")):
@@ -366,7 +375,7 @@ def render_samples(loaded: LoadedRecipe, count: int) -> dict[str, list[RenderedS
         raw = recipe.prepare or recipe.text_stage
         hint = "; modelwright data prepare makes shards of it that can be shown" if raw else ""
         raise UsageError(f"{loaded.path.name} has nothing to show{hint}")
-    return rendered
+    return rendered, lines
 
 
 def _load_tokenizer(loaded: LoadedRecipe) -> object:

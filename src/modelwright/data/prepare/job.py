@@ -51,10 +51,10 @@ class InputSlice:
     def rows(self, data: DataConfig, recipe_dir: Path) -> Iterator[Row | InvalidRow]:
         """Its rows, and the invalid ones."""
         if self.path is not None:
-            rows = read_file(Path(self.path), FileSlice(self.start, self.stop, self.row_offset))
+            rows = read_file(Path(self.path), FileSlice(self.start, self.stop, self.row_offset), data.sample_by)
         else:
             rows = sources.iter_rows(self.source, data, recipe_dir, self.start, self.stop)
-        return itertools.islice(rows, self.max_rows)
+        return sources.add_derived_columns(itertools.islice(rows, self.max_rows), data)
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,8 @@ class PrepareJob:
         """Key of the step that cleans slices and computes signatures."""
         rules = {name: getattr(self.settings, name) for name in CleaningConfig.model_fields}
         decontamination = (self.settings.decontaminate_against, self.settings.decontaminate_ngram)
-        reading = (self.data.text_column, self.data.split_by, self.data.max_rows, self.seed)
+        data = self.data
+        reading = (data.text_column, data.split_by, data.max_rows, self.seed, data.sample_by, data.derived_columns)
         settings = (rules, decontamination, reading, self.settings.minhash_dedup)
         return f"clean-{hash_config(PIPELINE_VERSION, self.fingerprint, *settings)}"
 
@@ -208,12 +209,12 @@ def slice_inputs(data: DataConfig, recipe_dir: Path) -> tuple[list[InputSlice], 
 
 
 def _slice_source(input_slice: InputSlice, data: DataConfig, recipe_dir: Path, digest: Any) -> list[InputSlice]:
-    path = sources.EMBEDDED_DATASETS.get(input_slice.source) or sources.local_path(input_slice.source, recipe_dir)
-    generated = input_slice.source in sources.GENERATED_DATASETS
-    if path is None or generated or (path.is_dir() and sources.is_saved_dataset(path)):
+    files = sources.source_files(input_slice.source, recipe_dir)
+    has_no_files = input_slice.source in sources.GENERATED_DATASETS or not files or files[0].is_dir()
+    if has_no_files or sources.is_factory_source(files):
         return _slice_rows(input_slice, data, recipe_dir, digest)
     file_slices = [_slice_file(replace(input_slice, path=str(file.resolve())), file, digest)
-                   for file in (sources.files_in(path) if path.is_dir() else [path])]  # fmt: skip
+                   for file in files]  # fmt: skip
     return list(itertools.chain.from_iterable(file_slices))
 
 
