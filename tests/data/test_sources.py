@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -271,3 +272,12 @@ def test_a_csv_that_is_called_jsonl_is_reported_once(tmp_path: Path) -> None:
     assert [str(problem) for problem in output.value.problems] == [
         "rows.jsonl:1: this is no JSON; it looks like CSV: name the file .csv"
     ]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet", ".txt"])
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, suffix: str, kind: str) -> None:
+    path = tmp_path / f"rows{suffix}"
+    os.mkfifo(path) if kind == "fifo" else path.symlink_to("/dev/zero")
+    with pytest.raises(UsageError, match=f"data: .*rows{suffix} is not a regular file"):
+        next(iter(read_file(path)))

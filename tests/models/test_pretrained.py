@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -128,3 +129,10 @@ def test_an_adapter_finds_its_base_from_any_folder(tmp_path: Path, monkeypatch: 
     save_model(model, load_tokenizer(base.path), model.state_dict(), tmp_path / "adapter")
     monkeypatch.chdir("/")
     assert load_model(tmp_path / "adapter").get_base_model().config.num_hidden_layers == 2
+
+
+def test_weights_that_are_a_fifo_are_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="model.safetensors is not a regular file"):
+        load_model(tmp_path)

@@ -154,6 +154,8 @@ def read_file(
     if not suffix:
         wanted = f"{', '.join(ROW_FILE_SUFFIXES)}, each also with {' or '.join(COMPRESSED_SUFFIXES)}"
         raise UsageError(f"data: {path} ends in {path.suffix or 'nothing'}; it wants one of {wanted}")
+    if path.exists() and not path.is_file():
+        raise UsageError(f"data: {path} is not a regular file")
     rows = readers[suffix](path, file_slice)
     return rows if path.suffix.lower() not in COMPRESSED_SUFFIXES else _check_compression(rows, path)
 

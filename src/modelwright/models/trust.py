@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from modelwright.errors import ModelError
+from modelwright.runs.folder import read_regular
 
 MAX_JSON_BYTES = 4_000_000
 """Largest size of a config file; tokenizer.json is not checked."""
@@ -32,6 +33,8 @@ PROBE_CHAT = [{"role": "user", "content": "Why?"}, {"role": "assistant", "conten
 def check_model(path: Path) -> None:
     """Refuse a model folder with custom code, or with pickles only."""
     _refuse_code(path, "config.json")
+    if odd := next((file.name for file in path.iterdir() if not (file.is_file() or file.is_dir())), None):
+        raise ModelError(f"model: {path / odd} is not a regular file")
     if not any(path.glob("*.safetensors")) and (pickles := _pickles(path)):
         raise ModelError(
             f"model: the weights of {path} are pickles ({pickles[0]}), which may run any code when they are read; "
@@ -75,7 +78,7 @@ def read_small_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise ModelError(f"model: {path} is over {MAX_JSON_BYTES / 1e6:.0f} MB; no such file is")
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or "it is no JSON"
         raise ModelError(f"model: {path} cannot be read ({reason})") from None

@@ -20,13 +20,14 @@ from modelwright.report.html import (
     content_security_policy,
     jinja_environment,
     overlay_charts,
+    render_or_explain,
     render_page,
     render_sections,
 )
 from modelwright.report.http_guard import Application, RequestGuard, RequestPolicy, constant_time_equal, new_token
 from modelwright.report.view import RunView, compare_runs, load_run_view
 from modelwright.runs.folder import RunFolder
-from modelwright.runs.journal import parse_line
+from modelwright.runs.journal import MAX_LINE_BYTES, open_regular, parse_line
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -134,8 +135,15 @@ class Dashboard:
         return self.index.runs().get(request.path_params["name"])
 
     def _render_runs(self) -> dict[str, str]:
-        views = {name: tail.view() for name, tail in self.index.runs().items()}
-        return {"runs": str(_template_macros().runs(views)).strip()}
+        macros = _template_macros()
+
+        def render_row(name: str, tail: JournalTail, number: int) -> str:
+            return str(macros.run_row(name, tail.view(), number))
+
+        runs = enumerate(self.index.runs().items())
+        rows = [render_or_explain(render_row, name, tail, number) for number, (name, tail) in runs]
+        rows = [row if row.startswith("<tr") else f'<tr><td colspan="6">{row}</td></tr>' for row in rows]
+        return {"runs": str(macros.runs(rows)).strip()}
 
     async def _section_updates(self, draw: Callable[[], dict[str, str]]) -> AsyncIterator[str]:
         """All sections, then those that change, until the client disconnects."""
@@ -198,13 +206,13 @@ def _event_stream(events: AsyncIterator[str]) -> Response:
 
 
 def _sse_event(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+    return f"data: {json.dumps(value)}\n\n"  # in ASCII, since a file name may hold bytes that are not UTF-8
 
 
 CHUNK_BYTES = 1 << 20
 """Bytes read at once."""
-MAX_LINE_BYTES = 1 << 24
-"""Longest line of a journal; a longer one is skipped."""
+MAX_POLL_BYTES = 1 << 24
+"""Bytes of a journal read per poll, 1.5 s: a page is shown before a long journal is read to its end."""
 
 
 class JournalTail:
@@ -215,6 +223,7 @@ class JournalTail:
         self._lock = threading.Lock()
         self._reset()
         self._rendered: tuple[int, dict[str, str]] = (-1, {})
+        self._viewed: tuple[int, RunView | None] = (-1, None)
 
     def poll(self) -> int:
         """Read new events; returns the offset in the journal."""
@@ -223,9 +232,10 @@ class JournalTail:
                 size = self.folder.journal.stat().st_size
                 if size < self._offset:  # a new run was started in this folder
                     self._reset()
-                with self.folder.journal.open("rb") as file:
+                end = min(size, self._offset + MAX_POLL_BYTES)
+                with open_regular(self.folder.journal) as file:
                     file.seek(self._offset)
-                    while chunk := file.read(CHUNK_BYTES):
+                    while self._offset < end and (chunk := file.read(min(CHUNK_BYTES, end - self._offset))):
                         self._offset += len(chunk)
                         self._parse_chunk(chunk)
             except OSError:
@@ -242,8 +252,11 @@ class JournalTail:
 
     def view(self) -> RunView:
         """The run at this moment."""
-        self.poll()
-        return load_run_view(self.folder, self.history)
+        offset = self.poll()
+        with self._lock:
+            if self._viewed[1] is None or self._viewed[0] != offset:
+                self._viewed = offset, load_run_view(self.folder, self.history)
+            return self._viewed[1]  # type: ignore[return-value]
 
     def _reset(self) -> None:
         self.history, self._offset, self._partial_line = RunHistory(), 0, b""
@@ -270,17 +283,28 @@ class RunIndex:
 
     def runs(self) -> dict[str, JournalTail]:
         """Every run, newest first."""
-        candidates = (RunFolder(path.parent) for path in self.root.glob("*/journal.jsonl"))
-        folders = self.selected or [folder for folder in candidates if folder.format_problem() is None]
-        for folder in sorted(folders, key=_newest_first):
-            if not any(tail.folder == folder for tail in self.tails.values()):
-                name, suffix = folder.path.resolve().name, 1
-                while name in self.tails:
-                    suffix += 1
-                    name = f"{folder.path.resolve().name}-{suffix}"
-                self.tails[name] = JournalTail(folder)
+        opened = {tail.folder for tail in self.tails.values()}
+        folders = self.selected or [RunFolder(path.parent) for path in self.root.glob("*/journal.jsonl")]
+        for folder in sorted(set(folders) - opened, key=_newest_first):
+            if not self.selected and _is_foreign(folder):
+                continue
+            # a name that is not UTF-8 cannot stand in a page or a URL
+            base = name = folder.path.resolve().name.encode("utf-8", "replace").decode()
+            suffix = 1
+            while name in self.tails:
+                suffix += 1
+                name = f"{base}-{suffix}"
+            self.tails[name] = JournalTail(folder)
         existing = {name: tail for name, tail in self.tails.items() if tail.folder.journal.exists()}
         return dict(sorted(existing.items(), key=lambda item: _newest_first(item[1].folder)))
+
+
+def _is_foreign(folder: RunFolder) -> bool:
+    """Whether another version wrote the folder; one whose journal cannot be read is listed."""
+    try:
+        return folder.format_problem() is not None
+    except OSError:
+        return False
 
 
 def _newest_first(folder: RunFolder) -> float:

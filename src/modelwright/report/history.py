@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ TIME_CATEGORIES = {
     "downtime": "between a stop and the next start",
 }
 """Every category of time, as in Google's ml-goodput-measurement."""
+STAGE_NAME = re.compile(r"[\w-]{1,64}", re.ASCII)
 EVALUATION_EVENTS = frozenset({"evaluation", "sampling", "answers", "misclassified", "verdict", "done"})
 
 
@@ -266,13 +268,15 @@ class RunHistory:
                 self.notes.append(truncate(str(event["message"]), 500))
                 return
             if isinstance(event.get("stage"), str):
+                if not STAGE_NAME.fullmatch(event["stage"]):  # it becomes part of a path
+                    return
                 stage = self.stages.get(event["stage"]) or StageHistory(event["stage"])
                 stage.add(event)
                 self.stages[stage.name] = stage
             if not isinstance(event.get("stage"), str) or kind in ("verdict", "answers"):
                 self.last_events[kind] = _truncate_values(event)
             self.last_event = kind
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
             return
 
     @property

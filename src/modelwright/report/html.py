@@ -57,17 +57,27 @@ def render_sections(folder: RunFolder, history: RunHistory) -> dict[str, str]:
     """Sections by name; empty where there is nothing to show."""
     view = load_run_view(folder, history)
     macros = jinja_environment().get_template("sections.html").module
-    figures = {name: Markup(render(view)) for name, render in FIGURES.items()}
-    return {name: str(getattr(macros, name)(view, figures)).strip() for name in SECTIONS}
+    figures = {name: Markup(render_or_explain(render, view)) for name, render in FIGURES.items()}
+    return {name: render_or_explain(getattr(macros, name), view, figures) for name in SECTIONS}
+
+
+def render_or_explain(render: Callable[..., str], *args: Any) -> str:
+    """A part of a page, or a sentence where a damaged file of the run prevents it; the other parts are still shown."""
+    try:
+        return str(render(*args)).strip()
+    except Exception as error:  # of any kind, since any value may be of any type
+        reason = charts.escape_line(f"{type(error).__name__}: {error}"[:200])
+        return f'<p class="message">This part cannot be shown: a file of the run is damaged ({reason}).</p>'
 
 
 def render_page(title: str, parts: dict[str, str], script: str, policy: str = "") -> str:
     """A page of sections."""
     style = charts.CHART_CSS + (ASSETS_DIR / "page.css").read_text("utf-8")
-    return jinja_environment().get_template("page.html").render(
+    page = jinja_environment().get_template("page.html").render(
         title=title, style=Markup(style), script=Markup(script), version=__version__,
         policy=policy or content_security_policy(script), parts={name: Markup(part) for name, part in parts.items()},
     )  # fmt: skip
+    return page.encode("utf-8", "replace").decode()  # a folder's name may hold bytes that are not UTF-8
 
 
 def content_security_policy(script: str, connect: str = "'none'") -> str:

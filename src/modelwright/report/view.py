@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ from modelwright.recipe.explain import SettingValue, list_settings, non_default_
 from modelwright.recipe.load import LoadedRecipe, load
 from modelwright.report.formatting import format_metric, format_setting, format_table
 from modelwright.report.history import RunHistory, StageHistory
-from modelwright.runs.folder import RunFolder
+from modelwright.runs.folder import RunFolder, read_json_object
 
 MAX_JSON_BYTES = 8_000_000
 """Largest JSON file of a run that is read."""
@@ -134,10 +133,9 @@ def _load_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             return {}
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except OSError:
         return {}
-    return value if isinstance(value, dict) else {}
+    return read_json_object(path)
 
 
 @dataclass(frozen=True)

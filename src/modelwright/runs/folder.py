@@ -18,7 +18,7 @@ import xxhash
 
 from modelwright import __version__
 from modelwright.errors import Refused, StorageError, UsageError, is_storage_failure
-from modelwright.runs.journal import read
+from modelwright.runs.journal import open_regular, read
 
 RUN_FORMAT = 2
 """Version of the files in a run folder, written in the journal's "run" events; other versions are refused."""
@@ -215,7 +215,7 @@ def write_json_with_checksum(path: Path, value: dict[str, Any]) -> None:
 def has_valid_checksum(path: Path) -> bool:
     """Whether a file is, byte for byte, one that `write_json_with_checksum` wrote."""
     try:
-        raw = path.read_bytes()
+        raw = read_regular(path)
         value = json.loads(raw)
         checksum = value.pop("checksum")
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
@@ -252,10 +252,16 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def read_regular(path: Path) -> bytes:
+    """The bytes of a regular file; OSError for anything else."""
+    with open_regular(path) as file:
+        return file.read()
+
+
 def read_json(path: Path) -> Any:
     """Read a JSON file that modelwright wrote."""
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(read_regular(path))
     except ValueError:
         raise StorageError(
             f"{path}: this file is damaged (not valid JSON); delete it, and the same command makes it again"
@@ -265,8 +271,8 @@ def read_json(path: Path) -> Any:
 def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty if the file is missing or holds anything else."""
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        value = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -288,7 +294,7 @@ def hash_file(path: Path) -> str:
     """The xxh3 hash of a file's bytes."""
     digest, piece = xxhash.xxh3_128(), bytearray(1 << 20)
     view = memoryview(piece)
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path) as file:
         while size := file.readinto(piece):
             digest.update(view[:size])
     return digest.hexdigest()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,19 @@ from modelwright.errors import StorageError, is_storage_failure
 
 Event = dict[str, Any]
 EventListener = Callable[[Event], None]
+MAX_LINE_BYTES = 1 << 24
+"""Longest line of a journal; a longer one is skipped."""
+MAX_DEPTH = 32
+"""Nesting levels of an event."""
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a regular file to read; anything else raises OSError, since a FIFO would block and a device never ends."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
 
 
 class Journal:
@@ -27,6 +43,8 @@ class Journal:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_fifo():
+                raise OSError(errno.EINVAL, "it is not a regular file")
             self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
             _end_torn_line(self._descriptor)
         except OSError as error:
@@ -59,19 +77,31 @@ class Journal:
 
 def read(path: Path) -> Iterator[Event]:
     """Read a journal; a line torn by a kill is skipped."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
+    with open_regular(path) as file:
+        while line := file.readline(MAX_LINE_BYTES):
             if (event := parse_line(line)) is not None:
                 yield event
 
 
-def parse_line(line: str | bytes) -> Event | None:
-    """The event of a line; None where the line is damaged."""
+def parse_line(line: bytes) -> Event | None:
+    """The event of a line; None where the line is damaged, or holds what no journal does."""
     try:
-        event = json.loads(line)
+        event = json.loads(line.decode("utf-8", "replace"))
     except (ValueError, RecursionError):
         return None
-    return event if isinstance(event, dict) else None
+    return event if isinstance(event, dict) and _is_plain(event) else None
+
+
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    """Whether numbers are finite and fit in 64 bits, and nothing is nested deep."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, int):
+        return -(1 << 63) <= value < 1 << 63
+    if isinstance(value, dict | list):
+        items = value.values() if isinstance(value, dict) else value
+        return depth < MAX_DEPTH and all(_is_plain(item, depth + 1) for item in items if not isinstance(item, str))
+    return True
 
 
 def _json_safe(value: Any) -> Any:
