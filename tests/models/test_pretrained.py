@@ -134,5 +134,5 @@ def test_an_adapter_finds_its_base_from_any_folder(tmp_path: Path, monkeypatch: 
 def test_weights_that_are_a_fifo_are_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
     os.mkfifo(tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match="model.safetensors is not a regular file"):
+    with pytest.raises(ModelError, match=r"model\.safetensors is not a regular file"):
         load_model(tmp_path)
