@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.report.dashboard import AskFn, Dashboard, RunIndex
-from modelwright.report.http_guard import Application, listen
+from modelwright.report.http_guard import Application, connection_protocol, listen
 from modelwright.runs.folder import RUN_FORMAT, RunFolder
 from modelwright.runs.journal import Journal
 
@@ -28,7 +28,9 @@ class LiveServer:
         self.url = listener.url
         self.port = int(listener.url.rsplit(":", 1)[1])
         self._server = uvicorn.Server(
-            uvicorn.Config(make(listener.hosts), log_level="error", timeout_graceful_shutdown=1)
+            uvicorn.Config(
+                make(listener.hosts), log_level="error", timeout_graceful_shutdown=1, http=connection_protocol()
+            )
         )
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener.sock]}, daemon=True)
         self._thread.start()
@@ -71,6 +73,8 @@ BAD_DASHBOARD_REQUESTS: list[tuple[str, str, dict[str, Any]]] = [
         "/TOKEN/overlay", "/TOKEN/overlay?a=one&b=../two", "/TOKEN/overlay?a=/etc&b=/etc", "/TOKEN/" + "a" * 3000,
         "/TOKEN/run/one/report.html", "/TOKEN/run/one\\..\\two/",
     )),
+    ("GET", "foo", {}), ("OPTIONS", "*", {}), ("CONNECT", "127.0.0.1:1", {}),
+    ("POST", f"{RUN}ask", {"body": b'{"question": "\\ud800"}'}),
     *(("GET", RUN, {"Host": host}) for host in (
         "example.org", "127.0.0.1", "localhost:1", "127.0.0.1.example.org:80", "evil.localhost:80", "[::]:80",
     )),
@@ -100,6 +104,7 @@ BAD_SERVER_REQUESTS: list[tuple[str, dict[str, Any]]] = [
     *((f"origin {origin}", {"Origin": origin}) for origin in (
         "http://example.org", "null", "https://127.0.0.1", "http://127.0.0.1.example.org",
     )),
+    ("two lengths", {"Transfer_Encoding": "chunked"}),
     ("cross-site", {"Sec_Fetch_Site": "cross-site"}),
     *((f"key {key}", {"Authorization": key}) for key in ("", "Bearer", "Bearer wrong", "Basic Ym9iOmJvYg==")),
     ("form", {"Content_Type": "application/x-www-form-urlencoded"}),
@@ -111,6 +116,10 @@ BAD_SERVER_REQUESTS: list[tuple[str, dict[str, Any]]] = [
         {**BODY, "messages": [{"role": "user", "content": 7}]}, {**BODY, "messages": [{"role": "user"}] * 501},
         {**BODY, "max_tokens": -1}, {**BODY, "max_tokens": 10**9}, {**BODY, "max_tokens": "many"},
         {**BODY, "temperature": -1}, {**BODY, "temperature": True}, {**BODY, "top_p": 0}, {**BODY, "n": 100},
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}', {**BODY, "tools": [{"type": "function"}]},
+        {**BODY, "logprobs": True}, {**BODY, "response_format": {"type": "json_object"}},
+        {**BODY, "logit_bias": {"1": 2}},
+        {**BODY, "messages": [{"role": "user", "content": "a" * 900_000}]},
         {**BODY, "stop": ["a"] * 9}, {**BODY, "stop": [""]}, {**BODY, "stop": 7}, {**BODY, "seed": 2**70},
     )),
 ]  # fmt: skip

@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ pytest.importorskip("starlette", reason="serving needs the extra dashboard")
 pytest.importorskip("uvicorn", reason="serving needs the extra dashboard")
 
 from modelwright.data.chat import build_prompt_messages
+from modelwright.report import http_guard
 from modelwright.serve.generate import TextGenerator
 from modelwright.serve.openai_server import ServedModel
 from tests.faults.http_requests import BAD_SERVER_REQUESTS as BAD
@@ -100,3 +102,50 @@ def test_a_body_that_grows_beyond_what_it_may_be_is_cut_off(server: ModelServer)
 
 def test_at_least_forty_bad_requests_were_tried() -> None:
     assert len(BAD) >= 40
+
+
+@pytest.mark.parametrize(
+    ("changes", "headers"),
+    [
+        ({"temperature": 1e-300}, {}),
+        ({"n": None, "tools": None, "response_format": {"type": "text"}}, {}),
+        ({}, {"Content_Type": "Application/JSON; charset=utf-8"}),
+    ],
+)
+def test_an_odd_but_sound_request_is_answered(
+    server: ModelServer, changes: dict[str, Any], headers: dict[str, str]
+) -> None:
+    status, body = server.request({**BODY, "max_tokens": 2, **changes}, **headers)
+    assert status == 200, body
+
+
+def test_a_path_that_is_not_there_is_404(server: ModelServer) -> None:
+    assert server.request(BODY, path="/v1/completions")[0] == 404
+
+
+def test_a_key_with_an_umlaut_is_a_key(model_folder: Path) -> None:
+    running = ModelServer(ServedModel("tiny", TextGenerator(model_folder, max_new_tokens=2), None, "schlüssel"))
+    try:
+        assert running.request(BODY, Authorization="Bearer schlüssel")[0] == 200
+        assert running.request(BODY, Authorization="Bearer schlussel")[0] == 401
+    finally:
+        running.close()
+
+
+def test_half_sent_requests_do_not_shut_others_out(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_guard, "REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr(http_guard, "MAX_CONNECTIONS", 20)
+    running = ModelServer(ServedModel("tiny", TextGenerator(model_folder, max_new_tokens=2), None))
+    sockets = [socket.create_connection(("127.0.0.1", running.port), timeout=20) for _ in range(60)]
+    try:
+        for line in sockets:
+            with suppress(ConnectionError):
+                line.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: ")
+        for line in sockets:  # each is closed by the server
+            with suppress(ConnectionError):
+                assert line.recv(100) == b""
+        assert running.request(BODY)[0] == 200
+    finally:
+        for line in sockets:
+            line.close()
+        running.close()

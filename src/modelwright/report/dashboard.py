@@ -74,7 +74,7 @@ class Dashboard:
         policy = RequestPolicy(
             allowed_hosts=hosts,
             method_allowed=lambda method, path: method == ("POST" if path.endswith("/ask") else "GET"),
-            is_authenticated=lambda scope, headers: constant_time_equal(scope["path"].split("/")[1], self.token),
+            is_authenticated=lambda scope, headers: constant_time_equal(f"{scope['path']}/".split("/")[1], self.token),
             headers=HEADERS,
         )
         return RequestGuard(Starlette(routes=routes), policy)
@@ -125,6 +125,7 @@ class Dashboard:
         try:
             payload = json.loads(await request.body())
             question = payload["question"].strip()
+            question.encode()
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ClientDisconnect):
             return JSONResponse({"error": 'it wants {"question": "…"}'}, 400)
         if tail is None or not 0 < len(question) <= MAX_QUESTION_CHARS:

@@ -4,6 +4,7 @@ Origin tells a foreign web page, Host tells DNS rebinding; other users of the ma
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import logging
@@ -23,6 +24,10 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 MAX_URL_CHARS = 2000
+REQUEST_SECONDS = 10.0
+"""Within this time a client must have sent its headers, and each piece of its body."""
+MAX_CONNECTIONS = 250
+"""Further connections are closed at once: a process may open 1,024 files."""
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -91,19 +96,25 @@ class RequestGuard:
         length = headers.get("content-length", "0")
         if not length.isascii() or not length.isdigit() or int(length) > policy.max_body_bytes:
             return 413, "the body is too large"
-        media_type = headers.get("content-type", "").partition(";")[0].strip()
+        if "content-length" in headers and "transfer-encoding" in headers:
+            return 400, "Content-Length together with Transfer-Encoding"
+        media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
         if scope["method"] == "POST" and media_type != "application/json":
             return 415, "the body must be application/json"
         return None
 
     def _limit_body(self, receive: Receive) -> Receive:
-        """Disconnect when the body exceeds the limit, whatever its Content-Length says."""
-        read = 0
+        """Disconnect when the body exceeds the limit, whatever its Content-Length says, or comes too slowly."""
+        read, complete = 0, False
 
         async def limited() -> MutableMapping[str, Any]:
-            nonlocal read
-            message = await receive()
+            nonlocal read, complete
+            try:
+                message = await asyncio.wait_for(receive(), None if complete else REQUEST_SECONDS)
+            except TimeoutError:
+                return {"type": "http.disconnect"}
             read += len(message.get("body", b""))
+            complete = complete or not message.get("more_body", False)
             return {"type": "http.disconnect"} if read > self._policy.max_body_bytes else message
 
         return limited
@@ -152,6 +163,7 @@ class Listener:
         import uvicorn
 
         config = uvicorn.Config(application, log_level="warning", access_log=False, server_header=False,
+                                http=connection_protocol(),
                                 timeout_graceful_shutdown=1, h11_max_incomplete_event_size=64_000)  # fmt: skip
         server = uvicorn.Server(config)
         handle_exit = server.handle_exit
@@ -168,9 +180,33 @@ class Listener:
             server.run(sockets=[self.sock])
 
 
+def connection_protocol() -> type[asyncio.Protocol]:
+    """Uvicorn's HTTP protocol with a limit of connections and of the time that a request may take to arrive."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class LimitedProtocol(H11Protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            if len(self.connections) > MAX_CONNECTIONS:
+                transport.abort()
+            self.loop.call_later(REQUEST_SECONDS, self._close_if_idle)
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self.loop.call_later(REQUEST_SECONDS, self._close_if_idle)
+
+        def _close_if_idle(self) -> None:
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.abort()
+
+    return LimitedProtocol
+
+
 @contextmanager
 def listen(host: str, port: int) -> Iterator[Listener]:
     """Bind a port, after checking that the packages for serving are installed."""
+    if not host.strip():
+        raise UsageError("--host is empty; it wants an address, such as 127.0.0.1, or 0.0.0.0 for all interfaces")
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401

@@ -17,6 +17,8 @@ from modelwright.models.pretrained import eos_token_ids, load_model, load_tokeni
 Message = dict[str, str]
 NEUTRAL_SAMPLING: dict[str, Any] = {"repetition_penalty": 1.0, "top_k": 0, "top_p": 1.0}
 """Overrides a model's own generation settings, so that two models are sampled in the same way."""
+MAX_TOKEN_CHARS = 32
+"""Characters per token of a conversation beyond which it is too long without being tokenized, which takes seconds."""
 
 
 class ContextLengthExceeded(UsageError):
@@ -112,6 +114,10 @@ class TextGenerator:
     def stream(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> CompletionStream:
         """Start to answer one conversation; tokens are generated as the stream is read."""
         params = sampling_params or self.sampling_params
+        characters = sum(len(message["content"]) for message in messages)
+        if self.context_length is not None and characters > MAX_TOKEN_CHARS * self.context_length:
+            message = f"the conversation has {characters} characters and the model's context length is"
+            raise ContextLengthExceeded(f"{message} {self.context_length} tokens; shorten it")
         tokens = self._tokenize([messages], padding=False)["input_ids"].to(self._device)
         length = tokens.shape[1]
         if self.context_length is not None and length >= self.context_length:

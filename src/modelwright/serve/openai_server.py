@@ -24,6 +24,11 @@ from modelwright.serve.generate import CompletionStream, ContextLengthExceeded, 
 MAX_BODY_BYTES = 1_000_000
 MAX_MESSAGES = 500
 MAX_COMPLETION_TOKENS = 8192
+MIN_TEMPERATURE = 1e-3
+"""Below it logits overflow when they are divided by it; the answer is the greedy one."""
+UNSUPPORTED = frozenset({"tools", "functions", "logprobs", "top_logprobs", "logit_bias", "audio", "presence_penalty",
+                         "frequency_penalty"})  # fmt: skip
+"""What a client may ask for and would not get."""
 ROLES = ("system", "user", "assistant")
 
 
@@ -40,7 +45,8 @@ class ServedModel:
     def is_authorized(self, scope: Scope, headers: dict[str, str]) -> bool:
         """Whether a request has the API key."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and constant_time_equal(token.strip(), self.api_key)
+        sent_key = token.strip().encode("latin-1", "replace").decode("utf-8", "replace")  # clients send UTF-8
+        return scheme.lower() == "bearer" and constant_time_equal(sent_key, self.api_key)
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,8 @@ def application(served: ServedModel, hosts: frozenset[str]) -> Application:
         try:
             completion_request = parse_request(await request.body(), served)
             # counts the prompt's tokens; the model runs when the stream is read
-            stream = served.generator.stream(completion_request.messages, completion_request.sampling_params)
+            request_args = completion_request.messages, completion_request.sampling_params
+            stream = await asyncio.to_thread(served.generator.stream, *request_args)
         except UsageError as error:
             code = "context_length_exceeded" if isinstance(error, ContextLengthExceeded) else None
             return JSONResponse(_error(str(error), code), 400)
@@ -91,10 +98,10 @@ def application(served: ServedModel, hosts: frozenset[str]) -> Application:
         return JSONResponse(_completion(served, completion_request, stream, text))
 
     routes = [Route("/v1/models", models), Route("/v1/chat/completions", completions, methods=["POST"])]
-    posts = {"/v1/chat/completions"}
+    methods = {"/v1/models": "GET", "/v1/chat/completions": "POST"}
     rules = RequestPolicy(
         allowed_hosts=hosts,
-        method_allowed=lambda method, path: method == ("POST" if path in posts else "GET"),
+        method_allowed=lambda method, path: method == methods.get(path, method),  # an unknown path is 404
         is_authenticated=served.is_authorized,
         max_body_bytes=MAX_BODY_BYTES,
     )
@@ -105,14 +112,21 @@ def parse_request(body: bytes, served: ServedModel) -> ChatCompletionRequest:
     """Validate a request; raises the first problem."""
     try:
         payload = json.loads(body)
+        json.dumps(payload, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise UsageError("a text holds half of a surrogate pair, which is no character") from None
     except (ValueError, RecursionError):
         raise UsageError("the body is no JSON") from None
     if not isinstance(payload, dict):
         raise UsageError("the body must be an object with model and messages")
     if payload.get("model") not in (served.name, None):
         raise UsageError(f"model: {str(payload['model'])[:80]!r} is not served here; it wants {served.name!r}")
-    if payload.get("n", 1) != 1:
+    if payload.get("n") not in (1, None):
         raise UsageError("n must be 1")
+    if name := next((name for name, value in payload.items() if value and name in UNSUPPORTED), None):
+        raise UsageError(f"{name}: not supported here; it wants a request without it")
+    if payload.get("response_format") not in (None, {"type": "text"}):
+        raise UsageError("response_format: it wants the type text")
     messages = _parse_messages(payload.get("messages"))
     if served.system_prompt and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": served.system_prompt}, *messages]
@@ -122,9 +136,10 @@ def parse_request(body: bytes, served: ServedModel) -> ChatCompletionRequest:
     if len(stops) > 4 or not all(isinstance(text, str) and 0 < len(text) <= 200 for text in stops):
         raise UsageError("stop: it wants at most four texts")
     max_tokens = payload.get("max_completion_tokens") or payload.get("max_tokens")
+    temperature = _parse_number(payload.get("temperature"), "temperature", 0, 2, default.temperature)
     sampling_params = SamplingParams(
         max_new_tokens=int(_parse_number(max_tokens, "max_tokens", 1, MAX_COMPLETION_TOKENS, default.max_new_tokens)),
-        temperature=_parse_number(payload.get("temperature"), "temperature", 0, 2, default.temperature),
+        temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
         top_p=_parse_number(payload.get("top_p"), "top_p", 1e-6, 1, 1.0),
         seed=int(_parse_number(payload.get("seed"), "seed", -(2**63), 2**63 - 1, default.seed)),
         stop=stops,
