@@ -28,7 +28,7 @@ VAGUE_WORDS = {
     *("places", "whole", "goes"),
 }
 """Words that say nothing as a name; in the name of a test, which is a sentence, they are plain English."""
-ALLOWED = {"CHOICE_LETTERS", "WHOLE_FILE", "looks_like_jsonl"}
+ALLOWED = {"CHOICE_LETTERS", "WHOLE_FILE", "connection_made", "looks_like_jsonl"}
 """Names in which such a word has its ordinary meaning."""
 TERMS = re.compile(r"(?i:in_place|(model|dataset)_card)")
 """Terms of the field that hold such a word."""

@@ -97,7 +97,7 @@ def odd_runs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_list_shows_the_good_run_beside_odd_ones(odd_runs: Path) -> None:
+def test_the_list_shows_the_good_run_next_to_odd_ones(odd_runs: Path) -> None:
     server = DashboardServer(odd_runs)
     try:
         status, body = server.request("GET", "/TOKEN/")[:2]

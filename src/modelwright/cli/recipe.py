@@ -246,7 +246,10 @@ def convert(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Convert a configuration of TRL, axolotl, LLaMA-Factory or alignment-handbook to a recipe, naming what is lost."""
+    """Convert a configuration of another tool to a recipe.
+
+    Reads files of TRL, axolotl, LLaMA-Factory and alignment-handbook; what is lost is named.
+    """
     from modelwright.recipe.convert import conversion_json, convert_config
 
     if not file.is_file():
