@@ -193,6 +193,21 @@ def test_a_tokenizer_without_a_template_takes_no_other_turns(tokenizer: Any) -> 
         tokenize_conversation(conversation("Why?", "So.", system="Be brief."), with_template(tokenizer, None))
 
 
+def test_no_end_of_text_token_comes_between_a_prompt_and_its_answer(tokenizer: Any) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = None
+    turns = ({"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."})
+    [plain] = tokenize_conversation(Conversation("a:1", turns, "a"), bare)
+    eos = (bare.eos_token, bare.eos_token_id)
+    bare.backend_tokenizer.post_processor = TemplateProcessing(single=f"$A {eos[0]}", special_tokens=[eos])
+    assert bare("Why?")["input_ids"][-1] == bare.eos_token_id
+    [appended] = tokenize_conversation(Conversation("a:1", turns, "a"), bare)
+    assert appended.input_ids.tolist() == plain.input_ids.tolist()
+    assert (appended.input_ids == bare.eos_token_id).sum() == 1
+
+
 def test_a_tokenizer_without_template_and_end_is_refused(tokenizer: Any) -> None:
     bare = with_template(tokenizer, None)
     bare.eos_token = None

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from modelwright.data.packing import cu_seqlens_from_positions
+from modelwright.errors import ModelError
 from modelwright.models import attention, pretrained
 from modelwright.models.attention import hidden_states
+from zoo import build
 
 
 def models(folder: Path) -> tuple[Any, Any]:
@@ -79,3 +81,14 @@ def test_more_documents_compile_no_layer_again(model_folder: Path) -> None:
         hidden_states(ours, tokens, positions, cu_seqlens=cu_seqlens)
     assert sizes == {64, 128}
     assert len(graphs) == 1  # and the same for every layer
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "phimoe"])
+def test_our_attention_refuses_what_it_does_not_compute(name: str, tmp_path: Path) -> None:
+    """Soft caps, attention sinks, and a window that the layer does not pass on: the model keeps its own attention."""
+    build(name, tmp_path)
+    model = pretrained.load_model(tmp_path)
+    attention.register_attention(model)
+    with pytest.raises(ModelError, match=r"our attention has no (softcap|s_aux)|does not pass its sliding window on"):
+        model(input_ids=torch.arange(3, 30)[None])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -226,3 +227,16 @@ def test_adapters_learn_on_quantized_weights(kind: str, model_folder: Path, toke
     save_model(model, tokenizer, dict(model.state_dict()), tmp_path / "adapter")
     assert all("lora_" in name for name in moving(model))
     assert (logits(load_model(tmp_path / "adapter")) - logits(model)).abs().max() < 0.3, "compared with exact weights"
+
+
+def test_adapters_that_a_model_never_calls_are_refused() -> None:
+    """Jamba reads the weight of dt_proj itself: its adapter would train nothing, and change the merged model."""
+    from transformers import AutoModelForCausalLM, JambaConfig
+
+    sizes = {"vocab_size": 99, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_experts": 2,
+             "num_attention_heads": 2, "num_key_value_heads": 1, "attn_layer_period": 2,
+             "attn_layer_offset": 1}  # fmt: skip
+    for targets, refused in (("all-linear", True), (["in_proj", "q_proj"], False)):
+        model = AutoModelForCausalLM.from_config(JambaConfig(**sizes))
+        with pytest.raises(ModelError, match="LoRA of dt_proj would change nothing") if refused else nullcontext():
+            set_trainable(model, TrainableConfig(trainable="lora", lora_target_modules=targets))

@@ -82,7 +82,7 @@ CONVERTED: dict[str, tuple[str, str, str, dict[str, Any], str]] = {
     "ah_dpo": ("handbook", "dpo", f"{AH}# DPOTrainer arguments\nbeta: 0.01\ndataset_mixer: {{HuggingFaceH4/uf: 0.5}}\n"
         "dataset_splits: [train_prefs, test_prefs]\nmax_length: 1024\nmax_prompt_length: 512\noptim: adamw_torch\n"
         "loss_type: sigmoid\noutput_dir: data/zephyr-7b-dpo-full\n",
-        {"dpo.beta": 0.01, "data.dataset_split": "train_prefs"}, "datasets[0].fraction max_prompt_length disable_dropout"),
+        {"dpo.beta": 0.01, "data.dataset_split": "train_prefs"}, "datasets[0].fraction max_prompt_length"),
     "ah_two": ("handbook", "sft", f"{AH}dataset_mixer: {{a/one: 1.0, b/two: 0.3}}\ndataset_configs: [all, small]\n"
         "auto_insert_empty_system_msg: false\nrun_name: my-sft\n", {"data.dataset_config_name": "all"}, "datasets[1]"),
     "ah_mixture": ("handbook", "sft", f"{AH}dataset_mixture:\n  datasets:\n    - {{id: a/one, config: SFT, split: train, "
@@ -115,7 +115,7 @@ CONVERTED: dict[str, tuple[str, str, str, dict[str, Any], str]] = {
     "trl_accelerate": ("trl", "sft", "model_name_or_path: m\ndataset_name: d\npacking: false\n"
         "accelerate_config: zero3\n", {"sft.distributed_strategy": "fsdp"}, "accelerate_config"),
     "trl_dropout": ("trl", "dpo", "# trl dpo\nmodel_name_or_path: m\ndataset_name: d\ndisable_dropout: false\nbeta: 0.3\n",
-        {"dpo.beta": 0.3}, "disable_dropout"),
+        {"dpo.beta": 0.3, "dpo.disable_dropout": False}, ""),
     "trl_unsaid": ("trl", "sft", "model_name_or_path: m\ndataset_name: d\n", {}, "method"),
 }  # fmt: skip
 """Tool, stage, configuration, settings of the recipe, and names that must be reported."""

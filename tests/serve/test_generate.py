@@ -10,7 +10,8 @@ import pytest
 from modelwright.data.chat import build_prompt_messages
 from modelwright.errors import UsageError
 from modelwright.models.pretrained import load_tokenizer
-from modelwright.serve.generate import TextGenerator
+from modelwright.serve.generate import TextGenerator, cache_is_exact
+from zoo import Zoo, reference_model
 
 QUESTIONS = [
     build_prompt_messages("Why?", None),
@@ -63,3 +64,13 @@ def test_a_template_that_renders_nothing_for_a_question_is_reported(loud_model: 
     answerer._tokenizer.chat_template = "{{ messages[0].nothing }}"
     with pytest.raises(UsageError, match="renders an empty prompt, so there is nothing to answer"):
         answerer.stream(QUESTIONS[0])
+
+
+@pytest.mark.parametrize(("name", "has_cache"), [("mamba", True), ("bamba", False), ("openai-gpt", False)])
+def test_the_answers_of_other_architectures_are_those_without_a_cache(
+    name: str, has_cache: bool, tmp_path: Path
+) -> None:
+    """Mamba's cache has another name; GPT has none, and Bamba's is wrong without positions."""
+    zoo = Zoo(name, tmp_path)
+    assert zoo.ask() == "equal"
+    assert cache_is_exact(reference_model(tmp_path)) == has_cache

@@ -223,6 +223,20 @@ def test_before_the_first_step_nothing_is_preferred_and_the_loss_is_the_logarith
     )}  # fmt: skip
 
 
+def test_dropout_is_off_so_that_the_first_loss_is_the_logarithm_of_two(model_folder: Path, tmp_path: Path) -> None:
+    for disable_dropout in (True, False):
+        model = load_model(model_folder)
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.3
+            layer.mlp.register_module("dropout", torch.nn.Dropout(0.3))
+            layer.mlp.register_forward_hook(lambda mlp, _inputs, output: mlp.dropout(output))
+        task, engine = build_task_and_engine(model_folder, model, disable_dropout=disable_dropout)
+        assert (task.sharing_blocker is None) == disable_dropout, "noise is not shared between two answers"
+        precompute_ref_log_probs(task, engine, tmp_path / str(disable_dropout), "m")
+        first = next(engine.steps()).loss
+        assert (abs(first - math.log(2)) < 1e-6) == disable_dropout
+
+
 def test_training_prefers_the_chosen_answers_and_accumulation_equals_a_large_batch(
     model_folder: Path, tmp_path: Path
 ) -> None:

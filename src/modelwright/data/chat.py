@@ -531,6 +531,12 @@ def _tokenize_text(text: str, where: str, tokenizer: Any) -> TokenizedRow:
     return TokenizedRow(np.array(input_ids, dtype=np.int32), np.ones(len(input_ids), dtype=np.bool_))
 
 
+def appends_eos(tokenizer: Any) -> bool:
+    """Whether the tokenizer's post-processor ends a text with an end-of-text token, which belongs in no prompt."""
+    plain, ids = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
+    return len(ids) > len(plain) and bool(ids[-1] == tokenizer.eos_token_id)
+
+
 def _tokenize_without_template(
     messages: Sequence[Message], where: str, tokenizer: Any, assistant_only: bool, tools: Tools = ()
 ) -> TokenizedRow:
@@ -545,6 +551,7 @@ def _tokenize_without_template(
         raise DataError([Problem(where, problem)])
     prompt, answer = (message["content"] for message in messages)
     prompt_ids = tokenizer(prompt)["input_ids"]
+    prompt_ids = prompt_ids[:-1] if appends_eos(tokenizer) else prompt_ids
     input_ids = [*prompt_ids, *tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     loss_mask = np.ones(len(input_ids), dtype=np.bool_)
     loss_mask[: len(prompt_ids) if assistant_only else 0] = False

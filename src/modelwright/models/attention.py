@@ -22,7 +22,8 @@ from torch.nn.attention.varlen import varlen_attn
 
 from modelwright.errors import ModelError, first_line
 
-LOGIT_CONFIG_KEYS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+SOFT_CAPS, SCALES = ("final_logit_softcapping", "logits_soft_cap"), ("logit_scale", "lm_head_multiplier")
+LOGIT_CONFIG_KEYS = (*SOFT_CAPS, *SCALES, "logits_scaling")
 """Config keys of model families that scale or cap their logits."""
 FORWARD_TOLERANCE = 2e-2
 """Largest relative difference of logits by rounding in half precision; a wrong mask makes 0.3 and more."""
@@ -81,11 +82,11 @@ def compute_logits(model: Any, hidden: Tensor) -> Tensor:
     """Logits of selected positions, scaled and capped as the model family does. hidden: [positions, hidden]."""
     inner = unwrap_peft(model)
     logits: Tensor = inner.get_output_embeddings()(hidden)
-    if cap := getattr(inner.config, "final_logit_softcapping", None):
+    for cap in filter(None, (getattr(inner.config, name, None) for name in SOFT_CAPS)):
         logits = torch.tanh(logits / cap) * cap
     if divisor := getattr(inner.config, "logits_scaling", None):
         logits = logits / divisor
-    if factor := getattr(inner.config, "logit_scale", None):
+    for factor in filter(None, (getattr(inner.config, name, None) for name in SCALES)):
         logits = logits * factor
     return logits
 
@@ -131,7 +132,7 @@ def hidden_with_grad(
 
     def keep(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
         embeddings.append(output.detach().requires_grad_())
-        return embeddings[-1]
+        return embeddings[-1].clone()  # some models change it in place
 
     hook = unwrap_peft(model).get_input_embeddings().register_forward_hook(keep)
     try:
@@ -236,6 +237,8 @@ def attention_forward(
     """Causal attention within documents. query: [rows, heads, length, head_dim]; key, value with fewer heads (GQA)."""
     if unknown := [name for name in UNSUPPORTED if kwargs.get(name) is not None]:
         raise ModelError(f"model: our attention has no {unknown[0]}")
+    if kwargs.get("sliding_window") is None and _has_window(module):
+        raise ModelError("model: its attention does not pass its sliding window on")
     if torch.is_autocast_enabled(query.device.type):
         compute_dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(compute_dtype), key.to(compute_dtype), value.to(compute_dtype)
@@ -267,6 +270,14 @@ def attention_forward(
             return _varlen(qkv, (cu_seqlens, cu_seqlens), max_seqlen, window, scaling), None
         attention_mask = _document_mask(query, cu_seqlens, window)
     return _sdpa((query, key, value), attention_mask, dropout, scaling).transpose(1, 2), None
+
+
+def _has_window(module: Any) -> bool:
+    """Whether the config gives this attention layer a sliding window."""
+    config = getattr(module, "config", None)
+    types, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    is_full = types and layer is not None and types[layer] != "sliding_attention"
+    return bool(getattr(config, "sliding_window", None)) and not is_full
 
 
 def _sdpa(

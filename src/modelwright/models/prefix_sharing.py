@@ -18,15 +18,7 @@ from torch import Tensor
 
 from modelwright.errors import ModelError, first_line
 from modelwright.models import attention
-from modelwright.models.attention import (
-    SharedPrefixLayout,
-    UnsharedLayout,
-    hidden_states,
-    hidden_with_grad,
-    is_random,
-    relative_gap,
-    unwrap_peft,
-)
+from modelwright.models.attention import SharedPrefixLayout, UnsharedLayout, hidden_states, relative_gap, unwrap_peft
 
 HALF_TOLERANCE = 6e-2
 """Largest relative difference by rounding in bf16; a wrong mask makes 0.3 and more."""
@@ -61,18 +53,22 @@ def prefix_sharing_blocker(model: Any) -> str | None:
     if unsupported := set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
         return f"its layers of {', '.join(sorted(unsupported))} take no mask"
     tokens, segment_ids, positions = _probe(model)
-    was_training, second = model.training, slice(16, None)
+    was_training, second, window = model.training, slice(16, None), _sliding_window(config)
     try:
-        if is_random(model, lambda: hidden_states(model, tokens[:, :16], positions[:, :16])):
+        if window and implementation != attention.ATTN_NAME:  # shorter than the probe: PhiMoE has one and ignores it
+            config.sliding_window = 4
+        if attention.is_random(model, lambda: hidden_states(model, tokens[:, :16], positions[:, :16])):
             return "it draws random numbers in training (dropout or jitter), which would be shared too"
         model.eval()
         mask = shared_prefix_mask(model, positions, segment_ids)
-        shared, grad = hidden_with_grad(model, second, tokens, positions, mask)
+        shared, grad = attention.hidden_with_grad(model, second, tokens, positions, mask)
         alone = hidden_states(model, torch.cat([tokens[:, :8], tokens[:, second]], 1), positions[:, :16])[0, 8:]
     except (TypeError, ValueError, RuntimeError, KeyError, AttributeError, ModelError) as error:
         return f"it does not take the mask ({first_line(error)})"
     finally:
         model.train(was_training)
+        if window:
+            config.sliding_window = window
     gap = relative_gap(alone, shared[0, second])
     if bool((grad[:, 8:16] != 0).any()) or not gap <= attention.FORWARD_TOLERANCE:
         return f"in a probe the continuations attended to each other ({gap:.1e})"

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
+from torch.nn.modules.module import register_module_forward_hook
 
 from modelwright.errors import ModelError, first_line
+from modelwright.models.attention import hidden_states, probe_tokens
 from modelwright.recipe.sections import FUSED_LORA_RANKS, MLP_LINEARS, ParameterCount
 from modelwright.recipe.stage_specs import TrainableConfig
 
@@ -31,6 +33,16 @@ def set_trainable(model: Any, parts: TrainableConfig) -> Any:
         for module in _trainable_modules(model, parts):
             module.requires_grad_(True)
     return model
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Turn off every dropout in training; the config stays, as it is saved with the model."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):  # functional dropout, as in attention
+                setattr(module, name, 0.0)
 
 
 def count_parameters(model: nn.Module) -> ParameterCount:
@@ -100,9 +112,29 @@ def add_lora(model: Any, parts: TrainableConfig) -> Any:
         task_type="CAUSAL_LM",
     )  # fmt: skip
     try:
-        return get_peft_model(model, settings)
-    except ValueError as error:
+        adapted = get_peft_model(model, settings)
+        unused = [] if next(model.parameters()).is_meta else unused_adapters(adapted)
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise ModelError(f"model: LoRA could not be added ({first_line(error)})") from None
+    if unused:
+        reason = f"LoRA of {unused[0]} would change nothing, since the model reads its weight without calling it"
+        raise ModelError(f"model: {reason}; leave it out of lora_target_modules")
+    return adapted
+
+
+@torch.no_grad()
+def unused_adapters(model: Any) -> list[str]:
+    """Names of adapted layers that a forward pass does not call though it calls their parent (dt_proj of Jamba)."""
+    called: set[int] = set()
+    hook = register_module_forward_hook(lambda module, _inputs, _output: called.add(id(module)))
+    tokens = probe_tokens(model)
+    try:
+        hidden_states(model, tokens, torch.arange(tokens.shape[1], device=tokens.device)[None])
+    finally:
+        hook.remove()
+    parents = (parent for parent in model.modules() if id(parent) in called)
+    children = (pair for parent in parents for pair in parent.named_children())
+    return [name for name, child in children if hasattr(child, "lora_A") and id(child) not in called]
 
 
 SILU_GATED_MLPS = {"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "SmolLM3MLP"}

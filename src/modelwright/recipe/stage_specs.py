@@ -146,7 +146,7 @@ class OptimizerConfig(FrozenModel):
     adam_epsilon: PositiveFloat = 1e-8
     """AdamW epsilon."""
     ema_decay: Decay = 0.0
-    """Decay of the exponential moving average of the weights, which is evaluated and saved; 0: off."""
+    """Decay of the moving average of the weights that is evaluated and saved, at most n/(n + 9) in step n; 0: off."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Maximum gradient norm (clipping); 0 disables it."""
 
@@ -352,6 +352,8 @@ class PairConfig(TrainableConfig, TrainingConfig):
     """Pairs that may be truncated, as a count or a fraction; more is an error before the first step."""
     share_prompt: bool = True
     """Compute a prompt once for both of its answers, where the attention of the model allows it."""
+    disable_dropout: bool = True
+    """Train without the dropout of the model and of LoRA, so that policy and reference agree before the first step."""
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate, reached after warm-up; much lower than for fine-tuning."""
     metric_for_best_model: Literal["eval_loss", "eval_reward_accuracy"] = "eval_loss"  # type: ignore[assignment]

@@ -11,7 +11,9 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
+from modelwright.data.chat import appends_eos
 from modelwright.errors import UsageError
+from modelwright.models.attention import FORWARD_TOLERANCE, relative_gap
 from modelwright.models.pretrained import eos_token_ids, load_model, load_tokenizer
 
 Message = dict[str, str]
@@ -19,6 +21,10 @@ NEUTRAL_SAMPLING: dict[str, Any] = {"repetition_penalty": 1.0, "top_k": 0, "top_
 """Overrides a model's own generation settings, so that two models are sampled in the same way."""
 MAX_TOKEN_CHARS = 32
 """Characters per token of a conversation beyond which it is too long without being tokenized, which takes seconds."""
+
+
+CACHES = ("past_key_values", "cache_params", "state")
+"""Names of the cache of an attention, a state-space model, and RWKV."""
 
 
 class ContextLengthExceeded(UsageError):
@@ -86,6 +92,7 @@ class TextGenerator:
         self._model = load_model(folder).eval().to(self._device)
         self._eos_token_ids = sorted({*eos_token_ids(self._model), self._tokenizer.eos_token_id})
         self.sampling_params = SamplingParams(max_new_tokens, temperature, seed=seed)
+        self._use_cache = cache_is_exact(self._model)
 
     @property
     def context_length(self) -> int | None:
@@ -95,6 +102,8 @@ class TextGenerator:
     @torch.inference_mode()
     def generate(self, conversations: Sequence[Sequence[Message]]) -> list[str]:
         """The answers to several conversations, generated as one batch."""
+        if self._model.config.model_type == "rwkv":  # its state has no mask for padding
+            return ["".join(self.stream(messages)).strip() for messages in conversations]
         inputs, params = self._tokenize(conversations).to(self._device), self.sampling_params
         torch.manual_seed(params.seed)
         sampling: dict[str, Any] = {"do_sample": params.temperature > 0, "repetition_penalty": 1.0}
@@ -105,7 +114,7 @@ class TextGenerator:
             max_new_tokens=params.max_new_tokens,
             pad_token_id=self._tokenizer.pad_token_id,
             eos_token_id=self._eos_token_ids,
-            use_cache=True,
+            use_cache=self._use_cache,
             **sampling,
         )
         answers = produced[:, inputs["input_ids"].shape[1] :]
@@ -134,16 +143,18 @@ class TextGenerator:
 
     def _generate_tokens(self, tokens: Tensor, sampling: SamplingParams, max_new_tokens: int) -> Iterator[int]:
         """Token ids up to the EOS token, which is not included."""
-        cache, rng = None, torch.Generator(device=self._device).manual_seed(sampling.seed)
+        cache: dict[str, Any] = {}
+        rng = torch.Generator(device=self._device).manual_seed(sampling.seed)
         for _ in range(max_new_tokens):
             with torch.inference_mode():
-                output = self._model(input_ids=tokens, past_key_values=cache, use_cache=True)
-                cache = output.past_key_values
+                output = self._model(input_ids=tokens, use_cache=self._use_cache, **cache)
+                cache = output_cache(output) if self._use_cache else {}
                 token = int(_sample(output.logits[0, -1].float(), sampling, rng))
             if token in self._eos_token_ids:
                 return
             yield token
-            tokens = torch.tensor([[token]], device=self._device)
+            last = torch.tensor([[token]], device=self._device)
+            tokens = last if cache else torch.cat([tokens, last], 1)
 
     def _tokenize(self, conversations: Sequence[Sequence[Message]], padding: bool = True) -> Any:
         if self._tokenizer.chat_template:
@@ -158,10 +169,35 @@ class TextGenerator:
             texts = ["".join(message["content"] for message in messages) for messages in conversations]
         chat = bool(self._tokenizer.chat_template)
         encoded = self._tokenizer(texts, return_tensors="pt", padding=padding, add_special_tokens=not chat)
+        if not chat and appends_eos(self._tokenizer):  # padding is on the left, so that it is last in every row
+            encoded = type(encoded)({name: values[:, :-1] for name, values in encoded.items()})
         if not encoded["input_ids"].shape[1]:
             why = "the model's chat template renders an empty prompt" if chat else "nothing was asked"
             raise UsageError(f"{why}, so there is nothing to answer")
         return encoded
+
+
+def output_cache(output: Any) -> dict[str, Any]:
+    """The cache of a forward pass, as arguments of the next one; empty if the model has none."""
+    return {name: output[name] for name in CACHES if output.get(name) is not None}
+
+
+@torch.inference_mode()
+def cache_is_exact(model: Any) -> bool:
+    """Whether three tokens after a cached prompt get the logits that the whole text gives without a cache.
+
+    Not so for Bamba and MiniMax in transformers 5.22, the latter if the prompt is longer than its block.
+    """
+    tokens = torch.arange(3, 12 + min(int(getattr(model.config, "block_size", None) or 0), 512), device=model.device)
+    tokens = tokens.remainder(min(1000, model.config.get_text_config().vocab_size))[None]
+    expected = model(input_ids=tokens, use_cache=False).logits[0, -3:]
+    output, logits = model(input_ids=tokens[:, :-3], use_cache=True), []
+    for index in range(tokens.shape[1] - 3, tokens.shape[1]):
+        if not (cache := output_cache(output)):
+            return False
+        output = model(input_ids=tokens[:, index : index + 1], use_cache=True, **cache)
+        logits.append(output.logits[0, -1])
+    return relative_gap(expected, torch.stack(logits)) < FORWARD_TOLERANCE
 
 
 def _sample(logits: Tensor, params: SamplingParams, rng: torch.Generator) -> Tensor:

@@ -85,7 +85,8 @@ def evaluate_model(folder: Path, job: EvaluationJob) -> dict[str, Any]:
     """Metrics and samples of one model folder."""
     config, recipe_dir = job.config, job.recipe_dir
     model, tokenizer = pretrained.load_model(folder), pretrained.load_tokenizer(folder)
-    model = model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    pretrained.prepare_model(model.eval(), device, model.config._attn_implementation, packed=False)
     metrics: Metrics = {}
     if config.perplexity_text is not None:
         data = DataConfig(dataset_name=config.perplexity_text, text_column=config.text_column, max_rows=config.max_rows)

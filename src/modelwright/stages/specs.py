@@ -53,6 +53,8 @@ def build_sft(context: RunContext, inputs: StageInputs, stage: str) -> StagePart
     """Load the model, set its trainable parameters, tokenize the conversations."""
     settings = cast(SftConfig, context.recipe.stages[stage])
     task, parts = build_row_task(context, inputs, stage, SftTask)
+    if opening := sum(item.messages[0]["role"] == "assistant" for item in inputs.data.train if item.messages):
+        context.note(stage, f"{opening} rows open with a turn of the assistant, which has no prompt and is not trained")
     reuse = find_compute_reuse(task, parts.model, settings)
     return replace(
         parts,

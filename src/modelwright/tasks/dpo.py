@@ -33,6 +33,7 @@ from modelwright.models.prefix_sharing import (
     shared_prefix_mask,
     supports_layout,
 )
+from modelwright.models.trainable import disable_dropout
 from modelwright.recipe.stage_specs import PairConfig
 from modelwright.runs.folder import fsync_path, hash_file, read_json, write_json
 from modelwright.tasks.batching import as_tensors, row_multiple
@@ -119,6 +120,8 @@ class PairTask(Task):
     def __init__(
         self, model: Any, tokenizer: Any, data: PreferenceDataset, settings: PairConfig, stops: Collection[int]
     ) -> None:
+        if settings.disable_dropout:
+            disable_dropout(model)
         loss_module = self.loss_class(model, settings, settings.router_aux_loss_coef)
         self.module: nn.Module = loss_module
         self.metric_names = (*self.metric_names, *loss_module.router_loss.metric_names)

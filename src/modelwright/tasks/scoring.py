@@ -39,11 +39,13 @@ def score_texts(model: Any, encoder: DocumentTokenizer, texts: Sequence[str], ma
         chunks += [TokenizedRow(chunk, np.ones(len(chunk), dtype=np.bool_)) for chunk in token_chunks if len(chunk) > 1]
     chunks.sort(key=len)
     nll_sum, token_count = 0.0, 0
+    all_tokens, text_bytes = sum(map(len, chunks)), sum(len(text.encode()) for text in texts)
     for start in range(0, len(chunks), SCORING_BATCH):
         micro_batch = collate_examples([[chunk] for chunk in chunks[start : start + SCORING_BATCH]])
         nll_sum -= float(_next_token_logps(model, micro_batch.inputs).sum())
         token_count += micro_batch.trained_tokens
-    return _as_metrics(nll_sum, token_count, sum(len(text.encode()) for text in texts))
+    # the first token of a chunk has no loss: bytes of the others, estimated by their fraction of all tokens
+    return _as_metrics(nll_sum, token_count, text_bytes * token_count / max(1, all_tokens))
 
 
 def score_shards(model: Any, shards: PackedDataset, max_length: int, max_rows: int) -> Metrics:
@@ -58,7 +60,6 @@ def score_shards(model: Any, shards: PackedDataset, max_length: int, max_rows: i
         inputs = {"tokens": tokens, "positions": positions, "loss_positions": loss_positions}
         logps = _next_token_logps(model, as_tensors(inputs))
         nll_sum, token_count = nll_sum - float(logps.sum()), token_count + len(logps)
-    # bytes of the scored tokens, estimated by their fraction of all tokens
     return _as_metrics(nll_sum, token_count, shards.text_bytes * token_count / max(1, shards.tokens))
 
 

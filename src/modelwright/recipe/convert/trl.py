@@ -169,10 +169,6 @@ def _convert_loss(conversion: Conversion) -> None:
     elif loss_types in (["nll"], ["chunked_nll"]):
         advice = "the loss is the mean over trained tokens, computed in chunks"
         conversion.report("loss_type", kind, "not_needed", advice)
-    if conversion.spec.row_format == "pairs" and not conversion.has("disable_dropout"):
-        dropout = conversion.source.pop("disable_dropout", None)
-        advice = "dropout follows the config of the model; TRL disables it by default; most models have none"
-        conversion.report("disable_dropout", dropout, "approximated", advice)
     assistant_only = conversion.pop("assistant_only_loss")
     completion_only = conversion.source.pop("completion_only_loss", None)
     if not conversion.has("assistant_only_loss"):
