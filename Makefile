@@ -27,9 +27,10 @@ test: setup lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow"
 	$(BIN)/python -m pytest -m slow
 
-# Too slow for every change: the long commands of the pages, the lessons, the site, and 20 pulls of 5 GB.
+# Too slow for every change: the long commands of the pages, the lessons, the site, 20 pulls of 5 GB, 71 architectures.
 nightly: test docs test-docs
-	NIGHTLY=1 $(BIN)/python -m pytest --timeout 3600 tests/project/test_readme.py tests/cluster/test_pull.py
+	NIGHTLY=1 $(BIN)/python -m pytest --timeout 3600 tests/project/test_readme.py tests/cluster/test_pull.py \
+		tests/models/test_zoo.py
 
 # Build the site from README.md and docs/ into build/site, in strict mode, and check every link.
 docs: setup

@@ -55,7 +55,7 @@ def prefix_sharing_blocker(model: Any) -> str | None:
     tokens, segment_ids, positions = _probe(model)
     was_training, second, window = model.training, slice(16, None), _sliding_window(config)
     try:
-        if window and implementation != attention.ATTN_NAME:  # shorter than the probe: PhiMoE has one and ignores it
+        if window and implementation != attention.ATTN_NAME:  # shorter than the probe, in case it is ignored
             config.sliding_window = 4
         if attention.is_random(model, lambda: hidden_states(model, tokens[:, :16], positions[:, :16])):
             return "it draws random numbers in training (dropout or jitter), which would be shared too"

@@ -1,0 +1,77 @@
+"""Every architecture gives what the plain model of transformers gives, or is refused before training.
+
+``NIGHTLY=1 UPDATE_GOLDEN=1 pytest tests/models/test_zoo.py`` runs all and rewrites docs/reference/architectures.md.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from zoo import ARCHITECTURES, COLUMNS, QUICK, cells
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "architectures.md"
+NIGHTLY = bool(os.environ.get("NIGHTLY"))
+HEAD = """\
+# Architectures
+
+<!-- Made by tests/models/test_zoo.py. To regenerate it (ten minutes):
+     NIGHTLY=1 UPDATE_GOLDEN=1 pytest tests/models/test_zoo.py -->
+
+Tiny random models of {count} architectures of transformers {version}, with weights of a size at which mistakes show.
+Losses, gradients, log-probs, logits and answers are compared with those of the plain model in eager attention, one row
+at a time.
+
+- **yes**: equal. **off**: the saving is not used for this architecture, and the results are equal.
+- **no**: refused before training, with a message that says what would work.
+- *padded*, *packed*: SFT with `packing: false` and `true`; *shared prefix*: `share_prefix`; *frozen cache*:
+  `cache_frozen_layers` with `trainable: {{last_layers: 1}}`; *LoRA*: `lora_target_modules: all-linear`; *export*: its
+  merged model; *reload*: the saved model; *ask*: answers, streamed and in a batch.
+
+"""
+
+
+def as_page(results: dict[str, dict[str, str]]) -> str:
+    """The table of all architectures."""
+    import transformers
+
+    lines = [f"| architecture | kind | {' | '.join(COLUMNS)} |", "|---|---|" + "---|" * len(COLUMNS)]
+    words = {"equal": "yes", "equal, prompt twice": "yes", "off": "off", "refused": "**no**"}
+    for name, row in results.items():
+        values = [words.get(row[column].partition(":")[0], row[column]) for column in COLUMNS]
+        lines.append(f"| {name} | {ARCHITECTURES[name]} | {' | '.join(values)} |")
+    return HEAD.format(count=len(results), version=transformers.__version__) + "\n".join(lines) + "\n"
+
+
+def wrong_cells(results: dict[str, str]) -> dict[str, str]:
+    return {column: value for column, value in results.items() if value.startswith("WRONG")}
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_an_architecture_gives_what_the_plain_model_gives(name: str, tmp_path: Path) -> None:
+    results = cells(name, tmp_path)
+    assert not wrong_cells(results)
+    assert results["padded"] == results["reload"] == results["ask"] == "equal"
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="takes ten minutes; NIGHTLY=1 runs it")
+@pytest.mark.timeout(3600)
+def test_no_architecture_is_silently_wrong(tmp_path: Path) -> None:
+    results = {name: cells(name, tmp_path / name) for name in ARCHITECTURES}
+    wrong = {name: cell for name, row in results.items() if (cell := wrong_cells(row))}
+    assert not wrong
+    assert len(results) >= 40
+    assert sum(row["padded"] == "equal" for row in results.values()) >= 0.9 * len(results)
+    text = as_page(results)
+    if os.environ.get("UPDATE_GOLDEN") == "1":
+        PAGE.write_text(text, encoding="utf-8")
+    assert PAGE.read_text(encoding="utf-8") == text
+
+
+def test_the_page_has_every_architecture_and_no_wrong_cell() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert "WRONG" not in text
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in text.splitlines() if line.startswith("| ")]
+    assert rows[1:] == list(ARCHITECTURES)
