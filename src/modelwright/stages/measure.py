@@ -34,8 +34,8 @@ from modelwright.engine.trainer import Engine
 from modelwright.errors import DataError, UsageError, first_line
 from modelwright.models import activation_checkpoint, pretrained, trainable
 from modelwright.models.attention import unshared_layout
-from modelwright.models.from_scratch import llama_config
 from modelwright.models.prefix_sharing import supports_layout
+from modelwright.models.save import llama_config
 from modelwright.models.vision import resnet18
 from modelwright.plan.calibrate import CPU_CASES, GPU_CASES, USER_FILE, PlanCase, calibration_for, fit
 from modelwright.plan.hardware import gpu_spec_of, probe_device

@@ -135,7 +135,7 @@ def resolve_tokenizer_dir(loaded: LoadedRecipe) -> Path:
 
 
 def _init_model(context: RunContext) -> None:
-    from modelwright.models.from_scratch import write_initial_model  # torch
+    from modelwright.models.save import write_initial_model  # torch
 
     folder, recipe, source = context.folder, context.recipe, resolve_tokenizer_dir(context.loaded)
     architecture = recipe.model.architecture
