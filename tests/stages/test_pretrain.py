@@ -17,6 +17,7 @@ import torch
 from modelwright.data.shards import PackedDataset
 from modelwright.errors import DataError, ModelError, Refused
 from modelwright.models.pretrained import load_model
+from modelwright.plan.model_shape import shape_from_config
 from modelwright.recipe.load import load
 from modelwright.recipe.sections import CountOrFraction
 from modelwright.recipe.stage_specs import PretrainConfig
@@ -85,13 +86,8 @@ def test_bits_per_byte_are_the_loss_in_bits_over_the_bytes_of_the_text(done: Pat
 def test_the_parameter_count_is_printed_and_is_that_of_the_arithmetic_and_of_the_model(done: Path) -> None:
     model = load_model(RunFolder(done).model("init"))
     counted = sum(weight.numel() for weight in model.parameters())
-    architecture = load(done / "recipe.yaml", environ={}).recipe.model.architecture
-    assert architecture is not None
-    assert (
-        counted
-        == architecture.num_parameters(model.config.vocab_size)
-        == events_of(done, "model_initialized")[0]["parameters"]
-    )
+    planned = shape_from_config(model.config.to_dict(), "init", "its config").parameters
+    assert counted == planned == events_of(done, "model_initialized")[0]["parameters"]
     assert model.config.vocab_size % 64 == 0
     [plan] = events_of(done, "model_initialized")[0]["plan"]
     assert re.match(r"pretrain: \d+ steps, batch .*, fp32, .* GiB of .*, [\d,]+ tokens/s, ", plan), plan

@@ -116,9 +116,8 @@ def load_conversations(data: DataConfig, seed: int, recipe_dir: Path) -> Convers
     """Read, check and split the conversations of a recipe; all problems are raised as one error."""
     train, held_out, quarantine = load_splits(data, seed, recipe_dir, rows_to_conversations)
     fingerprint, distinct_rows = hash_splits(train, held_out)
-    # many duplicates, if a folder holds one dataset in two formats
-    counts = {"duplicate_rows": len(train) - distinct_rows}
-    return ConversationDataset(train, held_out, fingerprint, quarantine, counts)
+    duplicate_rows = len(train) - distinct_rows  # many, if a folder holds one dataset in two formats
+    return ConversationDataset(train, held_out, fingerprint, quarantine, {"duplicate_rows": duplicate_rows})
 
 
 def load_splits(

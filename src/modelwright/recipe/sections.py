@@ -193,14 +193,6 @@ class LlamaArchitecture(FrozenModel):
         """Size of the feed-forward layers."""
         return self.intermediate_size or round_up(self.hidden_size * 8 / 3)
 
-    def num_parameters(self, vocab_size: int) -> int:
-        """Number of parameters, computed from the sizes."""
-        kv_size = self.hidden_size * self.kv_heads // self.num_attention_heads
-        attention = 2 * self.hidden_size * self.hidden_size + 2 * self.hidden_size * kv_size
-        layer = attention + 3 * self.hidden_size * self.ffn_size + 2 * self.hidden_size
-        embeddings = vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_hidden_layers * layer + self.hidden_size + embeddings
-
 
 QUANTITY_RE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMGTPE]i?)?")
 QUANTITY_UNITS = {unit: 1000**power for power, unit in enumerate("KMGTPE", 1)} | {

@@ -13,8 +13,6 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from modelwright.recipe.sections import CountOrFraction, DataConfig, FrozenModel, invalid
 
-PrecisionName = Literal["auto", "fp32", "bf16", "fp16", "fp8"]
-StrategyName = Literal["auto", "ddp", "fsdp", "hsdp"]
 CheckpointingMode = bool | Literal["selective"]
 PreferenceLoss = Literal["sigmoid", "ipo", "hinge"]
 SchedulerName = Literal["linear", "cosine", "constant", "constant_with_warmup", "warmup_stable_decay", "one_cycle"]
@@ -185,7 +183,7 @@ class DurationConfig(FrozenModel):
 class PrecisionConfig(FrozenModel):
     """Precision, distribution, activation checkpointing, compilation and the spike guard."""
 
-    precision: PrecisionName = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
     """Compute precision: fp32, bf16, fp16, or fp8 in the linear layers; auto: bf16 where fast, fp16 on older GPUs."""
     tf32: bool | Literal["auto"] = "auto"
     """With precision fp32 on a GPU: use TF32 tensor cores (10 of 23 mantissa bits); auto: where available."""
@@ -197,7 +195,7 @@ class PrecisionConfig(FrozenModel):
     """Granularity of fp8 scales: per tensor, or per row, which is more accurate and slower; auto: rowwise for DPO."""
     param_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Storage dtype of parameters: fp32, or bf16 with remainders in the optimizer (exact fp32 masters, faster)."""
-    distributed_strategy: StrategyName = "auto"
+    distributed_strategy: Literal["auto", "ddp", "fsdp", "hsdp"] = "auto"
     """Data parallelism: ddp replicates the model, fsdp shards it, hsdp shards it per node; auto: ddp if it fits."""
     ddp_bucket_cap_mb: PositiveInt = 25
     """Bucket size of the DDP gradient all-reduce in megabytes."""

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor, nn
 
 from modelwright.data.packing import NDArray
-from modelwright.data.preferences import PreferenceDataset, TokenizedPair, TokenizedPairs, tokenize_pairs
+from modelwright.data.preferences import PreferenceDataset, TokenizedPair, tokenize_pairs
 from modelwright.data.sampler import rank_micro_batches
 from modelwright.engine.task import MicroBatch, Task
 from modelwright.engine.trainer import Engine
@@ -129,9 +129,7 @@ class PairTask(Task):
         if loss_module.router_loss.coef:
             self.sharing_blocker = "the load-balancing loss of its router counts the tokens of both rows"
         self.train_set = tokenize_pairs(data.train, tokenizer, settings, stops)
-        self.held_out_set = TokenizedPairs()
-        if data.held_out:
-            self.held_out_set = tokenize_pairs(data.held_out, tokenizer, settings, stops)
+        self.held_out_set = tokenize_pairs(data.held_out, tokenizer, settings, stops)
         layouts = (unshared_layout, shared_prefix_layout) if self.sharing_blocker is None else ()
         self.layout = next((layout for layout in layouts if supports_layout(model, layout)), None)
         self._row_multiple = row_multiple(settings)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelwright.data.chat import ConversationDataset, TokenizedDataset, TokenizedRow, tokenize_conversations
+from modelwright.data.chat import ConversationDataset, TokenizedRow, tokenize_conversations
 from modelwright.data.packing import pack_bfd
 from modelwright.engine.task import MicroBatch, Task
 from modelwright.engine.trainer import Engine
@@ -92,9 +92,7 @@ class SftTask(Task):
         self.router_loss = self.loss_module.router_loss
         self.metric_names: tuple[str, ...] = ("loss", *self.router_loss.metric_names)
         self.train_set = tokenize_conversations(data.train, tokenizer, settings, stops)
-        self.held_out_set = TokenizedDataset()
-        if data.held_out:
-            self.held_out_set = tokenize_conversations(data.held_out, tokenizer, settings, stops)
+        self.held_out_set = tokenize_conversations(data.held_out, tokenizer, settings, stops)
         self.examples: list[TokenizedRow] = [*self.train_set.rows, *self.held_out_set.rows]
         self.lengths = [len(example) for example in self.examples]
         singles = [[row] for row in range(len(self.train_set.rows))]
