@@ -174,7 +174,7 @@ def test_what_is_measured_is_what_it_says() -> None:
     now = answer_logps(model, pairs, shared=True).detach()
     reference = now - torch.tensor([0.1] * 5 + [-0.2] * 8 + [-0.1] * 7 + [0.3] * 3 + [0.4] + [0.25] * 2)
     result = DpoLoss(model, PreferenceConfig(beta=0.5))(**collate_pairs(pairs).inputs, ref_logps=reference).tolist()
-    values = dict(zip(DpoTask.metric_names, result, strict=True))
+    values = dict(zip(DpoLoss.metric_names, result, strict=True))
     chosen = float(now[:5].sum() + now[13:20].sum() + now[23:24].sum())
     assert values["reward_accuracy"] == 1  # of three
     assert values["reward_margin"] == pytest.approx(0.5 * (0.5 + 1.6 - 0.7 - 0.9 + 0.4 - 0.5), abs=1e-4)

@@ -78,17 +78,13 @@ def llama_config(architecture: LlamaArchitecture, tokenizer: Any) -> Any:
         raise ModelError(f"model: architecture.vocab_size is {vocab_size}, but the tokenizer has {needed} tokens")
     if tokenizer.eos_token_id is None:
         raise ModelError("model: the tokenizer has no end token (eos_token), which must end each document")
+    resolved = {"vocab_size", "intermediate_size", "num_key_value_heads", "rope_theta"}
     return LlamaConfig(
+        **architecture.model_dump(exclude=resolved),
         vocab_size=vocab_size,
-        hidden_size=architecture.hidden_size,
         intermediate_size=architecture.ffn_size,
-        num_hidden_layers=architecture.num_hidden_layers,
-        num_attention_heads=architecture.num_attention_heads,
         num_key_value_heads=architecture.kv_heads,
-        max_position_embeddings=architecture.max_position_embeddings,
         rope_parameters={"rope_type": "default", "rope_theta": architecture.rope_theta},
-        tie_word_embeddings=architecture.tie_word_embeddings,
-        initializer_range=architecture.initializer_range,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

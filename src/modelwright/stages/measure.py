@@ -54,7 +54,7 @@ from modelwright.stages.planning import build_engine, fit_plan
 from modelwright.stages.specs import BUILDERS
 from modelwright.tasks.batching import collate_examples
 from modelwright.tasks.classify import ClassifyTask
-from modelwright.tasks.dpo import DpoLoss, DpoTask, collate_pairs, with_layout
+from modelwright.tasks.dpo import DpoLoss, collate_pairs, with_layout
 from modelwright.tasks.sft import SftLoss
 
 WARM_UP_STEPS, TIMED_STEPS = 5, 6
@@ -398,12 +398,8 @@ def random_shards(folder: Path, length: int, vocab_size: int) -> None:
     token_ids = rng.integers(0, vocab_size, int(lengths.sum())).astype(np.uint32)
     documents = TokenizedDocuments(token_ids, lengths, lengths * 4)
     batch = DocumentBatch(len(token_ids), lambda: documents)
-    write_manifest(
-        folder,
-        layout,
-        {"train": write_split(folder, "train", layout, {"random": [batch]}, "r")},
-        {"tokenizer": "random"},
-    )
+    splits = {"train": write_split(folder, "train", layout, {"random": [batch]}, "r")}
+    write_manifest(folder, layout, splits, {"tokenizer": "random"})
 
 
 class RandomTokenTask(Task):
@@ -417,7 +413,7 @@ class RandomTokenTask(Task):
         self._tokens = np.random.default_rng(SEED).integers(1, vocab_size, (rows, length)).astype(np.int32)
         self._use_layout = self._has_pairs and supports_layout(model, unshared_layout)
         self.module: Any = DpoLoss(model, settings) if self._has_pairs else SftLoss(model)
-        self.metric_names: tuple[str, ...] = DpoTask.metric_names if self._has_pairs else ("loss",)
+        self.metric_names: tuple[str, ...] = DpoLoss.metric_names if self._has_pairs else ("loss",)
 
     def row_length(self, row: int) -> int:
         return self._length
@@ -434,12 +430,10 @@ class RandomTokenTask(Task):
             return collate_examples([[TokenizedRow(row, loss_mask)] for row in tokens])
         half, quarter = self._length // 2, self._length // 4
         loss_mask = np.ones(quarter, dtype=bool)
-        pairs = [
-            TokenizedPair(
-                row[:half], *(TokenizedRow(row[start : start + quarter], loss_mask) for start in (half, half + quarter))
-            )
-            for row in tokens
-        ]
+        pairs = []
+        for row in tokens:
+            answers = (row[start : start + quarter] for start in (half, half + quarter))
+            pairs.append(TokenizedPair(row[:half], *(TokenizedRow(answer, loss_mask) for answer in answers)))
         batch = with_layout(unshared_layout, collate_pairs(pairs)) if self._use_layout else collate_pairs(pairs)
         ref_logps = torch.zeros(batch.inputs["positions_and_targets"].shape[1])
         return MicroBatch({**batch.inputs, "ref_logps": ref_logps}, batch.trained_tokens, batch.tokens)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -23,6 +22,7 @@ from modelwright.engine.parallel import repeated_layers
 from modelwright.engine.task import StepReport
 from modelwright.engine.trainer import Engine
 from modelwright.errors import ModelError, RankOutOfMemory, StorageError, UsageError, first_line
+from modelwright.launch.doctor import installed_version
 from modelwright.models import activation_checkpoint, trainable
 from modelwright.models.vision import ResNet18
 from modelwright.plan.choose import CHECKPOINTINGS, StageEstimate, choose_plan
@@ -335,7 +335,7 @@ def fp8_trial_key(plan: StagePlan, stage: str, parts: StageParts, context: RunCo
         "param_dtype": plan.param_dtype,
         "scaling": settings.fp8_scaling,
         "settings": [settings.torch_compile, settings.cuda_graphs, plan.gradient_checkpointing],
-        "versions": [torch.__version__, _torchao_version()],
+        "versions": [torch.__version__, installed_version("torchao")],
     }
 
 
@@ -393,10 +393,3 @@ def _read_cache(path: Path) -> dict[str, Any]:
 
 def _hash_key(key: dict[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(key, sort_keys=True).encode())
-
-
-def _torchao_version() -> str:
-    try:
-        return version("torchao")
-    except PackageNotFoundError:
-        return "none"

@@ -46,11 +46,33 @@ KL_CLAMP = 20.0
 
 
 class PairLoss(nn.Module):
-    """A language model on pairs: the log-prob of each target token; a subclass makes a loss of them."""
+    """A language model on pairs: `metrics` of a subclass makes sums over the pairs of the log-probs of the targets."""
+
+    own_inputs: tuple[str, ...]
+    """Names of the other arguments of `metrics`."""
+    metric_names: tuple[str, ...]
+    """Names of its sums, the loss first."""
+    metrics: Callable[..., Tensor]
 
     def __init__(self, model: Any, settings: Any, router_aux_loss_coef: float | None = 0.0) -> None:
         super().__init__()
         self.model, self.settings, self.router_loss = model, settings, RouterLoss(model, router_aux_loss_coef)
+
+    def forward(self, answer_lengths: Tensor, attention_mask: Tensor | None = None, **inputs: Tensor) -> Tensor:
+        """Returns [metrics], or without the inputs of `metrics`, the log-probs of all targets, [count] float32.
+
+        answer_lengths: [2 × pairs] int64, of each pair's chosen and rejected answer; attention_mask: [rows, length],
+        the tokens that a router's load-balancing loss counts; inputs: see `token_logps` and `metrics`.
+        """
+        own_inputs = {name: inputs.pop(name) for name in self.own_inputs if name in inputs}
+        logps, outputs = self.token_logps(**inputs)
+        if not own_inputs:
+            return logps
+        if len(answer_lengths):
+            sums = self.metrics(logps, answer_lengths, **own_inputs)
+        else:  # zeros with gradients for every parameter, as DDP needs
+            sums = logps.sum() * logps.new_zeros(len(self.metric_names))
+        return self.router_loss.add(sums, outputs, attention_mask, len(answer_lengths) // 2)
 
     def token_logps(
         self, tokens: Tensor, positions: Tensor, positions_and_targets: Tensor, **layout_inputs: Tensor
@@ -76,26 +98,17 @@ class PairLoss(nn.Module):
 
 
 class DpoLoss(PairLoss):
-    """Returns metrics of pairs, the loss first, summed over the pairs."""
+    """The DPO loss."""
 
-    def forward(
-        self, answer_lengths: Tensor, ref_logps: Tensor | None = None, attention_mask: Tensor | None = None,
-        **inputs: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """Returns [metrics], or without ref_logps, [count] float32, the log-probs of all answer tokens, [count].
+    own_inputs = ("ref_logps",)
+    metric_names = (
+        *("loss", "reward_accuracy", "reward_margin", "chosen_logp", "rejected_logp"),
+        *("kl per answer_tokens", "sft_loss per chosen_tokens", "chosen_tokens", "answer_tokens"),
+    )
+    """kl is estimated over the answer tokens by r - 1 - log r, with r = policy / reference probability."""
 
-        answer_lengths: [2 × pairs] int64, of each pair's chosen and rejected answer; inputs: see `token_logps`;
-        attention_mask: [rows, length], the tokens that a router's load-balancing loss counts.
-        """
-        logps, outputs = self.token_logps(**inputs)
-        if ref_logps is None:
-            return logps
-        metrics = self._metrics(logps, ref_logps, answer_lengths)
-        return self.router_loss.add(metrics, outputs, attention_mask, len(answer_lengths) // 2)
-
-    def _metrics(self, logps: Tensor, ref_logps: Tensor, answer_lengths: Tensor) -> Tensor:
-        if not len(answer_lengths):  # zeros with gradients for every parameter, as DDP needs
-            return logps.sum() * logps.new_zeros(len(DpoTask.metric_names))
+    def metrics(self, logps: Tensor, answer_lengths: Tensor, ref_logps: Tensor) -> Tensor:
+        """logps, ref_logps: [count] float32, of all answer tokens."""
         counts = answer_lengths.view(-1, 2)
         policy_sums, ref_sums = (segment_sum(values, answer_lengths).view(-1, 2) for values in (logps, ref_logps))
         logratios = policy_sums - ref_sums
@@ -115,7 +128,6 @@ class PairTask(Task):
     """Preference pairs as rows."""
 
     loss_class: type[PairLoss]
-    metric_names: tuple[str, ...]
 
     def __init__(
         self, model: Any, tokenizer: Any, data: PreferenceDataset, settings: PairConfig, stops: Collection[int]
@@ -124,7 +136,7 @@ class PairTask(Task):
             disable_dropout(model)
         loss_module = self.loss_class(model, settings, settings.router_aux_loss_coef)
         self.module: nn.Module = loss_module
-        self.metric_names = (*self.metric_names, *loss_module.router_loss.metric_names)
+        self.metric_names = (*loss_module.metric_names, *loss_module.router_loss.metric_names)
         self.sharing_blocker = prefix_sharing_blocker(model) if settings.share_prompt else "share_prompt is false"
         if loss_module.router_loss.coef:
             self.sharing_blocker = "the load-balancing loss of its router counts the tokens of both rows"
@@ -151,6 +163,16 @@ class PairTask(Task):
         """Tokens in a pair, its prompt counted once."""
         return len(self.train_set.rows[row])
 
+    def batch(self, rows: Sequence[int], step: int = 0) -> MicroBatch:
+        return self.split_batch("train", rows)
+
+    def held_out_batch(self, rows: Sequence[int]) -> MicroBatch:
+        return self.split_batch("held_out", rows)
+
+    def split_batch(self, split: str, rows: Sequence[int]) -> MicroBatch:
+        """Micro-batch of these pairs of a split, with all inputs of the loss."""
+        return self.collate(split, rows)
+
     def collate(self, split: str, rows: Sequence[int]) -> MicroBatch:
         """A micro-batch of these pairs of a split, with their answer tokens as targets."""
         pairs = [self.splits[split][row] for row in rows]
@@ -162,11 +184,6 @@ class DpoTask(PairTask):
     """Pairs whose reference log-probs are computed before training."""
 
     loss_class = DpoLoss
-    metric_names: tuple[str, ...] = (
-        *("loss", "reward_accuracy", "reward_margin", "chosen_logp", "rejected_logp"),
-        *("kl per answer_tokens", "sft_loss per chosen_tokens", "chosen_tokens", "answer_tokens"),
-    )
-    """kl is estimated over the answer tokens by r - 1 - log r, with r = policy / reference probability."""
     fp8_check_metric = "sft_loss per chosen_tokens"
     """The metric that compares fp8 with bf16; the DPO loss is a difference of two such."""
 
@@ -174,19 +191,13 @@ class DpoTask(PairTask):
         super().__init__(*args)
         self.ref_logps: dict[str, list[NDArray]] = {}
 
-    def batch(self, rows: Sequence[int], step: int = 0) -> MicroBatch:
-        return self._batch_with_reference("train", rows)
-
     def time_trial_batch(self, rows: Sequence[int]) -> MicroBatch:
         """The reference log-probs do not exist yet: they are zeros."""
         micro_batch = self.collate("train", rows)
         zeros = torch.zeros(micro_batch.inputs["positions_and_targets"].shape[1])
         return replace(micro_batch, inputs={**micro_batch.inputs, "ref_logps": zeros})
 
-    def held_out_batch(self, rows: Sequence[int]) -> MicroBatch:
-        return self._batch_with_reference("held_out", rows)
-
-    def _batch_with_reference(self, split: str, rows: Sequence[int]) -> MicroBatch:
+    def split_batch(self, split: str, rows: Sequence[int]) -> MicroBatch:
         assert not rows or self.ref_logps, "the reference log-probs are computed before training"
         micro_batch = self.collate(split, rows)
         row_logps = [np.zeros(0, dtype=np.float32), *(self.ref_logps[split][row] for row in rows)]

@@ -226,8 +226,9 @@ def find_compute_reuse(task: SftTask, model: Any, settings: SftConfig) -> Comput
     num_frozen = num_frozen_layers(model)
     frozen_layers = FrozenLayers(model, num_frozen) if num_frozen else None
     blocker = None
-    if _trains_embeddings(model):
-        size = _num_params(unwrap_peft(model).get_output_embeddings()) / 1e6
+    core = unwrap_peft(model)
+    if any(weight.requires_grad for weight in core.get_input_embeddings().parameters()):
+        size = _num_params(core.get_output_embeddings()) / 1e6
         blocker = (
             "the head shares its weights with the embeddings, so training it changes what every layer is given and "
             f"sends gradients through all of them; untie_lm_head: true gives it a copy of its own ({size:,.1f} M "
@@ -238,10 +239,6 @@ def find_compute_reuse(task: SftTask, model: Any, settings: SftConfig) -> Comput
         if reason is not None:
             frozen_layers, blocker = None, f"frozen layers are recomputed every step: {reason}"
     return ComputeReuse(task, settings, frozen_layers, blocker)
-
-
-def _trains_embeddings(model: Any) -> bool:
-    return any(weight.requires_grad for weight in unwrap_peft(model).get_input_embeddings().parameters())
 
 
 def _num_params(module: nn.Module) -> int:
