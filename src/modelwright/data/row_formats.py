@@ -23,7 +23,7 @@ from modelwright.data.tokenizer import DocumentTokenizer
 from modelwright.errors import DataError, UsageError
 from modelwright.recipe.schema import Recipe
 from modelwright.recipe.sections import CountOrFraction, DataConfig, RowStats
-from modelwright.recipe.stage_specs import RowFormatName, TrainingConfig
+from modelwright.recipe.stage_specs import ChatConfig, RowFormatName, TrainingConfig
 
 LENGTH_BINS = [0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 1 << 62]
 """Edges of the length histogram, in tokens."""
@@ -81,11 +81,12 @@ def estimate_row_stats(recipe: Recipe, stage: str, recipe_dir: Path, tokenizer: 
     count = partial(_estimate_tokens, chars_per_token=_chars_per_token(recipe, sample, tokenizer))
     lengths = [sum(map(count, row)) for row in texts]
     answers = sum(count(messages) for row in rows for messages in row_format.answers(row))
-    trains_prompts = settings.spec.loss_on_prompt or not getattr(settings, "assistant_only_loss", True)
+    is_chat = isinstance(settings, ChatConfig)
+    trains_prompts = settings.spec.loss_on_prompt or (is_chat and not settings.assistant_only_loss)
     trained_fraction = 1.0 if trains_prompts else answers / max(1, sum(lengths))
     truncated_lengths = [min(length, max_length) for length in lengths]
     basis = f"{len(lengths):,} rows of {name}, tokens counted by their characters"
-    if getattr(settings, "packing", False):
+    if is_chat and settings.packing:
         packed = len(pack_bfd(truncated_lengths, max_length))
         return RowStats(packed, max_length, sum(truncated_lengths) / packed, trained_fraction, f"{basis}, packed")
     return RowStats(len(truncated_lengths), max(truncated_lengths), mean(truncated_lengths), trained_fraction, basis)
