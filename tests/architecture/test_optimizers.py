@@ -92,6 +92,7 @@ def test_every_optimizer_of_the_recipe_has_a_row_and_a_class() -> None:
         assert {key.rpartition(".")[2] for key in state} == {*spec.state}
         state_bytes, _ = OptimizerConfig(optim=name).optimizer_bytes("fp32")
         assert sum(value.nbytes for value in state.values()) == state_bytes * sum(map(Tensor.numel, params.values()))
-        assert all({*defaults} <= {*OptimizerConfig.model_fields} for defaults in spec.foreign_defaults.values())
+        assert {*spec.settings} <= {*OptimizerConfig.model_fields}
+        assert all({*defaults} <= {*spec.settings} for defaults in spec.foreign_defaults.values())
         classes.add(type(optimizer))
     assert len(classes) == len(OPTIMIZERS)

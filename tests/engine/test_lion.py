@@ -101,6 +101,14 @@ def test_beta2_is_the_optimizers_own_unless_it_is_set() -> None:
     assert SftConfig(optim="lion", adam_beta2=0.98).adam_beta2 == 0.98
 
 
+def test_settings_of_another_optimizer_are_named_in_the_plan() -> None:
+    settings = SftConfig(optim="lion", momentum=0.5, adam_epsilon=1e-6, adam_beta1=0.95)
+    reasons = plan_stage(settings, 10, 1, DeviceInfo("cuda", "NVIDIA H200", 10**11, True)).reasons
+    unread = [reason for reason in reasons if reason.endswith("has no effect with optim lion")]
+    assert [reason.split()[0] for reason in unread] == ["adam_epsilon", "momentum"]
+    assert not SftConfig(optim="sgd", momentum=0).ignored_settings()
+
+
 def test_a_gpu_that_computes_in_bf16_keeps_fp32_weights_for_it() -> None:
     device = DeviceInfo("cuda", "NVIDIA H200", 10**11, True)
     plan = plan_stage(SftConfig(optim="lion"), 10, 1, device)

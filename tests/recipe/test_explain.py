@@ -53,6 +53,12 @@ def test_one_setting_is_explained_at_length() -> None:
     assert explain_setting(load("quickstart", (), {}), "name").required
 
 
+def test_a_default_that_depends_on_another_setting_is_that_of_the_recipe() -> None:
+    for optim, beta2 in (("adamw_torch", 0.999), ("lion", 0.99)):
+        explanation = explain_setting(load("quickstart", (f"sft.optim={optim}",), {}), "sft.adam_beta2")
+        assert explanation.default == explanation.setting.value == beta2
+
+
 @pytest.mark.parametrize(
     ("name", "key"),
     [

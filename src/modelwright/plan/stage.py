@@ -123,6 +123,7 @@ def plan_stage(
     tf32, reason = choose_tf32(settings.tf32, precision, device_info)
     if reason:
         reasons.append(reason)
+    reasons += [f"{name} has no effect with optim {settings.optim}" for name in settings.ignored_settings()]
     is_text = settings.spec.modality == "text"
     if settings.gradient_checkpointing and not is_text:
         reasons.append("gradient_checkpointing has no effect here: image stages save all activations")

@@ -81,7 +81,7 @@ def explain_setting(loaded: LoadedRecipe, key: str) -> Explanation:
     assert setting is not None
     row = SettingValue(key, _value(loaded, key), loaded.origins.get(key, DEFAULT), setting.description)
     wants = setting.expected + (", or null" if setting.optional else "")
-    default = plain_default(setting)
+    default = row.value if row.origin == DEFAULT and row.value is not None else plain_default(setting)
     return Explanation(row, wants, default, setting.required, setting.choices, tuple(aliases_for(key)))
 
 

@@ -97,6 +97,8 @@ class OptimizerSpec(NamedTuple):
     """State of a trained parameter: tensors of its shape, in fp32."""
     step_traffic: int
     """Bytes that a step moves per fp32 parameter, with the gradient norm."""
+    settings: tuple[str, ...]
+    """Those of the settings that not every optimizer reads which this one reads."""
     aliases: tuple[str, ...] = ()
     """Its names in other tools."""
     foreign_defaults: dict[str, dict[str, float]] = {}
@@ -109,10 +111,11 @@ class OptimizerSpec(NamedTuple):
 
 OPTIMIZERS: dict[OptimizerName, OptimizerSpec] = {
     "adamw_torch": OptimizerSpec(
-        ("exp_avg", "exp_avg_sq"), 36, ("adamw", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), bf16_params=True
-    ),
-    "sgd": OptimizerSpec(("momentum_buffer",), 28, foreign_defaults={"sgd": {"momentum": 0}}),
-    "lion": OptimizerSpec(("exp_avg",), 68, ("lion_32bit", "lion_pytorch"), {"bit": {"adam_beta2": 0.999}}, beta2=0.99),
+        ("exp_avg", "exp_avg_sq"), 36, ("adam_beta1", "adam_beta2", "adam_epsilon", "exp_avg_dtype"),
+        ("adamw", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), bf16_params=True),
+    "sgd": OptimizerSpec(("momentum_buffer",), 28, ("momentum",), foreign_defaults={"sgd": {"momentum": 0}}),
+    "lion": OptimizerSpec(("exp_avg",), 68, ("adam_beta1", "adam_beta2"), ("lion_32bit", "lion_pytorch"),
+                          {"bit": {"adam_beta2": 0.999}}, beta2=0.99),
 }  # fmt: skip
 
 
@@ -147,6 +150,12 @@ class OptimizerConfig(FrozenModel):
     """Decay of the moving average of the weights that is evaluated and saved, at most n/(n + 9) in step n; 0: off."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Maximum gradient norm (clipping); 0 disables it."""
+
+    def ignored_settings(self) -> list[str]:
+        """Settings that differ from their defaults although only other optimizers read them."""
+        default, own = OptimizerConfig(optim=self.optim), OPTIMIZERS[self.optim].settings
+        others = {name for spec in OPTIMIZERS.values() for name in spec.settings if name not in own}
+        return sorted(name for name in others if getattr(self, name) != getattr(default, name))
 
     def optimizer_bytes(self, param_dtype: str) -> tuple[int, int]:
         """Bytes per trained parameter: of the optimizer state, with the remainder of bf16, and moved in a step."""
