@@ -271,8 +271,11 @@ def _transformers_attention() -> AbstractContextManager[Any]:
     """SDPA with a mask made by transformers."""
     from modelwright.models import pretrained
 
-    prepare = pretrained.prepare_model
-    return patch.object(pretrained, "prepare_model", lambda model, device, _: prepare(model, device, "sdpa"))
+    def prepare(model: Any, device: Any, _attn_implementation: str, packed: bool = True) -> None:
+        original(model, device, "sdpa", packed)
+
+    original = pretrained.prepare_model
+    return patch.object(pretrained, "prepare_model", prepare)
 
 
 def _torch_selective_contexts() -> AbstractContextManager[Any]:

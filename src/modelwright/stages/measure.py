@@ -352,7 +352,7 @@ def case_task(case: PlanCase, settings: Any, device: torch.device) -> Any:
     if settings.spec.modality == "image":
         return _random_image_task(case.rows * 8, case.smaller.get("width", 64), settings)
     model = _random_model(case_config(case), "auto", device)
-    pretrained.prepare_model(model, device, "auto")
+    pretrained.prepare_model(model, device, "auto", packed=False)
     model = trainable.set_trainable(model, settings)
     if settings.gradient_checkpointing:
         activation_checkpoint.enable_activation_checkpointing(model, settings.gradient_checkpointing)
