@@ -10,7 +10,14 @@ import pytest
 
 from modelwright.plan import hardware
 from modelwright.plan.hardware import DeviceInfo, available_memory, probe_device
-from modelwright.plan.stage import StagePlan, choose_fp8_scalings, choose_precision, plan_stage, solve_batch
+from modelwright.plan.stage import (
+    StagePlan,
+    choose_fp8_scalings,
+    choose_precision,
+    eval_samples,
+    plan_stage,
+    solve_batch,
+)
 from modelwright.recipe.stage_specs import DpoConfig, SftConfig, TrainingConfig
 
 LAPTOP = DeviceInfo("cpu", "2 CPU threads", 8 << 30, fast_bf16=False)
@@ -127,6 +134,25 @@ def test_shares_of_a_length_become_steps() -> None:
 def test_without_eval_steps_a_stage_is_measured_at_its_end() -> None:
     planned = plan(400, per_device_train_batch_size=4)
     assert planned.eval_steps == planned.steps
+
+
+@pytest.mark.parametrize(
+    ("max_samples", "held_out", "expected"),
+    [
+        (None, (10_000, 1_000_000), 400),  # 100 tokens a row: 5 % of 100 steps of 8 rows of 1,000 tokens
+        (None, (10_000, 10_000_000), 256),  # 40 rows of 1,000 tokens would be too few
+        (None, (100, 1_000_000), 100),
+        (None, (10_000, 0), 10_000),  # images have no tokens
+        (50, (10_000, 1_000_000), 50),
+        (50_000, (10_000, 1_000_000), 10_000),
+        (None, (0, 0), 0),
+    ],
+)
+def test_an_evaluation_has_a_twentieth_of_the_tokens_trained_between_two(
+    max_samples: int | None, held_out: tuple[int, int], expected: int
+) -> None:
+    planned = plan(50_000, per_device_train_batch_size=8, eval_steps=100)
+    assert eval_samples(max_samples, planned, 50_000_000, held_out) == expected
 
 
 def test_a_save_every_zero_steps_is_one_every_step() -> None:

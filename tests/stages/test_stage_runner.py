@@ -15,7 +15,7 @@ from modelwright.errors import Diverged, Interrupted
 from modelwright.recipe.load import load
 from modelwright.runs import journal
 from modelwright.runs.folder import hash_file
-from modelwright.stages import pipeline
+from modelwright.stages import pipeline, stage_runner
 from tiny import tiny_recipe
 
 
@@ -67,3 +67,26 @@ def test_a_signal_stops_an_evaluation_which_the_resumed_run_makes_up_for(
     ]
     assert records[0] == records[1]
     assert hash_file(runs[0] / "best_model/model.safetensors") == hash_file(runs[1] / "best_model/model.safetensors")
+
+
+def test_an_evaluation_takes_the_same_rows_of_the_number_that_is_set(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = tiny_recipe(tmp_path, model_folder, eval_steps=6, max_eval_samples=3)
+    sound = Engine._held_out_sums
+    taken: list[list[int]] = []
+
+    def held_out_sums(self: Engine, stop_requested: Callable[[], bool]) -> Any:
+        taken.append(list(self.eval_rows))
+        return sound(self, stop_requested)
+
+    monkeypatch.setattr(Engine, "_held_out_sums", held_out_sums)
+    monkeypatch.setattr(stage_runner, "EVALUATION_LOG_SECONDS", 0.0)
+    pipeline.run(load(recipe, ["sft.max_steps=6"], environ={}))
+    events = list(journal.read(tmp_path / "run/journal.jsonl"))
+    assert len(taken) >= 2
+    assert all(rows == taken[0] for rows in taken)
+    assert len(taken[0]) == 3 and sorted({*taken[0]}) == taken[0] and {*taken[0]} < {*range(4)}
+    notes = [event["message"] for event in events if event["event"] == "note"]
+    assert "evaluations take 3 of 4 held-out rows, chosen by the seed (max_eval_samples)" in notes
+    assert [event["fraction"] for event in events if event["event"] == "evaluating"][:1] == [0.0]

@@ -80,6 +80,8 @@ class Engine:
         self._learning_rate = build_schedule(settings, plan)
         self.ema = EMA({**self.trainable_params, **self.buffers}, settings.ema_decay)
         self.guard = SpikeGuard(settings.spike_factor)
+        self.eval_rows: Sequence[int] = range(task.held_out_rows)
+        self.on_evaluating: Callable[[float], None] = lambda fraction: None
         num_params = sum(param.numel() for param in self._module.parameters())
         self._use_graphs = uses_cuda_graphs(settings.cuda_graphs, num_params, plan, world.device.type == "cuda")
         self.reset_step_state()
@@ -301,7 +303,7 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, stop_requested: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
-        """Metrics of the task, averaged over the held-out rows: eval_loss and others by name; None if stopped."""
+        """Metrics of the task, averaged over eval_rows: eval_loss and others by name; None if stopped."""
         self._module.eval()
         with self.ema.swap():
             rank_sums = self.with_fallback(lambda: self._held_out_sums(stop_requested))
@@ -311,11 +313,13 @@ class Engine:
         return eval_metrics(dict(zip(self.task.metric_names, sums, strict=True)), count)
 
     def _held_out_sums(self, stop_requested: Callable[[], bool]) -> tuple[Tensor, int] | None:
-        """Sums over this rank's held-out rows: [metrics], and the trained tokens among them; None if stopped."""
+        """Sums over this rank's part of eval_rows: [metrics], and the trained tokens among them; None if stopped."""
         sums, trained_tokens = torch.zeros(len(self.task.metric_names), device=self.world.device), 0
-        all_rows = range(self.task.held_out_rows)
-        for rows in rank_micro_batches(all_rows, self.world.rank, self.world.size, self.plan.eval_micro_batch_size):
+        batch_size = self.plan.eval_micro_batch_size
+        batches = rank_micro_batches(self.eval_rows, self.world.rank, self.world.size, batch_size)
+        for number, rows in enumerate(batches):
             self.world.heartbeat.set_phase("evaluating")
+            self.on_evaluating(number / len(batches))
             if any(self.world.all_reduce_sum(stop_requested())):  # all ranks stop at the same batch
                 return None
             micro_batch = self.task.held_out_batch(rows)

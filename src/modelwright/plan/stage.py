@@ -9,6 +9,11 @@ from modelwright.errors import UsageError
 from modelwright.plan.hardware import DeviceInfo
 from modelwright.recipe.stage_specs import OPTIMIZERS, CheckpointingMode, TrainingConfig
 
+MAX_EVAL_FRACTION = 0.05
+"""Tokens of an evaluation beside those trained between two."""
+MIN_EVAL_SAMPLES = 256
+"""Held-out rows that an evaluation takes in any case, where there are so many: fewer give too noisy a loss."""
+
 
 @dataclass(frozen=True)
 class StagePlan:
@@ -150,6 +155,18 @@ def plan_stage(
         fp8_scaling=choose_fp8_scalings(settings)[0],
         reasons=tuple(reasons),
     )
+
+
+def eval_samples(max_samples: int | None, plan: StagePlan, train_tokens: int, held_out: tuple[int, int]) -> int:
+    """Held-out rows per evaluation, given the tokens of an epoch and the held-out (rows, tokens); 0 tokens: all rows.
+
+    A count, not a time: the metrics of a gate must not depend on the machine.
+    """
+    rows, tokens = held_out
+    if max_samples is None and tokens:
+        tokens_between = train_tokens * plan.eval_steps * plan.global_batch_size / plan.train_rows
+        max_samples = max(MIN_EVAL_SAMPLES, int(MAX_EVAL_FRACTION * tokens_between * rows / tokens))
+    return min(rows, max_samples or rows)
 
 
 def _batch_layout(

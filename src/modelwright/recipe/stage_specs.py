@@ -175,6 +175,8 @@ class DurationConfig(FrozenModel):
     """Steps between two log entries in the journal."""
     eval_steps: CountOrFraction | None = None
     """Steps between two evaluations; without it, before the first and after the last step."""
+    max_eval_samples: PositiveInt | None = None
+    """Held-out rows per evaluation; without it, those of 5% of the tokens trained between two, and at least 256."""
     save_steps: CountOrFraction = CountOrFraction("25%")
     """Steps between two checkpoints."""
     resume_from_checkpoint: bool | str | None = None

@@ -235,6 +235,7 @@ EVENT_FORMATTERS: dict[str, Callable[[Event], str | None]] = {
     "resumed": lambda e: f"{e['stage']} resumed from step {e['step']} of {e['steps']}",
     "step": format_step,
     "evaluation": _format_evaluation,
+    "evaluating": lambda e: f"{e['stage']} evaluating: {e['fraction']:.0%} of the held-out rows",
     "checkpoint_saved": lambda e: (
         f"{e['stage']} checkpoint of step {e['step']} saved and verified in {e['seconds']:.1f} s"
     ),

@@ -25,7 +25,7 @@ TIME_CATEGORIES = {
 }
 """Every category of time, as in Google's ml-goodput-measurement."""
 STAGE_NAME = re.compile(r"[\w-]{1,64}", re.ASCII)
-EVALUATION_EVENTS = frozenset({"evaluation", "sampling", "answers", "misclassified", "verdict", "done"})
+EVALUATION_EVENTS = frozenset({"evaluation", "evaluating", "sampling", "answers", "misclassified", "verdict", "done"})
 
 
 class TimeBreakdown:
@@ -235,7 +235,7 @@ class StageHistory:
             self.num_resumes += 1
         elif kind == "checkpoint_saved":
             self.num_checkpoints += 1
-        elif kind not in ("evaluation", "note", "step_skipped", "checkpoint_started"):
+        elif kind not in ("evaluation", "evaluating", "note", "step_skipped", "checkpoint_started"):
             self.last_events["plan" if kind == "plan_revised" else kind] = _truncate_values(event)
 
     def _rewind_to(self, step: int) -> None:

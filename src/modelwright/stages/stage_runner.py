@@ -10,13 +10,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from modelwright.engine.checkpoint import AsyncCheckpointer, CheckpointManager, read_state
 from modelwright.engine.parallel import full_tensor
 from modelwright.engine.task import StepReport
 from modelwright.engine.throughput import StragglerDetector, ThroughputMeter
 from modelwright.engine.trainer import explain_mismatch
 from modelwright.errors import Diverged, Interrupted
-from modelwright.plan.stage import StagePlan, plan_stage
+from modelwright.plan.stage import StagePlan, eval_samples, plan_stage
 from modelwright.recipe.stage_specs import STAGES
 from modelwright.runs.folder import RunFolder, write_json, write_json_with_checksum
 from modelwright.stages.context import (
@@ -38,6 +40,9 @@ from modelwright.stages.planning import (
     profile_one_step,
     update_plan_file,
 )
+
+EVALUATION_LOG_SECONDS = 10.0
+"""Time between two journal entries about the progress of an evaluation."""
 
 
 class StageRunner:
@@ -72,11 +77,13 @@ class StageRunner:
         with explain_out_of_memory(lambda: plan, stage, self.parts, context):  # the fp8 trial runs steps
             self.engine = build_engine(plan, stage, self.parts, context)
         self._log_plan_revisions()
+        self._choose_eval_rows()
         if note := self.parts.precompute(self.engine, context.folder.frozen_cache(stage)):
             self._note(note)
         best_metric = self.settings.metric_for_best_model if self.settings.load_best_model_at_end else None
         self.eval_history = EvalHistory(stage, best_metric)
         self.last_saved_step, self.earlier_seconds, self.began = 0, 0.0, time.monotonic()
+        self.evaluation_logged = 0.0
         self.consecutive_bad_steps, self.rolled_back_from, self.evaluation_pending = 0, 0, False
         self.speed: dict[str, Any] = {}
         if resumed_step is not None:
@@ -179,7 +186,25 @@ class StageRunner:
             )
         self._roll_back(report.step, checkpoint_step)
 
+    def _choose_eval_rows(self, count: int | None = None) -> None:
+        """Evaluate on so many held-out rows, or as many as the recipe and its training want; the seed chooses them."""
+        rows, manifest, plan = self.task.held_out_rows, self.parts.data_manifest, self.engine.plan
+        train = manifest.get("packed") or manifest.get("train") or {}
+        held_out = rows, int(manifest.get("held_out", {}).get("tokens", 0))
+        count = count or eval_samples(self.settings.max_eval_samples, plan, int(train.get("tokens", 0)), held_out)
+        if rows and count != len(self.engine.eval_rows):
+            rng = np.random.Generator(np.random.Philox(key=[self.context.recipe.seed, 0]))
+            self.engine.eval_rows = np.sort(rng.permutation(rows)[:count]).tolist()
+            self._note(f"evaluations take {count:,} of {rows:,} held-out rows, chosen by the seed (max_eval_samples)")
+
+    def _log_progress(self, fraction: float) -> None:
+        """Log how far an evaluation is, every ten seconds."""
+        if time.monotonic() - self.evaluation_logged >= EVALUATION_LOG_SECONDS:
+            self.evaluation_logged = time.monotonic()
+            self._log("evaluating", step=self.engine.cursor.step, fraction=round(fraction, 3))
+
     def _evaluate(self) -> None:
+        self.evaluation_logged, self.engine.on_evaluating = time.monotonic(), self._log_progress
         values = self.engine.evaluate(self.shutdown.requested)
         self._log_plan_revisions()
         if values is None:
@@ -200,6 +225,7 @@ class StageRunner:
             "evaluations": list(self.eval_history.records),
             "seconds": self._training_seconds(),
             "evaluation_pending": evaluation_pending,
+            "eval_samples": len(self.engine.eval_rows),
         }
         self._wait_for_save()
         if self.checkpointer.save(self.engine.state_dict(**extra_state), self.eval_history.best_step()):
@@ -255,6 +281,8 @@ class StageRunner:
             self.eval_history.records = list(saved["evaluations"])
             self.earlier_seconds, self.began = float(saved["seconds"]), time.monotonic()
             self.evaluation_pending = bool(saved.get("evaluation_pending"))
+        if self.settings.max_eval_samples is None:  # the same rows as before, also where eval_steps has changed
+            self._choose_eval_rows(saved.get("eval_samples"))
         self.last_saved_step = step
         self._log("resumed", step=step, steps=self.engine.plan.steps)
         if change := environment_changes(saved.get("environment", {}), environment_of(self.context)):
