@@ -3,6 +3,7 @@
 # ruff: noqa: E501
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from modelwright.cli.main import main
-from modelwright.errors import UsageError
+from modelwright.errors import ModelwrightError, UsageError
 from modelwright.recipe.convert import METHODS, ConvertedRecipe, convert_config
 from modelwright.recipe.source import Origin, read_file
 
@@ -237,3 +238,17 @@ def test_the_file_of_accelerate_sets_strategy_and_precision(tmp_path: Path) -> N
 def test_there_are_at_least_forty_configurations_of_the_four_tools() -> None:
     assert len(CONVERTED) + len(REFUSED) >= 40
     assert {tool for tool, *_ in CONVERTED.values()} == {"trl", "axolotl", "llamafactory", "handbook"}
+
+
+@pytest.mark.parametrize("value", ["5", "-1", "word", "[]", "[1]", "{}", "{a: {b: 1}}", "[{}]"])
+def test_a_value_of_another_shape_is_no_traceback(value: str, folder: Path) -> None:
+    keys = {
+        AXO: "datasets evals_per_epoch num_epochs deepspeed fsdp_config test_datasets chat_template trl",
+        f"{LF}dataset: questions\n": "dataset dataset_dir lora_rank lora_target quantization_bit deepspeed",
+        f"{AH}dataset_splits: [train, test]\n": "dataset_mixer dataset_mixture dataset_configs datasets loss_type",
+    }
+    for base, names in keys.items():
+        for name in names.split():
+            with contextlib.suppress(ModelwrightError):
+                converted = convert_text(f"{base.replace('dataset: questions', '')}{name}: {value}\n", folder)
+                assert name in f"{converted.text} {converted.converted}" or value in ("[]", "{}", "[{}]")

@@ -25,6 +25,7 @@ EVALUATION = {"event": "evaluation", "stage": "sft"}
 PAIR = {"question": "Why?\n", "before": "\x1b[31mred\x1b[0m\rhidden", "after": "So."}
 
 CASES: list[tuple[dict[str, Any], str | None]] = [
+    ({"event": "evaluating", "stage": "sft", "fraction": 0.5}, "sft evaluating: 50% of the held-out rows"),
     ({"event": "run", "folder": "runs/tiny", "recipe": "tiny", "stages": ["sft"]}, "run runs/tiny: tiny, sft"),
     ({"event": "loading", "model": "owner/name"}, "model: owner/name"),
     ({"event": "model", "trainable_summary": "1 M of 2 M parameters trainable (50%)"},

@@ -74,19 +74,19 @@ def test_an_evaluation_takes_the_same_rows_of_the_number_that_is_set(
 ) -> None:
     recipe = tiny_recipe(tmp_path, model_folder, eval_steps=6, max_eval_samples=3)
     sound = Engine._held_out_sums
-    taken: list[list[int]] = []
+    eval_rows: list[list[int]] = []
 
     def held_out_sums(self: Engine, stop_requested: Callable[[], bool]) -> Any:
-        taken.append(list(self.eval_rows))
+        eval_rows.append(list(self.eval_rows))
         return sound(self, stop_requested)
 
     monkeypatch.setattr(Engine, "_held_out_sums", held_out_sums)
     monkeypatch.setattr(stage_runner, "EVALUATION_LOG_SECONDS", 0.0)
     pipeline.run(load(recipe, ["sft.max_steps=6"], environ={}))
     events = list(journal.read(tmp_path / "run/journal.jsonl"))
-    assert len(taken) >= 2
-    assert all(rows == taken[0] for rows in taken)
-    assert len(taken[0]) == 3 and sorted({*taken[0]}) == taken[0] and {*taken[0]} < {*range(4)}
+    assert len(eval_rows) >= 2
+    assert all(rows == eval_rows[0] for rows in eval_rows)
+    assert len(eval_rows[0]) == 3 and sorted({*eval_rows[0]}) == eval_rows[0] and {*eval_rows[0]} < {*range(4)}
     notes = [event["message"] for event in events if event["event"] == "note"]
     assert "evaluations take 3 of 4 held-out rows, chosen by the seed (max_eval_samples)" in notes
     assert [event["fraction"] for event in events if event["event"] == "evaluating"][:1] == [0.0]

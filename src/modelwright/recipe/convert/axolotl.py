@@ -77,6 +77,8 @@ def _convert_method(conversion: Conversion) -> None:
             conversion.set(f".{name}", value, comment=f"rl: {rl.value}")
     betas = conversion.spec.aliases.get("beta", "").split()
     nested = conversion.pop("trl")
+    if nested is not None and not nested.mapping:
+        conversion.report("trl", nested, "unsupported", "it wants a mapping")
     for name, node in (nested.mapping if nested is not None else {}).items():
         if name == "beta" and betas and not any(beta in conversion.source for beta in betas):
             conversion.set(".beta", node, source_key="trl.beta")

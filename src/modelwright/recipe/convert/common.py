@@ -280,13 +280,15 @@ def _convert_interval(conversion: Conversion, what: str, epochs: float) -> None:
         conversion.source.setdefault("eval_strategy", conversion.source.pop(old_name))
     strategy = conversion.pop(f"{what}_strategy")
     strategy_name = "" if strategy is None else str(strategy.value).lower()
-    times = float(str(per_epoch.value)) if per_epoch is not None else 1.0 if strategy_name == "epoch" else 0.0
-    if times:
+    times = as_float(per_epoch, 1.0 if strategy_name == "epoch" else 0.0)
+    if times > 0 and epochs > 0:
         source_key = f"{what}s_per_epoch" if per_epoch is not None else f"{what}_strategy"
         comment = f"{times:g} per epoch × {epochs:g} epochs"
         conversion.set(f".{what}_steps", f"{100 / (times * epochs):.4g}%", source_key=source_key, comment=comment)
         if "max_steps" in conversion.source:
             conversion.report(source_key, per_epoch or strategy, "approximated", "a fraction of max_steps is written")
+    elif per_epoch is not None:
+        conversion.report(f"{what}s_per_epoch", per_epoch, "unsupported", "it wants a number above 0")
     if strategy is None or (times and per_epoch is None):
         return
     if strategy_name == "no":

@@ -82,8 +82,8 @@ def convert_handbook(conversion: Conversion) -> None:
             conversion.report(f"dataset_mixture.{name}", node, "not_needed", "the seed of the recipe shuffles")
     if items:
         conversion.source["datasets"] = ConfigNode(items, items[0].origin)
-    if split["test"]:
-        conversion.source["dataset_test_split"] = make_node(split["test"][0], items[0].origin)
+    if split["test"] and splits is not None:
+        conversion.source["dataset_test_split"] = make_node(split["test"][0], splits.origin)
     convert_trl(conversion)
 
 
@@ -127,7 +127,8 @@ def _convert_model(conversion: Conversion) -> None:
 def _convert_data(conversion: Conversion) -> None:
     mixture = conversion.pop("datasets")
     if mixture is not None and isinstance(mixture.value, list):
-        entry = dict(mixture.value[0].mapping)
+        first = mixture.value[0]
+        entry = dict(first.mapping) if isinstance(first.value, dict) else {"path": first}
         convert_dataset(conversion, entry, "datasets[0]")
         for name, node in entry.items():
             if name == "fraction" and as_float(node, 1.0) == 1.0:
@@ -137,6 +138,8 @@ def _convert_data(conversion: Conversion) -> None:
             loss: ConversionLoss = "approximated" if name in DATASET_ENTRY_ADVICE else "unsupported"
             conversion.report(f"datasets[0].{name}", node, loss, advice)
         report_extra_datasets(conversion, mixture.value[1:], "datasets")
+    elif mixture is not None:
+        conversion.report("datasets", mixture, "unsupported", "it wants a list of data sets")
     column = conversion.pop("dataset_text_field")
     if column is not None and conversion.spec.row_format == "text":
         conversion.set("data.text_column", column, source_key="dataset_text_field")
