@@ -34,7 +34,8 @@ from modelwright.data.images import (
     read_binary_archive,
     read_images,
 )
-from modelwright.errors import DataError, UsageError
+from modelwright.errors import DataError, RecipeError, UsageError
+from modelwright.recipe.load import load
 
 DICE = np.random.default_rng(7)
 PIXELS = DICE.integers(0, 256, (24, 32, 32, 3), dtype=np.uint8)
@@ -441,9 +442,14 @@ def test_only_cifar10_is_downloaded_into_a_data_dir(published: list[str], tmp_pa
     for name, data_dir in (("volume", None), ("shapes", "volume")):
         with pytest.raises(UsageError, match=r"the folder .*volume holds nothing; it wants cifar-10-binary"):
             read_images(name, tmp_path, data_dir)
-    with pytest.raises(UsageError, match=r"no file or folder '/none'; create the folder, and cifar10 is downloaded"):
+    with pytest.raises(UsageError, match=r"no file or folder '/none'; create it as a folder to download cifar10 into"):
         read_images("cifar10", tmp_path, "/none")
     assert published == []
+
+
+def test_a_data_dir_is_for_images_only() -> None:
+    with pytest.raises(RecipeError, match="has data_dir, which is for images; name the folder itself as dataset_name"):
+        load("quickstart", ["data.data_dir=/shared/data"], {})
 
 
 def test_without_a_network_the_message_says_what_to_put_into_the_data_dir(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from modelwright.errors import GateClosed, UsageError
@@ -22,7 +23,7 @@ from modelwright.models.vision import resnet18
 from modelwright.recipe.load import load
 from modelwright.runs.folder import RunFolder
 from modelwright.stages import pipeline
-from modelwright.stages.export import CHECKSUMS_FILE, PTH_FILES, ExportResult, check_export, export
+from modelwright.stages.export import CHECKSUMS_FILE, PTH_FILES, ExportResult, _model_key, check_export, export
 from tiny import tiny_recipe
 
 LINE = torch.tensor([[5, 9, 17, 33, 8]])
@@ -173,6 +174,10 @@ def test_pth_files_of_a_language_model_hold_its_whole_state_dict(which: str, req
     for weights in (best, final, latest["model_state_dict"]):
         plain.load_state_dict(weights)  # strict: tied weights under both names
     assert latest["step"] == 3 and latest["optimizer_state"]
+    stored = load_file(run.checkpoints("sft") / "step-00000003" / "model.safetensors")
+    mapped = {_model_key(key, set(trained.state_dict())): value for key, value in stored.items()}
+    assert None not in mapped  # final_model.pth has every weight of the last step
+    assert which == "adapted" or all(torch.equal(final[name], value) for name, value in mapped.items())
     plain.load_state_dict(best)
     assert torch.allclose(plain(LINE).logits, trained(LINE).logits, atol=1e-5)
 

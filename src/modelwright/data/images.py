@@ -490,9 +490,7 @@ def read_images(name: str, recipe_dir: Path, data_dir: str | None = None) -> Ima
     """Read the training and test images of a source, or those in data_dir, into which CIFAR-10 is downloaded."""
     path = local_path(data_dir or name, recipe_dir)
     if path is None and data_dir:
-        hint = (
-            did_you_mean(data_dir, recipe_dir, []) or f"; create the folder, and {CIFAR10_NAME} is downloaded into it"
-        )
+        hint = did_you_mean(data_dir, recipe_dir, []) or f"; create it as a folder to download {CIFAR10_NAME} into"
         raise UsageError(f"data.data_dir: there is no file or folder {data_dir!r}{hint}")
     if path is None and name == SHAPES_NAME:
         return make_shapes_dataset()

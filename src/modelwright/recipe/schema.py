@@ -133,9 +133,7 @@ class Recipe(FrozenModel):
         for stage, section in self.stages.items():
             if self.data is None and section.data is None:
                 raise invalid(f"has no data for {stage}; it wants a section data")
-        if "text" in first_of and any(
-            data and data.data_dir for data in (self.data, *(s.data for s in self.stages.values()))
-        ):
+        if "text" in first_of and any(self.data_for(stage).data_dir for stage in self.stages):
             raise invalid("has data_dir, which is for images; name the folder itself as dataset_name")
         for stage in self.gates:
             if stage not in self.stages:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from modelwright.data.images import ImageSplits, read_images
+from modelwright.data.images import read_images
 from modelwright.data.readers import EXAMPLES_SHOWN, QUARANTINE_FILE, Quarantine, write_quarantine
 from modelwright.data.row_formats import ROW_FORMATS, RenderedSample, render_shards
 from modelwright.data.shards import MANIFEST, SPLITS, PackedDataset, ShardLayout, pack_raw_text
@@ -267,10 +268,7 @@ def load_images(context: RunContext, stage: str, parent: ParentModel | None) -> 
     recipe, data = context.recipe, context.recipe.data_for(stage)
     if recipe.model.model_name_or_path != RESNET:
         raise ModelError(f"model: {recipe.model.display_name!r} classifies no images; it wants {RESNET}")
-
-    def read() -> ImageSplits:
-        return read_images(data.source, context.recipe_dir, data.data_dir)
-
+    read = partial(read_images, data.source, context.recipe_dir, data.data_dir)
     context.world.on_rank0_broadcast(lambda: len(read().train))
     images = read()
     if data.max_rows:
