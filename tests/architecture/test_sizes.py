@@ -15,7 +15,7 @@ LINES = {
     "architecture 0.2, Lion, ORPO": 33_260,
     # the operators' admission rules, requests and claims, packages of the image, job pull by hashes, causes of errors,
     # a DATA_DIR that is filled, .pth files at the end of a run
-    "OpenShift": 720,
+    "OpenShift": 714,
     # the switch, its fallback, the check of the environment, doctor --reproducible
     "same bits on the GPU": 150,
     # row formats, converters, mixtures
