@@ -319,3 +319,73 @@ def test_a_text_that_may_not_be_cut_before_a_special_token_is_tokenized_whole(to
     requests = [conversation(f"Why {turn}?", "Because.", system=LONG_PROMPT) for turn in range(4)]
     alone = [tokenize_conversation(each, counting)[0].input_ids.tolist() for each in requests]
     assert [row.input_ids.tolist() for row in tokenize_batch(requests, counting)] == alone
+
+
+TOOLS_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m.get('reasoning_content') %}<think>{{ m['reasoning_content'] }}</think>{% endif %}{{ m['content'] }}"
+    "{% for call in m.get('tool_calls') or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+FIND = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"type": "function", "function": {"name": "find", "arguments": {"what": "well"}}}
+
+
+def tool_conversation() -> Conversation:
+    messages = (
+        {"role": "user", "content": "Where is the well?"},
+        {"role": "assistant", "content": "", "reasoning_content": "I should look.", "tool_calls": [CALL]},
+        {"role": "tool", "content": '{"at": "barn"}'},
+        {"role": "assistant", "content": "Behind the barn."},
+    )
+    return Conversation("rows.jsonl:1", messages, "well", (FIND,))
+
+
+def test_calls_and_answers_are_trained_and_the_output_of_a_tool_is_not(tokenizer: Any) -> None:
+    changed = with_template(tokenizer, TOOLS_TEMPLATE)
+    [row] = tokenize_conversation(tool_conversation(), changed)
+    call, answer = trained_text(changed, row)
+    assert call.startswith("<think>I should look.</think><call>") and '"what": "well"' in call
+    assert answer.startswith("Behind the barn.<|im_end|>")
+    text = changed.decode(row.input_ids)
+    assert '{"at": "barn"}' in text and '"name": "find", "parameters"' in text, "tools and their output are rendered"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (CHATML, "does not render tools"),
+        (TOOLS_TEMPLATE.replace("m.get('tool_calls') or []", "[]"), "does not render tool_calls"),
+        (TOOLS_TEMPLATE.replace("{{ m['content'] }}", "{% if m['role'] != 'tool' %}{{ m['content'] }}{% endif %}"),
+         "does not render the output of tools"),
+        (None, "no chat template, which tools need"),
+    ],
+    ids=["tools", "calls", "output", "no template"],
+)  # fmt: skip
+def test_a_template_that_leaves_out_tools_is_refused(tokenizer: Any, template: str | None, message: str) -> None:
+    with pytest.raises(DataError, match=rf"^rows\.jsonl:1: .*{message}"):
+        tokenize_conversation(tool_conversation(), with_template(tokenizer, template))
+
+
+def test_a_template_that_leaves_out_the_reasoning_of_the_answer_is_refused(tokenizer: Any) -> None:
+    answer = {"role": "assistant", "content": "Behind the barn.", "reasoning_content": "Barns have wells."}
+    item = Conversation("rows.jsonl:1", ({"role": "user", "content": "Where?"}, answer), "where")
+    assert tokenize_conversation(item, with_template(tokenizer, TOOLS_TEMPLATE))
+    with pytest.raises(DataError, match="does not render reasoning_content"):
+        tokenize_conversation(item, with_template(tokenizer, CHATML))
+
+
+def test_a_text_is_trained_whole_and_ends(tokenizer: Any) -> None:
+    item = Conversation("rows.jsonl:1", ({"role": "text", "content": "The well is old."},), "well")
+    [row] = tokenize_conversation(item, tokenizer)
+    assert row.loss_mask.all() and row.input_ids[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(row.input_ids[:-1]).endswith("The well is old.")
+
+
+def test_the_first_rows_that_are_cut_or_dropped_are_named(tokenizer: Any) -> None:
+    items = [conversation("Why?", "word " * 60), conversation("word " * 60, "So.")]
+    dataset = tokenize_conversations(items, tokenizer, ChatConfig(max_length=40))
+    assert (dataset.truncated_rows, dataset.dropped_rows) == (2, 1)
+    assert all(example.startswith("rows.jsonl:1 (") for example in dataset.truncated_examples)
+    assert dataset.stats()["dropped_examples"] == ["rows.jsonl:1"]

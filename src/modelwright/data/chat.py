@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -258,7 +257,6 @@ MIN_PREFIX_CHARS, PREFIX_CHECKS = 64, 2
 TokenIds = np.ndarray[Any, np.dtype[np.int32]]
 EMPTY_IDS: TokenIds = np.zeros(0, dtype=np.int32)
 Tools = Sequence[dict[str, Any]]
-WORD_RE = re.compile(r"[^\W_]{2,}")
 RenderedText = tuple[str, list[tuple[int, int]]]
 """The rendered text, and the character ranges that are trained."""
 
@@ -401,41 +399,49 @@ def tokenize_completion(
         if not tokenizer.chat_template:
             return _tokenize_without_template(messages, where, tokenizer, True, tools)
         text = _render(tokenizer, messages, tools)
-        _check_rendered(text, messages, tools)
+        _check_rendered(tokenizer, text, messages, tools)
         span = (_completion_start(tokenizer, prompt_messages, text, tools), len(text))
         return replace(_tokenize_with_mask(tokenizer, [(text, [span])])[0], where=where)
+
+
+class _NotRendered(Exception):
+    """The chat template leaves out a part of a conversation."""
 
 
 @contextmanager
 def _template_errors(messages: Sequence[Message], where: str) -> Iterator[None]:
     try:
         yield
+    except _NotRendered as error:
+        raise DataError([Problem(where, str(error))]) from None
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
         problem = f"the model's chat template does not take the turns {roles} ({error})"
         raise DataError([Problem(where, problem)]) from None
 
 
-def _check_rendered(text: str, messages: Sequence[Message], tools: Tools) -> None:
-    """Raise if the template leaves out tools, a tool call, a tool's output or the reasoning of the last message."""
-    for tool in tools:
-        if (name := tool.get("function", tool)["name"]) not in text:
-            raise TemplateError(f"it does not render tools, such as {name!r}; use a model whose template does")
-    for message in messages:
-        for call in message.get("tool_calls", ()):
-            if call["function"]["name"] not in text:
-                raise TemplateError(f"it does not render tool_calls, such as that of {call['function']['name']!r}")
-        if message["role"] == "tool" and not all(word in text for word in WORD_RE.findall(message["content"])):
-            raise TemplateError("it does not render the output of tools")
-    if not all(word in text for word in WORD_RE.findall(messages[-1].get("reasoning_content", ""))):
-        raise TemplateError("it does not render reasoning_content")
+def _check_rendered(tokenizer: Any, text: str, messages: Sequence[Message], tools: Tools) -> None:
+    """Raise if the text is the same without the tools, a tool call, a tool's output or the last message's reasoning."""
+    variants: list[tuple[str, Sequence[Message], Tools]] = [("tools", messages, ())] if tools else []
+    for turn, message in enumerate(messages):
+        keys = ["tool_calls"] if message.get("tool_calls") else []
+        keys += ["reasoning_content"] if message.get("reasoning_content") and message is messages[-1] else []
+        keys += ["content"] if message["role"] == "tool" and message["content"] else []
+        for key in keys:
+            without = {**message, key: "" if key == "content" else None}
+            name = "the output of tools" if key == "content" else key
+            variants.append((name, [*messages[:turn], without, *messages[turn + 1 :]], tools))
+    for name, variant, variant_tools in variants:
+        with suppress(TemplateError):  # a template that wants it renders it
+            if _render(tokenizer, variant, variant_tools) == text:
+                raise _NotRendered(f"the model's chat template does not render {name}; use a model whose template does")
 
 
 def _render_with_spans(
     messages: list[Message], tokenizer: Any, assistant_only: bool, tools: Tools = ()
 ) -> list[RenderedText]:
     full_text = _render(tokenizer, messages, tools)
-    _check_rendered(full_text, messages, tools)
+    _check_rendered(tokenizer, full_text, messages, tools)
     # an assistant message that opens the conversation has no prompt: it is not trained
     answers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant" and turn > 0]
     spans: list[tuple[int, int]] = []
@@ -449,7 +455,7 @@ def _render_with_spans(
 
 def _render_last(tokenizer: Any, messages: Sequence[Message], assistant_only: bool, tools: Tools) -> RenderedText:
     text = _render(tokenizer, messages, tools)
-    _check_rendered(text, messages, tools)
+    _check_rendered(tokenizer, text, messages, tools)
     start = _completion_start(tokenizer, messages[:-1], text, tools) if assistant_only else 0
     return text, [(start, len(text))]
 

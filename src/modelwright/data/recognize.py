@@ -189,9 +189,10 @@ def _recognized(
 def _explain_unknown(names: Sequence[str], row_format: RowFormatName, words: Mapping[str, list[str]]) -> str:
     """Why the columns of a row are of no known format, and what would work."""
     present = {role: words[word][0] for word, role in ROLE_OF.items() if word in words}
-    hint = "data.columns"
+    listed = describe_columns(dict.fromkeys(names))
     if row_format == "pairs":
-        summary, wanted = "no chosen and rejected", {"prompt": "QUESTION", "chosen": "BETTER", "rejected": "WORSE"}
+        summary = f"no chosen and rejected; {listed}"
+        wanted = {"prompt": "QUESTION", "chosen": "BETTER", "rejected": "WORSE"}
         if {"prompt", "completion"} <= set(present) and (label := words.get("label") or words.get("kto_tag")):
             return UNPAIRED.format(column=label[0])
     else:
@@ -201,10 +202,10 @@ def _explain_unknown(names: Sequence[str], row_format: RowFormatName, words: Map
                     f"on; data.columns: {{{roles}}} trains sft on the chosen answers")  # fmt: skip
         if "text" in words and not {"prompt", "completion"} & set(present):
             return TEXT_ONLY.format(column=words["text"][0])
-        summary, wanted = "no messages, nor prompt and completion", {"prompt": "QUESTION", "completion": "ANSWER"}
+        summary = f"no messages, nor prompt and completion; {listed}"
+        wanted = {"prompt": "QUESTION", "completion": "ANSWER"}
     line = ", ".join(f"{present.get(role, name)}: {role}" for role, name in wanted.items())
-    listed = describe_columns(dict.fromkeys(names))
-    return f"{summary}; {listed}; say which is which: {hint}: {{{line}}}"
+    return f"{summary}; say which is which: data.columns: {{{line}}}"
 
 
 def _two_columns(columns: Sequence[str], role: str) -> str:

@@ -19,7 +19,7 @@ import xxhash
 
 from modelwright.data.chat import SplitDataset
 from modelwright.data.packing import NDArray
-from modelwright.data.readers import InvalidRow, Quarantine, Row, describe_columns, get_text
+from modelwright.data.readers import InvalidRow, Quarantine, Row, describe_columns, get_text, row_suffix
 from modelwright.data.sources import add_derived_columns, iter_train_rows, iter_validation_rows, local_path
 from modelwright.data.tokenizer import DocumentTokenizer, TokenizedDocuments
 from modelwright.errors import DataError, Problem
@@ -382,15 +382,15 @@ DOCUMENT_BATCH = 256
 
 def pack_raw_text(
     data: DataConfig, seed: int, recipe_dir: Path, tokenizer: DocumentTokenizer, layout: ShardLayout, folder: Path
-) -> None:
-    """Pack the text of a recipe into shards; complete shards of the same text are kept."""
+) -> Quarantine:
+    """Pack the text of a recipe into shards; complete shards of the same text are kept. Returns what was left out."""
     documents = _SplitDocuments(data, seed, recipe_dir)
     parts = [tokenizer.fingerprint, layout.sequence_length, documents.fingerprint]
     config = xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
     if (folder / MANIFEST).exists():
         manifest = read_json(folder / MANIFEST)
         if (manifest.get("format"), manifest.get("config")) == (MANIFEST_VERSION, config):
-            return
+            return documents.quarantine
     (folder / MANIFEST).unlink(missing_ok=True)
     splits = {}
     for split, texts in documents.splits():
@@ -400,7 +400,8 @@ def pack_raw_text(
         message = f"all text together is shorter than one row of {layout.sequence_length} tokens; lower max_length"
         raise DataError([Problem(data.source, message)])
     extra = {"tokenizer": tokenizer.fingerprint, "config": config, "source": data.source}
-    write_manifest(folder, layout, splits, extra)
+    write_manifest(folder, layout, splits, {**extra, "text_rows": documents.quarantine.summary()})
+    return documents.quarantine
 
 
 class _SplitDocuments:
@@ -422,6 +423,7 @@ class _SplitDocuments:
         if not hashes:
             raise DataError([Problem(data.source, "there is no text in it")])
         distinct = np.unique(np.frombuffer(hashes, dtype=np.uint64))
+        _check_one_document(data, len(distinct))
         count = 0 if data.validation_file else min(data.test_size.resolve(len(distinct)), len(distinct) - 1)
         self._held_out_limit = int(distinct[count - 1]) if count else -1
         self.fingerprint = f"{digest.hexdigest()} {self._held_out_limit}"
@@ -456,7 +458,17 @@ def check_raw_text(data: DataConfig, seed: int, recipe_dir: Path) -> SplitDatase
     for rows in (iter_train_rows(data, recipe_dir), iter_validation_rows(data, recipe_dir)):
         rows_to_documents(quarantine.count(islice(rows, DOCUMENT_BATCH)), data, quarantine)
     quarantine.raise_if_over_limit()
+    if not data.validation_file:
+        _check_one_document(data, quarantine.rows_read)
     return SplitDataset([], [], "", quarantine)
+
+
+def _check_one_document(data: DataConfig, documents: int) -> None:
+    """Raise if a text file is one document although some are to be held out."""
+    is_one_file = row_suffix(Path(data.source)) == ".txt" and data.sample_by == "document" and not data.validation_file
+    if documents == 1 and is_one_file and data.test_size.resolve(1):
+        message = "the file is one document, so none can be held out; data.sample_by: paragraph or line makes several"
+        raise DataError([Problem(data.source, f"{message}; else data.validation_file, or data.test_size: 0")])
 
 
 @dataclass(frozen=True)

@@ -226,6 +226,7 @@ def build_pretrain(context: RunContext, inputs: StageInputs, stage: str) -> Stag
         "held_out": {"rows": task.held_out_rows, "tokens": held_out.tokens, "documents": held_out.documents},
         "bytes_per_token": round(train.text_bytes / max(1, train.tokens), 3),
         "fingerprint": train.fingerprint,
+        **train.manifest.get("text_rows", {}),
     }  # fmt: skip
     return stage_parts(task, model, tokenizer, data_manifest)
 
@@ -242,7 +243,12 @@ def _find_or_pack_shards(context: RunContext, stage: str, model_dir: Path) -> Pa
     tokenizer = DocumentTokenizer.open(model_dir)
     folder = context.folder.data(stage) / "packed"
     layout = ShardLayout(settings.max_length, tokenizer.vocab_size)
-    pack_raw_text(data, context.recipe.seed, context.recipe_dir, tokenizer, layout, folder)
+    quarantine = pack_raw_text(data, context.recipe.seed, context.recipe_dir, tokenizer, layout, folder)
+    path = context.folder.data(stage) / QUARANTINE_FILE
+    if quarantine.invalid_rows:
+        write_quarantine(path, quarantine.invalid_rows)
+    for line in quarantine.lines(str(path)):
+        context.note(stage, line)
     return folder
 
 
