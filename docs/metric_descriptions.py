@@ -9,8 +9,8 @@ from modelwright.recipe.stage_specs import STAGES
 
 METRIC_DESCRIPTIONS: Mapping[str, str] = {
     "eval_loss": (
-        "Mean loss over the trained tokens of held-out rows; for images, per image; for pairs, the DPO loss. With a "
-        "mixture of experts it includes the load-balancing loss, logged as eval_router_aux_loss."
+        "Mean loss over the trained tokens of held-out rows; for images and pairs, over these. With a mixture of "
+        "experts it includes the load-balancing loss, logged as eval_router_aux_loss."
     ),
     "steps": "Optimizer steps.",
     "tokens": "Tokens processed, without padding; for images, images.",
@@ -26,6 +26,8 @@ METRIC_DESCRIPTIONS: Mapping[str, str] = {
     "eval_rejected_logp": "Mean log-probability of the rejected answers.",
     "eval_kl": "Estimate of the KL divergence from the reference model on the answers.",
     "eval_sft_loss": "Mean negative log-likelihood of the chosen answers, as in sft.",
+    "eval_log_odds": "Mean log odds ratio of the chosen over the rejected answers, by mean log-probability.",
+    "eval_nll_loss": "Mean negative log-likelihood of the tokens of prompts and chosen answers.",
     "eval_accuracy": "Accuracy on the held-out images.",
     "text_loss": "Mean loss over the tokens of evaluate.perplexity_text.",
     "text_perplexity": "e to the power of text_loss.",

@@ -119,17 +119,34 @@ def tiny_recipe(folder: Path, model: Path, rows: int = 40, **sft_settings: Any) 
 
 def tiny_dpo_recipe(folder: Path, model: Path, **dpo_settings: Any) -> Path:
     """A recipe in the folder that trains the model on pairs.jsonl; its run is folder/run."""
+    gates = {"eval_reward_accuracy": {"at_least": 0.5}}
+    return _tiny_pair_recipe(folder, model, "dpo", tiny_pairs(24), gates, dpo_settings)
+
+
+def tiny_orpo_recipe(folder: Path, model: Path, **orpo_settings: Any) -> Path:
+    """The same with ORPO and the answers swapped, so that the model prefers the rejected ones at first."""
+    swapped = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in tiny_pairs(24)]
+    gates = {
+        "eval_reward_accuracy": {"at_least": 0.9},
+        "eval_nll_loss": {"at_most": 0.98, "times": "base_eval_nll_loss"},
+    }
+    return _tiny_pair_recipe(folder, model, "orpo", swapped, gates, orpo_settings)
+
+
+def _tiny_pair_recipe(
+    folder: Path, model: Path, stage: str, rows: list[dict[str, str]], gates: dict[str, Any], settings: dict[str, Any]
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(row) for row in tiny_pairs(24)]
+    lines = [json.dumps(row) for row in rows]
     (folder / "pairs.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     sections: dict[str, Any] = {
-        "name": "tiny-dpo",
+        "name": f"tiny-{stage}",
         "output_dir": str(folder / "run"),
         "model": {"model_name_or_path": str(model)},
         "data": {"train_file": "pairs.jsonl", "test_size": 6},
-        "dpo": {**SFT, "max_length": 128, **dpo_settings},
+        stage: {**SFT, "max_length": 128, **settings},
         "compare": {"prompts": ["What is 3 and 4, in tents?"], "max_new_tokens": 4},
-        "gates": {"dpo": {"eval_reward_accuracy": {"at_least": 0.5}}},
+        "gates": {stage: gates},
     }
     path = folder / "recipe.yaml"
     path.write_text(_as_yaml(sections), encoding="utf-8")

@@ -26,6 +26,7 @@ from modelwright.recipe.fields import field_names, section_aliases
 from modelwright.recipe.load import load
 from modelwright.recipe.sections import DataConfig
 from modelwright.recipe.source import ConfigNode, Origin, make_node, read_file, read_text, read_value
+from modelwright.recipe.stage_specs import STAGES
 
 HOME = Path(__file__).parent / "converted"
 CONFIGS = sorted(path for path in HOME.glob("*.yaml"))
@@ -96,6 +97,14 @@ def test_the_planner_takes_the_recipe(
     assert len(stages) == 1
 
 
+def test_a_configuration_of_trl_s_orpo_is_named_by_the_command(tmp_path: Path) -> None:
+    path = tmp_path / "orpo.yaml"
+    path.write_text("model_name_or_path: m\ndataset_name: d\nbeta: 0.2\nmax_completion_length: 256\n", encoding="utf-8")
+    converted = convert_config(path, stage="orpo")
+    assert converted.recipe.orpo is not None and converted.recipe.orpo.beta == 0.2
+    assert [each.key for each in converted.unconverted if each.kind == "unsupported"] == []
+
+
 def test_there_are_many_of_both_tools() -> None:
     assert len(CONFIGS) >= 10
     assert {path.stem.partition("_")[0] for path in CONFIGS} == {"trl", "axolotl"}
@@ -108,17 +117,18 @@ def test_every_setting_of_the_installed_trl_has_an_answer() -> None:
     home = Path(spec.origin).parent
     shared = Path(str(importlib.util.find_spec("transformers").origin)).parent  # type: ignore[union-attr]
     files = [home / "trainer" / f"{name}_config.py" for name in ("sft", "dpo", "model", "base")]
-    for file in (*files, home / "scripts" / "utils.py", shared / "training_args.py"):
+    files += [home / "experimental" / "orpo" / "orpo_config.py", home / "scripts" / "utils.py"]
+    for file in (*files, shared / "training_args.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             wanted = isinstance(node, ast.ClassDef) and node.name in (
-                *("SFTConfig", "DPOConfig", "ModelConfig", "_BaseConfig", "BaseConfig", "ScriptArguments"),
-                *("DatasetMixtureConfig", "TrainingArguments"),
+                *("SFTConfig", "DPOConfig", "ORPOConfig", "ModelConfig", "_BaseConfig", "BaseConfig"),
+                *("ScriptArguments", "DatasetMixtureConfig", "TrainingArguments"),
             )
             for field in node.body if wanted else ():  # type: ignore[attr-defined]
                 if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
                     name = field.target.id
                     homes = [
-                        s for s in ("", "model", "data", "sft", "dpo") if name in {*field_names(s), *section_aliases(s)}
+                        s for s in ("", "model", "data", *STAGES) if name in {*field_names(s), *section_aliases(s)}
                     ]
                     if not name.startswith("_") and name not in ("framework", "default_optim"):
                         assert homes or name in FOREIGN_KEYS or name in RULED, f"{file.name}: {name}"

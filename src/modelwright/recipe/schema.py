@@ -24,6 +24,7 @@ from modelwright.recipe.stage_specs import (
     ClassifyConfig,
     DpoConfig,
     LoraStageConfig,
+    OrpoConfig,
     PretrainConfig,
     SftConfig,
     TrainingConfig,
@@ -88,6 +89,8 @@ class Recipe(FrozenModel):
     """Pretraining on text, before sft."""
     dpo: DpoConfig | None = None
     """Preference optimization, after sft."""
+    orpo: OrpoConfig | None = None
+    """Preference optimization without a reference model, after dpo."""
     lora: LoraStageConfig | None = None
     """LoRA fine-tuning, last."""
     classify: ClassifyConfig | None = None

@@ -373,6 +373,13 @@ class DpoConfig(PreferenceConfig, PairConfig):
     """Direct preference optimization (DPO) on chosen and rejected answers."""
 
 
+class OrpoConfig(PairConfig):
+    """Odds ratio preference optimization (ORPO) on chosen and rejected answers, without a reference model."""
+
+    beta: PositiveFloat = 0.1
+    """Weight of the odds ratio loss (lambda in the paper), which is added to the loss on prompts and chosen answers."""
+
+
 class LoraStageConfig(SftConfig):
     """LoRA fine-tuning: low-rank adapters on frozen weights."""
 
@@ -457,6 +464,13 @@ STAGES: dict[str, StageSpec] = {
         methods={"dpo": {}, "ipo": {"loss_type": "ipo"}},
         method_keys=("beta", "precompute_ref_log_probs", "sync_ref_model", "f_divergence_type", "ld_alpha",
                      "loss_weights"),
+    ),
+    "orpo": StageSpec(
+        OrpoConfig, "pairs",
+        (*COMMON_METRICS, *_with_base("eval_reward_accuracy", "eval_reward_margin", "eval_log_odds", "eval_nll_loss"),
+         *ANSWER_METRICS),
+        best_metrics={"eval_loss": "min", "eval_reward_accuracy": "max"}, loss_on_prompt=True, full_logits=True,
+        aliases={"beta": "orpo_alpha rl_beta pref_beta"}, methods={"orpo": {}}, method_keys=("orpo_alpha",),
     ),
     "lora": StageSpec(LoraStageConfig, "conversations", (*COMMON_METRICS, *ANSWER_METRICS)),
     "classify": StageSpec(

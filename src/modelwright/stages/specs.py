@@ -18,7 +18,6 @@ from modelwright.data.shards import MANIFEST, SPLITS, PackedDataset, ShardLayout
 from modelwright.data.sources import local_path
 from modelwright.data.tokenizer import DocumentTokenizer
 from modelwright.engine.task import Task
-from modelwright.engine.trainer import Engine
 from modelwright.errors import DataError, ModelError, Problem, UsageError
 from modelwright.models import activation_checkpoint, pretrained, trainable
 from modelwright.models.save import save_model
@@ -34,12 +33,12 @@ from modelwright.stages.context import Metrics, ParentModel, RunContext, StageBu
 from modelwright.stages.prepare import resolve_tokenizer_dir
 from modelwright.tasks.classify import ClassifyLoss, ClassifyTask, PixelStats, confusion_matrix, worst_mistakes
 from modelwright.tasks.dpo import DpoTask, PairTask, precompute_ref_log_probs
+from modelwright.tasks.orpo import OrpoTask
 from modelwright.tasks.pretrain import PretrainTask
 from modelwright.tasks.sft import SftTask, find_compute_reuse
 
 TextStage = PretrainConfig | SftConfig | PairConfig
 RowsTask = TypeVar("RowsTask", bound=SftTask | PairTask)
-PairsTask = TypeVar("PairsTask", bound=PairTask)
 
 
 def load_rows(context: RunContext, stage: str, parent: ParentModel | None) -> StageInputs:
@@ -168,24 +167,19 @@ def _pin_revision(context: RunContext) -> ModelConfig:
 
 def build_dpo(context: RunContext, inputs: StageInputs, stage: str) -> StageParts:
     """As for pairs; the reference log-probs come before step 1."""
-    task, parts = build_pairs(context, inputs, stage, DpoTask)
-
-    def precompute(engine: Engine, cache_dir: Path) -> str | None:
-        return precompute_ref_log_probs(task, engine, context.folder.ref_log_probs(stage), inputs.model_fingerprint)
-
-    return replace(parts, precompute=precompute)
+    parts, cache = build_pairs(context, inputs, stage, DpoTask), context.folder.ref_log_probs(stage)
+    task, model = cast(DpoTask, parts.task), inputs.model_fingerprint
+    return replace(parts, precompute=lambda engine, _: precompute_ref_log_probs(task, engine, cache, model))
 
 
-def build_pairs(
-    context: RunContext, inputs: StageInputs, stage: str, task_class: Callable[..., PairsTask]
-) -> tuple[PairsTask, StageParts]:
-    """The same for pairs, with a note of what is left out and of prompts that are computed twice."""
+def build_pairs(context: RunContext, inputs: StageInputs, stage: str, task_class: type[PairTask]) -> StageParts:
+    """Load the model, set its trainable parameters, tokenize the pairs."""
     task, parts = build_row_task(context, inputs, stage, task_class)
     if identical := inputs.data.counts["identical_pairs"]:
         context.note(stage, f"{identical} rows are left out: their two answers are the same")
     if task.sharing_blocker:
         context.note(stage, f"prompt not shared between chosen and rejected: {task.sharing_blocker}")
-    return task, replace(parts, data_manifest={**parts.data_manifest, "shared_prompt": task.sharing_blocker is None})
+    return replace(parts, data_manifest={**parts.data_manifest, "shared_prompt": task.sharing_blocker is None})
 
 
 VERIFY_MAX_BYTES = 32 * 10**9
@@ -356,6 +350,7 @@ BUILDERS: dict[str, StageBuilder] = {
     "pretrain": StageBuilder(load_shards, build_pretrain),
     "sft": StageBuilder(load_rows, build_sft, compare_answers),
     "dpo": StageBuilder(load_rows, build_dpo, compare_answers),
+    "orpo": StageBuilder(load_rows, partial(build_pairs, task_class=OrpoTask), compare_answers),
     "lora": StageBuilder(load_rows, build_sft, compare_answers),
     "classify": StageBuilder(load_images, build_classify, compare_images),
 }
