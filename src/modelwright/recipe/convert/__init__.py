@@ -144,7 +144,7 @@ def detect_stage(entries: dict[str, ConfigNode], path: Path, tool: str, stage: s
         raise UsageError(f"{path}: its names or comments say {other}, which is not offered; {wants}")
     if pair_keys and not hints:
         owners = f"{pair_keys[0]} belongs to DPO, ORPO, KTO, CPO and others, and nothing in the file says which"
-        raise UsageError(f"{path}: {owners}; name it: --stage dpo")
+        raise UsageError(f"{path}: {owners}; name it: --stage {'|'.join(PAIR_STAGES)}")
     datasets = entries.get("datasets")
     items = datasets.value if datasets is not None and isinstance(datasets.value, list) else []
     types = [str(kind.value) for item in items if (kind := item.get(("type",))) is not None]
