@@ -19,7 +19,7 @@ LINES = {
     # the switch, its fallback, the check of the environment, doctor --reproducible
     "same bits on the GPU": 150,
     # row formats, converters, mixtures
-    "data formats": 1_245,
+    "data formats": 1_270,
     # round trips, adapters, odd architectures
     "never silently wrong": 235,
     # signals in every phase, one sentence for errors of the storage, only regular files, odd runs, slow clients
