@@ -6,6 +6,7 @@ import hashlib
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from modelwright.errors import GateClosed, UsageError
+from modelwright.errors import GateClosed, ModelError, UsageError
+from modelwright.models import save
 from modelwright.models.gguf import pre_tokenizer, unsupported_reason
 from modelwright.models.pretrained import load_model
 from modelwright.models.vision import resnet18
@@ -89,6 +91,25 @@ def test_a_merged_adapter_answers_as_base_and_adapter_do(adapted: RunFolder, tmp
     done = exported(adapted, tmp_path, "merged")
     assert not (done.path / "adapter_config.json").exists()
     assert torch.allclose(logits(load_model(done.path)), logits(load_model(adapted.best_model)), atol=1e-5)
+
+
+def test_merging_an_adapter_on_tied_matrices_unties_them(model_folder: Path, tmp_path: Path) -> None:
+    settings = {"trainable": "lora", "learning_rate": 1e-2, "lora_target_modules": ["lm_head", "embed_tokens"]}
+    run = pipeline.run(load(tiny_recipe(tmp_path, model_folder, max_steps=3, **settings), (), {}))
+    for form in ("merged", "gguf") if find_spec("gguf") else ("merged",):
+        done = exported(run, tmp_path, form)
+        if form == "merged":
+            assert torch.allclose(logits(load_model(done.path)), logits(load_model(run.best_model)), atol=1e-5)
+            assert not load_model(done.path).config.tie_word_embeddings
+
+
+def test_an_export_with_other_logits_is_not_kept(
+    adapted: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save, "merge_lora", lambda model: model.unload())
+    with pytest.raises(ModelError, match=r"export: the exported model's logits are .* off those of the trained one"):
+        exported(adapted, tmp_path, "merged")
+    assert not (tmp_path / "merged").exists()
 
 
 @pytest.mark.parametrize(("kind", "most"), [("f16", 1e-2), ("q8_0", 5e-2)])

@@ -51,9 +51,10 @@ def write_gguf(source: Path, path: Path, dtype: GgufDtype, name: str) -> None:
         import gguf
     except ImportError:
         raise ModelError("export: gguf is written with a package that is not installed: pip install gguf") from None
-    from modelwright.models.pretrained import load_tokenizer
+    from modelwright.models.pretrained import load_model, load_tokenizer
+    from modelwright.models.trainable import merge_lora
 
-    model, tokenizer = _load_merged(source), load_tokenizer(source)
+    model, tokenizer = merge_lora(load_model(source)), load_tokenizer(source)
     config = model.config
     family = GGUF_ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(str(path), family)
@@ -82,14 +83,14 @@ def compare_logits(source: Path, path: Path, dtype: GgufDtype) -> GgufCheck:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from modelwright.models.pretrained import load_tokenizer, silence_transformers
+    from modelwright.models.pretrained import load_model, load_tokenizer, silence_transformers
+    from modelwright.models.trainable import merge_lora
 
     silence_transformers()
-    model, tokenizer = _load_merged(source), load_tokenizer(source)
-    text = "A rope of ten metres holds a tent in the wind. (1) Tie it low. (2) Look again at 07:30, and at noon!"
-    tokens = torch.tensor([tokenizer(text)["input_ids"][:64]])
+    model, tokens = load_model(source), probe_text_tokens(load_tokenizer(source))
     with torch.no_grad():
         trained = _logits(model, tokens)
+        model = merge_lora(model)
         for weight in model.parameters():
             weight.copy_(torch.from_numpy(_roundtrip(weight.detach().float().numpy(), dtype)))
         rounded = _logits(model, tokens)
@@ -107,12 +108,24 @@ def compare_logits(source: Path, path: Path, dtype: GgufDtype) -> GgufCheck:
     )
 
 
-def _load_merged(source: Path) -> Any:
-    """The model of a folder, with its adapter merged."""
-    from modelwright.models.pretrained import load_model
+def max_logit_diff(source: Path, exported: Path) -> float:
+    """Largest difference of a logit of an exported model folder from its source's, as a fraction of the largest."""
+    import torch
 
-    model = load_model(source)
-    return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
+    from modelwright.models.attention import relative_gap
+    from modelwright.models.pretrained import load_model, load_tokenizer
+
+    tokens = probe_text_tokens(load_tokenizer(exported))
+    with torch.no_grad():
+        return relative_gap(_logits(load_model(source), tokens), _logits(load_model(exported), tokens))
+
+
+def probe_text_tokens(tokenizer: Any) -> Tensor:
+    """The tokens of a fixed text: [1, length] int64."""
+    import torch
+
+    text = "A rope of ten metres holds a tent in the wind. (1) Tie it low. (2) Look again at 07:30, and at noon!"
+    return torch.tensor([tokenizer(text)["input_ids"][:64]])
 
 
 def _logits(model: Any, tokens: Tensor) -> Tensor:

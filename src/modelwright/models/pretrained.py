@@ -144,7 +144,7 @@ def load_model(
 
     silence_transformers()
     if (path / trust.ADAPTER_CONFIG).exists():
-        return _load_adapter(path, attn_implementation)
+        return _load_adapter(path, attn_implementation, quantization, device)
     trust.check_model(path)
     # transformers chooses sdpa, or eager for families without it (Gemma 2, GPT-J, GPT-Neo, Bloom, MPT, Mamba)
     implementation = None if attn_implementation == "auto" else attn_implementation
@@ -162,10 +162,10 @@ def load_model(
     return model
 
 
-def _load_adapter(path: Path, attn_implementation: str) -> Any:
+def _load_adapter(path: Path, *base_options: Any) -> Any:
     from peft import PeftModel
 
-    base = load_model(trust.adapter_base(path), attn_implementation)
+    base = load_model(trust.adapter_base(path), *base_options)
     try:
         return PeftModel.from_pretrained(base, path)
     except Exception as error:  # peft raises many classes

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from modelwright.errors import ModelError, StorageError, UsageError, is_storage_failure
 from modelwright.models.pretrained import load_model, load_tokenizer, silence_transformers
+from modelwright.models.trainable import LORA_PREFIX, merge_lora
 from modelwright.recipe.sections import LlamaArchitecture, round_up
 from modelwright.runs.folder import fsync_path
 
@@ -21,7 +23,7 @@ from modelwright.runs.folder import fsync_path
 def save_model(model: Any, tokenizer: Any, weights: dict[str, Tensor], folder: Path) -> None:
     """Write a language model as a folder that from_pretrained reads; `weights` are full tensors."""
     with atomic_model_folder(folder) as partial:
-        model.save_pretrained(partial, state_dict=weights)
+        model.save_pretrained(partial, state_dict=dict(weights))  # it removes tied weights from it
         tokenizer.save_pretrained(partial)
 
 
@@ -29,8 +31,41 @@ def merge_adapter(adapter: Path, folder: Path) -> None:
     """Merge a LoRA adapter into its base model and write a folder that needs no peft."""
     if not (adapter / "adapter_config.json").exists():
         raise UsageError(f"{adapter} is no adapter folder (no adapter_config.json); there is nothing to merge")
-    merged = load_model(adapter).merge_and_unload()
+    merged = merge_lora(load_model(adapter))
     save_model(merged, load_tokenizer(adapter), dict(merged.state_dict()), folder)
+
+
+def check_weight_files(folder: Path, weights: Mapping[str, Tensor]) -> bool:
+    """Compare the weights on disk bit for bit with those in memory; False if the files use other names for them."""
+    files: list[Any] = [safe_open(path, "pt") for path in sorted(folder.glob("*.safetensors"))]
+    saved = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (it is no dict)
+    if not saved.keys() <= weights.keys():
+        return False
+    for name in weights.keys() - saved.keys():  # a tied weight is saved once
+        if not any(torch.equal(weights[name], weights[other]) for other in saved):
+            return False
+    for name in saved:
+        _check_equal(folder, name, saved[name].get_tensor(name), weights[name])
+    return True
+
+
+def load_and_check(folder: Path, weights: Mapping[str, Tensor], quantization: str, device: torch.device) -> Any:
+    """Load a saved model and compare its weights bit for bit with those in memory, of a quantized one LoRA's."""
+    model = load_model(folder, "auto", quantization, device)
+    loaded = model.state_dict()
+    if quantization == "none" and (missing := sorted(weights.keys() ^ loaded.keys())):
+        raise ModelError(f"{folder}: the saved model differs from the one in memory: {missing[0]} is in only one")
+    for name, tensor in weights.items():
+        if quantization == "none" or LORA_PREFIX in name:
+            _check_equal(folder, name, loaded[name], tensor)
+    for name, parameter in model.named_parameters() if quantization == "none" else ():
+        parameter.data = parameter.data.to(weights[name].dtype)  # as in training: bf16 where it computed so
+    return model
+
+
+def _check_equal(folder: Path, name: str, saved: Tensor, trained: Tensor) -> None:
+    if saved.shape != trained.shape or not torch.equal(saved.to("cpu", trained.dtype), trained.cpu()):
+        raise ModelError(f"{folder}: the saved model is not the one that was trained: {name} differs; please report it")
 
 
 @contextmanager
@@ -58,9 +93,12 @@ def atomic_model_folder(folder: Path) -> Iterator[Path]:
 
 
 def save_pth(path: Path, contents: Mapping[str, Any]) -> None:
-    """Write a .pth file and check that it loads with weights_only=True."""
+    """Write a .pth file, load it with weights_only=True and compare its tensors."""
     torch.save(dict(contents), path)
-    torch.load(path, weights_only=True, map_location="cpu")
+    loaded = torch.load(path, weights_only=True, map_location="cpu")
+    for name, value in contents.items():
+        if isinstance(value, Tensor):
+            _check_equal(path, name, loaded[name], value)
 
 
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt")

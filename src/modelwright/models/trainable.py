@@ -58,8 +58,23 @@ def untie_head(model: Any) -> None:
     head = model.get_output_embeddings()
     if head is None or not model.config.tie_word_embeddings:
         return
+    head = getattr(head, "base_layer", head)  # of a LoRA layer, the linear inside
     head.weight = nn.Parameter(head.weight.detach().clone())
     model.config.tie_word_embeddings = False
+
+
+def merge_lora(model: Any) -> Any:
+    """A peft model's adapter merged into its weights; any other model as it is.
+
+    LoRA on one of two tied matrices must not change the other: the head then gets weights of its own.
+    """
+    if not hasattr(model, "merge_and_unload"):
+        return model
+    base = model.get_base_model()
+    head, embeddings = base.get_output_embeddings(), base.get_input_embeddings()
+    if base.config.tie_word_embeddings and any(hasattr(module, "lora_A") for module in (head, embeddings)):
+        untie_head(base)
+    return model.merge_and_unload().requires_grad_(True)  # peft had frozen all of it
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:

@@ -111,6 +111,10 @@ class RunFolder:
         """A folder that from_pretrained reads, or an adapter, with its card."""
         return self.stage(stage) / "model"
 
+    def lora_base(self, stage: str) -> Path:
+        """The full model that a LoRA adapter was trained on, where no other folder holds it: merged or resized."""
+        return self.stage(stage) / "base"
+
     def frozen_cache(self, stage: str) -> Path:
         """Cached outputs of the frozen layers, where memory is too small for them."""
         return self.stage(stage) / "frozen_cache"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # `modelwright gate` and `data prepare` import this module wi
     from torch import Tensor, nn
 
     from modelwright.engine.distributed import World
-    from modelwright.engine.task import Task
+    from modelwright.engine.task import MicroBatch, Task
     from modelwright.engine.trainer import Engine
     from modelwright.plan.hardware import DeviceInfo
     from modelwright.plan.stage import StagePlan
@@ -138,6 +138,8 @@ class StageParts:
     """Writes unsharded weights into a model folder."""
     optimization_notes: Callable[[StagePlan], tuple[str, ...]] = lambda plan: ()
     """A line for each optimization that applies under a plan (shared prefix, cached frozen layers)."""
+    check_batch: MicroBatch | None = None
+    """Rows whose losses the saved model must give when it is loaded; None where comparing its files is enough."""
     precompute: Callable[[Engine, Path], str | None] = lambda engine, folder: None
     """Computes before the first step what no step changes, with a cache folder; returns a note."""
 

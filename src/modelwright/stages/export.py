@@ -107,6 +107,7 @@ def export(request: ExportRequest) -> ExportResult:
 
 def _write_hf(request: ExportRequest, partial: Path) -> tuple[None, str]:
     shutil.copytree(request.model, partial, dirs_exist_ok=True)
+    _check_logits(request, partial)
     return None, "A folder that `from_pretrained` reads."
 
 
@@ -114,7 +115,17 @@ def _write_merged(request: ExportRequest, partial: Path) -> tuple[None, str]:
     from modelwright.models.save import merge_adapter
 
     merge_adapter(request.model, partial)
+    _check_logits(request, partial)
     return None, "The adapter's matrices are part of the weights: it needs no peft to be read."
+
+
+def _check_logits(request: ExportRequest, partial: Path) -> None:
+    """Load an exported folder back, and refuse it unless its logits are those of the run's model."""
+    from modelwright.models.gguf import MAX_DIFF, max_logit_diff
+
+    if not (gap := max_logit_diff(request.model, partial)) <= MAX_DIFF / 10:
+        finding = f"the exported model's logits are {gap:.2g} of the largest off those of the trained one"
+        raise ModelError(f"export: {finding}, above {MAX_DIFF / 10:g}; not kept")
 
 
 def _write_gguf(request: ExportRequest, partial: Path) -> tuple[dict[str, float], str]:
@@ -123,10 +134,10 @@ def _write_gguf(request: ExportRequest, partial: Path) -> tuple[dict[str, float]
     path = partial / f"{request.recipe.name}-{request.gguf_type}.gguf"
     gguf.write_gguf(request.model, path, request.gguf_type, request.recipe.name)  # type: ignore[arg-type]
     check = gguf.compare_logits(request.model, path, request.gguf_type)  # type: ignore[arg-type]
-    if check.max_diff_same_dtype > gguf.MAX_DIFF:
+    if not check.max_diff_same_dtype <= gguf.MAX_DIFF:  # NaN too
         finding = f"the file's logits are up to {check.max_diff_same_dtype:.2g} off its source's in {request.gguf_type}"
         raise ModelError(f"export: {finding}, above {gguf.MAX_DIFF:g}; not kept")
-    if check.relative_diff > gguf.MAX_QUANTIZATION_LOSS[request.gguf_type]:
+    if not check.relative_diff <= gguf.MAX_QUANTIZATION_LOSS[request.gguf_type]:
         finding = f"in {request.gguf_type} this model's logits move by {check.relative_diff:.1%} of the largest"
         raise ModelError(f"export: {finding}, above {gguf.MAX_QUANTIZATION_LOSS[request.gguf_type]:.1%}; not kept")
     comparison = asdict(check)

@@ -169,9 +169,15 @@ def first_damaged_file(folder: RunFolder, stage: str) -> str | None:
 
 
 def hash_model_files(model: Path) -> dict[str, str]:
-    """The hash of every file of a model folder, by its relative path; the model card may change."""
-    paths = sorted(path for path in model.rglob("*") if path.is_file() and path.name != "README.md")
-    return {str(path.relative_to(model)): hash_file(path) for path in paths}
+    """The hash of every file of a stage's model, and of the base that was written for its adapter."""
+    base = hash_files(model.with_name("base")) if (model / "adapter_config.json").exists() else {}
+    return {**hash_files(model), **{f"../base/{name}": digest for name, digest in base.items()}}
+
+
+def hash_files(folder: Path) -> dict[str, str]:
+    """The hash of every file of a folder, by its relative path; the model card may change."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "README.md")
+    return {str(path.relative_to(folder)): hash_file(path) for path in paths}
 
 
 def model_fingerprint(folder: RunFolder, stage: str) -> str:

@@ -17,7 +17,7 @@ from modelwright.data.row_formats import ROW_FORMATS, RenderedSample, render_sha
 from modelwright.data.shards import MANIFEST, SPLITS, PackedDataset, ShardLayout, pack_raw_text
 from modelwright.data.sources import local_path
 from modelwright.data.tokenizer import DocumentTokenizer
-from modelwright.engine.task import Task
+from modelwright.engine.task import MicroBatch, Task
 from modelwright.errors import DataError, ModelError, Problem, UsageError
 from modelwright.models import activation_checkpoint, pretrained, trainable
 from modelwright.models.save import save_model
@@ -27,9 +27,10 @@ from modelwright.recipe.load import LoadedRecipe, load
 from modelwright.recipe.schema import ModelConfig
 from modelwright.recipe.sections import round_up
 from modelwright.recipe.stage_specs import ClassifyConfig, PairConfig, PretrainConfig, SftConfig
-from modelwright.runs.folder import RunFolder, read_json, write_json
+from modelwright.runs.folder import RunFolder, has_valid_checksum, read_json, write_json, write_json_with_checksum
 from modelwright.stages.compare import compare_answers
 from modelwright.stages.context import Metrics, ParentModel, RunContext, StageBuilder, StageInputs, StageParts
+from modelwright.stages.gate import hash_files
 from modelwright.stages.prepare import resolve_tokenizer_dir
 from modelwright.tasks.classify import ClassifyLoss, ClassifyTask, PixelStats, confusion_matrix, worst_mistakes
 from modelwright.tasks.dpo import DpoTask, PairTask, precompute_ref_log_probs
@@ -88,8 +89,9 @@ def resolve_start_model(context: RunContext, parent: ParentModel | None) -> dict
     return {"model": base, "model_name": base.name, "revision": revision, "model_fingerprint": fingerprint}
 
 
-def load_trainable_model(context: RunContext, inputs: StageInputs, settings: TextStage) -> tuple[Any, Any]:
-    """The model with its trainable parameters set, and its tokenizer."""
+def load_trainable_model(context: RunContext, inputs: StageInputs, stage: str) -> tuple[Any, Any, bool]:
+    """The model with its trainable parameters set, its tokenizer, and whether it has LoRA or was merged or resized."""
+    settings = cast(TextStage, context.recipe.stages[stage])
     tokenizer = pretrained.load_tokenizer(inputs.model.path)
     is_adapter = (inputs.model.path / "adapter_config.json").exists()
     if is_adapter and settings.quantization != "none":
@@ -100,8 +102,7 @@ def load_trainable_model(context: RunContext, inputs: StageInputs, settings: Tex
     attn_implementation, device = context.recipe.model.attn_implementation, context.world.device
     load_model = inputs.load_model or pretrained.load_model
     model = load_model(inputs.model.path, attn_implementation, settings.quantization, device)
-    if hasattr(model, "merge_and_unload"):  # the parent is a LoRA adapter: merge it
-        model = model.merge_and_unload()
+    model = trainable.merge_lora(model)  # of a parent stage
     packed = getattr(settings, "packing", isinstance(settings, PretrainConfig))
     pretrained.prepare_model(model, device, attn_implementation, packed)
     if attn_implementation == "auto" and model.config._attn_implementation == "eager":
@@ -110,10 +111,34 @@ def load_trainable_model(context: RunContext, inputs: StageInputs, settings: Tex
     if num_added := pretrained.resize_embeddings(model, tokenizer):
         note = f"the tokenizer has {num_added} tokens more than the model: embeddings resized to {len(tokenizer)}"
         context.journal.add("note", message=note)
+    is_modified = is_adapter or num_added > 0 or settings.trainable.untie_lm_head
+    if settings.trainable.lora and is_modified and inputs.load_model is None:
+        if settings.quantization != "none":
+            wants = "wants a tokenizer no larger than the model, and no untie_lm_head"
+            raise ModelError(f"quantization: {settings.quantization} {wants}")
+        if settings.trainable.untie_lm_head:
+            trainable.untie_head(model)
+        _save_lora_base(context, inputs, stage, model, tokenizer)
     model = trainable.set_trainable(model, settings)
     if settings.gradient_checkpointing:
         activation_checkpoint.enable_activation_checkpointing(model, settings.gradient_checkpointing)
-    return model, tokenizer
+    return model, tokenizer, is_modified or settings.trainable.lora
+
+
+def _save_lora_base(context: RunContext, inputs: StageInputs, stage: str, model: Any, tokenizer: Any) -> None:
+    """Write the weights that LoRA is added to, for the adapter to name; a valid folder of an earlier start is kept."""
+    folder = context.folder.lora_base(stage)
+    manifest = folder.with_suffix(".json")
+    key = f"{inputs.model_fingerprint}:{len(tokenizer)}:{model.config.tie_word_embeddings}:{context.recipe.seed}"
+
+    def write() -> None:
+        saved = read_json(manifest) if has_valid_checksum(manifest) else {}
+        if saved.get("key") != key or saved["files"] != hash_files(folder):
+            save_model(model, tokenizer, dict(model.state_dict()), folder)
+            write_json_with_checksum(manifest, {"key": key, "files": hash_files(folder)})
+
+    context.world.on_rank0_broadcast(write)
+    model.name_or_path = str(folder.resolve())  # peft writes it into the adapter's config
 
 
 def _list_examples(splits: Iterable[dict[str, Any]], key: str) -> str:
@@ -127,7 +152,7 @@ def build_row_task(
 ) -> tuple[RowsTask, StageParts]:
     """The task of rows tokenized with the model's own tokenizer, and its stage parts."""
     settings = cast(TextStage, context.recipe.stages[stage])
-    model, tokenizer = load_trainable_model(context, inputs, settings)
+    model, tokenizer, is_modified = load_trainable_model(context, inputs, stage)
     task = task_class(model, tokenizer, inputs.data, settings, pretrained.eos_token_ids(model))
     stats = {"train": task.train_set.stats(), "held_out": task.held_out_set.stats()}
     for split in stats.values() if settings.spec.loss_on_prompt else ():
@@ -139,7 +164,16 @@ def build_row_task(
         cut, lost = (_list_examples(stats.values(), f"{kind}_examples") for kind in ("truncated", "dropped"))
         note = f"{truncated} rows are cut to max_length, {tokens} tokens in all{cut}"
         context.note(stage, f"{note}; {dropped or 'none'} dropped{lost}")
-    return task, stage_parts(task, model, tokenizer, data_manifest)
+    parts = stage_parts(task, model, tokenizer, data_manifest)
+    return task, replace(parts, check_batch=_check_batch(task) if is_modified else None)
+
+
+def _check_batch(task: Task) -> MicroBatch:
+    """Two held-out rows, or training rows where there are none; of pairs without the reference, for log-probs."""
+    rows = range(min(2, task.held_out_rows or task.rows))
+    if isinstance(task, PairTask):
+        return task.collate("held_out" if task.held_out_rows else "train", rows)
+    return task.held_out_batch(rows) if task.held_out_rows else task.time_trial_batch(rows)
 
 
 def stage_parts(task: Task, model: Any, tokenizer: Any, data_manifest: dict[str, Any]) -> StageParts:
@@ -206,7 +240,7 @@ def load_shards(context: RunContext, stage: str, parent: ParentModel | None) -> 
 def build_pretrain(context: RunContext, inputs: StageInputs, stage: str) -> StageParts:
     """Load the model, set its trainable parameters, open the shards."""
     settings = cast(PretrainConfig, context.recipe.stages[stage])
-    model, tokenizer = load_trainable_model(context, inputs, settings)
+    model, tokenizer, is_modified = load_trainable_model(context, inputs, stage)
     train, held_out = inputs.data.train, inputs.data.held_out
     if train.vocab_size > round_up(vocab_size := model.config.get_text_config().vocab_size):
         message = f"its token ids go up to {train.vocab_size}, the model's to {vocab_size}"
@@ -222,7 +256,8 @@ def build_pretrain(context: RunContext, inputs: StageInputs, stage: str) -> Stag
         "fingerprint": train.fingerprint,
         **train.manifest.get("text_rows", {}),
     }  # fmt: skip
-    return stage_parts(task, model, tokenizer, data_manifest)
+    parts = stage_parts(task, model, tokenizer, data_manifest)
+    return replace(parts, check_batch=_check_batch(task) if is_modified else None)
 
 
 def _find_or_pack_shards(context: RunContext, stage: str, model_dir: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import shutil
 import time
@@ -11,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from modelwright.engine.checkpoint import AsyncCheckpointer, CheckpointManager, read_state
 from modelwright.engine.parallel import full_tensor
 from modelwright.engine.task import StepReport
 from modelwright.engine.throughput import StragglerDetector, ThroughputMeter
 from modelwright.engine.trainer import explain_mismatch
-from modelwright.errors import Diverged, Interrupted
+from modelwright.errors import Diverged, Interrupted, ModelError
+from modelwright.models.attention import unwrap_peft
+from modelwright.models.save import check_weight_files, load_and_check
 from modelwright.plan.stage import StagePlan, eval_samples, plan_stage
 from modelwright.recipe.stage_specs import STAGES
 from modelwright.runs.folder import RunFolder, write_json, write_json_with_checksum
@@ -43,6 +47,8 @@ from modelwright.stages.planning import (
 
 EVALUATION_LOG_SECONDS = 10.0
 """Time between two journal entries about the progress of an evaluation."""
+LOSS_TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2, "fp8": 5e-2}
+"""Largest relative difference of a loaded model's loss: sums in another order (TF32 too), and fp8, which it lacks."""
 
 
 class StageRunner:
@@ -74,6 +80,7 @@ class StageRunner:
         plan = plan_stage(self.settings, self.task.rows, context.world.size, context.hardware, resumed_batch)
         plan = fit_plan(plan, stage, self.parts, context)
         self._log_plan("plan", plan)
+        self.loss_template = copy.copy(self.task.module)  # before it is sharded
         with explain_out_of_memory(lambda: plan, stage, self.parts, context):  # the fp8 trial runs steps
             self.engine = build_engine(plan, stage, self.parts, context)
         self._log_plan_revisions()
@@ -330,16 +337,50 @@ class StageRunner:
             full = full_tensor(tensor)  # a collective: every rank calls it, rank 0 keeps the result
             if self.context.world.is_main:
                 weights[name] = full.cpu()
-        self.context.world.on_rank0_broadcast(lambda: self._write_result(weights, metrics))
+        batch = self.parts.check_batch
+        trained_loss = None if batch is None else next(self.engine.predict([batch])).sum().item()  # on every rank
+        self.context.world.on_rank0_broadcast(lambda: self._write_result(weights, metrics, trained_loss))
         return metrics
 
-    def _write_result(self, weights: dict[str, Any], metrics: dict[str, float | None]) -> None:
+    def _write_result(
+        self, weights: dict[str, Any], metrics: dict[str, float | None], trained_loss: float | None
+    ) -> None:
         folder = self.context.folder.model(self.stage)
         self.parts.save(weights, folder)
+        round_trip = self._check_round_trip(folder, weights, trained_loss)
         result = {"metrics": metrics, "resume_config": self.resume_config, "plan": self.engine.plan.as_json(),
-                  "files": hash_model_files(folder)}  # fmt: skip
+                  "files": hash_model_files(folder), "round_trip": round_trip}  # fmt: skip
         write_json_with_checksum(self.context.folder.result(self.stage), result)
         shutil.rmtree(self.context.folder.frozen_cache(self.stage), ignore_errors=True)
+
+    def _check_round_trip(self, folder: Path, weights: dict[str, Any], trained_loss: float | None) -> dict[str, Any]:
+        """Fail unless what is on disk is what was trained: weights bit for bit, and the losses of the loaded model."""
+        started, loaded_loss = time.monotonic(), None
+        if trained_loss is not None or not check_weight_files(folder, weights):
+            quantization = getattr(self.settings, "quantization", "none")
+            model = load_and_check(folder, weights, quantization, self.context.world.device)
+        if trained_loss is not None:
+            loaded_loss = self._loss_of(model)
+            tolerance = LOSS_TOLERANCE[self.engine.plan.precision] * abs(trained_loss)
+            if loaded_loss is not None and not abs(loaded_loss - trained_loss) <= tolerance:
+                losses = f"a loss of {loaded_loss:.6g} on rows where the trained one has {trained_loss:.6g}"
+                raise ModelError(f"{folder}: the saved model has {losses}; please report it")
+        seconds = round(time.monotonic() - started, 2)
+        return {"trained_loss": trained_loss, "loaded_loss": loaded_loss, "seconds": seconds}
+
+    @torch.no_grad()
+    def _loss_of(self, model: Any) -> float | None:
+        """The summed loss of a loaded model on the rows of `check_batch`; None where the device has no room for it."""
+        device, batch, module = self.context.world.device, self.parts.check_batch, self.loss_template
+        assert batch is not None
+        unwrap_peft(model).set_attn_implementation(unwrap_peft(self.parts.model).config._attn_implementation)
+        try:
+            module._modules = {**module._modules, "model": model.to(device).eval()}
+            with self.engine.precision.autocast():
+                return float(module(**batch.inputs_on(device)).float().sum())
+        except torch.OutOfMemoryError:
+            self._note("losses of the saved model not compared: no room for a second copy; its weights are equal")
+            return None
 
     def _log_model_and_data(self, inputs: StageInputs) -> None:
         counts, manifest = self.parts.parameter_counts, self.parts.data_manifest
