@@ -35,7 +35,7 @@ def test_a_damaged_best_checkpoint_is_never_exported(
 from modelwright.engine.trainer import Engine
 from modelwright.stages.stage_runner import StageRunner
 evaluate = Engine.evaluate
-Engine.evaluate = lambda self: {"eval_loss": 1.0 + self.cursor.step if self.cursor.step else 99.0}
+Engine.evaluate = lambda self, *rest: {"eval_loss": 1.0 + self.cursor.step if self.cursor.step else 99.0}
 finish = StageRunner._finish
 def damaged(self):
     path = self._checkpoint_dir(6) / "model.safetensors"

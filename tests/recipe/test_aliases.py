@@ -237,6 +237,7 @@ OURS_ALONE = {
     "scale_lr_by_world_size",
     "fp8_validation",
     "fp8_scaling",
+    "max_eval_samples",  # the name in the example scripts of transformers
     "deterministic",  # theirs, full_determinism, is off by default; it is an alias
 }
 

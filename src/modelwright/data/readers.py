@@ -279,14 +279,14 @@ def _read_csv(path: Path, file_slice: FileSlice) -> Iterator[Row | InvalidRow]:
 def _csv_rows(path: Path, file: TextIO, delimiter: str) -> Iterator[Row | InvalidRow]:
     reader = csv.reader(file, delimiter=delimiter)
     try:
-        header = next(reader, None)
+        header = next((values for values in reader if values), None)  # blank lines may stand before it
     except csv.Error as error:
         yield InvalidRow(f"{path.name}:1", f"this is no CSV ({error})", file_unreadable=True)
         return
     if header is None:
         return
     if problem := _header_problem(header, delimiter):
-        yield InvalidRow(f"{path.name}:1", problem, file_unreadable=True)
+        yield InvalidRow(f"{path.name}:{reader.line_num}", problem, file_unreadable=True)
         return
     while True:
         try:
