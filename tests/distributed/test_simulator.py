@@ -49,12 +49,15 @@ STRANGER = 54321
 HOLD = """
 import os, pathlib, time
 from modelwright.engine.trainer import Engine
-quick, taken, held = Engine._step, [], pathlib.Path(os.environ["POD_PYTHON_SOCKET"]).with_name("held")
+quick, taken, hold = Engine._step, [], []
+trained = pathlib.Path(os.environ["POD_PYTHON_SOCKET"]).with_name("trained")
 def step(self, stop_asked):
-    taken.append(1)
-    if os.environ.get("RANK") == "1" and len(taken) == 6 and not held.exists():
-        held.touch()
-        time.sleep(300)
+    if os.environ.get("RANK") == "1":
+        if not taken:  # killed in its sixth step or before: the next attempt is not held
+            hold.append(not trained.exists())
+            trained.touch()
+        taken.append(1)
+        time.sleep(300 if hold[0] and len(taken) == 6 else 0)
     return quick(self, stop_asked)
 Engine._step = step
 """
