@@ -8,8 +8,10 @@ def main() -> None:
     try:
         from modelwright.cli.main import main as run_command
     except KeyboardInterrupt:
+        from modelwright.errors import Interrupted
+
         print("stopped", file=sys.stderr)
-        sys.exit(75)
+        sys.exit(Interrupted.exit_code)
     run_command()
 
 

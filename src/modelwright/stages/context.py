@@ -251,6 +251,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 REPEAT_SECONDS = 1.0
 """A signal so soon after the first is not a second one: a terminal that is closed sends SIGHUP twice."""
 UNWIND_SECONDS = 20.0
+"""Seconds that a stop may take once Python's handler has run: the journal and the report are written meanwhile."""
 
 
 class GracefulShutdown:
