@@ -20,8 +20,8 @@ LINES = {
     "same bits on the GPU": 150,
     # row formats, converters, mixtures
     "data formats": 1_270,
-    # round trips, adapters, odd architectures
-    "never silently wrong": 405,
+    # round trips, adapters, odd architectures, unclear answers of multiple choice
+    "never silently wrong": 423,
     # signals in every phase, one sentence for errors of the storage, only regular files, odd runs, slow clients
     "steady under attack": 260,
     # what else is worth its lines

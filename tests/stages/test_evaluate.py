@@ -14,7 +14,7 @@ import torch
 from modelwright.cli.main import main
 from modelwright.data.multiple_choice import MultipleChoiceQuestion
 from modelwright.data.tokenizer import DocumentTokenizer
-from modelwright.errors import GateClosed, ModelError
+from modelwright.errors import DataError, GateClosed, ModelError
 from modelwright.models.pretrained import load_model, load_tokenizer
 from modelwright.recipe.load import load
 from modelwright.runs.folder import RunFolder, read_json
@@ -128,6 +128,16 @@ def test_tasks_without_lm_eval_are_one_error_before_anything_is_done(model_folde
     with pytest.raises(ModelError, match=r"not installed: pip install 'modelwright\[eval\]'"):
         pipeline.run(load(evaluated_recipe(tmp_path, model_folder), ["evaluate.tasks=[arc_easy]"], {}))
     assert not RunFolder(tmp_path / "run").evaluation("base").exists()
+    assert not RunFolder(tmp_path / "run").stage("sft").exists()
+
+
+def test_a_question_with_an_unclear_answer_is_reported_before_anything_is_trained(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    recipe = evaluated_recipe(tmp_path, model_folder)
+    (tmp_path / "quiz.jsonl").write_text('{"question": "How many?", "choices": ["1", "2", "3"], "answer": 2}\n')
+    with pytest.raises(DataError, match="the answer can mean '3' by its number or '2' by its text"):
+        pipeline.run(load(recipe, environ={}))
     assert not RunFolder(tmp_path / "run").stage("sft").exists()
 
 

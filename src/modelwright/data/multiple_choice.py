@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from modelwright.data.readers import Row, describe_columns, group_problems
@@ -14,6 +13,8 @@ QUESTION_COLUMNS = ("question", "query", "prompt", "question_stem", "input", "in
 CONTEXT_COLUMNS = ("ctx", "context", "goal", "premise", "sentence", "startphrase", "sent1")
 PASSAGE_COLUMNS = ("passage", "article", "support")
 CHOICE_LIST_COLUMNS = ("choices", "options", "endings", "answers", "candidates")
+CONTINUATION_COLUMNS = ("endings", "ending0", "sol1", "premise", "startphrase")
+"""Columns of datasets whose options continue the text: PIQA, HellaSwag, SWAG, COPA."""
 CHOICE_COLUMN_PATTERNS = ("choice{}", "option{}", "sol{}", "ending{}", "opt{}", "answer{}", "choice_{}", "option_{}")
 ANSWER_COLUMNS = ("answer", "answerKey", "label", "gold", "correct", "target", "answer_idx", "correct_answer", "cop")
 CHOICE_LETTERS = "abcdefghijklmnop"
@@ -32,22 +33,33 @@ class MultipleChoiceQuestion:
     """Index of the right choice."""
 
 
-def parse_questions(rows: Sequence[Row]) -> list[MultipleChoiceQuestion]:
+def parse_questions(rows: Sequence[Row], template: str) -> list[MultipleChoiceQuestion]:
     """Parse every row; invalid rows are raised as one error."""
+    parsed = [_parse_row(row.values, template) for row in rows]
+    # the answers of a file are of one kind, which decides where the number of one option is the text of another
+    kinds = set.intersection(*([set(each[1]) for each in parsed if not isinstance(each, str)] or [set()]))
     questions, problems = [], []
-    for row in rows:
-        question = parse_question(row.values)
-        if isinstance(question, str):
-            problems.append(Problem(row.where, question))
+    for row, each in zip(rows, parsed, strict=True):
+        if isinstance(each, str):
+            problems.append(Problem(row.where, each))
+            continue
+        question, readings = each
+        candidates = set(readings.values())
+        if len(candidates) > 1:
+            candidates = {index for kind, index in readings.items() if kind in kinds} or candidates
+        if len(candidates) == 1 or question.answer_index >= 0:
+            answer_index = candidates.pop() if len(candidates) == 1 else question.answer_index
+            questions.append(replace(question, answer_index=answer_index))
         else:
-            questions.append(question)
+            meanings = " or ".join(f"{question.choices[index]!r} by its {kind}" for kind, index in readings.items())
+            problems.append(Problem(row.where, f"the answer can mean {meanings}; it wants a letter (A, B, …)"))
     if problems:
         raise DataError(group_problems(problems))
     return questions
 
 
-def parse_question(values: Mapping[str, Any]) -> MultipleChoiceQuestion | str:
-    """Parse a row, or return the reason why it is invalid."""
+def _parse_row(values: Mapping[str, Any], template: str) -> tuple[MultipleChoiceQuestion, dict[str, int]] | str:
+    """The question with its answer by convention (-1: none), and the answer by each kind; or why it is invalid."""
     choices, labels = _find_choices(values)
     columns_hint = f"{describe_columns(values)}; it wants {EXPECTED_COLUMNS}"
     if len(choices) < 2:
@@ -55,17 +67,20 @@ def parse_question(values: Mapping[str, Any]) -> MultipleChoiceQuestion | str:
     key = next((name for name in ANSWER_COLUMNS if values.get(name) is not None), None)
     if key is None:
         return f"there is no right answer; {columns_hint}"
-    first = int("option1" in values and "answer" in values)  # such datasets count answers from 1
-    answer_index = _find_answer_index(values[key], choices, labels, first)
-    if answer_index is None:
+    readings = _answer_readings(values[key], choices, labels)
+    if not readings:
         return f"{key} is {values[key]!r}, which names none of the {len(choices)} options"
-    prompt = _build_prompt(values)
+    if "label" in readings and any(name in values for name in CHOICE_LIST_COLUMNS):
+        readings = {"label": readings["label"]}  # the row itself names its options
+    # COPA and PIQA count their column label from 0, WinoGrande its column answer from 1
+    convention = "number" if key == "label" else "label" if "option1" in values and key == "answer" else ""
+    prompt = _build_prompt(values, template)
     if prompt is None:
         return f"there is no question; {columns_hint}"
     before, blank, after = prompt.partition("_") if "option1" in values else (prompt, "", "")
     if blank:  # fill-in-the-blank: choice and rest of the sentence follow the blank
-        return MultipleChoiceQuestion(before.rstrip(), tuple(f"{choice}{after}" for choice in choices), answer_index)
-    return MultipleChoiceQuestion(prompt, tuple(choices), answer_index)
+        prompt, choices = before.rstrip(), [f"{choice}{after}" for choice in choices]
+    return MultipleChoiceQuestion(prompt, tuple(choices), readings.get(convention, -1)), readings
 
 
 def _find_choices(values: Mapping[str, Any]) -> tuple[list[str], list[str]]:
@@ -102,29 +117,28 @@ def _numbered_values(values: Mapping[str, Any], names: Sequence[str]) -> list[st
     return numbered
 
 
-def _find_answer_index(value: Any, choices: Sequence[str], labels: Sequence[str], first: int) -> int | None:
+def _answer_readings(value: Any, choices: Sequence[str], labels: Sequence[str]) -> dict[str, int]:
+    """The index of the right choice by each kind of answer that the value can be."""
     if isinstance(value, bool):
-        return int(value) if choices == ["no", "yes"] else None
-    text = str(value).strip()
-    if text in labels and not (isinstance(value, int) and first == 0):
-        return labels.index(text)
-    if re.fullmatch(r"\d+", text):
-        number = int(text) - first
-        return number if 0 <= number < len(choices) else None
-    if text in choices:
-        return list(choices).index(text)
-    number = CHOICE_LETTERS.find(text.lower()) if len(text) == 1 else -1
-    return number if 0 <= number < len(choices) else None
+        return {"value": int(value)} if choices == ["no", "yes"] else {}
+    text, count = str(value).strip(), len(choices)
+    kinds = {
+        "label": (text, labels),
+        "number": (text, [str(number) for number in range(count)]),
+        "text": (text, [choice.strip() for choice in choices]),
+        "letter": (text.lower(), [*CHOICE_LETTERS[:count]]),
+    }
+    return {kind: list(names).index(name) for kind, (name, names) in kinds.items() if name in names}
 
 
-def _build_prompt(values: Mapping[str, Any]) -> str | None:
+def _build_prompt(values: Mapping[str, Any], template: str) -> str | None:
     def first_text(names: Sequence[str]) -> str | None:
         return next((str(values[name]).strip() for name in names if isinstance(values.get(name), str)), None)
 
     context, question, passage = first_text(CONTEXT_COLUMNS), first_text(QUESTION_COLUMNS), first_text(PASSAGE_COLUMNS)
-    if "premise" in values and question in ("cause", "effect"):
-        return f"{context} {'because' if question == 'cause' else 'therefore'}"
-    if question is None:
-        return context
+    if context and "premise" in values and question in ("cause", "effect"):
+        return f"{context.rstrip('.')} {'because' if question == 'cause' else 'therefore'}"
+    if question is None or any(name in values for name in CONTINUATION_COLUMNS):
+        return question if context is None else context
     above = "\n".join(part for part in (passage, context) if part)
-    return f"{above}{chr(10) if above else ''}Question: {question}\nAnswer:"
+    return f"{above}{chr(10) if above else ''}{template.replace('{question}', question)}"

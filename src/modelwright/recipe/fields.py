@@ -114,7 +114,9 @@ def example_value(setting: ConfigField) -> Any:
     examples: dict[Any, Any] = {bool: False, list: [], dict: {}, CountOrFraction: 1}
     if _is_union(annotation) and bool in get_args(annotation):
         return False
-    return examples.get(get_origin(annotation) or annotation, "x")
+    return examples.get(
+        get_origin(annotation) or annotation, setting.default if setting.default and setting.is_str else "x"
+    )
 
 
 def _minimal_valid(section: ConfigField) -> dict[str, Any]:

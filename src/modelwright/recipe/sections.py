@@ -350,6 +350,12 @@ LM_EVAL_METRICS = ("acc", "acc_norm", "exact_match", "f1", "perplexity", "word_p
 TASK_FILE_SUFFIXES = (".yaml", ".yml")
 
 
+def _check_template(text: str) -> str:
+    if "{question}" not in text:
+        raise invalid("it wants a text with {question} in it")
+    return text
+
+
 class EvaluateConfig(FrozenModel):
     """Evaluation of the initial model and of the model of every stage, by the same measurements."""
 
@@ -359,6 +365,8 @@ class EvaluateConfig(FrozenModel):
     """Column of perplexity_text that holds the documents."""
     multiple_choice: str | None = None
     """Multiple-choice questions (file, folder or hub id) with the usual columns for question, options and answer."""
+    question_template: Annotated[str, AfterValidator(_check_template)] = "Question: {question}\nAnswer:"
+    """Text around a question of multiple_choice; '{question}' is none, as for options that continue a text (COPA)."""
     max_rows: PositiveInt = 200
     """Maximum number of documents, and of questions, to evaluate."""
     max_length: Annotated[int, Field(ge=8)] = 512

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import xxhash
 
-from modelwright.data.multiple_choice import parse_questions
+from modelwright.data.multiple_choice import MultipleChoiceQuestion, parse_questions
 from modelwright.data.shards import MANIFEST, PackedDataset, rows_to_documents
 from modelwright.data.sources import read_train_rows
 from modelwright.data.tokenizer import DocumentTokenizer
@@ -98,14 +98,19 @@ def evaluate_model(folder: Path, job: EvaluationJob) -> dict[str, Any]:
         shards = PackedDataset.open(job.held_out, "held_out")
         metrics |= scoring.score_shards(model, shards, config.max_length, config.max_rows)
     if config.multiple_choice is not None:
-        rows = read_train_rows(DataConfig(dataset_name=config.multiple_choice, max_rows=config.max_rows), recipe_dir)
-        metrics |= scoring.score_choices(model, tokenizer, parse_questions(rows), config.max_length)
+        metrics |= scoring.score_choices(model, tokenizer, read_questions(config, recipe_dir), config.max_length)
     samples = [
         {"prompt": prompt, "text": _complete(model, tokenizer, prompt, config)} for prompt in config.completion_prompts
     ]
     if config.tasks:
         metrics |= run_lm_eval(model, tokenizer, config.tasks, config.max_rows, recipe_dir)
     return {"metrics": metrics, "samples": samples}
+
+
+def read_questions(config: EvaluateConfig, recipe_dir: Path) -> list[MultipleChoiceQuestion]:
+    """The questions of evaluate.multiple_choice."""
+    rows = read_train_rows(DataConfig(dataset_name=config.multiple_choice, max_rows=config.max_rows), recipe_dir)
+    return parse_questions(rows, config.question_template)
 
 
 def resolve_stage_model(context: RunContext, name: str) -> tuple[Path, str]:

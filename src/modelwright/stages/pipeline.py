@@ -167,15 +167,18 @@ def _run_stages(context: RunContext, shutdown: GracefulShutdown, dead_holder: st
 
 
 def _check_before_start(context: RunContext) -> None:
-    """Before any stage starts: refuse changed settings of finished stages and missing packages of later ones."""
+    """Before any stage starts: refuse changed settings of finished stages, missing packages and unclear questions."""
     results = {stage: context.folder.result(stage) for stage in context.recipe.pipeline}
     damaged = [stage for stage, path in results.items() if path.exists() and not has_valid_checksum(path)]
     unfinished = [stage for stage in context.recipe.stages if stage in damaged or not results[stage].exists()]
     for stage in unfinished:
         if isinstance(settings := context.recipe.stages[stage], TrainableConfig):
             pretrained.require_bitsandbytes(settings.quantization)
-    if unfinished and context.recipe.evaluate is not None and context.recipe.evaluate.tasks:
-        scoring.require_lm_eval()
+    if unfinished and (config := context.recipe.evaluate):
+        if config.tasks:
+            scoring.require_lm_eval()
+        if config.multiple_choice:
+            evaluate.read_questions(config, context.recipe_dir)
     for stage in context.recipe.stages:
         if stage not in unfinished:
             resume_config = read_json(results[stage])["resume_config"]

@@ -100,7 +100,9 @@ def _next_token_logps(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 def _tokenize_option(tokenizer: Any, prompt: str, option: str, max_length: int) -> TokenizedRow:
     """The prompt and one option; only the option is scored, and a long prompt is cut on the left."""
     before = tokenizer(prompt, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]
-    after = tokenizer(f" {option}", add_special_tokens=False)["input_ids"][: max_length - 1]
+    after = tokenizer(option if prompt[-1:].isspace() else f" {option}", add_special_tokens=False)["input_ids"][
+        : max_length - 1
+    ]
     before = before[-(max_length - len(after)) :]
     trained = np.zeros(len(before) + len(after), dtype=np.bool_)
     trained[len(before) :] = True
