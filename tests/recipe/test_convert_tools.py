@@ -71,15 +71,16 @@ CONVERTED: dict[str, tuple[str, str, str, dict[str, Any], str]] = {
         "image_max_pixels: 262144\n", {}, "dataset_info.columns.images freeze_vision_tower image_max_pixels"),
     # the alignment-handbook
     "ah_sft": ("handbook", "sft", f"{AH}model_revision: main\ntorch_dtype: bfloat16\nuse_flash_attention_2: true\n"
-        "chat_template: 'x'\ndataset_mixer:\n  HuggingFaceH4/ultrachat_200k: 1.0\ndataset_splits: [train_sft, test_sft]\n"
+        "chat_template: '{{ messages }}'\ndataset_mixer:\n  HuggingFaceH4/ultrachat_200k: 1.0\ndataset_splits: [train_sft, test_sft]\n"
         "preprocessing_num_workers: 12\nbf16: true\ndo_eval: true\nevaluation_strategy: epoch\n"
         "gradient_checkpointing: true\ngradient_checkpointing_kwargs: {use_reentrant: false}\n"
         "hub_model_id: zephyr-7b-sft-full\nlearning_rate: 2.0e-05\nmax_seq_length: 2048\nmax_steps: -1\n"
         "num_train_epochs: 1\noverwrite_output_dir: true\npush_to_hub: true\nremove_unused_columns: true\nseed: 42\n"
         "save_strategy: steps\nsave_steps: 100\nwarmup_ratio: 0.1\nreport_to: [tensorboard]\n",
         {"data.dataset_name": "HuggingFaceH4/ultrachat_200k", "data.dataset_split": "train_sft", "seed": 42,
-         "model.attn_implementation": "flash_attention_2", "sft.max_length": 2048, "data.test_size": 0.1},
-        "dataset_test_split chat_template torch_dtype push_to_hub"),
+         "model.attn_implementation": "flash_attention_2", "sft.max_length": 2048, "data.test_size": 0.1,
+         "model.chat_template": "{{ messages }}"},
+        "dataset_test_split torch_dtype push_to_hub"),
     "ah_dpo": ("handbook", "dpo", f"{AH}# DPOTrainer arguments\nbeta: 0.01\ndataset_mixer: {{HuggingFaceH4/uf: 0.5}}\n"
         "dataset_splits: [train_prefs, test_prefs]\nmax_length: 1024\nmax_prompt_length: 512\noptim: adamw_torch\n"
         "loss_type: sigmoid\noutput_dir: data/zephyr-7b-dpo-full\n",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import difflib
+import json
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -116,8 +119,8 @@ def _missing_model_message(name: str, recipe_dir: Path) -> str:
     return f"model: there is no folder or embedded model {name!r}{hint}"
 
 
-def load_tokenizer(path: Path) -> Any:
-    """The tokenizer of a model folder."""
+def load_tokenizer(path: Path, config: ModelConfig | None = None) -> Any:
+    """The tokenizer of a model folder, with the chat template of a recipe's model section."""
     with without_sklearn():
         from transformers import AutoTokenizer
 
@@ -127,6 +130,8 @@ def load_tokenizer(path: Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # transformers raises many classes
         raise ModelError(f"model: the tokenizer of {path} could not be loaded ({first_line(error)})") from None
+    if config is not None:
+        _set_chat_template(tokenizer, config)
     _check_chat_template(tokenizer, path)
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
         tokenizer.pad_token = tokenizer.eos_token  # eos is still trained: the loss mask goes by position, not by token
@@ -170,6 +175,43 @@ def _load_adapter(path: Path, *base_options: Any) -> Any:
         return PeftModel.from_pretrained(base, path)
     except Exception as error:  # peft raises many classes
         raise ModelError(f"model: the adapter {path} could not be loaded ({first_line(error)})") from None
+
+
+TEMPLATE_SETTINGS = {"chat_template", "chat_template_kwargs", "chat_template_date"}
+STRFTIME_RE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+
+
+def _set_chat_template(tokenizer: Any, config: ModelConfig) -> None:
+    """Write the recipe's template, its variables and date into the tokenizer, so that the saved one renders alike."""
+    template = config.chat_template or tokenizer.chat_template
+    if not isinstance(template, str):
+        if config.chat_template_kwargs:
+            raise ModelError("model: chat_template_kwargs wants a chat template, and the tokenizer has none")
+        return
+    date = datetime.date.fromisoformat(config.chat_template_date)
+    template = STRFTIME_RE.sub(lambda call: json.dumps(date.strftime(call[2])), template)
+    if "strftime_now(" in template:
+        raise ModelError("model: the chat template asks for today's date in a format that is no constant; write one")
+    kwargs = config.chat_template_kwargs.items()
+    # a default: whoever renders the saved template may still pass another value
+    header = "".join(f"{{% set {name} = {name} if {name} is defined else {json.dumps(value)} %}}\n"
+                     for name, value in kwargs)  # fmt: skip
+    tokenizer.chat_template = template if template.startswith(header) else header + template
+
+
+def chat_template_fingerprint(config: ModelConfig) -> str:
+    """What the recipe changes of the chat template, for the fingerprint of the model; empty if nothing."""
+    changes = config.model_dump(include=TEMPLATE_SETTINGS, exclude_defaults=True)
+    return xxhash.xxh3_128_hexdigest(json.dumps(changes, sort_keys=True).encode()) if changes else ""
+
+
+def describe_chat_template(tokenizer: Any, config: ModelConfig) -> str:
+    """One line about the chat template in use."""
+    if not tokenizer.chat_template:
+        return "no chat template: a question and its answer follow each other"
+    source = "of the recipe" if config.chat_template else "of the model"
+    kwargs = ", ".join(f"{name}={json.dumps(value)}" for name, value in config.chat_template_kwargs.items())
+    return f"chat template {source}{f' with {kwargs}' if kwargs else ''} (model.chat_template sets another)"
 
 
 def _check_chat_template(tokenizer: Any, path: Path) -> None:

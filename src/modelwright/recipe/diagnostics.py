@@ -249,7 +249,7 @@ _HINTS = {
     "set distributed_strategy: ddp or fsdp": "fsdp fsdp_config deepspeed distributed",
     "set quantization: nf4 (4 bits) or int8, with trainable: lora": "load_in_4bit load_in_8bit quantization_bit",
     "data.columns maps columns, as {question: prompt}": "dataset_text_field formatting",
-    "the chat template of the tokenizer is used; leave it out": "chat_template template",
+    "the tokenizer's chat template is used; model.chat_template sets another": "template chat_template_jinja",
     "it was removed in 0.2; leave it out": "tune_products",
     "the run is named by name, at the top level": "run_name",
     "it wants per_device_train_batch_size (rows per device) or global_batch_size (rows per step)": (
@@ -363,7 +363,7 @@ _FOREIGN_KEYS: Mapping[ConversionLoss, Mapping[str, str]] = {
         "the tokenizer is used unchanged": (
             "special_tokens tokens added_tokens_overrides eos_token pad_token eot_tokens "
             "resize_token_embeddings_to_32x shrink_embeddings tokenizer_config tokenizer_use_fast tokenizer_legacy "
-            "tokenizer_use_mistral_common added_tokens chat_template_path chat_template_jinja fix_untrained_tokens "
+            "tokenizer_use_mistral_common added_tokens chat_template_path fix_untrained_tokens "
             "mean_resizing_embeddings resize_vocab add_tokens add_special_tokens new_special_tokens_config "
             "split_special_tokens truncation_side tokenizer_name_or_path"
         ),

@@ -85,7 +85,7 @@ def _resolve_layers(
         tree = deep_merge(tree, layer)
     for layer in override_layers:
         tree = deep_merge(tree, layer)
-    tree = reader.read_gates_file(path, tree)
+    tree = reader.read_chat_template(reader.read_gates_file(path, tree))
     reader.stop_if_unreadable()
     if secrets := find_secrets(tree):
         raise RecipeError(_sorted_problems(secrets))
@@ -230,6 +230,22 @@ class _LayerReader:
         gates = self._read_yaml(gates_path, Origin("base", display_path(gates_path)))
         layer = self.apply_aliases(ConfigNode({"gates": gates.mapping.get("gates", gates)}, gates.origin))
         return deep_merge(layer, tree)
+
+    def read_chat_template(self, tree: ConfigNode) -> ConfigNode:
+        """Put the text of a chat template file into the recipe, which then needs the file no more."""
+        key = ("model", "chat_template")
+        setting = tree.get(key)
+        if setting is None or not isinstance(setting.value, str) or re.search(r"[{\n]", setting.value):
+            return tree
+        candidates = [*(file.parent / setting.value for file in self.files), Path(setting.value)]
+        try:
+            file = next(each for each in candidates if each.is_file())
+            return tree.with_value(key, replace(setting, value=file.read_text(encoding="utf-8")))
+        except (StopIteration, OSError, ValueError):
+            wants = "it wants Jinja text, or a file of it next to the recipe"
+            message = f"model.chat_template is {setting.display}; {wants}"
+            self.problems.append(make_problem(setting.origin, ".".join(key), message))
+            return tree
 
     def _read_yaml(self, path: Path, origin: Origin) -> ConfigNode:
         """Read one file; an empty tree if that fails."""

@@ -4,6 +4,7 @@ Names are those of Hugging Face ``TrainingArguments`` and TRL; ``fields`` maps t
 
 from __future__ import annotations
 
+from datetime import date
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
@@ -32,6 +33,7 @@ from modelwright.recipe.stage_specs import (
 
 AttentionName = Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"]
 TrackerName = Literal["tensorboard", "mlflow", "wandb", "trackio"]
+TemplateVariable = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]*$"
 if TYPE_CHECKING:
     StageName = str
@@ -50,10 +52,24 @@ class ModelConfig(FrozenModel):
     """Folder of the tokenizer for an architecture; without it, the one trained by prepare."""
     revision: str | None = None
     """Branch, tag or commit of a hub model; the run pins the commit."""
+    chat_template: str | None = None
+    """Chat template in place of the tokenizer's: Jinja text, or a file of it; saved with the trained model."""
+    chat_template_kwargs: dict[TemplateVariable, bool | int | float | str] = {}
+    """Variables of the chat template, such as {enable_thinking: false}, in training and inference; saved with it."""
+    chat_template_date: str = "2024-07-26"
+    """Date that a chat template gets as today's (strftime_now), so that rows are the same on every day."""
     attn_implementation: AttentionName = "auto"
     """Attention implementation; auto is sdpa."""
     resnet_width: PositiveInt = 64
     """Channels of the first layers of resnet18; 64 is the full model."""
+
+    @field_validator("chat_template_date")
+    @classmethod
+    def _is_date(cls, value: str) -> str:
+        try:
+            return date.fromisoformat(value).isoformat()
+        except ValueError:
+            raise invalid("it wants a date such as 2024-07-26") from None
 
     @model_validator(mode="after")
     def _one_model(self) -> Self:

@@ -15,6 +15,7 @@ from modelwright.data.chat import appends_eos
 from modelwright.errors import UsageError
 from modelwright.models.attention import FORWARD_TOLERANCE, relative_gap
 from modelwright.models.pretrained import eos_token_ids, load_model, load_tokenizer
+from modelwright.recipe.schema import ModelConfig
 
 Message = dict[str, str]
 NEUTRAL_SAMPLING: dict[str, Any] = {"repetition_penalty": 1.0, "top_k": 0, "top_p": 1.0}
@@ -85,8 +86,12 @@ class CompletionStream:
 class TextGenerator:
     """A loaded model that generates answers, with the same prompt format and sampling for every model."""
 
-    def __init__(self, folder: Path, max_new_tokens: int = 128, temperature: float = 0.0, seed: int = 0) -> None:
-        self._tokenizer = load_tokenizer(folder)
+    def __init__(
+        self, folder: Path, max_new_tokens: int = 128, temperature: float = 0.0, seed: int = 0,
+        config: ModelConfig | None = None,
+    ) -> None:  # fmt: skip
+        """`config`: the model section of a recipe, whose chat template a model before training gets too."""
+        self._tokenizer = load_tokenizer(folder, config)
         self._tokenizer.padding_side = "left"
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model = load_model(folder).eval().to(self._device)

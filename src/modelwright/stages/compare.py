@@ -133,8 +133,8 @@ def _escape_markdown(text: str) -> str:
 
 def _generate_answers(context: RunContext, conversations: Sequence[list[Message]], model_dir: Any) -> list[str]:
     config = context.recipe.compare
-    generator = TextGenerator(model_dir, config.max_new_tokens, config.temperature, context.recipe.seed)
-    return generator.generate(conversations)
+    sampling = config.max_new_tokens, config.temperature, context.recipe.seed
+    return TextGenerator(model_dir, *sampling, context.recipe.model).generate(conversations)
 
 
 class RunModels:
@@ -154,7 +154,8 @@ class RunModels:
             config = self.recipe.compare
             stage = None if who == "before" else promoted_stage(self.folder, self.recipe.stages)
             path = self.folder.model(stage) if stage else base_model_dir(self.folder, self.recipe)
-            self._loaded[who] = TextGenerator(path, config.max_new_tokens, config.temperature, self.recipe.seed)
+            sampling = config.max_new_tokens, config.temperature, self.recipe.seed
+            self._loaded[who] = TextGenerator(path, *sampling, self.recipe.model)
         return self._loaded[who]
 
     def messages(self, question: str) -> list[Message]:

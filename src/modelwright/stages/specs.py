@@ -86,13 +86,14 @@ def resolve_start_model(context: RunContext, parent: ParentModel | None) -> dict
         base = pretrained.resolve_model(model_config, context.recipe_dir)
         fingerprint = base.fingerprint()
     revision = base.revision or model_config.revision
+    fingerprint += pretrained.chat_template_fingerprint(context.recipe.model)
     return {"model": base, "model_name": base.name, "revision": revision, "model_fingerprint": fingerprint}
 
 
 def load_trainable_model(context: RunContext, inputs: StageInputs, stage: str) -> tuple[Any, Any, bool]:
     """The model with its trainable parameters set, its tokenizer, and whether it has LoRA or was merged or resized."""
     settings = cast(TextStage, context.recipe.stages[stage])
-    tokenizer = pretrained.load_tokenizer(inputs.model.path)
+    tokenizer = pretrained.load_tokenizer(inputs.model.path, context.recipe.model)
     is_adapter = (inputs.model.path / "adapter_config.json").exists()
     if is_adapter and settings.quantization != "none":
         raise ModelError(
@@ -401,8 +402,10 @@ def render_samples(loaded: LoadedRecipe, count: int) -> tuple[dict[str, list[Ren
         data, row_format = recipe.data_for(stage), ROW_FORMATS[section.spec.row_format]
         if row_format.render:
             dataset = row_format.load(data, recipe.seed, recipe_dir)
-            lines += [f"{stage}: {line}" for line in dataset.quarantine.lines()]
-            rendered[stage] = row_format.render(dataset.train[:count], _load_tokenizer(loaded), section)
+            tokenizer = _load_tokenizer(loaded)
+            template_line = pretrained.describe_chat_template(tokenizer, recipe.model)
+            lines += [f"{stage}: {line}" for line in (*dataset.quarantine.lines(), template_line)]
+            rendered[stage] = row_format.render(dataset.train[:count], tokenizer, section)
         elif row_format.is_packed and (packed := _find_shards(loaded, data.source)):
             rendered[stage] = render_shards(packed, count)
     if recipe.prepare and not recipe.text_stage and (packed := _find_shards(loaded, "")):
@@ -414,12 +417,11 @@ def render_samples(loaded: LoadedRecipe, count: int) -> tuple[dict[str, list[Ren
     return rendered, lines
 
 
-def _load_tokenizer(loaded: LoadedRecipe) -> object:
+def _load_tokenizer(loaded: LoadedRecipe) -> Any:
     """The tokenizer of the model, or of its architecture."""
-    model = loaded.recipe.model
-    if model.architecture is None:
-        return pretrained.load_tokenizer(pretrained.resolve_model(model, loaded.path.parent).path)
-    return pretrained.load_tokenizer(resolve_tokenizer_dir(loaded))
+    model, architecture = loaded.recipe.model, loaded.recipe.model.architecture
+    resolved = pretrained.resolve_model(model, loaded.path.parent).path if architecture is None else None
+    return pretrained.load_tokenizer(resolved or resolve_tokenizer_dir(loaded), model)
 
 
 def _find_shards(loaded: LoadedRecipe, source: str) -> Path | None:

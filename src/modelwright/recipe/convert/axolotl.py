@@ -267,10 +267,12 @@ def _convert_entry_details(conversion: Conversion, entry: dict[str, ConfigNode],
 
 def _convert_chat_template(conversion: Conversion) -> None:
     node = conversion.pop("chat_template")
+    conversion.rename("chat_template_jinja", "model.chat_template")
+    conversion.rename("chat_template_kwargs", "model.chat_template_kwargs")
     if node is not None and str(node.value).startswith("tokenizer_default"):
         conversion.report("chat_template", node, "not_needed", OWN_TEMPLATE)
     elif node is not None:
-        conversion.report("chat_template", node, "approximated", f"{OWN_TEMPLATE}; change it in its folder")
+        conversion.report("chat_template", node, "approximated", f"{OWN_TEMPLATE}; model.chat_template sets another")
     conversion.rename("default_system_message", "data.system_prompt")
 
 

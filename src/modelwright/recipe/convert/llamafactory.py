@@ -138,7 +138,7 @@ def _convert_data(conversion: Conversion) -> None:
     report_extra_datasets(conversion, [make_node(name, origin) for name in listed[1:]], "dataset")
     template = conversion.pop("template")
     if template is not None:
-        conversion.report("template", template, "approximated", f"{OWN_TEMPLATE}; change it in its folder")
+        conversion.report("template", template, "approximated", f"{OWN_TEMPLATE}; model.chat_template sets another")
     conversion.rename("default_system", "data.system_prompt")
     if conversion.has("assistant_only_loss"):
         advice = "all answers of a conversation are trained, not the last alone"

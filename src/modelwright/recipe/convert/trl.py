@@ -117,6 +117,8 @@ def _convert_model(conversion: Conversion) -> None:
         conversion.set("model.attn_implementation", "auto", comment=f"nearest to {implementation}")
         advice = "PyTorch's own attention is used; no code of the hub is run"
         conversion.report("attn_implementation", attention, "approximated", advice)
+    if str(getattr(conversion.source.get("chat_template_path"), "value", "")).endswith(".jinja"):
+        conversion.rename("chat_template_path", "model.chat_template")
     revision = conversion.pop("model_revision")
     if revision is not None and str(revision.value) != "main":
         conversion.set("model.revision", revision, source_key="model_revision")
