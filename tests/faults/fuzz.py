@@ -200,7 +200,7 @@ def _model_settings(data: bytes, folder: Path) -> None:
 
 
 def _request(data: bytes, folder: Path) -> None:
-    from modelwright.serve.generate import SamplingParams
+    from modelwright.serve.decoder import SamplingParams
     from modelwright.serve.openai_server import parse_request
 
     served: Any = SimpleNamespace(

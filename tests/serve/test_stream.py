@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from modelwright.data.chat import build_prompt_messages
 from modelwright.errors import UsageError
-from modelwright.serve.generate import SamplingParams, TextGenerator
+from modelwright.serve.decoder import SamplingParams
+from modelwright.serve.generate import TextGenerator
 
 QUESTIONS = ["Why?", "How do I dry wet boots after a long day?", "Wie weit ist es bis München, 森?"]
 
@@ -52,11 +54,12 @@ def test_a_reply_knows_how_it_ended_and_what_it_took(answerer: TextGenerator) ->
     reply = answerer.stream(build_prompt_messages("Why?", None), SamplingParams(3))
     list(reply)
     assert (reply.finish_reason, reply.completion_tokens) == ("length", 3)
-    assert reply.prompt_tokens == len(answerer._tokenize([build_prompt_messages("Why?", None)])["input_ids"][0])
+    assert reply.prompt_tokens == len(answerer._tokenize(build_prompt_messages("Why?", None)))
 
 
 def test_the_token_that_ends_an_answer_is_not_part_of_it(answerer: TextGenerator) -> None:
-    first = int(answerer._model(**answerer._tokenize([build_prompt_messages("Why?", None)])).logits[0, -1].argmax())
+    prompt = torch.tensor([answerer._tokenize(build_prompt_messages("Why?", None))])
+    first = int(answerer._model(prompt).logits[0, -1].argmax())
     stops, answerer._eos_token_ids = answerer._eos_token_ids, [first]
     try:
         reply = answerer.stream(build_prompt_messages("Why?", None))

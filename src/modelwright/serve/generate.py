@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from jinja2 import TemplateError
-from torch import Tensor
 
 from modelwright.data.chat import appends_eos
 from modelwright.errors import UsageError
-from modelwright.models.attention import FORWARD_TOLERANCE, relative_gap
 from modelwright.models.pretrained import eos_token_ids, load_model, load_tokenizer
 from modelwright.recipe.schema import ModelConfig
+from modelwright.serve.decoder import Decoder, DecodeRequest, SamplingParams
 
 Message = dict[str, str]
-NEUTRAL_SAMPLING: dict[str, Any] = {"repetition_penalty": 1.0, "top_k": 0, "top_p": 1.0}
-"""Overrides a model's own generation settings, so that two models are sampled in the same way."""
 MAX_TOKEN_CHARS = 32
 """Characters per token of a conversation beyond which it is too long without being tokenized, which takes seconds."""
-
-
-CACHES = ("past_key_values", "cache_params", "state")
-"""Names of the cache of an attention, a state-space model, and RWKV."""
 
 
 class ContextLengthExceeded(UsageError):
@@ -33,54 +26,101 @@ class ContextLengthExceeded(UsageError):
 
 
 @dataclass(frozen=True)
-class SamplingParams:
-    """How an answer is sampled."""
+class Completion:
+    """One answer."""
 
-    max_new_tokens: int = 128
-    """Maximum tokens of an answer."""
-    temperature: float = 0.0
-    """0 always takes the most likely token (greedy)."""
-    top_p: float = 1.0
-    """Sample from the most likely tokens that together have this probability."""
-    seed: int = 0
-    """Seed of the sampling."""
-    stop: tuple[str, ...] = ()
-    """Texts that end the answer and are not part of it."""
+    text: str
+    """The answer without the white space around it, up to a stop text."""
+    token_ids: list[int]
+    """Its tokens, without the one that ends it."""
+    logprobs: list[float]
+    """Log-prob of each under the model itself, at temperature 1."""
+    finish_reason: Literal["stop", "length"]
+    """Whether the model or a stop text ended it, or it came to its maximum length."""
+
+
+class Detokenizer:
+    """The text of an answer as its tokens come; only the last few are decoded again for each."""
+
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
+        self._tokenizer, self._stop = tokenizer, stop
+        self._token_ids: list[int] = []
+        self._context, self._decoded = (
+            0,
+            0,
+        )  # the text holds the tokens before `decoded`; context: where decoding starts
+        self._text = ""
+
+    def add(self, token: int) -> bool:
+        """Take a token; returns whether the answer ends here, at a stop text."""
+        self._token_ids.append(token)
+        old = self._decode(self._token_ids[self._context : self._decoded])
+        new = self._decode(self._token_ids[self._context :])
+        if len(new) > len(old) and not new.endswith("\ufffd"):  # an incomplete character waits for the next token
+            self._text = (self._text + new[len(old) :]).lstrip()
+            self._context, self._decoded = self._decoded, len(self._token_ids)
+        return self._stop_index(self._text) < len(self._text)
+
+    def stable_text(self) -> str:
+        """The text so far without white space at its end and what may be the start of a stop text."""
+        held_back = max(map(len, self._stop), default=1) - 1
+        return self._text[: len(self._text) - held_back].rstrip()
+
+    def final_text(self, token_ids: list[int]) -> str:
+        """The text of an answer up to a stop text, without the white space around it."""
+        text = self._decode(token_ids).lstrip()
+        return text[: self._stop_index(text)].rstrip()
+
+    def _stop_index(self, text: str) -> int:
+        return min((index for stop in self._stop if (index := text.find(stop)) >= 0), default=len(text))
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
 
 
 class CompletionStream:
     """One streamed answer: iterate over its pieces; afterwards finish_reason and token counts are set."""
 
-    def __init__(
-        self, token_ids: Iterator[int], max_new_tokens: int, tokenizer: Any, stop_texts: tuple[str, ...]
-    ) -> None:
-        self._token_ids, self._max_new_tokens = token_ids, max_new_tokens
-        self._tokenizer, self._stop_texts = tokenizer, stop_texts
-        self.prompt_tokens, self.completion_tokens = 0, 0
-        self.finish_reason: Literal["stop", "length"] = "length"
+    def __init__(self, decoder: Decoder, request: DecodeRequest, detokenizer: Detokenizer) -> None:
+        self.decoder, self.request, self._detokenizer = decoder, request, detokenizer
+        self._emitted = 0
+        request.should_stop = detokenizer.add
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens of the answer so far, without the one that ends it."""
+        return len(self.request.token_ids)
+
+    @property
+    def finish_reason(self) -> Literal["stop", "length"]:
+        """Whether the model or a stop text ended the answer, or its length."""
+        return self.request.finish_reason or "length"
 
     def __iter__(self) -> Iterator[str]:
-        """Pieces of the answer, without the white space around it."""
-        token_ids: list[int] = []
-        emitted, text = 0, ""
-        held_back = max((len(stop) for stop in self._stop_texts), default=1) - 1
-        for token in self._token_ids:
-            self.completion_tokens += 1
-            token_ids.append(token)
-            text = self._tokenizer.decode(token_ids, skip_special_tokens=True).lstrip()
-            if cut := [index for stop in self._stop_texts if stop and (index := text.find(stop)) >= 0]:
-                text, self.finish_reason = text[: min(cut)], "stop"
-                break
-            stable = (
-                text[: len(text) - held_back].rstrip("\ufffd").rstrip()
-            )  # an incomplete character, or the start of a stop text
-            if len(stable) > emitted:
-                yield stable[emitted:]
-                emitted = len(stable)
-        else:
-            self.finish_reason = "stop" if self.completion_tokens < self._max_new_tokens else "length"
-        if rest := text.rstrip()[emitted:]:
-            yield rest
+        """Pieces of the answer, without the white space around it; its row is freed when nobody reads on."""
+        self.decoder.submit(self.request)
+        try:
+            while not self.request.finished:
+                self.decoder.step()
+                if piece := self.read():
+                    yield piece
+        finally:
+            self.request.cancelled = True
+
+    def read(self) -> str:
+        """What is new since the last call; raises the error that ended the answer."""
+        if self.request.error is not None:
+            raise self.request.error
+        detokenizer, request = self._detokenizer, self.request
+        text = detokenizer.final_text(request.token_ids) if request.finish_reason else detokenizer.stable_text()
+        piece, self._emitted = text[self._emitted :], max(self._emitted, len(text))
+        return piece
 
 
 class TextGenerator:
@@ -92,38 +132,60 @@ class TextGenerator:
     ) -> None:  # fmt: skip
         """`config`: the model section of a recipe, whose chat template a model before training gets too."""
         self._tokenizer = load_tokenizer(folder, config)
-        self._tokenizer.padding_side = "left"
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model = load_model(folder).eval().to(self._device)
         self._eos_token_ids = sorted({*eos_token_ids(self._model), self._tokenizer.eos_token_id})
         self.sampling_params = SamplingParams(max_new_tokens, temperature, seed=seed)
-        self._use_cache = cache_is_exact(self._model)
+        self.decoder = Decoder(self._model)
 
     @property
     def context_length(self) -> int | None:
         """Maximum tokens of prompt and answer together, where the model's config has it."""
         return getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
 
-    @torch.inference_mode()
     def generate(self, conversations: Sequence[Sequence[Message]]) -> list[str]:
-        """The answers to several conversations, generated as one batch."""
-        if self._model.config.model_type == "rwkv":  # its state has no mask for padding
-            return ["".join(self.stream(messages)).strip() for messages in conversations]
-        inputs, params = self._tokenize(conversations).to(self._device), self.sampling_params
-        torch.manual_seed(params.seed)
-        sampling: dict[str, Any] = {"do_sample": params.temperature > 0, "repetition_penalty": 1.0}
-        if params.temperature > 0:
-            sampling |= {"temperature": params.temperature, **NEUTRAL_SAMPLING}
-        produced = self._model.generate(
-            **inputs,
-            max_new_tokens=params.max_new_tokens,
-            pad_token_id=self._tokenizer.pad_token_id,
-            eos_token_id=self._eos_token_ids,
-            use_cache=self._use_cache,
-            **sampling,
-        )
-        answers = produced[:, inputs["input_ids"].shape[1] :]
-        return [text.strip() for text in self._tokenizer.batch_decode(answers, skip_special_tokens=True)]
+        """The answers to several conversations."""
+        return [completion.text for [completion] in self.completions(conversations)]
+
+    def completions(
+        self,
+        conversations: Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | None = None,
+        num_samples: int = 1,
+    ) -> list[list[Completion]]:
+        """Answers to several conversations, decoded in batches: `num_samples` for each.
+
+        An answer depends on the seed, the conversation and its index among the samples. In fp32 the batch changes the
+        logits in their last bits only, which changes a token where two are equally likely to 1e-6; in bf16 it may
+        change one where they are close. A prompt that leaves no room for an answer gets an empty one.
+        """
+        params = sampling_params or self.sampling_params
+        prompts = [self._tokenize(messages) for messages in conversations]
+        requests = [self._request(prompt, params, index) for prompt in prompts for index in range(num_samples)]
+        pending = [request for request in requests if request.params.max_new_tokens]
+        for request in pending:
+            request.should_stop = Detokenizer(self._tokenizer, params.stop).add if params.stop else None
+        self.decoder.submit(*pending)
+        try:
+            while not all(request.finished for request in pending):
+                self.decoder.step()
+        finally:
+            for request in pending:
+                request.cancelled = True
+        if error := next((request.error for request in pending if request.error), None):
+            raise error
+        final_text = Detokenizer(self._tokenizer, params.stop).final_text
+        completions = [
+            Completion(final_text(each.token_ids), each.token_ids, each.logprobs, each.finish_reason or "length")
+            for each in requests
+        ]
+        return [completions[start : start + num_samples] for start in range(0, len(completions), num_samples)]
+
+    def _request(self, prompt: list[int], params: SamplingParams, sample_index: int = 0) -> DecodeRequest:
+        if self.context_length is not None:
+            room = max(self.context_length - len(prompt), 0)
+            params = replace(params, max_new_tokens=min(params.max_new_tokens, room))
+        return DecodeRequest(prompt, params, frozenset(self._eos_token_ids), sample_index)
 
     def stream(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> CompletionStream:
         """Start to answer one conversation; tokens are generated as the stream is read."""
@@ -132,86 +194,25 @@ class TextGenerator:
         if self.context_length is not None and characters > MAX_TOKEN_CHARS * self.context_length:
             message = f"the conversation has {characters} characters and the model's context length is"
             raise ContextLengthExceeded(f"{message} {self.context_length} tokens; shorten it")
-        tokens = self._tokenize([messages], padding=False)["input_ids"].to(self._device)
-        length = tokens.shape[1]
-        if self.context_length is not None and length >= self.context_length:
-            message = f"the conversation takes {length} tokens and the model's context length is {self.context_length}"
-            raise ContextLengthExceeded(f"{message}; shorten it")
-        max_new_tokens = (
-            min(params.max_new_tokens, self.context_length - length) if self.context_length else params.max_new_tokens
-        )
-        stream = CompletionStream(
-            self._generate_tokens(tokens, params, max_new_tokens), max_new_tokens, self._tokenizer, params.stop
-        )
-        stream.prompt_tokens = length
-        return stream
+        request = self._request(self._tokenize(messages), params)
+        if request.params.max_new_tokens == 0:
+            message = f"the conversation takes {len(request.prompt)} tokens and the model's context length is"
+            raise ContextLengthExceeded(f"{message} {self.context_length}; shorten it")
+        return CompletionStream(self.decoder, request, Detokenizer(self._tokenizer, params.stop))
 
-    def _generate_tokens(self, tokens: Tensor, sampling: SamplingParams, max_new_tokens: int) -> Iterator[int]:
-        """Token ids up to the EOS token, which is not included."""
-        cache: dict[str, Any] = {}
-        rng = torch.Generator(device=self._device).manual_seed(sampling.seed)
-        for _ in range(max_new_tokens):
-            with torch.inference_mode():
-                output = self._model(input_ids=tokens, use_cache=self._use_cache, **cache)
-                cache = output_cache(output) if self._use_cache else {}
-                token = int(_sample(output.logits[0, -1].float(), sampling, rng))
-            if token in self._eos_token_ids:
-                return
-            yield token
-            last = torch.tensor([[token]], device=self._device)
-            tokens = last if cache else torch.cat([tokens, last], 1)
-
-    def _tokenize(self, conversations: Sequence[Sequence[Message]], padding: bool = True) -> Any:
-        if self._tokenizer.chat_template:
+    def _tokenize(self, messages: Sequence[Message]) -> list[int]:
+        """The token ids of a prompt, as in training."""
+        chat = bool(self._tokenizer.chat_template)
+        text = "".join(message["content"] for message in messages)
+        if chat:
             try:
-                texts = [
-                    self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-                    for messages in conversations
-                ]
+                text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
             except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
                 raise UsageError(f"the model's chat template does not take these turns ({error})") from None
-        else:
-            texts = ["".join(message["content"] for message in messages) for messages in conversations]
-        chat = bool(self._tokenizer.chat_template)
-        encoded = self._tokenizer(texts, return_tensors="pt", padding=padding, add_special_tokens=not chat)
-        if not chat and appends_eos(self._tokenizer):  # padding is on the left, so that it is last in every row
-            encoded = type(encoded)({name: values[:, :-1] for name, values in encoded.items()})
-        if not encoded["input_ids"].shape[1]:
+        token_ids: list[int] = self._tokenizer(text, add_special_tokens=not chat)["input_ids"]
+        if not chat and appends_eos(self._tokenizer):
+            token_ids = token_ids[:-1]
+        if not token_ids:
             why = "the model's chat template renders an empty prompt" if chat else "nothing was asked"
             raise UsageError(f"{why}, so there is nothing to answer")
-        return encoded
-
-
-def output_cache(output: Any) -> dict[str, Any]:
-    """The cache of a forward pass, as arguments of the next one; empty if the model has none."""
-    return {name: output[name] for name in CACHES if output.get(name) is not None}
-
-
-@torch.inference_mode()
-def cache_is_exact(model: Any) -> bool:
-    """Whether three tokens after a cached prompt get the logits that the whole text gives without a cache.
-
-    Not so for Bamba and MiniMax in transformers 5.22, the latter if the prompt is longer than its block.
-    """
-    tokens = torch.arange(3, 12 + min(int(getattr(model.config, "block_size", None) or 0), 512), device=model.device)
-    tokens = tokens.remainder(min(1000, model.config.get_text_config().vocab_size))[None]
-    expected = model(input_ids=tokens, use_cache=False).logits[0, -3:]
-    output, logits = model(input_ids=tokens[:, :-3], use_cache=True), []
-    for index in range(tokens.shape[1] - 3, tokens.shape[1]):
-        if not (cache := output_cache(output)):
-            return False
-        output = model(input_ids=tokens[:, index : index + 1], use_cache=True, **cache)
-        logits.append(output.logits[0, -1])
-    return relative_gap(expected, torch.stack(logits)) < FORWARD_TOLERANCE
-
-
-def _sample(logits: Tensor, params: SamplingParams, rng: torch.Generator) -> Tensor:
-    """The next token, greedy or sampled. logits: [vocab_size]."""
-    if params.temperature <= 0:
-        return logits.argmax()
-    probabilities = (logits / params.temperature).softmax(-1)
-    if params.top_p < 1:
-        ordered, indices = probabilities.sort(descending=True)
-        ordered[ordered.cumsum(-1) - ordered >= params.top_p] = 0.0  # the most likely one always stays
-        probabilities = torch.zeros_like(probabilities).scatter(0, indices, ordered)
-    return torch.multinomial(probabilities, 1, generator=rng)
+        return token_ids
