@@ -34,6 +34,8 @@ METRIC_DESCRIPTIONS: Mapping[str, str] = {
     "text_bits_per_byte": "Bits per byte of evaluate.perplexity_text.",
     "choice_accuracy": "Fraction of questions whose correct option has the highest likelihood.",
     "choice_accuracy_norm": "The same, with likelihoods per byte of the option.",
+    "answers.NAME": "Mean score of the verifier NAME of evaluate.answers, from 0 to 1; exact_match: the accuracy.",
+    "answers.score": "Mean of all verifiers of evaluate.answers, by their weights.",
 }
 """A metric of the model before the stage has base_ before its name, one of the stage before it has parent_."""
 
@@ -41,7 +43,7 @@ METRIC_DESCRIPTIONS: Mapping[str, str] = {
 def metric_names() -> tuple[str, ...]:
     """Every metric that is measured, without base_ and parent_."""
     own = (name for spec in STAGES.values() for name in spec.metrics if not name.startswith("base_"))
-    return tuple(dict.fromkeys((*own, *PERPLEXITY_METRICS, *CHOICE_METRICS)))
+    return tuple(dict.fromkeys((*own, *PERPLEXITY_METRICS, *CHOICE_METRICS, "answers.NAME", "answers.score")))
 
 
 def stages_reporting(metric: str) -> list[str]:

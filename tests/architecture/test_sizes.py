@@ -24,14 +24,14 @@ LINES = {
     "never silently wrong": 423,
     # signals in every phase, one sentence for errors of the storage, only regular files, odd runs, slow clients
     "steady under attack": 260,
-    # the batched decoder and its caches
-    "judged answers": 590,
+    # the batched decoder and its caches; verifiers, evaluate.answers, early stopping
+    "judged answers": 1_150,
     # what else is worth its lines
     "other": 0,
 }
 """Lines of the package by what they are for. Who adds a capability raises its number; who removes lines lowers it."""
 LINE_BUDGET = sum(LINES.values())
-MAX_FILES = 144
+MAX_FILES = 146
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 MAX_POD_BYTES = 690_000

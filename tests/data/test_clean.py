@@ -16,7 +16,7 @@ from modelwright.data.prepare.clean import (
     normalize_text,
 )
 from modelwright.data.prepare.dedup import shingle
-from modelwright.recipe.sections import PrepareConfig
+from modelwright.recipe.prepare_config import PrepareConfig
 
 PROSE = "The ship left the harbour at dawn, and nobody on the pier knew where it was going.\n"
 

@@ -38,7 +38,7 @@ from modelwright.data.prepare.executors import SerialExecutor
 from modelwright.data.prepare.job import PrepareJob
 from modelwright.errors import ModelwrightError
 from modelwright.recipe.sections import DataConfig
-from modelwright.recipe.sections import PrepareConfig
+from modelwright.recipe.prepare_config import PrepareConfig
 download.load_hub_dataset.__defaults__ = ((0.0, 0.0),)
 results = {}
 for request in sys.argv[2:]:

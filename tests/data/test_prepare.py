@@ -35,7 +35,8 @@ from modelwright.data.shards import PackedDataset
 from modelwright.data.sources import python_docs
 from modelwright.data.tokenizer import DocumentTokenizer
 from modelwright.errors import DataError
-from modelwright.recipe.sections import DataConfig, PrepareConfig
+from modelwright.recipe.prepare_config import PrepareConfig
+from modelwright.recipe.sections import DataConfig
 from modelwright.runs.folder import hash_file
 
 SETTINGS = {"sequence_length": 64, "vocab_size": 600, "rows_per_shard": 64, "tokenizer_sample_mb": 1}

@@ -13,7 +13,8 @@ from modelwright.data.readers import write_quarantine
 from modelwright.data.shards import check_raw_text
 from modelwright.errors import DataError
 from modelwright.recipe.load import load
-from modelwright.recipe.sections import DataConfig, PrepareConfig
+from modelwright.recipe.prepare_config import PrepareConfig
+from modelwright.recipe.sections import DataConfig
 from modelwright.recipe.stage_specs import ChatConfig
 
 ROWS = [{"prompt": f"What is {number}?", "completion": f"It is {number}."} for number in range(18)]

@@ -12,16 +12,21 @@ import pytest
 import torch
 
 from modelwright.cli.main import main
+from modelwright.data.chat import load_conversations
 from modelwright.data.multiple_choice import MultipleChoiceQuestion
 from modelwright.data.tokenizer import DocumentTokenizer
-from modelwright.errors import DataError, GateClosed, ModelError
+from modelwright.errors import DataError, GateClosed, ModelError, Refused
 from modelwright.models.pretrained import load_model, load_tokenizer
 from modelwright.recipe.load import load
+from modelwright.report.console import format_event, run_summary
 from modelwright.runs.folder import RunFolder, read_json
 from modelwright.stages import pipeline
+from modelwright.stages.context import RunOptions
+from modelwright.stages.evaluate import load_prompts
 from modelwright.tasks.scoring import score_choices, score_texts, task_file
+from modelwright.tasks.verifiers import wilson_interval
 from tests.faults.fork_server import events_of
-from tiny import tiny_recipe
+from tiny import tiny_dpo_recipe, tiny_recipe
 
 TEXTS = ["The tent is dry.", "A map, a rope and a stove." * 6, "Boots."]
 QUESTION = {"question": "What is dry?", "choices": ["the tent", "the sea"], "answer": 0}
@@ -96,6 +101,69 @@ def test_base_and_stages_are_measured_alike_and_a_gate_may_compare_them(model_fo
     with pytest.raises(GateClosed, match=r"text_loss .*, needs at most .* = base_text_loss .* - 5"):
         pipeline.run(load(recipe, ["gates={sft: {text_loss: {at_most: -5, plus: base_text_loss}}}"], {}))
     assert len(events_of(folder.path, "evaluate_result")) == 2  # the measurements stood already
+
+
+ANSWERS = """
+evaluate:
+  answers:
+    verifiers: {exact_match: {}, short: {type: length, max_words: 6, weight: 3}, python: {file: mine.py, weight: 0}}
+    max_prompts: 3
+    max_new_tokens: 4
+gates:
+  sft:
+    answers.short: {at_least: 0.8, plus: base_answers.exact_match}
+"""
+
+
+def test_answers_to_held_out_prompts_are_judged_and_a_gate_may_ask_for_them(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tiny_recipe(tmp_path, model_folder, max_steps=2)
+    recipe.write_text(recipe.read_text() + ANSWERS, encoding="utf-8")
+    verifier = tmp_path / "mine.py"
+    verifier.write_text("def verify(prompt, answer, reference):\n    return 'and' in prompt\n", encoding="utf-8")
+    with pytest.raises(Refused, match=r"--trust-file mine\.py"):
+        pipeline.run(load(recipe, environ={}))
+    trusted = RunOptions(trusted_files=frozenset({str(verifier)}))
+    folder = pipeline.run(load(recipe, environ={}), options=trusted)
+    metrics = read_json(folder.gate("sft"))["metrics"]
+    answers = {name: metrics[f"answers.{name}"] for name in ("exact_match", "short", "python", "score")}
+    assert answers == {"exact_match": 0.0, "short": 1.0, "python": 1.0, "score": 0.75}
+    assert metrics["base_answers.score"] == 0.75
+    stored = read_json(folder.evaluation("sft"))
+    assert len(stored["answers"]) == stored["judged"] == 3
+    held_out = load_conversations(load(recipe, environ={}).recipe.data_for("sft"), 42, tmp_path).held_out
+    assert {row["prompt"] for row in stored["answers"]} < {item.last_user_message for item in held_out}
+    assert stored["intervals"]["answers.short"] == list(wilson_interval(1.0, 3))
+    [line] = [format_event(event) for event in events_of(folder.path, "evaluate_result") if event["model"] == "sft"]
+    assert "answers.short 100.0% of 3 answers (95 % interval 43.8% to 100.0%)" in str(line)
+    assert str(line).count("wrong: ") == 3
+    assert "short            100.0% → 100.0% right" in run_summary(folder)
+    with pytest.raises(GateClosed, match=r"answers.exact_match 0, needs at least 0.5"):
+        pipeline.run(load(recipe, ["gates={sft: {answers.exact_match: {at_least: 0.5}}}"], {}), options=trusted)
+    assert len(events_of(folder.path, "evaluate_result")) == 2
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main(["eval", str(folder.path), "--json"])
+    assert stop.value.code == Refused.exit_code
+    capsys.readouterr()
+    again = evaluated(["eval", str(folder.path), "--json", "--trust-file", str(verifier)], capsys)
+    assert again["sft"]["answers"] == stored["answers"]
+
+
+def test_answers_are_judged_on_pairs_and_on_a_data_set_of_their_own(model_folder: Path, tmp_path: Path) -> None:
+    recipe = load(tiny_dpo_recipe(tmp_path, model_folder), ["evaluate={answers: {}}"], {}).recipe
+    prompts = load_prompts(recipe, tmp_path)
+    chosen = {json.loads(line)["chosen"] for line in (tmp_path / "pairs.jsonl").read_text().splitlines()}
+    assert len(prompts) == 6 and {row.reference for row in prompts} < chosen
+    (tmp_path / "quiz.jsonl").write_text('{"question": "2 + 2?", "answer": "4"}\n', encoding="utf-8")
+    settings = ["evaluate={answers: {dataset_name: quiz.jsonl, verifiers: {number: {}}}}", "data.system_prompt=Add."]
+    recipe = load(tiny_recipe(tmp_path, model_folder), settings, {}).recipe
+    [row] = load_prompts(recipe, tmp_path)
+    assert ([message["content"] for message in row.messages], row.reference) == (["Add.", "2 + 2?"], "4")
+    (tmp_path / "quiz.jsonl").write_text('{"question": "2 + 2?", "answer": "four"}\n', encoding="utf-8")
+    with pytest.raises(DataError, match=r"quiz.jsonl:1: the answer has no number, which number compares"):
+        load_prompts(recipe, tmp_path)
 
 
 def test_eval_measures_a_run_and_a_model_by_themselves(

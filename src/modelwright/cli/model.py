@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from modelwright.cli.options import JsonOption, RunArgument, StringList, add_commands, print_json
+from modelwright.cli.options import JsonOption, RunArgument, StringList, TrustFileOption, add_commands, print_json
 from modelwright.errors import GateClosed, UsageError
 from modelwright.report.formatting import strip_control_chars
 
@@ -179,6 +179,7 @@ def evaluate(
     ] = None,
     prompts: Annotated[StringList, typer.Option("--prompt", help="Prompt to complete; repeatable.")] = None,
     tasks: Annotated[StringList, typer.Option("--task", help="A task of lm-eval; repeatable.")] = None,
+    trust_file: TrustFileOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Evaluate every model of a run in the same way, or one model."""
@@ -190,7 +191,7 @@ def evaluate(
     config = EvaluateConfig(
         perplexity_text=text, multiple_choice=multiple_choice, completion_prompts=prompts or [], tasks=tasks or []
     )
-    results = _evaluate(target, config)
+    results = _evaluate(target, config, trust_file or ())
     if as_json:
         print_json(results)
         return
@@ -201,7 +202,7 @@ def evaluate(
         print("\n" + (format_event({"event": "evaluate_table", "models": models}) or ""))
 
 
-def _evaluate(target: str, config: EvaluateConfig) -> dict[str, Any]:
+def _evaluate(target: str, config: EvaluateConfig, trusted_files: Sequence[str]) -> dict[str, Any]:
     """Metrics by model: every stage of a run, or one model."""
     from modelwright.runs.folder import open_run
 
@@ -213,7 +214,7 @@ def _evaluate(target: str, config: EvaluateConfig) -> dict[str, Any]:
 
     if run is None:
         return {target: stage.evaluate_folder(target, config)}
-    return stage.evaluate_run(run, config)
+    return stage.evaluate_run(run, config, trusted_files)
 
 
 def report(run: RunArgument, as_json: JsonOption = False) -> None:

@@ -35,6 +35,9 @@ AcceptGateOption = Annotated[
     StringList, typer.Option("--accept-gate", metavar="STAGE", help="Continue although its gate is closed.")
 ]
 ReasonOption = Annotated[str | None, typer.Option("--reason", help="Why, for --accept-gate; recorded in the run.")]
+TrustFileOption = Annotated[
+    StringList, typer.Option("--trust-file", metavar="FILE", help="Run this Python file, a verifier of the recipe.")
+]
 Fp8Option = Annotated[bool | None, typer.Option("--fp8/--no-fp8", help="Compute in fp8 without a trial, or in bf16.")]
 LogFormatOption = Annotated[
     str, typer.Option("--log-format", help="auto (a live panel on a terminal), plain, or json.")

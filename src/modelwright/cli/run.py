@@ -20,6 +20,7 @@ from modelwright.cli.options import (
     ReasonOption,
     RecipeArgument,
     SetOption,
+    TrustFileOption,
     UntilStageOption,
     add_commands,
     print_json,
@@ -45,6 +46,7 @@ def run(
     until_stage: UntilStageOption = None,
     accept_gate: AcceptGateOption = None,
     reason: ReasonOption = None,
+    trust_file: TrustFileOption = None,
     fp8: Fp8Option = None,
     log_format: LogFormatOption = "auto",
 ) -> None:
@@ -70,7 +72,8 @@ def run(
     from modelwright.stages import pipeline
     from modelwright.stages.context import RunOptions
 
-    options = RunOptions(frozenset(allow_changed or ()), from_stage, until_stage, frozenset(accept_gate or ()), reason)
+    changed, accepted, trusted = (frozenset(names or ()) for names in (allow_changed, accept_gate, trust_file))
+    options = RunOptions(changed, from_stage, until_stage, accepted, reason, trusted)
     closed: GateClosed | None = None
     try:
         with console_watcher(log_format) as console, publish_progress(console) as watch:  # type: ignore[arg-type]

@@ -114,6 +114,9 @@ def _check_gate_metrics(recipe: Recipe, origins: Mapping[str, Origin]) -> list[R
                 if metric_name is not None and metric_name not in known:
                     close = closest_match(metric_name, known)
                     hint = f"did you mean {close}?" if close else "it wants one such as eval_loss"
+                    if "answers." in metric_name:
+                        name_of = metric_name.partition("answers.")[2]
+                        hint = f"no verifier {name_of} in evaluate.answers.verifiers measures it"
                     subject = name if name == key else f"{name} is {metric_name!r}, which"
                     message = f"{subject} is not a metric of this stage; {hint}"
                     problems.append(make_problem(origins.get(name, origin), name, message))

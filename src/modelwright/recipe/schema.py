@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
+from modelwright.recipe.prepare_config import PrepareConfig
 from modelwright.recipe.sections import (
     ClusterConfig,
     CompareConfig,
@@ -16,7 +17,6 @@ from modelwright.recipe.sections import (
     EvaluateConfig,
     FrozenModel,
     LlamaArchitecture,
-    PrepareConfig,
     Threshold,
     invalid,
 )
@@ -147,6 +147,8 @@ class Recipe(FrozenModel):
             raise invalid(f"has both {first_of['text']} and {first_of['image']}; it wants text or images")
         if self.evaluate and "image" in first_of:
             raise invalid(f"has both evaluate and {first_of['image']}; evaluate measures language models")
+        if self.evaluate and self.evaluate.answers and self.answers_stage is None:
+            raise invalid("has evaluate.answers and no stage that trains answers; it wants sft, dpo, orpo or lora")
         if self.prepare and self.data is None and (self.pretrain is None or self.pretrain.data is None):
             raise invalid("has no data for prepare; it wants a section data")
         for stage, section in self.stages.items():
@@ -181,6 +183,12 @@ class Recipe(FrozenModel):
     def text_stage(self) -> str | None:
         """The stage that trains on raw text, if there is one."""
         return next((name for name, section in self.stages.items() if section.spec.row_format == "text"), None)
+
+    @property
+    def answers_stage(self) -> str | None:
+        """The stage whose held-out prompts evaluate.answers takes: the last with conversations, or else with pairs."""
+        stages = {section.spec.row_format: name for name, section in self.stages.items()}
+        return stages.get("conversations") or stages.get("pairs")
 
     @property
     def prepare_data(self) -> DataConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -356,6 +356,89 @@ def _check_template(text: str) -> str:
     return text
 
 
+VERIFIER_SETTINGS: dict[str, tuple[str, ...]] = {
+    "exact_match": ("ignore_case", "ignore_punctuation"), "number": ("abs_tol", "rel_tol"), "multiple_choice": (),
+    "regex": ("pattern", "ignore_case"), "json_schema": ("json_schema",), "json_fields": ("fields",), "tool_call": (),
+    "length": ("min_words", "max_words"), "tags": ("tags",), "python": ("file", "timeout"),
+}  # fmt: skip
+"""The settings that each verifier reads besides type and weight."""
+REQUIRED_SETTINGS = {"regex": "pattern", "json_schema": "json_schema", "tags": "tags", "python": "file"}
+if TYPE_CHECKING:
+    VerifierType = str
+else:
+    VerifierType = Literal[tuple(VERIFIER_SETTINGS)]
+
+
+class VerifierConfig(FrozenModel):
+    """A verifier: code that judges an answer from 0 (wrong) to 1 (right). What a model writes is never executed."""
+
+    type: VerifierType | None = None
+    """The verifier; without it, the name of the entry is the type."""
+    weight: NonNegativeFloat = 1.0
+    """Weight in answers.score, the weighted mean of all verifiers."""
+    ignore_case: bool = False
+    """exact_match, regex: upper and lower case are equal."""
+    ignore_punctuation: bool = False
+    """exact_match: punctuation does not count."""
+    abs_tol: NonNegativeFloat = 0.0
+    """number: largest difference of the last number of the answer from that of the reference."""
+    rel_tol: NonNegativeFloat = 1e-9
+    """number: the same, as a fraction of the larger of the two."""
+    pattern: RegexStr | None = None
+    """regex: a regular expression that is searched in the answer."""
+    json_schema: dict[str, Any] = {}
+    """json_schema: the JSON schema that the answer must be valid against."""
+    fields: list[str] = []
+    """json_fields: the fields to compare, each as much as the others; without it, all, and a further one is wrong."""
+    min_words: NonNegativeInt = 0
+    """length: minimum number of words."""
+    max_words: PositiveInt | None = None
+    """length: maximum number of words."""
+    tags: list[str] = []
+    """tags: names of XML tags, such as think, that must each stand once in the answer, closed, in this order."""
+    file: str | None = None
+    """python: a file with a function verify(prompt, answer, reference); it runs only with --trust-file FILE."""
+    timeout: PositiveFloat = 60.0
+    """python: seconds for all answers of a model, in its own process."""
+
+
+class AnswersConfig(FrozenModel):
+    """Answers to held-out prompts, judged by verifiers; the metrics are answers.NAME of each, and answers.score."""
+
+    verifiers: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], VerifierConfig] = {
+        "exact_match": VerifierConfig()
+    }
+    """Verifiers by name, such as {exact_match: {}} or {greets: {type: regex, pattern: ^Dear}}."""
+    dataset_name: str | None = None
+    """Prompts and reference answers: a file, a folder, an embedded set or a hub id; without it, the held-out rows."""
+    max_prompts: PositiveInt = 100
+    """Maximum number of prompts; the seed chooses them."""
+    max_new_tokens: PositiveInt = 128
+    """Maximum length of an answer in tokens."""
+    temperature: NonNegativeFloat = 0.0
+    """Sampling temperature; 0 is greedy decoding."""
+
+    @model_validator(mode="after")
+    def _verifiers_fit(self) -> Self:
+        if not self.verifiers:
+            raise invalid("has no verifiers; it wants one at least, such as {exact_match: {}}")
+        for name, verifier in self.verifiers.items():
+            kind, where = verifier.type or name, f"has verifiers.{name}"
+            if kind not in VERIFIER_SETTINGS or name == "score":
+                raise invalid(f"{where}; it wants a type: {', '.join(VERIFIER_SETTINGS)}")
+            if (required := REQUIRED_SETTINGS.get(kind)) and not getattr(verifier, required):
+                raise invalid(f"{where} of type {kind}, which wants {required}")
+            for setting in verifier.model_fields_set - {"type", "weight", *VERIFIER_SETTINGS[kind]}:
+                if getattr(verifier, setting) != VerifierConfig.model_fields[setting].default:
+                    raise invalid(f"{where}.{setting}, which {kind} does not read")
+        return self
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """The metrics a gate may use."""
+        return tuple(f"answers.{name}" for name in (*self.verifiers, "score"))
+
+
 class EvaluateConfig(FrozenModel):
     """Evaluation of the initial model and of the model of every stage, by the same measurements."""
 
@@ -377,18 +460,22 @@ class EvaluateConfig(FrozenModel):
     """Maximum length of a completion in tokens."""
     tasks: list[str] = []
     """Tasks of lm-eval, by name or as a task file NAME.yaml; needs the eval extra."""
+    answers: AnswersConfig | None = None
+    """Answers to held-out prompts, judged by verifiers."""
 
     @property
     def is_configured(self) -> bool:
         """Whether anything is to be evaluated."""
-        return bool(self.perplexity_text or self.multiple_choice or self.completion_prompts or self.tasks)
+        sources = (self.perplexity_text, self.multiple_choice, self.completion_prompts, self.tasks, self.answers)
+        return any(sources)
 
     @property
     def metric_names(self) -> tuple[str, ...]:
         """The metrics a gate may use."""
         names = (PurePath(task).stem if task.endswith(TASK_FILE_SUFFIXES) else task for task in self.tasks)
         task_metrics = (f"{name}_{metric}" for name in names for metric in LM_EVAL_METRICS)
-        return (*PERPLEXITY_METRICS, *(CHOICE_METRICS if self.multiple_choice else ()), *task_metrics)
+        answer_metrics = self.answers.metric_names if self.answers else ()
+        return (*PERPLEXITY_METRICS, *(CHOICE_METRICS if self.multiple_choice else ()), *answer_metrics, *task_metrics)
 
 
 ColumnRole = Literal["messages", "prompt", "completion", "system", "context", "history", "tools", "chosen", "rejected",
@@ -494,89 +581,3 @@ class Threshold(FrozenModel):
         if self.at_most is not None and self.at_least is not None and self.at_least > self.at_most:
             raise invalid(f"has at_least {self.at_least} above at_most {self.at_most}; nothing could pass")
         return self
-
-
-BOILERPLATE = [
-    r"(?i)[^\w\n]*(please )?(enable|activate|turn on) (javascript|cookies)\b.*",
-    r"(?i)[^\w\n]*(this|our) (web ?)?site uses cookies\b.*",
-    r"(?i)[^\w\n]*(accept|manage|reject) (all )?cookies[^\w\n]*",
-    r"(?i)[^\w\n]*(terms (of|and) (use|service|conditions)|privacy policy|cookie policy|all rights reserved)[^\w\n]*",
-    r"(?i)[^\w\n]*(share|tweet|print|email|follow us)( this)?( on \w+)?[^\w\n]*",
-    r"(?i).*\blorem ipsum dolor\b.*",
-]
-
-
-class CleaningConfig(FrozenModel):
-    """Document and line filters."""
-
-    normalize: Literal["NFC", "NFKC", "none"] = "NFC"
-    """Unicode normalization; control characters and stray whitespace are removed too."""
-    min_words: NonNegativeInt = 5
-    """Minimum number of words of a document."""
-    max_words: PositiveInt | None = None
-    """Maximum number of words of a document."""
-    max_mean_word_length: NonNegativeFloat = 30.0
-    """Maximum mean word length in characters, for text that is mostly ASCII; finds encoded data."""
-    max_symbol_ratio: Fraction = 0.5
-    """Maximum fraction of ASCII symbols among non-space characters; 1 disables the filter."""
-    max_digit_ratio: Fraction = 0.5
-    """Maximum fraction of digits among non-space characters; 1 disables the filter."""
-    max_bullet_lines: Fraction = 0.9
-    """Maximum fraction of lines that begin with a bullet or a dash."""
-    max_ellipsis_lines: Fraction = 0.3
-    """Maximum fraction of lines that end in an ellipsis."""
-    max_repeated_lines: Fraction = 0.3
-    """Maximum fraction of characters in lines that repeat an earlier line of the document."""
-    max_repeated_ngrams: Fraction = 0.5
-    """Maximum fraction of word 5-grams that repeat an earlier one of the document."""
-    drop_lines: list[RegexStr] = BOILERPLATE
-    """Lines that match one of these are removed; the default matches the boilerplate of web pages."""
-    drop_documents: dict[str, RegexStr] = {}
-    """Custom filters: a name, and a regular expression; documents in which it is found are dropped."""
-
-
-class DedupConfig(FrozenModel):
-    """Exact and MinHash deduplication, and decontamination."""
-
-    exact_dedup: bool = True
-    """Drop documents that have the same words as an earlier one."""
-    minhash_dedup: bool = True
-    """Drop near-duplicates of earlier documents (MinHash LSH with verified candidates)."""
-    jaccard_threshold: Annotated[float, Field(ge=0.5, le=1)] = 0.7
-    """Jaccard similarity of word 5-grams from which two documents are near-duplicates."""
-    decontaminate_against: list[str] = []
-    """Evaluation sets (files, folders, hub ids); documents that share an n-gram with them are dropped."""
-    decontaminate_ngram: Annotated[int, Field(ge=4)] = 13
-    """Words of such an n-gram; a shorter evaluation text of at least four words is matched whole."""
-
-
-class ShardConfig(FrozenModel):
-    """Tokenization and packing into shards."""
-
-    sequence_length: Annotated[int, Field(ge=8)] = 2048
-    """Tokens per stored row; training may use any length that divides it."""
-    tokenizer: Literal["auto", "model", "train"] = "auto"
-    """Use the tokenizer of the model, or train a byte-level BPE on the text; auto trains if the model has none."""
-    vocab_size: PositiveInt = 50_304
-    """Vocabulary size of a trained tokenizer; that of the model is the next multiple of 64."""
-    tokenizer_sample_mb: PositiveInt = 64
-    """Megabytes of text, sampled evenly, that a tokenizer is trained on."""
-    use_gigatoken: bool = True
-    """Tokenize with gigatoken where it is installed and gives the same tokens for a sample of the text."""
-    rows_per_shard: PositiveInt = 8192
-    """Rows per shard."""
-
-
-class PrepareConfig(CleaningConfig, DedupConfig, ShardConfig):
-    """From raw text to packed shards: clean, deduplicate, decontaminate, tokenize, pack."""
-
-    max_invalid_fraction: Fraction = 0.01
-    """Maximum fraction of unreadable rows; they are moved to quarantine.jsonl."""
-    max_dropped_token_fraction: Fraction = 0.05
-    """Maximum fraction of tokens that may be dropped with the last partial row of each source."""
-    num_proc: PositiveInt | None = None
-    """Number of processes; without it, one per core. The result does not depend on it."""
-    minhash_device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where MinHash signatures are computed; auto uses a GPU if its results equal those of the CPU."""
-    keep_intermediate_files: bool = False
-    """Keep the intermediate files after prepare has finished."""

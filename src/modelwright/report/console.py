@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, TextIO
 
@@ -18,6 +18,8 @@ from modelwright.runs.folder import RunFolder
 from modelwright.runs.journal import Event, EventListener
 
 BARS = "▁▂▃▄▅▆▇█"
+SHOWN_FAILURES = 3
+"""Wrong answers that are printed of an evaluation."""
 LogFormat = Literal["auto", "plain", "json"]
 
 
@@ -178,9 +180,23 @@ def _format_verdict(event: Event) -> str | None:
     return f"{event['message']}; accepted: {single_line(event['accepted'])}" if event.get("accepted") else None
 
 
+def judged_metrics(metrics: Mapping[str, Any]) -> list[str]:
+    """The metrics of judged answers; answers.score only where there are several verifiers."""
+    names = [name for name in metrics if name.startswith("answers.")]
+    return names if len(names) > 2 else names[:1]
+
+
 def _format_evaluated(event: Event) -> str:
-    measured = "  ".join(f"{name} {format_float(value)}" for name, value in event["metrics"].items())
-    lines = [f"evaluated {event['model']}: {measured or 'nothing was measured'}"]
+    metrics, judged, count = event["metrics"], judged_metrics(event["metrics"]), len(event.get("answers", ()))
+    parts = [f"{name} {format_float(value)}" for name, value in metrics.items() if not name.startswith("answers.")]
+    for name in judged:
+        low, high = event["intervals"][name]
+        answers = pluralize(event.get("judged", count), "answer")
+        parts.append(f"{name} {metrics[name]:.1%} of {answers} (95 % interval {low:.1%} to {high:.1%})")
+    lines = [f"evaluated {event['model']}: {'  '.join(parts) or 'nothing was measured'}"]
+    for row in [row for row in event.get("answers", ()) if row["scores"]["score"] < 1][:SHOWN_FAILURES]:
+        lines += [f"  wrong: {single_line(row['prompt'])}", f"    answer:    {single_line(row['answer'])}",
+                  f"    reference: {single_line(row['reference'])}"]  # fmt: skip
     return "\n".join([*lines, *(f"  {single_line(s['prompt'])} … {single_line(s['text'])}" for s in event["samples"])])
 
 
@@ -269,6 +285,9 @@ def run_summary(folder: RunFolder) -> str:
         if after is not None:
             change = f"  ({after / before - 1:+.0%})" if name == "eval_loss" and before else ""
             rows.append((label, f"{format_float(before)} → {format_float(after)}{change}"))
+    for name in judged_metrics(metrics):
+        label, before = name.partition(".")[2].replace("_", " "), metrics.get(f"base_{name}")
+        rows.insert(0, (label, (f"{before:.1%} → " if before is not None else "") + f"{metrics[name]:.1%} right"))
     state = "open" if verdict.get("open") else "closed" if verdict else "none: nothing was trained yet"
     accepted = f", accepted: {single_line(verdict['accepted'])}" if verdict.get("accepted") else ""
     rows.append(("verdict", f"{state}{accepted}"))

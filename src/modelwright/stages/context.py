@@ -60,6 +60,8 @@ class RunOptions:
     """Stages whose closed gate is accepted by the user."""
     accept_reason: str | None = None
     """The user's reason."""
+    trusted_files: frozenset[str] = frozenset()
+    """Python files of verifiers that the user allows to run (--trust-file)."""
 
 
 DEFAULT_OPTIONS = RunOptions()

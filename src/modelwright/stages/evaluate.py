@@ -1,8 +1,10 @@
-"""Evaluate the base model and every stage's model alike: perplexity, multiple choice, lm-eval tasks, samples."""
+"""Evaluate the base model and every stage's model alike: perplexity, choices, judged answers, lm-eval, samples."""
 
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,23 +12,30 @@ from typing import Any
 import torch
 import xxhash
 
+from modelwright.data import chat, preferences
 from modelwright.data.multiple_choice import MultipleChoiceQuestion, parse_questions
 from modelwright.data.shards import MANIFEST, PackedDataset, rows_to_documents
-from modelwright.data.sources import read_train_rows
+from modelwright.data.sources import iter_train_rows, read_train_rows
 from modelwright.data.tokenizer import DocumentTokenizer
 from modelwright.errors import DataError, Problem, UsageError
 from modelwright.models import pretrained
 from modelwright.recipe.load import load
-from modelwright.recipe.schema import ModelConfig
+from modelwright.recipe.schema import ModelConfig, Recipe
 from modelwright.recipe.sections import DataConfig, EvaluateConfig
 from modelwright.recipe.stage_specs import first_stage
 from modelwright.runs.folder import RunFolder, read_json, write_json
+from modelwright.serve.generate import TextGenerator
 from modelwright.stages.compare import base_model_dir
 from modelwright.stages.context import Metrics, RunContext
 from modelwright.stages.gate import model_fingerprint
-from modelwright.tasks import scoring
+from modelwright.tasks import scoring, verifiers
 from modelwright.tasks.scoring import run_lm_eval
+from modelwright.tasks.verifiers import AnswerPrompt, JudgedAnswers
 
+ANSWER_BATCH = 64
+"""Prompts that are answered as one batch."""
+SHOWN = 3
+"""Judged answers in the journal; all are in the file of the evaluation."""
 BASE = "base"
 """Name of the start model in the results."""
 STAGE = "evaluate"
@@ -42,6 +51,10 @@ class EvaluationJob:
     """The folder for relative paths."""
     held_out: Path | None = None
     """Packed shards whose held-out split is scored where perplexity_text is not set."""
+    prompts: Sequence[AnswerPrompt] = ()
+    """Prompts of evaluate.answers."""
+    seed: int = 0
+    """Seed of sampled answers."""
 
 
 def evaluation_metrics(context: RunContext, stage: str) -> Metrics:
@@ -57,14 +70,20 @@ def evaluate_cached(context: RunContext, name: str) -> Metrics:
     config = context.recipe.evaluate
     assert config is not None
     folder, fingerprint = resolve_stage_model(context, name)
-    job = EvaluationJob(config, context.recipe_dir, find_held_out_shards(context.folder))
-    key = xxhash.xxh3_128_hexdigest(json.dumps([fingerprint, config.model_dump(mode="json")], sort_keys=True).encode())
+    prompts = load_prompts(context.recipe, context.recipe_dir)
+    shards = find_held_out_shards(context.folder)
+    job = EvaluationJob(config, context.recipe_dir, shards, prompts, context.recipe.seed)
+    measured: list[Any] = [fingerprint, config.model_dump(mode="json")]
+    if config.answers:
+        sources = verifiers.verifier_sources(config.answers, context.recipe_dir)
+        measured += [sources, context.recipe.seed, [[row.messages, row.reference] for row in prompts]]
+    key = xxhash.xxh3_128_hexdigest(json.dumps(measured, sort_keys=True).encode())
     path = context.folder.evaluation(name)
     if not path.exists() or read_json(path)["key"] != key:
         context.journal.add("evaluate_started", model=name)
         result = evaluate_model(folder, job)
         write_json(path, {"key": key, "model": str(folder), **result})
-        context.journal.add("evaluate_result", model=name, **result)
+        context.journal.add("evaluate_result", model=name, **{**result, "answers": failures_first(result)[:SHOWN]})
     metrics: Metrics = read_json(path)["metrics"]
     return metrics
 
@@ -84,6 +103,7 @@ def run(context: RunContext) -> None:
 def evaluate_model(folder: Path, job: EvaluationJob) -> dict[str, Any]:
     """Metrics and samples of one model folder."""
     config, recipe_dir = job.config, job.recipe_dir
+    judged = judge_model(folder, job) if config.answers else None
     model, tokenizer = pretrained.load_model(folder), pretrained.load_tokenizer(folder)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     pretrained.prepare_model(model.eval(), device, model.config._attn_implementation, packed=False)
@@ -104,7 +124,56 @@ def evaluate_model(folder: Path, job: EvaluationJob) -> dict[str, Any]:
     ]
     if config.tasks:
         metrics |= run_lm_eval(model, tokenizer, config.tasks, config.max_rows, recipe_dir)
-    return {"metrics": metrics, "samples": samples}
+    if judged is None:
+        return {"metrics": metrics, "samples": samples}
+    return {"metrics": {**metrics, **judged.metrics}, "samples": samples, **judged.as_json()}
+
+
+def judge_model(folder: Path, job: EvaluationJob) -> JudgedAnswers:
+    """Answer the prompts of evaluate.answers with the model of a folder, and judge its answers."""
+    config = job.config.answers
+    assert config is not None
+    generator = TextGenerator(folder, config.max_new_tokens, config.temperature, job.seed)
+    conversations = [[dict(message) for message in row.messages] for row in job.prompts]
+    starts = range(0, len(conversations), ANSWER_BATCH)
+    answers = [text for start in starts for text in generator.generate(conversations[start : start + ANSWER_BATCH])]
+    return verifiers.judge_answers(config, job.prompts, answers, job.recipe_dir)
+
+
+def failures_first(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The judged answers of an evaluation, the worst first."""
+    return sorted(result.get("answers", []), key=lambda row: row["scores"]["score"])
+
+
+def load_prompts(recipe: Recipe, recipe_dir: Path) -> list[AnswerPrompt]:
+    """The prompts of evaluate.answers with their reference answers: those of its data set, or the held-out rows."""
+    config = recipe.evaluate.answers if recipe.evaluate else None
+    if config is None:
+        return []
+    stage = recipe.answers_stage
+    assert stage is not None
+    data = recipe.data_for(stage)
+    is_pairs = recipe.stages[stage].spec.row_format == "pairs"
+    items: Sequence[Any]
+    if config.dataset_name:
+        settings = {name: getattr(data, name) for name in ("columns", "derived_columns", "system_prompt")}
+        data = DataConfig(dataset_name=config.dataset_name, **settings)
+        parse = preferences.rows_to_pairs if is_pairs else chat.rows_to_conversations
+        items = parse(iter_train_rows(data, recipe_dir), data)
+    else:
+        load_rows = preferences.load_preferences if is_pairs else chat.load_conversations
+        items = load_rows(data, recipe.seed, recipe_dir).held_out
+    items = [item for item in items if len(item.messages) > 1 and item.messages[-1]["role"] == "assistant"]
+    if not items:
+        raise DataError([Problem(data.source, "evaluate.answers finds no prompt with an answer in its held-out rows")])
+    chosen = random.Random(recipe.seed).sample(range(len(items)), min(config.max_prompts, len(items)))
+    prompts = []
+    for item in (items[index] for index in sorted(chosen)):
+        *messages, answer = item.messages
+        reference = json.dumps(answer["tool_calls"]) if answer.get("tool_calls") else answer["content"]
+        prompts.append(AnswerPrompt(item.where, tuple(messages), reference))
+    verifiers.check_references(config, prompts)
+    return prompts
 
 
 def read_questions(config: EvaluateConfig, recipe_dir: Path) -> list[MultipleChoiceQuestion]:
@@ -151,11 +220,14 @@ def evaluate_folder(name: str, config: EvaluateConfig) -> dict[str, Any]:
         raise DataError(error.problems[:5]) from None
 
 
-def evaluate_run(run: RunFolder, config: EvaluateConfig) -> dict[str, Any]:
+def evaluate_run(run: RunFolder, config: EvaluateConfig, trusted_files: Collection[str] = ()) -> dict[str, Any]:
     """Evaluate every finished model of a run by this config, or by the recipe's own where this one is empty."""
     loaded = load(run.recipe, environ={})
     job_config = config if config.is_configured else loaded.recipe.evaluate or config
-    job = EvaluationJob(job_config, run.path, find_held_out_shards(run))
+    if job_config.answers:
+        verifiers.require_trusted(job_config.answers, run.path, trusted_files)
+    prompts = load_prompts(loaded.recipe, run.path) if job_config.answers else []
+    job = EvaluationJob(job_config, run.path, find_held_out_shards(run), prompts, loaded.recipe.seed)
     if not (job_config.is_configured or job.held_out):
         raise UsageError(f"{run.path} says nothing to measure by; add --text, --multiple-choice, --prompt or --task")
     folders = {BASE: base_model_dir(run, loaded.recipe)}

@@ -24,7 +24,7 @@ from modelwright.models import pretrained
 from modelwright.models.save import atomic_model_folder
 from modelwright.plan import hardware
 from modelwright.recipe.load import LoadedRecipe, add_recipe_location, dump_yaml
-from modelwright.recipe.sections import DataConfig
+from modelwright.recipe.sections import DataConfig, EvaluateConfig
 from modelwright.recipe.stage_specs import ANSWER_METRICS, STAGES, TrainableConfig
 from modelwright.report import html
 from modelwright.report.history import read_history
@@ -61,7 +61,7 @@ from modelwright.stages.context import (
 )
 from modelwright.stages.specs import BUILDERS
 from modelwright.stages.stage_runner import StageRunner
-from modelwright.tasks import scoring
+from modelwright.tasks import scoring, verifiers
 
 NON_TRAINING_STAGES: dict[str, Callable[[RunContext], None]] = {
     "prepare": prepare.prepare_stage,
@@ -137,6 +137,8 @@ def _check_options(loaded: LoadedRecipe, options: RunOptions) -> None:
     if options.accepted_gates and not (options.accept_reason or "").strip():
         raise UsageError('--accept-gate wants a reason, which is recorded in the run: --reason "..."')
     validate_overrides(loaded.recipe, options.overrides)
+    if loaded.recipe.evaluate and loaded.recipe.evaluate.answers:
+        verifiers.require_trusted(loaded.recipe.evaluate.answers, loaded.path.parent, options.trusted_files)
 
 
 def _run_stages(context: RunContext, shutdown: GracefulShutdown, dead_holder: str | None) -> None:
@@ -179,6 +181,7 @@ def _check_before_start(context: RunContext) -> None:
             scoring.require_lm_eval()
         if config.multiple_choice:
             evaluate.read_questions(config, context.recipe_dir)
+        evaluate.load_prompts(context.recipe, context.recipe_dir)
     for stage in context.recipe.stages:
         if stage not in unfinished:
             resume_config = read_json(results[stage])["resume_config"]
@@ -247,6 +250,7 @@ def _save_resolved_recipe(context: RunContext, inputs: StageInputs) -> None:
     resolved: dict[str, Any] = {
         "model": recipe.model.model_copy(update={**model, "revision": inputs.revision}),
         "data": _absolute_sources(recipe.data, recipe_dir),
+        "evaluate": _absolute_evaluation(recipe.evaluate, recipe_dir),
         **{
             stage: section.model_copy(update={"data": _absolute_sources(section.data, recipe_dir)})
             for stage, section in recipe.stages.items()
@@ -255,6 +259,21 @@ def _save_resolved_recipe(context: RunContext, inputs: StageInputs) -> None:
     context.world.on_rank0_broadcast(
         lambda: write_text(context.folder.recipe, dump_yaml(recipe.model_copy(update=resolved)))
     )
+
+
+def _absolute_evaluation(config: EvaluateConfig | None, recipe_dir: Path) -> EvaluateConfig | None:
+    if config is None:
+        return None
+    names = ("perplexity_text", "multiple_choice")
+    paths: dict[str, Any] = {name: _absolute_path(getattr(config, name), recipe_dir) for name in names}
+    if answers := config.answers:
+        files = {
+            name: verifier.model_copy(update={"file": _absolute_path(verifier.file, recipe_dir)})
+            for name, verifier in answers.verifiers.items()
+        }
+        dataset_name = _absolute_path(answers.dataset_name, recipe_dir)
+        paths["answers"] = answers.model_copy(update={"verifiers": files, "dataset_name": dataset_name})
+    return config.model_copy(update=paths)
 
 
 def _absolute_sources(data: DataConfig | None, recipe_dir: Path) -> DataConfig | None:

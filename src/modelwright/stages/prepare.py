@@ -21,7 +21,7 @@ from modelwright.plan import choose
 from modelwright.plan.hardware import Hardware, gpu_spec_of
 from modelwright.plan.model_shape import shape_from_config
 from modelwright.recipe.load import LoadedRecipe, add_recipe_location
-from modelwright.recipe.sections import PrepareConfig
+from modelwright.recipe.prepare_config import PrepareConfig
 from modelwright.report.html import write_data_report
 from modelwright.runs.folder import RunFolder, read_json, write_json_with_checksum
 from modelwright.stages import gate

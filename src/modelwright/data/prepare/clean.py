@@ -14,7 +14,7 @@ import numpy as np
 
 from modelwright.data.packing import NDArray
 from modelwright.data.prepare.dedup import Shingles
-from modelwright.recipe.sections import CleaningConfig
+from modelwright.recipe.prepare_config import CleaningConfig
 
 Form = Literal["NFC", "NFKC", "none"]
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufeff\u200b\u2060\ufffe\uffff]")

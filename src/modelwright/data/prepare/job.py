@@ -20,7 +20,8 @@ from modelwright.data.packing import NDArray
 from modelwright.data.readers import FileSlice, InvalidRow, Row, read_file
 from modelwright.data.shards import MANIFEST, SPLITS, PackedDataset
 from modelwright.errors import DataError, StorageError, is_storage_failure
-from modelwright.recipe.sections import CleaningConfig, DataConfig, DedupConfig, PrepareConfig
+from modelwright.recipe.prepare_config import CleaningConfig, DedupConfig, PrepareConfig
+from modelwright.recipe.sections import DataConfig
 from modelwright.runs.folder import fsync_path, hash_file, read_json, write_json
 
 PIPELINE_VERSION = 3
