@@ -34,8 +34,9 @@ LINE_BUDGET = sum(LINES.values())
 MAX_FILES = 146
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
-MAX_POD_BYTES = 690_000
-"""The package as a pod receives it, zipped: 680 kB, and 10 kB for what the later issues add; a ConfigMap takes 1 MB."""
+MAX_POD_BYTES = 715_000
+"""The package as a pod receives it, zipped: 680 kB, 10 kB for what the later issues add, 25 kB for judged answers and
+the calendar set; a ConfigMap takes 1 MB."""
 
 
 def relative_name(file: Path) -> str:

@@ -14,7 +14,7 @@ from modelwright.recipe.sections import VERIFIER_SETTINGS, AnswersConfig
 from modelwright.tasks.verifiers import (
     AnswerPrompt,
     check_references,
-    chosen_letter,
+    chosen_option,
     judge_answers,
     last_number,
     require_trusted,
@@ -64,7 +64,7 @@ def score(kind: str, answer: str, reference: str = "", **settings: Any) -> float
           "<think></think><think></think><answer></answer>"]),
     ],
 )  # fmt: skip
-def test_a_verifier_tells_right_from_wrong(
+def test_a_verifier_knows_right_from_wrong(
     kind: str, settings: dict[str, Any], reference: str, right: list[str], wrong: list[str]
 ) -> None:
     assert {answer: score(kind, answer, reference, **settings) for answer in right} == dict.fromkeys(right, 1.0)
@@ -72,7 +72,7 @@ def test_a_verifier_tells_right_from_wrong(
 
 
 def test_every_verifier_but_the_users_own_is_tested_above() -> None:
-    [table] = [mark.args[1] for mark in test_a_verifier_tells_right_from_wrong.pytestmark]  # type: ignore[attr-defined]
+    [table] = [mark.args[1] for mark in test_a_verifier_knows_right_from_wrong.pytestmark]  # type: ignore[attr-defined]
     assert {row[0] for row in table} == set(VERIFIER_SETTINGS) - {"python"}
 
 
@@ -156,11 +156,11 @@ def test_a_users_verifier_that_fails_is_one_short_message(tmp_path: Path, body: 
         judge_answers(config, [prompt("abc")], ["abc"], tmp_path)
 
 
-def test_numbers_and_letters_are_read_as_people_write_them() -> None:
+def test_numbers_and_options_are_read_as_people_write_them() -> None:
     texts = ("1,000,000", "1,2", "0.5%", ".25", "2e-3", "v2", "x", "12,3456")
     assert [last_number(text) for text in texts] == [1e6, 2.0, 0.5, 0.25, 0.002, 2.0, None, 3456.0]
     texts = ("D", "answer: (A)", "Answer is\nE", "no", "A dog")
-    assert [chosen_letter(text) for text in texts] == ["D", "A", "E", None, None]
+    assert [chosen_option(text) for text in texts] == ["D", "A", "E", None, None]
 
 
 def test_numbers_of_hostile_length_are_read_quickly() -> None:

@@ -75,6 +75,8 @@ def _docstrings(path: Path, module: str) -> Iterator[str]:
 
 EMBEDDED_DIR = Path(__file__).parent / "embedded"
 EMBEDDED_DATASETS = {
+    "calendar": EMBEDDED_DIR / "calendar.jsonl",
+    "calendar-held-out": EMBEDDED_DIR / "calendar_held_out.jsonl",
     "field-guide": EMBEDDED_DIR / "field_guide.jsonl",
     "field-guide-pairs": EMBEDDED_DIR / "field_guide_pairs.jsonl",
     "field-guide-editions": EMBEDDED_DIR / "field_guide_editions.jsonl",

@@ -159,7 +159,7 @@ def _verifier(kind: str, settings: VerifierConfig) -> Verifier:
         "exact_match": lambda answer, reference: _normalize(answer, settings) == _normalize(reference, settings),
         "number": lambda answer, reference: _numbers_close(last_number(answer), last_number(reference), settings),
         "multiple_choice": lambda answer, reference: (
-            (choice := chosen_letter(answer)) is not None and choice == chosen_letter(reference)
+            (choice := chosen_option(answer)) is not None and choice == chosen_option(reference)
         ),
         "json_fields": lambda answer, reference: _fields_right(answer, reference, settings.fields),
         "tool_call": lambda answer, reference: (
@@ -187,9 +187,9 @@ def _numbers_close(number: float | None, expected: float | None, settings: Verif
     return math.isclose(number, expected, rel_tol=settings.rel_tol, abs_tol=settings.abs_tol)
 
 
-def chosen_letter(text: str) -> str | None:
+def chosen_option(text: str) -> str | None:
     """The letter of the chosen option."""
-    return next((letters[-1] for pattern in CHOICES if (letters := pattern.findall(text))), None)
+    return next((labels[-1] for pattern in CHOICES if (labels := pattern.findall(text))), None)
 
 
 def _matches(pattern: Any, answer: str, reference: str) -> bool:
@@ -294,7 +294,7 @@ def _is_valid(validator: Any, value: Any) -> bool:
 
 PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "number": (last_number, "number"),
-    "multiple_choice": (chosen_letter, "letter of an option"),
+    "multiple_choice": (chosen_option, "letter of an option"),
     "json_fields": (_parse_object, "JSON object"),
     "tool_call": (parse_tool_calls, "tool call"),
 }
@@ -314,9 +314,8 @@ def run_python_verifier(
     """The scores of a user's own verify(prompt, answer, reference), in its own process, without our environment."""
     path = _verifier_file(settings, recipe_dir)
     rows = [[row.question, answer, row.reference] for row, answer in zip(prompts, answers, strict=True)]
-    environment = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
     process = subprocess.Popen(
-        [sys.executable, "-I", "-c", PYTHON_RUNNER, str(path)], cwd=path.parent, env=environment,
+        [sys.executable, "-I", "-c", PYTHON_RUNNER, str(path)], cwd=path.parent, env={},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, text=True,
     )  # fmt: skip
     try:
