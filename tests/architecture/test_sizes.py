@@ -20,8 +20,8 @@ LINES = {
     "same bits on the GPU": 150,
     # row formats, converters, mixtures, chat templates
     "data formats": 1_370,
-    # round trips, adapters, odd architectures, unclear answers of multiple choice
-    "never silently wrong": 423,
+    # round trips, adapters, odd architectures, unclear answers of multiple choice, adapters that are built before a run
+    "never silently wrong": 477,
     # signals in every phase, one sentence for errors of the storage, only regular files, odd runs, slow clients
     "steady under attack": 260,
     # the batched decoder and its caches; verifiers, evaluate.answers, early stopping

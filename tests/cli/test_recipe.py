@@ -166,3 +166,22 @@ def test_control_c_leaves_with_the_code_of_what_can_go_on(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("modelwright.recipe.load.load", interrupt)
     assert run("check", "quickstart") == 75
+
+
+def test_check_names_what_lora_adapts_and_refuses_what_it_cannot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A later stage would fail only after hours of the first."""
+    from transformers import Qwen3MoeConfig
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    Qwen3MoeConfig(vocab_size=99, num_experts=4, num_experts_per_tok=2, **sizes).save_pretrained(tmp_path)
+    lora = ["check", "quickstart", "--set", f"model.model_name_or_path={tmp_path}", "--set", "sft.trainable=lora"]
+    named = [*lora, "--set", "sft.lora_target_modules=[q_proj, gate_up_proj]"]
+    assert run(*named) == 0
+    assert "sft: LoRA adapts 4 weights: self_attn.q_proj, mlp.experts.gate_up_proj" in capsys.readouterr().out
+    assert run(*named, "--set", "sft.lora_dropout=0.1") == 2
+    assert "experts want lora_dropout: 0" in capsys.readouterr().err
+    assert run(*named, "--set", "sft.lora_dropout=0.1", "--json") == 2
+    assert "experts want lora_dropout: 0" in json.loads(capsys.readouterr().out)["problems"][0]["message"]
+    assert run(*lora, "--set", "model.model_name_or_path=someone/not-here") == 0, "a model on the hub is not downloaded"

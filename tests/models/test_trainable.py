@@ -15,7 +15,7 @@ from modelwright.errors import ModelError, UsageError
 from modelwright.models.attention import compute_logits, hidden_states
 from modelwright.models.pretrained import load_model
 from modelwright.models.save import merge_adapter, save_model
-from modelwright.models.trainable import count_parameters, decoder_layers, set_trainable
+from modelwright.models.trainable import count_parameters, decoder_layers, describe_lora, set_trainable
 from modelwright.recipe.stage_specs import TrainableConfig
 
 TOKENS = torch.arange(20).unsqueeze(0)
@@ -240,3 +240,67 @@ def test_adapters_that_a_model_never_calls_are_refused() -> None:
         model = AutoModelForCausalLM.from_config(JambaConfig(**sizes))
         with pytest.raises(ModelError, match="LoRA of dt_proj would change nothing") if refused else nullcontext():
             set_trainable(model, TrainableConfig(trainable="lora", lora_target_modules=targets))
+
+
+MOE = {"vocab_size": 99, "hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 2,
+       "num_attention_heads": 2, "num_key_value_heads": 1, "num_experts_per_tok": 2}  # fmt: skip
+
+
+def moe_folder(kind: str, folder: Path) -> Path:
+    """The config of a mixture of experts, without weights."""
+    from transformers import DeepseekV3Config, GptOssConfig, Qwen3MoeConfig
+
+    latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    configs: dict[str, Any] = {
+        "qwen3": lambda: Qwen3MoeConfig(**MOE, num_experts=4),
+        "gpt-oss": lambda: GptOssConfig(**MOE, num_local_experts=4, head_dim=8),
+        "deepseek": lambda: DeepseekV3Config(
+            **{**MOE, "num_key_value_heads": 2}, **latent, n_routed_experts=4, n_group=2, topk_group=1,
+            first_k_dense_replace=1,
+        ),
+    }  # fmt: skip
+    configs[kind]().save_pretrained(folder)
+    return folder
+
+
+ATTENTION = "self_attn.q_proj, self_attn.k_proj, self_attn.v_proj, self_attn.o_proj"
+EXPERTS = "mlp.experts.gate_up_proj, mlp.experts.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets", "expected"),
+    [
+        ("qwen3", "all-linear", [f"LoRA adapts 14 weights: {ATTENTION}, {EXPERTS}, mlp.gate.weight"]),
+        ("qwen3", ["q_proj", "gate_up_proj"], ["LoRA adapts 4 weights: self_attn.q_proj, mlp.experts.gate_up_proj"]),
+        ("qwen3", ["q_proj", "gates"], "lora_target_modules names gates, which no layer is called"),
+        ("gpt-oss", "all-linear", [f"LoRA adapts 8 weights: {ATTENTION}", f"LoRA leaves out {EXPERTS}"]),
+        ("gpt-oss", ["o_proj", "down_proj"], ["LoRA adapts 4 weights: self_attn.o_proj, mlp.experts.down_proj"]),
+        ("deepseek", ["down_proj"], "names down_proj, but peft does not adapt model.layers.0.mlp.down_proj"),
+    ],
+)  # fmt: skip
+def test_experts_that_are_named_are_adapted_and_what_is_not_is_said(
+    kind: str, targets: Any, expected: Any, tmp_path: Path
+) -> None:
+    parts = TrainableConfig(trainable="lora", lora_target_modules=targets)
+    with pytest.raises(ModelError, match=expected) if isinstance(expected, str) else nullcontext():
+        assert describe_lora(moe_folder(kind, tmp_path), parts) == expected
+
+
+def test_experts_named_as_targets_are_trained_and_loaded_again(tmp_path: Path, tokenizer: Any) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(moe_folder("qwen3", tmp_path / "config")))
+    base.save_pretrained(tmp_path / "base")
+    parts = TrainableConfig(trainable="lora", lora_r=2, lora_target_modules=["q_proj", "gate_up_proj"])
+    model = set_trainable(load_model(tmp_path / "base"), parts)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight)
+    changed = [name for name in moving(model) if "experts" in name]
+    assert len(changed) == 4, "two matrices in each of two layers"
+    tokens = torch.arange(9)[None]
+    expected = model(tokens).logits
+    assert (expected - base(tokens).logits).abs().max() > 1e-3
+    save_model(model, tokenizer, dict(model.state_dict()), tmp_path / "adapter")
+    assert torch.equal(load_model(tmp_path / "adapter").eval()(tokens).logits, expected)

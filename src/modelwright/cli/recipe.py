@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from modelwright.cli.options import JsonOption, RecipeArgument, SetOption, add_commands, print_json, print_notes
-from modelwright.errors import Problem, RecipeError, UsageError, redact_secrets
+from modelwright.errors import ModelError, Problem, RecipeError, UsageError, redact_secrets
 from modelwright.report.formatting import strip_control_chars
 
 if TYPE_CHECKING:
@@ -56,10 +56,15 @@ def check(recipe: RecipeArgument, overrides: SetOption = None, as_json: JsonOpti
         problems += _missing_paths(loaded)
         if problems:
             raise RecipeError(problems)
-    except RecipeError as error:
+        if loaded.recipe.lora_stages:
+            from modelwright.stages.planning import describe_adapters  # imports torch
+
+            data_lines += describe_adapters(loaded.recipe, loaded.path.parent)
+    except (RecipeError, ModelError) as error:
         if not as_json:
             raise
-        print_json({"ok": False, "problems": [_problem_fields(problem) for problem in error.problems]})
+        problems = [*error.problems] if isinstance(error, RecipeError) else [Problem(recipe, str(error))]
+        print_json({"ok": False, "problems": [_problem_fields(problem) for problem in problems]})
         raise typer.Exit(error.exit_code) from None
     print_notes(loaded)
     summary = _summary(loaded)

@@ -15,7 +15,7 @@ PASSAGE_COLUMNS = ("passage", "article", "support")
 CHOICE_LIST_COLUMNS = ("choices", "options", "endings", "answers", "candidates")
 CONTINUATION_COLUMNS = ("endings", "ending0", "sol1", "premise", "startphrase")
 """Columns of datasets whose options continue the text: PIQA, HellaSwag, SWAG, COPA."""
-CHOICE_COLUMN_PATTERNS = ("choice{}", "option{}", "sol{}", "ending{}", "opt{}", "answer{}", "choice_{}", "option_{}")
+CHOICE_PATTERNS = ("choice{}", "option{}", "sol{}", "ending{}", "opt{}", "answer{}", "choice_{}", "option_{}", "{}")
 ANSWER_COLUMNS = ("answer", "answerKey", "label", "gold", "correct", "target", "answer_idx", "correct_answer", "cop")
 CHOICE_LETTERS = "abcdefghijklmnop"
 EXPECTED_COLUMNS = "question, choices (a list) and answer (its number, letter or text)"
@@ -95,15 +95,11 @@ def _find_choices(values: Mapping[str, Any]) -> tuple[list[str], list[str]]:
             return [str(each.get("text", "")) for each in value], [str(each.get("label", "")) for each in value]
         if isinstance(value, list) and value:
             return [str(each) for each in value], []
-    for pattern in CHOICE_COLUMN_PATTERNS:
+    for pattern in CHOICE_PATTERNS:
         for marks in ("0123456789", "123456789", CHOICE_LETTERS, CHOICE_LETTERS.upper()):
             named = _numbered_values(values, [pattern.format(mark) for mark in marks])
             if len(named) > 1:
                 return named, list(marks[: len(named)])
-    for marks in (CHOICE_LETTERS.upper(), CHOICE_LETTERS):
-        named = _numbered_values(values, list(marks))
-        if len(named) > 1:
-            return named, list(marks[: len(named)])
     return (["no", "yes"], []) if isinstance(values.get("answer"), bool) else ([], [])
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from modelwright.errors import UsageError
 from modelwright.recipe.load import LoadedRecipe, dump_yaml
-from modelwright.recipe.stage_specs import TrainableConfig
 
 DEFAULT_MASTER_PORT = 29500
 JOIN_TIMEOUT = 600
@@ -261,7 +260,7 @@ def modules_to_preload(loaded: LoadedRecipe) -> tuple[str, ...]:
     if model_type:
         modules.append("transformers.tokenization_utils_tokenizers")
         modules.append(f"transformers.models.{model_type}.modeling_{model_type}")
-    if any(isinstance(stage, TrainableConfig) and stage.trainable.lora for stage in recipe.stages.values()):
+    if recipe.lora_stages:
         modules.append("peft")
     return tuple(modules)
 

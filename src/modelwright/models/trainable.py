@@ -7,7 +7,10 @@ benchmarks.ablation --only fused-lora-mlp`).
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from importlib.util import find_spec
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -17,6 +20,7 @@ from torch.nn.functional import linear, silu
 from torch.nn.modules.module import register_module_forward_hook
 
 from modelwright.errors import ModelError, first_line
+from modelwright.models import trust
 from modelwright.models.attention import hidden_states, probe_tokens
 from modelwright.recipe.sections import FUSED_LORA_RANKS, MLP_LINEARS, ParameterCount
 from modelwright.recipe.stage_specs import TrainableConfig
@@ -121,20 +125,63 @@ def add_lora(model: Any, parts: TrainableConfig) -> Any:
     """The model with LoRA by peft."""
     from peft import LoraConfig, get_peft_model
 
+    targets = parts.lora_target_modules
+    names = {name: _matches(model.named_modules(), name) for name in targets if isinstance(targets, list)}
+    # the experts of a layer are one weight, not a linear layer: peft adapts them as a parameter
+    experts = [name for name in names if _matches(model.named_parameters(), name)]
     settings = LoraConfig(
         r=parts.lora_r, lora_alpha=parts.lora_alpha, lora_dropout=parts.lora_dropout,
-        target_modules=parts.lora_target_modules, use_dora=parts.use_dora, use_rslora=parts.use_rslora,
-        task_type="CAUSAL_LM",
+        target_modules=[name for name in names if names[name] or name not in experts] if names else targets,
+        target_parameters=experts or None, use_dora=parts.use_dora, use_rslora=parts.use_rslora, task_type="CAUSAL_LM",
     )  # fmt: skip
     try:
         adapted = get_peft_model(model, settings)
         unused = [] if next(model.parameters()).is_meta else unused_adapters(adapted)
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
-        raise ModelError(f"model: LoRA could not be added ({first_line(error)})") from None
+        hint = "; experts want lora_dropout: 0" if "lora_dropout" in str(error) else ""
+        raise ModelError(f"model: LoRA could not be added ({first_line(error)}){hint}") from None
+    for name, layers in names.items():
+        if left_out := set(layers) & set(_unadapted(adapted)):
+            raise ModelError(f"model: lora_target_modules names {name}, but peft does not adapt {min(left_out)}")
+        if not layers and name in adapted.peft_config["default"].target_modules:
+            raise ModelError(f"model: lora_target_modules names {name}, which no layer is called")
     if unused:
         reason = f"LoRA of {unused[0]} would change nothing, since the model reads its weight without calling it"
         raise ModelError(f"model: {reason}; leave it out of lora_target_modules")
     return adapted
+
+
+def _matches(named: Iterable[tuple[str, Any]], name: str) -> list[str]:
+    return [path for path, _ in named if f".{path}".endswith(f".{name}")]
+
+
+def _unadapted(adapted: Any) -> list[str]:
+    """Names of linear layers, but the LM head, and of weights of experts that have no adapter."""
+    base = adapted.get_base_model()
+    head = base.get_output_embeddings()
+    linears = [name for name, each in base.named_modules() if isinstance(each, nn.Linear) and each is not head]
+    experts = [name for name, weight in base.named_parameters() if weight.ndim == 3 and not name.endswith(".weight")]
+    return [name for name in (*linears, *experts) if "base_layer" not in name and LORA_PREFIX not in name]
+
+
+def describe_lora(folder: Path, parts: TrainableConfig) -> list[str]:
+    """A line about what LoRA adapts in the model of a folder; none for a model that cannot be built on meta."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = trust.adapter_base(folder) if (folder / trust.ADAPTER_CONFIG).exists() else folder
+    trust.check_model(folder)
+    try:
+        with torch.device("meta"):
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception:  # transformers raises many classes; the stage reports them when it loads the model
+        return []
+    adapted = add_lora(model, parts)
+    targets = [*adapted.base_model.targeted_module_names, *adapted.base_model.targeted_parameter_names]
+    left_out = _unadapted(adapted) if parts.lora_target_modules == "all-linear" else []
+    names = {f"adapts {len(targets)} weights:": targets, "leaves out": left_out}
+    kinds = {verb: dict.fromkeys(re.sub(r"^.*\.\d+\.", "", path) for path in names[verb]) for verb in names}
+    return [f"LoRA {verb} {', '.join(kinds[verb])}" for verb in kinds if kinds[verb]]
 
 
 @torch.no_grad()
@@ -272,9 +319,7 @@ def _mlp_forward(layer: Any, x: Tensor) -> Tensor:
     frozen = [each.base_layer.weight for each in linears]
     *lora, down_b = [weight for each in linears for weight in lora_weights(each)]
     adapters_off = linears[0].disable_adapters
-    if (
-        adapters_off
-    ):  # zero LoRA, so that the reference rounds as the policy does: equal to the bit while lora_B is zero
+    if adapters_off:  # zero LoRA: the reference rounds as the policy does, equal to the bit while lora_B is zero
         lora = [torch.zeros_like(weight) for weight in lora]
     rows, down_lora_inner, *_ = fused_lora_mlp(x.flatten(0, -2), *frozen, *lora, rank_and_scaling(linears[0])[1])
     out = rows if adapters_off else rows + linear(down_lora_inner, down_b)

@@ -341,7 +341,7 @@ def shape_of_recipe(recipe: Recipe, recipe_dir: Path) -> ModelShape:
     name = recipe.model.model_name_or_path or ""
     if name == RESNET:
         return ResNetShape(RESNET, "our own ResNet-18, from scratch", width=recipe.model.resnet_width)
-    for folder in _model_folders(name, recipe_dir):
+    for folder in model_folders(name, recipe_dir):
         if (folder / "config.json").is_file():
             return shape_from_config(_read_config(folder / "config.json"), name, str(folder / "config.json"))
     plain = Path(name).name.lower()
@@ -357,7 +357,7 @@ def shape_of_recipe(recipe: Recipe, recipe_dir: Path) -> ModelShape:
 
 def is_downloaded(name: str, recipe_dir: Path) -> bool:
     """Whether a model with its weights is on this machine."""
-    folders = [folder for folder in _model_folders(name, recipe_dir) if (folder / "config.json").is_file()]
+    folders = [folder for folder in model_folders(name, recipe_dir) if (folder / "config.json").is_file()]
     return name in (RESNET, EMBEDDED_MODEL) or any(any(folder.glob("*.safetensors")) for folder in folders)
 
 
@@ -375,7 +375,7 @@ def shape_of_architecture(architecture: LlamaArchitecture, name: str, vocab_size
     return shape_from_config(config, name, source)
 
 
-def _model_folders(name: str, recipe_dir: Path) -> list[Path]:
+def model_folders(name: str, recipe_dir: Path) -> list[Path]:
     """Folders where a model may be: its path, our cache, the hub cache."""
     folders = [Path(name), recipe_dir / name]
     if name == EMBEDDED_MODEL:

@@ -28,6 +28,7 @@ from modelwright.recipe.stage_specs import (
     OrpoConfig,
     PretrainConfig,
     SftConfig,
+    TrainableConfig,
     TrainingConfig,
 )
 
@@ -196,6 +197,12 @@ class Recipe(FrozenModel):
         data = self.data_for(self.text_stage) if self.text_stage else self.data
         assert data is not None
         return data
+
+    @property
+    def lora_stages(self) -> dict[str, TrainableConfig]:
+        """The stages that train an adapter."""
+        stages = self.stages.items()
+        return {name: each for name, each in stages if isinstance(each, TrainableConfig) and each.trainable.lora}
 
     def parent_stage(self, stage: str) -> str | None:
         """The stage whose model a stage starts from; None if it starts from the model of the recipe."""

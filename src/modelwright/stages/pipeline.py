@@ -59,6 +59,7 @@ from modelwright.stages.context import (
     stage_settings,
     validate_overrides,
 )
+from modelwright.stages.planning import describe_adapters
 from modelwright.stages.specs import BUILDERS
 from modelwright.stages.stage_runner import StageRunner
 from modelwright.tasks import scoring, verifiers
@@ -176,6 +177,8 @@ def _check_before_start(context: RunContext) -> None:
     for stage in unfinished:
         if isinstance(settings := context.recipe.stages[stage], TrainableConfig):
             pretrained.require_bitsandbytes(settings.quantization)
+    if unfinished:
+        describe_adapters(context.recipe, context.recipe_dir)
     if unfinished and (config := context.recipe.evaluate):
         if config.tasks:
             scoring.require_lm_eval()

@@ -27,8 +27,9 @@ from modelwright.models import activation_checkpoint, trainable
 from modelwright.models.vision import ResNet18
 from modelwright.plan.choose import CHECKPOINTINGS, StageEstimate, choose_plan
 from modelwright.plan.hardware import Hardware, gpu_spec_of
-from modelwright.plan.model_shape import ModelShape, ResNetShape, shape_from_config
+from modelwright.plan.model_shape import ModelShape, ResNetShape, model_folders, shape_from_config
 from modelwright.plan.stage import StagePlan, choose_fp8_scalings
+from modelwright.recipe.schema import Recipe
 from modelwright.recipe.sections import RowStats
 from modelwright.recipe.stage_specs import TrainableConfig, TrainingConfig
 from modelwright.runs.caches import cache_dir
@@ -54,6 +55,14 @@ def fit_plan(plan: StagePlan, stage: str, parts: StageParts, context: RunContext
     if _wants_fp8_trial(fitted, stage, context) and (trial := _cached_trial(fitted, stage, parts, context)):
         fitted = _with_trial_result(fitted, trial)
     return fitted.revise(*parts.optimization_notes(fitted))
+
+
+def describe_adapters(recipe: Recipe, recipe_dir: Path) -> list[str]:
+    """What LoRA adapts in each stage, if the model is on this machine; raises ModelError where it cannot."""
+    folders = model_folders(recipe.model.model_name_or_path or "", recipe_dir)
+    folders = [path for path in folders if (path / "config.json").is_file()]
+    stages = recipe.lora_stages.items() if folders else ()
+    return [f"{stage}: {line}" for stage, each in stages for line in trainable.describe_lora(folders[0], each)]
 
 
 def _fit_to_memory(plan: StagePlan, stage: str, parts: StageParts, context: RunContext) -> StagePlan:
