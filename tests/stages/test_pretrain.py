@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,22 @@ def test_text_in_another_column_is_answered_with_the_columns(model_folder: Path,
     recipe = recipe_of(tmp_path, model_folder)
     with pytest.raises(DataError, match=r"there is no column 'lyrics'; the columns are text; data\.text_column says"):
         pipeline.run(load(recipe, ["data.text_column=lyrics"], {}))
+
+
+def test_shards_of_another_tokenizer_are_refused(done: Path, model_folder: Path, tmp_path: Path) -> None:
+    """Two tokens changed places: the vocabulary has the same size, and every text would be trained as another one."""
+    shutil.copytree(model_folder, tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["e"] = vocabulary["e"], vocabulary["a"]
+    file.write_text(json.dumps(tokenizer))
+    recipe = recipe_of(tmp_path / "recipe", file.parent)
+    shards = RunFolder(done).data("pretrain") / "packed"
+    with pytest.raises(
+        DataError, match=r"tokenized by another tokenizer\.json than that of the init model of this run"
+    ):
+        pipeline.run(load(recipe, [f"data={{dataset_name: {shards}}}"], {}))
 
 
 def test_lengths_of_a_curriculum_may_be_counts_or_shares() -> None:
