@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from modelwright.data.chat import build_prompt_messages
 from modelwright.data.preferences import load_preferences, tokenize_pairs
 from modelwright.errors import ModelError
 from modelwright.models import save
 from modelwright.models.pretrained import load_model, load_tokenizer
 from modelwright.recipe.load import load
 from modelwright.runs.folder import RunFolder, read_json
-from modelwright.stages import pipeline, specs
+from modelwright.serve.generate import TextGenerator
+from modelwright.stages import export, pipeline, specs
+from tests.faults.fork_server import events_of
 from tiny import SFT, tiny_dpo_recipe, tiny_recipe
 
 LORA = {"trainable": "lora", "lora_r": 4, "learning_rate": 1e-2}
@@ -112,3 +115,20 @@ def test_a_stage_fails_if_the_saved_model_has_another_loss(
     monkeypatch.setattr(specs, "save_model", save_other)
     with pytest.raises(ModelError, match=r"the saved model has a loss of .* on rows where the trained one has"):
         pipeline.run(load(tiny_recipe(tmp_path, model_folder, max_steps=8, **LORA), (), {}))
+
+
+def test_a_run_folder_that_was_moved_is_loaded_asked_exported_and_continued(model_folder: Path, tmp_path: Path) -> None:
+    """The adapter of dpo names its base, which is in the run folder, by the path of then."""
+    recipe = preferences_after_adapter(tmp_path / "then", model_folder, **LORA)
+    pipeline.run(load(recipe, (), {}))
+    expected = chosen_loss(recipe, tmp_path / "then" / "run" / "best_model")
+    (tmp_path / "then").rename(tmp_path / "now")
+    recipe, folder = tmp_path / "now" / recipe.name, RunFolder(tmp_path / "now" / "run")
+    assert chosen_loss(recipe, folder.best_model) == expected
+    assert len(TextGenerator(folder.best_model, max_new_tokens=2).generate([build_prompt_messages("Why?", None)])) == 1
+    result = export.export(export.check_export(str(folder.path), "merged", output=str(tmp_path / "merged")))
+    assert chosen_loss(recipe, result.path) == pytest.approx(expected, rel=1e-5)
+    text = recipe.read_text(encoding="utf-8").replace(str(tmp_path / "then"), str(tmp_path / "now"))
+    recipe.write_text(text, encoding="utf-8")
+    pipeline.run(load(recipe, (), {}))
+    assert "dpo already complete and verified; skipped" in str(events_of(folder.path, "note"))

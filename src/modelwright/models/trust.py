@@ -16,6 +16,8 @@ from types import FrameType
 from typing import Any
 
 from modelwright.errors import ModelError
+from modelwright.recipe.sections import EMBEDDED_MODEL
+from modelwright.runs.caches import cache_dir, hf_hub_cache
 from modelwright.runs.folder import read_regular
 
 MAX_JSON_BYTES = 4_000_000
@@ -59,16 +61,26 @@ def adapter_base(path: Path) -> Path:
         pickle_note = f" ({pickles[0]} is a pickle, which may run any code)" if (pickles := _pickles(path)) else ""
         raise ModelError(f"model: {path} has no adapter_model.safetensors{pickle_note}; it wants safetensors")
     base = settings.get("base_model_name_or_path")
-    if not isinstance(base, str) or not _is_model(base):
+    folders = [each for each in (_base_folders(path, base) if isinstance(base, str) else ()) if _is_model(each)]
+    if not folders:
         raise ModelError(f"model: {file} sits on {str(base)[:200]!r}, and there is no such model folder")
-    if (Path(base) / ADAPTER_CONFIG).exists():
+    if (folders[0] / ADAPTER_CONFIG).exists():
         raise ModelError(f"model: {file} sits on {base}, itself an adapter; it wants a full model")
-    return Path(base)
+    return folders[0]
 
 
-def _is_model(name: str) -> bool:
+def _base_folders(path: Path, base: str) -> list[Path]:
+    """Where the base of an adapter may be: in its own run folder, which may have moved, as named, or in the caches."""
+    named, stage = Path(base), path.resolve().parent
+    own = [stage / "base"] if named.parts[-2:] == (stage.name, "base") else []
+    embedded = [cache_dir() / named.name] if named.name.startswith(EMBEDDED_MODEL) else []
+    hub = [hf_hub_cache().joinpath(*named.parts[-3:])] if named.parent.name == "snapshots" else []
+    return [*own, named, *embedded, *hub]
+
+
+def _is_model(folder: Path) -> bool:
     try:
-        return (Path(name) / "config.json").is_file()
+        return (folder / "config.json").is_file()
     except (OSError, ValueError):  # too long, or with a null byte
         return False
 

@@ -10,11 +10,12 @@ from typing import Any
 
 from modelwright.data.download import sha256_file
 from modelwright.errors import ModelError, UsageError
+from modelwright.models import trust
 from modelwright.models.gguf import unsupported_reason
 from modelwright.recipe.load import load
 from modelwright.recipe.schema import Recipe
 from modelwright.report.model_card import render_model_card
-from modelwright.runs.folder import RunFolder, open_run, read_json
+from modelwright.runs.folder import RunFolder, open_run
 from modelwright.stages.gate import promoted_stage
 
 CHECKSUMS_FILE = "SHA256SUMS"
@@ -221,8 +222,7 @@ def _model_key(key: str, names: set[str]) -> str | None:
 
 def _base_model_dir(model: Path) -> Path:
     """The folder of a model's config: of an adapter, that of its base model."""
-    config = model / "adapter_config.json"
-    return Path(read_json(config)["base_model_name_or_path"]) if config.exists() else model
+    return trust.adapter_base(model) if (model / trust.ADAPTER_CONFIG).exists() else model
 
 
 def as_json(result: ExportResult) -> dict[str, Any]:
