@@ -263,8 +263,13 @@ ROLE_WORDS = {
     "observation": "tool", "tool_response": "tool", "function": "tool", "function_response": "tool", "ipython": "tool",
 }  # fmt: skip
 """The role of a message by its words in OpenAI's, ShareGPT's and other formats."""
-MESSAGE_MEANINGS = ("weight", "train", "training", "loss", "images", "image", "audio", "video", "refusal")
-"""Keys of a message that change its meaning and are not used; 1 and true change nothing."""
+MESSAGE_KEYS = {
+    *("role", "from", "content", "value", "tool_calls", "function_call", "name", "tool_call_id", "reasoning_content"),
+    *("id", "uuid", "message_id", "parent_id", "turn", "turn_identifier", "index", "type", "status", "state", "source"),
+    *("model", "timestamp", "created_at", "date", "language", "country", "hashed_ip", "header", "redacted", "toxic"),
+    *("finish_reason", "usage", "tokens", "num_tokens", "user_id", "markdown", "text"),
+}  # fmt: skip
+"""Keys of a message that are used, and those that change nothing; of any other, only 1 and true change nothing."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 TRANSCRIPT_RE = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
 
@@ -287,8 +292,8 @@ def normalize_message(turn: Any) -> Message:
         content = json.dumps(content, ensure_ascii=False)
     if role is None or not (isinstance(content, str) or (content is None and calls)):
         raise RowError(f"a turn is {str(turn)[:60]!r}; {wanted}")
-    for key in MESSAGE_MEANINGS:
-        if turn.get(key) is not None and turn[key] not in (1, True, [], ""):
+    for key in sorted(turn.keys() - MESSAGE_KEYS):
+        if turn[key] is not None and turn[key] not in (1, True, [], {}, ""):
             raise RowError(f"a turn has {key} {str(turn[key])[:40]}, which is not used; leave it out of the messages")
     message: Message = {"role": role, "content": content or ""}
     message |= {key: turn[key] for key in ("name", "tool_call_id", "reasoning_content") if turn.get(key)}
