@@ -3,6 +3,8 @@ the gradients with the saving are compared with those of each row alone without 
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -15,9 +17,10 @@ from torch import Tensor
 from modelwright.data.chat import ConversationDataset, TokenizedDataset, TokenizedRow
 from modelwright.data.preferences import TokenizedPair
 from modelwright.engine.distributed import World
+from modelwright.models.activation_checkpoint import enable_activation_checkpointing
 from modelwright.models.attention import register_attention
 from modelwright.models.prefix_sharing import prefix_sharing_blocker
-from modelwright.models.trainable import set_trainable
+from modelwright.models.trainable import decoder_layers, set_trainable
 from modelwright.recipe.stage_specs import PreferenceConfig, SftConfig
 from modelwright.tasks import losses
 from modelwright.tasks.batching import collate_examples
@@ -26,8 +29,9 @@ from modelwright.tasks.frozen_cache import CacheLocation
 from modelwright.tasks.losses import fused_linear_cross_entropy, summed_cross_entropy
 from modelwright.tasks.sft import SftLoss, SftTask, find_compute_reuse
 
-DRAWS = 6
-"""Random cases for each saving; `DRAWS = 500` finds rare ones."""
+NIGHTLY = bool(os.environ.get("NIGHTLY"))
+DRAWS = 200 if NIGHTLY else 6
+"""Random cases for each saving; ``NIGHTLY=1 pytest tests/tasks/test_differential.py`` finds rare ones."""
 VOCAB = 90
 
 
@@ -112,6 +116,33 @@ def test_a_saving_of_sft_changes_no_loss_and_no_gradient(saving: str, tmp_path: 
         parts = [task.module(**task.batch(part).inputs) for part in (order[:cut], order[cut:])]
         assert_equal(with_gradients(model, torch.stack(parts).sum()), plain, case)
     assert used >= DRAWS // 3, "the saving is used in the cases that are drawn"
+
+
+def compile_layers(model: Any) -> None:
+    torch.compiler.reset()
+    for layer in decoder_layers(model):
+        layer.compile()
+
+
+@pytest.mark.parametrize(
+    "saving",
+    [
+        pytest.param(lambda model: enable_activation_checkpointing(model, True), id="checkpointing"),
+        pytest.param(lambda model: enable_activation_checkpointing(model, "selective"), id="selective"),
+        pytest.param(compile_layers, id="compile", marks=pytest.mark.skipif(not NIGHTLY, reason="takes minutes")),
+    ],
+)
+def test_layers_that_are_recomputed_or_compiled_change_no_loss_and_no_gradient(saving: Callable[[Any], None]) -> None:
+    for seed in range(4 if saving is compile_layers else DRAWS):
+        rng = np.random.default_rng([seed, 17])
+        model, rows = draw_model(rng).train(), draw_rows(rng)
+        case = f"{seed} {model.config.model_type} {model.config._attn_implementation}"
+        inputs = [collate_examples([[row]]).inputs for row in rows]
+        plain = with_gradients(model, torch.stack([SftLoss(model)(**row) for row in inputs]).sum())
+        saving(model)
+        ours = with_gradients(model, torch.stack([SftLoss(model)(**row) for row in inputs]).sum())
+        ours = (ours[0], {name.replace("_orig_mod.", ""): grad for name, grad in ours[1].items()})
+        assert_equal(ours, plain, case)
 
 
 def test_a_prompt_computed_once_changes_no_log_prob_and_no_gradient() -> None:
