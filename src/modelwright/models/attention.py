@@ -27,8 +27,8 @@ LOGIT_CONFIG_KEYS = (*SOFT_CAPS, *SCALES, "logits_scaling")
 """Config keys of model families that scale or cap their logits."""
 FORWARD_TOLERANCE = 2e-2
 """Largest relative difference of logits by rounding in half precision; a wrong mask makes 0.3 and more."""
-EXACT_TOLERANCE, ROUNDING = 1e-4, 1e-6
-"""The same in fp32 on a CPU; and of one computation done twice."""
+EXACT_TOLERANCE, ROUNDING = 1e-3, 1e-6
+"""The same in fp32 on a CPU: 1.7e-4 in SmolLM2-135M with one thread, 8e-5 with two; and of one computation twice."""
 
 
 def hidden_states(
