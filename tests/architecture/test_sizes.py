@@ -21,7 +21,7 @@ LINES = {
     # row formats, converters, mixtures, chat templates
     "data formats": 1_370,
     # round trips, adapters, odd architectures, unclear answers of multiple choice, adapters that are built before a run
-    "never silently wrong": 477,
+    "never silently wrong": 480,
     # signals in every phase, one sentence for errors of the storage, only regular files, odd runs, slow clients
     "steady under attack": 260,
     # the batched decoder and its caches; verifiers, evaluate.answers, early stopping

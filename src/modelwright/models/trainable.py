@@ -168,7 +168,6 @@ def describe_lora(folder: Path, parts: TrainableConfig) -> list[str]:
     """A line about what LoRA adapts in the model of a folder; none for a model that cannot be built on meta."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder = trust.adapter_base(folder) if (folder / trust.ADAPTER_CONFIG).exists() else folder
     trust.check_model(folder)
     try:
         with torch.device("meta"):
