@@ -117,7 +117,7 @@ BAD_SERVER_REQUESTS: list[tuple[str, dict[str, Any]]] = [
         {**BODY, "max_tokens": -1}, {**BODY, "max_tokens": 10**9}, {**BODY, "max_tokens": "many"},
         {**BODY, "temperature": -1}, {**BODY, "temperature": True}, {**BODY, "top_p": 0}, {**BODY, "n": 100},
         b'{"messages": [{"role": "user", "content": "\\ud800"}]}', {**BODY, "tools": [{"type": "function"}]},
-        {**BODY, "logprobs": True}, {**BODY, "response_format": {"type": "json_object"}},
+        {**BODY, "logprobs": True, "top_logprobs": 3}, {**BODY, "response_format": {"type": "json_object"}},
         {**BODY, "logit_bias": {"1": 2}},
         {**BODY, "messages": [{"role": "user", "content": "a" * 900_000}]},
         {**BODY, "stop": ["a"] * 9}, {**BODY, "stop": [""]}, {**BODY, "stop": 7}, {**BODY, "seed": 2**70},

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +29,14 @@ def server(model_folder: Path) -> Iterator[ModelServer]:
     running = ModelServer(ServedModel("tiny", TextGenerator(model_folder, max_new_tokens=8), "Be brief."))
     yield running
     running.close()
+
+
+def until(condition: Callable[[], Any]) -> None:
+    """Wait until it holds."""
+    deadline = time.monotonic() + 100
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def client(server: ModelServer) -> Any:
@@ -72,15 +81,75 @@ def test_eight_clients_at_once_lose_no_answer(server: ModelServer) -> None:
         assert list(pool.map(one, questions)) == alone
 
 
-def test_a_client_that_disconnects_frees_its_slot(server: ModelServer) -> None:
-    data = json.dumps({**BODY, "stream": True, "max_tokens": 200}).encode()
-    head = (f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n"
+def test_32_requests_at_once_share_their_batches(server: ModelServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = server.served.generator
+    decoder, batch_sizes = generator.decoder, []
+    questions = [f"What is {'very ' * (number % 7)}{number}?" for number in range(32)]
+    alone = [generator.generate([build_prompt_messages(question, "Be brief.")])[0] for question in questions]
+    forward = decoder.cache.forward
+    monkeypatch.setattr(decoder.cache, "forward", lambda tokens: batch_sizes.append(len(tokens)) or forward(tokens))
+
+    def one(question: str) -> str:
+        body = {"messages": [{"role": "user", "content": question}], "max_tokens": 8}
+        return str(json.loads(server.request(body)[1])["choices"][0]["message"]["content"])
+
+    with ThreadPoolExecutor(32) as pool:
+        with decoder._step_lock:  # nothing is decoded before all have arrived
+            answers = [pool.submit(one, question) for question in questions]
+            until(lambda: len(decoder._waiting) == 32)
+        assert [answer.result() for answer in answers] == alone
+    assert max(batch_sizes) > 16 and len(batch_sizes) < 32
+
+
+def stream_request(server: ModelServer, max_tokens: int) -> socket.socket:
+    """A connection that has asked for a streamed answer."""
+    data = json.dumps({**BODY, "stream": True, "max_tokens": max_tokens}).encode()
+    head = (f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nConnection: close\r\n"
             f"Authorization: Bearer {server.served.api_key}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(data)}\r\n\r\n").encode()  # fmt: skip
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as line:
-        line.sendall(head + data)
-        assert b"200 OK" in line.recv(100)
+    line = socket.create_connection(("127.0.0.1", server.port), timeout=100)
+    line.sendall(head + data)
+    return line
+
+
+def test_a_client_that_disconnects_frees_its_row(server: ModelServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = server.served.generator.decoder
+    forward = decoder.cache.forward
+
+    def wait_for_the_end(tokens: Any) -> Any:
+        [request] = decoder._rows
+        until(lambda: len(request.token_ids) < 5 or request.cancelled)
+        return forward(tokens)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder.cache, "forward", wait_for_the_end)
+        with stream_request(server, 200) as line:
+            assert b"200 OK" in line.recv(100)
+        until(lambda: not decoder._rows and not decoder._waiting and not decoder._thread_runs)
     assert server.request(BODY)[0] == 200
+
+
+def test_a_client_that_does_not_read_blocks_nobody(server: ModelServer) -> None:
+    with stream_request(server, 200) as line:
+        received = line.recv(1)
+        for _ in range(3):
+            assert server.request(BODY)[0] == 200
+        while piece := line.recv(1000):
+            received += piece
+    assert received.startswith(b"HTTP/1.1 200 OK") and b"data: [DONE]" in received
+
+
+def test_log_probs_are_served(server: ModelServer) -> None:
+    request: dict[str, Any] = {"model": "tiny", "messages": BODY["messages"], "max_tokens": 6, "logprobs": True}
+    completion = client(server).chat.completions.create(**request)
+    logprobs = completion.choices[0].logprobs.content
+    assert len(logprobs) == 6 and all(token.logprob <= 0 for token in logprobs)
+    assert "".join(token.token for token in logprobs).strip() == completion.choices[0].message.content
+    pieces = client(server).chat.completions.create(**request, stream=True)
+    chunks = [piece.choices[0].logprobs for piece in pieces]
+    assert [token.logprob for chunk in chunks if chunk for token in chunk.content] == [
+        each.logprob for each in logprobs
+    ]
 
 
 @pytest.mark.parametrize(("name", "fields"), BAD, ids=[name[:60] for name, _ in BAD])

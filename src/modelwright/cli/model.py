@@ -168,7 +168,10 @@ def serve(
         generator = models.generator("before" if base else "after")
         served = ServedModel(models.recipe.name, generator, models.system_prompt, api_key)
         banner = f"base_url  {listener.url}/v1\napi_key   {served.api_key}\nmodel     {served.name}"
-        listener.serve(application(served, listener.hosts), banner)
+        try:
+            listener.serve(application(served, listener.hosts), banner)
+        finally:
+            generator.decoder.cancel_all()  # its thread ends with the current step
 
 
 def evaluate(

@@ -150,8 +150,10 @@ class Decoder:
     def cancel_all(self) -> None:
         """Drop every request."""
         with self._queue_lock:
-            for request in (*self._rows, *self._waiting):
-                request.cancelled = True
+            requests = [*self._rows, *self._waiting]
+        for request in requests:
+            request.cancelled = True
+            request.notify()
 
     def step(self) -> None:
         """Decode one token of every row, with waiting requests in the rows that are free."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -54,8 +54,8 @@ class Detokenizer:
     def add(self, token: int) -> bool:
         """Take a token; returns whether the answer ends here, at a stop text."""
         self._token_ids.append(token)
-        old = self._decode(self._token_ids[self._context : self._decoded])
-        new = self._decode(self._token_ids[self._context :])
+        old = self.decode(self._token_ids[self._context : self._decoded])
+        new = self.decode(self._token_ids[self._context :])
         if len(new) > len(old) and not new.endswith("\ufffd"):  # an incomplete character waits for the next token
             self._text = (self._text + new[len(old) :]).lstrip()
             self._context, self._decoded = self._decoded, len(self._token_ids)
@@ -68,13 +68,14 @@ class Detokenizer:
 
     def final_text(self, token_ids: list[int]) -> str:
         """The text of an answer up to a stop text, without the white space around it."""
-        text = self._decode(token_ids).lstrip()
+        text = self.decode(token_ids).lstrip()
         return text[: self._stop_index(text)].rstrip()
 
     def _stop_index(self, text: str) -> int:
         return min((index for stop in self._stop if (index := text.find(stop)) >= 0), default=len(text))
 
-    def _decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of tokens, special ones left out."""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
 
@@ -106,12 +107,23 @@ class CompletionStream:
         """Pieces of the answer, without the white space around it; its row is freed when nobody reads on."""
         self.decoder.submit(self.request)
         try:
-            while not self.request.finished:
+            finished = False
+            while not finished:
                 self.decoder.step()
+                finished = self.request.finished  # before reading: another thread may decode, too
                 if piece := self.read():
                     yield piece
         finally:
             self.request.cancelled = True
+
+    def start(self, on_progress: Callable[[], None]) -> None:
+        """Let the decoder's thread generate the answer; `on_progress` is called there when there is more to read."""
+        self.request.on_progress = on_progress
+        self.decoder.submit(self.request, in_thread=True)
+
+    def token_texts(self, first: int, end: int) -> list[str]:
+        """The texts of single tokens of the answer."""
+        return [self._detokenizer.decode([token]) for token in self.request.token_ids[first:end]]
 
     def read(self) -> str:
         """What is new since the last call; raises the error that ended the answer."""

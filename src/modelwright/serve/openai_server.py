@@ -1,4 +1,4 @@
-"""Serve one model to OpenAI-compatible clients: /v1/chat/completions and /v1/models, one completion at a time."""
+"""Serve one model to OpenAI-compatible clients: /v1/chat/completions and /v1/models, decoded in one batch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +28,7 @@ MAX_MESSAGES = 500
 MAX_COMPLETION_TOKENS = 8192
 MIN_TEMPERATURE = 1e-3
 """Below it logits overflow when they are divided by it; the answer is the greedy one."""
-UNSUPPORTED = frozenset({"tools", "functions", "logprobs", "top_logprobs", "logit_bias", "audio", "presence_penalty",
+UNSUPPORTED = frozenset({"tools", "functions", "top_logprobs", "logit_bias", "audio", "presence_penalty",
                          "frequency_penalty"})  # fmt: skip
 """What a client may ask for and would not get."""
 ROLES = ("system", "user", "assistant")
@@ -41,7 +42,6 @@ class ServedModel:
     ) -> None:
         self.name, self.generator, self.system_prompt = name, generator, system_prompt
         self.api_key = api_key or new_token()
-        self.generation_lock = asyncio.Lock()  # requests wait here in order of arrival
 
     def is_authorized(self, scope: Scope, headers: dict[str, str]) -> bool:
         """Whether a request has the API key."""
@@ -62,6 +62,8 @@ class ChatCompletionRequest:
     """Whether the answer is streamed."""
     include_usage: bool = False
     """Whether a streamed answer ends with its token counts."""
+    logprobs: bool = False
+    """Whether the log-prob of each token is part of the answer."""
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex[:24]}")
     """The id of the completion."""
 
@@ -91,11 +93,10 @@ def application(served: ServedModel, hosts: frozenset[str]) -> Application:
         if completion_request.stream:
             return StreamingResponse(_sse_stream(served, completion_request, stream), media_type="text/event-stream")
         text = ""
-        async with served.generation_lock:
-            async for piece in _stream_pieces(stream):
-                text += piece
-                if await request.is_disconnected():  # the client is gone
-                    return Response(status_code=499)
+        async for piece in _stream_pieces(stream):
+            text += piece
+            if await request.is_disconnected():  # the client is gone
+                return Response(status_code=499)
         return JSONResponse(_completion(served, completion_request, stream, text))
 
     routes = [Route("/v1/models", models), Route("/v1/chat/completions", completions, methods=["POST"])]
@@ -147,7 +148,8 @@ def parse_request(body: bytes, served: ServedModel) -> ChatCompletionRequest:
     )
     options = payload.get("stream_options")
     include_usage = isinstance(options, dict) and options.get("include_usage") is True
-    return ChatCompletionRequest(messages, sampling_params, payload.get("stream") is True, include_usage)
+    streams, logprobs = payload.get("stream") is True, payload.get("logprobs") is True
+    return ChatCompletionRequest(messages, sampling_params, streams, include_usage, logprobs)
 
 
 def _parse_messages(value: Any) -> list[Message]:
@@ -177,24 +179,49 @@ def _parse_number(value: Any, name: str, minimum: float, maximum: float, default
 
 
 async def _stream_pieces(stream: CompletionStream) -> AsyncIterator[str]:
-    """The pieces of an answer, each computed in a thread, so that a request can be cancelled between two of them."""
-    pieces: Iterator[str] = iter(stream)
-    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
-        yield piece
+    """The pieces of an answer as the decoder's thread delivers them; its row is freed when nobody reads on."""
+    loop, progress = asyncio.get_running_loop(), asyncio.Event()
+
+    def notify() -> None:
+        with suppress(RuntimeError):  # the server has ended
+            loop.call_soon_threadsafe(progress.set)
+
+    stream.start(notify)
+    try:
+        finished = False
+        while not finished:
+            await progress.wait()
+            progress.clear()
+            finished = stream.request.finished  # before reading: what comes later notifies again
+            if piece := stream.read():
+                yield piece
+    finally:
+        stream.request.cancelled = True
 
 
 async def _sse_stream(
     served: ServedModel, request: ChatCompletionRequest, stream: CompletionStream
 ) -> AsyncIterator[str]:
-    """Pieces as server-sent events; a client that disconnects releases the lock for the next request."""
-    async with served.generation_lock:
-        yield _sse_event(_chunk(served, request, {"role": "assistant", "content": ""}))
-        async for piece in _stream_pieces(stream):
-            yield _sse_event(_chunk(served, request, {"content": piece}))
-    yield _sse_event(_chunk(served, request, {}, stream.finish_reason))
+    """Pieces as server-sent events; a client that reads slowly waits here, and the decoder does not wait for it."""
+    yield _sse_event(_chunk(served, request, {"role": "assistant", "content": ""}))
+    tokens = 0
+    async for piece in _stream_pieces(stream):
+        first, tokens = tokens, stream.completion_tokens
+        logprobs = _logprobs(stream, first, tokens) if request.logprobs else None
+        yield _sse_event(_chunk(served, request, {"content": piece}, logprobs=logprobs))
+    logprobs = _logprobs(stream, tokens, stream.completion_tokens) if request.logprobs else None
+    yield _sse_event(_chunk(served, request, {}, stream.finish_reason, logprobs))
     if request.include_usage:
         yield _sse_event({**_chunk(served, request, {}), "choices": [], "usage": _usage(stream)})
     yield "data: [DONE]\n\n"
+
+
+def _logprobs(stream: CompletionStream, first: int, end: int) -> dict[str, Any]:
+    """Tokens of an answer with their log-probs, as OpenAI writes them."""
+    texts, logprobs = stream.token_texts(first, end), stream.request.logprobs[first:end]
+    tokens = [{"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+              for text, logprob in zip(texts, logprobs, strict=True)]  # fmt: skip
+    return {"content": tokens, "refusal": None}
 
 
 def _sse_event(value: dict[str, Any]) -> str:
@@ -202,9 +229,10 @@ def _sse_event(value: dict[str, Any]) -> str:
 
 
 def _chunk(
-    served: ServedModel, request: ChatCompletionRequest, delta: dict[str, str], finish_reason: str | None = None
-) -> dict[str, Any]:
-    choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
+    served: ServedModel, request: ChatCompletionRequest, delta: dict[str, str], finish_reason: str | None = None,
+    logprobs: dict[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": logprobs}
     return {"id": request.id, "object": "chat.completion.chunk", "created": int(time.time()), "model": served.name,
             "choices": [choice]}  # fmt: skip
 
@@ -213,7 +241,8 @@ def _completion(
     served: ServedModel, request: ChatCompletionRequest, stream: CompletionStream, text: str
 ) -> dict[str, Any]:
     message = {"role": "assistant", "content": text, "refusal": None}
-    choice = {"index": 0, "message": message, "finish_reason": stream.finish_reason, "logprobs": None}
+    logprobs = _logprobs(stream, 0, stream.completion_tokens) if request.logprobs else None
+    choice = {"index": 0, "message": message, "finish_reason": stream.finish_reason, "logprobs": logprobs}
     return {"id": request.id, "object": "chat.completion", "created": int(time.time()), "model": served.name,
             "choices": [choice], "usage": _usage(stream)}  # fmt: skip
 
