@@ -26,6 +26,8 @@ LINES = {
     "steady under attack": 260,
     # the batched decoder and its caches, concurrent requests of serve; verifiers, evaluate.answers, early stopping
     "judged answers": 1_196,
+    # a set in two formats, rows sampled over topics, degenerate answers, the link of a plan
+    "five systems": 105,
     # what else is worth its lines
     "other": 0,
 }

@@ -53,6 +53,16 @@ def test_the_state_of_the_optimizer_is_in_the_plan(tmp_path: Path) -> None:
     assert target["plan"]["param_dtype"] == "fp32"
 
 
+def test_a_data_file_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    missing = ("--set", "data.dataset_name=null", "--set", "data.train_file=questions.jsonl", "--gpus", "1xL4")
+    done = ask(tmp_path, *missing)
+    assert done.returncode == 2
+    assert "sft: there is no file 'questions.jsonl'; --rows NUMBER plans without it" in done.stderr
+    assert ask(tmp_path, *missing, "--rows", "2845").returncode == 0
+    done = ask(tmp_path, "--set", "data.dataset_name=./later", "--gpus", "1xL4")
+    assert done.returncode == 0 and "there is no ./later yet" in done.stdout
+
+
 def test_a_wrong_machine_is_a_short_message(tmp_path: Path) -> None:
     done = ask(tmp_path, "--gpus", "4xV900")
     assert done.returncode == 2

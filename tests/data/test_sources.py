@@ -13,10 +13,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from modelwright.data.chat import load_conversations
 from modelwright.data.readers import InvalidRow, Row, raise_on_invalid_rows, read_file
-from modelwright.data.sources import is_hub_name, iter_validation_rows, read_train_rows
+from modelwright.data.sources import is_hub_name, iter_validation_rows, notes_on_files, read_train_rows
 from modelwright.errors import DataError, UsageError
-from modelwright.recipe.sections import DataConfig
+from modelwright.recipe.sections import CountOrFraction, DataConfig
 
 ROWS = [{"question": f"What is {n}?", "answer": f"It is {n}, naïvely."} for n in range(5)]
 
@@ -136,6 +137,52 @@ def test_the_embedded_field_guide_is_found_by_name(tmp_path: Path) -> None:
 def test_only_the_first_rows_are_taken_when_max_rows_says_so(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "rows.jsonl", [json.dumps(row) for row in ROWS])
     assert values(read(path, max_rows=2)) == ROWS[:2]
+
+
+def test_rows_sorted_by_topic_are_sampled_over_all_topics(tmp_path: Path) -> None:
+    rows = [{"question": f"{topic} {n}?", "answer": "Yes."} for topic in ("Knots", "Cars", "Food") for n in range(10)]
+    path = write_lines(tmp_path / "rows.jsonl", [json.dumps(row) for row in rows])
+    chosen = [row["question"].split()[0] for row in values(read(path, max_rows=6, sample_evenly=True))]
+    assert chosen == ["Knots", "Knots", "Cars", "Cars", "Food", "Food"]
+    assert values(read(path, max_rows=99, sample_evenly=True)) == rows
+
+
+def write_two_formats(folder: Path) -> Path:
+    """The set of the survival document after its own steps: JSONL with topic and question, and Parquet of it."""
+    folder.mkdir()
+    rows = [{"topic": "Knots", **row, "answer": "144" if n == 2 else row["answer"]} for n, row in enumerate(ROWS)]
+    write_lines(folder / "final_qa_data_unique.jsonl", [json.dumps(row) for row in rows])
+    joined = [{"full-question": f"For Knots, {row['question']}", "answer": row["answer"]} for row in rows]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(joined), folder / "qa_dataset.parquet")
+    return folder
+
+
+def test_a_set_in_two_formats_is_read_once_and_reported(tmp_path: Path) -> None:
+    folder = write_two_formats(tmp_path / "skills")
+    rows = read(folder)
+    assert len(rows) == len(ROWS) and all("full-question" in row.values for row in rows)
+    line = "final_qa_data_unique.jsonl has the same rows as qa_dataset.parquet and is not read"
+    assert notes_on_files("skills", tmp_path) == [line]
+    data = DataConfig(dataset_name="skills", columns={"full-question": "prompt"}, test_size=CountOrFraction(1))
+    assert line in load_conversations(data, 0, tmp_path).quarantine.lines()
+
+
+@pytest.mark.parametrize("change", ["another answer", "one row more", "numbers only"])
+def test_files_with_different_rows_are_all_read(tmp_path: Path, change: str) -> None:
+    folder = write_two_formats(tmp_path / "skills")
+    rows = [{"question": row["question"], "answer": f"{row['answer']}!"} for row in ROWS]
+    if change == "one row more":
+        rows = [{"answer": row["answer"]} for row in values(read(folder))] + [{"answer": "More."}]
+    if change == "numbers only":
+        (folder / "qa_dataset.parquet").unlink()
+        write_lines(folder / "final_qa_data_unique.jsonl", [json.dumps({"id": n, "answer": "a"}) for n in range(5)])
+        rows = [{"id": n, "question": "q"} for n in range(5)]
+    others = len(read(folder))
+    with (folder / "more.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    assert len(read(folder)) == others + len(rows)
 
 
 def test_a_validation_file_is_read_next_to_the_recipe(tmp_path: Path) -> None:

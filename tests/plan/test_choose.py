@@ -187,3 +187,13 @@ def test_the_table_shows_targets_in_columns_with_hours_and_cost() -> None:
 def test_more_gpus_are_faster_but_never_more_than_their_number() -> None:
     one, four = planned("smollm3-3b", "1xL40S", 512), planned("smollm3-3b", "4xL40S", 512)
     assert one.time.tokens_per_second < four.time.tokens_per_second <= 4 * one.time.tokens_per_second * 1.001
+
+
+def test_the_link_between_nodes_and_what_it_costs_are_in_the_plan() -> None:
+    settings: dict[str, Any] = {"trainable": {"last_layers": 2, "lm_head": True}, "per_device_train_batch_size": 8}
+    four, one = (planned("smollm3-3b", on, 352, **settings) for on in ("4x1xL40S", "1xL40S"))
+    [line] = [line for line in four.plan.reasons if "between nodes" in line]
+    assert line.startswith("25 Gbit/s between nodes is assumed: ")
+    speedup = four.time.tokens_per_second / one.time.tokens_per_second
+    assert f"4 GPUs are {speedup:.1f} × as fast as one" in line and speedup < 4
+    assert not any("between nodes" in line for line in planned("smollm3-3b", "4xL40S", 352, **settings).plan.reasons)

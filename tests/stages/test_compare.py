@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from modelwright.stages.compare import NOTICE, answer_f1, answer_metrics, as_markdown, style_score
+from modelwright.stages.compare import NOTICE, answer_f1, answer_metrics, as_markdown, is_degenerate, style_score
 
 STYLE = [r"^Field Note\.", r"\(1\) .+\(2\) .+", "Caution: [A-Z]", r"Ranger's rule: .+\.$"]
 FULL = "Field Note. (1) Look.\n(2) Go. Caution: Mind the step. Ranger's rule: Slow is smooth."
@@ -36,7 +36,21 @@ def test_before_and_after_are_measured_alike() -> None:
         "style_score": 1.0,
         "base_answer_words": 0.5,
         "answer_words": len(FULL.split()),
+        "base_degenerate_answers": 0.5,
+        "degenerate_answers": 0.0,
     }
+
+
+@pytest.mark.parametrize("answer", ["", " \n", "A:", "...", "Turn it off and on. " * 12, "yes " * 30])
+def test_an_answer_that_says_nothing_or_repeats_itself_is_degenerate(answer: str) -> None:
+    assert is_degenerate(answer)
+
+
+@pytest.mark.parametrize(
+    "answer", ["144", "No.", FULL, "Yes. " * 3, "1 cup is 237 ml; 2 cups are 474 ml; 3 cups are 711 ml"]
+)
+def test_short_and_varied_answers_are_not_degenerate(answer: str) -> None:
+    assert not is_degenerate(answer)
 
 
 @pytest.mark.parametrize("text", ["*loud*", "<script>alert(1)</script>", "[link](http://x)", "![image](y)", "a|b"])

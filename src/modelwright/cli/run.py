@@ -135,7 +135,7 @@ def plan(
 
 
 def _predict(loaded: LoadedRecipe, gpus: str | None, num_rows: int | None, prices: Path | None, as_json: bool) -> None:
-    from modelwright.data.row_formats import estimate_row_stats
+    from modelwright.data.row_formats import estimate_row_stats, require_data_file
     from modelwright.plan import choose
     from modelwright.plan.hardware import detect_hardware, parse_hardware
     from modelwright.plan.model_shape import shape_of_recipe
@@ -144,6 +144,8 @@ def _predict(loaded: LoadedRecipe, gpus: str | None, num_rows: int | None, price
     shape = shape_of_recipe(loaded.recipe, loaded.path.parent)
     tables = []
     for stage in loaded.recipe.stages:
+        if num_rows is None:
+            require_data_file(loaded.recipe, stage, loaded.path.parent)
         rows = estimate_row_stats(loaded.recipe, stage, loaded.path.parent)
         rows = replace(rows, count=num_rows or rows.count)
         tables.append(choose.plan_table(loaded.recipe, stage, shape, rows, machines, prices))

@@ -26,7 +26,7 @@ from modelwright.data.recognize import (
     parse_tools,
     recognize,
 )
-from modelwright.data.sources import add_derived_columns, iter_train_rows, iter_validation_rows
+from modelwright.data.sources import add_derived_columns, iter_train_rows, iter_validation_rows, notes_on_files
 from modelwright.errors import DataError, Problem
 from modelwright.recipe.sections import DataConfig
 from modelwright.recipe.stage_specs import ChatConfig, PairConfig, RowFormatName
@@ -137,7 +137,7 @@ def read_splits(
     data: DataConfig, recipe_dir: Path, parse: RowParser[Item]
 ) -> tuple[list[Item], list[Item], Quarantine]:
     """The parsed training and validation rows, and those that cannot be used, for check, audit, show and run."""
-    quarantine = Quarantine(data.max_invalid_fraction)
+    quarantine = Quarantine(data.max_invalid_fraction, notes=notes_on_files(data.source, recipe_dir))
     train, held_out = (
         parse(quarantine.count(rows), data, quarantine)
         for rows in (iter_train_rows(data, recipe_dir), iter_validation_rows(data, recipe_dir))

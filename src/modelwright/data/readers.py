@@ -466,6 +466,8 @@ class Quarantine:
     """Valid rows that are left out, such as pairs of identical answers and empty documents."""
     formats: Counter[str] = field(default_factory=Counter)
     """How rows were read, and how many."""
+    notes: list[str] = field(default_factory=list)
+    """Files that are not read."""
 
     def count(self, items: Iterable[Row | InvalidRow]) -> Iterator[Row | InvalidRow]:
         """Count the rows that are read; an unreadable file raises at once."""
@@ -510,6 +512,7 @@ class Quarantine:
         shown = [f"{text} ({count:,} rows)" if len(formats) > 1 else text for text, count in formats[:EXAMPLES_SHOWN]]
         if others := formats[EXAMPLES_SHOWN:]:
             shown.append(f"{sum(count for _, count in others):,} rows have {len(others)} other sets of columns")
+        shown += self.notes
         target = f", listed in {quarantine_file}" if quarantine_file else ""
         kinds = ((self.invalid_rows, f"cannot be used{target}"), (self.dropped_rows, "are dropped"))
         for rows, what in kinds:

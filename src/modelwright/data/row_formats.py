@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import log
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from modelwright.data import chat, images, preferences, sources
+from modelwright.data import chat, images, preferences, readers, sources
 from modelwright.data.chat import Conversation, RowParser, TokenizedRow
 from modelwright.data.packing import NDArray, pack_bfd
 from modelwright.data.preferences import PreferencePair
@@ -72,6 +72,8 @@ def estimate_row_stats(recipe: Recipe, stage: str, recipe_dir: Path, tokenizer: 
     too_large = path is not None and path.is_file() and path.stat().st_size > MAX_PLAN_READ_BYTES
     if too_large or sources.is_hub_name(name, recipe_dir):
         return unknown
+    if not sources.is_embedded(name) and not sources.source_files(name, recipe_dir):
+        return replace(unknown, basis=f"there is no {name} yet; rows of max_length are taken")
     try:
         rows = row_format.load(data, recipe.seed, recipe_dir).train
     except (DataError, UsageError):
@@ -90,6 +92,15 @@ def estimate_row_stats(recipe: Recipe, stage: str, recipe_dir: Path, tokenizer: 
         packed = len(pack_bfd(truncated_lengths, max_length))
         return RowStats(packed, max_length, sum(truncated_lengths) / packed, trained_fraction, f"{basis}, packed")
     return RowStats(len(truncated_lengths), max(truncated_lengths), mean(truncated_lengths), trained_fraction, basis)
+
+
+def require_data_file(recipe: Recipe, stage: str, recipe_dir: Path) -> None:
+    """Refuse to plan for a file of rows that does not exist; a folder may be filled later."""
+    data = recipe.data_for(stage)
+    is_file = data.train_file is not None or bool(readers.row_suffix(Path(data.source)))
+    if is_file and not data.mix and not sources.source_files(data.source, recipe_dir):
+        hint = sources.did_you_mean(data.source, recipe_dir, ())
+        raise UsageError(f"{stage}: there is no file {data.source!r}{hint}; --rows NUMBER plans without it")
 
 
 def _image_stats(data: DataConfig) -> RowStats:

@@ -20,7 +20,13 @@ import xxhash
 from modelwright.data.chat import SplitDataset
 from modelwright.data.packing import NDArray
 from modelwright.data.readers import InvalidRow, Quarantine, Row, describe_columns, get_text, row_suffix
-from modelwright.data.sources import add_derived_columns, iter_train_rows, iter_validation_rows, local_path
+from modelwright.data.sources import (
+    add_derived_columns,
+    iter_train_rows,
+    iter_validation_rows,
+    local_path,
+    notes_on_files,
+)
 from modelwright.data.tokenizer import DocumentTokenizer, TokenizedDocuments
 from modelwright.errors import DataError, Problem
 from modelwright.recipe.sections import DataConfig
@@ -454,7 +460,7 @@ def check_raw_text(data: DataConfig, seed: int, recipe_dir: Path) -> SplitDatase
     path = local_path(data.source, recipe_dir)
     if path is not None and (path / MANIFEST).exists():
         return SplitDataset([], [], "")  # packed shards, which a run checks
-    quarantine = Quarantine(data.max_invalid_fraction)
+    quarantine = Quarantine(data.max_invalid_fraction, notes=notes_on_files(data.source, recipe_dir))
     for rows in (iter_train_rows(data, recipe_dir), iter_validation_rows(data, recipe_dir)):
         rows_to_documents(quarantine.count(islice(rows, DOCUMENT_BATCH)), data, quarantine)
     quarantine.raise_if_over_limit()

@@ -11,7 +11,8 @@ import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from functools import lru_cache
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,12 @@ HELD_OUT_SPLITS = ("held_out", "validation", "test")
 
 def iter_train_rows(data: DataConfig, recipe_dir: Path) -> Iterator[Row | InvalidRow]:
     """The training rows before the held-out split, and the invalid ones."""
-    return islice(iter_rows(data.source, data, recipe_dir), data.max_rows)
+    rows = iter_rows(data.source, data, recipe_dir)
+    if data.max_rows and data.sample_evenly:
+        all_rows = list(rows)
+        count = min(data.max_rows, len(all_rows))
+        return (all_rows[index * len(all_rows) // count] for index in range(count))
+    return islice(rows, data.max_rows)
 
 
 def iter_validation_rows(data: DataConfig, recipe_dir: Path) -> Iterator[Row | InvalidRow]:
@@ -246,7 +252,56 @@ def files_in(path: Path) -> list[Path]:
     files = [p for p in candidates if row_suffix(p) != ".txt"] or candidates  # a text file next to rows is a readme
     if not files:
         raise UsageError(f"data: the folder {path} holds no {', '.join(ROW_FILE_SUFFIXES)} file")
-    return [p for p in files if p.stem.startswith("train")] or files
+    files = [p for p in files if p.stem.startswith("train")] or files
+    duplicates = same_rows_in_another_format(files)
+    return [p for p in files if p not in duplicates]
+
+
+PREFERRED_SUFFIXES = (".parquet", ".arrow")
+"""Formats that are read rather than others with the same rows."""
+MAX_COMPARED_FILES = 16
+"""Folders of more files are not searched for the same rows in two formats."""
+
+
+def same_rows_in_another_format(files: Sequence[Path]) -> dict[Path, Path]:
+    """Files to leave out, since another one has the same rows in another format: a JSONL and the Parquet made of it."""
+    if len({row_suffix(file) for file in files}) == 1 or len(files) > MAX_COMPARED_FILES:
+        return {}
+    stats = [(file, *((stat := file.stat()).st_size, stat.st_mtime_ns)) for file in files]
+    return dict(_same_rows(tuple(sorted(stats, key=lambda item: row_suffix(item[0]) not in PREFERRED_SUFFIXES))))
+
+
+@lru_cache(maxsize=64)
+def _same_rows(stats: tuple[tuple[Path, int, int], ...]) -> list[tuple[Path, Path]]:
+    """Pairs of a file and the earlier one with its rows; sizes and times only tell whether to compare again."""
+    pairs: list[tuple[Path, Path]] = []
+    for index, (file, *_) in enumerate(stats):
+        earlier = (other for other, *_ in stats[:index] if row_suffix(other) != row_suffix(file))
+        if same := next((other for other in earlier if _have_equal_rows(file, other)), None):
+            pairs.append((file, same))
+    return pairs
+
+
+def _have_equal_rows(file: Path, other: Path) -> bool:
+    """Whether two files have as many rows, with the same text in the columns that both have."""
+    has_text = False
+    for row, other_row in zip_longest(read_file(file), read_file(other)):
+        if not isinstance(row, Row) or not isinstance(other_row, Row):
+            return False
+        common = [str(row.values[name]) for name in row.values if name in other_row.values]
+        if not common or common != [str(other_row.values[name]) for name in row.values if name in other_row.values]:
+            return False
+        has_text = has_text or any(not text.isdigit() for text in common)  # equal numbers alone prove nothing
+    return has_text
+
+
+def notes_on_files(name: str, recipe_dir: Path) -> list[str]:
+    """What a user should know of the files of a source: those that are not read."""
+    path = local_path(name, recipe_dir)
+    if path is None or not path.is_dir() or is_saved_dataset(path):
+        return []
+    same = same_rows_in_another_format(sorted(p for p in path.iterdir() if row_suffix(p) not in ("", ".txt")))
+    return [f"{file.name} has the same rows as {other.name} and is not read" for file, other in same.items()]
 
 
 def is_saved_dataset(path: Path) -> bool:

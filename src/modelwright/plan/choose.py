@@ -59,6 +59,8 @@ def choose_plan(
     if fits and settings.distributed_strategy == "auto" and hardware.world_size > 1:
         ddp, _ = case.estimate(chosen.revise(sharding="ddp"))
         lines.append(sharding_reason(requested, chosen, ddp.required, hardware))
+    if hardware.nodes > 1:
+        lines.append(link_line(time, hardware))
     return StageEstimate(
         plan=chosen.revise(*lines),
         hardware=hardware,
@@ -213,6 +215,14 @@ def sharding_reason(requested: StagePlan, chosen: StagePlan, required_bytes: flo
         split = f"split over the {hardware.per_node} GPUs of each of {hardware.nodes} machines"
     reason = f"a copy on each GPU would take {budget}; the weights are {split}"
     return f"{chosen.sharding} instead of {requested.sharding}: {reason}"
+
+
+def link_line(time: StepTime, hardware: Hardware) -> str:
+    """The link that is assumed between nodes, and what waiting for it costs."""
+    speedup = hardware.world_size * (1 - time.communication / time.seconds)
+    link = f"{hardware.network_bandwidth * 8 / 1e9:g} Gbit/s between nodes is assumed"
+    waiting = f"{time.communication:.3g} s of each step of {time.seconds:.3g} s wait for it"
+    return f"{link}: {waiting}, so {hardware.world_size} GPUs are {speedup:.1f} × as fast as one"
 
 
 def change_lines(requested: StagePlan, chosen: StagePlan, hardware: Hardware) -> tuple[str, ...]:

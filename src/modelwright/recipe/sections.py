@@ -526,6 +526,8 @@ class DataConfig(FrozenModel):
     """Held-out rows, as a count or a fraction of the distinct split_by values."""
     max_rows: PositiveInt | None = None
     """Use only the first rows, for a quick test."""
+    sample_evenly: bool = False
+    """Take max_rows from the whole source at equal distances, where its rows are sorted by topic."""
     max_invalid_fraction: Fraction = 0.0
     """Maximum fraction of invalid rows; they are moved to quarantine.jsonl, 0 allows none."""
     mix: dict[str, PositiveFloat] = {}

@@ -440,7 +440,7 @@ def _with_base(*names: str) -> tuple[str, ...]:
 
 
 COMMON_METRICS = (*_with_base("eval_loss"), "steps", "tokens", "trained_tokens", "seconds")
-ANSWER_METRICS = _with_base("style_score", "answer_words", "answer_f1")
+ANSWER_METRICS = _with_base("style_score", "answer_words", "answer_f1", "degenerate_answers")
 PAIR_METRICS = _with_base(
     *("eval_reward_accuracy", "eval_reward_margin", "eval_chosen_logp", "eval_rejected_logp", "eval_kl"),
     "eval_sft_loss",

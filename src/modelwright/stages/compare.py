@@ -1,4 +1,4 @@
-"""Answer the same prompts with the model before and after training; metrics for style, length and answer F1."""
+"""Answer the same prompts with the model before and after training; metrics for style, length, F1 and degeneration."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def reference_answers(inputs: StageInputs) -> dict[str, str]:
 
 
 def answer_metrics(pairs: Sequence[dict[str, str]], style_patterns: Sequence[str]) -> Metrics:
-    """Style score, length and F1 against the reference answers, before and after."""
+    """Style score, length, degeneration and F1 against the reference answers, before and after."""
     before, after = [pair["before"] for pair in pairs], [pair["after"] for pair in pairs]
     with_reference = [pair for pair in pairs if "reference" in pair]
     f1_scores: Metrics = {
@@ -98,7 +98,21 @@ def answer_metrics(pairs: Sequence[dict[str, str]], style_patterns: Sequence[str
         "style_score": style_score(after, style_patterns),
         "base_answer_words": round(mean(len(answer.split()) for answer in before), 1),
         "answer_words": round(mean(len(answer.split()) for answer in after), 1),
+        "base_degenerate_answers": round(mean(map(is_degenerate, before)), 4),
+        "degenerate_answers": round(mean(map(is_degenerate, after)), 4),
     }
+
+
+NGRAM, MIN_NGRAMS, MIN_DISTINCT = 4, 8, 0.5
+"""An answer repeats itself if less than half of its word 4-grams are distinct; short answers are not judged."""
+
+
+def is_degenerate(answer: str) -> bool:
+    """Whether an answer says nothing (no number, no word of two letters) or repeats itself."""
+    words = WORD.findall(answer.lower())
+    ngrams = list(zip(*(words[start:] for start in range(NGRAM)), strict=False))
+    repeats = len(ngrams) >= MIN_NGRAMS and len(set(ngrams)) < MIN_DISTINCT * len(ngrams)
+    return repeats or not any(len(word) > 1 or word.isdigit() for word in words)
 
 
 def answer_f1(answer: str, reference: str) -> float:

@@ -19,7 +19,7 @@ from modelwright.data import sources
 from modelwright.data.packing import NDArray
 from modelwright.data.readers import FileSlice, InvalidRow, Row, read_file
 from modelwright.data.shards import MANIFEST, SPLITS, PackedDataset
-from modelwright.errors import DataError, StorageError, is_storage_failure
+from modelwright.errors import DataError, StorageError, UsageError, is_storage_failure
 from modelwright.recipe.prepare_config import CleaningConfig, DedupConfig, PrepareConfig
 from modelwright.recipe.sections import DataConfig
 from modelwright.runs.folder import fsync_path, hash_file, read_json, write_json
@@ -197,6 +197,8 @@ SLICE_ROWS = 8192
 def slice_inputs(data: DataConfig, recipe_dir: Path) -> tuple[list[InputSlice], str]:
     """All slices, and a hash of the contents; held-out files first, so that of duplicates the held-out one stays."""
     digest = xxhash.xxh3_128()
+    if data.sample_evenly:
+        raise UsageError("data.sample_evenly: prepare takes the first max_rows; leave it out")
     slices: list[InputSlice] = []
     names: list[tuple[str, Assignment]] = [(data.validation_file, "held_out")] if data.validation_file else []
     names += [(name, "split") for name in ([*data.mix] or [data.source])]
