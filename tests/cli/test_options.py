@@ -9,7 +9,8 @@ import pytest
 from typer.main import get_command
 
 from modelwright.cli.main import build_app
-from modelwright.cli.options import OLD_SPELLINGS
+from modelwright.cli.options import OLD_SPELLINGS, SETTING_FLAGS, SWITCHES
+from modelwright.recipe.load import load
 
 OLD_AND_NEW = [
     ("run R --override a --from sft --until=dpo", "run R --allow-changed a --from-stage sft --until-stage dpo"),
@@ -74,3 +75,25 @@ def get_help() -> str:
 
 def test_what_follows_two_dashes_is_left_alone() -> None:
     assert parse("ask R -- --from")[1]["question"] == "--from"
+
+
+def test_every_flag_of_the_usual_script_is_a_flag_of_run() -> None:
+    flags = dict.fromkeys(sorted(SETTING_FLAGS - SWITCHES - {"train_file"}), "7")
+    line = " ".join(["run R", *(f"--{name} {value}" for name, value in flags.items()), *(f"--{n}" for n in SWITCHES)])
+    _, values = parse(line)
+    assert len(SETTING_FLAGS) == 26
+    assert values["recipe"] == "R"
+    assert set(values["overrides"]) == {f"{name}=7" for name in flags} | {f"{name}=true" for name in SWITCHES}
+
+
+def test_a_flag_takes_its_value_after_an_equals_sign_and_a_switch_may_have_one() -> None:
+    _, values = parse("run --bf16 R --seed=7 --gradient_checkpointing false --set a=b")
+    assert values["recipe"] == "R"
+    assert values["overrides"] == ["a=b", "bf16=true", "seed=7", "gradient_checkpointing=false"]
+
+
+def test_a_train_file_replaces_the_data_set_of_the_recipe() -> None:
+    overrides = parse("plan gemma-270m --train_file data/train.jsonl --text_column body")[1]["overrides"]
+    data = load("gemma-270m", overrides, environ={}).recipe.data
+    assert data is not None
+    assert (data.dataset_name, data.train_file, data.text_column) == (None, "data/train.jsonl", "body")

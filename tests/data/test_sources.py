@@ -15,7 +15,7 @@ import pytest
 
 from modelwright.data.chat import load_conversations
 from modelwright.data.readers import InvalidRow, Row, raise_on_invalid_rows, read_file
-from modelwright.data.sources import is_hub_name, iter_validation_rows, notes_on_files, read_train_rows
+from modelwright.data.sources import hub_id, is_hub_name, iter_validation_rows, notes_on_files, read_train_rows
 from modelwright.errors import DataError, UsageError
 from modelwright.recipe.sections import CountOrFraction, DataConfig
 
@@ -118,6 +118,29 @@ def test_a_folder_that_datasets_saved_gives_its_train_split(tmp_path: Path) -> N
     )
     assert values(read(tmp_path / "one")) == ROWS
     assert values(read(tmp_path / "split")) == ROWS[:3]
+
+
+def test_a_split_of_a_saved_data_set_is_held_out_where_it_has_one(tmp_path: Path) -> None:
+    from datasets import Dataset, DatasetDict
+
+    splits = {"train": Dataset.from_list(ROWS[:3]), "validation": Dataset.from_list(ROWS[3:])}
+    DatasetDict(splits).save_to_disk(tmp_path / "split")
+    DatasetDict({"train": splits["train"]}).save_to_disk(tmp_path / "alone")
+    data = DataConfig(dataset_name="split", validation_split="validation")
+    dataset = load_conversations(data, 0, tmp_path)
+    assert (len(dataset.train), len(dataset.held_out)) == (3, 2)
+    for name in ("alone", "field-guide"):  # no such split: test_size is held out
+        data = DataConfig(dataset_name=name, validation_split="validation", test_size=CountOrFraction(1),
+                          columns={"question": "prompt", "answer": "completion"})  # fmt: skip
+        assert list(iter_validation_rows(data, tmp_path)) == []
+        assert len(load_conversations(data, 0, tmp_path).held_out) == 1
+
+
+def test_a_data_set_that_once_had_no_owner_is_a_name_of_the_hub(tmp_path: Path) -> None:
+    assert is_hub_name("wikitext", tmp_path) and hub_id("wikitext") == "Salesforce/wikitext"
+    assert hub_id("owner/wikitext") == "owner/wikitext"
+    (tmp_path / "wikitext").mkdir()
+    assert not is_hub_name("wikitext", tmp_path)
 
 
 def test_a_dataset_without_a_train_split_is_answered_with_the_splits_it_has(tmp_path: Path) -> None:

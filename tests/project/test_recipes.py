@@ -33,3 +33,25 @@ def test_it_is_written_out_as_the_same_recipe(name: str, tmp_path: Path) -> None
     again = load(written, environ={}).recipe
     assert again == recipe.model_copy(update={"env_overrides": {}, "gates_file": None})
     assert dump_yaml(again) == dump_yaml(recipe)
+
+
+def test_the_plain_vision_recipe_has_the_settings_of_the_document() -> None:
+    classify = load("resnet18-cifar10-plain", environ={}).recipe.stages["classify"]
+    expected = {
+        "num_train_epochs": 10, "per_device_train_batch_size": 32, "gradient_accumulation_steps": 1,
+        "learning_rate": 0.001, "optim": "adamw_torch", "weight_decay": 0, "lr_scheduler_type": "constant",
+        "precision": "fp32", "max_grad_norm": 0, "label_smoothing_factor": 0, "ema_decay": 0,
+        "random_crop_padding": 4, "horizontal_flip": True, "cutout_size": 0,
+        "test_time_flip": False, "test_time_shift": 0,  # validation: normalise only
+    }  # fmt: skip
+    assert {name: getattr(classify, name) for name in expected} == expected
+
+
+def test_the_survival_recipe_asks_about_topics_of_its_data() -> None:
+    topics = {"Wilderness Survival Basics", "Essential Knots and Uses", "Common Unit Conversions",
+              "Basic First Aid Procedures", "Simple Car Maintenance Checks"}  # fmt: skip
+    for name in ("survival-smollm3", "survival-smollm3-tiny"):
+        recipe = load(name, environ={}).recipe
+        assert {prompt.removeprefix("For ").partition(",")[0] for prompt in recipe.compare.prompts} <= topics
+        assert {"eval_loss", "answer_f1", "degenerate_answers"} == recipe.gates["sft"].keys()
+    assert load("survival-smollm3", environ={}).recipe.model.chat_template_kwargs == {"enable_thinking": False}

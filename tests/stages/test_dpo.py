@@ -62,5 +62,5 @@ def test_skipped_and_truncated_rows_are_reported(model_folder: Path, tmp_path: P
 
 
 def test_the_history_has_the_metrics_of_pairs(done: RunFolder) -> None:
-    evaluated = [row for row in read_json(done.history) if "eval_loss" in row]
+    evaluated = [row for row in read_json(done.history)["steps"] if "eval_loss" in row]
     assert evaluated and all({"eval_reward_accuracy", "eval_kl"} <= row.keys() for row in evaluated)

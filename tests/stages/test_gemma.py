@@ -50,6 +50,12 @@ def test_every_flag_of_the_usual_script_is_a_setting_of_that_name() -> None:
     assert (files.data.train_file, files.data.validation_file) == ("a.txt", "b.csv")
 
 
+@pytest.mark.parametrize("name", ["google/gemma-270m", "google/gemma-270m-it", "google/gemma-3-270m"])
+def test_the_document_s_name_of_the_model_is_read_as_the_published_one(name: str) -> None:
+    recipe = load("gemma-270m", [f"model_name_or_path={name}"], environ={}).recipe
+    assert recipe.model.model_name_or_path == name.replace("gemma-270m", "gemma-3-270m")
+
+
 def test_the_defaults_of_the_script_are_the_recipe_s() -> None:
     recipe = load("gemma-270m", environ={}).recipe
     settings = recipe.stages["pretrain"].model_dump(mode="json")
@@ -59,7 +65,7 @@ def test_the_defaults_of_the_script_are_the_recipe_s() -> None:
         "save_total_limit": 3,
     }  # fmt: skip
     assert {name: settings[name] for name in expected} == expected
-    assert (recipe.model.model_name_or_path, recipe.seed) == ("google/gemma-270m", 42)
+    assert (recipe.model.model_name_or_path, recipe.seed) == ("google/gemma-3-270m", 42)
 
 
 class Gate(http.server.BaseHTTPRequestHandler):
@@ -71,7 +77,7 @@ class Gate(http.server.BaseHTTPRequestHandler):
         self.requests.append(self.path)
         self.send_response(401)
         self.send_header("X-Error-Code", "GatedRepo")
-        self.send_header("X-Error-Message", "Access to model google/gemma-270m is restricted.")
+        self.send_header("X-Error-Message", "Access to model google/gemma-3-270m is restricted.")
         self.send_header("Content-Length", "0")
         self.end_headers()
 
@@ -96,11 +102,13 @@ def test_a_gated_model_without_a_token_is_one_error_before_anything_is_downloade
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     server.shutdown()
     assert done.returncode == 2, done.stderr
-    assert "google/gemma-270m is gated, and no token that may read it was found; nothing was downloaded" in done.stderr
+    assert (
+        "google/gemma-3-270m is gated, and no token that may read it was found; nothing was downloaded" in done.stderr
+    )
     assert "HF_TOKEN" in done.stderr
     assert "Traceback" not in done.stderr
     about_it = [path for path in Gate.requests if "gemma" in path]
-    assert about_it == ["/api/models/google/gemma-270m/auth-check"]
+    assert about_it == ["/api/models/google/gemma-3-270m/auth-check"]
     assert not list((tmp_path / "hub").rglob("*.safetensors"))
 
 

@@ -142,3 +142,24 @@ def test_a_changed_setting_of_any_finished_stage_is_refused_before_anything_is_t
     with pytest.raises(Refused, match=r"lora\.learning_rate was 0\.001, now 0\.002"):
         run(done / "recipe.yaml", "lora.learning_rate=0.002")
     assert (done / "recipe.yaml").read_text() == before
+
+
+def test_the_history_is_by_epoch_and_by_step(done: Path) -> None:
+    history = read_json(RunFolder(done).history)
+    assert {"epochs", "steps"} == history.keys()
+    assert [entry["step"] for entry in history["steps"] if entry["stage"] == "sft"] == [0, 1, 2, 3, 4]
+    epochs = [entry for entry in history["epochs"] if entry["stage"] == "sft"]
+    assert [entry["epoch"] for entry in epochs] == sorted({entry["epoch"] for entry in epochs})
+    assert epochs[0]["epoch"] == 0 and "eval_loss" in epochs[0] and "loss" in epochs[1]
+
+
+def test_an_epoch_of_images_has_training_and_held_out_accuracy() -> None:
+    steps = [{"stage": "classify", "step": 0, "eval_accuracy": 0.1},
+             {"stage": "classify", "step": 1, "epoch": 0.5, "loss": 2.0, "train_accuracy": 0.2},
+             {"stage": "classify", "step": 2, "epoch": 1.0, "loss": 1.0, "train_accuracy": 0.4},
+             {"stage": "classify", "step": 3, "epoch": 1.5, "loss": 0.5, "train_accuracy": 0.6},
+             {"stage": "classify", "step": 4, "eval_accuracy": 0.7, "eval_loss": 0.4}]  # fmt: skip
+    before, first, second = pipeline.epoch_history(steps)
+    assert before == {"stage": "classify", "epoch": 0, "step": 0, "eval_accuracy": 0.1}
+    assert first == {"stage": "classify", "epoch": 1, "step": 2, "loss": 1.5, "train_accuracy": pytest.approx(0.3)}
+    assert (second["epoch"], second["loss"], second["train_accuracy"], second["eval_accuracy"]) == (2, 0.5, 0.6, 0.7)

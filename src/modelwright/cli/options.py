@@ -81,8 +81,38 @@ OLD_SPELLINGS = {
 """Options of version 0.1 and their names today; each is accepted where a command has the new name and not the old."""
 
 
+SETTING_FLAGS = {
+    "model_name_or_path", "use_flash_attention", "dataset_name", "dataset_config_name", "train_file", "validation_file",
+    "text_column", "max_seq_length", "output_dir", "num_train_epochs", "per_device_train_batch_size",
+    "per_device_eval_batch_size", "gradient_accumulation_steps", "learning_rate", "weight_decay", "warmup_steps",
+    "bf16", "fp16", "gradient_checkpointing", "logging_steps", "save_steps", "eval_steps", "save_total_limit",
+    "report_to", "resume_from_checkpoint", "seed",
+}  # fmt: skip
+"""Flags of the usual Transformers script, which commands with --set accept as they are."""
+SWITCHES = {"bf16", "fp16", "gradient_checkpointing", "use_flash_attention"}
+"""Those of them that need no value."""
+
+
+def settings_from_flags(args: list[str]) -> list[str]:
+    """Arguments with each of `SETTING_FLAGS` written as --set; a train_file replaces the recipe's data set."""
+    rewritten: list[str] = []
+    settings: dict[str, str] = {}
+    remaining = list(args)
+    while remaining:
+        arg = remaining.pop(0)
+        name, equals, value = arg.removeprefix("--").partition("=")
+        if not arg.startswith("--") or name not in SETTING_FLAGS:
+            rewritten.append(arg)
+            continue
+        takes_next = remaining and (name not in SWITCHES or remaining[0] in ("true", "false"))
+        settings[name] = value if equals else remaining.pop(0) if takes_next else "true"
+    if "train_file" in settings:
+        settings = {"dataset_name": "null", "dataset_config_name": "null", **settings}
+    return [*rewritten, *(part for name, value in settings.items() for part in ("--set", f"{name}={value}"))]
+
+
 class AliasCommand(TyperCommand):
-    """A command that accepts `OLD_SPELLINGS` without showing them in --help."""
+    """A command that accepts `OLD_SPELLINGS` and `SETTING_FLAGS` without showing them in --help."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Replace old spellings, then parse."""
@@ -93,6 +123,8 @@ class AliasCommand(TyperCommand):
             old, equals, value = arg.partition("=")
             if old not in options and (new := OLD_SPELLINGS.get(old)) in options:
                 args[index] = f"{new}{equals}{value}"
+        if "--set" in options:
+            args = [*settings_from_flags(args[:end]), *args[end:]]
         return super().parse_args(ctx, args)
 
 

@@ -103,7 +103,9 @@ def audit(data: DataConfig, config: AuditConfig, recipe_dir: Path) -> AuditRepor
         "max_length": config.max_length,
         "truncated": _truncation_stats(lengths, config),
         "duplicates": _duplicate_stats(items, data.system_prompt or ""),
-        "split": _split_overlap(items, held_out_items if data.validation_file else None, data, config.seed),
+        "split": _split_overlap(
+            items, held_out_items if sources.has_validation_rows(data, recipe_dir) else None, data, config.seed
+        ),
         "padding": _padding_fraction(lengths, config),
     }
     return report

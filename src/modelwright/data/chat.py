@@ -26,7 +26,13 @@ from modelwright.data.recognize import (
     parse_tools,
     recognize,
 )
-from modelwright.data.sources import add_derived_columns, iter_train_rows, iter_validation_rows, notes_on_files
+from modelwright.data.sources import (
+    add_derived_columns,
+    has_validation_rows,
+    iter_train_rows,
+    iter_validation_rows,
+    notes_on_files,
+)
 from modelwright.errors import DataError, Problem
 from modelwright.recipe.sections import DataConfig
 from modelwright.recipe.stage_specs import ChatConfig, PairConfig, RowFormatName
@@ -93,7 +99,7 @@ class SplitDataset(Generic[Item]):
         train, held_out = ({normalize_key(item.last_user_message) for item in items} for items in splits)
         return {
             "source": data.source,
-            "validation": data.validation_file,
+            "validation": data.validation_file or data.validation_split,
             "train_rows": len(self.train),
             "held_out_rows": len(self.held_out),
             "prompts_in_both_splits": len(train & held_out),
@@ -128,7 +134,7 @@ def load_splits(
     for items, source in ((train, data.source), (held_out, data.validation_file)):
         if source and not items:
             raise DataError([Problem(source, empty_message)])
-    if not data.validation_file:
+    if not has_validation_rows(data, recipe_dir):
         train, held_out = group_split(train, data, seed)
     return train, held_out, quarantine
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -198,6 +199,17 @@ def load_hub_dataset(name: str, config: str | None, split: str, retry_delays: tu
         if delay is not None:
             time.sleep(delay)
     raise DataError([Problem(name, f"the data set {_failed_attempts(reasons)}")])
+
+
+@cache
+def split_names(name: str, config: str | None) -> tuple[str, ...]:
+    """The splits of a hub dataset; none where the hub does not answer, which reading the rows reports."""
+    from datasets import get_dataset_split_names
+
+    try:
+        return tuple(map(str, get_dataset_split_names(name, config)))
+    except Exception:  # the hub client raises many types
+        return ()
 
 
 def _prefetch_large_files(builder: Any, retry_delays: tuple[float, ...]) -> None:

@@ -22,6 +22,7 @@ from modelwright.data.packing import NDArray
 from modelwright.data.readers import InvalidRow, Quarantine, Row, describe_columns, get_text, row_suffix
 from modelwright.data.sources import (
     add_derived_columns,
+    has_validation_rows,
     iter_train_rows,
     iter_validation_rows,
     local_path,
@@ -430,14 +431,18 @@ class _SplitDocuments:
             raise DataError([Problem(data.source, "there is no text in it")])
         distinct = np.unique(np.frombuffer(hashes, dtype=np.uint64))
         _check_one_document(data, len(distinct))
-        count = 0 if data.validation_file else min(data.test_size.resolve(len(distinct)), len(distinct) - 1)
+        count = (
+            0
+            if has_validation_rows(data, recipe_dir)
+            else min(data.test_size.resolve(len(distinct)), len(distinct) - 1)
+        )
         self._held_out_limit = int(distinct[count - 1]) if count else -1
         self.fingerprint = f"{digest.hexdigest()} {self._held_out_limit}"
 
     def splits(self) -> Iterator[tuple[str, Iterator[str]]]:
         """Training documents, then held-out documents, if any."""
         yield "train", (text for text in self._train() if self._split_hash(text) > self._held_out_limit)
-        if self._held_out_limit >= 0 or self._data.validation_file:
+        if self._held_out_limit >= 0 or has_validation_rows(self._data, self._recipe_dir):
             held_out = (text for text in self._train() if self._split_hash(text) <= self._held_out_limit)
             yield "held_out", chain(held_out, self._validation())
 
@@ -464,7 +469,7 @@ def check_raw_text(data: DataConfig, seed: int, recipe_dir: Path) -> SplitDatase
     for rows in (iter_train_rows(data, recipe_dir), iter_validation_rows(data, recipe_dir)):
         rows_to_documents(quarantine.count(islice(rows, DOCUMENT_BATCH)), data, quarantine)
     quarantine.raise_if_over_limit()
-    if not data.validation_file:
+    if not has_validation_rows(data, recipe_dir):
         _check_one_document(data, quarantine.rows_read)
     return SplitDataset([], [], "", quarantine)
 

@@ -95,6 +95,12 @@ FACTORY_ROLES = {"query": "context", "response": "completion", "kto_tag": "label
 FACTORY_TAGS = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system",
                 "observation_tag": "tool", "function_tag": "function_call"}  # fmt: skip
 FACTORY_KEYS = {"file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"}
+HUB_IDS = {
+    "wikitext": "Salesforce/wikitext", "c4": "allenai/c4", "openwebtext": "Skylion007/openwebtext",
+    "imdb": "stanfordnlp/imdb", "squad": "rajpurkar/squad", "ag_news": "fancyzhx/ag_news", "gsm8k": "openai/gsm8k",
+    "wikipedia": "wikimedia/wikipedia", "samsum": "Samsung/samsum", "xsum": "EdinburghNLP/xsum",
+}  # fmt: skip
+"""Data sets that had no owner in their name when most scripts were written."""
 GLOB_RE = re.compile(r"[*?\[]")
 HELD_OUT_SPLITS = ("held_out", "validation", "test")
 """Names of the held-out split of a saved dataset."""
@@ -111,10 +117,24 @@ def iter_train_rows(data: DataConfig, recipe_dir: Path) -> Iterator[Row | Invali
 
 
 def iter_validation_rows(data: DataConfig, recipe_dir: Path) -> Iterator[Row | InvalidRow]:
-    """The rows of validation_file, if any, and the invalid ones."""
-    if data.validation_file is None:
-        return iter(())
-    return iter_rows(data.validation_file, None, recipe_dir, sample_by=data.sample_by)
+    """The rows of validation_file or validation_split, if any, and the invalid ones."""
+    if data.validation_file is not None:
+        return iter_rows(data.validation_file, None, recipe_dir, sample_by=data.sample_by)
+    if has_validation_rows(data, recipe_dir):
+        return iter_rows(data.source, data.model_copy(update={"dataset_split": data.validation_split}), recipe_dir)
+    return iter(())
+
+
+def has_validation_rows(data: DataConfig, recipe_dir: Path) -> bool:
+    """Whether held-out rows come from a file or a split of their own; local files have no splits."""
+    if data.validation_file is not None or data.validation_split is None or data.train_file:
+        return data.validation_file is not None
+    path = local_path(data.source, recipe_dir)
+    if path is not None and (path / "dataset_dict.json").is_file():
+        return data.validation_split in json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+    if not is_hub_name(data.source, recipe_dir):
+        return False
+    return data.validation_split in download.split_names(hub_id(data.source), data.dataset_config_name)
 
 
 def read_train_rows(data: DataConfig, recipe_dir: Path) -> list[Row]:
@@ -140,7 +160,12 @@ def is_hub_name(name: str, recipe_dir: Path) -> bool:
     if is_embedded(name) or local_path(name, recipe_dir) is not None:
         return False
     has_form = name.count("/") == 1 and not name.startswith((".", "/", "~")) and not GLOB_RE.search(name)
-    return has_form and not row_suffix(Path(name))
+    return name in HUB_IDS or (has_form and not row_suffix(Path(name)))
+
+
+def hub_id(name: str) -> str:
+    """The id of a hub dataset, with its owner."""
+    return HUB_IDS.get(name, name)
 
 
 def iter_rows(
@@ -161,7 +186,7 @@ def iter_rows(
             hint = did_you_mean(name, recipe_dir, [*EMBEDDED_DATASETS, *GENERATED_DATASETS])
             raise UsageError(f"data: there is no file, folder or embedded set {name!r}{hint}")
         config, split = (data.dataset_config_name, data.dataset_split) if data else (None, "train")
-        return _iter_dataset(download.load_hub_dataset(name, config, split), name, start, stop)
+        return _iter_dataset(download.load_hub_dataset(hub_id(name), config, split), name, start, stop)
     if path is not None and path.is_dir() and is_saved_dataset(path):
         return _iter_dataset(_load_saved_dataset(path, data), path.name, start, stop)
     if is_factory_source(files):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +28,8 @@ from modelwright.runs.heartbeat import Heartbeat, set_pdeathsig
 T = TypeVar("T")
 CPU = torch.device("cpu")
 RANK0_TIMEOUT = timedelta(hours=24)
+WAIT_NOTICE_SECONDS = 3.0
+"""After so long a rank says whom it waits for."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,11 @@ def _process_group(rank: int, size: int, device: torch.device, timeout_seconds: 
     # CPU tensors go through gloo, so that small messages never wait for the GPU
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
+    awaited = "the other ranks" if rank == 0 else "rank 0 and the others"
+    message = f"rank {rank} of {size} waits for {awaited} at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    notice = threading.Timer(WAIT_NOTICE_SECONDS, print, [message], {"file": sys.stderr, "flush": True})
+    notice.daemon = True
+    notice.start()
     try:
         store = next(iter(rendezvous("env://", rank, size, timeout=timeout)))[0]
         # the launcher's store outlives its ranks: keys of an earlier attempt must not be read
@@ -155,6 +163,8 @@ def _process_group(rank: int, size: int, device: torch.device, timeout_seconds: 
         raise PeerLost(
             f"rank {rank} of {size}: rendezvous failed ({reason}); run modelwright doctor --nnodes"
         ) from None
+    finally:
+        notice.cancel()
     hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     channel = FailureChannel(store, rank, size, hosts_store)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -157,3 +157,5 @@ class StepReport:
     """Whether the parameters were updated, and if not, why."""
     stop_requested: bool
     """Whether a rank was asked to stop."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The other sums of the task over the global batch, divided by its trained tokens."""

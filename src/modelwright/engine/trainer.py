@@ -158,15 +158,15 @@ class Engine:
         self._compute_timer.start()
         sums = self.with_fallback(lambda: self._accumulate(self._rank_batch(step).micro_batches, trained_tokens))
         self.precision.scaler.unscale_(self.optimizer)
-        loss_and_norm = self._clip.call_after(self._first_backward.last_graph, loss_sum=sums[0])
+        sums_and_norm = self._clip.call_after(self._first_backward.last_graph, sums=sums)
         self._data_wait_timer.start()
         self._prefetched = self._prepare(step + 1)  # while the device is still computing
         self._data_wait_timer.stop()
         self.optimizer.set_learning_rate(learning_rate)
-        loss_sum, grad_norm = loss_and_norm.tolist()  # the only synchronization with the device in a step
+        *rank_sums, grad_norm = sums_and_norm.tolist()  # the only synchronization with the device in a step
         seconds_by_rank = self._compute_timer.seconds_by_rank(self.world.rank, self.world.size)
-        loss, *compute_seconds = self.world.all_reduce_sum(loss_sum, *seconds_by_rank)
-        loss /= trained_tokens
+        totals = self.world.all_reduce_sum(*rank_sums, *seconds_by_rank)
+        loss, *others = (total / trained_tokens for total in totals[: len(rank_sums)])
         health = self.guard.check(loss, grad_norm, self.precision.can_lower_loss_scale)
         if health == "ok":
             self._update.call_after(self._first_backward.last_graph)
@@ -189,9 +189,10 @@ class Engine:
             batch_hash=rank_batch.rows_hash,
             step_seconds=seconds,
             data_wait_seconds=self._data_wait_timer.seconds,
-            compute_seconds_by_rank=tuple(compute_seconds),
+            compute_seconds_by_rank=tuple(totals[len(rank_sums) :]),
             health=health,
             stop_requested=stop_votes > 0,
+            metrics=dict(zip(self.task.metric_names[1:], others, strict=False)),
         )
 
     def _rank_batch(self, step: int) -> RankBatch:
@@ -286,10 +287,10 @@ class Engine:
         self.reset_step_state()
         return sums.tolist(), min(seconds)
 
-    def _clip_grads(self, loss_sum: Tensor) -> Tensor:
-        """Clip the gradients, or set the factor they are read with; returns [summed loss, gradient norm]."""
+    def _clip_grads(self, sums: Tensor) -> Tensor:
+        """Clip the gradients, or set the factor they are read with; returns [*summed metrics, gradient norm]."""
         grad_norm = self.optimizer.clip_grad_norm(self._max_grad_norm or float("inf"))
-        return torch.stack((loss_sum, grad_norm)).double()
+        return torch.cat((sums.double(), grad_norm.double().view(1)))
 
     def _optimizer_step(self) -> Tensor:
         self.precision.scaler.step(self.optimizer)

@@ -4,6 +4,7 @@ Names are those of Hugging Face ``TrainingArguments`` and TRL; ``fields`` maps t
 
 from __future__ import annotations
 
+import re
 from datetime import date
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
@@ -63,6 +64,11 @@ class ModelConfig(FrozenModel):
     """Attention implementation; auto is sdpa."""
     resnet_width: PositiveInt = 64
     """Channels of the first layers of resnet18; 64 is the full model."""
+
+    @field_validator("model_name_or_path")
+    @classmethod
+    def _published_name(cls, value: str | None) -> str | None:
+        return re.sub(r"^google/gemma-270m(?=$|-it$)", "google/gemma-3-270m", value) if value else value
 
     @field_validator("chat_template_date")
     @classmethod

@@ -507,6 +507,8 @@ class DataConfig(FrozenModel):
     """A JSONL, JSON, CSV, TSV, Parquet, Arrow or TXT file, also .gz or .zst, or a pattern such as data/*.jsonl."""
     validation_file: str | None = None
     """A file or folder of held-out rows; without it, test_size of the training rows are held out."""
+    validation_split: str | None = None
+    """Split of the same data set that is held out, where it has one, such as validation."""
     columns: dict[str, ColumnRole] = {}
     """Role of columns by name, such as {question: prompt}; usual names need none. context follows the prompt, history
     precedes it, tools are JSON schemas, text is trained whole without the chat template, ignore leaves it out."""

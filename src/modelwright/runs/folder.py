@@ -63,7 +63,7 @@ class RunFolder:
 
     @property
     def history(self) -> Path:
-        """Loss and learning rate step by step, and every measurement."""
+        """By epoch and by step: loss, learning rate, accuracy of images, and every measurement."""
         return self.path / "training_history.json"
 
     @property

@@ -5,13 +5,15 @@ A judged stage leaves training_history.json, training_summary.json and a model c
 from __future__ import annotations
 
 import gc
+import math
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from modelwright.models.save import atomic_model_folder
 from modelwright.plan import hardware
 from modelwright.recipe.load import LoadedRecipe, add_recipe_location, dump_yaml
 from modelwright.recipe.sections import DataConfig, EvaluateConfig
-from modelwright.recipe.stage_specs import ANSWER_METRICS, STAGES, TrainableConfig
+from modelwright.recipe.stage_specs import ANSWER_METRICS, STAGES, TrainableConfig, throughput_unit
 from modelwright.report import html
 from modelwright.report.history import read_history
 from modelwright.report.model_card import render_model_card
@@ -367,13 +369,13 @@ def _unlink_best_model(link: Path, target: Path) -> None:
         link.with_suffix(".pth").unlink(missing_ok=True)
 
 
-HISTORY_FIELDS = ("step", "epoch", "loss", "learning_rate", "grad_norm", "tokens_per_second", "samples_per_second",
-                  "data_wait_fraction", "peak_memory_bytes")  # fmt: skip
+HISTORY_FIELDS = ("step", "epoch", "loss", "train_accuracy", "learning_rate", "grad_norm", "tokens_per_second",
+                  "samples_per_second", "data_wait_fraction", "peak_memory_bytes")  # fmt: skip
 """Fields of every stage; those of evaluations are its metrics."""
 
 
 def write_history(context: RunContext) -> None:
-    """Write training_history.json, each step once: of a step repeated after a kill, the last one."""
+    """Write training_history.json by epoch and by step: of a step repeated after a kill, the last one."""
     stages = list(context.recipe.stages)
     steps: dict[tuple[int, int], dict[str, Any]] = {}
     for event in read_events(context.folder.journal):
@@ -382,7 +384,30 @@ def write_history(context: RunContext) -> None:
             entry = steps.setdefault(step_key, {"stage": event["stage"]})
             fields = (*HISTORY_FIELDS, *STAGES[event["stage"]].metrics)
             entry.update({key: event[key] for key in fields if key in event})
-    write_json(context.folder.history, [steps[step_key] for step_key in sorted(steps)])
+    entries = [_without_tokens(steps[step_key]) for step_key in sorted(steps)]
+    write_json(context.folder.history, {"epochs": epoch_history(entries), "steps": entries})
+
+
+def _without_tokens(entry: dict[str, Any]) -> dict[str, Any]:
+    """An entry of an image stage without tokens_per_second, which repeats samples_per_second there."""
+    is_image = throughput_unit(entry["stage"]) == "images"
+    return {name: value for name, value in entry.items() if not (is_image and "tokens" in name)}
+
+
+def epoch_history(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One entry per epoch: means over its logged steps, and the last measurements made in it."""
+    epochs: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    last: dict[str, float] = {}  # a step that was measured and not logged is of the epoch of the one before it
+    for entry in entries:
+        last[entry["stage"]] = entry.get("epoch", last.get(entry["stage"], 0.0))
+        epochs.setdefault((entry["stage"], math.ceil(last[entry["stage"]] - 1e-9)), []).append(entry)
+    history = []
+    for (stage, epoch), steps in epochs.items():
+        means = {name: fmean(values) for name in ("loss", "train_accuracy", "samples_per_second")
+                 if (values := [step[name] for step in steps if step.get(name) is not None])}  # fmt: skip
+        measured = {name: value for step in steps for name, value in step.items() if name in STAGES[stage].metrics}
+        history.append({"stage": stage, "epoch": epoch, "step": steps[-1].get("step"), **means, **measured})
+    return history
 
 
 def write_summary(

@@ -399,11 +399,12 @@ class StageRunner:
         meter.record(report)
         if report.step % self.settings.logging_steps == 0 or report.step in (1, self.engine.plan.steps):
             self.speed = meter.summary()
+            accuracy = report.metrics.get("accuracy")
             self._log(
                 "step", step=report.step, steps=self.engine.plan.steps, epoch=round(report.epoch, 4), loss=report.loss,
                 grad_norm=report.grad_norm, learning_rate=report.learning_rate, tokens=report.tokens,
                 batch_hash=report.batch_hash, step_seconds=round(report.step_seconds, 4), health=report.health,
-                **self.speed,
+                **self.speed, **({} if accuracy is None else {"train_accuracy": round(accuracy, 6)}),
             )  # fmt: skip
 
     def _log_plan_revisions(self) -> None:

@@ -197,8 +197,8 @@ SLICE_ROWS = 8192
 def slice_inputs(data: DataConfig, recipe_dir: Path) -> tuple[list[InputSlice], str]:
     """All slices, and a hash of the contents; held-out files first, so that of duplicates the held-out one stays."""
     digest = xxhash.xxh3_128()
-    if data.sample_evenly:
-        raise UsageError("data.sample_evenly: prepare takes the first max_rows; leave it out")
+    if unused := [key for key in ("sample_evenly", "validation_split") if getattr(data, key)]:
+        raise UsageError(f"data.{unused[0]}: prepare takes the first max_rows and test_size of them; leave it out")
     slices: list[InputSlice] = []
     names: list[tuple[str, Assignment]] = [(data.validation_file, "held_out")] if data.validation_file else []
     names += [(name, "split") for name in ([*data.mix] or [data.source])]
