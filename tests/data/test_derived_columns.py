@@ -10,6 +10,7 @@ import pytest
 
 from modelwright.data.chat import load_conversations, rows_to_conversations
 from modelwright.data.readers import Row
+from modelwright.data.songs import song_answers
 from modelwright.data.sources import EMBEDDED_DATASETS, add_derived_columns, read_train_rows
 from modelwright.errors import DataError
 from modelwright.recipe.load import load as load_recipe
@@ -41,19 +42,42 @@ def test_a_template_that_asks_for_a_column_that_is_not_there_is_one_error() -> N
         rows_to_conversations([Row("a:1", {"question": "What holds?"})], data)
 
 
-def test_a_song_becomes_rows_about_style_theme_and_sound_with_evidence_from_its_words() -> None:
+def test_a_song_becomes_six_rows_with_evidence_from_its_words() -> None:
     data = DataConfig(dataset_name="x", generate_qa="songs")
     built = [row for row in add_derived_columns([Row("songs:7", SONG)], data) if isinstance(row, Row)]
-    assert [row.values["question"] for row in built] == [
-        "What is the style of this song by Nobody?",
-        "What is this song by Nobody about?",
-        "How does this song by Nobody sound?",
-    ]
-    style, theme, sound = (row.values["answer"] for row in built)
-    assert style.startswith("Style: 4 lines of about 6 words, without a repeated line, mostly in rhymed couplets.")
-    assert theme.startswith('Theme: faith, by its words. Evidence: "lord ... heaven ... pray".')
-    assert '"lord", 2 times' in sound or '"road", 2 times' in sound
+    assert [row.values["answer"].partition(":")[0] for row in built] == [
+        "Style", "Theme", "Sound", "Structure", "Mood", "Context"]  # fmt: skip
+    style, theme, sound, structure, *_ = (row.values["answer"] for row in built)
+    assert style.startswith("Style: 4 lines of 6 to 7 words; lines 1 and 2 end in the same letters, -ong.")
+    assert theme.startswith("Theme: faith, which the lines name with 'lord' and 'heaven' and 'pray'.")
+    assert sound.startswith("Sound: 'lord' and 'long' begin with the same letter in one line.")
+    assert structure.startswith("Structure: 2 lines open with 'lord i'.")
     assert all(row.where == "songs:7" for row in built)
+
+
+ANSWERS = Path(__file__).parent / "song_answers.json"
+"""60 answers about ten songs in the public domain, each statement of which was checked by a person with the lyric."""
+
+
+def test_the_sixty_checked_answers_are_what_the_rules_say() -> None:
+    songs = json.loads(ANSWERS.read_text(encoding="utf-8"))
+    assert len(songs) == 10 and all(len(song["answers"]) == 6 for song in songs)
+    style = load_recipe("lyrics-pythia", environ={}).recipe.compare.style_patterns
+    for song in songs:
+        answers = list(song_answers(song["lyrics"], song["artist"]).values())
+        assert answers == song["answers"], song["title"]
+        for answer in answers:
+            evidence = re.search(r'Evidence: "(.*?)"\. Listen', answer)
+            assert evidence and all(part in "\n".join(song["lyrics"]) for part in evidence[1].split(" ... ")), answer
+            quoted = re.findall(r"'([\w']+?)'", answer.partition(" Evidence: ")[0])
+            assert all(word.lower() in " ".join(song["lyrics"]).lower() for word in quoted), answer
+            assert all(re.search(pattern, answer, re.DOTALL) for pattern in style), answer
+
+
+@pytest.mark.parametrize("lyrics", ["La", "?!", "7 7 7", "the the the", "Ça ira\nÇa ira", "x\n" * 40])
+def test_odd_lyrics_get_answers_too(lyrics: str) -> None:
+    answers = song_answers([line for line in lyrics.splitlines() if line.strip()], "Nobody")
+    assert len(answers) == 6 and all("Evidence: " in answer for answer in answers.values())
 
 
 def test_a_song_without_lyrics_is_one_error_and_a_row_with_an_answer_stays() -> None:

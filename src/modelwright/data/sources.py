@@ -9,7 +9,6 @@ import platform
 import re
 import sys
 import sysconfig
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, islice, zip_longest
@@ -27,6 +26,7 @@ from modelwright.data.readers import (
     read_file,
     row_suffix,
 )
+from modelwright.data.songs import generate_song_qa
 from modelwright.errors import DataError, Problem, UsageError, first_line
 from modelwright.recipe.sections import DataConfig
 from modelwright.runs.caches import cache_dir
@@ -391,92 +391,3 @@ def render_template(template: str, values: Mapping[str, Any], where: str) -> str
         message = f"data.derived_columns asks for the column {missing[0]!r}, which {state}"
         raise DataError([Problem(where, f"{message}; {describe_columns(values)}")])
     return PLACEHOLDER_RE.sub(lambda match: str(values[match[1]]), template)
-
-
-EXCERPT_LINES = 8
-"""Lines of the lyrics quoted in a question."""
-THEMES = {
-    "love": "love heart kiss darling baby sweetheart lover hold arms",
-    "loss": "gone goodbye cry tears lonely left miss grave alone lost",
-    "faith": "lord god heaven pray soul grace holy angel glory jesus",
-    "the road": "road home highway train travel away miles river wander bound",
-    "the night out": "dance night party tonight drink music floor light shake",
-    "defiance": "fight stand never free war power strong break rise",
-    "money and work": "money work pay job wages gold rich poor hustle dollar",
-    "the sea": "sea ship sail captain sailor ocean shore wave harbor",
-}
-"""Words of each theme; a song has a theme if it uses at least two of its words."""
-WORD_RE = re.compile(r"[a-z']+")
-STOP_WORDS = (
-    "the and you i to a me it my in of on that for your be is we all but with so this don't just like know got no was "
-    "are when what oh i'm it's they she he her his him not up can if go get now do have there as at will out one from "
-    "come down let say see make take way been had were would could their them our us than then too am an by or"
-)
-"""Words ignored in the vocabulary."""
-
-
-def generate_song_qa(row: Row) -> Iterator[Row]:
-    """Keep a row with question and answer; turn lyrics and artist alone into rows on style, theme and sound."""
-    if "question" in row.values and "answer" in row.values:
-        yield row
-        return
-    lyrics, artist = str(row.values.get("lyrics") or ""), str(row.values.get("artist") or "").strip()
-    lines = [" ".join(line.split()) for line in lyrics.splitlines() if line.strip()]
-    if not lines or not artist:
-        message = "a song wants lyrics and artist, both with text"
-        raise DataError([Problem(row.where, f"{message}; {describe_columns(row.values)}")])
-    excerpt = "\n".join(lines[:EXCERPT_LINES])
-    answers = {
-        f"What is the style of this song by {artist}?": describe_form(lines),
-        f"What is this song by {artist} about?": describe_theme(lines),
-        f"How does this song by {artist} sound?": describe_vocabulary(lines),
-    }
-    for question, answer in answers.items():
-        yield Row(row.where, {**row.values, "lyrics": excerpt, "question": question, "answer": answer})
-
-
-def describe_form(lines: list[str]) -> str:
-    """The form of a song: number of lines, refrain, rhyme."""
-    words_per_line = sum(len(line.split()) for line in lines) / len(lines)
-    refrain, times = Counter(lines).most_common(1)[0]
-    rhyme_pairs = [(_rhyme(one), _rhyme(two)) for one, two in zip(lines[::2], lines[1::2], strict=False)]
-    rhymed = sum(one == two for one, two in rhyme_pairs)
-    form = f"{len(lines)} lines of about {words_per_line:.0f} words"
-    refrain_text = f"with a line that comes {times} times" if times > 1 else "without a repeated line"
-    ends = "mostly in rhymed couplets" if rhyme_pairs and rhymed * 2 > len(rhyme_pairs) else "with few rhymed couplets"
-    return f'Style: {form}, {refrain_text}, {ends}. Evidence: "{refrain}". Listen for the shape before the story.'
-
-
-def describe_theme(lines: list[str]) -> str:
-    """The theme with the most words in the song, at least two."""
-    words = Counter(_words(lines))
-    matching_words = {theme: [word for word in marks.split() if words[word]] for theme, marks in THEMES.items()}
-    theme, marks = max(matching_words.items(), key=lambda item: (len(item[1]), sum(words[word] for word in item[1])))
-    if len(marks) < 2:
-        theme_text, evidence = "no one theme by its words alone", lines[0]
-    else:
-        theme_text, evidence = f"{theme}, by its words", " ... ".join(marks[:4])
-    return f'Theme: {theme_text}. Evidence: "{evidence}". Listen for what the words leave unsaid.'
-
-
-def describe_vocabulary(lines: list[str]) -> str:
-    """The most frequent word, and how varied the words are."""
-    stop_words = STOP_WORDS.split()
-    words = [word for word in _words(lines) if word not in stop_words]
-    if not words:
-        return f'Sound: small words only. Evidence: "{lines[0]}". Listen for the word that returns.'
-    word, times = Counter(words).most_common(1)[0]
-    distinct_fraction = len(set(words)) / len(words)
-    vocabulary = "a wide choice of words" if distinct_fraction > 0.7 else "few words, often repeated"
-    return f'Sound: {vocabulary}. Evidence: "{word}", {times} times. Listen for the word that returns.'
-
-
-def _words(lines: list[str]) -> list[str]:
-    return [word for line in lines for word in WORD_RE.findall(line.lower())]
-
-
-def _rhyme(line: str) -> str:
-    """An approximate rhyme: the last vowels of the line and what follows."""
-    words = WORD_RE.findall(line.lower())
-    ending = re.search(r"[aeiouy]+[^aeiouy]*$", words[-1].removesuffix("e")) if words else None
-    return ending[0] if ending else line
