@@ -119,6 +119,9 @@ def test_nothing_is_trained_beyond_a_closed_gate_until_a_person_accepts_it_for_e
         run(recipe, CLOSED)
     folder = RunFolder(tmp_path / "run")
     assert not folder.stage("lora").exists()
+    assert not folder.best_model.exists() and folder.last_model.resolve() == folder.model("sft").resolve()
+    notes = [event["message"] for event in events_of(folder.path, "note")]
+    assert f"the gate is closed, so best_model is not this model; {folder.last_model} is" in notes
     assert events_of(folder.path, "stage_status")[-1]["stages"][0] == {"stage": "sft", "state": "closed"}
     with pytest.raises(GateClosed):
         run(recipe, CLOSED, from_stage="lora")

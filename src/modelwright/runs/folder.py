@@ -62,6 +62,11 @@ class RunFolder:
         return self.path / "best_model"
 
     @property
+    def last_model(self) -> Path:
+        """The model of the stage that was judged last, also where its gate is closed: a link."""
+        return self.path / "last_model"
+
+    @property
     def history(self) -> Path:
         """By epoch and by step: loss, learning rate, accuracy of images, and every measurement."""
         return self.path / "training_history.json"

@@ -331,10 +331,12 @@ def promote(context: RunContext, builder: StageBuilder, stage: str, inputs: Stag
     write_text(context.folder.model(stage) / "README.md", render_model_card(context.folder, stage))
     context.journal.add("verdict", stage=stage, open=verdict.open, message=verdict.message, metrics=metrics,
                         accepted=acceptance and acceptance["reason"])  # fmt: skip
+    _link_model(context.folder.last_model, context.folder.model(stage))
     if not (verdict.open or acceptance):
         _unlink_best_model(context.folder.best_model, context.folder.model(stage))
+        context.note(stage, f"the gate is closed, so best_model is not this model; {context.folder.last_model} is")
         raise GateClosed(verdict.message)
-    _link_best_model(context.folder.best_model, context.folder.model(stage))
+    _link_model(context.folder.best_model, context.folder.model(stage))
     if context.recipe.save_pth and stage == last_stage:
         with atomic_model_folder(folder := context.folder.path / "pth") as partial:
             export.write_pth_files(context.folder, context.recipe, stage, partial)
@@ -353,9 +355,9 @@ def _parent_metrics(context: RunContext, stage: str) -> Metrics:
     return {f"parent_{name}": value for name, value in metrics.items() if not name.startswith(("base_", "parent_"))}
 
 
-def _link_best_model(link: Path, target: Path) -> None:
-    """Point the symlink best_model at a model folder, atomically."""
-    new_link = link.with_name(".best_model.partial")
+def _link_model(link: Path, target: Path) -> None:
+    """Point the symlink best_model or last_model at a model folder, atomically."""
+    new_link = link.with_name(f".{link.name}.partial")
     new_link.unlink(missing_ok=True)
     new_link.symlink_to(os.path.relpath(target, link.parent))
     new_link.replace(link)
