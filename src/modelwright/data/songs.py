@@ -145,7 +145,7 @@ def describe_mood(lines: Sequence[str]) -> str:
     bright, dark = ([word for word in present if word in marks][:3] for marks in (BRIGHT, DARK))
     listen = "the turn from one to the other" if bright and dark else "the colour of the words"
     names = [
-        f"{kind} in {' and '.join(map(repr, found))}" for kind, found in (("light", bright), ("shade", dark)) if found
+        f"{kind} in {' and '.join(map(repr, marks))}" for kind, marks in (("light", bright), ("shade", dark)) if marks
     ]
     if names:
         return _answer("Mood", ", ".join(names), _line_with(lines, (bright or dark)[0]), listen)
