@@ -33,12 +33,12 @@ LINES = {
 }
 """Lines of the package by what they are for. Who adds a capability raises its number; who removes lines lowers it."""
 LINE_BUDGET = sum(LINES.values())
-MAX_FILES = 146
+MAX_FILES = 147
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
-MAX_POD_BYTES = 715_000
+MAX_POD_BYTES = 725_000
 """The package as a pod receives it, zipped: 680 kB, 10 kB for what the later issues add, 25 kB for judged answers and
-the calendar set; a ConfigMap takes 1 MB."""
+the calendar set, 10 kB for the five systems; a ConfigMap takes 1 MB."""
 
 
 def relative_name(file: Path) -> str:
