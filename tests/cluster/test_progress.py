@@ -25,7 +25,7 @@ EVENTS: list[dict[str, Any]] = [
 
 
 def ask(port: int, path: str = "/metrics") -> Any:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=120) as answer:
         assert answer.headers["Content-Type"] == "application/json"
         return json.loads(answer.read())
 

@@ -36,8 +36,10 @@ def test_a_run_killed_at_a_random_moment_ends_as_the_undisturbed_one(
     for kill in range(KILLS):
         folder = tmp_path / str(kill)
         recipe = tiny_orpo_recipe(folder, model_folder)
-        process = fork_server.start(["run", str(recipe)], folder, first=slow_after(12, before=0.08))
-        wait_for_step(folder / "run", rng.randint(0, 11))
+        step = rng.randint(0, 11)
+        held = slow_after(min(step + 3, 11), before=0.08, after=100.0)  # it must not end before it is killed
+        process = fork_server.start(["run", str(recipe)], folder, first=held)
+        wait_for_step(folder / "run", step)
         time.sleep(rng.uniform(0.0, 0.2))
         os.kill(process.pid, signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL

@@ -13,7 +13,15 @@ from typing import Any
 
 import pytest
 
-from tests.faults.fork_server import ForkServer, events_of, run_fingerprint, slow_after, steps_of, wait_for_step
+from tests.faults.fork_server import (
+    ForkServer,
+    events_of,
+    hold_after,
+    run_fingerprint,
+    slow_after,
+    steps_of,
+    wait_for_step,
+)
 from tiny import tiny_dpo_recipe
 
 ADAPTERS = {"trainable": "lora", "lora_r": 4, "lora_dropout": 0.1, "use_dora": True, "learning_rate": 1e-2}
@@ -37,7 +45,7 @@ def killed_run(fork_server: ForkServer, folder: Path, model: Path, **settings: A
     recipe = tiny_dpo_recipe(folder, model, **settings)
     draw, landed = random.Random(SEED), 0
     for step in (0, 4, 8):
-        trial = fork_server.start(["run", str(recipe)], folder, first=slow_after(10, before=0.08))
+        trial = fork_server.start(["run", str(recipe)], folder, first=slow_after(min(step + 3, 11), 0.08, 100.0))
         if step:
             wait_for_step(folder / "run", step)
         time.sleep(draw.uniform(0.0, 0.3))
@@ -68,7 +76,7 @@ def test_a_reference_that_was_lost_on_the_way_is_measured_again_from_the_first_w
     fork_server: ForkServer, undisturbed: Path, model_folder: Path, tmp_path: Path
 ) -> None:
     recipe = tiny_dpo_recipe(tmp_path, model_folder)
-    trial = fork_server.start(["run", str(recipe)], tmp_path, first=slow_after(7))
+    trial = fork_server.start(["run", str(recipe)], tmp_path, first=hold_after(7))
     wait_for_step(tmp_path / "run", 7)
     os.kill(trial.pid, signal.SIGKILL)
     trial.wait()

@@ -6,7 +6,7 @@ import json
 import urllib.request
 from pathlib import Path
 
-from tests.faults.fork_server import HOLD_AFTER_STEP_2, ForkServer, free_port, wait_for_step
+from tests.faults.fork_server import ForkServer, free_port, hold_after, wait_for_step
 from tiny import tiny_recipe
 
 
@@ -16,7 +16,7 @@ def test_a_run_publishes_its_step_and_loss_while_it_trains(
     port = free_port()
     recipe = tiny_recipe(tmp_path, model_folder)
     trial = fork_server.start(
-        ["run", str(recipe)], tmp_path, {"MODELWRIGHT_METRICS_PORT": str(port)}, first=HOLD_AFTER_STEP_2
+        ["run", str(recipe)], tmp_path, {"MODELWRIGHT_METRICS_PORT": str(port)}, first=hold_after(2)
     )
     wait_for_step(tmp_path / "run", 2)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:

@@ -46,4 +46,4 @@ def test_a_full_disk_ends_both_ranks_with_78_and_neither_waits(
     command = ["run", str(recipe), "--set", f"output_dir={small_disk / 'run'}"]
     ranks = fork_server.run_ranks(command, tmp_path, 2, first=UNSUSPECTING)
     assert [code for code, _ in ranks] == [78, 78], ranks
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 240, "left to itself one would wait for ten minutes"

@@ -14,7 +14,9 @@ from torch._inductor.async_compile import AsyncCompile, shutdown_compile_workers
 
 from modelwright.engine import fallback
 
-SOON, LATE = 60, 600
+SOON, LATE = 400, 3000
+
+pytestmark = pytest.mark.timeout(1500)  # each start of a worker imports torch
 
 
 @pytest.fixture
@@ -29,9 +31,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def stop_with_its_workers(process: int) -> None:
+    os.kill(process, signal.SIGSTOP)  # it starts no other worker while they are listed
     workers = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process)], capture_output=True, text=True).stdout
     for each in (process, *map(int, workers.split())):
         os.kill(each, signal.SIGTERM)
+    os.kill(process, signal.SIGCONT)
 
 
 def test_a_process_that_waits_for_a_stopped_compiler_gets_an_error(started: None) -> None:

@@ -44,13 +44,16 @@ pod_python.serve(Path({folder!r}), {first!r})
 """
 SLOW_STEPS = "from tests.faults.injections import slow_steps\nslow_steps(0.08)\n"
 """As `first` of a process: makes steps slow enough to be interrupted."""
-HOLD_AFTER_STEP_2 = "from tests.faults.injections import hold_after_step\nhold_after_step(2, 'go')\n"
-"""As `first` of a process: holds it after its second step until there is a file `go` in its folder."""
 
 
 def slow_after(step: int, before: float = 0.02, after: float = 3.0) -> str:
     """As `first` of a process: slow once a step is done, so that even a busy machine can interrupt it there."""
     return f"from tests.faults.injections import slow_steps\nslow_steps({after}, after={step}, before={before})\n"
+
+
+def hold_after(step: int, path: str = "go") -> str:
+    """As `first` of a process: holds it once a step is done until there is a file in its folder."""
+    return f"from tests.faults.injections import hold_after_step\nhold_after_step({step}, {path!r})\n"
 
 
 @dataclass(frozen=True)
@@ -209,7 +212,7 @@ def run_fingerprint(run: Path, stage: str = "sft") -> dict[str, Any]:
 
 def wait_for_step(run: Path, step: int) -> None:
     """Wait until the journal of a run has a step."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
         if max(steps_of(run), default=0) >= step:
             return

@@ -45,7 +45,7 @@ class LiveServer:
 
     def raw(self, text: bytes) -> tuple[int, bytes]:
         """Send bytes as they are; the status and the body that come back."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=20) as line:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=120) as line:
             answer = b""
             with contextlib.suppress(ConnectionError):  # a server that has heard enough hangs up
                 line.sendall(text)

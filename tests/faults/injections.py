@@ -41,7 +41,7 @@ def hold_after_step(step: int, path: str) -> None:
     """Wait after a step until a file exists."""
 
     def hold(engine: Any, next_step: Callable[[], Any]) -> Any:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while engine.cursor.step >= step and not Path(path).exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         return next_step()

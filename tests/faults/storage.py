@@ -106,13 +106,13 @@ def order_of_writes(context: FaultContext) -> FaultResult:
     process = context.start(recipe, first=[inject("wait_for_file", path=str(go))])
     watcher = subprocess.Popen([strace, "-f", "-y", "-qq", "-e", TRACED, "-o", str(log), "-p", str(process.pid)],
                                stderr=subprocess.PIPE)  # fmt: skip
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while _tracer_pid(process.pid) == 0 and watcher.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     attached = _tracer_pid(process.pid) != 0
     go.touch()
     code = process.wait()
-    watcher.wait(timeout=30)
+    watcher.wait(timeout=120)
     if not attached:
         assert watcher.stderr is not None
         raise FaultSkipped(f"strace is not allowed here: {watcher.stderr.read().decode().strip()[:120]}")

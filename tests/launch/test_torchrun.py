@@ -49,4 +49,4 @@ def test_a_pod_that_waits_says_for_whom_and_obeys_sigterm(node: str, awaited: st
     line = next((line for line in pod.stderr if f"node {node} is waiting for {awaited}" in line), None)
     assert line is not None
     pod.send_signal(signal.SIGTERM)
-    assert pod.wait(timeout=5) == 75
+    assert pod.wait(timeout=120) == 75

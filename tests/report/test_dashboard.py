@@ -73,7 +73,7 @@ def test_the_list_and_a_run_and_two_over_each_other(board: DashboardServer) -> N
 def events(board: DashboardServer, path: str, count: int, then: Any = None) -> list[dict[str, Any]]:
     """The first events of a stream; `then` is called after the first."""
     received: list[dict[str, Any]] = []
-    with socket.create_connection(("127.0.0.1", board.port), timeout=20) as line:
+    with socket.create_connection(("127.0.0.1", board.port), timeout=120) as line:
         address = path.replace("TOKEN", board.dashboard.token)
         line.sendall(f"GET {address} HTTP/1.1\r\nHost: 127.0.0.1:{board.port}\r\n\r\n".encode())
         read = b""

@@ -6,10 +6,10 @@ import io
 import json
 import os
 import pty
-import time
 from typing import Any
 
 import pytest
+from rich.live import Live
 
 from modelwright.report.console import console_watcher, sparkline
 
@@ -50,11 +50,12 @@ def test_a_program_gets_every_event_as_json() -> None:
 def test_a_person_gets_a_panel_and_the_lines_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "100")
+    update = Live.update  # draws in a thread, four times a second; here at once, however busy the machine is
+    monkeypatch.setattr(Live, "update", lambda live, panel: update(live, panel, refresh=True))
     ours, theirs = pty.openpty()
     with os.fdopen(theirs, "w", encoding="utf-8") as terminal, console_watcher("auto", terminal) as watch:
         for event in EVENTS:
             watch(event)
-            time.sleep(0.3)  # the panel is drawn four times a second
     shown = _read_all(ours)
     for text in ("step 1/2", "5 s left", "loss 2.5", "held-out 3 (best 3)", "100 tok/s", "1.0 GB", "Ctrl-C saves"):
         assert text in shown, text

@@ -205,7 +205,7 @@ def test_half_sent_requests_do_not_shut_others_out(model_folder: Path, monkeypat
     monkeypatch.setattr(http_guard, "REQUEST_SECONDS", 0.5)
     monkeypatch.setattr(http_guard, "MAX_CONNECTIONS", 20)
     running = ModelServer(ServedModel("tiny", TextGenerator(model_folder, max_new_tokens=2), None))
-    sockets = [socket.create_connection(("127.0.0.1", running.port), timeout=20) for _ in range(60)]
+    sockets = [socket.create_connection(("127.0.0.1", running.port), timeout=120) for _ in range(60)]
     try:
         for line in sockets:
             with suppress(ConnectionError):
@@ -213,6 +213,7 @@ def test_half_sent_requests_do_not_shut_others_out(model_folder: Path, monkeypat
         for line in sockets:  # each is closed by the server
             with suppress(ConnectionError):
                 assert line.recv(100) == b""
+        monkeypatch.setattr(http_guard, "REQUEST_SECONDS", 60.0)  # a busy machine may take longer to send a good one
         assert running.request(BODY)[0] == 200
     finally:
         for line in sockets:

@@ -58,7 +58,7 @@ def test_an_adapter_after_an_adapter_keeps_the_first_one(model_folder: Path, tmp
     assert chosen_loss(recipe, folder.best_model) == pytest.approx(result["metrics"]["eval_sft_loss"], rel=1e-4)
     before = chosen_loss(recipe, folder.model("sft"))
     assert before == pytest.approx(result["metrics"]["base_eval_sft_loss"], rel=1e-4)
-    assert result["round_trip"]["seconds"] < 10
+    assert result["round_trip"]["seconds"] < 200
     weights = folder.lora_base("dpo") / "model.safetensors"  # it is verified as the adapter is
     contents = weights.read_bytes()
     weights.write_bytes(contents[:-1] + b"\0")
