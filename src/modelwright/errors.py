@@ -38,8 +38,10 @@ def redact_secrets(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a foreign error's message, or its class name where it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """The first line of a foreign error's message, and the next one after a colon; its class name if it has none."""
+    lines = [*(str(error).strip() or type(error).__name__).splitlines(), ""]
+    name = f"{type(error).__name__}: " if isinstance(error, KeyError) else ""
+    return f"{name}{lines[0]} {lines[1].strip()}".strip() if lines[0].endswith(":") else name + lines[0]
 
 
 class ModelwrightError(Exception):
@@ -139,7 +141,8 @@ class StorageError(ModelwrightError):
 
 NON_RETRYABLE_EXIT_CODES = (2, 3, 76, 77, 78)
 """Exit codes after which a restart would fail again: wrong recipe, closed gate, diverged, refused, storage."""
-STORAGE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENODEV, errno.ESTALE})
+STORAGE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENODEV, errno.ESTALE,
+                            errno.ENAMETOOLONG})  # fmt: skip
 
 
 def is_storage_failure(error: BaseException) -> bool:

@@ -22,8 +22,9 @@ LINES = {
     "data formats": 1_370,
     # round trips, adapters, odd architectures, unclear answers of multiple choice, adapters that are built before a run
     "never silently wrong": 480,
-    # signals in every phase, one sentence for errors of the storage, only regular files, odd runs, slow clients
-    "steady under attack": 260,
+    # signals in every phase, one sentence for errors of the storage, only regular files, odd runs, slow clients,
+    # sizes and paths of model folders
+    "steady under attack": 400,
     # the batched decoder and its caches, concurrent requests of serve; verifiers, evaluate.answers, early stopping
     "judged answers": 1_196,
     # a set in two formats, rows sampled over topics, degenerate answers, the link of a plan
@@ -36,7 +37,7 @@ LINE_BUDGET = sum(LINES.values())
 MAX_FILES = 147
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
-MAX_POD_BYTES = 725_000
+MAX_POD_BYTES = 728_000
 """The package as a pod receives it, zipped: 680 kB, 10 kB for what the later issues add, 25 kB for judged answers and
 the calendar set, 10 kB for the five systems; a ConfigMap takes 1 MB."""
 

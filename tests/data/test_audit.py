@@ -197,3 +197,20 @@ def test_the_full_questions_are_those_of_the_published_parquet(shared: Path, tmp
     assert set(ours[0]) == set(theirs[0]) and len(ours) == len(theirs) == 2845
     same = sum(one == other for one, other in zip(ours, theirs, strict=True))
     assert same == 2845
+
+
+def test_bad_rows_next_to_identical_rows_are_reported(tmp_path: Path) -> None:
+    rows = ['{"prompt": "Why?", "completion": "So."}'] * 40 + ['{"prompt": 7']
+    (tmp_path / "same.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    data = DataConfig(train_file=str(tmp_path / "same.jsonl"), max_invalid_fraction=0.5)
+    reasons = [row.reason for row in audit(data, FRAME, tmp_path).invalid_rows]
+    assert len(reasons) == 2 and "no JSON" in reasons[0] and "test_size holds out 1 of 1" in reasons[1]
+
+
+def test_a_long_audit_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("modelwright.data.audit.PROGRESS_ROWS", 10)
+    rows = [json.dumps({"prompt": f"What is {n}?", "completion": "It."}) for n in range(25)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    lines: list[str] = []
+    audit(DataConfig(train_file="rows.jsonl"), FRAME, tmp_path, lines.append)
+    assert lines == ["10 rows read", "20 rows read"]

@@ -22,6 +22,7 @@ from modelwright.models.pretrained import (
 )
 from modelwright.models.save import save_model
 from modelwright.models.trainable import set_trainable
+from modelwright.plan.model_shape import shape_from_config
 from modelwright.recipe.schema import ModelConfig
 from modelwright.recipe.stage_specs import TrainableConfig
 from tiny import tiny_model
@@ -160,3 +161,62 @@ def test_the_embedded_model_is_accepted_with_any_number_of_threads(threads: int)
         prepare_model(model, torch.device("cpu"), "auto")
     finally:
         torch.set_num_threads(before)
+
+
+ABSURD_SIZES: dict[str, object] = {
+    "num_hidden_layers": -3,
+    "hidden_size": 10**9,
+    "num_attention_heads": 0,
+    "num_key_value_heads": 3,
+    "intermediate_size": "128",
+    "vocab_size": True,
+    "head_dim": 10**400,
+    "max_position_embeddings": -7,
+}
+
+
+@pytest.mark.parametrize("field", ABSURD_SIZES)
+def test_an_absurd_size_is_refused_by_name_before_anything_is_built(field: str, copied: Path) -> None:
+    set_config(copied, **{field: ABSURD_SIZES[field]})
+    config = json.loads((copied / "config.json").read_text(encoding="utf-8"))
+    with pytest.raises(ModelError, match=f"config.json has .*{field}"):
+        load_model(copied)
+    with pytest.raises(ModelError, match=f"config.json has .*{field}"):
+        shape_from_config(config, "tiny", "config.json")
+    with pytest.raises(ModelError, match=field):
+        shape_from_config({"model_type": "llava", "text_config": config}, "tiny", "config.json")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_hidden_layers": 10**9}, "has num_hidden_layers 1000000000; it wants a whole number from 1 to 1,000"),
+        ({"num_hidden_layers": 9}, "lacks 63 weights that its config.json asks for, such as model.layers.2."),
+        ({"hidden_size": 100}, "its config.json has hidden_size 100, and no tensor of its weights has that size"),
+        ({"num_key_value_heads": 4}, "the heads or layers in its config.json do not fit its weights"),
+        ({"rms_norm_eps": "x"}, "Field 'rms_norm_eps' expected float"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_weights_are_named(copied: Path, values: dict[str, object], message: str) -> None:
+    set_config(copied, **values)
+    with pytest.raises(ModelError) as caught:
+        load_model(copied)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "missing.safetensors", "", "a\0b", 7])
+def test_an_index_names_only_files_of_its_folder(copied: Path, name: object) -> None:
+    index = {"weight_map": {"model.norm.weight": name}}
+    (copied / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    with pytest.raises(ModelError, match="it wants safetensors files of its own folder"):
+        load_model(copied)
+
+
+@pytest.mark.parametrize("rank", [0, -1, 10**9, "8", None])
+def test_an_absurd_rank_of_an_adapter_is_refused(tmp_path: Path, rank: object) -> None:
+    model = set_trainable(load_model(tiny_model(tmp_path / "base")), TrainableConfig(trainable="lora"))
+    save_model(model, load_tokenizer(tmp_path / "base"), model.state_dict(), tmp_path / "adapter")
+    file = tmp_path / "adapter/adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), "r": rank}), encoding="utf-8")
+    with pytest.raises(ModelError, match="it wants a rank from 1 to"):
+        load_model(tmp_path / "adapter")

@@ -42,7 +42,7 @@ def audit(
 
     failed = False
     audits_json: dict[str, Any] = {}
-    for name, result in audit_recipe(recipe, overrides or ()):
+    for name, result in audit_recipe(recipe, overrides or (), lambda line: typer.echo(line, err=True)):
         limit = result.quarantine.max_invalid_fraction if max_invalid_fraction is None else max_invalid_fraction
         failed = failed or result.invalid_fraction > limit or not result.stats
         audits_json[name] = result.as_json()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import resource
 import sys
 import traceback
 from types import ModuleType
@@ -13,7 +14,14 @@ import typer
 
 from modelwright import __version__
 from modelwright.cli import data, launch, model, recipe, run
-from modelwright.errors import Interrupted, ModelwrightError, StorageError, is_storage_failure, redact_secrets
+from modelwright.errors import (
+    Interrupted,
+    ModelwrightError,
+    StorageError,
+    UsageError,
+    is_storage_failure,
+    redact_secrets,
+)
 from modelwright.report.formatting import strip_control_chars
 
 SIGINT_EXIT_CODE = 130
@@ -29,6 +37,8 @@ COMMANDS: dict[ModuleType, tuple[str, ...]] = {
     model: ("ask", "compare", "gate", "eval", "chat", "serve", "report", "dashboard", "export"),
 }
 """The module of each command."""
+NEEDS_TORCH = ("run", "ask", "compare", "gate", "eval", "chat", "serve", "export")
+MIN_ADDRESS_SPACE = 1 << 30  # with less torch cannot be imported, and aborts the process at 700 MB
 
 
 def _root() -> None:
@@ -74,6 +84,8 @@ def main(arguments: list[str] | None = None) -> None:
         if args[:1] == ["--version"]:
             print(f"modelwright {__version__}")
             return
+        if args and args[0] in NEEDS_TORCH and _address_space_is_small():
+            raise UsageError(f"out of memory: {args[0]} wants 1 GB of address space, more than ulimit -v allows")
         _run_app(args)
     except ModelwrightError as error:
         if debug:
@@ -107,9 +119,14 @@ def _describe(error: Exception) -> str:
     if is_storage_failure(error):
         reason, path = (getattr(error, name, None) for name in ("strerror", "filename"))
         return f"{path or 'the disk'}: {reason or error}; what was saved is not lost, and the same command resumes"
-    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM or _address_space_is_small():
         return "out of memory: the machine, or a limit set for this process (ulimit -v), has too little"
     return f"{type(error).__name__}: {error}\nUnexpected error; rerun with --debug for the traceback"
+
+
+def _address_space_is_small() -> bool:
+    """Whether ulimit -v leaves too little for torch; libraries then fail with SystemError, ImportError or an abort."""
+    return 0 <= resource.getrlimit(resource.RLIMIT_AS)[0] < MIN_ADDRESS_SPACE
 
 
 def _exit_stopped() -> NoReturn:

@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from string import Formatter
@@ -30,6 +30,8 @@ from modelwright.recipe.sections import DataConfig
 from modelwright.recipe.stage_specs import STAGES, RowFormatName, first_stage
 from modelwright.runs.folder import atomic_write, fsync_path
 
+PROGRESS_ROWS = 100_000  # about 5 s
+Progress = Callable[[str], object]
 AUDIT_CHARS_PER_TOKEN = 4.0
 """Estimate without a tokenizer."""
 
@@ -82,19 +84,28 @@ class AuditReport:
         return replace(self.quarantine, invalid_rows=[]).lines()
 
 
-def audit(data: DataConfig, config: AuditConfig, recipe_dir: Path) -> AuditReport:
-    """Read all rows once, collect the invalid ones, and measure the rest."""
+def audit(data: DataConfig, config: AuditConfig, recipe_dir: Path, progress: Progress = str) -> AuditReport:
+    """Read all rows once, collect the invalid ones, and measure the rest; a million rows take a minute."""
     row_format = ROW_FORMATS[config.row_format]
-    assert row_format.parse is not None and row_format.audit_item is not None
+    parse, audit_item = row_format.parse, row_format.audit_item
+    assert parse is not None and audit_item is not None
     try:
-        train, held_out, quarantine = read_splits(data, recipe_dir, row_format.parse)
+        train, held_out, quarantine = read_splits(
+            data, recipe_dir, lambda rows, *rest: parse(_count(rows, progress), *rest)
+        )
     except DataError as error:  # the rest of a file cannot be read
         return AuditReport(1, [InvalidRow(each.where, each.message) for each in error.problems])
     report = AuditReport(quarantine.rows_read, quarantine.invalid_rows, {}, quarantine)
-    items, held_out_items = ([row_format.audit_item(item) for item in split] for split in (train, held_out))
+    items, held_out_items = ([audit_item(item) for item in split] for split in (train, held_out))
     if not items:
         return report
     lengths = _token_lengths(items, config)
+    try:
+        validation = held_out_items if sources.has_validation_rows(data, recipe_dir) else None
+        overlap = _split_overlap(items, validation, data, config.seed)
+    except DataError as error:  # too few distinct rows to hold one out: one more problem
+        report.invalid_rows += [InvalidRow(each.where, each.message) for each in error.problems]
+        return report
     report.stats = {
         "kind": config.row_format,
         "tokens_counted_by": "the model's tokenizer" if config.tokenizer else "4 characters a token",
@@ -103,12 +114,18 @@ def audit(data: DataConfig, config: AuditConfig, recipe_dir: Path) -> AuditRepor
         "max_length": config.max_length,
         "truncated": _truncation_stats(lengths, config),
         "duplicates": _duplicate_stats(items, data.system_prompt or ""),
-        "split": _split_overlap(
-            items, held_out_items if sources.has_validation_rows(data, recipe_dir) else None, data, config.seed
-        ),
+        "split": overlap,
         "padding": _padding_fraction(lengths, config),
     }
     return report
+
+
+def _count(rows: Iterable[Any], progress: Progress) -> Iterator[Any]:
+    """The same rows, with a line of progress now and then."""
+    for number, row in enumerate(rows, 1):
+        if number % PROGRESS_ROWS == 0:
+            progress(f"{number:,} rows read")
+        yield row
 
 
 def _token_lengths(items: Sequence[AuditedRow], config: AuditConfig) -> NDArray:
@@ -180,11 +197,11 @@ def _padding_fraction(lengths: NDArray, config: AuditConfig) -> dict[str, Any]:
     return {"padded": round(float(padded), 4), "packed": round(float(packed), 4)}
 
 
-def audit_recipe(name: str, overrides: Sequence[str]) -> Iterator[tuple[str, AuditReport]]:
+def audit_recipe(name: str, overrides: Sequence[str], progress: Progress = str) -> Iterator[tuple[str, AuditReport]]:
     """Audit the data of each stage of a recipe, or a data source by its name."""
     loaded = load_recipe_or_data(name, overrides)
     for stage, data, config in audit_inputs(loaded):
-        report = audit(data, config, loaded.path.parent)
+        report = audit(data, config, loaded.path.parent, progress)
         problems = [Problem(row.where, row.reason) for row in report.invalid_rows]
         located = add_recipe_location(problems, loaded, stage)
         report.invalid_rows = [replace(row, reason=problem.message)

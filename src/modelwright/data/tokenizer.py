@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -13,9 +12,9 @@ import numpy as np
 import xxhash
 
 from modelwright.data.packing import NDArray
-from modelwright.errors import DataError, ModelError, Problem
+from modelwright.errors import DataError, ModelError, Problem, first_line
 from modelwright.recipe.sections import round_up
-from modelwright.runs.folder import read_json, write_json, write_text
+from modelwright.runs.folder import read_json_object, read_regular, write_json, write_text
 
 
 @dataclass(frozen=True)
@@ -100,8 +99,11 @@ class DocumentTokenizer:
         path = folder / "tokenizer.json"
         if not path.exists():
             raise ModelError(f"{folder}: there is no tokenizer.json in it")
-        text = path.read_text(encoding="utf-8")
-        tokenizer = Tokenizer.from_str(text)
+        try:
+            text = read_regular(path).decode()
+            tokenizer = Tokenizer.from_str(text)
+        except Exception as error:  # tokenizers raises its base class
+            raise ModelError(f"{path} could not be read ({first_line(error)})") from None
         tokenizer.encode_special_tokens = True  # <|im_end|> in a text must not end the document
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -133,12 +135,11 @@ def concat_with_eos(ids: NDArray, counts: NDArray, eos_token_id: int, texts: Seq
 def _find_eos_token_id(folder: Path, tokenizer: Any) -> int:
     """The id of the EOS token, by the files of the tokenizer's folder."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        eos_token = read_json(folder / name).get("eos_token") if (folder / name).exists() else None
+        eos_token = read_json_object(folder / name).get("eos_token")
         token = eos_token.get("content") if isinstance(eos_token, dict) else eos_token
-        if token is not None and (token_id := tokenizer.token_to_id(token)) is not None:
+        if isinstance(token, str) and (token_id := tokenizer.token_to_id(token)) is not None:
             return int(token_id)
-    config = folder / "config.json"
-    token_id = json.loads(config.read_text()).get("eos_token_id") if config.exists() else None
+    token_id = read_json_object(folder / "config.json").get("eos_token_id")
     if isinstance(token_id, int):
         return token_id
     raise ModelError(f"{folder}: its tokenizer names no end token (eos_token), which must close each document")

@@ -15,6 +15,7 @@ from typing import Any
 
 from modelwright.errors import UsageError
 from modelwright.recipe.load import LoadedRecipe, dump_yaml
+from modelwright.runs.folder import read_json_object
 
 DEFAULT_MASTER_PORT = 29500
 JOIN_TIMEOUT = 600
@@ -266,10 +267,7 @@ def modules_to_preload(loaded: LoadedRecipe) -> tuple[str, ...]:
 
 
 def _model_type(folder: Path) -> str | None:
-    try:
-        model_type = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
-    except (OSError, ValueError, AttributeError):
-        return None
+    model_type = read_json_object(folder / "config.json").get("model_type")
     return model_type if isinstance(model_type, str) and model_type.isidentifier() else None
 
 

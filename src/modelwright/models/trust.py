@@ -10,13 +10,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from modelwright.errors import ModelError
-from modelwright.recipe.sections import EMBEDDED_MODEL
+from modelwright.recipe.schema import WIDTH_KEYS, check_sizes
+from modelwright.recipe.sections import EMBEDDED_MODEL, MAX_WIDTH
 from modelwright.runs.caches import cache_dir, hf_hub_cache
 from modelwright.runs.folder import read_regular
 
@@ -35,6 +38,7 @@ PROBE_CHAT = [{"role": "user", "content": "Why?"}, {"role": "assistant", "conten
 def check_model(path: Path) -> None:
     """Refuse a model folder with custom code, or with pickles only."""
     _refuse_code(path, "config.json")
+    check_sizes(read_small_json(path / "config.json"), str(path / "config.json"))
     if odd := next((file.name for file in path.iterdir() if not (file.is_file() or file.is_dir())), None):
         raise ModelError(f"model: {path / odd} is not a regular file")
     if not any(path.glob("*.safetensors")) and (pickles := _pickles(path)):
@@ -42,6 +46,36 @@ def check_model(path: Path) -> None:
             f"model: the weights of {path} are pickles ({pickles[0]}), which may run any code when they are read; "
             "it wants safetensors"
         )
+    _check_index(path)
+
+
+def _check_index(path: Path) -> None:
+    """Refuse an index of weights that names anything but files of its folder."""
+    if not (index := path / "model.safetensors.index.json").exists():
+        return
+    names = read_small_json(index).get("weight_map")
+    for name in sorted({str(name) for name in names.values()}) if isinstance(names, dict) else ["no weight_map"]:
+        if Path(name).name != name or not (path / name).is_file():
+            raise ModelError(f"model: {index} names {name[:80]!r}; it wants safetensors files of its own folder")
+
+
+def tensor_shapes(path: Path) -> dict[str, list[int]]:
+    """Shapes of the tensors in the safetensors files of a folder, from their headers; damaged files are left out."""
+    shapes: dict[str, list[int]] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        with suppress(SafetensorError, OSError), safe_open(file, framework="pt") as tensors:
+            shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+    return shapes
+
+
+def size_mismatch(path: Path) -> str:
+    """Which size of a config.json no tensor of the weights has."""
+    config = read_small_json(path / "config.json")
+    dimensions = {size for shape in tensor_shapes(path).values() for size in shape}
+    keys = ("vocab_size", *WIDTH_KEYS[:3], "intermediate_size")
+    wrong = next((key for key in keys if isinstance(config.get(key), int) and config[key] not in dimensions), None)
+    named = f"its config.json has {wrong} {config.get(wrong or '')}, and no tensor of its weights has that size"
+    return named if wrong else "the heads or layers in its config.json do not fit its weights"
 
 
 def check_tokenizer(path: Path) -> None:
@@ -60,6 +94,9 @@ def adapter_base(path: Path) -> Path:
     if not (path / "adapter_model.safetensors").is_file():
         pickle_note = f" ({pickles[0]} is a pickle, which may run any code)" if (pickles := _pickles(path)) else ""
         raise ModelError(f"model: {path} has no adapter_model.safetensors{pickle_note}; it wants safetensors")
+    largest = max((size for shape in tensor_shapes(path).values() for size in shape), default=MAX_WIDTH)
+    if type(rank := settings.get("r")) is not int or not 1 <= rank <= largest:
+        raise ModelError(f"model: {file} has r {str(rank)[:40]}; it wants a rank from 1 to {largest}")
     base = settings.get("base_model_name_or_path")
     folders = [each for each in (_base_folders(path, base) if isinstance(base, str) else ()) if _is_model(each)]
     if not folders:

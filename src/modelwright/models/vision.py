@@ -105,8 +105,8 @@ def load_vision(folder: Path) -> tuple[ResNet18, dict[str, Any]]:
     try:
         config: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         model_type, shape = config.get("model_type"), [config.get(name) for name in ("classes", "width", "channels")]
-        if model_type != MODEL_TYPE or not all(isinstance(value, int) and value > 0 for value in shape):
-            described = f"{model_type!r} of {shape}"
+        if model_type != MODEL_TYPE or not all(type(value) is int and 0 < value < 10**5 for value in shape):
+            described = f"{model_type!r} of {str(shape)[:80]}"
             raise ModelError(f"model: {folder / CONFIG_FILE} describes {described}; it wants {MODEL_TYPE!r}")
         with torch.device("meta"):
             model = resnet18(*shape)  # type: ignore[arg-type]

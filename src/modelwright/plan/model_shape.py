@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.errors import ModelError
-from modelwright.recipe.schema import Recipe
+from modelwright.recipe.schema import Recipe, check_sizes
 from modelwright.recipe.sections import EMBEDDED_MODEL, FUSED_LORA_RANKS, MLP_LINEARS, LlamaArchitecture, ParameterCount
 from modelwright.recipe.stage_specs import TrainableConfig
 from modelwright.runs.caches import cache_dir, hf_hub_cache
@@ -218,7 +218,10 @@ def _lora_targets(shape: DecoderShape, parts: TrainableConfig) -> set[str]:
 
 def shape_from_config(config: Mapping[str, Any], name: str, source: str) -> DecoderShape:
     """The shape in a Hugging Face config.json, or in a mapping with the same keys."""
-    values = {**config, **config.get("text_config", {})}
+    check_sizes(config, source)
+    text = config.get("text_config")
+    values = {**config, **(text if isinstance(text, dict) else {})}
+    values = {key: value for key, value in values.items() if value is not None}
     family = str(values.get("model_type", "llama"))
     try:
         hidden_size, heads = int(values["hidden_size"]), int(values["num_attention_heads"])
@@ -388,7 +391,7 @@ def model_folders(name: str, recipe_dir: Path) -> list[Path]:
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"model: {path} could not be read ({error})") from None
     if not isinstance(config, dict):
         raise ModelError(f"model: {path} is not a JSON object; it wants a decoder's config.json")

@@ -234,7 +234,7 @@ def _describe_type(annotation: Any, constraints: tuple[Any, ...]) -> str:
 
 def _describe_bounds(constraints: tuple[Any, ...]) -> str:
     limits = [(comparison, getattr(each, name, None)) for name, comparison in _BOUNDS.items() for each in constraints]
-    phrases = [f"{comparison} {limit:g}" for comparison, limit in limits if limit is not None]
+    phrases = [f"{word} {limit:{',' if limit > 10**5 else 'g'}}" for word, limit in limits if limit is not None]
     return f" {' and '.join(phrases)}" if phrases else ""
 
 

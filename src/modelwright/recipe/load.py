@@ -156,14 +156,19 @@ def builtin_recipes() -> dict[str, Path]:
 def find_recipe(reference: str | Path) -> Path:
     """The file of a recipe, given by path or by the name of a shipped one."""
     path, name = Path(reference), str(reference)
-    if path.is_file():
-        return path
+    try:
+        if path.is_file():
+            return path
+    except OSError as error:
+        raise RecipeError([Problem(f"{name[:60]}…", f"no such recipe file ({error.strerror})")]) from None
     if name in builtin_recipes():
         return builtin_recipes()[name]
     if path.is_dir():
         inside = path / "recipe.yaml"
         hint = f"; did you mean {inside}?" if inside.is_file() else ""
         raise RecipeError([Problem(name, f"is a folder; it wants a recipe file{hint}")])
+    if path.exists():
+        raise RecipeError([Problem(name, "is not a regular file; it wants a recipe file")])
     raise RecipeError([Problem(name, f"no such recipe file; {_suggest_recipe(path)}")])
 
 
@@ -325,11 +330,15 @@ class _LayerReader:
         # text is taken unparsed, so that a name may be 2024 and a prompt may contain a colon
         is_text = setting is not None and setting.is_str and raw_value not in ("", "null") and raw_value[0] not in "'\""
         text_node = ConfigNode(raw_value, origin, raw_value)
+        if any("\ud800" <= char <= "\udfff" for char in raw_value):  # how Python reads bytes that are no text
+            self.problems.append(make_problem(origin, key, f"{key} has bytes that are not UTF-8; take them out"))
+            return None
         try:
             value, problems = (text_node, []) if is_text else read_value(raw_value, origin)
         except RecipeError as error:
             reasons = "; ".join(each.message for each in error.problems)
-            self.problems.append(make_problem(origin, key, f"{key}={raw_value} cannot be read: {reasons}"))
+            shown = "…" if origin.kind == "environment" else raw_value  # it may be a secret
+            self.problems.append(make_problem(origin, key, f"{key}={shown} cannot be read: {reasons}"))
             return None
         self.problems += problems
         if value.value == {} and origin.kind == "set":

@@ -5,13 +5,18 @@ Names are those of Hugging Face ``TrainingArguments`` and TRL; ``fields`` maps t
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from datetime import date
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
+from modelwright.errors import ModelError
 from modelwright.recipe.prepare_config import PrepareConfig
 from modelwright.recipe.sections import (
+    MAX_LAYERS,
+    MAX_VOCAB,
+    MAX_WIDTH,
     ClusterConfig,
     CompareConfig,
     DataConfig,
@@ -41,6 +46,36 @@ if TYPE_CHECKING:
     StageName = str
 else:
     StageName = Literal[tuple(STAGES)]
+
+
+WIDTH_KEYS = ("hidden_size", "n_embd", "d_model", "num_attention_heads", "n_head", "n_heads", "num_key_value_heads")
+SIZE_LIMITS = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), MAX_LAYERS),
+    **dict.fromkeys((*WIDTH_KEYS, "intermediate_size", "head_dim"), MAX_WIDTH),
+    "vocab_size": MAX_VOCAB,
+    "max_position_embeddings": 10**9,
+}
+"""Largest sizes in a config.json, by key."""
+
+
+def check_sizes(config: Mapping[str, Any], source: str) -> None:
+    """Refuse sizes in a config.json, or in a part of it, that no model has, before anything is built with them."""
+    parts: list[Any] = [config]
+    for part in parts:
+        if not isinstance(part, dict):
+            continue
+        parts += part.values()
+        for name in SIZE_LIMITS.keys() & part.keys():
+            sizes = part[name] if isinstance(part[name], list) else [part[name]]  # a list has a size for each layer
+            for size in sizes:
+                if size is not None and (type(size) is not int or not 1 <= size <= SIZE_LIMITS[name]):
+                    wants = f"it wants a whole number from 1 to {SIZE_LIMITS[name]:,}"
+                    raise ModelError(f"model: {source} has {name} {repr(size)[:40]}; {wants}")
+        heads, kv_heads = part.get("num_attention_heads"), part.get("num_key_value_heads")
+        if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
+            raise ModelError(
+                f"model: {source} has num_attention_heads {heads}, which num_key_value_heads {kv_heads} does not divide"
+            )
 
 
 class ModelConfig(FrozenModel):
@@ -100,7 +135,7 @@ class Recipe(FrozenModel):
     """One line for the list of recipes."""
     output_dir: str | None = None
     """The run folder; without it, runs/NAME."""
-    seed: NonNegativeInt = 42
+    seed: Annotated[NonNegativeInt, Field(le=2**63 - 1)] = 42
     """Random seed of the data order, the split and all random numbers."""
     model: ModelConfig
     """The model to train."""

@@ -150,20 +150,25 @@ class ParameterCount:
         return f"{millions} parameters trainable ({self.trained / self.total:.2%})"
 
 
+MAX_LAYERS, MAX_WIDTH, MAX_VOCAB = 1_000, 1_000_000, 10_000_000
+"""Limits of the sizes of a model, several times those of any published one."""
+ModelWidth = Annotated[PositiveInt, Field(le=MAX_WIDTH)]
+
+
 class LlamaArchitecture(FrozenModel):
     """Sizes of a Llama model trained from scratch, named as in Hugging Face's LlamaConfig."""
 
-    num_hidden_layers: PositiveInt
+    num_hidden_layers: Annotated[PositiveInt, Field(le=MAX_LAYERS)]
     """Transformer layers."""
-    hidden_size: PositiveInt
+    hidden_size: ModelWidth
     """Size of the hidden states."""
-    num_attention_heads: PositiveInt
+    num_attention_heads: ModelWidth
     """Attention heads per layer."""
-    num_key_value_heads: PositiveInt | None = None
+    num_key_value_heads: ModelWidth | None = None
     """Key/value heads (grouped-query attention); without it, as many as attention heads."""
-    intermediate_size: PositiveInt | None = None
+    intermediate_size: ModelWidth | None = None
     """Size of the feed-forward layers; without it, 8/3 of hidden_size, rounded up to a multiple of 64."""
-    vocab_size: PositiveInt | None = None
+    vocab_size: Annotated[PositiveInt, Field(le=MAX_VOCAB)] | None = None
     """Vocabulary size with padding; without it, that of the tokenizer, rounded up to a multiple of 64."""
     max_position_embeddings: PositiveInt = 4096
     """Maximum context length."""

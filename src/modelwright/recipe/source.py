@@ -101,6 +101,8 @@ class ConfigNode:
             return "a mapping" if isinstance(self.value, dict) else "a list"
         if self.value is None:
             return "null" if self.text else "empty"
+        if self.origin.kind == "environment" and len(self.text) > 3:
+            return repr(self.text[:3] + "…")  # it may be a secret
         if not isinstance(self.value, str):
             return self.text
         first, *more = self.value.splitlines() or [""]
@@ -318,6 +320,7 @@ class _TreeBuilder:
     problems: list[RecipeProblem] = field(default_factory=list)
     num_nodes: int = 0
     top_line: int = 1
+    open_mappings: list[MappingNode] = field(default_factory=list)
 
     def build(self, node: Node, line: int, path: KeyPath = ()) -> ConfigNode:
         """Convert one node; ``line`` is that of its key or list item."""
@@ -340,6 +343,7 @@ class _TreeBuilder:
     def _mapping(self, node: MappingNode, path: KeyPath) -> dict[str, ConfigNode]:
         entries: dict[str, ConfigNode] = {}
         merged: dict[str, ConfigNode] = {}
+        self.open_mappings.append(node)
         for key_node, value_node in node.value:
             line = _line_number(key_node)
             self.top_line = self.top_line if path else line
@@ -358,6 +362,7 @@ class _TreeBuilder:
                 message = f"{key} is given twice (first on line {first}); keep one"
                 self._problem(line, key, message)
             entries[name] = self.build(value_node, line, (*path, name))
+        self.open_mappings.pop()
         return {**{name: value for name, value in merged.items() if name not in entries}, **entries}
 
     def _merge_key(self, node: Node, line: int, path: KeyPath) -> dict[str, ConfigNode]:
@@ -367,6 +372,9 @@ class _TreeBuilder:
         for source in sources:
             if not isinstance(source, MappingNode):
                 self._problem(line, ".".join(path), "<< wants a mapping, such as *defaults")
+                continue
+            if any(source is each for each in self.open_mappings):
+                self._problem(line, ".".join(path), "<< names the mapping that it stands in; take it out")
                 continue
             merged |= {**self._mapping(source, path), **merged}
         return merged
@@ -383,7 +391,9 @@ class _TreeBuilder:
             return ConfigNode(text, origin, text or "''")
 
     def _join_surrogates(self, text: str, line: int, path: KeyPath) -> str:
-        """Join surrogate pairs, as in JSON escapes; an unpaired one is a problem."""
+        """Join surrogate pairs, as in JSON escapes; an unpaired one is a problem, and so is a NUL character."""
+        if "\0" in text:
+            self._problem(line, ".".join(path), f"{'.'.join(path) or 'a key'} contains a NUL character; take it out")
         if text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text):
             return text
         try:

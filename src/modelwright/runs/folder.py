@@ -192,7 +192,7 @@ class RunFolder:
         while pending:
             with suppress(PermissionError), os.scandir(pending.pop()) as entries:  # not writable either
                 for entry in entries:
-                    if entry.is_symlink() and not Path(entry.path).resolve().is_relative_to(root):
+                    if entry.is_symlink() and not Path(os.path.realpath(entry.path)).is_relative_to(root):
                         raise Refused(
                             f"{entry.path} is a link that leads out of the run folder, and nothing is written through "
                             "one; delete it, or choose another output_dir"
