@@ -24,7 +24,7 @@ from typer.main import get_command
 from modelwright.cli.main import build_app as whole_command
 from modelwright.cli.main import main
 from modelwright.recipe.load import builtin_recipes, dump_yaml, load
-from modelwright.recipe.sections import Threshold
+from modelwright.recipe.schema import Threshold
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]

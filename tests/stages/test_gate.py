@@ -10,7 +10,7 @@ import pytest
 
 from modelwright.errors import RecipeError, UsageError
 from modelwright.recipe.load import LoadedRecipe, dump_yaml, load
-from modelwright.recipe.sections import Threshold
+from modelwright.recipe.schema import Threshold
 from modelwright.runs.folder import RunFolder, write_json, write_text
 from modelwright.stages.gate import judge_metrics, judge_stage, rejudge_run
 from tiny import tiny_recipe

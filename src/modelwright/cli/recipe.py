@@ -120,9 +120,10 @@ def check_data(loaded: LoadedRecipe) -> tuple[list[Problem], list[str]]:
     for stage, section in loaded.recipe.stages.items():
         data = loaded.recipe.data_for(stage)
         key = f"{stage}.data" if section.data else "data"
-        key = f"{key}.dataset_name" if data.dataset_name else f"{key}.train_file"
+        key = next(f"{key}.{name}" for name in ("dataset_name", "train_file", "mix") if getattr(data, name))
         row_format = ROW_FORMATS[section.spec.row_format]
-        if not row_format.is_checked(loaded.recipe) or sources.is_hub_name(data.source, loaded.path.parent):
+        on_hub = any(sources.is_hub_name(part.source, loaded.path.parent) for part in data.parts.values())
+        if on_hub or not row_format.is_checked(loaded.recipe):
             continue
         try:
             dataset = row_format.load(data, loaded.recipe.seed, loaded.path.parent)
@@ -133,7 +134,8 @@ def check_data(loaded: LoadedRecipe) -> tuple[list[Problem], list[str]]:
         except UsageError as error:
             if data.validation_file and repr(data.validation_file) in str(error):
                 key = f"{key.rpartition('.')[0]}.validation_file"
-            problem = Problem(loaded.origins[key].location, str(error))
+            origin = next(origin for name, origin in loaded.origins.items() if name.startswith(key))
+            problem = Problem(origin.location, str(error))
             problems[problem.where, problem.message] = problem
     return list(problems.values()), list(lines)
 

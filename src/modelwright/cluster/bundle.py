@@ -64,9 +64,13 @@ def build_payload(recipe: Recipe, cluster: ClusterConfig, recipe_dir: Path) -> C
 
     def for_pods(data: DataConfig | None) -> DataConfig | None:
         paths = {key: _embed_file(getattr(data, key), key, cluster, recipe_dir, files) for key in DATA_KEYS if data}
+        mix = dict(data.mix) if data else {}
+        for name, source in mix.items():
+            path = _embed_file(source.dataset_name or name, "mix", cluster, recipe_dir, files)
+            mix[name] = source if path == name else source.model_copy(update={"dataset_name": path})
         if data and data.dataset_name == CIFAR10_NAME and not data.data_dir:
             paths["data_dir"] = cluster.mount_for("data")  # downloaded by the first job, read by the next
-        return data.model_copy(update=paths) if data else None
+        return data.model_copy(update={**paths, **({"mix": mix} if mix else {})}) if data else None
 
     data = for_pods(recipe.data)
     stages = {name: stage.model_copy(update={"data": for_pods(stage.data)}) for name, stage in recipe.stages.items()}

@@ -223,8 +223,7 @@ def audit_inputs(loaded: LoadedRecipe) -> Iterator[tuple[str, DataConfig, AuditC
             continue
         audited.append((data, row_format))
         length, batch = getattr(section, "max_length", 2048), getattr(section, "per_device_train_batch_size", 8)
-        common = {key: getattr(data, key) for key in ("text_column", "split_by", "test_size", "max_rows", "sample_by")}
-        for source_data in [DataConfig(dataset_name=name, **common) for name in data.mix] or [data]:
+        for source_data in data.parts.values() if row_format == "text" else [data]:
             yield stage, source_data, AuditConfig(row_format, length, batch, recipe.seed, tokenizer)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -67,6 +68,8 @@ class Conversation:
     """Conversations with equal keys stay in one split."""
     tools: tuple[dict[str, Any], ...] = ()
     """JSON schemas of the tools that the assistant may call."""
+    source: str = ""
+    """Its source in a mixture."""
 
     @property
     def last_user_message(self) -> str:
@@ -91,6 +94,8 @@ class SplitDataset(Generic[Item]):
     """Rows that cannot be used."""
     counts: dict[str, int] = field(default_factory=dict)
     """Further counts of the manifest."""
+    config: DataConfig | None = None
+    """Where the rows come from; None in tests."""
 
     def manifest(self, data: DataConfig) -> dict[str, Any]:
         """Source, row counts and fingerprint."""
@@ -106,6 +111,7 @@ class SplitDataset(Generic[Item]):
             **self.quarantine.summary(),
             "fingerprint": self.fingerprint,
             **self.counts,
+            **({"sources": count_sources(self.train, self.held_out, data)} if data.mix else {}),
         }
 
 
@@ -120,9 +126,9 @@ def normalize_key(text: Any) -> str:
 def load_conversations(data: DataConfig, seed: int, recipe_dir: Path) -> ConversationDataset:
     """Read, check and split the conversations of a recipe; all problems are raised as one error."""
     train, held_out, quarantine = load_splits(data, seed, recipe_dir, rows_to_conversations)
-    fingerprint, distinct_rows = hash_splits(train, held_out)
+    fingerprint, distinct_rows = hash_splits(train, held_out, data)
     duplicate_rows = len(train) - distinct_rows  # many, if a folder holds one dataset in two formats
-    return ConversationDataset(train, held_out, fingerprint, quarantine, {"duplicate_rows": duplicate_rows})
+    return ConversationDataset(train, held_out, fingerprint, quarantine, {"duplicate_rows": duplicate_rows}, data)
 
 
 def load_splits(
@@ -136,6 +142,8 @@ def load_splits(
             raise DataError([Problem(source, empty_message)])
     if not has_validation_rows(data, recipe_dir):
         train, held_out = group_split(train, data, seed)
+    if lost := [name for name, count in count_sources(train, held_out, data).items() if not count["train_rows"]]:
+        raise DataError([Problem(lost[0], f"{empty_message}, or test_size holds out all of them")])
     return train, held_out, quarantine
 
 
@@ -143,17 +151,33 @@ def read_splits(
     data: DataConfig, recipe_dir: Path, parse: RowParser[Item]
 ) -> tuple[list[Item], list[Item], Quarantine]:
     """The parsed training and validation rows, and those that cannot be used, for check, audit, show and run."""
-    quarantine = Quarantine(data.max_invalid_fraction, notes=notes_on_files(data.source, recipe_dir))
-    train, held_out = (
-        parse(quarantine.count(rows), data, quarantine)
-        for rows in (iter_train_rows(data, recipe_dir), iter_validation_rows(data, recipe_dir))
-    )
+    quarantine = Quarantine(data.max_invalid_fraction)
+    quarantine.notes += [note for part in data.parts.values() for note in notes_on_files(part.source, recipe_dir)]
+    train: list[Any] = []
+    for name, part in data.parts.items():
+        items: list[Any] = parse(quarantine.count(iter_train_rows(part, recipe_dir)), part, quarantine)
+        if data.mix and (max_rows := data.mix[name].max_rows):
+            items = items[: max_rows.resolve(len(items))]
+        train += [replace(item, source=name) for item in items] if data.mix else items
+        weight, total = data.weights.get(name, 0), sum(data.weights.values())
+        share = f", {weight / total:.1%} of the rows of a step" if total else ""
+        quarantine.sources += [f"source {name}: {len(items):,} rows{share}"] if data.mix else []
+    held_out = parse(quarantine.count(iter_validation_rows(data, recipe_dir)), data, quarantine)
     return train, held_out, quarantine
 
 
-def hash_splits(train: Sequence[Any], held_out: Sequence[Any]) -> tuple[str, int]:
-    """Fingerprint of all rows in order, and the number of distinct training rows."""
+def count_sources(train: Iterable[Any], held_out: Iterable[Any], data: DataConfig) -> dict[str, dict[str, Any]]:
+    """The rows of each source of a mixture, and its weight."""
+    rows, held = (Counter(item.source for item in items) if data.mix else {} for items in (train, held_out))
+    return {name: {"train_rows": rows[name], "held_out_rows": held[name], "weight": source.weight}
+            for name, source in data.mix.items()}  # fmt: skip
+
+
+def hash_splits(train: Sequence[Any], held_out: Sequence[Any], data: DataConfig) -> tuple[str, int]:
+    """Fingerprint of all rows in order and of their weights, and the number of distinct training rows."""
     digest = xxhash.xxh3_128()
+    if data.mix:
+        digest.update(json.dumps([data.stopping_strategy, count_sources(train, held_out, data)]).encode())
     distinct: list[set[int]] = [set(), set()]
     for items, hashes in zip((train, held_out), distinct, strict=True):
         for item in items:
@@ -220,7 +244,11 @@ def group_split(items: Sequence[Item], data: DataConfig, seed: int) -> tuple[lis
         return xxhash.xxh3_64_intdigest(f"{seed}:{group}".encode("utf-8", "surrogatepass"))
 
     groups = sorted({item.split_key for item in items}, key=lambda group: (group_hash(group), group))
-    chosen = set(groups[: held_out_count(data, len(groups))])
+    count, chosen = held_out_count(data, len(groups)), set()
+    for name in data.mix or ("",):  # the same share of each source; a group is held out of all of them or of none
+        own = {item.split_key for item in items if not name or getattr(item, "source", "") == name}
+        own_count = round(count * len(own) / len(groups)) if not name else max(1, round(count * len(own) / len(groups)))
+        chosen.update([group for group in groups if group in own][: own_count if count else 0])
     return [i for i in items if i.split_key not in chosen], [i for i in items if i.split_key in chosen]
 
 
@@ -277,9 +305,14 @@ class TokenizedRow:
     """Whether the loss includes this token: [length] bool."""
     where: str = ""
     """File and line of the row."""
+    source: str = ""
+    """Its source in a mixture."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
+
+    def __getitem__(self, part: slice) -> TokenizedRow:
+        return replace(self, input_ids=self.input_ids[part], loss_mask=self.loss_mask[part])
 
 
 @dataclass
@@ -302,12 +335,12 @@ class TokenizedDataset:
             self.split_rows += 1
             # pieces overlap by one token, so that every trained token is predicted once
             ranges = [slice(start, start + length) for start in range(0, len(row) - 1, length - 1)]
-            pieces = [TokenizedRow(row.input_ids[part], row.loss_mask[part]) for part in ranges]
+            pieces = [row[part] for part in ranges]
         elif len(row) > length:
             self.truncated_rows += 1
             self.truncated_tokens += len(row) - length
             add_example(self.truncated_examples, f"{row.where} ({len(row):,} tokens)")
-            pieces = [TokenizedRow(row.input_ids[:length], row.loss_mask[:length])]
+            pieces = [row[:length]]
         trained_pieces = [piece for piece in pieces if piece.loss_mask[1:].any()]  # the first token is never predicted
         self.rows += trained_pieces
         if not trained_pieces:
@@ -378,22 +411,21 @@ def tokenize_batch(
 ) -> list[TokenizedRow]:
     """Tokenize conversations in one call of the tokenizer, which uses all cores."""
     rendered: list[RenderedText] = []
-    untemplated: list[TokenizedRow] = []
-    locations: list[str] = []
+    rows: list[tuple[Conversation, TokenizedRow | None]] = []
     for conversation in conversations:
-        messages, where = conversation.messages, conversation.where
+        messages, where, tools = conversation.messages, conversation.where, conversation.tools
         with _template_errors(messages, where):
             if messages[0]["role"] == "text":
-                untemplated.append(_tokenize_text(str(messages[0]["content"]), where, tokenizer))
+                rows.append((conversation, _tokenize_text(str(messages[0]["content"]), where, tokenizer)))
             elif tokenizer.chat_template:
-                rendered += _render_with_spans(list(messages), tokenizer, assistant_only, conversation.tools)
+                texts = _render_with_spans(list(messages), tokenizer, assistant_only, tools)
+                rendered += texts
+                rows += [(conversation, None)] * len(texts)
             else:
-                untemplated.append(
-                    _tokenize_without_template(messages, where, tokenizer, assistant_only, conversation.tools)
-                )
-        locations += [where] * (len(rendered) + len(untemplated) - len(locations))
-    rows = untemplated or _tokenize_with_mask(tokenizer, rendered)
-    return [replace(row, where=where) for row, where in zip(rows, locations, strict=True)]
+                row = _tokenize_without_template(messages, where, tokenizer, assistant_only, tools)
+                rows.append((conversation, row))
+    templated = iter(_tokenize_with_mask(tokenizer, rendered) if rendered else ())
+    return [replace(row or next(templated), where=item.where, source=item.source) for item, row in rows]
 
 
 def tokenize_completion(

@@ -36,6 +36,8 @@ class PreferencePair:
     """Pairs with equal keys stay in one split."""
     tools: tuple[dict[str, Any], ...] = ()
     """JSON schemas of the tools that the assistant may call."""
+    source: str = ""
+    """Its source in a mixture."""
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -59,7 +61,7 @@ def load_preferences(data: DataConfig, seed: int, recipe_dir: Path) -> Preferenc
     empty_message = "there is no pair of different answers in it"
     train, held_out, quarantine = chat.load_splits(data, seed, recipe_dir, rows_to_pairs, empty_message)
     counts = {"identical_pairs": len(quarantine.dropped_rows)}
-    return PreferenceDataset(train, held_out, chat.hash_splits(train, held_out)[0], quarantine, counts)
+    return PreferenceDataset(train, held_out, chat.hash_splits(train, held_out, data)[0], quarantine, counts, data)
 
 
 def rows_to_pairs(
@@ -98,6 +100,8 @@ class TokenizedPair:
     """The chosen answer."""
     rejected: TokenizedRow
     """The rejected answer."""
+    source: str = ""
+    """Its source in a mixture."""
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.chosen) + len(self.rejected)
@@ -157,8 +161,8 @@ def tokenize_pair(pair: PreferencePair, tokenizer: Any) -> TokenizedPair:
     prompt_length = int(differing[0]) if len(differing) else first
     if prompt_length < 1:
         raise DataError([Problem(pair.where, "the prompt has no token")])
-    tails = [TokenizedRow(row.input_ids[prompt_length:], row.loss_mask[prompt_length:]) for row in rows]
-    return TokenizedPair(rows[0].input_ids[:prompt_length], *tails)
+    chosen, rejected = (row[prompt_length:] for row in rows)
+    return TokenizedPair(rows[0].input_ids[:prompt_length], chosen, rejected, pair.source)
 
 
 def truncate_pair(pair: TokenizedPair, max_length: int) -> TokenizedPair:
@@ -167,7 +171,5 @@ def truncate_pair(pair: TokenizedPair, max_length: int) -> TokenizedPair:
     if len(pair.prompt) + longest_answer <= max_length:
         return pair
     answer_limit = max(max_length - len(pair.prompt), max_length // 2)
-    answers = [TokenizedRow(answer.input_ids[:answer_limit], answer.loss_mask[:answer_limit])
-               for answer in (pair.chosen, pair.rejected)]  # fmt: skip
     prompt = pair.prompt[-(max_length - min(longest_answer, answer_limit)) :]
-    return TokenizedPair(prompt, *answers)
+    return TokenizedPair(prompt, pair.chosen[:answer_limit], pair.rejected[:answer_limit], pair.source)

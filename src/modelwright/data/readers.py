@@ -469,6 +469,9 @@ class Quarantine:
     notes: list[str] = field(default_factory=list)
     """Files that are not read."""
 
+    sources: list[str] = field(default_factory=list)
+    """A line about each source of a mixture."""
+
     def count(self, items: Iterable[Row | InvalidRow]) -> Iterator[Row | InvalidRow]:
         """Count the rows that are read; an unreadable file raises at once."""
         for item in items:
@@ -519,7 +522,7 @@ class Quarantine:
             if rows:
                 examples = "; ".join(show_examples(rows))
                 shown.append(f"{len(rows):,} of {self.rows_read:,} rows {what}: {examples}")
-        return shown
+        return [*self.sources, *shown]
 
     def raise_if_over_limit(self) -> None:
         """Raise all invalid rows as one error if there are more than allowed."""

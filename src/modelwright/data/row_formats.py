@@ -67,10 +67,10 @@ def estimate_row_stats(recipe: Recipe, stage: str, recipe_dir: Path, tokenizer: 
     max_length = settings.max_length
     if row_format.is_packed:
         return RowStats(None, max_length, float(max_length), 1.0, f"rows filled to {max_length} tokens")
-    name, path = data.source, sources.local_path(data.source, recipe_dir)
+    name, paths = data.source, [sources.local_path(part.source, recipe_dir) for part in data.parts.values()]
     unknown = RowStats(None, max_length, float(max_length), 1.0, f"{name} was not read; rows of max_length are taken")
-    too_large = path is not None and path.is_file() and path.stat().st_size > MAX_PLAN_READ_BYTES
-    if too_large or sources.is_hub_name(name, recipe_dir):
+    too_large = any(path and path.is_file() and path.stat().st_size > MAX_PLAN_READ_BYTES for path in paths)
+    if too_large or any(sources.is_hub_name(part.source, recipe_dir) for part in data.parts.values()):
         return unknown
     if not sources.is_embedded(name) and not sources.source_files(name, recipe_dir):
         return replace(unknown, basis=f"there is no {name} yet; rows of max_length are taken")
@@ -145,19 +145,22 @@ class AuditedRow:
     """Rows with equal keys stay in one split."""
     prompt_key: str
     """The prompt, which should not be in both splits, whatever the split key is."""
+    source: str = ""
+    """Its source in a mixture."""
 
 
 def _audit_conversation(conversation: Conversation) -> AuditedRow:
     text = "\n".join(map(message_text, conversation.messages))
     prompt_key = chat.normalize_key(conversation.last_user_message)
-    return AuditedRow(conversation.where, text, len(conversation.messages), conversation.split_key, prompt_key)
+    num_messages, source = len(conversation.messages), conversation.source
+    return AuditedRow(conversation.where, text, num_messages, conversation.split_key, prompt_key, source)
 
 
 def _audit_pair(pair: PreferencePair) -> AuditedRow:
     longer = max((pair.chosen, pair.rejected), key=lambda answer: sum(map(len, map(message_text, answer))))
     turns = (*pair.prompt, *longer)
     text = "\n".join(map(message_text, turns))
-    return AuditedRow(pair.where, text, len(turns), pair.split_key, pair.split_key)
+    return AuditedRow(pair.where, text, len(turns), pair.split_key, pair.split_key, pair.source)
 
 
 def _audit_document(document: Document) -> AuditedRow:

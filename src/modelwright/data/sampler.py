@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -59,6 +60,14 @@ class GlobalBatchSampler:
     def epoch_at(self, step: int) -> float:
         """Epochs completed after this many steps."""
         return min(step * self.global_batch_size, self.total_samples) / self.num_rows
+
+
+def epoch_rows(sources: Sequence[tuple[int, float]], stopping_strategy: str | None) -> int:
+    """Rows in one epoch of a mixture: until the first source or all have come once, or as many as there are."""
+    if not stopping_strategy:
+        return sum(count for count, _ in sources)
+    ends = [count / weight * sum(weight for _, weight in sources) for count, weight in sources]
+    return max(1, int(min(ends))) if stopping_strategy == "first_exhausted" else math.ceil(max(ends) - 1e-6)
 
 
 def rank_micro_batches(

@@ -53,7 +53,7 @@ class RankBatch:
 
 
 class Task(Protocol):
-    """Rows, batches and the loss of a training stage: all the engine knows about it; the last five have defaults."""
+    """Rows, batches and the loss of a training stage: all the engine knows about it; the last seven have defaults."""
 
     module: nn.Module
     """Its forward takes a micro-batch's inputs and returns sums over it: the loss, then other metrics."""
@@ -62,7 +62,7 @@ class Task(Protocol):
 
     @property
     def rows(self) -> int:
-        """Rows in one epoch."""
+        """Training rows."""
 
     @property
     def held_out_rows(self) -> int:
@@ -81,6 +81,16 @@ class Task(Protocol):
     def source_weights(self) -> tuple[tuple[int, float], ...]:
         """Rows and weight of each source where rows are drawn from several by weight."""
         return ()
+
+    @property
+    def epoch_rows(self) -> int:
+        """Rows in one epoch, which a mixture may end before or after all its rows have come once."""
+        return self.rows
+
+    @property
+    def held_out_sources(self) -> Mapping[str, int]:
+        """Held-out rows of each source of a mixture, in the order of the rows; each is evaluated by itself too."""
+        return {}
 
     def set_total_steps(self, steps: int) -> None:
         """Called with the number of steps before the first batch, for what depends on the progress."""

@@ -60,7 +60,7 @@ class Engine:
         self.plans = [plan]  # the last one is in force; the stage logs and drops the others
         self.notes: list[str] = []  # about the compile cache, for the user
         self.cursor = Cursor()
-        batches = task.rows, plan.global_batch_size, plan.total_samples
+        batches = task.epoch_rows, plan.global_batch_size, plan.total_samples
         self.sampler = GlobalBatchSampler(*batches, seed, task.source_weights)
         task.set_total_steps(plan.steps)
         self._max_grad_norm = settings.max_grad_norm
@@ -310,23 +310,36 @@ class Engine:
             rank_sums = self.with_fallback(lambda: self._held_out_sums(stop_requested))
         if rank_sums is None:
             return None
-        *sums, count = self.world.all_reduce_sum(*rank_sums[0].tolist(), rank_sums[1])
-        return eval_metrics(dict(zip(self.task.metric_names, sums, strict=True)), count)
+        values = self.world.all_reduce_sum(*rank_sums.flatten().tolist())
+        by_source = torch.tensor(values, dtype=torch.float64).view(rank_sums.shape)
+        metrics = self._eval_metrics(by_source.sum(0))
+        for name, totals in zip(self.task.held_out_sources, by_source, strict=False):
+            metrics |= {f"{metric}.{name}": value for metric, value in self._eval_metrics(totals).items()}
+        return metrics
 
-    def _held_out_sums(self, stop_requested: Callable[[], bool]) -> tuple[Tensor, int] | None:
-        """Sums over this rank's part of eval_rows: [metrics], and the trained tokens among them; None if stopped."""
-        sums, trained_tokens = torch.zeros(len(self.task.metric_names), device=self.world.device), 0
-        batch_size = self.plan.eval_micro_batch_size
-        batches = rank_micro_batches(self.eval_rows, self.world.rank, self.world.size, batch_size)
-        for number, rows in enumerate(batches):
+    def _eval_metrics(self, totals: Tensor) -> dict[str, float]:
+        """The metrics of sums and trained tokens, [metrics + 1]; none where nothing was evaluated."""
+        *sums, count = totals.tolist()
+        return eval_metrics(dict(zip(self.task.metric_names, sums, strict=True)), count) if count else {}
+
+    def _held_out_sums(self, stop_requested: Callable[[], bool]) -> Tensor | None:
+        """Sums over this rank's part of eval_rows: [sources, metrics and trained tokens]; None if stopped."""
+        ends = np.cumsum([*self.task.held_out_sources.values()] or [self.task.held_out_rows])
+        source_of, eval_rows = np.searchsorted(ends, self.eval_rows, side="right"), np.asarray(self.eval_rows)
+        batches = [(source, rows) for source in range(len(ends)) for rows in rank_micro_batches(
+            eval_rows[source_of == source].tolist(), self.world.rank, self.world.size, self.plan.eval_micro_batch_size
+        )]  # fmt: skip
+        sums = torch.zeros(len(ends), len(self.task.metric_names), device=self.world.device)
+        trained_tokens = torch.zeros(len(ends), 1, dtype=torch.float64)
+        for number, (source, rows) in enumerate(batches):
             self.world.heartbeat.set_phase("evaluating")
             self.on_evaluating(number / len(batches))
             if any(self.world.all_reduce_sum(stop_requested())):  # all ranks stop at the same batch
                 return None
             micro_batch = self.task.held_out_batch(rows)
-            sums += self._forward(micro_batch).flatten()
-            trained_tokens += micro_batch.trained_tokens
-        return sums, trained_tokens
+            sums[source] += self._forward(micro_batch).flatten()
+            trained_tokens[source] += micro_batch.trained_tokens
+        return torch.cat([sums.double().cpu(), trained_tokens], dim=1)
 
     @torch.no_grad()
     def predict(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Tensor]:

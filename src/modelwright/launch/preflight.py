@@ -225,7 +225,7 @@ def hub_only_input(loaded: LoadedRecipe) -> str | None:
     model = recipe.model.model_name_or_path
     if model and model.count("/") == 1 and not is_downloaded(model, recipe_dir):
         return model
-    names = [recipe.data_for(stage).dataset_name for stage in recipe.stages]
+    names = [part.dataset_name for stage in recipe.stages for part in recipe.data_for(stage).parts.values()]
     return next((name for name in names if name and is_hub_name(name, recipe_dir)), None)
 
 

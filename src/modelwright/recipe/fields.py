@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from modelwright.recipe.schema import NAME_PATTERN, Recipe
-from modelwright.recipe.sections import IS_DNS_LABEL, IS_QUANTITY, IS_REGEX, CountOrFraction, Threshold, VolumeConfig
+from modelwright.recipe import sections
+from modelwright.recipe.schema import NAME_PATTERN, Recipe, Threshold
+from modelwright.recipe.sections import IS_DNS_LABEL, IS_QUANTITY, IS_REGEX, CountOrFraction, VolumeConfig
 from modelwright.recipe.source import ConfigNode, KeyPath, RecipeProblem, make_problem
 from modelwright.recipe.stage_specs import OPTIMIZERS, STAGES, TrainableParts
 
@@ -226,6 +227,7 @@ def _describe_type(annotation: Any, constraints: tuple[Any, ...]) -> str:
         bool: "true or false",
         CountOrFraction: CountOrFraction.EXPECTED,
         Threshold: "limits, such as {at_most: 2.2}",
+        sections.MixtureSource: "weights, or sections such as {weight: 2}",
         TrainableParts: TrainableParts.EXPECTED,
         VolumeConfig: "storage, such as {mount: /shared/models, size: 50Gi}",
     }

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from datetime import date
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from modelwright.errors import ModelError
 from modelwright.recipe.prepare_config import PrepareConfig
@@ -18,12 +18,11 @@ from modelwright.recipe.sections import (
     MAX_VOCAB,
     MAX_WIDTH,
     ClusterConfig,
-    CompareConfig,
     DataConfig,
     EvaluateConfig,
     FrozenModel,
     LlamaArchitecture,
-    Threshold,
+    RegexStr,
     invalid,
 )
 from modelwright.recipe.stage_specs import (
@@ -76,6 +75,44 @@ def check_sizes(config: Mapping[str, Any], source: str) -> None:
             raise ModelError(
                 f"model: {source} has num_attention_heads {heads}, which num_key_value_heads {kv_heads} does not divide"
             )
+
+
+class CompareConfig(FrozenModel):
+    """Before/after comparison: the same prompts answered by the initial and the trained model."""
+
+    prompts: list[str] = []
+    """Prompts of every comparison."""
+    num_held_out_prompts: NonNegativeInt = 0
+    """Number of held-out prompts to add."""
+    max_new_tokens: PositiveInt = 128
+    """Maximum length of an answer in tokens."""
+    temperature: NonNegativeFloat = 0.0
+    """Sampling temperature; 0 is greedy decoding, which makes answers comparable."""
+    style_patterns: list[RegexStr] = []
+    """Regular expressions of the target style; style_score is the mean fraction of them found in an answer."""
+
+
+class Threshold(FrozenModel):
+    """Limits of one metric."""
+
+    at_most: float | None = None
+    """Maximum of the metric."""
+    at_least: float | None = None
+    """Minimum of the metric."""
+    times: str | None = None
+    """Another metric that the limits are multiplied by, such as base_eval_loss."""
+    plus: str | None = None
+    """Another metric that is added to the limits, such as parent_eval_loss: allows a difference."""
+
+    @model_validator(mode="after")
+    def _some_limit(self) -> Self:
+        if self.at_most is None and self.at_least is None:
+            raise invalid("has no limit; it wants at_most or at_least")
+        if self.times is not None and self.plus is not None:
+            raise invalid("has both times and plus; it wants one of them")
+        if self.at_most is not None and self.at_least is not None and self.at_least > self.at_most:
+            raise invalid(f"has at_least {self.at_least} above at_most {self.at_most}; nothing could pass")
+        return self
 
 
 class ModelConfig(FrozenModel):
@@ -198,6 +235,11 @@ class Recipe(FrozenModel):
                 raise invalid(f"has no data for {stage}; it wants a section data")
         if "text" in first_of and any(self.data_for(stage).data_dir for stage in self.stages):
             raise invalid("has data_dir, which is for images; name the folder itself as dataset_name")
+        text_data = self.prepare_data if self.prepare else self.data_for(self.text_stage) if self.text_stage else None
+        if text_data and text_data.mix:
+            own = {key for source in text_data.mix.values() for key, value in source if value}
+            if not self.prepare or own - {"weight", "dataset_name"} or text_data.stopping_strategy:
+                raise invalid("has a mix of raw text, which wants a section prepare, and takes only names and weights")
         for stage in self.gates:
             if stage not in self.stages:
                 raise invalid(f"has gates.{stage} but no section {stage}")
@@ -256,7 +298,10 @@ class Recipe(FrozenModel):
         parent = self.parent_stage(stage)
         evaluate_metrics = self.evaluate.metric_names if self.evaluate else ()
         parent_metrics = (*STAGES[parent].metrics, *evaluate_metrics) if parent in STAGES else ()
-        own = (*STAGES[stage].metrics, *evaluate_metrics, *(f"base_{metric}" for metric in evaluate_metrics))
+        data, metrics = self.data_for(stage), STAGES[stage].metrics
+        sources = data.mix if STAGES[stage].row_format != "text" and not data.validation_file else ()
+        by_source = (f"{metric}.{name}" for name in sources for metric in metrics if "eval_" in metric)
+        own = (*metrics, *by_source, *evaluate_metrics, *(f"base_{metric}" for metric in evaluate_metrics))
         return (*own, *(f"parent_{metric}" for metric in parent_metrics))
 
     def gate_for(self, stage: str) -> dict[str, Threshold]:

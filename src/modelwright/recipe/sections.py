@@ -497,6 +497,32 @@ def _parse_percent(value: Any) -> Any:
 Fraction = Annotated[float, Field(ge=0, le=1), BeforeValidator(_parse_percent)]
 
 
+class MixtureSource(FrozenModel):
+    """One source of a mixture; columns, system_prompt and the split that it does not set are the section's."""
+
+    dataset_name: str | None = None
+    """The embedded data set, file, folder or hub id, where the name in mix is only a name."""
+    weight: PositiveFloat | None = None
+    """Sampling weight; without any weights, an epoch has each row of each source once."""
+    max_rows: CountOrFraction | None = None
+    """Use only the first rows, as a count or a fraction."""
+    columns: dict[str, ColumnRole] = {}
+    """Role of its columns by name."""
+    system_prompt: str | None = None
+    """System message of its conversations."""
+    dataset_config_name: str | None = None
+    """Configuration of a hub data set."""
+    dataset_split: str | None = None
+    """Split of a hub data set."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _weight_alone(cls, value: Any) -> Any:
+        if isinstance(value, bool) or (isinstance(value, int | float) and not value > 0):
+            raise invalid("it wants a weight above 0")
+        return {"weight": value} if isinstance(value, int | float) else value
+
+
 class DataConfig(FrozenModel):
     """Training data, and the held-out split."""
 
@@ -537,11 +563,18 @@ class DataConfig(FrozenModel):
     """Take max_rows from the whole source at equal distances, where its rows are sorted by topic."""
     max_invalid_fraction: Fraction = 0.0
     """Maximum fraction of invalid rows; they are moved to quarantine.jsonl, 0 allows none."""
-    mix: dict[str, PositiveFloat] = {}
-    """Several sources of raw text with sampling weights, such as {wiki.jsonl: 2, python-docs: 1}, for prepare."""
+    mix: dict[str, MixtureSource] = {}
+    """Several sources with sampling weights, such as {wiki.jsonl: 2, python-docs: 1}, or with settings of their own."""
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] | None = None
+    """Where an epoch of a mixture with weights ends: when the first source or all sources have come once; without it,
+    after as many rows as all sources have. A source that ends before is repeated in another order."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
+        if unweighted := [name for name in self.mix if self.weights and name not in self.weights]:
+            raise invalid(f"has a mix in which {unweighted[0]} has no weight; all sources want one, or none does")
+        if self.stopping_strategy and not self.weights:
+            raise invalid("has a stopping_strategy, which wants a mix with weights")
         named = [key for key in ("dataset_name", "train_file", "mix") if getattr(self, key)]
         if len(named) != 1:
             conflict = "both " + " and ".join(named) if named else "neither dataset_name nor train_file"
@@ -553,40 +586,16 @@ class DataConfig(FrozenModel):
         """Where the rows come from."""
         return self.dataset_name or self.train_file or " and ".join(self.mix)
 
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weights of the sources of a mixture, if they have any."""
+        return {name: source.weight for name, source in self.mix.items() if source.weight}
 
-class CompareConfig(FrozenModel):
-    """Before/after comparison: the same prompts answered by the initial and the trained model."""
-
-    prompts: list[str] = []
-    """Prompts of every comparison."""
-    num_held_out_prompts: NonNegativeInt = 0
-    """Number of held-out prompts to add."""
-    max_new_tokens: PositiveInt = 128
-    """Maximum length of an answer in tokens."""
-    temperature: NonNegativeFloat = 0.0
-    """Sampling temperature; 0 is greedy decoding, which makes answers comparable."""
-    style_patterns: list[RegexStr] = []
-    """Regular expressions of the target style; style_score is the mean fraction of them found in an answer."""
-
-
-class Threshold(FrozenModel):
-    """Limits of one metric."""
-
-    at_most: float | None = None
-    """Maximum of the metric."""
-    at_least: float | None = None
-    """Minimum of the metric."""
-    times: str | None = None
-    """Another metric that the limits are multiplied by, such as base_eval_loss."""
-    plus: str | None = None
-    """Another metric that is added to the limits, such as parent_eval_loss: allows a difference."""
-
-    @model_validator(mode="after")
-    def _some_limit(self) -> Self:
-        if self.at_most is None and self.at_least is None:
-            raise invalid("has no limit; it wants at_most or at_least")
-        if self.times is not None and self.plus is not None:
-            raise invalid("has both times and plus; it wants one of them")
-        if self.at_most is not None and self.at_least is not None and self.at_least > self.at_most:
-            raise invalid(f"has at_least {self.at_least} above at_most {self.at_most}; nothing could pass")
-        return self
+    @property
+    def parts(self) -> dict[str, DataConfig]:
+        """The data of each source of a mixture, by name; without a mixture, these."""
+        parts = {}
+        for name, source in self.mix.items():
+            own = {key: value for key, value in source if value and key not in ("weight", "max_rows")}
+            parts[name] = self.model_copy(update={"mix": {}, "dataset_name": name, **own})
+        return parts or {self.source: self}

@@ -224,7 +224,9 @@ def _format_evaluation(event: Event) -> str:
     when = "before the first step" if event["step"] == 0 else f"after step {event['step']}"
     bits = f", {event['eval_bits_per_byte']:.3f} bits per byte" if event.get("eval_bits_per_byte") is not None else ""
     accuracy = f", accuracy {event['eval_accuracy']:.2%}" if event.get("eval_accuracy") is not None else ""
-    return f"{event['stage']} held-out loss {format_float(event['eval_loss'])}{accuracy}{bits} {when}"
+    sources = [(name.partition(".")[2], event[name]) for name in event if name.startswith("eval_loss.")]
+    by_source = f" ({', '.join(f'{name} {format_float(loss)}' for name, loss in sources)})" if sources else ""
+    return f"{event['stage']} held-out loss {format_float(event['eval_loss'])}{by_source}{accuracy}{bits} {when}"
 
 
 def _format_answers(event: Event) -> str:

@@ -42,7 +42,9 @@ def compare_answers(context: RunContext, inputs: StageInputs, stage: str) -> Met
     cached = comparison.get("key") == key
     if not cached:
         context.journal.add("sampling", stage=stage, questions=len(questions))
-        conversations = [build_prompt_messages(question, system_prompt) for question in questions]
+        systems = {item.last_user_message: item.messages[0]["content"] for item in inputs.data.held_out
+                   if item.source and item.messages[0]["role"] == "system"}  # fmt: skip
+        conversations = [build_prompt_messages(q, systems.get(q, system_prompt)) for q in questions]
         before = _generate_answers(context, conversations, inputs.model.path)
         after = _generate_answers(context, conversations, context.folder.model(stage))
         pairs = [{"question": q, "before": b, "after": a} for q, b, a in zip(questions, before, after, strict=True)]

@@ -15,7 +15,7 @@ import xxhash
 
 from modelwright.errors import GateClosed, Refused, UsageError
 from modelwright.recipe.load import LoadedRecipe, load
-from modelwright.recipe.sections import Threshold
+from modelwright.recipe.schema import Threshold
 from modelwright.runs.folder import RunFolder, hash_file, open_run, read_json, write_json
 from modelwright.stages.context import ParentModel, RunContext, check_resume_config
 

@@ -254,7 +254,7 @@ def _measure_stage(context: RunContext, stage: str, steps: int, log: Log) -> dic
         torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
     parts = BUILDERS[stage].build(context, inputs, stage)
-    plan = plan_stage(context.recipe.stages[stage], parts.task.rows, 1, context.hardware)
+    plan = plan_stage(context.recipe.stages[stage], parts.task.epoch_rows, 1, context.hardware)
     plan = fit_plan(plan, stage, parts, context)
     engine = build_engine(plan, stage, parts, context)
     if note := parts.precompute(engine, context.folder.frozen_cache(stage)):
@@ -432,8 +432,9 @@ class RandomTokenTask(Task):
         loss_mask = np.ones(quarter, dtype=bool)
         pairs = []
         for row in tokens:
-            answers = (row[start : start + quarter] for start in (half, half + quarter))
-            pairs.append(TokenizedPair(row[:half], *(TokenizedRow(answer, loss_mask) for answer in answers)))
+            prompt, *answers = np.split(row, [half, half + quarter, half + 2 * quarter])
+            chosen, rejected = (TokenizedRow(answer, loss_mask) for answer in answers[:2])
+            pairs.append(TokenizedPair(prompt, chosen, rejected))
         batch = with_layout(unshared_layout, collate_pairs(pairs)) if self._use_layout else collate_pairs(pairs)
         ref_logps = torch.zeros(batch.inputs["positions_and_targets"].shape[1])
         return MicroBatch({**batch.inputs, "ref_logps": ref_logps}, batch.trained_tokens, batch.tokens)

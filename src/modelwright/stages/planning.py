@@ -230,9 +230,8 @@ def _row_stats(parts: StageParts, settings: Any) -> RowStats:
     max_length = min(max(lengths), int(getattr(settings, "max_length", max(lengths))))
     trained_fraction = train_stats["trained_tokens"] / train_stats["tokens"] if train_stats.get("tokens") else 1.0
     device_bytes = sum(buffer.numel() * buffer.element_size() for buffer in task.module.buffers())
-    return RowStats(
-        task.rows, max(1, max_length), max(1.0, mean(lengths)), trained_fraction, "the rows themselves", device_bytes
-    )
+    tokens = max(1, max_length), max(1.0, mean(lengths))
+    return RowStats(task.epoch_rows, *tokens, trained_fraction, "the rows themselves", device_bytes)
 
 
 def _does_not_fit_message(estimate: StageEstimate) -> str:

@@ -77,7 +77,7 @@ class StageRunner:
         self.parts = builder.build(context, inputs, stage)
         self.task = self.parts.task
         self._log_model_and_data(inputs)
-        plan = plan_stage(self.settings, self.task.rows, context.world.size, context.hardware, resumed_batch)
+        plan = plan_stage(self.settings, self.task.epoch_rows, context.world.size, context.hardware, resumed_batch)
         plan = fit_plan(plan, stage, self.parts, context)
         self._log_plan("plan", plan)
         self.loss_template = copy.copy(self.task.module)  # before it is sharded
@@ -201,7 +201,12 @@ class StageRunner:
         count = count or eval_samples(self.settings.max_eval_samples, plan, int(train.get("tokens", 0)), held_out)
         if rows and count != len(self.engine.eval_rows):
             rng = np.random.Generator(np.random.Philox(key=[self.context.recipe.seed, 0]))
-            self.engine.eval_rows = np.sort(rng.permutation(rows)[:count]).tolist()
+            order = rng.permutation(rows)
+            sources = np.repeat(np.arange(len(held := self.task.held_out_sources)), [*held.values()])
+            if len(sources):  # at least one row of each source, so that its metrics exist
+                firsts = np.unique(sources[order], return_index=True)[1]
+                order = np.array([*order[firsts], *np.delete(order, firsts)])
+            self.engine.eval_rows = np.sort(order[:count]).tolist()
             self._note(f"evaluations take {count:,} of {rows:,} held-out rows, chosen by the seed (max_eval_samples)")
 
     def _log_progress(self, fraction: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,12 +13,43 @@ import torch
 from torch import Tensor
 
 from modelwright.data.chat import TokenizedRow
-from modelwright.data.packing import cu_seqlens_from_positions
+from modelwright.data.packing import cu_seqlens_from_positions, pack_bfd
+from modelwright.data.sampler import epoch_rows
 from modelwright.engine import precision
-from modelwright.engine.task import MicroBatch
+from modelwright.engine.task import MicroBatch, Task
+from modelwright.errors import DataError, Problem
 from modelwright.models.prefix_sharing import shared_prefix_layout
+from modelwright.recipe.sections import DataConfig
 from modelwright.recipe.stage_specs import TrainingConfig
 from modelwright.tasks.losses import IGNORE_INDEX
+
+
+class MixtureTask(Task):
+    """A task whose rows may come from the sources of a mixture, one source after the other."""
+
+    data_config: DataConfig | None
+    """Where the rows come from."""
+    row_sources: Sequence[str]
+    """The source of each training row."""
+    held_out_set: Any
+    """The tokenized held-out rows."""
+
+    @property
+    def source_weights(self) -> tuple[tuple[int, float], ...]:
+        counts, weights = Counter(self.row_sources), self.data_config.weights if self.data_config else {}
+        if dropped := [name for name in weights if not counts[name]]:
+            raise DataError([Problem(dropped[0], "no row of it has a trained token within max_length")])
+        return tuple((counts[name], weight) for name, weight in weights.items())
+
+    @property
+    def epoch_rows(self) -> int:
+        strategy = self.data_config.stopping_strategy if self.data_config else None
+        return epoch_rows(self.source_weights, strategy) if strategy else self.rows
+
+    @property
+    def held_out_sources(self) -> Mapping[str, int]:
+        counts = Counter(row.source for row in self.held_out_set.rows)
+        return {} if "" in counts else counts
 
 
 def collate_examples(groups: Sequence[Sequence[TokenizedRow]]) -> MicroBatch:
@@ -51,6 +83,14 @@ class TokenSpan:
 
 
 RowLayout = Sequence[Sequence[TokenSpan]]
+
+
+def pack_by_source(examples: Sequence[TokenizedRow], length: int, data: DataConfig | None) -> list[list[int]]:
+    """Packs of examples by index; of a mixture with weights each source by itself: its weight is of packed rows."""
+    names = data.weights if data else {}
+    sources = [[row for row, example in enumerate(examples) if example.source == name] for name in names]
+    return [[rows[member] for member in pack] for rows in sources or [list(range(len(examples)))]
+            for pack in pack_bfd([len(examples[row]) for row in rows], length)]  # fmt: skip
 
 
 def row_multiple(settings: TrainingConfig) -> int:

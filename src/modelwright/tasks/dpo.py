@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from modelwright.data.packing import NDArray
 from modelwright.data.preferences import PreferenceDataset, TokenizedPair, tokenize_pairs
 from modelwright.data.sampler import rank_micro_batches
-from modelwright.engine.task import MicroBatch, Task
+from modelwright.engine.task import MicroBatch
 from modelwright.engine.trainer import Engine
 from modelwright.errors import StorageError, is_storage_failure
 from modelwright.models.attention import HALF_DTYPES, SharedPrefixLayout, UnsharedLayout, base_outputs, unshared_layout
@@ -36,7 +36,7 @@ from modelwright.models.prefix_sharing import (
 from modelwright.models.trainable import disable_dropout
 from modelwright.recipe.stage_specs import PairConfig
 from modelwright.runs.folder import fsync_path, hash_file, read_json, write_json
-from modelwright.tasks.batching import as_tensors, row_multiple
+from modelwright.tasks.batching import MixtureTask, as_tensors, row_multiple
 from modelwright.tasks.losses import RouterLoss, lm_head_logps, preference_loss
 
 LENGTH_MULTIPLE = 8
@@ -124,7 +124,7 @@ class DpoLoss(PairLoss):
         return torch.stack([loss.sum(), *(value.to(loss.dtype) for value in metrics)])
 
 
-class PairTask(Task):
+class PairTask(MixtureTask):
     """Preference pairs as rows."""
 
     loss_class: type[PairLoss]
@@ -142,6 +142,7 @@ class PairTask(Task):
             self.sharing_blocker = "the load-balancing loss of its router counts the tokens of both rows"
         self.train_set = tokenize_pairs(data.train, tokenizer, settings, stops)
         self.held_out_set = tokenize_pairs(data.held_out, tokenizer, settings, stops)
+        self.data_config, self.row_sources = data.config, [row.source for row in self.train_set.rows]
         layouts = (unshared_layout, shared_prefix_layout) if self.sharing_blocker is None else ()
         self.layout = next((layout for layout in layouts if supports_layout(model, layout)), None)
         self._row_multiple = row_multiple(settings)

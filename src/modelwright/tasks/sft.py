@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from modelwright.data.chat import ConversationDataset, TokenizedRow, tokenize_conversations
-from modelwright.data.packing import pack_bfd
-from modelwright.engine.task import MicroBatch, Task
+from modelwright.engine.task import MicroBatch
 from modelwright.engine.trainer import Engine
 from modelwright.models import attention
 from modelwright.models.attention import SharedPrefixLayout, base_outputs, unwrap_peft
@@ -23,9 +22,11 @@ from modelwright.recipe.sections import ParameterCount
 from modelwright.recipe.stage_specs import SftConfig
 from modelwright.tasks.batching import (
     CPU_ALIGNMENT,
+    MixtureTask,
     collate_rows,
     layout_packs,
     max_prefix_row,
+    pack_by_source,
     packed_row_multiple,
     row_multiple,
     shared_prefix_length,
@@ -81,7 +82,7 @@ class SftLoss(nn.Module):
         return self.router_loss.add(loss_sum, outputs, attention_mask, len(loss_positions))
 
 
-class SftTask(Task):
+class SftTask(MixtureTask):
     """Conversations as rows: padded, packed, or after their shared prefix."""
 
     def __init__(
@@ -96,7 +97,9 @@ class SftTask(Task):
         self.examples: list[TokenizedRow] = [*self.train_set.rows, *self.held_out_set.rows]
         self.lengths = [len(example) for example in self.examples]
         singles = [[row] for row in range(len(self.train_set.rows))]
-        self._packs = pack_bfd(self.lengths[: len(singles)], settings.max_length) if settings.packing else singles
+        rows, self.data_config = self.train_set.rows, data.config
+        self._packs = pack_by_source(rows, settings.max_length, data.config) if settings.packing else singles
+        self.row_sources = [rows[pack[0]].source for pack in self._packs]
         self.prefix_length = shared_prefix_length(self.examples) if settings.share_prefix else 0
         # a router's loss counts each token of each row
         if self.prefix_length and (self.router_loss.coef or prefix_sharing_blocker(model)):

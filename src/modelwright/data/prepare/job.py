@@ -169,9 +169,14 @@ class PrepareJob:
         return hash_file(Path(self.tokenizer) / "tokenizer.json")
 
     @property
+    def source_weights(self) -> dict[str, float]:
+        """The weight of each source of a mixture."""
+        return {self.data.parts[name].source: weight for name, weight in self.data.weights.items()}
+
+    @property
     def config_hash(self) -> str:
         """Hash of everything the shards depend on."""
-        layout = (self.settings.sequence_length, self.settings.rows_per_shard, self.data.mix)
+        layout = (self.settings.sequence_length, self.settings.rows_per_shard, self.source_weights)
         return hash_config(self.tokenize_key, *layout)
 
 
@@ -201,7 +206,7 @@ def slice_inputs(data: DataConfig, recipe_dir: Path) -> tuple[list[InputSlice], 
         raise UsageError(f"data.{unused[0]}: prepare takes the first max_rows and test_size of them; leave it out")
     slices: list[InputSlice] = []
     names: list[tuple[str, Assignment]] = [(data.validation_file, "held_out")] if data.validation_file else []
-    names += [(name, "split") for name in ([*data.mix] or [data.source])]
+    names += [(part.source, "split") for part in data.parts.values()]
     for name, assignment in names:
         digest.update(f"\0{name}\0{assignment}".encode())
         source_slices = _slice_source(InputSlice(name, assignment, None), data, recipe_dir, digest)

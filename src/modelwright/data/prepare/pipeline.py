@@ -225,8 +225,8 @@ def _pack_shards(job: PrepareJob) -> None:
     write_json(folder / REPORT_FILE, report)
     _write_quarantine(job)
     extra = {"modelwright": __version__, "config": job.config_hash, "tokenizer": document_tokenizer.fingerprint,
-             "sources": job.fingerprint, "weights": job.data.mix, "tokenizer_backend": report["tokenizer_backend"],
-             "documents": report["documents"]}  # fmt: skip
+             "sources": job.fingerprint, "weights": job.source_weights,
+             "tokenizer_backend": report["tokenizer_backend"], "documents": report["documents"]}  # fmt: skip
     write_manifest(folder, layout, splits, extra)
     _remove_intermediate(job)
 
