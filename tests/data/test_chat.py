@@ -14,12 +14,14 @@ import pytest
 from modelwright.data.chat import (
     Conversation,
     TokenizedRow,
+    rows_to_conversations,
     tokenize_batch,
     tokenize_conversation,
     tokenize_conversations,
 )
+from modelwright.data.readers import Row
 from modelwright.errors import DataError
-from modelwright.recipe.sections import CountOrFraction
+from modelwright.recipe.sections import CountOrFraction, DataConfig
 from modelwright.recipe.stage_specs import ChatConfig
 from tiny import CHATML
 
@@ -389,3 +391,19 @@ def test_the_first_rows_that_are_cut_or_dropped_are_named(tokenizer: Any) -> Non
     assert (dataset.truncated_rows, dataset.dropped_rows) == (2, 1)
     assert all(example.startswith("rows.jsonl:1 (") for example in dataset.truncated_examples)
     assert dataset.stats()["dropped_examples"] == ["rows.jsonl:1"]
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"training": False, "weight": None}])
+def test_an_answer_of_weight_zero_is_not_trained(tokenizer: Any, mark: dict[str, Any]) -> None:
+    turns = [
+        {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because.", **mark},
+        {"role": "user", "content": "Really?"}, {"role": "assistant", "content": "So.", "weight": 1},
+    ]  # fmt: skip
+    marked = rows_to_conversations([Row("a.jsonl:1", {"messages": turns})], DataConfig(train_file="a.jsonl"))
+    [row] = tokenize_batch(marked, tokenizer)
+    assert "".join(trained_text(tokenizer, row)) == "So.<|im_end|>\n"
+    plain = [{key: turn[key] for key in ("role", "content")} for turn in turns]
+    [unmarked] = tokenize_batch([Conversation("", tuple(plain), "")], tokenizer)
+    assert row.input_ids.tolist() == unmarked.input_ids.tolist(), "the mark is not rendered"
+    with pytest.raises(DataError, match="assistant_only_loss: false trains all turns"):
+        tokenize_batch(marked, tokenizer, assistant_only=False)

@@ -177,8 +177,9 @@ SFT = [
     Case("image_part.jsonl", rows({"messages": [turn("user", [{"type": "image_url", "image_url": "x"}]), QA[1]]}),  # type: ignore[arg-type]
          "a part of type 'image_url'"),
     Case("weight.jsonl", rows({**ONE, "weight": 0.3}), "'weight' is not used .* {weight: ignore}"),
-    Case("turn_weight.jsonl", rows({"messages": [QA[0], {**QA[1], "weight": 0}]}), "a turn has weight 0"),
-    Case("turn_train.jsonl", rows({"messages": [QA[0], {**QA[1], "train": False}]}), "a turn has train False"),
+    Case("turn_weight.jsonl", rows({"messages": [QA[0], {**QA[1], "weight": 0}]}), "every answer has weight 0"),
+    Case("turn_train.jsonl", rows({"messages": [QA[0], {**QA[1], "train": False}]}), "every answer has .* train"),
+    Case("half_weight.jsonl", rows({"messages": [QA[0], {**QA[1], "weight": 0.5}]}), "a turn has weight 0.5"),
     Case("choices.jsonl", rows({"question": Q, "choices": ["barn", "tree"], "answer": "A"}), "'choices' is not used"),
     Case("label.jsonl", rows({"messages": QA, "label": "good"}), "'label' is not used .* {label: ignore}"),
     Case("later_label.jsonl", rows(ONE, {**ONE, "label": True}), "later_label.jsonl:2: this is unpaired feedback"),

@@ -13,6 +13,7 @@ import pytest
 from modelwright.cli.main import main
 from modelwright.errors import ModelwrightError, UsageError
 from modelwright.recipe.convert import METHODS, ConvertedRecipe, convert_config
+from modelwright.recipe.sections import CountOrFraction
 from modelwright.recipe.source import Origin, read_file
 
 HOME = Path(__file__).parent / "converted"
@@ -60,8 +61,8 @@ CONVERTED: dict[str, tuple[str, str, str, dict[str, Any], str]] = {
     "lf_dpo_alpaca": ("llamafactory", "dpo", f"{LF}stage: dpo\npref_loss: hinge\ndataset: alpaca_pairs\n",
         {"dpo.loss_type": "hinge"}, ""),
     "lf_two_sets": ("llamafactory", "sft", f"{LF}stage: sft\ndataset: questions,renamed\nmix_strategy: interleave_under\n"
-        "interleave_probs: 0.7,0.3\neval_dataset: held\n", {"data.validation_file": "data/held.json"},
-        "dataset[1] mix_strategy interleave_probs"),
+        "interleave_probs: 0.7,0.3\neval_dataset: held\n", {"data.validation_file": "data/held.json",
+        "data.source": "questions and renamed"}, "mix_strategy interleave_probs"),
     "lf_online": ("llamafactory", "sft", f"{LF}stage: sft\ndataset: someone/set\ndataset_dir: ONLINE\n",
         {"data.dataset_name": "someone/set"}, ""),
     "lf_odd": ("llamafactory", "sft", f"{LF}stage: sft\ndataset: oddly\nmask_history: true\nuse_badam: true\n"
@@ -86,11 +87,11 @@ CONVERTED: dict[str, tuple[str, str, str, dict[str, Any], str]] = {
         "loss_type: sigmoid\noutput_dir: data/zephyr-7b-dpo-full\n",
         {"dpo.beta": 0.01, "data.dataset_split": "train_prefs"}, "datasets[0].fraction max_prompt_length"),
     "ah_two": ("handbook", "sft", f"{AH}dataset_mixer: {{a/one: 1.0, b/two: 0.3}}\ndataset_configs: [all, small]\n"
-        "auto_insert_empty_system_msg: false\nrun_name: my-sft\n", {"data.dataset_config_name": "all"}, "datasets[1]"),
+        "auto_insert_empty_system_msg: false\nrun_name: my-sft\n", {"data.source": "one and two"}, ""),
     "ah_mixture": ("handbook", "sft", f"{AH}dataset_mixture:\n  datasets:\n    - {{id: a/one, config: SFT, split: train, "
         "columns: [messages], weight: 1.0}\n    - {id: b/two, weight: 0.5}\n  seed: 0\n  test_split_size: 0.05\n"
         "packing: true\neos_token: <|im_end|>\nchat_template: x\nuse_liger_kernel: true\n",
-        {"data.dataset_config_name": "SFT", "data.test_size": 0.05}, "dataset_mixture.seed datasets[1] eos_token"),
+        {"data.source": "one and two", "data.test_size": 0.05}, "dataset_mixture.seed datasets[0].columns eos_token"),
     "ah_cpt": ("handbook", "pretrain", f"{AH}# run_cpt.py\ndataset_mixer: {{a/text: 1.0}}\ndataset_text_field: content\n",
         {"data.text_column": "content"}, "dataset_text_field"),
     # axolotl
@@ -104,8 +105,8 @@ CONVERTED: dict[str, tuple[str, str, str, dict[str, Any], str]] = {
         "dpo_use_weighting: true\n", {"dpo.loss_type": "ipo", "dpo.beta": 0.3}, "datasets[0].type dpo_use_weighting"),
     "axo_chat": ("axolotl", "sft", f"{AXO}datasets:\n  - path: chats.jsonl\n    type: chat_template\n    roles_to_train: "
         "[assistant]\n    train_on_eos: turn\n  - path: more.jsonl\n    type: chat_template\nroles: {}\n"
-        "flash_attention: true\ns2_attention: true\ncurriculum_sampling: true\n", {"sft.assistant_only_loss": True},
-        "datasets[1] flash_attention s2_attention curriculum_sampling"),
+        "flash_attention: true\ns2_attention: true\ncurriculum_sampling: true\n", {"sft.assistant_only_loss": True, "data.source": "chats and more"},
+        "flash_attention s2_attention curriculum_sampling"),
     "axo_completion": ("axolotl", "pretrain", f"{AXO}datasets: [{{path: t.jsonl, type: completion, field: body}}]\n",
         {"data.text_column": "body"}, ""),
     "axo_unknown": ("axolotl", "sft", f"{AXO}{ALPACA}learning_rat: 1e-4\nscaling_softmax: true\n", {},
@@ -239,6 +240,18 @@ def test_the_file_of_accelerate_sets_strategy_and_precision(tmp_path: Path) -> N
 def test_there_are_at_least_forty_configurations_of_the_four_tools() -> None:
     assert len(CONVERTED) + len(REFUSED) >= 40
     assert {tool for tool, *_ in CONVERTED.values()} == {"trl", "axolotl", "llamafactory", "handbook"}
+
+
+def test_several_data_sets_become_a_mixture_with_their_own_settings(folder: Path) -> None:
+    recipe = convert_text(CONVERTED["ah_two"][2], folder).recipe
+    assert recipe is not None and recipe.data is not None
+    one, two = recipe.data.mix.values()
+    assert (one.dataset_name, one.dataset_config_name, one.max_rows) == ("a/one", "all", None)
+    assert (two.dataset_name, two.dataset_config_name, two.max_rows) == ("b/two", "small", CountOrFraction(0.3))
+    assert recipe.data.weights == {}, "every row once, as in the handbook"
+    recipe = convert_text(CONVERTED["lf_two_sets"][2], folder).recipe
+    assert recipe is not None and recipe.data is not None
+    assert [source.columns != {} for source in recipe.data.mix.values()] == [True, True]
 
 
 @pytest.mark.parametrize("value", ["5", "-1", "word", "[]", "[1]", "{}", "{a: {b: 1}}", "[{}]"])

@@ -481,7 +481,10 @@ def _render_with_spans(
     full_text = _render(tokenizer, messages, tools)
     _check_rendered(tokenizer, full_text, messages, tools)
     # an assistant message that opens the conversation has no prompt: it is not trained
-    answers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant" and turn > 0]
+    answers = [turn for turn, message in enumerate(messages)
+               if message["role"] == "assistant" and turn > 0 and message.get("train", True)]  # fmt: skip
+    if not assistant_only and not all(message.get("train", True) for message in messages):
+        raise _NotRendered("an answer has weight 0 or train: false, and assistant_only_loss: false trains all turns")
     spans: list[tuple[int, int]] = []
     for turn in answers:
         prefix_text = full_text if turn + 1 == len(messages) else _render(tokenizer, messages[: turn + 1], tools)
@@ -514,7 +517,8 @@ def _render(tokenizer: Any, messages: Sequence[Message], tools: Tools = (), add_
     try:
         options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
         options |= {"tools": list(tools)} if tools else {}
-        return str(tokenizer.apply_chat_template(list(messages), **options))
+        turns = [{key: value for key, value in message.items() if key != "train"} for message in messages]
+        return str(tokenizer.apply_chat_template(turns, **options))
     except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:  # errors inside the template
         raise TemplateError(str(error)) from None
 

@@ -270,6 +270,8 @@ MESSAGE_KEYS = {
     *("finish_reason", "usage", "tokens", "num_tokens", "user_id", "markdown", "text"),
 }  # fmt: skip
 """Keys of a message that are used, and those that change nothing; of any other, only 1 and true change nothing."""
+TRAIN_KEYS = ("weight", "train", "training", "loss")
+"""Keys of a message in which 0 and false mean that an answer is not trained."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 TRANSCRIPT_RE = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
 
@@ -292,11 +294,14 @@ def normalize_message(turn: Any) -> Message:
         content = json.dumps(content, ensure_ascii=False)
     if role is None or not (isinstance(content, str) or (content is None and calls)):
         raise RowError(f"a turn is {str(turn)[:60]!r}; {wanted}")
-    for key in sorted(turn.keys() - MESSAGE_KEYS):
+    untrained = [key for key in TRAIN_KEYS if turn.get(key) in (0, False) and turn.get(key) is not None]
+    for key in sorted(turn.keys() - MESSAGE_KEYS - {*untrained}):
         if turn[key] is not None and turn[key] not in (1, True, [], {}, ""):
             raise RowError(f"a turn has {key} {str(turn[key])[:40]}, which is not used; leave it out of the messages")
     message: Message = {"role": role, "content": content or ""}
     message |= {key: turn[key] for key in ("name", "tool_call_id", "reasoning_content") if turn.get(key)}
+    if untrained and role == "assistant":
+        message["train"] = False
     if calls:
         message["tool_calls"] = [_normalize_call(call) for call in (calls if isinstance(calls, list) else [calls])]
     if any(utf8_size(text) is None for text in (message["content"], str(message.get("reasoning_content", "")))):
@@ -411,6 +416,8 @@ def validate_messages(value: Any) -> list[Message]:
     turns = [normalize_message(turn) for turn in value]
     if turns[-1]["role"] != "assistant" or is_empty(message_text(turns[-1])):
         raise RowError("the last turn is not an answer of the assistant; no assistant message to train on")
+    if all(turn.get("train") is False for turn in turns if turn["role"] == "assistant"):
+        raise RowError("every answer has weight 0 or train: false; no assistant message to train on")
     if not any(turn["role"] == "user" for turn in turns):
         raise RowError("no turn is the user's; it wants a question before the answer")
     return turns
@@ -457,7 +464,7 @@ def pair_messages(values: Mapping[str, Any], names: Mapping[str, str], answer_ro
     turns = (split_transcript(answer) if isinstance(answer, str) else None) or to_turns("assistant", answer)
     try:
         if ROLE_WORDS.get(str(_role_word(turns[0]))) != "assistant":
-            messages = validate_messages(turns)
+            messages = _pair_turns(turns)
             text = "\n".join(map(message_text, messages))
             for role in ("prompt", "context", "history"):
                 if not _repeats(values.get(role), text):
@@ -468,9 +475,17 @@ def pair_messages(values: Mapping[str, Any], names: Mapping[str, str], answer_ro
             raise RowError("there is no prompt before it; it wants a prompt, or messages that begin with the question")
         if not isinstance(values["prompt"], str | list | dict):
             raise RowError("prompt and answer want text or messages")
-        return validate_messages([*prompt_turns(values, names), *turns])
+        return _pair_turns([*prompt_turns(values, names), *turns])
     except RowError as error:
         raise RowError(f"{names[answer_role]!r}: {error}") from None
+
+
+def _pair_turns(value: Any) -> list[Message]:
+    """Messages of a pair, of which the last is always trained and the others never."""
+    turns = validate_messages(value)
+    if not turns[-1].get("train", True):
+        raise RowError("the answer has weight 0 or train: false; leave the pair out")
+    return [{key: value for key, value in turn.items() if key != "train"} for turn in turns]
 
 
 def _role_word(turn: Any) -> Any:

@@ -10,6 +10,7 @@ from modelwright.recipe.convert.common import (
     Conversion,
     as_float,
     convert_dataset,
+    convert_datasets,
     convert_eval_and_save,
     convert_lora,
     convert_optimizer,
@@ -17,7 +18,6 @@ from modelwright.recipe.convert.common import (
     convert_scheduler,
     convert_sharding,
     convert_test_split,
-    report_extra_datasets,
 )
 from modelwright.recipe.source import ConfigNode
 
@@ -171,9 +171,13 @@ def _convert_data(conversion: Conversion) -> None:
     if datasets is None:
         return
     items = datasets.value if isinstance(datasets.value, list) else [datasets]
-    first = items[0]
-    entry = dict(first.mapping) if isinstance(first.value, dict) else {"path": first}
-    label = f"{name}[0]"
+    convert_datasets(conversion, items, name, lambda item, label: _convert_entry(conversion, item, label))
+    _convert_chat_template(conversion)
+    _convert_held_out(conversion)
+
+
+def _convert_entry(conversion: Conversion, item: ConfigNode, label: str) -> None:
+    entry = dict(item.mapping) if isinstance(item.value, dict) else {"path": item}
     convert_dataset(conversion, entry, label)
     if conversion.spec.row_format == "text":
         column = entry.pop("text_column", None) or entry.pop("field", None)
@@ -184,9 +188,6 @@ def _convert_data(conversion: Conversion) -> None:
     else:
         _convert_format(conversion, entry, label)
     _convert_entry_details(conversion, entry, label)
-    report_extra_datasets(conversion, items[1:], name)
-    _convert_chat_template(conversion)
-    _convert_held_out(conversion)
 
 
 def _convert_format(conversion: Conversion, entry: dict[str, ConfigNode], label: str) -> None:

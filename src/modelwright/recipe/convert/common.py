@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, NoReturn, get_args
@@ -394,13 +394,32 @@ def convert_dataset(conversion: Conversion, entry: dict[str, ConfigNode], label:
             conversion.report(f"{label}.{name}", node, "not_needed", "a file has no splits, and is read whole")
 
 
-def report_extra_datasets(conversion: Conversion, items: list[ConfigNode], label: str) -> None:
-    """Data sets after the first: a stage has one source."""
-    mix = conversion.spec.row_format == "text"
-    advice = "data.mix with a section prepare takes several" if mix else "join them into one file"
-    for number, item in enumerate(items, 1):
-        name = item.get(("path",)) or item
-        conversion.report(f"{label}[{number}]", name, "unsupported", f"a stage has one source; {advice}")
+MIX_KEYS = {"dataset_name": "dataset_name", "train_file": "dataset_name", "columns": "columns",
+            "system_prompt": "system_prompt", "dataset_config_name": "dataset_config_name",
+            "dataset_split": "dataset_split", "max_rows": "max_rows"}  # fmt: skip
+"""Settings of data that a source of a mixture has too, by our name."""
+
+
+def convert_datasets(
+    conversion: Conversion, items: list[ConfigNode], label: str, convert_one: Callable[[ConfigNode, str], None]
+) -> None:
+    """Each data set by its own rule; several become data.mix, with every row of each once."""
+    sources: dict[str, ConfigNode] = {}
+    for number, item in enumerate(items):
+        if number and conversion.spec.row_format == "text":
+            advice = "a stage has one source; data.mix with a section prepare takes several"
+            conversion.report(f"{label}[{number}]", item.get(("path",)) or item, "unsupported", advice)
+            continue
+        convert_one(item, f"{label}[{number}]")
+        if len(items) > 1 and conversion.spec.row_format != "text":
+            own = {ours: node for key, ours in MIX_KEYS.items() if (node := conversion.get(f"data.{key}")) is not None}
+            for key in MIX_KEYS:
+                conversion.tree = conversion.tree.without(("data", key))
+            if "dataset_name" in own:
+                name = PurePath(str(own["dataset_name"].value)).stem
+                sources[f"{name}-{number}" if name in sources else name] = ConfigNode(own, item.origin)
+    if sources:
+        conversion.set("data.mix", ConfigNode(sources, items[0].origin), source_key=label)
 
 
 def _convert_data_files(conversion: Conversion, files: ConfigNode, label: str) -> None:

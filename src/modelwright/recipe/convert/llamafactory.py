@@ -12,6 +12,7 @@ from modelwright.recipe.convert.common import (
     as_float,
     as_str_list,
     convert_dataset,
+    convert_datasets,
     convert_eval_and_save,
     convert_lora,
     convert_optimizer,
@@ -19,7 +20,6 @@ from modelwright.recipe.convert.common import (
     convert_scheduler,
     convert_sharding,
     convert_test_split,
-    report_extra_datasets,
 )
 from modelwright.recipe.fields import ATTENTION_VALUES
 from modelwright.recipe.sections import ColumnRole
@@ -132,10 +132,11 @@ def _convert_data(conversion: Conversion) -> None:
     listed = [name.strip() for name in ",".join(as_str_list(names)).split(",") if name.strip()]
     origin = conversion.tree.origin if names is None else names.origin
     index = conversion.read_named_file(make_node(f"{home}/dataset_info.json", origin))
-    if listed:
-        _convert_entry(conversion, make_node(listed[0], origin), index.get(listed[0]), home)
-        conversion.converted.append("dataset")
-    report_extra_datasets(conversion, [make_node(name, origin) for name in listed[1:]], "dataset")
+    nodes = [make_node(name, origin) for name in listed]
+    convert_datasets(
+        conversion, nodes, "dataset", lambda item, _: _convert_entry(conversion, item, index.get(str(item.value)), home)
+    )
+    conversion.converted += ["dataset"] if listed else []
     template = conversion.pop("template")
     if template is not None:
         conversion.report("template", template, "approximated", f"{OWN_TEMPLATE}; model.chat_template sets another")

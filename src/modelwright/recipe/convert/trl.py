@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import get_args
 
 from modelwright.recipe.convert.common import (
@@ -11,6 +12,7 @@ from modelwright.recipe.convert.common import (
     as_float,
     as_str_list,
     convert_dataset,
+    convert_datasets,
     convert_eval_and_save,
     convert_lora,
     convert_optimizer,
@@ -18,7 +20,6 @@ from modelwright.recipe.convert.common import (
     convert_scheduler,
     convert_sharding,
     convert_test_split,
-    report_extra_datasets,
 )
 from modelwright.recipe.diagnostics import ConversionLoss
 from modelwright.recipe.schema import AttentionName
@@ -126,20 +127,26 @@ def _convert_model(conversion: Conversion) -> None:
         conversion.converted.append("model_revision")
 
 
+def _convert_entry(conversion: Conversion, is_mixture: bool, item: ConfigNode, label: str) -> None:
+    entry = dict(item.mapping) if isinstance(item.value, dict) else {"path": item}
+    convert_dataset(conversion, entry, label)
+    for name, node in entry.items():
+        fraction = as_float(node, 1.0) if name == "fraction" else 0.0
+        if fraction == 1.0:
+            conversion.converted.append(f"{label}.{name}")
+        elif is_mixture and 0 < fraction < 1:
+            conversion.set("data.max_rows", node, source_key=f"{label}.{name}")
+        else:
+            advice = DATASET_ENTRY_ADVICE.get(name, "an entry of datasets has no such setting here")
+            loss: ConversionLoss = "approximated" if name in DATASET_ENTRY_ADVICE else "unsupported"
+            conversion.report(f"{label}.{name}", node, loss, advice)
+
+
 def _convert_data(conversion: Conversion) -> None:
     mixture = conversion.pop("datasets")
     if mixture is not None and isinstance(mixture.value, list):
-        first = mixture.value[0]
-        entry = dict(first.mapping) if isinstance(first.value, dict) else {"path": first}
-        convert_dataset(conversion, entry, "datasets[0]")
-        for name, node in entry.items():
-            if name == "fraction" and as_float(node, 1.0) == 1.0:
-                conversion.converted.append(f"datasets[0].{name}")
-                continue
-            advice = DATASET_ENTRY_ADVICE.get(name, "an entry of datasets has no such setting here")
-            loss: ConversionLoss = "approximated" if name in DATASET_ENTRY_ADVICE else "unsupported"
-            conversion.report(f"datasets[0].{name}", node, loss, advice)
-        report_extra_datasets(conversion, mixture.value[1:], "datasets")
+        convert_one = partial(_convert_entry, conversion, len(mixture.value) > 1)
+        convert_datasets(conversion, mixture.value, "datasets", convert_one)
     elif mixture is not None:
         conversion.report("datasets", mixture, "unsupported", "it wants a list of data sets")
     column = conversion.pop("dataset_text_field")
