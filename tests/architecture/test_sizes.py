@@ -19,7 +19,7 @@ LINES = {
     # the switch, its fallback, the check of the environment, doctor --reproducible
     "same bits on the GPU": 150,
     # row formats, converters, mixtures, chat templates
-    "data formats": 1_370,
+    "data formats": 1_591,
     # round trips, adapters, odd architectures, unclear answers of multiple choice, adapters that are built before a run
     "never silently wrong": 480,
     # signals in every phase, one sentence for errors of the storage, only regular files, odd runs, slow clients,
@@ -37,7 +37,7 @@ LINE_BUDGET = sum(LINES.values())
 MAX_FILES = 147
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
-MAX_POD_BYTES = 728_000
+MAX_POD_BYTES = 740_000
 """The package as a pod receives it, zipped: 680 kB, 10 kB for what the later issues add, 25 kB for judged answers and
 the calendar set, 10 kB for the five systems; a ConfigMap takes 1 MB."""
 

@@ -468,7 +468,6 @@ class Quarantine:
     """How rows were read, and how many."""
     notes: list[str] = field(default_factory=list)
     """Files that are not read."""
-
     sources: list[str] = field(default_factory=list)
     """A line about each source of a mixture."""
 
