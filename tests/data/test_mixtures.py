@@ -155,8 +155,8 @@ def test_a_source_without_rows_is_named(folder: Path) -> None:
 def recipe_with(folder: Path, model_folder: Path, data: str, *gates: str) -> Path:
     path = tiny_recipe(folder, model_folder)
     lines = path.read_text(encoding="utf-8").splitlines()
-    kept = [line for line in lines if not line.startswith(("  train_file", "  columns", "  test_size"))]
-    text = "\n".join(kept).replace("data:", f"data:\n{data}")
+    other_lines = [line for line in lines if not line.startswith(("  train_file", "  columns", "  test_size"))]
+    text = "\n".join(other_lines).replace("data:", f"data:\n{data}")
     path.write_text("\n".join([text, *gates, ""]), encoding="utf-8")
     return path
 

@@ -16,8 +16,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TOPICS = [f"well number {number}" for number in range(12)]
 QUESTIONS = [(f"Where is the {topic}?", f"Behind barn {number}.") for number, topic in enumerate(TOPICS)]
-CALL = {"name": "find", "arguments": {"what": "well"}}
-TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}
 
 
 def lines(rows: list[dict[str, Any]]) -> bytes:
@@ -38,7 +36,8 @@ FORMATS: dict[str, tuple[str, Callable[[], bytes]]] = {
         {"messages": [{"role": "user", "content": [{"type": "text", "text": q}]}, {"role": "assistant", "content": a}]}
         for q, a in QUESTIONS])),
     "sharegpt.json": ("sft", lambda: json.dumps([
-        {"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]} for q, a in QUESTIONS]).encode()),
+        {"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]}
+        for q, a in QUESTIONS]).encode()),
     "alpaca.json": ("sft", lambda: json.dumps([
         {"instruction": q, "input": "", "output": a} for q, a in QUESTIONS]).encode()),
     "table.csv": ("sft", lambda: table(",")),
