@@ -19,7 +19,7 @@ LINES = {
     # the switch, its fallback, the check of the environment, doctor --reproducible
     "same bits on the GPU": 150,
     # row formats, converters, mixtures, chat templates
-    "data formats": 1_591,
+    "data formats": 1_606,
     # round trips, adapters, odd architectures, unclear answers of multiple choice, adapters that are built before a run
     "never silently wrong": 480,
     # signals in every phase, one sentence for errors of the storage, only regular files, odd runs, slow clients,
