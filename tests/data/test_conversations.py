@@ -52,15 +52,16 @@ def test_a_question_and_an_answer_become_two_turns() -> None:
     assert (result.where, result.last_user_message) == ("rows.jsonl:1", "Why?")
 
 
-def test_a_folder_that_holds_one_set_in_two_forms_gives_itself_away(tmp_path: Path) -> None:
+def test_a_folder_that_holds_one_set_in_two_forms_is_read_once(tmp_path: Path) -> None:
     rows = [{"question": f"Q{n}", "answer": f"A{n}"} for n in range(6)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     (tmp_path / "rows.csv").write_text(
         "question,answer\n" + "".join(f"Q{n},A{n}\n" for n in range(6)), encoding="utf-8"
     )
-    for source, repeats in ((tmp_path / "rows.jsonl", 0), (tmp_path, 5)):
+    for source, notes in ((tmp_path / "rows.jsonl", 0), (tmp_path, 1)):
         config = DataConfig(dataset_name=str(source), columns=PARTS, test_size=CountOrFraction(1))
-        assert load_conversations(config, 1, tmp_path).manifest(config)["duplicate_rows"] == repeats
+        result = load_conversations(config, 1, tmp_path)
+        assert (result.manifest(config)["duplicate_rows"], len(result.quarantine.notes)) == (0, notes)
 
 
 def test_columns_that_are_called_what_they_are_need_no_mapping() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -15,7 +16,7 @@ import numpy as np
 import xxhash
 from jinja2 import TemplateError
 
-from modelwright.data.readers import EXAMPLES_SHOWN, InvalidRow, Quarantine, Row, describe_columns
+from modelwright.data.readers import EXAMPLES_SHOWN, DroppedRow, InvalidRow, Quarantine, Row, describe_columns
 from modelwright.data.recognize import (
     Message,
     Recognized,
@@ -45,10 +46,6 @@ class HasSplitKey(Protocol):
     @property
     def split_key(self) -> str:
         """Items with equal keys stay in one split."""
-
-
-class DroppedRow(Exception):
-    """The reason why a valid row is left out, such as a pair of identical answers."""
 
 
 Item = TypeVar("Item", bound=HasSplitKey)
@@ -508,9 +505,7 @@ def _completion_start(tokenizer: Any, prompt_messages: Sequence[Message], text: 
 
 def _common_prefix(one: str, other: str) -> int:
     """Length of the common prefix."""
-    if other.startswith(one):
-        return len(one)
-    return next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(other))
+    return len(commonprefix((one, other)))
 
 
 def _render(tokenizer: Any, messages: Sequence[Message], tools: Tools = (), add_generation_prompt: bool = False) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from modelwright.data import chat
 from modelwright.data.chat import SplitDataset, TokenIds, TokenizedRow
-from modelwright.data.readers import InvalidRow, Quarantine, Row
+from modelwright.data.readers import DroppedRow, InvalidRow, Quarantine, Row
 from modelwright.data.recognize import Message, Recognized, RowError, check_meaning, pair_messages, parse_tools
 from modelwright.errors import DataError, Problem
 from modelwright.recipe.sections import DataConfig
@@ -77,7 +77,7 @@ def _build_pair(row: Row, recognized: Recognized, data: DataConfig) -> Preferenc
     chosen, rejected = (pair_messages(values, names, role) for role in ("chosen", "rejected"))
     check_meaning(recognized, row.values, [*chosen, *rejected])
     if chosen == rejected:
-        raise chat.DroppedRow(IDENTICAL)
+        raise DroppedRow(IDENTICAL)
     scores = [values.get(role) for role in ("score_chosen", "score_rejected")]
     if all(isinstance(score, int | float) for score in scores) and scores[0] < scores[1]:  # type: ignore[operator]
         raise RowError(f"{names['score_chosen']!r} is {scores[0]:g}, below the {scores[1]:g} of the rejected answer")

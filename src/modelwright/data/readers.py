@@ -452,6 +452,10 @@ class JsonStream:
         return bool(chunk)
 
 
+class DroppedRow(Exception):
+    """The reason why a valid row is left out, such as a pair of identical answers."""
+
+
 @dataclass
 class Quarantine:
     """Invalid rows and the limit on how many are allowed."""
