@@ -505,7 +505,7 @@ def _completion_start(tokenizer: Any, prompt_messages: Sequence[Message], text: 
 
 def _common_prefix(one: str, other: str) -> int:
     """Length of the common prefix."""
-    return len(commonprefix((one, other)))
+    return len(commonprefix((one, other)))  # noqa: RUF071 - by characters is right here
 
 
 def _render(tokenizer: Any, messages: Sequence[Message], tools: Tools = (), add_generation_prompt: bool = False) -> str:

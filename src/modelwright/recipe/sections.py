@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -76,10 +77,8 @@ class CountOrFraction:
         if isinstance(value, cls):
             return value
         if isinstance(value, int | float | str) and not isinstance(value, bool):
-            try:
+            with suppress(ValueError):
                 return cls(value)
-            except ValueError:
-                pass
         raise invalid(f"it wants {cls.EXPECTED}")
 
     @classmethod
