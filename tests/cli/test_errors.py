@@ -48,6 +48,8 @@ import os, signal, sys, threading, time
 from modelwright.__main__ import main
 entered = []
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
+
 def interrupt_at(name):
     while not entered or name not in sys.modules:
         time.sleep(0.001)

@@ -98,7 +98,7 @@ def test_a_changed_template_is_another_model(model_folder: Path) -> None:
 def test_an_untrained_model_answers_with_the_recipes_template(model_folder: Path) -> None:
     changed = config(chat_template=THINKING, chat_template_kwargs={"enable_thinking": True})
     generator = TextGenerator(model_folder, max_new_tokens=2, config=changed)
-    tokens = generator._tokenize([CHAT])["input_ids"][0]
+    tokens = generator._tokenize(CHAT)
     assert load_tokenizer(model_folder).decode(tokens).startswith("<think><|im_start|>user")
 
 

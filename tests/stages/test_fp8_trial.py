@@ -198,5 +198,5 @@ def test_another_scaling_is_tried_again_by_a_resumed_run(tried: Tried, model_fol
 def test_fp8_that_fails_here_leaves_bf16(tried: Tried, model_folder: Path, tmp_path: Path) -> None:
     FIGURES[:] = [{"bf16": TimedPass(1.0, 100.0)}]  # and nothing for fp8
     done = run(tmp_path / "failed", model_folder, max_steps=1)
-    assert events_of(done, "fp8_trial")[0]["reason"] == "bf16 instead of fp8: fp8 failed here ('fp8')"
+    assert events_of(done, "fp8_trial")[0]["reason"] == "bf16 instead of fp8: fp8 failed here (KeyError: 'fp8')"
     assert not (tmp_path / "cache/fp8.json").exists()
