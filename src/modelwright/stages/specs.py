@@ -246,7 +246,8 @@ def build_pretrain(context: RunContext, inputs: StageInputs, stage: str) -> Stag
     if train.vocab_size > round_up(vocab_size := model.config.get_text_config().vocab_size):
         message = f"its token ids go up to {train.vocab_size}, the model's to {vocab_size}"
         raise DataError([Problem(str(train.folder), f"{message}; prepare with its tokenizer")])
-    if train.tokenizer_fingerprint != DocumentTokenizer.open(inputs.model.path).fingerprint:
+    measuring = inputs.load_model is not None  # with random weights and tokens
+    if not measuring and train.tokenizer_fingerprint != DocumentTokenizer.open(inputs.model.path).fingerprint:
         message = f"it was tokenized by another tokenizer.json than that of {inputs.model_name}"
         raise DataError([Problem(str(train.folder), f"{message}; prepare with its tokenizer")])
     task = PretrainTask(model, train, held_out, settings)
