@@ -258,6 +258,7 @@ def kill(work: Workspace, trial: Trial, count: int) -> dict[str, Any]:
     try:
         expected = _finish(path, runs[0])
         times = [event["time"] for event in _steps(runs[0])]
+        shutil.rmtree(runs[0])  # checkpoints of 5 GB
         moments: list[str] = []
         for _ in range(count):
             process = _start(path, runs[1])

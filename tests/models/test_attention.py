@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from modelwright.data.packing import cu_seqlens_from_positions
 from modelwright.errors import ModelError
@@ -81,6 +82,27 @@ def test_more_documents_compile_no_layer_again(model_folder: Path) -> None:
         hidden_states(ours, tokens, positions, cu_seqlens=cu_seqlens)
     assert sizes == {64, 128}
     assert len(graphs) == 1  # and the same for every layer
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "kinds"), [("llama", 1), ("gpt_neox", 1), ("qwen3", 1), ("gemma3_text", 2)])
+def test_layers_of_one_kind_are_compiled_once(name: str, kinds: int) -> None:
+    torch._dynamo.reset()
+    sizes = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6,
+             "num_attention_heads": 4, "num_key_value_heads": 4, "sliding_window": 16, "head_dim": 16}  # fmt: skip
+    types = {"layer_types": ["sliding_attention", "full_attention"] * 3} if kinds == 2 else {}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes, **types))
+    attention.register_attention(model)
+    graphs: list[Any] = []
+
+    def counted(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    for layer in model.base_model.layers:
+        layer.compile(backend=counted)
+    hidden_states(model, torch.randint(3, 300, (2, 48)), torch.arange(48).expand(2, 48))
+    assert len(graphs) == kinds
 
 
 @torch.no_grad()

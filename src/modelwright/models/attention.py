@@ -237,7 +237,8 @@ def attention_forward(
     """Causal attention within documents. query: [rows, heads, length, head_dim]; key, value with fewer heads (GQA)."""
     if unknown := [name for name in UNSUPPORTED if kwargs.get(name) is not None]:
         raise ModelError(f"model: our attention has no {unknown[0]}")
-    if kwargs.get("sliding_window") is None and _has_window(module):
+    # only eagerly, as check_forward runs it: a layer that reads its own number is compiled again for each layer
+    if kwargs.get("sliding_window") is None and not torch.compiler.is_compiling() and _has_window(module):
         raise ModelError("model: its attention does not pass its sliding window on")
     if torch.is_autocast_enabled(query.device.type):
         compute_dtype = torch.get_autocast_dtype(query.device.type)
