@@ -63,18 +63,24 @@ class CompileCacheLogFilter(logging.Filter):
 class CompiledLayers:
     """The compiled layers of a module, and the fallback when compilation fails."""
 
-    def __init__(self, layers: list[nn.Module], log: Callable[[str], None], enabled: bool = True) -> None:
+    def __init__(
+        self, layers: list[nn.Module], log: Callable[[str], None], enabled: bool = True, deterministic: bool = True
+    ) -> None:
         _uncompile(layers)
         self._layers, self._failures = layers if enabled else [], 0
         if torch.cuda.is_available():  # our own Triton kernels are cached there too
             _drop_truncated(triton_cache(), log)
         if enabled:
+            from torch._inductor import config as inductor_config
+
             _check_compile_caches(log)
             # compiled code is cached per code object, not per model: without a reset, later stages of a process
             # hit the recompile limit (8) and run eagerly without a message
             torch._dynamo.reset()
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
             torch.compiler.config.cache_key_tag = _custom_op_hash()
+            # otherwise reductions are split, and matmuls padded, as was fastest in this process
+            inductor_config.deterministic = deterministic
             detect_dead_compile_workers()
         for layer in self._layers:
             layer.compile()

@@ -103,8 +103,8 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     """Inside, torch uses deterministic kernels and raises where an operation has none.
 
     Without, the backward of attention (FlashAttention, cuDNN), `index_select` and `gather` differs from run to run on a
-    GPU, that of `x[index]` on a CPU; and torch.compile chooses matmul padding and reductions by timing them. SDPA skips
-    cuDNN inside. Filling uninitialized memory is off: it adds a kernel to each allocation. 15 µs on the host.
+    GPU, that of `x[index]` on a CPU; and torch.compile chooses reductions by timing them. SDPA skips cuDNN inside.
+    Filling uninitialized memory is off: it adds a kernel to each allocation. 15 µs on the host.
     """
     if not enabled:
         yield
