@@ -54,7 +54,7 @@ class Journal:
         """Write one event; NaN and infinities are written as null, so that every line is JSON."""
         record: Event = {"time": round(time.time(), 3), "event": event, **{k: _json_safe(v) for k, v in fields.items()}}
         if self._descriptor is not None:
-            line = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
+            line = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode(errors="replace")
             try:
                 while line:  # a disk that fills up writes part of a line before it fails
                     line = line[os.write(self._descriptor, line) :]
