@@ -320,6 +320,8 @@ def _csv_rows(path: Path, file: TextIO, delimiter: str) -> Iterator[Row | Invali
 
 def _header_problem(header: list[str], delimiter: str) -> str:
     """What is wrong with the header of a CSV or TSV file, if anything."""
+    if any(utf8_size(name) is None for name in header):
+        return NOT_UTF8
     names = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
     separator = next((each for each in names if each != delimiter and each in header[0]), None)
     if len(header) == 1 and separator:

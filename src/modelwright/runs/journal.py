@@ -13,7 +13,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from modelwright.errors import StorageError, is_storage_failure
+from modelwright.errors import StorageError, UsageError, is_storage_failure
 
 Event = dict[str, Any]
 EventListener = Callable[[Event], None]
@@ -77,6 +77,8 @@ class Journal:
 
 def read(path: Path) -> Iterator[Event]:
     """Read a journal; a line torn by a kill is skipped."""
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path}: it is not a regular file, and no journal of a run")
     with open_regular(path) as file:
         while line := file.readline(MAX_LINE_BYTES):
             if (event := parse_line(line)) is not None:
