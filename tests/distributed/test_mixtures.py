@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -46,6 +47,12 @@ def test_a_killed_mixture_resumes_bit_for_bit_and_two_ranks_equal_one(
     assert code == 0, output
     assert "source more: 15 rows, 66.7% of the rows of a step" in output
     assert "eval_loss.more" in output or "(sums " in output
+
+    history = json.loads((one / "run/training_history.json").read_text(encoding="utf-8"))
+    last = events_of(one / "run", "evaluation")[-1]
+    measured = {name: value for name, value in last.items() if name.startswith("eval_")}
+    assert measured.items() <= history["epochs"][-1].items() and measured.items() <= history["steps"][-1].items()
+    assert measured.keys() >= {"eval_loss.more", *(["eval_reward_margin.sums"] if stage == "dpo" else [])}
 
     recipe = mixed_recipe(stage, killed, model_folder)
     trial = fork_server.start(["run", str(recipe)], killed, first=slow_after(5))
