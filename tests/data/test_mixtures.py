@@ -14,7 +14,7 @@ from modelwright.data.audit import audit_recipe
 from modelwright.data.chat import load_conversations
 from modelwright.data.preferences import load_preferences
 from modelwright.data.sampler import GlobalBatchSampler, epoch_rows
-from modelwright.errors import DataError, RecipeError, UsageError
+from modelwright.errors import DataError, RecipeError
 from modelwright.models.pretrained import load_model
 from modelwright.recipe.load import dump_yaml, load
 from modelwright.recipe.sections import CountOrFraction, DataConfig
@@ -195,17 +195,14 @@ def test_a_mistake_in_a_mixture_is_one_message(folder: Path, model_folder: Path,
     assert len(caught.value.problems) == 1
 
 
-@pytest.mark.parametrize("mix", ["{prose.jsonl: 1, more.jsonl: 1}", '{"": 1}'])
-def test_a_mix_of_raw_text_without_prepare_is_refused(folder: Path, model_folder: Path, mix: str) -> None:
-    text = recipe_with(folder, model_folder, f"  mix: {mix}").read_text(encoding="utf-8").replace("sft:", "pretrain:")
+def test_a_mix_of_raw_text_without_prepare_is_refused(folder: Path, model_folder: Path) -> None:
+    mix = "  mix: {prose.jsonl: 1, more.jsonl: 1}"
+    text = recipe_with(folder, model_folder, mix).read_text(encoding="utf-8").replace("sft:", "pretrain:")
     (folder / "recipe.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(RecipeError, match="has a mix of raw text, which wants a section prepare"):
         load(folder / "recipe.yaml", (), {})
 
 
-def test_a_source_without_a_name_is_not_the_current_folder(
-    folder: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(folder)
-    with pytest.raises((DataError, RecipeError, UsageError)):
-        load_conversations(DataConfig(mix={"": {}}), 42, folder)
+def test_a_source_without_a_name_is_not_the_current_folder(folder: Path, model_folder: Path) -> None:
+    with pytest.raises(RecipeError, match=r"has a source without a name in data\.mix"):
+        load(recipe_with(folder, model_folder, '  mix: {"": {}}'), (), {})
