@@ -28,13 +28,17 @@ def contains_secret(text: str) -> bool:
     return re.search(SECRET_PATTERN, text, re.IGNORECASE) is not None
 
 
+def replace_surrogates(text: str) -> str:
+    """The text with "?" for each lone surrogate, which cannot be encoded; names of files and columns may hold one."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
 def redact_secrets(text: str) -> str:
-    """The text with everything that looks like a secret hidden, and lone surrogates, which cannot be encoded, replaced.
+    """The text with everything that looks like a secret hidden, and lone surrogates replaced.
 
     Error messages are printed, logged and sent to others.
     """
-    valid_text = text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
-    return re.sub(SECRET_PATTERN, "(hidden)", valid_text, flags=re.IGNORECASE)
+    return re.sub(SECRET_PATTERN, "(hidden)", replace_surrogates(text), flags=re.IGNORECASE)
 
 
 def first_line(error: BaseException) -> str:

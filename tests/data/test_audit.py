@@ -15,6 +15,7 @@ import pytest
 from modelwright.cli.main import main
 from modelwright.data.audit import AuditConfig, audit, convert_to_parquet, save_dataset
 from modelwright.data.chat import load_conversations
+from modelwright.data.readers import InvalidRow, read_file
 from modelwright.data.sources import iter_validation_rows, read_train_rows
 from modelwright.errors import DataError, UsageError
 from modelwright.recipe.sections import DataConfig
@@ -214,3 +215,49 @@ def test_a_long_audit_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.Mon
     lines: list[str] = []
     audit(DataConfig(train_file="rows.jsonl"), FRAME, tmp_path, lines.append)
     assert lines == ["10 rows read", "20 rows read"]
+
+
+def test_half_a_character_in_a_name_is_reported_and_can_be_printed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half, good = "\ud800", {"prompt": "Why?", "completion": "So."}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {half: 1}}}]}
+    rows = {
+        "column": {**good, half: 1},
+        "turn": {"messages": [{"role": "user", "content": "Why?"}, {**call, f"x{half}": 5}]},
+        "call": {"messages": [{"role": "user", "content": "Why?"}, call]},
+        "pair": {"prompt": "Why?", "chosen": "So.", "rejected": "No.", half: 1},
+    }
+    for name, row in rows.items():
+        path = write(tmp_path / f"{name}.jsonl", [row, good])
+        monkeypatch.chdir(tmp_path)
+        assert run("audit", str(path)) == run("audit", str(path), "--json") == 2
+        output = capfd.readouterr()
+        assert "half a character" in output.out or "x? 5" in output.out, name
+        assert "Unexpected" not in output.err
+        with pytest.raises(DataError):
+            load_conversations(DataConfig(dataset_name=str(path)), 1, tmp_path)
+
+
+def test_a_parquet_file_that_exhausts_memory_is_not_called_incomplete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), path)
+
+    def exhaust(*_: Any, **__: Any) -> None:
+        raise pyarrow.ArrowMemoryError("malloc of size 314572800 failed")
+
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", exhaust)
+    [row] = read_file(path)
+    assert isinstance(row, InvalidRow) and row.reason.startswith("memory ran out while this Parquet file was read")
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.5])
+def test_bad_rows_are_told_beside_rows_that_are_all_the_same(tmp_path: Path, limit: float) -> None:
+    path = write(tmp_path / "rows.jsonl", [GOOD[0], GOOD[0], {"prompt": "Why?", "completion": ""}])
+    data = DataConfig(dataset_name=str(path), max_invalid_fraction=limit)
+    with pytest.raises(DataError) as caught:
+        load_conversations(data, 1, tmp_path)
+    message = str(caught.value)
+    assert "rows.jsonl:3: 'completion' is empty" in message and "of 1 distinct groups" in message

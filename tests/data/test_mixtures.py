@@ -193,3 +193,16 @@ def test_a_mistake_in_a_mixture_is_one_message(folder: Path, model_folder: Path,
         load(recipe_with(folder, model_folder, data), (), {})
     assert message in str(caught.value)
     assert len(caught.value.problems) == 1
+
+
+def test_a_mix_of_raw_text_without_prepare_is_refused(folder: Path, model_folder: Path) -> None:
+    mix = "  mix: {prose.jsonl: 1, more.jsonl: 1}"
+    text = recipe_with(folder, model_folder, mix).read_text(encoding="utf-8").replace("sft:", "pretrain:")
+    (folder / "recipe.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(RecipeError, match="has a mix of raw text, which wants a section prepare"):
+        load(folder / "recipe.yaml", (), {})
+
+
+def test_a_source_without_a_name_is_not_the_current_folder(folder: Path, model_folder: Path) -> None:
+    with pytest.raises(RecipeError, match=r"has a source without a name in data\.mix"):
+        load(recipe_with(folder, model_folder, '  mix: {"": {}}'), (), {})

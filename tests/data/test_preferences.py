@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from modelwright.data.audit import AuditConfig, audit
 from modelwright.data.preferences import PreferencePair, load_preferences, tokenize_pair, truncate_pair
 from modelwright.errors import DataError
-from modelwright.recipe.sections import DataConfig
+from modelwright.recipe.sections import CountOrFraction, DataConfig
 
 QUESTION, GOOD, BAD = "Which way is north?", "Follow the moss.", "Who cares."
 
@@ -145,3 +146,13 @@ def test_answers_give_way_before_a_prompt_that_takes_less_than_half(tokenizer: A
     cut = truncate_pair(full, 2 * len(full.prompt) + 3)
     assert cut.prompt.tolist() == full.prompt.tolist()
     assert cut.chosen.input_ids.tolist() == full.chosen.input_ids[: len(full.prompt) + 3].tolist()
+
+
+def test_audit_and_run_count_prompts_in_both_splits_alike(tmp_path: Path) -> None:
+    rows = [{"prompt": f"Where is well {n % 6}?", "chosen": f"There {n}.", "rejected": "No.", "topic": str(n)}
+            for n in range(24)]  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    data = DataConfig(train_file="rows.jsonl", split_by="topic", test_size=CountOrFraction(6))
+    counted = load_preferences(data, 42, tmp_path).manifest(data)["prompts_in_both_splits"]
+    split = audit(data, AuditConfig("pairs", 64, 4, 42), tmp_path).stats["split"]
+    assert split["prompts_in_both_splits"] == counted > 0 == split["groups_in_both_splits"]

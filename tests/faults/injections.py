@@ -49,7 +49,7 @@ def hold_after_step(step: int, path: str) -> None:
     wrap_step(hold)
 
 
-def kill_in_save(step: int, moment: int) -> None:
+def kill_in_save(step: int, moment: int, signals: tuple[int, ...] = (signal.SIGKILL,)) -> None:
     """Be killed at one moment of the save after a step; moment 0 only counts them and prints how many there are."""
     from modelwright.engine.checkpoint import CheckpointManager
 
@@ -59,7 +59,8 @@ def kill_in_save(step: int, moment: int) -> None:
         nonlocal count
         count += inside
         if inside and count == moment:
-            os.kill(os.getpid(), signal.SIGKILL)
+            for number in signals:
+                os.kill(os.getpid(), number)
 
     def watched(real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -299,6 +299,31 @@ def test_no_request_and_no_run_breaks_the_board(tmp_path: Path, monkeypatch: pyt
         server.close()
 
 
+def test_ctrl_c_inside_a_save_leaves_a_run_that_ends_the_same(
+    fork_server: ForkServer, model_folder: Path, tmp_path: Path
+) -> None:
+    """Once: the save is finished; twice: it is left, and the checkpoint before it is the last."""
+
+    def interrupt(moment: int, signals: tuple[int, ...] = ()) -> str:
+        patch = "from modelwright.stages import context\ncontext.REPEAT_SECONDS = -1.0\n"
+        numbers = tuple(map(int, signals))
+        return f"{patch}from tests.faults.injections import kill_in_save\nkill_in_save(9, {moment}, {numbers})\n"
+
+    recipe = tiny_recipe(tmp_path / "whole", model_folder)
+    code, output = fork_server.run(["run", str(recipe)], recipe.parent, first=interrupt(0))
+    assert code == 0, output
+    moments, expected = int(output.split("moments: ")[1].split()[0]), run_fingerprint(tmp_path / "whole/run")
+    for moment in range(1, moments + 1, 1 if NIGHTLY else moments // 2):
+        for signals in ((signal.SIGINT,), (signal.SIGINT, signal.SIGINT)):
+            folder = tmp_path / f"{moment}-{len(signals)}"
+            recipe = tiny_recipe(folder, model_folder)
+            code, output = fork_server.run(["run", str(recipe)], folder, first=interrupt(moment, signals))
+            assert code == 75 and "Traceback" not in output, f"moment {moment}: exit {code}: {output[-400:]}"
+            code, output = fork_server.run(["run", str(recipe)], folder)
+            assert code == 0 and run_fingerprint(folder / "run") == expected, f"moment {moment}: {output[-400:]}"
+    print(f"{moments} moments of a save")
+
+
 PHASES = ("run", "loading", "plan", "step", "evaluation", "checkpoint_started", "checkpoint_saved", "stage_status")
 
 

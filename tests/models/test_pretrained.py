@@ -195,6 +195,8 @@ def test_an_absurd_size_is_refused_by_name_before_anything_is_built(field: str, 
         ({"hidden_size": 100}, "its config.json has hidden_size 100, and no tensor of its weights has that size"),
         ({"num_key_value_heads": 4}, "the heads or layers in its config.json do not fit its weights"),
         ({"rms_norm_eps": "x"}, "Field 'rms_norm_eps' expected float"),
+        ({"hidden_act": "nope"}, "its config.json has hidden_act 'nope', which transformers does not have"),
+        ({"rope_parameters": {"rope_type": "nope"}}, "its config.json has rope_type 'nope', which transformers"),
     ],
 )
 def test_sizes_that_do_not_fit_the_weights_are_named(copied: Path, values: dict[str, object], message: str) -> None:

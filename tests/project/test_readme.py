@@ -142,6 +142,7 @@ def test_the_quick_commands_of_a_page_run_one_after_the_other(
     page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, body in files().items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(body, encoding="utf-8")
     for command in ALL:
         if command.page == page and command.verb in WITHOUT_TORCH and not command.is_long:
@@ -174,6 +175,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> P
     for name, body in files().items():
         # in a dozen steps a tiny model learns nothing at 2e-5
         body = body.replace(EMBEDDED_MODEL, str(model_folder)).replace("learning_rate: 2e-5", "learning_rate: 2e-3")
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(body, encoding="utf-8")
     small = ("data.max_rows=60", "data.test_size=6", "sft.max_steps=6", "compare.max_new_tokens=8")
     overrides = [f"model.model_name_or_path={model_folder}", *small]
@@ -216,6 +218,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
     """A folder with the files of the pages and a quickstart that means the tiny model; nothing has been run in it."""
     folder = tmp_path_factory.mktemp("desk")
     for name, body in files().items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(body, encoding="utf-8")
     recipe = load("quickstart", [f"model.model_name_or_path={model_folder}"], {}).recipe
     (folder / "quickstart").write_text(dump_yaml(recipe), encoding="utf-8")

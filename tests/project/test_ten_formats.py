@@ -1,16 +1,20 @@
-"""A new user with one file: from check to a training step in a fresh clone, in ten formats, with one edit each."""
+"""A new user with one file: from check to a training step in a fresh clone, in fourteen formats, with one edit each."""
 
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +34,34 @@ def table(separator: str) -> bytes:
     return "\n".join(separator.join(row) for row in [("Question", "Answer"), *QUESTIONS]).encode()
 
 
+def arrow(is_parquet: bool) -> bytes:
+    table = pyarrow.table({"question": [q for q, _ in QUESTIONS], "answer": [a for _, a in QUESTIONS]})
+    sink = io.BytesIO()
+    if is_parquet:
+        pyarrow.parquet.write_table(table, sink)
+        return sink.getvalue()
+    with pyarrow.ipc.new_file(sink, table.schema) as file:
+        file.write_table(table)
+    return sink.getvalue()
+
+
+def call(topic: str, answer: str) -> dict[str, Any]:
+    """A row with tools: the call, the output of the tool and the answer."""
+    function = {"name": "find", "arguments": json.dumps({"what": topic})}
+    turns = [{"role": "user", "content": f"Where is the {topic}?"},
+             {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]},
+             {"role": "tool", "content": answer}, {"role": "assistant", "content": answer}]  # fmt: skip
+    parameters = {"type": "object", "properties": {"what": {"type": "string"}}}
+    return {"messages": turns, "tools": [{"type": "function", "function": {"name": "find", "parameters": parameters}}]}
+
+
+INFO = {"wells": {"file_name": "asked.json", "columns": {"prompt": "ask", "response": "reply"}}}
+TOOL_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 FORMATS: dict[str, tuple[str, Callable[[], bytes]]] = {
     "openai.jsonl": ("sft", lambda: lines([{"messages": messages(*each)} for each in QUESTIONS])),
     "parts.jsonl": ("sft", lambda: lines([
@@ -47,6 +79,11 @@ FORMATS: dict[str, tuple[str, Callable[[], bytes]]] = {
     "transcripts.jsonl": ("dpo", lambda: lines([
         {"chosen": f"\n\nHuman: {q}\n\nAssistant: {a}", "rejected": f"\n\nHuman: {q}\n\nAssistant: No."}
         for q, a in QUESTIONS])),
+    "table.parquet": ("sft", lambda: arrow(True)),
+    "table.arrow": ("sft", lambda: arrow(False)),
+    "tools.jsonl": ("sft", lambda: lines([
+        call(topic, answer) for topic, (_, answer) in zip(TOPICS, QUESTIONS, strict=True)])),
+    "dataset_info.json": ("sft", lambda: json.dumps(INFO).encode()),
     "marked.jsonl": ("sft", lambda: lines([
         {"messages": [*messages(q, "Hm."), *messages("Sure?", a)], "id": q} for q, a in QUESTIONS])),
 }  # fmt: skip
@@ -68,10 +105,18 @@ def test_one_file_gets_from_check_to_a_training_step_with_one_edit(
 ) -> None:
     stage, content = FORMATS[name]
     (tmp_path / name).write_bytes(content())
+    data = f"train_file: {name}"
+    if name == "dataset_info.json":
+        asked = [{"ask": question, "reply": answer} for question, answer in QUESTIONS]
+        (tmp_path / "asked.json").write_text(json.dumps(asked), encoding="utf-8")
+        data = "dataset_name: ., dataset_config_name: wells"
+    if name == "tools.jsonl":  # a model whose template knows tools
+        model_folder = shutil.copytree(model_folder, tmp_path / "model")
+        (model_folder / "chat_template.jinja").write_text(TOOL_TEMPLATE, encoding="utf-8")
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
-        f"name: mine\nmodel: {{model_name_or_path: {model_folder}}}\ndata: {{train_file: FILE}}\n"
-        f"{stage}: {{max_steps: 1, max_length: 128}}\n".replace("FILE", name),  # the one edit
+        f"name: mine\nmodel: {{model_name_or_path: {model_folder}}}\ndata: {{{data}}}\n"  # the one edit
+        f"{stage}: {{max_steps: 1, max_length: 256}}\n",
         encoding="utf-8",
     )
     environment = {**os.environ, "PYTHONPATH": str(clone / "src"), "OMP_NUM_THREADS": "1"}

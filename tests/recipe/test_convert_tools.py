@@ -62,7 +62,16 @@ CONVERTED: dict[str, tuple[str, str, str, dict[str, Any], str]] = {
         {"dpo.loss_type": "hinge"}, ""),
     "lf_two_sets": ("llamafactory", "sft", f"{LF}stage: sft\ndataset: questions,renamed\nmix_strategy: interleave_under\n"
         "interleave_probs: 0.7,0.3\neval_dataset: held\n", {"data.validation_file": "data/held.json",
-        "data.source": "questions and renamed"}, "mix_strategy interleave_probs"),
+        "data.source": "questions and renamed", "data.weights": {"questions": 0.7, "renamed": 0.3},
+        "data.stopping_strategy": "first_exhausted"}, ""),
+    "lf_equal_sets": ("llamafactory", "dpo", f"{LF}stage: dpo\ndataset: preferences,talks\n"
+        "mix_strategy: interleave_over\n", {"data.weights": {"pairs": 1.0, "talks": 1.0},
+        "data.stopping_strategy": "all_exhausted"}, "dataset_info.ranking"),
+    "lf_wrong_weights": ("llamafactory", "sft", f"{LF}stage: sft\ndataset: questions,renamed\n"
+        "mix_strategy: interleave_over\ninterleave_probs: '1.0'\n", {"data.weights": {}},
+        "mix_strategy interleave_probs"),
+    "lf_concatenated": ("llamafactory", "sft", f"{LF}stage: sft\ndataset: questions,renamed\nmix_strategy: concat\n"
+        "interleave_probs: 0.7,0.3\n", {"data.weights": {}}, "mix_strategy interleave_probs"),
     "lf_online": ("llamafactory", "sft", f"{LF}stage: sft\ndataset: someone/set\ndataset_dir: ONLINE\n",
         {"data.dataset_name": "someone/set"}, ""),
     "lf_odd": ("llamafactory", "sft", f"{LF}stage: sft\ndataset: oddly\nmask_history: true\nuse_badam: true\n"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import other_user
 from modelwright.cli import main as cli
 from modelwright.errors import RecipeError
 from modelwright.recipe.load import find_recipe, load
@@ -98,3 +99,14 @@ def test_an_odd_error_under_a_small_limit_is_called_memory(
     with pytest.raises(SystemExit):
         cli.main(["recipes"])
     assert "out of memory" in capsys.readouterr().err
+
+
+def test_too_few_threads_are_told_as_a_limit() -> None:
+    if reason := other_user.unavailable():
+        pytest.skip(reason)  # root has no limit
+    command = ["bash", "-c", 'ulimit -u 1; exec "$@"', "-", sys.executable, "-m", "modelwright", "run", "quickstart"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HOME": "/nowhere"}
+    done = subprocess.run([*other_user.as_user(4321, 4321), *command], capture_output=True, text=True, timeout=240,
+                          check=False, env=environ, cwd="/")  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == "no thread can be started: ulimit -u allows 1; a run wants 8\n"

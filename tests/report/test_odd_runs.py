@@ -14,12 +14,12 @@ import pytest
 pytest.importorskip("starlette", reason="the dashboard needs the extra dashboard")
 pytest.importorskip("uvicorn", reason="the dashboard needs the extra dashboard")
 
-from modelwright.errors import StorageError
+from modelwright.errors import StorageError, UsageError
 from modelwright.report import html
 from modelwright.report.dashboard import JournalTail, RunIndex
 from modelwright.report.history import read_history
 from modelwright.runs.folder import RUN_FORMAT, RunFolder
-from modelwright.runs.journal import Journal, parse_line
+from modelwright.runs.journal import Journal, open_regular, parse_line
 from tests.faults.http_requests import DashboardServer
 
 RUN = {"event": "run", "time": 1.0, "run_format": RUN_FORMAT, "recipe": "odd", "stages": ["sft"]}
@@ -112,8 +112,10 @@ def test_the_list_shows_the_good_run_next_to_odd_ones(odd_runs: Path) -> None:
 
 @pytest.mark.parametrize("name", ["fifo", "zero"])
 def test_what_is_no_file_is_not_read_as_a_journal(odd_runs: Path, name: str) -> None:
-    with pytest.raises(OSError, match="it is not a regular file"):
+    with pytest.raises(UsageError, match="it is not a regular file"):
         read_history(RunFolder(odd_runs / name))
+    with pytest.raises(OSError, match="it is not a regular file"):
+        open_regular(odd_runs / name / "journal.jsonl")
 
 
 def test_a_fifo_is_not_written_as_a_journal(odd_runs: Path) -> None:

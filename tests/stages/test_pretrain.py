@@ -82,6 +82,7 @@ def test_bits_per_byte_are_the_loss_in_bits_over_the_bytes_of_the_text(done: Pat
     held_out = PackedDataset.open(done / "data/pretrain/packed", "held_out")
     bits = metrics["eval_loss"] / math.log(2) * held_out.tokens / held_out.text_bytes
     assert metrics["eval_bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+    assert read_json(RunFolder(done).history)["epochs"][-1]["eval_bits_per_byte"] == metrics["eval_bits_per_byte"]
 
 
 def test_the_parameter_count_is_printed_and_is_that_of_the_arithmetic_and_of_the_model(done: Path) -> None:

@@ -40,6 +40,8 @@ COMMANDS: dict[ModuleType, tuple[str, ...]] = {
 NEEDS_TORCH = ("run", "ask", "compare", "gate", "eval", "chat", "serve", "export")
 MIN_ADDRESS_SPACE = 1 << 30  # with less torch cannot be imported, and aborts the process at 700 MB
 
+MIN_THREADS = 64  # of a user; a run starts 7
+
 
 def _root() -> None:
     """One file, a recipe, becomes a trained model."""
@@ -111,7 +113,7 @@ def main(arguments: list[str] | None = None) -> None:
             traceback.print_exception(error)
         else:
             print(strip_control_chars(redact_secrets(_describe(error))), file=sys.stderr)
-        sys.exit(StorageError.exit_code if is_storage_failure(error) else 1)
+        sys.exit(StorageError.exit_code if is_storage_failure(error) else 2 if _has_few_threads(error) else 1)
 
 
 def _describe(error: Exception) -> str:
@@ -119,6 +121,10 @@ def _describe(error: Exception) -> str:
     if is_storage_failure(error):
         reason, path = (getattr(error, name, None) for name in ("strerror", "filename"))
         return f"{path or 'the disk'}: {reason or error}; what was saved is not lost, and the same command resumes"
+    if _has_few_threads(error):
+        return (
+            f"no thread can be started: ulimit -u allows {resource.getrlimit(resource.RLIMIT_NPROC)[0]}; a run wants 8"
+        )
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM or _address_space_is_small():
         return "out of memory: the machine, or a limit set for this process (ulimit -v), has too little"
     return f"{type(error).__name__}: {error}\nUnexpected error; rerun with --debug for the traceback"
@@ -127,6 +133,12 @@ def _describe(error: Exception) -> str:
 def _address_space_is_small() -> bool:
     """Whether ulimit -v leaves too little for torch; libraries then fail with SystemError, ImportError or an abort."""
     return 0 <= resource.getrlimit(resource.RLIMIT_AS)[0] < MIN_ADDRESS_SPACE
+
+
+def _has_few_threads(error: Exception) -> bool:
+    """Whether ulimit -u allows too few threads and processes for this command."""
+    few = 0 <= resource.getrlimit(resource.RLIMIT_NPROC)[0] < MIN_THREADS
+    return few and ("start new thread" in str(error) or getattr(error, "errno", None) == errno.EAGAIN)
 
 
 def _exit_stopped() -> NoReturn:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from modelwright.errors import replace_surrogates
 from modelwright.report.formatting import strip_control_chars
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def add_commands(app: typer.Typer, commands: dict[str, Callable[..., Any]], hidd
 
 def print_json(value: Any) -> None:
     """Print one JSON value on stdout."""
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    typer.echo(replace_surrogates(json.dumps(value, indent=2, ensure_ascii=False)))
 
 
 def print_notes(loaded: LoadedRecipe) -> None:

@@ -133,14 +133,14 @@ def load_splits(
 ) -> tuple[list[Item], list[Item], Quarantine]:
     """Read and parse the training and validation rows; without a validation file, hold out part of the former."""
     train, held_out, quarantine = read_splits(data, recipe_dir, parse)
-    quarantine.raise_if_over_limit()
-    for items, source in ((train, data.source), (held_out, data.validation_file)):
-        if source and not items:
-            raise DataError([Problem(source, empty_message)])
-    if not has_validation_rows(data, recipe_dir):
-        train, held_out = group_split(train, data, seed)
-    if lost := [name for name, count in count_sources(train, held_out, data).items() if not count["train_rows"]]:
-        raise DataError([Problem(lost[0], f"{empty_message}, or test_size holds out all of them")])
+    with quarantine.raising():
+        for items, source in ((train, data.source), (held_out, data.validation_file)):
+            if source and not items:
+                raise DataError([Problem(source, empty_message)])
+        if not has_validation_rows(data, recipe_dir):
+            train, held_out = group_split(train, data, seed)
+        if lost := [name for name, count in count_sources(train, held_out, data).items() if not count["train_rows"]]:
+            raise DataError([Problem(lost[0], f"{empty_message}, or test_size holds out all of them")])
     return train, held_out, quarantine
 
 

@@ -8,6 +8,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -156,8 +157,16 @@ def read_file(
         raise UsageError(f"data: {path} ends in {path.suffix or 'nothing'}; it wants one of {wanted}")
     if path.exists() and not path.is_file():
         raise UsageError(f"data: {path} is not a regular file")
-    rows = readers[suffix](path, file_slice)
+    rows = _check_names(readers[suffix](path, file_slice))
     return rows if path.suffix.lower() not in COMPRESSED_SUFFIXES else _check_compression(rows, path)
+
+
+def _check_names(rows: Iterator[Row | InvalidRow]) -> Iterator[Row | InvalidRow]:
+    for row in rows:
+        if isinstance(row, Row) and any(utf8_size(name) is None for name in row.values):
+            yield invalid_row(row, "the name of a column holds half a character (a lone surrogate); rename the column")
+        else:
+            yield row
 
 
 def open_binary(path: Path) -> BinaryIO:
@@ -311,6 +320,8 @@ def _csv_rows(path: Path, file: TextIO, delimiter: str) -> Iterator[Row | Invali
 
 def _header_problem(header: list[str], delimiter: str) -> str:
     """What is wrong with the header of a CSV or TSV file, if anything."""
+    if any(utf8_size(name) is None for name in header):
+        return NOT_UTF8
     names = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
     separator = next((each for each in names if each != delimiter and each in header[0]), None)
     if len(header) == 1 and separator:
@@ -334,7 +345,15 @@ def _read_parquet(path: Path, file_slice: FileSlice) -> Iterator[Row | InvalidRo
                     number += 1
                     yield Row(f"{path.name} row {number}", values)
     except Exception as error:  # many types, such as OverflowError for a date in year 0
-        yield InvalidRow(path.name, f"this is no whole Parquet file ({first_line(error)})", file_unreadable=True)
+        yield _unreadable(path, "Parquet", error)
+
+
+def _unreadable(path: Path, name: str, error: Exception) -> InvalidRow:
+    """A file that a library cannot read; pyarrow's ArrowMemoryError is a MemoryError too."""
+    if isinstance(error, MemoryError):
+        reason = f"memory ran out while this {name} file was read ({first_line(error)}); write it in smaller row groups"
+        return InvalidRow(path.name, reason, file_unreadable=True)
+    return InvalidRow(path.name, f"this is no whole {name} file ({first_line(error)})", file_unreadable=True)
 
 
 def _read_arrow(path: Path, file_slice: FileSlice) -> Iterator[Row | InvalidRow]:
@@ -354,7 +373,7 @@ def _read_arrow(path: Path, file_slice: FileSlice) -> Iterator[Row | InvalidRow]
                     number += 1
                     yield Row(f"{path.name} row {number}", values)
     except Exception as error:  # as for Parquet
-        yield InvalidRow(path.name, f"this is no whole Arrow file ({first_line(error)})", file_unreadable=True)
+        yield _unreadable(path, "Arrow", error)
 
 
 def _read_txt(sample_by: SampleBy, path: Path, file_slice: FileSlice) -> Iterator[Row | InvalidRow]:
@@ -527,10 +546,24 @@ class Quarantine:
                 shown.append(f"{len(rows):,} of {self.rows_read:,} rows {what}: {examples}")
         return [*self.sources, *shown]
 
+    @contextmanager
+    def raising(self) -> Iterator[None]:
+        """Raise the invalid rows beside a problem of the whole set, or if there are more than allowed."""
+        try:
+            yield
+        except DataError as error:
+            if len(self.invalid_rows) == self.rows_read:
+                self.raise_if_over_limit()
+            raise DataError([*self._problems(), *error.problems]) from None
+        self.raise_if_over_limit()
+
+    def _problems(self) -> list[Problem]:
+        return group_problems([Problem(row.where, row.reason) for row in self.invalid_rows])
+
     def raise_if_over_limit(self) -> None:
         """Raise all invalid rows as one error if there are more than allowed."""
         if len(self.invalid_rows) > self.max_invalid_fraction * self.rows_read:
-            problems = group_problems([Problem(row.where, row.reason) for row in self.invalid_rows])
+            problems = self._problems()
             if self.max_invalid_fraction:
                 limit = f"data.max_invalid_fraction {self.max_invalid_fraction:g}"
                 summary = f"{len(self.invalid_rows):,} of {self.rows_read:,} rows cannot be used"

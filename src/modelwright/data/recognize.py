@@ -304,9 +304,15 @@ def normalize_message(turn: Any) -> Message:
         message["train"] = False
     if calls:
         message["tool_calls"] = [_normalize_call(call) for call in (calls if isinstance(calls, list) else [calls])]
-    if any(utf8_size(text) is None for text in (message["content"], str(message.get("reasoning_content", "")))):
-        raise RowError(LONE_SURROGATE)
+    if not isinstance(message.get("reasoning_content", ""), str):
+        raise RowError(f"reasoning_content is {str(message['reasoning_content'])[:40]!r}; it wants text")
+    _require_utf8(message)
     return message
+
+
+def _require_utf8(value: Any) -> None:
+    if utf8_size(json.dumps(value, ensure_ascii=False, default=str)) is None:
+        raise RowError(LONE_SURROGATE)
 
 
 def _join_parts(parts: list[Any]) -> str:
@@ -361,6 +367,7 @@ def parse_tools(value: Any) -> tuple[dict[str, Any], ...]:
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RowError(f"'tools' is {str(value)[:60]!r}; it wants a list of JSON schemas of functions")
+    _require_utf8(tools)
     return tuple(without_none(tool) for tool in tools)
 
 

@@ -160,7 +160,8 @@ def _audit_pair(pair: PreferencePair) -> AuditedRow:
     longer = max((pair.chosen, pair.rejected), key=lambda answer: sum(map(len, map(message_text, answer))))
     turns = (*pair.prompt, *longer)
     text = "\n".join(map(message_text, turns))
-    return AuditedRow(pair.where, text, len(turns), pair.split_key, pair.split_key, pair.source)
+    prompt_key = chat.normalize_key(pair.last_user_message)
+    return AuditedRow(pair.where, text, len(turns), pair.split_key, prompt_key, pair.source)
 
 
 def _audit_document(document: Document) -> AuditedRow:

@@ -160,8 +160,7 @@ def load_model(
             use_safetensors=True, trust_remote_code=False, **quantization_options
         )  # fmt: skip
     except Exception as error:  # transformers raises many classes
-        reason = trust.size_mismatch(path) if "mismatched_sizes" in str(error) else first_line(error)
-        raise ModelError(f"model: {path} could not be loaded ({reason})") from None
+        raise ModelError(f"model: {path} could not be loaded ({trust.load_failure(path, error)})") from None
     if missing := sorted(loading_info["missing_keys"]):  # transformers would initialize them randomly
         lacks = f"lacks {len(missing)} weights that its config.json asks for, such as {missing[0]}"
         raise ModelError(f"model: {path} {lacks}")

@@ -17,7 +17,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from modelwright.errors import ModelError
+from modelwright.errors import ModelError, first_line
 from modelwright.recipe.schema import WIDTH_KEYS, check_sizes
 from modelwright.recipe.sections import EMBEDDED_MODEL, MAX_WIDTH
 from modelwright.runs.caches import cache_dir, hf_hub_cache
@@ -68,9 +68,17 @@ def tensor_shapes(path: Path) -> dict[str, list[int]]:
     return shapes
 
 
-def size_mismatch(path: Path) -> str:
-    """Which size of a config.json no tensor of the weights has."""
+def load_failure(path: Path, error: Exception) -> str:
+    """Why transformers could not load a model: the field of config.json, where it can be found, or its own message."""
     config = read_small_json(path / "config.json")
+    if isinstance(error, KeyError):  # of a table of activations, rope types, ...
+        name = next((key for key, value in _walk(config) if isinstance(value, str) and [value] == [*error.args]), None)
+        return f"its config.json has {name} {error}, which transformers does not have" if name else first_line(error)
+    return _size_mismatch(path, config) if "mismatched_sizes" in str(error) else first_line(error)
+
+
+def _size_mismatch(path: Path, config: dict[str, Any]) -> str:
+    """Which size of a config.json no tensor of the weights has."""
     dimensions = {size for shape in tensor_shapes(path).values() for size in shape}
     keys = ("vocab_size", *WIDTH_KEYS[:3], "intermediate_size")
     wrong = next((key for key in keys if isinstance(config.get(key), int) and config[key] not in dimensions), None)

@@ -334,7 +334,7 @@ def _find_in_other_section(name: str, section: str, fuzzy: bool = True) -> Unkno
 
 _FOREIGN_KEYS: Mapping[ConversionLoss, Mapping[str, str]] = {
     "unsupported": {
-        "a stage has one source": "mix_strategy interleave_probs",
+        "the weights of data.mix and data.stopping_strategy mix sources": "mix_strategy interleave_probs",
         "images, video and audio are not trained with text": (
             "media_dir image_max_pixels image_min_pixels video_max_pixels freeze_vision_tower train_mm_proj_only "
             "freeze_multi_modal_projector freeze_language_model"

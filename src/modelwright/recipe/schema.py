@@ -235,6 +235,8 @@ class Recipe(FrozenModel):
                 raise invalid(f"has no data for {stage}; it wants a section data")
         if "text" in first_of and any(self.data_for(stage).data_dir for stage in self.stages):
             raise invalid("has data_dir, which is for images; name the folder itself as dataset_name")
+        if any("" in self.data_for(stage).mix for stage in self.stages):  # it would be read as the current folder
+            raise invalid("has a source without a name in data.mix; it wants a file, a folder or another name of data")
         text_data = self.prepare_data if self.prepare else self.data_for(self.text_stage) if self.text_stage else None
         if text_data and text_data.mix:
             own = {key for source in text_data.mix.values() for key, value in source if value}

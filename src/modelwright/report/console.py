@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, TextIO
 
+from modelwright.errors import replace_surrogates
 from modelwright.recipe.stage_specs import throughput_unit
 from modelwright.report.formatting import format_duration, format_float, format_table, pluralize, single_line
 from modelwright.report.history import read_history
@@ -47,7 +48,7 @@ def _print(line: str | None, stream: TextIO) -> None:
     if line is None:
         return
     try:
-        print(line, file=stream, flush=True)
+        print(replace_surrogates(line), file=stream, flush=True)
     except BrokenPipeError:  # as with `| head`: the run continues without output
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

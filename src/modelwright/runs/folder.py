@@ -287,7 +287,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _as_bytes(value: Any) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode(errors="replace")
 
 
 def fsync_path(path: Path) -> None:

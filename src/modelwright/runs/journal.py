@@ -13,7 +13,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from modelwright.errors import StorageError, is_storage_failure
+from modelwright.errors import StorageError, UsageError, is_storage_failure
 
 Event = dict[str, Any]
 EventListener = Callable[[Event], None]
@@ -54,7 +54,7 @@ class Journal:
         """Write one event; NaN and infinities are written as null, so that every line is JSON."""
         record: Event = {"time": round(time.time(), 3), "event": event, **{k: _json_safe(v) for k, v in fields.items()}}
         if self._descriptor is not None:
-            line = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
+            line = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode(errors="replace")
             try:
                 while line:  # a disk that fills up writes part of a line before it fails
                     line = line[os.write(self._descriptor, line) :]
@@ -77,6 +77,8 @@ class Journal:
 
 def read(path: Path) -> Iterator[Event]:
     """Read a journal; a line torn by a kill is skipped."""
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path}: it is not a regular file, and no journal of a run")
     with open_regular(path) as file:
         while line := file.readline(MAX_LINE_BYTES):
             if (event := parse_line(line)) is not None:

@@ -384,10 +384,15 @@ def write_history(context: RunContext) -> None:
         if event["event"] in ("step", "evaluation") and event.get("stage") in stages:
             step_key = (stages.index(event["stage"]), event["step"])
             entry = steps.setdefault(step_key, {"stage": event["stage"]})
-            fields = (*HISTORY_FIELDS, *STAGES[event["stage"]].metrics)
-            entry.update({key: event[key] for key in fields if key in event})
+            entry.update({key: event[key] for key in HISTORY_FIELDS if key in event})
+            entry.update({key: value for key, value in event.items() if _is_metric(key, event["stage"])})
     entries = [_without_tokens(steps[step_key]) for step_key in sorted(steps)]
     write_json(context.folder.history, {"epochs": epoch_history(entries), "steps": entries})
+
+
+def _is_metric(name: str, stage: str) -> bool:
+    """Whether this is a metric of the stage, or of one source of its mixture, such as eval_loss.sums."""
+    return name.partition(".")[0] in STAGES[stage].metrics
 
 
 def _without_tokens(entry: dict[str, Any]) -> dict[str, Any]:
@@ -407,7 +412,7 @@ def epoch_history(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for (stage, epoch), steps in epochs.items():
         means = {name: fmean(values) for name in ("loss", "train_accuracy", "samples_per_second")
                  if (values := [step[name] for step in steps if step.get(name) is not None])}  # fmt: skip
-        measured = {name: value for step in steps for name, value in step.items() if name in STAGES[stage].metrics}
+        measured = {name: value for step in steps for name, value in step.items() if _is_metric(name, stage)}
         history.append({"stage": stage, "epoch": epoch, "step": steps[-1].get("step"), **means, **measured})
     return history
 

@@ -21,6 +21,7 @@ from modelwright.recipe.convert.common import (
     convert_sharding,
     convert_test_split,
 )
+from modelwright.recipe.diagnostics import ConversionLoss
 from modelwright.recipe.fields import ATTENTION_VALUES
 from modelwright.recipe.sections import ColumnRole
 from modelwright.recipe.source import ConfigNode, make_node
@@ -137,6 +138,7 @@ def _convert_data(conversion: Conversion) -> None:
         conversion, nodes, "dataset", lambda item, _: _convert_entry(conversion, item, index.get(str(item.value)), home)
     )
     conversion.converted += ["dataset"] if listed else []
+    _convert_mixture(conversion, len(listed))
     template = conversion.pop("template")
     if template is not None:
         conversion.report("template", template, "approximated", f"{OWN_TEMPLATE}; model.chat_template sets another")
@@ -153,6 +155,36 @@ def _convert_data(conversion: Conversion) -> None:
         conversion.set("data.test_size", "10%", comment="instead of eval_dataset")
         return
     convert_test_split(conversion, conversion.pop("val_size"), "val_size")
+
+
+STOPPING_STRATEGIES = {"interleave_under": "first_exhausted", "interleave_over": "all_exhausted"}
+
+
+def _convert_mixture(conversion: Conversion, listed: int) -> None:
+    """Interleaved data sets become a mixture with weights; without probabilities they come in turn, as equals."""
+    strategy, probabilities = conversion.pop("mix_strategy"), conversion.pop("interleave_probs")
+    word = "concat" if strategy is None else str(strategy.value)
+    mix = conversion.get("data.mix")
+    texts = [text for part in as_str_list(probabilities) for text in part.split(",")]
+    try:
+        weights = [float(text) for text in texts] or [1.0] * listed
+    except ValueError:
+        weights = []
+    if mix is None or word not in STOPPING_STRATEGIES:
+        reason = ("an epoch has each row of each data set once" if mix is not None else
+                  "there is one data set" if listed < 2 else "the data sets are not mixed here")  # fmt: skip
+        loss: ConversionLoss = "not_needed" if word == "concat" or listed < 2 else "approximated"
+    elif len(weights) != len(mix.mapping) or not all(weight > 0 for weight in weights):
+        loss, reason = "unsupported", f"it wants a probability above 0 for each of {len(mix.mapping)} data sets"
+    else:
+        sources = {name: ConfigNode({**node.mapping, "weight": make_node(weight, node.origin)}, node.origin)
+                   for (name, node), weight in zip(mix.mapping.items(), weights, strict=True)}  # fmt: skip
+        conversion.set("data.mix", ConfigNode(sources, mix.origin), source_key="interleave_probs")
+        conversion.set("data.stopping_strategy", STOPPING_STRATEGIES[word], source_key="mix_strategy")
+        return
+    for name, node in (("mix_strategy", strategy), ("interleave_probs", probabilities)):
+        if node is not None:
+            conversion.report(name, node, loss, reason)
 
 
 def _convert_entry(conversion: Conversion, name: ConfigNode, info: ConfigNode | None, home: str) -> None:
