@@ -204,7 +204,7 @@ def test_pth_files_of_a_language_model_hold_its_whole_state_dict(which: str, req
 
 
 def test_a_closed_gate_leaves_no_best_model_pth(classified: RunFolder) -> None:
-    recipe = load(classified.recipe, ("gates.classify.eval_accuracy={at_least: 2}",), {})
+    recipe = load(classified.recipe, ("gates.classify.seconds={at_most: 0}",), {})
     with pytest.raises(GateClosed):
         pipeline.run(recipe)
     assert not (classified.path / "best_model.pth").exists() and (classified.path / "final_model.pth").exists()
