@@ -38,7 +38,7 @@ from modelwright.recipe.source import (
     read_text,
     read_value,
 )
-from modelwright.recipe.stage_specs import TrainableConfig
+from modelwright.recipe.stage_specs import OPTIMIZERS, TrainableConfig
 
 RESOLVED_HEADER = """\
 # Resolved by Modelwright: bases, environment variables and --set are already in it, so it runs as it ran.
@@ -151,8 +151,6 @@ def _check_gate_limits(recipe: Recipe, origins: Mapping[str, Origin]) -> list[Re
     return problems
 
 
-HIGH_LEARNING_RATES = {"adamw_torch": 0.02, "lion": 0.005, "sgd": 5.0}
-"""Learning rates above which training nearly always diverges, several times what published trainings use."""
 MANY_EPOCHS = {"text": 50, "image": 1000}
 
 
@@ -160,7 +158,7 @@ def _advice(recipe: Recipe, origins: Mapping[str, Origin]) -> list[str]:
     """What is valid and nearly always a mistake, with the numbers."""
     notes = []
     for stage, settings in recipe.stages.items():
-        rate, high = settings.learning_rate, HIGH_LEARNING_RATES[settings.optim]
+        rate, high = settings.learning_rate, OPTIMIZERS[settings.optim].high_learning_rate
         epochs, default = settings.num_train_epochs, type(settings).model_fields["learning_rate"].default
         if rate > high:
             advice = f"{settings.optim} usually diverges above {high:g}; the default is {default:g}"
