@@ -79,6 +79,26 @@ def test_nothing_hostile_acts_in_the_report_and_nothing_breaks_it(
     assert path.stat().st_size < 1_000_000
 
 
+def test_a_tooltip_names_the_step_of_each_value(browser: Any, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    journal = Journal(run.journal)
+    journal.add("run", run_format=RUN_FORMAT, recipe="x", folder=str(run.path), stages=["sft"], device="cpu")
+    journal.add("evaluation", stage="sft", step=0, eval_loss=3.0)
+    add_steps(journal, 1, 40)
+    journal.add("evaluation", stage="sft", step=40, eval_loss=1.0)
+    journal.close()
+    window = Window(browser, 1100, "light")
+    window.page.goto(html.write_report(run).as_uri())
+    chart = window.page.locator("svg[data-lines]").first
+    box = chart.bounding_box()
+    for part, shown in (
+        (0.3, r"step 12: training 0\.3333, held out 3 \(step 0\)"),
+        (1, "step 40: training 0.1, held out 1"),
+    ):
+        chart.hover(position={"x": min(part * box["width"], box["width"] - 1), "y": 20})
+        assert re.fullmatch(shown, window.page.locator(".tip").inner_text())
+
+
 def luminance(colour: str) -> float:
     parts = [int(value) / 255 for value in re.findall(r"\d+", colour)[:3]]
     red, green, blue = (part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)

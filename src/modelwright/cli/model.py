@@ -282,6 +282,8 @@ def export(
     from modelwright.stages import export as stage
 
     request = stage.check_export(run, export_format, outtype, output)
+    if request.warning:
+        print(strip_control_chars(request.warning), file=sys.stderr)
     prepare_environment()
     exported = stage.export(request)
     if as_json:

@@ -12,7 +12,10 @@
     const box = svg.getBoundingClientRect();
     const x = left + (right - left) * Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
     const step = nearest(lines[0][2], x)[0];
-    tip.textContent = `step ${step}: ` + lines.map(([name, , points]) => `${name} ${+nearest(points, x)[1].toPrecision(4)}`.trim()).join(", ");
+    tip.textContent = `step ${step}: ` + lines.map(([name, , points]) => {
+      const [at, value] = nearest(points, step);
+      return `${name} ${+value.toPrecision(4)}`.trim() + (at === step ? "" : ` (step ${at})`);
+    }).join(", ");
     tip.style.top = `${box.top - 26}px`;
     tip.style.left = `${Math.min(event.clientX, window.innerWidth - tip.offsetWidth - 8)}px`;
   });

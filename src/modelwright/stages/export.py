@@ -15,7 +15,7 @@ from modelwright.models.gguf import unsupported_reason
 from modelwright.recipe.load import load
 from modelwright.recipe.schema import Recipe
 from modelwright.report.model_card import render_model_card
-from modelwright.runs.folder import RunFolder, open_run
+from modelwright.runs.folder import RunFolder, open_run, read_json
 from modelwright.stages.gate import promoted_stage
 
 CHECKSUMS_FILE = "SHA256SUMS"
@@ -41,6 +41,14 @@ class ExportRequest:
     """For gguf: one of GGUF_TYPES."""
     target: Path
     """The output folder."""
+
+    @property
+    def warning(self) -> str | None:
+        """What to tell who exports a model whose gate is closed and was not accepted."""
+        verdict = read_json(self.folder.gate(self.stage)) if self.folder.gate(self.stage).exists() else {}
+        if verdict.get("open", True) or verdict.get("accepted"):
+            return None
+        return f"warning: {verdict['message']}; the model is exported, and its card says so"
 
     @property
     def model(self) -> Path:

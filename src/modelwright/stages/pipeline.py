@@ -330,7 +330,7 @@ def promote(context: RunContext, builder: StageBuilder, stage: str, inputs: Stag
     write_summary(context, stage, result["plan"], metrics, verdict)
     write_text(context.folder.model(stage) / "README.md", render_model_card(context.folder, stage))
     context.journal.add("verdict", stage=stage, open=verdict.open, message=verdict.message, metrics=metrics,
-                        accepted=acceptance and acceptance["reason"])  # fmt: skip
+                        thresholds=len(verdict.checks), accepted=acceptance and acceptance["reason"])  # fmt: skip
     _link_model(context.folder.last_model, context.folder.model(stage))
     if not (verdict.open or acceptance):
         _unlink_best_model(context.folder.best_model, context.folder.model(stage))
