@@ -87,6 +87,20 @@ def test_a_folder_holds_the_very_model(tuned: RunFolder, tmp_path: Path) -> None
     assert torch.equal(logits(load_model(done.path)), logits(load_model(tuned.best_model)))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "name"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
+)
+def test_weights_are_exported_in_the_dtype_that_is_asked_for(
+    tuned: RunFolder, tmp_path: Path, dtype: str, name: torch.dtype
+) -> None:
+    done = export(check_export(str(tuned.path), "hf", output=str(tmp_path / "out"), dtype=dtype))
+    weights = load_file(done.path / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {name}
+    assert f"torch.{json.loads((done.path / 'config.json').read_text())['dtype']}" == str(name)
+    with pytest.raises(UsageError, match="--dtype bf16 does not fit --format gguf; it wants one of bf16, fp16, fp32"):
+        check_export(str(tuned.path), "gguf", dtype="bf16")
+
+
 def test_a_merged_adapter_answers_as_base_and_adapter_do(adapted: RunFolder, tmp_path: Path) -> None:
     done = exported(adapted, tmp_path, "merged")
     assert not (done.path / "adapter_config.json").exists()
