@@ -37,8 +37,7 @@ COMMANDS: dict[ModuleType, tuple[str, ...]] = {
     model: ("ask", "compare", "gate", "eval", "chat", "serve", "report", "dashboard", "export"),
 }
 """The module of each command."""
-HIDDEN_COMMANDS = {"train": run, "board": model}
-"""Other names of run and dashboard."""
+HIDDEN_COMMANDS = {"train": run, "board": model}  # other names of run and dashboard
 OTHER_VERBS = {
     **dict.fromkeys(
         ("finetune", "fine-tune", "sft", "dpo", "tune", "fit", "pretrain", "resume", "start"), "run RECIPE"
@@ -51,10 +50,7 @@ OTHER_VERBS = {
     **dict.fromkeys(("preprocess", "tokenize", "prepare"), "data prepare RECIPE"),
     **dict.fromkeys(("estimate", "estimate-memory", "memory"), "plan RECIPE"),
     **dict.fromkeys(("webui", "ui", "tensorboard", "web"), "dashboard"),
-    **dict.fromkeys(("api", "vllm-serve"), "serve RUN"),
-    **dict.fromkeys(("env", "config", "version"), "doctor"),
     **dict.fromkeys(("init", "new", "create", "list", "ls"), "recipes"),
-    **dict.fromkeys(("accelerate", "torchrun", "distributed"), "launch RECIPE"),
 }
 """Commands of other tools, and ours."""
 NEEDS_TORCH = ("run", "train", "ask", "compare", "gate", "eval", "chat", "serve", "export")

@@ -120,7 +120,6 @@ OTHER_OPTIONS = {
     **dict.fromkeys(("--epochs", "--num-epochs"), "--set num_train_epochs=N"),
     **dict.fromkeys(("--batch-size", "--batch_size", "--bs"), "--set per_device_train_batch_size=N"),
     **dict.fromkeys(("--gpus", "--num-gpus", "--num_gpus", "--nproc_per_node"), "launch RECIPE --nproc-per-node N"),
-    **dict.fromkeys(("--verbose", "-v"), "--debug, which shows the traceback of an error"),
 }
 """Options of other tools, and what does the same here."""
 

@@ -64,8 +64,7 @@ ACTIVITIES: dict[str, Callable[[Event], str]] = {
     "step": lambda e: "measuring and saving" if e["step"] == e["steps"] else "",
 }
 """What a run does after an event, where it is not the next step."""
-SHOWN_WAIT_SECONDS = 2
-"""Seconds without an event after which the panel counts them."""
+SHOWN_WAIT_SECONDS = 2  # without an event, after which the panel counts them
 
 
 class _LivePanel:

@@ -255,6 +255,8 @@ class RunHistory:
     """The last event of each kind without a stage (run, loading, done, stopped), and the last verdict and answers."""
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=30))
     """The last notes."""
+    recent: deque[Event] = field(default_factory=lambda: deque(maxlen=40))
+    """The last events."""
     time_breakdown: TimeBreakdown = field(default_factory=TimeBreakdown)
     """Seconds by category."""
     last_event: str = ""
@@ -267,6 +269,7 @@ class RunHistory:
         try:
             self.time_breakdown.add(event)
             kind = event["event"]
+            self.recent.append(event)
             if kind == "note":
                 self.notes.append(truncate(str(event["message"]), 500))
                 return
