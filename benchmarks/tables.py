@@ -1,4 +1,4 @@
-"""The README's tables of figures, made from benchmarks/results: nothing in them is typed by hand."""
+"""The tables of figures in docs/benchmarks.md, made from benchmarks/results: nothing in them is typed by hand."""
 
 from __future__ import annotations
 
@@ -57,27 +57,8 @@ def cpu_table(folder: Path) -> str:
     return _table(folder, rows)
 
 
-def scorecard(folder: Path) -> str:
-    """The faults with a figure of the HF Trainer, and every gap."""
-    path = folder / "reliability.json"
-    if not path.exists():
-        return "The scorecard of faults has not been measured yet: `python -m tests.faults.scorecard --save`.\n"
-    measured = read_json(path)
-    rows = measured["figures"]["rows"]
-    counts = {word: sum(each["verdict"] == word for each in rows.values()) for word in ("met", "gap", "skipped")}
-    summary = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
-    shown = "shown are those of which a figure of the HF Trainer is known, and every gap"
-    head = f"{len(rows)} faults, {summary} ({_provenance(measured)}); {shown}.\n\n"
-    selected = (
-        (each["name"], each["figure"], each["verdict"], each["baseline"])
-        for each in rows.values()
-        if each["verdict"] == "gap" or each.get("baseline_measured_here") or "HF Trainer" in each["baseline"]
-    )
-    return head + markdown_table(("fault", "found", "", "peers"), selected)
-
-
-TABLES: dict[str, Callable[[Path], str]] = {"gpu": gpu_table, "cpu": cpu_table, "scorecard": scorecard}
-"""The tables of the README by their names."""
+TABLES: dict[str, Callable[[Path], str]] = {"gpu": gpu_table, "cpu": cpu_table}
+"""The tables of docs/benchmarks.md by their names."""
 
 
 def _table(folder: Path, rows: list[tuple[str, Callable[[Figures], list[Cells]]]]) -> str:

@@ -17,6 +17,7 @@ from modelwright.errors import ModelwrightError
 from modelwright.recipe.explain import plain_default
 from modelwright.recipe.fields import ConfigField, aliases_for, all_sections, child_fields, get_field
 from modelwright.recipe.sections import LM_EVAL_METRICS
+from modelwright.recipe.stage_specs import STAGES
 from modelwright.runs.folder import RunFolder
 
 GENERATED_NOTE = """\
@@ -55,12 +56,34 @@ def recipe() -> str:
     parts = [RECIPE_HEAD.format(note=GENERATED_NOTE.format(name="recipe"))]
     # the data of a stage have the settings of data
     sections = [section for key, section in all_sections().items() if not key.endswith(".data")]
+    shared: dict[str, list[str]] = {}
+    for section in sections:
+        for setting in child_fields(section) if section.key in STAGES else ():
+            shared.setdefault(_setting_row(setting), []).append(section.key)
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for row, stages in shared.items():
+        if len(stages) > 1:
+            groups.setdefault(tuple(stages), []).append(row)
+    for stages, rows in sorted(groups.items(), key=lambda each: -len(each[0])):
+        title = "Every training stage" if len(stages) == len(STAGES) else ", ".join(f"`{name}`" for name in stages)
+        note = "The same in each of them; what a stage has or sets otherwise is in its own table."
+        parts.append(_section_text(title, note, rows))
+    printed: dict[str, str] = {}
     for section in (*sections, threshold, volume):
+        rows = [row for row in map(_setting_row, child_fields(section)) if len(shared.get(row, ())) < 2]
         title = f"`{section.key}`" if section.key else "The recipe"
-        table = ["| setting | expected | default | meaning | also called |", "|---|---|---|---|---|"]
-        table += [_setting_row(setting) for setting in child_fields(section)]
-        parts.append("\n".join([f"## {title}", "", section.description, "", *table, ""]))
+        body = "\n".join(rows)
+        if body in printed:
+            parts.append(f"## {title}\n\n{section.description} The settings are those of {printed[body]}.\n")
+        else:
+            printed |= {body: title} if body else {}
+            parts.append(_section_text(title, section.description, rows))
     return "\n".join(parts)
+
+
+def _section_text(title: str, description: str, rows: list[str]) -> str:
+    table = ["| setting | expected | default | meaning | also called |", "|---|---|---|---|---|", *rows, ""]
+    return "\n".join([f"## {title}", "", description, "", *(table if rows else [])])
 
 
 def commands() -> str:

@@ -1,4 +1,4 @@
-"""The README's figures are those of benchmarks/results.
+"""The figures of docs/benchmarks.md are those of benchmarks/results.
 
 ``UPDATE_GOLDEN=1 pytest tests/benchmarks/test_tables.py`` rewrites the tables.
 """
@@ -10,20 +10,21 @@ import os
 from pathlib import Path
 
 from benchmarks.plan import page
-from benchmarks.tables import MARK, TABLES, _with_torchtitan, fill, gpu_table, scorecard
+from benchmarks.tables import MARK, TABLES, _with_torchtitan, fill, gpu_table
+from tests.faults.scorecard import BEGIN, END_MARK, as_markdown
 
 ROOT = Path(__file__).parents[2]
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "benchmarks.md"
 PREDICTIONS = ROOT / "docs" / "reference" / "predictions.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def test_the_tables_of_the_readme_are_made_from_the_results() -> None:
-    text = README.read_text(encoding="utf-8")
+def test_the_tables_of_the_page_are_made_from_the_results() -> None:
+    text = PAGE.read_text(encoding="utf-8")
     assert all(MARK.format(name=name) in text for name in TABLES)
     if os.environ.get("UPDATE_GOLDEN") == "1":
-        README.write_text(fill(text, RESULTS), encoding="utf-8")
-    assert fill(text, RESULTS) == README.read_text(encoding="utf-8")
+        PAGE.write_text(fill(text, RESULTS), encoding="utf-8")
+    assert fill(text, RESULTS) == PAGE.read_text(encoding="utf-8")
 
 
 def test_the_page_of_plans_is_made_from_the_results() -> None:
@@ -34,33 +35,19 @@ def test_the_page_of_plans_is_made_from_the_results() -> None:
 
 
 def test_a_figure_that_was_typed_by_hand_is_found() -> None:
-    text = README.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     start = text.index(MARK.format(name="gpu"))
     changed = text[:start] + text[start:].replace("tokens/s", "tokens/h", 1)
     assert changed != text
     assert fill(changed, RESULTS) == fill(text, RESULTS)
 
 
-def test_the_scorecard_appears_once_it_is_measured(tmp_path: Path) -> None:
-    assert "has not been measured yet" in scorecard(tmp_path)
-    rows = {
-        "R1": {
-            "name": "kill",
-            "figure": "14 of 14 resume",
-            "verdict": "met",
-            "baseline": "HF Trainer 10 | 14",
-            "baseline_measured_here": True,
-        },
-        "R2": {"name": "flip", "figure": "found", "verdict": "gap", "baseline": "–"},
-        "R3": {"name": "cold", "figure": "survived", "verdict": "met", "baseline": "–"},
-    }  # fmt: skip
-    machine = {"cores": 2, "cpu": "Neoverse-N1"}
-    saved = {"date": "2026-11-15T09:00:00+00:00", "machine": machine, "figures": {"rows": rows}}
-    (tmp_path / "reliability.json").write_text(json.dumps(saved), encoding="utf-8")
-    table = scorecard(tmp_path)
-    assert table.startswith("3 faults, 2 met, 1 gap (2026-11-15, 2 × Neoverse-N1); shown are")
-    assert "| cold |" not in table
-    assert "| kill | 14 of 14 resume | met | HF Trainer 10 \\| 14 |" in table
+def test_the_table_of_faults_is_made_from_the_results() -> None:
+    rows = json.loads((RESULTS / "reliability.json").read_text(encoding="utf-8"))["figures"]["rows"]
+    text = (ROOT / "docs" / "concepts" / "what-a-run-survives.md").read_text(encoding="utf-8")
+    table = text.partition(BEGIN)[2].partition(END_MARK)[0]
+    assert table.strip() == as_markdown({"rows": rows}).strip()
+    assert f"{len(rows)} injected faults" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_each_workload_besides_pretraining_has_its_own_row_with_its_date(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def test_a_run_and_the_plain_script_are_timed_on_the_same_pictures(
         "model": {"model_name_or_path": "resnet18", "resnet_width": 4},
         "data": {"dataset_name": str(tmp_path / "pictures")},
         "classify": {"max_steps": 8, "per_device_train_batch_size": 8, "learning_rate": 0.05, "optim": "sgd"},
-        "gates": {"classify": {"eval_accuracy": {"at_least": 1.1}}},
+        "gates": {"classify": {"seconds": {"at_most": 0}}},
     }
     recipe.write_text(json.dumps(sections), encoding="utf-8")
     figures = vision.measure(str(recipe), seeds=1, batches=2)

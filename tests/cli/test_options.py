@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from typer.main import get_command
 
-from modelwright.cli.main import build_app
+from modelwright.cli.main import build_app, main
 from modelwright.cli.options import OLD_SPELLINGS, SETTING_FLAGS, SWITCHES
 from modelwright.recipe.load import load
 
@@ -97,3 +99,33 @@ def test_a_train_file_replaces_the_data_set_of_the_recipe() -> None:
     data = load("gemma-270m", overrides, environ={}).recipe.data
     assert data is not None
     assert (data.dataset_name, data.train_file, data.text_column) == (None, "data/train.jsonl", "body")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("trian quickstart", "there is no command 'trian'; did you mean: modelwright train"),
+        ("finetune quickstart", "there is no command 'finetune'; did you mean: modelwright run RECIPE"),
+        ("merge runs/x", "there is no command 'merge'; did you mean: modelwright export RUN --format merged"),
+        ("zzzz", "there is no command 'zzzz'; modelwright --help lists the commands"),
+        ("run quickstart --lr 3", "run has no option --lr; it is a setting: --set learning_rate=VALUE"),
+        ("run quickstart --epochs 3", "run has no option --epochs; did you mean --set num_train_epochs=N?"),
+        ("run quickstart --outpt x", "run has no option --outpt; did you mean --output?"),
+        ("train --config quickstart", "train has no option --config; did you mean RECIPE, the first argument?"),
+        ("export runs/x --frmat gguf", "export has no option --frmat; did you mean --format?"),
+    ],
+)
+def test_a_word_of_another_tool_is_answered_with_ours(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments.split())
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == f"{message}\n"
+
+
+@pytest.mark.parametrize("arguments", [["--output", "here/run"], ["-o", "here/run"], ["--output=here/run"]])
+def test_output_is_the_run_folder(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with suppress(SystemExit):
+        main(["check", "quickstart", *arguments, "--json"])
+    assert json.loads(capsys.readouterr().out)["run_dir"] == "here/run"

@@ -150,7 +150,7 @@ def test_an_unknown_key_verb_or_option_is_answered_with_the_nearest(capsys: pyte
     assert run("explain", "quickstart", "sft.learning_rat") == 2
     assert capsys.readouterr().err == "sft.learning_rat is not a setting; did you mean sft.learning_rate?\n"
     assert run("chek", "quickstart") == 2
-    assert "'check'" in capsys.readouterr().err
+    assert "modelwright check" in capsys.readouterr().err
     assert run("check", "quickstart", "--jsn") == 2
     assert "--json" in capsys.readouterr().err
 

@@ -252,6 +252,10 @@ def test_the_table_of_recipes_names_what_is_shipped_and_nothing_else() -> None:
     )
 
 
+def test_the_readme_is_read_in_five_minutes() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
+
+
 def test_make_targets_of_the_pages_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for page in PAGES:

@@ -183,7 +183,7 @@ def test_every_name_of_version_0_1_is_read_as_todays_with_a_note() -> None:
 
 def test_a_setting_under_its_old_name_may_be_set_and_mapped(tmp_path: Path) -> None:
     text = f"{HEAD}sft: {{trainable: {{last_layers: 1}}}}\ncluster: {{}}\nenvironment: {{HEAD: sft.trainable.head}}\n"
-    sets = ("weights=fp32", "cluster.variables.NCCL_DEBUG=1", "gates.sft.exactness.at_least=0.5")
+    sets = ("weights=fp32", "cluster.variables.NCCL_DEBUG=1", "gates.sft.exactness.at_least=0.5", "compare.prompts=[a]")
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     recipe = load(path, sets, {"HEAD": "true"}).recipe

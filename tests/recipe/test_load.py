@@ -25,7 +25,7 @@ sft:
 gates:
   sft:
     eval_loss: {at_most: 2.0}
-    style_score: {at_least: 0.5}
+    steps: {at_least: 0.5}
 env_overrides:
   EPOCHS: sft.num_train_epochs
   OUTPUT_DIR: output_dir
@@ -77,7 +77,7 @@ def test_default_base_recipe_environment_and_command_line_win_in_this_order(fold
 def test_a_threshold_knows_its_line(folder: Path) -> None:
     loaded = child("gates:\n  sft:\n    eval_loss: {at_most: 1.5}\n")
     assert loaded.origins["gates.sft.eval_loss.at_most"].line == 5
-    assert str(loaded.origins["gates.sft.style_score.at_least"]) == "base low.yaml:13"
+    assert str(loaded.origins["gates.sft.steps.at_least"]) == "base low.yaml:13"
     assert load("low.yaml", (), {}).origins["gates.sft.eval_loss.at_most"].location == "low.yaml:12"
 
 
@@ -90,7 +90,7 @@ def test_mappings_are_merged_and_lists_and_scalars_replace(folder: Path) -> None
 
 def test_null_takes_back_what_the_base_said(folder: Path) -> None:
     loaded = child("gates:\n  sft:\n    eval_loss: null\nsft:\n  learning_rate: null\ncompare: null\n")
-    assert list(loaded.recipe.gates["sft"]) == ["style_score"]
+    assert list(loaded.recipe.gates["sft"]) == ["steps"]
     assert sft(loaded).learning_rate == 2e-5
     assert str(loaded.origins["sft.learning_rate"]) == "mine.yaml:7"
 
@@ -254,3 +254,26 @@ def test_problems_after_problems_are_reported_at_once(folder: Path) -> None:
         "data.max_rows",
         "sed",
     ]
+
+
+@pytest.mark.parametrize(
+    ("setting", "note"),
+    [
+        (
+            "sft.learning_rate=3.0",
+            "sft.learning_rate is 3; adamw_torch usually diverges above 0.02; the default is 2e-05",
+        ),
+        (
+            "sft.num_train_epochs=500",
+            "sft.num_train_epochs is 500; every row is trained 500 times and may be learnt by",
+        ),
+    ],
+)
+def test_settings_that_are_nearly_always_mistakes_are_noted_with_the_number(setting: str, note: str) -> None:
+    overrides = ["sft.max_steps=null", setting]
+    assert [text[: len(note) + 7] for text in load("quickstart", overrides, {}).notes] == [f"--set: {note}"]
+
+
+def test_no_shipped_recipe_has_a_setting_that_is_nearly_always_a_mistake() -> None:
+    for name in builtin_recipes():
+        assert not any("usual" in note for note in load(name, (), {}).notes), name

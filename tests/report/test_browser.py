@@ -79,6 +79,79 @@ def test_nothing_hostile_acts_in_the_report_and_nothing_breaks_it(
     assert path.stat().st_size < 1_000_000
 
 
+def test_a_tooltip_names_the_step_of_each_value(browser: Any, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    journal = Journal(run.journal)
+    journal.add("run", run_format=RUN_FORMAT, recipe="x", folder=str(run.path), stages=["sft"], device="cpu")
+    journal.add("evaluation", stage="sft", step=0, eval_loss=3.0)
+    add_steps(journal, 1, 40)
+    journal.add("evaluation", stage="sft", step=40, eval_loss=1.0)
+    journal.close()
+    window = Window(browser, 1100, "light")
+    window.page.goto(html.write_report(run).as_uri())
+    chart = window.page.locator("svg[data-lines]").first
+    box = chart.bounding_box()
+    for part, shown in (
+        (0.3, r"step 12: training 0\.3333, held out 3 \(step 0\)"),
+        (1, "step 40: training 0.1, held out 1"),
+    ):
+        chart.hover(position={"x": min(part * box["width"], box["width"] - 1), "y": 20})
+        assert re.fullmatch(shown, window.page.locator(".tip").inner_text())
+
+
+def plain_run(folder: Path, name: str, loss: float, state: str = "done") -> RunFolder:
+    run = RunFolder(folder / name)
+    with closing(Journal(run.journal)) as journal:
+        journal.add("run", run_format=RUN_FORMAT, recipe=name, folder=str(run.path), stages=["sft"], device="cpu")
+        add_steps(journal, 1, 40)
+        journal.add("verdict", stage="sft", open=True, message="", metrics={"eval_loss": loss})
+        journal.add(state, exit_code=75, message="")
+    return run
+
+
+def test_a_chart_is_read_by_keyboard_and_saved_as_csv(browser: Any, tmp_path: Path) -> None:
+    window = Window(browser, 360)
+    window.page.goto(html.write_report(plain_run(tmp_path, "run", 1.0)).as_uri())
+    axis = window.page.locator(".plot .x").first
+    assert axis.locator("span").count() >= 4 and axis.locator("em").inner_text() == "step"
+    window.page.locator("svg[data-lines]").first.focus()
+    for key, shown in (
+        ("ArrowRight", "step 1: training 4"),
+        ("ArrowRight", "step 2: training 2"),
+        ("ArrowLeft", "step 1"),
+    ):
+        window.page.keyboard.press(key)
+        assert window.page.locator(".tip").inner_text().startswith(shown)
+    with window.page.expect_download() as download:
+        window.page.get_by_role("button", name="CSV").first.click()
+    lines = Path(download.value.path()).read_text(encoding="utf-8").splitlines()
+    assert download.value.suggested_filename == "loss.csv" and lines[:3] == ['step,"training"', "1,4", "2,2"]
+    assert len(lines) == 41 and window.complaints == []
+    assert "sft step 40/40" in window.page.locator(".log").text_content()
+
+
+def test_the_list_of_runs_is_sorted_and_filtered(browser: Any, tmp_path: Path) -> None:
+    for name, loss, state in (("apple", 3.0, "done"), ("berry", 1.0, "stopped"), ("cherry", 2.0, "done")):
+        plain_run(tmp_path, name, loss, state)
+    board = Dashboard(RunIndex((), tmp_path, {}), make_ask_handler())
+    serving, window = LiveServer(board.application), Window(browser)
+    names = window.page.locator("table.runs tr:not([hidden]) th a")
+    try:
+        with window.page.expect_response(re.compile("/events$")):
+            window.page.goto(f"{serving.url}/{board.token}/")
+        sort = window.page.get_by_role("button", name="held-out loss")
+        sort.press("Enter")
+        assert names.all_inner_texts() == ["berry", "cherry", "apple"]
+        sort.click()
+        assert names.all_inner_texts() == ["apple", "cherry", "berry"]
+        window.page.get_by_label("Filter runs").fill("finished")
+        assert names.all_inner_texts() == ["apple", "cherry"]
+        assert window.complaints == []
+    finally:
+        window.page.close()
+        serving.close()
+
+
 def luminance(colour: str) -> float:
     parts = [int(value) / 255 for value in re.findall(r"\d+", colour)[:3]]
     red, green, blue = (part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)

@@ -77,7 +77,7 @@ CASES: list[tuple[dict[str, Any], str | None]] = [
      "pipeline: pretrain ✔ → sft ▶ → dpo ·"),
     (
         {"event": "misclassified", "accuracy": 0.9031, "source": "CIFAR-10, lossy JPEG npz"},
-        "accuracy 90.31% on CIFAR-10, lossy JPEG npz (its mistakes: demo_outputs/mistakes.json)",
+        "misclassified images of CIFAR-10, lossy JPEG npz: demo_outputs/mistakes.json",
     ),
     ({"event": "stopped", "message": "printed by the command itself"}, None),
     ({"event": "done", "seconds": 3.0}, None),

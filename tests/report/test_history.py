@@ -138,3 +138,31 @@ def test_the_state_is_that_of_the_last_event() -> None:
         == "finished"
     )
     assert replay_events([*START, {"time": 5.0, "event": "stopped", "exit_code": 75}]).state == "stopped"
+
+
+REFUSED = [
+    {"time": 500.0, "event": "run", "recipe": "x", "stages": ["sft"]},
+    {"time": 501.0, "event": "stopped", "exit_code": 77, "message": "sft.learning_rate has changed"},
+]
+
+
+@pytest.mark.parametrize(("end", "state"), [({"event": "done"}, "finished"), ({"event": "stopped"}, "stopped")])
+def test_a_refused_second_start_leaves_the_run_as_it_was(end: dict[str, Any], state: str) -> None:
+    end = {"time": 20.0, "exit_code": 3, "message": "gate sft is closed", **end}
+    history = replay_events([*START, step(5, 1), end, *REFUSED])
+    assert history.state == state
+    assert history.last_events.get("stopped", end)["message"] == "gate sft is closed"
+    again = replay_events([*START, step(5, 1), end, *REFUSED, {"time": 9000.0, "event": "run", "recipe": "x"}])
+    assert "downtime" not in {kind for kind, seconds in again.time_breakdown.seconds.items() if seconds}
+
+
+def test_a_second_start_that_trains_and_stops_is_stopped() -> None:
+    events = [
+        *START,
+        step(5, 1),
+        {"time": 20.0, "event": "done"},
+        REFUSED[0],
+        step(501, 2),
+        {**REFUSED[1], "time": 502},
+    ]
+    assert replay_events(events).state == "stopped"

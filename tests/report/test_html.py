@@ -105,7 +105,8 @@ def test_mistakes_of_an_image_classifier_are_shown_with_their_pictures(tmp_path:
     (run.demo_outputs / "mistakes").mkdir()
     (run.demo_outputs / "mistakes" / "7.png").write_bytes(b"\x89PNG")
     read = ParsedPage(html.write_report(run).read_text(encoding="utf-8"))
-    assert "90.0% right on pets" in read.text and "predicted dog, 98.7%" in read.text
+    assert "Of pets." in read.text and "predicted dog, 98.7%" in read.text
+    assert "90" not in read.text.partition("Of pets.")[2], "one accuracy, that of the evaluation"
     assert ("src", "data:image/png;base64,iVBORw==") in read.attributes
 
 

@@ -9,9 +9,11 @@ import pty
 from typing import Any
 
 import pytest
+from rich.console import Console
 from rich.live import Live
 
-from modelwright.report.console import console_watcher, sparkline
+from modelwright.report import console
+from modelwright.report.console import _LivePanel, console_watcher, sparkline
 
 STEP: dict[str, Any] = {
     "event": "step", "stage": "sft", "step": 1, "steps": 2, "epoch": 0.5, "loss": 2.5, "grad_norm": 1.0,
@@ -89,3 +91,76 @@ def test_a_curve_rises_and_falls_with_its_values() -> None:
 def test_a_curve_without_height_is_flat() -> None:
     assert sparkline([2.0, 2.0]) == "▁▁"
     assert sparkline([2.0]) == "▁"
+
+
+class Clock:
+    """A clock that a test sets, in place of the module time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(console, "time", clock := Clock())
+    return clock
+
+
+def drawn(panel: _LivePanel) -> str:
+    """What the panel shows at this moment."""
+    out = io.StringIO()
+    Console(file=out, width=100, highlight=False).print(panel)
+    return out.getvalue()
+
+
+def evaluation(step: int, loss: float) -> dict[str, Any]:
+    return {"event": "evaluation", "stage": "sft", "step": step, "eval_loss": loss}
+
+
+def test_the_panel_shows_a_held_out_loss_as_soon_as_it_is_measured(clock: Clock) -> None:
+    panel = _LivePanel(io.StringIO())
+    for event in (evaluation(0, 3.89), {**STEP, "step": 2}, evaluation(2, 2.8)):
+        panel.on_event(event)
+    assert "held-out 2.8 (best 2.8)" in drawn(panel)
+
+
+def test_the_panel_forgets_the_losses_of_the_stage_before(clock: Clock) -> None:
+    panel = _LivePanel(io.StringIO())
+    for event in (evaluation(0, 0.1), {"event": "loading", "stage": "dpo", "model": "m"}, evaluation(0, 0.7), STEP):
+        panel.on_event(event)
+    assert "held-out 0.7 (best 0.7)" in drawn(panel)
+
+
+def test_after_the_last_step_the_panel_names_what_is_done_instead_of_0_s_left(clock: Clock) -> None:
+    panel = _LivePanel(io.StringIO())
+    panel.on_event({**STEP, "step": 2, "eta_seconds": 0.0})
+    clock.now = 70
+    shown = drawn(panel)
+    assert " left" not in shown and "measuring and saving  1 min 10 s" in shown
+    panel.on_event({"event": "sampling", "stage": "sft", "questions": 5})
+    clock.now = 75
+    assert "answering 5 prompts before and after training  5 s" in drawn(panel)
+
+
+def test_the_panel_moves_inside_a_long_step_and_a_long_evaluation(clock: Clock) -> None:
+    panel = _LivePanel(io.StringIO())
+    panel.on_event({**STEP, "eta_seconds": 100.0})
+    assert "1 min 40 s left" in drawn(panel) and "in this step" not in drawn(panel)
+    clock.now = 30
+    assert "1 min 10 s left" in drawn(panel) and "30 s in this step" in drawn(panel)
+    panel.on_event({"event": "evaluating", "stage": "sft", "step": 1, "fraction": 0.25})
+    clock.now = 40
+    panel.on_event({"event": "evaluating", "stage": "sft", "step": 1, "fraction": 0.5})
+    clock.now = 42
+    assert "measuring the held-out rows, 50% done  12 s" in drawn(panel)
+
+
+def test_the_panel_shows_that_a_model_is_loaded(clock: Clock) -> None:
+    panel = _LivePanel(io.StringIO())
+    assert drawn(panel).strip() == ""
+    panel.on_event({"event": "loading", "stage": "sft", "model": "m"})
+    clock.now = 9
+    assert "loading model and data  9 s" in drawn(panel)

@@ -139,6 +139,28 @@ def test_a_client_that_does_not_read_blocks_nobody(server: ModelServer) -> None:
     assert received.startswith(b"HTTP/1.1 200 OK") and b"data: [DONE]" in received
 
 
+def test_a_text_is_continued_without_the_chat_template(server: ModelServer) -> None:
+    request: dict[str, Any] = {"model": "tiny", "prompt": "Once upon", "max_tokens": 6}
+    completion = client(server).completions.create(**request)
+    pieces = list(client(server).completions.create(**request, stream=True))
+    assert completion.object == "text_completion" and completion.choices[0].finish_reason == "length"
+    assert completion.choices[0].text == "".join(piece.choices[0].text for piece in pieces)
+    assert completion.usage.prompt_tokens == len(server.served.generator._tokenizer("Once upon")["input_ids"])
+    for bad in ({"prompt": ["a", "b"]}, {"prompt": "a", "echo": True}, {"messages": BODY["messages"]}):
+        assert server.request(bad, path="/v1/completions")[0] == 400
+
+
+def test_health_needs_no_key_and_an_unknown_path_is_not_found(server: ModelServer) -> None:
+    def get(path: str) -> tuple[int, bytes]:
+        return server.raw(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nConnection: close\r\n\r\n".encode())
+
+    status, body = get("/health")
+    assert status == 200 and json.loads(body.rpartition(b"\r\n\r\n")[2] or body) == {"status": "ok"}
+    status, body = get("/v1/embeddings")
+    assert status == 404 and b"there is nothing at /v1/embeddings; it wants /v1/chat/completions" in body
+    assert get("/v1/models")[0] == 401
+
+
 def test_log_probs_are_served(server: ModelServer) -> None:
     request: dict[str, Any] = {"model": "tiny", "messages": BODY["messages"], "max_tokens": 6, "logprobs": True}
     completion = client(server).chat.completions.create(**request)
@@ -189,7 +211,7 @@ def test_an_odd_but_sound_request_is_answered(
 
 
 def test_a_path_that_is_not_there_is_404(server: ModelServer) -> None:
-    assert server.request(BODY, path="/v1/completions")[0] == 404
+    assert server.request(BODY, path="/v1/embeddings")[0] == 404
 
 
 def test_a_key_with_an_umlaut_is_a_key(model_folder: Path) -> None:

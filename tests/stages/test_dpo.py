@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,9 @@ def test_skipped_and_truncated_rows_are_reported(model_folder: Path, tmp_path: P
     folder = pipeline.run(load(recipe, (), {}))
     notes = [note["message"] for note in events_of(folder.path, "note")]
     assert "1 rows are left out: their two answers are the same" in notes
-    assert any("rows are cut to max_length" in note and "none dropped" in note for note in notes)
+    [cut] = [note for note in notes if "rows are cut to max_length 40" in note]
+    number, of = re.match(r"(\d+) of (\d+) rows", cut).groups()  # type: ignore[union-attr]
+    assert "none dropped" in cut and f"; raise max_length: {int(number) / int(of):.0%} of the rows lose " in cut
 
 
 def test_the_history_has_the_metrics_of_pairs(done: RunFolder) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from modelwright.errors import GateClosed, ModelError, UsageError
-from modelwright.models import save
+from modelwright.models import pretrained, save
 from modelwright.models.gguf import pre_tokenizer, unsupported_reason
 from modelwright.models.pretrained import load_model
 from modelwright.models.vision import resnet18
@@ -85,6 +85,20 @@ def logits(model: Any) -> torch.Tensor:
 def test_a_folder_holds_the_very_model(tuned: RunFolder, tmp_path: Path) -> None:
     done = exported(tuned, tmp_path, "hf")
     assert torch.equal(logits(load_model(done.path)), logits(load_model(tuned.best_model)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
+)
+def test_weights_are_exported_in_the_dtype_that_is_asked_for(
+    tuned: RunFolder, tmp_path: Path, dtype: str, name: torch.dtype
+) -> None:
+    done = export(check_export(str(tuned.path), "hf", output=str(tmp_path / "out"), dtype=dtype))
+    weights = load_file(done.path / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {name}
+    assert f"torch.{json.loads((done.path / 'config.json').read_text())['dtype']}" == str(name)
+    with pytest.raises(UsageError, match="--dtype bf16 does not fit --format gguf; it wants one of bf16, fp16, fp32"):
+        check_export(str(tuned.path), "gguf", dtype="bf16")
 
 
 def test_a_merged_adapter_answers_as_base_and_adapter_do(adapted: RunFolder, tmp_path: Path) -> None:
@@ -204,16 +218,33 @@ def test_pth_files_of_a_language_model_hold_its_whole_state_dict(which: str, req
 
 
 def test_a_closed_gate_leaves_no_best_model_pth(classified: RunFolder) -> None:
-    recipe = load(classified.recipe, ("gates.classify.eval_accuracy={at_least: 2}",), {})
+    recipe = load(classified.recipe, ("gates.classify.seconds={at_most: 0}",), {})
     with pytest.raises(GateClosed):
         pipeline.run(recipe)
     assert not (classified.path / "best_model.pth").exists() and (classified.path / "final_model.pth").exists()
+    warning = check_export(str(classified.path), "pth").warning
+    assert warning is not None and warning.startswith("warning: gate classify is closed: seconds ")
+
+
+def test_an_export_behind_an_open_gate_warns_of_nothing(tuned: RunFolder) -> None:
+    assert check_export(str(tuned.path), "hf").warning is None
+
+
+@pytest.mark.skipif(find_spec("gguf") is None, reason="needs gguf")
+def test_the_conversion_of_the_embedded_model_draws_no_bar_into_the_log(
+    tuned: RunFolder, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    [gguf] = exported(tuned, tmp_path, "gguf").path.glob("*.gguf")
+    capfd.readouterr()
+    pretrained._convert_embedded(gguf, tmp_path / "ready")
+    assert (tmp_path / "ready" / "config.json").exists()
+    assert capfd.readouterr().err == ""
 
 
 def test_the_model_card_says_what_was_measured_on_what(tuned: RunFolder, tmp_path: Path) -> None:
     text = (exported(tuned, tmp_path, "hf").path / "README.md").read_text(encoding="utf-8")
     fingerprint = json.loads(tuned.data_manifest("sft").read_text())["fingerprint"]
-    for text_part in ("| eval_loss |", fingerprint, "rows.jsonl", "gate sft is open", "| sft.learning_rate | `0.001` |",
+    for text_part in ("| eval_loss |", fingerprint, "rows.jsonl", "sft has no gate", "| sft.learning_rate | `0.001` |",
                  "What is 3 and 4, in tents?", "## License", "## Limitations", "36 rows trained on"):  # fmt: skip
         assert text_part in text, text_part
     assert (tuned.model("sft") / "README.md").exists()

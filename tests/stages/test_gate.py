@@ -124,7 +124,7 @@ def test_only_what_failed_is_in_the_message_and_everything_in_the_record() -> No
 
 
 def test_a_gate_that_asks_nothing_is_open_and_says_so() -> None:
-    assert judge_metrics("sft", {}, {}).message == "gate sft is open: no thresholds"
+    assert judge_metrics("sft", {}, {}).message == "sft has no gate: its model is promoted as it is"
 
 
 def test_each_limit_of_a_metric_is_named_by_its_own_line(tmp_path: Path) -> None:

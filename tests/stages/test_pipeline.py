@@ -55,6 +55,12 @@ def test_a_stage_starts_from_the_model_of_the_stage_before_it(done: Path) -> Non
     assert after["parent_eval_loss"] == before["eval_loss"]
 
 
+def test_a_gate_may_use_the_answers_of_the_stage_before(model_folder: Path, tmp_path: Path) -> None:
+    gate = "gates={lora: {answer_words: {at_least: 0, times: parent_answer_words}}}"
+    folder = run(chain(tmp_path, model_folder), gate)
+    assert json.loads(folder.gate("lora").read_text())["metrics"]["parent_answer_words"] is not None
+
+
 def test_a_stage_has_data_of_its_own_or_the_recipes(done: Path) -> None:
     sources = [Path(read_json(RunFolder(done).data_manifest(stage))["source"]).name for stage in ("sft", "lora")]
     assert sources == ["rows.jsonl", "other.jsonl"]

@@ -37,7 +37,23 @@ COMMANDS: dict[ModuleType, tuple[str, ...]] = {
     model: ("ask", "compare", "gate", "eval", "chat", "serve", "report", "dashboard", "export"),
 }
 """The module of each command."""
-NEEDS_TORCH = ("run", "ask", "compare", "gate", "eval", "chat", "serve", "export")
+HIDDEN_COMMANDS = {"train": run, "board": model}  # other names of run and dashboard
+OTHER_VERBS = {
+    **dict.fromkeys(
+        ("finetune", "fine-tune", "sft", "dpo", "tune", "fit", "pretrain", "resume", "start"), "run RECIPE"
+    ),
+    **dict.fromkeys(("generate", "inference", "infer", "predict", "prompt"), "ask RUN QUESTION"),
+    **dict.fromkeys(("validate", "lint", "verify"), "check RECIPE"),
+    **dict.fromkeys(("evaluate", "test", "benchmark"), "eval RUN"),
+    **dict.fromkeys(("merge", "merge-lora", "merge_lora"), "export RUN --format merged"),
+    **dict.fromkeys(("quantize", "gguf"), "export RUN --format gguf"),
+    **dict.fromkeys(("preprocess", "tokenize", "prepare"), "data prepare RECIPE"),
+    **dict.fromkeys(("estimate", "estimate-memory", "memory"), "plan RECIPE"),
+    **dict.fromkeys(("webui", "ui", "tensorboard", "web"), "dashboard"),
+    **dict.fromkeys(("init", "new", "create", "list", "ls"), "recipes"),
+}
+"""Commands of other tools, and ours."""
+NEEDS_TORCH = ("run", "train", "ask", "compare", "gate", "eval", "chat", "serve", "export")
 MIN_ADDRESS_SPACE = 1 << 30  # with less torch cannot be imported, and aborts the process at 700 MB
 
 MIN_THREADS = 64  # of a user; a run starts 7
@@ -61,12 +77,27 @@ def build_app(command_name: str | None = None) -> typer.Typer:
     )
     app.callback()(_root)  # without options: typer takes 0.1 CPU-seconds to read even one
     modules = [module for module in COMMANDS if command_name in COMMANDS[module]] or list(COMMANDS)
+    modules = [HIDDEN_COMMANDS[command_name]] if command_name in HIDDEN_COMMANDS else modules
     for module in modules:
         module.register(app)
     return app
 
 
+def _check_verb(verb: str) -> None:
+    """Refuse an unknown command with the one that was probably meant."""
+    known = [name for names in COMMANDS.values() for name in names]
+    if verb.startswith("-") or verb in known or verb in HIDDEN_COMMANDS:
+        return
+    from modelwright.recipe.diagnostics import closest_match
+
+    close = OTHER_VERBS.get(verb.lower()) or closest_match(verb, [*known, *HIDDEN_COMMANDS], cutoff=0.6)
+    hint = f"did you mean: modelwright {close}" if close else "modelwright --help lists the commands"
+    raise UsageError(f"there is no command {verb[:60]!r}; {hint}")
+
+
 def _run_app(args: list[str]) -> None:
+    if args:
+        _check_verb(args[0])
     app = build_app(args[0] if args else None)
     if len(args) == 2 and args[1] in HELP_OPTIONS:
         # without the group, whose options make typer import pydantic: 0.11 instead of 0.26 CPU-seconds

@@ -120,24 +120,25 @@ def chat(
     run: RunArgument,
     base: Annotated[bool, typer.Option("--base", help="Chat with the model as it was before training.")] = False,
 ) -> None:
-    """Chat with the model of a run. An empty line or /quit ends it, /new starts a new conversation."""
+    """Chat with the model of a run. /help lists what may be typed besides a message; an empty line ends it."""
     models = _open_models(run)
     generator = models.generator("before" if base else "after")
-    messages = models.messages("")[:-1]
+    start = models.messages("")[:-1]
+    messages = list(start)
+    print(f"{models.recipe.name}, {'before' if base else 'after'} training; /help lists the commands, /quit ends")
     while True:
-        print("> ", end="", flush=True)
-        line = sys.stdin.readline().strip()
-        if line in ("", "/quit"):
+        line = _read_line()
+        if line in ("", "/quit", "/exit"):
             print()
             return
-        if line == "/new":
-            messages = models.messages("")[:-1]
+        if line.startswith("/"):
+            start, messages = _chat_command(line, start, messages)
             continue
         conversation = [*messages, {"role": "user", "content": line}]
         try:
             reply = generator.stream(conversation)
         except UsageError as error:
-            print(f"{error}, or start a new conversation with /new")
+            print(f"{error}, or start a new conversation with /reset")
             continue
         answer = ""
         for piece in reply:
@@ -145,6 +146,47 @@ def chat(
             print(strip_control_chars(piece), end="", flush=True)
         print("" if reply.finish_reason == "stop" else " …")
         messages = [*conversation, {"role": "assistant", "content": answer}]
+
+
+CHAT_HELP = """/reset         start a new conversation
+/system TEXT   set the system prompt, and start a new conversation; without TEXT: show it
+/history       show the conversation
+/quit          end, as does an empty line"""
+
+
+def _read_line() -> str:
+    """One line of the user; on a terminal with editing, and earlier lines by the arrow keys."""
+    if not sys.stdin.isatty():
+        print("> ", end="", flush=True)
+        return sys.stdin.readline().strip()
+    import readline  # noqa: F401 (gives input() its editing)
+
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return ""
+
+
+Messages = list[dict[str, str]]
+
+
+def _chat_command(line: str, start: Messages, messages: Messages) -> tuple[Messages, Messages]:
+    """Obey a command; returns the messages of a new conversation, and those of the current one."""
+    command, _, text = line.partition(" ")
+    if command in ("/reset", "/new"):
+        print("new conversation")
+        return start, list(start)
+    if command == "/system" and text.strip():
+        print("new conversation with this system prompt")
+        start = [{"role": "system", "content": text.strip()}]
+        return start, list(start)
+    if command in ("/history", "/system"):
+        shown = messages if command == "/history" else [each for each in start if each["role"] == "system"]
+        lines = [f"{each['role']}: {strip_control_chars(each['content'])}" for each in shown]
+        print("\n".join(lines) or "nothing yet")
+    else:
+        print(CHAT_HELP if command == "/help" else f"there is no command {command}; /help lists them")
+    return start, messages
 
 
 def serve(
@@ -274,6 +316,9 @@ def export(
         str, typer.Option("--format", help="hf, merged (an adapter), gguf, or pth (images).")
     ] = "hf",
     outtype: Annotated[str, typer.Option("--outtype", help="For gguf: f16 or q8_0.")] = "f16",
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="For hf and merged: bf16, fp16 or fp32; default: as trained.")
+    ] = None,
     output: Annotated[str | None, typer.Option("--output", "-o", help="Folder; default: RUN/exports/FORMAT.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -281,7 +326,9 @@ def export(
     from modelwright.runs.caches import prepare_environment
     from modelwright.stages import export as stage
 
-    request = stage.check_export(run, export_format, outtype, output)
+    request = stage.check_export(run, export_format, outtype, output, dtype)
+    if request.warning:
+        print(strip_control_chars(request.warning), file=sys.stderr)
     prepare_environment()
     exported = stage.export(request)
     if as_json:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -112,6 +114,35 @@ def settings_from_flags(args: list[str]) -> list[str]:
     return [*rewritten, *(part for name, value in settings.items() for part in ("--set", f"{name}={value}"))]
 
 
+OTHER_OPTIONS = {
+    **dict.fromkeys(("--config", "--recipe", "--config_file", "--config-file", "--yaml"), "RECIPE, the first argument"),
+    **dict.fromkeys(("--model", "--model-name", "--base-model"), "--set model_name_or_path=NAME"),
+    **dict.fromkeys(("--data", "--dataset", "--data-path"), "--set dataset_name=NAME"),
+    **dict.fromkeys(("--epochs", "--num-epochs"), "--set num_train_epochs=N"),
+    **dict.fromkeys(("--batch-size", "--batch_size", "--bs"), "--set per_device_train_batch_size=N"),
+    **dict.fromkeys(("--gpus", "--num-gpus", "--num_gpus", "--nproc_per_node"), "launch RECIPE --nproc-per-node N"),
+}
+"""Options of other tools, and what does the same here."""
+
+
+def option_hint(name: str, options: set[str]) -> str:
+    """What an unknown option was probably meant to be."""
+    from modelwright.recipe.diagnostics import closest_match
+
+    if hint := OTHER_OPTIONS.get(name):
+        return f"did you mean {hint}?"
+    if "--set" in options:
+        from modelwright.errors import UsageError
+        from modelwright.recipe.explain import resolve_key
+
+        options = options | {"--output"}
+        with suppress(UsageError):
+            key = resolve_key(name.lstrip("-").replace("-", "_"))
+            return f"it is a setting: --set {key.rpartition('.')[2]}=VALUE"
+    close = closest_match(name, [option for option in options if option.startswith("--")], cutoff=0.7)
+    return f"did you mean {close}?" if close else "--help lists the options"
+
+
 class AliasCommand(TyperCommand):
     """A command that accepts `OLD_SPELLINGS` and `SETTING_FLAGS` without showing them in --help."""
 
@@ -125,8 +156,30 @@ class AliasCommand(TyperCommand):
             if old not in options and (new := OLD_SPELLINGS.get(old)) in options:
                 args[index] = f"{new}{equals}{value}"
         if "--set" in options:
-            args = [*settings_from_flags(args[:end]), *args[end:]]
+            args = [*settings_from_flags(_expand_output(args[:end], options)), *args[end:]]
+        self._check_options(args, options)
         return super().parse_args(ctx, args)
+
+    def _check_options(self, args: list[str], options: set[str]) -> None:
+        """Refuse an unknown long option with the one that was probably meant."""
+        valued = {name for each in self.params if not getattr(each, "is_flag", False) for name in each.opts}
+        known = options | {name for each in self.params for name in each.secondary_opts} | {"--help", "-h"}
+        for previous, arg in zip(["", *args], args, strict=False):
+            name = arg.partition("=")[0]
+            if arg == "--":
+                return
+            if re.fullmatch(r"--[A-Za-z][\w-]*", name) and name not in known and previous not in valued:
+                from modelwright.errors import UsageError
+
+                raise UsageError(f"{self.name} has no option {name[:60]}; {option_hint(name, known)}")
+
+
+def _expand_output(args: list[str], options: set[str]) -> list[str]:
+    """Arguments with --output FOLDER as --set output_dir=FOLDER, for commands that take a recipe and write a run."""
+    if "--output" in options:
+        return args
+    args = [re.sub(r"^(--output|-o)=", "--output_dir=", arg) for arg in args]
+    return ["--output_dir" if arg in ("--output", "-o") else arg for arg in args]
 
 
 def add_commands(app: typer.Typer, commands: dict[str, Callable[..., Any]], hidden: bool = False) -> None:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 def register(app: typer.Typer) -> None:
     """Add these commands to the application."""
     add_commands(app, {"run": run, "plan": plan})
+    add_commands(app, {"train": run}, hidden=True)
 
 
 def run(
@@ -50,7 +51,10 @@ def run(
     fp8: Fp8Option = None,
     log_format: LogFormatOption = "auto",
 ) -> None:
-    """Train a recipe; an interrupted run resumes automatically."""
+    """Train a recipe; an interrupted run resumes automatically.
+
+    --output FOLDER is the run folder (default: runs/NAME); flags of Transformers scripts such as --learning_rate work.
+    """
     from modelwright.cluster.progress import publish_progress
     from modelwright.errors import GateClosed
     from modelwright.recipe.load import load

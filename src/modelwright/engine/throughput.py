@@ -13,6 +13,8 @@ import torch
 from modelwright.engine.task import StepReport
 
 WINDOW = 32
+ETA_WINDOW = 8
+"""Steps whose median is the speed for the remaining time: short, so that it follows a machine that becomes slower."""
 
 
 class ThroughputMeter:
@@ -25,9 +27,16 @@ class ThroughputMeter:
         self._token_rates: deque[float] = deque(maxlen=WINDOW)
         self._data_wait_fractions: deque[float] = deque(maxlen=WINDOW)
         self._first, self._steps_left = True, steps
+        self._recorded_at: float | None = None
+        self._between: list[float] = [0.0, 0.0]  # seconds between steps (evaluations, checkpoints), and their number
 
     def record(self, report: StepReport) -> None:
         """Record a step; the first step of a process is warm-up."""
+        now = time.monotonic()
+        if self._recorded_at is not None:
+            self._between[0] += max(0.0, now - self._recorded_at - report.step_seconds)
+            self._between[1] += 1
+        self._recorded_at = now
         if not self._first or self._steps == 1:
             self._seconds.append(report.step_seconds)
             self._token_rates.append(report.tokens / max(report.step_seconds, 1e-9))
@@ -37,7 +46,8 @@ class ThroughputMeter:
     def summary(self) -> dict[str, float | int | None]:
         """Speed, time left and memory after the last step; reading the GPU's memory takes 0.2 ms."""
         rate = median(self._token_rates) if self._token_rates else None
-        eta = self._steps_left * median(self._seconds) if self._seconds else None
+        between = self._between[0] / max(1.0, self._between[1])
+        eta = self._steps_left * (median([*self._seconds][-ETA_WINDOW:]) + between) if self._seconds else None
         return {
             "tokens_per_second": round(rate, 1) if rate else None,
             "samples_per_second": round(self._batch_size / median(self._seconds), 2) if self._seconds else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import difflib
+import functools
 import json
 import re
 import shutil
@@ -336,6 +337,7 @@ def _embedded_gguf() -> Path:
 
 def _convert_embedded(weights: Path, ready: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers import modeling_gguf_pytorch_utils as gguf_loader
 
     try:
         import gguf  # noqa: F401
@@ -343,6 +345,7 @@ def _convert_embedded(weights: Path, ready: Path) -> None:
         wants = "is converted with gguf, which is not installed: pip install gguf"
         raise ModelError(f"the model {EMBEDDED_MODEL} {wants}") from None
     silence_transformers()
+    gguf_loader.tqdm = functools.partial(gguf_loader.tqdm, disable=True)  # it ignores the setting of transformers
     source = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name)
     settings = {key: value for key, value in source.config.to_dict().items() if key != "quantization_config"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping
@@ -33,6 +34,24 @@ def merge_adapter(adapter: Path, folder: Path) -> None:
         raise UsageError(f"{adapter} is no adapter folder (no adapter_config.json); there is nothing to merge")
     merged = merge_lora(load_model(adapter))
     save_model(merged, load_tokenizer(adapter), dict(merged.state_dict()), folder)
+
+
+def cast_weights(folder: Path, dtype: str) -> None:
+    """Rewrite the floating-point weights of a model folder in a dtype, such as bfloat16, and name it in its config."""
+    from safetensors.torch import load_file, save_file
+
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata()
+        weights = {
+            name: tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
+            for name, tensor in load_file(path).items()
+        }
+        save_file(weights, path, metadata)
+    config = folder / "config.json"
+    if config.exists():
+        settings = {key: value for key, value in json.loads(config.read_text("utf-8")).items() if key != "torch_dtype"}
+        config.write_text(json.dumps({**settings, "dtype": dtype}, indent=2) + "\n", encoding="utf-8")
 
 
 def check_weight_files(folder: Path, weights: Mapping[str, Tensor]) -> bool:

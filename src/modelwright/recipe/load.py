@@ -23,7 +23,7 @@ from modelwright.recipe.fields import (
     get_field,
     qualify_key,
 )
-from modelwright.recipe.schema import Recipe
+from modelwright.recipe.schema import Recipe, metric_range
 from modelwright.recipe.source import (
     DEFAULT,
     EMPTY_MAPPING,
@@ -38,7 +38,7 @@ from modelwright.recipe.source import (
     read_text,
     read_value,
 )
-from modelwright.recipe.stage_specs import TrainableConfig
+from modelwright.recipe.stage_specs import OPTIMIZERS, TrainableConfig
 
 RESOLVED_HEADER = """\
 # Resolved by Modelwright: bases, environment variables and --set are already in it, so it runs as it ran.
@@ -95,9 +95,10 @@ def _resolve_layers(
     if recipe is None or reader.problems:
         raise RecipeError(_sorted_problems(reader.problems))
     origins = _origins(recipe, tree)
-    if unmeasured := _check_gate_metrics(recipe, origins):
-        raise RecipeError(_sorted_problems(unmeasured))
+    if gate_problems := [*_check_gate_metrics(recipe, origins), *_check_gate_limits(recipe, origins)]:
+        raise RecipeError(_sorted_problems(gate_problems))
     reader.note_name(tree)
+    reader.notes += _advice(recipe, origins)
     return LoadedRecipe(recipe, origins, tuple(dict.fromkeys(reader.notes)), path)
 
 
@@ -120,7 +121,53 @@ def _check_gate_metrics(recipe: Recipe, origins: Mapping[str, Origin]) -> list[R
                     subject = name if name == key else f"{name} is {metric_name!r}, which"
                     message = f"{subject} is not a metric of this stage; {hint}"
                     problems.append(make_problem(origins.get(name, origin), name, message))
+                elif metric_name is not None and (reason := recipe.unmeasured_reason(stage, metric_name)):
+                    message = f"{key}: {metric_name} is never measured, so the gate never opens: {reason}"
+                    problems.append(make_problem(origins.get(name, origin), name, message))
     return problems
+
+
+def _check_gate_limits(recipe: Recipe, origins: Mapping[str, Origin]) -> list[RecipeProblem]:
+    """Problems for limits that no value of the metric can satisfy, such as an accuracy of at least 1.5."""
+    problems = []
+    for stage, thresholds in recipe.gates.items():
+        for metric, threshold in thresholds.items():
+            lowest, highest = metric_range(metric)
+            reference = threshold.times or threshold.plus
+            ends = metric_range(reference) if reference else (0.0, 0.0)
+            limits = {"at_most": threshold.at_most, "at_least": threshold.at_least}
+            bounds = {name: [limit * end if threshold.times and limit else limit + end for end in ends]
+                      for name, limit in limits.items() if limit is not None}  # fmt: skip
+            never = {}
+            if "at_most" in bounds and max(bounds["at_most"]) < lowest:
+                never["at_most"] = f"{limits['at_most']:g}, and {metric} is never below {lowest:g}"
+            if "at_least" in bounds and min(bounds["at_least"]) > highest:
+                never["at_least"] = f"{limits['at_least']:g}, and {metric} is never above {highest:g}"
+            section = f"gates.{stage}.{metric}"
+            for name, reason in never.items():
+                origin = origins.get(f"{section}.{name}") or origins[section]
+                message = f"{section}.{name} is {reason}: the gate never opens"
+                problems.append(make_problem(origin, f"{section}.{name}", message))
+    return problems
+
+
+MANY_EPOCHS = {"text": 50, "image": 1000}
+
+
+def _advice(recipe: Recipe, origins: Mapping[str, Origin]) -> list[str]:
+    """What is valid and nearly always a mistake, with the numbers."""
+    notes = []
+    for stage, settings in recipe.stages.items():
+        rate, high = settings.learning_rate, OPTIMIZERS[settings.optim].high_learning_rate
+        epochs, default = settings.num_train_epochs, type(settings).model_fields["learning_rate"].default
+        if rate > high:
+            advice = f"{settings.optim} usually diverges above {high:g}; the default is {default:g}"
+            notes.append(f"{origins[f'{stage}.learning_rate'].location}: {stage}.learning_rate is {rate:g}; {advice}")
+        if epochs > MANY_EPOCHS[settings.spec.modality] and settings.max_steps is None:
+            advice = f"every row is trained {epochs:g} times and may be learnt by heart; 1 to 10 epochs are usual"
+            where = origins[f"{stage}.num_train_epochs"].location
+            notes.append(f"{where}: {stage}.num_train_epochs is {epochs:g}; {advice}")
+    return notes
 
 
 def dump_yaml(recipe: Recipe) -> str:

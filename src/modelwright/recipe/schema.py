@@ -4,6 +4,7 @@ Names are those of Hugging Face ``TrainingArguments`` and TRL; ``fields`` maps t
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from datetime import date
@@ -14,9 +15,11 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field
 from modelwright.errors import ModelError
 from modelwright.recipe.prepare_config import PrepareConfig
 from modelwright.recipe.sections import (
+    CHOICE_METRICS,
     MAX_LAYERS,
     MAX_VOCAB,
     MAX_WIDTH,
+    PERPLEXITY_METRICS,
     ClusterConfig,
     DataConfig,
     EvaluateConfig,
@@ -26,6 +29,7 @@ from modelwright.recipe.sections import (
     invalid,
 )
 from modelwright.recipe.stage_specs import (
+    ANSWER_METRICS,
     STAGES,
     ClassifyConfig,
     DpoConfig,
@@ -75,6 +79,24 @@ def check_sizes(config: Mapping[str, Any], source: str) -> None:
             raise ModelError(
                 f"model: {source} has num_attention_heads {heads}, which num_key_value_heads {kv_heads} does not divide"
             )
+
+
+FRACTION_METRICS = {
+    *("eval_accuracy", "eval_reward_accuracy", "style_score", "answer_f1", "degenerate_answers", "answers"),
+    *CHOICE_METRICS,
+}
+NON_NEGATIVE_METRICS = {
+    *("eval_loss", "eval_nll_loss", "eval_sft_loss", "eval_bits_per_byte", "answer_words", *PERPLEXITY_METRICS),
+    *("steps", "tokens", "trained_tokens", "seconds"),
+}
+
+
+def metric_range(metric: str) -> tuple[float, float]:
+    """The lowest and the highest value that a metric can have."""
+    name = re.sub(r"^(parent_)?(base_)?", "", metric).partition(".")[0]
+    if name in FRACTION_METRICS or name.endswith(("_acc", "_acc_norm")):
+        return 0.0, 1.0
+    return (0.0 if name in NON_NEGATIVE_METRICS else -math.inf), (0.0 if name.endswith("_logp") else math.inf)
 
 
 class CompareConfig(FrozenModel):
@@ -305,6 +327,35 @@ class Recipe(FrozenModel):
         by_source = (f"{metric}.{name}" for name in sources for metric in metrics if "eval_" in metric)
         own = (*metrics, *by_source, *evaluate_metrics, *(f"base_{metric}" for metric in evaluate_metrics))
         return (*own, *(f"parent_{metric}" for metric in parent_metrics))
+
+    def unmeasured_reason(self, stage: str, metric: str) -> str | None:
+        """Why this recipe never measures a metric that its kind of stage has; None where it does."""
+        if metric.startswith("parent_"):
+            return self.unmeasured_reason(str(self.parent_stage(stage)), metric.removeprefix("parent_"))
+        name, data, compare = metric.removeprefix("base_"), self.data_for(stage), self.compare
+        is_packed = STAGES[stage].row_format == "text" and not self.prepare  # a folder of shards has its own split
+        holds_out = data.validation_file or data.validation_split or data.test_size.count != 0
+        nothing_held_out = not (holds_out or is_packed or STAGES[stage].modality == "image")
+        if nothing_held_out and name.startswith(("eval_", "answer_f1")):
+            return "no rows are held out; set data.test_size: 10%"
+        if name in ANSWER_METRICS and not (compare.prompts or (compare.num_held_out_prompts and not nothing_held_out)):
+            return "no prompt is answered; set compare.prompts or compare.num_held_out_prompts"
+        if name == "style_score" and not compare.style_patterns:
+            return "there is no pattern; set compare.style_patterns"
+        has_text = self.prepare or self.text_stage or (self.evaluate and self.evaluate.perplexity_text)
+        if name in PERPLEXITY_METRICS and not has_text:
+            return "there is no text; set evaluate.perplexity_text"
+        return None
+
+    def gate_names(self, stage: str) -> set[str]:
+        """The metrics of a stage that its own gate and that of the next stage use."""
+        names = set()
+        for judged, prefix in ((stage, ""), *((each, "parent_") for each in self.gates)):
+            for metric, threshold in self.gate_for(judged).items():
+                if judged == stage or self.parent_stage(judged) == stage:
+                    used = (name for name in (metric, threshold.times, threshold.plus) if name)
+                    names |= {name.removeprefix(prefix) for name in used if name.startswith(prefix)}
+        return names
 
     def gate_for(self, stage: str) -> dict[str, Threshold]:
         """The thresholds of a stage by metric; empty without a gate."""

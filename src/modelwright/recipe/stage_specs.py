@@ -105,6 +105,8 @@ class OptimizerSpec(NamedTuple):
     """Settings with another default in other tools, by a part of its name there."""
     beta2: float = 0.999
     """Default of adam_beta2."""
+    high_learning_rate: float = 0.02
+    """Learning rate above which training nearly always diverges: several times what published trainings use."""
     bf16_params: bool = False
     """Whether it can train bf16 parameters with remainders (exact fp32 masters)."""
 
@@ -113,9 +115,10 @@ OPTIMIZERS: dict[OptimizerName, OptimizerSpec] = {
     "adamw_torch": OptimizerSpec(
         ("exp_avg", "exp_avg_sq"), 36, ("adam_beta1", "adam_beta2", "adam_epsilon", "exp_avg_dtype"),
         ("adamw", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), bf16_params=True),
-    "sgd": OptimizerSpec(("momentum_buffer",), 28, ("momentum",), foreign_defaults={"sgd": {"momentum": 0}}),
+    "sgd": OptimizerSpec(("momentum_buffer",), 28, ("momentum",), foreign_defaults={"sgd": {"momentum": 0}},
+                         high_learning_rate=5.0),
     "lion": OptimizerSpec(("exp_avg",), 68, ("adam_beta1", "adam_beta2"), ("lion_32bit", "lion_pytorch"),
-                          {"bit": {"adam_beta2": 0.999}}, beta2=0.99),
+                          {"bit": {"adam_beta2": 0.999}}, beta2=0.99, high_learning_rate=0.005),
 }  # fmt: skip
 
 

@@ -65,13 +65,17 @@ def line_chart(
     y_axis = "".join(
         f'<span style="top:{y_scale(tick) / HEIGHT:.1%}">{escape(formatter(tick))}</span>' for tick in ticks
     )
-    x_axis = "".join(f"<span>{escape(format_si(value))}</span>" for value in _x_labels(left, right))
+    steps = [tick for tick in _ticks(left, right) if left <= tick <= right and tick == int(tick)] or [left]
+    x_axis = "".join(f'<span style="left:{x_scale(tick) / WIDTH:.1%}">{format_si(tick)}</span>' for tick in steps)
     legend = "".join(_legend_entry(line.name, line.color, formatter(line.points[-1][1])) for line in lines)
     description = "; ".join(
         f"{line.name} from {formatter(line.points[0][1])} to {formatter(line.points[-1][1])}" for line in lines
     )
     svg = _svg("".join(shapes), f"{title}: {description}", _hover(lines, left, right))
-    return _figure(title, legend, _plot(svg, x_axis, y_axis), note)
+    legend += '<button type="button" class="csv" title="Save the points of this chart">CSV</button>'
+    return _figure(
+        title, legend, _plot(svg, f"{x_axis}<em>step</em>", y_axis).replace('class="x"', 'class="x at"'), note
+    )
 
 
 def bar_chart(title: str, counts: Sequence[tuple[str, float]], formatter: Formatter = format_si, note: str = "") -> str:
@@ -155,7 +159,7 @@ def _svg(shapes: str, description: str, attributes: str = "") -> str:
 def _hover(lines: Sequence[Series], left: float, right: float) -> str:
     """The values for the tooltip of page.js."""
     values = [[line.name, line.color, [[x, float(f"{y:.5g}")] for x, y in line.points]] for line in lines]
-    return f' data-lines="{escape(json.dumps([left, right, values]))}"'
+    return f' tabindex="0" data-lines="{escape(json.dumps([left, right, values]))}"'
 
 
 def _draw_line(line: Series, x_scale: ScaleFn, y_scale: ScaleFn) -> str:
@@ -198,7 +202,7 @@ def _log_scale(low: float, high: float) -> ScaleFn:
     return lambda value: scale(math.log10(max(value, low)))
 
 
-def _ticks(low: float, high: float, num_ticks: int = 3) -> list[float]:
+def _ticks(low: float, high: float, num_ticks: int = 5) -> list[float]:
     """About `num_ticks` round numbers between two others."""
     raw = (high - low) / num_ticks or 1.0
     power = 10.0 ** math.floor(math.log10(raw))
@@ -210,10 +214,6 @@ def _ticks(low: float, high: float, num_ticks: int = 3) -> list[float]:
 def _log_ticks(low: float, high: float) -> list[float]:
     powers = [10.0**power for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
     return powers[:: max(1, len(powers) // 4)]
-
-
-def _x_labels(left: float, right: float) -> list[float]:
-    return [left] if left == right else [left, round((left + right) / 2), right]
 
 
 def _coord(value: float) -> str:

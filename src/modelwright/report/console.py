@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -53,8 +54,22 @@ def _print(line: str | None, stream: TextIO) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+ACTIVITIES: dict[str, Callable[[Event], str]] = {
+    "loading": lambda e: "loading model and data",
+    "plan": lambda e: "preparing the first step",
+    "resumed": lambda e: "preparing the first step",
+    "evaluating": lambda e: f"measuring the held-out rows, {e['fraction']:.0%} done",
+    "evaluation": lambda e: "" if e["step"] else "preparing the first step",
+    "sampling": lambda e: f"answering {pluralize(e['questions'], 'prompt')} before and after training",
+    "evaluate_started": lambda e: f"evaluating the {e['model']} model",
+    "step": lambda e: "measuring and saving" if e["step"] == e["steps"] else "",
+}
+"""What a run does after an event, where it is not the next step."""
+SHOWN_WAIT_SECONDS = 2  # without an event, after which the panel counts them
+
+
 class _LivePanel:
-    """A panel that shows the last step; other events are printed above it."""
+    """A panel that shows the last step and what is done now, drawn four times a second; other events are printed."""
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
@@ -62,8 +77,7 @@ class _LivePanel:
 
         self._console = Console(file=stream, highlight=False)
         self._live = Live(console=self._console, refresh_per_second=4, transient=True)
-        self._losses: deque[float] = deque(maxlen=32)  # fits on a line with both losses
-        self._eval_losses: list[float] = []
+        self._start_stage()
 
     def __enter__(self) -> _LivePanel:
         self._live.__enter__()
@@ -72,40 +86,65 @@ class _LivePanel:
     def __exit__(self, *error: Any) -> None:
         self._live.__exit__(*error)
 
+    def _start_stage(self) -> None:
+        self._losses: deque[float] = deque(maxlen=32)  # fits on a line with both losses
+        self._eval_losses: list[float] = []
+        self._step: Event | None = None
+        self._stage, self._activity, self._since = "", "", time.monotonic()
+
     def on_event(self, event: Event) -> None:
-        """Show a step, or print another event."""
-        if event["event"] == "evaluation" and event["eval_loss"] is not None:
+        """Show a step or what is done now, or print another event."""
+        kind = event["event"]
+        if kind == "loading":
+            self._start_stage()
+        if kind == "evaluation" and event["eval_loss"] is not None:
             self._eval_losses.append(event["eval_loss"])
-        if event["event"] == "step":
+        if kind == "step":
+            self._step = event
             if event["loss"] is not None:
                 self._losses.append(event["loss"])
-            self._live.update(self._render(event))
-        elif line := format_event(event):
+        if kind in ACTIVITIES:
+            activity = ACTIVITIES[kind](event)
+            if kind != "evaluating" or not self._activity.startswith(activity.partition(",")[0]):
+                self._since = time.monotonic()
+            self._stage, self._activity = event.get("stage", self._stage), activity
+        self._live.update(self)
+        if kind not in ("step", "evaluating") and (line := format_event(event)):
             self._console.print(line, markup=False)
 
-    def _render(self, event: Event) -> Any:
-        from rich.align import Align
+    def __rich__(self) -> Any:
         from rich.console import Group
         from rich.panel import Panel
+        from rich.text import Text
+
+        if not (self._step or self._activity):
+            return Text("")
+        waited = time.monotonic() - self._since
+        count = format_duration(waited) if waited >= SHOWN_WAIT_SECONDS else ""
+        activity = f"{self._activity}  {count}" if self._activity else f"{count} in this step" if count else ""
+        now = [Text(activity)] if activity else []
+        lines = Group(*(self._step_lines(self._step, waited) if self._step else []), *now)
+        return Panel(lines, title=self._stage, title_align="left", width=80, subtitle="Ctrl-C saves and stops")
+
+    def _step_lines(self, event: Event, waited: float) -> list[Any]:
+        from rich.align import Align
         from rich.progress_bar import ProgressBar
         from rich.text import Text
 
-        eta_seconds, losses = event.get("eta_seconds"), self._eval_losses
+        losses, left = self._eval_losses, (event.get("eta_seconds") or 0.0) - (0.0 if self._activity else waited)
         head = f"step {event['step']}/{event['steps']}  epoch {event['epoch']:.2f}"
-        head += f"  {format_duration(eta_seconds)} left" if eta_seconds is not None else ""
+        head += f"  {format_duration(left)} left" if left >= 1 and event["step"] < event["steps"] else ""
         held_out = f"  held-out {format_float(losses[-1])} (best {format_float(min(losses))})" if losses else ""
         curve = sparkline(list(self._losses)) if self._losses else ""
         stats = f"lr {event['learning_rate']:.2e}  grad_norm {format_float(event['grad_norm'])}"
         stats = "  ".join([stats, *_throughput(event, "memory")])
-        lines = Group(
+        bar = ProgressBar(total=event["steps"], completed=event["step"], width=60)
+        return [
             Text(head),
-            Align.left(
-                ProgressBar(total=event["steps"], completed=event["step"], width=60)
-            ),  # a progress bar has no line break
+            Align.left(bar),  # a progress bar has no line break
             Text(f"loss {format_float(event['loss'])} {curve}{held_out}"),
             Text(stats, style="dim"),
-        )
-        return Panel(lines, title=event["stage"], title_align="left", width=80, subtitle="Ctrl-C saves and stops")
+        ]
 
 
 def format_event(event: Event) -> str | None:
@@ -123,7 +162,7 @@ def format_step(event: Event) -> str:
         f"grad_norm {format_float(event['grad_norm'])}",
         f"lr {event['learning_rate']:.2e}",
         *_throughput(event, "mem"),
-        *([f"eta {format_duration(eta_seconds)}"] if eta_seconds is not None else []),
+        *([f"eta {format_duration(eta_seconds)}"] if eta_seconds else []),
         *([f"[{event['health']}]"] if event["health"] != "ok" else []),
     ]
     return "  ".join(parts)
@@ -262,9 +301,7 @@ EVENT_FORMATTERS: dict[str, Callable[[Event], str | None]] = {
     "note": lambda e: f"note: {e['message']}",
     "sampling": lambda e: f"sampling before/after answers to {pluralize(e['questions'], 'prompt')}",
     "answers": _format_answers,
-    "misclassified": lambda e: (
-        f"accuracy {e['accuracy']:.2%} on {e['source']} (its mistakes: demo_outputs/mistakes.json)"
-    ),
+    "misclassified": lambda e: f"misclassified images of {e['source']}: demo_outputs/mistakes.json",
     "stage_status": _format_pipeline,
     "evaluate_result": _format_evaluated,
     "evaluate_table": _format_comparison,
@@ -291,7 +328,8 @@ def run_summary(folder: RunFolder) -> str:
     for name in judged_metrics(metrics):
         label, before = name.partition(".")[2].replace("_", " "), metrics.get(f"base_{name}")
         rows.insert(0, (label, (f"{before:.1%} → " if before is not None else "") + f"{metrics[name]:.1%} right"))
-    state = "open" if verdict.get("open") else "closed" if verdict else "none: nothing was trained yet"
+    opened = "no gate" if verdict.get("thresholds") == 0 else "open"
+    state = opened if verdict.get("open") else "closed" if verdict else "none: nothing was trained yet"
     accepted = f", accepted: {single_line(verdict['accepted'])}" if verdict.get("accepted") else ""
     rows.append(("verdict", f"{state}{accepted}"))
     unit = throughput_unit(verdict.get("stage", "")).removesuffix("s")

@@ -17,7 +17,33 @@
         if (radio) radio.checked = true;
       }
     }
+    arrange();
   };
+  // The list of runs, sorted by a column and filtered by words; applied again after each update.
+  const filter = document.getElementById("filter"), order = {column: -1, up: true};
+  const arrange = () => {
+    const table = document.querySelector("table.runs");
+    if (!table || !filter) return;
+    const words = filter.value.toLowerCase().split(/\s+/), rows = [...table.querySelectorAll("tr")].slice(1);
+    for (const row of rows) row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
+    table.querySelectorAll("button.sort").forEach((button, column) => {
+      if (column === order.column) button.setAttribute("aria-sort", order.up ? "ascending" : "descending");
+      else button.removeAttribute("aria-sort");
+    });
+    if (order.column < 0) return;
+    const key = (row) => row.cells[order.column].textContent.trim();
+    const compare = (a, b) => (parseFloat(a) - parseFloat(b)) || a.localeCompare(b);
+    rows.sort((a, b) => (order.up ? 1 : -1) * compare(key(a), key(b)));
+    table.tBodies[0].append(...rows);
+  };
+  if (filter) filter.addEventListener("input", arrange);
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest("button.sort");
+    if (!button) return;
+    const column = button.closest("th").cellIndex;
+    Object.assign(order, {column, up: order.column === column ? !order.up : true});
+    arrange();
+  });
   const events = new EventSource("events");
   events.onmessage = (message) => {
     Object.assign(pending, JSON.parse(message.data));

@@ -81,7 +81,8 @@ class Dashboard:
 
     async def runs_page(self, request: Request) -> Response:
         """The list of runs."""
-        return _html_response("Runs", await asyncio.to_thread(self._render_runs))
+        parts = await asyncio.to_thread(self._render_runs)
+        return _html_response("Runs", {"top": str(_template_macros().top()).strip(), **parts})
 
     async def runs_events(self, request: Request) -> Response:
         """Event stream of the list."""

@@ -36,7 +36,7 @@ class TimeBreakdown:
         self._productive: dict[str, float] = {}
         self._productive_at_checkpoint: dict[tuple[str, int], float] = {}
         self._last_time: float | None = None
-        self._ended = False
+        self._ended = self._was_ended = False
         self._training = False
         self._first_step: tuple[str, float] | None = None
         self._steps: dict[str, int] = {}
@@ -50,7 +50,7 @@ class TimeBreakdown:
         if kind == "run":
             self._split_first_step(0.0)
             self._seconds["downtime"] += 0.0 if self._ended else elapsed
-            self._ended = self._training = False
+            self._was_ended, self._ended, self._training = self._ended, False, False
         elif kind == "step":
             self._step(event, stage, elapsed)
         elif kind in ("checkpoint_started", "checkpoint_saved"):
@@ -69,7 +69,8 @@ class TimeBreakdown:
             self._seconds["evaluation" if kind in EVALUATION_EVENTS or self._training else "startup"] += elapsed
         if kind in ("done", "stopped"):
             # after a closed gate a person decides, which is no downtime
-            self._ended = kind == "done" or event.get("exit_code") == GateClosed.exit_code
+            untouched = self._was_ended and not self._training
+            self._ended = kind == "done" or untouched or event.get("exit_code") == GateClosed.exit_code
             self._split_first_step(0.0)
 
     @property
@@ -254,16 +255,21 @@ class RunHistory:
     """The last event of each kind without a stage (run, loading, done, stopped), and the last verdict and answers."""
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=30))
     """The last notes."""
+    recent: deque[Event] = field(default_factory=lambda: deque(maxlen=40))
+    """The last events."""
     time_breakdown: TimeBreakdown = field(default_factory=TimeBreakdown)
     """Seconds by category."""
     last_event: str = ""
     """Kind of the last event."""
+    ended: tuple[str, Event] | None = None
+    """How the run ended before its last start, where this start has changed nothing yet."""
 
     def add(self, event: Event) -> None:
         """Add the next event; a damaged one, or one of a later release, is ignored."""
         try:
             self.time_breakdown.add(event)
             kind = event["event"]
+            self.recent.append(event)
             if kind == "note":
                 self.notes.append(truncate(str(event["message"]), 500))
                 return
@@ -273,6 +279,14 @@ class RunHistory:
                 stage = self.stages.get(event["stage"]) or StageHistory(event["stage"])
                 stage.add(event)
                 self.stages[stage.name] = stage
+            if kind == "run":
+                last = self.last_events.get(self.last_event, {})
+                closed = self.last_event == "stopped" and last.get("exit_code") == GateClosed.exit_code
+                self.ended = (self.last_event, last) if self.last_event == "done" or closed else None
+            elif kind == "stopped" and self.ended:  # this start was refused: the run is as it was
+                kind, event = self.ended
+            elif kind in ("stage_started", "step", "verdict"):
+                self.ended = None
             if not isinstance(event.get("stage"), str) or kind in ("verdict", "answers"):
                 self.last_events[kind] = _truncate_values(event)
             self.last_event = kind

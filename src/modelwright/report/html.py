@@ -19,6 +19,7 @@ from modelwright import __version__
 from modelwright.recipe.stage_specs import throughput_unit
 from modelwright.report import charts
 from modelwright.report.charts import Series
+from modelwright.report.console import format_event
 from modelwright.report.formatting import (
     format_bytes,
     format_count,
@@ -35,7 +36,19 @@ from modelwright.report.view import IDENTITY_KEYS, RunView, load_run_view
 from modelwright.runs.folder import RunFolder, write_text
 
 ASSETS_DIR = Path(__file__).parent
-SECTIONS = ("head", "pipeline", "curves", "answers", "misclassified", "data", "plan", "time", "settings", "provenance")
+SECTIONS = (
+    "head",
+    "pipeline",
+    "curves",
+    "answers",
+    "misclassified",
+    "data",
+    "plan",
+    "time",
+    "settings",
+    "provenance",
+    "log",
+)
 """Sections of the report, in order; rendered one by one, so that the dashboard sends only those that changed."""
 OVERLAID_METRICS = {"loss": "Training loss", "eval_loss": "Held-out loss", "grad_norm": "Gradient norm",
                     "tokens_per_second": "Tokens per second"}  # fmt: skip
@@ -97,9 +110,18 @@ def jinja_environment() -> Environment:
     filters = (format_bytes, format_count, format_duration, format_number, format_percent, format_setting,
                sanitize_multiline)  # fmt: skip
     env.filters.update({function.__name__: function for function in filters})
+    env.filters["event_line"] = _event_line
     env.filters["single_line"] = lambda text: truncate(single_line(str(text)), 600)
     env.globals |= {"IDENTITY_KEYS": IDENTITY_KEYS, "throughput_unit": throughput_unit}
     return env
+
+
+def _event_line(event: dict[str, Any]) -> str:
+    """An event as in the terminal; its kind where it is damaged or not printed there."""
+    try:
+        return format_event(event) or str(event["event"])
+    except Exception:  # of any kind, since any value may be of any type
+        return str(event.get("event", ""))
 
 
 def training_curves(view: RunView) -> str:

@@ -18,6 +18,8 @@ MAX_SAMPLES = 3
 MAX_SAMPLE_CHARS = 600
 EMBEDDED_LICENSES = {"smollm2-135m-instruct": "apache-2.0"}
 """Licenses of the embedded models."""
+EMBEDDED_HUB_NAMES = {"smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+"""Names of the embedded models on the hub."""
 LICENSE_RE = re.compile(r"^license:\s*([\w.-]{1,40})\s*$", re.MULTILINE)
 
 
@@ -58,8 +60,9 @@ def _front_matter(view: RunView, stage: str) -> str:
         library = "peft" if adapter else "transformers"
     lines = ["---", f"library_name: {library}", f"tags: [modelwright, {stage}]"]
     name = recipe.model.model_name_or_path if recipe else None
-    if name and name.count("/") == 1 and recipe and recipe.model.revision:
-        lines.append(f"base_model: {json.dumps(name)}")
+    hub_name = EMBEDDED_HUB_NAMES.get(name or "", name)
+    if hub_name and hub_name.count("/") == 1 and recipe and (recipe.model.revision or hub_name != name):
+        lines.append(f"base_model: {json.dumps(hub_name)}")
     if license_id := _base_license(view):
         lines.append(f"license: {license_id}")
     return "\n".join([*lines, "---"])

@@ -199,10 +199,13 @@ class TextGenerator:
             params = replace(params, max_new_tokens=min(params.max_new_tokens, room))
         return DecodeRequest(prompt, params, frozenset(self._eos_token_ids), sample_index)
 
-    def stream(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> CompletionStream:
-        """Start to answer one conversation; tokens are generated as the stream is read."""
+    def stream(
+        self, messages: Sequence[Message] | str, sampling_params: SamplingParams | None = None
+    ) -> CompletionStream:
+        """Start to answer a conversation, or to continue a text; tokens are generated as the stream is read."""
         params = sampling_params or self.sampling_params
-        characters = sum(len(message["content"]) for message in messages)
+        texts = [messages] if isinstance(messages, str) else [message["content"] for message in messages]
+        characters = sum(map(len, texts))
         if self.context_length is not None and characters > MAX_TOKEN_CHARS * self.context_length:
             message = f"the conversation has {characters} characters and the model's context length is"
             raise ContextLengthExceeded(f"{message} {self.context_length} tokens; shorten it")
@@ -212,10 +215,10 @@ class TextGenerator:
             raise ContextLengthExceeded(f"{message} {self.context_length}; shorten it")
         return CompletionStream(self.decoder, request, Detokenizer(self._tokenizer, params.stop))
 
-    def _tokenize(self, messages: Sequence[Message]) -> list[int]:
-        """The token ids of a prompt, as in training."""
-        chat = bool(self._tokenizer.chat_template)
-        text = "".join(message["content"] for message in messages)
+    def _tokenize(self, messages: Sequence[Message] | str) -> list[int]:
+        """The token ids of a prompt, as in training; a text goes without the chat template."""
+        chat = bool(self._tokenizer.chat_template) and not isinstance(messages, str)
+        text = messages if isinstance(messages, str) else "".join(message["content"] for message in messages)
         if chat:
             try:
                 text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)

@@ -1,4 +1,4 @@
-"""Serve one model to OpenAI-compatible clients: /v1/chat/completions and /v1/models, decoded in one batch."""
+"""Serve one model to OpenAI-compatible clients: chat completions, completions and models, decoded in one batch."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ UNSUPPORTED = frozenset({"tools", "functions", "top_logprobs", "logit_bias", "au
                          "frequency_penalty"})  # fmt: skip
 """What a client may ask for and would not get."""
 ROLES = ("system", "user", "assistant")
+CHAT, TEXT, MODELS, HEALTH = "/v1/chat/completions", "/v1/completions", "/v1/models", "/health"
+METHODS = {CHAT: "POST", TEXT: "POST", MODELS: "GET", HEALTH: "GET"}
+"""The paths that are served, and their methods."""
 
 
 class ServedModel:
@@ -44,7 +47,9 @@ class ServedModel:
         self.api_key = api_key or new_token()
 
     def is_authorized(self, scope: Scope, headers: dict[str, str]) -> bool:
-        """Whether a request has the API key."""
+        """Whether a request has the API key, or needs none: a health check, or a path where there is nothing."""
+        if scope["path"] not in METHODS or scope["path"] == HEALTH:
+            return True
         scheme, _, token = headers.get("authorization", "").partition(" ")
         sent_key = token.strip().encode("latin-1", "replace").decode("utf-8", "replace")  # clients send UTF-8
         return scheme.lower() == "bearer" and constant_time_equal(sent_key, self.api_key)
@@ -54,8 +59,8 @@ class ServedModel:
 class ChatCompletionRequest:
     """A validated request."""
 
-    messages: list[Message]
-    """The conversation."""
+    messages: list[Message] | str
+    """The conversation, or the text to continue."""
     sampling_params: SamplingParams
     """How to sample the answer."""
     stream: bool
@@ -79,9 +84,15 @@ def application(served: ServedModel, hosts: frozenset[str]) -> Application:
         entry = {"id": served.name, "object": "model", "created": 0, "owned_by": "modelwright"}
         return JSONResponse({"object": "list", "data": [entry]})
 
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def nothing_here(request: Request, error: Exception) -> Response:
+        return JSONResponse(_error(f"there is nothing at {request.url.path}; it wants {', '.join(METHODS)}"), 404)
+
     async def completions(request: Request) -> Response:
         try:
-            completion_request = parse_request(await request.body(), served)
+            completion_request = parse_request(await request.body(), served, is_chat=request.url.path == CHAT)
             # counts the prompt's tokens; the model runs when the stream is read
             request_args = completion_request.messages, completion_request.sampling_params
             stream = await asyncio.to_thread(served.generator.stream, *request_args)
@@ -99,18 +110,18 @@ def application(served: ServedModel, hosts: frozenset[str]) -> Application:
                 return Response(status_code=499)
         return JSONResponse(_completion(served, completion_request, stream, text))
 
-    routes = [Route("/v1/models", models), Route("/v1/chat/completions", completions, methods=["POST"])]
-    methods = {"/v1/models": "GET", "/v1/chat/completions": "POST"}
+    handlers = {CHAT: completions, TEXT: completions, MODELS: models, HEALTH: health}
+    routes = [Route(path, handlers[path], methods=[method]) for path, method in METHODS.items()]
     rules = RequestPolicy(
         allowed_hosts=hosts,
-        method_allowed=lambda method, path: method == methods.get(path, method),  # an unknown path is 404
+        method_allowed=lambda method, path: method == METHODS.get(path, method),  # an unknown path is 404
         is_authenticated=served.is_authorized,
         max_body_bytes=MAX_BODY_BYTES,
     )
-    return RequestGuard(Starlette(routes=routes), rules)
+    return RequestGuard(Starlette(routes=routes, exception_handlers={404: nothing_here}), rules)
 
 
-def parse_request(body: bytes, served: ServedModel) -> ChatCompletionRequest:
+def parse_request(body: bytes, served: ServedModel, is_chat: bool = True) -> ChatCompletionRequest:
     """Validate a request; raises the first problem."""
     try:
         payload = json.loads(body)
@@ -129,9 +140,13 @@ def parse_request(body: bytes, served: ServedModel) -> ChatCompletionRequest:
         raise UsageError(f"{name}: not supported here; it wants a request without it")
     if payload.get("response_format") not in (None, {"type": "text"}):
         raise UsageError("response_format: it wants the type text")
-    messages = _parse_messages(payload.get("messages"))
-    if served.system_prompt and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": served.system_prompt}, *messages]
+    messages: list[Message] | str
+    if not is_chat:
+        messages = _parse_prompt(payload)
+    else:
+        messages = _parse_messages(payload.get("messages"))
+        if served.system_prompt and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": served.system_prompt}, *messages]
     default = served.generator.sampling_params
     stop = payload.get("stop") or ()
     stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list | tuple) else (None,)
@@ -150,6 +165,17 @@ def parse_request(body: bytes, served: ServedModel) -> ChatCompletionRequest:
     include_usage = isinstance(options, dict) and options.get("include_usage") is True
     streams, logprobs = payload.get("stream") is True, payload.get("logprobs") is True
     return ChatCompletionRequest(messages, sampling_params, streams, include_usage, logprobs)
+
+
+def _parse_prompt(payload: dict[str, Any]) -> str:
+    """The text that /v1/completions continues."""
+    if name := next((name for name in ("echo", "suffix", "best_of", "logprobs") if payload.get(name)), None):
+        raise UsageError(f"{name}: not supported here; it wants a request without it")
+    prompt = payload.get("prompt")
+    prompt = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
+    if not isinstance(prompt, str) or not prompt:
+        raise UsageError("prompt: it wants one text")
+    return prompt
 
 
 def _parse_messages(value: Any) -> list[Message]:
@@ -203,7 +229,8 @@ async def _sse_stream(
     served: ServedModel, request: ChatCompletionRequest, stream: CompletionStream
 ) -> AsyncIterator[str]:
     """Pieces as server-sent events; a client that reads slowly waits here, and the decoder does not wait for it."""
-    yield _sse_event(_chunk(served, request, {"role": "assistant", "content": ""}))
+    if not isinstance(request.messages, str):
+        yield _sse_event(_chunk(served, request, {"role": "assistant", "content": ""}))
     tokens = 0
     async for piece in _stream_pieces(stream):
         first, tokens = tokens, stream.completion_tokens
@@ -232,18 +259,23 @@ def _chunk(
     served: ServedModel, request: ChatCompletionRequest, delta: dict[str, str], finish_reason: str | None = None,
     logprobs: dict[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": logprobs}
-    return {"id": request.id, "object": "chat.completion.chunk", "created": int(time.time()), "model": served.name,
+    is_text = isinstance(request.messages, str)
+    content = {"text": delta.get("content", "")} if is_text else {"delta": delta}
+    choice = {"index": 0, **content, "finish_reason": finish_reason, "logprobs": logprobs}
+    kind = "text_completion" if is_text else "chat.completion.chunk"
+    return {"id": request.id, "object": kind, "created": int(time.time()), "model": served.name,
             "choices": [choice]}  # fmt: skip
 
 
 def _completion(
     served: ServedModel, request: ChatCompletionRequest, stream: CompletionStream, text: str
 ) -> dict[str, Any]:
-    message = {"role": "assistant", "content": text, "refusal": None}
+    is_text = isinstance(request.messages, str)
+    content = {"text": text} if is_text else {"message": {"role": "assistant", "content": text, "refusal": None}}
     logprobs = _logprobs(stream, 0, stream.completion_tokens) if request.logprobs else None
-    choice = {"index": 0, "message": message, "finish_reason": stream.finish_reason, "logprobs": logprobs}
-    return {"id": request.id, "object": "chat.completion", "created": int(time.time()), "model": served.name,
+    choice = {"index": 0, **content, "finish_reason": stream.finish_reason, "logprobs": logprobs}
+    kind = "text_completion" if is_text else "chat.completion"
+    return {"id": request.id, "object": kind, "created": int(time.time()), "model": served.name,
             "choices": [choice], "usage": _usage(stream)}  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from modelwright.models.gguf import unsupported_reason
 from modelwright.recipe.load import load
 from modelwright.recipe.schema import Recipe
 from modelwright.report.model_card import render_model_card
-from modelwright.runs.folder import RunFolder, open_run
+from modelwright.runs.folder import RunFolder, open_run, read_json
 from modelwright.stages.gate import promoted_stage
 
 CHECKSUMS_FILE = "SHA256SUMS"
@@ -23,6 +23,9 @@ VISION_FORMATS = ("pth",)
 FORMATS = ("hf", "merged", "gguf", *VISION_FORMATS)
 PTH_FILES = ("best_model.pth", "final_model.pth", "checkpoint_latest.pth")
 GGUF_TYPES = ("f16", "q8_0")
+DTYPES = {"bf16": ("bfloat16", 5e-2), "fp16": ("float16", 1e-2), "fp32": ("float32", 1e-3)}
+"""The dtypes of a model folder: name in torch, and the largest change of a logit as a fraction of the largest."""
+DTYPE_FORMATS = ("hf", "merged")
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,16 @@ class ExportRequest:
     """For gguf: one of GGUF_TYPES."""
     target: Path
     """The output folder."""
+    dtype: str | None = None
+    """For hf and merged: one of DTYPES; None leaves the weights as trained."""
+
+    @property
+    def warning(self) -> str | None:
+        """What to tell who exports a model whose gate is closed and was not accepted."""
+        verdict = read_json(self.folder.gate(self.stage)) if self.folder.gate(self.stage).exists() else {}
+        if verdict.get("open", True) or verdict.get("accepted"):
+            return None
+        return f"warning: {verdict['message']}; the model is exported, and its card says so"
 
     @property
     def model(self) -> Path:
@@ -60,12 +73,17 @@ class ExportResult:
     """For gguf: how the logits of the file compare with those of its source."""
 
 
-def check_export(run: str, export_format: str, gguf_type: str = "f16", output: str | None = None) -> ExportRequest:
+def check_export(
+    run: str, export_format: str, gguf_type: str = "f16", output: str | None = None, dtype: str | None = None
+) -> ExportRequest:
     """Find the model and refuse an impossible export, before torch is loaded."""
     if export_format not in FORMATS:
         raise UsageError(f"--format {export_format} is unknown; it wants one of {', '.join(FORMATS)}")
     if gguf_type not in GGUF_TYPES:
         raise UsageError(f"--outtype {gguf_type} is unknown; gguf is written as one of {', '.join(GGUF_TYPES)}")
+    if dtype is not None and (dtype not in DTYPES or export_format not in DTYPE_FORMATS):
+        wants = f"one of {', '.join(DTYPES)}, with --format {' or '.join(DTYPE_FORMATS)}"
+        raise UsageError(f"--dtype {dtype} does not fit --format {export_format}; it wants {wants}")
     folder = open_run(run)
     folder.reject_outside_symlinks()  # a link would bring other files into the export
     recipe = load(folder.recipe, environ={}).recipe
@@ -79,14 +97,15 @@ def check_export(run: str, export_format: str, gguf_type: str = "f16", output: s
         raise UsageError(f"{run} trained no adapter, so there is nothing to merge; --format hf is the whole model")
     if export_format == "gguf" and (reason := unsupported_reason(_base_model_dir(folder.model(stage)))):
         raise UsageError(f"{run} cannot become gguf: {reason}")
+    default_name = f"{export_format}-{dtype}" if dtype else export_format
     target = (
         Path(output)
         if output
-        else folder.path / "exports" / (f"gguf-{gguf_type}" if export_format == "gguf" else export_format)
+        else folder.path / "exports" / (f"gguf-{gguf_type}" if export_format == "gguf" else default_name)
     )
     if target.exists() and any(target.iterdir()) and not (target / CHECKSUMS_FILE).exists():
         raise UsageError(f"{target} is there already and is no export of ours; choose another folder with --output")
-    return ExportRequest(folder, recipe, stage, export_format, gguf_type, target)
+    return ExportRequest(folder, recipe, stage, export_format, gguf_type, target, dtype)
 
 
 def export(request: ExportRequest) -> ExportResult:
@@ -121,12 +140,17 @@ def _write_merged(request: ExportRequest, partial: Path) -> tuple[None, str]:
 
 
 def _check_logits(request: ExportRequest, partial: Path) -> None:
-    """Load an exported folder back, and refuse it unless its logits are those of the run's model."""
+    """Cast an exported folder to its dtype, load it back, and refuse it unless its logits are the run's model's."""
     from modelwright.models.gguf import MAX_DIFF, max_logit_diff
+    from modelwright.models.save import cast_weights
 
-    if not (gap := max_logit_diff(request.model, partial)) <= MAX_DIFF / 10:
+    limit = MAX_DIFF / 10
+    if request.dtype:
+        name, limit = DTYPES[request.dtype]
+        cast_weights(partial, name)
+    if not (gap := max_logit_diff(request.model, partial)) <= limit:
         finding = f"the exported model's logits are {gap:.2g} of the largest off those of the trained one"
-        raise ModelError(f"export: {finding}, above {MAX_DIFF / 10:g}; not kept")
+        raise ModelError(f"export: {finding}, above {limit:g}; not kept")
 
 
 def _write_gguf(request: ExportRequest, partial: Path) -> tuple[dict[str, float], str]:

@@ -56,7 +56,7 @@ class Verdict:
     def message(self) -> str:
         """The verdict in one line."""
         if not self.checks:
-            return f"gate {self.stage} is open: no thresholds"
+            return f"{self.stage} has no gate: its model is promoted as it is"
         shown = self.checks if self.open else [check for check in self.checks if not check.passed]
         return f"gate {self.stage} is {'open' if self.open else 'closed'}: " + "; ".join(str(check) for check in shown)
 

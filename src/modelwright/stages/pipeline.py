@@ -319,7 +319,7 @@ def promote(context: RunContext, builder: StageBuilder, stage: str, inputs: Stag
     result = read_json(context.folder.result(stage))
     metrics: Metrics = {**result["metrics"], **_parent_metrics(context, stage)}
     last_stage = list(context.recipe.stages)[-1]
-    if stage == last_stage or set(context.recipe.gate_for(stage)) & set(ANSWER_METRICS):
+    if stage == last_stage or context.recipe.gate_names(stage) & set(ANSWER_METRICS):
         metrics |= builder.compare(context, inputs, stage)
     metrics |= evaluate.evaluation_metrics(context, stage)
     verdict = gate.judge_stage(context.loaded, stage, metrics)
@@ -330,7 +330,7 @@ def promote(context: RunContext, builder: StageBuilder, stage: str, inputs: Stag
     write_summary(context, stage, result["plan"], metrics, verdict)
     write_text(context.folder.model(stage) / "README.md", render_model_card(context.folder, stage))
     context.journal.add("verdict", stage=stage, open=verdict.open, message=verdict.message, metrics=metrics,
-                        accepted=acceptance and acceptance["reason"])  # fmt: skip
+                        thresholds=len(verdict.checks), accepted=acceptance and acceptance["reason"])  # fmt: skip
     _link_model(context.folder.last_model, context.folder.model(stage))
     if not (verdict.open or acceptance):
         _unlink_best_model(context.folder.best_model, context.folder.model(stage))
@@ -352,7 +352,9 @@ def _parent_metrics(context: RunContext, stage: str) -> Metrics:
     if parent is None or not context.folder.gate(parent).exists():
         return {}
     metrics: Metrics = read_json(context.folder.gate(parent))["metrics"]
-    return {f"parent_{name}": value for name, value in metrics.items() if not name.startswith(("base_", "parent_"))}
+    used = context.recipe.gate_names(parent)  # of the metrics before the parent, only what a gate uses
+    names = (name for name in metrics if name in used or not name.startswith(("base_", "parent_")))
+    return {f"parent_{name}": metrics[name] for name in names}
 
 
 def _link_model(link: Path, target: Path) -> None:

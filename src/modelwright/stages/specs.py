@@ -39,6 +39,8 @@ from modelwright.tasks.pretrain import PretrainTask
 from modelwright.tasks.sft import SftTask, find_compute_reuse
 
 TextStage = PretrainConfig | SftConfig | PairConfig
+MANY_TRUNCATED = 0.2
+"""Fraction of truncated rows from which a longer max_length is advised."""
 RowsTask = TypeVar("RowsTask", bound=SftTask | PairTask)
 
 
@@ -163,8 +165,11 @@ def build_row_task(
     truncated, tokens, dropped = (sum(split.get(name, 0) for split in stats.values()) for name in counts)
     if truncated or dropped:
         cut, lost = (_list_examples(stats.values(), f"{kind}_examples") for kind in ("truncated", "dropped"))
-        note = f"{truncated} rows are cut to max_length, {tokens} tokens in all{cut}"
-        context.note(stage, f"{note}; {dropped or 'none'} dropped{lost}")
+        rows = sum(split["rows"] + split.get("dropped_rows", 0) for split in stats.values())
+        note = f"{truncated} of {rows} rows are cut to max_length {settings.max_length}, {tokens} tokens in all{cut}"
+        many = truncated > MANY_TRUNCATED * rows
+        advice = f"; raise max_length: {truncated / rows:.0%} of the rows lose {tokens // truncated} tokens each"
+        context.note(stage, f"{note}; {dropped or 'none'} dropped{lost}{advice if many else ''}")
     parts = stage_parts(task, model, tokenizer, data_manifest)
     return task, replace(parts, check_batch=_check_batch(task) if is_modified else None)
 
