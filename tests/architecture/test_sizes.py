@@ -29,6 +29,8 @@ LINES = {
     "judged answers": 1_196,
     # a set in two formats, rows sampled over topics, degenerate answers, the link of a plan
     "five systems": 360,
+    # spans, answers while the model is written, hashes in threads and once
+    "from command to result": 150,
     # what else is worth its lines
     "other": 0,
 }
