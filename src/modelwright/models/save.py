@@ -69,7 +69,7 @@ def load_and_check(folder: Path, weights: Mapping[str, Tensor], quantization: st
 
 
 def _check_equal(folder: Path, name: str, saved: Tensor, trained: Tensor) -> None:
-    if saved.shape != trained.shape or not torch.equal(saved.to("cpu", trained.dtype), trained.cpu()):
+    if saved.shape != trained.shape or not torch.equal(saved.to(trained.device, trained.dtype), trained):
         raise ModelError(f"{folder}: the saved model is not the one that was trained: {name} differs; please report it")
 
 

@@ -345,12 +345,13 @@ class StageRunner:
         }
         self.context.world.heartbeat.set_phase("saving")
         with self.context.span("final model", self.stage):
-            weights = {}
+            weights, batch = {}, self.parts.check_batch
+            # a model that is loaded again is compared on the device: LoRA writes little of it, and copies nothing
+            stays = batch is not None and self.context.world.size == 1
             for name, tensor in self.parts.model.state_dict().items():
                 full = full_tensor(tensor)  # a collective: every rank calls it, rank 0 keeps the result
                 if self.context.world.is_main:
-                    weights[name] = full.cpu()
-            batch = self.parts.check_batch
+                    weights[name] = full if stays else full.cpu()
             trained_loss = None if batch is None else next(self.engine.predict([batch])).sum().item()  # on every rank
             saved = self.context.world.on_rank0_broadcast(lambda: self._save_model(weights, trained_loss))
         self._wait_for_save()  # of the last checkpoint: the stage is finished when both are on disk
