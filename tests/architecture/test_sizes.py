@@ -31,6 +31,8 @@ LINES = {
     "five systems": 360,
     # gates that never open, advice, the live panel, the command line, report and board
     "users read": 400,
+    # spans, answers while the model is written, hashes in threads and once
+    "from command to result": 150,
     # what else is worth its lines
     "other": 0,
 }

@@ -241,7 +241,8 @@ def goodput(context: FaultContext) -> FaultResult:
     breakdown = TimeBreakdown()
     for event in journal.read(launch.run / "journal.jsonl"):
         breakdown.add(event)
-    first_startup = events_of(launch.run, "run")[0]["time"] - began  # before the journal exists
+    first = events_of(launch.run, "run")[0]
+    first_startup = first["time"] - first["import_seconds"] - began  # of the launcher, before its rank
     seconds_by_category = {**breakdown.seconds, "startup": breakdown.seconds["startup"] + first_startup}
     total = sum(seconds_by_category.values())
     productive = seconds_by_category["productive"] / total

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -222,3 +223,30 @@ def test_an_absurd_rank_of_an_adapter_is_refused(tmp_path: Path, rank: object) -
     file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), "r": rank}), encoding="utf-8")
     with pytest.raises(ModelError, match="it wants a rank from 1 to"):
         load_model(tmp_path / "adapter")
+
+
+def test_weights_are_read_straight_to_the_device(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM
+
+    sound, device_maps = AutoModelForCausalLM.from_pretrained, []
+
+    def from_pretrained(*args: Any, device_map: Any = None, **kwargs: Any) -> Any:
+        device_maps.append(device_map)
+        return sound(*args, **kwargs, device_map=device_map and {"": torch.device("cpu")})
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    gpu = torch.device("cuda", 0)
+    weights = [load_model(model_folder, device=device).state_dict() for device in (torch.device("cpu"), gpu)]
+    assert device_maps == [None, {"": gpu}]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+def test_a_device_without_room_is_no_broken_model(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM
+
+    def out_of_memory(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        load_model(model_folder)

@@ -35,7 +35,39 @@ def booked(events: list[dict[str, Any]]) -> dict[str, float]:
 
 def test_time_is_booked_by_what_it_ended_with() -> None:
     events = [*START, step(14, 1), step(15, 2), saved(15.5, 2), {"time": 20.0, "event": "done"}]
-    assert booked(events) == {"productive": 2.0, "compile": 9.0, "checkpoint": 0.5, "evaluation": 5.5, "startup": 3.0}
+    assert booked(events) == {"startup": 3.0, "evaluation": 1.0, "compile": 9.0, "productive": 2.0, "checkpoint": 0.5,
+                              "gate": 4.5}  # fmt: skip
+
+
+def span(time: float, name: str, seconds: float) -> dict[str, Any]:
+    return {"time": time, "event": "span", "stage": "sft", "name": name, "seconds": seconds}
+
+
+def test_a_span_has_the_time_of_the_events_inside_it_and_not_of_those_before_it() -> None:
+    events = [
+        {"time": 10.0, "event": "run", "recipe": "x", "import_seconds": 6.0},
+        {"time": 11.0, "event": "loading", "stage": "sft"},
+        {"time": 13.0, "event": "note", "stage": "sft", "message": "of the data"},
+        span(14.0, "load data", 3.0),
+        span(19.0, "load model", 4.0),
+        step(20, 1),
+        step(21, 2),
+        span(25.0, "final model", 4.0),
+        {"time": 27.0, "event": "sampling", "stage": "sft"},
+        {"time": 28.0, "event": "answers", "stage": "sft"},
+        span(28.0, "answers", 3.0),
+        {"time": 28.5, "event": "verdict", "stage": "sft"},
+        span(29.0, "of a later release", 0.5),
+    ]
+    assert booked(events) == {"imports": 6.0, "startup": 2.5, "data": 3.0, "model": 4.0, "productive": 2.0,
+                              "final_model": 4.0, "answers": 3.0, "gate": 0.5}  # fmt: skip
+
+
+def test_the_imports_of_the_next_start_are_no_downtime() -> None:
+    again = {"time": 12.0, "event": "run", "recipe": "x", "import_seconds": 5.0}
+    counts = booked([*START, step(5, 1), again])
+    assert counts["downtime"] == 2.0
+    assert counts["imports"] == 5.0
 
 
 def test_what_was_done_after_the_last_checkpoint_was_for_nothing_when_the_run_is_killed() -> None:

@@ -54,6 +54,18 @@ def test_a_page_asks_the_network_for_nothing_and_opens_from_disk(tmp_path: Path)
     assert not re.search(r"https?://", text)
 
 
+def test_a_bar_shows_where_the_time_went_in_seconds(tmp_path: Path) -> None:
+    run = run_folder(tmp_path)
+    spans = [("final model", 15.0, 40.0), ("answers", 7.0, 47.0)]
+    lines = [json.dumps({"time": time, "event": "span", "stage": "sft", "name": name, "seconds": seconds})
+             for name, seconds, time in spans]  # fmt: skip
+    run.journal.write_text(run.journal.read_text(encoding="utf-8") + "\n".join(lines) + "\n", encoding="utf-8")
+    page = ParsedPage(html.write_report(run).read_text(encoding="utf-8"))
+    [bar] = [str(value) for name, value in page.attributes if name == "aria-label" and "Time breakdown" in str(value)]
+    assert bar == "Time breakdown: startup 1 s; productive 20 s; final model 15 s; answers 7 s; gate 4 s"
+    assert "final model 15 s · 32%" in " ".join(page.text.split())
+
+
 def test_a_page_says_what_the_run_did(tmp_path: Path) -> None:
     text = ParsedPage(html.write_report(run_folder(tmp_path)).read_text(encoding="utf-8")).text
     for word in (

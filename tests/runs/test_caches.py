@@ -69,7 +69,17 @@ def test_without_a_home_the_cache_is_a_folder_of_our_own_in_the_temporary_one(no
 def test_a_home_that_can_be_written_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     prepare_environment()
-    assert not set(CACHES[:4]) & set(os.environ)
+    assert not set(CACHES[:3]) & set(os.environ)
+
+
+def test_compiled_kernels_outlive_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    prepare_environment()
+    assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) == tmp_path / ".cache/modelwright/inductor"
+    assert triton_cache() == tmp_path / ".triton/cache"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
+    prepare_environment()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine")
 
 
 def test_without_a_home_the_libraries_get_a_cache_dir_that_works(no_home: Path) -> None:

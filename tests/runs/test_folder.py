@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from modelwright.errors import StorageError, UsageError
+from modelwright.runs import folder as folder_module
 from modelwright.runs.folder import (
     RunFolder,
     has_valid_checksum,
+    hash_file,
+    hash_files,
     open_run,
     read_json,
     write_json,
@@ -94,3 +98,36 @@ def test_a_failing_disk_is_reported_with_the_file(tmp_path: Path) -> None:
     path.with_name(".facts.json.partial").symlink_to("/dev/full")
     with pytest.raises(StorageError, match=r"facts.json: No space left on device; nothing that was there is lost"):
         write_text(path, "text")
+
+
+def test_a_file_is_hashed_once_unless_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    def count(path: Path) -> str:
+        read.append(path.name)
+        return hash_file(path)
+
+    monkeypatch.setattr(folder_module, "hash_file", count)
+    old, new = tmp_path / "old", tmp_path / "new"
+    for path in (old, new):
+        path.write_bytes(b"weights")
+    clock = max(old.stat().st_ctime_ns, new.stat().st_ctime_ns)
+    monkeypatch.setattr(time, "time_ns", lambda: clock + 10**9)
+    for _ in range(2):
+        assert set(hash_files([old, new]).values()) == {hash_file(old)}
+    assert sorted(read) == ["new", "old"]
+    new.write_bytes(b"WEIGHTS")
+    os.utime(new, ns=(clock, clock + 2))
+    assert hash_files([old, new])[new] == hash_file(new) != hash_file(old)
+    assert sorted(read) == ["new", "new", "old"]
+
+
+def test_a_file_that_has_just_changed_is_hashed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two writes within a tick of the kernel's clock leave the same time of change."""
+    path = tmp_path / "model"
+    path.write_bytes(b"weights")
+    monkeypatch.setattr(time, "time_ns", lambda: path.stat().st_ctime_ns)
+    before, info = hash_files([path])[path], path.stat()
+    path.write_bytes(b"WEIGHTS")
+    os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns))
+    assert hash_files([path])[path] != before

@@ -1,21 +1,28 @@
-"""Evaluation while training: a non-finite loss is divergence, and a signal does not wait for its end."""
+"""Evaluation while training, what is written at the end of a stage and how often, and the spans of its time."""
 
 from __future__ import annotations
 
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from modelwright.engine.checkpoint import CheckpointManager, Snapshot
 from modelwright.engine.trainer import Engine
-from modelwright.errors import Diverged, Interrupted
+from modelwright.errors import Diverged, Interrupted, StorageError
 from modelwright.recipe.load import load
+from modelwright.report.history import SPANS, read_history
 from modelwright.runs import journal
-from modelwright.runs.folder import hash_file
-from modelwright.stages import pipeline, stage_runner
+from modelwright.runs.folder import RunFolder, hash_file, read_json
+from modelwright.stages import compare, pipeline, stage_runner
+from modelwright.stages.context import RunOptions
+from modelwright.stages.stage_runner import StageRunner
+from tests.faults.fork_server import events_of
 from tiny import tiny_recipe
 
 
@@ -90,3 +97,81 @@ def test_an_evaluation_takes_the_same_rows_of_the_number_that_is_set(
     notes = [event["message"] for event in events if event["event"] == "note"]
     assert "evaluations take 3 of 4 held-out rows, chosen by the seed (max_eval_samples)" in notes
     assert [event["fraction"] for event in events if event["event"] == "evaluating"][:1] == [0.0]
+
+
+def test_nothing_is_saved_or_evaluated_shortly_before_the_last_step_does_it_anyway(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    recipe = tiny_recipe(tmp_path, model_folder, max_steps=21, save_steps=20, eval_steps=20)
+    folder = pipeline.run(load(recipe, environ={}))
+    assert [event["step"] for event in events_of(folder.path, "checkpoint_saved")] == [21]
+    assert [event["step"] for event in events_of(folder.path, "evaluation")] == [0, 21]
+    assert stage_runner._is_due(10, 10, 0, steps=11), "a whole tenth before it: 1 of 10 steps"
+    assert not stage_runner._is_due(9, 10, 0, steps=11)
+
+
+def test_the_start_model_answers_while_the_trained_one_is_written(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"max_steps": 3, "eval_steps": 3, "async_save": "always"}
+    plain = pipeline.run(load(tiny_recipe(tmp_path / "plain", model_folder, **settings), environ={}))
+    before: list[bool] = []
+
+    def answers_before(*args: Any) -> list[str]:
+        before.append(RunFolder(tmp_path / "run").result("sft").exists())
+        return compare.answers_before(*args)
+
+    monkeypatch.setattr(StageRunner, "_has_room_for_two", lambda self: True)
+    monkeypatch.setattr(pipeline, "BUILDERS", {
+        "sft": replace(pipeline.BUILDERS["sft"], sample_before=answers_before)})  # fmt: skip
+    folder = pipeline.run(load(tiny_recipe(tmp_path, model_folder, **settings), environ={}))
+    assert before == [False], "once, and the stage was not finished yet"
+    results = [read_json(run.result("sft")) for run in (plain, folder)]
+    assert results[0]["files"] == results[1]["files"]
+    outputs = [read_json(run.demo_outputs / "before_after.json")["answers"] for run in (plain, folder)]
+    assert outputs[0] == outputs[1]
+
+
+def test_too_little_memory_for_two_models_delays_the_answers(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*args: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(StageRunner, "_has_room_for_two", lambda self: True)
+    monkeypatch.setattr(pipeline, "BUILDERS", {
+        "sft": replace(pipeline.BUILDERS["sft"], sample_before=out_of_memory)})  # fmt: skip
+    folder = pipeline.run(load(tiny_recipe(tmp_path, model_folder, max_steps=3), environ={}))
+    assert read_json(folder.demo_outputs / "before_after.json")["answers"][0]["question"]
+
+
+def test_a_stage_is_not_finished_before_its_last_checkpoint_is(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load(tiny_recipe(tmp_path, model_folder, async_save="always"), environ={})
+    sound = CheckpointManager._save
+
+    def save(self: CheckpointManager, snapshot: Snapshot, best_step: int | None) -> None:
+        if snapshot.step == 12:
+            raise StorageError("the disk is full")
+        sound(self, snapshot, best_step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointManager, "_save", save)
+        with pytest.raises(StorageError, match="the disk is full"):
+            pipeline.run(recipe)
+    assert not RunFolder(tmp_path / "run").result("sft").exists()
+    folder = pipeline.run(recipe)
+    assert [event["step"] for event in events_of(folder.path, "resumed")] == [9]
+
+
+def test_the_spans_of_a_run_cover_its_time(model_folder: Path, tmp_path: Path) -> None:
+    recipe = load(tiny_recipe(tmp_path, model_folder), environ={})
+    folder = pipeline.run(recipe, options=RunOptions(is_command=True))
+    names = [event["name"] for event in events_of(folder.path, "span")]
+    assert names == ["load data", "load tokenizer", "load model", "tokenize", "precompute", "final model", "answers"]
+    assert set(names) <= set(SPANS)
+    assert events_of(folder.path, "run")[0]["import_seconds"] > 0
+    seconds = read_history(folder).time_breakdown.seconds
+    unnamed = seconds["startup"] / (sum(seconds.values()) - seconds["imports"])
+    assert unnamed < 0.05, seconds

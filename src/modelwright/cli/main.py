@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import gc
 import resource
@@ -110,6 +111,7 @@ def _run_app(args: list[str]) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Run a command; errors are printed on stderr without a traceback."""
     gc.set_threshold(*GC_THRESHOLD)
+    atexit.register(gc.freeze)  # the interpreter collects garbage as it ends: 1.1 of 10 CPU-seconds of a tiny run
     argv = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in argv  # allowed before and after the command
     try:

@@ -77,7 +77,7 @@ def run(
     from modelwright.stages.context import RunOptions
 
     changed, accepted, trusted = (frozenset(names or ()) for names in (allow_changed, accept_gate, trust_file))
-    options = RunOptions(changed, from_stage, until_stage, accepted, reason, trusted)
+    options = RunOptions(changed, from_stage, until_stage, accepted, reason, trusted, is_command=True)
     closed: GateClosed | None = None
     try:
         with console_watcher(log_format) as console, publish_progress(console) as watch:  # type: ignore[arg-type]

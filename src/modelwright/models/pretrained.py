@@ -26,7 +26,7 @@ from modelwright.models.attention import check_forward, register_attention
 from modelwright.recipe.schema import ModelConfig
 from modelwright.recipe.sections import EMBEDDED_MODEL
 from modelwright.runs.caches import cache_dir
-from modelwright.runs.folder import fsync_path, hash_file
+from modelwright.runs.folder import fsync_path, hash_files
 
 CPU = torch.device("cpu")
 WEIGHT_SUFFIXES = (".safetensors",)
@@ -47,10 +47,11 @@ class ResolvedModel:
 
     def fingerprint(self) -> str:
         """Hash of configuration, tokenizer and weights: 0.1 s for 135 M parameters."""
-        digest = xxhash.xxh3_128()
-        for file in sorted(self.path.iterdir()):
-            if file.suffix in WEIGHT_SUFFIXES:
-                digest.update(f"{file.name}:{hash_file(file)}".encode())
+        digest, files = xxhash.xxh3_128(), sorted(self.path.iterdir())
+        hashes = hash_files([file for file in files if file.suffix in WEIGHT_SUFFIXES])
+        for file in files:
+            if file in hashes:
+                digest.update(f"{file.name}:{hashes[file]}".encode())
             elif file.suffix in (".json", ".jinja", ".txt", ".model") and file.is_file():
                 digest.update(file.name.encode() + file.read_bytes())
         return digest.hexdigest()
@@ -142,10 +143,7 @@ def load_tokenizer(path: Path, config: ModelConfig | None = None) -> Any:
 def load_model(
     path: Path, attn_implementation: str = "auto", quantization: str = "none", device: torch.device = CPU
 ) -> Any:
-    """The model of a folder with fp32 weights; an adapter folder is loaded onto its base.
-
-    A quantized model is loaded onto its device, since it cannot be moved there afterwards.
-    """
+    """The model of a folder on a device, with fp32 weights; an adapter folder is loaded onto its base."""
     from transformers import AutoModelForCausalLM
 
     silence_transformers()
@@ -154,12 +152,16 @@ def load_model(
     trust.check_model(path)
     # transformers chooses sdpa, or eager for families without it (Gemma 2, GPT-J, GPT-Neo, Bloom, MPT, Mamba)
     implementation = None if attn_implementation == "auto" else attn_implementation
-    quantization_options = quantization_kwargs(quantization, device)
+    options = quantization_kwargs(quantization, device)
+    if device.type != "cpu":  # each tensor goes there as it is read, without a second copy of the model in memory
+        options |= {"device_map": {"": device}}
     try:
         model, loading_info = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation=implementation, output_loading_info=True,
-            use_safetensors=True, trust_remote_code=False, **quantization_options
+            use_safetensors=True, trust_remote_code=False, **options
         )  # fmt: skip
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # transformers raises many classes
         raise ModelError(f"model: {path} could not be loaded ({trust.load_failure(path, error)})") from None
     if missing := sorted(loading_info["missing_keys"]):  # transformers would initialize them randomly

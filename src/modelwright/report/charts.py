@@ -17,7 +17,7 @@ from modelwright.report.formatting import format_si, single_line
 
 WIDTH, HEIGHT = 600.0, 150.0
 """Size in SVG units; the page stretches them."""
-NUM_COLORS = 6
+NUM_COLORS = 12
 """Colors in the style sheet."""
 CHART_CSS = (Path(__file__).parent / "charts.css").read_text(encoding="utf-8")
 """Style sheet of the charts."""

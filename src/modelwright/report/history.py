@@ -15,17 +15,29 @@ from modelwright.runs.folder import RunFolder
 from modelwright.runs.journal import Event
 
 TIME_CATEGORIES = {
-    "productive": "steps whose result is kept",
+    "imports": "from the command to the first line of the journal",
+    "data": "reading, preparing and tokenizing rows",
+    "model": "loading or initializing the model",
+    "precompute": "outputs of frozen layers, log-probs of the reference model",
+    "startup": "plan, engine, resuming from a checkpoint",
     "compile": "time of the first step after a start beyond that of the next: compilation, warm-up",
+    "productive": "steps whose result is kept",
+    "evaluation": "held-out loss, and the section evaluate",
     "checkpoint": "training blocked by checkpoints",
-    "evaluation": "held-out loss, sampled answers, verdicts",
-    "startup": "loading model and data, resuming from a checkpoint",
+    "final_model": "writing the model, comparing it with the trained one",
+    "answers": "sampled answers before and after training",
+    "gate": "verdicts, summary, model card",
     "lost_progress": "steps repeated after a stop or a bad step, and skipped steps",
     "downtime": "between a stop and the next start",
 }
-"""Every category of time, as in Google's ml-goodput-measurement."""
+"""Every category of time, in order; as in Google's ml-goodput-measurement, with more parts of a start and an end."""
+SPANS = {"load data": "data", "tokenize": "data", "prepare": "data", "load tokenizer": "model", "load model": "model",
+         "init": "model", "precompute": "precompute", "final model": "final_model", "answers": "answers",
+         "evaluate": "evaluation"}  # fmt: skip
+"""The category of each span in the journal."""
 STAGE_NAME = re.compile(r"[\w-]{1,64}", re.ASCII)
-EVALUATION_EVENTS = frozenset({"evaluation", "evaluating", "sampling", "answers", "misclassified", "verdict", "done"})
+EVENT_CATEGORIES = {"evaluation": "evaluation", "evaluating": "evaluation", "verdict": "gate", "done": "gate"}
+"""The category of the time before an event."""
 
 
 class TimeBreakdown:
@@ -40,6 +52,7 @@ class TimeBreakdown:
         self._training = False
         self._first_step: tuple[str, float] | None = None
         self._steps: dict[str, int] = {}
+        self._recent: deque[tuple[str, float]] = deque(maxlen=1000)
 
     def add(self, event: Event) -> None:
         """Add the time since the previous event."""
@@ -49,8 +62,12 @@ class TimeBreakdown:
         kind, stage = event["event"], str(event.get("stage", ""))
         if kind == "run":
             self._split_first_step(0.0)
-            self._seconds["downtime"] += 0.0 if self._ended else elapsed
+            imports = float(event.get("import_seconds") or 0.0)
+            self._seconds["imports"] += imports
+            self._seconds["downtime"] += 0.0 if self._ended else max(0.0, elapsed - imports)
             self._was_ended, self._ended, self._training = self._ended, False, False
+        elif kind == "span":
+            self._end_span(event, elapsed)
         elif kind == "step":
             self._step(event, stage, elapsed)
         elif kind in ("checkpoint_started", "checkpoint_saved"):
@@ -66,12 +83,28 @@ class TimeBreakdown:
             self._rewind(stage, int(event["step"]))
         else:
             self._training = self._training and kind not in ("stage_started", "loading")
-            self._seconds["evaluation" if kind in EVALUATION_EVENTS or self._training else "startup"] += elapsed
+            category = EVENT_CATEGORIES.get(kind, "gate" if self._training else "startup")
+            self._seconds[category] += elapsed
+            self._recent.append((category, elapsed))
         if kind in ("done", "stopped"):
             # after a closed gate a person decides, which is no downtime
             untouched = self._was_ended and not self._training
             self._ended = kind == "done" or untouched or event.get("exit_code") == GateClosed.exit_code
             self._split_first_step(0.0)
+
+    def _end_span(self, event: Event, elapsed: float) -> None:
+        """Book a span: the time since the last event, and that of events inside it; what is longer was before it."""
+        category, seconds = SPANS.get(str(event["name"]), "startup"), float(event["seconds"])
+        self._seconds[category] += min(elapsed, seconds)
+        self._seconds["gate" if self._training else "startup"] += max(0.0, elapsed - seconds)
+        left = seconds - elapsed
+        while self._recent and left > 0:
+            previous, recent = self._recent.pop()
+            part = min(left, recent)
+            self._seconds[previous] -= part
+            self._seconds[category] += part
+            left -= part
+        self._recent.clear()
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -98,6 +131,7 @@ class TimeBreakdown:
         }
 
     def _step(self, event: Event, stage: str, elapsed: float) -> None:
+        self._recent.clear()
         if int(event["step"]) <= self._steps.get(stage, 0):  # restarted without a checkpoint
             self._rewind(stage, 0)
         self._steps[stage] = int(event["step"])
@@ -272,6 +306,7 @@ class RunHistory:
             self.recent.append(event)
             if kind == "note":
                 self.notes.append(truncate(str(event["message"]), 500))
+            if kind in ("note", "span"):
                 return
             if isinstance(event.get("stage"), str):
                 if not STAGE_NAME.fullmatch(event["stage"]):  # it becomes part of a path

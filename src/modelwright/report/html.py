@@ -179,7 +179,8 @@ def _needs_log_scale(points: list[tuple[float, float]]) -> bool:
 def time_figure(view: RunView) -> str:
     """The run's time by category."""
     seconds = view.history.time_breakdown.seconds
-    segments = [(category, seconds[category]) for category in TIME_CATEGORIES if seconds[category] >= 0.05]
+    shown = [category for category in TIME_CATEGORIES if seconds[category] >= 0.05]
+    segments = [(category.replace("_", " "), seconds[category]) for category in shown]
     return charts.stacked_bar("Time breakdown", segments, format_duration)
 
 

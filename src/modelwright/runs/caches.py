@@ -53,7 +53,9 @@ def prepare_environment() -> None:
     for name, folder in (("HF_HOME", "huggingface"), ("XDG_CACHE_HOME", "."), ("TRITON_CACHE_DIR", "triton"),
                          ("TORCHINDUCTOR_CACHE_DIR", "inductor")):  # fmt: skip
         value = os.environ.get(name)
-        if not (_is_writable(Path(value)) if value else home_works):
+        # torch's own default for compiled kernels is the temporary folder, which a restart or a new pod empties
+        default_works = home_works and name != "TORCHINDUCTOR_CACHE_DIR"
+        if not (_is_writable(Path(value)) if value else default_works):
             os.environ[name] = str(cache / folder)
     torch = find_spec("torch")
     if torch is not None and torch.origin and torch.cached:

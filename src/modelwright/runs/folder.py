@@ -8,7 +8,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -299,6 +300,12 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+HASH_THREADS = 4
+"""Files hashed at once."""
+CLOCK_NANOSECONDS = 50_000_000
+"""A file changed so shortly ago may change again without another time of change: kernels count in steps of 10 ms."""
+
+
 def hash_file(path: Path) -> str:
     """The xxh3 hash of a file's bytes."""
     digest, piece = xxhash.xxh3_128(), bytearray(1 << 20)
@@ -307,6 +314,25 @@ def hash_file(path: Path) -> str:
         while size := file.readinto(piece):
             digest.update(view[:size])
     return digest.hexdigest()
+
+
+_HASHES: dict[tuple[Path, int, int, int, int], str] = {}
+
+
+def hash_files(paths: Sequence[Path]) -> dict[Path, str]:
+    """The hashes of several files, read in threads; a file that this process has hashed and nobody changed since is not
+    read again: the next stage, its gate and the answers all ask for the hash of the same model."""
+
+    def hash_once(path: Path) -> str:
+        info, now = path.stat(), time.time_ns()
+        key = path.absolute(), info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
+        digest = _HASHES.get(key) or hash_file(path)
+        if max(info.st_mtime_ns, info.st_ctime_ns) < now - CLOCK_NANOSECONDS:
+            _HASHES[key] = digest
+        return digest
+
+    with ThreadPoolExecutor(HASH_THREADS) as executor:
+        return dict(zip(paths, executor.map(hash_once, paths), strict=True))
 
 
 LOCK_HEARTBEAT_INTERVAL = 0.5

@@ -140,12 +140,13 @@ class TextGenerator:
 
     def __init__(
         self, folder: Path, max_new_tokens: int = 128, temperature: float = 0.0, seed: int = 0,
-        config: ModelConfig | None = None,
+        config: ModelConfig | None = None, model: Any = None,
     ) -> None:  # fmt: skip
-        """`config`: the model section of a recipe, whose chat template a model before training gets too."""
+        """`config`: the model section of a recipe, whose chat template a model before training gets too; `model`: the
+        model of the folder, where it is loaded already."""
         self._tokenizer = load_tokenizer(folder, config)
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._model = load_model(folder).eval().to(self._device)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._model = (load_model(folder, device=device) if model is None else model).eval().to(device)
         self._eos_token_ids = sorted({*eos_token_ids(self._model), self._tokenizer.eos_token_id})
         self.sampling_params = SamplingParams(max_new_tokens, temperature, seed=seed)
         self.decoder = Decoder(self._model)

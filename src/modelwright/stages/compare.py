@@ -27,8 +27,13 @@ NOTICE = "These answers show what training changed; they are a demonstration and
 WORD = re.compile(r"\w+")
 
 
-def compare_answers(context: RunContext, inputs: StageInputs, stage: str) -> Metrics:
-    """Write demo_outputs and return its metrics; cached for the same models, prompts and settings."""
+def compare_answers(
+    context: RunContext, inputs: StageInputs, stage: str, before: Sequence[str] | None = None
+) -> Metrics:
+    """Write demo_outputs and return its metrics; cached for the same models, prompts and settings.
+
+    `before`: what `answers_before` returned, where it was called earlier.
+    """
     config = context.recipe.compare
     questions, system_prompt = select_prompts(context, inputs), context.recipe.data_for(stage).system_prompt
     if not questions:
@@ -42,11 +47,8 @@ def compare_answers(context: RunContext, inputs: StageInputs, stage: str) -> Met
     cached = comparison.get("key") == key
     if not cached:
         context.journal.add("sampling", stage=stage, questions=len(questions))
-        systems = {item.last_user_message: item.messages[0]["content"] for item in inputs.data.held_out
-                   if item.source and item.messages[0]["role"] == "system"}  # fmt: skip
-        conversations = [build_prompt_messages(q, systems.get(q, system_prompt)) for q in questions]
-        before = _generate_answers(context, conversations, inputs.model.path)
-        after = _generate_answers(context, conversations, context.folder.model(stage))
+        before = answers_before(context, inputs, stage) if before is None else before
+        after = _generate_answers(context, _conversations(context, inputs, stage), context.folder.model(stage))
         pairs = [{"question": q, "before": b, "after": a} for q, b, a in zip(questions, before, after, strict=True)]
         references = reference_answers(inputs)
         pairs = [
@@ -66,6 +68,20 @@ def compare_answers(context: RunContext, inputs: StageInputs, stage: str) -> Met
         "answers", stage=stage, cached=cached, **{name: comparison[name] for name in ("metrics", "answers", "notice")}
     )
     return dict(comparison["metrics"])
+
+
+def answers_before(context: RunContext, inputs: StageInputs, stage: str) -> list[str]:
+    """The answers of the model that the stage starts from."""
+    conversations = _conversations(context, inputs, stage)
+    return _generate_answers(context, conversations, inputs.model.path) if conversations else []
+
+
+def _conversations(context: RunContext, inputs: StageInputs, stage: str) -> list[list[Message]]:
+    """The prompts of the comparison, each with the system prompt of its source."""
+    system_prompt = context.recipe.data_for(stage).system_prompt
+    systems = {item.last_user_message: item.messages[0]["content"] for item in inputs.data.held_out
+               if item.source and item.messages[0]["role"] == "system"}  # fmt: skip
+    return [build_prompt_messages(q, systems.get(q, system_prompt)) for q in select_prompts(context, inputs)]
 
 
 def select_prompts(context: RunContext, inputs: StageInputs) -> list[str]:

@@ -62,6 +62,8 @@ class RunOptions:
     """The user's reason."""
     trusted_files: frozenset[str] = frozenset()
     """Python files of verifiers that the user allows to run (--trust-file)."""
+    is_command: bool = False
+    """Whether the process is of this run alone, so that its imports are part of the run's time."""
 
 
 DEFAULT_OPTIONS = RunOptions()
@@ -97,6 +99,13 @@ class RunContext:
     def note(self, stage: str, message: str) -> None:
         """Log a line for the user."""
         self.journal.add("note", stage=stage, message=message)
+
+    @contextmanager
+    def span(self, name: str, stage: str) -> Iterator[None]:
+        """Log how long a part of a stage takes; report.history.SPANS has the names. Spans do not overlap."""
+        started = time.monotonic()
+        yield
+        self.journal.add("span", stage=stage, name=name, seconds=round(time.monotonic() - started, 3))
 
 
 Metrics = dict[str, float | None]
@@ -154,8 +163,10 @@ class StageBuilder:
     """Resolve the model (the parent's, if there is one) and read the data."""
     build: Callable[[RunContext, StageInputs, str], StageParts]
     """Load the model and build the task."""
-    compare: Callable[[RunContext, StageInputs, str], Metrics] = lambda context, inputs, stage: {}
+    compare: Callable[[RunContext, StageInputs, str, Any], Metrics] = lambda context, inputs, stage, before: {}
     """Write samples into demo_outputs and return their metrics; raw text has none."""
+    sample_before: Callable[[RunContext, StageInputs, str], Any] = lambda context, inputs, stage: None
+    """Sample the start model, while the trained one is written; `compare` receives it, or None where it was not."""
 
 
 CHANGEABLE_ON_RESUME = frozenset({

@@ -103,9 +103,9 @@ def run(context: RunContext) -> None:
 def evaluate_model(folder: Path, job: EvaluationJob) -> dict[str, Any]:
     """Metrics and samples of one model folder."""
     config, recipe_dir = job.config, job.recipe_dir
-    judged = judge_model(folder, job) if config.answers else None
-    model, tokenizer = pretrained.load_model(folder), pretrained.load_tokenizer(folder)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, tokenizer = pretrained.load_model(folder, device=device), pretrained.load_tokenizer(folder)
+    judged = judge_model(folder, job, model) if config.answers else None
     pretrained.prepare_model(model.eval(), device, model.config._attn_implementation, packed=False)
     metrics: Metrics = {}
     if config.perplexity_text is not None:
@@ -129,11 +129,11 @@ def evaluate_model(folder: Path, job: EvaluationJob) -> dict[str, Any]:
     return {"metrics": {**metrics, **judged.metrics}, "samples": samples, **judged.as_json()}
 
 
-def judge_model(folder: Path, job: EvaluationJob) -> JudgedAnswers:
+def judge_model(folder: Path, job: EvaluationJob, model: Any = None) -> JudgedAnswers:
     """Answer the prompts of evaluate.answers with the model of a folder, and judge its answers."""
     config = job.config.answers
     assert config is not None
-    generator = TextGenerator(folder, config.max_new_tokens, config.temperature, job.seed)
+    generator = TextGenerator(folder, config.max_new_tokens, config.temperature, job.seed, model=model)
     conversations = [[dict(message) for message in row.messages] for row in job.prompts]
     starts = range(0, len(conversations), ANSWER_BATCH)
     answers = [text for start in starts for text in generator.generate(conversations[start : start + ANSWER_BATCH])]

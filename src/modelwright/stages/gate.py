@@ -16,7 +16,7 @@ import xxhash
 from modelwright.errors import GateClosed, Refused, UsageError
 from modelwright.recipe.load import LoadedRecipe, load
 from modelwright.recipe.schema import Threshold
-from modelwright.runs.folder import RunFolder, hash_file, open_run, read_json, write_json
+from modelwright.runs.folder import RunFolder, hash_files, open_run, read_json, write_json
 from modelwright.stages.context import ParentModel, RunContext, check_resume_config
 
 
@@ -161,23 +161,23 @@ def completed_result(context: RunContext, stage: str, resume_config: Mapping[str
 
 def first_damaged_file(folder: RunFolder, stage: str) -> str | None:
     """The first file of a stage's model that differs from its hash in the result, or None."""
-    model = folder.model(stage)
-    for name, digest in read_json(folder.result(stage))["files"].items():
-        if not (model / name).is_file() or hash_file(model / name) != digest:
-            return str(name)
-    return None
+    files = {
+        folder.model(stage) / name: (name, digest) for name, digest in read_json(folder.result(stage))["files"].items()
+    }
+    hashes = hash_files([path for path in files if path.is_file()])
+    return next((str(name) for path, (name, digest) in files.items() if hashes.get(path) != digest), None)
 
 
 def hash_model_files(model: Path) -> dict[str, str]:
     """The hash of every file of a stage's model, and of the base that was written for its adapter."""
-    base = hash_files(model.with_name("base")) if (model / "adapter_config.json").exists() else {}
-    return {**hash_files(model), **{f"../base/{name}": digest for name, digest in base.items()}}
+    base = hash_folder(model.with_name("base")) if (model / "adapter_config.json").exists() else {}
+    return {**hash_folder(model), **{f"../base/{name}": digest for name, digest in base.items()}}
 
 
-def hash_files(folder: Path) -> dict[str, str]:
+def hash_folder(folder: Path) -> dict[str, str]:
     """The hash of every file of a folder, by its relative path; the model card may change."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "README.md")
-    return {str(path.relative_to(folder)): hash_file(path) for path in paths}
+    return {str(path.relative_to(folder)): digest for path, digest in hash_files(paths).items()}
 
 
 def model_fingerprint(folder: RunFolder, stage: str) -> str:

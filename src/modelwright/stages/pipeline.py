@@ -149,7 +149,7 @@ def _run_stages(context: RunContext, shutdown: GracefulShutdown, dead_holder: st
     recipe, journal, options = context.recipe, context.journal, context.options
     journal.add("run", recipe=recipe.name, folder=str(context.folder.path), stages=list(recipe.pipeline),
                 world=context.world.size, device=context.hardware.name, modelwright=__version__,
-                run_format=RUN_FORMAT)  # fmt: skip
+                run_format=RUN_FORMAT, import_seconds=process_seconds() if options.is_command else 0.0)  # fmt: skip
     for line in (*context.loaded.notes, *([dead_holder] if dead_holder else [])):
         journal.add("note", message=line)
     context.world.on_rank0_broadcast(lambda: _check_before_start(context))
@@ -162,7 +162,8 @@ def _run_stages(context: RunContext, shutdown: GracefulShutdown, dead_holder: st
     for stage in names[first_index:]:
         statuses.set_status(stage, "running")
         if stage in NON_TRAINING_STAGES:
-            NON_TRAINING_STAGES[stage](context)
+            with context.span(stage, stage):
+                NON_TRAINING_STAGES[stage](context)
             statuses.set_status(stage, "done")
         else:
             _run_stage(context, statuses, stage, shutdown)
@@ -208,19 +209,21 @@ def _run_stage(context: RunContext, statuses: StageStatuses, stage: str, shutdow
     journal.add("loading", stage=stage, model=name, converting=pretrained.needs_conversion(name))
     context.world.heartbeat.set_phase("loading data")
     try:
-        inputs = builder.load_inputs(context, stage, parent)
+        with context.span("load data", stage):
+            inputs = builder.load_inputs(context, stage, parent)
     except DataError as error:
         raise DataError(add_recipe_location(error.problems, context.loaded, stage)) from None
     resume_config = build_resume_config(context.recipe, stage, inputs.data_fingerprint, inputs.model_fingerprint)
     result = context.world.on_rank0_broadcast(lambda: gate.completed_result(context, stage, resume_config))
+    before = None
     if result is None:
         journal.add("stage_started", stage=stage)
-        _train(context, builder, inputs, stage, shutdown)
+        before = _train(context, builder, inputs, stage, shutdown)
     else:
         _save_resolved_recipe(context, inputs)
         context.note(stage, f"{stage} already complete and verified; skipped")
     try:
-        status = context.world.on_rank0_broadcast(lambda: promote(context, builder, stage, inputs))
+        status = context.world.on_rank0_broadcast(lambda: promote(context, builder, stage, inputs, before))
     except ModelwrightError:
         statuses.set_status(stage, "closed")
         raise
@@ -229,13 +232,22 @@ def _run_stage(context: RunContext, statuses: StageStatuses, stage: str, shutdow
 
 def _train(
     context: RunContext, builder: StageBuilder, inputs: StageInputs, stage: str, shutdown: GracefulShutdown
-) -> None:
-    """Train a stage and free its weights and optimizer state."""
+) -> Any:
+    """Train a stage and free its weights and optimizer state; returns the samples of its start model, if taken."""
+    samples: list[Any] = []
     runner = StageRunner(context, builder, inputs, stage, shutdown)
     _save_resolved_recipe(context, inputs)
+    if _is_compared(context, stage):
+        runner.while_saving = lambda: samples.append(builder.sample_before(context, inputs, stage))
     runner.run()
     del runner
     free_device()
+    return samples[0] if samples else None
+
+
+def _is_compared(context: RunContext, stage: str) -> bool:
+    """Whether samples of a stage's model are compared with those of its start model."""
+    return stage == list(context.recipe.stages)[-1] or bool(context.recipe.gate_names(stage) & set(ANSWER_METRICS))
 
 
 def free_device() -> None:
@@ -308,20 +320,33 @@ def _write_report(context: RunContext) -> None:
                 context.journal.add("note", message=f"report.html was not written ({type(error).__name__}: {error})")
 
 
+def process_seconds() -> float:
+    """Seconds since this process was started; 0 where the kernel does not say."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
+        return round(time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"), 2)
+    except (OSError, AttributeError, IndexError, ValueError):
+        return 0.0
+
+
 def is_rank_zero() -> bool:
     """Whether this process is the one that prints."""
     return os.environ.get("RANK", "0") == "0"
 
 
-def promote(context: RunContext, builder: StageBuilder, stage: str, inputs: StageInputs) -> StageStatus:
+def promote(
+    context: RunContext, builder: StageBuilder, stage: str, inputs: StageInputs, before: Any = None
+) -> StageStatus:
     """Judge a finished stage by all its metrics; returns whether its gate is open or was accepted."""
     context.world.heartbeat.set_phase("comparing")
     result = read_json(context.folder.result(stage))
     metrics: Metrics = {**result["metrics"], **_parent_metrics(context, stage)}
-    last_stage = list(context.recipe.stages)[-1]
-    if stage == last_stage or context.recipe.gate_names(stage) & set(ANSWER_METRICS):
-        metrics |= builder.compare(context, inputs, stage)
-    metrics |= evaluate.evaluation_metrics(context, stage)
+    if _is_compared(context, stage):
+        with context.span("answers", stage):
+            metrics |= builder.compare(context, inputs, stage, before)
+    if context.recipe.evaluate:
+        with context.span("evaluate", stage):
+            metrics |= evaluate.evaluation_metrics(context, stage)
     verdict = gate.judge_stage(context.loaded, stage, metrics)
     acceptance = None if verdict.open else gate.find_or_add_acceptance(context, verdict)
     write_json(context.folder.gate(stage), {**verdict.as_json(), "accepted": acceptance, "metrics": metrics})
@@ -337,7 +362,7 @@ def promote(context: RunContext, builder: StageBuilder, stage: str, inputs: Stag
         context.note(stage, f"the gate is closed, so best_model is not this model; {context.folder.last_model} is")
         raise GateClosed(verdict.message)
     _link_model(context.folder.best_model, context.folder.model(stage))
-    if context.recipe.save_pth and stage == last_stage:
+    if context.recipe.save_pth and stage == list(context.recipe.stages)[-1]:
         with atomic_model_folder(folder := context.folder.path / "pth") as partial:
             export.write_pth_files(context.folder, context.recipe, stage, partial)
         for name in export.PTH_FILES:

@@ -28,9 +28,9 @@ from modelwright.recipe.schema import ModelConfig
 from modelwright.recipe.sections import round_up
 from modelwright.recipe.stage_specs import ClassifyConfig, PairConfig, PretrainConfig, SftConfig
 from modelwright.runs.folder import RunFolder, has_valid_checksum, read_json, write_json, write_json_with_checksum
-from modelwright.stages.compare import compare_answers
+from modelwright.stages.compare import answers_before, compare_answers
 from modelwright.stages.context import Metrics, ParentModel, RunContext, StageBuilder, StageInputs, StageParts
-from modelwright.stages.gate import hash_files
+from modelwright.stages.gate import hash_folder
 from modelwright.stages.prepare import resolve_tokenizer_dir
 from modelwright.tasks.classify import ClassifyLoss, ClassifyTask, PixelStats, confusion_matrix, worst_mistakes
 from modelwright.tasks.dpo import DpoTask, PairTask, precompute_ref_log_probs
@@ -95,7 +95,8 @@ def resolve_start_model(context: RunContext, parent: ParentModel | None) -> dict
 def load_trainable_model(context: RunContext, inputs: StageInputs, stage: str) -> tuple[Any, Any, bool]:
     """The model with its trainable parameters set, its tokenizer, and whether it has LoRA or was merged or resized."""
     settings = cast(TextStage, context.recipe.stages[stage])
-    tokenizer = pretrained.load_tokenizer(inputs.model.path, context.recipe.model)
+    with context.span("load tokenizer", stage):
+        tokenizer = pretrained.load_tokenizer(inputs.model.path, context.recipe.model)
     is_adapter = (inputs.model.path / "adapter_config.json").exists()
     if is_adapter and settings.quantization != "none":
         raise ModelError(
@@ -104,10 +105,11 @@ def load_trainable_model(context: RunContext, inputs: StageInputs, stage: str) -
         )
     attn_implementation, device = context.recipe.model.attn_implementation, context.world.device
     load_model = inputs.load_model or pretrained.load_model
-    model = load_model(inputs.model.path, attn_implementation, settings.quantization, device)
-    model = trainable.merge_lora(model)  # of a parent stage
     packed = getattr(settings, "packing", isinstance(settings, PretrainConfig))
-    pretrained.prepare_model(model, device, attn_implementation, packed)
+    with context.span("load model", stage):
+        model = load_model(inputs.model.path, attn_implementation, settings.quantization, device)
+        model = trainable.merge_lora(model)  # of a parent stage
+        pretrained.prepare_model(model, device, attn_implementation, packed)
     if attn_implementation == "auto" and model.config._attn_implementation == "eager":
         context.journal.add("note", message="this family has no SDPA: attention runs eager (attn_implementation)")
     torch.manual_seed(context.recipe.seed)  # new weights, such as LoRA's, are the same at every start
@@ -136,9 +138,9 @@ def _save_lora_base(context: RunContext, inputs: StageInputs, stage: str, model:
 
     def write() -> None:
         saved = read_json(manifest) if has_valid_checksum(manifest) else {}
-        if saved.get("key") != key or saved["files"] != hash_files(folder):
+        if saved.get("key") != key or saved["files"] != hash_folder(folder):
             save_model(model, tokenizer, dict(model.state_dict()), folder)
-            write_json_with_checksum(manifest, {"key": key, "files": hash_files(folder)})
+            write_json_with_checksum(manifest, {"key": key, "files": hash_folder(folder)})
 
     context.world.on_rank0_broadcast(write)
     model.name_or_path = str(folder.resolve())  # peft writes it into the adapter's config
@@ -156,7 +158,8 @@ def build_row_task(
     """The task of rows tokenized with the model's own tokenizer, and its stage parts."""
     settings = cast(TextStage, context.recipe.stages[stage])
     model, tokenizer, is_modified = load_trainable_model(context, inputs, stage)
-    task = task_class(model, tokenizer, inputs.data, settings, pretrained.eos_token_ids(model))
+    with context.span("tokenize", stage):
+        task = task_class(model, tokenizer, inputs.data, settings, pretrained.eos_token_ids(model))
     stats = {"train": task.train_set.stats(), "held_out": task.held_out_set.stats()}
     for split in stats.values() if settings.spec.loss_on_prompt else ():
         split["trained_tokens"] = split["tokens"]
@@ -347,7 +350,7 @@ def build_classify(context: RunContext, inputs: StageInputs, stage: str) -> Stag
     )
 
 
-def compare_images(context: RunContext, inputs: StageInputs, stage: str) -> Metrics:
+def compare_images(context: RunContext, inputs: StageInputs, stage: str, before: Any = None) -> Metrics:
     """The confusion matrix and the most confident mistakes on the test images, as JSON."""
     files = read_json(context.folder.result(stage))["files"]
     path = context.folder.demo_outputs / "mistakes.json"
@@ -393,10 +396,10 @@ def _save_misclassified_images(folder: Path, images: Any, misclassified: list[di
 
 BUILDERS: dict[str, StageBuilder] = {
     "pretrain": StageBuilder(load_shards, build_pretrain),
-    "sft": StageBuilder(load_rows, build_sft, compare_answers),
-    "dpo": StageBuilder(load_rows, build_dpo, compare_answers),
-    "orpo": StageBuilder(load_rows, partial(build_pairs, task_class=OrpoTask), compare_answers),
-    "lora": StageBuilder(load_rows, build_sft, compare_answers),
+    "sft": StageBuilder(load_rows, build_sft, compare_answers, answers_before),
+    "dpo": StageBuilder(load_rows, build_dpo, compare_answers, answers_before),
+    "orpo": StageBuilder(load_rows, partial(build_pairs, task_class=OrpoTask), compare_answers, answers_before),
+    "lora": StageBuilder(load_rows, build_sft, compare_answers, answers_before),
     "classify": StageBuilder(load_images, build_classify, compare_images),
 }
 """The builder of each training stage."""

@@ -6,7 +6,9 @@ import copy
 import math
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,8 @@ from modelwright.stages.planning import (
     update_plan_file,
 )
 
+SAMPLING_BYTES = 8 << 30
+"""GPU memory besides the weights that sampled answers may take."""
 EVALUATION_LOG_SECONDS = 10.0
 """Time between two journal entries about the progress of an evaluation."""
 LOSS_TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2, "fp8": 5e-2}
@@ -73,6 +77,7 @@ class StageRunner:
         if resumed_step is None and isinstance(self.settings.resume_from_checkpoint, str):
             resumed_step = self._import_checkpoint(Path(self.settings.resume_from_checkpoint))
         resumed_batch = self._resumed_global_batch(resumed_step)
+        self.while_saving: Callable[[], object] = lambda: None
         context.world.heartbeat.set_phase("loading model")
         self.parts = builder.build(context, inputs, stage)
         self.task = self.parts.task
@@ -85,7 +90,9 @@ class StageRunner:
             self.engine = build_engine(plan, stage, self.parts, context)
         self._log_plan_revisions()
         self._choose_eval_rows()
-        if note := self.parts.precompute(self.engine, context.folder.frozen_cache(stage)):
+        with context.span("precompute", stage):
+            note = self.parts.precompute(self.engine, context.folder.frozen_cache(stage))
+        if note:
             self._note(note)
         best_metric = self.settings.metric_for_best_model if self.settings.load_best_model_at_end else None
         self.eval_history = EvalHistory(stage, best_metric)
@@ -104,13 +111,14 @@ class StageRunner:
             steps, batch = self.engine.plan.steps, self.engine.plan.global_batch_size
             meter = ThroughputMeter(steps, batch, self.parts.flops_per_token, self._peak_flops())
             self.began = time.monotonic()
-            with self.shutdown.defer_to_step_end(), self.checkpointer:
-                self._train(meter)
-                if self._rolled_back_at_end():
+            with self.checkpointer:
+                with self.shutdown.defer_to_step_end():
                     self._train(meter)
-            self._evaluate_and_save_end()
-        log_prediction_error(self.context, self.stage, self.engine.plan, self.speed)
-        return self._finish()
+                    if self._rolled_back_at_end():
+                        self._train(meter)
+                self._evaluate_and_save_end()
+                log_prediction_error(self.context, self.stage, self.engine.plan, self.speed)
+                return self._finish()
 
     def _train(self, meter: ThroughputMeter) -> None:
         """Run the remaining steps of the plan."""
@@ -161,17 +169,16 @@ class StageRunner:
         """Evaluate and save the final weights where the last step did not, because it was bad."""
         if self.task.held_out_rows and not self.eval_history.evaluated_at(self.engine.cursor.step):
             self._evaluate()
-        self._save()
-        self._wait_for_save()
+        self._save()  # its files may be written while the model is
 
     def _after_good_step(self, report: StepReport) -> None:
         """Evaluate and save when due, also where it was due at a skipped step before."""
         self.consecutive_bad_steps = 0
-        step, is_last = report.step, report.step == self.engine.plan.steps
-        last_checked = max(self.eval_history.last_step(), self.last_saved_step)
-        if self.task.held_out_rows and (is_last or _is_due(step, self.engine.plan.eval_steps, last_checked)):
+        step, plan = report.step, self.engine.plan
+        is_last, last_checked = step == plan.steps, max(self.eval_history.last_step(), self.last_saved_step)
+        if self.task.held_out_rows and (is_last or _is_due(step, plan.eval_steps, last_checked, plan.steps)):
             self._evaluate()
-        save_due = _is_due(step, self.engine.plan.save_steps, self.last_saved_step)
+        save_due = _is_due(step, plan.save_steps, self.last_saved_step, plan.steps)
         if is_last or report.stop_requested or save_due or self.eval_history.best_step() == step:
             self._save()
 
@@ -337,24 +344,49 @@ class StageRunner:
             "seconds": self._training_seconds(),
         }
         self.context.world.heartbeat.set_phase("saving")
-        weights = {}
-        for name, tensor in self.parts.model.state_dict().items():
-            full = full_tensor(tensor)  # a collective: every rank calls it, rank 0 keeps the result
-            if self.context.world.is_main:
-                weights[name] = full.cpu()
-        batch = self.parts.check_batch
-        trained_loss = None if batch is None else next(self.engine.predict([batch])).sum().item()  # on every rank
-        self.context.world.on_rank0_broadcast(lambda: self._write_result(weights, metrics, trained_loss))
+        with self.context.span("final model", self.stage):
+            weights, batch = {}, self.parts.check_batch
+            # a model that is loaded again is compared on the device: LoRA writes little of it, and copies nothing
+            stays = batch is not None and self.context.world.size == 1
+            for name, tensor in self.parts.model.state_dict().items():
+                full = full_tensor(tensor)  # a collective: every rank calls it, rank 0 keeps the result
+                if self.context.world.is_main:
+                    weights[name] = full if stays else full.cpu()
+            trained_loss = None if batch is None else next(self.engine.predict([batch])).sum().item()  # on every rank
+            saved = self.context.world.on_rank0_broadcast(lambda: self._save_model(weights, trained_loss))
+        self._wait_for_save()  # of the last checkpoint: the stage is finished when both are on disk
+        result = {"metrics": metrics, "resume_config": self.resume_config, "plan": self.engine.plan.as_json(), **saved}
+        self.context.world.on_rank0_broadcast(lambda: self._write_result(result))
         return metrics
 
-    def _write_result(
-        self, weights: dict[str, Any], metrics: dict[str, float | None], trained_loss: float | None
-    ) -> None:
+    def _save_model(self, weights: dict[str, Any], trained_loss: float | None) -> dict[str, Any]:
+        """Write the model folder and check it, while `while_saving` runs; returns what the result says about it."""
         folder = self.context.folder.model(self.stage)
-        self.parts.save(weights, folder)
-        round_trip = self._check_round_trip(folder, weights, trained_loss)
-        result = {"metrics": metrics, "resume_config": self.resume_config, "plan": self.engine.plan.as_json(),
-                  "files": hash_model_files(folder), "round_trip": round_trip}  # fmt: skip
+
+        def save() -> dict[str, Any]:
+            self.parts.save(weights, folder)
+            hashes = executor.submit(hash_model_files, folder)  # both read the files
+            round_trip = self._check_round_trip(folder, weights, trained_loss)
+            return {"files": hashes.result(), "round_trip": round_trip}
+
+        with ThreadPoolExecutor(2) as executor:
+            if not self._has_room_for_two():
+                return save()
+            saved = executor.submit(save)
+            with suppress(torch.OutOfMemoryError):  # it is done later, when the memory is free
+                self.while_saving()
+            return saved.result()
+
+    def _has_room_for_two(self) -> bool:
+        """Whether the GPU has room for a second model in fp32 and its KV cache; a CPU has other work to do."""
+        device = self.context.world.device
+        if device.type != "cuda" or self.parts.check_batch is not None:
+            return False
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        needed = 4 * self.parts.parameter_counts.total + SAMPLING_BYTES
+        return free - torch.cuda.memory_allocated(device) > needed
+
+    def _write_result(self, result: dict[str, Any]) -> None:
         write_json_with_checksum(self.context.folder.result(self.stage), result)
         shutil.rmtree(self.context.folder.frozen_cache(self.stage), ignore_errors=True)
 
@@ -431,9 +463,10 @@ def _diverged(what: str) -> Diverged:
     return Diverged(f"{what}; the last good checkpoint is kept. A lower learning_rate is the first thing to try")
 
 
-def _is_due(step: int, every: int, last: int) -> bool:
-    """Whether a multiple of `every` was passed since step `last`."""
-    return step // every > last // every
+def _is_due(step: int, every: int, last: int, steps: int) -> bool:
+    """Whether a multiple of `every` was passed since step `last`, unless the last step follows so soon that it would be
+    done twice: within a tenth of `every`."""
+    return step // every > last // every and (steps - step) * 10 >= every
 
 
 class EvalHistory:
