@@ -28,10 +28,11 @@ test: setup lint
 	$(BIN)/python -m pytest -m slow
 
 # Too slow for every change: the long commands of the pages, the lessons, the site, 20 pulls of 5 GB, 71 architectures,
-# 10 kills of an ORPO run, 50,000 hostile files, 10,000 requests and 200 signals.
+# 10 kills of an ORPO run, 20 of one that stops early, 50,000 hostile files, 10,000 requests and 200 signals.
 nightly: test docs test-docs
 	NIGHTLY=1 $(BIN)/python -m pytest --timeout 3600 tests/project/test_readme.py tests/cluster/test_pull.py \
-		tests/models/test_zoo.py tests/distributed/test_orpo.py tests/faults/test_hostile_trees.py
+		tests/models/test_zoo.py tests/distributed/test_orpo.py tests/distributed/test_early_stopping.py \
+		tests/faults/test_hostile_trees.py
 
 # Build the site from README.md and docs/ into build/site, in strict mode, and check every link.
 docs: setup

@@ -11,7 +11,7 @@ import torch
 from jinja2 import TemplateError
 
 from modelwright.data.chat import appends_eos
-from modelwright.errors import UsageError
+from modelwright.errors import Interrupted, UsageError
 from modelwright.models.pretrained import eos_token_ids, load_model, load_tokenizer
 from modelwright.recipe.schema import ModelConfig
 from modelwright.serve.decoder import Decoder, DecodeRequest, SamplingParams
@@ -155,15 +155,19 @@ class TextGenerator:
         """Maximum tokens of prompt and answer together, where the model's config has it."""
         return getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
 
-    def generate(self, conversations: Sequence[Sequence[Message]]) -> list[str]:
-        """The answers to several conversations."""
-        return [completion.text for [completion] in self.completions(conversations)]
+    def generate(
+        self, conversations: Sequence[Sequence[Message]], stop_requested: Callable[[], bool] = lambda: False
+    ) -> list[str]:
+        """The answers to several conversations; raises Interrupted once `stop_requested` says so."""
+        completions = self.completions(conversations, stop_requested=stop_requested)
+        return [completion.text for [completion] in completions]
 
     def completions(
         self,
         conversations: Sequence[Sequence[Message]],
         sampling_params: SamplingParams | None = None,
         num_samples: int = 1,
+        stop_requested: Callable[[], bool] = lambda: False,
     ) -> list[list[Completion]]:
         """Answers to several conversations, decoded in batches: `num_samples` for each.
 
@@ -181,6 +185,8 @@ class TextGenerator:
         try:
             while not all(request.finished for request in pending):
                 self.decoder.step()
+                if stop_requested():
+                    raise Interrupted("stopped before every answer was generated")
         finally:
             for request in pending:
                 request.cancelled = True

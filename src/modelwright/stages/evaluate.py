@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,18 +65,24 @@ def evaluation_metrics(context: RunContext, stage: str) -> Metrics:
     return {**evaluate_cached(context, stage), **{f"base_{name}": value for name, value in base.items()}}
 
 
+def evaluation_job(context: RunContext) -> EvaluationJob:
+    """What the recipe of a run wants to be evaluated."""
+    assert context.recipe.evaluate is not None
+    prompts = load_prompts(context.recipe, context.recipe_dir)
+    shards = find_held_out_shards(context.folder)
+    return EvaluationJob(context.recipe.evaluate, context.recipe_dir, shards, prompts, context.recipe.seed)
+
+
 def evaluate_cached(context: RunContext, name: str) -> Metrics:
     """The metrics of one model of the run, cached for the same model and settings."""
     config = context.recipe.evaluate
     assert config is not None
     folder, fingerprint = resolve_stage_model(context, name)
-    prompts = load_prompts(context.recipe, context.recipe_dir)
-    shards = find_held_out_shards(context.folder)
-    job = EvaluationJob(config, context.recipe_dir, shards, prompts, context.recipe.seed)
+    job = evaluation_job(context)
     measured: list[Any] = [fingerprint, config.model_dump(mode="json")]
     if config.answers:
         sources = verifiers.verifier_sources(config.answers, context.recipe_dir)
-        measured += [sources, context.recipe.seed, [[row.messages, row.reference] for row in prompts]]
+        measured += [sources, context.recipe.seed, [[row.messages, row.reference] for row in job.prompts]]
     key = xxhash.xxh3_128_hexdigest(json.dumps(measured, sort_keys=True).encode())
     path = context.folder.evaluation(name)
     if not path.exists() or read_json(path)["key"] != key:
@@ -129,14 +135,14 @@ def evaluate_model(folder: Path, job: EvaluationJob) -> dict[str, Any]:
     return {"metrics": {**metrics, **judged.metrics}, "samples": samples, **judged.as_json()}
 
 
-def judge_model(folder: Path, job: EvaluationJob) -> JudgedAnswers:
+def judge_model(folder: Path, job: EvaluationJob, stop_requested: Callable[[], bool] = lambda: False) -> JudgedAnswers:
     """Answer the prompts of evaluate.answers with the model of a folder, and judge its answers."""
     config = job.config.answers
     assert config is not None
     generator = TextGenerator(folder, config.max_new_tokens, config.temperature, job.seed)
     conversations = [[dict(message) for message in row.messages] for row in job.prompts]
-    starts = range(0, len(conversations), ANSWER_BATCH)
-    answers = [text for start in starts for text in generator.generate(conversations[start : start + ANSWER_BATCH])]
+    batches = [conversations[start : start + ANSWER_BATCH] for start in range(0, len(conversations), ANSWER_BATCH)]
+    answers = [text for batch in batches for text in generator.generate(batch, stop_requested)]
     return verifiers.judge_answers(config, job.prompts, answers, job.recipe_dir)
 
 

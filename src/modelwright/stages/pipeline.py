@@ -384,7 +384,8 @@ def write_history(context: RunContext) -> None:
         if event["event"] in ("step", "evaluation") and event.get("stage") in stages:
             step_key = (stages.index(event["stage"]), event["step"])
             entry = steps.setdefault(step_key, {"stage": event["stage"]})
-            fields = (*HISTORY_FIELDS, *STAGES[event["stage"]].metrics)
+            judged = (key for key in event if key.startswith("answers."))
+            fields = (*HISTORY_FIELDS, *STAGES[event["stage"]].metrics, *judged)
             entry.update({key: event[key] for key in fields if key in event})
     entries = [_without_tokens(steps[step_key]) for step_key in sorted(steps)]
     write_json(context.folder.history, {"epochs": epoch_history(entries), "steps": entries})
