@@ -26,7 +26,7 @@ LINES = {
     # sizes and paths of model folders
     "steady under attack": 400,
     # the batched decoder and its caches, concurrent requests of serve; verifiers, evaluate.answers, early stopping
-    "judged answers": 1_300,
+    "judged answers": 1_330,
     # a set in two formats, rows sampled over topics, degenerate answers, the link of a plan
     "five systems": 360,
     # what else is worth its lines

@@ -579,5 +579,5 @@ def decodes_exactly(model: Any, decoder_cache: DecoderCache) -> bool:
         return False
     finally:
         decoder_cache.clear()
-    is_exact = model.device.type == "cpu" and not getattr(model, "is_quantized", False)
+    is_exact = model.device.type == "cpu" and model.dtype is torch.float32 and not getattr(model, "is_quantized", False)
     return max(gaps) < (EXACT_TOLERANCE if is_exact else FORWARD_TOLERANCE)

@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 
 from modelwright.data.chat import appends_eos
 from modelwright.errors import Interrupted, UsageError
-from modelwright.models.pretrained import eos_token_ids, load_model, load_tokenizer
+from modelwright.models.pretrained import eos_token_ids, inference_dtype, load_model, load_tokenizer
 from modelwright.recipe.schema import ModelConfig
 from modelwright.serve.decoder import Decoder, DecodeRequest, SamplingParams
 
@@ -140,12 +140,16 @@ class TextGenerator:
 
     def __init__(
         self, folder: Path, max_new_tokens: int = 128, temperature: float = 0.0, seed: int = 0,
-        config: ModelConfig | None = None,
+        config: ModelConfig | None = None, precision: str = "auto",
     ) -> None:  # fmt: skip
-        """`config`: the model section of a recipe, whose chat template a model before training gets too."""
+        """`config`: the model section of a recipe, whose chat template a model before training gets too.
+
+        `precision`: that of the training; on a GPU the model is loaded in bf16 unless it is fp32, on a CPU in fp32.
+        """
         self._tokenizer = load_tokenizer(folder, config)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._model = load_model(folder).eval().to(self._device)
+        dtype = inference_dtype(self._device, precision)
+        self._model = load_model(folder, device=self._device, dtype=dtype).eval().to(self._device)
         self._eos_token_ids = sorted({*eos_token_ids(self._model), self._tokenizer.eos_token_id})
         self.sampling_params = SamplingParams(max_new_tokens, temperature, seed=seed)
         self.decoder = Decoder(self._model)

@@ -55,6 +55,8 @@ class EvaluationJob:
     """Prompts of evaluate.answers."""
     seed: int = 0
     """Seed of sampled answers."""
+    precision: str = "auto"
+    """Precision of the training, which answers are generated in on a GPU."""
 
 
 def evaluation_metrics(context: RunContext, stage: str) -> Metrics:
@@ -70,7 +72,8 @@ def evaluation_job(context: RunContext) -> EvaluationJob:
     assert context.recipe.evaluate is not None
     prompts = load_prompts(context.recipe, context.recipe_dir)
     shards = find_held_out_shards(context.folder)
-    return EvaluationJob(context.recipe.evaluate, context.recipe_dir, shards, prompts, context.recipe.seed)
+    seed, precision = context.recipe.seed, context.recipe.answers_precision
+    return EvaluationJob(context.recipe.evaluate, context.recipe_dir, shards, prompts, seed, precision)
 
 
 def evaluate_cached(context: RunContext, name: str) -> Metrics:
@@ -139,7 +142,8 @@ def judge_model(folder: Path, job: EvaluationJob, stop_requested: Callable[[], b
     """Answer the prompts of evaluate.answers with the model of a folder, and judge its answers."""
     config = job.config.answers
     assert config is not None
-    generator = TextGenerator(folder, config.max_new_tokens, config.temperature, job.seed)
+    sampling = config.max_new_tokens, config.temperature, job.seed
+    generator = TextGenerator(folder, *sampling, precision=job.precision)
     conversations = [[dict(message) for message in row.messages] for row in job.prompts]
     batches = [conversations[start : start + ANSWER_BATCH] for start in range(0, len(conversations), ANSWER_BATCH)]
     answers = [text for batch in batches for text in generator.generate(batch, stop_requested)]
@@ -233,7 +237,8 @@ def evaluate_run(run: RunFolder, config: EvaluateConfig, trusted_files: Collecti
     if job_config.answers:
         verifiers.require_trusted(job_config.answers, run.path, trusted_files)
     prompts = load_prompts(loaded.recipe, run.path) if job_config.answers else []
-    job = EvaluationJob(job_config, run.path, find_held_out_shards(run), prompts, loaded.recipe.seed)
+    seed, precision = loaded.recipe.seed, loaded.recipe.answers_precision
+    job = EvaluationJob(job_config, run.path, find_held_out_shards(run), prompts, seed, precision)
     if not (job_config.is_configured or job.held_out):
         raise UsageError(f"{run.path} says nothing to measure by; add --text, --multiple-choice, --prompt or --task")
     folders = {BASE: base_model_dir(run, loaded.recipe)}
