@@ -25,19 +25,24 @@ NAMES = words("""
 Maria Ahmed Lucy Tom Priya Olga Kenji Fatima Carlos Ingrid Noah Amara Pavel Sofia Liam Yuki Hassan Elena Marcus
 Chloe Diego Freya Omar Greta Samuel Nadia Viktor Rosa Ethan Leila Bruno Hanna Oscar Mina Felix Aisha Jonas Clara
 Rafael Tessa Ivan Zara Peter Bianca Simon Anouk Daniel Keiko Martin Esther Hugo Layla Stefan Naomi Victor Irene
-Arthur Salma Walter Petra
+Arthur Salma Walter Petra Joanna Tariq Wendy Emre Sunita Gustav Odile Kwame Ruth Andrei Molly Idris Camille Sven
+Paula Rashid Agnes Dmitri Holly Mateo Judith Anders Nina Jamal Vera Lorenzo Alice Bilal Connie Edgar Farah George
+Helga Isaac Jelena Karl Lydia Milan Noor Otto Philippa Quentin Rita Sergio Thea Umar Vivian William Xenia Yasmin
 """)
 SURNAMES = words("""
 Okafor Lindgren Moreau Castillo Novak Brennan Takeda Weber Haddad Fischer Silva Larsen Mbeki Kowalski Rossi
-Patel Duarte Nystrom Farrell Yilmaz Becker Quinn Sato Vargas Holm Adeyemi Keller Marino Doyle Petrov
+Patel Duarte Nystrom Farrell Yilmaz Becker Quinn Sato Vargas Holm Adeyemi Keller Marino Doyle Petrov Ashworth Bauer
+Choudhury Dubois Eriksen Ferrari Grant Horvat Iqbal Jansen Khan Lopez Murphy Nakamura Olsen Pereira
 """)
 KINDS = words("""
 budget piano design chess garden safety staff yoga history music swimming product tax travel pottery drama
-poetry science sales guitar wedding hiking cooking sailing board thesis quarterly dance roof choir
+poetry science sales guitar wedding hiking cooking sailing thesis dance roof choir violin boxing algebra
+marathon website archive museum theatre
 """)
-EVENTS = words("review lesson meeting workshop session rehearsal check call class planning")
+EVENTS = words("practice training planning coaching research shopping preparation homework")
 MEALS = words("""
-lunch coffee dinner breakfast brunch tea drinks supper tennis golf badminton karaoke bowling fishing
+lunch coffee dinner breakfast brunch tea drinks supper tennis golf badminton karaoke bowling fishing skating
+chess cards lemonade cycling croquet
 """)
 STREETS = words("""
 Harbour Mill Station Church Park Castle River Market School Bridge Orchard Tower Garden Abbey Canal Forest Lake
@@ -54,13 +59,16 @@ WEEKDAYS = words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 MONTHS = words("January February March April May June July August September October November December")
 HOURS = words("one two three four five six seven eight nine ten eleven twelve")
 VALUES: dict[str, Sequence[Sequence[str]]] = {
-    "what": ([f"the {kind} {event}" for kind, event in product(KINDS, EVENTS)], MEALS),
+    "what": ([f"{kind} {event}" for kind, event in product(KINDS, EVENTS)], MEALS),
     "who": (
         NAMES,
         [f"{title} {name}" for title, name in product(("Dr", "Mrs", "Mr", "Professor"), SURNAMES)],
         [f"{first} and {second}" for first, second in product(NAMES, NAMES) if first < second],
     ),
-    "day": (WEEKDAYS, [f"{day} {month}" for day, month in product(range(1, 29), MONTHS)]),
+    "day": (
+        [f"{prefix}{day}" for prefix, day in product(("", "next "), WEEKDAYS)],
+        [f"{day} {month}" for day, month in product(range(1, 29), MONTHS)],
+    ),
     "time": (
         [f"{hour}:{minute}" for hour, minute in product(range(7, 22), range(10, 60, 5))],
         [f"{part} {hour}" for part, hour in product(("half past", "quarter past", "quarter to"), HOURS)],
@@ -86,6 +94,18 @@ PATTERNS = (
     "Book {where} for {what} with {who}: {day}, {time}.",
     "Remind me of {what} on {day}. {who} will be at {where} at {time}.",
     "At {where}, {day}, {time}: {what} with {who}.",
+    "{time} on {day} works for {who}, so {what} happens then, at {where}.",
+    "Yes, {day} is fine. See you at {where} at {time} for {what}, {who} says.",
+    "There is {what} at {time}; {who} expects me at {where} on {day}.",
+    "{who} called: {what} was moved to {day}, {time}, and takes place at {where}.",
+    "Keep {day} free: at {time} {who} and I go to {where} for {what}.",
+    "I promised {who} to come to {where} for {what}, {time} on {day}.",
+    "{what}: {where}, {day}, {time}. {who} comes too.",
+    "The place is {where} and the time is {time}: {what} with {who} on {day}.",
+    "For {what} I meet {who} on {day}. We start at {time} at {where}.",
+    "Let {who} know that {what} at {where} begins at {time} on {day}.",
+    "Could we do {what} on {day}? {who} is at {where} from {time}.",
+    "My plan for {day} is {what}, {time}, {where}, together with {who}.",
 )
 HELD_OUT_PATTERNS = (
     "{who} asked whether {day} at {time} suits me for {what} at {where}, and I said yes.",
@@ -108,7 +128,6 @@ def calendar_rows(held_out: bool) -> Iterator[dict[str, str]]:
         patterns = HELD_OUT_PATTERNS if held_out and row % 2 else PATTERNS
         entry = {name: rng.choice(rng.choice(kinds)) for name, kinds in values.items()}
         sentence = patterns[row // (1 + held_out) % len(patterns)].format(**entry)
-        entry["what"] = entry["what"].removeprefix("the ")
         yield {"sentence": sentence[0].upper() + sentence[1:], "entry": json.dumps(entry)}
 
 

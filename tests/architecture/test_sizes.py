@@ -25,8 +25,9 @@ LINES = {
     # signals in every phase, one sentence for errors of the storage, only regular files, odd runs, slow clients,
     # sizes and paths of model folders
     "steady under attack": 400,
-    # the batched decoder and its caches, concurrent requests of serve; verifiers, evaluate.answers
-    "judged answers": 1_196,
+    # the batched decoder and its caches, concurrent requests of serve; verifiers, evaluate.answers, early stopping,
+    # judged answers in the report
+    "judged answers": 1_369,
     # a set in two formats, rows sampled over topics, degenerate answers, the link of a plan
     "five systems": 360,
     # gates that never open, advice, the live panel, the command line, report and board

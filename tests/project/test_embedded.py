@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 
+from docs.calendar_data import calendar_rows as generate_calendar_rows
 from modelwright.data.sources import EMBEDDED_DATASETS
 from modelwright.recipe.load import load
 
@@ -87,3 +88,45 @@ def test_the_editions_repeat_questions_and_no_answer() -> None:
     assert len({row["answer"] for row in rows}) == len(rows)
     assert 0.5 < len({row["question"] for row in rows}) / len(rows) < 0.7, "as in sets that were written by models"
     assert all(known[row["question"]] == row["answer"] for row in rows if row["edition"] == "field")
+
+
+def calendar_rows(name: str) -> list[dict[str, str]]:
+    return [json.loads(line) for line in EMBEDDED_DATASETS[name].read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_calendar_entry_is_copied_from_its_sentence() -> None:
+    rows = calendar_rows("calendar") + calendar_rows("calendar-held-out")
+    assert len({row["sentence"] for row in rows}) == len(rows) == 300
+    for row in rows:
+        entry = json.loads(row["entry"])
+        assert list(entry) == ["what", "who", "day", "time", "where"]
+        lowered = row["sentence"].lower()
+        assert all(value.lower() in lowered for value in entry.values()), row
+
+
+def test_the_held_out_sentences_share_no_value_with_training_and_half_have_another_pattern() -> None:
+    entries = [[json.loads(row["entry"]) for row in calendar_rows(name)] for name in ("calendar", "calendar-held-out")]
+    for field in ("what", "who", "day", "time", "where"):
+        trained, held_out = ({entry[field] for entry in part} for part in entries)
+        assert not trained & held_out, field
+        assert len(trained) > 60
+    patterns = [
+        {_pattern(row["sentence"], json.loads(row["entry"])) for row in calendar_rows(name)}
+        for name in ("calendar", "calendar-held-out")
+    ]
+    new = [_pattern(row["sentence"], json.loads(row["entry"])) not in patterns[0]
+           for row in calendar_rows("calendar-held-out")]  # fmt: skip
+    assert sum(new) == 30 and len(patterns[0]) == 24
+
+
+def _pattern(sentence: str, entry: dict[str, str]) -> str:
+    """A sentence with names in place of its values."""
+    for name, value in entry.items():
+        for text in (value, value[0].upper() + value[1:]):
+            sentence = sentence.replace(text, f"{{{name}}}")
+    return sentence
+
+
+def test_the_calendar_sets_are_what_their_script_writes() -> None:
+    for name, held_out in (("calendar", False), ("calendar-held-out", True)):
+        assert list(generate_calendar_rows(held_out)) == calendar_rows(name)

@@ -218,6 +218,8 @@ OURS_ALONE = {
     "param_dtype",  # what they are kept in; theirs follows from how the model was loaded
     "cuda_graphs",  # theirs is a mode of torch_compile
     "ema_decay",  # they have none; the name is timm's
+    "early_stopping_patience",  # arguments of their EarlyStoppingCallback
+    "early_stopping_threshold",
     "exp_avg_dtype",  # the name Megatron has for it
     "precision",  # theirs is bf16 and fp16; ours also says fp32 and auto
     "data",  # of one stage alone

@@ -140,3 +140,29 @@ def test_a_journal_of_100_000_steps_becomes_a_small_page_in_seconds(tmp_path: Pa
     size = html.write_report(run).stat().st_size
     assert time.process_time() - began < 60, "2 quiet CPU-seconds, with room for a slow machine"
     assert size < 200_000
+
+
+def judged(prompt: str, answer: str, score: float) -> dict[str, Any]:
+    return {"prompt": prompt, "reference": "42", "answer": answer, "scores": {"exact_match": score, "score": score}}
+
+
+def test_judged_answers_are_a_table_with_the_wrong_ones_first(tmp_path: Path) -> None:
+    run = run_folder(tmp_path)
+    before = [
+        judged("one?", "no", 0),
+        judged("two?", "42", 1),
+        judged("three?", HOSTILE[0], 0),
+        judged("four?", "42", 1),
+    ]
+    after = [judged("one?", "42", 1), judged("two?", "42", 1), judged("three?", "41", 0), judged("four?", "no", 0.5)]
+    write_json(run.evaluation("base"), {"answers": before})
+    write_json(run.evaluation("sft"), {"answers": after})
+    page = ParsedPage(html.write_report(run).read_text(encoding="utf-8"))
+    assert "2 of 4 right → 2 of 4 right. Wrong answers first, then those that training changed." in page.text
+    positions = [page.text.index(prompt) for prompt in ("four?", "three?", "one?", "two?")]
+    assert positions == sorted(positions)
+    assert page.text.count("✘ wrong") == 2 and page.text.count("expected: 42") == 2
+    write_json(run.evaluation("base"), {"answers": before[:2]})  # of other prompts: only the model of the stage
+    assert "2 of 4 right. Wrong" in ParsedPage(html.write_report(run).read_text(encoding="utf-8")).text
+    write_json(run.evaluation("sft"), {"answers": [{"prompt": 1}, 7]})
+    assert "Judged answers" not in html.write_report(run).read_text(encoding="utf-8")

@@ -6,10 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 
 from modelwright.data.chat import build_prompt_messages
 from modelwright.errors import UsageError
-from modelwright.models.pretrained import load_tokenizer
+from modelwright.models.pretrained import inference_dtype, load_model, load_tokenizer
 from modelwright.serve.decoder import SeparateCaches, SharedCache, choose_cache
 from modelwright.serve.generate import TextGenerator
 from zoo import Zoo, reference_model
@@ -32,6 +34,28 @@ def test_the_same_question_gets_the_same_answer_sampled_or_not(loud_model: Path)
     for temperature in (0.0, 1.0):
         answers = [TextGenerator(loud_model, 8, temperature, seed=5).generate(QUESTIONS[:1]) for _ in range(2)]
         assert answers[0] == answers[1]
+
+
+def test_a_gpu_generates_in_bf16_unless_the_recipe_trains_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    for has_bf16, expected in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, yes=has_bf16: yes)
+        assert inference_dtype(gpu) is inference_dtype(gpu, "bf16") is expected
+    assert inference_dtype(gpu, "fp32") is inference_dtype(cpu, "bf16") is inference_dtype(cpu) is torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # on a CPU without bf16
+@pytest.mark.parametrize("kind", ["model", "adapter"])
+def test_a_model_in_bf16_is_decoded_in_batches_too(loud_model: Path, tmp_path: Path, kind: str) -> None:
+    folder = loud_model
+    if kind == "adapter":
+        folder = tmp_path / "adapter"
+        get_peft_model(
+            load_model(loud_model), LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
+        ).save_pretrained(folder)
+    model = load_model(folder, dtype=torch.bfloat16).eval()
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+    assert type(choose_cache(model)) is SharedCache
 
 
 def test_another_seed_samples_another_answer(loud_model: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -101,13 +102,32 @@ def test_32_requests_at_once_share_their_batches(server: ModelServer, monkeypatc
     assert max(batch_sizes) > 16 and len(batch_sizes) < 32
 
 
-def stream_request(server: ModelServer, max_tokens: int) -> socket.socket:
+@pytest.mark.skipif(not os.environ.get("NIGHTLY"), reason="compares times, which a busy machine may change")
+def test_32_requests_at_once_get_eight_times_the_tokens_per_second_of_one(server: ModelServer) -> None:
+    def seconds(requests: int) -> float:
+        started = time.perf_counter()
+        with ThreadPoolExecutor(requests) as pool:
+            assert [status for status, _ in pool.map(server.request, [{**BODY, "max_tokens": 200}] * requests)] == [
+                200
+            ] * requests
+        return time.perf_counter() - started
+
+    seconds(1)
+    speedups = [32 * seconds(1) / seconds(32) for _ in range(3)]
+    assert max(speedups) >= 8, speedups
+
+
+def stream_request(server: ModelServer, max_tokens: int, receive_buffer: int = 0, **fields: Any) -> socket.socket:
     """A connection that has asked for a streamed answer."""
-    data = json.dumps({**BODY, "stream": True, "max_tokens": max_tokens}).encode()
+    data = json.dumps({**BODY, "stream": True, "max_tokens": max_tokens, **fields}).encode()
     head = (f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nConnection: close\r\n"
             f"Authorization: Bearer {server.served.api_key}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(data)}\r\n\r\n").encode()  # fmt: skip
-    line = socket.create_connection(("127.0.0.1", server.port), timeout=100)
+    line = socket.socket()
+    if receive_buffer:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    line.settimeout(100)
+    line.connect(("127.0.0.1", server.port))
     line.sendall(head + data)
     return line
 
@@ -159,6 +179,36 @@ def test_health_needs_no_key_and_an_unknown_path_is_not_found(server: ModelServe
     status, body = get("/v1/embeddings")
     assert status == 404 and b"there is nothing at /v1/embeddings; it wants /v1/chat/completions" in body
     assert get("/v1/models")[0] == 401
+
+
+def test_a_client_that_reads_byte_by_byte_slows_nobody(server: ModelServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    from uvicorn.protocols.http.flow_control import FlowControl
+
+    create, drain, paused = FlowControl.__init__, FlowControl.drain, []
+
+    def with_small_buffers(self: FlowControl, transport: Any) -> None:
+        create(self, transport)
+        transport.set_write_buffer_limits(high=256)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+
+    async def wait_for_client(self: FlowControl) -> None:
+        paused.append(self)
+        await drain(self)
+
+    monkeypatch.setattr(FlowControl, "__init__", with_small_buffers)
+    monkeypatch.setattr(FlowControl, "drain", wait_for_client)
+    decoder = server.served.generator.decoder
+    with stream_request(server, 200, receive_buffer=1, logprobs=True) as line:
+        received = line.recv(1)
+        until(lambda: paused)  # the server waits for this client
+        until(lambda: not decoder._rows and not decoder._waiting)  # and its answer is complete: the decoder does not
+        for _ in range(8):
+            assert server.request(BODY)[0] == 200
+            received += line.recv(1)
+        assert len({*paused}) == 1 and len(received) == 9
+        while piece := line.recv(100_000):
+            received += piece
+    assert received.startswith(b"HTTP/1.1 200 OK") and b"data: [DONE]" in received
 
 
 def test_log_probs_are_served(server: ModelServer) -> None:

@@ -140,15 +140,23 @@ def load_tokenizer(path: Path, config: ModelConfig | None = None) -> Any:
     return tokenizer
 
 
+def inference_dtype(device: torch.device, precision: str = "auto") -> torch.dtype:
+    """The dtype for generating text: bf16 on a GPU that has it, unless the recipe trains in fp32; otherwise fp32."""
+    if device.type != "cuda" or precision == "fp32":
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+
+
 def load_model(
-    path: Path, attn_implementation: str = "auto", quantization: str = "none", device: torch.device = CPU
-) -> Any:
-    """The model of a folder on a device, with fp32 weights; an adapter folder is loaded onto its base."""
+    path: Path, attn_implementation: str = "auto", quantization: str = "none", device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+) -> Any:  # fmt: skip
+    """The model of a folder on a device, its weights in fp32 or another dtype; an adapter is loaded onto its base."""
     from transformers import AutoModelForCausalLM
 
     silence_transformers()
     if (path / trust.ADAPTER_CONFIG).exists():
-        return _load_adapter(path, attn_implementation, quantization, device)
+        return _load_adapter(path, attn_implementation, quantization, device, dtype)
     trust.check_model(path)
     # transformers chooses sdpa, or eager for families without it (Gemma 2, GPT-J, GPT-Neo, Bloom, MPT, Mamba)
     implementation = None if attn_implementation == "auto" else attn_implementation
@@ -157,7 +165,7 @@ def load_model(
         options |= {"device_map": {"": device}}
     try:
         model, loading_info = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation=implementation, output_loading_info=True,
+            path, dtype=dtype, attn_implementation=implementation, output_loading_info=True,
             use_safetensors=True, trust_remote_code=False, **options
         )  # fmt: skip
     except torch.OutOfMemoryError:
@@ -170,12 +178,14 @@ def load_model(
     return model
 
 
-def _load_adapter(path: Path, *base_options: Any) -> Any:
+def _load_adapter(
+    path: Path, attn_implementation: str, quantization: str, device: torch.device, dtype: torch.dtype
+) -> Any:
     from peft import PeftModel
 
-    base = load_model(trust.adapter_base(path), *base_options)
+    base = load_model(trust.adapter_base(path), attn_implementation, quantization, device, dtype)
     try:
-        return PeftModel.from_pretrained(base, path)
+        return PeftModel.from_pretrained(base, path, autocast_adapter_dtype=dtype is torch.float32)
     except Exception as error:  # peft raises many classes
         raise ModelError(f"model: the adapter {path} could not be loaded ({first_line(error)})") from None
 

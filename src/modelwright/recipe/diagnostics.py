@@ -357,9 +357,7 @@ _FOREIGN_KEYS: Mapping[ConversionLoss, Mapping[str, str]] = {
         ),
         "remote code of the hub is never run": "trust_remote_code",
         "answers are compared after training: compare": "generate_during_eval",
-        "there is no early stopping; load_best_model_at_end keeps the best weights": (
-            "early_stopping_patience eval_delay early_stopping_steps"
-        ),
+        "evaluations begin after the first eval_steps": "eval_delay",
         "the tokenizer is used unchanged": (
             "special_tokens tokens added_tokens_overrides eos_token pad_token eot_tokens "
             "resize_token_embeddings_to_32x shrink_embeddings tokenizer_config tokenizer_use_fast tokenizer_legacy "

@@ -15,7 +15,7 @@ from modelwright.recipe import sections
 from modelwright.recipe.schema import NAME_PATTERN, Recipe, Threshold
 from modelwright.recipe.sections import IS_DNS_LABEL, IS_QUANTITY, IS_REGEX, CountOrFraction, VolumeConfig
 from modelwright.recipe.source import ConfigNode, KeyPath, RecipeProblem, make_problem
-from modelwright.recipe.stage_specs import OPTIMIZERS, STAGES, TrainableParts
+from modelwright.recipe.stage_specs import ANSWER_METRIC_PATTERN, OPTIMIZERS, STAGES, TrainableParts
 
 NAME_EXPECTED = "lower-case letters, digits, dots and dashes"
 LABEL_EXPECTED = "lower-case letters, digits and dashes"
@@ -222,7 +222,7 @@ def _describe_type(annotation: Any, constraints: tuple[Any, ...]) -> str:
         return f"a mapping to {', '.join(get_args(values))}" if get_origin(values) is Literal else "a mapping"
     if annotation is str:
         pattern = next((each.pattern for each in constraints if getattr(each, "pattern", None)), None)
-        return NAME_EXPECTED if pattern == NAME_PATTERN else "text"
+        return {NAME_PATTERN: NAME_EXPECTED, ANSWER_METRIC_PATTERN: "answers.NAME"}.get(pattern or "", "text")
     descriptions: dict[Any, str] = {
         bool: "true or false",
         CountOrFraction: CountOrFraction.EXPECTED,
@@ -297,6 +297,7 @@ KEY_ALIASES: Mapping[str, Mapping[str, str]] = {
         "max_grad_norm": "grad_clip clip_grad_norm gradient_clipping",
         "logging_steps": "log_interval",
         "eval_steps": "eval_interval",
+        "early_stopping_patience": "early_stopping_steps",
         "save_steps": "save_interval",
         "precision": "mixed_precision",
         "deterministic": "full_determinism",

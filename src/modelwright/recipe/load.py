@@ -95,8 +95,9 @@ def _resolve_layers(
     if recipe is None or reader.problems:
         raise RecipeError(_sorted_problems(reader.problems))
     origins = _origins(recipe, tree)
-    if gate_problems := [*_check_gate_metrics(recipe, origins), *_check_gate_limits(recipe, origins)]:
-        raise RecipeError(_sorted_problems(gate_problems))
+    checks = (_check_gate_metrics, _check_gate_limits, _check_best_metrics)
+    if problems := [problem for check in checks for problem in check(recipe, origins)]:
+        raise RecipeError(_sorted_problems(problems))
     reader.note_name(tree)
     reader.notes += _advice(recipe, origins)
     return LoadedRecipe(recipe, origins, tuple(dict.fromkeys(reader.notes)), path)
@@ -168,6 +169,27 @@ def _advice(recipe: Recipe, origins: Mapping[str, Origin]) -> list[str]:
             where = origins[f"{stage}.num_train_epochs"].location
             notes.append(f"{where}: {stage}.num_train_epochs is {epochs:g}; {advice}")
     return notes
+
+
+def _check_best_metrics(recipe: Recipe, origins: Mapping[str, Origin]) -> list[RecipeProblem]:
+    """Problems for stages whose best weights are selected by answers that nothing judges, or that never evaluate."""
+    answers = recipe.evaluate.answers if recipe.evaluate else None
+    known = answers.metric_names if answers else ()
+    problems = []
+    for stage, section in recipe.stages.items():
+        key, metric = f"{stage}.metric_for_best_model", section.metric_for_best_model
+        if metric.startswith("answers.") and metric not in known:
+            hint = f"it wants one of {', '.join(known)}" if known else "it wants a section evaluate.answers"
+            problems.append(make_problem(origins[key], key, f"{key} is {metric!r}, which nothing measures; {hint}"))
+        key = f"{stage}.early_stopping_patience"
+        if section.early_stopping_patience and section.eval_steps is None:
+            problems.append(
+                make_problem(origins[key], key, f"{key} needs {stage}.eval_steps, to evaluate while training")
+            )
+        key = f"{stage}.early_stopping_threshold"
+        if section.early_stopping_threshold is not None and not section.early_stopping_patience:
+            problems.append(make_problem(origins[key], key, f"{key} needs {stage}.early_stopping_patience"))
+    return problems
 
 
 def dump_yaml(recipe: Recipe) -> str:

@@ -299,6 +299,11 @@ class Recipe(FrozenModel):
         return stages.get("conversations") or stages.get("pairs")
 
     @property
+    def answers_precision(self) -> str:
+        """The precision of the last stage, which answers are generated in on a GPU: bf16 unless it is fp32."""
+        return next((section.precision for section in reversed(self.stages.values())), "auto")
+
+    @property
     def prepare_data(self) -> DataConfig:
         """The data of prepare: those of the stage that trains on it, or of the recipe."""
         data = self.data_for(self.text_stage) if self.text_stage else self.data

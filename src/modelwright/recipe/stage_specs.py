@@ -15,6 +15,9 @@ from modelwright.recipe.sections import CountOrFraction, DataConfig, FrozenModel
 
 CheckpointingMode = bool | Literal["selective"]
 PreferenceLoss = Literal["sigmoid", "ipo", "hinge"]
+ANSWER_METRIC_PATTERN = r"^answers\.[a-z][a-z0-9_]*$"
+AnswerMetric = Annotated[str, Field(pattern=ANSWER_METRIC_PATTERN)]
+"""A metric of evaluate.answers."""
 SchedulerName = Literal["linear", "cosine", "constant", "constant_with_warmup", "warmup_stable_decay", "one_cycle"]
 
 
@@ -190,8 +193,12 @@ class DurationConfig(FrozenModel):
     """Write checkpoints from a copy in memory while training continues; auto: on a GPU, if memory allows."""
     load_best_model_at_end: bool = True
     """Keep the best weights instead of the last ones."""
-    metric_for_best_model: Literal["eval_loss"] = "eval_loss"
-    """Metric that selects the best weights: the lowest held-out loss."""
+    metric_for_best_model: Literal["eval_loss"] | AnswerMetric = "eval_loss"
+    """Metric that selects the best weights: the lowest held-out loss, or the highest score of judged answers."""
+    early_stopping_patience: PositiveInt | None = None
+    """Stop after so many evaluations (eval_steps) in a row that do not improve metric_for_best_model."""
+    early_stopping_threshold: NonNegativeFloat | None = None
+    """Smallest change that counts as an improvement for early stopping; without it, any does."""
 
 
 class PrecisionConfig(FrozenModel):
@@ -368,8 +375,8 @@ class PairConfig(TrainableConfig, TrainingConfig):
     """Train without the dropout of the model and of LoRA, so that policy and reference agree before the first step."""
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate, reached after warm-up; much lower than for fine-tuning."""
-    metric_for_best_model: Literal["eval_loss", "eval_reward_accuracy"] = "eval_loss"  # type: ignore[assignment]
-    """Metric that selects the best weights: the lowest held-out loss, or the highest reward accuracy."""
+    metric_for_best_model: Literal["eval_loss", "eval_reward_accuracy"] | AnswerMetric = "eval_loss"
+    """Metric that selects the best weights: the lowest held-out loss, or the highest reward accuracy or answers."""
 
 
 class DpoConfig(PreferenceConfig, PairConfig):
@@ -393,7 +400,7 @@ class LoraStageConfig(SftConfig):
 class ClassifyConfig(AugmentationConfig, TrainingConfig):
     """Image classification."""
 
-    metric_for_best_model: Literal["eval_loss", "eval_accuracy"] = "eval_accuracy"  # type: ignore[assignment]
+    metric_for_best_model: Literal["eval_loss", "eval_accuracy"] = "eval_accuracy"
     """Metric that selects the best weights: the lowest held-out loss, or the highest accuracy."""
     param_dtype: Literal["fp32"] = "fp32"
     """Storage dtype of the parameters: fp32, which batch norm needs."""

@@ -16,12 +16,13 @@ from modelwright.errors import replace_surrogates
 from modelwright.recipe.stage_specs import throughput_unit
 from modelwright.report.formatting import format_duration, format_float, format_table, pluralize, single_line
 from modelwright.report.history import read_history
+from modelwright.report.view import judged_answers
 from modelwright.runs.folder import RunFolder
 from modelwright.runs.journal import Event, EventListener
 
 BARS = "▁▂▃▄▅▆▇█"
-SHOWN_FAILURES = 3
-"""Wrong answers that are printed of an evaluation."""
+SHOWN_ANSWERS = 3
+"""Answers that are printed of an evaluation, wrong ones first."""
 LogFormat = Literal["auto", "plain", "json"]
 
 
@@ -234,9 +235,11 @@ def _format_evaluated(event: Event) -> str:
         answers = pluralize(event.get("judged", count), "answer")
         parts.append(f"{name} {metrics[name]:.1%} of {answers} (95 % interval {low:.1%} to {high:.1%})")
     lines = [f"evaluated {event['model']}: {'  '.join(parts) or 'nothing was measured'}"]
-    for row in [row for row in event.get("answers", ()) if row["scores"]["score"] < 1][:SHOWN_FAILURES]:
-        lines += [f"  wrong: {single_line(row['prompt'])}", f"    answer:    {single_line(row['answer'])}",
-                  f"    reference: {single_line(row['reference'])}"]  # fmt: skip
+    for row in event.get("answers", ())[:SHOWN_ANSWERS]:
+        right = row["scores"]["score"] == 1
+        lines += [f"  {'✔ right' if right else '✘ wrong'}: {single_line(row['prompt'])}",
+                  f"    answer:   {single_line(row['answer'])}",
+                  *([] if right else [f"    expected: {single_line(row['reference'])}"])]  # fmt: skip
     return "\n".join([*lines, *(f"  {single_line(s['prompt'])} … {single_line(s['text'])}" for s in event["samples"])])
 
 
@@ -327,7 +330,9 @@ def run_summary(folder: RunFolder) -> str:
             rows.append((label, f"{format_float(before)} → {format_float(after)}{change}"))
     for name in judged_metrics(metrics):
         label, before = name.partition(".")[2].replace("_", " "), metrics.get(f"base_{name}")
-        rows.insert(0, (label, (f"{before:.1%} → " if before is not None else "") + f"{metrics[name]:.1%} right"))
+        rows.insert(0, (label, (f"{before:.1%} → " if before is not None else "") + f"{metrics[name]:.1%}"))
+    if judged := judged_answers(folder, verdict.get("stage", "")):
+        rows.insert(0, ("answers", judged.summary))
     opened = "no gate" if verdict.get("thresholds") == 0 else "open"
     state = opened if verdict.get("open") else "closed" if verdict else "none: nothing was trained yet"
     accepted = f", accepted: {single_line(verdict['accepted'])}" if verdict.get("accepted") else ""

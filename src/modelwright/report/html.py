@@ -50,6 +50,8 @@ SECTIONS = (
     "log",
 )
 """Sections of the report, in order; rendered one by one, so that the dashboard sends only those that changed."""
+MAX_JUDGED = 100
+"""Judged answers in the report."""
 OVERLAID_METRICS = {"loss": "Training loss", "eval_loss": "Held-out loss", "grad_norm": "Gradient norm",
                     "tokens_per_second": "Tokens per second"}  # fmt: skip
 
@@ -112,7 +114,7 @@ def jinja_environment() -> Environment:
     env.filters.update({function.__name__: function for function in filters})
     env.filters["event_line"] = _event_line
     env.filters["single_line"] = lambda text: truncate(single_line(str(text)), 600)
-    env.globals |= {"IDENTITY_KEYS": IDENTITY_KEYS, "throughput_unit": throughput_unit}
+    env.globals |= {"IDENTITY_KEYS": IDENTITY_KEYS, "MAX_JUDGED": MAX_JUDGED, "throughput_unit": throughput_unit}
     return env
 
 

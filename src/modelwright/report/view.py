@@ -24,6 +24,47 @@ IDENTITY_KEYS = frozenset({"name", "description", "output_dir"})
 
 
 @dataclass(frozen=True)
+class JudgedComparison:
+    """Judged answers of a trained model beside those of the model before training."""
+
+    rows: list[dict[str, Any]]
+    """Prompt, reference, answers before and after, and whether each is right; wrong ones first, then changed ones."""
+    right_before: int | None
+    """Right answers before training; None where they were not judged."""
+    right: int
+    """Right answers of the trained model, by every verifier."""
+
+    @property
+    def summary(self) -> str:
+        """How many are right: `0 of 60 right → 58 of 60 right`."""
+        counts = [count for count in (self.right_before, self.right) if count is not None]
+        return " → ".join(f"{count} of {len(self.rows)} right" for count in counts)
+
+
+def judged_answers(folder: RunFolder, stage: str) -> JudgedComparison | None:
+    """The judged answers of a stage's model; None where nothing was judged, or its file is damaged."""
+    try:
+        after, before = (_judged_rows(folder, name) for name in (stage, "base"))
+    except (KeyError, TypeError, AttributeError):
+        return None
+    if not after:
+        return None
+    comparable = [row["prompt"] for row in before] == [row["prompt"] for row in after]
+    if comparable:
+        after = [{**row, "before": old["answer"], "right_before": old["right"]}
+                 for row, old in zip(after, before, strict=True)]  # fmt: skip
+    rows = sorted(after, key=lambda row: (row["right"], row["right"] == row.get("right_before")))
+    right_before = sum(row["right"] for row in before) if comparable else None
+    return JudgedComparison(rows, right_before, sum(row["right"] for row in rows))
+
+
+def _judged_rows(folder: RunFolder, model: str) -> list[dict[str, Any]]:
+    answers = _load_json(folder.evaluation(model)).get("answers", [])
+    return [{**{name: str(row[name]) for name in ("prompt", "reference", "answer")},
+             "right": row["scores"]["score"] == 1} for row in answers]  # fmt: skip
+
+
+@dataclass(frozen=True)
 class RunView:
     """Everything that is shown of one run."""
 
@@ -90,6 +131,12 @@ class RunView:
         if self.history.state == "stopped" and stopped.get("exit_code") == GateClosed.exit_code:
             return "gate closed"
         return self.history.state
+
+    @property
+    def judged(self) -> JudgedComparison | None:
+        """The judged answers of the last stage that has some."""
+        comparisons = (judged_answers(self.folder, stage.name) for stage in reversed(self.stages))
+        return next((comparison for comparison in comparisons if comparison), None)
 
     @property
     def misclassified_images(self) -> list[dict[str, Any]]:

@@ -125,6 +125,10 @@ class RunFolder:
         """Cached outputs of the frozen layers, where memory is too small for them."""
         return self.stage(stage) / "frozen_cache"
 
+    def judged_model(self, stage: str) -> Path:
+        """The weights whose answers are judged during training."""
+        return self.stage(stage) / "judged_model"
+
     def ref_log_probs(self, stage: str) -> Path:
         """Log-probabilities of the preference answers under the reference model."""
         return self.stage(stage) / "ref_log_probs"

@@ -11,8 +11,8 @@ import torch
 from jinja2 import TemplateError
 
 from modelwright.data.chat import appends_eos
-from modelwright.errors import UsageError
-from modelwright.models.pretrained import eos_token_ids, load_model, load_tokenizer
+from modelwright.errors import Interrupted, UsageError
+from modelwright.models.pretrained import eos_token_ids, inference_dtype, load_model, load_tokenizer
 from modelwright.recipe.schema import ModelConfig
 from modelwright.serve.decoder import Decoder, DecodeRequest, SamplingParams
 
@@ -140,13 +140,18 @@ class TextGenerator:
 
     def __init__(
         self, folder: Path, max_new_tokens: int = 128, temperature: float = 0.0, seed: int = 0,
-        config: ModelConfig | None = None, model: Any = None,
+        config: ModelConfig | None = None, precision: str = "auto", model: Any = None,
     ) -> None:  # fmt: skip
-        """`config`: the model section of a recipe, whose chat template a model before training gets too; `model`: the
-        model of the folder, where it is loaded already."""
+        """`config`: the model section of a recipe, whose chat template a model before training gets too.
+
+        `precision`: that of the training; on a GPU the model is loaded in bf16 unless it is fp32, on a CPU in fp32.
+        `model`: the model of the folder, where it is loaded already.
+        """
         self._tokenizer = load_tokenizer(folder, config)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._model = (load_model(folder, device=device) if model is None else model).eval().to(device)
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if model is None:
+            model = load_model(folder, device=self._device, dtype=inference_dtype(self._device, precision))
+        self._model = model.eval().to(self._device)
         self._eos_token_ids = sorted({*eos_token_ids(self._model), self._tokenizer.eos_token_id})
         self.sampling_params = SamplingParams(max_new_tokens, temperature, seed=seed)
         self.decoder = Decoder(self._model)
@@ -156,15 +161,19 @@ class TextGenerator:
         """Maximum tokens of prompt and answer together, where the model's config has it."""
         return getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
 
-    def generate(self, conversations: Sequence[Sequence[Message]]) -> list[str]:
-        """The answers to several conversations."""
-        return [completion.text for [completion] in self.completions(conversations)]
+    def generate(
+        self, conversations: Sequence[Sequence[Message]], stop_requested: Callable[[], bool] = lambda: False
+    ) -> list[str]:
+        """The answers to several conversations; raises Interrupted once `stop_requested` says so."""
+        completions = self.completions(conversations, stop_requested=stop_requested)
+        return [completion.text for [completion] in completions]
 
     def completions(
         self,
         conversations: Sequence[Sequence[Message]],
         sampling_params: SamplingParams | None = None,
         num_samples: int = 1,
+        stop_requested: Callable[[], bool] = lambda: False,
     ) -> list[list[Completion]]:
         """Answers to several conversations, decoded in batches: `num_samples` for each.
 
@@ -182,6 +191,8 @@ class TextGenerator:
         try:
             while not all(request.finished for request in pending):
                 self.decoder.step()
+                if stop_requested():
+                    raise Interrupted("stopped before every answer was generated")
         finally:
             for request in pending:
                 request.cancelled = True

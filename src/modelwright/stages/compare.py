@@ -166,7 +166,8 @@ def _escape_markdown(text: str) -> str:
 def _generate_answers(context: RunContext, conversations: Sequence[list[Message]], model_dir: Any) -> list[str]:
     config = context.recipe.compare
     sampling = config.max_new_tokens, config.temperature, context.recipe.seed
-    return TextGenerator(model_dir, *sampling, context.recipe.model).generate(conversations)
+    generator = TextGenerator(model_dir, *sampling, context.recipe.model, context.recipe.answers_precision)
+    return generator.generate(conversations)
 
 
 class RunModels:
@@ -187,7 +188,7 @@ class RunModels:
             stage = None if who == "before" else promoted_stage(self.folder, self.recipe.stages)
             path = self.folder.model(stage) if stage else base_model_dir(self.folder, self.recipe)
             sampling = config.max_new_tokens, config.temperature, self.recipe.seed
-            self._loaded[who] = TextGenerator(path, *sampling, self.recipe.model)
+            self._loaded[who] = TextGenerator(path, *sampling, self.recipe.model, self.recipe.answers_precision)
         return self._loaded[who]
 
     def messages(self, question: str) -> list[Message]:

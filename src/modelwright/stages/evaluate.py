@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,8 @@ class EvaluationJob:
     """Prompts of evaluate.answers."""
     seed: int = 0
     """Seed of sampled answers."""
+    precision: str = "auto"
+    """Precision of the training, which answers are generated in on a GPU."""
 
 
 def evaluation_metrics(context: RunContext, stage: str) -> Metrics:
@@ -65,18 +67,25 @@ def evaluation_metrics(context: RunContext, stage: str) -> Metrics:
     return {**evaluate_cached(context, stage), **{f"base_{name}": value for name, value in base.items()}}
 
 
+def evaluation_job(context: RunContext) -> EvaluationJob:
+    """What the recipe of a run wants to be evaluated."""
+    assert context.recipe.evaluate is not None
+    prompts = load_prompts(context.recipe, context.recipe_dir)
+    shards = find_held_out_shards(context.folder)
+    seed, precision = context.recipe.seed, context.recipe.answers_precision
+    return EvaluationJob(context.recipe.evaluate, context.recipe_dir, shards, prompts, seed, precision)
+
+
 def evaluate_cached(context: RunContext, name: str) -> Metrics:
     """The metrics of one model of the run, cached for the same model and settings."""
     config = context.recipe.evaluate
     assert config is not None
     folder, fingerprint = resolve_stage_model(context, name)
-    prompts = load_prompts(context.recipe, context.recipe_dir)
-    shards = find_held_out_shards(context.folder)
-    job = EvaluationJob(config, context.recipe_dir, shards, prompts, context.recipe.seed)
+    job = evaluation_job(context)
     measured: list[Any] = [fingerprint, config.model_dump(mode="json")]
     if config.answers:
         sources = verifiers.verifier_sources(config.answers, context.recipe_dir)
-        measured += [sources, context.recipe.seed, [[row.messages, row.reference] for row in prompts]]
+        measured += [sources, context.recipe.seed, [[row.messages, row.reference] for row in job.prompts]]
     key = xxhash.xxh3_128_hexdigest(json.dumps(measured, sort_keys=True).encode())
     path = context.folder.evaluation(name)
     if not path.exists() or read_json(path)["key"] != key:
@@ -105,7 +114,8 @@ def evaluate_model(folder: Path, job: EvaluationJob) -> dict[str, Any]:
     config, recipe_dir = job.config, job.recipe_dir
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = pretrained.load_model(folder, device=device), pretrained.load_tokenizer(folder)
-    judged = judge_model(folder, job, model) if config.answers else None
+    generates = model if pretrained.inference_dtype(device, job.precision) is torch.float32 else None
+    judged = judge_model(folder, job, model=generates) if config.answers else None
     pretrained.prepare_model(model.eval(), device, model.config._attn_implementation, packed=False)
     metrics: Metrics = {}
     if config.perplexity_text is not None:
@@ -129,14 +139,17 @@ def evaluate_model(folder: Path, job: EvaluationJob) -> dict[str, Any]:
     return {"metrics": {**metrics, **judged.metrics}, "samples": samples, **judged.as_json()}
 
 
-def judge_model(folder: Path, job: EvaluationJob, model: Any = None) -> JudgedAnswers:
+def judge_model(
+    folder: Path, job: EvaluationJob, stop_requested: Callable[[], bool] = lambda: False, model: Any = None
+) -> JudgedAnswers:
     """Answer the prompts of evaluate.answers with the model of a folder, and judge its answers."""
     config = job.config.answers
     assert config is not None
-    generator = TextGenerator(folder, config.max_new_tokens, config.temperature, job.seed, model=model)
+    sampling = config.max_new_tokens, config.temperature, job.seed
+    generator = TextGenerator(folder, *sampling, precision=job.precision, model=model)
     conversations = [[dict(message) for message in row.messages] for row in job.prompts]
-    starts = range(0, len(conversations), ANSWER_BATCH)
-    answers = [text for start in starts for text in generator.generate(conversations[start : start + ANSWER_BATCH])]
+    batches = [conversations[start : start + ANSWER_BATCH] for start in range(0, len(conversations), ANSWER_BATCH)]
+    answers = [text for batch in batches for text in generator.generate(batch, stop_requested)]
     return verifiers.judge_answers(config, job.prompts, answers, job.recipe_dir)
 
 
@@ -227,7 +240,8 @@ def evaluate_run(run: RunFolder, config: EvaluateConfig, trusted_files: Collecti
     if job_config.answers:
         verifiers.require_trusted(job_config.answers, run.path, trusted_files)
     prompts = load_prompts(loaded.recipe, run.path) if job_config.answers else []
-    job = EvaluationJob(job_config, run.path, find_held_out_shards(run), prompts, loaded.recipe.seed)
+    seed, precision = loaded.recipe.seed, loaded.recipe.answers_precision
+    job = EvaluationJob(job_config, run.path, find_held_out_shards(run), prompts, seed, precision)
     if not (job_config.is_configured or job.held_out):
         raise UsageError(f"{run.path} says nothing to measure by; add --text, --multiple-choice, --prompt or --task")
     folders = {BASE: base_model_dir(run, loaded.recipe)}

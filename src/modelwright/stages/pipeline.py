@@ -418,8 +418,8 @@ def write_history(context: RunContext) -> None:
 
 
 def _is_metric(name: str, stage: str) -> bool:
-    """Whether this is a metric of the stage, or of one source of its mixture, such as eval_loss.sums."""
-    return name.partition(".")[0] in STAGES[stage].metrics
+    """Whether this is a metric of the stage, of one source of its mixture such as eval_loss.sums, or of its answers."""
+    return name.partition(".")[0] in (*STAGES[stage].metrics, "answers")
 
 
 def _without_tokens(entry: dict[str, Any]) -> dict[str, Any]:

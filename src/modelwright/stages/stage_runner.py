@@ -21,12 +21,14 @@ from modelwright.engine.parallel import full_tensor
 from modelwright.engine.task import StepReport
 from modelwright.engine.throughput import StragglerDetector, ThroughputMeter
 from modelwright.engine.trainer import explain_mismatch
-from modelwright.errors import Diverged, Interrupted, ModelError
+from modelwright.errors import Diverged, Interrupted, ModelError, UsageError
 from modelwright.models.attention import unwrap_peft
 from modelwright.models.save import check_weight_files, load_and_check
 from modelwright.plan.stage import StagePlan, eval_samples, plan_stage
 from modelwright.recipe.stage_specs import STAGES
+from modelwright.report.formatting import pluralize
 from modelwright.runs.folder import RunFolder, write_json, write_json_with_checksum
+from modelwright.stages import evaluate
 from modelwright.stages.context import (
     GracefulShutdown,
     RunContext,
@@ -94,8 +96,12 @@ class StageRunner:
             note = self.parts.precompute(self.engine, context.folder.frozen_cache(stage))
         if note:
             self._note(note)
-        best_metric = self.settings.metric_for_best_model if self.settings.load_best_model_at_end else None
-        self.eval_history = EvalHistory(stage, best_metric)
+        self.eval_history = EvalHistory(stage, self.settings.metric_for_best_model)
+        self.judges_answers = self.settings.metric_for_best_model.startswith("answers.")
+        if self.settings.early_stopping_patience and not self.task.held_out_rows:
+            raise UsageError(
+                f"{stage}.early_stopping_patience needs held-out rows, and there are none (data.test_size)"
+            )
         self.last_saved_step, self.earlier_seconds, self.began = 0, 0.0, time.monotonic()
         self.evaluation_logged = 0.0
         self.consecutive_bad_steps, self.rolled_back_from, self.evaluation_pending = 0, 0, False
@@ -121,8 +127,10 @@ class StageRunner:
                 return self._finish()
 
     def _train(self, meter: ThroughputMeter) -> None:
-        """Run the remaining steps of the plan."""
+        """Run the remaining steps of the plan, or those until the metric has stopped improving."""
         stragglers, stop_requests = StragglerDetector(), 0
+        if self._stops_early():  # also where a run resumes from the checkpoint of its last step
+            return
         for report in self._steps():
             self._log_plan_revisions()
             self._log_step(report, meter)
@@ -140,6 +148,19 @@ class StageRunner:
             wait_one_step = self.consecutive_bad_steps and stop_requests == 1 and report.step < self.engine.plan.steps
             if stop_requests and not wait_one_step:
                 raise self._interrupted()
+            if self._stops_early():
+                return
+
+    def _stops_early(self) -> bool:
+        """Whether the last evaluations, which checkpoints keep, did not improve the metric."""
+        patience, metric = self.settings.early_stopping_patience, self.settings.metric_for_best_model
+        threshold = self.settings.early_stopping_threshold or 0.0
+        if patience is None or self.eval_history.evaluations_without_improvement(threshold) < patience:
+            return False
+        step = f"stopped early at step {self.engine.cursor.step} of {self.engine.plan.steps}"
+        evaluations = pluralize(patience, "evaluation")
+        self._note(f"{step}: {metric} did not improve in {evaluations} (early_stopping_patience)")
+        return True
 
     def _interrupted(self) -> Interrupted:
         step, steps = self.engine.cursor.step, self.engine.plan.steps
@@ -179,7 +200,7 @@ class StageRunner:
         if self.task.held_out_rows and (is_last or _is_due(step, plan.eval_steps, last_checked, plan.steps)):
             self._evaluate()
         save_due = _is_due(step, plan.save_steps, self.last_saved_step, plan.steps)
-        if is_last or report.stop_requested or save_due or self.eval_history.best_step() == step:
+        if is_last or report.stop_requested or save_due or self._best_step() == step:
             self._save()
 
     def _skip_or_roll_back(self, report: StepReport) -> None:
@@ -226,11 +247,40 @@ class StageRunner:
         self.evaluation_logged, self.engine.on_evaluating = time.monotonic(), self._log_progress
         values = self.engine.evaluate(self.shutdown.requested)
         self._log_plan_revisions()
+        if values is not None and self.judges_answers and self.engine.cursor.step:
+            judged = self._judge_answers()
+            values = None if judged is None else {**values, **judged}
         if values is None:
             self._save(evaluation_pending=True)
             self._wait_for_save()
             raise self._interrupted()
         self._log("evaluation", **self.eval_history.add(self.engine.cursor.step, values))
+
+    def _judge_answers(self) -> dict[str, float] | None:
+        """The metrics of evaluate.answers for the current weights, as for a finished stage; None if stopped."""
+        with self.engine.ema.swap():
+            weights = self._full_weights()
+            return self.context.world.on_rank0_broadcast(lambda: self._judge_weights(weights))
+
+    def _judge_weights(self, weights: dict[str, Any]) -> dict[str, float] | None:
+        self.context.world.heartbeat.set_phase("comparing")
+        folder = self.context.folder.judged_model(self.stage)
+        self.parts.save(weights, folder)
+        try:
+            return evaluate.judge_model(folder, evaluate.evaluation_job(self.context), self.shutdown.requested).metrics
+        except Interrupted:
+            return None
+        finally:
+            shutil.rmtree(folder)
+
+    def _full_weights(self, stays: bool = False) -> dict[str, Any]:
+        """The unsharded weights, on rank 0; in CPU memory unless each stays on its device."""
+        weights = {}
+        for name, tensor in self.parts.model.state_dict().items():
+            full = full_tensor(tensor)  # a collective: every rank calls it, rank 0 keeps the result
+            if self.context.world.is_main:
+                weights[name] = full if stays else full.cpu()
+        return weights
 
     def _save(self, evaluation_pending: bool = False) -> None:
         if self.last_saved_step == self.engine.cursor.step:
@@ -247,7 +297,7 @@ class StageRunner:
             "eval_samples": len(self.engine.eval_rows),
         }
         self._wait_for_save()
-        if self.checkpointer.save(self.engine.state_dict(**extra_state), self.eval_history.best_step()):
+        if self.checkpointer.save(self.engine.state_dict(**extra_state), self._best_step()):
             seconds = round(time.monotonic() - started, 3)
             self._log("checkpoint_started", step=self.engine.cursor.step, seconds=seconds)
         else:
@@ -312,13 +362,17 @@ class StageRunner:
 
     def _best_valid_step(self) -> int | None:
         """The best step whose checkpoint is valid; a damaged one is skipped with a note."""
-        while (best := self.eval_history.best_step()) not in (None, self.engine.cursor.step):
+        while (best := self._best_step()) not in (None, self.engine.cursor.step):
             assert best is not None
             if self.context.world.on_rank0_broadcast(lambda best=best: self.checkpoints.valid_at(best) is not None):  # type: ignore[misc]
                 return best
             self._note(f"the checkpoint of step {best}, the best, is damaged; the next best is taken")
             self.eval_history.drop_step(best)
         return best
+
+    def _best_step(self) -> int | None:
+        """The step whose weights are kept; None: those of the last."""
+        return self.eval_history.best_step() if self.settings.load_best_model_at_end else None
 
     def _peak_flops(self) -> float | None:
         """Peak FLOPs per second of all devices together."""
@@ -345,13 +399,9 @@ class StageRunner:
         }
         self.context.world.heartbeat.set_phase("saving")
         with self.context.span("final model", self.stage):
-            weights, batch = {}, self.parts.check_batch
+            batch = self.parts.check_batch
             # a model that is loaded again is compared on the device: LoRA writes little of it, and copies nothing
-            stays = batch is not None and self.context.world.size == 1
-            for name, tensor in self.parts.model.state_dict().items():
-                full = full_tensor(tensor)  # a collective: every rank calls it, rank 0 keeps the result
-                if self.context.world.is_main:
-                    weights[name] = full if stays else full.cpu()
+            weights = self._full_weights(stays=batch is not None and self.context.world.size == 1)
             trained_loss = None if batch is None else next(self.engine.predict([batch])).sum().item()  # on every rank
             saved = self.context.world.on_rank0_broadcast(lambda: self._save_model(weights, trained_loss))
         self._wait_for_save()  # of the last checkpoint: the stage is finished when both are on disk
@@ -388,7 +438,8 @@ class StageRunner:
 
     def _write_result(self, result: dict[str, Any]) -> None:
         write_json_with_checksum(self.context.folder.result(self.stage), result)
-        shutil.rmtree(self.context.folder.frozen_cache(self.stage), ignore_errors=True)
+        for folder in (self.context.folder.frozen_cache(self.stage), self.context.folder.judged_model(self.stage)):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _check_round_trip(self, folder: Path, weights: dict[str, Any], trained_loss: float | None) -> dict[str, Any]:
         """Fail unless what is on disk is what was trained: weights bit for bit, and the losses of the loaded model."""
@@ -472,9 +523,10 @@ def _is_due(step: int, every: int, last: int, steps: int) -> bool:
 class EvalHistory:
     """Every evaluation of a stage with its step; step 0 is before training."""
 
-    def __init__(self, stage: str, metric: str | None) -> None:
-        """`metric` decides which step is the best; None: no step is."""
+    def __init__(self, stage: str, metric: str) -> None:
+        """`metric` decides which step is the best."""
         self._stage, self._metric = stage, metric
+        self._sign = -1.0 if STAGES[stage].best_metrics.get(metric, "max") == "max" else 1.0
         self.records: list[dict[str, Any]] = []
 
     def add(self, step: int, values: Mapping[str, float]) -> dict[str, Any]:
@@ -494,11 +546,16 @@ class EvalHistory:
 
     def best_step(self) -> int | None:
         """The step with the best metric after step 0."""
-        metric, reached = self._metric, [item for item in self.records if item["step"] > 0]
-        if not reached or metric is None:
-            return None
-        sign = -1.0 if STAGES[self._stage].best_metrics[metric] == "max" else 1.0
-        return int(min(reached, key=lambda item: sign * item[metric])["step"])
+        reached = [item for item in self.records if item["step"] > 0]
+        return int(min(reached, key=lambda item: self._sign * item[self._metric])["step"]) if reached else None
+
+    def evaluations_without_improvement(self, threshold: float) -> int:
+        """The last evaluations in a row that were not better than the best before them by more than a threshold."""
+        best, count = math.inf, 0
+        for value in (self._sign * item[self._metric] for item in self.records if item["step"] > 0):
+            count = 0 if value < best - threshold else count + 1
+            best = min(best, value)
+        return count
 
     def drop_step(self, step: int) -> None:
         """Forget a step whose checkpoint is damaged."""

@@ -61,13 +61,13 @@ class JudgedAnswers:
 
     rows: list[dict[str, Any]]
     """Prompt, reference, answer and the score of each verifier."""
-    metrics: dict[str, float | None]
+    metrics: dict[str, float]
     """`answers.NAME` of each verifier, and `answers.score`."""
 
     def as_json(self) -> dict[str, Any]:
         """For the file of an evaluation: the answers, and the 95 % interval of each mean."""
         count = len(self.rows)
-        intervals = {name: wilson_interval(value or 0.0, count) for name, value in self.metrics.items()}
+        intervals = {name: wilson_interval(value, count) for name, value in self.metrics.items()}
         return {"answers": self.rows, "judged": count, "intervals": intervals}
 
 

@@ -265,6 +265,12 @@ def convert_eval_and_save(conversion: Conversion, epochs: float) -> None:
         conversion.set(".metric_for_best_model", "eval_loss", source_key="metric_for_best_model")
     elif metric is not None:
         conversion.report("metric_for_best_model", metric, "approximated", "eval_loss selects the best weights")
+    for name in ("early_stopping_patience", "early_stopping_steps"):
+        patience = conversion.pop(name)
+        if patience is not None and ("eval_steps" in conversion.source or conversion.get(".eval_steps") is not None):
+            conversion.set(".early_stopping_patience", patience, source_key=name)
+        elif patience is not None:
+            conversion.report(name, patience, "not_needed", "nothing is evaluated during training")
     logging_steps = conversion.pop("logging_steps")
     if logging_steps is not None and isinstance(logging_steps.value, float) and logging_steps.value < 1:
         conversion.report("logging_steps", logging_steps, "approximated", "must be a count; every step is logged")
