@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 
 from benchmarks import common
 from benchmarks.common import ROOT, free_device, require_finite
@@ -336,6 +335,14 @@ def measure_case(
     return figures
 
 
+def _parsed(value: str) -> Any:
+    """A number, true, false or null as in a recipe, else the text itself."""
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
 def _has_liger() -> bool:
     return common.installed("liger-kernel") is not None
 
@@ -395,7 +402,7 @@ def main(
     if unknown := [name for name in names if name not in CASES]:
         raise UsageError(f"there is no case {unknown[0]!r}; there are: {', '.join(CASES)}, or all")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    settings = {key: yaml.safe_load(value) for key, _, value in (change.partition("=") for change in changes or [])}
+    settings = {key: _parsed(value) for key, _, value in (change.partition("=") for change in changes or [])}
     if len(names) == 1:
         small = device == "cpu"
         texts = row_texts(200 if small else None, 8 if small else 1)

@@ -112,6 +112,7 @@ def test_recorded_steps_learn_what_steps_done_one_by_one_learn(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
     monkeypatch.setattr(torch.cuda, "graph", recording)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(Recording, "replays", 0)
     steps, weights = train(records=False, **optimizer)
     assert Recording.replays == 0

@@ -13,8 +13,7 @@ from modelwright.plan.hardware import device_info_of, parse_hardware
 from modelwright.plan.model_shape import SHIPPED_CONFIGS, ModelShape, ResNetShape, shape_from_config
 from modelwright.plan.stage import plan_stage
 from modelwright.recipe.schema import Recipe
-from modelwright.recipe.sections import RowStats
-from modelwright.recipe.stage_specs import ClassifyConfig, SftConfig
+from modelwright.recipe.stage_specs import ClassifyConfig, RowStats, SftConfig
 
 LYRICS = {"trainable": {"last_layers": 2}, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 4,
           "max_length": 2048, "cache_frozen_layers": "off"}  # fmt: skip

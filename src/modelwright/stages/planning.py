@@ -30,8 +30,7 @@ from modelwright.plan.hardware import Hardware, gpu_spec_of
 from modelwright.plan.model_shape import ModelShape, ResNetShape, model_folders, shape_from_config
 from modelwright.plan.stage import StagePlan, choose_fp8_scalings
 from modelwright.recipe.schema import Recipe
-from modelwright.recipe.sections import RowStats
-from modelwright.recipe.stage_specs import TrainableConfig, TrainingConfig
+from modelwright.recipe.stage_specs import RowStats, TrainableConfig, TrainingConfig
 from modelwright.runs.caches import cache_dir
 from modelwright.runs.folder import has_valid_checksum, read_json, write_json, write_json_with_checksum
 from modelwright.stages.context import RunContext, StageParts
@@ -67,6 +66,7 @@ def describe_adapters(recipe: Recipe, recipe_dir: Path) -> list[str]:
 
 def _fit_to_memory(plan: StagePlan, stage: str, parts: StageParts, context: RunContext) -> StagePlan:
     settings = context.recipe.stages[stage]
+    plan = plan.revise(padding_free=parts.task.padding_free)
     try:
         estimate = choose_plan(plan, settings, _model_shape(parts), _row_stats(parts, settings), _hardware(context))
     except ModelError as error:  # an architecture whose config says too little can still be trained
@@ -231,7 +231,9 @@ def _row_stats(parts: StageParts, settings: Any) -> RowStats:
     trained_fraction = train_stats["trained_tokens"] / train_stats["tokens"] if train_stats.get("tokens") else 1.0
     device_bytes = sum(buffer.numel() * buffer.element_size() for buffer in task.module.buffers())
     tokens = max(1, max_length), max(1.0, mean(lengths))
-    return RowStats(task.epoch_rows, *tokens, trained_fraction, "the rows themselves", device_bytes)
+    prefix_length = getattr(task, "prefix_length", 0)
+    stats = RowStats(task.epoch_rows, *tokens, trained_fraction, "the rows themselves", device_bytes)
+    return replace(stats, lengths=tuple(lengths), prefix_length=prefix_length)
 
 
 def _does_not_fit_message(estimate: StageEstimate) -> str:
@@ -342,7 +344,7 @@ def fp8_trial_key(plan: StagePlan, stage: str, parts: StageParts, context: RunCo
         "devices": [plan.world_size, plan.sharding],
         "param_dtype": plan.param_dtype,
         "scaling": settings.fp8_scaling,
-        "settings": [settings.torch_compile, settings.cuda_graphs, plan.gradient_checkpointing],
+        "settings": [plan.torch_compile, settings.cuda_graphs, plan.gradient_checkpointing],
         "versions": [torch.__version__, installed_version("torchao")],
     }
 

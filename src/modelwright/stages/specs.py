@@ -105,6 +105,7 @@ def load_trainable_model(context: RunContext, inputs: StageInputs, stage: str) -
     model = load_model(inputs.model.path, attn_implementation, settings.quantization, device)
     model = trainable.merge_lora(model)  # of a parent stage
     packed = getattr(settings, "packing", isinstance(settings, PretrainConfig))
+    packed = packed or (isinstance(settings, SftConfig) and settings.padding_free is True)
     pretrained.prepare_model(model, device, attn_implementation, packed)
     if attn_implementation == "auto" and model.config._attn_implementation == "eager":
         context.journal.add("note", message="this family has no SDPA: attention runs eager (attn_implementation)")
@@ -121,7 +122,7 @@ def load_trainable_model(context: RunContext, inputs: StageInputs, stage: str) -
             trainable.untie_head(model)
         _save_lora_base(context, inputs, stage, model, tokenizer)
     model = trainable.set_trainable(model, settings)
-    if settings.gradient_checkpointing:
+    if settings.gradient_checkpointing and settings.gradient_checkpointing != "auto":
         activation_checkpoint.enable_activation_checkpointing(model, settings.gradient_checkpointing)
     return model, tokenizer, is_modified or settings.trainable.lora
 
