@@ -29,6 +29,8 @@ LINES = {
     "judged answers": 1_196,
     # a set in two formats, rows sampled over topics, degenerate answers, the link of a plan
     "five systems": 360,
+    # rows end to end in few sizes, one pool of CUDA graphs, a plan from the lengths of the rows, torch_compile: auto
+    "speed": 600,
     # what else is worth its lines
     "other": 0,
 }

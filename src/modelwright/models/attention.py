@@ -218,6 +218,14 @@ def register_attention(model: Any) -> None:
     model.set_attn_implementation(ATTN_NAME)
 
 
+def has_varlen(model: Any, precision: str) -> bool:
+    """Whether our attention separates documents of a model on its GPU by a varlen kernel, without a mask."""
+    config, device = unwrap_peft(model).config.get_text_config(), next(model.parameters()).device
+    if device.type != "cuda" or precision == "fp32" or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    return config._attn_implementation == ATTN_NAME and not getattr(config, "attention_dropout", 0.0)
+
+
 def varlen_kwargs(cu_seqlens: Layout, length: int) -> dict[str, Any]:
     """Keyword arguments that a transformers model passes to its attention.
 

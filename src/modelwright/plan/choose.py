@@ -158,12 +158,14 @@ class _Case:
             shardings += shardings_for(self.settings, self.hardware)
         if self.settings.spec.modality == "text":
             checkpointings = list(CHECKPOINTINGS[CHECKPOINTINGS.index(plan.gradient_checkpointing) :])
+        graphs = (True, False) if self.settings.cuda_graphs == "auto" and self.hardware.gpu.name != "CPU" else (True,)
         sizes = [size for size in range(max_size, 0, -1) if rows_per_device % size == 0]
         layouts = [plan.revise(micro_batch_size=n, gradient_accumulation_steps=rows_per_device // n) for n in sizes]
         return [
-            layout.revise(gradient_checkpointing=checkpointing, sharding=sharding)
+            layout.revise(gradient_checkpointing=checkpointing, sharding=sharding, cuda_graphs=captured)
             for sharding in shardings
             for checkpointing in checkpointings
+            for captured in graphs
             for layout in layouts
         ]
 
@@ -299,6 +301,8 @@ def change_lines(requested: StagePlan, chosen: StagePlan, hardware: Hardware) ->
         )
     if requested.gradient_checkpointing != chosen.gradient_checkpointing:
         lines.append(f"{CHECKPOINTING_TEXT[chosen.gradient_checkpointing]}, for the {budget}")
+    if requested.cuda_graphs != chosen.cuda_graphs:
+        lines.append(f"steps are not captured as CUDA graphs, for the {budget} (cuda_graphs)")
     return tuple(lines)
 
 
@@ -398,7 +402,7 @@ def trainable_of(shape: ModelShape, settings: TrainingConfig) -> TrainableSummar
 
 def uses_cuda_graphs(setting: str, parameters: int, plan: StagePlan, on_gpu: bool) -> bool:
     """Whether the engine replays its steps as CUDA graphs."""
-    if not on_gpu or plan.world_size > 1 or plan.precision == "fp16" or plan.sharding != "ddp":
+    if not plan.cuda_graphs or not on_gpu or plan.world_size > 1 or plan.precision == "fp16" or plan.sharding != "ddp":
         return False
     return parameters < AUTO_GRAPHS_MAX_PARAMS if setting == "auto" else setting == "always"
 

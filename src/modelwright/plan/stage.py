@@ -61,6 +61,8 @@ class StagePlan:
     """Activation checkpointing: none, selective (matmuls and attention are kept) or full."""
     torch_compile: bool = False
     """Whether the layers are compiled."""
+    cuda_graphs: bool = True
+    """Whether steps may be captured as CUDA graphs, where the setting and the hardware allow it."""
     padding_free: bool = False
     """Whether the rows of a micro-batch stand end to end, without padding."""
     fp8_scaling: str = "tensorwise"
@@ -135,7 +137,7 @@ def plan_stage(
     if reason:
         reasons.append(reason)
     reasons += [f"{name} has no effect with optim {settings.optim}" for name in settings.ignored_settings()]
-    is_text = settings.spec.modality == "text"
+    is_text, is_gpu = settings.spec.modality == "text", device_info.device == "cuda"
     checkpointing = settings.gradient_checkpointing if settings.gradient_checkpointing != "auto" else False
     if checkpointing and not is_text:
         reasons.append("gradient_checkpointing has no effect here: image stages save all activations")
@@ -160,7 +162,7 @@ def plan_stage(
         tf32=tf32,
         gradient_checkpointing=checkpointing if is_text else False,
         torch_compile=settings.torch_compile is True,  # auto: decided with the time of a step
-        padding_free=is_padding_free(settings, device_info.device == "cuda" and precision != "fp32"),
+        padding_free=is_padding_free(settings, device_info.fast_bf16 and is_gpu and precision != "fp32"),
         fp8_scaling=choose_fp8_scalings(settings)[0],
         reasons=tuple(reasons),
     )
@@ -169,7 +171,7 @@ def plan_stage(
 def is_padding_free(settings: Any, has_varlen: bool) -> bool:
     """Whether rows are laid end to end, as far as the settings decide it: the task asks the model too.
 
-    has_varlen: whether attention runs in half precision on a GPU, which varlen kernels need.
+    has_varlen: whether attention runs in half precision on a GPU that has varlen kernels, Ampere or later.
     """
     setting = getattr(settings, "padding_free", False)
     if not setting or getattr(settings, "packing", False) or settings.trainable.is_partial:  # packed, or cached

@@ -31,6 +31,7 @@ from modelwright.models.attention import (
     SharedPrefixLayout,
     UnsharedLayout,
     base_outputs,
+    has_varlen,
     register_attention,
     unshared_layout,
     unshared_layout_at,
@@ -161,8 +162,8 @@ class PairTask(MixtureTask):
             register_attention(unwrap_peft(model))
         self.layout = next((layout for layout in layouts if supports_layout(model, layout)), None)
         self._row_multiple = row_multiple(settings)
-        has_varlen = next(model.parameters()).is_cuda and settings.precision != "fp32"
-        self.padding_free = is_padding_free(settings, has_varlen) and self.layout is unshared_layout
+        is_flat = is_padding_free(settings, has_varlen(model, settings.precision))
+        self.padding_free = is_flat and self.layout is unshared_layout
         if is_asked and not self.padding_free:
             reason = self.sharing_blocker or "its attention takes no such layout"
             raise ModelError(f"padding_free: true wants a prompt shared by both answers: {reason}; auto would do")

@@ -16,7 +16,6 @@ from modelwright.engine.trainer import Engine
 from modelwright.errors import ModelError
 from modelwright.models import attention
 from modelwright.models.attention import (
-    ATTN_NAME,
     FlatLayout,
     Layout,
     SharedPrefixLayout,
@@ -158,14 +157,14 @@ class SftTask(MixtureTask):
 
     def _can_be_flat(self, model: Any, settings: SftConfig) -> bool:
         """Whether the rows of a micro-batch are laid end to end: packed ones, which attention keeps apart, would be."""
-        config = unwrap_peft(model).config.get_text_config()
-        has_varlen = next(model.parameters()).is_cuda and settings.precision != "fp32" and not self.router_loss.coef
-        has_varlen = has_varlen and config._attn_implementation == ATTN_NAME
-        has_varlen = has_varlen and not getattr(config, "attention_dropout", 0.0)
         if settings.padding_free is True and self.router_loss.coef:
             raise ModelError("padding_free: true wants router_aux_loss_coef: 0, since that loss counts rows")
         is_masked = self.prefix_length > 0 and not self.use_varlen_prefix  # rows after a shared prefix are full
-        return bool(self.lengths) and not is_masked and is_padding_free(settings, has_varlen)
+        return (
+            bool(self.lengths)
+            and not is_masked
+            and is_padding_free(settings, attention.has_varlen(model, settings.precision) and not self.router_loss.coef)
+        )
 
     def _collate_flat(self, numbers: Sequence[int]) -> MicroBatch:
         """Examples end to end, rounded up to one of a few sizes."""
