@@ -231,9 +231,8 @@ def _row_stats(parts: StageParts, settings: Any) -> RowStats:
     trained_fraction = train_stats["trained_tokens"] / train_stats["tokens"] if train_stats.get("tokens") else 1.0
     device_bytes = sum(buffer.numel() * buffer.element_size() for buffer in task.module.buffers())
     tokens = max(1, max_length), max(1.0, mean(lengths))
-    prefix_length = getattr(task, "prefix_length", 0)
     stats = RowStats(task.epoch_rows, *tokens, trained_fraction, "the rows themselves", device_bytes)
-    return replace(stats, lengths=tuple(lengths), prefix_length=prefix_length)
+    return replace(stats, lengths=tuple(lengths), prefix_length=task.prefix_length)
 
 
 def _does_not_fit_message(estimate: StageEstimate) -> str:
