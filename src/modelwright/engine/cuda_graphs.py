@@ -49,8 +49,8 @@ class GraphPool:
         if self.gradients is None:
             self.gradients, self._are_set = new, True
             return
-        kept = [gradient for gradient in self.gradients if gradient is not None]
-        torch._foreach_copy_(kept, [gradient for gradient in new if gradient is not None])
+        static_grads = [gradient for gradient in self.gradients if gradient is not None]
+        torch._foreach_copy_(static_grads, [gradient for gradient in new if gradient is not None])
         self.set_gradients()
 
     def set_gradients(self) -> None:

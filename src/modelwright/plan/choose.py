@@ -57,6 +57,7 @@ def choose_plan(
     memory, time = case.estimate(chosen)
     relative_error, basis = case.calibration.uncertainty(hardware.gpu)
     lines = [*change_lines(requested, chosen, hardware), *case.padding_free_reason(chosen)]
+    lines += case.checkpointing_reason(chosen, memory.required) if fits else ()
     if fits and chosen.gradient_checkpointing == requested.gradient_checkpointing:
         lines += case.checkpointing_hint(chosen)
     if fits and settings.distributed_strategy == "auto" and hardware.world_size > 1:
@@ -130,8 +131,17 @@ class _Case:
         if not plan.padding_free or not self.rows.lengths or self.rows.prefix_length:
             return ()
         padded, flat = (self.row_lengths(plan.revise(padding_free=each))[2] for each in (False, True))
+        multiple = batch_shapes(self.rows.lengths, self.rows.lengths, plan.micro_batch_size).multiple
         share = f"{1 - flat:.0%} of the tokens are padding, of padded rows {1 - padded:.0%}"
-        return (f"rows end to end: {share} (padding_free)",)
+        return (f"rows end to end, rounded up to {multiple} tokens: {share} (padding_free)",)
+
+    def checkpointing_reason(self, plan: StagePlan, required: float) -> tuple[str, ...]:
+        """A line where a GPU keeps all activations, which was not asked for."""
+        on_gpu, is_auto = self.hardware.gpu.name != "CPU", self.settings.gradient_checkpointing == "auto"
+        if not on_gpu or not is_auto or plan.gradient_checkpointing or len(set(self.rows.lengths)) < 2:
+            return ()
+        memory = f"{required / GIB:.0f} of {self.hardware.gpu.memory / GIB:.0f} GiB suffice"
+        return (f"activations are kept: {memory} (gradient_checkpointing)",)
 
     def decide_compile(self, plan: StagePlan, steps_known: bool) -> StagePlan:
         """The plan with compiled layers where the setting is auto and all steps together save more than it takes."""

@@ -157,14 +157,14 @@ class PairTask(MixtureTask):
         self.held_out_set = tokenize_pairs(data.held_out, tokenizer, settings, stops)
         self.data_config, self.row_sources = data.config, [row.source for row in self.train_set.rows]
         layouts = (unshared_layout, shared_prefix_layout) if self.sharing_blocker is None else ()
-        is_asked = getattr(settings, "padding_free", False) is True
-        if is_asked and unwrap_peft(model).config._attn_implementation == "sdpa":  # as on a CPU
+        is_required = getattr(settings, "padding_free", False) is True
+        if is_required and unwrap_peft(model).config._attn_implementation == "sdpa":  # as on a CPU
             register_attention(unwrap_peft(model))
         self.layout = next((layout for layout in layouts if supports_layout(model, layout)), None)
         self._row_multiple = row_multiple(settings)
         is_flat = is_padding_free(settings, has_varlen(model, settings.precision))
         self.padding_free = is_flat and self.layout is unshared_layout
-        if is_asked and not self.padding_free:
+        if is_required and not self.padding_free:
             reason = self.sharing_blocker or "its attention takes no such layout"
             raise ModelError(f"padding_free: true wants a prompt shared by both answers: {reason}; auto would do")
         self._shapes: dict[int, BatchShapes] = {}
