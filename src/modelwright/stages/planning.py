@@ -68,7 +68,7 @@ def _fit_to_memory(plan: StagePlan, stage: str, parts: StageParts, context: RunC
     settings = context.recipe.stages[stage]
     plan = plan.revise(padding_free=parts.task.padding_free)
     try:
-        estimate = choose_plan(plan, settings, _model_shape(parts), _row_stats(parts, settings), _hardware(context))
+        estimate = choose_plan(plan, settings, _model_shape(parts), _row_stats(parts), _hardware(context))
     except ModelError as error:  # an architecture whose config says too little can still be trained
         return plan.revise(f"no memory or time prediction: {error}")
     chosen = estimate.plan if estimate.fits else estimate.plan.revise(_does_not_fit_message(estimate))
@@ -223,14 +223,13 @@ def _model_shape(parts: StageParts) -> ModelShape:
     return shape_from_config(model.config.to_dict(), "model", "the model itself")
 
 
-def _row_stats(parts: StageParts, settings: Any) -> RowStats:
+def _row_stats(parts: StageParts) -> RowStats:
     """Row count and token lengths of the task's training rows."""
     task, train_stats = parts.task, parts.data_manifest.get("train", {})
     lengths = [task.row_length(row) for row in range(0, task.rows, max(1, task.rows // MAX_SAMPLED_LENGTHS))]
-    max_length = min(max(lengths), int(getattr(settings, "max_length", max(lengths))))
     trained_fraction = train_stats["trained_tokens"] / train_stats["tokens"] if train_stats.get("tokens") else 1.0
     device_bytes = sum(buffer.numel() * buffer.element_size() for buffer in task.module.buffers())
-    tokens = max(1, max_length), max(1.0, mean(lengths))
+    tokens = max(1, max(lengths)), max(1.0, mean(lengths))  # a pair may be longer than max_length, with two answers
     stats = RowStats(task.epoch_rows, *tokens, trained_fraction, "the rows themselves", device_bytes)
     return replace(stats, lengths=tuple(lengths), prefix_length=task.prefix_length)
 
