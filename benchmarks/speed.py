@@ -132,7 +132,8 @@ def train_modelwright(
     model = workloads.random_llama(workload)
     pretrained.prepare_model(model, torch_device(), "auto")
     task = workloads.TokenRowsTask(trainable.set_trainable(model, settings), rows)
-    activation_checkpoint.enable_activation_checkpointing(model, settings.gradient_checkpointing)
+    if settings.gradient_checkpointing != "auto":
+        activation_checkpoint.enable_activation_checkpointing(model, settings.gradient_checkpointing)
     return train_engine(make_engine(task, settings), steps, began, profile)
 
 

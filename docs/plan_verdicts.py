@@ -10,8 +10,7 @@ from modelwright.plan.choose import StageEstimate, choose_plan
 from modelwright.plan.hardware import GPUS, Hardware, device_info_of, parse_hardware
 from modelwright.plan.model_shape import SHIPPED_CONFIGS, ModelShape, shape_from_config
 from modelwright.plan.stage import plan_stage
-from modelwright.recipe.sections import RowStats
-from modelwright.recipe.stage_specs import PretrainConfig, SftConfig, TrainingConfig
+from modelwright.recipe.stage_specs import PretrainConfig, RowStats, SftConfig, TrainingConfig
 
 GIB = 2**30
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,15 +14,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from modelwright.data.chat import Conversation, ConversationDataset
 from modelwright.data.images import ImageDataset, ImageSplits
 from modelwright.engine.distributed import World
 from modelwright.engine.task import Cursor
 from modelwright.engine.trainer import Engine
+from modelwright.models.pretrained import eos_token_ids, load_model, load_tokenizer
 from modelwright.models.vision import resnet18
 from modelwright.plan import hardware
 from modelwright.plan.stage import plan_stage
-from modelwright.recipe.stage_specs import ClassifyConfig
+from modelwright.recipe.stage_specs import ClassifyConfig, SftConfig
 from modelwright.tasks.classify import ClassifyTask
+from modelwright.tasks.sft import SftTask
 
 EPOCHS, ROWS, BATCH, STEPS = 3, 41, 12, 11
 """41 rows three times are ten batches of 12 and a last one of 3, which fits no graph."""
@@ -112,11 +116,46 @@ def test_recorded_steps_learn_what_steps_done_one_by_one_learn(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
     monkeypatch.setattr(torch.cuda, "graph", recording)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(Recording, "replays", 0)
     steps, weights = train(records=False, **optimizer)
     assert Recording.replays == 0
     recorded_steps, recorded_weights = train(records=True, **optimizer)
     assert Recording.replays > 8
     assert recorded_steps == pytest.approx(steps, rel=1e-5)
+    for name, value in weights.items():
+        torch.testing.assert_close(recorded_weights[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def train_text(folder: Path, records: bool) -> tuple[list[float], dict[str, Tensor], list[int]]:
+    """Losses and gradient norms, the weights after them, and how many graphs each part of a step has."""
+    settings = SftConfig(
+        max_steps=40, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_length=256, optim="sgd",
+        learning_rate=0.05, padding_free=True, share_prefix=False,
+    )  # fmt: skip
+    model = load_model(folder)
+    question = {"role": "user", "content": "What is it?"}
+    answers = [{"role": "assistant", "content": "a word " * (1 + 7 * row % 40)} for row in range(24)]
+    items = [Conversation(str(row), (question, answer), str(row)) for row, answer in enumerate(answers)]
+    task = SftTask(model, load_tokenizer(folder), ConversationDataset(items, [], ""), settings, eos_token_ids(model))
+    plan = plan_stage(settings, task.rows, 1, hardware.probe_device())
+    engine = Engine(task, settings, plan, World(), seed=3)
+    engine._use_graphs = records
+    engine.reset_step_state()
+    values = [value for report in engine.steps() for value in (report.loss, report.grad_norm)]
+    parts = (engine._first_backward, engine._next_backward, engine._clip, engine._update)
+    return values, {name: value.clone() for name, value in model.state_dict().items()}, [len(p._graphs) for p in parts]
+
+
+def test_graphs_of_several_sizes_share_the_gradients_that_one_clip_and_update_read(
+    monkeypatch: pytest.MonkeyPatch, model_folder: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    values, weights, _ = train_text(model_folder, records=False)
+    recorded_values, recorded_weights, graphs = train_text(model_folder, records=True)
+    assert graphs[0] >= 2 and graphs[1] >= 1 and graphs[2:] == [1, 1]
+    assert recorded_values == pytest.approx(values, rel=1e-4)
     for name, value in weights.items():
         torch.testing.assert_close(recorded_weights[name], value, rtol=1e-4, atol=1e-6, msg=name)

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from modelwright.plan.choose import PlanTable, StageEstimate, choose_plan, format_table, plan_table, summary_line
-from modelwright.plan.hardware import device_info_of, parse_hardware
+from modelwright.plan.hardware import GPUS, Hardware, device_info_of, parse_hardware
 from modelwright.plan.model_shape import SHIPPED_CONFIGS, ModelShape, ResNetShape, shape_from_config
 from modelwright.plan.stage import plan_stage
 from modelwright.recipe.schema import Recipe
-from modelwright.recipe.sections import RowStats
-from modelwright.recipe.stage_specs import ClassifyConfig, SftConfig
+from modelwright.recipe.stage_specs import ClassifyConfig, RowStats, SftConfig
 
 LYRICS = {"trainable": {"last_layers": 2}, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 4,
           "max_length": 2048, "cache_frozen_layers": "off"}  # fmt: skip
@@ -191,9 +190,47 @@ def test_more_gpus_are_faster_but_never_more_than_their_number() -> None:
 
 def test_the_link_between_nodes_and_what_it_costs_are_in_the_plan() -> None:
     settings: dict[str, Any] = {"trainable": {"last_layers": 2, "lm_head": True}, "per_device_train_batch_size": 8}
+    settings["torch_compile"] = False  # four GPUs have too few steps to pay for it
     four, one = (planned("smollm3-3b", on, 352, **settings) for on in ("4x1xL40S", "1xL40S"))
     [line] = [line for line in four.plan.reasons if "between nodes" in line]
     assert line.startswith("25 Gbit/s between nodes is assumed: ")
     speedup = four.time.tokens_per_second / one.time.tokens_per_second
     assert f"4 GPUs are {speedup:.1f} × as fast as one" in line and speedup < 4
     assert not any("between nodes" in line for line in planned("smollm3-3b", "4xL40S", 352, **settings).plan.reasons)
+
+
+def qa_rows(count: int = 7473) -> RowStats:
+    """Questions and answers of 40 to 512 tokens, 217 in the mean."""
+    lengths = tuple(min(512, 60 + (7919 * row % 131) + (104729 * row % 184)) for row in range(count))
+    return RowStats(count, max(lengths), sum(lengths) / count, 0.55, "a test", lengths=lengths)
+
+
+def small_model(settings: SftConfig, gpu: str = "H200", rows: RowStats | None = None) -> StageEstimate:
+    rows, hardware = rows or qa_rows(), Hardware(1, 1, GPUS[gpu])
+    plan = plan_stage(settings, rows.count, 1, device_info_of(hardware))
+    return choose_plan(plan, settings, shape("smollm2-360m"), rows, hardware)
+
+
+def test_rows_of_many_lengths_take_the_memory_and_the_time_of_their_tokens() -> None:
+    settings = {"per_device_train_batch_size": 32, "torch_compile": False, "max_length": 512}
+    flat, padded = (small_model(SftConfig(**settings, padding_free=each)) for each in ("auto", False))
+    assert flat.plan.padding_free and not padded.plan.padding_free
+    assert flat.time.tokens == pytest.approx(padded.time.tokens, rel=0.02), "padding is no token"
+    assert flat.time.device < 0.75 * padded.time.device
+    assert flat.memory.transient_bytes < 0.75 * padded.memory.transient_bytes
+    assert flat.time.host == 0 < padded.time.host, "only a shape that comes again is replayed"
+    assert not flat.plan.gradient_checkpointing and not padded.plan.gradient_checkpointing
+    lines = "\n".join(flat.plan.reasons)
+    assert re.search(r"rows end to end, rounded up to \d+ tokens: [1-5]% of the tokens are padding, of padded", lines)
+    assert "activations are kept: " in lines
+
+
+def test_layers_are_compiled_where_all_steps_together_pay_for_it() -> None:
+    long, short = (small_model(SftConfig(max_length=512, max_steps=steps)) for steps in (50_000, 40))
+    assert long.plan.torch_compile and not short.plan.torch_compile
+    assert any("layers are compiled: 50,000 steps save" in line for line in long.plan.reasons), long.plan.reasons
+    assert any("layers are not compiled: 40 steps save" in line for line in short.plan.reasons), short.plan.reasons
+    assert small_model(SftConfig(max_steps=1, torch_compile=True)).plan.torch_compile
+    cpu = Hardware(1, 1, replace(GPUS["H200"], name="CPU"))
+    plan, long_job = plan_stage(SftConfig(max_steps=10**6), 100, 1, device_info_of(cpu)), SftConfig(max_steps=10**6)
+    assert not choose_plan(plan, long_job, shape("smollm2-360m"), qa_rows(), cpu).plan.torch_compile

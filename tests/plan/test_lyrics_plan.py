@@ -7,7 +7,7 @@ from modelwright.plan.hardware import device_info_of, parse_hardware
 from modelwright.plan.model_shape import SHIPPED_CONFIGS, shape_from_config
 from modelwright.plan.stage import plan_stage
 from modelwright.recipe.load import load
-from modelwright.recipe.sections import RowStats
+from modelwright.recipe.stage_specs import RowStats
 
 
 def planned(on: str, *sets: str) -> StageEstimate:

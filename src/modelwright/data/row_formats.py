@@ -22,8 +22,8 @@ from modelwright.data.shards import Document, PackedDataset, check_raw_text, row
 from modelwright.data.tokenizer import DocumentTokenizer
 from modelwright.errors import DataError, UsageError
 from modelwright.recipe.schema import Recipe
-from modelwright.recipe.sections import CountOrFraction, DataConfig, RowStats
-from modelwright.recipe.stage_specs import ChatConfig, RowFormatName, TrainingConfig
+from modelwright.recipe.sections import CountOrFraction, DataConfig
+from modelwright.recipe.stage_specs import ChatConfig, RowFormatName, RowStats, TrainingConfig
 
 LENGTH_BINS = [0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 1 << 62]
 """Edges of the length histogram, in tokens."""
@@ -91,7 +91,8 @@ def estimate_row_stats(recipe: Recipe, stage: str, recipe_dir: Path, tokenizer: 
     if is_chat and settings.packing:
         packed = len(pack_bfd(truncated_lengths, max_length))
         return RowStats(packed, max_length, sum(truncated_lengths) / packed, trained_fraction, f"{basis}, packed")
-    return RowStats(len(truncated_lengths), max(truncated_lengths), mean(truncated_lengths), trained_fraction, basis)
+    lengths = truncated_lengths
+    return RowStats(len(lengths), max(lengths), mean(lengths), trained_fraction, basis, lengths=tuple(lengths))
 
 
 def require_data_file(recipe: Recipe, stage: str, recipe_dir: Path) -> None:

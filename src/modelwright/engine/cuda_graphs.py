@@ -14,78 +14,126 @@ from torch import Tensor
 
 from modelwright.plan.memory import MAX_GRAPH_SHAPES
 
-WARMUP_CALLS = 3
-"""Eager calls before capture, in which compilation and autotuning happen."""
+WARMUP_CALLS, WARMUP_OF_OTHERS = 3, 1
+"""Eager calls before the first capture, in which compilation and autotuning happen, and before those of others."""
 
 StepFn = Callable[..., Tensor]
-Signature = tuple[object, ...]
+Shapes = tuple[object, ...]
+
+
+class GraphPool:
+    """What the graphs of a step share: one memory pool, and the gradients that they write.
+
+    A step replays one graph after the other, so that their transient tensors may lie in the same memory. The gradients
+    are those of the first graph that creates them; later ones copy theirs there, so that clipping and the optimizer
+    step are captured once.
+    """
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self.weights = weights
+        self.gradients: list[Tensor | None] | None = None
+        """Of the first graph that creates them."""
+        self._are_set = False
+        self._handle: Any = None
+
+    @property
+    def handle(self) -> Any:
+        """The memory pool."""
+        if self._handle is None:
+            self._handle = torch.cuda.graph_pool_handle()
+        return self._handle
+
+    def keep_gradients(self) -> None:
+        """While a graph is captured: keep its gradients, or copy them to those that are kept."""
+        new = [weight.grad for weight in self.weights]
+        if self.gradients is None:
+            self.gradients, self._are_set = new, True
+            return
+        static_grads = [gradient for gradient in self.gradients if gradient is not None]
+        torch._foreach_copy_(static_grads, [gradient for gradient in new if gradient is not None])
+        self.set_gradients()
+
+    def set_gradients(self) -> None:
+        """Give the weights the gradients of the graphs."""
+        if not self._are_set:
+            for weight, gradient in zip(self.weights, self.gradients or [], strict=True):
+                weight.grad = gradient
+        self._are_set = True
+
+    def release_gradients(self) -> None:
+        """Take them away: an eager call must not accumulate into them."""
+        if self._are_set:
+            self.clear()
+
+    def clear(self) -> None:
+        """Leave the weights without gradients."""
+        for weight in self.weights:
+            weight.grad = None
+        self._are_set = False
 
 
 class GraphedCallable:
     """A function captured as one CUDA graph per set of input shapes, with static inputs and output.
 
-    weights: parameters whose gradients the function creates. Each graph has its own gradient tensors, assigned to the
-    parameters when it is replayed: none is zeroed, none accumulates into stale values.
+    creates_gradients: whether it begins a step; a function that does not follows one that was replayed.
     before_capture: called before each capture; its result is kept alive with the graph.
     """
 
     def __init__(
-        self, fn: StepFn, weights: Sequence[Tensor] = (), before_capture: Callable[[], object] = lambda: None
+        self,
+        fn: StepFn,
+        pool: GraphPool,
+        creates_gradients: bool = False,
+        before_capture: Callable[[], object] = lambda: None,
     ) -> None:
-        self._fn, self._weights, self._before_capture = fn, weights, before_capture
-        self._max_graphs = MAX_GRAPH_SHAPES  # each has its own memory pool
-        self._call_counts: dict[Signature, int] = {}
-        self._graphs: dict[Signature, tuple[Any, dict[str, Tensor], Tensor, list[Tensor | None], object]] = {}
-        self._grads_of: Signature | None = None
-        self.last_graph: Signature | None = None
-        """Signature of the last replayed graph; None if the last call ran eagerly."""
+        self._fn, self._pool, self._creates_gradients = fn, pool, creates_gradients
+        self._before_capture, self._max_graphs = before_capture, MAX_GRAPH_SHAPES
+        self._call_counts: dict[Shapes, int] = {}
+        self._graphs: dict[Shapes, tuple[Any, dict[str, Tensor], Tensor, object]] = {}
+        self.replayed = False
+        """Whether the last call was replayed."""
 
-    def call_after(self, previous: Signature | None, **inputs: Tensor) -> Tensor:
-        """Call after the graph `previous`, whose output memory is read; after an eager call (None) run eagerly."""
+    def __call__(self, may_replay: bool, **inputs: Tensor) -> Tensor:
+        """Replay if the call before it in this step was replayed; else run eagerly."""
         shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in inputs.items())
-        signature = (previous, *shapes)
-        self.last_graph = None
-        if signature not in self._graphs:
-            calls = self._call_counts[shapes] = self._call_counts.get(shapes, 0) + 1
-            can_capture = previous is not None and calls > WARMUP_CALLS and len(self._graphs) < self._max_graphs
-            if not can_capture or not self._capture(signature, inputs):
-                self._release_grads()
-                return self._fn(**inputs)
-        graph, static_inputs, output, gradients, _ = self._graphs[signature]
+        calls = self._call_counts[shapes] = self._call_counts.get(shapes, 0) + 1
+        self.replayed = may_replay and (shapes in self._graphs or self._may_capture(calls, shapes, inputs))
+        if not self.replayed:
+            if self._creates_gradients:
+                self._pool.release_gradients()
+            return self._fn(**inputs)
+        graph, static_inputs, output, _ = self._graphs[shapes]
         for name, static_input in static_inputs.items():
             static_input.copy_(inputs[name], non_blocking=True)
         graph.replay()
-        if self._grads_of != signature:
-            for weight, gradient in zip(self._weights, gradients, strict=True):
-                weight.grad = gradient
-        self.last_graph = self._grads_of = signature
+        if self._creates_gradients:
+            self._pool.set_gradients()
         return output
 
-    def _release_grads(self) -> None:
-        """An eager call must not accumulate into a graph's gradients."""
-        if self._grads_of is not None:
-            for weight in self._weights:
-                weight.grad = None
-        self._grads_of = None
+    def _may_capture(self, calls: int, shapes: Shapes, inputs: dict[str, Tensor]) -> bool:
+        """Capture this shape after its warm-up, if there are not too many; whether it was captured."""
+        warm = calls > (WARMUP_OF_OTHERS if self._graphs else WARMUP_CALLS)
+        return warm and len(self._graphs) < self._max_graphs and self._capture(shapes, inputs)
 
-    def _capture(self, signature: Signature, inputs: dict[str, Tensor]) -> bool:
+    def _capture(self, shapes: Shapes, inputs: dict[str, Tensor]) -> bool:
         """Capture without computing; a function that synchronizes cannot be captured and stays eager."""
         static_inputs = {name: tensor.clone() for name, tensor in inputs.items()}
-        self._grads_of = None
-        for weight in self._weights:
-            weight.grad = None
-        torch.cuda.empty_cache()  # a graph has its own memory pool; free what the warm-up cached
+        if self._creates_gradients:
+            self._pool.clear()
+        torch.cuda.empty_cache()  # graphs have their own memory pool; free what the warm-up cached
         graph = torch.cuda.CUDAGraph()
         try:
             prepared = self._before_capture()
             # thread_local: other threads may pin memory for a checkpoint meanwhile
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool.handle, capture_error_mode="thread_local"):
                 output = self._fn(**static_inputs)
+                if self._creates_gradients:
+                    self._pool.keep_gradients()
         except RuntimeError:
             torch.cuda.synchronize()
             self._max_graphs = 0
-            for weight in self._weights:
-                weight.grad = None
+            if self._creates_gradients:
+                self._pool.clear()
             return False
-        self._graphs[signature] = (graph, static_inputs, output, [weight.grad for weight in self._weights], prepared)
+        self._graphs[shapes] = (graph, static_inputs, output, prepared)
         return True

@@ -53,12 +53,16 @@ class RankBatch:
 
 
 class Task(Protocol):
-    """Rows, batches and the loss of a training stage: all the engine knows about it; the last seven have defaults."""
+    """Rows, batches and the loss of a training stage: all the engine knows about it; some of it has a default."""
 
     module: nn.Module
     """Its forward takes a micro-batch's inputs and returns sums over it: the loss, then other metrics."""
     metric_names: tuple[str, ...]
     """Names of those sums; the first is "loss". One named "b per c" is averaged over the sum c."""
+    prefix_length: int = 0
+    """Tokens that all rows begin with and that a micro-batch computes once."""
+    padding_free: bool = False
+    """Whether rows of any lengths share a micro-batch without padding; else those of similar length do."""
 
     @property
     def rows(self) -> int:

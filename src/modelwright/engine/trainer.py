@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from modelwright.data.sampler import GlobalBatchSampler, rank_micro_batches
 from modelwright.engine.checkpoint import LazyTensor, Snapshot, read_state
-from modelwright.engine.cuda_graphs import WARMUP_CALLS, GraphedCallable
+from modelwright.engine.cuda_graphs import WARMUP_CALLS, GraphedCallable, GraphPool
 from modelwright.engine.distributed import World
 from modelwright.engine.fallback import CompiledLayers
 from modelwright.engine.optimizer import EMA, build_optimizer, build_schedule
@@ -69,7 +69,7 @@ class Engine:
         if plan.tf32:
             disable_tf32_in_rope(self._module)
         self._fp8_linears = convert_to_fp8(self._module) if plan.precision == "fp8" else []
-        self._compiles, self._computes_in = settings.torch_compile, ("", "")
+        self._compiles, self._computes_in = plan.torch_compile, ("", "")
         self.set_precision(plan.precision, plan.fp8_scaling)
         self._parallel_module = parallelize(
             self._module, world, plan.sharding, self.precision.compute_dtype, settings.ddp_bucket_cap_mb
@@ -116,17 +116,18 @@ class Engine:
         """Drop the prefetched batch and the CUDA graphs: parameters and optimizer state may have been replaced.
 
         A step has four parts, each eager or graphed: the first micro-batch, which creates the gradients, the following
-        ones, which accumulate, clipping, and the optimizer step. Each graph of the first has its own gradient memory.
+        ones, which accumulate, clipping, and the optimizer step.
         """
         self.optimizer.zero_grad(set_to_none=True)
         self._prefetched: RankBatch | None = None
         self._compute_timer, self._data_wait_timer = (DeviceTimer(self.world.device) for _ in range(2))
         self._first_step = 0
-        self._first_backward = GraphedCallable(self._forward_backward, list(self.trainable_params.values()))
-        self._next_backward = GraphedCallable(self._forward_backward)
+        pool = GraphPool(list(self.trainable_params.values()))
+        self._first_backward = GraphedCallable(self._forward_backward, pool, creates_gradients=True)
+        self._next_backward = GraphedCallable(self._forward_backward, pool)
         prepare = partial(self.optimizer.prepare_step, static_grads=True)
-        self._clip = GraphedCallable(self._clip_grads, before_capture=prepare)
-        self._update = GraphedCallable(self._optimizer_step, before_capture=prepare)
+        self._clip = GraphedCallable(self._clip_grads, pool, before_capture=prepare)
+        self._update = GraphedCallable(self._optimizer_step, pool, before_capture=prepare)
         if self._use_graphs:
             self.optimizer.make_capturable(self.world.device)
 
@@ -158,7 +159,7 @@ class Engine:
         self._compute_timer.start()
         sums = self.with_fallback(lambda: self._accumulate(self._rank_batch(step).micro_batches, trained_tokens))
         self.precision.scaler.unscale_(self.optimizer)
-        sums_and_norm = self._clip.call_after(self._first_backward.last_graph, sums=sums)
+        sums_and_norm = self._clip(self._first_backward.replayed, sums=sums)
         self._data_wait_timer.start()
         self._prefetched = self._prepare(step + 1)  # while the device is still computing
         self._data_wait_timer.stop()
@@ -169,9 +170,9 @@ class Engine:
         loss, *others = (total / trained_tokens for total in totals[: len(rank_sums)])
         health = self.guard.check(loss, grad_norm, self.precision.can_lower_loss_scale)
         if health == "ok":
-            self._update.call_after(self._first_backward.last_graph)
+            self._update(self._first_backward.replayed)
             self.ema.update(step)
-        if self._first_backward.last_graph is None:
+        if not self._first_backward.replayed:
             self.optimizer.zero_grad(set_to_none=True)
         self.precision.scaler.update()
         previous, seconds = self.cursor, time.perf_counter() - began
@@ -211,6 +212,9 @@ class Engine:
     def _micro_batch_rows(self, rows: Sequence[int]) -> list[list[int]]:
         """Row numbers of this rank's micro-batches of a global batch; similar lengths together save padding."""
         rows = sorted(rows, key=self.task.row_length)
+        if self.task.padding_free:  # instead, as many tokens in each
+            count = -(-len(rows) // (self.plan.micro_batch_size * self.world.size)) * self.world.size
+            return [rows[first::count] for first in range(self.world.rank, count, self.world.size)]
         return rank_micro_batches(rows, self.world.rank, self.world.size, self.plan.micro_batch_size)
 
     def with_fallback(self, step_fn: Callable[[], Result]) -> Result:
@@ -254,8 +258,8 @@ class Engine:
     def _run_micro_batch(self, micro_step: int, **inputs: Tensor) -> Tensor:
         """One micro-batch, eager or replayed: the first of a step creates the gradients, the others accumulate."""
         if micro_step == 0:
-            return self._first_backward.call_after(() if self._use_graphs else None, **inputs)
-        return self._next_backward.call_after(self._first_backward.last_graph, **inputs)
+            return self._first_backward(self._use_graphs, **inputs)
+        return self._next_backward(self._first_backward.replayed, **inputs)
 
     def _forward_backward(self, scale: Tensor, **inputs: Tensor) -> Tensor:
         """Forward and backward of one micro-batch; returns its summed metrics, the loss first."""

@@ -201,7 +201,8 @@ CheckList = list[Callable[[], CheckResult | list[CheckResult]]]
 
 def recipe_checks(loaded: LoadedRecipe | None) -> CheckList:
     """All checks: of the machine, and of the recipe where there is one."""
-    compile_requested = loaded is not None and any(stage.torch_compile for stage in loaded.recipe.stages.values())
+    settings = loaded.recipe.stages.values() if loaded else ()
+    compile_requested = any(stage.torch_compile is True for stage in settings)
     hub_input = hub_only_input(loaded) if loaded else None
     folder = Path(loaded.recipe.run_dir) if loaded else Path()
     stages: CheckList = []

@@ -8,7 +8,7 @@ SFT of a 3 B model with rows packed to 4096: 90 instead of 47 rows/s with a mask
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ EXACT_TOLERANCE, ROUNDING = 1e-3, 1e-6
 
 def hidden_states(
     model: Any, tokens: Tensor, positions: Tensor, mask: Any = None,
-    cu_seqlens: Tensor | SharedPrefixLayout | UnsharedLayout | None = None,
+    cu_seqlens: Layout | None = None,
 ) -> Tensor:  # fmt: skip
     """Hidden states before the LM head: [rows, length, hidden].
 
@@ -48,7 +48,7 @@ def hidden_states(
 
 def base_outputs(
     model: Any, tokens: Tensor, positions: Tensor, mask: Any = None,
-    cu_seqlens: Tensor | SharedPrefixLayout | UnsharedLayout | None = None, **options: bool,
+    cu_seqlens: Layout | None = None, **options: bool,
 ) -> Any:  # fmt: skip
     """All outputs of the model below its LM head, with options such as output_router_logits (see `hidden_states`)."""
     inner = unwrap_peft(model)
@@ -57,7 +57,7 @@ def base_outputs(
     if _takes_positions(type(inner.base_model).forward):
         inputs["position_ids"] = positions
     is_ours = inner.config._attn_implementation == ATTN_NAME
-    assert is_ours or not isinstance(cu_seqlens, tuple), "only our own attention takes layouts"
+    assert is_ours or not isinstance(cu_seqlens, (SharedPrefixLayout, UnsharedLayout)), "these need our own attention"
     if cu_seqlens is not None and is_ours:
         inputs |= varlen_kwargs(cu_seqlens, tokens.shape[1])
     return inner.base_model(**inputs, use_cache=False, **options)
@@ -201,6 +201,15 @@ class SharedPrefixLayout(NamedTuple):
     """Keys of the longest document; the row length if None."""
 
 
+class FlatLayout(NamedTuple):
+    """Documents end to end in one row."""
+
+    cu_seqlens: Tensor
+    """[documents + 1] int32, where each begins, and the end."""
+    max_seqlen: int
+    """Tokens that none of them exceeds, the same in every batch: a captured or compiled step keeps it."""
+
+
 def register_attention(model: Any) -> None:
     """Set a model's attention implementation to ours."""
     from transformers import AttentionInterface
@@ -209,11 +218,21 @@ def register_attention(model: Any) -> None:
     model.set_attn_implementation(ATTN_NAME)
 
 
-def varlen_kwargs(cu_seqlens: Tensor | SharedPrefixLayout | UnsharedLayout, length: int) -> dict[str, Any]:
+def has_varlen(model: Any, precision: str) -> bool:
+    """Whether our attention separates documents of a model on its GPU by a varlen kernel, without a mask."""
+    config, device = unwrap_peft(model).config.get_text_config(), next(model.parameters()).device
+    if device.type != "cuda" or precision == "fp32" or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    return config._attn_implementation == ATTN_NAME and not getattr(config, "attention_dropout", 0.0)
+
+
+def varlen_kwargs(cu_seqlens: Layout, length: int) -> dict[str, Any]:
     """Keyword arguments that a transformers model passes to its attention.
 
-    cu_seqlens: [documents + 1] int32 over the flattened rows, or a layout of shared prefixes. length: tokens in a row.
+    cu_seqlens: [documents + 1] int32 over the flattened rows, or a layout. length: tokens in a row.
     """
+    if isinstance(cu_seqlens, FlatLayout):
+        return varlen_kwargs(*cu_seqlens)
     if isinstance(cu_seqlens, UnsharedLayout):
         return {f"unshare_{name}": each for name, each in cu_seqlens._asdict().items()}
     if isinstance(cu_seqlens, SharedPrefixLayout):
@@ -251,7 +270,7 @@ def attention_forward(
     max_seqlen = int(kwargs.get("max_length_k") or length)
     cu_seqlens: Tensor | None = kwargs.get("cu_seq_lens_q")
     window: int | None = kwargs.get("sliding_window")
-    window = window if window is not None and window < length else None
+    window = window if window is not None and window < min(length, max_seqlen) else None
     kv_index: Tensor | None = kwargs.get("kv_index")
     if kv_index is not None:
         assert cu_seqlens is not None
@@ -373,27 +392,38 @@ class UnsharedLayout(NamedTuple):
     """[answers × length] int32, the token whose first copy this is; -1 for none."""
 
 
+Layout = Tensor | SharedPrefixLayout | UnsharedLayout | FlatLayout
+"""How attention separates documents: by cu_seqlens alone, or by one of these."""
+
+
 def unshared_layout(segment_ids: Tensor) -> UnsharedLayout:
     """The layout of rows of a prompt and two answers. segment_ids: [rows, length] int64, 0, 1, 2, and 3 for padding."""
-    rows, length = segment_ids.shape
-    prompts, chosen, rejected = ((segment_ids == segment).sum(1).tolist() for segment in range(3))
-    max_length = max(prompt + max(two) for prompt, *two in zip(prompts, chosen, rejected, strict=True))
+    sizes = list(zip(*((segment_ids == segment).sum(1).tolist() for segment in range(3)), strict=True))
+    max_length = max(prompt + max(two) for prompt, *two in sizes)
     max_length = -(-max_length // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
-    gather_index = np.repeat(np.arange(rows) * length, 2)[:, None].repeat(max_length, 1)
-    scatter_index = np.full((2, rows, length), -1)
-    for row, (prompt, one, other) in enumerate(zip(prompts, chosen, rejected, strict=True)):
-        begin, slot = row * length, 2 * row * max_length
+    starts = list(range(0, segment_ids.numel(), segment_ids.shape[1]))
+    return unshared_layout_at(starts, sizes, segment_ids.numel(), max_length)
+
+
+def unshared_layout_at(
+    starts: Sequence[int], sizes: Sequence[tuple[int, int, int]], tokens: int, max_length: int
+) -> UnsharedLayout:
+    """The layout of pairs that start here among so many tokens; sizes: of prompt, chosen and rejected answer."""
+    gather_index = np.repeat(np.asarray(starts), 2)[:, None].repeat(max_length, 1)
+    scatter_index = np.full((2, tokens), -1)
+    for row, (begin, (prompt, one, other)) in enumerate(zip(starts, sizes, strict=True)):
+        slot = 2 * row * max_length
         chosen_index = np.arange(prompt + one)
         rejected_index = np.concatenate([np.arange(prompt), prompt + one + np.arange(other)])
         gather_index[2 * row, : len(chosen_index)] = begin + chosen_index
         gather_index[2 * row + 1, : len(rejected_index)] = begin + rejected_index
-        scatter_index[0, row, chosen_index] = slot + chosen_index
-        scatter_index[0, row, rejected_index[prompt:]] = slot + max_length + prompt + np.arange(other)
-        scatter_index[1, row, :prompt] = slot + max_length + np.arange(prompt)
-    first, first_use = scatter_index[0].flatten(), np.full(gather_index.size, -1)
+        scatter_index[0, begin + chosen_index] = slot + chosen_index
+        scatter_index[0, begin + rejected_index[prompt:]] = slot + max_length + prompt + np.arange(other)
+        scatter_index[1, begin : begin + prompt] = slot + max_length + np.arange(prompt)
+    first, first_use = scatter_index[0], np.full(gather_index.size, -1)
     first_use[first[first >= 0]] = np.flatnonzero(first >= 0)
     # int32: index arithmetic of the gathers is half as expensive as with int64 on a GPU
-    indices = (gather_index, scatter_index.reshape(2, -1), first_use)
+    indices = (gather_index, scatter_index, first_use)
     return UnsharedLayout(*(torch.from_numpy(index.astype(np.int32)) for index in indices))
 
 

@@ -19,14 +19,14 @@ from modelwright.plan.memory import (
     estimate_memory,
 )
 from modelwright.plan.model_shape import DecoderShape, ModelShape, ResNetShape, TrainableSummary, count_trainable
-from modelwright.plan.stage import StagePlan, plan_stage
+from modelwright.plan.stage import StagePlan, batch_shapes, draw_rows, plan_stage
 from modelwright.plan.step_time import StepTime, step_time
 from modelwright.recipe.schema import Recipe
-from modelwright.recipe.sections import RowStats
 from modelwright.recipe.stage_specs import (
     CheckpointingMode,
     PairConfig,
     ReuseConfig,
+    RowStats,
     TrainableConfig,
     TrainableParts,
     TrainingConfig,
@@ -35,6 +35,8 @@ from modelwright.recipe.stage_specs import (
 
 CHECKPOINTINGS: tuple[CheckpointingMode, ...] = (False, "selective", True)
 """From the fastest to the one with the least memory."""
+COMPILE_SECONDS = 10
+"""Compiling the layers of a model for one length and for any, on the host of a GPU."""
 MIN_HINT_SPEEDUP = 1.05
 """Minimum speedup of lighter checkpointing for a hint."""
 CHECKPOINTING_TEXT = {
@@ -48,12 +50,14 @@ def choose_plan(
 ) -> StageEstimate:
     """The fastest plan that fits this hardware, with its estimate; if none fits, what would."""
     case = _Case(settings, shape, rows, hardware)
-    requested = for_gpu(plan, hardware.gpu)
+    steps_known = rows.count is not None or settings.max_steps is not None
+    requested = case.decide_compile(for_gpu(plan, hardware.gpu), steps_known)
     choice = case.fastest_fitting(requested)
     fits, chosen = choice is not None, choice or requested
     memory, time = case.estimate(chosen)
     relative_error, basis = case.calibration.uncertainty(hardware.gpu)
-    lines = list(change_lines(requested, chosen, hardware))
+    lines = [*change_lines(requested, chosen, hardware), *case.padding_free_reason(chosen)]
+    lines += case.checkpointing_reason(chosen, memory.required) if fits else ()
     if fits and chosen.gradient_checkpointing == requested.gradient_checkpointing:
         lines += case.checkpointing_hint(chosen)
     if fits and settings.distributed_strategy == "auto" and hardware.world_size > 1:
@@ -72,7 +76,7 @@ def choose_plan(
         relative_error=relative_error,
         basis=basis,
         price=None,
-        steps_known=rows.count is not None or settings.max_steps is not None,
+        steps_known=steps_known,
     )
 
 
@@ -96,16 +100,64 @@ class _Case:
         return self.settings.global_batch_size is not None and not is_set
 
     def estimate(self, plan: StagePlan) -> tuple[MemoryEstimate, StepTime]:
-        """Memory of a plan for rows of the maximum length, and time for rows of the mean length."""
-        is_resnet, rows = isinstance(self.shape, ResNetShape), self.rows
-        if is_resnet and self.settings.spec.modality == "text":
+        """Memory of a plan for the largest micro-batch, and time for the mean one."""
+        if isinstance(self.shape, ResNetShape) and self.settings.spec.modality == "text":
             raise ModelError("model: a resnet is trained by classify, not by a text stage")
-        work = workload_of(self.shape, self.settings, plan, rows, self.hardware)
-        fill_fraction = 1.0 if rows.mean_length >= rows.max_length or is_resnet else FILL_WITH_PADDING
-        typical = replace(work, seq_len=max(1, min(rows.max_length, round(rows.mean_length / fill_fraction))))
+        work = workload_of(self.shape, self.settings, plan, self.rows, self.hardware)
+        largest, mean_length, fill_fraction = self.row_lengths(plan)
+        typical, work = replace(work, seq_len=mean_length), replace(work, seq_len=largest)
         bandwidth = self.hardware.slowest_bandwidth
         time = step_time(typical, self.hardware.gpu, self.calibration.time, bandwidth, fill_fraction)
         return estimate_memory(work, self.calibration.memory), time
+
+    def row_lengths(self, plan: StagePlan) -> tuple[int, int, float]:
+        """Tokens of a row in the largest micro-batch and in the mean one, and the fraction that is not padding."""
+        rows, layout = self.rows, (plan.micro_batch_size, plan.gradient_accumulation_steps, plan.padding_free)
+        if rows.mean_length >= rows.max_length or not rows.lengths:
+            fill_fraction = 1.0 if rows.mean_length >= rows.max_length else FILL_WITH_PADDING
+            typical = max(1, min(rows.max_length, round(rows.mean_length / fill_fraction)))
+            return rows.max_length, typical, fill_fraction
+        if layout not in self.drawn:
+            self.drawn[layout] = _draw_lengths(rows, *layout)
+        return self.drawn[layout]
+
+    @cached_property
+    def drawn(self) -> dict[tuple[int, int, bool], tuple[int, int, float]]:
+        """Row lengths of drawn micro-batches, by layout."""
+        return {}
+
+    def padding_free_reason(self, plan: StagePlan) -> tuple[str, ...]:
+        """A line with what it saves, where rows stand end to end."""
+        if not plan.padding_free or not self.rows.lengths or self.rows.prefix_length:
+            return ()
+        padded, flat = (self.row_lengths(plan.revise(padding_free=each))[2] for each in (False, True))
+        multiple = batch_shapes(self.rows.lengths, self.rows.lengths, plan.micro_batch_size).multiple
+        share = f"{1 - flat:.0%} of the tokens are padding, of padded rows {1 - padded:.0%}"
+        return (f"rows end to end, rounded up to {multiple} tokens: {share} (padding_free)",)
+
+    def checkpointing_reason(self, plan: StagePlan, required: float) -> tuple[str, ...]:
+        """A line where a GPU keeps all activations, which was not asked for."""
+        on_gpu, is_auto = self.hardware.gpu.name != "CPU", self.settings.gradient_checkpointing == "auto"
+        if not on_gpu or not is_auto or plan.gradient_checkpointing or len(set(self.rows.lengths)) < 2:
+            return ()
+        memory = f"{required / GIB:.0f} of {self.hardware.gpu.memory / GIB:.0f} GiB suffice"
+        return (f"activations are kept: {memory} (gradient_checkpointing)",)
+
+    def decide_compile(self, plan: StagePlan, steps_known: bool) -> StagePlan:
+        """The plan with compiled layers where the setting is auto and all steps together save more than it takes."""
+        on_gpu, is_text = self.hardware.gpu.name != "CPU", self.settings.spec.modality == "text"
+        if self.settings.torch_compile != "auto" or not on_gpu or not is_text or plan.precision == "fp8":
+            return plan
+        plans = (plan, plan.revise(torch_compile=True))
+        eager, compiled = (self.estimate(self.fastest_fitting(each) or each)[1].seconds for each in plans)
+        per_step = f"{eager:.3g} s a step without torch.compile, {compiled:.3g} with"
+        if not steps_known:
+            return plans[1].revise(f"layers are compiled: {per_step} (torch_compile)") if compiled < eager else plan
+        saved = (eager - compiled) * plan.steps
+        steps = f"{plan.steps:,} steps save {max(0.0, saved):,.0f} s, compiling takes about {COMPILE_SECONDS}"
+        if saved > COMPILE_SECONDS:
+            return plans[1].revise(f"layers are compiled: {steps}; {per_step} (torch_compile)")
+        return plan.revise(f"layers are not compiled: {steps}; {per_step} (torch_compile)")
 
     def candidates(self, plan: StagePlan) -> list[StagePlan]:
         """All layouts of the same global batch: micro-batch sizes, checkpointing modes and shardings."""
@@ -116,12 +168,14 @@ class _Case:
             shardings += shardings_for(self.settings, self.hardware)
         if self.settings.spec.modality == "text":
             checkpointings = list(CHECKPOINTINGS[CHECKPOINTINGS.index(plan.gradient_checkpointing) :])
+        graphs = (True, False) if self.settings.cuda_graphs == "auto" and self.hardware.gpu.name != "CPU" else (True,)
         sizes = [size for size in range(max_size, 0, -1) if rows_per_device % size == 0]
         layouts = [plan.revise(micro_batch_size=n, gradient_accumulation_steps=rows_per_device // n) for n in sizes]
         return [
-            layout.revise(gradient_checkpointing=checkpointing, sharding=sharding)
+            layout.revise(gradient_checkpointing=checkpointing, sharding=sharding, cuda_graphs=captured)
             for sharding in shardings
             for checkpointing in checkpointings
+            for captured in graphs
             for layout in layouts
         ]
 
@@ -187,6 +241,26 @@ class _Case:
         return tuple(options)
 
 
+def _draw_lengths(rows: RowStats, size: int, accumulation: int, padding_free: bool) -> tuple[int, int, float]:
+    """Tokens of a row in the largest and the mean of drawn micro-batches, and the fraction that is not padding.
+
+    A step's rows are sorted by length, so that similar ones are padded together.
+    """
+    import numpy as np
+
+    lengths = np.asarray(rows.lengths)
+    drawn = np.sort(lengths[draw_rows(len(lengths), size * accumulation)], axis=1)
+    steps = drawn.sum(1)
+    if rows.prefix_length or padding_free:
+        tokens = (steps - drawn.shape[1] * rows.prefix_length)[:, None] / accumulation + rows.prefix_length
+        multiple = batch_shapes(rows.lengths, rows.lengths, size).multiple if padding_free else 1
+        tokens = np.ceil((tokens + padding_free) / multiple) * multiple
+    else:
+        tokens = drawn.reshape(len(drawn), accumulation, size).max(2) * size
+    fill_fraction = float(steps.mean() / (tokens.mean() * accumulation))
+    return max(1, round(tokens.max() / size)), max(1, round(tokens.mean() / size)), fill_fraction
+
+
 def for_gpu(plan: StagePlan, gpu: GpuSpec) -> StagePlan:
     """The plan in a precision that the GPU supports."""
     lacks = {"bf16": not gpu.bf16, "fp8": not gpu.fp8}
@@ -237,6 +311,8 @@ def change_lines(requested: StagePlan, chosen: StagePlan, hardware: Hardware) ->
         )
     if requested.gradient_checkpointing != chosen.gradient_checkpointing:
         lines.append(f"{CHECKPOINTING_TEXT[chosen.gradient_checkpointing]}, for the {budget}")
+    if requested.cuda_graphs != chosen.cuda_graphs:
+        lines.append(f"steps are not captured as CUDA graphs, for the {budget} (cuda_graphs)")
     return tuple(lines)
 
 
@@ -336,7 +412,7 @@ def trainable_of(shape: ModelShape, settings: TrainingConfig) -> TrainableSummar
 
 def uses_cuda_graphs(setting: str, parameters: int, plan: StagePlan, on_gpu: bool) -> bool:
     """Whether the engine replays its steps as CUDA graphs."""
-    if not on_gpu or plan.world_size > 1 or plan.precision == "fp16" or plan.sharding != "ddp":
+    if not plan.cuda_graphs or not on_gpu or plan.world_size > 1 or plan.precision == "fp16" or plan.sharding != "ddp":
         return False
     return parameters < AUTO_GRAPHS_MAX_PARAMS if setting == "auto" else setting == "always"
 
@@ -365,10 +441,13 @@ def workload_of(
         param_dtype=plan.param_dtype,
         optimizer=settings,
         checkpointing=plan.gradient_checkpointing,
-        compiled=settings.torch_compile or (on_gpu and plan.precision == "fp8"),
+        compiled=plan.torch_compile or (on_gpu and plan.precision == "fp8"),
         on_gpu=on_gpu,
-        cuda_graphs=uses_cuda_graphs(settings.cuda_graphs, trainable.total, plan, on_gpu),
+        # padded rows have a new shape almost every step, which is not captured
+        cuda_graphs=uses_cuda_graphs(settings.cuda_graphs, trainable.total, plan, on_gpu)
+        and (plan.padding_free or rows.mean_length >= rows.max_length or not rows.lengths),
         graph_shapes=MAX_GRAPH_SHAPES if rows.mean_length < rows.max_length else 1,
+        eval_seq_len=rows.max_length,
         cached_layers=cached_layers,
         masked=shared and not half_precision,
         shared_prompt=shared and half_precision,

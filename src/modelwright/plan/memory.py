@@ -8,7 +8,7 @@ from typing import Any
 from modelwright.plan.model_shape import DecoderShape, ModelShape, ResNetShape, TrainableSummary
 from modelwright.recipe.stage_specs import CheckpointingMode, OptimizerConfig
 
-AUTO_GRAPHS_MAX_PARAMS, MAX_GRAPH_SHAPES = 2_000_000_000, 4
+AUTO_GRAPHS_MAX_PARAMS, MAX_GRAPH_SHAPES = 2_000_000_000, 12
 """Parameters below which CUDA graphs are used, and graphs for rows of different shapes, as in the engine."""
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """Bytes per number in a compute precision; outputs of fp8 matmuls are bf16."""
@@ -27,11 +27,13 @@ class StepWorkload:
     micro_batch_size: int
     """Rows (or images) per forward pass."""
     seq_len: int = 1
-    """Tokens in the longest row."""
+    """Tokens in a row, with padding; of rows of many lengths the mean over a micro-batch."""
     gradient_accumulation_steps: int = 1
     """Micro-batches in a step."""
     trained_fraction: float = 1.0
     """Fraction of positions in the loss, where the LM head runs."""
+    eval_seq_len: int = 0
+    """Tokens in the longest row of an evaluation; 0: seq_len."""
     eval_micro_batch_size: int = 0
     """Rows per forward pass in evaluation."""
     precision: str = "bf16"
@@ -61,7 +63,7 @@ class StepWorkload:
     cuda_graphs: bool = False
     """Whether steps are replayed as CUDA graphs, without host launches."""
     graph_shapes: int = 1
-    """Graphs for rows of different shapes, each with its own memory."""
+    """Graphs for micro-batches of different shapes, which share their memory."""
     quantization: str = "none"
     """Storage of the frozen linears: nf4, int8 or none."""
     sharding: str = "ddp"
@@ -230,13 +232,9 @@ def estimate_memory(work: StepWorkload, coefficients: MemoryCoefficients = DEFAU
 
 
 def _graph_bytes(work: StepWorkload, transient_bytes: float, phases: dict[str, dict[str, float]]) -> float:
-    """Bytes of all CUDA graphs but the one in the estimate: each has its own activations and gradients.
-
-    Accumulating micro-batches have their own graph; evaluation runs outside of graphs.
-    """
-    extra_graphs = work.graph_shapes * (2 if work.gradient_accumulation_steps > 1 else 1) - 1
+    """Bytes beside the memory that all CUDA graphs share: evaluation and rare shapes run outside of graphs."""
     evaluation = sum(phases.get("evaluation", {}).values())
-    return transient_bytes * extra_graphs + _gradient_bytes(work) * (work.graph_shapes - 1) + evaluation + GRAPH_POOL
+    return max(evaluation, transient_bytes if work.graph_shapes > 1 else 0.0) + GRAPH_POOL
 
 
 def _persistent_bytes(work: StepWorkload) -> dict[str, float]:
@@ -250,6 +248,8 @@ def _persistent_bytes(work: StepWorkload) -> dict[str, float]:
         "weights": weight_bytes / work.shard_degree,
         "optimizer": trained * work.optimizer.optimizer_bytes(work.param_dtype)[0] / work.shard_degree,
         "gradients": _gradient_bytes(work) if _gradients_persist(work) else 0.0,
+        # the first graph's, which every other copies its own to
+        "captured gradients": _gradient_bytes(work) if work.cuda_graphs and work.graph_shapes > 1 else 0.0,
         "communication": _communication_bytes(work),
         # hidden states of one micro-batch, in bf16
         "frozen-layer cache": work.tokens * work.decoder.hidden_size * 2.0 if work.cached_layers else 0.0,
@@ -304,7 +304,7 @@ def _decoder_phases(work: StepWorkload, coefficients: MemoryCoefficients) -> dic
         "backward ends": {"gradients": gradients, "workspace": last_workspace},
     }  # fmt: skip
     if work.eval_micro_batch_size:
-        eval_tokens = work.eval_micro_batch_size * work.seq_len
+        eval_tokens = work.eval_micro_batch_size * (work.eval_seq_len or work.seq_len)
         all_logits = eval_tokens * work.trained_fraction * shape.vocab_size * LOGIT_BYTES_FORWARD
         # bytes per token inside one layer without saved activations
         inside = 3.0 * shape.intermediate_size * work.compute_bytes + 3.0 * shape.hidden_size * work.residual_bytes

@@ -110,24 +110,6 @@ def round_up(size: float) -> int:
     return int(-(-size // PAD_MULTIPLE) * PAD_MULTIPLE)
 
 
-@dataclass(frozen=True)
-class RowStats:
-    """What is known of a stage's rows."""
-
-    count: int | None
-    """Training rows in an epoch; None if they were not counted."""
-    max_length: int
-    """Tokens in the longest row, cut to max_length; 1 for images."""
-    mean_length: float
-    """Mean tokens per row."""
-    trained_fraction: float = 1.0
-    """Fraction of tokens that are trained on."""
-    basis: str = ""
-    """Where these numbers come from."""
-    device_bytes: int = 0
-    """Bytes of the data set that stay on the device."""
-
-
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 """The model that comes as a Python package."""
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")

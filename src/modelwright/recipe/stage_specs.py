@@ -14,11 +14,34 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from modelwright.recipe.sections import CountOrFraction, DataConfig, FrozenModel, invalid
 
 CheckpointingMode = bool | Literal["selective"]
+Switch = bool | Literal["auto"]
 PreferenceLoss = Literal["sigmoid", "ipo", "hinge"]
 ANSWER_METRIC_PATTERN = r"^answers\.[a-z][a-z0-9_]*$"
 AnswerMetric = Annotated[str, Field(pattern=ANSWER_METRIC_PATTERN)]
 """A metric of evaluate.answers."""
 SchedulerName = Literal["linear", "cosine", "constant", "constant_with_warmup", "warmup_stable_decay", "one_cycle"]
+
+
+@dataclass(frozen=True)
+class RowStats:
+    """What is known of a stage's rows."""
+
+    count: int | None
+    """Training rows in an epoch; None if they were not counted."""
+    max_length: int
+    """Tokens in the longest row, cut to max_length; 1 for images."""
+    mean_length: float
+    """Mean tokens per row."""
+    trained_fraction: float = 1.0
+    """Fraction of tokens that are trained on."""
+    basis: str = ""
+    """Where these numbers come from."""
+    device_bytes: int = 0
+    """Bytes of the data set that stay on the device."""
+    lengths: tuple[int, ...] = ()
+    """Tokens of each row, or of a sample of them; empty: all rows are of max_length."""
+    prefix_length: int = 0
+    """Tokens that all rows begin with and that a batch computes once."""
 
 
 class BatchConfig(FrozenModel):
@@ -45,6 +68,8 @@ class ChatConfig(FrozenModel):
     """Best-fit decreasing packing; a row longer than max_length is truncated by bfd and split by bfd_split."""
     max_truncated_rows: CountOrFraction = CountOrFraction("100%")
     """Rows that may be truncated, as a count or a fraction; more is an error before the first step."""
+    padding_free: Switch = "auto"
+    """Lay the rows of a micro-batch end to end, without padding; the loss is the same; auto: on a GPU."""
     assistant_only_loss: bool = True
     """Compute the loss on the answers only; false includes the prompts."""
 
@@ -220,10 +245,10 @@ class PrecisionConfig(FrozenModel):
     """Data parallelism: ddp replicates the model, fsdp shards it, hsdp shards it per node; auto: ddp if it fits."""
     ddp_bucket_cap_mb: PositiveInt = 25
     """Bucket size of the DDP gradient all-reduce in megabytes."""
-    gradient_checkpointing: CheckpointingMode = False
-    """Activation checkpointing: true recomputes all, a quarter more time; selective all but matmuls and attention."""
-    torch_compile: bool = False
-    """Compile the layers with torch.compile: slower start, faster steps on a GPU."""
+    gradient_checkpointing: CheckpointingMode | Literal["auto"] = "auto"
+    """Activation checkpointing: true recomputes all, selective all but matmuls and attention; auto: if memory asks."""
+    torch_compile: Switch = "auto"
+    """Compile the layers: slower start, faster steps on a GPU; auto: on a GPU, if all steps save more than it takes."""
     cuda_graphs: Literal["auto", "always", "never"] = "auto"
     """Capture steps of one shape as CUDA graphs and replay them, on one GPU; auto: below two billion parameters."""
     profile_memory: bool = False
@@ -382,6 +407,9 @@ class PairConfig(TrainableConfig, TrainingConfig):
 class DpoConfig(PreferenceConfig, PairConfig):
     """Direct preference optimization (DPO) on chosen and rejected answers."""
 
+    padding_free: Switch = "auto"
+    """Lay the pairs of a micro-batch end to end, without padding; the loss is the same; auto: on a GPU."""
+
 
 class OrpoConfig(PairConfig):
     """Odds ratio preference optimization (ORPO) on chosen and rejected answers, without a reference model."""
@@ -404,7 +432,7 @@ class ClassifyConfig(AugmentationConfig, TrainingConfig):
     """Metric that selects the best weights: the lowest held-out loss, or the highest accuracy."""
     param_dtype: Literal["fp32"] = "fp32"
     """Storage dtype of the parameters: fp32, which batch norm needs."""
-    gradient_checkpointing: CheckpointingMode = False
+    gradient_checkpointing: CheckpointingMode | Literal["auto"] = "auto"
     """No effect for images: all activations are kept; the plan notes it."""
 
 

@@ -173,7 +173,7 @@ CHANGEABLE_ON_RESUME = frozenset({
     "logging_steps", "save_steps", "eval_steps", "save_total_limit", "per_device_eval_batch_size", "async_save",
     "max_eval_samples",
     "distributed_strategy", "gradient_checkpointing", "profile_memory", "cache_frozen_layers", "share_prefix",
-    "resume_from_checkpoint", "ddp_bucket_cap_mb",
+    "padding_free", "resume_from_checkpoint", "ddp_bucket_cap_mb",
 })  # fmt: skip
 """Settings that may change between two starts of a run: they do not change the trained weights."""
 CONTENT_KEYS = ("data.fingerprint", "model.fingerprint", "tokenizer.fingerprint")

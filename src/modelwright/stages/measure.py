@@ -354,7 +354,7 @@ def case_task(case: PlanCase, settings: Any, device: torch.device) -> Any:
     model = _random_model(case_config(case), "auto", device)
     pretrained.prepare_model(model, device, "auto", packed=False)
     model = trainable.set_trainable(model, settings)
-    if settings.gradient_checkpointing:
+    if settings.gradient_checkpointing and settings.gradient_checkpointing != "auto":
         activation_checkpoint.enable_activation_checkpointing(model, settings.gradient_checkpointing)
     rows = case.rows * settings.gradient_accumulation_steps
     return RandomTokenTask(model.to(device), settings, rows, case.length)

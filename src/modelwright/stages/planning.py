@@ -30,8 +30,7 @@ from modelwright.plan.hardware import Hardware, gpu_spec_of
 from modelwright.plan.model_shape import ModelShape, ResNetShape, model_folders, shape_from_config
 from modelwright.plan.stage import StagePlan, choose_fp8_scalings
 from modelwright.recipe.schema import Recipe
-from modelwright.recipe.sections import RowStats
-from modelwright.recipe.stage_specs import TrainableConfig, TrainingConfig
+from modelwright.recipe.stage_specs import RowStats, TrainableConfig, TrainingConfig
 from modelwright.runs.caches import cache_dir
 from modelwright.runs.folder import has_valid_checksum, read_json, write_json, write_json_with_checksum
 from modelwright.stages.context import RunContext, StageParts
@@ -67,8 +66,9 @@ def describe_adapters(recipe: Recipe, recipe_dir: Path) -> list[str]:
 
 def _fit_to_memory(plan: StagePlan, stage: str, parts: StageParts, context: RunContext) -> StagePlan:
     settings = context.recipe.stages[stage]
+    plan = plan.revise(padding_free=parts.task.padding_free)
     try:
-        estimate = choose_plan(plan, settings, _model_shape(parts), _row_stats(parts, settings), _hardware(context))
+        estimate = choose_plan(plan, settings, _model_shape(parts), _row_stats(parts), _hardware(context))
     except ModelError as error:  # an architecture whose config says too little can still be trained
         return plan.revise(f"no memory or time prediction: {error}")
     chosen = estimate.plan if estimate.fits else estimate.plan.revise(_does_not_fit_message(estimate))
@@ -223,15 +223,15 @@ def _model_shape(parts: StageParts) -> ModelShape:
     return shape_from_config(model.config.to_dict(), "model", "the model itself")
 
 
-def _row_stats(parts: StageParts, settings: Any) -> RowStats:
+def _row_stats(parts: StageParts) -> RowStats:
     """Row count and token lengths of the task's training rows."""
     task, train_stats = parts.task, parts.data_manifest.get("train", {})
     lengths = [task.row_length(row) for row in range(0, task.rows, max(1, task.rows // MAX_SAMPLED_LENGTHS))]
-    max_length = min(max(lengths), int(getattr(settings, "max_length", max(lengths))))
     trained_fraction = train_stats["trained_tokens"] / train_stats["tokens"] if train_stats.get("tokens") else 1.0
     device_bytes = sum(buffer.numel() * buffer.element_size() for buffer in task.module.buffers())
-    tokens = max(1, max_length), max(1.0, mean(lengths))
-    return RowStats(task.epoch_rows, *tokens, trained_fraction, "the rows themselves", device_bytes)
+    tokens = max(1, max(lengths)), max(1.0, mean(lengths))  # a pair may be longer than max_length, with two answers
+    stats = RowStats(task.epoch_rows, *tokens, trained_fraction, "the rows themselves", device_bytes)
+    return replace(stats, lengths=tuple(lengths), prefix_length=task.prefix_length)
 
 
 def _does_not_fit_message(estimate: StageEstimate) -> str:
@@ -342,7 +342,7 @@ def fp8_trial_key(plan: StagePlan, stage: str, parts: StageParts, context: RunCo
         "devices": [plan.world_size, plan.sharding],
         "param_dtype": plan.param_dtype,
         "scaling": settings.fp8_scaling,
-        "settings": [settings.torch_compile, settings.cuda_graphs, plan.gradient_checkpointing],
+        "settings": [plan.torch_compile, settings.cuda_graphs, plan.gradient_checkpointing],
         "versions": [torch.__version__, installed_version("torchao")],
     }
 

@@ -106,6 +106,7 @@ def load_trainable_model(context: RunContext, inputs: StageInputs, stage: str) -
     attn_implementation, device = context.recipe.model.attn_implementation, context.world.device
     load_model = inputs.load_model or pretrained.load_model
     packed = getattr(settings, "packing", isinstance(settings, PretrainConfig))
+    packed = packed or (isinstance(settings, SftConfig) and settings.padding_free is True)
     with context.span("load model", stage):
         model = load_model(inputs.model.path, attn_implementation, settings.quantization, device)
         model = trainable.merge_lora(model)  # of a parent stage
@@ -125,7 +126,7 @@ def load_trainable_model(context: RunContext, inputs: StageInputs, stage: str) -
             trainable.untie_head(model)
         _save_lora_base(context, inputs, stage, model, tokenizer)
     model = trainable.set_trainable(model, settings)
-    if settings.gradient_checkpointing:
+    if settings.gradient_checkpointing and settings.gradient_checkpointing != "auto":
         activation_checkpoint.enable_activation_checkpointing(model, settings.gradient_checkpointing)
     return model, tokenizer, is_modified or settings.trainable.lora
 

@@ -98,10 +98,10 @@ def row_multiple(settings: TrainingConfig) -> int:
     return precision.FP8_ALIGNMENT if settings.precision == "fp8" else 1
 
 
-def packed_row_multiple(settings: TrainingConfig, length: int) -> int:
-    """The same for packed rows; with compiled layers only a few lengths occur."""
+def packed_row_multiple(settings: TrainingConfig, length: int, on_gpu: bool = False) -> int:
+    """The same for packed rows; with layers that are or may be compiled only a few lengths occur."""
     alignment = row_multiple(settings)
-    is_compiled = settings.torch_compile or settings.precision == "fp8"
+    is_compiled = settings.torch_compile is True or settings.precision == "fp8" or on_gpu
     return alignment * math.ceil(length / (MAX_PACKED_LENGTHS * alignment)) if is_compiled else alignment
 
 
@@ -205,6 +205,39 @@ def collate_rows(
         inputs["cu_seqlens"] = cu_seqlens_from_positions(positions)
     token_count = sum(span.stop for row in rows for span in row if span.start or not prefix_length)
     return MicroBatch(as_tensors(inputs), trained_tokens, token_count)
+
+
+def collate_flat(examples: Sequence[TokenizedRow], size: tuple[int, int], max_length: int) -> MicroBatch:
+    """Examples end to end in one row of so many tokens and targets; padding is a further document, or several."""
+    lengths = [len(example) for example in examples]
+    padding = size[0] - sum(lengths)
+    ends = np.cumsum([*lengths, *split_padding(padding, max_length)])
+    tokens = np.concatenate([*(example.input_ids for example in examples), np.zeros(padding)]).astype(np.int64)
+    starts = np.concatenate([[0], ends[:-1]])
+    positions = np.arange(size[0]) - np.repeat(starts, np.diff(ends, prepend=0))
+    predicting = [start + np.flatnonzero(each.loss_mask[1:]) for start, each in zip(starts, examples, strict=False)]
+    inputs = {
+        "tokens": tokens[None],
+        "positions": positions[None],
+        "loss_positions": np.concatenate(predicting),
+        "cu_seqlens": np.concatenate([[0], ends]).astype(np.int32),
+    }
+    return pad_targets(MicroBatch(as_tensors(inputs), len(inputs["loss_positions"]), sum(lengths)), size[1])
+
+
+def split_padding(padding: int, max_length: int) -> list[int]:
+    """Padding as documents of at most this length."""
+    return [*[max_length] * (padding // max_length), *([rest] if (rest := padding % max_length) else [])]
+
+
+def pad_targets(batch: MicroBatch, count: int) -> MicroBatch:
+    """The same batch with so many loss positions and their targets, which are IGNORE_INDEX at further positions."""
+    tokens, positions = batch.inputs["tokens"].flatten(), batch.inputs["loss_positions"]
+    further = count - len(positions)
+    targets = torch.cat([tokens[positions + 1], tokens.new_full((further,), IGNORE_INDEX)])
+    # each only once: the backward pass adds up what has the same position
+    positions = torch.cat([positions, torch.arange(further) % len(tokens)])
+    return replace(batch, inputs={**batch.inputs, "loss_positions": positions, "targets": targets})
 
 
 def as_tensors(inputs: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,18 @@ from modelwright.data.preferences import PreferenceDataset, TokenizedPair, token
 from modelwright.data.sampler import rank_micro_batches
 from modelwright.engine.task import MicroBatch
 from modelwright.engine.trainer import Engine
-from modelwright.errors import StorageError, is_storage_failure
-from modelwright.models.attention import HALF_DTYPES, SharedPrefixLayout, UnsharedLayout, base_outputs, unshared_layout
+from modelwright.errors import ModelError, StorageError, is_storage_failure
+from modelwright.models.attention import (
+    HALF_DTYPES,
+    SharedPrefixLayout,
+    UnsharedLayout,
+    base_outputs,
+    has_varlen,
+    register_attention,
+    unshared_layout,
+    unshared_layout_at,
+    unwrap_peft,
+)
 from modelwright.models.prefix_sharing import (
     prefix_sharing_blocker,
     shared_prefix_layout,
@@ -34,6 +44,7 @@ from modelwright.models.prefix_sharing import (
     supports_layout,
 )
 from modelwright.models.trainable import disable_dropout
+from modelwright.plan.stage import BatchShapes, batch_shapes, is_padding_free
 from modelwright.recipe.stage_specs import PairConfig
 from modelwright.runs.folder import fsync_path, hash_file, read_json, write_json
 from modelwright.tasks.batching import MixtureTask, as_tensors, row_multiple
@@ -83,7 +94,8 @@ class PairLoss(nn.Module):
         layout_inputs: segment_ids if a row holds both answers, a varlen layout (see `layout_from_inputs`).
         """
         segment_ids = layout_inputs.get("segment_ids")
-        layout = layout_from_inputs(layout_inputs) if self._computes_in_half() else None
+        has_layout = segment_ids is None or self._computes_in_half()  # flat pairs have nothing else
+        layout = layout_from_inputs(layout_inputs) if has_layout else None
         mask = None
         if segment_ids is not None and layout is None:
             mask = shared_prefix_mask(self.model, positions, segment_ids)
@@ -115,7 +127,8 @@ class DpoLoss(PairLoss):
         loss = preference_loss(logratios, counts, self.settings)
         with torch.no_grad():
             margins = self.settings.beta * (logratios[:, 0] - logratios[:, 1])
-            token_logratios = logps - ref_logps
+            is_target = torch.arange(len(logps), device=logps.device) < answer_lengths.sum()
+            token_logratios = torch.where(is_target, logps - ref_logps, 0.0)
             kl = (token_logratios.clamp(max=KL_CLAMP).exp() - 1 - token_logratios).sum()
             metrics = [
                 *((margins > 0).sum(), margins.sum(), policy_sums[:, 0].sum(), policy_sums[:, 1].sum()),
@@ -144,8 +157,17 @@ class PairTask(MixtureTask):
         self.held_out_set = tokenize_pairs(data.held_out, tokenizer, settings, stops)
         self.data_config, self.row_sources = data.config, [row.source for row in self.train_set.rows]
         layouts = (unshared_layout, shared_prefix_layout) if self.sharing_blocker is None else ()
+        is_required = getattr(settings, "padding_free", False) is True
+        if is_required and unwrap_peft(model).config._attn_implementation == "sdpa":  # as on a CPU
+            register_attention(unwrap_peft(model))
         self.layout = next((layout for layout in layouts if supports_layout(model, layout)), None)
         self._row_multiple = row_multiple(settings)
+        is_flat = is_padding_free(settings, has_varlen(model, settings.precision))
+        self.padding_free = is_flat and self.layout is unshared_layout
+        if is_required and not self.padding_free:
+            reason = self.sharing_blocker or "its attention takes no such layout"
+            raise ModelError(f"padding_free: true wants a prompt shared by both answers: {reason}; auto would do")
+        self._shapes: dict[int, BatchShapes] = {}
 
     @property
     def splits(self) -> dict[str, list[TokenizedPair]]:
@@ -177,8 +199,24 @@ class PairTask(MixtureTask):
     def collate(self, split: str, rows: Sequence[int]) -> MicroBatch:
         """A micro-batch of these pairs of a split, with their answer tokens as targets."""
         pairs = [self.splits[split][row] for row in rows]
+        if self.padding_free and pairs:
+            return self._collate_flat(pairs)
         micro_batch = collate_pairs(pairs, shared=self.sharing_blocker is None, multiple=self._row_multiple)
         return micro_batch if self.layout is None else with_layout(self.layout, micro_batch)
+
+    def _collate_flat(self, pairs: Sequence[TokenizedPair]) -> MicroBatch:
+        """Pairs end to end, rounded up to one of a few sizes; attention gets its answers in rows of one of a few."""
+        if len(pairs) not in self._shapes:
+            rows = self.train_set.rows or self.held_out_set.rows
+            lengths, targets = [len(pair) for pair in rows], [_num_targets(pair) for pair in rows]
+            self._shapes[len(pairs)] = batch_shapes(lengths, targets, len(pairs))
+        size = self._shapes[len(pairs)].size(sum(map(len, pairs)), sum(map(_num_targets, pairs)))
+        return collate_flat_pairs(pairs, size, self._longest)
+
+    @cached_property
+    def _longest(self) -> int:
+        """Tokens of the longest prompt with an answer."""
+        return max(map(_answer_length, (pair for pairs in self.splits.values() for pair in pairs)))
 
 
 class DpoTask(PairTask):
@@ -203,6 +241,8 @@ class DpoTask(PairTask):
         micro_batch = self.collate(split, rows)
         row_logps = [np.zeros(0, dtype=np.float32), *(self.ref_logps[split][row] for row in rows)]
         ref_logps = torch.from_numpy(np.concatenate(row_logps))
+        padding = micro_batch.inputs["positions_and_targets"].shape[1] - len(ref_logps)
+        ref_logps = nn.functional.pad(ref_logps, (0, padding))
         return replace(micro_batch, inputs={**micro_batch.inputs, "ref_logps": ref_logps})
 
 
@@ -229,6 +269,43 @@ def collate_pairs(pairs: Sequence[TokenizedPair], shared: bool = True, multiple:
         **({"segment_ids": padded[2]} if shared else {"attention_mask": padded[2] != 3}),
     }
     return MicroBatch(as_tensors(inputs), trained_tokens=len(pairs), tokens=sum(len(tokens) for tokens, *_ in rows))
+
+
+def collate_flat_pairs(pairs: Sequence[TokenizedPair], size: tuple[int, int], longest: int) -> MicroBatch:
+    """Pairs with their prompts once, end to end in one row of so many tokens and targets; attention copies prompts.
+
+    longest: tokens of the longest prompt with an answer of all pairs, in powers of two the unit of attention's rows.
+    """
+    rows = [_row(pair.prompt, (pair.chosen, pair.rejected)) for pair in pairs]
+    lengths = [len(tokens) for tokens, *_ in rows]
+    starts, padding = np.cumsum([0, *lengths[:-1]]), size[0] - sum(lengths)
+    tokens, positions, _, _ = (_concatenate([row[part] for row in rows]) for part in range(4))
+    logit_positions = _concatenate([start + row[3] for start, row in zip(starts, rows, strict=True)])
+    answers = [answer for pair in pairs for answer in (pair.chosen, pair.rejected)]
+    target_ids = [answer.input_ids[answer.loss_mask] for answer in answers]
+    further = size[1] - len(logit_positions)
+    targets = np.pad(np.stack([logit_positions, _concatenate(target_ids)]), ((0, 0), (0, further)))
+    targets[0, len(logit_positions) :] = np.arange(further) % size[0]  # each once, and without effect on the loss
+    inputs = {
+        "tokens": np.pad(tokens, (0, padding))[None],
+        "positions": np.concatenate([positions, np.arange(padding) % longest])[None],
+        "positions_and_targets": targets,
+        "answer_lengths": np.array([len(ids) for ids in target_ids], dtype=np.int64),
+    }
+    unit = max(LENGTH_MULTIPLE, 1 << max(0, (longest - 1).bit_length() - 2))
+    max_length = -(-max(map(_answer_length, pairs)) // unit) * unit
+    sizes = [(len(pair.prompt), len(pair.chosen), len(pair.rejected)) for pair in pairs]
+    layout = unshared_layout_at(starts.tolist(), sizes, size[0], max_length)
+    return MicroBatch({**as_tensors(inputs), **layout._asdict()}, trained_tokens=len(pairs), tokens=sum(lengths))
+
+
+def _num_targets(pair: TokenizedPair) -> int:
+    return int(pair.chosen.loss_mask.sum() + pair.rejected.loss_mask.sum())
+
+
+def _answer_length(pair: TokenizedPair) -> int:
+    """Tokens of the prompt with the longer answer."""
+    return len(pair.prompt) + max(len(pair.chosen), len(pair.rejected))
 
 
 def layout_from_inputs(inputs: dict[str, Tensor]) -> UnsharedLayout | SharedPrefixLayout | None:
@@ -265,8 +342,9 @@ def _row(prompt: NDArray, answers: Sequence[Any]) -> tuple[NDArray, NDArray, NDA
 
 
 def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
-    """Sums of consecutive segments: [count] into [len(lengths)], deterministic on every device."""
-    return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
+    """Sums of consecutive segments: [count] into [len(lengths)], deterministic on every device; the rest is padding."""
+    rest = len(values) - lengths.sum(dim=0, keepdim=True)
+    return torch.segment_reduce(values, "sum", lengths=torch.cat([lengths, rest]), unsafe=True)[:-1]
 
 
 def _concatenate(arrays: Sequence[NDArray]) -> NDArray:
@@ -309,7 +387,7 @@ def _split_logps(task: DpoTask, engine: Engine, split: str) -> NDArray:
     pair_logps = _split_by_pair(flat_logps, task, split)  # views into flat_logps
     outputs = engine.predict(task.collate(split, rows) for rows in micro_batches)
     for rows, batch_logps in zip(micro_batches, outputs, strict=True):
-        parts = np.split(batch_logps.numpy(), np.cumsum([len(pair_logps[row]) for row in rows])[:-1]) if rows else []
+        parts = np.split(batch_logps.numpy(), np.cumsum([len(pair_logps[row]) for row in rows]))[:-1] if rows else []
         for row, part in zip(rows, parts, strict=True):
             pair_logps[row][:] = part
     all_logps: NDArray = world.all_reduce(torch.from_numpy(flat_logps)).numpy()

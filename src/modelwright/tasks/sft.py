@@ -13,27 +13,37 @@ from torch import Tensor, nn
 from modelwright.data.chat import ConversationDataset, TokenizedRow, tokenize_conversations
 from modelwright.engine.task import MicroBatch
 from modelwright.engine.trainer import Engine
+from modelwright.errors import ModelError
 from modelwright.models import attention
-from modelwright.models.attention import SharedPrefixLayout, base_outputs, unwrap_peft
+from modelwright.models.attention import (
+    FlatLayout,
+    Layout,
+    SharedPrefixLayout,
+    UnsharedLayout,
+    base_outputs,
+    unwrap_peft,
+)
 from modelwright.models.prefix_sharing import prefix_sharing_blocker, shared_prefix_mask, supports_layout
 from modelwright.models.trainable import decoder_layers
-from modelwright.plan.stage import StagePlan
+from modelwright.plan.stage import BatchShapes, StagePlan, batch_shapes, is_padding_free
 from modelwright.recipe.sections import ParameterCount
 from modelwright.recipe.stage_specs import SftConfig
 from modelwright.tasks.batching import (
     CPU_ALIGNMENT,
     MixtureTask,
+    collate_flat,
     collate_rows,
     layout_packs,
     max_prefix_row,
     pack_by_source,
     packed_row_multiple,
+    pad_targets,
     row_multiple,
     shared_prefix_length,
     shared_prefix_rows,
     to_varlen,
 )
-from modelwright.tasks.frozen_cache import CacheLocation, FrozenLayers, HiddenStateCache, Layout, num_frozen_layers
+from modelwright.tasks.frozen_cache import CacheLocation, FrozenLayers, HiddenStateCache, num_frozen_layers
 from modelwright.tasks.losses import RouterLoss, lm_head_loss
 
 
@@ -44,6 +54,8 @@ class SftLoss(nn.Module):
         super().__init__()
         self.model, self.router_loss = model, RouterLoss(model, router_aux_loss_coef)
         self.cache: HiddenStateCache | None = None
+        self.max_seqlen: int | None = None
+        """Tokens that no document of a flat micro-batch exceeds."""
 
     def forward(
         self,
@@ -55,6 +67,7 @@ class SftLoss(nn.Module):
         states: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        targets: Tensor | None = None,
         **prefix_layout: Tensor,
     ) -> Tensor:
         """tokens, positions: [rows, length] int64; loss_positions: [count], flat indices whose next token is trained.
@@ -62,22 +75,25 @@ class SftLoss(nn.Module):
         segment_ids: [rows, length], for a mask after a shared prefix; prefix_layout: kv_index and cu_seqlens_qk, for
         varlen attention instead; cu_seqlens: [count + 1] int32, starts of packed examples in the flattened rows. The
         frozen layers' outputs come from `states`, [rows, length, width], or from the cache by `cache_index`.
-        attention_mask: [rows, length], the tokens that a router's load-balancing loss counts.
+        attention_mask: [rows, length], the tokens that a router's load-balancing loss counts. targets: [count], the
+        tokens after loss_positions, where these are padded.
         """
         if cache_index is not None:
             assert self.cache is not None and self.cache.states is not None
             states = self.cache.states[cache_index]
-        layout: Layout = cu_seqlens
+        layout: Layout | None = cu_seqlens
+        if cu_seqlens is not None and self.max_seqlen is not None:
+            layout = FlatLayout(cu_seqlens, self.max_seqlen)
         if prefix_layout:
             layout = SharedPrefixLayout(prefix_layout["kv_index"], prefix_layout["cu_seqlens_qk"])
         if states is not None:
-            assert self.cache is not None
+            assert self.cache is not None and not isinstance(layout, FlatLayout | UnsharedLayout)
             hidden, outputs = self.cache.frozen_layers.forward_rest(states, positions, segment_ids, layout), None
         else:
             mask = None if segment_ids is None else shared_prefix_mask(self.model, positions, segment_ids)
             outputs = base_outputs(self.model, tokens, positions, mask, layout, **self.router_loss.options)
             hidden = outputs[0]
-        targets = tokens.flatten()[loss_positions + 1]
+        targets = tokens.flatten()[loss_positions + 1] if targets is None else targets
         loss_sum = lm_head_loss(self.model, hidden.flatten(0, 1)[loss_positions], targets)
         return self.router_loss.add(loss_sum, outputs, attention_mask, len(loss_positions))
 
@@ -105,8 +121,15 @@ class SftTask(MixtureTask):
         if self.prefix_length and (self.router_loss.coef or prefix_sharing_blocker(model)):
             self.prefix_length = 0
         self.use_varlen_prefix = self.prefix_length > 0 and _supports_varlen_prefix(model, settings)
-        alignment = packed_row_multiple(settings, settings.max_length) if settings.packing else row_multiple(settings)
+        on_gpu, alignment = next(model.parameters()).is_cuda, row_multiple(settings)
+        if settings.packing:
+            alignment = packed_row_multiple(settings, settings.max_length, on_gpu)
         self._row_multiple = CPU_ALIGNMENT if settings.trainable.is_partial else alignment
+        self.padding_free = self._can_be_flat(model, settings)
+        if self.padding_free:
+            self.loss_module.max_seqlen = max(self.lengths)
+            self._target_counts = [int(example.loss_mask[1:].sum()) for example in self.examples]
+            self._shapes: dict[int, BatchShapes] = {}
 
     @property
     def rows(self) -> int:
@@ -132,7 +155,33 @@ class SftTask(MixtureTask):
         """Tokens in a row, over all its examples."""
         return sum(self.lengths[member] for member in self._packs[row])
 
+    def _can_be_flat(self, model: Any, settings: SftConfig) -> bool:
+        """Whether the rows of a micro-batch are laid end to end: packed ones, which attention keeps apart, would be."""
+        if settings.padding_free is True and self.router_loss.coef:
+            raise ModelError("padding_free: true wants router_aux_loss_coef: 0, since that loss counts rows")
+        is_masked = self.prefix_length > 0 and not self.use_varlen_prefix  # rows after a shared prefix are full
+        return (
+            bool(self.lengths)
+            and not is_masked
+            and is_padding_free(settings, attention.has_varlen(model, settings.precision) and not self.router_loss.coef)
+        )
+
+    def _collate_flat(self, numbers: Sequence[int]) -> MicroBatch:
+        """Examples end to end, rounded up to one of a few sizes."""
+        if len(numbers) not in self._shapes:
+            count = len(self.train_set.rows)
+            trained = self.lengths[:count] or self.lengths, self._target_counts[:count] or self._target_counts
+            self._shapes[len(numbers)] = batch_shapes(*trained, len(numbers))
+        tokens = sum(self.lengths[number] for number in numbers) - (len(numbers) - 1) * self.prefix_length
+        size = self._shapes[len(numbers)].size(tokens, sum(self._target_counts[number] for number in numbers))
+        if self.prefix_length:
+            rows = layout_packs([numbers], self.lengths, self.prefix_length, self.use_varlen_prefix)
+            return to_varlen(pad_targets(collate_rows(rows, self.examples, self.prefix_length, size[0]), size[1]))
+        return collate_flat([self.examples[number] for number in numbers], size, max(self.lengths))
+
     def _collate(self, packs: Sequence[Sequence[int]]) -> MicroBatch:
+        if self.padding_free and packs:
+            return self._collate_flat([number for pack in packs for number in pack])
         rows = layout_packs(packs, self.lengths, self.prefix_length, self.use_varlen_prefix)
         if self.loss_module.cache is not None:
             return self.loss_module.cache.batch(rows)
@@ -149,7 +198,7 @@ def _supports_varlen_prefix(model: Any, settings: SftConfig) -> bool:
     inner = unwrap_peft(model)
     if next(inner.parameters()).is_cuda:
         return settings.precision != "fp32" and supports_layout(model)
-    if inner.config._attn_implementation != "sdpa" or settings.torch_compile:
+    if inner.config._attn_implementation != "sdpa" or settings.torch_compile is True:
         return False
     attention.register_attention(inner)
     if supports_layout(model):

@@ -1,0 +1,425 @@
+"""Training with default settings on rows of every length, beside TRL: rate, memory, and what the plan predicted.
+
+    python -m benchmarks.mixed_lengths qwen3-0.6b dpo-llama-1b          these cases, each in its own process
+    python -m benchmarks.mixed_lengths qwen3-0.6b --with torch_compile=true --no-peers
+    python -m benchmarks.mixed_lengths qwen3-0.6b --device cpu          tries the command with a tiny model
+
+Random weights of real shapes; rows of the lengths in row-lengths.json (MODELWRIGHT_SHARED), filled with numbers, with
+nothing in common. The recipe declares three epochs and training stops at --steps; the rate is that of the second half.
+Peers train fewer steps, since they compile nothing. Prints a table last; --out keeps the figures as JSON."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks import common
+from benchmarks.common import ROOT, free_device, require_finite
+from benchmarks.peer_trainers import StepTimes, in_engine_order, train_engine, train_peer
+from benchmarks.tables import markdown_table
+from benchmarks.workloads import EOS, SEED
+from modelwright.errors import UsageError
+
+Figures = dict[str, Any]
+Texts = tuple[str, str, str]
+"""A prompt, its answer and a rejected one."""
+MAX_LENGTH, EPOCHS, LEARNING_RATE, WORDS = 512, 3, 1e-5, 500
+LLAMA = {"max_position_embeddings": 4096, "rope_theta": 5e5}
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-0.6b": ("qwen3", {
+        "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    }),
+    "llama-3.2-1b": ("llama", {
+        "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True, **LLAMA,
+    }),
+    "gemma-3-270m": ("gemma3_text", {
+        "vocab_size": 262144, "hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "max_position_embeddings": 4096,
+        "sliding_window": 512, "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 3,
+    }),
+    "pythia-410m": ("gpt_neox", {
+        "vocab_size": 50304, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
+        "num_attention_heads": 16, "max_position_embeddings": 2048,
+    }),
+    "llama-3-8b": ("llama", {
+        "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False, **LLAMA,
+    }),
+    "tiny": ("llama", {
+        "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
+    }),
+}  # fmt: skip
+LORA = {"trainable": "lora", "lora_r": 16}
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['content'] + ' ' }}{% if m['role'] == 'assistant' %}{% generation %}{{ eos_token }}"
+    "{% endgeneration %}{% endif %}{% endfor %}"
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A stage with its model and batch."""
+
+    shape: str
+    """Name in SHAPES."""
+    stage: str = "sft"
+    """sft or dpo."""
+    rows: int = 32
+    """Rows or pairs of a step."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Settings of the stage that say what is trained."""
+
+    @property
+    def is_lora(self) -> bool:
+        """Whether LoRA matrices are trained."""
+        return bool(self.settings)
+
+
+CASES = {
+    **{name: Case(name) for name in ("qwen3-0.6b", "llama-3.2-1b", "gemma-3-270m", "pythia-410m")},
+    "dpo-llama-1b": Case("llama-3.2-1b", "dpo", 16),
+    "lora-llama-8b": Case("llama-3-8b", "sft", 16, LORA),
+}
+PEERS = {"TRL": {}, "TRL + liger": {"use_liger_kernel": True}}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What ours and the peers train."""
+
+    case: Case
+    steps: int
+    """Of ours."""
+    peer_steps: int
+    device: Any
+    folder: Path
+    """The model's config and tokenizer, without weights."""
+    texts: list[Texts]
+
+    def timed(self, times: StepTimes) -> Figures:
+        """The rate of the second half of the steps, loss and memory."""
+        require_finite(times.losses)
+        seconds = times.seconds[len(times.seconds) // 2 :]
+        return {
+            "rows_per_second": round(len(seconds) * self.case.rows / sum(seconds), 2),
+            "step_seconds": round(sum(seconds) / len(seconds), 5),
+            "memory_gb": round(times.memory / 1e9, 2),
+            "start_seconds": round(times.start, 1),
+            "steps_seconds": [round(each, 4) for each in times.seconds],
+            "losses": [round(loss, 4) for loss in times.losses],
+        }
+
+
+def row_texts(count: int | None, divisor: int = 1) -> list[Texts]:
+    """Prompts and answers of real lengths, the rejected answer that of the row before; answers end with EOS."""
+    path = Path(os.environ.get("MODELWRIGHT_SHARED", ROOT.parent / "shared")) / "data" / "row-lengths.json"
+    rng = random.Random(SEED)
+    if path.exists():
+        lengths = json.loads(path.read_text())["rows"][:count]
+    else:  # about as long
+        lengths = [(rng.randrange(40, 160), rng.randrange(40, 200)) for _ in range(count or 7473)]
+
+    def words(length: int) -> str:
+        return " ".join(str(rng.randrange(1, WORDS)) for _ in range(max(2, length // divisor)))
+
+    rows = [(words(prompt), words(answer - 1)) for prompt, answer in lengths]
+    return [(prompt, answer, rows[index - 1][1]) for index, (prompt, answer) in enumerate(rows)]
+
+
+def save_tokenizer_and_config(folder: Path, shape: str) -> None:
+    """A tokenizer whose words are numbers, so that lengths are exact, and the config of a shape."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+    from transformers import AutoConfig, PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({str(number): number for number in range(WORDS)}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.add_special_tokens([AddedToken(EOS, special=True)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=EOS, pad_token=EOS)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    model_type, sizes = SHAPES[shape]
+    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    AutoConfig.for_model(model_type, **sizes, **ids).save_pretrained(folder)
+
+
+def save_recipe(work: Work, changes: dict[str, Any]) -> Path:
+    """The recipe of a case and its rows; all that is not set is a default."""
+    stage, names = work.case.stage, ("prompt", "completion" if work.case.stage == "sft" else "chosen", "rejected")
+    rows = [dict(zip(names[: 2 + (stage == "dpo")], texts, strict=False)) for texts in work.texts]
+    (work.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {
+        "num_train_epochs": EPOCHS, "per_device_train_batch_size": work.case.rows, "max_length": MAX_LENGTH,
+        "learning_rate": LEARNING_RATE, **work.case.settings, **changes,
+    }  # fmt: skip
+    path = work.folder / "recipe.yaml"
+    model, data = str(work.folder), {"train_file": str(work.folder / "rows.jsonl"), "test_size": 4}
+    recipe = {"name": "mixed", "model": {"model_name_or_path": model}, "data": data, "report_to": "none"}
+    path.write_text(json.dumps({**recipe, stage: settings}))
+    return path
+
+
+def train_ours(work: Work, changes: dict[str, Any]) -> Figures:
+    """The engine with the plan that `modelwright run` makes; reference log-probs of DPO are zeros."""
+    import numpy as np
+    import torch
+
+    from modelwright.engine.distributed import World
+    from modelwright.plan.hardware import gpu_spec_of, probe_device
+    from modelwright.plan.stage import plan_stage
+    from modelwright.recipe.load import load
+    from modelwright.runs.folder import RunFolder
+    from modelwright.runs.journal import Journal
+    from modelwright.stages.context import DEFAULT_OPTIONS, RunContext
+    from modelwright.stages.measure import load_random_model
+    from modelwright.stages.planning import build_engine, fit_plan
+    from modelwright.stages.specs import BUILDERS
+
+    began, stage, run = time.perf_counter(), work.case.stage, work.folder / "run"
+    torch.manual_seed(SEED)
+    loaded, folder = load(save_recipe(work, changes), [f"output_dir={run}"]), RunFolder(run)
+    folder.create()
+    context = RunContext(loaded, folder, Journal(None), World(device=work.device), probe_device(), DEFAULT_OPTIONS)
+    inputs = replace(BUILDERS[stage].load_inputs(context, stage, None), load_model=load_random_model)
+    parts = BUILDERS[stage].build(context, inputs, stage)
+    plan = plan_stage(context.recipe.stages[stage], parts.task.epoch_rows, 1, context.hardware)
+    plan = fit_plan(plan, stage, parts, context)
+    engine = build_engine(plan, stage, parts, context)
+    if stage == "dpo":
+        task: Any = parts.task
+        answers = [pair.chosen.loss_mask.sum() + pair.rejected.loss_mask.sum() for pair in task.train_set.rows]
+        task.ref_logps = {"train": [np.zeros(count, dtype=np.float32) for count in answers], "held_out": []}
+    else:
+        parts.precompute(engine, folder.frozen_cache(stage))
+    _forget_peak()
+    times = train_engine(_Stopped(engine, work.steps), work.steps, began)
+    figures, prediction = work.timed(times), plan.prediction or {}
+    tokens = times.tokens[len(times.tokens) // 2 :]
+    rate = sum(tokens) / len(tokens) / figures["step_seconds"]
+    peak = gpu_spec_of(context.hardware).bf16 if work.device.type == "cuda" else None
+    return {
+        **figures,
+        "tokens_per_second": round(rate),
+        "reserved_gb": round(torch.cuda.max_memory_reserved() / 1e9, 2) if work.device.type == "cuda" else None,
+        "mfu": round(rate * parts.flops_per_token / peak, 4) if peak and parts.flops_per_token else None,
+        "predicted_step_seconds": prediction.get("step_seconds") or _predicted_seconds(prediction, tokens),
+        "predicted_memory_gb": _predicted_memory(prediction),
+        "graphs": [len(call._graphs) for call in (engine._first_backward, engine._next_backward)],
+        "plan": [plan.batch_arithmetic, *engine.plan.reasons],
+        "notes": list(engine.notes),
+    }
+
+
+def _forget_peak() -> None:
+    """Measure the memory of the steps, not of the random fp32 weights before them."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _predicted_seconds(prediction: Figures, tokens: Sequence[int]) -> float | None:
+    """A step's seconds by the predicted rate, for plans that hold only that."""
+    rate = prediction.get("tokens_per_second")
+    return round(sum(tokens) / len(tokens) / rate, 5) if rate else None
+
+
+def _predicted_memory(prediction: Figures) -> float | None:
+    """GB at the predicted peak of a step; here no model is loaded from a file, and nothing is evaluated."""
+    phases = prediction.get("memory", {}).get("phases", {})
+    steps = [size for name, size in phases.items() if name not in ("loading", "evaluation")]
+    return round(max(steps) / 1e9, 4) if steps else None
+
+
+@dataclass(frozen=True)
+class _Stopped:
+    """An engine that stops early: the plan knows the declared number of steps."""
+
+    engine: Any
+    count: int
+
+    def steps(self) -> Iterator[Any]:
+        """The first steps."""
+        for number, report in enumerate(self.engine.steps(), 1):
+            yield report
+            if number == self.count:
+                return
+
+
+def train_trl(work: Work, settings: dict[str, Any]) -> Figures:
+    """TRL with bf16 weights, its default, on the rows of our last steps in our order."""
+    import torch
+    from datasets import Dataset
+
+    from modelwright.models import pretrained
+    from modelwright.stages.measure import load_random_model
+
+    began, case, on_gpu = time.perf_counter(), work.case, work.device.type == "cuda"
+    rows = in_engine_order(work.texts, case.rows, work.steps)[-case.rows * work.peer_steps :]
+    torch.manual_seed(SEED)
+    model = load_random_model(work.folder, "sdpa", "none", work.device)
+    model = model.to(torch.bfloat16) if on_gpu else model
+    _forget_peak()
+    arguments = {
+        "max_steps": work.peer_steps, "per_device_train_batch_size": case.rows, "max_length": MAX_LENGTH,
+        "learning_rate": LEARNING_RATE, "bf16": on_gpu, "use_cpu": not on_gpu, "gradient_checkpointing": False,
+        **settings,
+    }  # fmt: skip
+    common_arguments = {"model": model, "processing_class": pretrained.load_tokenizer(work.folder)}
+    if case.stage == "dpo":
+        from trl import DPOConfig, DPOTrainer
+
+        data = Dataset.from_list([{"prompt": p, "chosen": f" {c}", "rejected": f" {r}"} for p, c, r in rows])
+        reference = copy.deepcopy(model)
+        times, _ = train_peer(
+            DPOTrainer, DPOConfig, arguments, began, **common_arguments, ref_model=reference, train_dataset=data
+        )
+    else:
+        from trl import SFTConfig, SFTTrainer
+
+        data = Dataset.from_list([{"prompt": prompt, "completion": f" {answer}"} for prompt, answer, _ in rows])
+        if case.is_lora:
+            from peft import LoraConfig
+
+            config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+            common_arguments["peft_config"] = config
+        times, _ = train_peer(SFTTrainer, SFTConfig, arguments, began, **common_arguments, train_dataset=data)
+    return work.timed(times)
+
+
+def measure_case(
+    name: str, changes: dict[str, Any], peers: bool, steps: int, device: str, texts: list[Texts]
+) -> Figures:
+    """Ours and the peers, one after the other in this process; one that fails says why."""
+    import torch
+
+    case = replace(CASES[name], shape="tiny", rows=4) if device == "cpu" else CASES[name]
+    figures: Figures = {"case": name, "settings": changes, "rows_a_step": case.rows, "device": device}
+    sides: list[tuple[str, dict[str, Any] | None]] = [("ours", None)]
+    if peers and common.installed("trl"):
+        sides += [(peer, settings) for peer, settings in PEERS.items() if "liger" not in peer or _has_liger()]
+    with tempfile.TemporaryDirectory() as folder:
+        save_tokenizer_and_config(Path(folder), case.shape)
+        work = Work(case, steps, max(2, steps // 2), torch.device(device), Path(folder), texts)
+        for side, settings in sides:
+            free_device()
+            began = time.perf_counter()
+            try:
+                figures[side] = train_ours(work, changes) if settings is None else train_trl(work, settings)
+            except Exception as error:
+                if os.environ.get("MIXED_LENGTHS_DEBUG"):
+                    raise
+                figures[side] = {"failed": f"{type(error).__name__}: {str(error).strip()[:300]}"}
+            figures[side]["wall_seconds"] = round(time.perf_counter() - began, 1)
+            brief = {key: value for key, value in figures[side].items() if not isinstance(value, list)}
+            print(f"{name}, {side}: {brief}", file=sys.stderr, flush=True)
+    rates = [each["rows_per_second"] for side in PEERS if "rows_per_second" in (each := figures.get(side, {}))]
+    if rates and "rows_per_second" in figures["ours"]:
+        figures["ratio"] = round(figures["ours"]["rows_per_second"] / max(rates), 2)
+    return figures
+
+
+def _parsed(value: str) -> Any:
+    """A number, true, false or null as in a recipe, else the text itself."""
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _has_liger() -> bool:
+    return common.installed("liger-kernel") is not None
+
+
+HEADER = (
+    "case", "rows/s", "TRL", "TRL + liger", "ratio", "tokens/s", "MFU", "s a step", "predicted", "off",
+    "GB", "predicted", "off", "TRL GB", "s to step 2", "graphs",
+)  # fmt: skip
+
+
+def table(results: Sequence[Figures]) -> str:
+    """A line for each case."""
+    lines = []
+    for result in results:
+        ours, (plain, liger) = result.get("ours", {}), (result.get(peer, {}) for peer in PEERS)
+        seconds, memory = ours.get("step_seconds"), ours.get("memory_gb")
+        predicted, predicted_memory = ours.get("predicted_step_seconds"), ours.get("predicted_memory_gb")
+        failed = ours.get("failed") or result.get("failed")
+        cells = [
+            result["case"], failed or ours.get("rows_per_second"), plain.get("rows_per_second"),
+            liger.get("rows_per_second"), result.get("ratio"), ours.get("tokens_per_second"), ours.get("mfu"), seconds,
+            predicted, _off(predicted, seconds), memory, predicted_memory, _off(predicted_memory, memory),
+            plain.get("memory_gb"), ours.get("start_seconds"), "+".join(map(str, ours.get("graphs", []))),
+        ]  # fmt: skip
+        lines.append(["–" if cell is None else str(cell) for cell in cells])
+    return markdown_table(HEADER, lines)
+
+
+def _off(predicted: float | None, actual: float | None) -> str | None:
+    return f"{predicted / actual - 1:+.0%}" if predicted and actual else None
+
+
+def run_in_process(name: str, options: Sequence[str]) -> Figures:
+    """A case in a process of its own, which leaves no memory and no compiled code behind."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "benchmarks.mixed_lengths", name, *options, "--out", folder]
+        code = subprocess.run(command, stdout=subprocess.DEVNULL, cwd=ROOT, check=False).returncode
+        path = Path(folder) / f"{name}.json"
+        if not path.exists():
+            return {"case": name, "failed": f"exit {code}"}
+        result: Figures = json.loads(path.read_text())
+        return result
+
+
+def main(
+    cases: Annotated[list[str], typer.Argument(help=f"Any of {', '.join(CASES)}; all: each of them.")],
+    changes: Annotated[list[str] | None, typer.Option("--with", help="A setting of our stage: KEY=VALUE.")] = None,
+    peers: Annotated[bool, typer.Option(help="Train TRL too, plain and with liger.")] = True,
+    steps: Annotated[int, typer.Option(help="Steps of ours; peers train half as many.")] = 60,
+    device: Annotated[str, typer.Option(help="cuda, or cpu: a tiny model and short rows, to try the command.")] = "",
+    out: Annotated[Path | None, typer.Option(help="A folder for the figures, a JSON file for each case.")] = None,
+) -> None:
+    """Rate, memory and prediction of our default settings on rows of every length, and TRL's beside them."""
+    import torch
+
+    names = list(CASES) if cases == ["all"] else cases
+    if unknown := [name for name in names if name not in CASES]:
+        raise UsageError(f"there is no case {unknown[0]!r}; there are: {', '.join(CASES)}, or all")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    settings = {key: _parsed(value) for key, _, value in (change.partition("=") for change in changes or [])}
+    if len(names) == 1:
+        small = device == "cpu"
+        texts = row_texts(200 if small else None, 8 if small else 1)
+        results = [measure_case(names[0], settings, peers, steps, device, texts)]
+    else:
+        options = [option for change in changes or [] for option in ("--with", change)]
+        options += ["--steps", str(steps), "--device", device, "--peers" if peers else "--no-peers"]
+        results = [run_in_process(name, options) for name in names]
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        for result in results:
+            (out / f"{result['case']}.json").write_text(json.dumps(result, indent=1))
+    for result in results:
+        for line in result.get("ours", {}).get("plan", []):
+            print(f"{result['case']}: {line}")
+    print(table(results))
+
+
+if __name__ == "__main__":
+    common.run(main)
