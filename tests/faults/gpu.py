@@ -187,8 +187,6 @@ def row_lengths(count: int) -> list[tuple[int, int]]:
 
 def train(path: Path, run: Path) -> dict[str, Any]:
     """Train in this process as `modelwright run` does, without checkpoints and without saving the model."""
-    import torch
-
     from modelwright.engine.distributed import init_distributed
     from modelwright.recipe.load import load
     from modelwright.runs.folder import RunFolder
@@ -207,15 +205,17 @@ def train(path: Path, run: Path) -> dict[str, Any]:
         builder = BUILDERS[stage]
         runner = StageRunner(context, builder, builder.load_inputs(context, stage, None), stage, GracefulShutdown())
         engine = runner.engine
-        steps = list(engine.steps())
-        held_out, digest = engine.evaluate() or {}, hashlib.sha256()
-        for _, param in sorted(engine.trainable_params.items()):
-            digest.update(param.detach().cpu().contiguous().flatten().view(dtype=torch.uint8).numpy().tobytes())
+        steps, first_weights = [], dict[str, str]()
+        for step in engine.steps():
+            steps.append(step)
+            first_weights = first_weights or weight_hashes(engine.trainable_params)
+        held_out = engine.evaluate() or {}
         figures = {
             "losses": [step.loss for step in steps],
             "norms": [step.grad_norm for step in steps],
             "eval_loss": held_out["eval_loss"],
-            "weights": digest.hexdigest(),
+            "weights": weight_hashes(engine.trainable_params),
+            "first_weights": first_weights,
             "seconds": statistics.median(step.step_seconds for step in steps[len(steps) // 2 :]),
             "deterministic": engine.plan.deterministic,
             "graphs": len(engine._first_backward._graphs),
@@ -225,11 +225,24 @@ def train(path: Path, run: Path) -> dict[str, Any]:
     return figures
 
 
+def weight_hashes(params: dict[str, Any]) -> dict[str, str]:
+    """A hash of each parameter's bits."""
+    import torch
+
+    arrays = {name: param.detach().cpu().contiguous().flatten() for name, param in sorted(params.items())}
+    return {name: hashlib.sha256(x.view(dtype=torch.uint8).numpy().tobytes()).hexdigest() for name, x in arrays.items()}
+
+
 def compare(first: dict[str, Any], second: dict[str, Any]) -> str:
     """Equal, or where the first difference is."""
+    before, after = first["first_weights"], second["first_weights"]
+    changed = [name for name in before if before[name] != after[name]]
     for step, (one, other) in enumerate(zip(first["losses"], second["losses"], strict=True), 1):
         if one != other:
-            return f"loss of step {step}"
+            names = (
+                f"; after step 1 {len(changed)} of {len(before)} weights: {', '.join(changed[:4])}" if changed else ""
+            )
+            return f"loss of step {step}{names}"
     return next((key for key in ("norms", "eval_loss", "weights") if first[key] != second[key]), "equal")
 
 
