@@ -4,7 +4,7 @@
 
 The held-out rows share no activity, person, day, time or place with the training rows, and every other one has a
 sentence pattern that training never shows. Values are copied as they are said: with 15 names, and times turned into 24
-hours, the same training of a 135M model got 14 of 60 entries right."""
+hours, the same training of a 135M model got 14 of 60 entries right; with these lists 56 (seed 42)."""
 
 from __future__ import annotations
 
@@ -111,6 +111,8 @@ HELD_OUT_PATTERNS = (
     "{who} asked whether {day} at {time} suits me for {what} at {where}, and I said yes.",
     "My {day} is filling up: {what} with {who} at {time}, over at {where}.",
     "Meet {who} at {where} for {what}. The time is {time}, the day is {day}.",
+    "{who} would like to do {what} with me, {day} if possible, and {time} is best; {where} is the place.",
+    "Tell everyone: {where} is booked from {time} on {day}, and {who} joins us for {what}.",
 )
 TRAIN_ROWS, HELD_OUT_ROWS = 240, 60
 
@@ -124,6 +126,7 @@ def calendar_rows(held_out: bool) -> Iterator[dict[str, str]]:
             shuffled = rng.sample(kind, len(kind))
             reserved = max(2, len(kind) // 4)
             values[name].append(shuffled[:reserved] if held_out else shuffled[reserved:])
+    rng = random.Random(2027) if held_out else rng
     for row in range(HELD_OUT_ROWS if held_out else TRAIN_ROWS):
         patterns = HELD_OUT_PATTERNS if held_out and row % 2 else PATTERNS
         entry = {name: rng.choice(rng.choice(kinds)) for name, kinds in values.items()}
