@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import re
+import textwrap
 from contextlib import suppress
 from typing import Any
 
 import pytest
 from typer.main import get_command
 
+from modelwright.cli import launch
 from modelwright.cli.main import build_app, main
 from modelwright.cli.options import OLD_SPELLINGS, SETTING_FLAGS, SWITCHES
 from modelwright.recipe.load import load
@@ -129,3 +133,23 @@ def test_output_is_the_run_folder(arguments: list[str], capsys: pytest.CaptureFi
     with suppress(SystemExit):
         main(["check", "quickstart", *arguments, "--json"])
     assert json.loads(capsys.readouterr().out)["run_dir"] == "here/run"
+
+
+def every_command(command: Any, name: str = "modelwright") -> list[tuple[str, Any]]:
+    children = getattr(command, "commands", {})
+    return [pair for word, child in children.items() for pair in every_command(child, f"{name} {word}")] or [
+        (name, command)
+    ]
+
+
+def test_every_option_of_a_command_is_read_by_its_function() -> None:
+    commands = every_command(get_command(build_app()))
+    assert len(commands) > 25
+    for name, command in commands:
+        function = inspect.unwrap(command.callback)
+        [node] = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+        assert isinstance(node, ast.FunctionDef)
+        read = {each.id for part in node.body for each in ast.walk(part) if isinstance(each, ast.Name)}
+        tables = {*launch.RUN_OPTIONS, *launch.CLUSTER_ACTIONS} if name == "modelwright launch" else set()
+        unread = {each.name for each in command.params} - read - tables - {"help"}
+        assert not unread, f"{name} does not read {unread}"

@@ -69,3 +69,16 @@ def test_every_key_of_a_message_is_used_or_harmless_or_an_error() -> None:
             if key not in {*USED, "role", "from", "value", "function_call"}:
                 assert normalize_message({"role": "assistant", "content": "So.", key: neutral}) == plain
     assert refused > DRAWS // 5
+
+
+def test_every_key_of_a_tool_call_is_used_or_harmless_or_an_error() -> None:
+    def turn(**keys: Any) -> dict[str, Any]:
+        return normalize_message({"role": "assistant", "content": "", "tool_calls": [{**CALL, **keys}]})
+
+    assert turn(id="a") != turn() and turn(type="function", index=0, custom=None) == turn()
+    function = {**CALL["function"], "strict": {"a": 1}}
+    for keys in ({"type": "custom"}, {"output": "wet"}, {"weight": 0}, {"function": function}):
+        with pytest.raises(RowError, match=r"a tool call has .*, which is not used"):
+            turn(**keys)
+    with pytest.raises(RowError, match="a tool call has output"):
+        normalize_message({"role": "assistant", "content": "", "function_call": {"name": "f", "output": "wet"}})

@@ -207,6 +207,31 @@ def test_sizes_that_do_not_fit_the_weights_are_named(copied: Path, values: dict[
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("use_qk_norm", True),
+        ("rope_interleaved", True),
+        ("scale_emb", 12),
+        ("logit_scale", 0.06),
+        ("n_shared_experts", 2),
+    ],
+)
+def test_a_key_of_a_config_that_would_change_the_model_and_is_not_read_is_refused(
+    copied: Path, key: str, value: object
+) -> None:
+    set_config(copied, **{key: value})
+    with pytest.raises(ModelError, match=f"config.json has {key} {value}, which transformers does not read for llama"):
+        load_model(copied)
+
+
+def test_keys_of_a_config_that_are_read_or_change_nothing_are_accepted(copied: Path) -> None:
+    set_config(copied, is_llama_config=True, rope_interleaved=False, n_ctx=256, temperature=0.7, rope_theta=10000.0,
+               logit_scale=1.0, attention_softmax_in_fp32=True, _sliding_window_pattern=6, unsloth_fixed=True,
+               torch_dtype="bfloat16", task_specific_params={"a": 1}, quantization_config=None)  # fmt: skip
+    load_model(copied)
+
+
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "missing.safetensors", "", "a\0b", 7])
 def test_an_index_names_only_files_of_its_folder(copied: Path, name: object) -> None:
     index = {"weight_map": {"model.norm.weight": name}}

@@ -328,11 +328,20 @@ def _join_parts(parts: list[Any]) -> str:
     return "".join(texts)
 
 
+CALL_KEYS = {"function", "name", "arguments", "id", "type", "index"}
+"""Keys of a tool call that are used, or change nothing."""
+
+
 def _normalize_call(call: Any) -> dict[str, Any]:
     """A tool call with its arguments as an object, as chat templates want it."""
     function = call.get("function", call) if isinstance(call, dict) else {}
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowError(f"a tool call is {str(call)[:60]!r}; it wants a function with name and arguments")
+    unread = {key: value for key, value in {**call, **function}.items() if key not in CALL_KEYS and not is_empty(value)}
+    if call.get("type", "function") not in ("function", None):
+        unread["type"] = call["type"]
+    for key, value in unread.items():
+        raise RowError(f"a tool call has {key} {str(value)[:40]}, which is not used; leave it out of the call")
     arguments = function.get("arguments")
     arguments = parse_json(arguments) if isinstance(arguments, str) and parse_json(arguments) is not None else arguments
     identity = {"id": call["id"]} if call.get("id") else {}

@@ -158,6 +158,7 @@ def load_model(
     if (path / trust.ADAPTER_CONFIG).exists():
         return _load_adapter(path, attn_implementation, quantization, device, dtype)
     trust.check_model(path)
+    trust.check_config_keys(path)
     # transformers chooses sdpa, or eager for families without it (Gemma 2, GPT-J, GPT-Neo, Bloom, MPT, Mamba)
     implementation = None if attn_implementation == "auto" else attn_implementation
     options = quantization_kwargs(quantization, device)

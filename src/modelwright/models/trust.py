@@ -30,6 +30,17 @@ ADAPTER_CONFIG = "adapter_config.json"
 KERNEL_KEY = re.compile(r"(attn|experts)_implementation")
 CODE_KEYS = ("megatron_config", "auto_mapping", "corda_config", "lora_ga_config")
 """Keys of an adapter config that name code to import or a pickle to load."""
+MEANINGFUL_KEY = re.compile(
+    r"^(?!_).*(rope|rotary|norm|scal|multiplier|soft_?cap|window|bias|alibi|residual|activation|expert|router|mup|atten"
+    r"|attn|layer|embed|emb$|logit|position|qk|parallel_block|moe)"
+)
+"""Names in a config.json that say how a model computes, also where transformers has no such key for its family."""
+HARMLESS_KEYS = re.compile(
+    r"init|fusion$|softmax_in_fp32$|^(offset_alibi|skip_bias_add(_qkv)?|n_embed|scale_attn_weights|rotary|norm_type"
+    r"|max_window_layers|attn_implementation|quantization_config|num_nextn_predict_layers|use_parallel_(block|embedding)"
+    r"|rope_pct|use_gated_activation|use_embedding_sharing|position_embedding(_type)?|attention_type)$"
+)
+"""Those of them that public configurations carry though they change nothing."""
 RENDER_SECONDS, RENDER_BYTES = 2.0, 1 << 30
 """CPU-seconds and memory limits of a chat template for two turns; usual ones take a millisecond."""
 PROBE_CHAT = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
@@ -47,6 +58,35 @@ def check_model(path: Path) -> None:
             "it wants safetensors"
         )
     _check_index(path)
+
+
+def check_config_keys(path: Path) -> None:
+    """Refuse a config.json with a key that says how the model computes and that transformers does not read."""
+    from transformers import CONFIG_MAPPING
+
+    values = read_small_json(path / "config.json")
+    family = values.get("model_type")
+    if not isinstance(family, str) or family not in CONFIG_MAPPING:
+        return  # transformers says so
+    config_class = CONFIG_MAPPING[family]
+    try:
+        kept, known = config_class.from_dict(values).to_dict(), config_class().to_dict()
+    except Exception:  # of many classes; loading the model names the field
+        return
+    file = Path(sys.modules[config_class.__module__].__file__ or "")
+    sources = [file, file.with_name(file.name.replace("configuration_", "modeling_"))]
+    text = "".join(source.read_text(encoding="utf-8") for source in sources if source.is_file())
+    read = {key: kept[key] for key in known if key in kept}
+    for key, value in kept.items():
+        # False, 1.0 and a size that the family has under a like name change nothing
+        twin = any(value == other and {*key.split("_")} & {*name.split("_")} for name, other in read.items())
+        is_neutral = value in (None, False, "", [], {}) or (value is not True and (value == 1 or twin))
+        unread = key in values and key not in known and not re.search(rf"\b{re.escape(key)}\b", text)
+        if unread and not is_neutral and MEANINGFUL_KEY.search(key) and not HARMLESS_KEYS.search(key):
+            raise ModelError(
+                f"model: {path / 'config.json'} has {key} {str(value)[:40]}, which transformers does not read for "
+                f"{family}; where it changes nothing, remove it from config.json"
+            )
 
 
 def _check_index(path: Path) -> None:
