@@ -46,8 +46,8 @@ def test_a_conversation_goes_on_and_is_reset(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = "Hi\nAgain\n/history\n/reset\nHi\n/system Shout.\n/system\nHi\n"
-    _, first, second, said, reset, third, changed, prompt, fourth, _ = talk(lines, monkeypatch, capsys)
+    _, first, second, history, reset, third, changed, prompt, fourth, _ = talk(lines, monkeypatch, capsys)
     assert (first, second) == ("system user\n", "system user assistant user\n")
-    assert said.splitlines()[:3] == ["system: Be brief.", "user: Hi", "assistant: system user"]
+    assert history.splitlines()[:3] == ["system: Be brief.", "user: Hi", "assistant: system user"]
     assert (reset, third) == ("new conversation\n", "system user\n")
     assert changed.startswith("new conversation") and (prompt, fourth) == ("system: Shout.\n", "system user\n")

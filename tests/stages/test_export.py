@@ -226,7 +226,7 @@ def test_a_closed_gate_leaves_no_best_model_pth(classified: RunFolder) -> None:
     assert warning is not None and warning.startswith("warning: gate classify is closed: seconds ")
 
 
-def test_an_export_behind_an_open_gate_warns_of_nothing(tuned: RunFolder) -> None:
+def test_an_export_with_an_open_gate_warns_of_nothing(tuned: RunFolder) -> None:
     assert check_export(str(tuned.path), "hf").warning is None
 
 
