@@ -19,12 +19,13 @@ LINES = {
     # the switch, its fallback, the check of the environment, doctor --reproducible
     "same bits on the GPU": 150,
     # row formats, converters, mixtures, chat templates
-    "data formats": 1_606,
-    # round trips, adapters, odd architectures, unclear answers of multiple choice, adapters that are built before a run
-    "never silently wrong": 480,
+    "data formats": 1_646,
+    # round trips, adapters, odd architectures, unclear answers of multiple choice, adapters built before a run,
+    # keys of config.json that nobody reads
+    "never silently wrong": 545,
     # signals in every phase, one sentence for errors of the storage, only regular files, odd runs, slow clients,
-    # sizes and paths of model folders
-    "steady under attack": 400,
+    # sizes and paths of model folders, half characters in names, limits of threads and memory
+    "steady under attack": 440,
     # the batched decoder and its caches, concurrent requests of serve; verifiers, evaluate.answers, early stopping,
     # judged answers in the report
     "judged answers": 1_369,
@@ -44,7 +45,7 @@ LINE_BUDGET = sum(LINES.values())
 MAX_FILES = 147
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
-MAX_POD_BYTES = 740_000
+MAX_POD_BYTES = 760_000
 """The package as a pod receives it, zipped: 680 kB, 10 kB for what the later issues add, 25 kB for judged answers and
 the calendar set, 10 kB for the five systems; a ConfigMap takes 1 MB."""
 

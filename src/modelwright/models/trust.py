@@ -70,17 +70,17 @@ def check_config_keys(path: Path) -> None:
         return  # transformers says so
     config_class = CONFIG_MAPPING[family]
     try:
-        kept, known = config_class.from_dict(values).to_dict(), config_class().to_dict()
+        loaded_values, known = config_class.from_dict(values).to_dict(), config_class().to_dict()
     except Exception:  # of many classes; loading the model names the field
         return
     file = Path(sys.modules[config_class.__module__].__file__ or "")
     sources = [file, file.with_name(file.name.replace("configuration_", "modeling_"))]
     text = "".join(source.read_text(encoding="utf-8") for source in sources if source.is_file())
-    read = {key: kept[key] for key in known if key in kept}
-    for key, value in kept.items():
+    read = {key: loaded_values[key] for key in known if key in loaded_values}
+    for key, value in loaded_values.items():
         # False, 1.0 and a size that the family has under a like name change nothing
-        twin = any(value == other and {*key.split("_")} & {*name.split("_")} for name, other in read.items())
-        is_neutral = value in (None, False, "", [], {}) or (value is not True and (value == 1 or twin))
+        is_alias = any(value == other and {*key.split("_")} & {*name.split("_")} for name, other in read.items())
+        is_neutral = value in (None, False, "", [], {}) or (value is not True and (value == 1 or is_alias))
         unread = key in values and key not in known and not re.search(rf"\b{re.escape(key)}\b", text)
         if unread and not is_neutral and MEANINGFUL_KEY.search(key) and not HARMLESS_KEYS.search(key):
             raise ModelError(
