@@ -254,7 +254,7 @@ def test_a_parquet_file_that_exhausts_memory_is_not_called_incomplete(
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.5])
-def test_bad_rows_are_told_beside_rows_that_are_all_the_same(tmp_path: Path, limit: float) -> None:
+def test_invalid_rows_are_listed_with_identical_rows(tmp_path: Path, limit: float) -> None:
     path = write(tmp_path / "rows.jsonl", [GOOD[0], GOOD[0], {"prompt": "Why?", "completion": ""}])
     data = DataConfig(dataset_name=str(path), max_invalid_fraction=limit)
     with pytest.raises(DataError) as caught:

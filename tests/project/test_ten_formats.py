@@ -107,8 +107,8 @@ def test_one_file_gets_from_check_to_a_training_step_with_one_edit(
     (tmp_path / name).write_bytes(content())
     data = f"train_file: {name}"
     if name == "dataset_info.json":
-        asked = [{"ask": question, "reply": answer} for question, answer in QUESTIONS]
-        (tmp_path / "asked.json").write_text(json.dumps(asked), encoding="utf-8")
+        rows = [{"ask": question, "reply": answer} for question, answer in QUESTIONS]
+        (tmp_path / "asked.json").write_text(json.dumps(rows), encoding="utf-8")
         data = "dataset_name: ., dataset_config_name: wells"
     if name == "tools.jsonl":  # a model whose template knows tools
         model_folder = shutil.copytree(model_folder, tmp_path / "model")

@@ -101,7 +101,7 @@ def test_an_odd_error_under_a_small_limit_is_called_memory(
     assert "out of memory" in capsys.readouterr().err
 
 
-def test_too_few_threads_are_told_as_a_limit() -> None:
+def test_too_few_threads_are_reported_as_a_limit() -> None:
     if reason := other_user.unavailable():
         pytest.skip(reason)  # root has no limit
     command = ["bash", "-c", 'ulimit -u 1; exec "$@"', "-", sys.executable, "-m", "modelwright", "run", "quickstart"]
