@@ -85,8 +85,8 @@ def scripted(scores: dict[int, float], on_call: Callable[[int], None] = lambda s
     """Answers whose score depends on the number of steps that the judged weights have been trained for."""
     real = evaluate.judge_model
 
-    def judge(folder: Path, job: EvaluationJob, *args: Any) -> JudgedAnswers:
-        judged = real(folder, job, *args)
+    def judge(folder: Path, job: EvaluationJob, *args: Any, **kwargs: Any) -> JudgedAnswers:
+        judged = real(folder, job, *args, **kwargs)
         if folder.name != "judged_model":
             return judged
         checkpointed = steps_of(folder.parents[2])
