@@ -142,10 +142,10 @@ def row_texts(count: int | None, divisor: int = 1) -> list[Texts]:
     return [(prompt, answer, rows[index - 1][1]) for index, (prompt, answer) in enumerate(rows)]
 
 
-def save_tokenizer_and_config(folder: Path, shape: str) -> None:
-    """A tokenizer whose words are numbers, so that lengths are exact, and the config of a shape."""
+def save_number_tokenizer(folder: Path) -> Any:
+    """A tokenizer whose words are numbers, so that lengths are exact."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-    from transformers import AutoConfig, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(models.WordLevel({str(number): number for number in range(WORDS)}, unk_token="0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -153,7 +153,14 @@ def save_tokenizer_and_config(folder: Path, shape: str) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=EOS, pad_token=EOS)
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
-    model_type, sizes = SHAPES[shape]
+    return tokenizer
+
+
+def save_tokenizer_and_config(folder: Path, shape: str) -> None:
+    """The tokenizer and the config of a shape, without weights."""
+    from transformers import AutoConfig
+
+    tokenizer, (model_type, sizes) = save_number_tokenizer(folder), SHAPES[shape]
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     AutoConfig.for_model(model_type, **sizes, **ids).save_pretrained(folder)
 

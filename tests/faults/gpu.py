@@ -32,32 +32,14 @@ import typer
 
 from benchmarks.common import Json, Save, free_device, report
 from benchmarks.common import run as run_command
+from benchmarks.mixed_lengths import SHAPES, WORDS, save_number_tokenizer
 from benchmarks.tables import markdown_table
-from benchmarks.workloads import EOS, random_model
+from benchmarks.workloads import random_model
 from modelwright.errors import UsageError
 from modelwright.runs import journal
 
 SEED = 20261117
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "pythia-410m": ("gpt_neox", {
-        "vocab_size": 50304, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
-        "num_attention_heads": 16, "max_position_embeddings": 2048,
-    }),
-    "llama-3.2-1b": ("llama", {
-        "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 4096,
-        "tie_word_embeddings": True,
-    }),
-    "gemma-3-270m": ("gemma3_text", {
-        "vocab_size": 262144, "hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18,
-        "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "max_position_embeddings": 4096,
-        "sliding_window": 512, "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 3,
-    }),
-    "tiny": ("llama", {
-        "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
-    }),
-}  # fmt: skip
+MODELS = ("pythia-410m", "llama-3.2-1b", "gemma-3-270m")
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "shared prefix": ("sft", {}),
     "padded": ("sft", {"share_prefix": False}),
@@ -80,10 +62,6 @@ KILLED = ("padded", "packed", "compiled", "LoRA", "DPO", "frozen-layer cache")
 EQUAL_LENGTHS = ("CUDA graphs",)
 """Settings whose rows have one length: a graph is captured after three steps of one shape."""
 PREFIXES = {"20": 20, "300": 300, "none": 0}
-CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ m['content'] + ' ' }}{% if m['role'] == 'assistant' %}{% generation %}{{ eos_token }}"
-    "{% endgeneration %}{% endif %}{% endfor %}"
-)
 
 
 class Mode(StrEnum):
@@ -141,16 +119,7 @@ class Workspace:
 
     def _save_model(self, shape: str) -> None:
         """A model of the shape with random weights, and a tokenizer whose words are numbers: lengths are exact."""
-        from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-        from transformers import PreTrainedTokenizerFast
-
-        model_type, sizes = SHAPES[shape]
-        words = Tokenizer(models.WordLevel({str(number): number for number in range(500)}, unk_token="0"))
-        words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        words.add_special_tokens([AddedToken(EOS, special=True)])
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=EOS, pad_token=EOS)
-        tokenizer.chat_template = CHAT_TEMPLATE
-        tokenizer.save_pretrained(self.folder / shape)
+        tokenizer, (model_type, sizes) = save_number_tokenizer(self.folder / shape), SHAPES[shape]
         device = "cpu" if self.is_small else "cuda"
         random_model(model_type, sizes, device, tokenizer).to("cpu").save_pretrained(self.folder / shape)
 
@@ -333,7 +302,7 @@ def _steps(run: Path) -> list[journal.Event]:
 
 
 def _words(rng: random.Random, count: int) -> str:
-    return " ".join(str(rng.randrange(1, 500)) for _ in range(count))
+    return " ".join(str(rng.randrange(1, WORDS)) for _ in range(count))
 
 
 def _has_gpu() -> bool:
@@ -416,7 +385,7 @@ def main(
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     elif not _has_gpu():
         raise UsageError("there is no GPU here; --device cpu tries the command with a tiny model")
-    model_names = models.split(",") if models else (["tiny"] if device == "cpu" else list(SHAPES)[:3])
+    model_names = models.split(",") if models else (["tiny"] if device == "cpu" else list(MODELS))
     prefix_names = prefixes.split(",") if prefixes else list(PREFIXES)
     setting_names = settings.split(",") if settings else list(KILLED if mode is Mode.KILLS else SETTINGS)
     if mode is Mode.KILLS:

@@ -61,18 +61,24 @@ def test_starts_of_documents_are_filled_up_to_few_sizes() -> None:
     assert (len(starts), set(starts[5:].tolist())) == (64, {10})
 
 
-@torch.no_grad()
-def test_more_documents_compile_no_layer_again(model_folder: Path) -> None:
+def compiled_graphs(model: Any) -> list[Any]:
+    """Compile each layer; the list gets every graph that is compiled."""
     torch._dynamo.reset()
-    _, ours = models(model_folder)
     graphs: list[Any] = []
 
-    def counted(graph: Any, inputs: Any) -> Any:
+    def backend(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
         return graph.forward
 
-    for layer in ours.base_model.layers:
-        layer.compile(backend=counted)
+    for layer in model.base_model.layers:
+        layer.compile(backend=backend)
+    return graphs
+
+
+@torch.no_grad()
+def test_more_documents_compile_no_layer_again(model_folder: Path) -> None:
+    _, ours = models(model_folder)
+    graphs = compiled_graphs(ours)
     tokens = torch.randint(3, 300, (2, 96), generator=torch.Generator().manual_seed(0))
     sizes = set()
     for length in (48, 4, 2):  # 5, 49 and 97 starts
@@ -87,20 +93,12 @@ def test_more_documents_compile_no_layer_again(model_folder: Path) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "kinds"), [("llama", 1), ("gpt_neox", 1), ("qwen3", 1), ("gemma3_text", 2)])
 def test_layers_of_one_kind_are_compiled_once(name: str, kinds: int) -> None:
-    torch._dynamo.reset()
     sizes = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6,
              "num_attention_heads": 4, "num_key_value_heads": 4, "sliding_window": 16, "head_dim": 16}  # fmt: skip
     types = {"layer_types": ["sliding_attention", "full_attention"] * 3} if kinds == 2 else {}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes, **types))
     attention.register_attention(model)
-    graphs: list[Any] = []
-
-    def counted(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    for layer in model.base_model.layers:
-        layer.compile(backend=counted)
+    graphs = compiled_graphs(model)
     hidden_states(model, torch.randint(3, 300, (2, 48)), torch.arange(48).expand(2, 48))
     assert len(graphs) == kinds
 
