@@ -445,7 +445,7 @@ _FOREIGN_KEYS: Mapping[ConversionLoss, Mapping[str, str]] = {
             "train_dataset_sizes dataset_streaming streaming dataset_load_from_cache_file overwrite_cache cache_dir "
             "preprocessing_num_workers preprocessing_batch_size tokenized_path data_shared_file_system buffer_size"
         ),
-        "rows are padded to the longest of their micro-batch, or packed": (
+        "rows are laid end to end on a GPU, or padded to the longest of their micro-batch, or packed": (
             "pad_to_sequence_len pad_to_multiple_of batch_flattening padding_free eval_packing eval_sample_packing "
             "ignore_pad_token_for_loss label_pad_token_id"
         ),
