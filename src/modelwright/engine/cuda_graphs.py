@@ -97,7 +97,7 @@ class GraphedCallable:
         """Replay if the call before it in this step was replayed; else run eagerly."""
         shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in inputs.items())
         calls = self._call_counts[shapes] = self._call_counts.get(shapes, 0) + 1
-        self.replayed = may_replay and (shapes in self._graphs or self._may_capture(calls, shapes, inputs))
+        self.replayed = may_replay and (shapes in self._graphs or self._capture_if_warm(calls, shapes, inputs))
         if not self.replayed:
             if self._creates_gradients:
                 self._pool.release_gradients()
@@ -110,7 +110,7 @@ class GraphedCallable:
             self._pool.set_gradients()
         return output
 
-    def _may_capture(self, calls: int, shapes: Shapes, inputs: dict[str, Tensor]) -> bool:
+    def _capture_if_warm(self, calls: int, shapes: Shapes, inputs: dict[str, Tensor]) -> bool:
         """Capture this shape after its warm-up, if there are not too many; whether it was captured."""
         warm = calls > (WARMUP_OF_OTHERS if self._graphs else WARMUP_CALLS)
         return warm and len(self._graphs) < self._max_graphs and self._capture(shapes, inputs)
