@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import other_user
 from modelwright.cli import recipe
 from modelwright.cli.main import main
 from modelwright.runs.caches import (
@@ -101,6 +102,21 @@ def test_a_cache_of_one_library_does_not_stand_for_the_others(no_home: Path, tmp
     prepare_environment()
     assert os.environ["HF_HOME"] == str(tmp_path / "hub")
     assert str(no_home) not in os.environ["TRITON_CACHE_DIR"]
+
+
+def test_a_cache_in_a_folder_of_another_user_is_replaced(tmp_path: Path) -> None:
+    if reason := other_user.unavailable():
+        pytest.skip(reason)
+    tmp_path.chmod(0o700)
+    code = (
+        "import os; from modelwright.runs.caches import prepare_environment; prepare_environment();"
+        "print(os.environ['TRITON_CACHE_DIR'])"
+    )
+    environ = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "triton"), "HOME": "/nowhere"}
+    done = subprocess.run([*other_user.as_user(4321, 4321), sys.executable, "-c", code], capture_output=True,
+                          text=True, timeout=60, check=False, env=environ, cwd="/")  # fmt: skip
+    assert (done.returncode, Path(done.stdout.strip()).name) == (0, "triton"), done.stderr
+    assert str(tmp_path) not in done.stdout
 
 
 def test_the_hub_s_own_cache_moves_away_from_a_home_that_is_none(no_home: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -167,11 +168,22 @@ def test_a_stage_is_not_finished_before_its_last_checkpoint_is(
 
 def test_the_spans_of_a_run_cover_its_time(model_folder: Path, tmp_path: Path) -> None:
     recipe = load(tiny_recipe(tmp_path, model_folder), environ={})
-    folder = pipeline.run(recipe, options=RunOptions(is_command=True))
-    names = [event["name"] for event in events_of(folder.path, "span")]
-    assert names == ["load data", "load tokenizer", "load model", "tokenize", "precompute", "final model", "answers"]
-    assert set(names) <= set(SPANS)
-    assert events_of(folder.path, "run")[0]["import_seconds"] > 0
-    seconds = read_history(folder).time_breakdown.seconds
-    unnamed = seconds["startup"] / (sum(seconds.values()) - seconds["imports"])
-    assert unnamed < 0.05, seconds
+    unnamed = []
+    for _ in range(3):  # a run takes a second: one pause of a busy machine would be 10 % of it
+        folder = pipeline.run(recipe, options=RunOptions(is_command=True))
+        names = [event["name"] for event in events_of(folder.path, "span")]
+        assert names == [
+            "load data",
+            "load tokenizer",
+            "load model",
+            "tokenize",
+            "precompute",
+            "final model",
+            "answers",
+        ]
+        assert set(names) <= set(SPANS)
+        assert events_of(folder.path, "run")[0]["import_seconds"] > 0
+        seconds = read_history(folder).time_breakdown.seconds
+        unnamed.append(seconds["startup"] / (sum(seconds.values()) - seconds["imports"]))
+        shutil.rmtree(folder.path)
+    assert min(unnamed) < 0.05, unnamed

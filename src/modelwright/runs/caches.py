@@ -137,9 +137,9 @@ def _under(cache: str | None) -> str | None:
 
 def _is_writable(path: Path) -> bool:
     """Whether the folder, or its nearest existing parent, is writable."""
-    while not path.exists() and path != path.parent:
+    while not os.path.exists(path) and path != path.parent:  # noqa: PTH110  # Path.exists() fails in a closed folder
         path = path.parent
-    return path.is_dir() and os.access(path, os.W_OK | os.X_OK)
+    return os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)  # noqa: PTH112  # likewise
 
 
 def triton_cache() -> Path:
