@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from modelwright.engine.fallback import RECOMPILE_LIMIT, CompiledLayers, is_compiler_error
+from modelwright.engine.fallback import RECOMPILE_LIMIT, TOKENS_HINT, CompiledLayers, is_compiler_error
 from modelwright.errors import UsageError
+from modelwright.models import attention
+from modelwright.models.attention import hidden_states
 from modelwright.plan.hardware import DeviceInfo
 from modelwright.plan.stage import plan_stage
 from modelwright.recipe.load import load
@@ -204,3 +207,33 @@ def test_a_cache_that_cannot_be_read_is_reported_once_and_without_a_traceback() 
     reader.removeHandler(handler)
     assert messages == ["the compile cache cannot be read; compiling again"]
     assert handler.lines == ["something else"]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_compiled_kernels_do_not_depend_on_the_length_seen_first(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rule 8: a resumed run sees other lengths first than the run that was not killed."""
+    sizes = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+             "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}  # fmt: skip
+    if name == "gemma3_text":
+        sizes |= {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes))
+    attention.register_attention(model)
+    graphs: list[tuple[str, set[int]]] = []
+
+    def compile_fx(graph: Any, inputs: list[Any], **options: Any) -> Any:
+        examples = [node.meta.get("example_value") for node in graph.graph.nodes]
+        symbols = (size for each in examples for size in getattr(each, "shape", ()) if isinstance(size, torch.SymInt))
+        graphs.append((graph.code, set(next(symbols).node.shape_env.var_to_hint_override.values())))
+        return graph.forward
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+    in_order: list[list[tuple[str, set[int]]]] = []
+    for lengths in ((40, 72, 56), (56, 40, 72)):
+        CompiledLayers(list(model.model.layers), lambda line: None, varying_length=True)
+        for length in lengths:
+            hidden_states(model, torch.randint(3, 300, (1, length)), torch.arange(length)[None])
+        in_order.append(graphs[:])
+        graphs.clear()
+    assert in_order[0] == in_order[1]
+    assert len(in_order[0]) == (2 if name == "gemma3_text" else 1)
+    assert all(hints == {TOKENS_HINT} for _, hints in in_order[0])

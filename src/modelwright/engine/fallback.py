@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import xxhash
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from modelwright.models import trainable
 from modelwright.runs.caches import (
@@ -26,6 +27,8 @@ from modelwright.runs.caches import (
 
 RECOMPILE_LIMIT = 32
 """Compiled variants per layer: train and eval, one row or several, static or dynamic length."""
+TOKENS_HINT = 8192
+"""Tokens of a micro-batch that compiled kernels are made for where the number varies; any number runs."""
 CHECKED_CACHES: set[Path] = set()
 """Compile caches this process has checked for truncated files."""
 COMPILER_MODULES = ("torch._dynamo", "torch._inductor", "triton")
@@ -61,11 +64,15 @@ class CompileCacheLogFilter(logging.Filter):
 
 
 class CompiledLayers:
-    """The compiled layers of a module, and the fallback when compilation fails."""
+    """The compiled layers of a module, and the fallback when compilation fails.
+
+    varying_length: every micro-batch is one row [1, tokens, hidden] of another length.
+    """
 
     def __init__(
-        self, layers: list[nn.Module], log: Callable[[str], None], enabled: bool = True, deterministic: bool = True
-    ) -> None:
+        self, layers: list[nn.Module], log: Callable[[str], None], enabled: bool = True, deterministic: bool = True,
+        varying_length: bool = False,
+    ) -> None:  # fmt: skip
         _uncompile(layers)
         self._layers, self._failures = layers if enabled else [], 0
         if torch.cuda.is_available():  # our own Triton kernels are cached there too
@@ -84,6 +91,8 @@ class CompiledLayers:
             detect_dead_compile_workers()
         for layer in self._layers:
             layer.compile()
+            if varying_length:
+                layer.__dict__["_compiled_call_impl"] = partial(_call_dynamic, layer._compiled_call_impl)
 
     def fallback_for(self, error: Exception) -> str | None:
         """First retry with a fresh compile cache, then run eagerly; describes what was done."""
@@ -98,6 +107,18 @@ class CompiledLayers:
         _uncompile(self._layers)
         self._layers = []
         return f"torch.compile failed again ({_error_summary(error)}); running eagerly: slower, same results"
+
+
+def _call_dynamic(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a compiled layer whose kernels do not depend on the length that it was first called with.
+
+    By default torch compiles the first length alone, then makes kernels for any with the second in mind: a resumed run
+    sees other lengths first, and would split its reductions otherwise.
+    """
+    for tensor in tree_leaves((args, kwargs)):
+        if isinstance(tensor, torch.Tensor) and tensor.dim() in (2, 3) and tensor.shape[1] > 1:
+            torch._dynamo.mark_dynamic(tensor, 1, hint_override=TOKENS_HINT)
+    return compiled(*args, **kwargs)
 
 
 @cache
