@@ -17,7 +17,7 @@ TROUBLE = (ROOT / "docs" / "guides" / "trouble.md").read_text(encoding="utf-8")
 MESSAGES = re.findall(r"^\| `([^`]+)` \|", TROUBLE.partition("## Installing")[0], re.MULTILINE)
 CONCEPTS = [ROOT / "docs" / "concepts" / name for name in ("loop.md", "data-order.md")]
 QUOTE = re.compile(r"^```python\n# (src/\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-WALKED = ("steps", "_step", "_accumulate", "_forward_backward")
+WALKED = ("steps", "_accumulate")
 """Functions that loop.md quotes whole."""
 
 
