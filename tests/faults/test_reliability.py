@@ -108,6 +108,8 @@ def test_a_part_that_is_measured_again_replaces_its_rows_and_no_others(
     assert saved is not None
     assert {name: row["figure"] for name, row in saved["figures"]["rows"].items()} == {"R1": "new", "R3": "kept"}
     assert scorecard.lines(saved["figures"])[-1] == "1 met, 1 gap, 0 skipped; seed 7"
+    table = scorecard.as_markdown(saved["figures"])
+    assert "gap: new (goal: a goal)" in table and "| kept |" in table
 
 
 def test_the_page_shows_the_figures_that_were_kept() -> None:

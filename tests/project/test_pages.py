@@ -17,29 +17,8 @@ TROUBLE = (ROOT / "docs" / "guides" / "trouble.md").read_text(encoding="utf-8")
 MESSAGES = re.findall(r"^\| `([^`]+)` \|", TROUBLE.partition("## Installing")[0], re.MULTILINE)
 CONCEPTS = [ROOT / "docs" / "concepts" / name for name in ("loop.md", "data-order.md")]
 QUOTE = re.compile(r"^```python\n# (src/\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-WALKED = (
-    *(
-        "steps",
-        "_step",
-        "_rank_batch",
-        "_prepare",
-        "with_fallback",
-        "_fallback_for",
-        "adopt",
-        "_accumulate",
-        "_forward_backward",
-    ),
-    *(
-        "_clip_grads",
-        "_optimizer_step",
-        "_seed_micro_batch",
-        "evaluate",
-        "_held_out_sums",
-        "_micro_batch_rows",
-        "_forward",
-    ),
-)
-"""Functions of the loop that are explained to the last line."""
+WALKED = ("steps", "_accumulate")
+"""Functions that loop.md quotes whole."""
 
 
 @cache
