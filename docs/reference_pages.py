@@ -6,7 +6,8 @@ import inspect
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,10 @@ RECIPE_HEAD = """\
 # Recipe reference
 
 {note}
-Every setting, with its default in brackets; a setting without one is not set, unless it is **required**. Names in
-brackets after a setting are other tools' names for it, which are accepted with a note. *count or share* is a number
-such as 500 or a share such as 5%. `base: NAME` at the top of a recipe builds on another one, by path or by the name of
-a shipped one. The values of a recipe and the origin of each:
+Every setting. In brackets stands its default, in `this font`, then other values or the type; a *count or share* is a
+number such as 500 or a share such as 5%. An *alias* is another tool's name for it, which is accepted with a note.
+`base: NAME` at the top of a recipe builds on another one, by path or by the name of a shipped one. The values of your
+recipe, and where each comes from:
 
 ```bash
 modelwright explain quickstart
@@ -55,7 +56,7 @@ SHORT_TYPES = {
     " of at least ": " ≥ ",
     " and at most ": ", ≤ ",
     " and below ": ", < ",
-    "true or false": "boolean",
+    "true or false": "true, false",
     "a mapping of settings": "section",
     "^a (mapping|list)": r"\1",
     "an amount such as 16Gi": "amount",
@@ -101,7 +102,7 @@ def recipe() -> str:
 
 
 def _section_text(title: str, rows: list[str]) -> str:
-    return "\n".join([f"## {title}", "", "| setting | values (default) | meaning |", "|---|---|---|", *rows, ""])
+    return "\n".join([f"## {title}", "", *rows, ""])
 
 
 def commands() -> str:
@@ -112,7 +113,7 @@ def commands() -> str:
     of_run = next(_option_rows(command) for path, command in leaves if path == ("run",))
     head = "Every command, as in `--help`. These arguments and options belong to several commands:"
     parts = ["# Commands", "", GENERATED_NOTE.format(name="commands"), f"{head}\n"]
-    parts += _option_table(reversed(shared.items()))
+    parts += _option_list(reversed(shared.items()))
     for path, command in leaves:
         rows = _option_rows(command)
         own = [(name, text) for name, text in rows if shared.get(name) != text]
@@ -122,7 +123,7 @@ def commands() -> str:
             also = ["the options of `run`", *(name for name in also if name not in dict(of_run))]
         text = _one_line(command.help) + (f" Also: {', '.join(also)}." if also else "")
         usage = " ".join([*path, *map(_argument_name, _arguments(command))])
-        parts += [f"## modelwright {usage}", "", text, "", *(_option_table(own) if own else ())]
+        parts += [f"## modelwright {usage}", "", text, "", *(_option_list(own) if own else ())]
     return "\n".join(parts)
 
 
@@ -141,11 +142,11 @@ def _option_rows(command: Any) -> list[tuple[str, str]]:
     options = [each for each in command.params if each.param_type_name == "option" and each.name != "help"]
     rows = [(re.sub(r"[][.]", "", _argument_name(each)), each) for each in _arguments(command)]
     rows += [(", ".join([*each.opts, *each.secondary_opts]), each) for each in options]
-    return [(f"`{_one_line(name)}`", _option_text(parameter)) for name, parameter in rows]
+    return [(f"`{name}`", _option_text(parameter)) for name, parameter in rows]
 
 
-def _option_table(rows: Iterable[tuple[str, str]]) -> list[str]:
-    return ["| option | meaning |", "|---|---|", *(f"| {name} | {text} |" for name, text in rows), ""]
+def _option_list(rows: Iterable[tuple[str, str]]) -> list[str]:
+    return [*(f"- {name}: {text}" for name, text in rows), ""]
 
 
 def exit_codes() -> str:
@@ -153,7 +154,8 @@ def exit_codes() -> str:
     meanings: dict[int, list[str]] = {code: [text] for code, text in FIXED_MEANINGS.items()}
     for _, kind in sorted(inspect.getmembers(errors, inspect.isclass), key=lambda each: each[1].exit_code
                           if issubclass(each[1], ModelwrightError) else 0):  # fmt: skip
-        if issubclass(kind, ModelwrightError) and kind is not ModelwrightError and kind.exit_code not in FIXED_MEANINGS:
+        # an error that others derive from is never raised itself
+        if issubclass(kind, ModelwrightError) and not kind.__subclasses__() and kind.exit_code not in FIXED_MEANINGS:
             meanings.setdefault(kind.exit_code, []).append(_one_line(kind.__doc__))
     rows = [
         f"| {code} | {' '.join(dict.fromkeys(texts))} | {_retry_advice(code)} |"
@@ -175,11 +177,9 @@ def files() -> str:
             placeholder = "NAME" if name in ("data", "evaluation") else "STAGE"
             rows[member(run, placeholder)] = inspect.getdoc(member)
     files_by_path = {str(path.relative_to("RUN")): text or "" for path, text in rows.items()} | OTHER_FILES
-    table = [f"| `{path}` | {_one_line(text)} |" for path, text in sorted(files_by_path.items())]
+    rows = [f"- `{path}`: {_one_line(text)}" for path, text in sorted(files_by_path.items())]
     head = "In the run folder, `runs/NAME` unless `output_dir` says otherwise:"
-    return "\n".join(
-        ["# Files", "", GENERATED_NOTE.format(name="files"), f"{head}\n", "| file | is |", "|---|---|", *table, ""]
-    )
+    return "\n".join(["# Files", "", GENERATED_NOTE.format(name="files"), f"{head}\n", *rows, ""])
 
 
 def metrics() -> str:
@@ -189,43 +189,40 @@ def metrics() -> str:
         "`parent_`: what the stage before it measured in the end. `evaluate.tasks` adds `TASK_METRIC` for lm-eval's\n"
         f"{', '.join(LM_EVAL_METRICS)}."
     )
-    table = [
-        f"| `{name}` | {METRIC_DESCRIPTIONS[name]} | {_stages_text(stages_reporting(name))} |"
-        for name in metric_names()
-    ]
-    titles = ["| metric | is | measured by |", "|---|---|---|"]
-    return "\n".join(["# Metrics", "", GENERATED_NOTE.format(name="metrics"), f"{head}\n", *titles, *table, ""])
-
-
-def _stages_text(stages: Sequence[str]) -> str:
-    return "every training stage" if set(stages) >= set(STAGES) else ", ".join(stages)
+    parts = ["# Metrics", "", GENERATED_NOTE.format(name="metrics"), head]
+    for stages, names in groupby(metric_names(), key=lambda name: tuple(stages_reporting(name))):
+        title = "every training stage" if set(stages) >= set(STAGES) else ", ".join(stages)
+        parts += ["", f"Measured by {title}:", "", *(f"- `{name}`: {METRIC_DESCRIPTIONS[name]}" for name in names)]
+    return "\n".join([*parts, ""])
 
 
 def _setting_row(setting: ConfigField) -> str:
+    name = setting.key.rpartition(".")[2]
     others = ", ".join(f"`{other}`" for other in aliases_for(setting.key))
-    name = f"`{setting.key.rpartition('.')[2]}`" + (f" ({others})" if others else "")
-    values = f"{_values(setting)}{_default(setting)}"
-    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in (name, values, setting.description))} |"
+    text = setting.description + (f" Alias: {others}." if others else "")
+    return f"- **`{name}`** ({_values(setting)}): {text}"
 
 
 def _values(setting: ConfigField) -> str:
-    """What a setting expects, in fewer words than an error message has."""
-    text = setting.expected
+    """The default, then the other values or the type, in fewer words than an error message has."""
+    default = _default(setting)
+    choices = [choice for choice in setting.choices if f"`{choice}`" != default]
+    text = ", ".join(choices) if setting.choices else setting.expected
     for pattern, short in SHORT_TYPES.items():
         text = re.sub(pattern, short, text)
-    return text
+    if default and not setting.choices and set(text.replace(",", "").split()) <= {"true", "false", "auto"}:
+        text = ", ".join(value for value in text.split(", ") if f"`{value}`" != default)
+    return ", ".join(part for part in ("**required**" if setting.required else default, text) if part)
 
 
 def _default(setting: ConfigField) -> str:
-    if setting.required:
-        return ", **required**"
-    value = None if setting.section else plain_default(setting)
+    value = None if setting.section or setting.required else plain_default(setting)
     if value in (None, "", [], {}):
         return ""
-    if isinstance(value, dict):  # the settings of each entry are in a table of their own
-        return f" (`{', '.join(value)}`)"
+    if isinstance(value, dict):  # the settings of each entry are in a list of their own
+        return ", ".join(f"`{name}`" for name in value)
     text = json.dumps(value, ensure_ascii=False).strip('"')
-    return f" (`{text}`)" if len(text) < LONG_DEFAULT else ""
+    return f"`{text}`" if len(text) < LONG_DEFAULT else ""
 
 
 def _leaf_commands(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
