@@ -259,7 +259,7 @@ HELD_OUT_CASES = (
 """Never used to fit the coefficients: other shapes and combinations of settings."""
 
 
-PREDICTIONS = {"before": "by what was known before", "": "fitted", "left_out": "fitted to the others"}
+PREDICTIONS = {"before": "by what was known before", "": "fitted to all", "left_out": "fitted to the others"}
 """Prefixes of the error keys, and their description."""
 
 
@@ -274,6 +274,8 @@ The last column is the error of accelerate's estimate of the memory, which count
 batch or what is trainable.
 
 {since}"""
+NOTABLE_MEMORY, NOTABLE_RATE = 0.02, 0.05
+"""Errors above which a run has a row on the page."""
 AT_LIMIT = """## At the limit of the memory
 
 What is predicted to fit must run, and what is predicted not to fit should run out:
@@ -307,9 +309,17 @@ def page(measured: dict[str, Any]) -> str:
         "since": f"{since}\n" if since else "",
     }
     header = ("setting", "GB (error)", "tokens/s (error)", "accelerate")
-    table = markdown_table(header, (_table_cells(run) for run in figures["judged"]))
-    output = [OPENING.format(**opening), table.rstrip()]
-    output += ["", *(f"- {PREDICTIONS[prefix]}: {summary(figures['judged'], prefix)}." for prefix in ("", "left_out"))]
+    shown = [run for run in figures["judged"] if _is_notable(run)]
+    rest = f"The {len(figures['judged']) - len(shown)} others are in `benchmarks/results/plan.json`. All together:"
+    table = markdown_table(header, (_table_cells(run) for run in shown))
+    output = [OPENING.format(**opening), table.rstrip(), "", rest]
+    output += [
+        "",
+        *(
+            f"- by coefficients {PREDICTIONS[prefix]}: {summary(figures['judged'], prefix)}."
+            for prefix in ("", "left_out")
+        ),
+    ]
     if held_out := [run for run in figures["judged"] if run["setting"]["name"].startswith(HELD_OUT_PREFIX)]:
         output.append(
             f"- the {len(held_out)} unseen ones alone, {PREDICTIONS['before']}: {summary(held_out, 'before')}."
@@ -346,6 +356,12 @@ def _text_row(run: dict[str, Any]) -> str:
         f"{run['setting']['name']:<42} {run['peak_bytes'] / 1e9:>7.2f}GB {memory}   "
         f"{run['tokens_per_second']:>10,.0f} {rate}   " + (f"{peer:+.0%}" if peer is not None else "-")
     )
+
+
+def _is_notable(run: dict[str, Any]) -> bool:
+    """Whether a run is worth a row: an unseen one, or one whose prediction is off by more than a little."""
+    memory, rate = (abs(run[error_key("left_out", error)]) for error in ("memory_error", "rate_error"))
+    return memory > NOTABLE_MEMORY or rate > NOTABLE_RATE or run["setting"]["name"].startswith(HELD_OUT_PREFIX)
 
 
 def _table_cells(run: dict[str, Any]) -> tuple[str, ...]:
