@@ -259,7 +259,7 @@ HELD_OUT_CASES = (
 """Never used to fit the coefficients: other shapes and combinations of settings."""
 
 
-PREDICTIONS = {"before": "by what was known before", "": "fitted", "left_out": "fitted to the others"}
+PREDICTIONS = {"before": "by what was known before", "": "fitted to all", "left_out": "fitted to the others"}
 """Prefixes of the error keys, and their description."""
 
 
@@ -268,10 +268,14 @@ OPENING = """# Predicted and measured
 
 <!-- written by benchmarks.plan; UPDATE_GOLDEN=1 python -m pytest tests/benchmarks/test_tables.py -->
 
-What the planner predicted for trainings and what was measured: {device}, {day}, `python -m benchmarks.plan`. Each was
-predicted by coefficients that were fitted to all others; those called unseen were never used to fit. The last column is
-accelerate's estimate of the memory, which counts weights and optimizer, but not the batch or what is trainable.
+Memory and speed of trainings on one {device}, measured, and in brackets the error of the prediction by coefficients
+fitted to all other settings (`python -m benchmarks.plan`, {day}). Settings called *unseen* were never used to fit.
+The last column is the error of accelerate's estimate of the memory, which counts weights and optimizer, but not the
+batch or what is trainable.
+
 {since}"""
+NOTABLE_MEMORY, NOTABLE_RATE = 0.02, 0.05
+"""Errors above which a run has a row on the page."""
 AT_LIMIT = """## At the limit of the memory
 
 What is predicted to fit must run, and what is predicted not to fit should run out:
@@ -304,10 +308,18 @@ def page(measured: dict[str, Any]) -> str:
         "device": figures["device"]["name"],
         "since": f"{since}\n" if since else "",
     }
-    header = ("setting", "GB", "planned", "tokens/s", "planned", "accelerate")
-    table = markdown_table(header, (_table_cells(run) for run in figures["judged"]))
-    output = [OPENING.format(**opening), table.rstrip()]
-    output += ["", *(f"- {PREDICTIONS[prefix]}: {summary(figures['judged'], prefix)}." for prefix in ("", "left_out"))]
+    header = ("setting", "GB (error)", "tokens/s (error)", "accelerate")
+    shown = [run for run in figures["judged"] if _is_notable(run)]
+    rest = f"The {len(figures['judged']) - len(shown)} others are in `benchmarks/results/plan.json`. All together:"
+    table = markdown_table(header, (_table_cells(run) for run in shown))
+    output = [OPENING.format(**opening), table.rstrip(), "", rest]
+    output += [
+        "",
+        *(
+            f"- by coefficients {PREDICTIONS[prefix]}: {summary(figures['judged'], prefix)}."
+            for prefix in ("", "left_out")
+        ),
+    ]
     if held_out := [run for run in figures["judged"] if run["setting"]["name"].startswith(HELD_OUT_PREFIX)]:
         output.append(
             f"- the {len(held_out)} unseen ones alone, {PREDICTIONS['before']}: {summary(held_out, 'before')}."
@@ -346,14 +358,18 @@ def _text_row(run: dict[str, Any]) -> str:
     )
 
 
+def _is_notable(run: dict[str, Any]) -> bool:
+    """Whether a run is worth a row: an unseen one, or one whose prediction is off by more than a little."""
+    memory, rate = (abs(run[error_key("left_out", error)]) for error in ("memory_error", "rate_error"))
+    return memory > NOTABLE_MEMORY or rate > NOTABLE_RATE or run["setting"]["name"].startswith(HELD_OUT_PREFIX)
+
+
 def _table_cells(run: dict[str, Any]) -> tuple[str, ...]:
     peer, prefix = run.get("accelerate_error"), "left_out"
     return (
         run["setting"]["name"],
-        f"{run['peak_bytes'] / 1e9:.2f}",
-        f"{run[error_key(prefix, 'memory_error')]:+.1%}",
-        f"{run['tokens_per_second']:,.0f}",
-        f"{run[error_key(prefix, 'rate_error')]:+.1%}",
+        f"{run['peak_bytes'] / 1e9:.2f} ({run[error_key(prefix, 'memory_error')]:+.1%})",
+        f"{run['tokens_per_second']:,.0f} ({run[error_key(prefix, 'rate_error')]:+.1%})",
         "–" if peer is None else f"{peer:+.0%}",
     )
 
@@ -366,7 +382,9 @@ def _limit_line(run: dict[str, Any]) -> str:
     fits = "fits" if run.get("said_to_fit") else "does not fit"
     outcome = "ran out of memory" if "ran_out" in run else f"ran with {run.get('reserved_bytes', 0) / 1e9:.1f} GB"
     needs = f"{run.get('needed_bytes', 0) / 1e9:.1f} GB"
-    return f"{run['setting']['name']}, {run['plan']['micro_batch_size']} rows: said to need {needs}, {fits}; {outcome}"
+    rows = f"{run['plan']['micro_batch_size']} rows"
+    name = run["setting"]["name"].removesuffix(f", {rows}")
+    return f"{name}, {rows}: predicted {needs}, {fits}; {outcome}"
 
 
 if __name__ == "__main__":

@@ -50,11 +50,10 @@ def _opening() -> str:
 
 <!-- written by docs.plan_verdicts; UPDATE_GOLDEN=1 python -m pytest tests/plan/test_plan_verdicts.py -->
 
-The five systems were described with claims about time, memory and speed. This is what the planner says of them. Its
-coefficients were fitted to {known.runs} trainings measured on one {known.device}; the largest error among those is
-{known.max_rate_error:.0%} in speed and {known.max_memory_error:.0%} in memory. Other GPUs are predicted from
-their data sheets and what the {known.device} reaches of its own, so their hours may be off by a third; no verdict below
-depends on less."""
+The documents behind the [five systems](../systems.md) make claims about time, memory and speed. The planner's verdict
+on each follows. Its coefficients were fitted to {known.runs} trainings on one {known.device}, with errors of up to
+{known.max_rate_error:.0%} in speed and {known.max_memory_error:.0%} in memory. Other GPUs are predicted from their
+data sheets; their hours may be off by a third, which changes no verdict."""
 
 
 def production(precision: str, model: str = "llama-6b", **overrides: Any) -> Case:
@@ -83,8 +82,7 @@ def _production_hours() -> str:
         claimed_hours = float(claim.split("–")[1])
         speed = f"{estimate.time.tokens_per_second:,.0f}"
         lines.append(f"| {name}, {precision} | {claim} h | {hours:,.0f} h | {speed} | {hours / claimed_hours:.1f} |")
-    lines += ["", "**Not on one GPU.** The claims want several times the arithmetic that one GPU does: the hours are "
-              "those of a machine with as many GPUs as the last column says, all of them busy."]  # fmt: skip
+    lines += ["", "**Not on one GPU.** The claimed hours need as many GPUs as the last column says, all of them busy."]
     return "\n".join(lines)
 
 
@@ -92,7 +90,7 @@ def _production_fit() -> str:
     variants = (
         ("fp32 weights and moments, 16 bytes a parameter", {"param_dtype": "fp32"}),
         ("bf16 weights with exact masters, 14 bytes", {"param_dtype": "bf16"}),
-        ("… and the gradients' mean in bf16, 12 bytes", {"param_dtype": "bf16", "exp_avg_dtype": "bf16"}),
+        ("… and the first moment in bf16, 12 bytes", {"param_dtype": "bf16", "exp_avg_dtype": "bf16"}),
     )
     lines = [
         "## One 80 GB GPU holds it",
@@ -105,7 +103,7 @@ def _production_fit() -> str:
         alternatives = " · ".join(estimate.alternatives) if estimate.alternatives else "–"
         fits = f"yes, {estimate.plan.micro_batch_size} rows at once" if estimate.fits else "no"
         lines.append(f"| {label} | {estimate.memory.required / GIB:.0f} GiB of 79.1 | {fits} | {alternatives} |")
-    verdict = "**Not as described**: fp32 masters with Adam do not fit; what does fit has to say so."
+    verdict = "**Not as described**: fp32 weights with Adam do not fit; bf16 weights and a bf16 first moment do."
     return "\n".join([*lines, "", verdict])
 
 
@@ -122,8 +120,8 @@ def _four_times() -> str:
     lines = [
         "## SmolLM3-3B four times as fast on four L40S nodes",
         "",
-        "Each step exchanges the gradients of 418.9 M weights. The same rows a step on every node, so four nodes can "
-        "be at most four times as fast:",
+        "Each step exchanges the gradients of 418.9 M weights. Every node has the same rows per step, so four nodes "
+        "are at most four times as fast:",
         "",
         "| network between nodes | as described | own head, frozen layers computed once |",
         "|---|---|---|",
@@ -134,8 +132,8 @@ def _four_times() -> str:
             four = each.estimate_on(replace(parse_hardware("4x1xL40S"), network_bandwidth=gigabits * 1e9 / 8))
             cells.append(f"{four.time.tokens_per_second / each.estimate_on('1xL40S').time.tokens_per_second:.1f} ×")
         lines.append(f"| {gigabits} Gbit/s | {cells[0]} | {cells[1]} |")
-    lines += ["", "**True on a fast network only**, and the faster one GPU is made, the more the network counts: with "
-              "frozen layers computed once, one GPU may do best without the others."]  # fmt: skip
+    lines += ["", "**True on a fast network only.** The faster one GPU is, the more the network counts: with frozen "
+              "layers computed once, one GPU may be faster than four."]  # fmt: skip
     return "\n".join(lines)
 
 
@@ -159,8 +157,8 @@ def _five_minutes() -> str:
             estimate = case.estimate_on(target)
             cells.append(f"{estimate.seconds or 0.0:,.0f} s" if estimate.fits else "does not fit")
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += ["", "Loading the model, the first step and saving come on top: 20 to 60 seconds. **True for the small "
-              "ones**; from a billion weights on it is the network between the nodes that takes the time."]  # fmt: skip
+    lines += ["", "Loading the model, the first step and saving take 20 to 60 seconds more. **True for the small "
+              "models**; above a billion weights the network between the nodes takes most of the time."]  # fmt: skip
     return "\n".join(lines)
 
 
@@ -186,6 +184,6 @@ def _landed_on_l4() -> str:
         changed = [line for line in small.plan.reasons if line not in alike]
         required = f"{large.memory.required / GIB:.1f} of 44.4 GiB, {large.plan.micro_batch_size} rows at once"
         lines.append(f"| {label} | {required} | {'; '.join(changed) or 'as it is'} |")
-    lines += ["", "The last two layers alone need no 45 GB, and no smaller GPU makes them change anything. **An L4 "
-              "computes in bf16**: the change to fp16 that is described was not needed."]  # fmt: skip
+    lines += ["", "The last two layers fit an L4 unchanged. **An L4 computes in bf16**: the change to fp16 that is "
+              "described was not needed."]  # fmt: skip
     return "\n".join(lines)

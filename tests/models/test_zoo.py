@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -20,29 +21,56 @@ HEAD = """\
 <!-- Made by tests/models/test_zoo.py. To regenerate it (ten minutes):
      NIGHTLY=1 UPDATE_GOLDEN=1 pytest tests/models/test_zoo.py -->
 
-Tiny random models of {count} architectures of transformers {version}, with weights of a size at which mistakes show.
-Losses, gradients, log-probs, logits and answers are compared with those of the plain model in eager attention, one row
-at a time.
+Tiny random models of {count} architectures of transformers {version} were compared with the plain model in eager
+attention, one row at a time: losses, gradients, log-probs, logits and answers. Equal for all of them: {always}. The
+columns of the table below are equal too for these:
 
-- **yes**: equal. **off**: the saving is not used for this architecture, and the results are equal.
-- **no**: refused before training, with a message that says what would work.
-- *padded*, *packed*: SFT with `packing: false` and `true`; *shared prefix*: `share_prefix`; *frozen cache*:
-  `cache_frozen_layers` with `trainable: {{last_layers: 1}}`; *LoRA*: `lora_target_modules: all-linear`; *export*: its
-  merged model; *reload*: the saved model; *ask*: answers, streamed and in a batch.
+{full}
+
+For the others: **yes**: equal. **off**: the saving is not used, and the results are equal. **no**: refused before
+training, with a message that says what would work.
+
+- *packed*: SFT with `packing: true`
+- *shared prefix*: `share_prefix`
+- *frozen cache*: `cache_frozen_layers` with `trainable: {{last_layers: 1}}`
+- *LoRA*: `lora_target_modules: all-linear`; *export*: its merged model
 
 """
+DESCRIPTIONS = {
+    "padded": "SFT of padded rows",
+    "DPO": "DPO",
+    "reload": "the saved model",
+    "ask": "answers of `ask`, streamed and in a batch",
+}
+"""The columns in which every architecture has yes."""
 
 
 def as_page(results: dict[str, dict[str, str]]) -> str:
-    """The table of all architectures."""
+    """What works with every architecture: a list of those with which all does, a table of the others."""
     import transformers
 
-    lines = [f"| architecture | kind | {' | '.join(COLUMNS)} |", "|---|---|" + "---|" * len(COLUMNS)]
     words = {"equal": "yes", "equal, prompt twice": "yes", "off": "off", "refused": "**no**"}
-    for name, row in results.items():
-        values = [words.get(row[column].partition(":")[0], row[column]) for column in COLUMNS]
-        lines.append(f"| {name} | {ARCHITECTURES[name]} | {' | '.join(values)} |")
-    return HEAD.format(count=len(results), version=transformers.__version__) + "\n".join(lines) + "\n"
+    table = {
+        name: {column: words.get(row[column].partition(":")[0], row[column]) for column in COLUMNS}
+        for name, row in results.items()
+    }
+    return page_of(table, transformers.__version__)
+
+
+def page_of(table: dict[str, dict[str, str]], version: str) -> str:
+    """The page for a table of yes, off and no."""
+    always = [column for column in COLUMNS if all(row[column] == "yes" for row in table.values())]
+    columns = [column for column in COLUMNS if column not in always]
+    full: dict[str, list[str]] = {}
+    lines = [f"| architecture | kind | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]
+    for name, row in table.items():
+        if set(row.values()) == {"yes"}:
+            full.setdefault(ARCHITECTURES[name], []).append(name)
+        else:
+            lines.append(f"| {name} | {ARCHITECTURES[name]} | {' | '.join(row[column] for column in columns)} |")
+    kinds = "\n".join(f"- {kind}: {', '.join(names)}" for kind, names in full.items())
+    described = ", ".join(DESCRIPTIONS[column] for column in always)
+    return HEAD.format(count=len(table), version=version, always=described, full=kinds) + "\n".join(lines) + "\n"
 
 
 def wrong_cells(results: dict[str, str]) -> dict[str, str]:
@@ -73,5 +101,7 @@ def test_no_architecture_is_silently_wrong(tmp_path: Path) -> None:
 def test_the_page_has_every_architecture_and_no_wrong_cell() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert "WRONG" not in text
-    rows = [line.split(" | ")[0].removeprefix("| ") for line in text.splitlines() if line.startswith("| ")]
-    assert rows[1:] == list(ARCHITECTURES)
+    named = set(re.findall(r"^\| ([\w-]+) \|", text, re.MULTILINE)) - {"architecture"}
+    for line in re.findall(r"^- [\w ,]+: ([\w, -]+)$", text, re.MULTILINE):
+        named |= set(line.split(", "))
+    assert named == set(ARCHITECTURES)

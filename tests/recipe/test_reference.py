@@ -23,8 +23,9 @@ def test_every_setting_has_a_row_with_its_sentence() -> None:
     text = PAGES["recipe.md"]()
     for section in all_sections().values():
         for setting in child_fields(section):
-            assert f"| `{setting.key.rpartition('.')[2]}` |" in text, setting.key
-            assert f"| {setting.description} |" in text, setting.key
+            name = setting.key.rpartition(".")[2]
+            row = rf"^- \*\*`{name}`\*\* \(.+\): {re.escape(setting.description)}"
+            assert re.search(row, text, re.MULTILINE), setting.key
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -42,7 +43,7 @@ def test_every_verb_has_a_heading() -> None:
 
 def test_every_command_and_option_says_what_it_is() -> None:
     for line in PAGES["commands.md"]().splitlines():
-        assert not re.match(r"\| `--[^|]*\|  \|", line), line
+        assert not re.fullmatch(r"- `[^`]*`:\s*", line), line
 
 
 def test_every_metric_has_a_meaning_and_nothing_else_has() -> None:

@@ -44,7 +44,7 @@ class CleaningConfig(FrozenModel):
     drop_lines: list[RegexStr] = BOILERPLATE
     """Lines that match one of these are removed; the default matches the boilerplate of web pages."""
     drop_documents: dict[str, RegexStr] = {}
-    """Custom filters: a name, and a regular expression; documents in which it is found are dropped."""
+    """Custom filters, as {name: regular expression}; documents that match are dropped."""
 
 
 class DedupConfig(FrozenModel):
@@ -68,13 +68,13 @@ class ShardConfig(FrozenModel):
     sequence_length: Annotated[int, Field(ge=8)] = 2048
     """Tokens per stored row; training may use any length that divides it."""
     tokenizer: Literal["auto", "model", "train"] = "auto"
-    """Use the tokenizer of the model, or train a byte-level BPE on the text; auto trains if the model has none."""
+    """The model's tokenizer, or a byte-level BPE trained on the text; auto trains if there is none."""
     vocab_size: PositiveInt = 50_304
     """Vocabulary size of a trained tokenizer; that of the model is the next multiple of 64."""
     tokenizer_sample_mb: PositiveInt = 64
     """Megabytes of text, sampled evenly, that a tokenizer is trained on."""
     use_gigatoken: bool = True
-    """Tokenize with gigatoken where it is installed and gives the same tokens for a sample of the text."""
+    """Tokenize with gigatoken, if installed and its tokens are the same for a sample."""
     rows_per_shard: PositiveInt = 8192
     """Rows per shard."""
 

@@ -153,7 +153,7 @@ class ModelConfig(FrozenModel):
     chat_template_kwargs: dict[TemplateVariable, bool | int | float | str] = {}
     """Variables of the chat template, such as {enable_thinking: false}, in training and inference; saved with it."""
     chat_template_date: str = "2024-07-26"
-    """Date that a chat template gets as today's (strftime_now), so that rows are the same on every day."""
+    """Date that a chat template gets as today's, so that rows never change."""
     attn_implementation: AttentionName = "auto"
     """Attention implementation; auto is sdpa."""
     resnet_width: PositiveInt = 64
@@ -189,7 +189,7 @@ class Recipe(FrozenModel):
     """A recipe: model, data, training stages and gates in one file."""
 
     name: Annotated[str, Field(pattern=NAME_PATTERN, max_length=63)]
-    """A short name of lower-case letters, digits, dots and dashes; also names the default run folder."""
+    """Lower-case letters, digits, dots and dashes; also names the default run folder."""
     description: str = ""
     """One line for the list of recipes."""
     output_dir: str | None = None
@@ -225,7 +225,7 @@ class Recipe(FrozenModel):
     save_pth: bool = False
     """At the end write best_model.pth, final_model.pth and checkpoint_latest.pth, state dicts for torch.load."""
     closed_gate_exit_code: Literal[0, 3] = 3
-    """Exit code of a run whose gate is closed: 3, or 0 for a job that then counts as succeeded."""
+    """Exit code of a run whose gate is closed; with 0 a job counts as succeeded."""
     cluster: ClusterConfig | None = None
     """The OpenShift job of launch --on openshift."""
     report_to: list[TrackerName] = ["tensorboard"]

@@ -531,11 +531,11 @@ class DataConfig(FrozenModel):
     text_column: str = "text"
     """Column that holds the documents of raw text."""
     sample_by: Literal["document", "paragraph", "line"] = "document"
-    """What is a document in a TXT file: the whole file, each paragraph (between blank lines) or each line."""
+    """What is a document in a TXT file; paragraphs are separated by blank lines."""
     system_prompt: str | None = None
     """System message of every conversation, in training and inference."""
     split_by: str | None = None
-    """Column by which rows are grouped for the split: equal values stay on one side; without it, the prompt."""
+    """Column whose equal values stay in one split; without it, the prompt."""
     test_size: CountOrFraction = CountOrFraction("10%")
     """Held-out rows, as a count or a fraction of the distinct split_by values."""
     max_rows: PositiveInt | None = None
@@ -547,8 +547,8 @@ class DataConfig(FrozenModel):
     mix: dict[str, MixtureSource] = {}
     """Several sources with sampling weights, such as {wiki.jsonl: 2, python-docs: 1}, or with settings of their own."""
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] | None = None
-    """Where an epoch of a mixture with weights ends: when the first source or all sources have come once; without it,
-    after as many rows as all sources have. A source that ends before is repeated in another order."""
+    """Whether an epoch of a mixture with weights ends when the first source or all have come once; without it, after
+    as many rows as all sources have."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

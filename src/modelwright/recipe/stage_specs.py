@@ -67,9 +67,9 @@ class ChatConfig(FrozenModel):
     packing_strategy: Literal["bfd", "bfd_split"] = "bfd"
     """Best-fit decreasing packing; a row longer than max_length is truncated by bfd and split by bfd_split."""
     max_truncated_rows: CountOrFraction = CountOrFraction("100%")
-    """Rows that may be truncated, as a count or a fraction; more is an error before the first step."""
+    """Rows that may be truncated; more is an error before the first step."""
     padding_free: Switch = "auto"
-    """Lay the rows of a micro-batch end to end, without padding; the loss is the same; auto: on a GPU."""
+    """Lay the rows of a micro-batch end to end, without padding; auto: on a GPU."""
     assistant_only_loss: bool = True
     """Compute the loss on the answers only; false includes the prompts."""
 
@@ -105,7 +105,7 @@ class AugmentationConfig(FrozenModel):
     horizontal_flip: bool = True
     """Mirror training images with probability 0.5."""
     cutout_size: NonNegativeInt = 0
-    """Side in pixels of the square that cutout blanks at a random position of a training image; 0: off."""
+    """Side in pixels of the square that cutout blanks in a training image; 0: off."""
     label_smoothing_factor: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Label smoothing of the training loss."""
     test_time_flip: bool = False
@@ -154,7 +154,7 @@ class OptimizerConfig(FrozenModel):
     """Optimizer and learning-rate schedule."""
 
     optim: OptimizerName = "adamw_torch"
-    """AdamW, SGD with momentum, or Lion, which has half of AdamW's state and wants a lower learning rate."""
+    """AdamW, SGD with momentum, or Lion (half of AdamW's state, a lower learning rate)."""
     momentum: Decay = 0.9
     """Nesterov momentum of sgd."""
     learning_rate: PositiveFloat = 2e-5
@@ -211,11 +211,11 @@ class DurationConfig(FrozenModel):
     save_steps: CountOrFraction = CountOrFraction("25%")
     """Steps between two checkpoints."""
     resume_from_checkpoint: bool | str | None = None
-    """A checkpoint folder to start a new run from; an existing run always resumes from its own last checkpoint."""
+    """A checkpoint folder to start a new run from; an existing run resumes from its own."""
     save_total_limit: Annotated[int, Field(ge=2)] = 2
     """Checkpoints kept besides the best; at least 2, in case the last one is damaged."""
     async_save: Literal["auto", "always", "never"] = "auto"
-    """Write checkpoints from a copy in memory while training continues; auto: on a GPU, if memory allows."""
+    """Write checkpoints in the background, from a copy in memory; auto: on a GPU, if memory allows."""
     load_best_model_at_end: bool = True
     """Keep the best weights instead of the last ones."""
     metric_for_best_model: Literal["eval_loss"] | AnswerMetric = "eval_loss"
@@ -230,15 +230,15 @@ class PrecisionConfig(FrozenModel):
     """Precision, distribution, activation checkpointing, compilation and the spike guard."""
 
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
-    """Compute precision: fp32, bf16, fp16, or fp8 in the linear layers; auto: bf16 where fast, fp16 on older GPUs."""
+    """Compute precision; fp8 in the linear layers only; auto: bf16 where fast, fp16 on older GPUs."""
     tf32: bool | Literal["auto"] = "auto"
     """With precision fp32 on a GPU: use TF32 tensor cores (10 of 23 mantissa bits); auto: where available."""
     deterministic: bool = True
-    """Deterministic kernels: the same command gives the same bits; false: faster ones where they differ, on a GPU."""
+    """Deterministic kernels: the same command gives the same bits; false: faster ones on a GPU."""
     fp8_validation: Literal["auto", "off"] = "auto"
-    """Compare fp8 with bf16 before the first step; use it only if 5 % faster and as accurate; off: use it unchecked."""
+    """Use fp8 only if a trial finds it 5 % faster than bf16 and as accurate; off: no trial."""
     fp8_scaling: Literal["auto", "tensorwise", "rowwise"] = "auto"
-    """Granularity of fp8 scales: per tensor, or per row, which is more accurate and slower; auto: rowwise for DPO."""
+    """fp8 scales per tensor, or per row (more accurate, slower); auto: rowwise for DPO."""
     param_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Storage dtype of parameters: fp32, or bf16 with remainders in the optimizer (exact fp32 masters, faster)."""
     distributed_strategy: Literal["auto", "ddp", "fsdp", "hsdp"] = "auto"
@@ -250,13 +250,13 @@ class PrecisionConfig(FrozenModel):
     torch_compile: Switch = "auto"
     """Compile the layers: slower start, faster steps on a GPU; auto: on a GPU, if all steps save more than it takes."""
     cuda_graphs: Literal["auto", "always", "never"] = "auto"
-    """Capture steps of one shape as CUDA graphs and replay them, on one GPU; auto: below two billion parameters."""
+    """Replay steps of one shape as CUDA graphs, on one GPU; auto: below two billion parameters."""
     profile_memory: bool = False
-    """Profile the memory of the third step by component, into memory_profile.json of the stage and the report."""
+    """Profile the memory of the third step by component, for the report."""
     max_skipped_steps: NonNegativeInt = 3
     """Consecutive bad steps that are skipped before the run returns to its last checkpoint."""
     spike_factor: Annotated[float, Field(gt=1)] = 10.0
-    """A gradient norm of so many times its recent median, with a loss 1.5 times as high, is a bad step."""
+    """A step is bad if its gradient norm is so many times the recent median and its loss 1.5 times as high."""
 
 
 class TrainableParts(FrozenModel):
@@ -301,7 +301,7 @@ class TrainableConfig(FrozenModel):
     """Which parameters are trainable, the settings of LoRA, and the router loss of a mixture of experts."""
 
     router_aux_loss_coef: NonNegativeFloat | None = None
-    """Coefficient of the load-balancing loss of a mixture of experts; without it, the one of the model's config."""
+    """Coefficient of a mixture of experts' load-balancing loss; without it, that of the model's config."""
 
     trainable: TrainableParts = TrainableParts()
     """Which parameters are trainable: all, lora, or a mapping such as {last_layers: 2, lm_head: true}."""
@@ -393,11 +393,11 @@ class PairConfig(TrainableConfig, TrainingConfig):
     max_length: Annotated[int, Field(ge=8)] = 1024
     """Maximum length of prompt and answer in tokens; answers are truncated at the end, then prompts at the start."""
     max_truncated_rows: CountOrFraction = CountOrFraction("10%")
-    """Pairs that may be truncated, as a count or a fraction; more is an error before the first step."""
+    """Pairs that may be truncated; more is an error before the first step."""
     share_prompt: bool = True
     """Compute a prompt once for both of its answers, where the attention of the model allows it."""
     disable_dropout: bool = True
-    """Train without the dropout of the model and of LoRA, so that policy and reference agree before the first step."""
+    """Train without dropout, so that policy and reference agree before the first step."""
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate, reached after warm-up; much lower than for fine-tuning."""
     metric_for_best_model: Literal["eval_loss", "eval_reward_accuracy"] | AnswerMetric = "eval_loss"
@@ -408,14 +408,14 @@ class DpoConfig(PreferenceConfig, PairConfig):
     """Direct preference optimization (DPO) on chosen and rejected answers."""
 
     padding_free: Switch = "auto"
-    """Lay the pairs of a micro-batch end to end, without padding; the loss is the same; auto: on a GPU."""
+    """Lay the pairs of a micro-batch end to end, without padding; auto: on a GPU."""
 
 
 class OrpoConfig(PairConfig):
     """Odds ratio preference optimization (ORPO) on chosen and rejected answers, without a reference model."""
 
     beta: PositiveFloat = 0.1
-    """Weight of the odds ratio loss (lambda in the paper), which is added to the loss on prompts and chosen answers."""
+    """Weight of the odds ratio loss (lambda in the paper) beside the loss on prompts and chosen answers."""
 
 
 class LoraStageConfig(SftConfig):
