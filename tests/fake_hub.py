@@ -1,4 +1,4 @@
-"""A fake Hugging Face hub on this machine: datasets of a few files, and a script of failures."""
+"""A fake Hugging Face hub on this machine: datasets and models of a few files, aliases, gates, a script of failures."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Files = dict[str, bytes]
 
 
 class FakeHub(ThreadingHTTPServer):
-    """Serves datasets by name; `script` says how the next request for a file is answered."""
+    """Serves datasets and models by name; `script` says how the next request for a file is answered."""
 
-    def __init__(self, sets: dict[str, Files]) -> None:
+    def __init__(self, sets: dict[str, Files], models: dict[str, Files], tokens: dict[str, str]) -> None:
         super().__init__(("127.0.0.1", 0), HubHandler)
-        self.sets = sets
+        self.sets, self.models, self.tokens = sets, models, tokens
         self.script: dict[str, list[str]] = {}
         self.requests: list[str] = []
 
@@ -49,15 +49,25 @@ class HubHandler(BaseHTTPRequestHandler):
     def _respond(self, body: bool, wanted: bytes = b"") -> None:
         path = unquote(urlsplit(self.path).path).strip("/").split("/")
         self.server.requests.append(f"{self.command} {'/'.join(path)} {self.headers.get('Range') or ''}".strip())
-        if path[:2] == ["api", "datasets"] and "/".join(path[2:4]) in self.server.sets:
-            self._send_metadata("/".join(path[2:4]), path[4:], wanted)
-        elif path[0] == "datasets" and path[3:4] == ["resolve"] and "/".join(path[1:3]) in self.server.sets:
-            self._send_file("/".join(path[1:3]), "/".join(path[5:]), body)
+        kind, path = ("api", path[1:]) if path[0] == "api" else ("file", path)
+        repos, path = (self.server.sets, path[1:]) if path[0] == "datasets" else (self.server.models, path)
+        path = path[1:] if path[0] == "models" else path
+        name, rest = "/".join(path[:2]), path[2:]
+        token = self.server.tokens.get(name)
+        if name not in repos:
+            self._send(404, b"{}", "RepoNotFound" if kind == "api" else "")
+        elif token and self.headers.get("Authorization") != f"Bearer {token}":
+            self._send(401, b"{}", "GatedRepo")
+        elif rest == ["auth-check"]:
+            self._send(200, b"{}")
+        elif kind == "api":
+            self._send_metadata(name, repos[name], rest, wanted)
+        elif rest[:1] == ["resolve"]:
+            self._send_file(name, repos[name], "/".join(rest[2:]), body)
         else:
             self._send(404, b"{}")
 
-    def _send_metadata(self, name: str, rest: list[str], wanted: bytes) -> None:
-        files = self.server.sets[name]
+    def _send_metadata(self, name: str, files: Files, rest: list[str], wanted: bytes) -> None:
         entries = [_entry(path, data) for path, data in files.items()]
         if rest[:1] == ["tree"]:
             body: Any = [entry for entry in entries if entry["path"].startswith("/".join(rest[2:]))]
@@ -71,8 +81,8 @@ class HubHandler(BaseHTTPRequestHandler):
             return
         self._send(200, json.dumps(body).encode())
 
-    def _send_file(self, name: str, path: str, body: bool) -> None:
-        data = self.server.sets[name].get(path)
+    def _send_file(self, name: str, files: Files, path: str, body: bool) -> None:
+        data = files.get(path)
         if data is None:
             self.send_response(404)
             self.send_header("X-Error-Code", "EntryNotFound")
@@ -103,8 +113,10 @@ class HubHandler(BaseHTTPRequestHandler):
         if action in ("cut", "stall"):
             self.close_connection = True
 
-    def _send(self, status: int, body: bytes) -> None:
+    def _send(self, status: int, body: bytes, error: str = "") -> None:
         self.send_response(status)
+        if error:
+            self.send_header("X-Error-Code", error)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -127,9 +139,11 @@ def _etag(data: bytes) -> str:
 
 
 @contextmanager
-def hub(sets: dict[str, Files]) -> Iterator[FakeHub]:
-    """A hub for the length of the block."""
-    server = FakeHub(sets)
+def hub(
+    sets: dict[str, Files], models: dict[str, Files] | None = None, tokens: dict[str, str] | None = None
+) -> Iterator[FakeHub]:
+    """A hub for the length of the block; `tokens` are those of gated models, by name."""
+    server = FakeHub(sets, models or {}, tokens or {})
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     try:
         yield server

@@ -29,8 +29,9 @@ LINES = {
     # the batched decoder and its caches, concurrent requests of serve; verifiers, evaluate.answers, early stopping,
     # judged answers in the report
     "judged answers": 1_369,
-    # a set in two formats, rows sampled over topics, degenerate answers, the link of a plan
-    "five systems": 360,
+    # a set in two formats, rows sampled over topics, degenerate answers, the link of a plan, fp8 by itself, corpora,
+    # models of checkpoints, access to gated models, the state of the GPUs, the fp16 loss in chunks
+    "five systems": 540,
     # gates that never open, advice, the live panel, the command line, report and board
     "users read": 400,
     # spans, answers while the model is written, hashes in threads and once

@@ -168,3 +168,26 @@ def test_a_large_file_cut_and_killed_half_way_is_resumed_by_the_next_command(tmp
     assert ranges == [f"bytes={reached + 2_000_000 * cuts}-" for cuts in (0, 0, 1, 2, 3, 4, 5)]
     assert json.loads(done.stdout)["data"]["owner/large"]["rows"] == 24
     assert [path.read_bytes() == data for path in blobs.iterdir()] == [True]
+
+
+def test_an_open_corpus_fills_a_folder_resumes_and_is_mended(tmp_path: Path) -> None:
+    parts = {f"wikitext-103-raw-v1/{name}": rows(name, 30) for name in ("train-0.jsonl", "train-1.jsonl", "test.jsonl")}
+    command = [sys.executable, "-m", "modelwright", "data", "download", "wikitext-103", "--json"]
+    folder = tmp_path / "data/raw"
+    with hub({"Salesforce/wikitext": {"README.md": b"Text.", **parts}}) as server:
+        env = environment(server.address, tmp_path / "home")
+        server.script = {"Salesforce/wikitext/wikitext-103-raw-v1/train-0.jsonl": ["cut:100", "500"]}
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "GET datasets/Salesforce/wikitext/resolve" in "".join(server.requests)
+        assert any(request.endswith("bytes=100-") for request in server.requests), "it went on where it was cut"
+        manifest = json.loads(done.stdout)
+        assert list(manifest["files"]) == ["train-0.jsonl", "train-1.jsonl"] and len(manifest["revision"]) == 40
+        (folder / "train-1.jsonl").write_bytes(b"damaged")
+        again = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        assert "train-1.jsonl is damaged; it is downloaded again" in again.stderr
+        other = [*command[:-2], "tinystories"]
+        refused = subprocess.run(other, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        assert refused.returncode == 2 and "holds wikitext-103; another corpus wants another --output" in refused.stderr
+    expected = {name.split("/")[1]: data for name, data in parts.items() if "train" in name}
+    assert {path.name: path.read_bytes() for path in folder.glob("*.jsonl")} == expected

@@ -315,7 +315,7 @@ def test_fp8_that_is_kept_trains_on_the_gpu_as_if_it_had_been_forced(
 ) -> None:
     pytest.importorskip("torchao")
     monkeypatch.setenv("MODELWRIGHT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(planning, "MIN_SPEEDUP", 0.0)
+    monkeypatch.setattr(planning, "MIN_FP8_SPEEDUP", 0.0)
     monkeypatch.setattr(planning, "MAX_LOSS_DIFFERENCE", 1.0)
     settings = {"precision": "fp8", "max_steps": 3, "eval_steps": 3}
     validated = run(tmp_path / "kept", model_folder, **settings)

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from modelwright.data.chat import Conversation, tokenize_conversations
+from modelwright.models.pretrained import load_tokenizer
 from modelwright.recipe.load import builtin_recipes, dump_yaml, load
+from modelwright.recipe.stage_specs import ChatConfig
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(builtin_recipes())
@@ -55,3 +58,21 @@ def test_the_survival_recipe_asks_about_topics_of_its_data() -> None:
         assert {prompt.removeprefix("For ").partition(",")[0] for prompt in recipe.compare.prompts} <= topics
         assert {"eval_loss", "answer_f1", "degenerate_answers"} == recipe.gates["sft"].keys()
     assert load("survival-smollm3", environ={}).recipe.model.chat_template_kwargs == {"enable_thinking": False}
+
+
+def test_the_lyrics_recipe_separates_question_and_answer_for_a_model_without_a_chat_template(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    plain = load_tokenizer(model_folder)
+    plain.chat_template = None
+    plain.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer = load_tokenizer(tmp_path, load("lyrics-pythia", environ={}).recipe.model)
+    turns = ({"role": "user", "content": "Who sings?"}, {"role": "assistant", "content": "A rope."})
+    (row,) = tokenize_conversations([Conversation("a:1", turns, "song")], tokenizer, ChatConfig(max_length=64), []).rows
+    assert tokenizer.decode(row.input_ids) == "Question: Who sings?\nAnswer: A rope.<|im_end|>\n"
+    trained = tokenizer.decode([token for token, mask in zip(row.input_ids, row.loss_mask, strict=True) if mask])
+    assert trained.strip() == "A rope.<|im_end|>"
+    asked = tokenizer.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
+    assert asked == "Question: Who sings?\nAnswer:"
+    assert load("lyrics-pythia-tiny", environ={}).recipe.model.chat_template is None

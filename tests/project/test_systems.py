@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from modelwright.cli.main import main
+from tests.stages.test_pretrain import recipe_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "systems.md"
 ROWS = [re.split(r"\s*\|\s*", line.strip("| "))
@@ -45,3 +47,40 @@ def test_a_command_that_trains_nothing_succeeds(
 
 def test_many_commands_are_run() -> None:
     assert len(COMMANDS) > 30
+
+
+SCRIPTS = {
+    "02_clean_deduplicate_optimized.py, 03_tokenize_and_pack.py": "data prepare pipeline.yaml",
+    "04_init_model.py": "run pipeline.yaml --until-stage init",
+    "05_pretrain.py --no-fp8": "run pipeline.yaml --until-stage pretrain --no-fp8",
+    "12_check_gates.py pretrain": "gate run pretrain",
+    "11_evaluate.py checkpoints/pretrain": "eval run/stages/pretrain/checkpoints/step-00000002 --text notes.txt",
+    "resume_pipeline.sh sft": "run pipeline.yaml --from-stage sft --no-fp8",
+    "run_full_pipeline.sh": "run pipeline.yaml --no-fp8",
+    "11_evaluate.py checkpoints/sft_final": "eval run/stages/sft/model --text notes.txt",
+}
+"""The scripts of the 7B document, in the order of its stages, and the command for each."""
+
+
+def test_the_scripts_of_the_pipeline_have_commands_that_work(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe_of(tmp_path, model_folder)
+    recipe = json.loads((tmp_path / "recipe.yaml").read_text(encoding="utf-8"))
+    brief = {"max_steps": 2, "save_steps": 2, "eval_steps": 2, "precision": "bf16"}
+    recipe["pretrain"] |= {**brief, "sequence_length_curriculum": {}}
+    rows = [json.dumps({"prompt": f"Gate {n}?", "completion": f"Path {n}."}) for n in range(12)]
+    (tmp_path / "answers.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    (tmp_path / "notes.txt").write_text("The path was dry. " * 9, encoding="utf-8")
+    recipe |= {"output_dir": "run", "prepare": {"sequence_length": 32, "minhash_dedup": False},
+               "sft": {**brief, "max_length": 64, "data": {"train_file": "answers.jsonl", "test_size": 2}},
+               "gates": {"pretrain": {"eval_loss": {"at_most": 100}}, "sft": {"eval_loss": {"at_most": 100}}},
+               "compare": {}}  # fmt: skip
+    (tmp_path / "pipeline.yaml").write_text(json.dumps(recipe), encoding="utf-8")
+    for script, command in SCRIPTS.items():
+        with pytest.raises(SystemExit) as stop:
+            main(command.split())
+            raise SystemExit(0)
+        assert stop.value.code in (0, None), f"{script}: {capsys.readouterr().err}"
+    assert (tmp_path / "run/stages/sft/model/model.safetensors").exists()

@@ -246,3 +246,21 @@ def test_a_missing_or_misnamed_task_file_is_reported(tmp_path: Path) -> None:
         task_file("products.yaml", tmp_path)
     with pytest.raises(ModelError, match=r"none.yaml is not there; it wants a task file of lm-eval"):
         task_file("none.yaml", tmp_path)
+
+
+@pytest.mark.parametrize("settings", [{}, {"trainable": "lora"}, {"ema_decay": 0.5}, {"trainable": {"last_layers": 1}}])
+def test_a_checkpoint_is_evaluated_as_the_model_that_was_written_from_it(
+    settings: dict[str, Any], model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tiny_recipe(tmp_path, model_folder, max_steps=4, save_steps=2, eval_steps=4, **settings)
+    pipeline.run(load(recipe, ["compare={}"], environ={}))
+    (tmp_path / "text.txt").write_text(TEXTS[1], encoding="utf-8")
+    results = {}
+    for target in ("stages/sft/checkpoints/step-00000002", "stages/sft/checkpoints/step-00000004", ""):
+        with pytest.raises(SystemExit):
+            main(["eval", str(tmp_path / "run" / target), "--text", str(tmp_path / "text.txt"), "--json"])
+        results |= json.loads(capsys.readouterr().out)
+    losses = {name: result["metrics"]["text_loss"] for name, result in results.items()}
+    assert list(losses) == ["sft step-00000002", "sft step-00000004", "base", "sft"]
+    assert losses["sft step-00000004"] == pytest.approx(losses["sft"], rel=1e-6)
+    assert len({round(loss, 5) for loss in losses.values()}) == 3

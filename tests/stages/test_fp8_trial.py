@@ -15,11 +15,14 @@ import pytest
 from fake_torchao import use_fake_torchao
 from modelwright.engine.trainer import Engine
 from modelwright.errors import Interrupted
+from modelwright.plan import choose, stage
+from modelwright.plan.hardware import GPUS, Hardware
 from modelwright.recipe.load import load
 from modelwright.stages import pipeline, planning
 from modelwright.stages.context import RunOptions
 from modelwright.stages.planning import TimedPass, decide
 from tests.faults.fork_server import events_of, run_fingerprint
+from tests.stages.test_pretrain import recipe_of
 from tiny import tiny_dpo_recipe, tiny_recipe
 
 BRIEF = {"max_steps": 4, "save_steps": 2, "eval_steps": 4, "per_device_train_batch_size": 4}
@@ -200,3 +203,36 @@ def test_fp8_that_fails_here_leaves_bf16(tried: Tried, model_folder: Path, tmp_p
     done = run(tmp_path / "failed", model_folder, max_steps=1)
     assert events_of(done, "fp8_trial")[0]["reason"] == "bf16 instead of fp8: fp8 failed here (KeyError: 'fp8')"
     assert not (tmp_path / "cache/fp8.json").exists()
+
+
+def test_pretraining_with_precision_auto_is_compared_too_and_a_run_keeps_what_it_began_with(
+    tried: Tried, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose, "MIN_FP8_SPEEDUP", 0.0)  # a tiny model gains nothing
+    monkeypatch.setattr(choose, "MIN_FP8_WIDTH", 0)
+    monkeypatch.setattr(choose, "COMPARE_SECONDS", -1e9)
+    monkeypatch.setattr(stage, "choose_precision", lambda _: ("bf16", "bf16: fast here"))
+    monkeypatch.setattr(planning, "_hardware", lambda _: Hardware(1, 1, GPUS["H200"]))
+    monkeypatch.setattr(planning, "gpu_spec_of", lambda _: GPUS["H200"])
+
+    def pretrain(name: str, torchao: str | None, stop_after: int | None = None) -> dict[str, Any]:
+        monkeypatch.setattr(planning, "installed_version", lambda _: torchao)
+        brief: Any = {"max_steps": 4, "sequence_length_curriculum": {}, "param_dtype": "fp32", "precision": "auto"}
+        recipe_of(tmp_path / name, model_folder, **brief)
+        run(tmp_path / name, model_folder, stop_after)
+        plan = json.loads((tmp_path / name / "run/plan.json").read_text(encoding="utf-8"))["pretrain"]
+        return {
+            "precision": plan["precision"],
+            "why": [line for line in plan["reasons"] if "fp8" in line or "as at" in line],
+        }
+
+    kept = pretrain("kept", "0.14")
+    assert kept["precision"] == "fp8" and len(tried) == 2
+    assert "the run compares both before its first step" in kept["why"][0]
+    assert kept["why"][1].startswith("fp8 is kept: fp8 is 1.25 × as fast as bf16 here")
+    with pytest.raises(Interrupted):
+        pretrain("without", None, stop_after=2)
+    resumed = pretrain("without", "0.14")
+    assert resumed == {"precision": "bf16", "why": ["bf16, as at this run's earlier start (precision)"]}
+    assert "torchao is not installed" in pretrain("missing", None)["why"][0]
+    assert len(tried) == 2

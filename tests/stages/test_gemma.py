@@ -6,9 +6,11 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,12 +18,14 @@ import numpy as np
 import pytest
 import torch
 
+from fake_hub import hub
 from modelwright.data.chat import Conversation, tokenize_conversations
 from modelwright.errors import UsageError
 from modelwright.models.pretrained import eos_token_ids, load_model, load_tokenizer, resize_embeddings
 from modelwright.recipe.load import load
 from modelwright.recipe.stage_specs import ChatConfig
 from modelwright.stages.pipeline import run
+from tests.data.test_hub_download import environment as hub_environment
 from tiny import tiny_model, tiny_recipe
 
 FLAGS = {
@@ -112,6 +116,73 @@ def test_a_gated_model_without_a_token_is_one_error_before_anything_is_downloade
     assert not list((tmp_path / "hub").rglob("*.safetensors"))
 
 
+CARD = b"""---
+configs:
+- config_name: wikitext-2-raw-v1
+  data_files:
+  - {split: train, path: wikitext-2-raw-v1/train.jsonl}
+  - {split: validation, path: wikitext-2-raw-v1/validation.jsonl}
+---
+"""
+
+
+@pytest.fixture(scope="module")
+def gated_hub(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterator[dict[str, str]]:
+    """The variables of a machine whose hub has the document's gated model and its data set."""
+    weights = {path.name: path.read_bytes() for path in model_folder.iterdir() if path.is_file()}
+    lines = [
+        json.dumps({"text": f"Rope {n} holds the tent, and knot {n % 7} holds the rope. It rains."}) for n in range(80)
+    ]
+    text = {f"wikitext-2-raw-v1/{split}.jsonl": "\n".join(part).encode() + b"\n"
+            for split, part in (("train", lines[:64]), ("validation", lines[64:]))}  # fmt: skip
+    name = "google/gemma-3-270m"
+    with hub({"Salesforce/wikitext": {"README.md": CARD, **text}}, {name: weights}, {name: "hf_allowed"}) as server:
+        yield hub_environment(server.address, tmp_path_factory.mktemp("home"))
+
+
+def modelwright(*arguments: str, cwd: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "modelwright", *arguments]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=300)
+
+
+ASK = """
+import json, os
+from modelwright.launch.doctor import check_hub
+answers = []
+for token, model in (("hf_allowed", "gemma-3-270m"), ("hf_other", "gemma-3-270m"), ("hf_allowed", "nothing")):
+    os.environ["HF_TOKEN"] = token
+    answers.append(check_hub(f"google/{model}", f"google/{model}")[-1].as_json())
+print(json.dumps(answers))
+"""
+
+
+def test_the_doctor_asks_the_hub_whether_the_gated_model_may_be_read(gated_hub: dict[str, str], tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", ASK], env=gated_hub, capture_output=True, text=True, check=True)
+    allowed, refused, unknown = json.loads(done.stdout)
+    assert (allowed["status"], allowed["detail"]) == ("ok", "google/gemma-3-270m may be read with the token at hand")
+    assert refused["detail"] == "google/gemma-3-270m is gated, and may not be read with the token at hand"
+    assert refused["status"] == "fail" and "/google/gemma-3-270m, then export HF_TOKEN" in refused["fix"]
+    assert unknown["detail"] == "the hub shows no model google/nothing with the token at hand"
+    env = {**gated_hub, "HF_HOME": str(tmp_path), "HF_TOKEN": ""}
+    arguments = ("doctor", "gemma-270m", "--model_name_or_path", "google/gemma-270m")
+    output = modelwright(*arguments, cwd=tmp_path, env=env).stdout
+    assert "google/gemma-3-270m is gated, and may not be read without a token" in " ".join(output.split())
+
+
+def test_the_document_s_command_trains_from_the_hub(gated_hub: dict[str, str], tmp_path: Path) -> None:
+    arguments = (
+        "--model_name_or_path google/gemma-270m --dataset_name wikitext --dataset_config_name wikitext-2-raw-v1 "
+        "--output_dir ./outputs --max_seq_length 32 --per_device_train_batch_size 2 --gradient_accumulation_steps 1 "
+        "--save_steps 2 --eval_steps 2 --report_to none --set pretrain.max_steps=4 --set pretrain.precision=fp32 "
+        "--set compare={} --set gates={}"
+    )
+    env = {**gated_hub, "HF_TOKEN": "hf_allowed"}
+    done = modelwright("run", "gemma-270m", *arguments.split(), cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    assert events(tmp_path / "outputs", "step")[-1]["step"] == 4
+    assert events(tmp_path / "outputs", "evaluation"), "the hub's validation split was measured"
+
+
 def text_recipe(folder: Path, model: Path, **settings: Any) -> Path:
     """A recipe that goes on with raw text in a CSV file, held out by nothing."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -156,6 +227,19 @@ def test_a_new_run_begins_from_the_checkpoint_of_another_and_ends_as_it_does(
     (middle / "state.json").write_text("{}")
     with pytest.raises(UsageError, match="is not a valid checkpoint"):
         run(load(text_recipe(tmp_path / "broken", model_folder, resume_from_checkpoint=str(middle)), environ={}))
+
+
+def test_a_checkpoint_of_trainer_is_a_start_and_resuming_from_it_says_how(model_folder: Path, tmp_path: Path) -> None:
+    trainer = tmp_path / "outputs" / "checkpoint-500"
+    shutil.copytree(model_folder, trainer)
+    (trainer / "trainer_state.json").write_text('{"global_step": 500}', encoding="utf-8")
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"):
+        torch.save({"step": 500}, trainer / name)
+    started = run(load(text_recipe(tmp_path / "start", trainer, max_steps=1), environ={})).path
+    assert events(started, "step")[-1]["step"] == 1
+    recipe = text_recipe(tmp_path / "resumed", model_folder, resume_from_checkpoint=str(trainer))
+    with pytest.raises(UsageError, match="Trainer wrote it; its weights are a start: model_name_or_path"):
+        run(load(recipe, environ={}))
 
 
 def test_a_tokenizer_that_knows_more_grows_the_embeddings_and_keeps_what_was_there(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Commands on data before training: data audit, show, prepare, convert."""
+"""Commands on data before training: data audit, show, download, prepare, convert."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def register(app: typer.Typer) -> None:
     """Add these commands to the application."""
     data = typer.Typer(help="Inspect and prepare data before training.", no_args_is_help=True)
-    add_commands(data, {"audit": audit, "show": show, "prepare": prepare, "convert": convert})
+    add_commands(data, {"audit": audit, "show": show, "download": download, "prepare": prepare, "convert": convert})
     app.add_typer(data, name="data")
 
 
@@ -83,6 +83,23 @@ def show(
         for sample in stage_samples:
             head = f"{stage}: {sample.where}, {sample.trained_tokens} of {sample.tokens} tokens trained"
             typer.echo(f"{head}\n{highlight_trained(sample.spans, sys.stdout.isatty())}\n")
+
+
+def download(
+    corpus: Annotated[str, typer.Argument(help="fineweb-edu, wikitext-103, tinystories, or OWNER/NAME on the hub.")],
+    output: Annotated[str, typer.Option("--output", "-o", help="Folder that is filled.")] = "data/raw",
+    max_files: Annotated[int | None, typer.Option("--max-files", min=1, help="Only the first files.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Fill a folder with an open corpus for pretraining. Resumes, and checks every file by its checksum."""
+    from modelwright.data.download import download_corpus
+    from modelwright.runs.caches import prepare_environment
+
+    prepare_environment()
+    manifest = download_corpus(corpus, Path(output), max_files, lambda line: typer.echo(line, err=True))
+    size = sum(file["bytes"] for file in manifest["files"].values())
+    summary = f"{output}: {len(manifest['files'])} files of {manifest['repository']}, {size / 1e9:,.2f} GB"
+    print_json({"folder": output, **manifest}) if as_json else print(summary)
 
 
 def convert(

@@ -217,7 +217,7 @@ def serve(
 
 
 def evaluate(
-    target: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run folder or name, or any model.")],
+    target: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run, one of its checkpoints, or a model.")],
     text: Annotated[str | None, typer.Option("--text", help="Raw text: loss, perplexity, bits per byte.")] = None,
     multiple_choice: Annotated[
         str | None, typer.Option("--multiple-choice", help="Questions with options: accuracy by log-likelihood.")
@@ -227,7 +227,7 @@ def evaluate(
     trust_file: TrustFileOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Evaluate every model of a run in the same way, or one model."""
+    """Evaluate every model of a run in the same way, one of its checkpoints, or one model."""
     from modelwright.recipe.sections import EvaluateConfig
     from modelwright.report.console import format_event
     from modelwright.runs.caches import prepare_environment
@@ -248,15 +248,19 @@ def evaluate(
 
 
 def _evaluate(target: str, config: EvaluateConfig, trusted_files: Sequence[str]) -> dict[str, Any]:
-    """Metrics by model: every stage of a run, or one model."""
+    """Metrics by model: every stage of a run, a checkpoint, or one model."""
     from modelwright.runs.folder import open_run
 
+    path = Path(target).resolve()
+    checkpoint = path if path.parent.name == "checkpoints" and path.is_dir() else None
     try:
-        run = open_run(target)
+        run = open_run(str(path.parents[3]) if checkpoint else target)
     except UsageError:
         run = None
     from modelwright.stages import evaluate as stage
 
+    if run is not None and checkpoint:
+        return stage.evaluate_run(run, config, trusted_files, checkpoint)
     if run is None:
         return {target: stage.evaluate_folder(target, config)}
     return stage.evaluate_run(run, config, trusted_files)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import http.client
+import json
 import os
 import ssl
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from typing import Any, BinaryIO
 
 from modelwright import __version__
 from modelwright.errors import DataError, Problem, StorageError, UsageError, first_line, is_storage_failure
+from modelwright.runs.folder import write_text
 
 CHUNK_BYTES = 1 << 20
 TIMEOUT_SECONDS = 30.0
@@ -39,7 +41,7 @@ class RemoteFile:
     size: int
     """Bytes in it."""
     sha256: str
-    """Its checksum."""
+    """Its checksum; of a small file on the hub, the SHA-1 of its git blob."""
     filename: str | None = None
     """Name to save it as; by default the last part of the URL."""
     token: str | None = field(default=None, repr=False)
@@ -96,6 +98,14 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _checksum_like(expected: str, path: Path) -> str:
+    """The checksum of a file, of the kind of another one: SHA-256, or 40 digits for the SHA-1 of a git blob."""
+    if len(expected) != 40:
+        return sha256_file(path)
+    data = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+
+
 def _download_with_retries(file: RemoteFile, opened: BinaryIO, partial: Path, retry_delays: tuple[float, ...]) -> None:
     """Retry until the file is complete; an attempt that made progress resets the delays."""
     reasons: list[str] = []
@@ -103,11 +113,11 @@ def _download_with_retries(file: RemoteFile, opened: BinaryIO, partial: Path, re
     while True:
         try:
             _resume_transfer(file, opened)
-            digest = sha256_file(partial)
+            digest = _checksum_like(file.sha256, partial)
             if digest == file.sha256:
                 return
             opened.truncate(0)  # no part of it can be trusted
-            raise _TransferError(f"its sha256 is {digest[:12]}…, not {file.sha256[:12]}…")
+            raise _TransferError(f"its checksum is {digest[:12]}…, not {file.sha256[:12]}…")
         except _TransferError as error:
             reasons.append(str(error))
         received = opened.seek(0, 2)
@@ -254,3 +264,68 @@ def _is_retryable(error: BaseException) -> bool:
         return bool(status >= 500 or status in RETRYABLE_STATUS)
     corrupt = isinstance(error, OSError) and "onsistency check failed" in str(error)
     return corrupt or type(error).__name__ in RETRYABLE_ERRORS
+
+
+CORPORA = {
+    "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample/10BT"),
+    "wikitext-103": ("Salesforce/wikitext", "wikitext-103-raw-v1"),
+    "tinystories": ("roneneldan/TinyStories", "data"),
+}
+"""Open corpora for pretraining by name: the data set on the hub, and its folder with files of text rows."""
+CORPUS_MANIFEST = ".download.json"
+CORPUS_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".csv", ".txt")
+
+
+def download_corpus(name: str, folder: Path, max_files: int | None, log: Callable[[str], None]) -> dict[str, Any]:
+    """Fill a folder with the training files of a corpus; the same call resumes, and mends files that are damaged.
+
+    name: one of `CORPORA`, or OWNER/NAME or OWNER/NAME/FOLDER on the hub. Returns the manifest that is written.
+    """
+    repo, within = CORPORA.get(name) or ("/".join(name.split("/")[:2]), "/".join(name.split("/")[2:]))
+    if repo.count("/") != 1:
+        raise UsageError(
+            f"data download: {name!r} is no corpus; it wants {', '.join(CORPORA)}, or OWNER/NAME on the hub"
+        )
+    path = folder / CORPUS_MANIFEST
+    before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if before and before["name"] != name:
+        raise UsageError(f"{folder} holds {before['name']}; another corpus wants another --output")
+    files = _corpus_files(repo, within, before.get("revision"), max_files)
+    sums = {str(file.filename): {"bytes": file.size, "checksum": file.sha256} for file in files}
+    revision = files[0].url.split("/resolve/")[1].split("/")[0]
+    manifest = {"name": name, "repository": repo, "revision": revision, "files": sums}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(manifest, indent=1) + "\n")
+    for number, file in enumerate(files, 1):
+        target = folder / str(file.filename)
+        if target.exists() and _checksum_like(file.sha256, target) != file.sha256:
+            log(f"{target.name} is damaged; it is downloaded again")
+            target.unlink()
+        log(f"{number}/{len(files)} {target.name}, {file.size / 1e6:,.1f} MB")
+        download(file, folder)
+    return manifest
+
+
+def _corpus_files(repo: str, within: str, revision: str | None, max_files: int | None) -> list[RemoteFile]:
+    """The training files of a folder of a hub data set, with their sums, at one commit."""
+    from huggingface_hub import HfApi, get_token, hf_hub_url
+
+    try:
+        commit = revision or str(HfApi().dataset_info(repo).sha)
+        entries: list[Any] = list(HfApi().list_repo_tree(
+            repo, within or None, recursive=True, revision=commit, repo_type="dataset"))  # fmt: skip
+    except Exception as error:  # the hub client raises many types
+        by_hand = "check the name, the network and HF_TOKEN, or put text files into the folder by hand"
+        raise DataError([Problem(repo, f"the hub did not list it ({first_line(error)}); {by_hand}")]) from None
+    files = []
+    for entry in entries:
+        relative = entry.path.removeprefix(within).strip("/")
+        if not entry.path.endswith(CORPUS_SUFFIXES) or relative.lower().startswith(("test", "valid", "dev")):
+            continue
+        lfs = getattr(entry, "lfs", None)
+        url = hf_hub_url(repo, entry.path, repo_type="dataset", revision=commit)
+        checksum = lfs.sha256 if lfs else entry.blob_id
+        files.append(RemoteFile(url, entry.size, checksum, relative.replace("/", "-"), get_token()))
+    if not files:
+        raise DataError([Problem(repo, f"there is no file of text rows in {within or 'it'}")])
+    return sorted(files, key=lambda file: str(file.filename))[:max_files]

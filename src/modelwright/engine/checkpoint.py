@@ -125,6 +125,8 @@ class CheckpointManager:
     def import_from(self, folder: Path) -> int:
         """Copy a valid checkpoint from another folder; returns its step."""
         if reason := verify(folder):
+            if (folder / "trainer_state.json").exists():
+                reason = "Transformers' Trainer wrote it; its weights are a start: model_name_or_path names this folder"
             raise UsageError(f"resume_from_checkpoint: {folder} is not a valid checkpoint: {reason}")
         step = int(json.loads((folder / MANIFEST).read_bytes())["step"])
         final, staged = self._paths(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import time
 from collections import deque
@@ -63,6 +64,59 @@ def peak_memory_bytes() -> int:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+NVML_SECONDS = 1.0
+"""Seconds between two readings of the GPUs: a reading takes the driver about a millisecond."""
+
+
+class GpuMonitor:
+    """Utilization, power, temperature and memory of the visible GPUs by NVML; nothing without nvidia-ml-py."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+        self._read_at = -NVML_SECONDS
+        try:
+            import pynvml
+
+            self._nvml: Any = pynvml
+            pynvml.nvmlInit()
+            visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+            indices = visible or [str(index) for index in range(pynvml.nvmlDeviceGetCount())]
+            self._handles = [
+                pynvml.nvmlDeviceGetHandleByIndex(int(name))
+                if name.isdigit()
+                else pynvml.nvmlDeviceGetHandleByUUID(name)
+                for name in indices
+            ]
+        except Exception:  # no package, no driver, no permission: the run does not need it
+            self._handles = []
+
+    def read(self) -> dict[str, Any]:
+        """Fields of a step: mean utilization, summed power, highest temperature, and `gpus` with each device."""
+        if not self._handles or time.monotonic() - self._read_at < NVML_SECONDS:
+            return {}
+        self._read_at = time.monotonic()
+        try:
+            gpus = [self._read_device(handle) for handle in self._handles]
+        except Exception:  # a driver that was restarted, or a device that has no such sensor
+            self._handles = []
+            return {}
+        return {
+            "gpu_utilization": round(sum(gpu["utilization"] for gpu in gpus) / len(gpus), 4),
+            "gpu_power_watts": round(sum(gpu["power_watts"] for gpu in gpus), 1),
+            "gpu_temperature": max(gpu["temperature"] for gpu in gpus),
+            "gpus": gpus,
+        }
+
+    def _read_device(self, handle: Any) -> dict[str, Any]:
+        nvml = self._nvml
+        return {
+            "utilization": nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
+            "power_watts": nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+            "temperature": nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+            "memory_bytes": nvml.nvmlDeviceGetMemoryInfo(handle).used,
+        }
 
 
 STRAGGLER_WINDOW = 8

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from modelwright.errors import first_line
 from modelwright.plan.hardware import find_gpu, probe_device
@@ -26,7 +27,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "datasets", "p
 EXTRAS = {"torchao": "fp8", "bitsandbytes": "quantization", "tensorboard": "track"}
 PORTS = (29500, 23456)
 """Default master ports of torchrun and of the documents' jobs."""
-HUB = ("huggingface.co", 443)
+HUB = "https://huggingface.co"
 MIN_SHM_BYTES = 1 << 30
 MIN_DISK_BYTES = 5 << 30
 CONNECT_TIMEOUT = 3.0
@@ -138,8 +139,8 @@ def check_caches() -> CheckResult:
     return CheckResult("caches", "ok", detail)
 
 
-def check_hub(needed: str | None = None) -> list[CheckResult]:
-    """The token, and whether the hub can be reached; `needed` names what is only there."""
+def check_hub(needed: str | None = None, model: str | None = None) -> list[CheckResult]:
+    """The token, whether the hub can be reached, and whether it lets `model` be read; `needed` is only there."""
     token = bool(os.environ.get("HF_TOKEN")) or (hf_hub_cache().parent / "token").is_file()
     detail = "a token is set" if token else "no token: gated models, such as Gemma, are refused"
     fix = "" if token else "export HF_TOKEN, or: hf auth login"
@@ -149,15 +150,38 @@ def check_hub(needed: str | None = None) -> list[CheckResult]:
         network_fix = "unset HF_HUB_OFFLINE, or put the files into a folder and name that" if needed else ""
         result = CheckResult("hub", "fail" if needed else "skip", f"HF_HUB_OFFLINE is set{bad}", network_fix)
         return [token_check, result]
+    hub = urlsplit(os.environ.get("HF_ENDPOINT") or HUB)
+    host, port = hub.hostname or "", hub.port or (80 if hub.scheme == "http" else 443)
     try:
-        with socket.create_connection(HUB, timeout=CONNECT_TIMEOUT):
-            return [token_check, CheckResult("hub", "ok", f"{HUB[0]} answers")]
+        with socket.create_connection((host, port), timeout=CONNECT_TIMEOUT):
+            answers = CheckResult("hub", "ok", f"{host} answers")
+            return [token_check, answers, *([check_model_access(model, token)] if model else [])]
     except OSError as error:
-        reason = f"{HUB[0]} cannot be reached ({error.strerror or error})"
+        reason = f"{host} cannot be reached ({error.strerror or error})"
         if needed:
             network_fix = f"{needed} is only there: open the network or a proxy, or put it into a folder and name that"
             return [token_check, CheckResult("hub", "fail", reason, network_fix)]
         return [token_check, CheckResult("hub", "ok", f"{reason}; nothing here needs it")]
+
+
+def check_model_access(name: str, has_token: bool) -> CheckResult:
+    """Whether the hub lets a model be read with the token at hand; nothing is downloaded."""
+    from huggingface_hub import auth_check
+    from huggingface_hub.constants import ENDPOINT
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    token = "with the token at hand" if has_token else "without a token"
+    try:
+        auth_check(name)
+    except GatedRepoError:
+        fix = f"ask for access at {ENDPOINT.rstrip('/')}/{name}, then export HF_TOKEN, or: hf auth login"
+        return CheckResult("model access", "fail", f"{name} is gated, and may not be read {token}", fix)
+    except RepositoryNotFoundError:
+        fix = "check the name; of a private model, export an HF_TOKEN that may read it"
+        return CheckResult("model access", "fail", f"the hub shows no model {name} {token}", fix)
+    except Exception as error:  # the hub client raises many types
+        return CheckResult("model access", "warn", f"{name}: the hub did not say ({first_line(error)[:160]})")
+    return CheckResult("model access", "ok", f"{name} may be read {token}")
 
 
 def check_ports(needed: bool = False) -> CheckResult:

@@ -204,6 +204,7 @@ def recipe_checks(loaded: LoadedRecipe | None) -> CheckList:
     settings = loaded.recipe.stages.values() if loaded else ()
     compile_requested = any(stage.torch_compile is True for stage in settings)
     hub_input = hub_only_input(loaded) if loaded else None
+    hub_model = hub_input if loaded and hub_input == loaded.recipe.model.model_name_or_path else None
     folder = Path(loaded.recipe.run_dir) if loaded else Path()
     stages: CheckList = []
     if loaded:
@@ -214,7 +215,7 @@ def recipe_checks(loaded: LoadedRecipe | None) -> CheckList:
         _with_name("compile", partial(doctor.check_torch_compile, compile_requested)),
         _with_name("disk", partial(_check_recipe_disk, loaded, folder)),
         *(doctor.check_shared_memory, doctor.check_caches),
-        _with_name("hub", partial(doctor.check_hub, hub_input)),
+        _with_name("hub", partial(doctor.check_hub, hub_input, hub_model)),
         *(doctor.check_ports, doctor.check_clock),
         *stages,
     ]

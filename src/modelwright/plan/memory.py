@@ -95,9 +95,9 @@ class StepWorkload:
 
     @property
     def chunked(self) -> bool:
-        """Whether the loss is computed in chunks: with many positions, and not in fp16 with its loss scaler."""
+        """Whether the loss is computed in chunks: with many positions."""
         min_positions = LOSS_CHUNK // 4 if self.on_gpu else LOSS_CHUNK
-        return self.chunked_loss and self.loss_positions > min_positions and self.precision != "fp16"
+        return self.chunked_loss and self.loss_positions > min_positions
 
     @property
     def kv_width(self) -> int:

@@ -9,12 +9,15 @@ from typing import Any
 
 from modelwright.errors import UsageError
 from modelwright.plan.hardware import DeviceInfo
-from modelwright.recipe.stage_specs import OPTIMIZERS, CheckpointingMode, TrainingConfig
+from modelwright.recipe.stage_specs import OPTIMIZERS, CheckpointingMode, RowStats, TrainingConfig
 
 MAX_EVAL_FRACTION = 0.05
 """Tokens of an evaluation beside those trained between two."""
 MIN_EVAL_SAMPLES = 256
 """Held-out rows that an evaluation takes in any case, where there are so many: fewer give too noisy a loss."""
+
+MIN_FP8_SPEEDUP = 1.05
+"""fp8 must be at least this many times as fast as bf16: less is not worth the lost precision."""
 
 
 @dataclass(frozen=True)
@@ -224,6 +227,26 @@ def draw_rows(count: int, rows: int) -> Any:
     import numpy as np
 
     return np.random.default_rng(0).integers(0, count, (DRAWN_BATCHES, rows))
+
+
+def draw_lengths(rows: RowStats, size: int, accumulation: int, padding_free: bool) -> tuple[int, int, float]:
+    """Tokens of a row in the largest and the mean of drawn micro-batches, and the fraction that is not padding.
+
+    A step's rows are sorted by length, so that similar ones are padded together.
+    """
+    import numpy as np
+
+    lengths = np.asarray(rows.lengths)
+    drawn = np.sort(lengths[draw_rows(len(lengths), size * accumulation)], axis=1)
+    steps = drawn.sum(1)
+    if rows.prefix_length or padding_free:
+        tokens = (steps - drawn.shape[1] * rows.prefix_length)[:, None] / accumulation + rows.prefix_length
+        multiple = batch_shapes(rows.lengths, rows.lengths, size).multiple if padding_free else 1
+        tokens = np.ceil((tokens + padding_free) / multiple) * multiple
+    else:
+        tokens = drawn.reshape(len(drawn), accumulation, size).max(2) * size
+    fill_fraction = float(steps.mean() / (tokens.mean() * accumulation))
+    return max(1, round(tokens.max() / size)), max(1, round(tokens.mean() / size)), fill_fraction
 
 
 def eval_samples(max_samples: int | None, plan: StagePlan, train_tokens: int, held_out: tuple[int, int]) -> int:

@@ -230,7 +230,8 @@ class PrecisionConfig(FrozenModel):
     """Precision, distribution, activation checkpointing, compilation and the spike guard."""
 
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
-    """Compute precision; fp8 in the linear layers only; auto: bf16 where fast, fp16 on older GPUs."""
+    """Compute precision; fp8 in the linear layers only; auto: bf16 where fast, fp16 on older GPUs, and fp8 for
+    pretraining where the GPU has it and the run finds it faster and as accurate."""
     tf32: bool | Literal["auto"] = "auto"
     """With precision fp32 on a GPU: use TF32 tensor cores (10 of 23 mantissa bits); auto: where available."""
     deterministic: bool = True
@@ -354,6 +355,11 @@ class TrainingConfig(BatchConfig, OptimizerConfig, DurationConfig, PrecisionConf
         """The entry of `STAGES` with these settings."""
         return next(spec for spec in STAGES.values() if spec.config is type(self))
 
+    @property
+    def may_use_fp8(self) -> bool:
+        """Whether precision auto may become fp8."""
+        return False
+
 
 class PretrainConfig(TrainableConfig, TrainingConfig):
     """Pretraining: next-token prediction on raw text."""
@@ -372,6 +378,12 @@ class PretrainConfig(TrainableConfig, TrainingConfig):
             if self.max_length % shorter:
                 raise invalid(f"has a curriculum of {shorter}, which does not divide max_length {self.max_length}")
         return self
+
+    @property
+    def may_use_fp8(self) -> bool:
+        """Whether precision auto may become fp8: rows of every length are aligned, and the run checks it."""
+        aligned = all(length % 16 == 0 for length in (*self.sequence_length_curriculum, self.max_length))
+        return aligned and (self.precision, self.fp8_validation, self.quantization) == ("auto", "auto", "none")
 
     def sequence_length_at(self, step: int, steps: int) -> int:
         """Sequence length at a step (from 0) of a training of `steps` steps."""

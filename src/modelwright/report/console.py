@@ -170,12 +170,16 @@ def format_step(event: Event) -> str:
 
 
 def _throughput(event: Event, memory_label: str) -> list[str]:
-    """Throughput, model FLOPs utilization and peak memory of a step, where measured."""
+    """Throughput, model FLOPs utilization, peak memory and the state of the GPUs at a step, where measured."""
     speed, mfu, memory = event.get("tokens_per_second"), event.get("mfu"), event.get("peak_memory_bytes")
     unit = "images" if throughput_unit(event["stage"]) == "images" else "tok"
     parts = [f"{speed:,.0f} {unit}/s"] if speed else []
     parts += [f"mfu {mfu:.1%}"] if mfu else []
-    return parts + ([f"{memory_label} {memory / 1e9:.1f} GB"] if memory else [])
+    parts += [f"{memory_label} {memory / 1e9:.1f} GB"] if memory else []
+    if event.get("gpu_utilization") is None:
+        return parts
+    watts, celsius = event["gpu_power_watts"], event["gpu_temperature"]
+    return [*parts, f"gpu {event['gpu_utilization']:.0%} {watts:.0f} W {celsius:.0f} °C"]
 
 
 def _format_data(event: Event) -> str:

@@ -167,7 +167,7 @@ MAX_POINTS = 400
 """Points of a curve."""
 MAX_LIST_ITEMS = 100
 PLOTTED_METRICS = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "peak_memory_bytes", "eval_loss",
-                   "eval_accuracy")  # fmt: skip
+                   "eval_accuracy", "gpu_utilization", "gpu_power_watts", "gpu_temperature")  # fmt: skip
 """Fields of step and evaluation events that are plotted over steps."""
 
 

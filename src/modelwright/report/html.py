@@ -150,6 +150,9 @@ def _stage_charts(stage: StageHistory) -> list[str]:
         charts.line_chart(f"{unit} per second", [_make_series(stage, "tokens_per_second", "", 5)], scale="zero",
                           note="median of recent steps"),
         charts.line_chart("Peak memory", [_make_series(stage, "peak_memory_bytes", "", 6)], format_bytes, "zero"),
+        charts.line_chart("GPU utilization", [_make_series(stage, "gpu_utilization", "", 5)], format_percent, "zero"),
+        charts.line_chart("GPU power, watts", [_make_series(stage, "gpu_power_watts", "", 6)], scale="zero"),
+        charts.line_chart("GPU temperature, °C", [_make_series(stage, "gpu_temperature", "", 3)]),
     ]  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from modelwright.runs.journal import Event, EventListener
 
 LOGGED_METRICS = (
     *("loss", "learning_rate", "grad_norm", "tokens_per_second", "samples_per_second", "mfu", "peak_memory_bytes"),
-    "epoch",
+    *("epoch", "gpu_utilization", "gpu_power_watts", "gpu_temperature"),
 )
 """Fields of a step that are logged; of an evaluation, everything measured."""
 MAX_QUEUED_EVENTS = 10_000

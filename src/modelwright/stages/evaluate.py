@@ -7,22 +7,28 @@ import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import xxhash
+from safetensors import safe_open
 
 from modelwright.data import chat, preferences
 from modelwright.data.multiple_choice import MultipleChoiceQuestion, parse_questions
 from modelwright.data.shards import MANIFEST, PackedDataset, rows_to_documents
 from modelwright.data.sources import iter_train_rows, read_train_rows
 from modelwright.data.tokenizer import DocumentTokenizer
+from modelwright.engine.checkpoint import verify
+from modelwright.engine.precision import PARAM_REMAINDER, join_fp32_master
+from modelwright.engine.trainer import EMA_FILE, MODEL_FILE, OPTIMIZER_FILE, explain_mismatch
 from modelwright.errors import DataError, Problem, UsageError
-from modelwright.models import pretrained
+from modelwright.models import pretrained, trainable
+from modelwright.models.save import save_model
 from modelwright.recipe.load import load
 from modelwright.recipe.schema import ModelConfig, Recipe
 from modelwright.recipe.sections import DataConfig, EvaluateConfig
-from modelwright.recipe.stage_specs import first_stage
+from modelwright.recipe.stage_specs import TrainableConfig, first_stage
 from modelwright.runs.folder import RunFolder, read_json, write_json
 from modelwright.serve.generate import TextGenerator
 from modelwright.stages.compare import base_model_dir
@@ -233,8 +239,48 @@ def evaluate_folder(name: str, config: EvaluateConfig) -> dict[str, Any]:
         raise DataError(error.problems[:5]) from None
 
 
-def evaluate_run(run: RunFolder, config: EvaluateConfig, trusted_files: Collection[str] = ()) -> dict[str, Any]:
-    """Evaluate every finished model of a run by this config, or by the recipe's own where this one is empty."""
+def checkpoint_model(run: RunFolder, checkpoint: Path, folder: Path) -> None:
+    """Write the model of a checkpoint as a folder: the model its stage started from, with the weights of that step."""
+    if reason := verify(checkpoint):
+        raise UsageError(f"{checkpoint} is not a valid checkpoint: {reason}")
+    recipe, stage = load(run.recipe, environ={}).recipe, checkpoint.parent.parent.name
+    settings: Any = recipe.stages.get(stage)
+    if not isinstance(settings, TrainableConfig) or settings.quantization != "none":
+        raise UsageError(f"{checkpoint}: eval reads checkpoints of text stages without quantization")
+    parent = recipe.parent_stage(stage)
+    start = run.model(parent) if parent else base_model_dir(run, recipe)
+    model, tokenizer = pretrained.load_model(start), pretrained.load_tokenizer(start, recipe.model)
+    model = trainable.merge_lora(model)  # of the parent stage
+    pretrained.resize_embeddings(model, tokenizer)
+    if settings.trainable.lora and settings.trainable.untie_lm_head:
+        trainable.untie_head(model)
+    model = trainable.set_trainable(model, settings)
+    with explain_mismatch(checkpoint):
+        for name, tensor in read_weights(checkpoint).items():
+            target = model.get_parameter(name) if name in dict(model.named_parameters()) else model.get_buffer(name)
+            target.data.copy_(tensor)
+    model = trainable.merge_lora(model)
+    save_model(model, tokenizer, dict(model.state_dict()), folder)
+
+
+def read_weights(checkpoint: Path) -> dict[str, Any]:
+    """The fp32 weights of a checkpoint by their names in the model; the averaged ones where it has an EMA."""
+    weights: dict[str, Any] = {}
+    name = EMA_FILE if (checkpoint / EMA_FILE).exists() else MODEL_FILE
+    with safe_open(checkpoint / name, "pt") as stored, safe_open(checkpoint / OPTIMIZER_FILE, "pt") as optimizer:
+        remainders = set(optimizer.keys()) if name == MODEL_FILE else set()
+        for key in stored.keys():  # noqa: SIM118 (it is no dict)
+            value, remainder = stored.get_tensor(key), f"{key}.{PARAM_REMAINDER}"
+            if remainder in remainders:
+                value = join_fp32_master(value, optimizer.get_tensor(remainder))
+            weights[key.removeprefix("model.")] = value  # the loss module holds the model under this name
+    return weights
+
+
+def evaluate_run(
+    run: RunFolder, config: EvaluateConfig, trusted_files: Collection[str] = (), checkpoint: Path | None = None
+) -> dict[str, Any]:
+    """Evaluate every finished model of a run, or one checkpoint, by this config or, if it is empty, the recipe's."""
     loaded = load(run.recipe, environ={})
     job_config = config if config.is_configured else loaded.recipe.evaluate or config
     if job_config.answers:
@@ -244,6 +290,10 @@ def evaluate_run(run: RunFolder, config: EvaluateConfig, trusted_files: Collecti
     job = EvaluationJob(job_config, run.path, find_held_out_shards(run), prompts, seed, precision)
     if not (job_config.is_configured or job.held_out):
         raise UsageError(f"{run.path} says nothing to measure by; add --text, --multiple-choice, --prompt or --task")
+    if checkpoint is not None:
+        with TemporaryDirectory(prefix="checkpoint-") as temporary:
+            checkpoint_model(run, checkpoint, folder := Path(temporary) / "model")
+            return {f"{checkpoint.parent.parent.name} {checkpoint.name}": evaluate_model(folder, job)}
     folders = {BASE: base_model_dir(run, loaded.recipe)}
     folders |= {stage: run.model(stage) for stage in loaded.recipe.stages if run.result(stage).exists()}
     return {name: evaluate_model(folder, job) for name, folder in folders.items()}

@@ -28,7 +28,7 @@ from modelwright.models.vision import ResNet18
 from modelwright.plan.choose import CHECKPOINTINGS, StageEstimate, choose_plan
 from modelwright.plan.hardware import Hardware, gpu_spec_of
 from modelwright.plan.model_shape import ModelShape, ResNetShape, model_folders, shape_from_config
-from modelwright.plan.stage import StagePlan, choose_fp8_scalings
+from modelwright.plan.stage import MIN_FP8_SPEEDUP, StagePlan, choose_fp8_scalings
 from modelwright.recipe.schema import Recipe
 from modelwright.recipe.stage_specs import RowStats, TrainableConfig, TrainingConfig
 from modelwright.runs.caches import cache_dir
@@ -39,8 +39,6 @@ MAX_SAMPLED_LENGTHS = 20_000
 """Rows whose length is measured; a larger dataset is sampled at equal intervals."""
 PROFILED_STEP = 3
 """The step that profile_memory records: by then the optimizer state is allocated."""
-MIN_SPEEDUP = 1.05
-"""fp8 must be at least this many times as fast as bf16: less is not worth the lost precision."""
 MAX_LOSS_DIFFERENCE = 0.005
 """Largest relative difference of the fp8 loss from the bf16 loss: the limit for every precision over 300 steps."""
 SCALING_NAMES = {"tensorwise": "fp8", "rowwise": "fp8 rowwise"}
@@ -67,6 +65,8 @@ def describe_adapters(recipe: Recipe, recipe_dir: Path) -> list[str]:
 def _fit_to_memory(plan: StagePlan, stage: str, parts: StageParts, context: RunContext) -> StagePlan:
     settings = context.recipe.stages[stage]
     plan = plan.revise(padding_free=parts.task.padding_free)
+    if settings.may_use_fp8 and (reasons := _stay_in_bf16(stage, context)):
+        plan, settings = plan.revise(*reasons), settings.model_copy(update={"precision": "bf16"})
     try:
         estimate = choose_plan(plan, settings, _model_shape(parts), _row_stats(parts), _hardware(context))
     except ModelError as error:  # an architecture whose config says too little can still be trained
@@ -78,6 +78,16 @@ def _fit_to_memory(plan: StagePlan, stage: str, parts: StageParts, context: RunC
             chosen = chosen.revise(reason, gradient_checkpointing=True)
         activation_checkpoint.enable_activation_checkpointing(parts.model, chosen.gradient_checkpointing)
     return chosen.revise(prediction=estimate.prediction())
+
+
+def _stay_in_bf16(stage: str, context: RunContext) -> tuple[str, ...]:
+    """Why precision auto does not become fp8 here, whatever the prediction says; nothing where it may."""
+    if gpu_spec_of(context.hardware).fp8 and installed_version("torchao") is None:
+        return ("bf16, not fp8: torchao is not installed; pip install 'modelwright[fp8]' (precision)",)
+    path = context.folder.plan
+    before = context.world.on_rank0_broadcast(lambda: read_json(path).get(stage, {}) if path.exists() else {})
+    is_same = before.get("precision") == "bf16" and not context.folder.fp8_trial(stage).exists()
+    return ("bf16, as at this run's earlier start (precision)",) if is_same else ()
 
 
 @contextmanager
@@ -273,7 +283,15 @@ def build_engine(plan: StagePlan, stage: str, parts: StageParts, context: RunCon
     engine = Engine(parts.task, settings, plan, context.world, context.recipe.seed)
     if needs_trial:
         key = fp8_trial_key(plan, stage, parts, context)
-        trial = run_fp8_trial(engine, choose_fp8_scalings(settings))
+        try:
+            trial = run_fp8_trial(engine, choose_fp8_scalings(settings))
+        except (
+            Exception
+        ) as error:  # of several ranks one may fail alone; fp8 was not asked for, so the next start is bf16
+            if settings.precision == "auto" and not isinstance(error, torch.OutOfMemoryError):
+                reason = f"bf16 instead of fp8: fp8 failed here ({first_line(error)[:160]})"
+                _save_trial(Fp8Trial(False, reason), key, context.folder.fp8_trial(stage))
+            raise
         context.world.on_rank0_broadcast(lambda: _save_trial(trial, key, context.folder.fp8_trial(stage)))
         context.journal.add("fp8_trial", stage=stage, cached=False, **asdict(trial))
         engine.adopt(_with_trial_result(engine.plan, trial))
@@ -289,7 +307,7 @@ def run_fp8_trial(engine: Engine, scalings: Sequence[str]) -> Fp8Trial:
     bf16 = time_precision(engine, "bf16", scalings[0])
     trial = _try_scaling(engine, bf16, scalings[0])
     for scaling in scalings[1:]:
-        if not trial.use_fp8 and (trial.speedup or 0.0) >= MIN_SPEEDUP:
+        if not trial.use_fp8 and (trial.speedup or 0.0) >= MIN_FP8_SPEEDUP:
             trial = _try_scaling(engine, bf16, scaling)
             trial = replace(trial, reason=f"{trial.reason}; with tensorwise scaling its loss was too far off")
     return trial
@@ -318,9 +336,9 @@ def decide(bf16: TimedPass, fp8: TimedPass, scaling: str) -> Fp8Trial:
     """Choose fp8 where it is faster than bf16 and its loss agrees."""
     speedup, loss_difference = bf16.seconds / fp8.seconds, abs(fp8.loss / bf16.loss - 1) if bf16.loss else math.nan
     is_finite = math.isfinite(loss_difference)
-    use_fp8 = speedup >= MIN_SPEEDUP and loss_difference <= MAX_LOSS_DIFFERENCE
+    use_fp8 = speedup >= MIN_FP8_SPEEDUP and loss_difference <= MAX_LOSS_DIFFERENCE
     loss_text = f"{loss_difference:.2%} off (at most {MAX_LOSS_DIFFERENCE:.1%})" if is_finite else "is not finite"
-    result = f"{SCALING_NAMES[scaling]} is {speedup:.2f} × as fast as bf16 here (needs {MIN_SPEEDUP:g})"
+    result = f"{SCALING_NAMES[scaling]} is {speedup:.2f} × as fast as bf16 here (needs {MIN_FP8_SPEEDUP:g})"
     reason = f"{'fp8 is kept' if use_fp8 else 'bf16 instead of fp8'}: {result}, its loss {loss_text}"
     return Fp8Trial(use_fp8, reason, round(speedup, 3), loss_difference if is_finite else None, scaling)
 

@@ -19,7 +19,7 @@ import torch
 from modelwright.engine.checkpoint import AsyncCheckpointer, CheckpointManager, read_state
 from modelwright.engine.parallel import full_tensor
 from modelwright.engine.task import StepReport
-from modelwright.engine.throughput import StragglerDetector, ThroughputMeter
+from modelwright.engine.throughput import GpuMonitor, StragglerDetector, ThroughputMeter
 from modelwright.engine.trainer import explain_mismatch
 from modelwright.errors import Diverged, Interrupted, ModelError, UsageError
 from modelwright.models.attention import unwrap_peft
@@ -106,6 +106,7 @@ class StageRunner:
         self.evaluation_logged = 0.0
         self.consecutive_bad_steps, self.rolled_back_from, self.evaluation_pending = 0, 0, False
         self.speed: dict[str, Any] = {}
+        self.gpu_monitor = GpuMonitor()
         if resumed_step is not None:
             self._resume_from(resumed_step)
 
@@ -493,6 +494,7 @@ class StageRunner:
                 grad_norm=report.grad_norm, learning_rate=report.learning_rate, tokens=report.tokens,
                 batch_hash=report.batch_hash, step_seconds=round(report.step_seconds, 4), health=report.health,
                 **self.speed, **({} if accuracy is None else {"train_accuracy": round(accuracy, 6)}),
+                **self.gpu_monitor.read(),
             )  # fmt: skip
 
     def _log_plan_revisions(self) -> None:

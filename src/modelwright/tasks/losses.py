@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from modelwright.errors import ModelError
 from modelwright.models.attention import base_outputs, compute_logits, lm_head_weight, probe_tokens, unwrap_peft
@@ -123,11 +124,20 @@ def fused_linear_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) ->
     device = hidden.device.type
     compute_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     is_small = len(hidden) <= (LOSS_CHUNK if device == "cpu" else LOSS_CHUNK // 4)
-    # fp16 gradients must be scaled before they are rounded, which only autograd does
-    if is_small or compute_dtype is torch.float16:
+    if is_small:
         return summed_cross_entropy(F.linear(hidden, head), targets)
+    if compute_dtype is torch.float16:
+        # its gradients must be scaled before they are rounded, which only autograd does: backward computes logits again
+        starts = range(0, len(hidden), LOSS_CHUNK)
+        chunks = ((hidden[start : start + LOSS_CHUNK], head, targets[start : start + LOSS_CHUNK]) for start in starts)
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        return torch.stack([checkpoint(_linear_cross_entropy, *chunk, **options) for chunk in chunks]).sum()
     loss_sum: Tensor = _ChunkedCrossEntropy.apply(hidden.to(compute_dtype), head, targets)  # type: ignore[no-untyped-call]
     return loss_sum
+
+
+def _linear_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    return summed_cross_entropy(F.linear(hidden, head), targets)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
