@@ -148,9 +148,9 @@ def test_after_the_last_step_the_panel_names_what_is_done_instead_of_0_s_left(cl
 def test_the_panel_moves_inside_a_long_step_and_a_long_evaluation(clock: Clock) -> None:
     panel = _LivePanel(io.StringIO())
     panel.on_event({**STEP, "eta_seconds": 100.0})
-    assert "1 min 40 s left" in drawn(panel) and "in this step" not in drawn(panel)
+    assert "1 min 40 s left" in drawn(panel) and "since step" not in drawn(panel)
     clock.now = 30
-    assert "1 min 10 s left" in drawn(panel) and "30 s in this step" in drawn(panel)
+    assert "1 min 10 s left" in drawn(panel) and "30 s since step 1" in drawn(panel)
     panel.on_event({"event": "evaluating", "stage": "sft", "step": 1, "fraction": 0.25})
     clock.now = 40
     panel.on_event({"event": "evaluating", "stage": "sft", "step": 1, "fraction": 0.5})

@@ -91,7 +91,8 @@ class _LivePanel:
         self._losses: deque[float] = deque(maxlen=32)  # fits on a line with both losses
         self._eval_losses: list[float] = []
         self._step: Event | None = None
-        self._stage, self._activity, self._since = "", "", time.monotonic()
+        self._stage, self._activity = "", ""
+        self._since = self._step_at = time.monotonic()
 
     def on_event(self, event: Event) -> None:
         """Show a step or what is done now, or print another event."""
@@ -101,7 +102,7 @@ class _LivePanel:
         if kind == "evaluation" and event["eval_loss"] is not None:
             self._eval_losses.append(event["eval_loss"])
         if kind == "step":
-            self._step = event
+            self._step, self._step_at = event, time.monotonic()
             if event["loss"] is not None:
                 self._losses.append(event["loss"])
         if kind in ACTIVITIES:
@@ -120,12 +121,14 @@ class _LivePanel:
 
         if not (self._step or self._activity):
             return Text("")
-        waited = time.monotonic() - self._since
+        now = time.monotonic()
+        waited = now - (self._since if self._activity or not self._step else self._step_at)
         count = format_duration(waited) if waited >= SHOWN_WAIT_SECONDS else ""
-        activity = f"{self._activity}  {count}" if self._activity else f"{count} in this step" if count else ""
-        now = [Text(activity)] if activity else []
-        lines = Group(*(self._step_lines(self._step, waited) if self._step else []), *now)
-        return Panel(lines, title=self._stage, title_align="left", width=80, subtitle="Ctrl-C saves and stops")
+        since = f"{count} since step {self._step['step']}" if self._step and count else ""
+        activity = f"{self._activity}  {count}" if self._activity else since
+        lines = self._step_lines(self._step, now - self._since) if self._step else []
+        lines += [Text(activity)] if activity else []
+        return Panel(Group(*lines), title=self._stage, title_align="left", width=80, subtitle="Ctrl-C saves and stops")
 
     def _step_lines(self, event: Event, waited: float) -> list[Any]:
         from rich.align import Align
