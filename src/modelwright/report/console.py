@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from modelwright.errors import replace_surrogates
@@ -18,7 +19,7 @@ from modelwright.report.formatting import format_duration, format_float, format_
 from modelwright.report.history import read_history
 from modelwright.report.view import judged_answers
 from modelwright.runs.folder import RunFolder
-from modelwright.runs.journal import Event, EventListener
+from modelwright.runs.journal import Event, EventListener, read
 
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN_ANSWERS = 3
@@ -77,10 +78,14 @@ class _LivePanel:
         from rich.live import Live
 
         self._console = Console(file=stream, highlight=False)
+        self._journal: Path | None = None
         self._live = Live(console=self._console, refresh_per_second=4, transient=True)
         self._start_stage()
 
     def __enter__(self) -> _LivePanel:
+        if os.environ.get("RANK", "0") == "0":
+            self._activity = "loading libraries"
+            self._live.update(self)
         self._live.__enter__()
         return self
 
@@ -97,8 +102,12 @@ class _LivePanel:
     def on_event(self, event: Event) -> None:
         """Show a step or what is done now, or print another event."""
         kind = event["event"]
+        if kind == "run":
+            self._journal = RunFolder(Path(event["folder"])).journal
         if kind == "loading":
             self._start_stage()
+        if kind == "resumed":
+            self._eval_losses = self._earlier_eval_losses(event)
         if kind == "evaluation" and event["eval_loss"] is not None:
             self._eval_losses.append(event["eval_loss"])
         if kind == "step":
@@ -114,6 +123,16 @@ class _LivePanel:
         if kind not in ("step", "evaluating") and (line := format_event(event)):
             self._console.print(line, markup=False)
 
+    def _earlier_eval_losses(self, resumed: Event) -> list[float]:
+        """The held-out losses of the resumed run up to its checkpoint, so that the best one is the best of all."""
+        if self._journal is None:
+            return []
+        events = [event for event in read(self._journal) if event["event"] == "evaluation"]
+        of_stage = [
+            event for event in events if event["stage"] == resumed["stage"] and event["step"] <= resumed["step"]
+        ]
+        return [event["eval_loss"] for event in of_stage if event["eval_loss"] is not None]
+
     def __rich__(self) -> Any:
         from rich.console import Group
         from rich.panel import Panel
@@ -128,7 +147,8 @@ class _LivePanel:
         activity = f"{self._activity}  {count}" if self._activity else since
         lines = self._step_lines(self._step, now - self._since) if self._step else []
         lines += [Text(activity)] if activity else []
-        return Panel(Group(*lines), title=self._stage, title_align="left", width=80, subtitle="Ctrl-C saves and stops")
+        subtitle = "Ctrl-C saves and stops" if self._stage else None
+        return Panel(Group(*lines), title=self._stage or None, title_align="left", width=80, subtitle=subtitle)
 
     def _step_lines(self, event: Event, waited: float) -> list[Any]:
         from rich.align import Align

@@ -47,6 +47,7 @@
   });
   document.addEventListener("change", (event) => { if (event.target.name === "run") arrange(); });
   arrange();
+  if (document.getElementById("comparison")) return;
   const events = new EventSource("events");
   events.onmessage = (message) => {
     Object.assign(pending, JSON.parse(message.data));

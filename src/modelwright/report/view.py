@@ -244,7 +244,8 @@ def _settings(view: RunView) -> dict[str, Any]:
 def _gate_states(view: RunView) -> dict[str, str]:
     verdicts = {stage.name: stage.last_events.get("verdict") for stage in view.stages}
     return {
-        stage: "not judged" if verdict is None else "open" if verdict.get("open")
+        stage: "not judged" if verdict is None
+        else "no gate" if verdict.get("thresholds") == 0 else "open" if verdict.get("open")
         else f"accepted ({verdict['accepted']})" if verdict.get("accepted") else "closed"
         for stage, verdict in verdicts.items()
     }  # fmt: skip
