@@ -33,8 +33,8 @@ def browsing() -> Iterator[Any]:
 class Window:
     """A page that keeps what it complained of and whom it asked."""
 
-    def __init__(self, browser: Any, width: int = 1100, scheme: str = "light", **options: Any) -> None:
-        self.page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme, **options)
+    def __init__(self, browser: Any, width: int = 1100, scheme: str = "light") -> None:
+        self.page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
         self.complaints: list[str] = []
         self.requests: list[str] = []
         self.page.on("console", lambda message: self.complaints.append(message.text))

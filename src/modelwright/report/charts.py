@@ -67,7 +67,8 @@ def line_chart(
     shapes += [_draw_min_max(line, x_scale, y_scale) for line in lines if line.min_max]
     shapes += [_draw_line(line, x_scale, y_scale) for line in lines]
     y_axis = "".join(
-        f'<span style="top:{y_scale(tick) / HEIGHT:.1%}">{escape(formatter(tick))}</span>' for tick in ticks
+        f'<span style="top:{y_scale(tick) / HEIGHT:.1%}">{escape(formatter(tick)) if tick else "0"}</span>'
+        for tick in ticks
     )
     x_axis = "".join(f'<span style="left:{x_scale(tick) / WIDTH:.1%}">{format_si(tick)}</span>' for tick in steps)
     legend = "".join(_legend_entry(line.name, line.color, formatter(line.points[-1][1])) for line in lines)
@@ -167,7 +168,8 @@ def _hover(lines: Sequence[Series], left: float, right: float) -> str:
 def _draw_line(line: Series, x_scale: ScaleFn, y_scale: ScaleFn) -> str:
     points = [(x_scale(x), y_scale(y)) for x, y in line.points]
     kind = f"s{line.color}"
-    shapes = f'<path class="line {kind}" d="{_path(points)}"/>' if len(points) > 1 else ""
+    sparse = " sparse" if line.markers else ""  # dashed: between the marks nothing was measured
+    shapes = f'<path class="line {kind}{sparse}" d="{_path(points)}"/>' if len(points) > 1 else ""
     if line.markers or len(points) == 1:  # a zero-length line with round caps stays round when the SVG is stretched
         shapes += f'<path class="dots {kind}" d="{"".join(f"M{_coord(x)} {_coord(y)}h0" for x, y in points)}"/>'
     return shapes
@@ -188,7 +190,7 @@ def _range(lines: Sequence[Series], scale: Scale) -> tuple[float, float]:
     if scale == "log":
         values = [value for value in values if value > 0] or [1.0]
         low, high = min(values), max(values)
-        return (low, high) if high > low else (low / 2, high * 2)
+        return (low / 1.15, high * 1.15) if high > low else (low / 2, high * 2)
     low, high = min(values), max(values)
     margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
     return (0.0 if scale == "zero" or 0 <= low < 0.35 * high else low - margin), high + margin
@@ -215,7 +217,9 @@ def _ticks(low: float, high: float, num_ticks: int = 5) -> list[float]:
 
 def _log_ticks(low: float, high: float) -> list[float]:
     powers = [10.0**power for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
-    return powers[:: max(1, len(powers) // 4)]
+    if len(powers) > 4:
+        return powers[:: len(powers) // 4]
+    return [power * factor for power in powers for factor in (1, 3)]
 
 
 def _coord(value: float) -> str:
