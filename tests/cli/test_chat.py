@@ -42,6 +42,24 @@ def test_a_chat_begins_with_a_banner_and_lists_its_commands(
     assert unknown == "there is no command /nope; /help lists them\n"
 
 
+def test_an_empty_line_is_no_message_and_the_end_of_the_input_ends_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert talk("\nHi\n", monkeypatch, capsys)[1:] == ["", "system user\n", "\n"]
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_the_chat(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(self: Echo, messages: list[dict[str, str]]) -> Any:
+        yield "I was"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Echo, "stream", interrupted)
+    _, answer, history, _ = talk("Hi\n/history\n", monkeypatch, capsys)
+    assert answer == "I was … stopped\n" and history.endswith("assistant: I was\n")
+
+
 def test_a_conversation_goes_on_and_is_reset(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -79,6 +79,10 @@ def test_nothing_hostile_acts_in_the_report_and_nothing_breaks_it(
     assert path.stat().st_size < 1_000_000
 
 
+def tooltip(window: Window) -> str:
+    return " ".join(window.page.locator(".tip").inner_text().split())
+
+
 def test_a_tooltip_names_the_step_of_each_value(browser: Any, tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
     journal = Journal(run.journal)
@@ -92,11 +96,11 @@ def test_a_tooltip_names_the_step_of_each_value(browser: Any, tmp_path: Path) ->
     chart = window.page.locator("svg[data-lines]").first
     box = chart.bounding_box()
     for part, shown in (
-        (0.3, r"step 12: training 0\.3333, held out 3 \(step 0\)"),
-        (1, "step 40: training 0.1, held out 1"),
+        (0.3, "step 12 training 0.3333 held out 3 (step 0)"),
+        (1, "step 40 training 0.1 held out 1"),
     ):
         chart.hover(position={"x": min(part * box["width"], box["width"] - 1), "y": 20})
-        assert re.fullmatch(shown, window.page.locator(".tip").inner_text())
+        assert tooltip(window) == shown
 
 
 def plain_run(folder: Path, name: str, loss: float, state: str = "done") -> RunFolder:
@@ -116,12 +120,15 @@ def test_a_chart_is_read_by_keyboard_and_saved_as_csv(browser: Any, tmp_path: Pa
     assert axis.locator("span").count() >= 4 and axis.locator("em").inner_text() == "step"
     window.page.locator("svg[data-lines]").first.focus()
     for key, shown in (
-        ("ArrowRight", "step 1: training 4"),
-        ("ArrowRight", "step 2: training 2"),
-        ("ArrowLeft", "step 1"),
+        ("ArrowRight", "step 1 training 4"),
+        ("ArrowRight", "step 2 training 2"),
+        ("ArrowLeft", "step 1 training 4"),
+        ("End", "step 40 training 0.1"),
     ):
         window.page.keyboard.press(key)
-        assert window.page.locator(".tip").inner_text().startswith(shown)
+        assert tooltip(window) == shown
+    window.page.keyboard.press("Escape")
+    assert window.page.locator(".tip").is_hidden()
     with window.page.expect_download() as download:
         window.page.get_by_role("button", name="CSV").first.click()
     lines = Path(download.value.path()).read_text(encoding="utf-8").splitlines()
@@ -150,23 +157,6 @@ def test_the_list_of_runs_is_sorted_and_filtered(browser: Any, tmp_path: Path) -
     finally:
         window.page.close()
         serving.close()
-
-
-def luminance(colour: str) -> float:
-    parts = [int(value) / 255 for value in re.findall(r"\d+", colour)[:3]]
-    red, green, blue = (part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_words_stand_out_from_the_paper(browser: Any, tmp_path: Path, scheme: str) -> None:
-    path, window = html.write_report(hostile_run(tmp_path)), Window(browser, 1100, scheme)
-    window.page.goto(path.as_uri())
-    paper = luminance(window.page.evaluate("getComputedStyle(document.body).backgroundColor"))
-    for selector in ("h1", "dt", ".key b", ".plot .y span", ".answer", ".notes li", ".gate.shut > b"):
-        colour = window.page.locator(selector).first.evaluate("each => getComputedStyle(each).color")
-        light, dark = sorted((paper, luminance(colour)), reverse=True)
-        assert (light + 0.05) / (dark + 0.05) >= 4.5, f"{selector} is {colour} in {scheme}"
 
 
 WATCH = """

@@ -66,7 +66,7 @@ def test_the_list_and_a_run_and_two_over_each_other(board: DashboardServer) -> N
     assert status == 200 and b'href="run/one/"' in body and b'href="run/two/"' in body
     status, body = board.request("GET", "/TOKEN/run/one/")
     assert status == 200 and b"3 of 9 steps" in body and b'id="ask"' in body
-    status, body = board.request("GET", "/TOKEN/overlay?a=one&b=two")
+    status, body = board.request("GET", "/TOKEN/overlay?run=one&run=two")
     assert status == 200 and b"Training loss, sft" in body
 
 
@@ -111,7 +111,7 @@ def test_the_board_changes_nothing_in_a_run(board: DashboardServer, runs: Path) 
         return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in (runs / "one").rglob("*")}
 
     before = state()
-    for path in ("/TOKEN/", "/TOKEN/run/one/", "/TOKEN/overlay?a=one&b=two"):
+    for path in ("/TOKEN/", "/TOKEN/run/one/", "/TOKEN/overlay?run=one&run=two"):
         board.request("GET", path)
     board.request("POST", "/TOKEN/run/one/ask", {"question": "why"})
     assert state() == before

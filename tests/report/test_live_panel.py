@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from rich.live import Live
 
 from modelwright.report import console
 from modelwright.report.console import _LivePanel, console_watcher, sparkline
+from modelwright.runs.folder import RunFolder
+from modelwright.runs.journal import Journal
 
 STEP: dict[str, Any] = {
     "event": "step", "stage": "sft", "step": 1, "steps": 2, "epoch": 0.5, "loss": 2.5, "grad_norm": 1.0,
@@ -134,6 +137,20 @@ def test_the_panel_forgets_the_losses_of_the_stage_before(clock: Clock) -> None:
     assert "held-out 0.7 (best 0.7)" in drawn(panel)
 
 
+def test_the_panel_of_a_resumed_run_knows_the_best_loss_of_all_its_starts(clock: Clock, tmp_path: Path) -> None:
+    journal = Journal(RunFolder(tmp_path).journal, (panel := _LivePanel(io.StringIO())).on_event)
+    first = {"recipe": "x", "folder": str(tmp_path), "stages": ["sft"]}
+    for event in (evaluation(0, 3.5), evaluation(1, 1.5), evaluation(2, 0.5)):  # the third is after the checkpoint
+        Journal(RunFolder(tmp_path).journal).add(**event)
+    journal.add("run", **first)
+    journal.add("loading", stage="sft", model="m")
+    journal.add("resumed", stage="sft", step=1, steps=2)
+    panel.on_event({**STEP, "step": 2})
+    assert "held-out 1.5 (best 1.5)" in drawn(panel)
+    panel.on_event(evaluation(2, 2.5))
+    assert "held-out 2.5 (best 1.5)" in drawn(panel)
+
+
 def test_after_the_last_step_the_panel_names_what_is_done_instead_of_0_s_left(clock: Clock) -> None:
     panel = _LivePanel(io.StringIO())
     panel.on_event({**STEP, "step": 2, "eta_seconds": 0.0})
@@ -148,9 +165,9 @@ def test_after_the_last_step_the_panel_names_what_is_done_instead_of_0_s_left(cl
 def test_the_panel_moves_inside_a_long_step_and_a_long_evaluation(clock: Clock) -> None:
     panel = _LivePanel(io.StringIO())
     panel.on_event({**STEP, "eta_seconds": 100.0})
-    assert "1 min 40 s left" in drawn(panel) and "in this step" not in drawn(panel)
+    assert "1 min 40 s left" in drawn(panel) and "since step" not in drawn(panel)
     clock.now = 30
-    assert "1 min 10 s left" in drawn(panel) and "30 s in this step" in drawn(panel)
+    assert "1 min 10 s left" in drawn(panel) and "30 s since step 1" in drawn(panel)
     panel.on_event({"event": "evaluating", "stage": "sft", "step": 1, "fraction": 0.25})
     clock.now = 40
     panel.on_event({"event": "evaluating", "stage": "sft", "step": 1, "fraction": 0.5})

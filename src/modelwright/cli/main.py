@@ -96,10 +96,22 @@ def _check_verb(verb: str) -> None:
     raise UsageError(f"there is no command {verb[:60]!r}; {hint}")
 
 
+def _check_subcommand(group: str, verb: str, known: list[str]) -> None:
+    if verb in known:
+        return
+    from modelwright.recipe.diagnostics import closest_match
+
+    close = closest_match(verb, known, cutoff=0.6)
+    hint = f"did you mean: modelwright {group} {close}" if close else f"it has {', '.join(known)}"
+    raise UsageError(f"{group} has no command {verb[:60]!r}; {hint}")
+
+
 def _run_app(args: list[str]) -> None:
     if args:
         _check_verb(args[0])
     app = build_app(args[0] if args else None)
+    if args[0:1] in (["data"], ["job"]) and len(args) > 1 and not args[1].startswith("-"):
+        _check_subcommand(args[0], args[1], [*typer.main.get_command(app).commands[args[0]].commands])  # type: ignore[attr-defined]
     if len(args) == 2 and args[1] in HELP_OPTIONS:
         # without the group, whose options make typer import pydantic: 0.11 instead of 0.26 CPU-seconds
         commands = getattr(typer.main.get_command(app), "commands", {})

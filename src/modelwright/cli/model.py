@@ -120,7 +120,7 @@ def chat(
     run: RunArgument,
     base: Annotated[bool, typer.Option("--base", help="Chat with the model as it was before training.")] = False,
 ) -> None:
-    """Chat with the model of a run. /help lists what may be typed besides a message; an empty line ends it."""
+    """Chat with the model of a run. /help lists the commands; Ctrl-C stops an answer, Ctrl-D or /quit ends the chat."""
     models = _open_models(run)
     generator = models.generator("before" if base else "after")
     start = models.messages("")[:-1]
@@ -128,9 +128,11 @@ def chat(
     print(f"{models.recipe.name}, {'before' if base else 'after'} training; /help lists the commands, /quit ends")
     while True:
         line = _read_line()
-        if line in ("", "/quit", "/exit"):
+        if line in (None, "/quit", "/exit"):
             print()
             return
+        if not line:
+            continue
         if line.startswith("/"):
             start, messages = _chat_command(line, start, messages)
             continue
@@ -141,30 +143,36 @@ def chat(
             print(f"{error}, or start a new conversation with /reset")
             continue
         answer = ""
-        for piece in reply:
-            answer += piece
-            print(strip_control_chars(piece), end="", flush=True)
-        print("" if reply.finish_reason == "stop" else " …")
+        try:
+            for piece in reply:
+                answer += piece
+                print(strip_control_chars(piece), end="", flush=True)
+        except KeyboardInterrupt:
+            print(" … stopped")
+        else:
+            print("" if reply.finish_reason == "stop" else " …")
         messages = [*conversation, {"role": "assistant", "content": answer}]
 
 
 CHAT_HELP = """/reset         start a new conversation
 /system TEXT   set the system prompt, and start a new conversation; without TEXT: show it
 /history       show the conversation
-/quit          end, as does an empty line"""
+/quit          end, as does Ctrl-D
+Ctrl-C         stop an answer"""
 
 
-def _read_line() -> str:
-    """One line of the user; on a terminal with editing, and earlier lines by the arrow keys."""
+def _read_line() -> str | None:
+    """One line of the user, None at the end; on a terminal with editing, and earlier lines by the arrow keys."""
     if not sys.stdin.isatty():
         print("> ", end="", flush=True)
-        return sys.stdin.readline().strip()
+        line = sys.stdin.readline()
+        return line.strip() if line else None
     import readline  # noqa: F401 (gives input() its editing)
 
     try:
         return input("> ").strip()
     except EOFError:
-        return ""
+        return None
 
 
 Messages = list[dict[str, str]]
@@ -281,7 +289,7 @@ def dashboard(
     runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help="Runs; default: all in runs/.")] = None,
     port: Annotated[int, typer.Option("--port", help="Port on 127.0.0.1; 0 takes a free one.")] = 0,
 ) -> None:
-    """Show runs live in a browser on this machine. Curves as they grow, two runs compared, a question box."""
+    """Show runs live in a browser on this machine. Curves as they grow, runs compared, a question box."""
     from modelwright.report.dashboard import Dashboard, RunIndex
     from modelwright.report.http_guard import listen
     from modelwright.runs.caches import prepare_environment

@@ -114,6 +114,10 @@ def settings_from_flags(args: list[str]) -> list[str]:
     return [*rewritten, *(part for name, value in settings.items() for part in ("--set", f"{name}={value}"))]
 
 
+ARGUMENT_HINTS = {
+    "RECIPE": "a recipe file or a name that modelwright recipes lists, such as quickstart",
+    "RUN": "a run folder, such as runs/quickstart",
+}
 OTHER_OPTIONS = {
     **dict.fromkeys(("--config", "--recipe", "--config_file", "--config-file", "--yaml"), "RECIPE, the first argument"),
     **dict.fromkeys(("--model", "--model-name", "--base-model"), "--set model_name_or_path=NAME"),
@@ -158,7 +162,17 @@ class AliasCommand(TyperCommand):
         if "--set" in options:
             args = [*settings_from_flags(_expand_output(args[:end], options)), *args[end:]]
         self._check_options(args, options)
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if type(error).__name__ != "MissingParameter":  # of click, which newer releases of typer contain
+                raise
+            from modelwright.errors import UsageError
+
+            param = getattr(error, "param", None)
+            wanted = str(param.metavar or param.opts[0].upper()) if param else "an argument"
+            hint = ARGUMENT_HINTS.get(wanted, f"modelwright {self.name} --help shows how it is called")
+            raise UsageError(f"{self.name} wants {wanted}: {hint}") from None
 
     def _check_options(self, args: list[str], options: set[str]) -> None:
         """Refuse an unknown long option with the one that was probably meant."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from modelwright.recipe.explain import Explanation, SettingValue
     from modelwright.recipe.load import LoadedRecipe
 
+EXAMPLE_RECIPE = "quickstart"
+"""The recipe whose values `explain KEY` shows."""
 MAX_VALUE_WIDTH = 44
 """Characters of a value in a table; --json has all of it."""
 
@@ -84,10 +87,13 @@ def explain(
     overrides: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show every setting: value, origin and meaning."""
+    """Show every setting: value, origin and meaning. A KEY alone shows what it means, without a recipe."""
     from modelwright.recipe.explain import explain_setting, is_section, list_settings, resolve_key
     from modelwright.recipe.load import load
 
+    if key is None and (full_key := _key_without_recipe(recipe)):
+        recipe, key = EXAMPLE_RECIPE, full_key
+        print(f"values are those of {recipe}", file=sys.stderr)
     full_key = resolve_key(key) if key else ""
     loaded = load(recipe, overrides or ())
     print_notes(loaded)
@@ -99,6 +105,19 @@ def explain(
     if not settings:
         raise UsageError(f"{full_key} is not in this recipe; modelwright explain {recipe} shows what is")
     print_json({"settings": [_setting_fields(row) for row in settings]}) if as_json else _print_settings(settings)
+
+
+def _key_without_recipe(name: str) -> str | None:
+    """The setting that was named where a recipe belongs."""
+    from modelwright.recipe.explain import resolve_key
+    from modelwright.recipe.load import find_recipe
+
+    try:
+        find_recipe(name)
+    except RecipeError:
+        with suppress(UsageError):
+            return resolve_key(name)
+    return None
 
 
 def schema() -> None:

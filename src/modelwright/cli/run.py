@@ -69,18 +69,18 @@ def run(
         fp8_overrides = [f"{stage}.precision={'fp8' if fp8 else 'bf16'}" for stage in loaded.recipe.stages]
         fp8_overrides += [f"{stage}.fp8_validation=off" for stage in loaded.recipe.stages if fp8]
         loaded = load(recipe, [*(overrides or ()), *fp8_overrides])
-    prepare_environment()
-    from modelwright.engine.distributed import warm_up_cuda
-
-    warm_up_cuda()
-    from modelwright.stages import pipeline
-    from modelwright.stages.context import RunOptions
-
-    changed, accepted, trusted = (frozenset(names or ()) for names in (allow_changed, accept_gate, trust_file))
-    options = RunOptions(changed, from_stage, until_stage, accepted, reason, trusted, is_command=True)
     closed: GateClosed | None = None
     try:
         with console_watcher(log_format) as console, publish_progress(console) as watch:  # type: ignore[arg-type]
+            prepare_environment()
+            from modelwright.engine.distributed import warm_up_cuda
+
+            warm_up_cuda()
+            from modelwright.stages import pipeline
+            from modelwright.stages.context import RunOptions
+
+            changed, accepted, trusted = (frozenset(names or ()) for names in (allow_changed, accept_gate, trust_file))
+            options = RunOptions(changed, from_stage, until_stage, accepted, reason, trusted, is_command=True)
             pipeline.run(loaded, watch, options)
     except GateClosed as error:
         closed = error

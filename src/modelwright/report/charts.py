@@ -21,6 +21,7 @@ NUM_COLORS = 12
 """Colors in the style sheet."""
 CHART_CSS = (Path(__file__).parent / "charts.css").read_text(encoding="utf-8")
 """Style sheet of the charts."""
+CSV_BUTTON = '<button type="button" class="csv" title="Save the points of this chart">CSV</button>'
 Point = tuple[float, float]
 Formatter = Callable[[float], str]
 ScaleFn = Callable[[float], float]
@@ -59,23 +60,24 @@ def line_chart(
     y_scale = _log_scale(low, high) if log else _linear_scale(low, high, HEIGHT, 0)
     ticks = _log_ticks(low, high) if log else _ticks(low, high)
     ticks = [tick for tick in ticks if low <= tick <= high] or [low, high]
+    steps = [tick for tick in _ticks(left, right, 8) if left <= tick <= right and tick == int(tick)] or [left]
     shapes = [f'<path class="grid" d="M0 {_coord(y_scale(tick))}H{_coord(WIDTH)}"/>' for tick in ticks]
+    shapes += [f'<path class="axis" d="M{_coord(x_scale(tick))} {_coord(HEIGHT)}v5"/>' for tick in steps]
+    shapes += [f'<path class="axis" d="M0 {_coord(HEIGHT)}H{_coord(WIDTH)}"/>']
     shapes += [_draw_min_max(line, x_scale, y_scale) for line in lines if line.min_max]
     shapes += [_draw_line(line, x_scale, y_scale) for line in lines]
     y_axis = "".join(
-        f'<span style="top:{y_scale(tick) / HEIGHT:.1%}">{escape(formatter(tick))}</span>' for tick in ticks
+        f'<span style="top:{y_scale(tick) / HEIGHT:.1%}">{escape(formatter(tick)) if tick else "0"}</span>'
+        for tick in ticks
     )
-    steps = [tick for tick in _ticks(left, right) if left <= tick <= right and tick == int(tick)] or [left]
     x_axis = "".join(f'<span style="left:{x_scale(tick) / WIDTH:.1%}">{format_si(tick)}</span>' for tick in steps)
     legend = "".join(_legend_entry(line.name, line.color, formatter(line.points[-1][1])) for line in lines)
     description = "; ".join(
         f"{line.name} from {formatter(line.points[0][1])} to {formatter(line.points[-1][1])}" for line in lines
     )
     svg = _svg("".join(shapes), f"{title}: {description}", _hover(lines, left, right))
-    legend += '<button type="button" class="csv" title="Save the points of this chart">CSV</button>'
-    return _figure(
-        title, legend, _plot(svg, f"{x_axis}<em>step</em>", y_axis).replace('class="x"', 'class="x at"'), note
-    )
+    plot = _plot(svg, f"{x_axis}<em>step</em>", y_axis).replace('class="x"', 'class="x at"')
+    return _figure(title, legend, plot, note, CSV_BUTTON)
 
 
 def bar_chart(title: str, counts: Sequence[tuple[str, float]], formatter: Formatter = format_si, note: str = "") -> str:
@@ -137,8 +139,9 @@ def heatmap(title: str, names: Sequence[str], table: Sequence[Sequence[int]], no
     return _figure(title, "", f'<div class="scroll"><table class="heatmap">{"".join(rows)}</table></div>', note)
 
 
-def _figure(title: str, keys: str, body: str, note: str) -> str:
-    head = f'<figcaption><b class="title">{escape_line(title)}</b><span class="keys">{keys}</span></figcaption>'
+def _figure(title: str, keys: str, body: str, note: str, button: str = "") -> str:
+    legend = f'<span class="keys">{keys}</span>' if keys else ""
+    head = f'<figcaption><b class="title">{escape_line(title)}</b>{button}{legend}</figcaption>'
     foot = f'<p class="note">{escape_line(note)}</p>' if note else ""
     return f'<figure class="chart">{head}{body}{foot}</figure>'
 
@@ -165,7 +168,8 @@ def _hover(lines: Sequence[Series], left: float, right: float) -> str:
 def _draw_line(line: Series, x_scale: ScaleFn, y_scale: ScaleFn) -> str:
     points = [(x_scale(x), y_scale(y)) for x, y in line.points]
     kind = f"s{line.color}"
-    shapes = f'<path class="line {kind}" d="{_path(points)}"/>' if len(points) > 1 else ""
+    sparse = " sparse" if line.markers else ""  # dashed: between the marks nothing was measured
+    shapes = f'<path class="line {kind}{sparse}" d="{_path(points)}"/>' if len(points) > 1 else ""
     if line.markers or len(points) == 1:  # a zero-length line with round caps stays round when the SVG is stretched
         shapes += f'<path class="dots {kind}" d="{"".join(f"M{_coord(x)} {_coord(y)}h0" for x, y in points)}"/>'
     return shapes
@@ -186,7 +190,7 @@ def _range(lines: Sequence[Series], scale: Scale) -> tuple[float, float]:
     if scale == "log":
         values = [value for value in values if value > 0] or [1.0]
         low, high = min(values), max(values)
-        return (low, high) if high > low else (low / 2, high * 2)
+        return (low / 1.15, high * 1.15) if high > low else (low / 2, high * 2)
     low, high = min(values), max(values)
     margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
     return (0.0 if scale == "zero" or 0 <= low < 0.35 * high else low - margin), high + margin
@@ -213,7 +217,9 @@ def _ticks(low: float, high: float, num_ticks: int = 5) -> list[float]:
 
 def _log_ticks(low: float, high: float) -> list[float]:
     powers = [10.0**power for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
-    return powers[:: max(1, len(powers) // 4)]
+    if len(powers) > 4:
+        return powers[:: len(powers) // 4]
+    return [power * factor for power in powers for factor in (1, 3)]
 
 
 def _coord(value: float) -> str:

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from modelwright.errors import replace_surrogates
@@ -18,7 +19,7 @@ from modelwright.report.formatting import format_duration, format_float, format_
 from modelwright.report.history import read_history
 from modelwright.report.view import judged_answers
 from modelwright.runs.folder import RunFolder
-from modelwright.runs.journal import Event, EventListener
+from modelwright.runs.journal import Event, EventListener, read
 
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN_ANSWERS = 3
@@ -77,10 +78,14 @@ class _LivePanel:
         from rich.live import Live
 
         self._console = Console(file=stream, highlight=False)
+        self._journal: Path | None = None
         self._live = Live(console=self._console, refresh_per_second=4, transient=True)
         self._start_stage()
 
     def __enter__(self) -> _LivePanel:
+        if os.environ.get("RANK", "0") == "0":
+            self._activity = "loading libraries"
+            self._live.update(self)
         self._live.__enter__()
         return self
 
@@ -91,17 +96,22 @@ class _LivePanel:
         self._losses: deque[float] = deque(maxlen=32)  # fits on a line with both losses
         self._eval_losses: list[float] = []
         self._step: Event | None = None
-        self._stage, self._activity, self._since = "", "", time.monotonic()
+        self._stage, self._activity = "", ""
+        self._since = self._step_at = time.monotonic()
 
     def on_event(self, event: Event) -> None:
         """Show a step or what is done now, or print another event."""
         kind = event["event"]
+        if kind == "run":
+            self._journal = RunFolder(Path(event["folder"])).journal
         if kind == "loading":
             self._start_stage()
+        if kind == "resumed":
+            self._eval_losses = self._earlier_eval_losses(event)
         if kind == "evaluation" and event["eval_loss"] is not None:
             self._eval_losses.append(event["eval_loss"])
         if kind == "step":
-            self._step = event
+            self._step, self._step_at = event, time.monotonic()
             if event["loss"] is not None:
                 self._losses.append(event["loss"])
         if kind in ACTIVITIES:
@@ -113,6 +123,16 @@ class _LivePanel:
         if kind not in ("step", "evaluating") and (line := format_event(event)):
             self._console.print(line, markup=False)
 
+    def _earlier_eval_losses(self, resumed: Event) -> list[float]:
+        """The held-out losses of the resumed run up to its checkpoint, so that the best one is the best of all."""
+        if self._journal is None:
+            return []
+        events = [event for event in read(self._journal) if event["event"] == "evaluation"]
+        of_stage = [
+            event for event in events if event["stage"] == resumed["stage"] and event["step"] <= resumed["step"]
+        ]
+        return [event["eval_loss"] for event in of_stage if event["eval_loss"] is not None]
+
     def __rich__(self) -> Any:
         from rich.console import Group
         from rich.panel import Panel
@@ -120,12 +140,15 @@ class _LivePanel:
 
         if not (self._step or self._activity):
             return Text("")
-        waited = time.monotonic() - self._since
+        now = time.monotonic()
+        waited = now - (self._since if self._activity or not self._step else self._step_at)
         count = format_duration(waited) if waited >= SHOWN_WAIT_SECONDS else ""
-        activity = f"{self._activity}  {count}" if self._activity else f"{count} in this step" if count else ""
-        now = [Text(activity)] if activity else []
-        lines = Group(*(self._step_lines(self._step, waited) if self._step else []), *now)
-        return Panel(lines, title=self._stage, title_align="left", width=80, subtitle="Ctrl-C saves and stops")
+        since = f"{count} since step {self._step['step']}" if self._step and count else ""
+        activity = f"{self._activity}  {count}" if self._activity else since
+        lines = self._step_lines(self._step, now - self._since) if self._step else []
+        lines += [Text(activity)] if activity else []
+        subtitle = "Ctrl-C saves and stops" if self._stage else None
+        return Panel(Group(*lines), title=self._stage or None, title_align="left", width=80, subtitle=subtitle)
 
     def _step_lines(self, event: Event, waited: float) -> list[Any]:
         from rich.align import Align

@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  const chosen = () => Object.fromEntries([...document.querySelectorAll("input[type=radio]:checked")].map((each) => [each.name, each.value]));
+  const boxes = (place) => [...place.querySelectorAll("input[name=run]")];
   const pending = {};
   let pressed = false;
   const update = () => {
@@ -9,13 +9,10 @@
       const section = document.getElementById(name);
       if (!section || section.innerHTML === part) continue;
       const open = [...section.querySelectorAll("details")].map((each) => each.open);
-      const selected = chosen();
+      const marked = new Map(boxes(section).map((each) => [each.value, each.checked]));
       section.innerHTML = part;
       section.querySelectorAll("details").forEach((each, index) => { each.open = Boolean(open[index]); });
-      for (const [group, value] of Object.entries(selected)) {
-        const radio = [...section.querySelectorAll(`input[name=${group}]`)].find((each) => each.value === value);
-        if (radio) radio.checked = true;
-      }
+      for (const each of boxes(section)) if (marked.has(each.value)) each.checked = marked.get(each.value);
     }
     arrange();
   };
@@ -24,16 +21,20 @@
   const arrange = () => {
     const table = document.querySelector("table.runs");
     if (!table || !filter) return;
-    const words = filter.value.toLowerCase().split(/\s+/), rows = [...table.querySelectorAll("tr")].slice(1);
+    const words = filter.value.toLowerCase().split(/\s+/), rows = [...table.tBodies[0].rows];
     for (const row of rows) row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
-    table.querySelectorAll("button.sort").forEach((button, column) => {
-      if (column === order.column) button.setAttribute("aria-sort", order.up ? "ascending" : "descending");
-      else button.removeAttribute("aria-sort");
+    document.getElementById("no-match").hidden = rows.some((row) => !row.hidden);
+    table.querySelectorAll("thead th").forEach((head, column) => {
+      if (column === order.column) head.setAttribute("aria-sort", order.up ? "ascending" : "descending");
+      else head.removeAttribute("aria-sort");
     });
+    const button = document.getElementById("compare"), count = boxes(table).filter((each) => each.checked).length;
+    if (button) Object.assign(button, {disabled: count < 2, textContent: count < 2 ? "Mark two or more runs to compare" : `Compare ${count} runs`});
     if (order.column < 0) return;
-    const key = (row) => row.cells[order.column].textContent.trim();
-    const compare = (a, b) => (parseFloat(a) - parseFloat(b)) || a.localeCompare(b);
-    rows.sort((a, b) => (order.up ? 1 : -1) * compare(key(a), key(b)));
+    const key = (row) => row.cells[order.column]?.textContent.trim() ?? "–";
+    const missing = (row) => key(row) === "–";
+    const compare = (a, b) => missing(a) - missing(b) || (order.up ? 1 : -1) * key(a).localeCompare(key(b), "en", {numeric: true});
+    rows.sort(compare);
     table.tBodies[0].append(...rows);
   };
   if (filter) filter.addEventListener("input", arrange);
@@ -44,6 +45,9 @@
     Object.assign(order, {column, up: order.column === column ? !order.up : true});
     arrange();
   });
+  document.addEventListener("change", (event) => { if (event.target.name === "run") arrange(); });
+  arrange();
+  if (document.getElementById("comparison")) return;
   const events = new EventSource("events");
   events.onmessage = (message) => {
     Object.assign(pending, JSON.parse(message.data));

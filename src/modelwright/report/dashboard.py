@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from modelwright.errors import ModelwrightError
 from modelwright.recipe.stage_specs import throughput_unit
+from modelwright.report.charts import NUM_COLORS
 from modelwright.report.formatting import format_metric
 from modelwright.report.history import RunHistory
 from modelwright.report.html import (
@@ -110,12 +111,14 @@ class Dashboard:
         return _no_such_run() if tail is None else _event_stream(self._section_updates(tail.sections))
 
     async def comparison_page(self, request: Request) -> Response:
-        """Two runs: overlaid curves, metrics, settings that differ."""
-        runs = self.index.runs()
-        first, second = (runs.get(request.query_params.get(key, "")) for key in ("a", "b"))
-        if first is None or second is None:
+        """Chosen runs: overlaid curves, metrics, settings that differ."""
+        runs, names = self.index.runs(), dict.fromkeys(request.query_params.getlist("run"))
+        if not names.keys() <= runs.keys():
             return _no_such_run()
-        return _html_response("Two runs", await asyncio.to_thread(_render_comparison, first, second))
+        if not 2 <= len(names) <= NUM_COLORS:
+            return _text_response(f"choose 2 to {NUM_COLORS} runs; {len(names)} were chosen", 400)
+        chosen = {name: runs[name] for name in names}
+        return _html_response(f"{len(names)} runs", await asyncio.to_thread(_render_comparison, chosen))
 
     async def ask_run(self, request: Request) -> Response:
         """Stream both models' answers; one question at a time."""
@@ -173,15 +176,17 @@ class Dashboard:
         yield _sse_event({"done": True})
 
 
-def _render_comparison(first: JournalTail, second: JournalTail) -> dict[str, str]:
+def _render_comparison(chosen: dict[str, JournalTail]) -> dict[str, str]:
     from markupsafe import Markup
 
-    views = first.view(), second.view()
-    figures = Markup(overlay_charts(*views))
+    views = {name: tail.view() for name, tail in chosen.items()}
+    figures = Markup(overlay_charts(views))
     macros = _template_macros()
     return {
         "nav": str(macros.nav("./")),
-        "comparison": str(macros.comparison(compare_runs(*views), figures, format_metric)).strip(),
+        "comparison": str(
+            macros.comparison(list(views), compare_runs(*views.values()), figures, format_metric)
+        ).strip(),
     }
 
 
@@ -196,9 +201,13 @@ def _html_response(title: str, parts: dict[str, str]) -> Response:
 
 
 def _no_such_run() -> Response:
+    return _text_response("no such run", 404)
+
+
+def _text_response(text: str, status: int) -> Response:
     from starlette.responses import PlainTextResponse
 
-    return PlainTextResponse("no such run", 404)
+    return PlainTextResponse(text, status)
 
 
 def _event_stream(events: AsyncIterator[str]) -> Response:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,8 +90,9 @@ def render_or_explain(render: Callable[..., str], *args: Any) -> str:
 def render_page(title: str, parts: dict[str, str], script: str, policy: str = "") -> str:
     """A page of sections."""
     style = charts.CHART_CSS + (ASSETS_DIR / "page.css").read_text("utf-8")
+    links = {name: Markup(found[1]) for name, part in parts.items() if (found := re.search("<h2>([^<]+)</h2>", part))}
     page = jinja_environment().get_template("page.html").render(
-        title=title, style=Markup(style), script=Markup(script), version=__version__,
+        title=title, style=Markup(style), script=Markup(script), version=__version__, links=links,
         policy=policy or content_security_policy(script), parts={name: Markup(part) for name, part in parts.items()},
     )  # fmt: skip
     return page.encode("utf-8", "replace").decode()  # a folder's name may hold bytes that are not UTF-8
@@ -112,18 +115,24 @@ def jinja_environment() -> Environment:
     filters = (format_bytes, format_count, format_duration, format_number, format_percent, format_setting,
                sanitize_multiline)  # fmt: skip
     env.filters.update({function.__name__: function for function in filters})
-    env.filters["event_line"] = _event_line
+    env.filters |= {"event_line": _event_line, "breakable": _breakable}
     env.filters["single_line"] = lambda text: truncate(single_line(str(text)), 600)
     env.globals |= {"IDENTITY_KEYS": IDENTITY_KEYS, "MAX_JUDGED": MAX_JUDGED, "throughput_unit": throughput_unit}
     return env
 
 
 def _event_line(event: dict[str, Any]) -> str:
-    """An event as in the terminal; its kind where it is damaged or not printed there."""
+    """An event as in the terminal, with its time; empty where it is not printed, its kind where it is damaged."""
     try:
-        return format_event(event) or str(event["event"])
+        line = format_event(event) or event.get("message", "") or (event["event"] == "done" and "done")
+        return f"{time.strftime('%H:%M:%S', time.gmtime(event['time']))} {line}" if line else ""
     except Exception:  # of any kind, since any value may be of any type
         return str(event.get("event", ""))
+
+
+def _breakable(name: str) -> Markup:
+    """A setting or a path that may break after its separators, so that no word breaks inside."""
+    return Markup(re.sub(r"([._/:-]+)", r"\1<wbr>", charts.escape_line(name)))
 
 
 def training_curves(view: RunView) -> str:
@@ -156,17 +165,17 @@ def _stage_charts(stage: StageHistory) -> list[str]:
     ]  # fmt: skip
 
 
-def overlay_charts(first: RunView, second: RunView) -> str:
-    """The curves of two runs overlaid, one chart for each stage and metric."""
+def overlay_charts(views: dict[str, RunView]) -> str:
+    """The curves of runs overlaid, one chart for each stage and metric."""
     figures = []
-    for stage in first.stages:
-        other = second.history.stages.get(stage.name)
-        if other is None:
-            continue
+    for stage in dict.fromkeys(name for view in views.values() for name in view.history.stages):
         for metric, title in OVERLAID_METRICS.items():
-            series = [Series(first.folder.path.name, stage.curves[metric].points),
-                      Series(second.folder.path.name, other.curves[metric].points, color=2)]  # fmt: skip
-            figures.append(charts.line_chart(f"{title}, {stage.name}", series))
+            stages = {name: view.history.stages.get(stage) for name, view in views.items()}
+            series = [Series(name, run.curves[metric].points if run else (), color=number)
+                      for number, (name, run) in enumerate(stages.items(), 1)]  # fmt: skip
+            log = _needs_log_scale([point for line in series for point in line.points])
+            scale: charts.Scale = "log" if log else "fit" if metric.endswith("loss") else "zero"
+            figures.append(charts.line_chart(f"{title}, {stage}", series, scale=scale))
     return f'<div class="charts">{"".join(figures)}</div>' if any(figures) else ""
 
 

@@ -1,10 +1,11 @@
-"""All values that a page or a table shows of one run, or of two runs compared."""
+"""All values that a page or a table shows of one run, or of runs compared."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -187,15 +188,15 @@ def _load_json(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Two runs compared; each pair holds the value of the first and of the second."""
+    """Runs compared; each tuple holds one value per run."""
 
-    names: tuple[str, str]
+    names: tuple[str, ...]
     """Their folders."""
-    metrics: dict[str, tuple[Any, Any]]
+    metrics: dict[str, tuple[Any, ...]]
     """All metrics."""
-    settings: dict[str, tuple[Any, Any]]
+    settings: dict[str, tuple[Any, ...]]
     """Settings that differ."""
-    gates: dict[str, tuple[str, str]]
+    gates: dict[str, tuple[str, ...]]
     """State of each stage's gate."""
 
     def as_json(self) -> dict[str, Any]:
@@ -203,26 +204,26 @@ class RunComparison:
         return {"runs": self.names, "metrics": self.metrics, "settings": self.settings, "gates": self.gates}
 
 
-def compare_runs(first: RunView, second: RunView) -> RunComparison:
-    """Compare metrics, gates and settings of two runs."""
-    settings = _pairs(_settings(first), _settings(second))
+def compare_runs(*views: RunView) -> RunComparison:
+    """Compare metrics, gates and settings of runs."""
+    settings = _by_key(map(_settings, views))
     return RunComparison(
-        names=(str(first.folder.path), str(second.folder.path)),
-        metrics=_pairs(_metrics(first), _metrics(second)),
-        settings={key: pair for key, pair in settings.items() if pair[0] != pair[1]},
-        gates=_pairs(_gate_states(first), _gate_states(second)),
+        names=tuple(str(view.folder.path) for view in views),
+        metrics=_by_key(map(_metrics, views)),
+        settings={key: values for key, values in settings.items() if any(value != values[0] for value in values)},
+        gates=_by_key(map(_gate_states, views)),
     )
 
 
 def comparison_lines(comparison: RunComparison) -> list[str]:
-    """Two runs as a text table: metrics, gates, settings that differ."""
-    blank = ("", "", "")
-    table: list[tuple[str, str, str]] = [("", *comparison.names), blank]
-    for metric, (first, second) in comparison.metrics.items():
-        table.append((metric, format_metric(metric, first), format_metric(metric, second)))
+    """Runs as a text table: metrics, gates, settings that differ."""
+    blank = ("",) * (len(comparison.names) + 1)
+    table: list[tuple[str, ...]] = [("", *comparison.names), blank]
+    for metric, values in comparison.metrics.items():
+        table.append((metric, *(format_metric(metric, value) for value in values)))
     table += [blank, *((f"gate {stage}", *states) for stage, states in comparison.gates.items())]
     table += [blank] if comparison.settings else []
-    table += [(key, _format_cell(first), _format_cell(second)) for key, (first, second) in comparison.settings.items()]
+    table += [(key, *map(_format_cell, values)) for key, values in comparison.settings.items()]
     return format_table(table)
 
 
@@ -243,11 +244,13 @@ def _settings(view: RunView) -> dict[str, Any]:
 def _gate_states(view: RunView) -> dict[str, str]:
     verdicts = {stage.name: stage.last_events.get("verdict") for stage in view.stages}
     return {
-        stage: "not judged" if verdict is None else "open" if verdict.get("open")
+        stage: "not judged" if verdict is None
+        else "no gate" if verdict.get("thresholds") == 0 else "open" if verdict.get("open")
         else f"accepted ({verdict['accepted']})" if verdict.get("accepted") else "closed"
         for stage, verdict in verdicts.items()
     }  # fmt: skip
 
 
-def _pairs(first: dict[str, Any], second: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    return {key: (first.get(key), second.get(key)) for key in dict.fromkeys([*first, *second])}
+def _by_key(runs: Iterable[dict[str, Any]]) -> dict[str, tuple[Any, ...]]:
+    columns = list(runs)
+    return {key: tuple(column.get(key) for column in columns) for key in dict.fromkeys(chain(*columns))}

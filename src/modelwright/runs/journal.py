@@ -7,6 +7,7 @@ import json
 import math
 import os
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator
 from io import BufferedReader
@@ -38,6 +39,7 @@ class Journal:
     def __init__(self, path: Path | None, listener: EventListener | None = None) -> None:
         """Open the journal for appending; without a path (other ranks) events are dropped."""
         self._listener = listener
+        self._lock = threading.RLock()  # checkpoints are logged by a thread; listeners hear events in the file's order
         self._descriptor: int | None = None
         if path is None:
             return
@@ -52,21 +54,27 @@ class Journal:
 
     def add(self, event: str, **fields: Any) -> None:
         """Write one event; NaN and infinities are written as null, so that every line is JSON."""
-        record: Event = {"time": round(time.time(), 3), "event": event, **{k: _json_safe(v) for k, v in fields.items()}}
-        if self._descriptor is not None:
-            line = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode(errors="replace")
-            try:
-                while line:  # a disk that fills up writes part of a line before it fails
-                    line = line[os.write(self._descriptor, line) :]
-            except OSError as error:
-                if is_storage_failure(error):
-                    raise StorageError(f"journal.jsonl: {error.strerror}; the checkpoints are unharmed") from None
-                raise
-        if self._listener is not None:
-            try:
-                self._listener(record)
-            except Exception:  # a closed pipe or a broken terminal does not end the run
-                self._listener = None
+        with self._lock:
+            record: Event = {"time": round(time.time(), 3), "event": event}
+            record |= {name: _json_safe(value) for name, value in fields.items()}
+            self._write(record)
+            if self._listener is not None:
+                try:
+                    self._listener(record)
+                except Exception:  # a closed pipe or a broken terminal does not end the run
+                    self._listener = None
+
+    def _write(self, record: Event) -> None:
+        if self._descriptor is None:
+            return
+        line = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode(errors="replace")
+        try:
+            while line:  # a disk that fills up writes part of a line before it fails
+                line = line[os.write(self._descriptor, line) :]
+        except OSError as error:
+            if is_storage_failure(error):
+                raise StorageError(f"journal.jsonl: {error.strerror}; the checkpoints are unharmed") from None
+            raise
 
     def close(self) -> None:
         """Stop writing."""
@@ -94,15 +102,18 @@ def parse_line(line: bytes) -> Event | None:
     return event if isinstance(event, dict) and _is_plain(event) else None
 
 
-def _is_plain(value: Any, depth: int = 0) -> bool:
+def _is_plain(value: dict[str, Any] | list[Any], depth: int = 0) -> bool:
     """Whether numbers are finite and fit in 64 bits, and nothing is nested deep."""
-    if isinstance(value, float):
-        return math.isfinite(value)
-    if isinstance(value, int):
-        return -(1 << 63) <= value < 1 << 63
-    if isinstance(value, dict | list):
-        items = value.values() if isinstance(value, dict) else value
-        return depth < MAX_DEPTH and all(_is_plain(item, depth + 1) for item in items if not isinstance(item, str))
+    for item in value.values() if isinstance(value, dict) else value:
+        kind = type(item)
+        if kind is float:
+            if not math.isfinite(item):
+                return False
+        elif kind is int:
+            if not -(1 << 63) <= item < 1 << 63:
+                return False
+        elif (kind is dict or kind is list) and (depth + 1 >= MAX_DEPTH or not _is_plain(item, depth + 1)):
+            return False
     return True
 
 
