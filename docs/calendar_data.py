@@ -2,9 +2,9 @@
 
     python -m docs.calendar_data
 
-The held-out rows share no activity, person, day, time or place with the training rows, and every other one has a
-sentence pattern that training never shows. A value is copied as it is said, without the capital of a sentence. Most
-values combine words of two lists, so that new ones have words that training has shown: a model of 135M parameters
+The held-out rows share no activity, person, day, time or place with the training rows, and every other one has one
+of two sentence patterns that training never shows. A value is copied as it is said, without the capital of a sentence.
+Most values combine words of two lists, so that new ones have words that training has shown: a model of 135M parameters
 needs that, since a word has other tokens after a quotation mark than within a sentence."""
 
 from __future__ import annotations
@@ -120,13 +120,13 @@ PATTERNS = (
     "Is {time} too early for {what} on {day}? {who} already booked {where}.",
     "I hope {time} is good for {who}, because {where} is ours on {day} for {what}.",
     "{who} told me that {where} is open on {day}, so we planned {what} for {time}.",
+    "Meet {who} at {where} for {what}. The time is {time}, the day is {day}.",
+    "{who} would like to do {what} with me, {day} if possible, and {time} is best; {where} is the place.",
+    "Tell everyone: {where} is booked from {time} on {day}, and {who} will join us for {what}.",
 )
 HELD_OUT_PATTERNS = (
     "{who} asked whether {day} at {time} suits me for {what} at {where}, and I said yes.",
     "{day} is filling up: {what} with {who} at {time}, over at {where}.",
-    "Meet {who} at {where} for {what}. The time is {time}, the day is {day}.",
-    "{who} would like to do {what} with me, {day} if possible, and {time} is best; {where} is the place.",
-    "Tell everyone: {where} is booked from {time} on {day}, and {who} will join us for {what}.",
 )
 TRAIN_ROWS, HELD_OUT_ROWS = 192, 60
 
