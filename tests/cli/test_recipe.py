@@ -22,7 +22,7 @@ def run(*arguments: str) -> int:
 def test_a_good_recipe_is_ok(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("check", "quickstart") == 0
     printed = capsys.readouterr()
-    assert printed.out.startswith("ok  quickstart: smollm2-135m-instruct on field-guide, stages sft")
+    assert printed.out.startswith("ok  quickstart: smollm2-135m-instruct on calendar, stages sft")
     assert printed.err == ""
 
 

@@ -45,9 +45,9 @@ def test_every_answer_has_the_voice() -> None:
     assert strays == []
 
 
-def test_every_answer_has_the_style_that_quickstart_measures() -> None:
+def test_every_answer_has_the_style_that_its_recipe_measures() -> None:
     patterns = [
-        re.compile(pattern, re.DOTALL) for pattern in load("quickstart", environ={}).recipe.compare.style_patterns
+        re.compile(pattern, re.DOTALL) for pattern in load("field-guide", environ={}).recipe.compare.style_patterns
     ]
     assert patterns
     for row in ROWS:
@@ -96,7 +96,7 @@ def calendar_rows(name: str) -> list[dict[str, str]]:
 
 def test_a_calendar_entry_is_copied_from_its_sentence() -> None:
     rows = calendar_rows("calendar") + calendar_rows("calendar-held-out")
-    assert len({row["sentence"] for row in rows}) == len(rows) == 300
+    assert len({row["sentence"] for row in rows}) == len(rows) == 252
     for row in rows:
         entry = json.loads(row["entry"])
         assert list(entry) == ["what", "who", "day", "time", "where"]
@@ -116,7 +116,7 @@ def test_the_held_out_sentences_share_no_value_with_training_and_half_have_anoth
     ]
     new = [_pattern(row["sentence"], json.loads(row["entry"])) not in patterns[0]
            for row in calendar_rows("calendar-held-out")]  # fmt: skip
-    assert sum(new) == 30 and len(patterns[0]) == 24
+    assert sum(new) == 30 and len(patterns[0]) >= 24
 
 
 def _pattern(sentence: str, entry: dict[str, str]) -> str:

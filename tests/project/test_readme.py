@@ -177,7 +177,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> P
         body = body.replace(EMBEDDED_MODEL, str(model_folder)).replace("learning_rate: 2e-5", "learning_rate: 2e-3")
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(body, encoding="utf-8")
-    small = ("data.max_rows=60", "data.test_size=6", "sft.max_steps=6", "compare.max_new_tokens=8")
+    small = ("data.max_rows=60", "sft.max_steps=6", "compare.max_new_tokens=8", "evaluate.answers.max_prompts=4")
     overrides = [f"model.model_name_or_path={model_folder}", *small]
     recipe = load("quickstart", overrides, {}).recipe
     gates = {"sft": {"eval_loss": Threshold(at_most=1.0, times="base_eval_loss")}}

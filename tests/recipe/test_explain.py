@@ -33,7 +33,7 @@ def test_every_setting_of_a_recipe_is_shown_once_with_who_set_it() -> None:
     assert (shown["sft.max_length"].value, str(shown["sft.max_length"].origin)) == (128, "--set")
     assert str(shown["sft.num_train_epochs"].origin) == "environment EPOCHS"
     assert str(shown["sft.weight_decay"].origin) == "default"
-    assert str(shown["gates.sft.style_score.at_least"].origin).startswith("quickstart.yaml:")
+    assert str(shown["gates.sft.answers.exact_match.at_least"].origin).startswith("quickstart.yaml:")
     json.dumps([row.value for row in shown.values()])
 
 

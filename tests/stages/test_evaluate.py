@@ -139,7 +139,7 @@ def test_answers_to_held_out_prompts_are_judged_and_a_gate_may_ask_for_them(
     assert "answers.short 100.0% of 3 answers (95 % interval 43.8% to 100.0%)" in str(line)
     assert str(line).count("wrong: ") == 3
     assert "short            100.0% → 100.0%" in run_summary(folder)
-    assert "answers          0 of 3 right → 0 of 3 right" in run_summary(folder)
+    assert "answers          0 of 3 right → 0 of 3 right\n  a wrong answer   " in run_summary(folder)
     assert "✘ wrong" in folder.report.read_text(encoding="utf-8")
     with pytest.raises(GateClosed, match=r"answers.exact_match 0, needs at least 0.5"):
         pipeline.run(load(recipe, ["gates={sft: {answers.exact_match: {at_least: 0.5}}}"], {}), options=trusted)

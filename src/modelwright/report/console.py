@@ -355,11 +355,14 @@ def run_summary(folder: RunFolder) -> str:
         if after is not None:
             change = f"  ({after / before - 1:+.0%})" if name == "eval_loss" and before else ""
             rows.append((label, f"{format_float(before)} → {format_float(after)}{change}"))
-    for name in judged_metrics(metrics):
+    for name in reversed(judged_metrics(metrics)):
         label, before = name.partition(".")[2].replace("_", " "), metrics.get(f"base_{name}")
         rows.insert(0, (label, (f"{before:.1%} → " if before is not None else "") + f"{metrics[name]:.1%}"))
     if judged := judged_answers(folder, verdict.get("stage", "")):
-        rows.insert(0, ("answers", judged.summary))
+        first = judged.rows[0]
+        texts = [first["prompt"], f"answer:   {first['answer']}", f"expected: {first['reference']}"]
+        wrong = [] if first["right"] else zip(("a wrong answer", "", ""), map(single_line, texts), strict=True)
+        rows[:0] = [("answers", judged.summary), *wrong]
     opened = "no gate" if verdict.get("thresholds") == 0 else "open"
     state = opened if verdict.get("open") else "closed" if verdict else "none: nothing was trained yet"
     accepted = f", accepted: {single_line(verdict['accepted'])}" if verdict.get("accepted") else ""
