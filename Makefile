@@ -34,7 +34,8 @@ nightly: test docs test-docs
 	NIGHTLY=1 $(BIN)/python -m pytest --timeout 3600 tests/project/test_readme.py tests/cluster/test_pull.py \
 		tests/models/test_zoo.py tests/distributed/test_orpo.py tests/distributed/test_early_stopping.py \
 		tests/faults/test_hostile_trees.py tests/project/test_ten_formats.py tests/tasks/test_differential.py \
-		tests/data/test_consumption.py tests/serve/test_openai_server.py tests/report/test_terminal.py
+		tests/data/test_consumption.py tests/serve/test_openai_server.py tests/report/test_terminal.py \
+		tests/distributed/test_nodes.py
 
 # Build the site from README.md and docs/ into build/site, in strict mode, and check every link.
 docs: setup

@@ -93,14 +93,14 @@ class Wrong(Exception):
     """A result that is not the reference's."""
 
 
-def build(name: str, folder: Path) -> None:
-    """Write a tiny model of an architecture and the tiny tokenizer as a folder."""
+def build(name: str, folder: Path, **settings: Any) -> None:
+    """Write a tiny model of an architecture and the tiny tokenizer as a folder; settings are those of its config."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     known = AutoConfig.for_model(name)
     sizes = {key: value for key, value in SIZES.items() if key in known.to_dict() or key in known.attribute_map}
     sizes |= {key: 0.0 for key, value in known.to_dict().items() if "drop" in key and isinstance(value, float)}
-    config = AutoConfig.for_model(name, **{**sizes, **OWN_SIZES.get(name, {})})
+    config = AutoConfig.for_model(name, **{**sizes, **OWN_SIZES.get(name, {}), **settings})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     randomize(model)
@@ -184,9 +184,9 @@ def pairs() -> PreferenceDataset:
 class Zoo:
     """One architecture in a folder of its own; each method uses it in one way and returns what to say of it."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, **settings: Any) -> None:
         self.folder = folder
-        build(name, folder)
+        build(name, folder, **settings)
         self.tokenizer = load_tokenizer(folder)
 
     def model(self, packed: bool = False) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -68,3 +69,20 @@ def test_a_node_90_seconds_ahead_is_refused_and_so_is_the_world_without_it(tmp_p
     with two_nodes.netns_pair() as nodes:
         run = two_nodes.TwoNodeRun(nodes, two_nodes.write_run(tmp_path / "skew"))
         assert two_nodes.skew_clock(run) == {"clock_skew": 2.0}
+
+
+@pytest.mark.root
+@pytest.mark.skipif(not os.environ.get("NIGHTLY"), reason="takes two minutes; NIGHTLY=1 runs it")
+def test_two_nodes_end_quietly_on_a_link_with_200_ms_of_delay(tmp_path: Path) -> None:
+    if reason := two_nodes.unavailable() or (None if Path("/dev/net/tun").exists() else "needs /dev/net/tun"):
+        pytest.skip(reason)
+    with two_nodes.netns_pair(delay_seconds=0.2) as nodes:
+        assert two_nodes.round_trip_seconds(nodes) >= 0.4
+        run = two_nodes.TwoNodeRun(nodes, two_nodes.write_run(tmp_path / "far", steps=3))
+        both = run.start()
+        run.wait_for_exit(both, "both end")
+        assert two_nodes.round_trip_seconds(nodes) >= 0.4
+        for node in both:
+            assert node.popen.returncode == 0, node.output
+            assert "terminate called" not in node.output and "Traceback" not in node.output
+    assert [event["step"] for event in run.events("step")] == [1, 2, 3]

@@ -7,16 +7,21 @@ length of real ones; then the run is finished and compared with the reference ru
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import select
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,14 +101,17 @@ class NetnsPair:
 
 
 @contextmanager
-def netns_pair() -> Iterator[NetnsPair]:
+def netns_pair(delay_seconds: float = 0.0) -> Iterator[NetnsPair]:
     """Two nodes for the length of the block; whatever was started in them ends with it."""
     names = (f"mw-a-{os.getpid()}", f"mw-b-{os.getpid()}")
-    pair = NetnsPair(names)
+    pair, link = NetnsPair(names), ExitStack()
     try:
         for name in names:
             _ip("netns", "add", name)
-        _ip("link", "add", "mw0", "netns", names[0], "type", "veth", "peer", "name", "mw0", "netns", names[1])
+        if delay_seconds:
+            link.enter_context(_delayed_link(names, delay_seconds))
+        else:
+            _ip("link", "add", "mw0", "netns", names[0], "type", "veth", "peer", "name", "mw0", "netns", names[1])
         for name, address in zip(names, ADDRESSES, strict=True):
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", "mw0")
             _ip("-n", name, "link", "set", "lo", "up")
@@ -113,8 +121,65 @@ def netns_pair() -> Iterator[NetnsPair]:
         for launcher in pair.launchers:
             if launcher.popen.poll() is None:
                 launcher.kill()
+        link.close()
         for name in names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+"""From linux/if_tun.h."""
+
+
+@contextmanager
+def _delayed_link(names: tuple[str, str], seconds: float) -> Iterator[None]:
+    """A TUN device in each node; a thread passes every packet on to the other one after the delay."""
+    devices: list[int] = []
+    done = threading.Event()
+    relay = threading.Thread(target=_pass_packets_on, args=(devices, seconds, done))
+    try:
+        for number, name in enumerate(names):
+            devices.append(os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK))
+            device = f"mw{number}-{os.getpid()}"
+            fcntl.ioctl(devices[-1], TUNSETIFF, struct.pack("16sH22x", device.encode(), IFF_TUN | IFF_NO_PI))
+            _ip("link", "set", device, "netns", name, "name", "mw0")
+        relay.start()
+        yield
+    finally:
+        done.set()
+        if relay.ident is not None:
+            relay.join()
+        for each in devices:
+            os.close(each)
+
+
+def _pass_packets_on(devices: list[int], seconds: float, done: threading.Event) -> None:
+    waiting: deque[tuple[float, int, bytes]] = deque()
+    while not done.is_set():
+        patience = waiting[0][0] - time.monotonic() if waiting else 0.1
+        for device in select.select(devices, [], [], min(max(patience, 0.0), 0.1))[0]:
+            with suppress(OSError):  # a device that is not up yet
+                packet = os.read(device, 1 << 16)
+                waiting.append((time.monotonic() + seconds, devices[1 - devices.index(device)], packet))
+        while waiting and waiting[0][0] <= time.monotonic():
+            _, device, packet = waiting.popleft()
+            with suppress(OSError):  # lost, as on any link; TCP sends it again
+                os.write(device, packet)
+
+
+ROUND_TRIP = """
+import socket, sys, time
+begin = time.monotonic()
+try:
+    socket.create_connection((sys.argv[1], 9), timeout=60).close()
+except ConnectionRefusedError:
+    print(time.monotonic() - begin)
+"""
+
+
+def round_trip_seconds(pair: NetnsPair) -> float:
+    """How long the first node takes to refuse a connection of the second."""
+    command = ["ip", "netns", "exec", pair.names[1], sys.executable, "-c", ROUND_TRIP, ADDRESSES[0]]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def _ip(*arguments: str) -> None:
@@ -240,7 +305,7 @@ def rank_pids(folder: Path) -> list[int]:
     return [int(pid) for pid in json.loads(path.read_text(encoding="utf-8")).values()]
 
 
-def write_run(folder: Path) -> Path:
+def write_run(folder: Path, steps: int = STEPS) -> Path:
     """A tiny model and a recipe that tunes it, in a folder."""
     from benchmarks.workloads import save_small_model
     from modelwright.data.sources import EMBEDDED_DATASETS
@@ -253,8 +318,8 @@ name: faults
 output_dir: {folder / "run"}
 model: {{model_name_or_path: {folder / "model"}}}
 data: {{dataset_name: field-guide, columns: {{question: prompt, answer: completion}}, max_rows: 60, test_size: 4}}
-sft: {{max_steps: {STEPS}, global_batch_size: 4, per_device_train_batch_size: 2, learning_rate: 1e-3, max_length: 64,
-  precision: fp32, save_steps: 5, save_total_limit: 2, eval_steps: {STEPS}}}
+sft: {{max_steps: {steps}, global_batch_size: 4, per_device_train_batch_size: 2, learning_rate: 1e-3, max_length: 64,
+  precision: fp32, save_steps: 5, save_total_limit: 2, eval_steps: {steps}}}
 compare: {{max_new_tokens: 1}}
 """, encoding="utf-8")  # fmt: skip
     return folder

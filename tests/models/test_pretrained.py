@@ -146,6 +146,8 @@ def test_weights_that_are_a_fifo_are_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"model\.safetensors is not a regular file"):
         load_model(tmp_path)
+    with pytest.raises(ModelError, match=r"model\.safetensors is not a regular file"):
+        ResolvedModel("x", tmp_path).fingerprint()
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from zoo import ARCHITECTURES, COLUMNS, QUICK, cells
+from modelwright.errors import ModelError
+from zoo import ARCHITECTURES, COLUMNS, QUICK, Zoo, cells
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "architectures.md"
 NIGHTLY = bool(os.environ.get("NIGHTLY"))
@@ -82,6 +83,23 @@ def test_an_architecture_gives_what_the_plain_model_gives(name: str, tmp_path: P
     results = cells(name, tmp_path)
     assert not wrong_cells(results)
     assert results["padded"] == results["reload"] == results["ask"] == "equal"
+
+
+@pytest.mark.slow
+def test_a_decoder_that_counts_its_own_positions_shares_no_prefix(tmp_path: Path) -> None:
+    """BART's ignores position ids: in a tiny one log-probs were 6e-4 off, and a probe allowed 2e-2."""
+    zoo = Zoo("bart", tmp_path)  # twelve layers, behind which positions hardly show
+    assert zoo.shared_prefix() == "off"
+    assert zoo.dpo() == "equal, prompt twice"
+
+
+@pytest.mark.slow
+def test_documents_in_one_block_of_a_compressed_attention_are_not_packed(tmp_path: Path) -> None:
+    """DeepSeek-V4 compresses 128 tokens to one key; a probe of 24 tokens did not see that documents share it."""
+    zoo = Zoo("deepseek_v4", tmp_path, layer_types=["heavily_compressed_attention"] * 2)
+    assert zoo.padded() == "equal"
+    with pytest.raises(ModelError, match="packed rows depend on each other in this family"):
+        zoo.packed()
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="takes ten minutes; NIGHTLY=1 runs it")

@@ -54,6 +54,22 @@ def test_greedy_tokens_are_those_of_generate(name: str, tmp_path: Path) -> None:
         assert [request.token_ids for request in decode(decoder, requests)] == expected
 
 
+@torch.no_grad()
+def test_a_long_row_does_not_change_the_positions_of_others(tmp_path: Path) -> None:
+    """longrope (Phi-3) takes other frequencies for a whole batch, and for a whole text, above a length."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+            "original_max_position_embeddings": 24}  # fmt: skip
+    build("phi3", tmp_path, rope_parameters=rope, original_max_position_embeddings=24)
+    model = load_model(tmp_path).eval()
+    expected = [list(prompt) for prompt in prompts()]
+    for text in expected:
+        for _ in range(12):
+            text.append(int(model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
+    requests = [DecodeRequest(prompt, SamplingParams(12), frozenset()) for prompt in prompts()]
+    decode(Decoder(model), requests)
+    assert [request.prompt + request.token_ids for request in requests] == expected
+
+
 def test_a_bf16_model_is_decoded_in_batches(tmp_path: Path) -> None:
     """On an H200 a 4 B model of 36 layers was decoded row by row: rounding was taken for a wrong cache."""
     build("llama", tmp_path)

@@ -35,3 +35,17 @@ def test_what_is_unusual_about_a_model_and_its_rows_is_said(tmp_path: Path) -> N
     packed = tiny_recipe(tmp_path / "packed", tmp_path / "model", packing=True, max_steps=1)
     with pytest.raises(ModelError, match="packed rows depend on each other in this family; use packing: false"):
         pipeline.run(load(packed, environ={}))
+
+
+def test_dynamic_rope_is_refused_for_rows_that_would_change_it_and_longrope_is_noted(tmp_path: Path) -> None:
+    """Both take other frequencies for all rows of a batch once one of them is long; a dynamic one keeps them."""
+    build("llama", tmp_path / "dynamic", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+          max_position_embeddings=32)  # fmt: skip
+    recipe = tiny_recipe(tmp_path / "a", tmp_path / "dynamic", max_steps=1)
+    with pytest.raises(ModelError, match="it wants max_length of at most 32, and it is 64"):
+        pipeline.run(load(recipe, environ={}))
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+            "original_max_position_embeddings": 32}  # fmt: skip
+    build("phi3", tmp_path / "long", rope_parameters=rope, original_max_position_embeddings=32)
+    folder = pipeline.run(load(tiny_recipe(tmp_path / "b", tmp_path / "long", max_steps=1), environ={}))
+    assert any(note["message"].startswith("longrope: ") for note in events_of(folder.path, "note"))

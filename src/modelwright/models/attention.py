@@ -27,6 +27,7 @@ LOGIT_CONFIG_KEYS = (*SOFT_CAPS, *SCALES, "logits_scaling")
 """Config keys of model families that scale or cap their logits."""
 FORWARD_TOLERANCE = 2e-2
 """Largest relative difference of logits by rounding in half precision; a wrong mask makes 0.3 and more."""
+MAX_BLOCK_SIZE = 1024
 EXACT_TOLERANCE, ROUNDING = 1e-3, 1e-6
 """The same in fp32 on a CPU: 1.7e-4 in SmolLM2-135M with one thread, 8e-5 with two; and of one computation twice."""
 
@@ -54,7 +55,7 @@ def base_outputs(
     inner = unwrap_peft(model)
     input_name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
     inputs = {input_name: tokens, "attention_mask": mask}
-    if _takes_positions(type(inner.base_model).forward):
+    if takes_positions(model):
         inputs["position_ids"] = positions
     is_ours = inner.config._attn_implementation == ATTN_NAME
     assert is_ours or not isinstance(cu_seqlens, (SharedPrefixLayout, UnsharedLayout)), "these need our own attention"
@@ -63,9 +64,13 @@ def base_outputs(
     return inner.base_model(**inputs, use_cache=False, **options)
 
 
+def takes_positions(model: Any) -> bool:
+    """Whether a model takes position ids; ALiBi and recurrent layers need none, and decoders such as BART's count."""
+    return _takes_positions(type(unwrap_peft(model).base_model).forward)
+
+
 @cache
 def _takes_positions(forward: Callable[..., Any]) -> bool:
-    """Whether a model takes position ids; ALiBi and recurrent layers need none."""
     return "position_ids" in inspect.signature(forward).parameters
 
 
@@ -95,7 +100,7 @@ def compute_logits(model: Any, hidden: Tensor) -> Tensor:
 def check_forward(model: Any, packed: bool) -> None:
     """Compare one document of a row of two with the model's own forward pass on it alone: the first, or if packed the
     second. Raises ModelError for a head that we do not know, or where one document depends on the other."""
-    tokens = probe_tokens(model)
+    tokens = probe_tokens(model, _block_size(model) if packed else 0)
     length = tokens.shape[1] // 2
     positions = torch.arange(length, device=tokens.device).repeat(2).unsqueeze(0)
     cu_seqlens = torch.tensor([0, length, 2 * length], dtype=torch.int32, device=tokens.device) if packed else None
@@ -114,10 +119,37 @@ def check_forward(model: Any, packed: bool) -> None:
     if bool((grad[:, other] != 0).any()):
         reason = "packed rows depend on each other in this family; use packing: false" if packed else "it is not causal"
         raise ModelError(f"model: {reason}")
-    is_exact = alone.device.type == "cpu" and not getattr(model, "is_quantized", False)
-    if not gap <= (EXACT_TOLERANCE if is_exact else FORWARD_TOLERANCE):
+    if not gap <= tolerance(model):
         what = "packed documents have other positions" if packed else "the LM head is not a plain linear layer"
         raise ModelError(f"model: {what} (logits differ by {gap:.1e}); this family cannot be trained here yet")
+
+
+class RopeLimit(NamedTuple):
+    """Rotary embeddings whose frequencies depend on the longest row of a forward pass."""
+
+    rope_type: str
+    """longrope or dynamic."""
+    max_length: int
+    """Tokens up to which they are the usual ones."""
+
+
+def rope_limit(model: Any) -> RopeLimit | None:
+    """The length from which a row changes the positions of its neighbours; None for most models."""
+    config = unwrap_peft(model).config.get_text_config()
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_layer = [each for each in parameters.values() if isinstance(each, dict)]
+    for each in by_layer or [parameters]:
+        if each.get("rope_type") == "longrope":
+            return RopeLimit("longrope", int(each["original_max_position_embeddings"]))
+        if each.get("rope_type") == "dynamic":
+            return RopeLimit("dynamic", int(config.max_position_embeddings))
+    return None
+
+
+def tolerance(model: Any) -> float:
+    """Largest relative difference of outputs that rounding makes on the model's device."""
+    is_exact = next(model.parameters()).device.type == "cpu" and not getattr(model, "is_quantized", False)
+    return EXACT_TOLERANCE if is_exact else FORWARD_TOLERANCE
 
 
 def hidden_with_grad(
@@ -163,10 +195,17 @@ def is_random(model: Any, forward: Callable[[], Tensor]) -> bool:
         model.train(was_training)
 
 
-def probe_tokens(model: Any) -> Tensor:
-    """A row of 24 tokens for self-tests: [1, 24] int64, on the model's device."""
+def probe_tokens(model: Any, block_size: int = 0) -> Tensor:
+    """A row for self-tests, of two halves longer than a block: [1, 24 + 2 blocks] int64, on the model's device."""
     vocab_size = min(unwrap_peft(model).config.get_text_config().vocab_size, 1000)
-    return torch.arange(3, 27, device=next(model.parameters()).device).remainder(vocab_size).unsqueeze(0)
+    stop = 27 + 2 * block_size
+    return torch.arange(3, stop, device=next(model.parameters()).device).remainder(vocab_size).unsqueeze(0)
+
+
+def _block_size(model: Any) -> int:
+    """Tokens that a layer takes together, such as 128 in DeepSeek-V4: a leak from one document shows in longer ones."""
+    rates = getattr(unwrap_peft(model).config.get_text_config(), "compress_rates", None) or {}
+    return min(max(rates.values(), default=0), MAX_BLOCK_SIZE)
 
 
 def relative_gap(expected: Tensor, actual: Tensor) -> float:

@@ -52,6 +52,8 @@ def prefix_sharing_blocker(model: Any) -> str | None:
         return f"{implementation} attention takes no mask of this form"
     if unsupported := set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
         return f"its layers of {', '.join(sorted(unsupported))} take no mask"
+    if not attention.takes_positions(model):
+        return "it takes no positions, and would count those of a continuation from the beginning of the row"
     tokens, segment_ids, positions = _probe(model)
     was_training, second, window = model.training, slice(16, None), _sliding_window(config)
     try:
@@ -70,7 +72,7 @@ def prefix_sharing_blocker(model: Any) -> str | None:
         if window:
             config.sliding_window = window
     gap = relative_gap(alone, shared[0, second])
-    if bool((grad[:, 8:16] != 0).any()) or not gap <= attention.FORWARD_TOLERANCE:
+    if bool((grad[:, 8:16] != 0).any()) or not gap <= attention.tolerance(model):
         return f"in a probe the continuations attended to each other ({gap:.1e})"
     return None
 

@@ -48,7 +48,10 @@ class ResolvedModel:
     def fingerprint(self) -> str:
         """Hash of configuration, tokenizer and weights: 0.1 s for 135 M parameters."""
         digest, files = xxhash.xxh3_128(), sorted(self.path.iterdir())
-        hashes = hash_files([file for file in files if file.suffix in WEIGHT_SUFFIXES])
+        weights = [file for file in files if file.suffix in WEIGHT_SUFFIXES]
+        if odd := next((file for file in weights if not file.is_file()), None):  # a FIFO, or a link to nothing
+            raise ModelError(f"model: {odd} is not a regular file")
+        hashes = hash_files(weights)
         for file in files:
             if file in hashes:
                 digest.update(f"{file.name}:{hashes[file]}".encode())

@@ -16,13 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from modelwright.models.attention import (
-    EXACT_TOLERANCE,
-    FORWARD_TOLERANCE,
-    HALF_DTYPES,
-    relative_gap,
-    unwrap_peft,
-)
+from modelwright.models.attention import HALF_DTYPES, relative_gap, rope_limit, tolerance, unwrap_peft
 from modelwright.models.prefix_sharing import HALF_TOLERANCE
 
 MAX_ROWS = {"cpu": 32, "cuda": 64}
@@ -132,6 +126,8 @@ class Decoder:
         self.cache = choose_cache(model) if cache is None else cache
         device = next(model.parameters()).device.type
         self._max_rows = max_rows or MAX_ROWS.get(device, MAX_ROWS["cpu"])
+        rope = rope_limit(model)
+        self._rope_limit: float = rope.max_length if rope else math.inf
         self._prefill_tokens = PREFILL_TOKENS if device == "cuda" and isinstance(self.cache, SharedCache) else 0
         self._rows: list[DecodeRequest] = []
         self._waiting: deque[DecodeRequest] = deque()
@@ -169,11 +165,19 @@ class Decoder:
                 self._remove_finished()
                 self._admit()
                 if self._rows:
-                    logits = self.cache.forward([request.token_ids[-1] for request in self._rows])
+                    logits = self._forward()
                     self._extend(self._rows, logits)
                     self._remove_finished()
             except Exception as error:  # such as too little memory: nobody may wait for ever
                 self._fail(error)
+
+    def _forward(self) -> Tensor:
+        """Logits after the last token of every row; one that exceeds the RoPE limit is alone, and computed anew."""
+        first = self._rows[0]
+        if len(first.prompt) + len(first.token_ids) == self._rope_limit + 1:
+            self.cache.clear()
+            return self.cache.admit([[*first.prompt, *first.token_ids]])
+        return self.cache.forward([request.token_ids[-1] for request in self._rows])
 
     def _admit(self) -> None:
         while group := self._next_group():
@@ -193,7 +197,7 @@ class Decoder:
                     self._waiting.popleft()
                     continue
                 longest, rows = max(longest, request.max_length), len(self._rows) + len(group)
-                if rows and not self.cache.fits(rows + 1, longest):
+                if rows and (longest > self._rope_limit or not self.cache.fits(rows + 1, longest)):
                     break
                 width = max(len(each.prompt) for each in (*group, request))
                 if group and request.prompt != group[0].prompt and width * (len(group) + 1) > self._prefill_tokens:
@@ -588,5 +592,4 @@ def decodes_exactly(model: Any, decoder_cache: DecoderCache) -> bool:
         decoder_cache.clear()
     if model.dtype in HALF_DTYPES:  # 36 layers round by 2 %; a wrong cache is off by 30 % and more
         return max(gaps) < HALF_TOLERANCE
-    is_exact = model.device.type == "cpu" and not getattr(model, "is_quantized", False)
-    return max(gaps) < (EXACT_TOLERANCE if is_exact else FORWARD_TOLERANCE)
+    return max(gaps) < tolerance(model)

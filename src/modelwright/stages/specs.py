@@ -19,7 +19,7 @@ from modelwright.data.sources import local_path
 from modelwright.data.tokenizer import DocumentTokenizer
 from modelwright.engine.task import MicroBatch, Task
 from modelwright.errors import DataError, ModelError, Problem, UsageError
-from modelwright.models import activation_checkpoint, pretrained, trainable
+from modelwright.models import activation_checkpoint, attention, pretrained, trainable
 from modelwright.models.save import save_model
 from modelwright.models.trainable import count_parameters
 from modelwright.models.vision import load_vision, resnet18, save_vision
@@ -113,6 +113,7 @@ def load_trainable_model(context: RunContext, inputs: StageInputs, stage: str) -
         pretrained.prepare_model(model, device, attn_implementation, packed)
     if attn_implementation == "auto" and model.config._attn_implementation == "eager":
         context.journal.add("note", message="this family has no SDPA: attention runs eager (attn_implementation)")
+    _check_rope(context, model, settings.max_length)
     torch.manual_seed(context.recipe.seed)  # new weights, such as LoRA's, are the same at every start
     if num_added := pretrained.resize_embeddings(model, tokenizer):
         note = f"the tokenizer has {num_added} tokens more than the model: embeddings resized to {len(tokenizer)}"
@@ -129,6 +130,20 @@ def load_trainable_model(context: RunContext, inputs: StageInputs, stage: str) -
     if settings.gradient_checkpointing and settings.gradient_checkpointing != "auto":
         activation_checkpoint.enable_activation_checkpointing(model, settings.gradient_checkpointing)
     return model, tokenizer, is_modified or settings.trainable.lora
+
+
+def _check_rope(context: RunContext, model: Any, max_length: int) -> None:
+    """Note or refuse rows so long that they change the positions of the other rows of their micro-batch."""
+    limit = attention.rope_limit(model)
+    if limit is None or max_length <= limit.max_length:
+        return
+    if limit.rope_type == "dynamic":  # it keeps the longest row so far, which no checkpoint has
+        raise ModelError(
+            f"model: its dynamic RoPE makes rows depend on longer ones before them; it wants max_length of at most "
+            f"{limit.max_length}, and it is {max_length}"
+        )
+    note = f"longrope: a row of more than {limit.max_length} tokens gives all rows of its micro-batch the long factors"
+    context.journal.add("note", message=note)
 
 
 def _save_lora_base(context: RunContext, inputs: StageInputs, stage: str, model: Any, tokenizer: Any) -> None:
