@@ -16,7 +16,7 @@ from typer.main import get_command
 from docs.metric_descriptions import METRIC_DESCRIPTIONS, metric_names, stages_reporting
 from modelwright import errors
 from modelwright.cli.main import build_app
-from modelwright.errors import ModelwrightError
+from modelwright.errors import ModelwrightError, ProblemsError
 from modelwright.recipe.explain import plain_default
 from modelwright.recipe.fields import ConfigField, aliases_for, all_sections, child_fields, get_field
 from modelwright.recipe.sections import LM_EVAL_METRICS
@@ -154,8 +154,8 @@ def exit_codes() -> str:
     meanings: dict[int, list[str]] = {code: [text] for code, text in FIXED_MEANINGS.items()}
     for _, kind in sorted(inspect.getmembers(errors, inspect.isclass), key=lambda each: each[1].exit_code
                           if issubclass(each[1], ModelwrightError) else 0):  # fmt: skip
-        # an error that others derive from is never raised itself
-        if issubclass(kind, ModelwrightError) and not kind.__subclasses__() and kind.exit_code not in FIXED_MEANINGS:
+        is_base = kind in (ModelwrightError, ProblemsError)  # which others derive from
+        if issubclass(kind, ModelwrightError) and not is_base and kind.exit_code not in FIXED_MEANINGS:
             meanings.setdefault(kind.exit_code, []).append(_one_line(kind.__doc__))
     rows = [
         f"| {code} | {' '.join(dict.fromkeys(texts))} | {_retry_advice(code)} |"
