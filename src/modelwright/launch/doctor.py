@@ -24,7 +24,7 @@ from modelwright.runs.caches import cache_dir, hf_hub_cache
 CheckStatus = Literal["ok", "warn", "fail", "skip"]
 MIN_PYTHON, MIN_TORCH = (3, 11), (2, 9)
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "datasets", "peft", "numpy", "pydantic")
-EXTRAS = {"torchao": "fp8", "bitsandbytes": "quantization", "tensorboard": "track"}
+EXTRAS = {"torchao": "fp8", "bitsandbytes": "quantization", "tensorboard": "track", "nvidia-ml-py": "gpu"}
 PORTS = (29500, 23456)
 """Default master ports of torchrun and of the documents' jobs."""
 HUB = "https://huggingface.co"

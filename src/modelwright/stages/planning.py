@@ -82,7 +82,9 @@ def _fit_to_memory(plan: StagePlan, stage: str, parts: StageParts, context: RunC
 
 def _stay_in_bf16(stage: str, context: RunContext) -> tuple[str, ...]:
     """Why precision auto does not become fp8 here, whatever the prediction says; nothing where it may."""
-    if gpu_spec_of(context.hardware).fp8 and installed_version("torchao") is None:
+    if not gpu_spec_of(context.hardware).fp8:
+        return ()  # the planner says so
+    if installed_version("torchao") is None:
         return ("bf16, not fp8: torchao is not installed; pip install 'modelwright[fp8]' (precision)",)
     path = context.folder.plan
     before = context.world.on_rank0_broadcast(lambda: read_json(path).get(stage, {}) if path.exists() else {})
