@@ -360,8 +360,8 @@ def _text_row(run: dict[str, Any]) -> str:
 
 def _is_notable(run: dict[str, Any]) -> bool:
     """Whether a run is worth a row: an unseen one, or one whose prediction is off by more than a little."""
-    memory, rate = (abs(run[error_key("left_out", error)]) for error in ("memory_error", "rate_error"))
-    return memory > NOTABLE_MEMORY or rate > NOTABLE_RATE or run["setting"]["name"].startswith(HELD_OUT_PREFIX)
+    memory, rate = (abs(float(run[error_key("left_out", error)])) for error in ("memory_error", "rate_error"))
+    return memory > NOTABLE_MEMORY or rate > NOTABLE_RATE or str(run["setting"]["name"]).startswith(HELD_OUT_PREFIX)
 
 
 def _table_cells(run: dict[str, Any]) -> tuple[str, ...]:
