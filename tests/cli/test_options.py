@@ -105,6 +105,15 @@ def test_a_train_file_replaces_the_data_set_of_the_recipe() -> None:
     assert (data.dataset_name, data.train_file, data.text_column) == (None, "data/train.jsonl", "body")
 
 
+@pytest.mark.parametrize("name", ["data.columns", "columns"])
+def test_a_setting_is_explained_without_a_recipe(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["explain", name])
+    output = capsys.readouterr()
+    assert stop.value.code == 0 and output.err == "values are those of quickstart\n"
+    assert "a mapping to messages, prompt, completion, system, context, history, tools, chosen" in output.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -117,6 +126,11 @@ def test_a_train_file_replaces_the_data_set_of_the_recipe() -> None:
         ("run quickstart --outpt x", "run has no option --outpt; did you mean --output?"),
         ("train --config quickstart", "train has no option --config; did you mean RECIPE, the first argument?"),
         ("export runs/x --frmat gguf", "export has no option --frmat; did you mean --format?"),
+        ("data audti quickstart", "data has no command 'audti'; did you mean: modelwright data audit"),
+        ("job zzzz", "job has no command 'zzzz'; it has check, status, logs, cancel, pull"),
+        ("run", "run wants RECIPE: a recipe file or a name that modelwright recipes lists, such as quickstart"),
+        ("chat", "chat wants RUN: a run folder, such as runs/quickstart"),
+        ("ask runs/x", "ask wants QUESTION: modelwright ask --help shows how it is called"),
     ],
 )
 def test_a_word_of_another_tool_is_answered_with_ours(

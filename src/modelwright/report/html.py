@@ -90,7 +90,9 @@ def render_or_explain(render: Callable[..., str], *args: Any) -> str:
 def render_page(title: str, parts: dict[str, str], script: str, policy: str = "") -> str:
     """A page of sections."""
     style = charts.CHART_CSS + (ASSETS_DIR / "page.css").read_text("utf-8")
-    links = {name: Markup(found[1]) for name, part in parts.items() if (found := re.search("<h2>([^<]+)</h2>", part))}
+    links = {
+        name: Markup(heading[1]) for name, part in parts.items() if (heading := re.search("<h2>([^<]+)</h2>", part))
+    }
     page = jinja_environment().get_template("page.html").render(
         title=title, style=Markup(style), script=Markup(script), version=__version__, links=links,
         policy=policy or content_security_policy(script), parts={name: Markup(part) for name, part in parts.items()},
