@@ -17,23 +17,23 @@ LINES = {
     # a DATA_DIR that is filled, .pth files at the end of a run
     "OpenShift": 714,
     # the switch, its fallback, the check of the environment, doctor --reproducible
-    "same bits on the GPU": 150,
+    "same bits on the GPU": 170,
     # row formats, converters, mixtures, chat templates
     "data formats": 1_646,
     # round trips, adapters, odd architectures, unclear answers of multiple choice, adapters built before a run,
     # keys of config.json that nobody reads
-    "never silently wrong": 545,
+    "never silently wrong": 600,
     # signals in every phase, one sentence for errors of the storage, only regular files, odd runs, slow clients,
     # sizes and paths of model folders, half characters in names, limits of threads and memory
     "steady under attack": 440,
     # the batched decoder and its caches, concurrent requests of serve; verifiers, evaluate.answers, early stopping,
     # judged answers in the report
-    "judged answers": 1_369,
+    "judged answers": 1_390,
     # a set in two formats, rows sampled over topics, degenerate answers, the link of a plan, fp8 by itself, corpora,
     # models of checkpoints, access to gated models, the state of the GPUs, the fp16 loss in chunks
     "five systems": 540,
     # gates that never open, advice, the live panel, the command line, report and board
-    "users read": 400,
+    "users read": 500,
     # spans, answers while the model is written, hashes in threads and once
     "from command to result": 150,
     # rows end to end in few sizes, one pool of CUDA graphs, a plan from the lengths of the rows, torch_compile: auto
@@ -46,9 +46,9 @@ LINE_BUDGET = sum(LINES.values())
 MAX_FILES = 147
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
-MAX_POD_BYTES = 760_000
+MAX_POD_BYTES = 770_000
 """The package as a pod receives it, zipped: 680 kB, 10 kB for what the later issues add, 25 kB for judged answers and
-the calendar set, 10 kB for the five systems, 20 kB for speed, the command line and charts; a ConfigMap takes 1 MB."""
+the calendar set, 10 kB for the five systems, 30 kB for speed, the command line and charts; a ConfigMap takes 1 MB."""
 
 
 def relative_name(file: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -261,3 +262,25 @@ def test_invalid_rows_are_listed_with_identical_rows(tmp_path: Path, limit: floa
         load_conversations(data, 1, tmp_path)
     message = str(caught.value)
     assert "rows.jsonl:3: 'completion' is empty" in message and "of 1 distinct groups" in message
+
+
+def test_a_parquet_file_that_inflates_beyond_memory_says_so(tmp_path: Path) -> None:
+    """20 GB in 2 kB: one value of 20 MB, which a thousand rows name."""
+    path = tmp_path / "bomb.parquet"
+    values = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 1000, pyarrow.int32()), ["x" * 20_000_000])
+    with pyarrow.parquet.ParquetWriter(
+        path, pyarrow.schema([("text", values.type)]), compression="zstd", store_schema=False
+    ) as writer:
+        writer.write_table(pyarrow.table({"text": values}), row_group_size=1000)
+    assert path.stat().st_size < 10_000
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (3 << 29, resource.RLIM_INFINITY))
+
+    command = [sys.executable, "-m", "modelwright", "data", "audit", str(path)]
+    done = subprocess.run(
+        command, cwd=tmp_path, preexec_fn=limit, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert "memory ran out while this Parquet file was read" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr

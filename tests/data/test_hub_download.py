@@ -170,7 +170,7 @@ def test_a_large_file_cut_and_killed_half_way_is_resumed_by_the_next_command(tmp
     assert [path.read_bytes() == data for path in blobs.iterdir()] == [True]
 
 
-def test_an_open_corpus_fills_a_folder_resumes_and_is_mended(tmp_path: Path) -> None:
+def test_an_open_corpus_fills_a_folder_resumes_and_is_repaired(tmp_path: Path) -> None:
     parts = {f"wikitext-103-raw-v1/{name}": rows(name, 30) for name in ("train-0.jsonl", "train-1.jsonl", "test.jsonl")}
     command = [sys.executable, "-m", "modelwright", "data", "download", "wikitext-103", "--json"]
     folder = tmp_path / "data/raw"

@@ -73,6 +73,6 @@ def test_the_lyrics_recipe_separates_question_and_answer_for_a_model_without_a_c
     assert tokenizer.decode(row.input_ids) == "Question: Who sings?\nAnswer: A rope.<|im_end|>\n"
     trained = tokenizer.decode([token for token, mask in zip(row.input_ids, row.loss_mask, strict=True) if mask])
     assert trained.strip() == "A rope.<|im_end|>"
-    asked = tokenizer.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
-    assert asked == "Question: Who sings?\nAnswer:"
+    prompt = tokenizer.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
+    assert prompt == "Question: Who sings?\nAnswer:"
     assert load("lyrics-pythia-tiny", environ={}).recipe.model.chat_template is None

@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -101,12 +102,17 @@ def test_an_odd_error_under_a_small_limit_is_called_memory(
     assert "out of memory" in capsys.readouterr().err
 
 
-def test_too_few_threads_are_reported_as_a_limit() -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+def test_too_few_threads_are_reported_as_a_limit(threads: int) -> None:
     if reason := other_user.unavailable():
         pytest.skip(reason)  # root has no limit
-    command = ["bash", "-c", 'ulimit -u 1; exec "$@"', "-", sys.executable, "-m", "modelwright", "run", "quickstart"]
+    limited = ["bash", "-c", f'ulimit -u {threads}; exec "$@"', "-"]
+    command = [*limited, sys.executable, "-m", "modelwright", "run", "quickstart"]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HOME": "/nowhere"}
-    done = subprocess.run([*other_user.as_user(4321, 4321), *command], capture_output=True, text=True, timeout=240,
-                          check=False, env=environ, cwd="/")  # fmt: skip
+    user = 4320 + threads  # the limit counts all processes of a user
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o777)
+        done = subprocess.run([*other_user.as_user(user, user), *command], capture_output=True, text=True, timeout=240,
+                              check=False, env=environ, cwd=folder)  # fmt: skip
     assert done.returncode == 2, done.stderr
-    assert done.stderr == "no thread can be started: ulimit -u allows 1; a run wants 8\n"
+    assert done.stderr == f"no thread can be started: ulimit -u allows {threads}; a run wants 8\n"

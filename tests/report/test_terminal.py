@@ -139,7 +139,7 @@ class Recording:
     """Screens with a whole panel."""
     shown: list[str] = field(default_factory=list)
     """Each different screen."""
-    events_seen: int = 0
+    num_events: int = 0
     """The least number of events that the last screen had to know."""
     lag_seconds: float = 0.0
     """The longest time for which a screen had not shown an event yet."""
@@ -147,7 +147,7 @@ class Recording:
     def events(self) -> list[dict[str, Any]]:
         return list(journal.read(self.journal)) if self.journal.exists() else []
 
-    def look(self) -> list[str] | None:
+    def compare(self) -> list[str] | None:
         """Compare the screen of this moment; None where there is no whole panel on it."""
         before, lines = time.time(), self.terminal.screen()
         now, events = time.time(), self.events()
@@ -162,10 +162,10 @@ class Recording:
         text = "\n".join(panel)
         numbers = {name: match[1] for name, pattern in PATTERNS.items() if (match := re.search(pattern, text))}
         known = [
-            count for count in range(self.events_seen, len(events) + 1) if panel_numbers(events[:count]) == numbers
+            count for count in range(self.num_events, len(events) + 1) if panel_numbers(events[:count]) == numbers
         ]
-        assert known, f"the journal never said {numbers} after its event {self.events_seen}:\n" + "\n".join(lines)
-        self.events_seen = known[0]
+        assert known, f"the journal never said {numbers} after its event {self.num_events}:\n" + "\n".join(lines)
+        self.num_events = known[0]
         self._compare_lines(above, events, known)
         self._compare_times(panel, events[: known[-1]], now)
         missed = [event["time"] for event in events[known[-1] :] if event["event"] in ("step", "evaluation")]
@@ -199,7 +199,7 @@ class Recording:
         deadline = time.monotonic() + limit
         while not done():
             assert time.monotonic() < deadline, "\n".join(self.terminal.screen())
-            self.look()
+            self.compare()
             time.sleep(0.03)
 
     def summary(self) -> str:

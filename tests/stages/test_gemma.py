@@ -116,7 +116,7 @@ def test_a_gated_model_without_a_token_is_one_error_before_anything_is_downloade
     assert not list((tmp_path / "hub").rglob("*.safetensors"))
 
 
-CARD = b"""---
+DATASET_README = b"""---
 configs:
 - config_name: wikitext-2-raw-v1
   data_files:
@@ -136,7 +136,7 @@ def gated_hub(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> I
     text = {f"wikitext-2-raw-v1/{split}.jsonl": "\n".join(part).encode() + b"\n"
             for split, part in (("train", lines[:64]), ("validation", lines[64:]))}  # fmt: skip
     name = "google/gemma-3-270m"
-    with hub({"Salesforce/wikitext": {"README.md": CARD, **text}}, {name: weights}, {name: "hf_allowed"}) as server:
+    with hub({"Salesforce/wikitext": {"README.md": DATASET_README, **text}}, {name: weights}, {name: "hf_allowed"}) as server:
         yield hub_environment(server.address, tmp_path_factory.mktemp("home"))
 
 

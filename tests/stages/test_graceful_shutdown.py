@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from pydantic import BaseModel, field_serializer
 
 from modelwright.errors import Interrupted
 from modelwright.stages import context
@@ -45,6 +46,21 @@ def test_outside_training_one_signal_is_enough(number: signal.Signals) -> None:
         with stopper.defer_to_step_end():
             pass
         ask(number)
+
+
+def test_a_stop_that_a_library_makes_an_error_of_is_still_a_stop() -> None:
+    """pydantic makes a PydanticSerializationError of anything that is raised while it serializes."""
+
+    class Settings(BaseModel):
+        @field_serializer("name", check_fields=False)
+        def stop(self, value: str) -> str:
+            ask(signal.SIGINT)
+            return value
+
+        name: str = "x"
+
+    with pytest.raises(Interrupted), GracefulShutdown().handle_signals():
+        Settings().model_dump()
 
 
 def test_whoever_listened_before_listens_again_afterwards() -> None:

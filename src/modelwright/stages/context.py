@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
-from modelwright.errors import Interrupted, Refused, UsageError
+from modelwright.errors import Interrupted, ModelwrightError, Refused, UsageError
 from modelwright.recipe.load import LoadedRecipe
 from modelwright.recipe.schema import Recipe
 from modelwright.runs.folder import RunFolder
@@ -298,6 +298,10 @@ class GracefulShutdown:
             yield
         except ImmediateStop:
             raise Interrupted(STOPPED_MESSAGE) from None
+        except Exception as error:
+            if self._unwinding and not isinstance(error, ModelwrightError):  # pydantic makes an error of its own of it
+                raise Interrupted(STOPPED_MESSAGE) from error
+            raise
         finally:
             self._ended.set()
             signal.set_wakeup_fd(previous)
