@@ -161,9 +161,7 @@ class Recording:
         assert {len(line) for line in panel} == {width}, "no line of the panel breaks:\n" + "\n".join(panel)
         text = "\n".join(panel)
         numbers = {name: match[1] for name, pattern in PATTERNS.items() if (match := re.search(pattern, text))}
-        known = [
-            count for count in range(self.num_events, len(events) + 1) if panel_numbers(events[:count]) == numbers
-        ]
+        known = [count for count in range(self.num_events, len(events) + 1) if panel_numbers(events[:count]) == numbers]
         assert known, f"the journal never said {numbers} after its event {self.num_events}:\n" + "\n".join(lines)
         self.num_events = known[0]
         self._compare_lines(above, events, known)

@@ -136,7 +136,9 @@ def gated_hub(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> I
     text = {f"wikitext-2-raw-v1/{split}.jsonl": "\n".join(part).encode() + b"\n"
             for split, part in (("train", lines[:64]), ("validation", lines[64:]))}  # fmt: skip
     name = "google/gemma-3-270m"
-    with hub({"Salesforce/wikitext": {"README.md": DATASET_README, **text}}, {name: weights}, {name: "hf_allowed"}) as server:
+    with hub(
+        {"Salesforce/wikitext": {"README.md": DATASET_README, **text}}, {name: weights}, {name: "hf_allowed"}
+    ) as server:
         yield hub_environment(server.address, tmp_path_factory.mktemp("home"))
 
 

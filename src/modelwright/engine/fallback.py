@@ -92,7 +92,8 @@ class CompiledLayers:
         for layer in self._layers:
             layer.compile()
             if varying_length:
-                layer.__dict__["_compiled_call_impl"] = partial(_call_dynamic, layer._compiled_call_impl)
+                compiled: Any = layer._compiled_call_impl
+                layer.__dict__["_compiled_call_impl"] = partial(_call_dynamic, compiled)
 
     def fallback_for(self, error: Exception) -> str | None:
         """First retry with a fresh compile cache, then run eagerly; describes what was done."""
