@@ -162,7 +162,7 @@ def test_a_file_that_is_not_there_is_reported_at_once(serve: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("word", "message"), [("lie", "its sha256 is .*, not "), ("too much", "more than its 1,024,000")]
+    ("word", "message"), [("lie", "its checksum is .*, not "), ("too much", "more than its 1,024,000")]
 )
 def test_a_server_that_lies_is_not_believed(word: str, message: str, serve: Any, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):

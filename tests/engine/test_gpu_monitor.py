@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from modelwright.engine import throughput
+from modelwright.engine.distributed import visible_gpus
 from modelwright.engine.throughput import GpuMonitor
 from modelwright.recipe.load import load
 from modelwright.report.console import format_event
@@ -38,7 +39,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_every_device_is_read(nvml: Any) -> None:
-    fields = GpuMonitor().read()
+    fields = GpuMonitor(visible_gpus()).read()
     assert fields["gpu_utilization"] == pytest.approx(0.92)
     assert (fields["gpu_power_watts"], fields["gpu_temperature"]) == (600.0, 61)
     assert [gpu["memory_bytes"] for gpu in fields["gpus"]] == [2**30, 2**30]
@@ -47,11 +48,11 @@ def test_every_device_is_read(nvml: Any) -> None:
 @pytest.mark.parametrize("visible", ["1", "GPU-b"])
 def test_only_visible_devices_are_read(nvml: Any, visible: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert GpuMonitor().read()["gpu_utilization"] == pytest.approx(0.94)
+    assert GpuMonitor(visible_gpus()).read()["gpu_utilization"] == pytest.approx(0.94)
 
 
 def test_a_driver_that_fails_later_is_not_asked_again(nvml: Any) -> None:
-    monitor = GpuMonitor()
+    monitor = GpuMonitor(visible_gpus())
     assert monitor.read()
     nvml.nvmlDeviceGetPowerUsage = None
     assert monitor.read() == monitor.read() == {}
@@ -59,7 +60,7 @@ def test_a_driver_that_fails_later_is_not_asked_again(nvml: Any) -> None:
 
 def test_without_the_package_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert GpuMonitor().read() == {}
+    assert GpuMonitor(visible_gpus()).read() == {}
 
 
 def test_a_run_shows_them_in_journal_panel_and_report(nvml: Any, model_folder: Path, tmp_path: Path) -> None:

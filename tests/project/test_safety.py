@@ -21,6 +21,7 @@ MAY_WRITE = {"models/save.py": {"torch.save", "torch.load weights_only"}}
 TRUSTING = {"trust_remote_code", "allow_pickle", "shell"}
 READ_THE_ENVIRONMENT = {
     *("runs/caches.py", "engine/distributed.py", "recipe/load.py", "stages/pipeline.py", "cluster/progress.py"),
+    "report/console.py",  # whether this is the rank that prints
     # these pass it on to other processes; the agent also sets a variable for torch's rendezvous
     *("launch/config.py", "launch/agent.py", "launch/supervisor.py", "launch/doctor.py", "launch/preflight.py"),
     "launch/torchrun.py",

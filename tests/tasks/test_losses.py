@@ -44,13 +44,13 @@ def test_in_fp16_gradients_are_scaled_before_they_are_rounded_and_no_more_than_a
     saved: list[torch.Size] = []
     with torch.autocast("cpu", torch.float16):
         plain = summed_cross_entropy(torch.nn.functional.linear(hidden, head), targets)
-        expected = torch.autograd.grad(plain * 2**14, (hidden, head))
+        expected = torch.autograd.grad(plain * 2**10, (hidden, head))
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.shape) or tensor, lambda x: x):
             ours = fused_linear_cross_entropy(hidden, head, targets)
-        gradients = torch.autograd.grad(ours * 2**14, (hidden, head))
+        gradients = torch.autograd.grad(ours * 2**10, (hidden, head))
     torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-2)
     for one, other in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-2, atol=32.0)  # of values of 2**14
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2.0)  # of values of 2**10
     assert all(shape[-1:] != (50,) for shape in saved if len(shape) == 2), saved
 
 

@@ -235,7 +235,7 @@ def evaluate(
     trust_file: TrustFileOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Evaluate every model of a run in the same way, one of its checkpoints, or one model."""
+    """Evaluate all models of a run, a checkpoint, or any model."""
     from modelwright.recipe.sections import EvaluateConfig
     from modelwright.report.console import format_event
     from modelwright.runs.caches import prepare_environment

@@ -188,6 +188,11 @@ def _rank0_group() -> Any:
     return dist.new_group(backend="gloo", timeout=RANK0_TIMEOUT)
 
 
+def visible_gpus() -> list[str]:
+    """Indices or UUIDs of the GPUs that CUDA may use; empty for all."""
+    return [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+
+
 def rank_from_env(environ: Mapping[str, str]) -> tuple[int, int, int]:
     """Rank, world size and local rank from torchrun's variables, or a training operator's with one process per node."""
     nproc_per_node = environ.get("PET_NPROC_PER_NODE", "")

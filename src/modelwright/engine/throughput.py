@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import time
 from collections import deque
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -73,7 +73,7 @@ NVML_SECONDS = 1.0
 class GpuMonitor:
     """Utilization, power, temperature and memory of the visible GPUs by NVML; nothing without nvidia-ml-py."""
 
-    def __init__(self) -> None:
+    def __init__(self, visible: Sequence[str] = ()) -> None:
         self._handles: list[Any] = []
         self._read_at = -NVML_SECONDS
         try:
@@ -81,7 +81,6 @@ class GpuMonitor:
 
             self._nvml: Any = pynvml
             pynvml.nvmlInit()
-            visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
             indices = visible or [str(index) for index in range(pynvml.nvmlDeviceGetCount())]
             self._handles = [
                 pynvml.nvmlDeviceGetHandleByIndex(int(name))

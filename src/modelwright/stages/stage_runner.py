@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from modelwright.engine.checkpoint import AsyncCheckpointer, CheckpointManager, read_state
+from modelwright.engine.distributed import visible_gpus
 from modelwright.engine.parallel import full_tensor
 from modelwright.engine.task import StepReport
 from modelwright.engine.throughput import GpuMonitor, StragglerDetector, ThroughputMeter
@@ -106,7 +107,7 @@ class StageRunner:
         self.evaluation_logged = 0.0
         self.consecutive_bad_steps, self.rolled_back_from, self.evaluation_pending = 0, 0, False
         self.speed: dict[str, Any] = {}
-        self.gpu_monitor = GpuMonitor()
+        self.gpu_monitor = GpuMonitor(visible_gpus())
         if resumed_step is not None:
             self._resume_from(resumed_step)
 
