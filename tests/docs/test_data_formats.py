@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,29 +12,12 @@ from modelwright.cli.main import main
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/guides/data-formats.md").read_text(encoding="utf-8")
 FILE = re.compile(r"^<!-- file: (?P<name>\S+) -->\n```\w+\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
-COMMANDS = re.compile(r"^```bash\n((?:modelwright .*\n)+)```$", re.MULTILINE)
-OUTPUT = re.compile(r"^(?<!-->\n)```text\n(.*?)\n```$", re.MULTILINE)
-AUDIT = "modelwright data audit {file} --set data.test_size=0"
-"""The command of the page for every format that shows no other."""
-
-
-def examples() -> Iterator[tuple[list[str], str]]:
-    """The commands of each format, and the line that the last of them prints."""
-    for text in re.split(r"^### ", PAGE, flags=re.MULTILINE)[1:]:
-        text = text.partition("\n## ")[0]
-        shown, file = COMMANDS.search(text), FILE.search(text)
-        commands = shown[1].splitlines() if shown else [AUDIT.format(file=file["name"])] if file else []
-        output = OUTPUT.search(text)
-        assert commands and output, text
-        yield commands, output[1]
-
-
-EXAMPLES = list(examples())
+SHOWN = re.compile(r"^```bash\n(?P<commands>(?:modelwright .*\n)+)```\n\n```text\n(?P<output>.*?)\n```$", re.MULTILINE)
+EXAMPLES = [(match["commands"].splitlines(), match["output"]) for match in SHOWN.finditer(PAGE)]
 
 
 def test_every_format_has_an_example() -> None:
-    assert len(EXAMPLES) >= 18
-    assert AUDIT.format(file="wells.jsonl") in PAGE
+    assert len(EXAMPLES) == len(re.findall("^### ", PAGE, re.MULTILINE)) >= 18
     assert {name for name, _ in FILE.findall(PAGE)} > {"calls.jsonl", "camp/dataset_info.json", "wells.csv"}
 
 
