@@ -274,7 +274,7 @@ The last column is the error of accelerate's estimate of the memory, which count
 batch or what is trainable.
 
 {since}"""
-NOTABLE_MEMORY, NOTABLE_RATE = 0.02, 0.05
+NOTABLE_MEMORY, NOTABLE_RATE = 0.05, 0.10
 """Errors above which a run has a row on the page."""
 AT_LIMIT = """## At the limit of the memory
 
