@@ -270,3 +270,19 @@ def test_a_fresh_cache_is_fresh_for_triton_too(tmp_path: Path, monkeypatch: pyte
         monkeypatch.setenv(name, "/broken")
     use_empty_compile_cache()
     assert triton_cache().parent == Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) == next(tmp_path.iterdir())
+
+
+def test_processes_that_start_together_make_a_cache_once(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from modelwright.data import sources\n"
+        "def modules():\n"
+        "    with Path(sys.argv[1]).open('a') as file: file.write('parsed\\n')\n"
+        "    time.sleep(1); yield 'module', 'text'\n"
+        "sources._modules = modules; print(len(sources.python_docs()))"
+    )
+    environ = {**os.environ, "MODELWRIGHT_CACHE": str(tmp_path), "HOME": str(tmp_path)}
+    command = [sys.executable, "-c", code, str(tmp_path / "parsed")]
+    started = [subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    counts = {process.communicate(timeout=120)[0] for process in started}
+    assert [process.returncode for process in started] == [0, 0, 0] and len(counts) == 1
+    assert (tmp_path / "parsed").read_text() == "parsed\n"

@@ -29,7 +29,7 @@ from modelwright.data.readers import (
 from modelwright.data.songs import generate_song_qa
 from modelwright.errors import DataError, Problem, UsageError, first_line
 from modelwright.recipe.sections import DataConfig
-from modelwright.runs.caches import cache_dir
+from modelwright.runs.caches import cache_dir, cache_lock
 from modelwright.runs.folder import write_text
 
 PYTHON_DOCS = "python-docs"
@@ -43,11 +43,18 @@ def python_docs() -> list[tuple[str, str]]:
     """Name and text of each document, in a fixed order; parsed once, then cached."""
     cache_file = cache_dir() / "corpus" / f"{PYTHON_DOCS}-{platform.python_version()}.json"
     if not cache_file.exists():  # parsing the standard library takes 4 CPU-seconds
-        from pydoc_data.topics import topics
-
-        documents = [(f"topic {name}", topics[name].strip()) for name in sorted(topics)]
-        write_text(cache_file, json.dumps([*documents, *_modules()], ensure_ascii=False) + "\n")
+        with cache_lock(cache_file):
+            if not cache_file.exists():
+                documents = [*_topics(), *_modules()]
+                write_text(cache_file, json.dumps(documents, ensure_ascii=False) + "\n")
     return [(name, text) for name, text in json.loads(cache_file.read_text(encoding="utf-8"))]
+
+
+def _topics() -> Iterator[tuple[str, str]]:
+    from pydoc_data.topics import topics
+
+    for name in sorted(topics):
+        yield f"topic {name}", topics[name].strip()
 
 
 def _modules() -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -11,7 +12,8 @@ import shutil
 import stat
 import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -36,6 +38,16 @@ def cache_dir() -> Path:
     fallback = Path(tempfile.gettempdir()) / f"modelwright-{os.getuid()}"
     fallback.mkdir(parents=True, exist_ok=True)
     return fallback
+
+
+@contextmanager
+def cache_lock(path: Path) -> Iterator[None]:
+    """Let one process after the other make a file or folder of the cache; where locks do not work, all at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f".{path.name}.lock").open("w") as file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def hf_hub_cache() -> Path:
