@@ -181,6 +181,7 @@ def test_an_open_corpus_fills_a_folder_resumes_and_is_repaired(tmp_path: Path) -
         assert done.returncode == 0, done.stderr
         assert "GET datasets/Salesforce/wikitext/resolve" in "".join(server.requests)
         assert any(request.endswith("bytes=100-") for request in server.requests), "it went on where it was cut"
+        assert "left out as held-out data: test.jsonl" in done.stderr
         manifest = json.loads(done.stdout)
         assert list(manifest["files"]) == ["train-0.jsonl", "train-1.jsonl"] and len(manifest["revision"]) == 40
         (folder / "train-1.jsonl").write_bytes(b"damaged")

@@ -146,7 +146,7 @@ def test_its_class_names_are_taken_from_where_they_are_written(tmp_path: Path) -
 
 def test_the_archive_is_read_when_its_checksum_is_right_and_from_the_cache_afterwards(tmp_path: Path) -> None:
     path = binary_archive(tmp_path / CIFAR10_ARCHIVE.name)
-    published = replace(CIFAR10_ARCHIVE, sha256=sha256_file(path))
+    published = replace(CIFAR10_ARCHIVE, checksum=sha256_file(path))
     assert_is_the_set(read_binary_archive(path, published))
     assert_is_the_set(
         read_binary_archive(path, CIFAR10_ARCHIVE)
@@ -166,7 +166,7 @@ def test_half_an_archive_is_reported(tmp_path: Path) -> None:
     path = binary_archive(tmp_path / CIFAR10_ARCHIVE.name)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(DataError, match="this is no whole archive"):
-        read_binary_archive(path, replace(CIFAR10_ARCHIVE, sha256=sha256_file(path)))
+        read_binary_archive(path, replace(CIFAR10_ARCHIVE, checksum=sha256_file(path)))
 
 
 def test_an_archive_of_something_else_is_reported(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_an_archive_of_something_else_is_reported(tmp_path: Path) -> None:
     with tarfile.open(path, "w:gz") as archive:
         archive.addfile(tarfile.TarInfo("readme.txt"))
     with pytest.raises(DataError, match=r"there is no data_batch_1\.bin"):
-        read_binary_archive(path, replace(CIFAR10_ARCHIVE, sha256=sha256_file(path)))
+        read_binary_archive(path, replace(CIFAR10_ARCHIVE, checksum=sha256_file(path)))
 
 
 @pytest.mark.parametrize(
@@ -386,7 +386,7 @@ def test_cifar10_that_is_nowhere_near_is_downloaded(tmp_path: Path, monkeypatch:
     path = binary_archive(tmp_path / "published.tar.gz")
     monkeypatch.setattr(images, "download", lambda file, folder: path if file == CIFAR10_ARCHIVE else None)
     monkeypatch.setattr(images, "read_binary_archive", lambda result: read_binary_archive(
-        result, replace(CIFAR10_ARCHIVE, sha256=sha256_file(path))))  # fmt: skip
+        result, replace(CIFAR10_ARCHIVE, checksum=sha256_file(path))))  # fmt: skip
     assert_is_the_set(read_images("cifar10", tmp_path / "empty"))
 
 

@@ -260,7 +260,7 @@ def _evaluate(target: str, config: EvaluateConfig, trusted_files: Sequence[str])
     from modelwright.runs.folder import open_run
 
     path = Path(target).resolve()
-    checkpoint = path if path.parent.name == "checkpoints" and path.is_dir() else None
+    checkpoint = path if path.match("stages/*/checkpoints/*") and path.is_dir() else None
     try:
         run = open_run(str(path.parents[3]) if checkpoint else target)
     except UsageError:

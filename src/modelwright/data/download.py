@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import http.client
-import json
 import os
 import ssl
 import time
@@ -14,14 +13,14 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from modelwright import __version__
 from modelwright.errors import DataError, Problem, StorageError, UsageError, first_line, is_storage_failure
-from modelwright.runs.folder import write_text
+from modelwright.runs.folder import read_json, write_json
 
 CHUNK_BYTES = 1 << 20
 TIMEOUT_SECONDS = 30.0
@@ -40,14 +39,14 @@ class RemoteFile:
     """Where it is published."""
     size: int
     """Bytes in it."""
-    sha256: str
-    """Its checksum; of a small file on the hub, the SHA-1 of its git blob."""
+    checksum: str
+    """Its SHA-256; of a small file on the hub, the SHA-1 of its git blob."""
     filename: str | None = None
     """Name to save it as; by default the last part of the URL."""
     token: str | None = field(default=None, repr=False)
     """Bearer token; not sent to hosts that the server redirects to."""
-    manual_dir: str = "next to the recipe"
-    """Where to put it by hand when the download fails."""
+    manual_dir: str | None = "next to the recipe"
+    """Where to put it by hand when the download fails; None for a file that a recipe names as data."""
 
     @property
     def name(self) -> str:
@@ -57,7 +56,7 @@ class RemoteFile:
     @property
     def manual_hint(self) -> str:
         """What to do by hand when the download fails."""
-        return f"put {self.name} {self.manual_dir}" if self.filename is None else "download it, and name it train_file"
+        return f"put {self.name} {self.manual_dir}" if self.manual_dir else "download it, and name it train_file"
 
 
 class DownloadDenied(DataError):
@@ -113,11 +112,11 @@ def _download_with_retries(file: RemoteFile, opened: BinaryIO, partial: Path, re
     while True:
         try:
             _resume_transfer(file, opened)
-            digest = _checksum_like(file.sha256, partial)
-            if digest == file.sha256:
+            digest = _checksum_like(file.checksum, partial)
+            if digest == file.checksum:
                 return
             opened.truncate(0)  # no part of it can be trusted
-            raise _TransferError(f"its checksum is {digest[:12]}…, not {file.sha256[:12]}…")
+            raise _TransferError(f"its checksum is {digest[:12]}…, not {file.checksum[:12]}…")
         except _TransferError as error:
             reasons.append(str(error))
         received = opened.seek(0, 2)
@@ -247,7 +246,7 @@ def _large_files(builder: Any) -> Iterator[tuple[RemoteFile, Path]]:
             lfs = getattr(file, "lfs", None)
             if lfs is not None and lfs.size >= RESUMABLE_MIN_BYTES:
                 url = hf_hub_url(repo_id, file.path, repo_type=repo_type, revision=revision)
-                yield RemoteFile(url, lfs.size, lfs.sha256, lfs.sha256, get_token()), blobs
+                yield RemoteFile(url, lfs.size, lfs.sha256, lfs.sha256, get_token(), manual_dir=None), blobs
 
 
 def _exception_chain(error: BaseException) -> Iterator[BaseException]:
@@ -273,6 +272,8 @@ CORPORA = {
 }
 """Open corpora for pretraining by name: the data set on the hub, and its folder with files of text rows."""
 CORPUS_MANIFEST = ".download.json"
+HELD_OUT_NAMES = ("test", "valid", "dev")
+"""How files of a corpus begin that are no training text."""
 CORPUS_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".csv", ".txt")
 
 
@@ -287,18 +288,18 @@ def download_corpus(name: str, folder: Path, max_files: int | None, log: Callabl
             f"data download: {name!r} is no corpus; it wants {', '.join(CORPORA)}, or OWNER/NAME on the hub"
         )
     path = folder / CORPUS_MANIFEST
-    before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    before: dict[str, Any] = read_json(path) if path.exists() else {}
     if before and before["name"] != name:
         raise UsageError(f"{folder} holds {before['name']}; another corpus wants another --output")
-    files = _corpus_files(repo, within, before.get("revision"), max_files)
-    sums = {str(file.filename): {"bytes": file.size, "checksum": file.sha256} for file in files}
-    revision = files[0].url.split("/resolve/")[1].split("/")[0]
+    revision, files = _corpus_files(repo, within, before.get("revision"), log)
+    files = [replace(file, manual_dir=f"into {folder} as {file.filename}") for file in files[:max_files]]
+    sums = {str(file.filename): {"bytes": file.size, "checksum": file.checksum} for file in files}
     manifest = {"name": name, "repository": repo, "revision": revision, "files": sums}
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(manifest, indent=1) + "\n")
+    write_json(path, manifest)
     for number, file in enumerate(files, 1):
         target = folder / str(file.filename)
-        if target.exists() and _checksum_like(file.sha256, target) != file.sha256:
+        if target.exists() and _checksum_like(file.checksum, target) != file.checksum:
             log(f"{target.name} is damaged; it is downloaded again")
             target.unlink()
         log(f"{number}/{len(files)} {target.name}, {file.size / 1e6:,.1f} MB")
@@ -306,8 +307,10 @@ def download_corpus(name: str, folder: Path, max_files: int | None, log: Callabl
     return manifest
 
 
-def _corpus_files(repo: str, within: str, revision: str | None, max_files: int | None) -> list[RemoteFile]:
-    """The training files of a folder of a hub data set, with their sums, at one commit."""
+def _corpus_files(
+    repo: str, within: str, revision: str | None, log: Callable[[str], None]
+) -> tuple[str, list[RemoteFile]]:
+    """A commit of a hub data set, by default the newest, and the training files in one of its folders at it."""
     from huggingface_hub import HfApi, get_token, hf_hub_url
 
     try:
@@ -317,15 +320,21 @@ def _corpus_files(repo: str, within: str, revision: str | None, max_files: int |
     except Exception as error:  # the hub client raises many types
         by_hand = "check the name, the network and HF_TOKEN, or put text files into the folder by hand"
         raise DataError([Problem(repo, f"the hub did not list it ({first_line(error)}); {by_hand}")]) from None
-    files = []
+    files, held_out = [], []
     for entry in entries:
         relative = entry.path.removeprefix(within).strip("/")
-        if not entry.path.endswith(CORPUS_SUFFIXES) or relative.lower().startswith(("test", "valid", "dev")):
+        if not entry.path.endswith(CORPUS_SUFFIXES):
+            continue
+        if relative.lower().startswith(HELD_OUT_NAMES):
+            held_out.append(relative)
             continue
         lfs = getattr(entry, "lfs", None)
         url = hf_hub_url(repo, entry.path, repo_type="dataset", revision=commit)
         checksum = lfs.sha256 if lfs else entry.blob_id
         files.append(RemoteFile(url, entry.size, checksum, relative.replace("/", "-"), get_token()))
     if not files:
-        raise DataError([Problem(repo, f"there is no file of text rows in {within or 'it'}")])
-    return sorted(files, key=lambda file: str(file.filename))[:max_files]
+        problem = f"{len(entries)} entries, none for training; it wants {', '.join(CORPUS_SUFFIXES)}"
+        raise DataError([Problem(f"{repo}/{within}".rstrip("/"), problem)])
+    if held_out:
+        log(f"left out as held-out data: {', '.join(sorted(held_out))}")
+    return commit, sorted(files, key=lambda file: str(file.filename))

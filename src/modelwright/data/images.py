@@ -221,8 +221,8 @@ def read_binary_archive(path: Path, published: RemoteFile = CIFAR10_ARCHIVE) -> 
     """CIFAR-10 in its binary form, as the published archive; decoded once, then cached."""
 
     def unpack() -> ImageSplits:
-        if (digest := sha256_file(path)) != published.sha256:
-            message = f"its sha256 is {digest}, and that of the published archive {published.sha256}"
+        if (digest := sha256_file(path)) != published.checksum:
+            message = f"its sha256 is {digest}, and that of the published archive {published.checksum}"
             raise DataError([Problem(str(path), f"{message}; download it again, or unpack it and name the folder")])
         return _from_records(_read_archive_members(path), CIFAR10_CLASSES, path)
 

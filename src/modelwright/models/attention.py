@@ -28,6 +28,7 @@ LOGIT_CONFIG_KEYS = (*SOFT_CAPS, *SCALES, "logits_scaling")
 FORWARD_TOLERANCE = 2e-2
 """Largest relative difference of logits by rounding in half precision; a wrong mask makes 0.3 and more."""
 MAX_BLOCK_SIZE = 1024
+"""Longest block of a layer that the self-test covers."""
 EXACT_TOLERANCE, ROUNDING = 1e-3, 1e-6
 """The same in fp32 on a CPU: 1.7e-4 in SmolLM2-135M with one thread, 8e-5 with two; and of one computation twice."""
 

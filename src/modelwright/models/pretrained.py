@@ -25,7 +25,7 @@ from modelwright.models import trust
 from modelwright.models.attention import check_forward, register_attention
 from modelwright.recipe.schema import ModelConfig
 from modelwright.recipe.sections import EMBEDDED_MODEL
-from modelwright.runs.caches import cache_dir
+from modelwright.runs.caches import cache_dir, cache_lock
 from modelwright.runs.folder import fsync_path, hash_files
 
 CPU = torch.device("cpu")
@@ -48,10 +48,8 @@ class ResolvedModel:
     def fingerprint(self) -> str:
         """Hash of configuration, tokenizer and weights: 0.1 s for 135 M parameters."""
         digest, files = xxhash.xxh3_128(), sorted(self.path.iterdir())
-        weights = [file for file in files if file.suffix in WEIGHT_SUFFIXES]
-        if odd := next((file for file in weights if not file.is_file()), None):  # a FIFO, or a link to nothing
-            raise ModelError(f"model: {odd} is not a regular file")
-        hashes = hash_files(weights)
+        trust.check_regular_files(self.path)
+        hashes = hash_files([file for file in files if file.suffix in WEIGHT_SUFFIXES])
         for file in files:
             if file in hashes:
                 digest.update(f"{file.name}:{hashes[file]}".encode())
@@ -327,7 +325,9 @@ def embedded_model() -> Path:
     """Folder of the embedded model, converted on first use."""
     ready = _cache_folder()
     if not (ready / "config.json").exists():
-        _convert_embedded(_embedded_gguf(), ready)
+        with cache_lock(ready):
+            if not (ready / "config.json").exists():
+                _convert_embedded(_embedded_gguf(), ready)
     return ready
 
 

@@ -46,12 +46,17 @@ RENDER_SECONDS, RENDER_BYTES = 2.0, 1 << 30
 PROBE_CHAT = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
 
 
+def check_regular_files(path: Path) -> None:
+    """Refuse a model folder that holds a FIFO, a device or a link to nothing, which may never end when it is read."""
+    if odd := next((file for file in path.iterdir() if not (file.is_file() or file.is_dir())), None):
+        raise ModelError(f"model: {odd} is not a regular file; put a copy of the file there, or remove it")
+
+
 def check_model(path: Path) -> None:
     """Refuse a model folder with custom code, or with pickles only."""
     _refuse_code(path, "config.json")
     check_sizes(read_small_json(path / "config.json"), str(path / "config.json"))
-    if odd := next((file.name for file in path.iterdir() if not (file.is_file() or file.is_dir())), None):
-        raise ModelError(f"model: {path / odd} is not a regular file")
+    check_regular_files(path)
     if not any(path.glob("*.safetensors")) and (pickles := _pickles(path)):
         raise ModelError(
             f"model: the weights of {path} are pickles ({pickles[0]}), which may run any code when they are read; "

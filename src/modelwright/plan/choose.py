@@ -36,7 +36,7 @@ from modelwright.recipe.stage_specs import (
 CHECKPOINTINGS: tuple[CheckpointingMode, ...] = (False, "selective", True)
 """From the fastest to the one with the least memory."""
 COMPILE_SECONDS = 10
-"""Compiling the layers of a model for one length and for any, on the host of a GPU."""
+"""Compiling the layers of a model, on the host of a GPU."""
 COMPARE_SECONDS = 60
 """Comparing fp8 with bf16 before the first step: both are compiled and timed."""
 MIN_FP8_WIDTH = 2048

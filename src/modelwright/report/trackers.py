@@ -22,12 +22,13 @@ from typing import Any
 
 from modelwright.errors import first_line
 from modelwright.recipe.schema import Recipe
+from modelwright.report.history import GPU_METRICS
 from modelwright.runs.folder import RunFolder, read_json, write_json
 from modelwright.runs.journal import Event, EventListener
 
 LOGGED_METRICS = (
     *("loss", "learning_rate", "grad_norm", "tokens_per_second", "samples_per_second", "mfu", "peak_memory_bytes"),
-    *("epoch", "gpu_utilization", "gpu_power_watts", "gpu_temperature"),
+    *("epoch", *GPU_METRICS),
 )
 """Fields of a step that are logged; of an evaluation, everything measured."""
 MAX_QUEUED_EVENTS = 10_000

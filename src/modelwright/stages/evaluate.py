@@ -255,10 +255,10 @@ def checkpoint_model(run: RunFolder, checkpoint: Path, folder: Path) -> None:
     if settings.trainable.lora and settings.trainable.untie_lm_head:
         trainable.untie_head(model)
     model = trainable.set_trainable(model, settings)
+    targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with explain_mismatch(checkpoint):
         for name, tensor in read_weights(checkpoint).items():
-            target = model.get_parameter(name) if name in dict(model.named_parameters()) else model.get_buffer(name)
-            target.data.copy_(tensor)
+            targets[name].data.copy_(tensor)
     model = trainable.merge_lora(model)
     save_model(model, tokenizer, dict(model.state_dict()), folder)
 

@@ -287,9 +287,8 @@ def build_engine(plan: StagePlan, stage: str, parts: StageParts, context: RunCon
         key = fp8_trial_key(plan, stage, parts, context)
         try:
             trial = run_fp8_trial(engine, choose_fp8_scalings(settings))
-        except (
-            Exception
-        ) as error:  # of several ranks one may fail alone; fp8 was not asked for, so the next start is bf16
+        except Exception as error:
+            # of several ranks one may fail alone; the recipe does not name fp8, so the next start is in bf16
             if settings.precision == "auto" and not isinstance(error, torch.OutOfMemoryError):
                 reason = f"bf16 instead of fp8: fp8 failed here ({first_line(error)[:160]})"
                 _save_trial(Fp8Trial(False, reason), key, context.folder.fp8_trial(stage))

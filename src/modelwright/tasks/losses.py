@@ -125,7 +125,7 @@ def fused_linear_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) ->
     compute_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     is_small = len(hidden) <= (LOSS_CHUNK if device == "cpu" else LOSS_CHUNK // 4)
     if is_small:
-        return summed_cross_entropy(F.linear(hidden, head), targets)
+        return _linear_cross_entropy(hidden, head, targets)
     if compute_dtype is torch.float16:
         # its gradients must be scaled before they are rounded, which only autograd does: backward computes logits again
         starts = range(0, len(hidden), LOSS_CHUNK)
