@@ -13,6 +13,7 @@ from modelwright.data.packing import cu_seqlens_from_positions
 from modelwright.errors import ModelError
 from modelwright.models import attention, pretrained
 from modelwright.models.attention import hidden_states
+from modelwright.models.prefix_sharing import shared_prefix_layout
 from zoo import build
 
 
@@ -112,3 +113,19 @@ def test_our_attention_refuses_what_it_does_not_compute(name: str, tmp_path: Pat
     attention.register_attention(model)
     with pytest.raises(ModelError, match=r"our attention has no (softcap|s_aux)|does not pass its sliding window on"):
         model(input_ids=torch.arange(3, 30)[None])
+
+
+@pytest.mark.parametrize(
+    "segments", [[[0, 0, 0, 1, 1, 2, 3, 3]], [[0, 0, 1, 2, 2], [0, 0, 0, 0, 1]], [[1, 1, 1]]], ids=str
+)
+def test_the_gradient_of_gathered_keys_is_that_of_index_select(segments: list[list[int]]) -> None:
+    layout = shared_prefix_layout(torch.tensor(segments))
+    tokens = torch.tensor(segments).numel()
+    flat = torch.randn(tokens, 2, 3, dtype=torch.float64, requires_grad=True)
+    upstream = torch.randn(len(layout.kv_index), 2, 3, dtype=torch.float64)
+    uses = layout.first_use, layout.later_uses, layout.prefix_number
+    gathered = attention._GatherKeys.apply(flat, layout.kv_index, *uses)
+    expected = flat.index_select(0, layout.kv_index)
+    assert torch.equal(gathered, expected)
+    (grad,) = torch.autograd.grad(gathered, flat, upstream)
+    torch.testing.assert_close(grad, torch.autograd.grad(expected, flat, upstream)[0])

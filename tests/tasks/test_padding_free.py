@@ -78,21 +78,22 @@ def test_pairs_end_to_end_have_the_loss_and_the_gradients_of_padded_pairs() -> N
         model.set_attn_implementation("sdpa")
 
 
+@pytest.mark.parametrize("prefix", [0, 300])
 @pytest.mark.parametrize("rows", [4, 32])
-def test_micro_batches_have_few_sizes_and_little_padding(rows: int) -> None:
+def test_micro_batches_have_few_sizes_and_little_padding(rows: int, prefix: int) -> None:
     rng = np.random.default_rng(1)
     answers = rng.gamma(4, 30, 4000).astype(int) + 2
     lengths = np.minimum(512, answers + rng.integers(40, 160, 4000))
-    shapes = batch_shapes(lengths.tolist(), answers.tolist(), rows)
+    shapes = batch_shapes((lengths + prefix).tolist(), answers.tolist(), rows, prefix)
     batches = [rng.integers(0, 4000, rows) for _ in range(700)]
-    sizes = [shapes.size(int(lengths[batch].sum()), int(answers[batch].sum())) for batch in batches]
+    sizes = [shapes.size(prefix + int(lengths[batch].sum()), int(answers[batch].sum())) for batch in batches]
     counts = {size: sizes.count(size) for size in sizes}
     captured = sorted(counts.values(), reverse=True)[:12]
     assert sum(captured) >= 0.97 * len(sizes)
     tokens, targets = (sum(int(each[batch].sum()) for batch in batches) for each in (lengths, answers))
-    assert sum(size for size, _ in sizes) <= (1.05 if rows == 32 else 1.10) * tokens
+    assert sum(size for size, _ in sizes) <= (1.05 if rows == 32 else 1.10) * (tokens + prefix * len(batches))
     assert all(size > lengths[batch].sum() for (size, _), batch in zip(sizes, batches, strict=True))
-    assert targets <= sum(count for _, count in sizes) <= 1.25 * targets
+    assert targets <= sum(count for _, count in sizes) <= (1.35 if prefix else 1.25) * targets
 
 
 @pytest.mark.parametrize("share_prefix", [False, True])

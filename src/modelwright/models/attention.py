@@ -8,7 +8,7 @@ SFT of a 3 B model with rows packed to 4096: 90 instead of 47 rows/s with a mask
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -237,8 +237,26 @@ class SharedPrefixLayout(NamedTuple):
     """[keys] int64, index in the flattened rows of each key of each document."""
     cu_seqlens_qk: Tensor
     """[2, documents + 1] int32, cu_seqlens of queries and of keys."""
+    first_use: Tensor
+    """[tokens] int64, the first key of each token."""
+    later_uses: Tensor
+    """[prefix tokens, later documents] int64, the further keys of each token of a prefix; -1 for none."""
+    prefix_number: Tensor
+    """[tokens] int64, the row of each token in later_uses; -1 for none."""
     max_seqlen_k: int | None = None
     """Keys of the longest document; the row length if None."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields that are inputs of a micro-batch."""
+        return {name: each for name, each in self._asdict().items() if isinstance(each, Tensor)}
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], max_seqlen_k: int | None = None) -> SharedPrefixLayout:
+        """The layout of such inputs."""
+        fields = (tensors[name] for name in cls._fields if name != "max_seqlen_k")
+        kv_index, cu_seqlens_qk, first_use, later_uses, prefix_number = fields
+        return cls(kv_index, cu_seqlens_qk, first_use, later_uses, prefix_number, max_seqlen_k)
 
 
 class FlatLayout(NamedTuple):
@@ -277,7 +295,10 @@ def varlen_kwargs(cu_seqlens: Layout, length: int) -> dict[str, Any]:
         return {f"unshare_{name}": each for name, each in cu_seqlens._asdict().items()}
     if isinstance(cu_seqlens, SharedPrefixLayout):
         query_kwargs = varlen_kwargs(cu_seqlens.cu_seqlens_qk[0], cu_seqlens.max_seqlen_k or length)
-        return {**query_kwargs, "cu_seq_lens_k": cu_seqlens.cu_seqlens_qk[1], "kv_index": cu_seqlens.kv_index}
+        for dimension in (0, 1):  # another prefix or number of documents must not recompile a layer
+            torch._dynamo.maybe_mark_dynamic(cu_seqlens.later_uses, dimension)
+        uses = (cu_seqlens.kv_index, cu_seqlens.first_use, cu_seqlens.later_uses, cu_seqlens.prefix_number)
+        return {**query_kwargs, "cu_seq_lens_k": cu_seqlens.cu_seqlens_qk[1], "kv_uses": uses}
     # another number of documents must not recompile a layer: 17 CPU-seconds with LoRA in fp8
     torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
     return {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens, "max_length_q": length, "max_length_k": length}
@@ -311,12 +332,11 @@ def attention_forward(
     cu_seqlens: Tensor | None = kwargs.get("cu_seq_lens_q")
     window: int | None = kwargs.get("sliding_window")
     window = window if window is not None and window < min(length, max_seqlen) else None
-    kv_index: Tensor | None = kwargs.get("kv_index")
-    if kv_index is not None:
+    if kv_uses := kwargs.get("kv_uses"):
         assert cu_seqlens is not None
         cu_seqlens_qk = (cu_seqlens, kwargs["cu_seq_lens_k"])
-        gathered_key = _flatten_rows(key).index_select(0, kv_index)
-        qkv = (query, gathered_key, _flatten_rows(value).index_select(0, kv_index))
+        gathered_key, gathered_value = (_GatherKeys.apply(_flatten_rows(each), *kv_uses) for each in (key, value))  # type: ignore[no-untyped-call]
+        qkv = (query, gathered_key, gathered_value)
         if not query.is_cuda:
             return _varlen_cpu(qkv, cu_seqlens_qk, window, scaling), None
         return _varlen(qkv, cu_seqlens_qk, max_seqlen, window, scaling), None
@@ -479,6 +499,25 @@ def reshare_prefix(x: Tensor, layout: UnsharedLayout, rows: int) -> Tensor:
     heads, depth = x.shape[1], x.shape[3]
     gathered: Tensor = _ResharePrefix.apply(_flatten_rows(x), layout.scatter_index[0], layout.first_use)  # type: ignore[no-untyped-call]
     return gathered.view(rows, -1, heads, depth)
+
+
+class _GatherKeys(torch.autograd.Function):
+    """Keys or values of documents with a shared prefix; the backward gathers and sums, since adding at an index is slow
+    where it is deterministic."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, flat: Tensor, kv_index: Tensor, first_use: Tensor, later_uses: Tensor, prefix_number: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(first_use, later_uses, prefix_number)
+        return flat.index_select(0, kv_index)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        first_use, later_uses, prefix_number = ctx.saved_tensors
+        later = _gather_or_zero(gradient, later_uses.flatten()).view(*later_uses.shape, *gradient.shape[1:]).sum(1)
+        total = gradient.index_select(0, first_use) + _gather_or_zero(later, prefix_number)
+        return total, None, None, None, None
 
 
 class _UnsharePrefix(torch.autograd.Function):

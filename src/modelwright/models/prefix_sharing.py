@@ -90,19 +90,30 @@ def shared_prefix_layout(segment_ids: Tensor) -> SharedPrefixLayout:
 
     segment_ids: [rows, length] int64, in each row the prefix and then one continuation after the other.
     """
-    length = segment_ids.shape[1]
+    length, tokens = segment_ids.shape[1], segment_ids.numel()
     kv_index: list[np.ndarray[Any, Any]] = []
+    later_uses: list[np.ndarray[Any, Any]] = []
+    first_use, prefix_number = np.zeros(tokens, np.int64), np.full(tokens, -1)
     query_ends, key_ends = [0], [0]
-    for first, row_segments in zip(range(0, segment_ids.numel(), length), segment_ids.numpy(), strict=True):
+    for first, row_segments in zip(range(0, tokens, length), segment_ids.numpy(), strict=True):
         edges = [*(np.flatnonzero(np.diff(row_segments)) + 1).tolist(), length]
+        copies: list[int] = []
         for start, stop in pairwise([0, *(edges[1:] or edges)]):
             prefix_length = edges[0] if start else 0
+            copies += [key_ends[-1]] if start else []
             kv_index += [np.arange(first, first + prefix_length), np.arange(first + start, first + stop)]
             query_ends.append(first + stop)
             key_ends.append(key_ends[-1] + prefix_length + stop - start)
+            first_use[first + start : first + stop] = np.arange(key_ends[-1] - stop + start, key_ends[-1])
+        if copies:
+            prefix_number[first : first + edges[0]] = sum(map(len, later_uses)) + np.arange(edges[0])
+            later_uses.append(np.arange(edges[0])[:, None] + copies)
+    uses = np.full((max(1, sum(map(len, later_uses))), max((each.shape[1] for each in later_uses), default=1)), -1)
+    for each, begin in zip(later_uses, np.cumsum([0, *map(len, later_uses)]), strict=False):
+        uses[begin : begin + len(each), : each.shape[1]] = each
     cu_seqlens_qk = torch.tensor([query_ends, key_ends], dtype=torch.int32)
-    max_seqlen_k = int(np.diff(key_ends).max())
-    return SharedPrefixLayout(torch.from_numpy(np.concatenate(kv_index)), cu_seqlens_qk, max_seqlen_k)
+    keys, *others = map(torch.from_numpy, (np.concatenate(kv_index), first_use, uses, prefix_number))
+    return SharedPrefixLayout(keys, cu_seqlens_qk, others[0], others[1], others[2], int(np.diff(key_ends).max()))
 
 
 def supports_layout(

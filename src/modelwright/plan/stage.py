@@ -210,12 +210,16 @@ TOKEN_MULTIPLE, TARGET_MULTIPLE = 64, 16
 USUAL_SHAPES, DRAWN_BATCHES = 8, 512
 
 
-def batch_shapes(lengths: Sequence[int], targets: Sequence[int], rows: int) -> BatchShapes:
-    """The sizes for micro-batches of so many rows, from batches drawn among rows of these lengths and targets."""
+def batch_shapes(lengths: Sequence[int], targets: Sequence[int], rows: int, prefix_length: int = 0) -> BatchShapes:
+    """The sizes for micro-batches of so many rows, from batches drawn among rows of these lengths and targets.
+
+    prefix_length: tokens that the rows share, and that a micro-batch has once.
+    """
     import numpy as np
 
     chosen = draw_rows(len(lengths), rows)
     tokens, trained = (np.asarray(each)[chosen].sum(1) for each in (lengths, targets))
+    tokens = tokens - (rows - 1) * prefix_length
     low, high = np.quantile(tokens, [0.005, 0.995])
     multiple = TOKEN_MULTIPLE * max(1, math.ceil((high - low) / USUAL_SHAPES / TOKEN_MULTIPLE))
     rounded = np.ceil((tokens + 1) / multiple) * multiple

@@ -253,10 +253,12 @@ def has_next_token(positions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def to_varlen(batch: MicroBatch) -> MicroBatch:
-    """The same batch for varlen attention (kv_index, cu_seqlens_qk) instead of a mask."""
+    """The same batch for varlen attention (the tensors of a layout) instead of a mask."""
     inputs = dict(batch.inputs)
-    kv_index, cu_seqlens_qk, _ = shared_prefix_layout(inputs.pop("segment_ids"))
-    return replace(batch, inputs={**inputs, "kv_index": kv_index, "cu_seqlens_qk": cu_seqlens_qk})
+    layout = shared_prefix_layout(inputs.pop("segment_ids"))._asdict()
+    return replace(
+        batch, inputs={**inputs, **{name: each for name, each in layout.items() if isinstance(each, Tensor)}}
+    )
 
 
 def cache_index_of(

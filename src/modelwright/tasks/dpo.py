@@ -312,7 +312,7 @@ def layout_from_inputs(inputs: dict[str, Tensor]) -> UnsharedLayout | SharedPref
     """The varlen layout of a batch, if it has one."""
     if "gather_index" in inputs:
         return UnsharedLayout(*(inputs[name] for name in UnsharedLayout._fields))
-    return SharedPrefixLayout(inputs["kv_index"], inputs["cu_seqlens_qk"]) if "kv_index" in inputs else None
+    return SharedPrefixLayout.of(inputs) if "kv_index" in inputs else None
 
 
 def with_layout(

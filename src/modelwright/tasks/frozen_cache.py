@@ -120,8 +120,9 @@ class HiddenStateCache:
         micro_batch = collate_rows(block.rows, self.examples, self.prefix_length, self._row_multiple)
         inputs, layout = micro_batch.inputs_on(self._device), None
         if self._use_varlen_prefix:
-            kv_index, cu_seqlens_qk, max_seqlen_k = shared_prefix_layout(micro_batch.inputs["segment_ids"])
-            layout = SharedPrefixLayout(kv_index.to(self._device), cu_seqlens_qk.to(self._device), max_seqlen_k)
+            on_cpu = shared_prefix_layout(micro_batch.inputs["segment_ids"])
+            tensors = {name: each.to(self._device) for name, each in on_cpu.tensors.items()}
+            layout = SharedPrefixLayout.of(tensors, on_cpu.max_seqlen_k)
         segment_ids = None if self._use_varlen_prefix else inputs.get("segment_ids")
         states = self.frozen_layers.forward_frozen(inputs["tokens"], inputs["positions"], segment_ids, layout)
         source_index, target_index, offset = [], [], 0

@@ -72,7 +72,7 @@ class SftLoss(nn.Module):
     ) -> Tensor:
         """tokens, positions: [rows, length] int64; loss_positions: [count], flat indices whose next token is trained.
 
-        segment_ids: [rows, length], for a mask after a shared prefix; prefix_layout: kv_index and cu_seqlens_qk, for
+        segment_ids: [rows, length], for a mask after a shared prefix; prefix_layout: the fields of a layout, for
         varlen attention instead; cu_seqlens: [count + 1] int32, starts of packed examples in the flattened rows. The
         frozen layers' outputs come from `states`, [rows, length, width], or from the cache by `cache_index`.
         attention_mask: [rows, length], the tokens that a router's load-balancing loss counts. targets: [count], the
@@ -85,7 +85,7 @@ class SftLoss(nn.Module):
         if cu_seqlens is not None and self.max_seqlen is not None:
             layout = FlatLayout(cu_seqlens, self.max_seqlen)
         if prefix_layout:
-            layout = SharedPrefixLayout(prefix_layout["kv_index"], prefix_layout["cu_seqlens_qk"])
+            layout = SharedPrefixLayout.of(prefix_layout)
         if states is not None:
             assert self.cache is not None and not isinstance(layout, FlatLayout | UnsharedLayout)
             hidden, outputs = self.cache.frozen_layers.forward_rest(states, positions, segment_ids, layout), None
@@ -171,7 +171,7 @@ class SftTask(MixtureTask):
         if len(numbers) not in self._shapes:
             count = len(self.train_set.rows)
             trained = self.lengths[:count] or self.lengths, self._target_counts[:count] or self._target_counts
-            self._shapes[len(numbers)] = batch_shapes(*trained, len(numbers))
+            self._shapes[len(numbers)] = batch_shapes(*trained, len(numbers), self.prefix_length)
         tokens = sum(self.lengths[number] for number in numbers) - (len(numbers) - 1) * self.prefix_length
         size = self._shapes[len(numbers)].size(tokens, sum(self._target_counts[number] for number in numbers))
         if self.prefix_length:
