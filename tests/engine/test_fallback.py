@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from modelwright.engine.fallback import RECOMPILE_LIMIT, TOKENS_HINT, CompiledLayers, is_compiler_error
+from modelwright.engine.fallback import RECOMPILE_LIMIT, CompiledLayers, is_compiler_error
 from modelwright.errors import UsageError
-from modelwright.models import attention
-from modelwright.models.attention import hidden_states
 from modelwright.plan.hardware import DeviceInfo
 from modelwright.plan.stage import plan_stage
 from modelwright.recipe.load import load
@@ -209,31 +207,64 @@ def test_a_cache_that_cannot_be_read_is_reported_once_and_without_a_traceback() 
     assert handler.lines == ["something else"]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_compiled_kernels_do_not_depend_on_the_length_seen_first(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rule 8: a resumed run sees other lengths first than the run that was not killed."""
-    sizes = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
-             "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}  # fmt: skip
-    if name == "gemma3_text":
-        sizes |= {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes))
-    attention.register_attention(model)
-    graphs: list[tuple[str, set[int]]] = []
+def test_a_resumed_run_compiles_on_the_shapes_that_the_first_one_compiled_on(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule 8: kernels depend on the shapes that torch sees first; a resumed run sees others, unless it looks back."""
+    trained: list[list[torch.Size]] = []
+    forward = SftLoss.forward
 
-    def compile_fx(graph: Any, inputs: list[Any], **options: Any) -> Any:
-        examples = [node.meta.get("example_value") for node in graph.graph.nodes]
-        symbols = (size for each in examples for size in getattr(each, "shape", ()) if isinstance(size, torch.SymInt))
-        graphs.append((graph.code, set(next(symbols).node.shape_env.var_to_hint_override.values())))
-        return graph.forward
+    def record_shapes(self: SftLoss, tokens: torch.Tensor, *others: Any, **kwargs: Any) -> torch.Tensor:
+        if self.training:
+            trained[-1].append(tokens.shape)
+        return forward(self, tokens, *others, **kwargs)
 
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
-    in_order: list[list[tuple[str, set[int]]]] = []
-    for lengths in ((40, 72, 56), (56, 40, 72)):
-        CompiledLayers(list(model.model.layers), lambda line: None, varying_length=True)
-        for length in lengths:
-            hidden_states(model, torch.randint(3, 300, (1, length)), torch.arange(length)[None])
-        in_order.append(graphs[:])
-        graphs.clear()
-    assert in_order[0] == in_order[1]
-    assert len(in_order[0]) == (2 if name == "gemma3_text" else 1)
-    assert all(hints == {TOKENS_HINT} for _, hints in in_order[0])
+    monkeypatch.setattr(SftLoss, "forward", record_shapes)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: None)  # shapes do not need it
+    settings = {**BRIEF, "torch_compile": True, "max_steps": 6, "save_steps": 3, "max_length": 128}
+    recipe = tiny_recipe(tmp_path, model_folder, **settings)
+    for name in ("whole", "resumed"):
+        if name == "resumed":
+            shutil.rmtree(tmp_path / "run/stages/sft/checkpoints/step-00000006")
+            for done in (tmp_path / "run/stages/sft").glob("*.json"):
+                done.unlink()
+        trained.append([])
+        pipeline.run(load(recipe, environ={}), lambda event: None)
+    whole, resumed = trained
+    assert whole[:2] == resumed[:2]
+    assert whole[0] != whole[1]
+    assert whole[2] == whole[3] == whole[0], "the check of the gradients, and the first step"
+    assert len(whole) == 3 + 6
+    assert len(resumed) == 3 + 3
+
+
+class Doubled(torch.autograd.Function):
+    """The right output with a wrong gradient, as from a kernel with a race."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_a_model_whose_compiled_gradients_are_wrong_is_trained_eagerly(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_wrong: bool
+) -> None:
+    eager = run(tmp_path / "eager", model_folder)
+
+    def compile_layer(layer: Any) -> None:
+        def call(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return layer._call_impl(Doubled.apply(hidden) if is_wrong else hidden, *args, **kwargs)
+
+        layer.__dict__["_compiled_call_impl"] = call
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_layer)
+    compiled = run(tmp_path / "compiled", model_folder, torch_compile=True)
+    assert compiled == eager
+    reasons = [event["reason"] for event in events_of(tmp_path / "compiled/run", "plan_revised")]
+    wrong = "torch.compile gives wrong gradients for this model (100% off); running eagerly: slower, correct"
+    assert reasons == ([wrong] if is_wrong else [])

@@ -6,15 +6,15 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
 
 import torch
 import xxhash
-from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from modelwright.models import trainable
 from modelwright.runs.caches import (
@@ -27,8 +27,12 @@ from modelwright.runs.caches import (
 
 RECOMPILE_LIMIT = 32
 """Compiled variants per layer: train and eval, one row or several, static or dynamic length."""
-TOKENS_HINT = 8192
-"""Tokens of a micro-batch that compiled kernels are made for where the number varies; any number runs."""
+MAX_HEAD_DIM = 256
+"""Numbers that a compiled kernel sums at once, in registers."""
+MAX_CHECKED_KINDS = 8
+"""Kinds of layers, such as with a sliding window and without, whose gradients are compared with the eager ones."""
+MAX_GRADIENT_GAP = 0.25
+"""Rounding in bf16 makes 0.03; a wrong kernel made 0.5 and more."""
 CHECKED_CACHES: set[Path] = set()
 """Compile caches this process has checked for truncated files."""
 COMPILER_MODULES = ("torch._dynamo", "torch._inductor", "triton")
@@ -64,15 +68,11 @@ class CompileCacheLogFilter(logging.Filter):
 
 
 class CompiledLayers:
-    """The compiled layers of a module, and the fallback when compilation fails.
-
-    varying_length: every micro-batch is one row [1, tokens, hidden] of another length.
-    """
+    """The compiled layers of a module, and the fallback when compilation fails."""
 
     def __init__(
-        self, layers: list[nn.Module], log: Callable[[str], None], enabled: bool = True, deterministic: bool = True,
-        varying_length: bool = False,
-    ) -> None:  # fmt: skip
+        self, layers: list[nn.Module], log: Callable[[str], None], enabled: bool = True, deterministic: bool = True
+    ) -> None:
         _uncompile(layers)
         self._layers, self._failures = layers if enabled else [], 0
         if torch.cuda.is_available():  # our own Triton kernels are cached there too
@@ -85,15 +85,13 @@ class CompiledLayers:
             # hit the recompile limit (8) and run eagerly without a message
             torch._dynamo.reset()
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-            torch.compiler.config.cache_key_tag = _custom_op_hash()
+            torch.compiler.config.cache_key_tag = _code_hash()
             # otherwise reductions are split, and matmuls padded, as was fastest in this process
             inductor_config.deterministic = deterministic
+            _reduce_heads_in_registers()
             detect_dead_compile_workers()
         for layer in self._layers:
             layer.compile()
-            if varying_length:
-                compiled: Any = layer._compiled_call_impl
-                layer.__dict__["_compiled_call_impl"] = partial(_call_dynamic, compiled)
 
     def fallback_for(self, error: Exception) -> str | None:
         """First retry with a fresh compile cache, then run eagerly; describes what was done."""
@@ -109,23 +107,97 @@ class CompiledLayers:
         self._layers = []
         return f"torch.compile failed again ({_error_summary(error)}); running eagerly: slower, same results"
 
+    def run_eagerly_if_wrong(self, run: Callable[[], object], context: Callable[[], Any]) -> str | None:
+        """Compare one layer of each kind, compiled and eager, on the inputs that it is given in `run`.
 
-def _call_dynamic(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a compiled layer whose kernels do not depend on the length that it was first called with.
+        Run the layers eagerly if a compiled one gives other gradients; describes what was done. Not with FSDP.
+        """
+        if not self._layers or any(isinstance(layer, FSDPModule) for layer in self._layers):
+            return None
+        compiled = [layer.__dict__["_compiled_call_impl"] for layer in self._layers]
+        kinds = {_layer_kind(layer): layer for layer in reversed(self._layers)}  # the first of each
+        calls: dict[nn.Module, tuple[Any, Any]] = {}
+        hooks = [
+            layer.register_forward_pre_hook(lambda module, *call: calls.setdefault(module, call), with_kwargs=True)
+            for layer in list(kinds.values())[-MAX_CHECKED_KINDS:]
+        ]
+        _uncompile(self._layers)
+        with torch.no_grad(), context():
+            run()
+        for hook in hooks:
+            hook.remove()
+        for layer, call in zip(self._layers, compiled, strict=True):
+            layer.__dict__["_compiled_call_impl"] = call
+        gap = max((_gradient_gap(layer, *call, context) for layer, call in calls.items()), default=0.0)
+        if gap <= MAX_GRADIENT_GAP:
+            return None
+        _uncompile(self._layers)
+        self._layers = []
+        return f"torch.compile gives wrong gradients for this model ({gap:.0%} off); running eagerly: slower, correct"
 
-    By default torch compiles the first length alone, then makes kernels for any with the second in mind: a resumed run
-    sees other lengths first, and would split its reductions otherwise.
+
+def _layer_kind(layer: nn.Module) -> tuple[Any, ...]:
+    """The settings of a layer and its modules but its number: layers that are equal in these compute the same."""
+    return tuple(
+        (name, key, value)
+        for name, module in layer.named_modules()
+        for key, value in sorted(vars(module).items())
+        if isinstance(value, bool | int | float | str) and key != "layer_idx"
+    )
+
+
+def _gradient_gap(layer: nn.Module, args: Any, kwargs: Any, context: Callable[[], Any]) -> float:
+    """Largest difference between the gradients of a layer, compiled and eager, relative to the largest of its tensor,
+    or to a hundredth of the largest of all."""
+    weights = [weight for weight in layer.parameters() if weight.requires_grad]
+
+    def gradients(call: Callable[..., Any]) -> list[Tensor]:
+        leaves = [each.detach().requires_grad_() if _is_hidden(each) else each for each in args]
+        named = {name: each.detach().requires_grad_() if _is_hidden(each) else each for name, each in kwargs.items()}
+        inputs = [each for each in (*leaves, *named.values()) if _is_hidden(each)]
+        torch.manual_seed(0)  # dropout
+        with context():
+            output = call(*leaves, **named)
+            hidden = output[0] if isinstance(output, tuple) else output
+            loss = (hidden.float() * torch.linspace(-1, 1, hidden.shape[-1], device=hidden.device)).square().mean()
+        return list(torch.autograd.grad(loss, [*weights, *inputs]))
+
+    expected, actual = gradients(layer._call_impl), gradients(layer)
+    floor = 0.01 * max(float(each.abs().max()) for each in expected)
+    gaps = ((one.float() - other.float()).abs().max() for one, other in zip(expected, actual, strict=True))
+    scales = (max(float(each.abs().max()), floor, 1e-30) for each in expected)
+    return max(float(gap) / scale for gap, scale in zip(gaps, scales, strict=True))
+
+
+def _is_hidden(value: Any) -> bool:
+    """Whether an argument of a layer is its hidden states."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3
+
+
+def _reduce_heads_in_registers() -> None:
+    """Let inductor reduce a head at once, not in loops.
+
+    The second loop of such a kernel reads what other threads wrote in the first, without a barrier: the gradients of
+    Gemma 3's queries were wrong, and others in each run (torch 2.11, H200, 2026-11-18).
     """
-    for tensor in tree_leaves((args, kwargs)):
-        if isinstance(tensor, torch.Tensor) and tensor.dim() in (2, 3) and tensor.shape[1] > 1:
-            torch._dynamo.mark_dynamic(tensor, 1, hint_override=TOKENS_HINT)
-    return compiled(*args, **kwargs)
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.virtualized import V
+
+    class Choices(InductorChoices):
+        @staticmethod
+        def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
+            if V.graph.sizevars.statically_known_leq(features.reduction_numel, MAX_HEAD_DIM):
+                return True
+            return InductorChoices.should_use_persistent_reduction(features, cooperative_reduction)
+
+    V.set_choices_handler(Choices())
 
 
 @cache
-def _custom_op_hash() -> str:
-    """Hash of our custom ops: the compile cache keys them by name only."""
-    return f"modelwright {xxhash.xxh3_64_hexdigest(Path(trainable.__file__).read_bytes())}"
+def _code_hash() -> str:
+    """Hash of what the compile cache does not know: our custom ops, which it keys by name, and our choices."""
+    code = b"".join(Path(file).read_bytes() for file in (trainable.__file__, __file__))
+    return f"modelwright {xxhash.xxh3_64_hexdigest(code)}"
 
 
 def _uncompile(layers: list[nn.Module]) -> None:

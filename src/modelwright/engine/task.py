@@ -23,6 +23,11 @@ class MicroBatch:
     tokens: int
     """Tokens (or images) without padding."""
 
+    @property
+    def shapes(self) -> list[torch.Size]:
+        """Shapes of the tokens or images, not of the numbers that describe them."""
+        return [tensor.shape for tensor in self.inputs.values() if tensor.dim() > 1]
+
     def inputs_on(self, device: torch.device) -> dict[str, Tensor]:
         """The inputs on a device, or being copied there."""
         return {name: to_device(tensor, device) for name, tensor in self.inputs.items()}

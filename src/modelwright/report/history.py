@@ -32,8 +32,8 @@ TIME_CATEGORIES = {
 }
 """Every category of time, in order; as in Google's ml-goodput-measurement, with more parts of a start and an end."""
 SPANS = {"load data": "data", "tokenize": "data", "prepare": "data", "load tokenizer": "model", "load model": "model",
-         "init": "model", "precompute": "precompute", "final model": "final_model", "answers": "answers",
-         "evaluate": "evaluation"}  # fmt: skip
+         "init": "model", "compile": "compile", "precompute": "precompute", "final model": "final_model",
+         "answers": "answers", "evaluate": "evaluation"}  # fmt: skip
 """The category of each span in the journal."""
 STAGE_NAME = re.compile(r"[\w-]{1,64}", re.ASCII)
 EVENT_CATEGORIES = {"evaluation": "evaluation", "evaluating": "evaluation", "verdict": "gate", "done": "gate"}

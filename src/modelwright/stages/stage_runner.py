@@ -114,6 +114,9 @@ class StageRunner:
     def run(self) -> dict[str, float | None]:
         """Train to the end, or until a signal asks to stop; returns the metrics."""
         with explain_out_of_memory(lambda: self.engine.plan, self.stage, self.parts, self.context):
+            if self.engine.must_compile:
+                with self.context.span("compile", self.stage):
+                    self.engine.compile_layers()
             if self.task.held_out_rows and (self.evaluation_pending or not self.eval_history.records):
                 self._evaluate()
             steps, batch = self.engine.plan.steps, self.engine.plan.global_batch_size
