@@ -121,6 +121,7 @@ EXACT = "ours, fp32 weights and autocast"
 """The variant that the losses of the others are compared with."""
 COMPILED = {"precision": "bf16", "torch_compile": True}
 HALF_MEAN = {**COMPILED, "exp_avg_dtype": "bf16"}
+FASTEST = {"deterministic": False}
 SELECTIVE, FULL = ({"gradient_checkpointing": how} for how in ("selective", True))
 CHECKPOINTED = {"bf16": True, "gradient_checkpointing": True}
 TITAN_FP8 = {"model.converters": ["quantize.linear.float8"], "quantize.linear.float8.filter_fqns": ["output"]}
@@ -178,6 +179,7 @@ VARIANTS = {
     ),
     "0.5b": (
         Variant("ours, bf16", COMPILED),
+        Variant("ours, bf16, deterministic: false", {**COMPILED, **FASTEST}, optional=True),
         Variant("ours, bf16, mean in bf16", HALF_MEAN),
         Variant("ours, bf16, not recorded", {**COMPILED, "cuda_graphs": "never"}),
         Variant("ours, bf16, selective checkpointing", {**COMPILED, **SELECTIVE}, optional=True),
@@ -197,6 +199,8 @@ VARIANTS = {
     ),
     "6b": (
         Variant("ours, bf16", HALF_MEAN),
+        Variant("ours, bf16, deterministic: false", {**HALF_MEAN, **FASTEST}, optional=True),
+        Variant("ours, fp8, deterministic: false", {**HALF_MEAN, **FASTEST, "precision": "fp8"}, optional=True),
         Variant("ours, bf16, selective checkpointing", {**HALF_MEAN, **SELECTIVE}, optional=True),
         Variant("ours, bf16, full checkpointing", {**HALF_MEAN, **FULL}, optional=True),
         Variant("ours, fp8", {**HALF_MEAN, "precision": "fp8"}),
@@ -211,6 +215,7 @@ VARIANTS = {
     ),
     "lora": (
         Variant("ours, bf16", COMPILED),
+        Variant("ours, bf16, deterministic: false", {**COMPILED, **FASTEST}, optional=True),
         Variant("ours, bf16, selective checkpointing", {**COMPILED, **SELECTIVE}, optional=True),
         Variant("ours, bf16, full checkpointing", {**COMPILED, **FULL}, optional=True),
         Variant("ours, fp8", {**COMPILED, "precision": "fp8"}),
@@ -220,6 +225,7 @@ VARIANTS = {
     ),
     "sft": (
         Variant("ours, bf16", COMPILED),
+        Variant("ours, bf16, deterministic: false", {**COMPILED, **FASTEST}),
         Variant("ours, bf16, not compiled", {"precision": "bf16"}),
         Variant("ours, bf16, packed, nothing shared", {**COMPILED, **PACKED, "share_prefix": False}),
         Variant("TRL, bf16, liger", peer=LIGER),
@@ -234,6 +240,7 @@ VARIANTS = {
     ),
     "dpo": (
         Variant("ours, bf16", {"torch_compile": True}),
+        Variant("ours, bf16, deterministic: false", {"torch_compile": True, **FASTEST}),
         Variant("TRL, bf16", peer={"precompute_ref_log_probs": True}),
         Variant("TRL with a second model, bf16", peer={"precompute_ref_log_probs": False}),
         Variant("ours not compiled, bf16"),
