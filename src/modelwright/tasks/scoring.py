@@ -33,13 +33,14 @@ Metrics = dict[str, float | None]
 def score_texts(model: Any, encoder: DocumentTokenizer, texts: Sequence[str], max_length: int) -> Metrics:
     """Loss, perplexity and bits per byte of documents; long ones are split."""
     chunks: list[TokenizedRow] = []
+    all_tokens, text_bytes = 0, sum(len(text.encode()) for text in texts)
     for text in texts:
         tokens = encoder.encode_batch([text]).tokens.astype(np.int32)
+        all_tokens += len(tokens)
         token_chunks = [tokens[start : start + max_length] for start in range(0, len(tokens), max_length)]
         chunks += [TokenizedRow(chunk, np.ones(len(chunk), dtype=np.bool_)) for chunk in token_chunks if len(chunk) > 1]
     chunks.sort(key=len)
     nll_sum, token_count = 0.0, 0
-    all_tokens, text_bytes = sum(map(len, chunks)), sum(len(text.encode()) for text in texts)
     for start in range(0, len(chunks), SCORING_BATCH):
         micro_batch = collate_examples([[chunk] for chunk in chunks[start : start + SCORING_BATCH]])
         nll_sum -= float(_next_token_logps(model, micro_batch.inputs).sum())
