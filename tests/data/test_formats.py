@@ -179,6 +179,7 @@ SFT = [
     Case("weight.jsonl", rows({**ONE, "weight": 0.3}), "'weight' is not used .* {weight: ignore}"),
     Case("turn_weight.jsonl", rows({"messages": [QA[0], {**QA[1], "weight": 0}]}), "every answer has weight 0"),
     Case("turn_train.jsonl", rows({"messages": [QA[0], {**QA[1], "train": False}]}), "every answer has .* train"),
+    Case("trained_user.jsonl", rows({"messages": [{**QA[0], "train": True}, QA[1]]}), "only answers of the assistant"),
     Case("half_weight.jsonl", rows({"messages": [QA[0], {**QA[1], "weight": 0.5}]}), "a turn has weight 0.5"),
     Case("choices.jsonl", rows({"question": Q, "choices": ["barn", "tree"], "answer": "A"}), "'choices' is not used"),
     Case("label.jsonl", rows({"messages": QA, "label": "good"}), "'label' is not used .* {label: ignore}"),

@@ -300,6 +300,8 @@ def normalize_message(turn: Any) -> Message:
     for key in sorted(turn.keys() - MESSAGE_KEYS - {*untrained}):
         if turn[key] is not None and turn[key] not in (1, True, [], {}, ""):
             raise RowError(f"a turn has {key} {str(turn[key])[:40]}, which is not used; leave it out of the messages")
+    if role != "assistant" and True in (turn.get("train"), turn.get("training")):
+        raise RowError(f"a turn of the {role} has train: true, and only answers of the assistant are trained")
     message: Message = {"role": role, "content": content or ""}
     message |= {key: turn[key] for key in ("name", "tool_call_id", "reasoning_content") if turn.get(key)}
     if untrained and role == "assistant":
