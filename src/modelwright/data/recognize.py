@@ -317,10 +317,10 @@ def normalize_message(turn: Any) -> Message:
 
 def _one_value(turn: Mapping[str, Any], *keys: str) -> Any:
     """The value of the first of the keys that has one, if no other key has another; `text` alone is no content."""
-    found = [key for key in keys if turn.get(key) is not None]
-    if other := next((key for key in found if turn[key] != turn[found[0]]), None):
-        raise RowError(f"a turn has {found[0]} and {other}, which differ; leave one of them out")
-    return turn[found[0]] if found and found[0] != "text" else None
+    present = [key for key in keys if turn.get(key) is not None]
+    if other := next((key for key in present if turn[key] != turn[present[0]]), None):
+        raise RowError(f"a turn has {present[0]} and {other}, which differ; leave one of them out")
+    return turn[present[0]] if present and present[0] != "text" else None
 
 
 def _role_word(turn: Any) -> str:
