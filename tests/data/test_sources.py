@@ -122,12 +122,14 @@ def test_a_folder_trains_on_no_test_file_and_says_what_it_does_not_read(tmp_path
     for number, name in enumerate(("data.jsonl", "test-00000-of-00001.jsonl", "Valid.jsonl", "more/x.jsonl")):
         write_lines(folder / name, [json.dumps(ROWS[number % 4])])
     write_lines(folder / "old.jsonl.bz2", ["packed"])
+    write_lines(folder / "trainer.jsonl", [])
     assert values(read(folder)) == ROWS[:1]
     [note] = notes_on_files(str(folder), tmp_path)
     assert note == "not read in rows: Valid.jsonl, more/, old.jsonl.bz2 and 1 more"
     held_out = iter_rows(str(folder), None, tmp_path)
     assert [row.values for row in held_out if isinstance(row, Row)] == [ROWS[2], ROWS[1]]
-    (folder / "data.jsonl").unlink()
+    for name in ("data.jsonl", "trainer.jsonl"):
+        (folder / name).unlink()
     assert len(read(folder)) == 2, "there is no other file"
 
 

@@ -112,6 +112,8 @@ HUB_IDS = {
 GLOB_RE = re.compile(r"[*?\[]")
 HELD_OUT_SPLITS = ("held_out", "validation", "test")
 """Names of the held-out split of a saved dataset."""
+TRAIN_RE = re.compile(r"train(ing|set)?([^a-z]|$)", re.IGNORECASE)
+"""Names of files that are trained on alone; trainer_state.json is none."""
 HELD_OUT_RE = re.compile(r"(held[_-]?out|holdout|valid|validation|val|test|dev|eval)([^a-z]|$)", re.IGNORECASE)
 """Names of files that are not trained on where a folder has others."""
 
@@ -288,7 +290,7 @@ def files_in(path: Path, held_out: bool = False) -> list[Path]:
     if not files:
         raise UsageError(f"data: the folder {path} holds no {', '.join(ROW_FILE_SUFFIXES)} file")
     held_out_files = [p for p in files if HELD_OUT_RE.match(p.name)]
-    files = [p for p in files if p.stem.startswith("train")] or [p for p in files if p not in held_out_files] or files
+    files = [p for p in files if TRAIN_RE.match(p.name)] or [p for p in files if p not in held_out_files] or files
     files = held_out_files if held_out and held_out_files else files
     duplicates = same_rows_in_another_format(files)
     return [p for p in files if p not in duplicates]
