@@ -214,7 +214,7 @@ def _parse_json_line(line: bytes, where: str, first: bool) -> Row | InvalidRow |
     if not text.strip():
         return None
     try:
-        values = json.loads(text, object_pairs_hook=unique_keys)
+        values = DECODER.decode(text)
     except ValueError as error:
         if first and text.count(",") + text.count(";") and not text.lstrip().startswith(("{", "[")):
             return InvalidRow(where, "this is no JSON; it looks like CSV: name the file .csv", text[:80], True)
@@ -456,7 +456,7 @@ class JsonStream:
         """Everything that remains, as one value."""
         while self._read_more():
             pass
-        return json.loads(self.text, object_pairs_hook=unique_keys)
+        return DECODER.decode(self.text)
 
     def _parse_value(self) -> Any:
         while True:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from modelwright.data.readers import LONE_SURROGATE, DuplicateKey, describe_columns, unique_keys, utf8_size
+from modelwright.data.readers import DECODER, LONE_SURROGATE, DuplicateKey, describe_columns, utf8_size
 from modelwright.recipe.stage_specs import RowFormatName
 
 Message = dict[str, Any]
@@ -375,7 +375,7 @@ def parse_json(value: Any) -> Any:
     if isinstance(value, str):
         try:
             is_json = value.lstrip()[:1] in ("[", "{")
-            value = json.loads(value, object_pairs_hook=unique_keys) if is_json else None
+            value = DECODER.decode(value) if is_json else None
         except DuplicateKey as error:
             raise RowError(f"{str(value)[:60]!r} is no JSON: {error}") from None
         except (ValueError, RecursionError):
