@@ -166,6 +166,17 @@ def test_a_greeting_that_nobody_asked_for_is_not_trained(tokenizer: Any) -> None
     assert trained_text(tokenizer, row) == ["So.<|im_end|>\n"]
 
 
+@pytest.mark.parametrize("role", ["system", "user", "assistant"])
+def test_a_template_that_leaves_out_a_role_is_an_error(tokenizer: Any, role: str) -> None:
+    """The first template of Phi-3 left out system messages."""
+    leaves_out = CHATML.replace("<|im_start|>{{ m", f"{{% if message['role'] != '{role}' %}}<|im_start|>{{{{ m", 1)
+    leaves_out = leaves_out.replace("<|im_end|>\n{% endfor %}", "<|im_end|>\n{% endif %}{% endfor %}")
+    talk = conversation("One?", "First.", "Two?", "Second.", system="Be brief.")
+    with pytest.raises(DataError, match=f"does not render the turns of the {role}; use a model whose template does"):
+        tokenize_conversation(talk, with_template(tokenizer, leaves_out))
+    assert len(tokenize_conversation(talk, tokenizer)) == 1
+
+
 def test_a_template_that_refuses_a_role_is_one_error(tokenizer: Any) -> None:
     refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     with pytest.raises(DataError) as caught:

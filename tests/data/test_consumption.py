@@ -11,7 +11,7 @@ import pytest
 
 from modelwright.data.chat import rows_to_conversations
 from modelwright.data.readers import Quarantine, Row
-from modelwright.data.recognize import MEANINGS, MESSAGE_KEYS, ROLE_OF, RowError, normalize_message
+from modelwright.data.recognize import MEANINGS, MESSAGE_KEYS, ROLE_OF, TRAIN_KEYS, RowError, normalize_message
 from modelwright.recipe.sections import DataConfig
 
 DRAWS = 20_000 if os.environ.get("NIGHTLY") == "1" else 400
@@ -61,14 +61,28 @@ def test_every_key_of_a_message_is_used_or_harmless_or_an_error() -> None:
         rng = np.random.default_rng([seed, 1])
         key = draw_word(rng)
         value = [0, False, 0.5, "text", ["text"], {"a": 1}][int(rng.integers(6))]
-        if key not in MESSAGE_KEYS:
+        if key not in MESSAGE_KEYS and not (key in TRAIN_KEYS and value in (0, False)):
             with pytest.raises(RowError, match=f"a turn has {key} .*, which is not used"):
                 normalize_message({"role": "assistant", "content": "So.", key: value})
             refused += 1
         for neutral in (None, 1, True, "", [], {}):
-            if key not in {*USED, "role", "from", "value", "function_call"}:
+            if key not in {*USED, "role", "from", "value", "text", "function_call"}:
                 assert normalize_message({"role": "assistant", "content": "So.", key: neutral}) == plain
     assert refused > DRAWS // 5
+
+
+def test_two_keys_for_one_thing_must_agree() -> None:
+    assert normalize_message({"role": "assistant", "from": "gpt", "content": "So.", "value": "So."})["content"] == "So."
+    assert normalize_message({"role": None, "from": "GPT", "content": None, "value": "So."})["role"] == "assistant"
+    for turn, problem in (
+        ({"role": "user", "content": "Why?", "value": "How?"}, "a turn has content and value, which differ"),
+        ({"role": "user", "content": "Why?", "text": "How?"}, "a turn has content and text, which differ"),
+        ({"role": "user", "from": "gpt", "content": "Why?"}, "a turn has role 'user' and from 'gpt', which differ"),
+        ({"role": "user", "text": "Why?"}, "it wants a role of"),
+        ({"role": "user", "content": "Why?", "name": float("nan")}, "name is 'nan'; it wants text"),
+    ):
+        with pytest.raises(RowError, match=problem):
+            normalize_message(turn)
 
 
 def test_every_key_of_a_tool_call_is_used_or_harmless_or_an_error() -> None:

@@ -124,6 +124,34 @@ def test_numbered_options_are_counted_from_where_the_file_counts() -> None:
         answers({**columns, "answer": 1})
 
 
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"choices": ["stone", None], "answer": 0}, "an option or its label is empty; the options are ['stone', '']"),
+        ({"choices": [{"key": "A", "value": "stone"}] * 2, "answer": 0}, "an option or its label is empty"),
+        ({"A": "stone", "B": "wood", "C": None, "D": "ice", "answer": "A"}, "['stone', 'wood', '', 'ice']"),
+        (
+            {"choices": {"text": ["stone", "wood"], "label": ["A", "B", "C"]}, "answerKey": "C"},
+            "an option or its label",
+        ),
+        (
+            {"choices": ["stone", "wood"], "answer": "wood", "label": 0},
+            "answer is 'wood' and label is 0, which name two",
+        ),
+    ],
+)
+def test_options_that_are_missing_and_answers_that_differ_are_refused(row: dict[str, Any], problem: str) -> None:
+    with pytest.raises(DataError) as caught:
+        answers(row)
+    assert problem in str(caught.value)
+
+
+def test_nulls_of_parquet_are_no_options_and_two_columns_may_agree() -> None:
+    row = {"options": {"A": "stone", "B": "wood", "C": None}, "answer": "wood", "answer_idx": "B"}
+    [question] = parse_questions([Row("q.parquet row 1", {"question": "What burns?", **row})], FRAME)
+    assert question == MultipleChoiceQuestion(QUESTION, WOOD, 1)
+
+
 def test_the_text_around_a_question_is_a_setting() -> None:
     row = Row("q.jsonl:1", {"passage": "Fire.", "question": "What burns?", "choices": ["stone", "wood"], "answer": 1})
     assert parse_questions([row], "{question}")[0].prompt == "Fire.\nWhat burns?"

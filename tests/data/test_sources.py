@@ -15,7 +15,14 @@ import pytest
 
 from modelwright.data.chat import load_conversations
 from modelwright.data.readers import InvalidRow, Row, raise_on_invalid_rows, read_file
-from modelwright.data.sources import hub_id, is_hub_name, iter_validation_rows, notes_on_files, read_train_rows
+from modelwright.data.sources import (
+    hub_id,
+    is_hub_name,
+    iter_rows,
+    iter_validation_rows,
+    notes_on_files,
+    read_train_rows,
+)
 from modelwright.errors import DataError, UsageError
 from modelwright.recipe.sections import CountOrFraction, DataConfig
 
@@ -107,6 +114,23 @@ def test_a_folder_with_a_train_file_leaves_its_test_file_alone(tmp_path: Path) -
     write_lines(folder / "train.jsonl", [json.dumps(ROWS[0])])
     write_lines(folder / "test.jsonl", [json.dumps(ROWS[1])])
     assert values(read(folder)) == ROWS[:1]
+
+
+def test_a_folder_trains_on_no_test_file_and_says_what_it_does_not_read(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    (folder / "more").mkdir(parents=True)
+    for number, name in enumerate(("data.jsonl", "test-00000-of-00001.jsonl", "Valid.jsonl", "more/x.jsonl")):
+        write_lines(folder / name, [json.dumps(ROWS[number % 4])])
+    write_lines(folder / "old.jsonl.bz2", ["packed"])
+    write_lines(folder / "trainer.jsonl", [])
+    assert values(read(folder)) == ROWS[:1]
+    [note] = notes_on_files(str(folder), tmp_path)
+    assert note == "not read in rows: Valid.jsonl, more/, old.jsonl.bz2 and 1 more"
+    held_out = iter_rows(str(folder), None, tmp_path)
+    assert [row.values for row in held_out if isinstance(row, Row)] == [ROWS[2], ROWS[1]]
+    for name in ("data.jsonl", "trainer.jsonl"):
+        (folder / name).unlink()
+    assert len(read(folder)) == 2, "there is no other file"
 
 
 def test_a_folder_that_datasets_saved_gives_its_train_split(tmp_path: Path) -> None:

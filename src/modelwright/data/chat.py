@@ -21,10 +21,9 @@ from modelwright.data.recognize import (
     Message,
     Recognized,
     RowError,
+    add_system_message,
     check_meaning,
     conversation_messages,
-    is_empty,
-    normalize_message,
     parse_tools,
     recognize,
 )
@@ -228,7 +227,7 @@ def _build_conversation(row: Row, recognized: Recognized, data: DataConfig) -> C
     messages = conversation_messages(values, recognized.columns)
     check_meaning(recognized, row.values, messages)
     if "text" not in recognized.columns:
-        messages = add_system_message(messages, values.get("system") or data.system_prompt)
+        messages = add_system_message(messages, values, recognized.columns, data.system_prompt)
     return Conversation(
         row.where, tuple(messages), get_split_key(row, messages, data), parse_tools(values.get("tools"))
     )
@@ -267,13 +266,6 @@ def build_prompt_messages(question: str, system_prompt: str | None) -> list[Mess
 def find_prompt(messages: Iterable[Message]) -> str:
     """The first message of the user; a text without messages is its own prompt."""
     return next(str(message["content"]) for message in messages if message["role"] in ("user", "text"))
-
-
-def add_system_message(messages: list[Message], system: Any) -> list[Message]:
-    """Prepend a system message unless there is one."""
-    if is_empty(system) or messages[0]["role"] == "system":
-        return messages
-    return [normalize_message({"role": "system", "content": str(system)}), *messages]
 
 
 def get_split_key(row: Row, messages: Iterable[Message], data: DataConfig) -> str:
@@ -456,15 +448,18 @@ def _template_errors(messages: Sequence[Message], where: str) -> Iterator[None]:
 
 
 def _check_rendered(tokenizer: Any, text: str, messages: Sequence[Message], tools: Tools) -> None:
-    """Raise if the text is the same without the tools, a tool call, a tool's output or the last message's reasoning."""
+    """Raise if the text is the same without the tools, a turn, a tool call or the last message's reasoning."""
     variants: list[tuple[str, Sequence[Message], Tools]] = [("tools", messages, ())] if tools else []
     for turn, message in enumerate(messages):
         keys = ["tool_calls"] if message.get("tool_calls") else []
         keys += ["reasoning_content"] if message.get("reasoning_content") and message is messages[-1] else []
-        keys += ["content"] if message["role"] == "tool" and message["content"] else []
+        content = message["content"].strip()  # beside tool calls, some templates leave it out
+        unseen = message["role"] == "tool" or (content not in text and not message.get("tool_calls"))
+        keys += ["content"] if content and unseen else []
         for key in keys:
             without = {**message, key: "" if key == "content" else None}
-            name = "the output of tools" if key == "content" else key
+            name = "the output of tools" if message["role"] == "tool" else f"the turns of the {message['role']}"
+            name = name if key == "content" else key
             variants.append((name, [*messages[:turn], without, *messages[turn + 1 :]], tools))
     for name, variant, variant_tools in variants:
         with suppress(TemplateError):  # a template that wants it renders it

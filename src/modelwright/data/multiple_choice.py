@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from modelwright.data.readers import Row, describe_columns, group_problems
+from modelwright.data.recognize import is_empty
 from modelwright.errors import DataError, Problem
 
 QUESTION_COLUMNS = ("question", "query", "prompt", "question_stem", "input", "instruction")
@@ -64,12 +65,18 @@ def _parse_row(values: Mapping[str, Any], template: str) -> tuple[MultipleChoice
     columns_hint = f"{describe_columns(values)}; it wants {EXPECTED_COLUMNS}"
     if len(choices) < 2:
         return f"there are no options to choose from; {columns_hint}"
-    key = next((name for name in ANSWER_COLUMNS if values.get(name) is not None), None)
-    if key is None:
+    if not all(choices) or len(labels) not in (0, len(choices)):
+        return f"an option or its label is empty; the options are {choices}"
+    keys = [name for name in ANSWER_COLUMNS if not is_empty(values.get(name))]
+    if not keys:
         return f"there is no right answer; {columns_hint}"
-    readings = _answer_readings(values[key], choices, labels)
+    key, readings = keys[0], _answer_readings(values[keys[0]], choices, labels)
     if not readings:
         return f"{key} is {values[key]!r}, which names none of the {len(choices)} options"
+    for other in keys[1:]:
+        other_readings = _answer_readings(values[other], choices, labels)
+        if other_readings and not {*other_readings.values()} & {*readings.values()}:
+            return f"{key} is {values[key]!r} and {other} is {values[other]!r}, which name two options; leave one out"
     if "label" in readings and any(name in values for name in CHOICE_LIST_COLUMNS):
         readings = {"label": readings["label"]}  # the row itself names its options
     # COPA and PIQA count their column label from 0, WinoGrande its column answer from 1
@@ -84,33 +91,31 @@ def _parse_row(values: Mapping[str, Any], template: str) -> tuple[MultipleChoice
 
 
 def _find_choices(values: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """The choices and their labels, if they have any."""
+    """The choices and their labels, if they have any; an empty text for a choice that is missing."""
     for name in CHOICE_LIST_COLUMNS:
         value = values.get(name)
         if isinstance(value, Mapping) and isinstance(value.get("text"), list):
-            return [str(each) for each in value["text"]], [str(each) for each in value.get("label") or ()]
-        if isinstance(value, Mapping):
-            return [str(each) for each in value.values()], [str(each) for each in value]
+            return _texts(value["text"]), _texts(value.get("label") or ())
+        if isinstance(value, Mapping):  # Parquet adds the keys of other rows with null
+            present = {label: each for label, each in value.items() if each is not None}
+            return _texts(present.values()), _texts(present)
         if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
-            return [str(each.get("text", "")) for each in value], [str(each.get("label", "")) for each in value]
+            labels = _texts(each.get("label") for each in value)
+            return _texts(each.get("text") for each in value), labels if any(labels) else []
         if isinstance(value, list) and value:
-            return [str(each) for each in value], []
+            return _texts(value), []
     for pattern in CHOICE_PATTERNS:
         for marks in ("0123456789", "123456789", CHOICE_LETTERS, CHOICE_LETTERS.upper()):
-            named = _numbered_values(values, [pattern.format(mark) for mark in marks])
-            if len(named) > 1:
-                return named, list(marks[: len(named)])
+            named = _texts(values.get(pattern.format(mark)) for mark in marks)
+            count = 1 + max((number for number, text in enumerate(named) if text), default=-1)
+            if count > 1 and all(named[:2]):
+                return named[:count], list(marks[:count])
     return (["no", "yes"], []) if isinstance(values.get("answer"), bool) else ([], [])
 
 
-def _numbered_values(values: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """The values of the named columns up to the first missing one."""
-    numbered: list[str] = []
-    for name in names:
-        if not isinstance(values.get(name), str | int | float):
-            break
-        numbered.append(str(values[name]))
-    return numbered
+def _texts(values: Iterable[Any]) -> list[str]:
+    """The values as texts, empty for what is none."""
+    return [str(value) if isinstance(value, str | int | float) and not is_empty(value) else "" for value in values]
 
 
 def _answer_readings(value: Any, choices: Sequence[str], labels: Sequence[str]) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,15 @@ import numpy as np
 from modelwright.data import chat
 from modelwright.data.chat import SplitDataset, TokenIds, TokenizedRow
 from modelwright.data.readers import DroppedRow, InvalidRow, Quarantine, Row
-from modelwright.data.recognize import Message, Recognized, RowError, check_meaning, pair_messages, parse_tools
+from modelwright.data.recognize import (
+    Message,
+    Recognized,
+    RowError,
+    add_system_message,
+    check_meaning,
+    pair_messages,
+    parse_tools,
+)
 from modelwright.errors import DataError, Problem
 from modelwright.recipe.sections import DataConfig
 from modelwright.recipe.stage_specs import PairConfig
@@ -78,16 +87,24 @@ def _build_pair(row: Row, recognized: Recognized, data: DataConfig) -> Preferenc
     check_meaning(recognized, row.values, [*chosen, *rejected])
     if chosen == rejected:
         raise DroppedRow(IDENTICAL)
-    scores = [values.get(role) for role in ("score_chosen", "score_rejected")]
-    if all(isinstance(score, int | float) for score in scores) and scores[0] < scores[1]:  # type: ignore[operator]
+    scores = [_score(values.get(role)) for role in ("score_chosen", "score_rejected")]
+    if scores[0] < scores[1]:
         raise RowError(f"{names['score_chosen']!r} is {scores[0]:g}, below the {scores[1]:g} of the rejected answer")
     length = next((index for index, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), 0)
     if not any(turn["role"] == "user" for turn in chosen[:length]):
         raise RowError("chosen and rejected answer no common question; it wants a prompt")
-    prompt = chat.add_system_message(chosen[:length], values.get("system") or data.system_prompt)
+    prompt = add_system_message(chosen[:length], values, names, data.system_prompt)
     answers = tuple(chosen[length:]), tuple(rejected[length:])
     split_key, tools = chat.get_split_key(row, prompt, data), parse_tools(values.get("tools"))
     return PreferencePair(row.where, tuple(prompt), *answers, split_key, tools)
+
+
+def _score(value: Any) -> float:
+    """A score as a number, also from CSV; NaN for anything else, which is below nothing."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return nan
 
 
 @dataclass(frozen=True)

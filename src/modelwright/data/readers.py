@@ -214,7 +214,7 @@ def _parse_json_line(line: bytes, where: str, first: bool) -> Row | InvalidRow |
     if not text.strip():
         return None
     try:
-        values = json.loads(text)
+        values = DECODER.decode(text)
     except ValueError as error:
         if first and text.count(",") + text.count(";") and not text.lstrip().startswith(("{", "[")):
             return InvalidRow(where, "this is no JSON; it looks like CSV: name the file .csv", text[:80], True)
@@ -226,10 +226,22 @@ def _parse_json_line(line: bytes, where: str, first: bool) -> Row | InvalidRow |
     return Row(where, values)
 
 
+class DuplicateKey(ValueError):
+    """An object of JSON has a key twice, of which json.loads would take the last."""
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these keys and values, for object_pairs_hook of json.loads."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise DuplicateKey(f"the key {Counter(key for key, _ in pairs).most_common(1)[0][0]!r} is there twice")
+    return values
+
+
 def _json_error_reason(error: ValueError) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} at column {error.colno}"
-    return "a number in it is too long"
+    return str(error) if isinstance(error, DuplicateKey) else "a number in it is too long"
 
 
 def _read_json(path: Path, file_slice: FileSlice) -> Iterator[Row | InvalidRow]:
@@ -243,8 +255,10 @@ def _read_json(path: Path, file_slice: FileSlice) -> Iterator[Row | InvalidRow]:
             yield InvalidRow(f"{path.name}:{_first_non_utf8_line(path)}", NOT_UTF8, file_unreadable=True)
         except (ValueError, RecursionError) as error:
             message, line = getattr(error, "msg", None), getattr(error, "lineno", None)
-            looks_like_jsonl = message == "Extra data" and first == "{"
-            hint = "; it looks like one object a line: name the file .jsonl" if looks_like_jsonl else ""
+            if isinstance(error, DuplicateKey):
+                message, line = str(error), 1 + stream.text.count("\n", 0, stream.position)
+            is_jsonl = message == "Extra data" and first == "{"
+            hint = "; it looks like one object a line: name the file .jsonl" if is_jsonl else ""
             where = f"{path.name}:{stream.line_number - 1 + line}" if line else path.name
             reason = f"this is no JSON ({message or 'nested too deep, or a number too long'}){hint}"
             yield InvalidRow(where, reason, file_unreadable=True)
@@ -271,12 +285,7 @@ def _json_rows(path: Path, stream: JsonStream) -> Iterator[Row | InvalidRow]:
 def _first_non_utf8_line(path: Path) -> int:
     """Number of the first line that is not UTF-8."""
     with open_binary(path) as file:
-        for number, line in enumerate(file, 1):
-            try:
-                line.decode()
-            except UnicodeDecodeError:
-                return number
-    return 1
+        return next((number for number, line in enumerate(file, 1) if line.decode(errors="ignore").encode() != line), 1)
 
 
 def _read_csv(path: Path, file_slice: FileSlice) -> Iterator[Row | InvalidRow]:
@@ -286,7 +295,7 @@ def _read_csv(path: Path, file_slice: FileSlice) -> Iterator[Row | InvalidRow]:
 
 
 def _csv_rows(path: Path, file: TextIO, delimiter: str) -> Iterator[Row | InvalidRow]:
-    reader = csv.reader(file, delimiter=delimiter)
+    reader = csv.reader(file, delimiter=delimiter, strict=True)  # else a lost quote joins rows
     try:
         header = next((values for values in reader if values), None)  # blank lines may stand before it
     except csv.Error as error:
@@ -301,7 +310,7 @@ def _csv_rows(path: Path, file: TextIO, delimiter: str) -> Iterator[Row | Invali
         try:
             values = next(reader, None)
         except csv.Error as error:
-            yield InvalidRow(f"{path.name}:{reader.line_num}", f"this is no CSV ({error})")
+            yield InvalidRow(f"{path.name}:{reader.line_num}", f"this is no CSV ({error}); double a quote in quotes")
             continue
         if values is None:
             return
@@ -400,11 +409,10 @@ def _read_txt(sample_by: SampleBy, path: Path, file_slice: FileSlice) -> Iterato
 
 
 def _document_text(lines: list[str], sample_by: SampleBy) -> str:
-    text = "".join(lines)
-    return text if sample_by == "document" else text.strip("\r\n")
+    return "".join(lines) if sample_by == "document" else "".join(lines).strip("\r\n")
 
 
-WHITESPACE, DECODER = re.compile(r"[ \t\n\r]*"), json.JSONDecoder()
+WHITESPACE, DECODER = re.compile(r"[ \t\n\r]*"), json.JSONDecoder(object_pairs_hook=unique_keys)
 READ_CHARS = 1 << 20
 """Characters per read."""
 
@@ -417,45 +425,45 @@ class JsonStream:
     """
 
     def __init__(self, file: TextIO) -> None:
-        self._file, self._position, self._ended = file, 0, False
+        self._file, self.position, self._ended = file, 0, False
         self.text, self.line_number = "", 1
 
     def peek(self) -> str:
         """The next character that is no whitespace, without consuming it; empty at the end."""
         while True:
-            match = WHITESPACE.match(self.text, self._position)
+            match = WHITESPACE.match(self.text, self.position)
             assert match is not None
-            self._position = match.end()
-            if self._position < len(self.text) or not self._read_more():
-                return self.text[self._position : self._position + 1]
+            self.position = match.end()
+            if self.position < len(self.text) or not self._read_more():
+                return self.text[self.position : self.position + 1]
 
     def iter_items(self) -> Iterator[Any]:
         """The items of the list that begins here, one by one."""
-        self._position += 1
+        self.position += 1
         if self.peek() != "]":
             yield self._parse_value()
             while self.peek() == ",":
-                self._position += 1
+                self.position += 1
                 self.peek()
                 yield self._parse_value()
             if self.peek() != "]":
-                raise json.JSONDecodeError("Expecting ',' delimiter", self.text, self._position)
-        self._position += 1
+                raise json.JSONDecodeError("Expecting ',' delimiter", self.text, self.position)
+        self.position += 1
         if self.peek():
-            raise json.JSONDecodeError("Extra data", self.text, self._position)
+            raise json.JSONDecodeError("Extra data", self.text, self.position)
 
     def load_rest(self) -> Any:
         """Everything that remains, as one value."""
         while self._read_more():
             pass
-        return json.loads(self.text)
+        return DECODER.decode(self.text)
 
     def _parse_value(self) -> Any:
         while True:
             try:
-                value, end = DECODER.raw_decode(self.text, self._position)
+                value, end = DECODER.raw_decode(self.text, self.position)
                 if end < len(self.text) or self._ended:  # else the value may continue in the next chunk
-                    self._position = end
+                    self.position = end
                     return value
             except json.JSONDecodeError:
                 if self._ended:
@@ -464,10 +472,10 @@ class JsonStream:
 
     def _read_more(self) -> bool:
         """Drop the consumed text, and read at least as much again as is unparsed."""
-        unparsed = self.text[self._position :]
+        unparsed = self.text[self.position :]
         chunk = self._file.read(max(READ_CHARS, len(unparsed)))
-        self.line_number += self.text.count("\n", 0, self._position)
-        self.text, self._position, self._ended = unparsed + chunk, 0, not chunk
+        self.line_number += self.text.count("\n", 0, self.position)
+        self.text, self.position, self._ended = unparsed + chunk, 0, not chunk
         return bool(chunk)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from modelwright.data.readers import LONE_SURROGATE, describe_columns, utf8_size
+from modelwright.data.readers import DECODER, LONE_SURROGATE, DuplicateKey, describe_columns, utf8_size
 from modelwright.recipe.stage_specs import RowFormatName
 
 Message = dict[str, Any]
@@ -59,7 +59,7 @@ IGNORE = "ignore it: data.columns: {{{column}: ignore}}"
 MEANINGFUL_COLUMNS = {
     "label labels kto_tag": "it says what an answer is worth, which this stage does not learn",
     "images image videos video audio audios": "this stage reads text only",
-    "weight weights sample_weight loss_weight": "every row counts the same here",
+    "weight weights sample_weight loss_weight train training": "every row counts the same here",
     "choices options": "data.derived_columns can write the choices into the prompt",
 }
 """Columns that change the meaning of a row though no stage of text uses them, and what to say about them."""
@@ -214,8 +214,10 @@ def _two_columns(columns: Sequence[str], role: str) -> str:
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a value holds nothing."""
-    return value is None or value in ([], {}, ()) or (isinstance(value, str) and not value.strip())
+    """Whether a value holds nothing; NaN is how pandas writes a missing one."""
+    if isinstance(value, str):
+        return not value.strip()
+    return value is None or value in ([], {}, ()) or (isinstance(value, float) and value != value)
 
 
 def check_meaning(recognized: Recognized, values: Mapping[str, Any], messages: Sequence[Message]) -> None:
@@ -281,8 +283,8 @@ def normalize_message(turn: Any) -> Message:
     wanted = f"it wants a role of {', '.join(ROLES)} and a text content"
     if not isinstance(turn, dict):
         raise RowError(f"a turn is {str(turn)[:60]!r}; {wanted}")
-    word, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-    role = ROLE_WORDS.get(word) if isinstance(word, str) else None
+    word, content = _role_word(turn), _one_value(turn, "content", "value", "text")
+    role = ROLE_WORDS.get(word)
     calls = turn.get("tool_calls") or turn.get("function_call")
     if word == "function_call":
         calls, content = parse_json(content), ""
@@ -298,16 +300,35 @@ def normalize_message(turn: Any) -> Message:
     for key in sorted(turn.keys() - MESSAGE_KEYS - {*untrained}):
         if turn[key] is not None and turn[key] not in (1, True, [], {}, ""):
             raise RowError(f"a turn has {key} {str(turn[key])[:40]}, which is not used; leave it out of the messages")
+    if role != "assistant" and True in (turn.get("train"), turn.get("training")):
+        raise RowError(f"a turn of the {role} has train: true, and only answers of the assistant are trained")
     message: Message = {"role": role, "content": content or ""}
     message |= {key: turn[key] for key in ("name", "tool_call_id", "reasoning_content") if turn.get(key)}
     if untrained and role == "assistant":
         message["train"] = False
     if calls:
         message["tool_calls"] = [_normalize_call(call) for call in (calls if isinstance(calls, list) else [calls])]
-    if not isinstance(message.get("reasoning_content", ""), str):
-        raise RowError(f"reasoning_content is {str(message['reasoning_content'])[:40]!r}; it wants text")
+    for key in message.keys() & {"name", "reasoning_content"}:
+        if not isinstance(message[key], str):
+            raise RowError(f"{key} is {str(message[key])[:40]!r}; it wants text")
     _require_utf8(message)
     return message
+
+
+def _one_value(turn: Mapping[str, Any], *keys: str) -> Any:
+    """The value of the first of the keys that has one, if no other key has another; `text` alone is no content."""
+    present = [key for key in keys if turn.get(key) is not None]
+    if other := next((key for key in present if turn[key] != turn[present[0]]), None):
+        raise RowError(f"a turn has {present[0]} and {other}, which differ; leave one of them out")
+    return turn[present[0]] if present and present[0] != "text" else None
+
+
+def _role_word(turn: Any) -> str:
+    """The word for the role of a turn, in lower case."""
+    words = [str(turn[key]).casefold() for key in ("role", "from") if turn.get(key) is not None]
+    if len({ROLE_WORDS.get(word, word) for word in words}) > 1:
+        raise RowError(f"a turn has role {words[0]!r} and from {words[1]!r}, which differ; leave one of them out")
+    return words[0] if words else ""
 
 
 def _require_utf8(value: Any) -> None:
@@ -353,7 +374,10 @@ def parse_json(value: Any) -> Any:
     """A list or an object that is written as JSON; None if it is neither."""
     if isinstance(value, str):
         try:
-            value = json.loads(value) if value.lstrip()[:1] in ("[", "{") else None
+            is_json = value.lstrip()[:1] in ("[", "{")
+            value = DECODER.decode(value) if is_json else None
+        except DuplicateKey as error:
+            raise RowError(f"{str(value)[:60]!r} is no JSON: {error}") from None
         except (ValueError, RecursionError):
             return None
     return value if isinstance(value, list | dict) else None
@@ -436,7 +460,26 @@ def validate_messages(value: Any) -> list[Message]:
         raise RowError("every answer has weight 0 or train: false; no assistant message to train on")
     if not any(turn["role"] == "user" for turn in turns):
         raise RowError("no turn is the user's; it wants a question before the answer")
+    for turn in turns:
+        if turn["role"] in ("user", "assistant") and turn.get("train", True) and is_empty(message_text(turn)):
+            raise RowError(f"a turn of the {turn['role']} is empty; it wants text, or to be left out")
     return turns
+
+
+def add_system_message(
+    messages: list[Message], values: Mapping[str, Any], names: Mapping[str, str], default: str | None
+) -> list[Message]:
+    """Prepend the system message of a row, or else the recipe's, unless there is one."""
+    system = None if is_empty(values.get("system")) else require_text(values, names, "system")
+    if messages[0]["role"] == "system":
+        if system is not None and system.strip() != messages[0]["content"].strip():
+            raise RowError(f"the column {names['system']!r} is not used: the messages have another system message; to "
+                           + IGNORE.format(column=names["system"]))  # fmt: skip
+        return messages
+    system = system or default
+    if is_empty(system):
+        return messages
+    return [normalize_message({"role": "system", "content": system}), *messages]
 
 
 def conversation_messages(values: Mapping[str, Any], names: Mapping[str, str]) -> list[Message]:
@@ -479,7 +522,7 @@ def pair_messages(values: Mapping[str, Any], names: Mapping[str, str], answer_ro
         raise RowError(f"{names[answer_role]!r}: prompt and answer want text or messages")
     turns = (split_transcript(answer) if isinstance(answer, str) else None) or to_turns("assistant", answer)
     try:
-        if ROLE_WORDS.get(str(_role_word(turns[0]))) != "assistant":
+        if not isinstance(turns[0], dict) or ROLE_WORDS.get(_role_word(turns[0])) != "assistant":
             messages = _pair_turns(turns)
             text = "\n".join(map(message_text, messages))
             for role in ("prompt", "context", "history"):
@@ -502,7 +545,3 @@ def _pair_turns(value: Any) -> list[Message]:
     if not turns[-1].get("train", True):
         raise RowError("the answer has weight 0 or train: false; leave the pair out")
     return [{key: value for key, value in turn.items() if key != "train"} for turn in turns]
-
-
-def _role_word(turn: Any) -> Any:
-    return turn.get("role", turn.get("from")) if isinstance(turn, dict) else None

@@ -17,6 +17,7 @@ from typing import Any
 
 from modelwright.data import download, readers
 from modelwright.data.readers import (
+    EXAMPLES_SHOWN,
     ROW_FILE_SUFFIXES,
     InvalidRow,
     Row,
@@ -111,6 +112,10 @@ HUB_IDS = {
 GLOB_RE = re.compile(r"[*?\[]")
 HELD_OUT_SPLITS = ("held_out", "validation", "test")
 """Names of the held-out split of a saved dataset."""
+TRAIN_RE = re.compile(r"train(ing|set)?([^a-z]|$)", re.IGNORECASE)
+"""Names of files that are trained on alone; trainer_state.json is none."""
+HELD_OUT_RE = re.compile(r"(held[_-]?out|holdout|valid|validation|val|test|dev|eval)([^a-z]|$)", re.IGNORECASE)
+"""Names of files that are not trained on where a folder has others."""
 
 
 def iter_train_rows(data: DataConfig, recipe_dir: Path) -> Iterator[Row | InvalidRow]:
@@ -187,7 +192,7 @@ def iter_rows(
     if name in GENERATED_DATASETS:
         return islice((Row(where, {"text": text}) for where, text in GENERATED_DATASETS[name]()), start, stop)
     path = EMBEDDED_DATASETS.get(name) or local_path(name, recipe_dir)
-    files = source_files(name, recipe_dir)
+    files = source_files(name, recipe_dir, held_out=data is None)
     if path is None and not files:
         if not is_hub_name(name, recipe_dir):
             hint = did_you_mean(name, recipe_dir, [*EMBEDDED_DATASETS, *GENERATED_DATASETS])
@@ -202,11 +207,11 @@ def iter_rows(
     return islice(chain.from_iterable(read_file(file, sample_by=sample_by) for file in files), start, stop)
 
 
-def source_files(name: str, recipe_dir: Path) -> list[Path]:
+def source_files(name: str, recipe_dir: Path, held_out: bool = False) -> list[Path]:
     """The files of an embedded set, a file, a folder or a pattern such as data/*.jsonl; none for other names."""
     path = EMBEDDED_DATASETS.get(name) or local_path(name, recipe_dir)
     if path is not None:
-        return files_in(path) if path.is_dir() and not is_saved_dataset(path) else [path]
+        return files_in(path, held_out) if path.is_dir() and not is_saved_dataset(path) else [path]
     for folder in (Path(), recipe_dir) if GLOB_RE.search(name) else ():
         start = Path(Path(name).anchor) if Path(name).is_absolute() else folder
         if files := sorted(file for file in start.glob(name.removeprefix(str(start))) if row_suffix(file)):
@@ -274,8 +279,8 @@ def did_you_mean(name: str, recipe_dir: Path, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
-def files_in(path: Path) -> list[Path]:
-    """The files of a folder that are read, sorted by name; only those named train*, if there are any."""
+def files_in(path: Path, held_out: bool = False) -> list[Path]:
+    """The files of a folder that are read, sorted by name: only train*, else all but test* and the like, if any are."""
     candidates = sorted(p for p in path.iterdir() if row_suffix(p))
     info = path / DATASET_INFO
     if info in candidates and factory_entries(info):
@@ -284,7 +289,9 @@ def files_in(path: Path) -> list[Path]:
     files = [p for p in candidates if row_suffix(p) != ".txt"] or candidates  # a text file next to rows is a readme
     if not files:
         raise UsageError(f"data: the folder {path} holds no {', '.join(ROW_FILE_SUFFIXES)} file")
-    files = [p for p in files if p.stem.startswith("train")] or files
+    held_out_files = [p for p in files if HELD_OUT_RE.match(p.name)]
+    files = [p for p in files if TRAIN_RE.match(p.name)] or [p for p in files if p not in held_out_files] or files
+    files = held_out_files if held_out and held_out_files else files
     duplicates = same_rows_in_another_format(files)
     return [p for p in files if p not in duplicates]
 
@@ -333,7 +340,19 @@ def notes_on_files(name: str, recipe_dir: Path) -> list[str]:
     if path is None or not path.is_dir() or is_saved_dataset(path):
         return []
     same = same_rows_in_another_format(sorted(p for p in path.iterdir() if row_suffix(p) not in ("", ".txt")))
-    return [f"{file.name} has the same rows as {other.name} and is not read" for file, other in same.items()]
+    notes = [f"{file.name} has the same rows as {other.name} and is not read" for file, other in same.items()]
+    read = {*(files := files_in(path)), *same, path / DATASET_INFO}
+    others = [] if is_factory_source(files) else [p for p in sorted(path.iterdir()) if p not in read and _has_rows(p)]
+    unread = [f"{p.name}/" if p.is_dir() else p.name for p in others]
+    more = f" and {len(unread) - EXAMPLES_SHOWN} more" if len(unread) > EXAMPLES_SHOWN else ""
+    return [*notes, f"not read in {path.name}: {', '.join(unread[:EXAMPLES_SHOWN])}{more}"] if unread else notes
+
+
+def _has_rows(path: Path) -> bool:
+    """Whether a file or folder looks like one of rows, be it one that cannot be read."""
+    if path.is_dir():
+        return not path.name.startswith(".") and any(row_suffix(file) for file in path.iterdir() if file.is_file())
+    return bool(row_suffix(path) or row_suffix(path.with_suffix("")))
 
 
 def is_saved_dataset(path: Path) -> bool:

@@ -33,19 +33,22 @@ Metrics = dict[str, float | None]
 def score_texts(model: Any, encoder: DocumentTokenizer, texts: Sequence[str], max_length: int) -> Metrics:
     """Loss, perplexity and bits per byte of documents; long ones are split."""
     chunks: list[TokenizedRow] = []
+    text_bytes = sum(len(text.encode()) for text in texts)
     for text in texts:
         tokens = encoder.encode_batch([text]).tokens.astype(np.int32)
-        token_chunks = [tokens[start : start + max_length] for start in range(0, len(tokens), max_length)]
-        chunks += [TokenizedRow(chunk, np.ones(len(chunk), dtype=np.bool_)) for chunk in token_chunks if len(chunk) > 1]
+        offsets = encoder.tokenizer.encode(text, add_special_tokens=False).offsets
+        for start in range(0, len(tokens), max_length):
+            chunk = tokens[start : start + max_length]
+            chunks += [TokenizedRow(chunk, np.ones(len(chunk), dtype=np.bool_))] if len(chunk) > 1 else []
+            # the first token of a chunk has no loss, so its bytes do not count; EOS has none
+            text_bytes -= sum(len(text[begin:end].encode()) for begin, end in offsets[start : start + 1])
     chunks.sort(key=len)
     nll_sum, token_count = 0.0, 0
-    all_tokens, text_bytes = sum(map(len, chunks)), sum(len(text.encode()) for text in texts)
     for start in range(0, len(chunks), SCORING_BATCH):
         micro_batch = collate_examples([[chunk] for chunk in chunks[start : start + SCORING_BATCH]])
         nll_sum -= float(_next_token_logps(model, micro_batch.inputs).sum())
         token_count += micro_batch.trained_tokens
-    # the first token of a chunk has no loss: bytes of the others, estimated by their fraction of all tokens
-    return _as_metrics(nll_sum, token_count, text_bytes * token_count / max(1, all_tokens))
+    return _as_metrics(nll_sum, token_count, text_bytes)
 
 
 def score_shards(model: Any, shards: PackedDataset, max_length: int, max_rows: int) -> Metrics:
