@@ -73,8 +73,8 @@ def test_the_advice_on_max_length_gives_the_share_of_rows_and_what_would_hold_th
     assert run("check", str(recipe)) == 0
     note = f"{recipe}:5: sft.max_length is 64; it cuts about 70% of the rows, which lose 31 tokens each"
     assert capsys.readouterr().err == f"{note}; raise it: the longest row has about 95 tokens\n"
-    for enough in ("max_length=100", "packing=true"):
-        assert run("check", str(recipe), "--set", f"sft.{enough}", "--set", "sft.packing_strategy=bfd_split") == 0
+    for enough in ("max_length: 100", "packing: true, packing_strategy: bfd_split"):
+        assert run("check", str(recipe), "--set", f"sft={{{enough}}}") == 0
         assert capsys.readouterr().err == ""
 
 
